@@ -199,59 +199,6 @@ def swapped_in_silence() -> str:
         return error_of(lambda: run.attach(model))
 
 
-def client_optimizer_in_accelerate() -> dict[str, Any]:
-    """The same through what the plan hands over; and what is no engine."""
-    from accelerate import Accelerator
-    from examples.embedding.accelerate_before import CONFIG, new_model
-
-    from zerotune import DeepSpeedPlan
-    from zerotune.training import EmbeddedPlan
-
-    asked = {"optimizer": {"type": "RMSprop", "params": {"lr": 1e-3}}, "scheduler": SCHEDULE}
-    model = new_model()
-    with EmbeddedPlan(model=model, plan=DeepSpeedPlan.from_dict(CONFIG | asked)) as run:
-        seen = {"not an engine": error_of(lambda: run.attach(model))}
-        seen["not attached"] = error_of(lambda: run.engine)
-        accelerator = Accelerator(**run.accelerator_arguments())
-        optimizer, lr_scheduler = run.accelerate_optimizer(model)
-        model, optimizer, lr_scheduler = accelerator.prepare(model, optimizer, lr_scheduler)
-        engine = run.attach(model)
-        lrs = []
-        for batch in batches(MICRO)[: 3 * ACCUMULATION]:
-            with accelerator.accumulate(model):
-                accelerator.backward(objective(model, batch, None))
-                optimizer.step()
-                lr_scheduler.step()
-            lrs.append(lr_scheduler.get_last_lr()[0])
-        return seen | {
-            "optimizer": type(model.basic_optimizer).__name__,
-            "lrs": lrs[1::ACCUMULATION],
-            "explained": engine.explain(),
-        }
-
-
-def left_without_closing(root: str) -> tuple[int, int]:
-    """Swap folders while a script runs, and after it ended without ``close``."""
-    import atexit
-
-    from examples.embedding.accelerate_before import CONFIG, new_model
-
-    from zerotune import DeepSpeedPlan, OffloadManager
-    from zerotune.training import EmbeddedPlan
-
-    zero = {"stage": 3, "offload_optimizer": {"device": "nvme"}}
-    config = CONFIG | {"zero_optimization": zero, "optimizer": {"type": "AdamW"}}
-    run = EmbeddedPlan(
-        model=new_model(),
-        plan=DeepSpeedPlan.from_dict(config),
-        offload=OffloadManager(root=root),
-    )
-    during = sum(path.is_dir() for path in Path(root).iterdir())
-    assert Path(run.plan.nvme_paths["optimizer"]).parent == Path(root)
-    atexit._run_exitfuncs()
-    return during, sum(path.is_dir() for path in Path(root).iterdir())
-
-
 def as_diffusers_writes_them(
     name: str, folder: str, *flags: str, zero: dict[str, Any] | None = None
 ) -> dict[str, Any]:
@@ -267,42 +214,6 @@ def as_diffusers_writes_them(
         "losses": losses,
         "average": {name: average[name].numpy() for name in sorted(average)},
     }
-
-
-def what_the_script_lost() -> dict[str, Any]:
-    """What ``prepare`` of an embedded accelerator puts in place, and what is refused."""
-    from diffusers.training_utils import EMAModel as Foreign
-    from examples.embedding import diffusers_after as script
-
-    from zerotune.ema import EMAModel
-    from zerotune.plan import RunFacts
-    from zerotune.training import EmbeddedPlan
-
-    facts = RunFacts.from_arguments(script.parse_args([]))
-    model = script.new_model()
-    with EmbeddedPlan(model=model, plan=script.CONFIG, run=facts) as run:
-        accelerator = run.accelerator(gradient_accumulation_steps=7)
-        accelerator.register_save_state_pre_hook(lambda *_: None)
-        ema, late = EMAModel(model, decay=0.9), EMAModel(model)
-        late.step()
-        foreign = Foreign(model.parameters())
-        other = EMAModel(torch.nn.Linear(2, 2))
-        seen = {"early": error_of(lambda: accelerator.register_for_checkpointing(ema))}
-        frozen = torch.nn.Linear(2, 2)
-        seen["two"] = error_of(lambda: accelerator.prepare(model, frozen))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
-        model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
-        register = accelerator.register_for_checkpointing
-        seen |= {
-            "foreign": error_of(lambda: register(foreign)),
-            "again": error_of(lambda: run.attach(model)),
-            "other": error_of(lambda: register(other)),
-            "lr": run.engine.lr,
-            "accumulation": accelerator.gradient_accumulation_steps,
-            "explained": run.engine.explain(),
-        }
-        return seen | {"late": error_of(lambda: register(late))}
 
 
 def ended_as_diffusers_do(folder: str) -> dict[str, Any]:
