@@ -23,7 +23,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from zerotune._util.processes import ENDED, ProcessIdentity
+from zerotune._util.proc import ENDED, ProcessIdentity
 from zerotune._util.text import differences
 from zerotune.errors import (
     CollectiveError,

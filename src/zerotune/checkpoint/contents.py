@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 import attrs
 import torch
 
-from zerotune._util.versions import installed_version
+from zerotune._util.environment import installed_version
 from zerotune.checkpoint import randomness
 from zerotune.checkpoint.manifest import Manifest, PlanRecord, TensorRecord
 from zerotune.checkpoint.tensors import WEIGHTS, Subject, TensorFile, TensorSpec

@@ -13,8 +13,7 @@ from zerotune._util import ownership
 from zerotune._util.closing import Closable
 from zerotune._util.files import open_regular, system_errors
 from zerotune._util.ownership import OwnerRecord, new_run_id
-from zerotune._util.proc import filesystem_kind
-from zerotune._util.processes import ProcessIdentity
+from zerotune._util.proc import ProcessIdentity, filesystem_kind
 from zerotune.decisions import Decision, Severity
 from zerotune.errors import CheckpointError
 

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 import attrs
 
-from zerotune._util.numbers import is_integer
-from zerotune._util.text import disk_size
+from zerotune._util.text import disk_size, is_integer
 from zerotune.decisions import Decision
 from zerotune.errors import OffloadError
 from zerotune.offload.lease import FoundLease, find_lease, find_leases

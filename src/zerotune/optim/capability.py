@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 import attrs
 
-from zerotune._util.versions import installed_version, release_of
+from zerotune._util.environment import installed_version, release_of
 from zerotune.optimizers.catalogue import DEFAULT_OPTIMIZER
 from zerotune.optimizers.choices import OptimizerSource, WeightDecay
 from zerotune.optimizers.entries import ADAM

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Final, get_args
 
 import attrs
 
-from zerotune._util.numbers import as_number
 from zerotune._util.table import Block, Line, Page, Table
+from zerotune._util.text import as_number
 from zerotune.decisions import Decision, Log, announce, render_decisions
 from zerotune.errors import UNSET, InvalidValueError, UnknownKeyError
 from zerotune.optim.arguments import Suggestion

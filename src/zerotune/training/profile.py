@@ -11,8 +11,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from zerotune._util.files import drafted, sync, system_errors
-from zerotune._util.numbers import whole
-from zerotune._util.text import brief_size
+from zerotune._util.text import brief_size, whole
 from zerotune.decisions import logger
 from zerotune.errors import TrainingError
 from zerotune.training.events import Callback

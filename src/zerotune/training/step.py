@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 import attrs
 import torch
 
-from zerotune._util.numbers import whole
+from zerotune._util.text import whole
 from zerotune.backend.engine import StepOutcome
 from zerotune.checkpoint.collective import together
 from zerotune.checkpoint.verify import finite_checkpoint

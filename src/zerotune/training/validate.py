@@ -14,7 +14,7 @@ import torch
 from typing_extensions import TypedDict, Unpack
 
 from zerotune._util.files import write_atomically
-from zerotune._util.numbers import whole
+from zerotune._util.text import whole
 from zerotune.checkpoint import randomness
 from zerotune.checkpoint.collective import together
 from zerotune.decisions import Decision, announce

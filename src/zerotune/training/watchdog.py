@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any, Final
 import attrs
 import torch
 
-from zerotune._util.numbers import positive
-from zerotune._util.processes import ENDED
+from zerotune._util.proc import ENDED
+from zerotune._util.text import positive
 from zerotune.backend.distributed import Asking, own_store
 from zerotune.errors import CollectiveError
 from zerotune.offload.lease import abandon_held
