@@ -22,7 +22,6 @@ from tests.examples.embedded import (
     MICRO,
     SCHEDULE,
     as_diffusers_writes_them,
-    attached_to_another_model,
     batches,
     ended_as_diffusers_do,
     gone_on_in_a_trainer,
@@ -30,7 +29,6 @@ from tests.examples.embedded import (
     objective,
     run_script,
     saved_by_accelerate,
-    schedules_compared,
     swapped_in_silence,
     uninterrupted,
 )
@@ -219,17 +217,47 @@ def test_the_ending_of_a_script_at_stage_3_writes_no_empty_tensors(world_size, t
         ("frozen", "in the plan's and frozen, of shape (8, 4) in this one"),
     ],
 )
+@ranks(1)
 def test_another_model_than_the_plans_is_refused(kind, difference):
-    assert difference in run_ranks(attached_to_another_model, kind)[0]
+    from zerotune.training import EmbeddedPlan
+
+    def made(width: int = 8) -> torch.nn.Sequential:
+        return torch.nn.Sequential(torch.nn.Linear(4, width), torch.nn.Linear(width, 1))
+
+    model = made(16 if kind == "wider" else 8)
+    if kind == "deeper":
+        model.append(torch.nn.Linear(1, 1))
+    model[0].requires_grad_(kind != "frozen")
+    with EmbeddedPlan(model=made(), plan={"train_batch_size": 1}) as run:
+        accelerator = run.accelerator()
+        optimizer = torch.optim.AdamW(model.parameters())
+        assert difference in error_of(lambda: accelerator.prepare(model, optimizer))
 
 
 @engine_runs
+@ranks(1)
 def test_a_scripts_schedule_is_compared_with_the_plans():
-    # The plan's own, multiplied by accumulation, and multiplied by processes that step it as often.
-    same, longer, ranks = run_ranks(schedules_compared, [(5, 1), (10, 1), (10, 2)])[0]
-    assert "LambdaLR" in same
-    assert "differ" not in same + ranks
-    assert "at optimizer step 5 the script's rate is 0.005 and the plan's 0.01" in longer
+    from diffusers.optimization import get_scheduler
+
+    from zerotune.backend.deepspeed.external import _rescheduled
+    from zerotune.training import EmbeddedPlan
+
+    model = torch.nn.Linear(2, 2)
+    adamw = {"type": "AdamW", "params": {"lr": 1e-2}}
+    plan = {"train_batch_size": 1, "optimizer": adamw, "scheduler": SCHEDULE}
+    with EmbeddedPlan(model=model, plan=plan) as run:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+        def said(steps: int, processes: int) -> str:
+            """Of a warm-up of so many steps, beside the plan's of 5."""
+            script = get_scheduler("constant_with_warmup", optimizer, num_warmup_steps=steps)
+            return str(_rescheduled(run.plan, script, each_step=processes))
+
+        assert "LambdaLR" in said(5, 1)
+        assert "differ" not in said(5, 1)
+        # The plan's own, multiplied by accumulation, and by processes that step it as often.
+        assert "at optimizer step 5 the script's rate is 0.005 and the plan's 0.01" in said(10, 1)
+        assert "differ" not in said(10, 2)
 
 
 @pytest.fixture
