@@ -73,14 +73,14 @@ def check_model_dtype(model: torch.nn.Module, plan: ResolvedPlan) -> None:
     if plan.precision != "fp32" or (plan.uses_deepspeed and plan.stage == 3):
         return
     half = {dtype: name for name, dtype in DTYPES.items() if name != "fp32"}
-    found = [(name, p.dtype) for name, p in model.named_parameters() if p.dtype in half]
-    if not found:
+    halves = [(name, p.dtype) for name, p in model.named_parameters() if p.dtype in half]
+    if not halves:
         return
-    name, dtype = found[0]
+    name, dtype = halves[0]
     frozen = all(not p.requires_grad for p in model.parameters() if p.dtype in half)
     train = "" if half[dtype] == "fp16" else f', or train in it: precision="{half[dtype]}"'
     raise EngineError(
-        f"{len(found)} of the model's weights are in {half[dtype]}, the plan trains in fp32"
+        f"{len(halves)} of the model's weights are in {half[dtype]}, the plan trains in fp32"
         + (", and frozen weights are not cast" if frozen else ": master weights are fp32"),
         key=f"model.{name}",
         value=dtype,

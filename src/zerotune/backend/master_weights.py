@@ -53,8 +53,12 @@ class OptimizerStates:
         """
         return {
             name: value if value.is_contiguous() else self._copy(name, value)
-            for name, value in self._state.items()
-            if _is_numbers(name, value) and value.numel() == self._key.numel()
+            for name, value in self._state_tensors()
+            if value.numel() == self._key.numel()
+            # Codes of low-bit optimizers (uint8, or a class that hides them) have the weights' size
+            # too, and mean nothing without the scales of their blocks.
+            and type(value) in (torch.Tensor, torch.nn.Parameter)
+            and value.is_floating_point()
         }
 
     def write_back(self) -> None:
@@ -72,16 +76,16 @@ class OptimizerStates:
         """Single numbers that accompany the weights, such as NAdam's ``mu_product``."""
         return {
             name: float(value)
-            for name, value in self._state.items()
-            if _is_tensor(name, value) and value.numel() == 1 != self._key.numel()
+            for name, value in self._state_tensors()
+            if value.numel() == 1 != self._key.numel()
         }
 
     @property
     def others(self) -> tuple[str, ...]:
         """Names of what cannot be divided like the weights, such as Adafactor's row sums."""
-        known = {"step", *self.tensors, *self.scalars}
+        covered = {"step", *self.tensors, *self.scalars}
         return tuple(
-            name for name, value in self._state.items() if name not in known and value is not None
+            name for name, value in self._state.items() if name not in covered and value is not None
         )
 
     @property
@@ -144,6 +148,11 @@ class OptimizerStates:
     def _state(self) -> Mapping[str, Any]:
         return {} if self._optimizer is None else self._optimizer.state.get(self._key, {})
 
+    def _state_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, value in self._state.items():
+            if isinstance(value, torch.Tensor) and name != "step":
+                yield name, value
+
     @property
     def _writable(self) -> dict[str, Any]:
         if self._optimizer is None:
@@ -161,17 +170,6 @@ class OptimizerStates:
 
     def _counter(self, step: int) -> Any:
         return _scalar(step) if self._counts_each else step
-
-
-def _is_tensor(name: str, value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and name != "step"
-
-
-def _is_numbers(name: str, value: Any) -> bool:
-    # Codes of low-bit optimizers (uint8, or a class that hides them) have the weights' size too,
-    # and mean nothing without the scales of their blocks.
-    plain = type(value) in (torch.Tensor, torch.nn.Parameter)
-    return _is_tensor(name, value) and plain and value.is_floating_point()
 
 
 def _scalar(value: float) -> torch.Tensor:
@@ -641,7 +639,6 @@ class MasterWeights:
             CollectiveError: A rank did not come; the message names it.
         """
         self._group.barrier("gathering the weights")
-        pick = source or _value_of
         fragments = self.read()
         pending = next(fragments, None)
         for name, shape in self._layout.order:
@@ -649,7 +646,9 @@ class MasterWeights:
             full = torch.zeros(math.prod(shape), dtype=torch.float32, device=device)
             while pending is not None and pending.address.name == name:
                 address = pending.address
-                full[address.start : address.stop].copy_(pick(pending))
+                full[address.start : address.stop].copy_(
+                    pending.value if source is None else source(pending)
+                )
                 pending = next(fragments, None)
             if not self._replicable:
                 self._group.sum_(full)
@@ -674,10 +673,6 @@ class MasterWeights:
             current.append(address)
         if current:
             yield current[0].slab, current
-
-
-def _value_of(fragment: Fragment) -> torch.Tensor:
-    return fragment.value
 
 
 def _narrow(flat: torch.Tensor, address: FragmentAddress) -> torch.Tensor:

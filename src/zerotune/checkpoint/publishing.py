@@ -85,6 +85,16 @@ class Card:
             for index, path in enumerate(self.samples.values())
         ]
 
+    def _check_samples(self) -> None:
+        for caption, sample in self.samples.items():
+            if Path(sample).suffix.lower() not in _PICTURES or not Path(sample).is_file():
+                raise InvalidValueError(
+                    "is no picture or clip that can be shown",
+                    key=f"Card.samples[{caption!r}]",
+                    value=Path(sample).name,
+                    fix=f"a file that ends with one of {', '.join(_PICTURES)}",
+                )
+
     def _choices(self) -> str:
         lines = [f"- {_without_paths(str(each))}" for each in self.decisions if each.told]
         return "\n".join(["## Chosen automatically", "", *dict.fromkeys(lines)]) if lines else ""
@@ -139,8 +149,7 @@ def publish(
     hub, card = _hub(), card or Card()
     top = Path(folder).absolute()
     local = _export_files(top)
-    for caption, sample in card.samples.items():
-        _check_sample(caption, Path(sample))
+    card._check_samples()
     samples = dict(zip(card.sample_names(), map(Path, card.samples.values()), strict=True))
     uploads = {**local, **samples}
     api = hub.HfApi(endpoint=endpoint, token=token)
@@ -153,8 +162,12 @@ def publish(
             hub.CommitOperationAdd(path_in_repo=name, path_or_fileobj=source)
             for name, source in {**uploads, CARD: content}.items()
         ]
+        # Weights of an earlier upload that would be read in the place of these.
+        stems = {_weights_stem(name) for name in local if name.endswith(".safetensors")}
         operations += [
-            hub.CommitOperationDelete(path_in_repo=name) for name in _replaced(there, local)
+            hub.CommitOperationDelete(path_in_repo=name)
+            for name in there
+            if name not in local and ".safetensors" in name and _weights_stem(name) in stems
         ]
         done = api.create_commit(
             repo_id,
@@ -167,19 +180,15 @@ def publish(
             "is no name of a repository", key="repo_id", value=repo_id, fix='such as "owner/name"'
         ) from error
     except Exception as error:  # huggingface_hub's, its HTTP library's, the system's
-        raise _refused(repo_id, error) from error
+        # What stops the sending of a file is behind a bare RuntimeError that names it alone.
+        cause = error.__cause__ if type(error) is RuntimeError and error.__cause__ else error
+        reason = _without_paths(str(cause)).strip().replace("\n", " ")
+        raise CheckpointError(
+            f"was not published, and is as it was ({type(error).__name__}: {reason})",
+            key=repo_id,
+            fix="try again: what has arrived is not sent twice",
+        ) from error
     return Published(url=done.commit_url, commit=done.oid, files=(*sorted(uploads), CARD))
-
-
-def _refused(repo_id: str, error: Exception) -> CheckpointError:
-    # What stops the sending of a file is behind a bare RuntimeError that names the file alone.
-    cause = error.__cause__ if type(error) is RuntimeError and error.__cause__ else error
-    reason = _without_paths(str(cause)).strip().replace("\n", " ")
-    return CheckpointError(
-        f"was not published, and is as it was ({type(error).__name__}: {reason})",
-        key=repo_id,
-        fix="try again: what has arrived is not sent twice",
-    )
 
 
 def _hub() -> Any:
@@ -217,24 +226,6 @@ def _export_files(top: Path) -> dict[str, Path]:
             fix="export it again, or upload the folder with huggingface_hub.upload_folder",
         )
     return {name: top / name for name in there}
-
-
-def _check_sample(caption: str, path: Path) -> None:
-    if path.suffix.lower() not in _PICTURES or not path.is_file():
-        raise InvalidValueError(
-            "is no picture or clip that can be shown",
-            key=f"Card.samples[{caption!r}]",
-            value=path.name,
-            fix=f"a file that ends with one of {', '.join(_PICTURES)}",
-        )
-
-
-def _replaced(there: Sequence[str], now: Iterable[str]) -> list[str]:
-    """Weights of an earlier upload that would be read in the place of these, and its samples."""
-    files = set(now)
-    stems = {_weights_stem(name) for name in files if name.endswith(".safetensors")}
-    old = [name for name in there if name not in files]
-    return [name for name in old if _weights_stem(name) in stems and ".safetensors" in name]
 
 
 def _weights_stem(name: str) -> str:

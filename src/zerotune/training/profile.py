@@ -68,11 +68,7 @@ class Operator:
 
 
 class Profiler(Callback):
-    """Takes a ``Profile`` while a trainer trains; added by ``Trainer(profile=...)``.
-
-    Args:
-        wanted: What to trace.
-    """
+    """Takes a ``Profile`` while a trainer trains; added by ``Trainer(profile=...)``."""
 
     def __init__(self, wanted: Profile) -> None:
         self._wanted = wanted

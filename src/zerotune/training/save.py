@@ -15,6 +15,7 @@ import attrs
 import numpy as np
 import torch
 
+from zerotune.backend.distributed import together
 from zerotune.checkpoint import (
     BackgroundSaver,
     PendingCheckpoint,
@@ -23,7 +24,6 @@ from zerotune.checkpoint import (
     prune,
     step_folder,
 )
-from zerotune.checkpoint.collective import together
 from zerotune.checkpoint.folders import find_checkpoint, remove_leftovers
 from zerotune.decisions import Decision, announce
 from zerotune.diffusion.data import derive_seed
@@ -133,23 +133,16 @@ class SaveEvery(Callback):
 
     def _confirm(self, trainer: RunView) -> None:
         """Check that the folder is still this run's."""
-
-        def look() -> None:
-            if self._hold is not None:
-                self._hold.confirm()
-
-        together(trainer.engine.group, f"saving in {self._root}", look)
+        confirm = (lambda: None) if self._hold is None else self._hold.confirm
+        together(trainer.engine.group, f"saving in {self._root}", confirm)
 
     def _prune(self, trainer: RunView) -> None:
-        if self._keep is None:
-            return
-        keep = self._keep
-
-        def remove() -> None:
-            if trainer.is_main:
-                prune(self._root, keep=keep)
-
-        together(trainer.engine.group, f"remove older checkpoints in {self._root}", remove)
+        if (keep := self._keep) is not None:
+            together(
+                trainer.engine.group,
+                f"remove older checkpoints in {self._root}",
+                lambda: prune(self._root, keep=keep) if trainer.is_main else (),
+            )
 
     def _due(self, trainer: RunView, step: int) -> bool:
         if self._steps is not None and step % self._steps == 0:
@@ -234,10 +227,6 @@ def seed_everything(seed: int, *, rank: int) -> torch.Generator:
     """Seed python, numpy and torch, and give this rank's generator for the objective.
 
     Ranks get different numbers, so that noise and dropout differ between them.
-
-    Args:
-        seed: The run's seed.
-        rank: This process.
 
     Returns:
         A CPU generator.
@@ -376,11 +365,6 @@ def moved(stream: BatchStream | None, place: Any, *, group: ProcessGroup) -> Ite
     """A stream that continues from a saved place, unless the block fails: then from its own.
 
     Collective to enter.
-
-    Args:
-        stream: This rank's.
-        place: What its ``state_dict`` once returned; ``None``: it stays.
-        group: The processes.
     """
     if stream is None or place is None:
         yield

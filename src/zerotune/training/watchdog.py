@@ -98,12 +98,6 @@ def look(
 
     Costs nothing until it is called: the stacks of all threads are read once. A backward pass on
     a GPU runs in threads of its own; their modules count too.
-
-    Args:
-        names: As ``names_of`` gave them.
-        step: The optimizer step under way.
-        phase: The phase under way.
-        thread: ``ident`` of the thread that trains.
     """
     frames = sys._current_frames()
     own = threading.get_ident()

@@ -13,10 +13,10 @@ from tests.backend.step.test_host_step import begin, digest
 from tests.support.models import HostileNet, tiny_unet
 from tests.support.ranks import ranks, run_ranks
 from tests.support.runs import Case, unet_loss
-from zerotune.backend.deepspeed import engine as engines
-from zerotune.backend.deepspeed.reads import read_at_once
-
-KEY = "zero_optimization.offload_optimizer.reads"
+from zerotune.backend.deepspeed import partitioned
+from zerotune.backend.deepspeed.partitioned import READS_KEY as KEY
+from zerotune.backend.deepspeed.replicated import HalfWrapper
+from zerotune.backend.deepspeed.wrapper import read_at_once
 
 
 class Reads(TorchDispatchMode):
@@ -43,7 +43,8 @@ def train(case: Case, fixed: bool, host_step: bool = False) -> dict[str, Any]:
     """What a run leaves, and its reads; the third gradient is not finite."""
     with pytest.MonkeyPatch.context() as patch:
         if not fixed:
-            patch.setattr(engines, "ask_once", lambda _engine: ())
+            for kind in (partitioned.PartitionedWrapper, HalfWrapper):
+                patch.setattr(kind, "improve", lambda _: ())
         engine = begin(case, tiny_unet(), host_step)
     told = [decision.after for decision in engine.decisions if decision.key in (KEY, WHOLE)]
     reads: dict[str, list[int]] = {"backward": [], "step": []}
@@ -142,13 +143,12 @@ def test_a_dropped_window_leaves_no_flag_behind() -> None:
 @pytest.mark.deepspeed
 @ranks(1)
 def test_an_unknown_deepspeed_is_left_alone_and_said_so(monkeypatch) -> None:
-    from zerotune.backend.deepspeed import reads
-
-    monkeypatch.setattr(reads, "_ASKED", (*reads._ASKED, "moved_elsewhere"))
+    replaced = (*partitioned.FLAGS.replaced, "moved_elsewhere")
+    monkeypatch.setattr(partitioned, "FLAGS", attrs.evolve(partitioned.FLAGS, replaced=replaced))
     engine = begin(attrs.evolve(CASES[0], stage=1), HostileNet(scalar=False), False)
     (decision,) = [decision for decision in engine.decisions if decision.key == KEY]
     assert decision.after == "per parameter"
-    assert "without moved_elsewhere" in decision.reason
+    assert "DeepSpeed's moved_elsewhere" in decision.reason
     engine.close()
 
 

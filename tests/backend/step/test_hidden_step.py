@@ -25,7 +25,7 @@ from tests.support.ranks import RanksFailed, ranks, run_ranks
 from tests.support.runs import build
 from zerotune.backend import plain
 from zerotune.backend.build import build_engine
-from zerotune.backend.deepspeed import host_step
+from zerotune.backend.deepspeed.wrapper import HostStep
 from zerotune.backend.step import deferred, pending
 from zerotune.backend.step.adams import SlabStep
 
@@ -123,9 +123,9 @@ def in_small_parts() -> Iterator[Counter[str]]:
         original(self, index)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pending, "_LEAST", 96)
-        patch.setattr(pending, "_PARTS", 10**9)
-        patch.setattr(pending, "_SHARED_PARTS", 10**9)
+        patch.setattr(pending, "LEAST_EXCHANGED", 96)
+        patch.setattr(pending, "_PARTS_ALONE", 10**9)
+        patch.setattr(pending, "EXCHANGED_PARTS", 10**9)
         patch.setattr(pending.PendingStep, "_take", take)
         yield taken
 
@@ -157,7 +157,7 @@ def delayed(seed: int, model: torch.nn.Module) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SlabStep, "run", slow(SlabStep.run))
         patch.setattr(pending.Upload, "send", slow(pending.Upload.send))
-        patch.setattr(host_step.HostStep, "_is_here", lambda *_: False)
+        patch.setattr(HostStep, "_is_here", lambda *_: False)
         yield
     for handle in handles:
         handle.remove()
@@ -347,7 +347,7 @@ def overflowing(hidden: bool, stage: int) -> dict[str, Any]:
     """A run in fp16 whose loss scale is too high at first, and again whenever it has grown."""
     from deepspeed.accelerator import get_accelerator
 
-    from zerotune.backend.deepspeed.start import require_deepspeed
+    from zerotune.backend.upstream import require_deepspeed
     from zerotune.ema import EMAShadow
     from zerotune.optim.resolver import OptimizerResolver
     from zerotune.plan.model import DeepSpeedPlan

@@ -13,7 +13,7 @@ import torch
 from zerotune.backend.optimizers.adamw_bf16_states import AdamWBF16States
 from zerotune.backend.optimizers.classes import Lamb, Lion, Muon, ShardAware
 
-OWN: Final[Mapping[str, type[torch.optim.Optimizer]]] = {
+CLASSES: Final[Mapping[str, type[torch.optim.Optimizer]]] = {
     "AdamWBF16States": AdamWBF16States,
     "Lion": Lion,
     "Lamb": Lamb,
@@ -21,4 +21,4 @@ OWN: Final[Mapping[str, type[torch.optim.Optimizer]]] = {
 }
 """Classes by the name that ``OptimizerChoice.implementation`` gives them."""
 
-__all__ = ["OWN", "AdamWBF16States", "Lamb", "Lion", "Muon", "ShardAware"]
+__all__ = ["CLASSES", "AdamWBF16States", "Lamb", "Lion", "Muon", "ShardAware"]

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
+from typing_extensions import override
 
 if TYPE_CHECKING:
     from zerotune.backend.distributed import ProcessGroup
-    from zerotune.backend.master_weights import FragmentAddress, MasterLayout
+    from zerotune.backend.master_weights import MasterLayout
 
 
 @attrs.frozen(kw_only=True)
@@ -40,7 +41,37 @@ class Piece:
         return math.prod(self.shape)
 
 
-class ShardAware(torch.optim.Optimizer):
+class _TensorByTensor(torch.optim.Optimizer):
+    """Base of optimizers that update one tensor after the other."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update every parameter that has a gradient."""
+        loss = None if closure is None else closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self._update(p, p.grad.to(p.dtype), group)
+        return loss
+
+    def _update(self, p: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+    def _adam_moments(
+        self, p: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Adam's states of a tensor, with the gradient taken in."""
+        state: dict[str, Any] = self.state[p]
+        if "exp_avg" not in state:
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
+        state["step"] = state.get("step", 0) + 1
+        beta1, beta2 = group["betas"]
+        state["exp_avg"].lerp_(grad, 1 - beta1)
+        state["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        return state
+
+
+class ShardAware(_TensorByTensor):
     """Base of optimizers whose update of one element depends on the whole parameter.
 
     Before ``attach``, and for tensors nobody described, every tensor is one whole parameter. ZeRO
@@ -52,20 +83,6 @@ class ShardAware(torch.optim.Optimizer):
     _group: ProcessGroup | None = None
     _parameters: int = 0
     _device: torch.device = torch.device("cpu")
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update every parameter that has a gradient."""
-        loss = None if closure is None else closure()
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    self._update(p, group)
-        return loss
-
-    def _update(self, p: torch.Tensor, group: dict[str, Any]) -> None:
-        """Update one tensor, which has a gradient."""
-        raise NotImplementedError
 
     def attach(self, *, layout: MasterLayout, group: ProcessGroup, device: torch.device) -> None:
         """Learn which part of which parameter lies where.
@@ -93,17 +110,22 @@ class ShardAware(torch.optim.Optimizer):
             slab_sum, holders, wholes = (int(value) for value in totals[number])
             tensor = layout.tensors[slab_sum // max(1, holders)]
             # At stage 3 a sub-group's tensors hold a part of each of its parameters.
+            part = mine.get(name)
+            start, numel, offset = (part.start, part.numel, part.offset) if part else (0, 0, 0)
             pieces[id(tensor)].append(
-                _piece(number, shape, mine.get(name), split=sharded and wholes == 0)
-            )
+                Piece(
+                    index=number, shape=shape, start=start, numel=numel, offset=offset,
+                    split=sharded and wholes == 0,
+                )
+            )  # fmt: skip
         self._pieces = pieces
         self._parameters = len(order)
 
     def pieces_of(self, tensor: torch.Tensor) -> list[Piece]:
         """What lies in one of the optimizer's tensors, in an order that all ranks share."""
-        known = None if self._pieces is None else self._pieces.get(id(tensor))
-        if known is not None:
-            return known
+        described = (self._pieces or {}).get(id(tensor))
+        if described is not None:
+            return described
         return [
             Piece(
                 index=0, shape=tuple(tensor.shape), start=0, numel=tensor.numel(), offset=0,
@@ -124,27 +146,14 @@ class ShardAware(torch.optim.Optimizer):
         Returns:
             In the parameter's shape; ``None`` where this rank has no part in it.
         """
-        own = flat.view(-1).narrow(0, piece.offset, piece.numel) if piece.numel else None
+        part = flat.view(-1).narrow(0, piece.offset, piece.numel) if piece.numel else None
         if not piece.split:
-            return None if own is None else own.view(piece.shape)
+            return None if part is None else part.view(piece.shape)
         full = torch.zeros(piece.full_numel, dtype=flat.dtype, device=flat.device)
-        if own is not None:
-            full.narrow(0, piece.start, piece.numel).copy_(own)
+        if part is not None:
+            full.narrow(0, piece.start, piece.numel).copy_(part)
         full = self.sum_over_ranks(full)
-        return None if own is None else full.view(piece.shape)
-
-
-def _piece(
-    index: int, shape: tuple[int, ...], address: FragmentAddress | None, *, split: bool
-) -> Piece:
-    return Piece(
-        index=index,
-        shape=shape,
-        start=0 if address is None else address.start,
-        numel=0 if address is None else address.numel,
-        offset=0 if address is None else address.offset,
-        split=split,
-    )
+        return None if part is None else full.view(piece.shape)
 
 
 class Lamb(ShardAware):
@@ -187,8 +196,9 @@ class Lamb(ShardAware):
         }
         super().__init__(params, defaults)
 
-    def _update(self, p: torch.Tensor, group: dict[str, Any]) -> None:
-        update = self._direction(p, group).view(-1)
+    @override
+    def _update(self, p: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> None:
+        update = self._direction(p, grad, group).view(-1)
         flat, pieces = p.view(-1), self.pieces_of(p)
         squares = torch.zeros(max(1, self._parameters), 2, dtype=torch.float64, device=p.device)
         for piece in pieces:
@@ -205,16 +215,11 @@ class Lamb(ShardAware):
             part = flat.narrow(0, piece.offset, piece.numel)
             part.add_(update.narrow(0, piece.offset, piece.numel), alpha=-group["lr"] * trust)
 
-    def _direction(self, p: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+    def _direction(
+        self, p: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]
+    ) -> torch.Tensor:
         """Adam's step with the weight decay, before the trust ratio."""
-        state = self.state[p]
-        if "exp_avg" not in state:
-            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
-        state["step"] = state.get("step", 0) + 1
-        beta1, beta2 = group["betas"]
-        grad = p.grad.to(p.dtype) if p.grad is not None else torch.zeros_like(p)
-        state["exp_avg"].lerp_(grad, 1 - beta1)
-        state["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        state, (beta1, beta2) = self._adam_moments(p, grad, group), group["betas"]
         first = second = 1.0
         if group["bias_correction"]:
             first, second = 1 - beta1 ** state["step"], 1 - beta2 ** state["step"]
@@ -223,7 +228,7 @@ class Lamb(ShardAware):
         return adam.add_(p, alpha=group["weight_decay"])
 
 
-class Lion(torch.optim.Optimizer):
+class Lion(_TensorByTensor):
     """Lion of Chen et al. 2023, algorithm 2 (https://arxiv.org/abs/2302.06675).
 
     Works element by element, so ZeRO's flat shards change nothing.
@@ -245,26 +250,15 @@ class Lion(torch.optim.Optimizer):
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay})
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update every parameter that has a gradient."""
-        loss = None if closure is None else closure()
-        for group in self.param_groups:
-            beta1, beta2 = group["betas"]
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if "exp_avg" not in state:
-                    state["exp_avg"] = torch.zeros_like(p)
-                momentum, grad = state["exp_avg"], p.grad.to(p.dtype)
-                update = torch.lerp(grad, momentum, beta1).sign_()
-                p.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"])
-                momentum.lerp_(grad, 1 - beta2)
-        return loss
-
-
-_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+    @override
+    def _update(self, p: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> None:
+        state, (beta1, beta2) = self.state[p], group["betas"]
+        if "exp_avg" not in state:
+            state["exp_avg"] = torch.zeros_like(p)
+        momentum = state["exp_avg"]
+        update = torch.lerp(grad, momentum, beta1).sign_()
+        p.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"])
+        momentum.lerp_(grad, 1 - beta2)
 
 
 class Muon(ShardAware):
@@ -311,14 +305,19 @@ class Muon(ShardAware):
         }
         super().__init__(params, defaults)
 
-    def _update(self, p: torch.Tensor, group: dict[str, Any]) -> None:
+    @override
+    def _update(self, p: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> None:
         if group["use_muon"]:
-            self._matrices(p, group)
-        else:
-            self._adam(p, group)
+            self._update_matrices(p, grad, group)
+            return
+        state, (beta1, beta2) = self._adam_moments(p, grad, group), group["betas"]
+        first, second = 1 - beta1 ** state["step"], 1 - beta2 ** state["step"]
+        denominator = (state["exp_avg_sq"] / second).sqrt_().add_(group["eps"])
+        p.mul_(1 - group["lr"] * group["weight_decay"])
+        p.addcdiv_(state["exp_avg"], denominator, value=-group["lr"] / first)
 
-    def _matrices(self, p: torch.Tensor, group: dict[str, Any]) -> None:
-        state, grad = self.state[p], _gradient(p)
+    def _update_matrices(self, p: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> None:
+        state = self.state[p]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(p)
         momentum = state["momentum_buffer"].lerp_(grad, 1 - group["momentum"])
@@ -331,19 +330,6 @@ class Muon(ShardAware):
             update = orthogonalise(matrix.flatten(1), steps=group["ns_steps"]).reshape(-1)
             part = update.narrow(0, piece.start, piece.numel)
             flat.narrow(0, piece.offset, piece.numel).add_(part, alpha=-group["lr"])
-
-    def _adam(self, p: torch.Tensor, group: dict[str, Any]) -> None:
-        state, grad = self.state[p], _gradient(p)
-        if "exp_avg" not in state:
-            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
-        state["step"] = state.get("step", 0) + 1
-        beta1, beta2 = group["betas"]
-        state["exp_avg"].lerp_(grad, 1 - beta1)
-        state["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-        first, second = 1 - beta1 ** state["step"], 1 - beta2 ** state["step"]
-        denominator = (state["exp_avg_sq"] / second).sqrt_().add_(group["eps"])
-        p.mul_(1 - group["lr"] * group["weight_decay"])
-        p.addcdiv_(state["exp_avg"], denominator, value=-group["lr"] / first)
 
 
 def orthogonalise(matrix: torch.Tensor, *, steps: int = 5) -> torch.Tensor:
@@ -359,7 +345,7 @@ def orthogonalise(matrix: torch.Tensor, *, steps: int = 5) -> torch.Tensor:
     Returns:
         (rows, columns), in the dtype of ``matrix``.
     """
-    a, b, c = _COEFFICIENTS
+    a, b, c = 3.4445, -4.7750, 2.0315
     # bf16 is enough for the iteration and fast on GPUs; CPUs without bf16 units emulate it.
     x = matrix.float() if matrix.device.type == "cpu" else matrix.bfloat16()
     tall = x.shape[0] > x.shape[1]
@@ -372,7 +358,3 @@ def orthogonalise(matrix: torch.Tensor, *, steps: int = 5) -> torch.Tensor:
     scale = max(1.0, matrix.shape[0] / matrix.shape[1]) ** 0.5
     result: torch.Tensor = (x * scale).to(matrix.dtype)
     return result
-
-
-def _gradient(p: torch.Tensor) -> torch.Tensor:
-    return torch.zeros_like(p) if p.grad is None else p.grad.to(p.dtype)
