@@ -107,11 +107,10 @@ def test_a_unet_and_its_encoder_go_on_from_stage_2_to_stage_3(steps, half, tmp_p
 
 
 @pytest.mark.deepspeed
-@LENGTHS
-def test_dora_on_a_transformer_at_stage_3(steps, half, tmp_path):
-    expected = plain_losses(DORA, tmp_path, steps, half)
+def test_dora_on_a_transformer_at_stage_3(tmp_path):
+    expected = plain_losses(DORA, tmp_path, STEPS, HALF)
     case = case_for(Case(stage=3, overrides=(WHOLE,)), 2)
-    results = run_ranks(follow, case, DORA, str(tmp_path), steps, half, world_size=2)
+    results = run_ranks(follow, case, DORA, str(tmp_path), STEPS, HALF, world_size=2)
     check_losses(results[0]["losses"], expected)
     check_files(results[0])
     check_partitioned(results)
@@ -131,10 +130,9 @@ def test_kronecker_factors_at_stage_3(steps, half, tmp_path):
 
 @pytest.mark.deepspeed
 @pytest.mark.nvme
-@LENGTHS
-def test_the_adapters_states_lie_on_nvme(steps, half, tmp_path):
-    expected = plain_losses(WIDE, tmp_path, steps, half)
-    results = run_ranks(follow, on_nvme(tmp_path, 1), WIDE, str(tmp_path), steps, half)
+def test_the_adapters_states_lie_on_nvme(tmp_path):
+    expected = plain_losses(WIDE, tmp_path, STEPS, HALF)
+    results = run_ranks(follow, on_nvme(tmp_path, 1), WIDE, str(tmp_path), STEPS, HALF)
     check_losses(results[0]["losses"], expected)
     check_files(results[0])
     check_partitioned(results)
