@@ -171,7 +171,6 @@ def states_of(engine: Any) -> dict[str, tuple[str, list[float]]]:
 )
 @ranks(1)
 def test_moments_carry_over_between_fp32_and_bf16(saved, resumed, tmp_path: Path):
-    """Ten steps under one optimizer and stage, ten more under another; and twenty under one."""
     from zerotune.checkpoint import load_checkpoint, save_checkpoint
 
     with engine_of(*saved) as engine:

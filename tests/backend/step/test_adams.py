@@ -127,7 +127,6 @@ def test_a_resumed_run_has_the_powers_of_an_uninterrupted_one():
 
 @ranks(1)
 def test_norms_are_those_of_fp64():
-    """Sums of squares of the op and of torch in fp64."""
     from zerotune.backend.step.kernel import load_host_step
 
     op, found = load_host_step(), []
