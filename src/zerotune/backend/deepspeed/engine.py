@@ -49,7 +49,7 @@ from zerotune.backend.dtypes import check_model_dtype, check_quantized
 from zerotune.backend.engine import EngineState, StepOutcome
 from zerotune.backend.layouts import require_trainable
 from zerotune.backend.master_weights import MasterWeights
-from zerotune.backend.optimizers import ShardAware
+from zerotune.backend.optimizers.classes import ShardAware
 from zerotune.backend.optimizers.client import chosen_optimizer
 from zerotune.backend.proof import prove_offload
 from zerotune.backend.running import (

@@ -21,7 +21,6 @@ from zerotune.backend.adapters import (
     AdapterParameter,
     Factors,
     Layout,
-    adapter_config,
     adapter_layers,
     compare,
     fingerprint,
@@ -327,7 +326,7 @@ class AdapterOutline:
                 fix='layout="diffusers" holds all of them',
             )
         for component, (_, module, adapter) in self.adapters.items():
-            kind = _kind(adapter_config(module, adapter))
+            kind = _kind(peft_config(module, adapter).to_dict())
             if kind not in _HOLDS[layout]:
                 raise CheckpointMismatchError(
                     f"has no place for {kind}: nobody could read it",
@@ -360,7 +359,7 @@ def portable_config(module: torch.nn.Module, adapter: str) -> dict[str, Any]:
     usual = type(peft_config(module, adapter))().to_dict()
     return {
         key: sorted(value) if isinstance(value, (set, frozenset)) else value
-        for key, value in adapter_config(module, adapter).items()
+        for key, value in peft_config(module, adapter).to_dict().items()
         if key in _ALWAYS or (key not in _OF_THE_RUN and value != usual.get(key))
     }
 
