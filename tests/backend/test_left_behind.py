@@ -115,7 +115,7 @@ def test_closed_engines_leave_no_thread_of_their_files(world_size: int, tmp_path
 
 def groups_after_a_failed_start() -> int:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("zerotune.backend.deepspeed.engine.ask_once", _fails)
+        patch.setattr("zerotune.backend.deepspeed.sharded.ShardedWrapper.improve", _fails)
         with pytest.raises(RuntimeError, match="after DeepSpeed has started"):
             start(STAGE_3, small())
     return held()[2]
@@ -180,7 +180,7 @@ def test_the_last_engine_of_stage_3_puts_linear_back() -> None:
         train(second)
     assert functional.linear is before
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("zerotune.backend.deepspeed.engine.ask_once", _fails)
+        patch.setattr("zerotune.backend.deepspeed.sharded.ShardedWrapper.improve", _fails)
         with pytest.raises(RuntimeError, match="after DeepSpeed has started"):
             start(STAGE_3, small())
     assert functional.linear is before

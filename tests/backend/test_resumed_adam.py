@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 from tests.support.ranks import ranks
-from zerotune.backend.deepspeed.fixes import replay_adam_steps
+from zerotune.backend.deepspeed.engine import replay_adam_steps
 
 pytestmark = pytest.mark.deepspeed
 
@@ -34,8 +32,7 @@ def weights_by_step(
             [{"params": [p], "betas": b} for p, b in zip(held, groups, strict=True)], lr=0.1
         )
     if replay:
-        engine = SimpleNamespace(optimizer=SimpleNamespace(optimizer=adam))
-        replay_adam_steps(engine, first - 1)
+        replay_adam_steps(adam, first - 1)
     found = []
     for step in range(first, LAST + 1):
         for own, fresh in zip(held, parameters(step), strict=True):

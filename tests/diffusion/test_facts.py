@@ -15,7 +15,7 @@ from diffusers import FluxTransformer2DModel, SD3Transformer2DModel, UNet2DCondi
 from tests.support.declared_pipelines import MAKERS
 from tests.support.models import tiny_unet
 from tests.support.needs import needs
-from zerotune.diffusion import Flux, LoRA, add_lora
+from zerotune.diffusion import Flux, LoRA, add_lora, passes
 from zerotune.diffusion import facts as counting
 from zerotune.diffusion.facts import (
     example_inputs,
@@ -26,6 +26,7 @@ from zerotune.diffusion.facts import (
     model_facts,
 )
 from zerotune.diffusion.passes import activation_peak
+from zerotune.diffusion.passes import counting as counting_passes
 from zerotune.errors import InvalidValueError
 from zerotune.plan.families import family, family_names, model_family
 from zerotune.plan.model import ModelFacts
@@ -303,6 +304,117 @@ def test_planned_adapters_are_those_that_peft_makes():
         assert planned.numel == made.numel
 
 
+# -- Lists of equal blocks, of which few run.
+
+
+class Steps(torch.nn.Module):
+    """Equal blocks, each called as often as ``calls`` says."""
+
+    def __init__(self, calls):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in calls)
+        self.calls = calls
+
+    def forward(self, sample):
+        for number, block in enumerate(self.blocks):
+            for _ in range(self.calls[number]):
+                sample = torch.relu(block(sample))
+        return (sample,)
+
+
+def whole_and_few(model, count, monkeypatch):
+    """What ``count`` gives with all blocks run, and with few, and how many blocks ran then."""
+    with monkeypatch.context() as patched:
+        patched.setattr(passes, "_find_repeats", lambda _model: ())
+        count()  # Models keep tables from their first call.
+        whole = count()
+    blocks = [block for repeat in passes._find_repeats(model) for block in repeat.every]
+    ran = []
+    hooks = [block.register_forward_pre_hook(lambda *_: ran.append(1)) for block in blocks]
+    few = count()
+    for hook in hooks:
+        hook.remove()
+    return whole, few, len(ran)
+
+
+def test_blocks_that_do_not_run_are_counted_all_the_same(monkeypatch):
+    with torch.device("meta"):
+        sample = torch.empty(16, 8)
+        ran = []
+        for length in (7, 20):
+            model = Steps([1] * length)
+
+            def count(model=model):
+                with counting_passes(model) as counted:
+                    return counted({"sample": sample})
+
+            whole, few, calls = whole_and_few(model, count, monkeypatch)
+            assert few == whole
+            ran.append(calls)
+    assert ran == [7 + 6, 20 + 6]  # All of them once, forwards.
+
+
+@pytest.mark.parametrize("odd", [0, 3, 6, 9])
+def test_blocks_that_are_not_called_alike_all_run(odd, monkeypatch):
+    calls = [1] * 10
+    calls[odd] = 2
+    with torch.device("meta"):
+        model, sample = Steps(calls), torch.empty(16, 8)
+
+        def count():
+            with counting_passes(model) as counted:
+                return counted({"sample": sample})
+
+        whole, few, _ = whole_and_few(model, count, monkeypatch)
+    assert few == whole
+
+
+@pytest.mark.parametrize("name", ["hunyuan-video", "lumina2"])
+def test_a_step_of_few_blocks_is_measured_as_one_of_all(name, monkeypatch, tmp_path):
+    config, _ = declared(name, tmp_path / name)
+    longer = {key: 9 for key in ("num_layers", "num_single_layers") if key in config}
+    with torch.device("meta"):
+        model = getattr(diffusers, config["_class_name"]).from_config(config | longer)
+    whole, few, calls = whole_and_few(model, lambda: measure_step(model), monkeypatch)
+    assert few == whole
+    # Four sizes: kept whole, recomputed (forwards and backwards) and offloaded (likewise).
+    assert calls == (4 * 5 * 6 + 9) * len(longer)  # Once all of them, forwards.
+
+
+def test_the_work_of_counting_does_not_grow_with_the_depth(monkeypatch, tmp_path):
+    config, _ = declared("wan", tmp_path / "wan")
+    kind, operators = getattr(diffusers, config["_class_name"]), []
+    for layers in (8, 24):
+        with torch.device("meta"):
+            model = kind.from_config(config | {"num_layers": layers})
+        seen, count = Counter(), passes._Counts._count
+        with monkeypatch.context() as patched:
+            patched.setattr(passes._Counts, "_count", counted_calls(count, seen))
+            measure_step(model)
+        operators.append(seen["calls"])
+    # One forward pass of all blocks is among the twenty passes, forwards and backwards.
+    assert operators[1] < 1.5 * operators[0]
+
+
+def counted_calls(function, seen):
+    def call(*arguments):
+        seen["calls"] += 1
+        return function(*arguments)
+
+    return call
+
+
+def test_pixart_alpha_is_told_sizes_and_sigma_is_not(tmp_path):
+    config, sigma = declared("pixart-sigma", tmp_path / "pixart-sigma")
+    with torch.device("meta"):
+        alpha = type(sigma).from_config(
+            config | {"sample_size": 128, "use_additional_conditions": True}
+        )
+    told = [example_inputs(model)(2, 256, 256)["added_cond_kwargs"] for model in (alpha, sigma)]
+    assert told[0]["resolution"] is not None
+    assert told[1]["resolution"] is None
+
+
 # -- Declared families: what their pipelines give their models.
 
 
@@ -341,7 +453,7 @@ def test_a_captured_call_is_the_one_written_by_hand(monkeypatch):
     with torch.device("meta"):
         model = FluxTransformer2DModel.from_config(FLUX)
     by_hand = example_inputs(model)(2, 256, 512)
-    monkeypatch.setattr("zerotune.diffusion.facts.BY_MODEL", {"FluxTransformer2DModel": Flux})
+    monkeypatch.setattr("zerotune.diffusion.facts.family_of_model", lambda _model: Flux)
     captured = example_inputs(model)(2, 256, 512)
     for key, tensor in by_hand.items():
         assert captured[key].shape == tensor.shape, key

@@ -120,7 +120,7 @@ def raw_deepspeed(root: str, steps: int, plan: DeepSpeedPlan) -> dict[str, Any]:
     """A loop of DeepSpeed's own, on a leased folder."""
     import deepspeed
 
-    from zerotune.backend.deepspeed.fixes import align_swapped_gradients
+    from zerotune.backend.deepspeed.sharded import align_swapped_gradients
     from zerotune.backend.ops import same_ninja
 
     os.environ.setdefault("LOCAL_RANK", "0")
@@ -169,7 +169,7 @@ def accelerate_loop(root: str, steps: int, plan: DeepSpeedPlan) -> dict[str, Any
     from accelerate.utils import DummyOptim
 
     from tests.support.ranks import free_port
-    from zerotune.backend.deepspeed.fixes import align_swapped_gradients
+    from zerotune.backend.deepspeed.sharded import align_swapped_gradients
     from zerotune.backend.ops import same_ninja
 
     os.environ |= {

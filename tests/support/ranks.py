@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from zerotune._util import processes
+from zerotune._util import proc
 
 # Importing torch, deepspeed and diffusers takes seconds; a fork server pays that once. The
 # children are forked before any thread or process group exists, so each starts clean.
@@ -200,7 +200,7 @@ def _fork_server() -> Any:
 
 def on_a_machine(name: str) -> None:
     """Let this process take itself, and be taken by others, for one of another machine."""
-    processes.boot_id = lambda: f"boot of {name}"
+    proc.boot_id = lambda: f"boot of {name}"
     platform.node = lambda: name
 
 

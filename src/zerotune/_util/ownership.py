@@ -23,8 +23,7 @@ import attrs
 from typing_extensions import Self
 
 from zerotune._util.files import read_record, sync_file
-from zerotune._util.proc import LOCAL_FILESYSTEMS
-from zerotune._util.processes import ProcessIdentity
+from zerotune._util.proc import LOCAL_FILESYSTEMS, ProcessIdentity
 from zerotune._util.text import json_of
 from zerotune.errors import ZeroTuneError
 

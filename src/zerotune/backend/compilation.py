@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 import attrs
 import torch
 
-from zerotune.backend.deepspeed.leaf_modules import named_leaf_modules
+from zerotune.backend.deepspeed.sharded import named_leaf_modules
 from zerotune.decisions import Decision, announce
 from zerotune.errors import EngineError, InvalidValueError, VerificationError
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -33,15 +33,16 @@ def trainable_parameters(module: torch.nn.Module) -> Named:
 
 
 def require_trainable(module: torch.nn.Module) -> Named:
-    """The trainable parameters of a model that an engine takes.
-
-    Raises:
-        EngineError: There are none.
-    """
+    """The trainable parameters of a model; there must be some."""
     named = trainable_parameters(module)
     if not named:
         raise EngineError("no parameter requires a gradient", key="model", fix="unfreeze some")
     return named
+
+
+def gradient_norm(parameters: Iterable[torch.nn.Parameter]) -> torch.Tensor:
+    """L2 norm of the gradients of whole parameters; as clipping computes it, which alters them."""
+    return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
 
 
 def full_shape(parameter: torch.nn.Parameter) -> tuple[int, ...]:
@@ -186,11 +187,7 @@ def whole(name: str, parameter: torch.nn.Parameter, *, slab: int, offset: int) -
 
 
 def check_master(tensor: torch.Tensor, name: str) -> None:
-    """Whether a tensor can be a slab.
-
-    Raises:
-        EngineError: It is not fp32.
-    """
+    """Refuse a slab that is not fp32."""
     if tensor.dtype != torch.float32:
         raise EngineError(
             "master weights are fp32",

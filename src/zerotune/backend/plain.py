@@ -18,19 +18,27 @@ from zerotune._util.environment import environment
 from zerotune.backend.checks import Checks, check_alike, expected_groups
 from zerotune.backend.distributed import Launch, ProcessGroup, communication_backend, meeting
 from zerotune.backend.dtypes import DTYPES, check_model_dtype
-from zerotune.backend.engine import EngineState, StepOutcome
-from zerotune.backend.layouts import UNDER_WAY, Named, ParameterLayout, require_trainable
+from zerotune.backend.engine import (
+    EngineState,
+    StartedEngine,
+    StepOutcome,
+    check_not_gone,
+    naming_the_lost,
+)
+from zerotune.backend.layouts import (
+    UNDER_WAY,
+    Named,
+    ParameterLayout,
+    gradient_norm,
+    require_trainable,
+)
 from zerotune.backend.master_weights import MasterLayout, MasterWeights
 from zerotune.backend.optimizers.adamw_bf16_states import AdamWBF16States
 from zerotune.backend.optimizers.client import build_client_optimizer, chosen_optimizer, curve
 from zerotune.backend.proof import prove_offload
-from zerotune.backend.running import StartedEngine, check_not_gone, gradient_norm, naming_the_lost
 from zerotune.backend.step.adams import (
     TORCH_ADAMS,
-    HostBF16Adam,
     HostTorchAdam,
-    SlabStep,
-    Stepper,
     no_step,
     torch_rounds_alike,
     torch_rounds_alike_in_fp32,
@@ -38,12 +46,9 @@ from zerotune.backend.step.adams import (
 from zerotune.backend.step.deferred import (
     KEY,
     DeferredSteps,
-    choose_when,
     op_or_reason,
-    shares_cores,
+    take_steps,
 )
-from zerotune.backend.step.kernel import HostStepOp
-from zerotune.backend.step.pending import Piece, Upload
 from zerotune.backend.stored import bring_weights, check_has_weights
 from zerotune.backend.upstream import require_accelerate
 from zerotune.decisions import Decision, announce
@@ -72,10 +77,6 @@ _ELEMENT_BY_ELEMENT: Final = (
     torch.optim.SGD,
 )
 """What steps weights in whatever order they lie."""
-_REASON: Final = (
-    "clipping, Adam and the averages go over host memory once, not once each; the bits of torch's "
-    "fused Adam, whose loop over tensors rounds square roots otherwise in the last one"
-)
 _CLIPPING_EPS: Final = 1e-6
 """What ``torch.nn.utils.clip_grad_norm_`` adds to the norm."""
 _ALIGNED: Final = 16
@@ -174,7 +175,7 @@ class PlainEngine(StartedEngine):
             rounds_alike=torch_rounds_alike if ours else torch_rounds_alike_in_fp32,
         )
         if isinstance(op, str):
-            _step_fused(adam)
+            _fuse(adam)
             return (Decision(key=KEY, before=usual, after=usual, reason=op),)
         self._step = PlainStep(
             op=op,
@@ -184,20 +185,23 @@ class PlainEngine(StartedEngine):
             group=self._group,
             host=self._host,
         )
-        return (
-            Decision(key=KEY, before=usual, after="one pass", reason=_REASON),
-            choose_when(self._step, plan),
-            shares_cores(self._step),
+        return take_steps(
+            self._step,
+            plan,
+            before=usual,
+            reason="clipping, Adam and the averages go over host memory once, not once each; the "
+            "bits of torch's fused Adam, whose loop over tensors rounds square roots otherwise in "
+            "the last one",
         )
 
     @property
+    @override
     def device(self) -> torch.device:
-        """Where batches must lie."""
         return torch.device(self._accelerator.device)
 
     @property
+    @override
     def dtype(self) -> torch.dtype:
-        """Dtype of the weights: fp32; autocast does the rest."""
         return torch.float32
 
     @property
@@ -206,13 +210,13 @@ class PlainEngine(StartedEngine):
         return DTYPES[self._plan.precision]
 
     @property
+    @override
     def lr(self) -> float:
-        """Learning rate of the first group for the next optimizer step."""
         return float(self._torch_optimizer.param_groups[0]["lr"])
 
     @property
+    @override
     def state(self) -> EngineState:
-        """Counters, scheduler and loss scale, to be saved."""
         scaler = self._accelerator.scaler
         return EngineState(
             global_step=self._global_step,
@@ -222,11 +226,8 @@ class PlainEngine(StartedEngine):
             loss_scaler={} if scaler is None else dict(scaler.state_dict()),
         )
 
+    @override
     def load_state(self, state: EngineState) -> None:
-        """Restore counters, scheduler and loss scale.
-
-        Gradients of a micro batch that was never closed, because of an error perhaps, are dropped.
-        """
         self._master_weights.settle()
         self._close_micro_batch()
         self._zero_grad()
@@ -238,9 +239,9 @@ class PlainEngine(StartedEngine):
         if (scaler := self._accelerator.scaler) is not None:
             scaler.load_state_dict(carried_scale(state.loss_scaler, fresh=scaler.state_dict()))
 
+    @override
     @naming_the_lost
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model's forward pass under autocast."""
         if torch.is_grad_enabled():
             self._check_before_forward()
             self._open_micro_batch()
@@ -248,19 +249,16 @@ class PlainEngine(StartedEngine):
         with self._accelerator.autocast():
             return self._module(*args, **kwargs)
 
+    @override
     @naming_the_lost
     def backward(self, loss: torch.Tensor) -> None:
-        """Back-propagate a scalar loss, divided by the accumulation steps."""
         self._master_weights.settle()
         self._open_micro_batch()
         self._accelerator.backward(loss / self._plan.gradient_accumulation_steps)
 
+    @override
     @naming_the_lost
     def step(self) -> StepOutcome:
-        """Close a micro batch; update the weights when it is the last of its group.
-
-        A gradient that is not finite is not applied, as under DeepSpeed.
-        """
         boundary, grad_norm, applied = self._at_boundary, None, False
         if boundary:
             self._check_before_step(self._global_step)
@@ -276,8 +274,8 @@ class PlainEngine(StartedEngine):
         self._micro_step += 1
         return StepOutcome(applied=applied, boundary=boundary, grad_norm=grad_norm)
 
+    @override
     def discard(self) -> None:
-        """Drop the accumulation window under way; it counts as a skipped step."""
         self._master_weights.settle()
         self._close_micro_batch()
         self._zero_grad()
@@ -286,6 +284,7 @@ class PlainEngine(StartedEngine):
         self._global_step += 1
         self._skipped_steps += 1
 
+    @override
     def _release(self) -> None:
         self._close_micro_batch()
         try:
@@ -341,11 +340,11 @@ class PlainEngine(StartedEngine):
             return float(self._accelerator.clip_grad_norm_(self._parameters, limit))
         if self._accelerator.scaler is not None:
             return None
-        return gradient_norm(self._parameters)
+        return float(gradient_norm(self._parameters))
 
     def _norm_in_host_memory(self, limit: float) -> float:
         """As ``_gradient_norm``; the pass itself clips, where there is one."""
-        norm = self._host.collect() if self._host is not None else _norm(self._parameters)
+        norm = self._host.collect() if self._host is not None else gradient_norm(self._parameters)
         coefficient = torch.clamp(limit / (norm + _CLIPPING_EPS), max=1.0) if limit > 0 else None
         if self._step is not None:
             self._step.factor = 1.0 if coefficient is None else float(coefficient)
@@ -355,11 +354,9 @@ class PlainEngine(StartedEngine):
                     parameter.grad.mul_(float(coefficient))
         return float(norm)
 
+    @override
     def _checks(self) -> Checks:
-        choice = self._plan.optimizer
-        checks = Checks()
-        if choice is None:
-            return checks
+        choice, checks = chosen_optimizer(self._plan), Checks()
         checks.equal("optimizer.type", choice.implementation, type(self._torch_optimizer).__name__)
         checks.optimizer_arguments(
             choice,
@@ -368,10 +365,8 @@ class PlainEngine(StartedEngine):
             steps_taken=self._global_step - self._skipped_steps,
             groups=self._expected_groups,
         )
-        precision = {"no": "fp32"}.get(
-            self._accelerator.mixed_precision, self._accelerator.mixed_precision
-        )
-        checks.equal("precision", self._plan.precision, precision)
+        running = self._accelerator.mixed_precision
+        checks.equal("precision", self._plan.precision, "fp32" if running == "no" else running)
         if self._plan.offload_optimizer == "cpu":
             places = {
                 p.device.type for g in self._torch_optimizer.param_groups for p in g["params"]
@@ -477,31 +472,16 @@ class PlainStep(DeferredSteps):
     """Takes the steps of the plain engine's Adam in host memory in one pass.
 
     Args:
-        op: The compiled functions.
         adam: The optimizer; its ``step`` is replaced.
-        module: The model.
-        layout: Where the optimizer has its weights.
-        group: The processes that train together.
         host: The master weights, where they are not the parameters themselves.
+        base: As for ``DeferredSteps``.
     """
 
     def __init__(
-        self,
-        *,
-        op: HostStepOp,
-        adam: torch.optim.Optimizer,
-        module: torch.nn.Module,
-        layout: MasterLayout,
-        group: ProcessGroup,
-        host: HostWeights | None,
+        self, *, adam: torch.optim.Optimizer, host: HostWeights | None, **base: Any
     ) -> None:
-        super().__init__(op=op, module=module, layout=layout, group=group)
-        self._optimizer, self._host = adam, host
-        self._adam: Stepper = (
-            HostBF16Adam(op=op, adam=adam)
-            if isinstance(adam, AdamWBF16States)
-            else HostTorchAdam(op=op, adam=adam)
-        )
+        super().__init__(adam=adam, **base)
+        self._host = host
         self.factor = 1.0
         """What gradients are multiplied by, to clip them."""
         setattr(adam, UNDER_WAY, self)
@@ -509,18 +489,12 @@ class PlainStep(DeferredSteps):
         step = torch.optim.Optimizer.profile_hook_step(self._step)
         # A method, since torch's schedules look into the function behind it.
         adam.step = MethodType(step, adam)  # type: ignore[method-assign]
-        self.settle_for_states()
 
     @override
     def why_at_once(self) -> str | None:
         if self._group.world_size > 1:
             return "DistributedDataParallel looks at all weights before a forward pass"
         return None
-
-    @property
-    @override
-    def _stepped_by(self) -> torch.optim.Optimizer:
-        return self._optimizer
 
     @property
     @override
@@ -539,38 +513,31 @@ class PlainStep(DeferredSteps):
         self._adam.rewind([slab.numel() for slab in slabs if slab.grad is not None])
         # Loading a state makes new groups, which accelerate does too.
         groups = {id(p): group for group in self._optimizer.param_groups for p in group["params"]}
-        begun = [self._begun(slab, groups[id(slab)]) for slab in slabs]
+        begun = [
+            no_step(slab)
+            if slab.grad is None
+            else self._adam.begin(
+                slab,
+                gradient=slab.grad.contiguous(),
+                group=groups[id(slab)],
+                factor=self.factor,
+                out=None,
+            )
+            for slab in slabs
+        ]
         sources: list[torch.Tensor | None] = [None] * len(begun)
         targets = list(sources)
         if self._host is not None:
             sources, targets = map(list, zip(*self._host.flat, strict=True))
-        if may_wait:
-            self._launch(begun, self._upload(sources, targets))
-            return
-        upload = Upload(sources=sources, targets=targets)
-        with torch.no_grad():
-            for index, step in enumerate(begun):
-                step.run(0, step.weight.numel())
-                upload.send([Piece(slab=index, start=0, stop=step.weight.numel())])
+        self._take(begun, sources, targets, waits=may_wait)
 
     def _step_as_upstream(self, slabs: Sequence[torch.Tensor]) -> None:
-        _step_fused(self._optimizer)
+        _fuse(self._optimizer)
         for slab in slabs:
             if slab.grad is not None:
                 slab.grad.mul_(self.factor)
         # Its hooks run around this step already.
         type(self._optimizer).step.__wrapped__(self._optimizer)  # type: ignore[attr-defined]
-
-    def _begun(self, slab: torch.Tensor, group: Mapping[str, Any]) -> SlabStep:
-        if slab.grad is None:
-            return no_step(slab)
-        return self._adam.begin(
-            slab,
-            gradient=slab.grad.contiguous(),
-            group=group,
-            factor=self.factor,
-            out=None,
-        )
 
 
 def _has_memory_of_its_own(device: torch.device) -> bool:
@@ -611,7 +578,7 @@ def _lay_alike(adam: torch.optim.Optimizer, *_: Any) -> None:
             parameter.grad = torch.empty_like(parameter).copy_(parameter.grad)
 
 
-def _step_fused(adam: torch.optim.Optimizer) -> None:
+def _fuse(adam: torch.optim.Optimizer) -> None:
     """Have torch's Adam take its fused step, where nothing else was asked for: the same bits."""
     if type(adam) not in TORCH_ADAMS:
         return
@@ -619,11 +586,6 @@ def _step_fused(adam: torch.optim.Optimizer) -> None:
         others = ("fused", "foreach", "capturable", "differentiable")
         if all(not group.get(name) for name in others):
             group["fused"] = True
-
-
-def _norm(parameters: Iterable[torch.nn.Parameter]) -> torch.Tensor:
-    found = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    return torch.nn.utils.get_total_norm(found)
 
 
 def carried_scale(saved: Mapping[str, Any], *, fresh: Mapping[str, Any]) -> dict[str, Any]:
@@ -651,7 +613,7 @@ def _accelerator(plan: ResolvedPlan, timeout_s: float) -> Any:
     with environment(**hidden), meeting(launch, timeout_s=timeout_s):
         try:
             return accelerate.Accelerator(
-                mixed_precision={"fp32": "no"}.get(plan.precision, plan.precision),
+                mixed_precision="no" if plan.precision == "fp32" else plan.precision,
                 cpu=plan.platform.accelerator == "cpu",
                 step_scheduler_with_optimizer=False,
                 kwargs_handlers=handlers,

@@ -26,10 +26,9 @@ from typing import Any, Final, Literal, get_args
 import attrs
 import torch
 
-from zerotune._util.environment import user_cache
+from zerotune._util.environment import installed_version, installed_versions, user_cache
 from zerotune._util.files import read_record, write_atomically
 from zerotune._util.text import json_of
-from zerotune._util.versions import installed_version, installed_versions
 from zerotune.backend.distributed import ProcessGroup
 from zerotune.decisions import Decision
 from zerotune.errors import InvalidValueError

@@ -3,7 +3,7 @@
 A model made inside ``without_weights`` has its sizes and its buffers, and takes no memory for its
 parameters: they lie on the ``meta`` device, and each knows where its bytes are. The engine that
 trains the model brings them, one at a time, in the dtype and to the place where they stay; at stage
-3 each rank reads its own part of each (``backend/deepspeed/placement.py``).
+3 each rank reads its own part of each (``backend/deepspeed/sharded.py``).
 """
 
 from __future__ import annotations

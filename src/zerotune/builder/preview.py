@@ -9,10 +9,9 @@ from typing import Any, Final, Literal, get_args
 
 import attrs
 
-from zerotune._util.numbers import as_number, whole
+from zerotune._util.environment import installed_versions
 from zerotune._util.palette import component_colours
-from zerotune._util.text import parse_memory
-from zerotune._util.versions import installed_versions
+from zerotune._util.text import as_number, parse_memory, whole
 from zerotune.builder.forms import (
     FormState,
     Reading,

@@ -81,17 +81,11 @@ def convert(
             raise CheckpointError(
                 "exists and is not replaced", key=str(final), fix="choose another name"
             )
-        if (native := _native_folder(folder)) is not None:
-            return _from_deepspeed(NativeCheckpoint(native), final)
+        for native in (folder, folder / "pytorch_model"):
+            if (native / "latest").is_file() or any(native.glob("*zero_pp_rank_*.pt")):
+                return _from_deepspeed(NativeCheckpoint(native), final)
         with ModelFolderReader(folder) as reader:
             return _from_model(reader, final)
-
-
-def _native_folder(folder: Path) -> Path | None:
-    for candidate in (folder, folder / "pytorch_model"):
-        if (candidate / "latest").is_file() or any(candidate.glob("*zero_pp_rank_*.pt")):
-            return candidate
-    return None
 
 
 def _from_deepspeed(native: NativeCheckpoint, final: Path) -> Path:

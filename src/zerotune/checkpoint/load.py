@@ -21,19 +21,21 @@ from typing_extensions import override
 
 from zerotune._util.closing import Closable
 from zerotune._util.text import listing
-from zerotune.checkpoint import randomness
-from zerotune.checkpoint.collective import together
+from zerotune.backend.distributed import together
 from zerotune.checkpoint.contents import (
     BUFFER,
+    GENERATOR,
+    GENERATOR_TEXT,
     ShadowLike,
     buffer_records,
+    check_generators,
     persistent_buffers,
     plan_record,
+    restore_generators,
     shadow_key,
 )
 from zerotune.checkpoint.folders import check_files, find_checkpoint
 from zerotune.checkpoint.manifest import Manifest, ParameterRecord, PlanRecord, TensorRecord
-from zerotune.checkpoint.randomness import PREFIX
 from zerotune.checkpoint.tensors import WEIGHTS, Subject, TensorReader
 from zerotune.checkpoint.verify import check_hashes
 from zerotune.decisions import Decision, Severity, announce
@@ -49,12 +51,7 @@ if TYPE_CHECKING:
 
 
 class CheckpointReader(Closable):
-    """Reads exactly the bytes that are asked for, from the files of a checkpoint.
-
-    Args:
-        folder: The checkpoint.
-        manifest: Its manifest.
-    """
+    """Reads exactly the bytes that are asked for, from the files of a checkpoint."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self._folder = folder
@@ -88,8 +85,8 @@ class CheckpointReader(Closable):
                 key=_rank_subject(rank).prefix,
                 fix="use another checkpoint",
             )
-        named = [name for name in reader.tensors if name.startswith(PREFIX)]
-        text = reader.metadata[0].get(randomness.TEXT, "")
+        named = [name for name in reader.tensors if name.startswith(GENERATOR)]
+        text = reader.metadata[0].get(GENERATOR_TEXT, "")
         return {name: reader.tensor(name) for name in named}, text
 
     @override
@@ -344,7 +341,12 @@ def adapted_state(manifest: Manifest, engine: Engine) -> Adapted:
     # Saving never happens within a window, whatever the manifest says.
     if not same or state.micro_step % accumulation:
         state = attrs.evolve(state, micro_step=state.global_step * accumulation)
-    state, schedule = _schedule_position(state, engine)
+    schedule: tuple[Decision, ...] = ()
+    if engine.plan.scheduler is not None and _POSITION not in state.scheduler:
+        position = state.global_step - state.skipped_steps - 1
+        state = attrs.evolve(state, scheduler={_POSITION: position})
+        reason = "the checkpoint has no schedule; it goes on where the steps taken would have led"
+        schedule = (_load_decision("scheduler.position", None, position + 1, reason, warning=True),)
     state, scale = carried_loss_scale(
         state,
         saved=manifest.plan,
@@ -400,15 +402,6 @@ def _uneven_steps(manifest: Manifest, engine: Engine) -> tuple[Decision, ...]:
     return (_load_decision("optimizer.step", sorted(steps), max(steps), reason),)
 
 
-def _schedule_position(state: EngineState, engine: Engine) -> Adapted:
-    if engine.plan.scheduler is None or _POSITION in state.scheduler:
-        return state, ()
-    position = state.global_step - state.skipped_steps - 1
-    reason = "the checkpoint has no schedule; it goes on where the steps taken would have led it"
-    decision = _load_decision("scheduler.position", None, position + 1, reason, warning=True)
-    return attrs.evolve(state, scheduler={_POSITION: position}), (decision,)
-
-
 def carried_loss_scale(
     state: EngineState,
     *,
@@ -416,14 +409,7 @@ def carried_loss_scale(
     running: PlanRecord,
     fresh: Mapping[str, Any],
 ) -> Adapted:
-    """The loss scale for the engine that runs.
-
-    Args:
-        state: What was saved.
-        saved: The plan it was saved under.
-        running: The plan that runs.
-        fresh: The loss scaler of the engine that runs, as it is now.
-    """
+    """The loss scale for the engine that runs."""
     if saved is not None and (saved.precision, saved.engine) == (running.precision, running.engine):
         return state, ()
     before = _scale(state.loss_scaler) if saved and saved.precision == "fp16" else None
@@ -599,7 +585,7 @@ class _Load:
             else:
                 weights.check(name, torch.float32, buffer.shape)
         if rng and self.manifest.rng:
-            randomness.check(*reader.generators(self._like))
+            check_generators(*reader.generators(self._like))
 
     def compare_shadows(self) -> None:
         """Refuse a shadow of other parameters."""
@@ -641,7 +627,7 @@ class _Load:
                 shadow.load_state_dict(self._shadow(reader, name))
             if rng and self.manifest.rng:
                 tensors, text = reader.generators(self._like)
-                randomness.restore(tensors, text)
+                restore_generators(tensors, text)
                 if rank != self._like:
                     restart_generators(tensors, rank=rank)
 

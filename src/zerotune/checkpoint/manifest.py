@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import UnionType
 from typing import Any, Final, Union, get_args, get_origin, get_type_hints
@@ -21,11 +21,6 @@ from zerotune.errors import CheckpointCorruptError, CheckpointError, shorten
 MANIFEST: Final = "manifest.json"
 FORMAT: Final = "zerotune-checkpoint"
 VERSION: Final = 2
-
-
-def _tuple(values: Iterable[Any]) -> tuple[Any, ...]:
-    # JSON has only lists; mypy's attrs plugin cannot see through the type `tuple` as a converter.
-    return tuple(values)
 
 
 @attrs.frozen(kw_only=True)
@@ -48,7 +43,7 @@ class TensorRecord:
     """A tensor of the model that is no trained parameter."""
 
     name: str
-    shape: tuple[int, ...] = attrs.field(converter=_tuple)
+    shape: tuple[int, ...] = attrs.field(converter=tuple[Any, ...])
     dtype: str = "float32"
 
 
@@ -58,13 +53,13 @@ class ParameterRecord:
 
     name: str
     """Dotted name."""
-    shape: tuple[int, ...] = attrs.field(converter=_tuple)
+    shape: tuple[int, ...] = attrs.field(converter=tuple[Any, ...])
     """Full, unpartitioned shape."""
     dtype: str = "float32"
     """Dtype of the saved master weights."""
     step: int | None = None
     """Updates it has seen; ``None`` where the optimizer does not count."""
-    states: tuple[str, ...] = attrs.field(converter=_tuple, default=())
+    states: tuple[str, ...] = attrs.field(converter=tuple[Any, ...], default=())
     """Optimizer states saved of it."""
     scalars: Mapping[str, float] = attrs.field(factory=dict)
     """Single numbers the optimizer keeps for it."""
@@ -114,23 +109,23 @@ class Manifest:
     state: EngineState
     model: Mapping[str, Any] | None = None
     """The model's own configuration, as diffusers writes it into ``config.json``."""
-    parameters: tuple[ParameterRecord, ...] = attrs.field(converter=_tuple)
+    parameters: tuple[ParameterRecord, ...] = attrs.field(converter=tuple[Any, ...])
     """The trained parameters, in the order of the master weights."""
-    frozen: tuple[TensorRecord, ...] = attrs.field(converter=_tuple, default=())
+    frozen: tuple[TensorRecord, ...] = attrs.field(converter=tuple[Any, ...], default=())
     """Parameters that are not trained, and so are not in the checkpoint."""
     aliases: Mapping[str, str] = attrs.field(factory=dict)
     """Further names of tied parameters, and the name they are saved under."""
-    buffers: tuple[TensorRecord, ...] = attrs.field(converter=_tuple)
+    buffers: tuple[TensorRecord, ...] = attrs.field(converter=tuple[Any, ...])
     """The model's persistent buffers; every rank wrote its own."""
-    files: tuple[FileRecord, ...] = attrs.field(converter=_tuple)
-    shadows: tuple[str, ...] = attrs.field(converter=_tuple)
+    files: tuple[FileRecord, ...] = attrs.field(converter=tuple[Any, ...])
+    shadows: tuple[str, ...] = attrs.field(converter=tuple[Any, ...])
     """Names of the saved shadows."""
     rng: bool
     """Whether the state of the random number generators was saved."""
     extra: Mapping[str, Any]
     """What the caller wanted to keep."""
     not_finite: tuple[str, ...] | None = attrs.field(
-        converter=attrs.converters.optional(_tuple), default=None
+        converter=attrs.converters.optional(tuple[Any, ...]), default=None
     )
     """Tensors with NaN or infinity, such as ``weights/conv.bias``, and buffers with NaN.
 
@@ -240,7 +235,11 @@ def _manifest_of(content: dict[str, Any]) -> Manifest:
     for record in (*records, *manifest.buffers):
         if len(record.shape) > _MOST_DIMENSIONS or math.prod(record.shape) > _MOST_WHOLE // 8:
             raise ValueError(f"{record.name!r} has a shape that no tensor has")
-    _check_plan(manifest.plan)
+    for what in ("optimizer", "scheduler"):
+        choice = getattr(manifest.plan, what, None)
+        named = choice is None or isinstance(choice.get("name"), str)
+        if not named or (choice is not None and not isinstance(choice.get("params"), dict)):
+            raise ValueError(f"plan.{what} has no name with params")
     _check_state(manifest.state)
     return manifest
 
@@ -300,15 +299,6 @@ def _check_manifest_names(manifest: Manifest) -> None:
             raise ValueError(f"{name!r} is not a plain file name")
         if file.kind not in _FILE_KINDS:
             raise ValueError(f"{name} is of a kind that no file has, {shorten(file.kind)}")
-
-
-def _check_plan(plan: PlanRecord | None) -> None:
-    for what in ("optimizer", "scheduler"):
-        choice = getattr(plan, what, None)
-        if choice is None:
-            continue
-        if not isinstance(choice.get("name"), str) or not isinstance(choice.get("params"), dict):
-            raise ValueError(f"plan.{what} has no name with params")  # noqa: TRY004 - of the file
 
 
 def _check_state(state: EngineState) -> None:

@@ -140,7 +140,13 @@ def publish(
     top = Path(folder).absolute()
     local = _export_files(top)
     for caption, sample in card.samples.items():
-        _check_sample(caption, Path(sample))
+        if Path(sample).suffix.lower() not in _PICTURES or not Path(sample).is_file():
+            raise InvalidValueError(
+                "is no picture or clip that can be shown",
+                key=f"Card.samples[{caption!r}]",
+                value=Path(sample).name,
+                fix=f"a file that ends with one of {', '.join(_PICTURES)}",
+            )
     samples = dict(zip(card.sample_names(), map(Path, card.samples.values()), strict=True))
     uploads = {**local, **samples}
     api = hub.HfApi(endpoint=endpoint, token=token)
@@ -167,19 +173,15 @@ def publish(
             "is no name of a repository", key="repo_id", value=repo_id, fix='such as "owner/name"'
         ) from error
     except Exception as error:  # huggingface_hub's, its HTTP library's, the system's
-        raise _refused(repo_id, error) from error
+        # What stops the sending of a file is behind a bare RuntimeError that names it alone.
+        cause = error.__cause__ if type(error) is RuntimeError and error.__cause__ else error
+        reason = _without_paths(str(cause)).strip().replace("\n", " ")
+        raise CheckpointError(
+            f"was not published, and is as it was ({type(error).__name__}: {reason})",
+            key=repo_id,
+            fix="try again: what has arrived is not sent twice",
+        ) from error
     return Published(url=done.commit_url, commit=done.oid, files=(*sorted(uploads), CARD))
-
-
-def _refused(repo_id: str, error: Exception) -> CheckpointError:
-    # What stops the sending of a file is behind a bare RuntimeError that names the file alone.
-    cause = error.__cause__ if type(error) is RuntimeError and error.__cause__ else error
-    reason = _without_paths(str(cause)).strip().replace("\n", " ")
-    return CheckpointError(
-        f"was not published, and is as it was ({type(error).__name__}: {reason})",
-        key=repo_id,
-        fix="try again: what has arrived is not sent twice",
-    )
 
 
 def _hub() -> Any:
@@ -217,16 +219,6 @@ def _export_files(top: Path) -> dict[str, Path]:
             fix="export it again, or upload the folder with huggingface_hub.upload_folder",
         )
     return {name: top / name for name in there}
-
-
-def _check_sample(caption: str, path: Path) -> None:
-    if path.suffix.lower() not in _PICTURES or not path.is_file():
-        raise InvalidValueError(
-            "is no picture or clip that can be shown",
-            key=f"Card.samples[{caption!r}]",
-            value=path.name,
-            fix=f"a file that ends with one of {', '.join(_PICTURES)}",
-        )
 
 
 def _replaced(there: Sequence[str], now: Iterable[str]) -> list[str]:

@@ -210,12 +210,7 @@ class Written:
 
 
 class TensorWriter(OpensFiles):
-    """Writes tensors, or this process's parts of them, at their places in files.
-
-    Args:
-        folder: Where the files were created.
-        files: The files.
-    """
+    """Writes tensors, or this process's parts of them, at their places in files."""
 
     def __init__(self, folder: Path, files: Iterable[TensorFile]) -> None:
         super().__init__(os.O_WRONLY)
@@ -283,12 +278,7 @@ class TensorWriter(OpensFiles):
     def confirm(
         self, files: Iterable[TensorFile], written: Iterable[Written]
     ) -> tuple[FileRecord, ...]:
-        """Read files back while what this process wrote comes to the disk.
-
-        Args:
-            files: Those to read; hashing takes longer than reading, so several at a time.
-            written: What was written into them, by all ranks.
-        """
+        """Read files back while what this process wrote comes to the disk."""
         written = tuple(written)
         with ThreadPoolExecutor(1 + _HASHED_AT_ONCE) as pool:
             syncing = pool.submit(self.sync)
@@ -314,11 +304,6 @@ def _element_bytes(tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[memoryv
 
 def confirm(folder: Path, file: TensorFile, written: Iterable[Written]) -> FileRecord:
     """Read a finished file once: is every byte there, and as it was meant?
-
-    Args:
-        folder: Where it lies.
-        file: What it should be.
-        written: What all ranks wrote, in any order.
 
     Returns:
         Its record for the manifest.
@@ -360,12 +345,7 @@ def _not_as_written(path: Path, offset: int) -> CheckpointCorruptError:
 
 
 class TensorReader(OpensFiles):
-    """Reads exactly the bytes that are asked for, from one file or several.
-
-    Args:
-        files: Where the tensors are.
-        subject: What they are, for messages.
-    """
+    """Reads exactly the bytes that are asked for, from one file or several."""
 
     def __init__(self, files: Iterable[Path], *, subject: Subject = EXPORT) -> None:
         super().__init__(os.O_RDONLY)

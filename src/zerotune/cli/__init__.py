@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
-from zerotune._util.versions import installed_version
+from zerotune._util.environment import installed_version
 from zerotune.errors import ZeroTuneError
 
 if TYPE_CHECKING:

@@ -17,18 +17,17 @@ from typing import TYPE_CHECKING, Any, Final
 import attrs
 import numpy as np
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from zerotune._util.files import write_atomically
 from zerotune._util.text import json_of
-from zerotune.diffusion.activations import ActivationOffload, Loading, Stored, stored_strides
-from zerotune.diffusion.families.declared import BY_MODEL
+from zerotune.diffusion.activations import ActivationOffload
+from zerotune.diffusion.families.declared import family_of_model
 from zerotune.diffusion.passes import (
     KINDS,
+    CountedTransfers,
     Pass,
-    counted_pass,
-    counted_passes,
-    dropped_gradients,
+    both_passes,
+    counting,
     sizes_only,
 )
 from zerotune.diffusion.pipeline import Blueprint
@@ -70,8 +69,8 @@ def example_inputs(module: torch.nn.Module) -> Callable[..., Mapping[str, Any]]:
         InvalidValueError: A class whose arguments are not known.
     """
     name = type(module).__name__
-    if name in BY_MODEL:
-        return _captured_inputs(BY_MODEL[name], module)
+    if (family := family_of_model(module)) is not None:
+        return _captured_inputs(family, module)
     if name not in _MAKERS:
         raise InvalidValueError(
             "the arguments of this model's forward are not known",
@@ -85,13 +84,13 @@ def example_inputs(module: torch.nn.Module) -> Callable[..., Mapping[str, Any]]:
 
 def latent_scale(module: torch.nn.Module) -> int:
     """Pixels of an image per pixel of the latents that a model of this class usually sees."""
-    family = BY_MODEL.get(type(module).__name__)
+    family = family_of_model(module)
     return _LATENT if family is None else family.usual_scale
 
 
 def frames_per_latent(module: torch.nn.Module) -> int | None:
     """Frames per latent one in the clips that a model of this class takes; ``None``: images."""
-    family = BY_MODEL.get(type(module).__name__)
+    family = family_of_model(module)
     return family.usual_frames if family is not None and family.clips else None
 
 
@@ -239,7 +238,7 @@ def model_facts(
     """Names and shapes of a model's parameters, and the memory its activations take.
 
     A configuration that is one of ``zerotune.plan.family_names()`` is looked up. Any other is
-    counted once, which takes up to two minutes, and then remembered in the user's cache.
+    counted once, which takes a few seconds, and then remembered in the user's cache.
 
     Args:
         source: A module on any device; a diffusers configuration (a mapping with
@@ -247,7 +246,7 @@ def model_facts(
             built on the ``meta`` device, so a 12-billion-parameter model takes no memory.
         inputs: Makes the arguments of ``forward`` on the ``meta`` device; known for diffusers'
             U-Nets, SD3 and Flux transformers, and the models of all declared families.
-        activations: ``False`` leaves them out, which saves up to two minutes.
+        activations: ``False`` leaves them out, which saves a few seconds.
         name: Name in reports; the class by default.
 
     Raises:
@@ -264,10 +263,8 @@ def model_facts(
 
 
 def count_facts(config: Mapping[str, Any]) -> ModelFacts:
-    """Count the facts of a configuration, whether they are known or not; up to two minutes."""
-    _log.info(
-        "counting the activations of %s, which takes up to two minutes", config.get("_class_name")
-    )
+    """Count the facts of a configuration, whether they are known or not."""
+    _log.info("counting the activations of %s", config.get("_class_name"))
     return _facts_of_module(_from_config(config), inputs=None, activations=True)
 
 
@@ -375,8 +372,10 @@ def measure_step(
     """
     make = inputs or _clips_for(module, example_inputs(module))
     module.to(torch.bfloat16)
-    full, again = counted_passes(module, [make(batch, side, side) for batch, side in _POINTS])
-    offloaded, host = (None, None) if again is None else _offloaded(module, make)
+    arguments = [make(batch, side, side) for batch, side in _POINTS]
+    with counting(module) as count:
+        full, again = both_passes(module, arguments, count)
+        offloaded, host = (None, None) if again is None else _offloaded(module, arguments, count)
     kept = ActivationFacts(
         full=_moments(full),
         checkpointed=None if again is None else _moments(again),
@@ -418,67 +417,19 @@ def _work(counts: Sequence[Mapping[str, int]]) -> PassWork:
     return PassWork(**dict[str, Any](amounts))
 
 
-class _CountedTransfers:
-    """Copies that exist as shapes only, and when each tensor was in host memory."""
-
-    def __init__(self) -> None:
-        self.away: list[_Away] = []
-        self._at: dict[int, _Away] = {}
-        self._count: Callable[[], int] = lambda: 0
-
-    def watch(self, count: Callable[[], int]) -> None:
-        """Tell how many operators of the pass have run."""
-        self._count = count
-
-    def store(self, tensor: torch.Tensor) -> Stored:
-        with _disable_current_modes():
-            shape, strides = tensor.shape, stored_strides(tensor)
-            host = torch.empty_strided(shape, strides, dtype=tensor.dtype, device="meta")
-        self._at[id(host)] = _Away(nbytes=host.nbytes)
-        self.away.append(self._at[id(host)])
-        return Stored(tensor=host, device=tensor.device)
-
-    def settle(self, stored: Stored) -> None:
-        self._at[id(stored.tensor)].begins = self._count()
-
-    def load(self, stored: Stored) -> Loading:
-        self._at[id(stored.tensor)].ends = self._count()
-        source = stored.tensor
-        target = torch.empty_strided(
-            source.shape, source.stride(), dtype=source.dtype, device="meta"
-        )
-        return Loading(tensor=target)
-
-    def finish(self, loading: Loading) -> torch.Tensor:
-        return loading.tensor
-
-    def release(self, stored: Stored) -> None:
-        self._at.pop(id(stored.tensor), None)
-
-
-@attrs.define(kw_only=True)
-class _Away:
-    """A tensor in host memory, from one operator to another."""
-
-    nbytes: int
-    begins: int | None = None
-    ends: int | None = None
-
-
 def _offloaded(
-    module: torch.nn.Module, make: MakeInputs
+    module: torch.nn.Module, arguments: Sequence[Mapping[str, Any]], count: Callable[..., Pass]
 ) -> tuple[ActivationCost, ActivationCost] | tuple[None, None]:
     """What is left on the device, and what the host takes, when block inputs are offloaded."""
     if not getattr(module, "_supports_gradient_checkpointing", False):
         return None, None
-    passes, stays = [], []
-    for batch, side in _POINTS:
-        transfers = _CountedTransfers()
-        # All of them leave, whatever their size, so that each pass is made of the same operators.
-        offload = ActivationOffload(smallest=0, transfers=transfers)
-        with dropped_gradients(module), offload.attach(module):
-            passes.append(counted_pass(module, make(batch, side, side), watched_by=transfers.watch))
-        stays.append(transfers.away)
+    passes, stays, transfers = [], [], CountedTransfers()
+    # All of them leave, whatever their size, so that each pass is made of the same operators.
+    offload = ActivationOffload(smallest=0, transfers=transfers)
+    with offload.attach(module):
+        for each in arguments:
+            passes.append(count(each, transfers))
+            stays.append(transfers.away)
     sizes = [[one.nbytes for one in away] for away in stays]
     if len({len(one) for one in sizes}) > 1:
         return _fit([one.peak for one in passes]), _fit([sum(one) for one in sizes])

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 import attrs
 import torch
 
-from zerotune._util.numbers import positive, validated
-from zerotune._util.text import did_you_mean
+from zerotune._util.text import did_you_mean, positive, validated
 from zerotune.backend.adapters import (
     PEFT_CONFIG,
     PEFT_FILE,

@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 import torch
 
-from zerotune._util.numbers import whole
+from zerotune._util.text import whole
 from zerotune.diffusion.families.unconditional import Unconditional
 from zerotune.diffusion.family import (
     Conditioning,

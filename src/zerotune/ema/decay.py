@@ -7,7 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import attrs
 
-from zerotune._util.numbers import finite, positive, validated
+from zerotune._util.text import finite, positive, validated
 from zerotune.errors import InvalidValueError
 
 

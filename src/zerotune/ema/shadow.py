@@ -15,9 +15,8 @@ import attrs
 import torch
 from typing_extensions import override
 
-from zerotune._util.numbers import whole
 from zerotune._util.table import Line, Page, Readable
-from zerotune._util.text import counted, disk_size, listing
+from zerotune._util.text import counted, disk_size, listing, whole
 from zerotune.backend.deepspeed.external import master_weights_of
 from zerotune.backend.master_weights import Follower
 from zerotune.ema.decay import DecaySchedule, as_schedule, decay_of_update

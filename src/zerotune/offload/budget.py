@@ -76,12 +76,6 @@ def host_budget(
     """Count the host memory of a plan whose model is known.
 
     Activations are not in it; on a GPU they take none.
-
-    Args:
-        resolved: The plan.
-        ranks: Ranks of this machine.
-        held: Bytes this process holds; measured when not given.
-        environ: Environment variables, for DeepSpeed's ``DS_PIN_MEMORY_BACKEND``.
     """
     import psutil
 
@@ -108,11 +102,6 @@ def fit_host_memory(
 
     Pinning is given up only for a single rank, and where the user did not write ``pin_memory``:
     several ranks would each decide by what they happen to see.
-
-    Args:
-        resolved: The plan.
-        ranks: Ranks of this machine.
-        held: Bytes this process holds; measured when not given.
 
     Returns:
         The plan to run, and what was compared or changed.

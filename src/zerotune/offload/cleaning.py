@@ -378,12 +378,6 @@ def remove_bare(root: int, name: str, *, kind: str | None, removed: Removed) -> 
     It is first moved to a name that nobody knows, so that a run which starts meanwhile makes a
     new one; then looked at once more, so that a run which started just before is noticed.
 
-    Args:
-        root: Descriptor of the folder that holds it.
-        name: Its name.
-        kind: Kind of file system.
-        removed: Counts along.
-
     Returns:
         Why it was kept, or ``None`` when it is gone.
     """

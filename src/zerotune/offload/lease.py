@@ -151,12 +151,7 @@ class SwapDirectory:
 
     @classmethod
     def claim(cls, root: Path, record: LeaseRecord) -> SwapDirectory:
-        """Make the run's folder, or join it when another rank of this node has made it.
-
-        Args:
-            root: Existing folder, symlinks resolved.
-            record: This rank's record; ranks that share ``run_id`` share the folder.
-        """
+        """Make the run's folder, or join it when another rank of this node has made it."""
         path = root / lease_name(record.run_id)
         try:
             lock = _join(path, record)
@@ -358,10 +353,6 @@ def dismantle(folder: int, removed: Removed) -> None:
 
     The records and the lock file go last: a removal that is interrupted leaves a folder that is
     still recognised as a lease and still proves, by its free lock, that nobody holds it.
-
-    Args:
-        folder: Descriptor of the leased folder, which itself stays.
-        removed: Counts along.
     """
     records = {name for name in os.listdir(folder) if is_record(name)}
     remove_contents(folder, keep={LOCK_FILE, *records}, removed=removed)
@@ -479,12 +470,7 @@ def _inspect(path: Path, run_id: str | None, kind: str | None) -> FoundLease | N
 
 @contextmanager
 def judged(folder: int, kind: str | None) -> Iterator[Verdict]:
-    """Say whether a lease is dead; a dead one stays locked, and so dead, inside the block.
-
-    Args:
-        folder: Descriptor of the leased folder.
-        kind: Its kind of file system.
-    """
+    """Say whether a lease is dead; a dead one stays locked, and so dead, inside the block."""
     try:
         lock = open_regular(LOCK_FILE, os.O_RDWR | os.O_NOFOLLOW, within=folder)
     except FileNotFoundError:
@@ -650,12 +636,7 @@ class Removed:
 
 
 def open_folder(path: str | Path, *, within: int | None = None) -> int:
-    """Open a folder itself, never the target of a symbolic link.
-
-    Args:
-        path: Its path, or its name when ``within`` is given.
-        within: Descriptor of the folder that holds it.
-    """
+    """Open a folder itself, never the target of a symbolic link."""
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
     return os.open(path, flags, dir_fd=within)
 

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 import attrs
 
-from zerotune._util.numbers import is_integer
-from zerotune._util.text import disk_size
+from zerotune._util.text import disk_size, is_integer
 from zerotune.decisions import Decision
 from zerotune.errors import OffloadError
 from zerotune.offload.lease import FoundLease, find_lease, find_leases
@@ -127,12 +126,6 @@ def check_space(
 
     What other living runs on the same roots have said they will still write counts as taken.
 
-    Args:
-        roots: Where each target goes.
-        needs: Per rank; ``None`` when it is not known.
-        ranks: Ranks of this machine, which share the disk.
-        run_id: This run, whose own folder is no other's.
-
     Returns:
         What was compared.
     """
@@ -209,9 +202,6 @@ class SpaceWatch:
 
     DeepSpeed writes each swap file when it first needs it, in the first steps, and the same blocks
     from then on. A write that finds no room ends the process with SIGABRT.
-
-    Args:
-        folders: The run's own, in its swap roots.
     """
 
     def __init__(self, folders: Iterable[Path]) -> None:
@@ -249,14 +239,7 @@ def _shortage_on(leases: Sequence[FoundLease]) -> str | None:
 
 
 def tell_shortage(root: Path, *, free: int, own: int, others: int) -> str | None:
-    """What is missing on a disk, in numbers; ``None`` when it is enough.
-
-    Args:
-        root: The swap root.
-        free: Bytes that may still be written.
-        own: Bytes this run has still to write.
-        others: Bytes that other runs have reserved.
-    """
+    """What is missing on a disk, in numbers; ``None`` when it is enough."""
     # No swap file is smaller: below that only unaligned ends are left, which stay in memory.
     if own < SMALLEST_SWAP_BYTES or own + others <= free:
         return None

@@ -16,7 +16,7 @@ import attrs
 from zerotune._util.text import did_you_mean
 from zerotune.decisions import Decision, Log, raise_all
 from zerotune.errors import InvalidValueError, OptimizerError
-from zerotune.optim.arguments import check, reject_unknown
+from zerotune.optim.settle import check, reject_unknown
 from zerotune.optimizers.choices import GroupChoice, OptimizerChoice
 from zerotune.optimizers.parameters import OptimizerEntry
 from zerotune.plan.model import ModelFacts, ParameterFacts
@@ -81,7 +81,7 @@ REST: Final = "rest"
 """Name of the group of all that no rule picks."""
 
 
-def _patterns(value: str | Iterable[str]) -> tuple[str, ...]:
+def _all_patterns(value: str | Iterable[str]) -> tuple[str, ...]:
     return (value,) if isinstance(value, str) else tuple(value)
 
 
@@ -91,7 +91,7 @@ class ParameterGroup:
 
     name: str = attrs.field()
     """What the group is called in reports."""
-    patterns: tuple[str, ...] = attrs.field(default=("*",), converter=_patterns)
+    patterns: tuple[str, ...] = attrs.field(default=("*",), converter=_all_patterns)
     """Globs, module names or ``"re:…"``; one that matches is enough. All, when not given."""
     max_ndim: int | None = None
     """Only parameters of at most so many dimensions: 1 picks biases and the weights of norms."""
@@ -146,10 +146,6 @@ class ParameterGroup:
         return any(matches(pattern, name) for pattern in self.patterns)
 
 
-def _rules(value: Iterable[ParameterGroup]) -> tuple[ParameterGroup, ...]:
-    return tuple(value)
-
-
 @attrs.frozen(kw_only=True)
 class ParameterGroups:
     """Ordered rules; the first that picks a parameter has it.
@@ -161,7 +157,7 @@ class ParameterGroups:
         ).without_decay_on_norms_and_biases()
     """
 
-    rules: tuple[ParameterGroup, ...] = attrs.field(converter=_rules)
+    rules: tuple[ParameterGroup, ...] = attrs.field(converter=tuple[ParameterGroup, ...])
     """In the order in which they are tried."""
 
     @rules.validator
@@ -263,12 +259,6 @@ def group_parameters(
 ) -> tuple[tuple[GroupChoice, ...], tuple[Decision, ...]]:
     """Put every trainable parameter into the first group that picks it.
 
-    Args:
-        groups: The rules.
-        model: Names and shapes.
-        choice: The optimizer; its arguments hold where a group has none of its own.
-        entry: Its catalogue entry.
-
     Returns:
         Groups that are not empty, in the order of their rules, ``"rest"`` last; and a decision
         that names them with their sizes.
@@ -287,7 +277,11 @@ def group_parameters(
             fix="leave the groups out, or use another optimizer",
         )
     _check_matches(groups, model)
-    taken = _assign(groups.rules, model.trainable)
+    taken: dict[str, list[ParameterFacts]] = {rule.name: [] for rule in groups.rules}
+    taken[REST] = []
+    for each in model.trainable:
+        first = next((rule for rule in groups.rules if rule.picks(each.name, each.shape)), None)
+        taken[REST if first is None else first.name].append(each)
     _check_empty(groups.rules, taken, model)
     rest = ParameterGroup(name=REST)
     chosen = tuple(
@@ -312,24 +306,12 @@ def same_group(
 
 def describe(group: GroupChoice) -> str:
     """One line: size and own arguments."""
-    own = ", ".join(f"{key} {_argument_text(value)}" for key, value in group.params.items())
+    own = ", ".join(
+        f"{key} {value:g}" if isinstance(value, float) else f"{key} {value}"
+        for key, value in group.params.items()
+    )
     noun = "parameter" if len(group.parameters) == 1 else "parameters"
     return f"{group.name}: {len(group.parameters)} {noun}, {group.numel:,} elements, {own}"
-
-
-def _argument_text(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else f"{value}"
-
-
-def _assign(
-    rules: Sequence[ParameterGroup], parameters: Sequence[ParameterFacts]
-) -> dict[str, list[ParameterFacts]]:
-    taken: dict[str, list[ParameterFacts]] = {rule.name: [] for rule in rules}
-    taken[REST] = []
-    for parameter in parameters:
-        first = next((rule for rule in rules if rule.picks(parameter.name, parameter.shape)), None)
-        taken[REST if first is None else first.name].append(parameter)
-    return taken
 
 
 def _check_matches(groups: ParameterGroups, model: ModelFacts) -> None:
@@ -344,13 +326,11 @@ def _check_matches(groups: ParameterGroups, model: ModelFacts) -> None:
             else:
                 close = closest_names(pattern, trainable)
                 reason = "it matches no parameter of the model"
-                fix = f"did you mean {' or '.join(close)}?" if close else _first_names(trainable)
+                parts = dict.fromkeys(name.partition(".")[0] for name in trainable)
+                fix = f"the model's parts are {', '.join(parts)}"
+                if close:
+                    fix = f"did you mean {' or '.join(close)}?"
             raise OptimizerError(reason, key=f"{KEY}.{rule.name}.patterns", value=pattern, fix=fix)
-
-
-def _first_names(names: Sequence[str]) -> str:
-    parts = dict.fromkeys(name.partition(".")[0] for name in names)
-    return f"the model's parts are {', '.join(parts)}"
 
 
 def _check_empty(
@@ -508,14 +488,7 @@ def muon_groups(
     patterns: MuonPatterns,
     rates: Mapping[str, float],
 ) -> tuple[OptimizerChoice, tuple[Decision, ...]]:
-    """Split every group of ``choice`` into what Muon updates and what Adam does.
-
-    Args:
-        choice: Muon, with its arguments and perhaps groups.
-        model: Names and shapes.
-        patterns: Who belongs to Muon.
-        rates: ``muon_lr`` and ``adam_lr``, where they are written.
-    """
+    """Split every group of ``choice`` into what Muon updates and what Adam does."""
     if model is None:
         raise OptimizerError(
             "Muon needs the names and shapes of the parameters",

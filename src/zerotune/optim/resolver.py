@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any, Final, get_args
 
 import attrs
 
-from zerotune._util.numbers import as_number
 from zerotune._util.table import Block, Line, Page, Table
+from zerotune._util.text import as_number
 from zerotune.decisions import Decision, Log, announce, render_decisions
 from zerotune.errors import UNSET, InvalidValueError, UnknownKeyError
-from zerotune.optim.arguments import Suggestion
 from zerotune.optim.capability import LOW_BIT, Capability, CapabilityTable, Situation, capability_of
 from zerotune.optim.groups import (
     MuonPatterns,
@@ -27,6 +26,7 @@ from zerotune.optim.settle import (
     Request,
     ScheduleRequest,
     Settled,
+    Suggestion,
     per_group_schedule,
     settle,
     settle_schedule,
@@ -123,7 +123,7 @@ class OptimizerResolver:
             UnknownKeyError: An argument nobody knows.
             InvalidValueError: An argument of the wrong type or out of range.
         """
-        overrides = _read_overrides(self.overrides)
+        overrides = settings_by_path(self.overrides, _override_paths) if self.overrides else {}
         situation = Situation.of(resolved)
         log = Log()
         schedule = log.attempt(_schedule_request, resolved, overrides)
@@ -254,11 +254,6 @@ class OptimizerResolver:
 _OPTIMIZER_PARAMS: Final = "optimizer.params."
 _SCHEDULER_PARAMS: Final = "scheduler.params."
 _TYPES: Final = frozenset({OPTIMIZER_TYPE, SCHEDULER_TYPE})
-
-
-def _read_overrides(given: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Overrides by path, as decisions spell it."""
-    return settings_by_path(given, _override_paths) if given else {}
 
 
 def _override_paths(name: str, value: Any) -> list[tuple[str, Any]]:

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 import attrs
 from typing_extensions import override
 
-from zerotune._util.numbers import is_number
 from zerotune._util.table import Page, Readable
-from zerotune._util.text import format_size, parse_size
+from zerotune._util.text import format_size, is_number, parse_size
 from zerotune.decisions import Decision
 from zerotune.errors import InvalidValueError, NothingFitsError
 from zerotune.plan.families import as_facts

@@ -24,9 +24,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, TypeVar
 import attrs
 from typing_extensions import override
 
-from zerotune._util.numbers import as_number, is_integer, is_number
 from zerotune._util.table import Page, Readable
-from zerotune._util.text import did_you_mean
+from zerotune._util.text import as_number, did_you_mean, is_integer, is_number
 from zerotune.decisions import Decision, Log, Names, announce
 from zerotune.errors import (
     InvalidValueError,

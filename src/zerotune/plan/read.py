@@ -10,8 +10,7 @@ from typing import Any, Final
 
 import attrs
 
-from zerotune._util.numbers import is_integer
-from zerotune._util.text import did_you_mean
+from zerotune._util.text import did_you_mean, is_integer
 from zerotune.decisions import Decision, Log
 from zerotune.errors import InvalidValueError, PlanConflictError, ZeroTuneError
 from zerotune.plan import accelerate

@@ -13,7 +13,7 @@ from typing import Any, Final
 import attrs
 
 from zerotune._util.files import sync, write_atomically
-from zerotune._util.numbers import as_number, is_integer, is_number
+from zerotune._util.text import as_number, is_integer, is_number
 from zerotune.decisions import Decision, Severity
 from zerotune.errors import InvalidValueError, PlanFileError, PlanSyntaxError
 from zerotune.plan.accelerate import (

@@ -71,12 +71,7 @@ def affinity_here() -> frozenset[int]:
 
 
 def describe_cpus(cpus: Sequence[LogicalCpu], *, quota: float | None = None) -> str:
-    """What a process may compute on, in words.
-
-    Args:
-        cpus: The hardware threads it may run on.
-        quota: Cores' worth of time that a container allows.
-    """
+    """What a process may compute on, in words."""
     words = f"{len(_by_core(cpus))} physical core(s), {len(cpus)} hardware thread(s)"
     return words if quota is None else f"{words}, a container's limit of {quota:g} cores"
 

@@ -16,8 +16,8 @@ from typing import Any, Final, Protocol
 
 import attrs
 
+from zerotune._util.environment import installed_version, release_of
 from zerotune._util.proc import CAP_IPC_LOCK, has_capability, parse_mount
-from zerotune._util.versions import installed_version, release_of
 from zerotune.decisions import Decision, Severity, announce
 from zerotune.errors import PlatformError
 from zerotune.platform.facts import (
@@ -105,12 +105,7 @@ def detect_platform(
 
 
 def host_memory(probe: PlatformProbe, *, with_swap: bool = False) -> HostMemory:
-    """RAM of a host, and what a container leaves of it.
-
-    Args:
-        probe: Where the facts come from.
-        with_swap: Count free swap space as available.
-    """
+    """RAM of a host, and what a container leaves of it."""
     total, available = probe.memory()
     if with_swap:
         import psutil
@@ -173,10 +168,6 @@ def choose_hardware(torch: TorchFacts | None, environ: Mapping[str, str]) -> Har
     The variable is DeepSpeed's, but both engines follow it, so that switching DeepSpeed off does
     not move a run to another device. A name the machine does not have is left for
     ``deepspeed_support`` to refuse.
-
-    Args:
-        torch: Facts from torch; ``None`` when it is not installed.
-        environ: Environment variables.
     """
     usable = _usable_devices(torch)
     native = chosen = next(iter(usable))
@@ -559,11 +550,7 @@ class CgroupMemory:
 
 
 def memory_constraint(read: Read) -> CgroupMemory:
-    """The memory limit on this process and what is left of it.
-
-    Args:
-        read: Returns a file's text, or ``None`` when it cannot be read.
-    """
+    """The memory limit on this process and what is left of it."""
     limits: list[int] = []
     available: list[int] = []
     for folder in _control_groups(read):
@@ -580,11 +567,7 @@ def memory_constraint(read: Read) -> CgroupMemory:
 
 
 def cpu_quota(read: Read) -> float | None:
-    """Cores' worth of CPU time this process may use, or ``None`` when there is no quota.
-
-    Args:
-        read: Returns a file's text, or ``None`` when it cannot be read.
-    """
+    """Cores' worth of CPU time this process may use, or ``None`` when there is no quota."""
     quotas = []
     for folder in _control_groups(read):
         fields = (read(f"{folder}/cpu.max") or "").split()

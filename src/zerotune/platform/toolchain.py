@@ -91,11 +91,7 @@ class LocalMachine:
 
 
 def detect_toolchain(machine: LocalMachine | None = None) -> Toolchain:
-    """Find the compilers and libraries DeepSpeed's kernels are built with.
-
-    Args:
-        machine: What to ask; this machine by default.
-    """
+    """Find the compilers and libraries DeepSpeed's kernels are built with."""
     machine = machine or LocalMachine()
     compiler = shlex.split(machine.environ().get("CXX", "c++")) or ["c++"]
     cxx = _tool(machine, compiler)

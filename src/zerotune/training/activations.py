@@ -19,7 +19,7 @@ from zerotune.decisions import Decision
 from zerotune.diffusion.activations import ActivationOffload
 from zerotune.diffusion.data import BucketedDataset
 from zerotune.diffusion.facts import example_inputs, frames_per_latent, latent_scale
-from zerotune.diffusion.passes import CALLS, KINDS, Pass, counted_passes
+from zerotune.diffusion.passes import CALLS, KINDS, Pass, both_passes, counting
 from zerotune.errors import InvalidValueError, ZeroTuneError
 from zerotune.plan.model import (
     ActivationCost,
@@ -64,12 +64,6 @@ def known_activations(
     """Measure one pass of a copy of the model without data, in the size that is trained on.
 
     Exact for diffusers' models as they are configured; adapters added later are not in it.
-
-    Args:
-        model: A diffusers model, anywhere; not touched.
-        data: What the trainer reads; tells the size.
-        batch: Samples per pass.
-        checkpointed: Measure a pass with recomputed blocks too.
     """
     size, source = input_size(model, data)
     if size is None:
@@ -82,7 +76,8 @@ def known_activations(
         torch.nn.Module.to(copy, torch.bfloat16)
         clip = {} if frames is None else {"frames": frames}
         arguments = example_inputs(copy)(batch, *size, **clip)
-        (full,), again = counted_passes(copy, [arguments], checkpointed=checkpointed)
+        with counting(copy) as count:
+            (full,), again = both_passes(copy, [arguments], count, checkpointed=checkpointed)
         less = None if again is None else again[0]
     except ZeroTuneError as error:
         return Activations(size=size, why=error.reason)
@@ -286,11 +281,6 @@ def keep_activations(
     engine: Engine, *, advice: Advice | None, activations: ActivationOffload | None
 ) -> tuple[Decision, ...]:
     """Switch on what is to be recomputed and offloaded, until the engine is closed.
-
-    Args:
-        engine: What trains.
-        advice: What the plan comes from; brings its own wishes.
-        activations: What was asked for besides, and goes first.
 
     Returns:
         What the advice decided.

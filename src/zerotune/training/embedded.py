@@ -19,7 +19,7 @@ from zerotune.backend.deepspeed.external import (
     embedded_accelerator,
     loads_whole,
 )
-from zerotune.backend.deepspeed.placement import shard_from_host
+from zerotune.backend.deepspeed.sharded import shard_from_host
 from zerotune.backend.deepspeed.start import (
     compiling,
     initialize_arguments,

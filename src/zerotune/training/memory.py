@@ -232,11 +232,7 @@ class Situation:
 
 @contextmanager
 def advising(situation: Callable[[], Situation]) -> Iterator[None]:
-    """Turn running out of memory inside the block into an error that says what would fit.
-
-    Args:
-        situation: Called only when it happens.
-    """
+    """Turn running out of memory inside the block into an error that says what would fit."""
     try:
         yield
     except (MemoryError, RuntimeError, OSError) as error:

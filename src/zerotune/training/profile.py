@@ -11,8 +11,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from zerotune._util.files import drafted, sync, system_errors
-from zerotune._util.numbers import whole
-from zerotune._util.text import brief_size
+from zerotune._util.text import brief_size, whole
 from zerotune.decisions import logger
 from zerotune.errors import TrainingError
 from zerotune.training.events import Callback
@@ -69,11 +68,7 @@ class Operator:
 
 
 class Profiler(Callback):
-    """Takes a ``Profile`` while a trainer trains; added by ``Trainer(profile=...)``.
-
-    Args:
-        wanted: What to trace.
-    """
+    """Takes a ``Profile`` while a trainer trains; added by ``Trainer(profile=...)``."""
 
     def __init__(self, wanted: Profile) -> None:
         self._wanted = wanted

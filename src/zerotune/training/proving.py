@@ -77,12 +77,7 @@ class NotRunError(Exception):
 
 
 class DelayedStreams:
-    """A device's streams, with work of random length in front of what is queued on them.
-
-    Args:
-        device: With streams.
-        chance: Draws the lengths.
-    """
+    """A device's streams, with work of random length in front of what is queued on them."""
 
     def __init__(self, device: torch.device, chance: random.Random) -> None:
         self._module: Any = torch.get_device_module(device)
@@ -600,12 +595,7 @@ def _benches(platform: Platform) -> tuple[Bench, ...]:
 
 
 def run_check(check: Check, benches: Sequence[Bench]) -> Outcome:
-    """Run one check, whatever it meets.
-
-    Args:
-        check: Of ``CHECKS``.
-        benches: Where; most checks have nothing to do on recorded streams, and use the last.
-    """
+    """Run one check, whatever it meets."""
     began, counted = time.perf_counter(), None
     passed: bool | None = True
     detail = evidence = ""

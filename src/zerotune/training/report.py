@@ -437,13 +437,6 @@ def bounds(
 
     Bytes are the least the plan's engine moves; where several things happen in one phase, the
     slower names it. What overlaps with computing is not counted against it.
-
-    Args:
-        phases: Seconds of all steps by phase, as ``StepMetrics.phases``.
-        seconds: Wall-clock time of all steps.
-        steps: How many.
-        estimate: Of the running plan; without it no bytes are counted.
-        reference: Bytes per second (read and written) of a plain copy in host memory.
     """
     if steps <= 0 or seconds <= 0:
         return ()

@@ -15,6 +15,7 @@ import attrs
 import numpy as np
 import torch
 
+from zerotune.backend.distributed import together
 from zerotune.checkpoint import (
     BackgroundSaver,
     PendingCheckpoint,
@@ -23,7 +24,6 @@ from zerotune.checkpoint import (
     prune,
     step_folder,
 )
-from zerotune.checkpoint.collective import together
 from zerotune.checkpoint.folders import find_checkpoint, remove_leftovers
 from zerotune.decisions import Decision, announce
 from zerotune.diffusion.data import derive_seed
@@ -235,10 +235,6 @@ def seed_everything(seed: int, *, rank: int) -> torch.Generator:
 
     Ranks get different numbers, so that noise and dropout differ between them.
 
-    Args:
-        seed: The run's seed.
-        rank: This process.
-
     Returns:
         A CPU generator.
     """
@@ -376,11 +372,6 @@ def moved(stream: BatchStream | None, place: Any, *, group: ProcessGroup) -> Ite
     """A stream that continues from a saved place, unless the block fails: then from its own.
 
     Collective to enter.
-
-    Args:
-        stream: This rank's.
-        place: What its ``state_dict`` once returned; ``None``: it stays.
-        group: The processes.
     """
     if stream is None or place is None:
         yield

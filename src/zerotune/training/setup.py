@@ -170,11 +170,7 @@ def leased(
 
 
 def as_plan(plan: Any) -> DeepSpeedPlan | ResolvedPlan:
-    """A plan, read first where it is a file or a configuration.
-
-    Args:
-        plan: A plan, resolved or not; an ``Advice``; the path of a JSON or YAML file; a dict.
-    """
+    """A plan, read first where it is a file or a configuration."""
     if isinstance(plan, DeepSpeedPlan | ResolvedPlan):
         return plan
     if isinstance(plan, Advice):

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 import attrs
 import torch
 
-from zerotune._util.numbers import whole
+from zerotune._util.text import whole
+from zerotune.backend.distributed import together
 from zerotune.backend.engine import StepOutcome
-from zerotune.checkpoint.collective import together
 from zerotune.checkpoint.verify import finite_checkpoint
 from zerotune.decisions import Decision, announce
 from zerotune.errors import DataError, TrainingError
@@ -35,10 +35,6 @@ class StepClock:
 
     On a GPU the host runs ahead of the device, so events on the device's stream are timed; they
     cost no synchronisation until ``finish``.
-
-    Args:
-        device: Where the model runs.
-        now: Tells the time on the host, in seconds.
     """
 
     def __init__(

@@ -136,9 +136,6 @@ class StopBeforeDiskFills(Callback):
 
     Whoever saves checkpoints saves one, and ``report.stopped`` holds the numbers. Every trainer
     whose plan swaps to a leased folder has one.
-
-    Args:
-        folders: The run's own swap folders.
     """
 
     def __init__(self, folders: Iterable[Path]) -> None:
@@ -221,11 +218,7 @@ class Goal:
 
 
 class Stopping:
-    """Requests to stop early, agreed between the ranks: one of them may be the only to know.
-
-    Args:
-        group: The processes, which ask each other once before every step.
-    """
+    """Requests to stop early, agreed between the ranks: one of them may be the only to know."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group

@@ -6,8 +6,8 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from zerotune.backend.distributed import together
 from zerotune.backend.trackers import Scalar, Tracker, start_trackers
-from zerotune.checkpoint.collective import together
 from zerotune.decisions import render_decisions
 from zerotune.errors import InvalidValueError
 from zerotune.training.events import Callback

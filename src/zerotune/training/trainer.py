@@ -491,16 +491,7 @@ class RunOptions(TypedDict, total=False):
 
 
 class Running:
-    """The run around a trainer's steps. Collective to make.
-
-    Args:
-        engine: What trains.
-        data: What the trainer was given.
-        timeout_s: Seconds after which a collective gives up.
-        advice: Decides about activations, where the plan comes from it and nothing else does.
-        activations: Keeps the inputs of recomputed blocks in host memory.
-        options: As ``RunOptions``; ``compile`` is the engine's.
-    """
+    """The run around a trainer's steps. Collective to make."""
 
     def __init__(
         self,

@@ -14,9 +14,9 @@ import torch
 from typing_extensions import TypedDict, Unpack
 
 from zerotune._util.files import write_atomically
-from zerotune._util.numbers import whole
-from zerotune.checkpoint import randomness
-from zerotune.checkpoint.collective import together
+from zerotune._util.text import whole
+from zerotune.backend.distributed import together
+from zerotune.checkpoint.contents import capture_generators, restore_generators
 from zerotune.decisions import Decision, announce
 from zerotune.diffusion.data.streams import BucketedDataset, stack_samples
 from zerotune.diffusion.grid import ClipFormat, clip_format, clips_to_grid, images_to_grid
@@ -225,11 +225,11 @@ class _DatasetBatches(Sequence["Batch"]):
 @contextmanager
 def untouched_randomness() -> Iterator[None]:
     """Put the global generators of Python, numpy and torch back after the block."""
-    tensors, text = randomness.capture()
+    tensors, text = capture_generators()
     try:
         yield
     finally:
-        randomness.restore(tensors, text)
+        restore_generators(tensors, text)
 
 
 # -- Drawing images from a trainer: what may be asked for, and doing it.

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any, Final
 import attrs
 import torch
 
-from zerotune._util.numbers import positive
-from zerotune._util.processes import ENDED
+from zerotune._util.proc import ENDED
+from zerotune._util.text import positive
 from zerotune.backend.distributed import Asking, own_store
 from zerotune.errors import CollectiveError
 from zerotune.offload.lease import abandon_held
@@ -98,12 +98,6 @@ def look(
 
     Costs nothing until it is called: the stacks of all threads are read once. A backward pass on
     a GPU runs in threads of its own; their modules count too.
-
-    Args:
-        names: As ``names_of`` gave them.
-        step: The optimizer step under way.
-        phase: The phase under way.
-        thread: ``ident`` of the thread that trains.
     """
     frames = sys._current_frames()
     own = threading.get_ident()

@@ -11,7 +11,7 @@ import torch
 from tests.support.models import HostileNet
 from tests.support.ranks import ranks, run_ranks
 from tests.support.runs import Case, start
-from zerotune.backend.deepspeed import given_back
+from zerotune.backend.deepspeed import sharded
 from zerotune.errors import EngineError
 from zerotune.platform import Platform
 
@@ -113,7 +113,8 @@ def test_weights_on_nvme_come_back_only_where_they_fit(monkeypatch: pytest.Monke
         parameter.ds_numel = parameter.numel()
         parameter.ds_tensor = SimpleNamespace(status=SimpleNamespace(name="NOT_AVAILABLE"))
     small = Platform.synthetic("cpu", ram=2**20)
-    monkeypatch.setattr(given_back, "detect_platform", lambda: small)
-    given_back.GivenBack(module=model, world_size=1).finish()
+    monkeypatch.setattr(sharded, "detect_platform", lambda: small)
+    with sharded.restored(model, world_size=1):
+        pass
     with pytest.raises(EngineError, match=r"on NVMe \(3\.\d+ MiB\) do not fit.*trainer\.export"):
         model(torch.ones(1, 1000))

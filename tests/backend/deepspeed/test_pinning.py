@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.support.ranks import ranks, run_ranks
-from zerotune.backend.deepspeed import placement as pinning
+from zerotune.backend.deepspeed import pinning
 from zerotune.plan import DeepSpeedPlan, ModelFacts
 from zerotune.plan.fill import SETTING, pins_exactly, pins_natively
 from zerotune.plan.memory.estimate import Workload

@@ -11,8 +11,9 @@ from tests.support.memory import Peak, exact_heap, resident
 from tests.support.models import HostileNet
 from tests.support.ranks import ranks, run_ranks
 from tests.support.runs import Case, start, train_unet
-from zerotune.backend.deepspeed import placement as flattening
-from zerotune.backend.deepspeed.placement import flatten_on_host
+from zerotune.backend.deepspeed import engine as engines
+from zerotune.backend.deepspeed import partitioned
+from zerotune.backend.deepspeed.partitioned import flatten_on_host
 
 
 def parameters() -> list[torch.nn.Parameter]:
@@ -81,7 +82,7 @@ def test_the_engine_is_built_through_the_host(case: Case) -> None:
     flat = {_address(one) for one in wrapper.bit16_groups_flat}
     masters = {_address(one) for one in wrapper.single_partition_of_fp32_groups}
     engine.close()
-    (decision,) = [d for d in engine.decisions if d.key == flattening.KEY]
+    (decision,) = [d for d in engine.decisions if d.key == partitioned.KEY]
     assert (decision.after, decision.severity) == ("host", "note")
     assert (
         [n for n, p in weights.items() if not torch.equal(p.float(), wanted[n])],
@@ -119,8 +120,8 @@ def order_of_devices() -> list[Any]:
         return str(asked(self))
 
     accelerator.current_device_name = current
-    pin = flattening._pins
-    flattening._pins = lambda plan: calls.append("pin") or pin(plan)  # type: ignore[func-returns-value]
+    pin = engines.pin_exactly
+    engines.pin_exactly = lambda plan, **more: calls.append("pin") or pin(plan, **more)  # type: ignore
     start(Case(stage=2, offload="cpu"), HostileNet(scalar=False)).close()
     return calls
 
@@ -134,7 +135,7 @@ def test_each_rank_takes_its_own_device_before_anything_is_placed() -> None:
 
 
 def train_as_deepspeed_does(case: Case, steps: int) -> list[float]:
-    flattening._KNOWN = ()  # type: ignore[misc]
+    partitioned.FLATTENING = ()  # type: ignore[misc]
     return train_unet(case, steps)
 
 
@@ -151,9 +152,9 @@ def test_training_is_the_same_bit_for_bit(precision: str) -> None:
 @pytest.mark.deepspeed
 @ranks(1)
 def test_an_unknown_deepspeed_is_left_alone_and_said_so() -> None:
-    flattening._KNOWN = ()  # type: ignore[misc]
+    partitioned.FLATTENING = ()  # type: ignore[misc]
     engine = start(Case(stage=2, offload="cpu"), HostileNet(scalar=False))
-    found = [d for d in engine.decisions if d.key == flattening.KEY]
+    found = [d for d in engine.decisions if d.key == partitioned.KEY]
     engine.close()
     (decision,) = found
     assert (decision.after, decision.severity) == ("device", "warning")

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.deepspeed
 @ranks(1)
 def test_the_installed_release_is_on_file():
     from tools.deepspeed_sources import FILE
-    from zerotune.backend.deepspeed.sources import digests
+    from zerotune.backend.deepspeed.door import digests
     from zerotune.backend.upstream import require_deepspeed
 
     version = require_deepspeed(accelerator="cpu").__version__
@@ -28,6 +28,7 @@ def test_the_installed_release_is_on_file():
         releases = file.get(name, {}).get(digest, [])
         assert version in releases, f"read {name}, then python -m tools.deepspeed_sources"
     assert file.keys() == digests_seen.keys(), "nothing that is no longer replaced"
+    assert len(set(digests_seen.values())) == len(digests_seen), "its own source each"
 
 
 @pytest.mark.parametrize("stage", [2, 3])

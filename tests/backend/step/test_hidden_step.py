@@ -24,7 +24,7 @@ from tests.backend.step.test_host_step import digest, weights_of
 from tests.support.ranks import RanksFailed, ranks, run_ranks
 from zerotune.backend import plain
 from zerotune.backend.build import build_engine
-from zerotune.backend.deepspeed import host_step
+from zerotune.backend.deepspeed.wrapper import HostStep
 from zerotune.backend.step import deferred, pending
 from zerotune.backend.step.adams import SlabStep
 
@@ -162,7 +162,7 @@ def delayed(seed: int, model: torch.nn.Module) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SlabStep, "run", slow(SlabStep.run))
         patch.setattr(pending.Upload, "send", slow(pending.Upload.send))
-        patch.setattr(host_step.HostStep, "_is_here", lambda *_: False)
+        patch.setattr(HostStep, "_is_here", lambda *_: False)
         yield
     for handle in handles:
         handle.remove()
@@ -353,7 +353,7 @@ def overflowing(hidden: bool, stage: int) -> dict[str, Any]:
     """A run in fp16 whose loss scale is too high at first, and again whenever it has grown."""
     from deepspeed.accelerator import get_accelerator
 
-    from zerotune.backend.deepspeed.start import require_deepspeed
+    from zerotune.backend.upstream import require_deepspeed
     from zerotune.ema import EMAShadow
     from zerotune.optim.resolver import OptimizerResolver
     from zerotune.plan.model import DeepSpeedPlan

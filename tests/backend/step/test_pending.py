@@ -183,7 +183,6 @@ class Devices:
 
 class OnADevice(DeferredSteps):
     _accelerator = Devices()
-    _stepped_by: Any = None
 
     def _written(self) -> dict[str, torch.Tensor]:
         return {}
@@ -193,7 +192,7 @@ def test_a_pass_in_a_thread_is_on_the_device_that_its_rank_trains_on():
     spared: list[str] = []
     op: Any = SimpleNamespace(spare_a_core=lambda: spared.append(threading.current_thread().name))
     nothing: Any = None
-    step = OnADevice(op=op, module=torch.nn.Module(), layout=nothing, group=nothing)
+    step = OnADevice(op=op, adam=nothing, module=torch.nn.Module(), layout=nothing, group=nothing)
     step._accelerator.set_device(1)
     step.hide()
     assert step._thread is not None

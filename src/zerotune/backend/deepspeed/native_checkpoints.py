@@ -22,7 +22,7 @@ from zerotune.backend.engine import EngineState
 from zerotune.backend.upstream import require_deepspeed
 from zerotune.errors import CheckpointCorruptError, CheckpointError
 
-_OPTIMIZER: Final = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+_OPTIMIZER_FILE: Final = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 # What a checkpoint refers to besides tensors and plain containers. (module, class)
 _HARMLESS: Final = (
     ("deepspeed.runtime.zero.config", "ZeroStageEnum"),
@@ -216,7 +216,7 @@ class NativeCheckpoint:
     def _optimizer_files(self) -> list[Path]:
         found = {}
         for path in self.folder.iterdir():
-            if match := _OPTIMIZER.fullmatch(path.name):
+            if match := _OPTIMIZER_FILE.fullmatch(path.name):
                 if int(match[2]):
                     raise CheckpointError(
                         "was saved with tensor parallelism, which is not read", key=str(path)

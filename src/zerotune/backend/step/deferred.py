@@ -17,13 +17,15 @@ from torch.optim.optimizer import _global_optimizer_post_hooks
 from zerotune.backend.distributed import ProcessGroup
 from zerotune.backend.layouts import trainable_parameters
 from zerotune.backend.master_weights import Follower, MasterLayout
+from zerotune.backend.optimizers.adamw_bf16_states import AdamWBF16States
 from zerotune.backend.proof import FastPath, why_disproven, why_unproven
-from zerotune.backend.step.adams import SlabStep
+from zerotune.backend.step.adams import HostAdam, HostBF16Adam, HostTorchAdam, SlabStep, Stepper
 from zerotune.backend.step.kernel import HostStepOp, load_host_step
 from zerotune.backend.step.pending import (
     Exchange,
     Part,
     PendingStep,
+    Piece,
     StreamUpload,
     ThreadedStep,
     Upload,
@@ -49,17 +51,27 @@ class DeferredSteps(ABC):
 
     A thread of its own takes it behind the next forward, averages join it, or whoever uses a
     weight first takes what it needs.
+
+    ``adam`` is the optimizer whose steps these are: a DeepSpeedCPUAdam, torch's, or our own.
     """
 
     def __init__(
         self,
         *,
         op: HostStepOp,
+        adam: torch.optim.Optimizer,
         module: torch.nn.Module,
         layout: MasterLayout,
         group: ProcessGroup,
     ) -> None:
         self._op = op
+        self._optimizer = adam
+        kind: type[Stepper] = HostTorchAdam
+        if isinstance(adam, AdamWBF16States):
+            kind = HostBF16Adam
+        elif type(adam).__name__ == "DeepSpeedCPUAdam":
+            kind = HostAdam
+        self._adam = kind(op=op, adam=adam)
         self._module = module
         self._layout = layout
         self._group = group
@@ -77,11 +89,6 @@ class DeferredSteps(ABC):
         self._averaged = False
         self._stream: Any = None
         self._compiled: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-
-    @property
-    @abstractmethod
-    def _stepped_by(self) -> torch.optim.Optimizer:
-        """The optimizer whose steps these are."""
 
     @property
     @abstractmethod
@@ -209,7 +216,7 @@ class DeferredSteps(ABC):
 
     def _why_not_now(self) -> str | None:
         """Why this step cannot be left for later."""
-        if self._stepped_by._optimizer_step_post_hooks or _global_optimizer_post_hooks:
+        if self._optimizer._optimizer_step_post_hooks or _global_optimizer_post_hooks:
             return "hooks after the optimizer's step read the weights that it has written"
         # Importing the compiler takes seconds, and nobody compiles without.
         if self._watch is None and "torch._dynamo" in sys.modules:
@@ -244,10 +251,9 @@ class DeferredSteps(ABC):
 
     def settle_for_states(self) -> None:
         """Have the optimizer's states saved and loaded only when they are written."""
-        optimizer = self._stepped_by
         self._hooks += [
-            optimizer.register_state_dict_pre_hook(lambda _: self.settle()),
-            optimizer.register_load_state_dict_pre_hook(lambda *_: self.settle()),
+            self._optimizer.register_state_dict_pre_hook(lambda _: self.settle()),
+            self._optimizer.register_load_state_dict_pre_hook(lambda *_: self.settle()),
         ]
 
     def _waits_for_compiled(self) -> bool:
@@ -286,6 +292,25 @@ class DeferredSteps(ABC):
             # Whoever waits for a pass that nobody takes would wait for ever.
             pending.fail(error)
             raise
+
+    def _take(
+        self,
+        steps: Sequence[SlabStep],
+        sources: Sequence[torch.Tensor | None],
+        targets: Sequence[torch.Tensor | None],
+        *,
+        waits: bool,
+        exchange: Exchange | None = None,
+    ) -> None:
+        """Leave begun steps for later, or take all of each now."""
+        if waits:
+            self._launch(steps, self._upload(sources, targets, exchange))
+            return
+        upload = Upload(sources=sources, targets=targets)
+        with torch.no_grad():
+            for index, step in enumerate(steps):
+                step.run(0, step.weight.numel())
+                upload.send([Piece(slab=index, start=0, stop=step.weight.numel())])
 
     def _wait_before_kernels(self) -> None:
         """Have modules that are not torch's wait for their weights before their forward.
@@ -368,23 +393,36 @@ def op_or_reason(
     return op
 
 
-def shares_cores(step: DeferredSteps) -> Decision:
-    """Say what a pass computes on, and what is left to the forward beside it."""
+def take_steps(
+    step: DeferredSteps, plan: ResolvedPlan, *, before: str, reason: str
+) -> tuple[Decision, ...]:
+    """Have steps taken from now on, and say by whom, when and on what. Collective.
+
+    Args:
+        step: What takes them; installed.
+        plan: Whether they may return before their pass is taken.
+        before: What would take them otherwise.
+        reason: Why that does not.
+    """
+    step.settle_for_states()
+    when = choose_when(step, plan)
     threads, read = torch.get_num_threads(), MachineProbe().read_text
     cores = describe_cpus(read_cpus(read, affinity_here()), quota=cpu_quota(read))
     taken = step.op.beside(threads) if step.hidden else threads
     if not step.hidden:
-        reason = "nothing else computes while the pass is taken"
+        why = "nothing else computes while the pass is taken"
     elif taken < threads:
-        reason = "one is left to what the next forward does on the host"
+        why = "one is left to what the next forward does on the host"
     else:
-        reason = "shared with the next forward: a pass on one of two takes longer than both on two"
-    return Decision(
-        key=THREADS_KEY,
-        before=threads,
-        after=taken,
-        reason=f"{reason}; {cores} for this process; it follows torch's threads, which a trainer "
-        "sets to what data workers and other ranks leave (threads)",
+        why = "shared with the next forward: a pass on one of two takes longer than both on two"
+    why = (
+        f"{why}; {cores} for this process; it follows torch's threads, which a trainer sets to "
+        "what data workers and other ranks leave (threads)"
+    )
+    return (
+        Decision(key=KEY, before=before, after="one pass", reason=reason),
+        when,
+        Decision(key=THREADS_KEY, before=threads, after=taken, reason=why),
     )
 
 

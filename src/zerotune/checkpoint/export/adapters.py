@@ -70,11 +70,6 @@ class Judgement:
     A layer has learned nothing when none of its tensors differs from what it was before training,
     or when the factor that begins at zero is still zero. That may be right for a layer outside
     the loss, such as the last of CLIP, so it is a warning; of a whole component it is an error.
-
-    Args:
-        initial: For each trained parameter the fingerprints of its first values, if known.
-        layers: For each trained parameter the layer it adapts.
-        steps: Optimizer steps that were applied.
     """
 
     def __init__(
@@ -255,7 +250,13 @@ def export_adapters(
         InvalidValueError: There is no such format, or not for this model.
         CollectiveError: A rank did not come, or the arguments differ.
     """
-    target, chosen = _target(path, layout), checked_dtype(dtype)
+    if layout not in LAYOUTS:
+        raise InvalidValueError(
+            "is no layout of adapters", key="layout", value=layout, fix=f"one of {list(LAYOUTS)}"
+        )
+    target, chosen = Path(path).absolute(), checked_dtype(dtype)
+    if layout != "peft" and target.suffix != ".safetensors":
+        target /= LORA_FILE
     exported = meet(
         engine,
         target,
@@ -326,7 +327,10 @@ class AdapterOutline:
                 fix='layout="diffusers" holds all of them',
             )
         for component, (_, module, adapter) in self.adapters.items():
-            kind = _kind(peft_config(module, adapter).to_dict())
+            config = peft_config(module, adapter).to_dict()
+            kind = str(getattr(config["peft_type"], "value", config["peft_type"]))
+            kind = {"LORA": "LoRA", "LOKR": "LoKr", "LOHA": "LoHa"}.get(kind, kind)
+            kind = "DoRA" if kind == "LoRA" and config.get("use_dora") else kind
             if kind not in _HOLDS[layout]:
                 raise CheckpointMismatchError(
                     f"has no place for {kind}: nobody could read it",
@@ -344,14 +348,6 @@ _HOLDS: Final[Mapping[Layout, tuple[str, ...]]] = {
     "comfyui": ("LoRA", "LoKr", "LoHa"),
     "kohya": ("LoRA", "LoKr", "LoHa"),
 }
-
-
-def _kind(config: Mapping[str, Any]) -> str:
-    """What people call the kind of a peft configuration."""
-    name = str(getattr(config["peft_type"], "value", config["peft_type"]))
-    if name == "LORA" and config.get("use_dora"):
-        return "DoRA"
-    return {"LORA": "LoRA", "LOKR": "LoKr", "LOHA": "LoHa"}.get(name, name)
 
 
 def portable_config(module: torch.nn.Module, adapter: str) -> dict[str, Any]:
@@ -395,15 +391,6 @@ def _check_loadable(pipeline: Any, names: tuple[str, ...]) -> None:
             value=names,
             fix="name components as the pipeline does",
         )
-
-
-def _target(path: str | os.PathLike[str], layout: Layout) -> Path:
-    if layout not in LAYOUTS:
-        raise InvalidValueError(
-            "is no layout of adapters", key="layout", value=layout, fix=f"one of {list(LAYOUTS)}"
-        )
-    target = Path(path).absolute()
-    return target if layout == "peft" or target.suffix == ".safetensors" else target / LORA_FILE
 
 
 class _Draft:

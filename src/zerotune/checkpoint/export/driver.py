@@ -15,7 +15,7 @@ import attrs
 import torch
 
 from zerotune._util.files import sync, write_synced
-from zerotune.checkpoint.collective import together
+from zerotune.backend.distributed import together
 from zerotune.checkpoint.folders import ExportStaging, Mark, check_space, checked_path
 from zerotune.checkpoint.manifest import FileRecord
 from zerotune.checkpoint.tensors import (
@@ -121,13 +121,6 @@ def export_together(
 ) -> T:
     """Gather tensors on all ranks and write them on rank 0. Collective.
 
-    Args:
-        engine: What is exported.
-        purpose: What is written, for messages: ``"the export"``.
-        begin: Opens the draft; called on rank 0.
-        weights: The trained parameters.
-        others: What else goes into it; may be collective, one tensor at a time.
-
     Returns:
         What ``publish`` of the draft returned, on every rank.
     """
@@ -207,7 +200,13 @@ class ExportWriter:
         if count == 1:
             names = [f"{stem}.safetensors" if stem else self.path.name]
         else:
-            self._texts[f"{stem}.safetensors.index.json"] = _index_text(names, shards)
+            weights = {
+                spec.key: name for name, shard in zip(names, shards, strict=True) for spec in shard
+            }
+            total = sum(spec.nbytes for shard in shards for spec in shard)
+            self._texts[f"{stem}.safetensors.index.json"] = json_text(
+                {"metadata": {"total_size": total}, "weight_map": weights}
+            )
         header = {"format": "pt", **(metadata or {}), **self._mark(names, whole).metadata}
         self._files = [
             TensorFile.of(name, EXPORT, shard, metadata=header)
@@ -270,11 +269,3 @@ class ExportWriter:
 def json_text(content: Mapping[str, Any]) -> bytes:
     """A file of JSON, as diffusers and peft write theirs."""
     return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
-
-
-def _index_text(names: Sequence[str], shards: Sequence[Sequence[TensorSpec]]) -> bytes:
-    weight_map = {
-        spec.key: name for name, specs in zip(names, shards, strict=True) for spec in specs
-    }
-    total = sum(spec.nbytes for specs in shards for spec in specs)
-    return json_text({"metadata": {"total_size": total}, "weight_map": weight_map})

@@ -176,6 +176,9 @@ def _layer_like(weight: torch.Tensor, *, embedding: bool) -> torch.nn.Module:
     return layer
 
 
+_PARAMETER_ITSELF: Final = re.compile(
+    r"\.(lora_magnitude_vector|lora_embedding_[AB]|lokr_\w+|hada_\w+)$"
+)
 _WRAPPED: Final = re.compile(rf"(.+)\.{BASE}\.([^.]+)")
 
 
@@ -401,7 +404,10 @@ def _folds(stored: ModelFolderReader, component: str, *, scale: float) -> dict[s
     folds: dict[str, Fold] = {}
     for key in stored.tensors:
         # With an adapter's name in it, a file's key is a parameter's name.
-        parsed = AdapterParameter.parse(_named_adapter(key.removeprefix(f"{component}.")))
+        name = re.sub(r"\.(lora_[AB])\.(weight|bias)$", r".\1.file.\2", key)
+        if _PARAMETER_ITSELF.search(key):
+            name = f"{key}.file"
+        parsed = AdapterParameter.parse(name.removeprefix(f"{component}."))
         if not key.startswith(f"{component}.") or parsed is None:
             continue
         empty = Fold(layer=parsed.layer, settings=settings)
@@ -415,12 +421,6 @@ def _folds(stored: ModelFolderReader, component: str, *, scale: float) -> dict[s
             "DoRA's magnitudes were trained for full strength", key="scale", value=scale, fix="1"
         )
     return {layer: fold.scaled_by_settings(scale) for layer, fold in folds.items()}
-
-
-def _named_adapter(key: str) -> str:
-    if re.search(r"\.(lora_magnitude_vector|lora_embedding_[AB]|lokr_\w+|hada_\w+)$", key):
-        return f"{key}.file"
-    return re.sub(r"\.(lora_[AB])\.(weight|bias)$", r".\1.file.\2", key)
 
 
 def _plain_layers(name: str) -> str:

@@ -90,13 +90,6 @@ def model_writer(
     """What writes ``config.json`` and sharded safetensors that ``from_pretrained`` reads.
 
     A path that ends with ``.safetensors`` becomes a single file instead.
-
-    Args:
-        path: The folder or file.
-        config: The model's configuration; ``None`` of a model that is not diffusers'.
-        specs: Every tensor.
-        shard_size: Most bytes of tensors in a file.
-        whole: What it becomes a part of.
     """
     single = Path(path).suffix == ".safetensors"
     return ExportWriter(
@@ -110,15 +103,7 @@ def model_writer(
 
 
 class ModelDraft:
-    """A model's folder as rank 0 writes it.
-
-    Args:
-        path: The folder or file.
-        module: The model.
-        specs: Every tensor of it.
-        shard_size: Most bytes of tensors in a file.
-        whole: What it becomes a part of.
-    """
+    """A model's folder as rank 0 writes it."""
 
     def __init__(
         self,

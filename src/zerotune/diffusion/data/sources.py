@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 import attrs
 
-from zerotune._util.numbers import whole
+from zerotune._util.text import whole
 from zerotune.decisions import Decision, announce
 from zerotune.diffusion.data.buckets import Size
 from zerotune.diffusion.data.images import (

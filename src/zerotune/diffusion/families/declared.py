@@ -11,7 +11,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from zerotune._util.numbers import validated, whole
+from zerotune._util.text import validated, whole
 from zerotune.diffusion.data.cache import EDITS, CacheSettings, hash_key
 from zerotune.diffusion.data.preparation import REFERENCE_IMAGES
 from zerotune.diffusion.data.streams import row_of, stack_named
@@ -758,3 +758,10 @@ BY_MODEL: Mapping[str, type[PipelineFamily]] = {
     family.model: family for family in DECLARED if "model" in vars(family)
 }
 """Families by the class of their model, where that decides."""
+
+
+def family_of_model(model: Any) -> type[PipelineFamily] | None:
+    """The family whose pipeline knows what a model takes; ``None`` where its class is not known."""
+    if getattr(model, "use_additional_conditions", False) is True:
+        return PixArtAlpha  # Its pipeline alone gives PixArt's model sizes.
+    return BY_MODEL.get(type(model).__name__)

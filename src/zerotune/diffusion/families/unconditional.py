@@ -8,7 +8,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from zerotune._util.numbers import probability, validated
+from zerotune._util.text import probability, validated
 from zerotune.diffusion.families.base import call_diffusers_model, images_of, take
 from zerotune.diffusion.family import Conditioning, Denoiser
 from zerotune.errors import InvalidValueError

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypedDict, get_args
 import attrs
 from typing_extensions import override
 
-from zerotune._util.numbers import is_integer
 from zerotune._util.table import Page, Readable
+from zerotune._util.text import is_integer
 from zerotune.errors import InvalidValueError, UnresolvedPlanError
 from zerotune.optimizers.catalogue import entry_of
 from zerotune.optimizers.entries import ADAM

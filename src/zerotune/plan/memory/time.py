@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import attrs
 
 from zerotune._util.environment import user_cache
-from zerotune._util.numbers import is_number
-from zerotune._util.text import json_of
+from zerotune._util.text import is_number, json_of
 from zerotune.errors import InvalidValueError
 from zerotune.plan.memory.estimate import Costing, MemoryEstimate, offloads_activations
 from zerotune.plan.model import ArithmeticFacts, PassWork
