@@ -377,12 +377,7 @@ logger = logging.getLogger("zerotune")
 
 
 class LivingLock:
-    """torch's ``FileBaton``, for as long as its process lives.
-
-    Args:
-        lock_file_path: The lock of a build folder.
-        wait_seconds: Between two looks at somebody else's.
-    """
+    """torch's ``FileBaton`` on a build folder, for as long as its process lives."""
 
     def __init__(self, lock_file_path: str, wait_seconds: float = 0.1, **_: Any) -> None:
         self._path = Path(lock_file_path)

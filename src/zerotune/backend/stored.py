@@ -64,11 +64,7 @@ def read_at(descriptor: int, into: memoryview, offset: int) -> int:
 
 
 class OpensFiles(Closable):
-    """Holds the files it opens, each once, until it is closed.
-
-    Args:
-        mode: ``os.O_RDONLY`` or ``os.O_WRONLY``.
-    """
+    """Holds the files it opens (``os.O_RDONLY`` or ``os.O_WRONLY``), each once, until closed."""
 
     def __init__(self, mode: int) -> None:
         self._mode = mode

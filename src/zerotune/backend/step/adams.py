@@ -47,12 +47,9 @@ class SlabStep:
     """Updates the last elements, whose fmas the compiler of the other op chose."""
 
     def run(self, start: int, stop: int, averages: Sequence[Average] = ()) -> None:
-        """Update elements ``start`` to ``stop``, each exactly once a step.
+        """Update elements from ``start`` to before ``stop``, each exactly once a step.
 
-        Args:
-            start: First element.
-            stop: One past the last.
-            averages: Shadows of exactly these elements.
+        The averages are shadows of exactly these elements.
         """
         middle = max(start, min(stop, self.weight.numel() // _VECTOR * _VECTOR))
         if start < middle:
@@ -100,12 +97,7 @@ class _Begun:
 
 
 class Stepper(ABC):
-    """Begins the steps of an optimizer in host memory, whose groups and states stay its own.
-
-    Args:
-        op: The compiled functions.
-        adam: The optimizer.
-    """
+    """Begins the steps of an optimizer in host memory, whose groups and states stay its own."""
 
     _state_dtype: torch.dtype = torch.float32
 

@@ -484,8 +484,7 @@ _VIEWED: Final = (
 class CompilerWatch:
     """Tells when torch begins to compile something that ``_enter_compiled`` has not announced.
 
-    Args:
-        call: Called before what is compiled is looked at.
+    ``call`` is called before what is compiled is looked at.
     """
 
     _inside = threading.local()

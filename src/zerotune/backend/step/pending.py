@@ -304,11 +304,9 @@ class PendingStep:
         upload.begin()
 
     def hold(self, name: str, tensor: torch.Tensor) -> None:
-        """Have every use of a tensor wait until it is written.
+        """Have every use of a parameter's weights wait until they are written.
 
-        Args:
-            name: Of the parameter whose weights it holds; one without elements is not written.
-            tensor: Empty from now on; it has its memory again when it is written.
+        The tensor is empty until then. One without elements is not written.
         """
         if name not in self._writers:
             return
