@@ -309,8 +309,8 @@ class ShardedStep(HostStep):
         ranks = self._home.dist.get_world_size(group=wrapper._get_param_partition_group(params[0]))
         same = dtype == wrapper.dtype == wrapper.gradient_accumulation_dtype
         if ranks > 1 or not same or wrapper.gradient_predivide_factor != 1.0:
-            found: list[torch.Tensor] = self._originals[_SCATTER](params, dtype)
-            return found
+            scattered: list[torch.Tensor] = self._originals[_SCATTER](params, dtype)
+            return scattered
         return [cast(torch.Tensor, param.grad).reshape(-1) for param in params]
 
     def _norm_groups(self) -> Any:

@@ -119,6 +119,10 @@ class DeferredSteps(ABC):
         """Whether a pass that is taken later can only be taken by a thread of its own."""
         return False
 
+    def replay(self, steps: int) -> None:
+        """Continue as a run that has taken ``steps`` optimizer steps."""
+        self._adam.replay(steps)
+
     def take_at_once(self, reason: str) -> None:
         """Take every pass before its step returns."""
         self._at_once = reason
