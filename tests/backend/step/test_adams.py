@@ -222,7 +222,7 @@ def test_the_source_is_one_file_wherever_it_was_installed(tmp_path, monkeypatch)
         source = tmp_path / place / "host_step.cpp"
         source.parent.mkdir()
         source.write_text("int one();")
-        monkeypatch.setattr(kernel, "_SOURCE", source)
+        monkeypatch.setattr(kernel, "_CPP", source)
         path = kernel._source_in(folder)
         found.append((path, path.stat().st_mtime_ns))
     assert found[0] == found[1], "ninja would build again"
