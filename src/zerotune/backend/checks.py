@@ -110,8 +110,7 @@ class Checks:
             self.equal("optimizer.param_groups", len(groups), len(running))
         for index, group in enumerate(running):
             prefix = "optimizer" if len(running) == 1 else f"optimizer.param_groups[{index}]"
-            own = groups[index].params if index < len(groups) else {}
-            expected = {**choice.params, **own}
+            expected = {**choice.params, **(groups[index].params if index < len(groups) else {})}
             if scheduler is not None:
                 base = float(expected["lr"])
                 # DeepSpeed's schedules know one rate; zerotune's keep each group's multiple.
@@ -140,12 +139,13 @@ class Checks:
         self, expected: Sequence[RunningGroup], running: Sequence[RunningGroup]
     ) -> None:
         """Compare which parameters each group holds."""
-        for index, (wanted, found) in enumerate(zip(expected, running, strict=False)):
-            lost = sorted(wanted.members ^ found.members)
+        for index, (wanted, actual) in enumerate(zip(expected, running, strict=False)):
+            lost = sorted(wanted.members ^ actual.members)
+            count = len(actual.members)
             self.equal(
                 f"optimizer.param_groups[{index}].parameters",
                 len(wanted.members),
-                f"{len(found.members)}, differing in {lost[0]}" if lost else len(found.members),
+                f"{count}, differing in {lost[0]}" if lost else count,
             )
 
     @property
@@ -200,15 +200,13 @@ def weight_decay_mode(optimizer: torch.optim.Optimizer) -> str | None:
     for attribute in ("adam_w_mode", "adamw_mode"):
         if hasattr(optimizer, attribute):
             return "decoupled" if getattr(optimizer, attribute) else "l2"
-    known = {"AdamW": "decoupled"} | dict.fromkeys(
-        ("Adam", "NAdam", "RAdam", "Adamax", "SGD", "Adagrad"), "l2"
-    )
-    if type(optimizer).__module__.startswith("torch.optim"):
-        group: Mapping[str, Any] = optimizer.param_groups[0] if optimizer.param_groups else {}
-        if group.get("decoupled_weight_decay") is True:
-            return "decoupled"
-        return known.get(type(optimizer).__name__)
-    return None
+    name = type(optimizer).__name__
+    if not type(optimizer).__module__.startswith("torch.optim"):
+        return None
+    group: Mapping[str, Any] = optimizer.param_groups[0] if optimizer.param_groups else {}
+    if name == "AdamW" or group.get("decoupled_weight_decay") is True:
+        return "decoupled"
+    return "l2" if name in ("Adam", "NAdam", "RAdam", "Adamax", "SGD", "Adagrad") else None
 
 
 def _equal(expected: Any, actual: Any) -> bool:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from zerotune.backend.checks import Checks
     from zerotune.backend.distributed import ProcessGroup
     from zerotune.backend.master_weights import MasterWeights
+    from zerotune.backend.step.deferred import DeferredSteps
     from zerotune.decisions import Decision
     from zerotune.plan.model import ResolvedPlan
 
@@ -94,6 +95,8 @@ class Engine(Closing):
     _decisions: tuple[Decision, ...] = ()
     _trained: frozenset[int] = frozenset()
     """Ids of the parameters that the optimizer steps."""
+    _host_step: DeferredSteps | None = None
+    """What takes the steps of an Adam in host memory in one pass, if anything does."""
     _walked: tuple[tuple[str, torch.nn.Parameter], ...] = ()
     """Names and parameters at the latest forward pass: a walk over a U-Net takes 4 ms."""
 
@@ -143,12 +146,12 @@ class Engine(Closing):
     @property
     def decisions(self) -> tuple[Decision, ...]:
         """Automatic choices of the plan and of this engine."""
-        return (*self._plan.decisions, *self._decisions, *self._later_decisions)
+        return (*self._plan.decisions, *self._engine_decisions)
 
     @property
-    def _later_decisions(self) -> tuple[Decision, ...]:
-        """Automatic choices made while it trains."""
-        return ()
+    def _engine_decisions(self) -> tuple[Decision, ...]:
+        later = () if self._host_step is None else self._host_step.decisions
+        return (*self._decisions, *later)
 
     @abstractmethod
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -201,8 +204,7 @@ class Engine(Closing):
 
     def explain(self) -> str:
         """What runs, verified, with every automatic choice."""
-        here = (*self._decisions, *self._later_decisions)
-        extra = "\n".join(f"  [{d.severity}] {d}" for d in here)
+        extra = "\n".join(f"  [{d.severity}] {d}" for d in self._engine_decisions)
         return "\n".join(
             part for part in (self._checks().render(), self._plan.explain(), extra) if part
         )

@@ -66,8 +66,6 @@ _ACCELERATE_CONFIGURATION = (
     "ACCELERATE_DYNAMO_BACKEND",
 )
 
-_SCALE: Final = ("scale", "_growth_tracker")
-"""What of a ``GradScaler``'s state changes while it runs."""
 _ADAMS: Final = (*TORCH_ADAMS, AdamWBF16States)
 _ELEMENT_BY_ELEMENT: Final = (
     *_ADAMS,
@@ -99,6 +97,8 @@ class PlainEngine(StartedEngine):
         EngineError: The plan has no optimizer choice, or nothing is trainable.
         VerificationError: What accelerate built is not what the plan says.
     """
+
+    _pass: PlainStep | None = None
 
     @override
     def _start(self, model: torch.nn.Module, plan: ResolvedPlan, timeout_s: float) -> None:
@@ -162,7 +162,6 @@ class PlainEngine(StartedEngine):
 
     def _take_over_step(self, plan: ResolvedPlan, layout: MasterLayout) -> tuple[Decision, ...]:
         """Have an Adam in host memory stepped in one pass, where that is possible."""
-        self._step: PlainStep | None = None
         adam = self._torch_optimizer
         if plan.offload_optimizer == "none" or not isinstance(adam, _ADAMS):
             return ()
@@ -177,7 +176,7 @@ class PlainEngine(StartedEngine):
         if isinstance(op, str):
             _fuse(adam)
             return (Decision(key=KEY, before=usual, after=usual, reason=op),)
-        self._step = PlainStep(
+        self._pass = self._host_step = PlainStep(
             op=op,
             adam=adam,
             module=self._module,
@@ -186,7 +185,7 @@ class PlainEngine(StartedEngine):
             host=self._host,
         )
         return take_steps(
-            self._step,
+            self._pass,
             plan,
             before=usual,
             reason="clipping, Adam and the averages go over host memory once, not once each; the "
@@ -288,15 +287,10 @@ class PlainEngine(StartedEngine):
     def _release(self) -> None:
         self._close_micro_batch()
         try:
-            if self._step is not None:
-                self._step.close()
+            if self._pass is not None:
+                self._pass.close()
         finally:
             self._accelerator.free_memory()
-
-    @property
-    @override
-    def _later_decisions(self) -> tuple[Decision, ...]:
-        return () if self._step is None else self._step.decisions
 
     @property
     def _at_boundary(self) -> bool:
@@ -322,7 +316,7 @@ class PlainEngine(StartedEngine):
         if not finite and self._accelerator.scaler is None:
             return False
         self._optimizer.step()
-        if self._host is not None and self._step is None:
+        if self._host is not None and self._pass is None:
             self._host.upload()
         return not self._optimizer.step_was_skipped
 
@@ -346,8 +340,8 @@ class PlainEngine(StartedEngine):
         """As ``_gradient_norm``; the pass itself clips, where there is one."""
         norm = self._host.collect() if self._host is not None else gradient_norm(self._parameters)
         coefficient = torch.clamp(limit / (norm + _CLIPPING_EPS), max=1.0) if limit > 0 else None
-        if self._step is not None:
-            self._step.factor = 1.0 if coefficient is None else float(coefficient)
+        if self._pass is not None:
+            self._pass.factor = 1.0 if coefficient is None else float(coefficient)
         elif coefficient is not None:
             for parameter in self._parameters:
                 if parameter.grad is not None:
@@ -589,13 +583,14 @@ def _fuse(adam: torch.optim.Optimizer) -> None:
 
 
 def carried_scale(saved: Mapping[str, Any], *, fresh: Mapping[str, Any]) -> dict[str, Any]:
-    """What a ``GradScaler`` continues with: where a run was from it, how it grows from this one.
+    """What a ``GradScaler`` continues with: the scale of a checkpoint, the growth of this run.
 
     Args:
         saved: Of a checkpoint; may lack anything.
         fresh: ``state_dict()`` of the scaler that runs.
     """
-    return {**fresh, **{name: saved[name] for name in _SCALE if name in saved}}
+    changing = ("scale", "_growth_tracker")
+    return {**fresh, **{name: saved[name] for name in changing if name in saved}}
 
 
 def _accelerator(plan: ResolvedPlan, timeout_s: float) -> Any:
@@ -605,18 +600,14 @@ def _accelerator(plan: ResolvedPlan, timeout_s: float) -> Any:
     # Without this variable accelerate gives each CPU process a share of the machine's cores,
     # whatever number of threads torch was told to use and whatever cores the process may use.
     hidden["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", str(torch.get_num_threads()))
-    handlers = (
-        [accelerate.InitProcessGroupKwargs(timeout=timedelta(seconds=timeout_s))]
-        if launch.launched
-        else []
-    )
+    timeout = accelerate.InitProcessGroupKwargs(timeout=timedelta(seconds=timeout_s))
     with environment(**hidden), meeting(launch, timeout_s=timeout_s):
         try:
             return accelerate.Accelerator(
                 mixed_precision="no" if plan.precision == "fp32" else plan.precision,
                 cpu=plan.platform.accelerator == "cpu",
                 step_scheduler_with_optimizer=False,
-                kwargs_handlers=handlers,
+                kwargs_handlers=[timeout] if launch.launched else [],
             )
         except ValueError as error:
             # Its precision belongs to the process, so two engines at once must share it.

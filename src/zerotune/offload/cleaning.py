@@ -36,7 +36,7 @@ from zerotune.offload.lease import (
     run_id_of,
     try_lock,
 )
-from zerotune.offload.root import BENCH_PREFIX, PROBE_PREFIX
+from zerotune.offload.root import PROBE_PREFIX
 
 Kind = Literal["lease", "unfinished", "bare"]
 
@@ -183,7 +183,7 @@ class _Sweep:
                 self._each(root, name, "lease", self._lease)
             elif is_bare(name):
                 self._each(root, name, "bare", self._bare)
-        prefixes = (DRAFT_PREFIX, PROBE_PREFIX, BENCH_PREFIX, DEEP_PREFIX)
+        prefixes = (DRAFT_PREFIX, PROBE_PREFIX, DEEP_PREFIX)
         unfinished = [name for name in names if name.startswith(prefixes)]
         if unfinished:
             self._unfinished(root, unfinished)
@@ -207,7 +207,10 @@ class _Sweep:
             other = _other_owner(root, name) if isinstance(error, PermissionError) else None
             if other is not None:
                 said = f"belongs to user {other}, whose runs clean it up ({said})"
-            target = self.kept if other is not None or _is_foreign(error) else self.failures
+            # No folder of ours at all: a link, a file, a mount.
+            foreign = isinstance(error, NotADirectoryError)
+            foreign = foreign or getattr(error, "errno", None) == errno.ELOOP
+            target = self.kept if other is not None or foreign else self.failures
             target.append(self._leftover(name, kind, removed.freed, str(said)))
             return
         (self.removed if gone else self.kept).append(self._leftover(name, kind, nbytes, reason))
@@ -234,19 +237,19 @@ class _Sweep:
     def _bare(self, root: int, name: str, removed: Removed) -> tuple[bool, int, str]:
         folder = _open_inside(root, name)
         try:
-            found = survey(folder)
+            swap = survey(folder)
         finally:
             os.close(folder)
         if not self.adopt:
             reason = "DeepSpeed's own layout, leased by nobody; adopt=True removes it when unused"
-            return False, found.nbytes, reason
+            return False, swap.nbytes, reason
         if self.dry_run:
-            doubt = doubt_about(found, self.kind)
+            doubt = doubt_about(swap, self.kind)
         else:
             doubt = remove_bare(root, name, kind=self.kind, removed=removed)
         if doubt is not None:
-            return False, found.nbytes, doubt
-        size = found.nbytes if self.dry_run else removed.freed
+            return False, swap.nbytes, doubt
+        size = swap.nbytes if self.dry_run else removed.freed
         return True, size, "DeepSpeed's own layout, in use by no process"
 
     def _unfinished(self, root: int, names: list[str]) -> None:
@@ -284,11 +287,6 @@ def _other_owner(root: int, name: str) -> int | None:
     except OSError:
         return None
     return None if owner == os.geteuid() else owner
-
-
-def _is_foreign(error: Exception) -> bool:
-    """Whether it is no folder of ours at all: a link, a file, a mount."""
-    return isinstance(error, NotADirectoryError) or getattr(error, "errno", None) == errno.ELOOP
 
 
 # -- Swap files that DeepSpeed wrote straight into a root, without a lease.
@@ -360,26 +358,23 @@ def _walk_bare(
                 os.close(child)
 
 
-def doubt_about(found: BareSwap, kind: str | None) -> str | None:
+def doubt_about(swap: BareSwap, kind: str | None) -> str | None:
     """Why these files may be in use or somebody's own, or ``None`` when neither can be."""
-    if found.foreign is not None:
-        return f"holds {found.foreign}, which is not a swap file of DeepSpeed"
+    if swap.foreign is not None:
+        return f"holds {swap.foreign}, which is not a swap file of DeepSpeed"
     if locality_of(kind) not in ("local", "memory", "overlay"):
         return f"other machines may be using it through {kind or 'an unknown file system'}"
     try:
-        return users_of(found.files, last_written=found.last_written).doubt()
+        return users_of(swap.files, last_written=swap.last_written).doubt()
     except OSError as error:
         return f"it cannot be seen which processes use it ({error.strerror or error})"
 
 
 def remove_bare(root: int, name: str, *, kind: str | None, removed: Removed) -> str | None:
-    """Remove a folder of DeepSpeed's own layout if nobody can be using it.
+    """Remove a folder of DeepSpeed's own layout if nobody can be using it, else say why not.
 
     It is first moved to a name that nobody knows, so that a run which starts meanwhile makes a
     new one; then looked at once more, so that a run which started just before is noticed.
-
-    Returns:
-        Why it was kept, or ``None`` when it is gone.
     """
     with _locked_against_cleaners(root, name) as folder:
         if folder is None:
@@ -475,7 +470,10 @@ def users_of(
         proc: Where the kernel shows its processes.
     """
     wanted = frozenset(files)
-    booted = _boot_time(proc)
+    lines = (proc / "stat").read_text("ascii").splitlines()
+    booted = next((float(line.split()[1]) for line in lines if line.startswith("btime ")), None)
+    if booted is None:
+        raise OSError("the kernel does not say when it was started")
     open_in, swapping, hidden = [], [], []
     # A kernel that hides other users' processes hides the first one as well.
     if not (proc / "1").exists():
@@ -491,8 +489,11 @@ def users_of(
                 open_in.append(pid)
                 continue
             was_running = booted + started <= last_written + _CLOCK_SLACK
-            if was_running and not leased and _swaps(process):
-                swapping.append(pid)
+            if was_running and not leased:
+                maps = (process / "maps").read_text("utf-8", errors="replace")
+                # The op that DeepSpeed swaps with.
+                if "async_io" in maps:
+                    swapping.append(pid)
         except (FileNotFoundError, ProcessLookupError):
             # It ended while we looked.
             continue
@@ -520,15 +521,3 @@ def _open_files(process: Path) -> tuple[set[tuple[int, int]], bool]:
             continue
         opened.add((facts.st_dev, facts.st_ino))
     return opened, leased
-
-
-def _swaps(process: Path) -> bool:
-    """Whether it has loaded the op that DeepSpeed swaps with."""
-    return "async_io" in (process / "maps").read_text("utf-8", errors="replace")
-
-
-def _boot_time(proc: Path) -> float:
-    for line in (proc / "stat").read_text("ascii").splitlines():
-        if line.startswith("btime "):
-            return float(line.split()[1])
-    raise OSError("the kernel does not say when it was started")

@@ -17,10 +17,8 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import attrs
 
 from zerotune._util.environment import installed_version, release_of
-from zerotune.optimizers.catalogue import DEFAULT_OPTIMIZER
-from zerotune.optimizers.choices import OptimizerSource, WeightDecay
-from zerotune.optimizers.entries import ADAM
-from zerotune.optimizers.parameters import OptimizerEntry
+from zerotune.optimizers.catalogue import ADAM, DEFAULT_OPTIMIZER, OptimizerEntry
+from zerotune.optimizers.choices import OptimizerChoice, OptimizerSource, WeightDecay
 
 if TYPE_CHECKING:
     from zerotune.plan.model import ResolvedPlan
@@ -106,8 +104,8 @@ class Situation:
         version = self.versions.get(package)
         if version is None and package in (self.packages or ()):
             version = installed_version(package)
-        found = release_of(version or "")
-        return bool(found) and found < release
+        installed = release_of(version or "")
+        return bool(installed) and installed < release
 
     def __str__(self) -> str:
         if not self.uses_deepspeed:
@@ -134,33 +132,10 @@ GROUP_RATES: Final = frozenset({"muon_lr", "adam_lr"})
 """Keys that become the learning rates of Muon's two kinds of groups."""
 
 
-@attrs.frozen(kw_only=True)
-class Implementation:
-    """The class that does the update."""
-
-    name: str
-    """``type(optimizer).__name__`` of the basic optimizer."""
-    source: OptimizerSource
-    """Who builds it."""
-    weight_decay_mode: WeightDecay | None
-    """How it decays weights; ``None`` when it is not Adam-like."""
-    package: str | None = None
-    """Module of an optional package that has the class."""
-
-    def takes(self, entry: OptimizerEntry, key: str) -> bool:
-        """Whether ``key`` of ``entry`` may be handed to it."""
-        if key in CONFIGURATION_ONLY:
-            return self.source == "deepspeed"
-        if key in GROUP_RATES:
-            return False
-        parameter = entry.parameter(key)
-        return parameter is not None and parameter.accepts(self.name)
-
-
 def implementation_of(
     entry: OptimizerEntry, params: Mapping[str, Any], situation: Situation
-) -> Implementation:
-    """The class that ``entry`` with ``params`` becomes in ``situation``.
+) -> OptimizerChoice:
+    """The class that ``entry`` with ``params`` becomes in ``situation``; ``params`` are left out.
 
     Args:
         entry: An optimizer that can run there.
@@ -178,7 +153,14 @@ def implementation_of(
         source, name = "torch", _torch_class(entry, decay)
     else:
         source, name = "deepspeed", _deepspeed_class(entry, params, situation, decay)
-    return Implementation(name=name, source=source, package=entry.package, weight_decay_mode=decay)
+    return OptimizerChoice(
+        name=entry.name,
+        params={},
+        implementation=name,
+        source=source,
+        package=entry.package,
+        weight_decay_mode=decay,
+    )
 
 
 _BF16_STATES: Final = "AdamWBF16States"
@@ -393,7 +375,7 @@ def capability_of(
     """Whether the optimizer of ``entry`` can run in ``situation``."""
     answer = next(_obstacles(entry, situation), None) or _handed_over(entry, situation)
     if answer.runs:
-        name = implementation_of(entry, {}, situation).name
+        name = implementation_of(entry, {}, situation).implementation
         answer = attrs.evolve(answer, implementation=name)
     cell = (CapabilityTable.stored() if table is None else table).find(entry.name, situation)
     if cell is None:
@@ -485,10 +467,10 @@ def _handed_over(entry: OptimizerEntry, situation: Situation) -> Capability:
     source = implementation_of(entry, {}, situation).source
     if source == "deepspeed":
         return Capability(status="works")
-    own = source == "zerotune"
-    reason = f"zerotune's own implementation runs: {_OWN[entry.name]}" if own else ""
+    ours = source == "zerotune"
+    reason = f"zerotune's own implementation runs: {_OWN[entry.name]}" if ours else ""
     if not situation.sharded:
-        return Capability(status="works with" if own else "works", reason=reason)
+        return Capability(status="works with" if ours else "works", reason=reason)
     if situation.allow_untested is False:
         return _cannot(
             "it is not on DeepSpeed's list of optimizers tested with ZeRO, and the configuration "

@@ -15,7 +15,7 @@ from typing import Any, Final, Literal
 import attrs
 
 from zerotune._util.text import did_you_mean
-from zerotune.decisions import Decision, Log, Severity, raise_all
+from zerotune.decisions import OVERRIDE, WRITTEN, Decision, Log, Severity, precedence, raise_all
 from zerotune.errors import (
     UNSET,
     InvalidValueError,
@@ -28,25 +28,25 @@ from zerotune.optim.capability import (
     GROUP_RATES,
     Capability,
     CapabilityTable,
-    Implementation,
     Situation,
     capability_of,
     implementation_of,
     missing_package,
 )
 from zerotune.optimizers.catalogue import (
+    ADAM,
     DECAY_SPELLINGS,
     DEFAULT_OPTIMIZER,
     OPTIMIZER_TYPE,
     OPTIMIZERS,
+    OptimizerEntry,
     OptimizerName,
+    Parameter,
+    clipping_in_optimizer,
 )
 from zerotune.optimizers.choices import OptimizerChoice, SchedulerChoice
 from zerotune.optimizers.curves import ONE_CYCLE_BETA2
-from zerotune.optimizers.entries import ADAM
-from zerotune.optimizers.parameters import OptimizerEntry, Parameter
 from zerotune.optimizers.schedules import SCHEDULER_TYPE, SCHEDULERS, SchedulerEntry
-from zerotune.plan.fill import clipping_in_optimizer
 from zerotune.plan.model import (
     AUTO,
     Anything,
@@ -115,27 +115,7 @@ def settle(
     asked = _respell_decay(request, log)
 
     def completed() -> tuple[Request, Capability, Filled]:
-        # Those of other optimizers are left out later, but under "error".
-        foreign = () if policy == "error" else _EVERY_ARGUMENT
-        for given, others in ((asked.params, foreign), (overrides, ())):
-            if (misplaced := clipping_in_optimizer(given)) is not None:
-                log.refuse(misplaced)
-            judged = {
-                key: value
-                for key, value in given.items()
-                if key != "max_grad_norm" and key not in others
-            }
-            known = asked.entry.parameter_names
-            reject_unknown(judged, known, log, section=OPTIMIZER, owner=asked.entry.name)
-        package = missing_package(asked.entry, situation)
-        if package is not None and asked.entry.family == "package":
-            # Who asks for an optimizer of an optional package wants that one.
-            raise MissingDependencyError(
-                f"{asked.entry.name} is in the package {package}, which is not installed",
-                key=OPTIMIZER_TYPE,
-                value=asked.name.written,
-                fix=f"pip install 'zerotune[{asked.entry.extra}]'",
-            )
+        _check_request(asked, overrides, situation, policy, log)
         request, capability = _runnable(asked, situation, policy, log, table)
         request = _without_foreign(request, log)
         left = _still_meant(overrides, request.entry, log)
@@ -149,14 +129,7 @@ def settle(
     _record_name(asked, request, implementation, log)
     _record_capability(request, situation, capability, log)
     return Settled(
-        choice=OptimizerChoice(
-            name=request.name.canonical,
-            params=params,
-            implementation=implementation.name,
-            source=implementation.source,
-            package=implementation.package,
-            weight_decay_mode=implementation.weight_decay_mode,
-        ),
+        choice=attrs.evolve(implementation, params=params),
         entry=request.entry,
         decisions=(*log.decisions, *filled.decisions),
         rates={key: filled.values[key] for key in GROUP_RATES if key in filled.values},
@@ -164,6 +137,32 @@ def settle(
 
 
 # -- What is asked for.
+
+
+def _check_request(
+    asked: Request,
+    overrides: Mapping[str, Any],
+    situation: Situation,
+    policy: Policy,
+    log: Log,
+) -> None:
+    """Refuse arguments of no optimizer; under ``"error"`` those of others, and overrides, too."""
+    entry = asked.entry
+    foreign = () if policy == "error" else _EVERY_ARGUMENT
+    for given, others in ((asked.params, foreign), (overrides, ())):
+        if (misplaced := clipping_in_optimizer(given)) is not None:
+            log.refuse(misplaced)
+        judged = {k: v for k, v in given.items() if k != "max_grad_norm" and k not in others}
+        reject_unknown(judged, entry.parameter_names, log, section=OPTIMIZER, owner=entry.name)
+    package = missing_package(entry, situation)
+    if package is not None and entry.family == "package":
+        # Who asks for an optimizer of an optional package wants that one.
+        raise MissingDependencyError(
+            f"{entry.name} is in the package {package}, which is not installed",
+            key=OPTIMIZER_TYPE,
+            value=asked.name.written,
+            fix=f"pip install 'zerotune[{entry.extra}]'",
+        )
 
 
 def _respell_decay(request: Request, log: Log) -> Request:
@@ -187,9 +186,9 @@ def _respell_decay(request: Request, log: Log) -> Request:
 
 def _without_foreign(request: Request, log: Log) -> Request:
     """Leave out arguments that belong to other optimizers."""
-    known = request.entry.parameter_names
+    accepted = request.entry.parameter_names
     for key, value in request.params.items():
-        if key not in known:
+        if key not in accepted:
             log.decide(
                 f"{OPTIMIZER}.{key}",
                 value,
@@ -197,8 +196,8 @@ def _without_foreign(request: Request, log: Log) -> Request:
                 f"{request.entry.name} has no such argument; left out",
                 "warning",
             )
-    own = {key: value for key, value in request.params.items() if key in known}
-    return attrs.evolve(request, params=own)
+    kept = {key: value for key, value in request.params.items() if key in accepted}
+    return attrs.evolve(request, params=kept)
 
 
 def _still_meant(
@@ -341,68 +340,54 @@ def _check_together(entry: OptimizerEntry, values: Mapping[str, Any]) -> None:
 def _keep_decay_meaning(request: Request, filled: Filled) -> None:
     """``Adam`` and ``adam_w_mode`` mean in DeepSpeed what few people expect."""
     values, entry = filled.values, request.entry
-    key = f"{OPTIMIZER}.adam_w_mode"
     if entry.name == "AdamW" and values["adam_w_mode"] is False:
-        values["adam_w_mode"] = True
-        filled.decide(
-            key,
-            False,
-            True,
-            "adam_w_mode has no effect on AdamW, whose decay is decoupled; write type Adam with "
-            "adam_w_mode false for L2 decay",
-            "warning",
-        )
+        reason = "adam_w_mode has no effect on AdamW, whose decay is decoupled; write type Adam "
+        reason += "with adam_w_mode false for L2 decay"
+        filled.change(OPTIMIZER, "adam_w_mode", True, reason, "warning")
     if entry.name != "Adam" or "adam_w_mode" not in filled.defaulted:
         return
-    filled.defaulted.discard("adam_w_mode")
     if request.name.origin == "torch":
-        values["adam_w_mode"] = False
-        filled.decide(key, None, False, "torch.optim.Adam decays weights by L2")
+        reason = "torch.optim.Adam decays weights by L2"
+        filled.change(OPTIMIZER, "adam_w_mode", False, reason)
         return
-    filled.decide(
-        key,
-        None,
-        True,
-        "DeepSpeed's Adam runs AdamW's decoupled decay unless adam_w_mode is false; write type "
-        "AdamW, or adam_w_mode false for Adam's L2 decay",
-        # Without decay the two are the same algorithm.
-        "warning" if values["weight_decay"] > 0 else "note",
-    )
+    reason = "DeepSpeed's Adam runs AdamW's decoupled decay unless adam_w_mode is false; write "
+    reason += "type AdamW, or adam_w_mode false for Adam's L2 decay"
+    # Without decay the two are the same algorithm.
+    severity: Severity = "warning" if values["weight_decay"] > 0 else "note"
+    filled.change(OPTIMIZER, "adam_w_mode", True, reason, severity)
 
 
 def _match_bf16_states(situation: Situation, filled: Filled) -> None:
     """Say what DeepSpeed does anyway when the plan keeps optimizer states in bf16."""
     if situation.bf16_states and filled.values.get("fp32_optimizer_states"):
-        explicit = "fp32_optimizer_states" not in filled.defaulted
-        filled.defaulted.discard("fp32_optimizer_states")
-        filled.values["fp32_optimizer_states"] = False
-        filled.decide(
-            f"{OPTIMIZER}.fp32_optimizer_states",
-            True if explicit else None,
-            False,
-            "bf16.bf16_optimizer_states keeps the states in bf16",
-            "warning" if explicit else "note",
-        )
+        reason = "bf16.bf16_optimizer_states keeps the states in bf16"
+        filled.change(OPTIMIZER, "fp32_optimizer_states", False, reason)
 
 
 def _constructor_arguments(
-    request: Request, implementation: Implementation, filled: Filled, policy: Policy
+    request: Request, implementation: OptimizerChoice, filled: Filled, policy: Policy
 ) -> dict[str, Any]:
     """What the class that really runs takes; the rest goes, audibly when somebody wrote it."""
     entry = request.entry
     kept: dict[str, Any] = {}
     for key, value in filled.values.items():
-        if implementation.takes(entry, key):
+        parameter = entry.parameter(key)
+        if key in CONFIGURATION_ONLY:
+            taken = implementation.source == "deepspeed"
+        else:
+            accepted = parameter is not None and parameter.accepts(implementation.implementation)
+            taken = accepted and key not in GROUP_RATES
+        if taken:
             kept[key] = value
         elif key not in filled.defaulted and key not in CONFIGURATION_ONLY | GROUP_RATES:
-            _drop_argument(entry.parameter(key), implementation, value, filled, policy)
+            _drop_argument(parameter, implementation, value, filled, policy)
     filled.record_defaults(OPTIMIZER, entry.name, filled.defaulted & kept.keys())
     return kept
 
 
 def _drop_argument(
     parameter: Parameter | None,
-    implementation: Implementation,
+    implementation: OptimizerChoice,
     value: Any,
     filled: Filled,
     policy: Policy,
@@ -411,7 +396,7 @@ def _drop_argument(
         return
     key = f"{OPTIMIZER}.{parameter.name}"
     reason = (
-        f"{implementation.name}, which does the update here, has no such argument "
+        f"{implementation.implementation}, which does the update here, has no such argument "
         f"({', '.join(sorted(parameter.only))} would)"
     )
     if policy == "error":
@@ -424,7 +409,7 @@ def _drop_argument(
 
 
 def _record_name(
-    asked: Request, request: Request, implementation: Implementation, log: Log
+    asked: Request, request: Request, implementation: OptimizerChoice, log: Log
 ) -> None:
     name, canonical = asked.name, asked.name.canonical
     if not asked.configured:
@@ -442,7 +427,7 @@ def _record_name(
             name.written,
             canonical,
             f"it names a class, and the engine picks the class itself: {canonical} runs as "
-            f"{implementation.name} here",
+            f"{implementation.implementation} here",
             "warning",
         )
     elif asked.configured and name.written != canonical:
@@ -450,7 +435,7 @@ def _record_name(
             OPTIMIZER_TYPE,
             name.written,
             canonical,
-            f"another spelling; it runs as {implementation.name} here",
+            f"another spelling; it runs as {implementation.implementation} here",
         )
 
 
@@ -513,11 +498,7 @@ class ScheduleRequest:
 def settle_schedule(
     request: ScheduleRequest, optimizer: OptimizerChoice, run: RunFacts
 ) -> tuple[SchedulerChoice, tuple[Decision, ...]]:
-    """Settle on a schedule.
-
-    Returns:
-        The choice, every argument explicit, and why.
-    """
+    """Settle on a schedule."""
     entry = request.entry
     filled = _complete_schedule(request, optimizer, run)
     if request.written is None:
@@ -637,24 +618,25 @@ def _follow_override(
 def _schedule_suggestions(
     entry: SchedulerEntry, optimizer: OptimizerChoice, run: RunFacts
 ) -> dict[str, Suggestion]:
-    found: dict[str, Suggestion] = {}
+    suggestions: dict[str, Suggestion] = {}
     if entry.peak is not None:
         # A peak that differs from the optimizer's lr gets a decision of its own.
-        found[entry.peak] = Suggestion(value=optimizer.lr, source="the optimizer's lr", yields=True)
+        suggestions[entry.peak] = Suggestion(
+            value=optimizer.lr, source="the optimizer's lr", yields=True
+        )
     if run.warmup_steps is not None:
         warmup = Suggestion(value=run.warmup_steps, source="the run (warmup_steps)")
-        found |= dict.fromkeys(("warmup_num_steps", "num_warmup_steps"), warmup)
+        suggestions |= dict.fromkeys(("warmup_num_steps", "num_warmup_steps"), warmup)
     if run.total_steps is not None:
         total = Suggestion(value=run.total_steps, source="the run (total_steps)")
-        found |= dict.fromkeys(("total_num_steps", "num_training_steps"), total)
-    return {key: value for key, value in found.items() if key in entry.parameter_names}
+        suggestions |= dict.fromkeys(("total_num_steps", "num_training_steps"), total)
+    return {key: value for key, value in suggestions.items() if key in entry.parameter_names}
 
 
 def _default_warmup(filled: Filled, run: RunFacts) -> None:
     """Length of the warm-up nobody asked for."""
     if "warmup_num_steps" not in filled.defaulted:
         return
-    filled.defaulted.discard("warmup_num_steps")
     if run.total_steps is None:
         steps, reason = DEFAULT_WARMUP, "the run does not say how long it is"
     else:
@@ -662,8 +644,7 @@ def _default_warmup(filled: Filled, run: RunFacts) -> None:
         # DeepSpeed's shortest warm-up keeps two updates at the minimum.
         steps = 0 if steps < 2 else steps
         reason = f"5 % of the run's {run.total_steps} steps, at most {DEFAULT_WARMUP}"
-    filled.values["warmup_num_steps"] = steps
-    filled.decide(f"{SCHEDULER}.warmup_num_steps", None, steps, reason)
+    filled.change(SCHEDULER, "warmup_num_steps", steps, reason)
 
 
 def _no_warmup(entry: SchedulerEntry, filled: Filled, *, asked: bool) -> None:
@@ -681,13 +662,10 @@ def _no_warmup(entry: SchedulerEntry, filled: Filled, *, asked: bool) -> None:
     if floor is None:
         return
     peak = values["warmup_max_lr"] if entry.name == "WarmupLR" else 1.0
-    before = None if floor in filled.defaulted else values[floor]
-    filled.defaulted.discard(floor)
-    values[floor] = peak
     reason = "no warm-up: the schedule starts at its peak"
     if entry.name == "WarmupCosineLR":
         reason += "; DeepSpeed still runs the very first update at 0"
-    filled.decide(f"{SCHEDULER}.{floor}", before, peak, reason)
+    filled.change(SCHEDULER, floor, peak, reason, "note")
 
 
 def _compare_peak(entry: SchedulerEntry, optimizer: OptimizerChoice, filled: Filled) -> None:
@@ -725,16 +703,10 @@ def _compare_lengths(filled: Filled) -> None:
 
 def _check_one_cycle(optimizer: OptimizerChoice, filled: Filled) -> None:
     values = filled.values
-    key = f"{SCHEDULER}.cycle_momentum"
     betas = optimizer.params.get("betas")
     if values["cycle_momentum"] and betas is None:
-        explicit = "cycle_momentum" not in filled.defaulted
-        filled.defaulted.discard("cycle_momentum")
-        values["cycle_momentum"] = False
         reason = f"{optimizer.name} has no betas, and DeepSpeed cycles nothing else"
-        filled.decide(
-            key, True if explicit else None, False, reason, "warning" if explicit else "note"
-        )
+        filled.change(SCHEDULER, "cycle_momentum", False, reason)
     elif values["cycle_momentum"]:
         filled.decide(
             "optimizer.params.betas",
@@ -841,6 +813,17 @@ class Filled(Log):
     values: dict[str, Any] = attrs.field(factory=dict)
     defaulted: set[str] = attrs.field(factory=set)
 
+    def change(
+        self, section: str, name: str, value: Any, reason: str, severity: Severity | None = None
+    ) -> None:
+        """Give an argument another value; a warning where somebody wrote the former."""
+        written = name not in self.defaulted
+        before = self.values[name] if written else None
+        self.defaulted.discard(name)
+        self.values[name] = value
+        severity = severity or ("warning" if written else "note")
+        self.decide(f"{section}.{name}", before, value, reason, severity)
+
     def record_defaults(self, section: str, owner: str, keys: Collection[str]) -> None:
         """Sum up in one decision what was written out although nobody asked for it."""
         values = {key: value for key, value in self.values.items() if key in keys}
@@ -868,14 +851,16 @@ def fill(parameters: Collection[Parameter], sources: Sources) -> Filled:
 
 
 def reject_unknown(
-    written: Mapping[str, Any], known: Collection[str], log: Log, *, section: str, owner: str
+    written: Mapping[str, Any], accepted: Collection[str], log: Log, *, section: str, owner: str
 ) -> None:
     """Refuse arguments that ``owner`` does not have, with the closest names, and all that exist."""
     for key, value in written.items():
-        if key in known:
+        if key in accepted:
             continue
-        close = did_you_mean(str(key), known)
-        there_are = f"write one of {', '.join(known)}" if known else "remove it: there are none"
+        close = did_you_mean(str(key), accepted)
+        there_are = (
+            f"write one of {', '.join(accepted)}" if accepted else "remove it: there are none"
+        )
         log.refuse(
             UnknownKeyError(
                 f"{owner} has no argument of this name",
@@ -887,68 +872,41 @@ def reject_unknown(
 
 
 def _fill_one(parameter: Parameter, sources: Sources, filled: Filled) -> None:
-    name = parameter.name
+    name, key = parameter.name, f"{sources.section}.{parameter.name}"
     written = sources.written.get(name, UNSET)
-    if name in sources.overrides:
-        filled.values[name] = _value_overridden(parameter, sources, written, filled)
-    elif written is not UNSET and not is_auto(written):
-        filled.values[name] = _value_written(parameter, sources, written, filled)
-    elif name in sources.suggestions:
-        filled.values[name] = _value_suggested(parameter, sources, written, filled)
-    elif not parameter.optional:
-        filled.values[name] = _value_by_default(parameter, sources, written, filled)
-
-
-def _value_overridden(parameter: Parameter, sources: Sources, written: Any, filled: Filled) -> Any:
-    value = check(parameter, sources.overrides[parameter.name], section=sources.section)
-    before = None if written is UNSET else written
-    if before != value:
-        explicit = written is not UNSET and not is_auto(written)
-        filled.decide(
-            f"{sources.section}.{parameter.name}",
-            before,
-            value,
-            "given to OptimizerResolver(overrides=…), which wins over the configuration",
-            "warning" if explicit else "note",
-        )
-    return value
-
-
-def _value_written(parameter: Parameter, sources: Sources, written: Any, filled: Filled) -> Any:
-    value, reason = read(parameter, written, section=sources.section)
-    key = f"{sources.section}.{parameter.name}"
+    explicit = UNSET if is_auto(written) else written
+    rival = sources.suggestions.get(name)
+    said = precedence(
+        nothing=UNSET,
+        override=sources.overrides.get(name, UNSET),
+        written=explicit,
+        run=UNSET if rival is None else rival.value,
+    )
+    if not said:
+        if not parameter.optional:
+            filled.values[name] = _default(parameter, sources, filled)
+        return
+    value, reason = read(parameter, said[0][0], section=sources.section)
+    before, severity, who = None if written is UNSET else written, _NOTE, said[0][1]
+    if who == OVERRIDE:
+        wins = "given to OptimizerResolver(overrides=…), which wins over the configuration"
+        reason = None if before == value else wins
+        severity = _NOTE if explicit is UNSET else "warning"
+    elif who != WRITTEN and rival is not None:
+        before, reason = before and AUTO, f"taken from {rival.source}"
     if reason is not None:
-        filled.decide(key, written, value, reason)
-    rival = sources.suggestions.get(parameter.name)
-    if rival is not None and not rival.yields:
+        filled.decide(key, before, value, reason, severity)
+    if who == WRITTEN and rival is not None and not rival.yields:
         other = check(parameter, rival.value, section=sources.section)
         if other != value:
-            filled.decide(
-                key,
-                other,
-                value,
-                f"the configuration's explicit value wins over the one from {rival.source}; "
-                'write "auto" to let that one in',
-                "warning",
-            )
-    return value
+            wins = f"the configuration's explicit value wins over the one from {rival.source}"
+            filled.decide(key, other, value, f'{wins}; write "auto" to let that one in', "warning")
+    filled.values[name] = value
 
 
-def _value_suggested(parameter: Parameter, sources: Sources, written: Any, filled: Filled) -> Any:
-    suggestion = sources.suggestions[parameter.name]
-    value = check(parameter, suggestion.value, section=sources.section)
-    filled.decide(
-        f"{sources.section}.{parameter.name}",
-        None if written is UNSET else AUTO,
-        value,
-        f"taken from {suggestion.source}",
-    )
-    return value
-
-
-def _value_by_default(parameter: Parameter, sources: Sources, written: Any, filled: Filled) -> Any:
+def _default(parameter: Parameter, sources: Sources, filled: Filled) -> Any:
     key, owner = f"{sources.section}.{parameter.name}", sources.owner
-    automatic = written is not UNSET
+    automatic = parameter.name in sources.written
     plain = automatic or sources.plain_defaults
     value = parameter.default if plain else parameter.unwritten
     if value is UNSET:
@@ -966,6 +924,7 @@ def _value_by_default(parameter: Parameter, sources: Sources, written: Any, fill
     return value
 
 
+_NOTE: Final[Severity] = "note"
 _RUN_FACT: Final[Mapping[str, str]] = {
     "total_num_steps": "total_steps",
     "warmup_num_steps": "warmup_steps",

@@ -95,9 +95,9 @@ class SaveEvery(Callback):
                 remove_leftovers(self._root)
             return () if self._hold is None else self._hold.decisions
 
-        found = together(trainer.engine.group, f"take {self._root} for checkpoints", take)[0]
-        announce(found, rank=trainer.engine.group.rank)
-        trainer.decisions += found
+        decisions = together(trainer.engine.group, f"take {self._root} for checkpoints", take)[0]
+        announce(decisions, rank=trainer.engine.group.rank)
+        trainer.decisions += decisions
 
     def on_fit_end(self, trainer: RunView) -> None:  # noqa: ARG002
         """Give the folder up."""
@@ -133,23 +133,16 @@ class SaveEvery(Callback):
 
     def _confirm(self, trainer: RunView) -> None:
         """Check that the folder is still this run's."""
-
-        def look() -> None:
-            if self._hold is not None:
-                self._hold.confirm()
-
-        together(trainer.engine.group, f"saving in {self._root}", look)
+        confirm = (lambda: None) if self._hold is None else self._hold.confirm
+        together(trainer.engine.group, f"saving in {self._root}", confirm)
 
     def _prune(self, trainer: RunView) -> None:
-        if self._keep is None:
-            return
-        keep = self._keep
-
-        def remove() -> None:
-            if trainer.is_main:
-                prune(self._root, keep=keep)
-
-        together(trainer.engine.group, f"remove older checkpoints in {self._root}", remove)
+        if (keep := self._keep) is not None:
+            together(
+                trainer.engine.group,
+                f"remove older checkpoints in {self._root}",
+                lambda: prune(self._root, keep=keep) if trainer.is_main else (),
+            )
 
     def _due(self, trainer: RunView, step: int) -> bool:
         if self._steps is not None and step % self._steps == 0:
@@ -234,9 +227,6 @@ def seed_everything(seed: int, *, rank: int) -> torch.Generator:
     """Seed python, numpy and torch, and give this rank's generator for the objective.
 
     Ranks get different numbers, so that noise and dropout differ between them.
-
-    Returns:
-        A CPU generator.
     """
     random.seed(derive_seed(seed, "python", rank))
     np.random.seed(derive_seed(seed, "numpy", rank) % 2**32)

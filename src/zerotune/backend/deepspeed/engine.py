@@ -35,7 +35,7 @@ from zerotune.backend.deepspeed.start import (
     join,
     read_weights,
 )
-from zerotune.backend.deepspeed.wrapper import HostStep, OptimizerWrapper
+from zerotune.backend.deepspeed.wrapper import OptimizerWrapper
 from zerotune.backend.dtypes import check_model_dtype, check_quantized
 from zerotune.backend.engine import (
     Engine,
@@ -47,7 +47,7 @@ from zerotune.backend.engine import (
 )
 from zerotune.backend.layouts import full_shape, gradient_norm, require_trainable
 from zerotune.backend.master_weights import MasterWeights
-from zerotune.backend.optimizers import ShardAware
+from zerotune.backend.optimizers.classes import ShardAware
 from zerotune.backend.optimizers.client import chosen_optimizer, scheduler_class
 from zerotune.backend.proof import prove_offload
 from zerotune.backend.stored import check_has_weights, dtype_at_rest
@@ -68,8 +68,6 @@ class ZeROEngine(Engine):
     _engine: Any
     _wrapper: OptimizerWrapper
     _expected_groups: tuple[RunningGroup, ...]
-    _host_step: HostStep | None = None
-    """What takes the optimizer's steps in place of DeepSpeed, if anything does."""
     _broken_by: str | None = None
     """What ended a backward pass from which DeepSpeed does not recover."""
     _unfinished = False
@@ -203,11 +201,6 @@ class ZeROEngine(Engine):
                     "starts, or call model.to(memory_format=torch.contiguous_format)",
                 )
         return None
-
-    @property
-    @override
-    def _later_decisions(self) -> tuple[Decision, ...]:
-        return () if self._host_step is None else self._host_step.decisions
 
     @override
     @naming_the_lost

@@ -54,9 +54,9 @@ def master_weights_of(source: Any) -> MasterWeights:
     """
     if isinstance(source, MasterWeights):
         return source
-    owned = getattr(source, "master_weights", None)
-    if isinstance(owned, MasterWeights):
-        return owned
+    master_weights = getattr(source, "master_weights", None)
+    if isinstance(master_weights, MasterWeights):
+        return master_weights
     source = unwrapped(source)
     if is_deepspeed(source):
         layout, group = wrapper_of(source).layout, ProcessGroup(backend=dist.get_backend())
@@ -77,9 +77,9 @@ def deepspeed_engine_of(source: Any) -> Any:
     Raises:
         EngineError: There is none.
     """
-    found = unwrapped(getattr(source, "deepspeed_engine", source))
-    if is_deepspeed(found):
-        return found
+    engine = unwrapped(getattr(source, "deepspeed_engine", source))
+    if is_deepspeed(engine):
+        return engine
     raise EngineError(
         "is no DeepSpeed engine",
         key="engine",

@@ -36,8 +36,8 @@ from zerotune.backend.step.adams import SlabStep
 from zerotune.backend.stored import make_room, stored_weight, waiting
 from zerotune.decisions import Decision
 from zerotune.errors import EngineError
-from zerotune.plan.fill import LEAF_CLASSES, LEAF_MODULE
 from zerotune.plan.model import ResolvedPlan
+from zerotune.plan.resolve import LEAF_CLASSES, LEAF_MODULE
 from zerotune.platform import detect_platform
 
 _STAGE_3: Final = "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3"
@@ -309,8 +309,8 @@ class ShardedStep(HostStep):
         ranks = self._home.dist.get_world_size(group=wrapper._get_param_partition_group(params[0]))
         same = dtype == wrapper.dtype == wrapper.gradient_accumulation_dtype
         if ranks > 1 or not same or wrapper.gradient_predivide_factor != 1.0:
-            found: list[torch.Tensor] = self._originals[_SCATTER](params, dtype)
-            return found
+            scattered: list[torch.Tensor] = self._originals[_SCATTER](params, dtype)
+            return scattered
         return [cast(torch.Tensor, param.grad).reshape(-1) for param in params]
 
     def _norm_groups(self) -> Any:

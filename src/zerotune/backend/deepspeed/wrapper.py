@@ -327,10 +327,6 @@ class HostStep(DeferredSteps):
     def _members(self) -> Iterator[tuple[Any, torch.Tensor]]:
         """Parameters with their parts of the gradient buffers."""
 
-    def replay(self, steps: int) -> None:
-        """Continue as a run that has taken ``steps`` optimizer steps."""
-        self._adam.replay(steps)
-
     def _shrink_gradients(self) -> None:
         """Replace buffers for gradients by ones of the dtype they arrive in."""
         dtype = self.gradient_dtype

@@ -11,7 +11,7 @@ import attrs
 import torch
 
 from zerotune.errors import EngineError
-from zerotune.plan.fill import LEAF_CLASSES
+from zerotune.plan.resolve import LEAF_CLASSES
 
 if TYPE_CHECKING:
     from zerotune.backend.stream.lanes import Copy

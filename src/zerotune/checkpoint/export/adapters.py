@@ -21,7 +21,6 @@ from zerotune.backend.adapters import (
     AdapterParameter,
     Factors,
     Layout,
-    adapter_config,
     adapter_layers,
     compare,
     fingerprint,
@@ -57,12 +56,8 @@ if TYPE_CHECKING:
 _NAMES_SHOWN: Final = 4
 
 
-@attrs.frozen(kw_only=True)
-class _Layer:
-    """An adapted layer of a component."""
-
-    component: str
-    name: str
+_Layer = tuple[str, str]
+"""A component, and the name of an adapted layer of it."""
 
 
 class Judgement:
@@ -96,7 +91,7 @@ class Judgement:
             for name, _ in module.named_parameters():
                 parsed = AdapterParameter.parse(name)
                 if parsed is not None and parsed.adapter == adapter:
-                    layers[f"{prefix}{name}"] = _Layer(component=component, name=parsed.layer)
+                    layers[f"{prefix}{name}"] = component, parsed.layer
         state = engine.state
         return cls(initial=initial, layers=layers, steps=state.global_step - state.skipped_steps)
 
@@ -130,9 +125,9 @@ class Judgement:
             return ()
         if self._steps == 0:
             return (self._decision(still, "no optimizer step was taken: the file does nothing"),)
-        for component in {layer.component for layer in still}:
-            every = [layer for layer in self._moved if layer.component == component]
-            idle = [layer for layer in still if layer.component == component]
+        for component in {of for of, _ in still}:
+            every = [layer for layer in self._moved if layer[0] == component]
+            idle = [layer for layer in still if layer[0] == component]
             if len(idle) == len(every):
                 raise CheckpointCorruptError(
                     f"none of the {len(every)} adapters has learned anything in {self._steps} "
@@ -148,7 +143,7 @@ class Judgement:
         return f"every {kinds} is zero" if zero else "all are as they were initialized"
 
     def _decision(self, still: list[_Layer], reason: str) -> Decision:
-        names = [f"{layer.component}.{layer.name}" for layer in still]
+        names = [".".join(layer) for layer in still]
         shown = ", ".join(names[:_NAMES_SHOWN]) + (", …" if len(names) > _NAMES_SHOWN else "")
         return Decision(
             key="adapters",
@@ -328,7 +323,7 @@ class AdapterOutline:
                 fix='layout="diffusers" holds all of them',
             )
         for component, (_, module, adapter) in self.adapters.items():
-            config = adapter_config(module, adapter)
+            config = peft_config(module, adapter).to_dict()
             kind = str(getattr(config["peft_type"], "value", config["peft_type"]))
             kind = {"LORA": "LoRA", "LOKR": "LoKr", "LOHA": "LoHa"}.get(kind, kind)
             kind = "DoRA" if kind == "LoRA" and config.get("use_dora") else kind
@@ -356,7 +351,7 @@ def portable_config(module: torch.nn.Module, adapter: str) -> dict[str, Any]:
     usual = type(peft_config(module, adapter))().to_dict()
     return {
         key: sorted(value) if isinstance(value, (set, frozenset)) else value
-        for key, value in adapter_config(module, adapter).items()
+        for key, value in peft_config(module, adapter).to_dict().items()
         if key in _ALWAYS or (key not in _OF_THE_RUN and value != usual.get(key))
     }
 
@@ -423,7 +418,8 @@ class _Draft:
         decisions = (*self._judgement.conclude(), *self._complete())
         if self._writer is None:
             raise ValueError("no file was begun")
-        (record,) = self._writer.publish()
+        self._writer.publish()
+        (record,) = self._writer.records
         shapes = [torch.Size(shape) for shape in self._outline.shapes.values()]
         return ExportedAdapters(
             path=self._path,
