@@ -34,11 +34,16 @@ def build_engine(*, model: torch.nn.Module, plan: ResolvedPlan, timeout_s: float
     """
     kind: type[DeepSpeedEngine | StreamEngine | PlainEngine]
     kind = DeepSpeedEngine if plan.uses_deepspeed else PlainEngine
-    if plan.uses_deepspeed and plan.streamed:
+    if plan.uses_deepspeed and plan.streamed is not False:
         obstacle = why_not_streamed(plan, model)
         if obstacle is None:
             kind = StreamEngine
-        else:
+        elif plan.streamed or _might_stream(plan):
             plan = plan.without_streaming(obstacle)
             announce(plan.decisions[-1:])
     return kind(model=model, plan=plan, timeout_s=timeout_s)
+
+
+def _might_stream(plan: ResolvedPlan) -> bool:
+    """Whether a device waits for weights or steps that a host keeps."""
+    return plan.platform.accelerator != "cpu" and plan.offload_optimizer == "cpu"

@@ -28,6 +28,7 @@ from zerotune.plan.model import ParameterFacts as ParameterFacts
 from zerotune.plan.model import ResolvedPlan as ResolvedPlan
 from zerotune.plan.model import RunFacts as RunFacts
 from zerotune.plan.model import SchedulerSection as SchedulerSection
+from zerotune.plan.model import Streaming as Streaming
 from zerotune.plan.model import ZeroSection as ZeroSection
 from zerotune.plan.rules import Finding as Finding
 from zerotune.plan.rules import Rule as Rule

@@ -19,6 +19,7 @@ from tests.backend.stream.streaming import (
 )
 from tests.support.ranks import run_ranks
 from zerotune.backend.stream import steps
+from zerotune.backend.stream.engine import why_not_streamed
 from zerotune.errors import EngineError
 from zerotune.plan.model import DeepSpeedPlan, ModelFacts, Streaming
 from zerotune.platform import Platform
@@ -229,6 +230,17 @@ def test_nothing_is_said_where_nobody_asked():
         assert not [d for d in resolved(streamed).decisions if d.key == "streamed"]
 
 
+def test_on_a_device_a_plan_that_does_not_ask_is_not_streamed_and_the_reason_is_known():
+    from zerotune.optim.resolver import OptimizerResolver
+
+    plan = OptimizerResolver().apply(resolved(None))
+    assert "no check proves it" in (why_not_streamed(plan, make_model(CLIPPED)) or "")
+    plan = OptimizerResolver().apply(resolved(True))
+    assert why_not_streamed(plan, make_model(CLIPPED)) is None
+    said = plan.without_streaming("because").decisions[-1]
+    assert (said.key, said.after, said.reason) == ("streamed", False, "because")
+
+
 def _on_two_ranks() -> tuple[str, list[str]]:
     run = Run(family="web", steps=1, scheduler=False)
     model = make_model(run)
@@ -244,7 +256,6 @@ def _on_two_ranks() -> tuple[str, list[str]]:
         return type(engine).__name__, [d.reason for d in engine.decisions if d.key == "streamed"]
 
 
-@pytest.mark.world_size(2)
 def test_on_two_ranks_deepspeed_trains_and_says_so():
     for name, said in run_ranks(_on_two_ranks, world_size=2):
         assert name == "DeepSpeedEngine"

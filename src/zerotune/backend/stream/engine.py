@@ -402,12 +402,14 @@ def _capacity(streaming: Streaming, units: list[Unit]) -> int:
 
 
 def why_not_streamed(plan: ResolvedPlan, model: torch.nn.Module) -> str | None:
-    """Why a model's weights cannot be streamed under a plan that asks for it, if so.
+    """Why a model's weights are not streamed, if so.
 
     Args:
         plan: A resolved plan with its optimizer chosen.
         model: What is trained.
     """
+    if plan.streamed is None:
+        return "no check proves it on a device yet; plan.resolve(streamed=True) asks for it"
     choice = chosen_optimizer(plan)
     if choice.implementation != "DeepSpeedCPUAdam":
         return f"{choice.implementation} does not step unit by unit; Adam and AdamW do"
