@@ -173,17 +173,9 @@ def make_units(
     """Lay a model's parameters out in units; frozen ones outside of all just move to the device.
 
     Of a module the larger kind is streamed: its frozen base, or what of it is trained. The rest of
-    what is trained, and what a module shares with others outside, stays on the device.
-
-    Args:
-        model: The model, its weights in their final dtypes.
-        modules: As ``find_units`` names them.
-        groups: Index of the optimizer's group by the name of each trained parameter.
-        device: Where the model computes.
-        pin: Whether to page-lock the host's memory.
-
-    Returns:
-        The units, resident ones last, and those that each module needs.
+    what is trained, and what a module shares with others outside, stays on the device. ``groups``
+    has the index of the optimizer's group by the name of each trained parameter.
+    Returned are the units, resident ones last, and those that each module needs.
     """
     names = {id(p): name for name, p in model.named_parameters()}
     outside = _outside(model, modules)
@@ -206,20 +198,16 @@ def make_units(
     for (trained, dtype), parameters in rest.items():
         if trained:
             add(f"resident {str(dtype).removeprefix('torch.')}", parameters, resident=True)
-        else:
-            for parameter in parameters:
-                parameter.data = parameter.data.to(device)
-    for tensor in (*model.buffers(), *(p for p in model.parameters() if not p.numel())):
-        tensor.data = tensor.data.to(device)
-    needs = {
-        module: [
-            unit
-            for unit in dict.fromkeys(owner[id(p)] for p in module.parameters() if id(p) in owner)
-            if not unit.resident
-        ]
-        for _, module in modules
-    }
-    return units, needs
+    for tensor in (*model.parameters(), *model.buffers()):
+        if id(tensor) not in owner:
+            tensor.data = tensor.data.to(device)
+    return units, {module: _streamed_in(module, owner) for _, module in modules}
+
+
+def _streamed_in(module: torch.nn.Module, owner: Mapping[int, Unit]) -> list[Unit]:
+    """The units that a call of a module needs."""
+    found = dict.fromkeys(owner[id(p)] for p in module.parameters() if id(p) in owner)
+    return [unit for unit in found if not unit.resident]
 
 
 def _outside(model: torch.nn.Module, modules: NamedModules) -> set[int]:
