@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property, partial
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final, get_args
 
 import attrs
 
@@ -36,7 +36,7 @@ from zerotune.plan import (
 from zerotune.plan.families import as_facts, family_names, model_family
 from zerotune.plan.memory.estimate import EMAPlace, Workload, sample_size
 from zerotune.plan.model import OFFLOAD_DEVICES, PRECISIONS
-from zerotune.plan.rules import RuleContext
+from zerotune.plan.rules import RuleContext, RuleSeverity
 from zerotune.plan.text import (
     DURING,
     FOREMOST,
@@ -53,14 +53,12 @@ from zerotune.plan.text import (
 from zerotune.plan.write import launchable
 from zerotune.platform import Platform, detect_platform
 
-Severity = Literal["error", "warning", "note"]
-
 
 @attrs.frozen(kw_only=True)
 class Message:
     """One sentence or two about one setting."""
 
-    severity: Severity
+    severity: RuleSeverity
     key: str
     """Path of the setting; empty for the whole."""
     text: str
@@ -302,7 +300,7 @@ def understand(state: FormState, machines: Machines) -> Preview:
         messages += more
     elif reading.rest is not None:
         messages += _also_wrong(reading, reading.rest, setup, platform, state)
-    messages.sort(key=lambda one: get_args(Severity).index(one.severity))
+    messages.sort(key=lambda one: get_args(RuleSeverity).index(one.severity))
     return Preview(
         plan=reading.plan,
         resolved=resolved,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, get_args
 
 from zerotune.cli import add_commands, print_json, print_page, print_text, tell
 from zerotune.errors import InvalidValueError, PlanFileError, PlanSyntaxError, ZeroTuneError
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from zerotune.errors import NothingFitsError
     from zerotune.plan import Advice, DeepSpeedPlan, MemoryEstimate, ResolvedPlan
     from zerotune.plan.memory.estimate import Place
+    from zerotune.plan.rules import RuleSeverity
     from zerotune.plan.text import RankBudget
     from zerotune.platform import Platform
 
@@ -168,7 +169,6 @@ def _draw_chart(
 # -- check
 
 
-_SEVERITIES: Final = ("error", "warning", "note")
 _ASSUMED_LR: Final = 1e-4
 _ASSUMED_STEPS: Final = 10_000
 
@@ -176,7 +176,7 @@ _ASSUMED_STEPS: Final = 10_000
 class Problem(NamedTuple):
     """One line of the report."""
 
-    severity: Literal["error", "warning", "note"]
+    severity: RuleSeverity
     rule: str
     """Id of the rule, or ``"file"``, ``"read"``, ``"resolve"``, ``"optimizer"``."""
     key: str | None
@@ -210,8 +210,11 @@ def _check_plan(arguments: argparse.Namespace) -> int:
         if not arguments.json:
             raise
         problems, status = [_from_error("file", each) for each in error.each()], 2
-    problems = sorted(problems, key=lambda problem: _SEVERITIES.index(problem.severity))
-    counts = {name: sum(p.severity == name for p in problems) for name in _SEVERITIES}
+    from zerotune.plan.rules import RuleSeverity
+
+    severities = get_args(RuleSeverity)
+    problems = sorted(problems, key=lambda problem: severities.index(problem.severity))
+    counts = {name: sum(p.severity == name for p in problems) for name in severities}
     if arguments.json:
         print_json(
             {
