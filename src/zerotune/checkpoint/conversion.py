@@ -32,7 +32,7 @@ from zerotune.checkpoint.tensors import WEIGHTS, Subject
 from zerotune.errors import CheckpointError
 from zerotune.optimizers.catalogue import canonical
 
-_ADAM: Final = ("exp_avg", "exp_avg_sq")
+_ADAM_STATES: Final = ("exp_avg", "exp_avg_sq")
 _FRESH: Final = EngineState(
     global_step=0, micro_step=0, skipped_steps=0, scheduler={}, loss_scaler={}
 )
@@ -132,7 +132,7 @@ def _plan_of(native: NativeCheckpoint) -> PlanRecord:
     optimizer = config.get("optimizer") or {}
     # A script that made its own optimizer has none in the configuration; Adam's states are
     # unmistakable.
-    name = optimizer.get("type") or ("AdamW" if native.states == _ADAM else "unknown")
+    name = optimizer.get("type") or ("AdamW" if native.states == _ADAM_STATES else "unknown")
     params = optimizer.get("params") or {}
     halves = [half for half in ("bf16", "fp16") if (config.get(half) or {}).get("enabled")]
     return PlanRecord(

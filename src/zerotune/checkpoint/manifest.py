@@ -221,7 +221,7 @@ _FILE_KINDS: Final = ("weights", "optimizer", "shadow", "rank")
 _SCHEDULE_POSITION: Final = "last_batch_iteration"
 _SCALES: Final = ("cur_scale", "scale")
 """Of a loss, which is multiplied by it and whose gradients are divided by it."""
-_MOST_WHOLE: Final = 2**63 - 1
+_MOST_INTEGER: Final = 2**63 - 1
 _MOST_STEPS: Final = 10**9
 """More than any run takes; resuming repeats what an optimizer counts."""
 _MOST_DIMENSIONS: Final = 64
@@ -233,7 +233,7 @@ def _manifest_of(content: dict[str, Any]) -> Manifest:
     _check_manifest_names(manifest)
     records: list[ParameterRecord | TensorRecord] = [*manifest.parameters, *manifest.frozen]
     for record in (*records, *manifest.buffers):
-        if len(record.shape) > _MOST_DIMENSIONS or math.prod(record.shape) > _MOST_WHOLE // 8:
+        if len(record.shape) > _MOST_DIMENSIONS or math.prod(record.shape) > _MOST_INTEGER // 8:
             raise ValueError(f"{record.name!r} has a shape that no tensor has")
     for what in ("optimizer", "scheduler"):
         choice = getattr(manifest.plan, what, None)
@@ -258,7 +258,7 @@ def _field_value(hint: Any, value: Any, where: str) -> Any:
     if origin in (Mapping, dict) and isinstance(value, dict):
         return {key: _field_value(inner[1], item, f"{where}.{key}") for key, item in value.items()}
     plain = type(value) is hint and hint in (str, bool)
-    whole = hint is int and type(value) is int and 0 <= value <= _MOST_WHOLE
+    whole = hint is int and type(value) is int and 0 <= value <= _MOST_INTEGER
     number = hint is float and type(value) in (int, float) and abs(value) <= sys.float_info.max
     if plain or whole or number:
         return value
@@ -309,7 +309,7 @@ def _check_state(state: EngineState) -> None:
         raise ValueError(f"state.scheduler.{_SCHEDULE_POSITION} cannot be {shorten(position)}")
     for name, number in state.loss_scaler.items():
         _field_value(float | None, float(number) if type(number) is bool else number, name)
-        if isinstance(number, (int, float)) and abs(number) > _MOST_WHOLE:
+        if isinstance(number, (int, float)) and abs(number) > _MOST_INTEGER:
             raise ValueError(f"state.loss_scaler.{name} cannot be {shorten(number)}")
         if name in _SCALES and not (number is not None and number > 0):
             raise ValueError(f"state.loss_scaler.{name} cannot be {shorten(number)}")

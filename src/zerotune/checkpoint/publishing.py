@@ -85,6 +85,16 @@ class Card:
             for index, path in enumerate(self.samples.values())
         ]
 
+    def _check_samples(self) -> None:
+        for caption, sample in self.samples.items():
+            if Path(sample).suffix.lower() not in _PICTURES or not Path(sample).is_file():
+                raise InvalidValueError(
+                    "is no picture or clip that can be shown",
+                    key=f"Card.samples[{caption!r}]",
+                    value=Path(sample).name,
+                    fix=f"a file that ends with one of {', '.join(_PICTURES)}",
+                )
+
     def _choices(self) -> str:
         lines = [f"- {_without_paths(str(each))}" for each in self.decisions if each.told]
         return "\n".join(["## Chosen automatically", "", *dict.fromkeys(lines)]) if lines else ""
@@ -139,14 +149,7 @@ def publish(
     hub, card = _hub(), card or Card()
     top = Path(folder).absolute()
     local = _export_files(top)
-    for caption, sample in card.samples.items():
-        if Path(sample).suffix.lower() not in _PICTURES or not Path(sample).is_file():
-            raise InvalidValueError(
-                "is no picture or clip that can be shown",
-                key=f"Card.samples[{caption!r}]",
-                value=Path(sample).name,
-                fix=f"a file that ends with one of {', '.join(_PICTURES)}",
-            )
+    card._check_samples()
     samples = dict(zip(card.sample_names(), map(Path, card.samples.values()), strict=True))
     uploads = {**local, **samples}
     api = hub.HfApi(endpoint=endpoint, token=token)
@@ -159,8 +162,12 @@ def publish(
             hub.CommitOperationAdd(path_in_repo=name, path_or_fileobj=source)
             for name, source in {**uploads, CARD: content}.items()
         ]
+        # Weights of an earlier upload that would be read in the place of these.
+        stems = {_weights_stem(name) for name in local if name.endswith(".safetensors")}
         operations += [
-            hub.CommitOperationDelete(path_in_repo=name) for name in _replaced(there, local)
+            hub.CommitOperationDelete(path_in_repo=name)
+            for name in there
+            if name not in local and ".safetensors" in name and _weights_stem(name) in stems
         ]
         done = api.create_commit(
             repo_id,
@@ -219,14 +226,6 @@ def _export_files(top: Path) -> dict[str, Path]:
             fix="export it again, or upload the folder with huggingface_hub.upload_folder",
         )
     return {name: top / name for name in there}
-
-
-def _replaced(there: Sequence[str], now: Iterable[str]) -> list[str]:
-    """Weights of an earlier upload that would be read in the place of these, and its samples."""
-    files = set(now)
-    stems = {_weights_stem(name) for name in files if name.endswith(".safetensors")}
-    old = [name for name in there if name not in files]
-    return [name for name in old if _weights_stem(name) in stems and ".safetensors" in name]
 
 
 def _weights_stem(name: str) -> str:

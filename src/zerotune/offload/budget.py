@@ -12,7 +12,7 @@ from zerotune._util.text import format_size
 from zerotune.decisions import Decision
 from zerotune.errors import OffloadError, PlanError
 from zerotune.plan.fill import pins_natively
-from zerotune.plan.memory.estimate import PHASES, MemoryEstimate, Workload
+from zerotune.plan.memory.estimate import PHASES, Workload
 from zerotune.plan.model import AUTO, evolved
 
 if TYPE_CHECKING:
@@ -84,10 +84,15 @@ def host_budget(
     workload = Workload(ranks_per_machine=ranks, exact_pinning=asked or None)
     estimate = resolved.estimate(workload)
     native = asked or pins_natively(resolved.platform)
+    # DeepSpeed's aio locks its buffers in any case.
+    swap_buffers = (
+        [one.nbytes for one in estimate.at("host", phase) if one.component == "swap buffers"]
+        for phase in PHASES
+    )
     return HostBudget(
         per_rank=estimate.host,
         pinned=estimate.pinned,
-        locked=estimate.pinned if native else _locked_by_aio(estimate),
+        locked=estimate.pinned if native else max(map(sum, swap_buffers)),
         ranks=ranks,
         held=psutil.Process().memory_info().rss if held is None else held,
         available=resolved.platform.host_memory.available,
@@ -135,13 +140,6 @@ def fit_host_memory(
         fix=f"per rank it would be - {'; '.join(others)}"
         if others
         else "offload less, or see DeepSpeedPlan.advise",
-    )
-
-
-def _locked_by_aio(estimate: MemoryEstimate) -> int:
-    return max(
-        sum(item.nbytes for item in estimate.at("host", phase) if item.component == "swap buffers")
-        for phase in PHASES
     )
 
 

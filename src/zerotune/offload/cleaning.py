@@ -207,7 +207,10 @@ class _Sweep:
             other = _other_owner(root, name) if isinstance(error, PermissionError) else None
             if other is not None:
                 said = f"belongs to user {other}, whose runs clean it up ({said})"
-            target = self.kept if other is not None or _is_foreign(error) else self.failures
+            # No folder of ours at all: a link, a file, a mount.
+            foreign = isinstance(error, NotADirectoryError)
+            foreign = foreign or getattr(error, "errno", None) == errno.ELOOP
+            target = self.kept if other is not None or foreign else self.failures
             target.append(self._leftover(name, kind, removed.freed, str(said)))
             return
         (self.removed if gone else self.kept).append(self._leftover(name, kind, nbytes, reason))
@@ -284,11 +287,6 @@ def _other_owner(root: int, name: str) -> int | None:
     except OSError:
         return None
     return None if owner == os.geteuid() else owner
-
-
-def _is_foreign(error: Exception) -> bool:
-    """Whether it is no folder of ours at all: a link, a file, a mount."""
-    return isinstance(error, NotADirectoryError) or getattr(error, "errno", None) == errno.ELOOP
 
 
 # -- Swap files that DeepSpeed wrote straight into a root, without a lease.
@@ -475,7 +473,10 @@ def users_of(
         proc: Where the kernel shows its processes.
     """
     wanted = frozenset(files)
-    booted = _boot_time(proc)
+    lines = (proc / "stat").read_text("ascii").splitlines()
+    booted = next((float(line.split()[1]) for line in lines if line.startswith("btime ")), None)
+    if booted is None:
+        raise OSError("the kernel does not say when it was started")
     open_in, swapping, hidden = [], [], []
     # A kernel that hides other users' processes hides the first one as well.
     if not (proc / "1").exists():
@@ -491,8 +492,11 @@ def users_of(
                 open_in.append(pid)
                 continue
             was_running = booted + started <= last_written + _CLOCK_SLACK
-            if was_running and not leased and _swaps(process):
-                swapping.append(pid)
+            if was_running and not leased:
+                maps = (process / "maps").read_text("utf-8", errors="replace")
+                # The op that DeepSpeed swaps with.
+                if "async_io" in maps:
+                    swapping.append(pid)
         except (FileNotFoundError, ProcessLookupError):
             # It ended while we looked.
             continue
@@ -520,15 +524,3 @@ def _open_files(process: Path) -> tuple[set[tuple[int, int]], bool]:
             continue
         opened.add((facts.st_dev, facts.st_ino))
     return opened, leased
-
-
-def _swaps(process: Path) -> bool:
-    """Whether it has loaded the op that DeepSpeed swaps with."""
-    return "async_io" in (process / "maps").read_text("utf-8", errors="replace")
-
-
-def _boot_time(proc: Path) -> float:
-    for line in (proc / "stat").read_text("ascii").splitlines():
-        if line.startswith("btime "):
-            return float(line.split()[1])
-    raise OSError("the kernel does not say when it was started")

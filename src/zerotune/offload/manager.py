@@ -343,20 +343,13 @@ class OffloadManager:
                     directories[root.path] = directory
                     undo.callback(abandon, (directory,))
             # Only the rank that made a folder cleans its root: the others would repeat it.
-            cleaned = [
-                decision
-                for root_path, directory in directories.items()
-                if directory.created
-                for decision in self._cleaner(root_path).decisions
-            ]
-            ranks = local_ranks(resolved)
-            space = check_space(roots, needs, ranks=ranks, run_id=run_id)
+            made = [root_path for root_path, each in directories.items() if each.created]
+            cleaned = [one for root_path in made for one in self._cleaner(root_path).decisions]
+            space = check_space(roots, needs, ranks=local_ranks(resolved), run_id=run_id)
             paths = {target: directories[root.path].path for target, root in roots.items()}
             unique = {root.path: root for root in roots.values()}
             lease = Lease(
-                plan=resolved.with_nvme_path(
-                    **{target: str(path) for target, path in paths.items()}
-                ),
+                plan=resolved.with_nvme_path(**{one: str(path) for one, path in paths.items()}),
                 paths=MappingProxyType(paths),
                 roots=tuple(unique.values()),
                 run_id=run_id,

@@ -18,7 +18,7 @@ import attrs
 
 from zerotune._util.environment import installed_version, release_of
 from zerotune.optimizers.catalogue import DEFAULT_OPTIMIZER
-from zerotune.optimizers.choices import OptimizerSource, WeightDecay
+from zerotune.optimizers.choices import OptimizerChoice, OptimizerSource, WeightDecay
 from zerotune.optimizers.entries import ADAM
 from zerotune.optimizers.parameters import OptimizerEntry
 
@@ -134,33 +134,10 @@ GROUP_RATES: Final = frozenset({"muon_lr", "adam_lr"})
 """Keys that become the learning rates of Muon's two kinds of groups."""
 
 
-@attrs.frozen(kw_only=True)
-class Implementation:
-    """The class that does the update."""
-
-    name: str
-    """``type(optimizer).__name__`` of the basic optimizer."""
-    source: OptimizerSource
-    """Who builds it."""
-    weight_decay_mode: WeightDecay | None
-    """How it decays weights; ``None`` when it is not Adam-like."""
-    package: str | None = None
-    """Module of an optional package that has the class."""
-
-    def takes(self, entry: OptimizerEntry, key: str) -> bool:
-        """Whether ``key`` of ``entry`` may be handed to it."""
-        if key in CONFIGURATION_ONLY:
-            return self.source == "deepspeed"
-        if key in GROUP_RATES:
-            return False
-        parameter = entry.parameter(key)
-        return parameter is not None and parameter.accepts(self.name)
-
-
 def implementation_of(
     entry: OptimizerEntry, params: Mapping[str, Any], situation: Situation
-) -> Implementation:
-    """The class that ``entry`` with ``params`` becomes in ``situation``.
+) -> OptimizerChoice:
+    """The class that ``entry`` with ``params`` becomes in ``situation``; ``params`` are left out.
 
     Args:
         entry: An optimizer that can run there.
@@ -178,7 +155,14 @@ def implementation_of(
         source, name = "torch", _torch_class(entry, decay)
     else:
         source, name = "deepspeed", _deepspeed_class(entry, params, situation, decay)
-    return Implementation(name=name, source=source, package=entry.package, weight_decay_mode=decay)
+    return OptimizerChoice(
+        name=entry.name,
+        params={},
+        implementation=name,
+        source=source,
+        package=entry.package,
+        weight_decay_mode=decay,
+    )
 
 
 _BF16_STATES: Final = "AdamWBF16States"
@@ -393,7 +377,7 @@ def capability_of(
     """Whether the optimizer of ``entry`` can run in ``situation``."""
     answer = next(_obstacles(entry, situation), None) or _handed_over(entry, situation)
     if answer.runs:
-        name = implementation_of(entry, {}, situation).name
+        name = implementation_of(entry, {}, situation).implementation
         answer = attrs.evolve(answer, implementation=name)
     cell = (CapabilityTable.stored() if table is None else table).find(entry.name, situation)
     if cell is None:

@@ -11,7 +11,7 @@ import attrs
 
 from zerotune._util.table import Block, Line, Page, Table
 from zerotune._util.text import as_number
-from zerotune.decisions import Decision, Log, announce, render_decisions
+from zerotune.decisions import Decision, Log, Severity, announce, render_decisions
 from zerotune.errors import UNSET, InvalidValueError, UnknownKeyError
 from zerotune.optim.capability import LOW_BIT, Capability, CapabilityTable, Situation, capability_of
 from zerotune.optim.groups import (
@@ -340,53 +340,32 @@ def _suggestions(run: RunFacts, schedule: ScheduleRequest | None) -> dict[str, S
 def _settle_schedule(
     request: ScheduleRequest | None, settled: Settled, resolved: ResolvedPlan
 ) -> tuple[SchedulerChoice | None, tuple[Decision, ...]]:
-    own = settled.entry.own_schedule
-    if request is None:
-        return None, (_constant_rate(settled.choice.name if own else None, resolved),)
-    if own and request.written is None:
-        return None, (_no_schedule(settled.choice.name),)
+    own_pace = settled.entry.own_schedule
+    if request is None or (own_pace and request.written is None):
+        overridden = request is None and resolved.plan.scheduler is not None
+        return None, (_without_schedule(settled, resolved, overridden=overridden),)
     scheduler, decisions = settle_schedule(request, settled.choice, resolved.run)
     scheduler, own_curve = per_group_schedule(scheduler, settled.choice)
     return scheduler, (*decisions, *own_curve)
 
 
-def _constant_rate(own_pace: str | None, resolved: ResolvedPlan) -> Decision:
+def _without_schedule(settled: Settled, resolved: ResolvedPlan, *, overridden: bool) -> Decision:
     """Why there is no schedule, which in DeepSpeed means a constant learning rate."""
     section, warmup = resolved.plan.scheduler, resolved.run.warmup_steps
-    if section is not None:
-        return Decision(
-            key=SCHEDULER_TYPE,
-            before=section.type,
-            after=None,
-            reason="overrides ask for no schedule: the learning rate stays constant",
-            severity="warning",
-        )
-    if own_pace is not None:
-        return _no_schedule(own_pace)
-    if warmup:
-        return Decision(
-            key="run.warmup_steps",
-            before=warmup,
-            after=None,
-            reason="no scheduler is configured, so the learning rate stays constant and nothing "
-            'warms up; write scheduler.type = "WarmupLR", or "auto"',
-            severity="warning",
-        )
-    return Decision(
-        key=SCHEDULER_TYPE,
-        before=None,
-        after=None,
-        reason="no scheduler is configured: the learning rate stays constant, as in DeepSpeed",
-    )
-
-
-def _no_schedule(name: str) -> Decision:
-    return Decision(
-        key=SCHEDULER_TYPE,
-        before=None,
-        after=None,
-        reason=f"no scheduler is configured, and {name} sets its own pace",
-    )
+    key: str = SCHEDULER_TYPE
+    before: Any = section.type if section and overridden else None
+    severity: Severity = "warning" if overridden else "note"
+    if overridden:
+        reason = "overrides ask for no schedule: the learning rate stays constant"
+    elif settled.entry.own_schedule:
+        reason = f"no scheduler is configured, and {settled.choice.name} sets its own pace"
+    elif warmup:
+        key, before, severity = "run.warmup_steps", warmup, "warning"
+        reason = "no scheduler is configured, so the learning rate stays constant and nothing "
+        reason += 'warms up; write scheduler.type = "WarmupLR", or "auto"'
+    else:
+        reason = "no scheduler is configured: the learning rate stays constant, as in DeepSpeed"
+    return Decision(key=key, before=before, after=None, reason=reason, severity=severity)
 
 
 def _not_saved(settled: Settled) -> tuple[Decision, ...]:

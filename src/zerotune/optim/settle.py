@@ -28,7 +28,6 @@ from zerotune.optim.capability import (
     GROUP_RATES,
     Capability,
     CapabilityTable,
-    Implementation,
     Situation,
     capability_of,
     implementation_of,
@@ -115,27 +114,7 @@ def settle(
     asked = _respell_decay(request, log)
 
     def completed() -> tuple[Request, Capability, Filled]:
-        # Those of other optimizers are left out later, but under "error".
-        foreign = () if policy == "error" else _EVERY_ARGUMENT
-        for given, others in ((asked.params, foreign), (overrides, ())):
-            if (misplaced := clipping_in_optimizer(given)) is not None:
-                log.refuse(misplaced)
-            judged = {
-                key: value
-                for key, value in given.items()
-                if key != "max_grad_norm" and key not in others
-            }
-            known = asked.entry.parameter_names
-            reject_unknown(judged, known, log, section=OPTIMIZER, owner=asked.entry.name)
-        package = missing_package(asked.entry, situation)
-        if package is not None and asked.entry.family == "package":
-            # Who asks for an optimizer of an optional package wants that one.
-            raise MissingDependencyError(
-                f"{asked.entry.name} is in the package {package}, which is not installed",
-                key=OPTIMIZER_TYPE,
-                value=asked.name.written,
-                fix=f"pip install 'zerotune[{asked.entry.extra}]'",
-            )
+        _check_request(asked, overrides, situation, policy, log)
         request, capability = _runnable(asked, situation, policy, log, table)
         request = _without_foreign(request, log)
         left = _still_meant(overrides, request.entry, log)
@@ -149,14 +128,7 @@ def settle(
     _record_name(asked, request, implementation, log)
     _record_capability(request, situation, capability, log)
     return Settled(
-        choice=OptimizerChoice(
-            name=request.name.canonical,
-            params=params,
-            implementation=implementation.name,
-            source=implementation.source,
-            package=implementation.package,
-            weight_decay_mode=implementation.weight_decay_mode,
-        ),
+        choice=attrs.evolve(implementation, params=params),
         entry=request.entry,
         decisions=(*log.decisions, *filled.decisions),
         rates={key: filled.values[key] for key in GROUP_RATES if key in filled.values},
@@ -164,6 +136,32 @@ def settle(
 
 
 # -- What is asked for.
+
+
+def _check_request(
+    asked: Request,
+    overrides: Mapping[str, Any],
+    situation: Situation,
+    policy: Policy,
+    log: Log,
+) -> None:
+    """Refuse arguments of no optimizer; under ``"error"`` those of others, and overrides, too."""
+    entry = asked.entry
+    foreign = () if policy == "error" else _EVERY_ARGUMENT
+    for given, others in ((asked.params, foreign), (overrides, ())):
+        if (misplaced := clipping_in_optimizer(given)) is not None:
+            log.refuse(misplaced)
+        judged = {k: v for k, v in given.items() if k != "max_grad_norm" and k not in others}
+        reject_unknown(judged, entry.parameter_names, log, section=OPTIMIZER, owner=entry.name)
+    package = missing_package(entry, situation)
+    if package is not None and entry.family == "package":
+        # Who asks for an optimizer of an optional package wants that one.
+        raise MissingDependencyError(
+            f"{entry.name} is in the package {package}, which is not installed",
+            key=OPTIMIZER_TYPE,
+            value=asked.name.written,
+            fix=f"pip install 'zerotune[{entry.extra}]'",
+        )
 
 
 def _respell_decay(request: Request, log: Log) -> Request:
@@ -341,68 +339,54 @@ def _check_together(entry: OptimizerEntry, values: Mapping[str, Any]) -> None:
 def _keep_decay_meaning(request: Request, filled: Filled) -> None:
     """``Adam`` and ``adam_w_mode`` mean in DeepSpeed what few people expect."""
     values, entry = filled.values, request.entry
-    key = f"{OPTIMIZER}.adam_w_mode"
     if entry.name == "AdamW" and values["adam_w_mode"] is False:
-        values["adam_w_mode"] = True
-        filled.decide(
-            key,
-            False,
-            True,
-            "adam_w_mode has no effect on AdamW, whose decay is decoupled; write type Adam with "
-            "adam_w_mode false for L2 decay",
-            "warning",
-        )
+        reason = "adam_w_mode has no effect on AdamW, whose decay is decoupled; write type Adam "
+        reason += "with adam_w_mode false for L2 decay"
+        filled.change(OPTIMIZER, "adam_w_mode", True, reason, "warning")
     if entry.name != "Adam" or "adam_w_mode" not in filled.defaulted:
         return
-    filled.defaulted.discard("adam_w_mode")
     if request.name.origin == "torch":
-        values["adam_w_mode"] = False
-        filled.decide(key, None, False, "torch.optim.Adam decays weights by L2")
+        reason = "torch.optim.Adam decays weights by L2"
+        filled.change(OPTIMIZER, "adam_w_mode", False, reason)
         return
-    filled.decide(
-        key,
-        None,
-        True,
-        "DeepSpeed's Adam runs AdamW's decoupled decay unless adam_w_mode is false; write type "
-        "AdamW, or adam_w_mode false for Adam's L2 decay",
-        # Without decay the two are the same algorithm.
-        "warning" if values["weight_decay"] > 0 else "note",
-    )
+    reason = "DeepSpeed's Adam runs AdamW's decoupled decay unless adam_w_mode is false; write "
+    reason += "type AdamW, or adam_w_mode false for Adam's L2 decay"
+    # Without decay the two are the same algorithm.
+    severity: Severity = "warning" if values["weight_decay"] > 0 else "note"
+    filled.change(OPTIMIZER, "adam_w_mode", True, reason, severity)
 
 
 def _match_bf16_states(situation: Situation, filled: Filled) -> None:
     """Say what DeepSpeed does anyway when the plan keeps optimizer states in bf16."""
     if situation.bf16_states and filled.values.get("fp32_optimizer_states"):
-        explicit = "fp32_optimizer_states" not in filled.defaulted
-        filled.defaulted.discard("fp32_optimizer_states")
-        filled.values["fp32_optimizer_states"] = False
-        filled.decide(
-            f"{OPTIMIZER}.fp32_optimizer_states",
-            True if explicit else None,
-            False,
-            "bf16.bf16_optimizer_states keeps the states in bf16",
-            "warning" if explicit else "note",
-        )
+        reason = "bf16.bf16_optimizer_states keeps the states in bf16"
+        filled.change(OPTIMIZER, "fp32_optimizer_states", False, reason)
 
 
 def _constructor_arguments(
-    request: Request, implementation: Implementation, filled: Filled, policy: Policy
+    request: Request, implementation: OptimizerChoice, filled: Filled, policy: Policy
 ) -> dict[str, Any]:
     """What the class that really runs takes; the rest goes, audibly when somebody wrote it."""
     entry = request.entry
     kept: dict[str, Any] = {}
     for key, value in filled.values.items():
-        if implementation.takes(entry, key):
+        parameter = entry.parameter(key)
+        if key in CONFIGURATION_ONLY:
+            taken = implementation.source == "deepspeed"
+        else:
+            accepted = parameter is not None and parameter.accepts(implementation.implementation)
+            taken = accepted and key not in GROUP_RATES
+        if taken:
             kept[key] = value
         elif key not in filled.defaulted and key not in CONFIGURATION_ONLY | GROUP_RATES:
-            _drop_argument(entry.parameter(key), implementation, value, filled, policy)
+            _drop_argument(parameter, implementation, value, filled, policy)
     filled.record_defaults(OPTIMIZER, entry.name, filled.defaulted & kept.keys())
     return kept
 
 
 def _drop_argument(
     parameter: Parameter | None,
-    implementation: Implementation,
+    implementation: OptimizerChoice,
     value: Any,
     filled: Filled,
     policy: Policy,
@@ -411,7 +395,7 @@ def _drop_argument(
         return
     key = f"{OPTIMIZER}.{parameter.name}"
     reason = (
-        f"{implementation.name}, which does the update here, has no such argument "
+        f"{implementation.implementation}, which does the update here, has no such argument "
         f"({', '.join(sorted(parameter.only))} would)"
     )
     if policy == "error":
@@ -424,7 +408,7 @@ def _drop_argument(
 
 
 def _record_name(
-    asked: Request, request: Request, implementation: Implementation, log: Log
+    asked: Request, request: Request, implementation: OptimizerChoice, log: Log
 ) -> None:
     name, canonical = asked.name, asked.name.canonical
     if not asked.configured:
@@ -442,7 +426,7 @@ def _record_name(
             name.written,
             canonical,
             f"it names a class, and the engine picks the class itself: {canonical} runs as "
-            f"{implementation.name} here",
+            f"{implementation.implementation} here",
             "warning",
         )
     elif asked.configured and name.written != canonical:
@@ -450,7 +434,7 @@ def _record_name(
             OPTIMIZER_TYPE,
             name.written,
             canonical,
-            f"another spelling; it runs as {implementation.name} here",
+            f"another spelling; it runs as {implementation.implementation} here",
         )
 
 
@@ -654,7 +638,6 @@ def _default_warmup(filled: Filled, run: RunFacts) -> None:
     """Length of the warm-up nobody asked for."""
     if "warmup_num_steps" not in filled.defaulted:
         return
-    filled.defaulted.discard("warmup_num_steps")
     if run.total_steps is None:
         steps, reason = DEFAULT_WARMUP, "the run does not say how long it is"
     else:
@@ -662,8 +645,7 @@ def _default_warmup(filled: Filled, run: RunFacts) -> None:
         # DeepSpeed's shortest warm-up keeps two updates at the minimum.
         steps = 0 if steps < 2 else steps
         reason = f"5 % of the run's {run.total_steps} steps, at most {DEFAULT_WARMUP}"
-    filled.values["warmup_num_steps"] = steps
-    filled.decide(f"{SCHEDULER}.warmup_num_steps", None, steps, reason)
+    filled.change(SCHEDULER, "warmup_num_steps", steps, reason)
 
 
 def _no_warmup(entry: SchedulerEntry, filled: Filled, *, asked: bool) -> None:
@@ -681,13 +663,10 @@ def _no_warmup(entry: SchedulerEntry, filled: Filled, *, asked: bool) -> None:
     if floor is None:
         return
     peak = values["warmup_max_lr"] if entry.name == "WarmupLR" else 1.0
-    before = None if floor in filled.defaulted else values[floor]
-    filled.defaulted.discard(floor)
-    values[floor] = peak
     reason = "no warm-up: the schedule starts at its peak"
     if entry.name == "WarmupCosineLR":
         reason += "; DeepSpeed still runs the very first update at 0"
-    filled.decide(f"{SCHEDULER}.{floor}", before, peak, reason)
+    filled.change(SCHEDULER, floor, peak, reason, "note")
 
 
 def _compare_peak(entry: SchedulerEntry, optimizer: OptimizerChoice, filled: Filled) -> None:
@@ -725,16 +704,10 @@ def _compare_lengths(filled: Filled) -> None:
 
 def _check_one_cycle(optimizer: OptimizerChoice, filled: Filled) -> None:
     values = filled.values
-    key = f"{SCHEDULER}.cycle_momentum"
     betas = optimizer.params.get("betas")
     if values["cycle_momentum"] and betas is None:
-        explicit = "cycle_momentum" not in filled.defaulted
-        filled.defaulted.discard("cycle_momentum")
-        values["cycle_momentum"] = False
         reason = f"{optimizer.name} has no betas, and DeepSpeed cycles nothing else"
-        filled.decide(
-            key, True if explicit else None, False, reason, "warning" if explicit else "note"
-        )
+        filled.change(SCHEDULER, "cycle_momentum", False, reason)
     elif values["cycle_momentum"]:
         filled.decide(
             "optimizer.params.betas",
@@ -840,6 +813,17 @@ class Filled(Log):
 
     values: dict[str, Any] = attrs.field(factory=dict)
     defaulted: set[str] = attrs.field(factory=set)
+
+    def change(
+        self, section: str, name: str, value: Any, reason: str, severity: Severity | None = None
+    ) -> None:
+        """Give an argument another value; a warning where somebody wrote the former."""
+        written = name not in self.defaulted
+        before = self.values[name] if written else None
+        self.defaulted.discard(name)
+        self.values[name] = value
+        severity = severity or ("warning" if written else "note")
+        self.decide(f"{section}.{name}", before, value, reason, severity)
 
     def record_defaults(self, section: str, owner: str, keys: Collection[str]) -> None:
         """Sum up in one decision what was written out although nobody asked for it."""

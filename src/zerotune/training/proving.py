@@ -414,10 +414,6 @@ def _tensor_digest(tensor: torch.Tensor) -> str:
     return hashlib.sha256(content.numpy().tobytes()).hexdigest()[:16]
 
 
-def _compare_runs(bench: Bench, mine: Run, theirs: Run) -> None:
-    _check_equal(_left_by(bench, mine), _left_by(bench, theirs), where=str(mine))
-
-
 def _check_equal(mine: Mapping[str, str], theirs: Mapping[str, str], *, where: str) -> None:
     names = [name for name in {**theirs, **mine} if mine.get(name) != theirs.get(name)]
     if names:
@@ -425,24 +421,12 @@ def _check_equal(mine: Mapping[str, str], theirs: Mapping[str, str], *, where: s
         raise DifferenceError(f"{where}: {names[0]} and {len(names) - 1} others differ\n{shown}")
 
 
-def _stages(bench: Bench) -> tuple[int, ...]:
-    return (_PLAIN_ENGINE, 2, 3) if bench.platform.deepspeed.available else (_PLAIN_ENGINE,)
-
-
-def _prove_one_pass(bench: Bench) -> None:
-    """The step in one pass leaves what DeepSpeed's chain and torch's own step leave."""
-    for stage in _stages(bench):
-        _compare_runs(
-            bench,
-            Run(stage=stage, hidden=False),
-            Run(stage=stage, hidden=False, host_step=False),
-        )
-
-
-def _prove_hidden(bench: Bench) -> None:
-    """A step behind the next forward leaves what one leaves that is taken before it returns."""
-    for stage in _stages(bench):
-        _compare_runs(bench, Run(stage=stage, hidden=True), Run(stage=stage, hidden=False))
+def _compare_steps(bench: Bench, mine: Mapping[str, bool], theirs: Mapping[str, bool]) -> None:
+    """At each stage steps taken in one way leave what those taken in another leave."""
+    stages = (_PLAIN_ENGINE, 2, 3) if bench.platform.deepspeed.available else (_PLAIN_ENGINE,)
+    for stage in stages:
+        first, second = Run(stage=stage, **mine), Run(stage=stage, **theirs)
+        _check_equal(_left_by(bench, first), _left_by(bench, second), where=str(first))
 
 
 # -- Several ranks.
@@ -532,14 +516,23 @@ class Check:
     """Whether the step in host memory is part of it."""
 
 
+_hidden_as_taken_at_once: Final = partial(
+    _compare_steps, mine={"hidden": True}, theirs={"hidden": False}
+)
+_one_pass_as_in_a_chain: Final = partial(
+    _compare_steps,
+    mine={"hidden": False},
+    theirs={"hidden": False, "host_step": False},
+)
+
 CHECKS: Final[Sequence[Check]] = (
     Check(name="bf16 rounding", run=_prove_rounding, needs_ops=True),
     Check(name="page-locked copies", run=_prove_page_locked, on_streams=True),
     Check(name="native page-locking", run=_prove_native_copies),
     Check(name="uploads", run=_prove_uploads, on_streams=True),
     Check(name="activations", run=_prove_activations, on_streams=True),
-    Check(name="hidden step", run=_prove_hidden, needs_ops=True),
-    Check(name="one pass", run=_prove_one_pass, needs_ops=True),
+    Check(name="hidden step", run=_hidden_as_taken_at_once, needs_ops=True),
+    Check(name="one pass", run=_one_pass_as_in_a_chain, needs_ops=True),
     Check(name="exchange", run=_prove_exchange, needs_ops=True),
 )
 
@@ -559,7 +552,9 @@ def prove(*, platform: Platform | None = None, seconds: float = SECONDS) -> Proo
     platform = platform or detect_platform(log=False)
     combination = Combination.here(platform.accelerator)
     missing = _import(platform)
-    benches = _benches(platform)
+    here = Bench.on(platform, recorded=False)
+    # Recorded streams before the device of this process, where it is no CPU.
+    benches = (here,) if here.recorder else (Bench.on(platform, recorded=True), here)
     outcomes: dict[str, Outcome] = {}
     for check in CHECKS:
         spent = sum(each.seconds for each in outcomes.values())
@@ -586,12 +581,6 @@ def _import(platform: Platform) -> str | None:
     except ZeroTuneError as error:
         return describe_error(error)
     return None
-
-
-def _benches(platform: Platform) -> tuple[Bench, ...]:
-    """The device of this process, and recorded streams before it, where it is no CPU."""
-    here = Bench.on(platform, recorded=False)
-    return (here,) if here.recorder else (Bench.on(platform, recorded=True), here)
 
 
 def run_check(check: Check, benches: Sequence[Bench]) -> Outcome:

@@ -133,23 +133,16 @@ class SaveEvery(Callback):
 
     def _confirm(self, trainer: RunView) -> None:
         """Check that the folder is still this run's."""
-
-        def look() -> None:
-            if self._hold is not None:
-                self._hold.confirm()
-
-        together(trainer.engine.group, f"saving in {self._root}", look)
+        confirm = (lambda: None) if self._hold is None else self._hold.confirm
+        together(trainer.engine.group, f"saving in {self._root}", confirm)
 
     def _prune(self, trainer: RunView) -> None:
-        if self._keep is None:
-            return
-        keep = self._keep
-
-        def remove() -> None:
-            if trainer.is_main:
-                prune(self._root, keep=keep)
-
-        together(trainer.engine.group, f"remove older checkpoints in {self._root}", remove)
+        if (keep := self._keep) is not None:
+            together(
+                trainer.engine.group,
+                f"remove older checkpoints in {self._root}",
+                lambda: prune(self._root, keep=keep) if trainer.is_main else (),
+            )
 
     def _due(self, trainer: RunView, step: int) -> bool:
         if self._steps is not None and step % self._steps == 0:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 
 import attrs
 
+from zerotune._util.text import positive, whole
 from zerotune.checkpoint import step_folder
 from zerotune.decisions import Decision, announce
 from zerotune.errors import DataError, InvalidValueError
@@ -204,9 +205,13 @@ class Goal:
             )
         if isinstance(time_limit, timedelta):
             time_limit = time_limit.total_seconds()
-        _check_number(steps, "steps", least=0)
-        _check_number(epochs, "epochs")
-        _check_number(time_limit, "time_limit")
+        if steps is not None:
+            asked: Any = steps  # 1e4 will do.
+            asked = int(asked) if isinstance(asked, float) and asked.is_integer() else asked
+            whole(asked, key="fit(steps)", least=0)
+        for value, key in ((epochs, "fit(epochs)"), (time_limit, "fit(time_limit)")):
+            if value is not None:
+                positive(value, key=key)
         ends = [] if steps is None else [steps]
         if epochs is not None:
             ends.append(_step_of_epoch(epochs, engine=engine, stream=stream))
@@ -273,16 +278,6 @@ class Stopping:
         )
         announce((decision,), rank=self._group.rank)
         return (decision,)
-
-
-def _check_number(value: Any, key: str, *, least: float | None = None) -> None:
-    if value is None:
-        return
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    fits = number and (value > 0 if least is None else value >= least and value == int(value))
-    if not fits or not math.isfinite(value):
-        what = "a number above 0" if least is None else f"a whole number, {least:g} or more"
-        raise InvalidValueError(f"must be {what}", key=f"fit({key})", value=value)
 
 
 def _step_of_epoch(epochs: float, *, engine: Engine, stream: Any) -> int:

@@ -57,12 +57,8 @@ if TYPE_CHECKING:
 _NAMES_SHOWN: Final = 4
 
 
-@attrs.frozen(kw_only=True)
-class _Layer:
-    """An adapted layer of a component."""
-
-    component: str
-    name: str
+_Layer = tuple[str, str]
+"""A component, and the name of an adapted layer of it."""
 
 
 class Judgement:
@@ -96,7 +92,7 @@ class Judgement:
             for name, _ in module.named_parameters():
                 parsed = AdapterParameter.parse(name)
                 if parsed is not None and parsed.adapter == adapter:
-                    layers[f"{prefix}{name}"] = _Layer(component=component, name=parsed.layer)
+                    layers[f"{prefix}{name}"] = component, parsed.layer
         state = engine.state
         return cls(initial=initial, layers=layers, steps=state.global_step - state.skipped_steps)
 
@@ -130,9 +126,9 @@ class Judgement:
             return ()
         if self._steps == 0:
             return (self._decision(still, "no optimizer step was taken: the file does nothing"),)
-        for component in {layer.component for layer in still}:
-            every = [layer for layer in self._moved if layer.component == component]
-            idle = [layer for layer in still if layer.component == component]
+        for component in {of for of, _ in still}:
+            every = [layer for layer in self._moved if layer[0] == component]
+            idle = [layer for layer in still if layer[0] == component]
             if len(idle) == len(every):
                 raise CheckpointCorruptError(
                     f"none of the {len(every)} adapters has learned anything in {self._steps} "
@@ -148,7 +144,7 @@ class Judgement:
         return f"every {kinds} is zero" if zero else "all are as they were initialized"
 
     def _decision(self, still: list[_Layer], reason: str) -> Decision:
-        names = [f"{layer.component}.{layer.name}" for layer in still]
+        names = [".".join(layer) for layer in still]
         shown = ", ".join(names[:_NAMES_SHOWN]) + (", …" if len(names) > _NAMES_SHOWN else "")
         return Decision(
             key="adapters",
@@ -423,7 +419,8 @@ class _Draft:
         decisions = (*self._judgement.conclude(), *self._complete())
         if self._writer is None:
             raise ValueError("no file was begun")
-        (record,) = self._writer.publish()
+        self._writer.publish()
+        (record,) = self._writer.records
         shapes = [torch.Size(shape) for shape in self._outline.shapes.values()]
         return ExportedAdapters(
             path=self._path,

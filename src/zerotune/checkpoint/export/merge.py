@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 import torch
-from typing_extensions import override
 
 from zerotune._util.files import system_errors
 from zerotune.backend.adapters import (
@@ -28,15 +27,16 @@ from zerotune.backend.adapters import (
 from zerotune.backend.dtypes import checked_dtype
 from zerotune.backend.trained_parts import components
 from zerotune.backend.unpartitioned import whole_parameter
-from zerotune.checkpoint.contents import persistent_buffers
+from zerotune.checkpoint.contents import model_config, persistent_buffers
 from zerotune.checkpoint.export.driver import (
     SHARD_SIZE,
+    ExportWriter,
     Gatherable,
     Named,
     export_together,
     meet,
 )
-from zerotune.checkpoint.export.model import ModelDraft, ModelFolderReader, model_writer
+from zerotune.checkpoint.export.model import ModelFolderReader, model_writer
 from zerotune.checkpoint.folders import check_apart
 from zerotune.checkpoint.tensors import TensorSpec
 from zerotune.errors import (
@@ -231,7 +231,15 @@ def export_merged(
     return export_together(
         engine,
         "the merge",
-        begin=lambda: _MergeDraft(path, merged, dtype=chosen, shard_size=shard_size),
+        begin=lambda: _MergeDraft(
+            merged,
+            model_writer(
+                path,
+                config=model_config(merged.module),
+                specs=merged.specs(chosen),
+                shard_size=shard_size,
+            ),
+        ),
         weights=exported,
         others=merged.tensors(),
     )
@@ -361,24 +369,15 @@ class _Merged:
         yield from self.buffers.items()
 
 
-class _MergeDraft(ModelDraft):
+class _MergeDraft:
     """The model as rank 0 writes it: trained tensors are kept until their layers come."""
 
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        merged: _Merged,
-        *,
-        dtype: torch.dtype,
-        shard_size: int,
-    ) -> None:
-        specs = merged.specs(dtype)
-        super().__init__(path, merged.module, specs=specs, shard_size=shard_size)
-        self._merged = merged
+    def __init__(self, merged: _Merged, writer: ExportWriter) -> None:
+        self._merged, self._writer = merged, writer
+        self.publish, self.abandon = writer.publish, writer.abandon
         self._folds: dict[str, Fold] = {}
         self._trained: dict[str, torch.Tensor] = {}
 
-    @override
     def append(self, name: str, tensor: torch.Tensor, *, trained: bool) -> None:
         """Keep a trained tensor, or write one of the base with its adapter folded in."""
         merged = self._merged
