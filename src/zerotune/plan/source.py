@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import base64
+import binascii
 import json
 import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
@@ -19,12 +21,12 @@ from zerotune.errors import InvalidValueError, PlanFileError, PlanSyntaxError, s
 # -- How much is read.
 
 
-_LARGEST = ContextVar("largest plan file", default=16 * 1024**2)
+_LARGEST_FILE = ContextVar("largest plan file", default=16 * 1024**2)
 _YAML_SHARE = 128
 """YAML takes as many times longer to read than JSON, so a file of it may be as much smaller."""
 _BYTES_OF_A_VALUE = 20
 """A file may hold a value for as many bytes that it may have: each takes more when it is read."""
-_TEXTS = re.compile(r'"[^"]*"?')
+_QUOTED = re.compile(r'"[^"]*"?')
 
 
 @contextmanager
@@ -39,16 +41,16 @@ def reading_at_most(size: int | str, *, key: str = "size") -> Iterator[None]:
     Raises:
         InvalidValueError: ``size`` is no amount.
     """
-    token = _LARGEST.set(parse_size(size, key=key))
+    token = _LARGEST_FILE.set(parse_size(size, key=key))
     try:
         yield
     finally:
-        _LARGEST.reset(token)
+        _LARGEST_FILE.reset(token)
 
 
 def refuse_long_yaml(text: str, *, key: str) -> None:
     """Raise ``InvalidValueError`` for what no reader would take as a part of a YAML."""
-    most = _LARGEST.get() // _YAML_SHARE
+    most = _LARGEST_FILE.get() // _YAML_SHARE
     if len(text) > most:
         raise InvalidValueError(
             f"is longer than {format_size(most)}, more than is read again from a YAML",
@@ -59,8 +61,8 @@ def refuse_long_yaml(text: str, *, key: str) -> None:
 
 def _refuse_too_many(text: str, source: str) -> None:
     """Refuse JSON of more values than a configuration has, before they take memory."""
-    most = _LARGEST.get() // _BYTES_OF_A_VALUE
-    if text.count(",") >= most and _TEXTS.sub("", _without_escapes(text)).count(",") >= most:
+    most = _LARGEST_FILE.get() // _BYTES_OF_A_VALUE
+    if text.count(",") >= most and _QUOTED.sub("", _without_escapes(text)).count(",") >= most:
         raise PlanFileError(
             f"holds more than {most:,} values, too many for a configuration",
             key="file",
@@ -99,7 +101,7 @@ def _refuse_too_large(size: int, largest: int, source: str, key: str) -> None:
 # blanked out and reported; everything else that is not JSON is an error with line, column and,
 # from a table, what people usually mean by it.
 
-_DEEPEST = 100
+_MOST_LEVELS = 100
 _LONGEST_NUMBER = 400
 _MOST_LIBERTIES = 20
 """As many comments and commas are named one by one."""
@@ -126,8 +128,11 @@ def parse_json(text: str, *, source: str) -> tuple[Any, list[str]]:
         The value, and one sentence for each liberty that was tolerated.
     """
     text = text.removeprefix("\ufeff")
-    _refuse_too_large(len(text), _LARGEST.get(), source, "file")
-    _refuse_half_letters(text, source)
+    _refuse_too_large(len(text), _LARGEST_FILE.get(), source, "file")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise _syntax_error(text, source, error.start, *_HALF_LETTER) from None
     _refuse_too_many(text, source)
     try:
         return _strictly(text), []
@@ -136,18 +141,14 @@ def parse_json(text: str, *, source: str) -> tuple[Any, list[str]]:
     try:
         return _strictly(plain), liberties
     except json.JSONDecodeError as error:
-        raise _at(text, source, *_hint(error, plain)) from None
+        raise _syntax_error(text, source, *_hint(error, plain)) from None
     except (ValueError, RecursionError):
-        raise _at(text, source, *_refused_place(plain)) from None
+        raise _syntax_error(text, source, *_refused_place(plain)) from None
 
 
-def _refuse_half_letters(text: str, source: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise _at(text, source, error.start, *_HALF_LETTER) from None
-
-
+_LONG_NUMBER = ("has a number that is too long", "write fewer digits")
+_TOO_DEEP = ("is nested too deeply", f"nest at most {_MOST_LEVELS} levels")
+_KEEP_ONE = "keep one of the two"
 _HALF_LETTER = ("has one half of a surrogate pair, which is no character", "write the character")
 
 
@@ -157,7 +158,7 @@ def _strictly(text: str) -> Any:
         raise ValueError(*_HALF_LETTER)
     value = _DECODER.decode(text)
     level = [value] if isinstance(value, dict | list) else []
-    for _ in range(_DEEPEST):
+    for _ in range(_MOST_LEVELS):
         level = [
             inner
             for outer in level
@@ -169,6 +170,10 @@ def _strictly(text: str) -> Any:
     raise ValueError("is nested too deeply")
 
 
+def _no_constant(word: str) -> Any:
+    raise ValueError(f"has {word}, which JSON does not know", "write a finite number")
+
+
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     entries = dict(pairs)
     if len(entries) != len(pairs):
@@ -176,23 +181,19 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return entries
 
 
-def _number(kind: Callable[[str], Any], literal: str) -> Any:
+def _json_number(kind: Callable[[str], Any], literal: str) -> Any:
     if len(literal) > _LONGEST_NUMBER:
-        raise ValueError("has a number that is too long", "write fewer digits")
+        raise ValueError(*_LONG_NUMBER)
     value = kind(literal)
     if value in (math.inf, -math.inf):
         raise ValueError("has a number that is too large", "write a smaller one")
     return value
 
 
-def _no_constant(word: str) -> Any:
-    raise ValueError(f"has {word}, which JSON does not know", "write a finite number")
-
-
 _DECODER = json.JSONDecoder(
     object_pairs_hook=_unique,
-    parse_int=partial(_number, int),
-    parse_float=partial(_number, float),
+    parse_int=partial(_json_number, int),
+    parse_float=partial(_json_number, float),
     parse_constant=_no_constant,
 )
 
@@ -212,7 +213,10 @@ def _without_liberties(text: str) -> tuple[str, list[str]]:
     plain = "".join((*parts, text[done:]))
     parts, done, commas = [], 0, []
     for match in _TEXT_OR_LAST_COMMA.finditer(_without_escapes(plain)):
-        if match[0] == "," and _follows_a_value(plain, match.start()):
+        before = match.start() - 1
+        while before >= 0 and plain[before] in " \t\r\n":
+            before -= 1
+        if match[0] == "," and before >= 0 and plain[before] not in "[{,:":
             parts += [plain[done : match.start()], " "]
             done = match.end()
             commas.append(("a trailing comma", match.start()))
@@ -220,16 +224,9 @@ def _without_liberties(text: str) -> tuple[str, list[str]]:
     found = sorted((*found, *commas), key=lambda each: each[1])
     sentences = []
     for what, at in found[:_MOST_LIBERTIES]:
-        line, column = _position(text, at)
+        line, column = _line_and_column(text, at)
         sentences.append(f"{what} at line {line}, column {column}")
     return plain, [*sentences, "and more of them"] if len(found) > _MOST_LIBERTIES else sentences
-
-
-def _follows_a_value(text: str, at: int) -> bool:
-    at -= 1
-    while at >= 0 and text[at] in " \t\r\n":
-        at -= 1
-    return at >= 0 and text[at] not in "[{,:"
 
 
 _UNCLOSED = ("has a bracket that is never closed", "add the missing } or ]")
@@ -304,15 +301,15 @@ def _refused_place(text: str) -> tuple[int, str, str]:
         at, token = match.start(), text[match.start() : match.end()]
         if token in ("{", "["):
             keys.append(set())
-            if len(keys) > _DEEPEST:
-                return at, "is nested too deeply", f"nest at most {_DEEPEST} levels"
+            if len(keys) > _MOST_LEVELS:
+                return at, *_TOO_DEEP
         elif token in ("}", "]"):
             keys.pop()
         elif match["colon"]:
             key = json.loads(token.rstrip(": \t\r\n"))
             if key in keys[-1]:
                 reason = f"has the key {shorten(key)} twice in one object"
-                return at, reason, "keep one of the two"
+                return at, reason, _KEEP_ONE
             keys[-1].add(key)
         elif token[0] != '"':
             try:
@@ -320,15 +317,15 @@ def _refused_place(text: str) -> tuple[int, str, str]:
             except ValueError as error:
                 reason, fix = error.args
                 return at, reason, fix
-    return 0, "is nested too deeply", f"nest at most {_DEEPEST} levels"
+    return 0, *_TOO_DEEP
 
 
-def _at(text: str, source: str, at: int, reason: str, fix: str) -> PlanSyntaxError:
-    line, column = _position(text, at)
+def _syntax_error(text: str, source: str, at: int, reason: str, fix: str) -> PlanSyntaxError:
+    line, column = _line_and_column(text, at)
     return PlanSyntaxError(reason, source=source, line=line, column=column, fix=fix)
 
 
-def _position(text: str, at: int) -> tuple[int, int]:
+def _line_and_column(text: str, at: int) -> tuple[int, int]:
     return text.count("\n", 0, at) + 1, at - text.rfind("\n", 0, at)
 
 
@@ -339,12 +336,11 @@ def parse_yaml(text: str, *, source: str) -> Any:
     """Parse YAML text, refusing duplicated keys, which PyYAML overwrites in silence."""
     import yaml
 
-    _refuse_too_large(len(text), _LARGEST.get() // _YAML_SHARE, source, "file")
+    _refuse_too_large(len(text), _LARGEST_FILE.get() // _YAML_SHARE, source, "file")
     try:
         loader = yaml.SafeLoader(text)
         node = loader.get_single_node()
-        _refuse_growth(node, source)
-        _refuse_duplicates(node, source)
+        _check_nodes(node, source)
         return None if node is None else loader.construct_document(node)
     except PlanSyntaxError:
         raise
@@ -372,70 +368,47 @@ _MOST_REPEATED = 10_000
 """Values that aliases may add to those that are written."""
 
 
-def _refuse_growth(root: Any, source: str) -> None:
-    """Refuse what takes little to write and much to hold: aliases of aliases, long numbers."""
+def _check_nodes(root: Any, source: str) -> None:
+    """Refuse duplicated keys, and what takes little to write and much to hold: aliases, numbers."""
     sizes: dict[int, int | None] = {}
+
+    def refused(node: Any, reason: str, fix: str) -> PlanSyntaxError:
+        mark = node.start_mark
+        return PlanSyntaxError(
+            reason, source=source, line=mark.line + 1, column=mark.column + 1, fix=fix
+        )
+
+    def inside(node: Any) -> list[Any]:
+        if node.id == "scalar":
+            if node.tag.endswith((":int", ":float")) and len(node.value) > _LONGEST_NUMBER:
+                raise refused(node, *_LONG_NUMBER)
+            return []
+        if node.id == "sequence":
+            return list(node.value)
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if key.id == "scalar" and key.value and key.value in seen:
+                reason = f"has the key {shorten(key.value)} twice in one block"
+                raise refused(key, reason, _KEEP_ONE)
+            seen.add(key.value if key.id == "scalar" else "")
+        return [inner for pair in node.value for inner in pair]
 
     def size_of(node: Any, depth: int) -> int:
         if id(node) not in sizes:
-            if depth > _DEEPEST:
-                raise _at_node(
-                    node, source, "is nested too deeply", f"nest at most {_DEEPEST} levels"
-                )
+            if depth > _MOST_LEVELS:
+                raise refused(node, *_TOO_DEEP)
             sizes[id(node)] = None
-            sizes[id(node)] = 1 + sum(size_of(inner, depth + 1) for inner in _inside(node, source))
+            sizes[id(node)] = 1 + sum(size_of(inner, depth + 1) for inner in inside(node))
         size = sizes[id(node)]
         if size is None:
-            raise _at_node(node, source, "has an anchor that contains itself", "write it out")
+            raise refused(node, "has an anchor that contains itself", "write it out")
         if size > len(sizes) + _MOST_REPEATED:
             why = "is too large: it repeats too much through its aliases"
-            raise _at_node(node, source, why, "write it out")
+            raise refused(node, why, "write it out")
         return size
 
     if root is not None:
         size_of(root, 0)
-
-
-def _inside(node: Any, source: str) -> list[Any]:
-    if node.id == "scalar":
-        numeric = node.tag.endswith((":int", ":float"))
-        if numeric and len(node.value) > _LONGEST_NUMBER:
-            raise _at_node(node, source, "has a number that is too long", "write fewer digits")
-        return []
-    if node.id == "mapping":
-        return [inner for pair in node.value for inner in pair]
-    return list(node.value)
-
-
-def _at_node(node: Any, source: str, reason: str, fix: str) -> PlanSyntaxError:
-    mark = node.start_mark
-    return PlanSyntaxError(
-        reason, source=source, line=mark.line + 1, column=mark.column + 1, fix=fix
-    )
-
-
-def _refuse_duplicates(root: Any, source: str) -> None:
-    pending, visited = [root], set()
-    while pending:
-        node = pending.pop()
-        if node is None or id(node) in visited or isinstance(node.value, str):
-            continue
-        visited.add(id(node))
-        if node.id == "sequence":
-            pending.extend(node.value)
-            continue
-        seen: set[str] = set()
-        for key, value in node.value:
-            name = key.value if isinstance(key.value, str) else ""
-            if name and name in seen:
-                raise _at_node(
-                    key,
-                    source,
-                    f"has the key {shorten(name)} twice in one block",
-                    "keep one of the two",
-                )
-            seen.add(name)
-            pending.extend((key, value))
 
 
 # -- Files, and what names them inside a configuration.
@@ -449,22 +422,18 @@ def parse_file(text: str, path: Path) -> tuple[Any, list[str]]:
     suffix = path.suffix.lower()
     if suffix in YAML_SUFFIXES:
         return parse_yaml(text, source=str(path)), []
-    if suffix == ".toml":
-        raise PlanSyntaxError(
+    other = {
+        ".toml": (
             "is TOML, which holds the settings of a trainer and no DeepSpeed configuration",
-            source=str(path),
-            line=1,
-            column=1,
-            fix="give the JSON or YAML that it or its command line names",
-        )
-    if suffix == ".hjson":
-        raise PlanSyntaxError(
+            "give the JSON or YAML that it or its command line names",
+        ),
+        ".hjson": (
             "is HJSON, which is not read",
-            source=str(path),
-            line=1,
-            column=1,
-            fix="convert it to JSON: python -m hjson.tool -j FILE",
-        )
+            "convert it to JSON: python -m hjson.tool -j FILE",
+        ),
+    }.get(suffix)
+    if other is not None:
+        raise _syntax_error(text, str(path), 0, *other)
     return parse_json(text, source=str(path))
 
 
@@ -511,7 +480,7 @@ def read_text(path: Path, *, key: str | None = None, tried: Collection[Path] = (
     """
     name = key or "file"
     try:
-        largest = _LARGEST.get()
+        largest = _LARGEST_FILE.get()
         with path.open("rb") as file:
             content = file.read(largest + 1)
         _refuse_too_large(len(content), largest, str(path), name)
@@ -541,16 +510,6 @@ def read_text(path: Path, *, key: str | None = None, tried: Collection[Path] = (
         ) from None
 
 
-def find_file(written: str, folder: Path | None, *, key: str) -> Path:
-    """A file named inside a configuration: beside that configuration, else where we are."""
-    places = _places(written, folder)
-    for place in places:
-        if _is_file(place):
-            return place
-    read_text(places[-1], key=key, tried=list(dict.fromkeys(places)))
-    return places[-1]
-
-
 class Named(NamedTuple):
     """What a setting that names a configuration leads to."""
 
@@ -568,30 +527,19 @@ def read_named(written: str, folder: Path | None, *, key: str) -> Named:
 
     accelerate and transformers accept all three (``HfDeepSpeedConfig``).
     """
-    encoded = None if written.lstrip().startswith("{") else _decoded(written, folder)
-    text = written if written.lstrip().startswith("{") else encoded
+    text = written if written.lstrip().startswith("{") else None
+    places = [Path(written)] if folder is None else [folder / written, Path(written)]
+    path = next(filter(_is_file, places), None)
+    if text is None and path is None:
+        with suppress(binascii.Error, ValueError):
+            decoded = base64.urlsafe_b64decode(written).decode("utf-8")
+            text = decoded if decoded.lstrip().startswith("{") else None
     if text is not None:
         return Named(*parse_json(text, source=key), source=f"the text of {key}", folder=None)
-    path = find_file(written, folder, key=key)
-    value, sentences = parse_file(read_text(path, key=key), path)
+    tried = list(dict.fromkeys(places))
+    path = path or places[-1]
+    value, sentences = parse_file(read_text(path, key=key, tried=tried), path)
     return Named(value, sentences, source=str(path), folder=path.parent)
-
-
-def _decoded(written: str, folder: Path | None) -> str | None:
-    import base64
-    import binascii
-
-    if any(_is_file(place) for place in _places(written, folder)):
-        return None
-    try:
-        text = base64.urlsafe_b64decode(written).decode("utf-8")
-    except (binascii.Error, ValueError):
-        return None
-    return text if text.lstrip().startswith("{") else None
-
-
-def _places(written: str, folder: Path | None) -> list[Path]:
-    return [Path(written)] if folder is None else [folder / written, Path(written)]
 
 
 def _is_file(place: Path) -> bool:
