@@ -19,11 +19,11 @@ from zerotune.diffusion.data.cache import (
     cache_texts,
     check_edits,
 )
-from zerotune.diffusion.families.pipeline_family import PipelineFamily
+from zerotune.diffusion.models.pipeline_family import PipelineFamily
 
 if TYPE_CHECKING:
     from zerotune.diffusion.data.preparation import PreparedImages
-    from zerotune.diffusion.families.text_to_image import TextToImage
+    from zerotune.diffusion.models.pipeline_family import TextToImage
 
 
 class Ranks(Protocol):

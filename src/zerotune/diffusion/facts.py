@@ -21,7 +21,8 @@ import torch
 from zerotune._util.files import write_atomically
 from zerotune._util.text import json_of
 from zerotune.diffusion.activations import ActivationOffload
-from zerotune.diffusion.families.declared import family_of_model
+from zerotune.diffusion.models.declared import family_of_model
+from zerotune.diffusion.models.pipeline import Blueprint
 from zerotune.diffusion.passes import (
     KINDS,
     CountedTransfers,
@@ -30,7 +31,6 @@ from zerotune.diffusion.passes import (
     counting,
     sizes_only,
 )
-from zerotune.diffusion.pipeline import Blueprint
 from zerotune.errors import InvalidValueError, MissingDependencyError
 from zerotune.plan.families import facts_from_json, facts_to_json, family_of
 from zerotune.plan.model import (
@@ -45,7 +45,7 @@ from zerotune.plan.model import (
 )
 
 if TYPE_CHECKING:
-    from zerotune.diffusion.families.pipeline_family import PipelineFamily
+    from zerotune.diffusion.models.pipeline_family import PipelineFamily
 
 _log = logging.getLogger("zerotune")
 _CLIP_TOKENS: Final = 77

@@ -9,10 +9,9 @@ import torch
 
 from zerotune.diffusion.data.order import derive_seed
 from zerotune.diffusion.data.streams import Batch
-from zerotune.diffusion.family import Denoiser
-from zerotune.diffusion.inference import equal_share, evaluating, group_of, shared
-from zerotune.diffusion.noise import DrawnNoise
-from zerotune.diffusion.objective import LevelObjective, Objective
+from zerotune.diffusion.models.family import Denoiser
+from zerotune.diffusion.objective import DrawnNoise, LevelObjective, Objective
+from zerotune.diffusion.sampling import equal_share, evaluating, group_of, shared
 from zerotune.errors import DataError, InvalidValueError
 
 QUANTILES = (0.1, 0.3, 0.5, 0.7, 0.9)

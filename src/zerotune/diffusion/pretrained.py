@@ -27,15 +27,13 @@ from zerotune.backend.stored import (
 )
 from zerotune.backend.unpartitioned import unpartitioned
 from zerotune.decisions import Decision, announce
-from zerotune.diffusion.families.declared import DECLARED
-from zerotune.diffusion.families.pipeline_family import PipelineFamily
-from zerotune.diffusion.families.probe import probe, probe_texts
-from zerotune.diffusion.families.text_to_image import TextToImage
-from zerotune.diffusion.families.unconditional import ClassConditional, Unconditional
-from zerotune.diffusion.family import Family
+from zerotune.diffusion.models.declared import DECLARED
+from zerotune.diffusion.models.family import ClassConditional, Family, Unconditional
+from zerotune.diffusion.models.pipeline import Blueprint, FrozenParts, PipelineModel, pipeline_class
+from zerotune.diffusion.models.pipeline_family import PipelineFamily, TextToImage
+from zerotune.diffusion.models.probe import probe, probe_texts
 from zerotune.diffusion.noise_schedule import adds_noise, ddpm_of
 from zerotune.diffusion.objective import DenoisingObjective, FlowMatchingObjective
-from zerotune.diffusion.pipeline import Blueprint, FrozenParts, PipelineModel, pipeline_class
 from zerotune.errors import CheckpointCorruptError, InvalidValueError, MissingDependencyError
 from zerotune.plan.model import ResolvedPlan
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from zerotune.backend.trained_parts import TrainedParts
-from zerotune.diffusion.families.unconditional import Unconditional
+from zerotune.diffusion.models.family import Unconditional
 from zerotune.errors import InvalidValueError
 from zerotune.optim import OptimizerResolver
 from zerotune.plan.advise import Advice

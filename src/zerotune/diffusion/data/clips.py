@@ -45,8 +45,7 @@ from zerotune.diffusion.data.preparation import (
     PreparedImages,
     all_to_pixels,
 )
-from zerotune.diffusion.data.sizes import SizeIndex, stamp_of
-from zerotune.diffusion.data.sources import ImageItem, scan, worded
+from zerotune.diffusion.data.sources import ImageItem, SizeIndex, scan, stamp_of, worded
 from zerotune.errors import DataError, InvalidValueError
 
 if TYPE_CHECKING:

@@ -23,15 +23,17 @@ from zerotune.diffusion.data.images import (
     broken_policy,
     image_check,
 )
-from zerotune.diffusion.data.sizes import SizeIndex, Stamp, stamp_of
 from zerotune.diffusion.data.sources import (
     MASK,
     REFERENCE,
     CaptionText,
     EncodedSource,
+    SizeIndex,
+    Stamp,
     WholeText,
     Words,
     caption_text,
+    stamp_of,
 )
 from zerotune.errors import DataError
 

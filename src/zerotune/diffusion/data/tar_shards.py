@@ -22,14 +22,16 @@ from zerotune.diffusion.data.images import (
     image_check,
     reading,
 )
-from zerotune.diffusion.data.sizes import SizeIndex, Stamp, stamp_of
 from zerotune.diffusion.data.sources import (
     MASK,
     REFERENCE,
     CaptionText,
     EncodedSource,
+    SizeIndex,
+    Stamp,
     Words,
     caption_text,
+    stamp_of,
 )
 from zerotune.errors import DataError
 

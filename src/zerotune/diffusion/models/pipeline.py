@@ -20,8 +20,8 @@ from zerotune._util.text import json_of
 from zerotune.backend.unpartitioned import check_whole, unpartitioned
 from zerotune.diffusion.data.cache import hash_weights
 from zerotune.diffusion.data.streams import row_of, stack_named
-from zerotune.diffusion.family import Denoiser
-from zerotune.diffusion.latents import LatentSpace
+from zerotune.diffusion.models.family import Denoiser
+from zerotune.diffusion.models.latents import LatentSpace
 from zerotune.errors import DataError, MissingDependencyError
 
 _EXACT: Final = (

@@ -18,8 +18,7 @@ from zerotune.diffusion.data.images import (
     image_check,
     need,
 )
-from zerotune.diffusion.data.sizes import SizeIndex, Stamp, stamp_of
-from zerotune.diffusion.data.sources import EncodedSource, Words
+from zerotune.diffusion.data.sources import EncodedSource, SizeIndex, Stamp, Words, stamp_of
 from zerotune.errors import DataError
 
 if TYPE_CHECKING:

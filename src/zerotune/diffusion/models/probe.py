@@ -21,7 +21,7 @@ from zerotune.diffusion.passes import sizes_only
 from zerotune.errors import DataError, InvalidValueError, ZeroTuneError
 
 if TYPE_CHECKING:
-    from zerotune.diffusion.families.pipeline_family import PipelineFamily
+    from zerotune.diffusion.models.pipeline_family import PipelineFamily
 
 _SAMPLES: Final = 2
 _TIMES: Final = (900.0, 100.0)
