@@ -111,7 +111,11 @@ def _encode(
     shown: bool,
     timeout_s: float,
 ) -> CachedImages:
-    _check(images, family)  # Before the first latent.
+    # Before the first latent.
+    if family.reads_references:
+        check_edits(images)
+    else:
+        images.augmentation.check_countable()
     latents = TensorCache(folder, settings=family.latent_settings())
     texts = TensorCache(folder, settings=family.text_settings())
     shared: dict[str, Any] = {
@@ -154,13 +158,6 @@ def _encode(
                 **shared,
             )
     return CachedImages(images, latents=latents, texts=texts)
-
-
-def _check(images: PreparedImages, family: TextToImage) -> None:
-    if family.reads_references:
-        check_edits(images)
-    else:
-        images.augmentation.check_countable()
 
 
 class _Bar:

@@ -64,9 +64,6 @@ def example_inputs(module: torch.nn.Module) -> Callable[..., Mapping[str, Any]]:
     Text takes as many tokens as the family's pipelines use at most: 77 for CLIP, 333 for SD3,
     512 for Flux. Those of a declared family are what its pipeline gives its model; of one of clips
     the function takes ``frames`` too, 1 when not given.
-
-    Raises:
-        InvalidValueError: A class whose arguments are not known.
     """
     name = type(module).__name__
     if (family := family_of_model(module)) is not None:
@@ -303,11 +300,7 @@ def _facts_of_module(
 
 
 def configuration_digest(config: Mapping[str, Any]) -> str:
-    """A digest of a diffusers configuration; what it leaves out has its class's defaults.
-
-    Raises:
-        InvalidValueError: It names no model class.
-    """
+    """A digest of a diffusers configuration; what it leaves out has its class's defaults."""
     kind = _class_of(config)
     arguments = inspect.signature(kind.__init__).parameters.values()
     # Published files have null and false for each other.
@@ -366,9 +359,6 @@ def measure_step(
     Args:
         module: A module on the ``meta`` device; left in bf16 and without checkpointing.
         inputs: As in ``model_facts``.
-
-    Raises:
-        InvalidValueError: The model's inputs are not known.
     """
     make = inputs or _clips_for(module, example_inputs(module))
     module.to(torch.bfloat16)
@@ -440,13 +430,6 @@ def _offloaded(
     return _moments(passes, tensors, spans), attrs.evolve(host, small=small)
 
 
-def _key_sizes() -> tuple[np.ndarray, ...]:
-    """Batches and pixels at which the moment that needs most is looked for."""
-    grid = [(batch, side * side) for batch in (1, 2, 4, 8, 16, 32, 64) for side in _SIDES]
-    batches, pixels = np.asarray(grid, dtype=float).T
-    return batches, batches * pixels
-
-
 _SIDES: Final = (64, 128, 256, 512, 768, 1024, 1536, 2048, 4096)
 _NEARLY: Final = 0.995
 """Share of the peak that the moments kept must reach at every size."""
@@ -462,7 +445,10 @@ def _moments(
         # Which operators run depends on the size, so moments cannot be compared.
         return _fit([one.peak for one in passes])
     live = _planes(np.asarray([one.live for one in passes], dtype=float).T)
-    batches, positions = _key_sizes()
+    # Batches and pixels at which the moment that needs most is looked for.
+    grid = [(batch, side * side) for batch in (1, 2, 4, 8, 16, 32, 64) for side in _SIDES]
+    batches, pixels = np.asarray(grid, dtype=float).T
+    positions = batches * pixels
     sizes = np.stack([np.ones_like(batches), batches, positions])
     totals = live @ sizes
     if tensors is not None:

@@ -114,14 +114,12 @@ def _errors(
                 noise=FixedNoise(seed=seed, index=index),
                 generator=_generator(seed, index, "conditioning"),
             )
-            found[index] = _BatchLosses(losses=losses.tolist(), samples=samples)
+            found[index] = losses.tolist(), samples
     return found
 
 
-@attrs.frozen(kw_only=True)
-class _BatchLosses:
-    losses: list[float]
-    samples: int
+_BatchLosses = tuple[list[float], int]
+"""A batch's loss at each level, and its samples."""
 
 
 def _check(
@@ -164,9 +162,9 @@ def _merged(parts: list[dict[int, _BatchLosses]], levels: tuple[float, ...]) -> 
     # In the order of the batches, so that the last digit is the same for any number of ranks.
     every = {index: losses for part in parts for index, losses in part.items()}
     ordered = [every[index] for index in sorted(every)]
-    samples = sum(batch.samples for batch in ordered)
+    samples = sum(count for _, count in ordered)
     means = [
-        sum(batch.losses[place] * batch.samples for batch in ordered) / samples
+        sum(losses[place] * count for losses, count in ordered) / samples
         for place in range(len(levels))
     ]
     return HeldOutLoss(

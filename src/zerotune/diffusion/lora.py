@@ -229,9 +229,6 @@ def as_adapters(lora: Any) -> Adapters:
     Args:
         lora: Adapters, peft's ``LoraConfig``, ``LoKrConfig``, ``LoHaConfig`` or ``OFTConfig``, or
             ``None`` for ``LoRA()``.
-
-    Raises:
-        InvalidValueError: It is none of these, or a field of it has no counterpart.
     """
     if lora is None:
         return LoRA()
@@ -319,7 +316,14 @@ def add_lora(
         else:
             _peft().inject_adapter_in_model(config, model, adapter_name=wanted.name)
     if not wanted.targets:
-        decisions += (_default_decision(config.target_modules),)
+        decisions += (
+            Decision(
+                key="LoRA.targets",
+                before=None,
+                after=sorted(config.target_modules),
+                reason="the attention projections this model has",
+            ),
+        )
     return _train_only(model, wanted.name, base_dtype=base_dtype, decisions=decisions)
 
 
@@ -339,11 +343,7 @@ def _read_for_magnitudes(model: torch.nn.Module) -> tuple[Decision, ...]:
 
 
 def _require_no_adapters(model: torch.nn.Module) -> None:
-    """Refuse a model that has adapters: only those added last would be active.
-
-    Raises:
-        InvalidValueError: It has some.
-    """
+    """Refuse a model that has adapters: only those added last would be active."""
     there = list(getattr(model, "peft_config", None) or ())
     if there:
         raise InvalidValueError(
@@ -355,12 +355,7 @@ def _require_no_adapters(model: torch.nn.Module) -> None:
 
 
 def _config(model: torch.nn.Module, lora: Adapters) -> Any:
-    """Peft's configuration for these adapters in this model.
-
-    Raises:
-        InvalidValueError: A target, exclusion or pattern matches no layer.
-        MissingDependencyError: peft is not installed.
-    """
+    """Peft's configuration for these adapters in this model."""
     kind = type(lora).__name__
     targets = lora.targets or _default_targets(model)
     _require_matches(model, targets, key=f"{kind}.targets")
@@ -384,15 +379,6 @@ def _peft_config(lora: Adapters, targets: tuple[str, ...] | str | None) -> Any:
 
 def _for_peft(targets: tuple[str, ...] | str | None) -> list[str] | str | None:
     return list(targets) if isinstance(targets, tuple) else targets
-
-
-def _default_decision(targets: Any) -> Decision:
-    return Decision(
-        key="LoRA.targets",
-        before=None,
-        after=sorted(targets),
-        reason="the attention projections this model has",
-    )
 
 
 def _train_only(
@@ -452,11 +438,7 @@ def _cast_base(model: torch.nn.Module, dtype: torch.dtype) -> tuple[Decision, ..
 
 
 def _peft() -> ModuleType:
-    """The package.
-
-    Raises:
-        MissingDependencyError: It is not installed.
-    """
+    """The package."""
     try:
         return importlib.import_module("peft")
     except ImportError as error:
@@ -539,7 +521,9 @@ def _load(
     state, metadata = _stored(file)
     own = [key for key in state if key.startswith(f"{component}.") and _IN_FILES.search(key)]
     if own:
-        _load_own(module, {key: state[key] for key in own}, metadata, component, name)
+        settings = adapter_settings(metadata, component)
+        header = settings and {f"{component}.{key}": value for key, value in settings.items()}
+        _load_named(module, {key: state[key] for key in own}, component, name, metadata=header)
         return len(own), ()
     parts = {key.split(".")[0] for key in state if _IN_FILES.search(key)}
     if parts and parts <= _COMPONENTS:
@@ -550,13 +534,14 @@ def _load(
         )
     read = read_others(state, model=module, component=component, pipeline=pipeline)
     count = _load_read(module, read, component, name)
-    told = Decision(
-        key="adapters.format",
-        before=f"names of others ({next(iter(state), None)}, …)",
-        after="diffusers",
-        reason=f"converted by {read.reader}",
+    return count, (
+        Decision(
+            key="adapters.format",
+            before=f"names of others ({next(iter(state), None)}, …)",
+            after="diffusers",
+            reason=f"converted by {read.reader}",
+        ),
     )
-    return count, (told,)
 
 
 _IN_FILES: Final = re.compile(r"\.(lora_|lokr_|hada_|oft_|lora\.|[a-z_]+_lora\.)")
@@ -573,40 +558,22 @@ def _stored(file: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         return {key: opened.get_tensor(key) for key in keys}, opened.metadata() or {}
 
 
-def _load_own(
-    module: Any,
-    state: dict[str, torch.Tensor],
-    header: dict[str, str],
-    component: str,
-    name: str,
+def _load_named(
+    module: Any, state: dict[str, torch.Tensor], component: str, name: str, **settings: Any
 ) -> None:
     """A component's tensors in diffusers' names."""
-    settings = adapter_settings(header, component)
     if hasattr(module, "load_lora_adapter"):
-        told = None
-        if settings is not None:
-            told = {f"{component}.{key}": value for key, value in settings.items()}
-        module.load_lora_adapter(state, prefix=component, adapter_name=name, metadata=told)
+        module.load_lora_adapter(state, prefix=component, adapter_name=name, **settings)
         return
-    _load_encoder(module, state, component, name, settings=settings)
-
-
-def _load_encoder(
-    module: Any,
-    state: dict[str, torch.Tensor],
-    component: str,
-    name: str,
-    *,
-    alphas: dict[str, Any] | None = None,
-    settings: dict[str, Any] | None = None,
-) -> None:
     from diffusers.loaders import StableDiffusionLoraLoaderMixin
 
-    told = None
-    if settings is not None:
-        told = {f"{component}.{key}": value for key, value in settings.items()}
     StableDiffusionLoraLoaderMixin.load_lora_into_text_encoder(
-        state, alphas, module, prefix=component, adapter_name=name, metadata=told
+        state,
+        settings.pop("network_alphas", None),
+        module,
+        prefix=component,
+        adapter_name=name,
+        **settings,
     )
 
 
@@ -616,12 +583,7 @@ def _load_read(module: Any, read: Read, component: str, name: str) -> int:
     if any(".hada_" in key for key in state):
         return _load_loha(module, state, component, name)
     state = baked_lokr(state)
-    if not hasattr(module, "load_lora_adapter"):
-        _load_encoder(module, state, component, name, alphas=read.alphas)
-    else:
-        module.load_lora_adapter(
-            state, prefix=component, network_alphas=read.alphas, adapter_name=name
-        )
+    _load_named(module, state, component, name, network_alphas=read.alphas)
     return sum(".alpha" not in key for key in state)
 
 
@@ -673,11 +635,7 @@ def _inject(module: Any, config: Any, state: dict[str, torch.Tensor], name: str)
 
 
 def _default_targets(model: torch.nn.Module) -> tuple[str, ...]:
-    """The attention projections a model has.
-
-    Raises:
-        InvalidValueError: It has none.
-    """
+    """The attention projections a model has."""
     names = list(_layers(model))
     found = tuple(target for target in ATTENTION_PROJECTIONS if _matches(target, names))
     if not found:
@@ -704,9 +662,6 @@ def _require_matches(
         targets: Ends of names, or one regular expression for whole names.
         key: What they are, for messages.
         written: How the user wrote the expression.
-
-    Raises:
-        InvalidValueError: One matches nothing.
     """
     names = list(_layers(model))
     if isinstance(targets, str):
@@ -720,11 +675,7 @@ def _require_matches(
 
 
 def _regular_expression(text: str, *, key: str) -> str:
-    """A regular expression that compiles.
-
-    Raises:
-        InvalidValueError: It does not.
-    """
+    """A regular expression that compiles."""
     try:
         re.compile(text)
     except re.error as error:

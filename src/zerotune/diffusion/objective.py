@@ -521,9 +521,6 @@ def mean_error(
 
     Returns:
         A scalar, fp32, on the device of ``prediction``.
-
-    Raises:
-        DataError: Weights or masks of the batch are of another shape.
     """
     predicted, target = prediction.float(), target.to(prediction.device).float()
     each = _sample_weights(batch, weights, like=predicted)

@@ -311,10 +311,13 @@ class _Repeat:
                 self.forward.append(mark())
 
         def leave(block: Any, _arguments: Any, output: Any) -> None:
-            # The first of its outputs that has its gradient; blocks are recomputed after that.
+            def begin(_gradient: Any) -> None:
+                # The first of its outputs that has one; blocks are recomputed after that.
+                self.backward.setdefault(block, mark())
+
             for leaf in () if self.backward else tree_leaves(output):
                 if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                    leaf.register_hook(lambda _: self.backward.setdefault(block, mark()) and None)
+                    leaf.register_hook(begin)  # type: ignore[no-untyped-call]
 
         hooks = [block.register_forward_pre_hook(enter) for block in self.every]
         hooks += [block.register_forward_hook(leave) for block in self.every]
@@ -484,7 +487,7 @@ class _UncompiledMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return False
 
 
-class SizesOnly(_UncompiledMode):
+class SizesOnly(_UncompiledMode):  # type: ignore[no-untyped-call]
     """Whatever meets a tensor without data has none either; all else is computed."""
 
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -527,7 +530,7 @@ def sizes_only() -> Iterator[None]:
         symbolic.meta_nonzero_assume_all_nonzero = before
 
 
-class _Counts(_UncompiledMode):
+class _Counts(_UncompiledMode):  # type: ignore[no-untyped-call]
     """Counts the storages that live, those of a model's own tensors left out."""
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -540,19 +543,20 @@ class _Counts(_UncompiledMode):
         self.work = dict.fromkeys((*KINDS, *CALLS.values()), 0)
 
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, outcome = kwargs or {}, None
-        if _makes_new(func):
-            key = func, _key_of(args), _key_of(kwargs)
-            outcome = _OUTCOMES.get(key)
+        kwargs = kwargs or {}
+        key = (func, _key_of(args), _key_of(kwargs)) if _makes_new(func) else None
+        outcome = None if key is None else _OUTCOMES.get(key)
         if outcome is not None:
             result = outcome.again()
         else:
             result = func(*args, **kwargs)
             if not func.is_view:
                 outcome = _Outcome.of(func, args, kwargs, result)
-            if _makes_new(func) and outcome.results is not None:
-                _OUTCOMES[key] = outcome
-        for tensor in _tensors(result) if isinstance(result, (torch.Tensor, tuple, list)) else ():
+                if key is not None and outcome.results is not None:
+                    if len(_OUTCOMES) >= _MOST_OUTCOMES:
+                        _OUTCOMES.clear()
+                    _OUTCOMES[key] = outcome
+        for tensor in _tensors([result]):
             self._count(tensor)
         if outcome is not None and outcome.kind is not None:
             self.computes(outcome.kind, outcome.amount)

@@ -339,11 +339,7 @@ def _training_scheduler(folder: Path, *, flow_matching: bool) -> tuple[Any, tupl
 def _same_noise(
     config: dict[str, Any], stored: str, file: Path
 ) -> tuple[Any, tuple[Decision, ...]]:
-    """What adds the noise that the scheduler of a folder takes away: DDPM, or that scheduler.
-
-    Raises:
-        InvalidValueError: Its noise is not that of denoising diffusion, or cannot be compared.
-    """
+    """What adds the noise that the scheduler of a folder takes away: DDPM, or that scheduler."""
     import diffusers
 
     kind = getattr(diffusers, stored, None)

@@ -79,10 +79,6 @@ def shared(group: Gathering | None, purpose: str, work: Callable[[], T]) -> list
         group: The processes; ``None`` is this one alone.
         purpose: What is done, for the message.
         work: This rank's part.
-
-    Raises:
-        CollectiveError: It failed on another rank; the message names it and says why.
-        Exception: What ``work`` raised here.
     """
     if group is None:
         return [work()]
@@ -201,7 +197,8 @@ def sample(
     whole(steps, key="steps", fix="write 1")
     if batch_size is not None:
         whole(batch_size, key="batch_size", fix="write 1")
-    seeds = _seeds(generator, wanted)
+    generator = torch.Generator().manual_seed(0) if generator is None else generator
+    seeds: list[int] = torch.randint(_LARGEST_SEED, (wanted,), generator=generator).tolist()
     group = group_of(model)
     mine = equal_share(wanted, group)
     chunk = batch_size or len(mine)
@@ -305,11 +302,7 @@ def _from_labels(loop: _Loop, labels: torch.Tensor | None, seeds: list[int]) -> 
 
 
 def shape_of(model: Any) -> tuple[int, int, int]:
-    """(c, h, w) of a sample, from a diffusers model's configuration.
-
-    Raises:
-        InvalidValueError: The model has no such configuration.
-    """
+    """(c, h, w) of a sample, from a diffusers model's configuration."""
     module = getattr(model, "module", model)
     config = getattr(module, "config", {})
     size, channels = config.get("sample_size"), config.get("in_channels")
@@ -349,16 +342,13 @@ def _unfitting(belongs_to: str, **arguments: Any) -> None:
             )
 
 
-def _seeds(generator: torch.Generator | None, count: int) -> list[int]:
-    generator = torch.Generator().manual_seed(0) if generator is None else generator
-    drawn: list[int] = torch.randint(_LARGEST_SEED, (count,), generator=generator).tolist()
-    return drawn
-
-
 def _draw(drawing: _Loop, labels: torch.Tensor | None, seeds: list[int]) -> torch.Tensor:
     model, family = drawing.model, drawing.family
     scheduler = type(drawing.scheduler).from_config(drawing.scheduler.config)
-    scheduler.set_timesteps(drawing.steps, device=model.device, **_shift(scheduler, drawing.shape))
+    shift = {}
+    if scheduler.config.get("use_dynamic_shifting", False):
+        shift["mu"] = ResolutionShift().mu((1, *drawing.shape), scheduler.config)
+    scheduler.set_timesteps(drawing.steps, device=model.device, **shift)
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     images = torch.stack([torch.randn(drawing.shape, generator=g) for g in generators])
     images = images.to(model.device) * float(getattr(scheduler, "init_noise_sigma", 1.0))
@@ -377,13 +367,6 @@ def _draw(drawing: _Loop, labels: torch.Tensor | None, seeds: list[int]) -> torc
         prediction = _predict(drawing, scaled, timestep, conditioning, unknown)
         images = scheduler.step(prediction, timestep, images, **noise).prev_sample
     return images.float().cpu()
-
-
-def _shift(scheduler: Any, shape: tuple[int, ...]) -> dict[str, float]:
-    """What a schedule that depends on the image's size must be told, as in training."""
-    if not scheduler.config.get("use_dynamic_shifting", False):
-        return {}
-    return {"mu": ResolutionShift().mu((1, *shape), scheduler.config)}
 
 
 def _unknown(drawing: _Loop, conditioning: Conditioning) -> Conditioning | None:

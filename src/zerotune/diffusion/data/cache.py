@@ -11,7 +11,7 @@ import json
 import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any, Final
 
@@ -373,21 +373,18 @@ def cache_latents(
         corners = torch.tensor([corner for _, corner in loaded])
         return _by_key(keys, {**encoded, _CORNER: corners})
 
-    share = _share(shapes, cache, rank=rank, world_size=world_size, barrier=barrier)
-    batches = _of_one_size(share, bucket, batch_size)
-    _fill(batches, compute, cache=cache, shard_size=shard_size, progress=progress)
-    _finish(cache, release=release, barrier=barrier)
-
-
-def _of_one_size(
-    keys: Iterable[str], bucket: Callable[[str], Any], batch_size: int
-) -> list[list[str]]:
-    ordered = sorted(keys, key=lambda key: (bucket(key), key))
-    return [
-        same
-        for size in dict.fromkeys(bucket(key) for key in ordered)
-        for same in _chunks([key for key in ordered if bucket(key) == size], batch_size)
-    ]
+    _compute_missing(
+        shapes,
+        compute,
+        bucket=bucket,
+        cache=cache,
+        batch_size=batch_size,
+        shard_size=shard_size,
+        ranks=(rank, world_size),
+        progress=progress,
+        release=release,
+        barrier=barrier,
+    )
 
 
 def _encoded(
@@ -427,10 +424,18 @@ def cache_texts(
     def compute(keys: list[str]) -> dict[str, dict[str, torch.Tensor]]:
         return _by_key(keys, encode([texts[key] for key in keys]))
 
-    share = _share(texts, cache, rank=rank, world_size=world_size, barrier=barrier)
-    batches = list(_chunks(sorted(share), batch_size))
-    _fill(batches, compute, cache=cache, shard_size=shard_size, progress=progress)
-    _finish(cache, release=release, barrier=barrier)
+    _compute_missing(
+        texts,
+        compute,
+        bucket=None,
+        cache=cache,
+        batch_size=batch_size,
+        shard_size=shard_size,
+        ranks=(rank, world_size),
+        progress=progress,
+        release=release,
+        barrier=barrier,
+    )
 
 
 def cache_edits(
@@ -485,19 +490,22 @@ def cache_edits(
     def bucket(key: str) -> Any:
         return dataset.assignment.placements[found[key][1]].bucket
 
-    share = _share(found, cache, rank=rank, world_size=world_size, barrier=barrier)
-    batches = _of_one_size(share, bucket, batch_size)
-    _fill(batches, compute, cache=cache, shard_size=shard_size, progress=progress)
-    _finish(cache, release=release, barrier=barrier)
+    _compute_missing(
+        found,
+        compute,
+        bucket=bucket,
+        cache=cache,
+        batch_size=batch_size,
+        shard_size=shard_size,
+        ranks=(rank, world_size),
+        progress=progress,
+        release=release,
+        barrier=barrier,
+    )
 
 
 def check_edits(dataset: PreparedImages) -> None:
-    """Refuse images without references, and captions that cannot be counted.
-
-    Raises:
-        DataError: The former.
-        InvalidValueError: The latter.
-    """
+    """Refuse images without references, and captions that cannot be counted."""
     dataset.augmentation.check_countable()
     if REFERENCE not in dataset.companions:
         raise DataError(
@@ -594,11 +602,7 @@ class CachedImages:
 
 
 def _check_reproducible(preparation: Preparation) -> None:
-    """Refuse what differs from process to process: keys are made of its ``repr``.
-
-    Raises:
-        InvalidValueError: A ``repr`` holds a memory address.
-    """
+    """Refuse what differs from process to process: keys are made of its ``repr``."""
     for name, part in attrs.asdict(preparation, recurse=False).items():
         if not is_reproducible(repr(part)):
             raise InvalidValueError(
@@ -611,14 +615,21 @@ def _check_reproducible(preparation: Preparation) -> None:
             )
 
 
-def _share(
+def _compute_missing(
     keys: Iterable[str],
-    cache: TensorCache,
+    compute: Callable[[list[str]], dict[str, dict[str, torch.Tensor]]],
     *,
-    rank: int,
-    world_size: int,
+    bucket: Callable[[str], Any] | None,
+    cache: TensorCache,
+    batch_size: int,
+    shard_size: int,
+    ranks: tuple[int, int],
+    progress: Progress | None,
+    release: Callable[[], None] | None,
     barrier: Callable[[], None] | None,
-) -> list[str]:
+) -> None:
+    """Compute this rank's share of what the cache lacks, in batches of one bucket."""
+    rank, world_size = ranks
     if barrier is None and world_size > 1:
         raise InvalidValueError(
             "ranks must wait for each other before they read",
@@ -630,7 +641,30 @@ def _share(
     cache.refresh()
     # By the key and not by what is missing: a rank that looks later finds less missing, and
     # dividing that anew would leave gaps.
-    return [key for key in keys if int(key, 16) % world_size == rank and key not in cache]
+    mine = [key for key in keys if int(key, 16) % world_size == rank and key not in cache]
+    place = bucket or (lambda _key: 0)
+    batches = [
+        batch
+        for _, alike in groupby(sorted(mine, key=lambda key: (place(key), key)), key=place)
+        for batch in _chunks(alike, batch_size)
+    ]
+    report = progress or (lambda _done, _total: None)
+    done = 0
+    report(done, len(mine))
+    waiting: dict[str, dict[str, torch.Tensor]] = {}
+    for batch in batches:
+        with torch.no_grad():
+            waiting |= compute(batch)
+        done += len(batch)
+        if len(waiting) >= shard_size or done == len(mine):
+            cache.write(waiting)
+            waiting = {}
+        report(done, len(mine))
+    if release is not None:
+        release()
+    if barrier is not None:
+        barrier()
+        cache.refresh()
 
 
 def _chunks(keys: Iterable[str], size: int) -> Iterator[list[str]]:
@@ -655,38 +689,3 @@ def _by_key(
         key: {name: tensor.detach().cpu().clone() for name, tensor in row_of(encoded, row).items()}
         for row, key in enumerate(keys)
     }
-
-
-def _fill(
-    batches: Sequence[list[str]],
-    compute: Callable[[list[str]], dict[str, dict[str, torch.Tensor]]],
-    *,
-    cache: TensorCache,
-    shard_size: int,
-    progress: Progress | None,
-) -> None:
-    report = progress or (lambda _done, _total: None)
-    total, done = sum(map(len, batches)), 0
-    report(0, total)
-    waiting: dict[str, dict[str, torch.Tensor]] = {}
-    for keys in batches:
-        with torch.no_grad():
-            waiting |= compute(keys)
-        done += len(keys)
-        if len(waiting) >= shard_size or done == total:
-            cache.write(waiting)
-            waiting = {}
-        report(done, total)
-
-
-def _finish(
-    cache: TensorCache,
-    *,
-    release: Callable[[], None] | None,
-    barrier: Callable[[], None] | None,
-) -> None:
-    if release is not None:
-        release()
-    if barrier is not None:
-        barrier()
-        cache.refresh()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
 from pathlib import Path
@@ -167,14 +167,6 @@ def _container(path: Path) -> Iterator[tuple[Any, Any]]:
         yield container, container.streams.video[0]
 
 
-def _video_errors(*, videos: bool) -> tuple[type[Exception], ...]:
-    """What PyAV raises for files that hold no whole video, where there are any."""
-    if not videos:
-        return ()
-    known: type[Exception] = need("av", package="av", extra="video").error.FFmpegError
-    return (known,)
-
-
 class ClipCheck(Protocol):
     """How closely clips are looked at when a source is opened."""
 
@@ -290,7 +282,9 @@ class ClipFolder:
         looker: ClipCheck = named_policy(check, _CHECKS, key="check", method="look")
         found, strays = _clips_in(place)
         videos = any(isinstance(files, Path) for files in found.values())
-        self._errors: tuple[type[Exception], ...] = _video_errors(videos=videos)
+        self._errors: tuple[type[Exception], ...] = ()
+        if videos:
+            self._errors = (need("av", package="av", extra="video").error.FFmpegError,)
         chosen, decisions = (captions, ()) if captions else caption_files(place)
         words = chosen.read(place, found)
         index = SizeIndex("clips", str(place.resolve()), looker, count=3)
@@ -442,14 +436,6 @@ class ClipPlacement(Placement):
         )
 
 
-def _rising(lengths: Iterable[int]) -> tuple[int, ...]:
-    return tuple(sorted(set(lengths)))
-
-
-def _frames_per_second(value: float | Fraction) -> Fraction:
-    return _rate(value, key="ClipBuckets.fps")
-
-
 def _check_lengths(instance: ClipBuckets, attribute: Any, value: tuple[int, ...]) -> None:
     for frames in value:
         whole(frames, key=attribute.name, fix="write how many frames, such as 17")
@@ -486,13 +472,13 @@ class ClipBuckets:
     ``family.parts.latents.frames``."""
     frames: tuple[int, ...] = attrs.field(
         default=(17, 33, 49, 81),
-        converter=_rising,
+        converter=lambda lengths: tuple(sorted(set(lengths))),
         validator=_check_lengths,
     )
     """Lengths, each 1 more than a multiple of ``compression``; 1 is a picture."""
     fps: Fraction | None = attrs.field(
         default=None,
-        converter=attrs.converters.optional(_frames_per_second),
+        converter=attrs.converters.optional(lambda value: _rate(value, key="ClipBuckets.fps")),
     )
     """Frames per second that clips are brought to, by leaving out or repeating frames; when not
     given each keeps its own rate."""

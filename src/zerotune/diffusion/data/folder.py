@@ -48,19 +48,12 @@ def parse_jsonl(text: str, *, source: str, file: str, caption: str) -> dict[str,
         source: Name of the file, for messages.
         file: Key that holds the image's path, relative to the metadata file.
         caption: Key that holds the caption, or a list of several.
-
-    Raises:
-        DataError: A line that is no object, lacks a key or repeats a file with other words.
     """
     return _collect(_json_rows(text, source), source=source, file=file, caption=caption)
 
 
 def parse_csv(text: str, *, source: str, file: str, caption: str) -> dict[str, Words]:
-    """Captions by file name from comma-separated values with a header; like ``parse_jsonl``.
-
-    Raises:
-        DataError: A malformed line, a missing column, or a file repeated with other words.
-    """
+    """Captions by file name from comma-separated values with a header; like ``parse_jsonl``."""
     return _collect(_csv_rows(text, source), source=source, file=file, caption=caption)
 
 
@@ -97,22 +90,16 @@ def _collect(
 ) -> dict[str, Words]:
     captions: dict[str, Words] = {}
     for number, row in rows:
-        for column, fits in ((file, _is_text), (caption, _is_words)):
-            if not fits(row.get(column)):
+        for column in (file, caption):
+            value = row.get(column)
+            several = value if column == caption and isinstance(value, list) else [value]
+            if not all(isinstance(each, str) for each in several):
                 raise _bad(source, number, f"has no text {column!r} (it has {sorted(row)})")
         name = _inside(row[file], source, number)
         if captions.get(name, row[caption]) != row[caption]:
             raise _bad(source, number, f"gives {name!r} a second caption")
         captions[name] = row[caption]
     return captions
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _is_words(value: Any) -> bool:
-    return _is_text(value) or (isinstance(value, list) and all(map(_is_text, value)))
 
 
 def _inside(name: str, source: str, number: int) -> str:
@@ -302,13 +289,12 @@ def caption_files(root: Path) -> tuple[CaptionFiles, tuple[Decision, ...]]:
     """Where the captions of a folder are, and why."""
     for name in ("metadata.jsonl", "metadata.csv"):
         if (root / name).is_file():
-            reason = f"{name} is in the folder"
-            return MetadataFile(name=name), (_chosen(name, reason),)
-    return TextBeside(), (_chosen(".txt", "there is no metadata.jsonl or metadata.csv"),)
-
-
-def _chosen(after: str, reason: str) -> Decision:
-    return Decision(key="data.captions", before=None, after=after, reason=reason)
+            after, reason = name, f"{name} is in the folder"
+            break
+    else:
+        after, reason = ".txt", "there is no metadata.jsonl or metadata.csv"
+    decision = Decision(key="data.captions", before=None, after=after, reason=reason)
+    return TextBeside() if after == ".txt" else MetadataFile(name=after), (decision,)
 
 
 def _text(path: Path) -> str:

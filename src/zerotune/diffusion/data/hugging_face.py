@@ -150,11 +150,7 @@ class DatasetImages(EncodedSource):
 
 
 def _taker(key: str, how: Any, sample: Any) -> Callable[[Any], Any]:
-    """What takes something out of samples like this one.
-
-    Raises:
-        DataError: There is no such place, or it is none.
-    """
+    """What takes something out of samples like this one."""
     if callable(how):
         return cast("Callable[[Any], Any]", how)
     places: Any = list(sample) if isinstance(sample, Mapping) else ()

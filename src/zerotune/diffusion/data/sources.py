@@ -331,19 +331,11 @@ class EncodedSource:
         return self._items[index]
 
     def image(self, index: int) -> Image:
-        """The upright image, RGB or RGBA.
-
-        Raises:
-            DataError: It is broken, and was not looked at as a whole when the source was opened.
-        """
+        """The upright image, RGB or RGBA."""
         return self._decoded(index, self.encoded(index))
 
     def companion(self, index: int, kind: str) -> Image | None:
-        """What lies beside an image, upright; ``None`` where nothing does.
-
-        Raises:
-            DataError: As of ``image``.
-        """
+        """What lies beside an image, upright; ``None`` where nothing does."""
         file = self.beside(index).get(kind)
         return None if file is None else self._decoded(index, file)
 
@@ -465,9 +457,6 @@ def scan(
 
     Returns:
         The items, all that is broken, and the decisions about both.
-
-    Raises:
-        DataError: By ``on_broken``, or because nothing can be read.
     """
     broken: list[BrokenImage] = []
 

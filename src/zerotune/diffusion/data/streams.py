@@ -89,11 +89,7 @@ class ImageTensors(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 
 def check_float(images: torch.Tensor, *, key: str) -> None:
-    """Refuse images of whole numbers, such as 0 to 255.
-
-    Raises:
-        DataError: They are.
-    """
+    """Refuse images of whole numbers, such as 0 to 255."""
     if not images.is_floating_point():
         raise DataError(
             "images are floating-point numbers in [-1, 1]",
@@ -164,9 +160,6 @@ def stack_named(rows: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.T
 
     All of a name are of one shape, but for those that come with a mask: they, and their masks, are
     padded with zeros to the longest. ``row_of`` takes that away again.
-
-    Raises:
-        DataError: Shapes differ without a mask.
     """
     batch = {}
     for name in rows[0] if rows else ():
@@ -629,9 +622,6 @@ def saved(
         least: Of a whole number.
         most: Of a whole number.
         of: What ``state`` is, for the message.
-
-    Raises:
-        DataError: It is missing or something else.
     """
     value: Any = state.get(key, UNSET) if isinstance(state, Mapping) else UNSET
     if isinstance(value, int) and kind is int:

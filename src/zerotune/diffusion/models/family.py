@@ -106,11 +106,7 @@ class PromptFamily(Family, Protocol):
 
 
 def take(batch: Mapping[str, Tensor], key: str) -> Tensor:
-    """A tensor of a batch.
-
-    Raises:
-        DataError: The batch has no such key.
-    """
+    """A tensor of a batch."""
     if key not in batch:
         raise DataError(
             f"the batch has no {key!r}, only {sorted(batch)}",
@@ -121,11 +117,7 @@ def take(batch: Mapping[str, Tensor], key: str) -> Tensor:
 
 
 def images_of(batch: Mapping[str, Tensor]) -> Tensor:
-    """The images of a batch, fp32.
-
-    Raises:
-        DataError: There are none, or they are whole numbers.
-    """
+    """The images of a batch, fp32."""
     images = take(batch, "images")
     check_float(images, key="batch['images']")
     return images.float()
@@ -152,11 +144,7 @@ def call_diffusers_model(
 
 
 def prediction_of(output: Any, *, like: Tensor) -> Tensor:
-    """The prediction in what a diffusers model returned.
-
-    Raises:
-        DataError: It is not shaped like its input.
-    """
+    """The prediction in what a diffusers model returned."""
     prediction = output if isinstance(output, Tensor) else output[0]
     if not isinstance(prediction, Tensor) or prediction.shape != like.shape:
         shape = getattr(prediction, "shape", None)

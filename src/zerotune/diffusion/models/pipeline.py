@@ -189,11 +189,7 @@ class FrozenParts:
 
 
 def pipeline_class(name: str) -> Any:
-    """A pipeline of diffusers.
-
-    Raises:
-        MissingDependencyError: transformers is not installed, and all pipelines of texts need it.
-    """
+    """A pipeline of diffusers."""
     import diffusers
 
     if not diffusers.utils.is_transformers_available():

@@ -56,11 +56,6 @@ def probe(family: PipelineFamily, model: torch.nn.Module) -> tuple[Decision, ...
 
     Returns:
         A warning where the model cannot be tried without weights.
-
-    Raises:
-        InvalidValueError: The pipeline calls its model more than once or with a doubled batch,
-            does not pass on a time step for each sample, predicts another shape, or no gradient
-            reaches the first or the last block.
     """
     kind: Any = type(model)
     with unpartitioned(), torch.device("meta"):
