@@ -402,7 +402,7 @@ def machine(_settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_built(op: str) -> bool:
-    from zerotune.backend.ops.diagnose import build_folder, built_library
+    from zerotune.backend.ops import build_folder, built_library
     from zerotune.backend.step.kernel import host_step_status
 
     if op == "host_step":
@@ -433,7 +433,7 @@ def in_words(error: BaseException | None) -> str:
 
 
 def _load(op: str) -> None:
-    from zerotune.backend.ops.build import build_op, building
+    from zerotune.backend.ops import build_op, building
     from zerotune.backend.step.kernel import load_host_step
 
     if op == "host_step":
@@ -457,7 +457,7 @@ def rates(settings: Mapping[str, Any]) -> dict[str, Any]:
     from bench.large import RATES
     from zerotune import detect_platform
     from zerotune.backend.rates import measure_rates
-    from zerotune.plan.memory.rates import store_rates
+    from zerotune.plan.memory.time import store_rates
 
     nbytes = 2**24 if settings["quick"] else 2**30
     there, here = (torch.ones(nbytes, dtype=torch.uint8) for _ in range(2))

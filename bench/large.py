@@ -20,7 +20,7 @@ from bench.workers import AnonPeak, alone, anon_bytes, load_libraries
 from tools.families import FLUX, SDXL
 from zerotune import DeepSpeedPlan, Platform, detect_platform
 from zerotune.plan.families import family, family_names
-from zerotune.plan.memory.model import Workload
+from zerotune.plan.memory.estimate import Workload
 from zerotune.plan.model import ModelFacts
 
 SEED: Final = 0
@@ -227,7 +227,7 @@ class Ours(Contestant):
         }
 
     def _estimate(self, *, recomputed: bool, offloaded: bool) -> dict[str, float | None]:
-        from zerotune.plan.memory.rates import known_rates
+        from zerotune.plan.memory.time import known_rates
 
         resolved, side = self._engine.plan, self._settings["side"]
         resolved = attrs.evolve(resolved, model=self._with_passes(resolved.model))

@@ -22,7 +22,7 @@ from bench.runner import Benchmark, Case, Goal, Measured, alternate
 from bench.workers import Worker, resolved
 from tools.families import FLUX, SD3
 from zerotune.diffusion.facts import example_inputs
-from zerotune.training.events import Callback, RunView, StepMetrics
+from zerotune.training import Callback, RunView, StepMetrics
 
 MEASURED, PREDICTED = "measured", "predicted"
 PARTS: Final = ("forward", "backward", "optimizer", "ema")
@@ -158,7 +158,7 @@ class Run:
 
     def predict(self, found: Mapping[str, float]) -> dict[str, float]:
         """What the plan says of a machine of these rates."""
-        from zerotune.plan.memory.rates import catalogued_rates
+        from zerotune.plan.memory.time import catalogued_rates
 
         plan = self._trainer.engine.plan
         rates = catalogued_rates(plan.platform).with_measured(found, origin="measured")

@@ -113,7 +113,7 @@ class Slab:
 def _cpu_adam(count: int) -> Any:
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-    from zerotune.backend.ops.build import same_ninja
+    from zerotune.backend.ops import same_ninja
 
     with same_ninja():
         return DeepSpeedCPUAdam([torch.nn.Parameter(torch.randn(count))], weight_decay=0.01)
@@ -296,7 +296,7 @@ class RawLoop(_Loop):
     """DeepSpeed with the same configuration, and ``lerp_`` on its flat master weights."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
-        from zerotune.backend.ops.build import same_ninja
+        from zerotune.backend.ops import same_ninja
         from zerotune.backend.upstream import quiet_deepspeed, require_deepspeed
 
         super().__init__(settings)

@@ -1,7 +1,7 @@
 """The table of docs/families.md: what trained, held against the plain engine, and on which cards.
 
 ``python docs/generate_families.py`` writes the page anew; ``... NOTES`` records a run first, from
-the file that the families' matrix notes its losses in (``ZEROTUNE_FAMILY_MATRIX``).
+the file that the families' matrix notes its losses in (``ZEROTUNE_FAMILY_NOTES``).
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.ranks import compile_io
+from tests.support.ranks import call_in_ranks, compile_io
 from zerotune import decisions
 
 _IN_CI = os.environ.get("CI", "").lower() in {"1", "true"}
@@ -47,6 +47,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if _IN_CI and reasons != ["no CUDA device"]:
         pytest.fail(f"CI lacks a component it should have: {message}", pytrace=False)
     pytest.skip(message)
+
+
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    mark = pyfuncitem.get_closest_marker("ranks")
+    if mark is None:
+        return None
+    call_in_ranks(pyfuncitem, mark)
+    return True
 
 
 # A deadline would compare times with what else the machine does.

@@ -14,7 +14,7 @@ import attrs
 import pytest
 
 from zerotune import cli
-from zerotune.backend.ops.build import OpStatus
+from zerotune.backend.ops import OpStatus
 from zerotune.cli import doctor
 from zerotune.cli.doctor import Checkup
 from zerotune.decisions import Decision

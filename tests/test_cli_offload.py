@@ -9,9 +9,10 @@ import attrs
 import pytest
 
 from tests.offload.plans import swapping_plan
+from zerotune._util.ownership import new_run_id
 from zerotune.cli import main
 from zerotune.offload import LeaseRecord, OffloadManager
-from zerotune.offload.lease import lease_name, new_run_id
+from zerotune.offload.lease import lease_name
 
 
 @pytest.fixture

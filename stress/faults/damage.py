@@ -9,10 +9,11 @@ from pathlib import Path
 import torch
 
 from stress.faults.campaign import Found
+from zerotune._util.ownership import new_run_id
 from zerotune.diffusion.data import CacheSettings, TensorCache
 from zerotune.errors import ZeroTuneError
 from zerotune.offload import LeaseRecord, cleanup_stale_swap
-from zerotune.offload.lease import LOCK_FILE, lease_name, new_run_id
+from zerotune.offload.lease import LOCK_FILE, lease_name
 
 
 class CacheBits:

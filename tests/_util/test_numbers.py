@@ -3,7 +3,7 @@ from __future__ import annotations
 import attrs
 import pytest
 
-from zerotune._util.numbers import (
+from zerotune._util.text import (
     as_number,
     finite,
     is_integer,

@@ -21,8 +21,6 @@ SHORT = 4
 """Steps after the last time something is done, where each act is done in one configuration."""
 TOGETHER = 13
 """Acts that are done one after the other in one process."""
-EVERYWHERE = "ZEROTUNE_MATRIX" in os.environ
-"""Collect every act in every configuration, which takes hours."""
 
 Batch = tuple[str, tuple[tuple[str, str], ...]]
 
@@ -79,20 +77,18 @@ def fails(text: str) -> bool:
     return text.startswith("FAIL")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("kind", "name"),
-    [(kind, name) for name, act in ACTS.items() for kind in KINDS if kind in act.kinds]
-    if EVERYWHERE
-    else [],
+    [(kind, name) for name, act in ACTS.items() for kind in KINDS if kind in act.kinds],
 )
 def test_nor_do_they_anywhere(kind, name):
     found = cell(name, KINDS[kind], modes_of(KINDS[kind], ACTS[name]), AFTER)
     assert not {mode: text for mode, text in found.items() if fails(text)}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", HIDDEN if EVERYWHERE else [])
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", HIDDEN)
 def test_nor_do_all_of_them_by_turns_in_200_steps(kind):
     found = cell("everything", KINDS[kind], ("hidden", "hidden, average"), AFTER)
     assert not {mode: text for mode, text in found.items() if fails(text)}

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.support.needs import needs
-from zerotune.backend.adapter_layouts import (
+from zerotune.backend.adapters import (
     PUBLISHED,
     Factors,
     compare,

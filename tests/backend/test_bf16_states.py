@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from tests.support.ranks import run_ranks
+from tests.support.ranks import ranks
 from tests.support.runs import Case, start
 from zerotune.backend.optimizers import AdamWBF16States
 from zerotune.backend.optimizers.adamw_bf16_states import round_stochastically
@@ -152,24 +152,6 @@ def engine_of(name: str, stage: int) -> Any:
     return start(Case(stage=stage, offload="cpu", optimizer=optimizer, lr=1e-2), model)
 
 
-def handed_on(saved: tuple[str, int], resumed: tuple[str, int], folder: str) -> dict[str, Any]:
-    """Ten steps under one optimizer and stage, ten more under another; and twenty under one."""
-    from zerotune.checkpoint import load_checkpoint, save_checkpoint
-
-    found: dict[str, Any] = {}
-    with engine_of(*saved) as engine:
-        losses_of(engine, 10)
-        path = save_checkpoint(Path(folder, "step-10"), engine=engine)
-        found["states"] = states_of(engine)
-        found["whole"] = losses_of(engine, 10)
-    with engine_of(*resumed) as engine:
-        contents = load_checkpoint(path, engine=engine)
-        found["decisions"] = [str(decision) for decision in contents.decisions]
-        found["taken"] = states_of(engine)
-        found["rest"] = losses_of(engine, 10)
-    return found
-
-
 def states_of(engine: Any) -> dict[str, tuple[str, list[float]]]:
     return {
         f"{fragment.address.name}/{name}": (str(state.dtype), state.tolist())
@@ -187,14 +169,27 @@ def states_of(engine: Any) -> dict[str, tuple[str, list[float]]]:
         (("AdamWBF16States", 2), ("AdamWBF16States", 3)),
     ],
 )
+@ranks(1)
 def test_moments_carry_over_between_fp32_and_bf16(saved, resumed, tmp_path: Path):
-    (found,) = run_ranks(handed_on, saved, resumed, str(tmp_path))
+    """Ten steps under one optimizer and stage, ten more under another; and twenty under one."""
+    from zerotune.checkpoint import load_checkpoint, save_checkpoint
+
+    with engine_of(*saved) as engine:
+        losses_of(engine, 10)
+        path = save_checkpoint(tmp_path / "step-10", engine=engine)
+        states = states_of(engine)
+        whole = losses_of(engine, 10)
+    with engine_of(*resumed) as engine:
+        contents = load_checkpoint(path, engine=engine)
+        decisions = [str(decision) for decision in contents.decisions]
+        taken = states_of(engine)
+        assert len(taken) == 4
+        rest = losses_of(engine, 10)
     dtype = torch.bfloat16 if resumed[0] == "AdamWBF16States" else torch.float32
-    assert len(found["taken"]) == 4
-    for name, (kind, state) in found["taken"].items():
+    for name, (kind, state) in taken.items():
         assert kind == str(dtype)
-        assert state == torch.tensor(found["states"][name][1]).to(dtype).tolist(), name
+        assert state == torch.tensor(states[name][1]).to(dtype).tolist(), name
     # A few moments are rounded another way; fresh ones would give 0.9 to 3 times the loss.
-    assert found["rest"] == pytest.approx(found["whole"], rel=2e-2)
-    changed = [line for line in found["decisions"] if line.startswith("optimizer.type")]
+    assert rest == pytest.approx(whole, rel=2e-2)
+    changed = [line for line in decisions if line.startswith("optimizer.type")]
     assert bool(changed) is (saved[0] != resumed[0])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 
@@ -99,11 +97,7 @@ def test_every_stage_compiles_blocks_without_a_break(stage):
     assert blocks[2] is (True if stage == 3 else None), "stage 3 really partitions"
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(
-    "ZEROTUNE_MATRIX" not in os.environ,
-    reason="a minute of g++: nox -s matrix runs it; other tests compile for another back end",
-)
+@pytest.mark.nightly  # A minute of g++; other tests compile for another back end.
 def test_inductor_writes_code_for_this_cpu(tmp_path):
     wanted = Compilation()
     eager, compiled = run_ranks(

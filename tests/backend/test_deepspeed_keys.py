@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import pytest
 from packaging.version import Version
 
-from tests.support.ranks import run_ranks
+from tests.support.ranks import ranks
 
 pytestmark = pytest.mark.deepspeed
 
 
-def made_anew() -> tuple[Any, str, str]:
+@ranks(1)
+def test_the_file_is_what_the_code_says() -> None:
     from tools.deepspeed_keys import FILE, deepspeed_keys, render
 
     keys = deepspeed_keys()
-    return keys, render(keys), FILE.read_text(encoding="utf-8")
-
-
-def test_the_file_is_what_the_code_says() -> None:
-    ((keys, text, on_file),) = run_ranks(made_anew)
+    text = render(keys)
+    on_file = FILE.read_text(encoding="utf-8")
     recorded = json.loads(on_file)
     if Version(keys["deepspeed"]) < Version(recorded["deepspeed"]):
         pytest.skip(f"the keys on file are those of DeepSpeed {recorded['deepspeed']}")

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from tests.backend.discarded import CASES, STAGE_3, differences, left_open, poisoned
-from tests.support.ranks import run_ranks
+from tests.support.ranks import ranks, run_ranks
 from tests.support.runs import Case
 
 NVME = Case(
@@ -46,20 +46,15 @@ UNCHECKED = tuple(
 )
 
 
-def all_poisoned():
-    return [poisoned(case) for case in UNCHECKED]
-
-
 @pytest.mark.deepspeed
-@pytest.mark.world_size(2)
+@ranks(2)
 def test_a_gradient_that_is_not_finite_is_applied_nowhere():
-    for ranks in run_ranks(all_poisoned, world_size=2):
-        for case, found in zip(UNCHECKED, ranks, strict=True):
-            assert found["unlike"] == [], case
-            assert found["applied"] == (False, True), case
-            assert found["finite"], case
-            assert found["skipped"] == (3, 1), case
-            assert found["norm"] > 0, case
+    for case, found in zip(UNCHECKED, [poisoned(case) for case in UNCHECKED], strict=True):
+        assert found["unlike"] == [], case
+        assert found["applied"] == (False, True), case
+        assert found["finite"], case
+        assert found["skipped"] == (3, 1), case
+        assert found["norm"] > 0, case
 
 
 UNNORMED = tuple(
@@ -75,21 +70,16 @@ OPEN = (
 )
 
 
-def unseen():
-    return [poisoned(case) for case in UNNORMED], [left_open(case) for case in OPEN]
-
-
 @pytest.mark.deepspeed
-@pytest.mark.world_size(2)
+@ranks(2)
 def test_a_gradient_is_looked_at_without_a_norm_and_forgotten_when_a_state_is_loaded():
-    for poisonings, unlike in run_ranks(unseen, world_size=2):
-        for case, found in zip(UNNORMED, poisonings, strict=True):
-            assert found["unlike"] == [], case
-            assert found["applied"] == (False, True), case
-            assert found["finite"], case
-            assert math.isnan(found["bad norm"]), case
-            assert found["norm"] is None, case
-        assert unlike == [[]] * len(OPEN)
+    for case, found in zip(UNNORMED, [poisoned(case) for case in UNNORMED], strict=True):
+        assert found["unlike"] == [], case
+        assert found["applied"] == (False, True), case
+        assert found["finite"], case
+        assert math.isnan(found["bad norm"]), case
+        assert found["norm"] is None, case
+    assert [left_open(case) for case in OPEN] == [[]] * len(OPEN)
 
 
 @pytest.mark.deepspeed

@@ -21,7 +21,7 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
-from tests.support.ranks import RanksFailed, free_port, on_a_machine, run_ranks
+from tests.support.ranks import RanksFailed, free_port, on_a_machine, ranks, run_ranks
 from zerotune.backend import distributed
 from zerotune.backend.distributed import Launch, ProcessGroup
 from zerotune.errors import CollectiveError, EngineError, InvalidValueError
@@ -88,7 +88,7 @@ def losing_a_machine(folder: str, lost: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if rank == 2:
         # It comes when the first to find out is gone, and the store with it.
-        wait_for(lambda: group._roll._pulse is None or bool(group._roll._pulse.told))
+        wait_for(lambda: group._roll._pulse is None or bool(group._roll._pulse.lost))
         (told / "heard").touch()
         wait_for((told / "0 has gone").exists)
     try:
@@ -232,7 +232,8 @@ def test_who_went_with_an_agents_store_before_all_had_come_is_named(
         arrivals.wait()
 
 
-def signs_at_the_end() -> tuple[int, int]:
+@ranks(2)
+def test_signs_of_life_end_before_the_interpreter_does() -> None:
     on_a_machine(f"machine-{os.environ['RANK']}")
     names: list[list[str]] = []
     group = ProcessGroup(backend="gloo", timeout_s=60)
@@ -242,13 +243,7 @@ def signs_at_the_end() -> tuple[int, int]:
     group.close()
     distributed._started._end()
     names.append([thread.name for thread in threading.enumerate()])
-    return names[0].count("zerotune-pulse"), names[1].count("zerotune-pulse")
-
-
-@pytest.mark.world_size(2)
-def test_signs_of_life_end_before_the_interpreter_does() -> None:
-    for seen in run_ranks(signs_at_the_end, world_size=2):
-        assert seen == (1, 0)
+    assert [name.count("zerotune-pulse") for name in names] == [1, 0]
 
 
 def threads() -> list[str]:
@@ -262,7 +257,8 @@ def test_processes_of_one_machine_need_no_signs_of_life() -> None:
         assert "zerotune-pulse" not in names
 
 
-def exchange() -> dict[str, Any]:
+@ranks(2)
+def test_values_travel_and_disagreement_is_told() -> None:
     import torch
 
     group = ProcessGroup(backend="gloo", timeout_s=30)
@@ -271,24 +267,12 @@ def exchange() -> dict[str, Any]:
         disagreement = ""
     except CollectiveError as error:
         disagreement = str(error)
-    return {
-        "broadcast": group.broadcast({"from": group.rank}, source=1),
-        "gather": group.gather(group.rank * 10),
-        "mean": group.mean(float(group.rank), device=torch.device("cpu")),
-        "sum": group.sum_(torch.ones(3)).tolist(),
-        "disagreement": disagreement,
-    }
-
-
-@pytest.mark.world_size(2)
-def test_values_travel_and_disagreement_is_told() -> None:
-    for seen in run_ranks(exchange, world_size=2):
-        assert seen["broadcast"] == {"from": 1}
-        assert seen["gather"] == [0, 10]
-        assert seen["mean"] == 0.5
-        assert seen["sum"] == [2.0, 2.0, 2.0]
-        assert "the plan" in seen["disagreement"]
-        assert "rank 1: 1" in seen["disagreement"]
+    assert group.broadcast({"from": group.rank}, source=1) == {"from": 1}
+    assert group.gather(group.rank * 10) == [0, 10]
+    assert group.mean(float(group.rank), device=torch.device("cpu")) == 0.5
+    assert group.sum_(torch.ones(3)).tolist() == [2.0, 2.0, 2.0]
+    assert "the plan" in disagreement
+    assert "rank 1: 1" in disagreement
 
 
 SCRIPT = Path(__file__).parents[1] / "support" / "launched.py"
@@ -342,18 +326,12 @@ LAUNCHERS = {
 }
 
 
-# What differs from accelerate with DeepSpeed is the launcher's own environment.
-REDUNDANT = pytest.mark.skipif(
-    "ZEROTUNE_MATRIX" not in os.environ,
-    reason="accelerate's launcher starts the script in another case: nox -s matrix runs both",
-)
-
-
 @pytest.mark.deepspeed
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[pytest.mark.slow, REDUNDANT] if name.endswith("CPU") else [])
+        # What differs from accelerate with DeepSpeed is the launcher's own environment.
+        pytest.param(name, marks=pytest.mark.nightly) if name.endswith("CPU") else name
         for name in LAUNCHERS
     ],
 )

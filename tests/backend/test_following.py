@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.backend.step.test_hidden_step import PLAIN, Web, begin, loss_of
-from tests.support.ranks import run_ranks
+from tests.support.ranks import ranks, run_ranks
 
 pytestmark = pytest.mark.deepspeed
 
@@ -71,7 +71,9 @@ def test_a_run_that_nobody_disturbs_goes_on(stage):
     assert run_ranks(trained_on, stage, "nothing") == [None]
 
 
-def edited(stage: int) -> None:
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@ranks(1)
+def test_an_edit_that_stops_early_is_followed(stage):
     """An edit that stops after the first fragment."""
     engine = begin(stage, Web(), hidden=False)
     with engine.master_weights.editing() as fragments:
@@ -79,11 +81,6 @@ def edited(stage: int) -> None:
     for sample in range(60):
         engine.master_weights.check_model(sample)
     engine.close()
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_an_edit_that_stops_early_is_followed(stage):
-    run_ranks(edited, stage)
 
 
 def strided(stage: int) -> str:
@@ -111,7 +108,9 @@ def test_another_memory_order_is_named_where_deepspeed_cannot_take_it():
     assert "contiguous_format" in error
 
 
-def failed_backward(stage: int) -> tuple[str, str]:
+@pytest.mark.parametrize("stage", [PLAIN, 2, 3])
+@ranks(1)
+def test_after_a_failed_backward_the_run_goes_on_or_is_told_that_it_cannot(stage):
     """What a loop is told that drops a window and goes on after an exception in backward."""
     from zerotune.errors import EngineError
 
@@ -132,12 +131,8 @@ def failed_backward(stage: int) -> tuple[str, str]:
         except EngineError as error:
             said.append(str(error))
     engine.close()
-    return said[0], said[1]
-
-
-@pytest.mark.parametrize("stage", [PLAIN, 2, 3])
-def test_after_a_failed_backward_the_run_goes_on_or_is_told_that_it_cannot(stage):
-    ((dropped, then),) = run_ranks(failed_backward, stage)
+    dropped = said[0]
+    then = said[1]
     if stage == PLAIN:
         assert (dropped, then) == ("went on", "went on")
         return

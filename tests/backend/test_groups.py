@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.support.models import HostileNet
-from tests.support.ranks import run_ranks
+from tests.support.ranks import ranks, run_ranks
 from zerotune.backend.optimizers.client import CurveScheduler, parameter_groups
 from zerotune.errors import EngineError, VerificationError
 from zerotune.optim import OptimizerResolver, ParameterGroup, ParameterGroups
@@ -66,33 +66,27 @@ def train(engine: Any, steps: int = 6) -> tuple[list[float], dict[str, list[floa
     return losses, rates
 
 
-def train_everywhere() -> dict[str, Any]:
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.world_size(2))])
+@ranks()
+def test_groups_keep_rate_and_decay_under_every_stage(world_size: int) -> None:
     results = {}
     with engine_with_groups(0, "none", deepspeed=False) as engine:
         results["plain"] = (*train(engine), engine.explain())
     for stage, offload in STAGES:
         with engine_with_groups(stage, offload) as engine:
             results[f"z{stage}-{offload}"] = (*train(engine), engine.explain())
-    return results
-
-
-@pytest.mark.deepspeed
-@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.world_size(2))])
-def test_groups_keep_rate_and_decay_under_every_stage(world_size: int) -> None:
-    for results in run_ranks(train_everywhere, world_size=world_size):
-        expected_losses, _, _ = results["plain"]
-        schedule = SchedulerChoice(
-            name="WarmupLR", params=SCHEDULE["params"] | {"warmup_type": "log"}
-        )
-        curve = [lr_at(schedule, step, 1e-2) for step in range(6)]
-        for name, (losses, rates, text) in results.items():
-            assert set(rates) == {"second, no decay", "second", "no decay", "rest"}, name
-            for group, seen in rates.items():
-                factor = 0.1 if group.startswith("second") else 1.0
-                assert seen == pytest.approx([factor * lr for lr in curve], rel=1e-12), name
-            assert losses == pytest.approx(expected_losses, rel=2e-5), name
-            assert "optimizer.param_groups[0].weight_decay = 0.0 [ok]" in text, name
-            assert "NOT" not in text, name
+    expected_losses, _, _ = results["plain"]
+    schedule = SchedulerChoice(name="WarmupLR", params=SCHEDULE["params"] | {"warmup_type": "log"})
+    curve = [lr_at(schedule, step, 1e-2) for step in range(6)]
+    for name, (losses, rates, text) in results.items():
+        assert set(rates) == {"second, no decay", "second", "no decay", "rest"}, name
+        for group, seen in rates.items():
+            factor = 0.1 if group.startswith("second") else 1.0
+            assert seen == pytest.approx([factor * lr for lr in curve], rel=1e-12), name
+        assert losses == pytest.approx(expected_losses, rel=2e-5), name
+        assert "optimizer.param_groups[0].weight_decay = 0.0 [ok]" in text, name
+        assert "NOT" not in text, name
 
 
 def lose_a_group() -> str:

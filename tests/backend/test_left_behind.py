@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-from tests.support.ranks import compile_io, run_ranks
+from tests.support.ranks import compile_io, ranks, run_ranks
 from tests.support.runs import PLAIN, Case, start
 from zerotune.backend.build import build_engine
 from zerotune.backend.distributed import ProcessGroup
@@ -115,7 +115,7 @@ def test_closed_engines_leave_no_thread_of_their_files(world_size: int, tmp_path
 
 def groups_after_a_failed_start() -> int:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("zerotune.backend.deepspeed.engine.ask_once", _fails)
+        patch.setattr("zerotune.backend.deepspeed.sharded.ShardedWrapper.improve", _fails)
         with pytest.raises(RuntimeError, match="after DeepSpeed has started"):
             start(STAGE_3, small())
     return held()[2]
@@ -169,7 +169,8 @@ def test_a_rank_that_waits_for_a_closed_one_is_told_so() -> None:
     assert "rank 0 last came to 'begin'" in message
 
 
-def functions_of_stage_3() -> None:
+@ranks(1)
+def test_the_last_engine_of_stage_3_puts_linear_back() -> None:
     before = functional.linear
     first = start(STAGE_3, small())
     assert functional.linear is not before
@@ -179,7 +180,7 @@ def functions_of_stage_3() -> None:
         train(second)
     assert functional.linear is before
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("zerotune.backend.deepspeed.engine.ask_once", _fails)
+        patch.setattr("zerotune.backend.deepspeed.sharded.ShardedWrapper.improve", _fails)
         with pytest.raises(RuntimeError, match="after DeepSpeed has started"):
             start(STAGE_3, small())
     assert functional.linear is before
@@ -189,16 +190,9 @@ def functions_of_stage_3() -> None:
     functional.linear = before
 
 
-def test_the_last_engine_of_stage_3_puts_linear_back() -> None:
-    run_ranks(functions_of_stage_3)
-
-
-def plain_after_stage_3() -> None:
+@ranks(1)
+def test_a_hidden_plain_engine_trains_after_one_of_stage_3() -> None:
     with start(STAGE_3, small()) as engine:
         train(engine)
     with hidden(deepspeed=False) as engine:
         train(engine, 4)
-
-
-def test_a_hidden_plain_engine_trains_after_one_of_stage_3() -> None:
-    run_ranks(plain_after_stage_3)

@@ -10,7 +10,7 @@ import torch
 from tests.support.needs import needs
 from tests.support.ranks import run_ranks
 from tests.support.runs import Case, start
-from zerotune.backend.states import OptimizerStates
+from zerotune.backend.master_weights import OptimizerStates
 
 WHY = "a large wheel for an optional back end"
 

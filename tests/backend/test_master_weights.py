@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.ranks import run_ranks
+from tests.support.ranks import ranks, run_ranks
 from tests.support.runs import PLAIN, Case, start
 
 pytestmark = pytest.mark.deepspeed
@@ -183,7 +183,10 @@ def pattern(address: Any) -> Any:
     return torch.arange(address.start, address.stop, dtype=torch.float32) / 64
 
 
-def edit_swapped(nvme_path: str) -> dict[str, Any]:
+@pytest.mark.nvme
+@pytest.mark.parametrize("world_size", [1, 2])
+@ranks()
+def test_swapped_out_shards_are_read_and_written(world_size: int, tmp_path) -> None:
     """Sub-groups larger than 1 MiB, so that DeepSpeed really swaps them out."""
     import torch
 
@@ -191,9 +194,7 @@ def edit_swapped(nvme_path: str) -> dict[str, Any]:
     model = torch.nn.Sequential(
         torch.nn.Linear(600, 701), torch.nn.Tanh(), torch.nn.Linear(701, 600)
     )
-    case = Case(
-        stage=3, offload="nvme", offload_param="nvme", nvme_path=nvme_path, precision="bf16"
-    )
+    case = Case(stage=3, offload="nvme", offload_param="nvme", nvme_path=tmp_path, precision="bf16")
     engine = start(case, model)
     assert engine.plan.offload_param == "nvme"
 
@@ -225,21 +226,14 @@ def edit_swapped(nvme_path: str) -> dict[str, Any]:
     result["trains"] = any(
         not torch.equal(value, after[name]) for name, value in engine.master_weights.gather()
     )
-    return result
-
-
-@pytest.mark.nvme
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_swapped_out_shards_are_read_and_written(world_size: int, tmp_path) -> None:
-    for seen in run_ranks(edit_swapped, str(tmp_path), world_size=world_size):
-        assert seen == {
-            "swapped": True,
-            "empty_again": True,
-            "doubled": True,
-            "low": True,
-            "states": {0.25},
-            "trains": True,
-        }
+    assert result == {
+        "swapped": True,
+        "empty_again": True,
+        "doubled": True,
+        "low": True,
+        "states": {0.25},
+        "trains": True,
+    }
 
 
 def zero_dimensional() -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 from typing import Any
 from unittest import mock
 
@@ -14,7 +13,7 @@ from diffusers import UNet2DModel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.memory import MIB, Peak, in_use, needs_mallinfo
-from tests.support.ranks import run_ranks
+from tests.support.ranks import ranks, run_ranks
 from tests.support.runs import PLAIN, Case, start
 from zerotune.diffusion.passes import fuses_norm
 from zerotune.plan import DeepSpeedPlan
@@ -45,8 +44,7 @@ def train(engine: Any, width: int, steps: int) -> None:
 def measure(case: Case) -> dict[str, float]:
     import torch
 
-    from zerotune.plan.memory.estimate import RUNTIME
-    from zerotune.plan.memory.model import Workload
+    from zerotune.plan.memory.estimate import RUNTIME, Workload
 
     small = start(case, torch.nn.Linear(8, 8))
     train(small, 8, 1)
@@ -113,30 +111,35 @@ def test_nvme_leaves_the_host_what_was_estimated(tmp_path):
     check(result)
 
 
-def start_loaded(folder: str) -> dict[bool, tuple[float, float]]:
+@ranks(1)
+def test_loading_takes_what_was_estimated(tmp_path):
     """Bytes per element while adapters' base comes, at the most and as estimated.
 
     ``False``: from its files; ``True``: made in memory.
     """
+    unet = UNet2DModel(sample_size=8, in_channels=1, out_channels=1, norm_num_groups=8,
+                       block_out_channels=(256, 512), layers_per_block=2,
+                       down_block_types=("DownBlock2D", "DownBlock2D"),
+                       up_block_types=("UpBlock2D", "UpBlock2D"))  # fmt: skip
+    unet.save_pretrained(tmp_path)
     import torch
 
     from zerotune import load_pretrained
-    from zerotune.plan.memory.estimate import RUNTIME
-    from zerotune.plan.memory.model import Workload
+    from zerotune.plan.memory.estimate import RUNTIME, Workload
 
     case = Case(stage=2, precision="bf16")
     start(case, torch.nn.Linear(8, 8)).close()
     found = {}
     plan = DeepSpeedPlan.build(stage=2, precision="bf16")
-    load_pretrained(folder, plan=plan)  # What it imports stays.
+    load_pretrained(tmp_path, plan=plan)  # What it imports stays.
     for in_memory in (False, True):
         gc.collect()
         before = in_use()
         with Peak() as peak:
             if in_memory:
-                model: Any = UNet2DModel.from_config(UNet2DModel.load_config(folder))
+                model: Any = UNet2DModel.from_config(UNet2DModel.load_config(tmp_path))
             else:
-                model = load_pretrained(folder, plan=plan).model
+                model = load_pretrained(tmp_path, plan=plan).model
             # As beside adapters, so that loading is what takes most.
             model.requires_grad_(False)
             model.conv_out.requires_grad_(True)
@@ -148,16 +151,6 @@ def start_loaded(folder: str) -> dict[bool, tuple[float, float]]:
         elements = sum(each.numel for each in facts.parameters)
         found[in_memory] = ((peak.nbytes - before) / elements, (counted - RUNTIME) / elements)
         del engine, model
-    return found
-
-
-def test_loading_takes_what_was_estimated(tmp_path):
-    unet = UNet2DModel(sample_size=8, in_channels=1, out_channels=1, norm_num_groups=8,
-                       block_out_channels=(256, 512), layers_per_block=2,
-                       down_block_types=("DownBlock2D", "DownBlock2D"),
-                       up_block_types=("UpBlock2D", "UpBlock2D"))  # fmt: skip
-    unet.save_pretrained(tmp_path)
-    (found,) = run_ranks(start_loaded, str(tmp_path))
     for measured, estimated in found.values():
         assert estimated * (1 - OVER) - SLACK <= measured <= estimated * (1 + UNDER) + SLACK, found
     assert found[True][0] > 1.5 * found[False][0]
@@ -297,13 +290,20 @@ def pass_of(model: Any, given: dict[str, Any], backward: Any) -> float:
     return most.nbytes
 
 
-def measure_shallow(name: str) -> dict[str, tuple[float, float]]:
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in IN_THE_SUITE else pytest.param(name, marks=pytest.mark.nightly)
+        for name in SHALLOW
+    ],
+)
+@ranks(1)
+def test_activations_of_few_layers_are_what_was_estimated(name):
     """MiB that a step needs at its most, and as estimated: all kept, and blocks recomputed."""
     import diffusers
 
     from zerotune.diffusion.facts import example_inputs, model_facts
-    from zerotune.plan.memory.estimate import RUNTIME
-    from zerotune.plan.memory.model import Workload
+    from zerotune.plan.memory.estimate import RUNTIME, Workload
 
     case = Case(stage=2, offload="cpu", precision="bf16", micro_batch=2)
     one = SHALLOW[name]
@@ -335,24 +335,6 @@ def measure_shallow(name: str) -> dict[str, tuple[float, float]]:
         expected = sum(item.nbytes for item in phase) - RUNTIME
         found[kept] = ((most - before) / MIB, expected / MIB)
     engine.close()
-    return found
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(
-            name,
-            marks=pytest.mark.skipif(
-                name not in IN_THE_SUITE and "ZEROTUNE_MATRIX" not in os.environ,
-                reason="set ZEROTUNE_MATRIX=1; the suite has one of images and one of clips",
-            ),
-        )
-        for name in SHALLOW
-    ],
-)
-def test_activations_of_few_layers_are_what_was_estimated(name):
-    (found,) = run_ranks(measure_shallow, name)
     for measured, estimated in found.values():
         assert measured > 200, "most of it activations"
         assert measured * (1 - UNDER) <= estimated <= measured * (1 + OVER), found

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.ranks import run_ranks
-from zerotune.backend.optimizers.muon import orthogonalise
+from tests.support.ranks import ranks, run_ranks
+from zerotune.backend.optimizers.classes import orthogonalise
 
 pytestmark = pytest.mark.deepspeed
 
@@ -72,30 +72,26 @@ def test_deepspeed_refuses_stage_3_as_it_is_configured_by_default() -> None:
     assert "Muon and reduce scatter cannot be used together" in found["error"]
 
 
-def ours(stage: int) -> list[str]:
+@ranks(1)
+def test_ours_updates_the_hidden_convolution_alone_at_stage_3() -> None:
     from zerotune.backend.build import build_engine
     from zerotune.optim import OptimizerResolver
     from zerotune.plan.model import DeepSpeedPlan, ModelFacts
 
     model = Net()
     plan = DeepSpeedPlan.build(
-        stage=stage,
+        stage=3,
         precision="fp32",
         optimizer={"type": "Muon", "params": {"lr": 0.02, "adam_lr": 1e-3}},
     ).resolve(model=ModelFacts.from_module(model))
     with build_engine(model=model, plan=OptimizerResolver().apply(plan)) as engine:
         engine.backward(engine(torch.ones(1, 1, 5, 5)).pow(2).sum())
         engine.step()
-        return [
+        assert [
             fragment.address.name
             for fragment in engine.master_weights.read()
             if fragment.step is None
-        ]
-
-
-def test_ours_updates_the_hidden_convolution_alone_at_stage_3() -> None:
-    (without_adams_counter,) = run_ranks(ours, 3)
-    assert without_adams_counter == ["hidden.weight"]
+        ] == ["hidden.weight"]
 
 
 LR = 0.05
@@ -138,7 +134,19 @@ def along(one: torch.Tensor, other: torch.Tensor) -> float:
     return float(torch.nn.functional.cosine_similarity(one.flatten(), other.flatten(), dim=0))
 
 
-def first_update_upstream(stage: int, offload: str, partitioned: bool) -> list[list[float]]:
+REPORTS = [
+    pytest.param(3, "none", True, id="inactive under zero.Init (#8438)"),
+    pytest.param(0, "none", False, id="plain SGD at stage 0 (#8441)"),
+    pytest.param(2, "cpu", False, id="not orthogonal when offloaded, stage 2 (#8463)"),
+    pytest.param(3, "cpu", False, id="not orthogonal when offloaded, stage 3 (#8463)"),
+]
+
+
+@pytest.mark.parametrize(("stage", "offload", "partitioned"), REPORTS)
+@ranks(1)
+def test_defects_reported_upstream_are_gone_from_0_19_8(
+    stage: int, offload: str, partitioned: bool
+) -> None:
     """What DeepSpeed's Muon takes off the hidden matrix in its first step, over the rate."""
     import os
     from contextlib import nullcontext
@@ -178,29 +186,17 @@ def first_update_upstream(stage: int, offload: str, partitioned: bool) -> list[l
     with deepspeed.zero.GatheredParameters([weight], enabled=stage == 3):
         after = weight.detach().clone()
     group.close()
-    return ((Matrices().hidden.weight.detach() - after) / LR).tolist()
-
-
-REPORTS = [
-    pytest.param(3, "none", True, id="inactive under zero.Init (#8438)"),
-    pytest.param(0, "none", False, id="plain SGD at stage 0 (#8441)"),
-    pytest.param(2, "cpu", False, id="not orthogonal when offloaded, stage 2 (#8463)"),
-    pytest.param(3, "cpu", False, id="not orthogonal when offloaded, stage 3 (#8463)"),
-]
-
-
-@pytest.mark.parametrize(("stage", "offload", "partitioned"), REPORTS)
-def test_defects_reported_upstream_are_gone_from_0_19_8(
-    stage: int, offload: str, partitioned: bool
-) -> None:
-    (rows,) = run_ranks(first_update_upstream, stage, offload, partitioned)
-    update = torch.tensor(rows)
+    update = torch.tensor(((Matrices().hidden.weight.detach() - after) / LR).tolist())
     assert spread(gradient()) < 0.1, "an orthogonal gradient would tell nothing"
     assert spread(update) > 0.3
     assert along(update, gradient()) < 0.9, "that would be SGD"
 
 
-def first_updates_and_losses(stage: int, offload: str) -> dict[str, Any]:
+@pytest.mark.parametrize(("stage", "offload"), [(0, "none"), (3, "none"), (2, "cpu"), (3, "cpu")])
+@ranks(1)
+def test_ours_takes_an_orthogonal_step_wherever_deepspeeds_did_not(
+    stage: int, offload: str
+) -> None:
     from zerotune.backend.build import build_engine
     from zerotune.optim import OptimizerResolver
     from zerotune.plan.model import DeepSpeedPlan, ModelFacts
@@ -225,21 +221,9 @@ def first_updates_and_losses(stage: int, offload: str) -> dict[str, Any]:
             engine.backward(loss)
             engine.step()
             losses.append(float(loss.detach()))
-    return {
-        "update": ((weights[0] - weights[1]) / LR).tolist(),
-        "losses": losses,
-        "partitioned": partitioned,
-    }
-
-
-@pytest.mark.parametrize(("stage", "offload"), [(0, "none"), (3, "none"), (2, "cpu"), (3, "cpu")])
-def test_ours_takes_an_orthogonal_step_wherever_deepspeeds_did_not(
-    stage: int, offload: str
-) -> None:
-    (found,) = run_ranks(first_updates_and_losses, stage, offload)
     # At stage 3 the engine partitions through zero.Init, where DeepSpeed's was inactive.
-    assert found["partitioned"] == (stage == 3)
-    update = torch.tensor(found["update"])
+    assert partitioned == (stage == 3)
+    update = torch.tensor(((weights[0] - weights[1]) / LR).tolist())
     torch.testing.assert_close(update, orthogonalise(gradient()), atol=2e-4, rtol=0)
     assert spread(update) > 0.3 > 3 * spread(gradient())
-    assert found["losses"][-1] < 0.5 * found["losses"][0]
+    assert losses[-1] < 0.5 * losses[0]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.support.ranks import run_ranks
 from tests.support.runs import Case, start
-from zerotune.backend.deepspeed.fixes import split_aligned
+from zerotune.backend.deepspeed.sharded import split_aligned
 
 ROWS, COLUMNS = 761, 760
 """Half of such a matrix is more than 1 MiB, below which DeepSpeed swaps nothing."""

@@ -18,7 +18,7 @@ from pathlib import Path
 import attrs
 import pytest
 
-from tests.support.ranks import run_ranks
+from tests.support.ranks import ranks, run_ranks
 
 pytestmark = [
     pytest.mark.deepspeed,
@@ -63,8 +63,8 @@ SCENARIOS = """
 
     import attrs
 
-    from zerotune.backend.ops import locks
-    from zerotune.backend.ops.build import OP_NAMES, build_op, op_report
+    from zerotune.backend import ops
+    from zerotune.backend.ops import OP_NAMES, build_op, op_report
     from zerotune.errors import ZeroTuneError
     from zerotune.platform.toolchain import LibAio, Tool, Toolchain
 
@@ -123,7 +123,7 @@ SCENARIOS = """
     os.utime(cache / "cpu_adam" / "lock", (time.time() - 3600,) * 2)
     report("abandoned")
     # Of a local file system it would be taken over, and the op compiled.
-    locks.filesystem_kind = lambda _folder: "nfs4"
+    ops.filesystem_kind = lambda _folder: "nfs4"
     failure("build abandoned", "cpu_adam")
     failure("build absent", "fused_lamb")
     failure("build unknown", "cpu_adm")
@@ -270,7 +270,7 @@ CUDA = """
     import torch
     from deepspeed.accelerator import get_accelerator
 
-    from zerotune.backend.ops.build import op_report
+    from zerotune.backend.ops import op_report
     from zerotune.platform.toolchain import LibAio, Tool, Toolchain
 
     get_accelerator()
@@ -340,7 +340,7 @@ class TestCuda:
 
 
 def build_adam():
-    from zerotune.backend.ops.build import build_op
+    from zerotune.backend.ops import build_op
     from zerotune.errors import PlatformError
 
     try:
@@ -366,7 +366,11 @@ def test_a_failed_build_names_the_root_cause(tmp_path):
     ]
 
 
-def compute_with_adam():
+@needs_tools
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@ranks(1, timeout_s=1100)
+def test_cpu_adam_is_compiled_and_computes():
     import torch
 
     built = build_adam()
@@ -381,16 +385,7 @@ def compute_with_adam():
         optimizer([weight], lr=1e-2, weight_decay=0.1).step()
         results.append(weight.detach())
     difference = (results[0] - results[1]).abs().max().item()
-    return built, difference, (results[0] - start).abs().min().item()
-
-
-@needs_tools
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_cpu_adam_is_compiled_and_computes():
-    # In the user's own cache, where every other run finds it. Killing it while it compiles
-    # would leave its lock behind, on which others would wait.
-    ((built, difference, moved),) = run_ranks(compute_with_adam, timeout_s=1100)
+    moved = (results[0] - start).abs().min().item()
     # "stale" when a process with another ninja has rebuilt it in the meantime.
     assert built["state"] in {"built", "stale"}
     assert Path(built["path"]).stat().st_size > 0
@@ -400,7 +395,7 @@ def test_cpu_adam_is_compiled_and_computes():
 
 REPORT = """
     import sys
-    from zerotune.backend.ops.build import op_report
+    from zerotune.backend.ops import op_report
     from zerotune.errors import ZeroTuneError
 
     class Absent:

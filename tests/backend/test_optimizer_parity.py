@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
@@ -100,10 +99,7 @@ def test_optimizers_that_need_whole_parameters_get_them_from_split_ones() -> Non
         assert_equal(results)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(
-    "ZEROTUNE_FULL_PARITY" not in os.environ, reason="minutes long: nox -s parity runs it"
-)
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", list(PARAMS))
 def test_every_stage_and_offload_matches_the_optimizer_alone(name: str) -> None:
     (results,) = run_ranks(train_all, [(name, *place) for place in PLACES], timeout_s=400)

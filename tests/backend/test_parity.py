@@ -6,7 +6,6 @@ NVMe, which needs a larger model to swap anything, is compared in ``tests/offloa
 from __future__ import annotations
 
 import functools
-import os
 
 import pytest
 
@@ -32,12 +31,8 @@ CASES = [
 ]
 
 
-# Each stage and each kind of offload; all their pairs have a session of their own.
+# Each stage and each kind of offload; all their pairs run nightly.
 TWO = [Case(stage=0), Case(stage=1), Case(stage=2, offload="cpu"), CASES[3], CASES[-1]]
-OTHERS = pytest.mark.skipif(
-    "ZEROTUNE_FULL_PARITY" not in os.environ,
-    reason="its stage and its offload run in other cases: nox -s parity runs every pair",
-)
 
 
 @functools.cache
@@ -63,10 +58,7 @@ def test_one_process_matches_the_plain_engine(case: Case) -> None:
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize(
     "case",
-    [
-        case if case in TWO else pytest.param(case, marks=[pytest.mark.slow, OTHERS])
-        for case in CASES
-    ],
+    [case if case in TWO else pytest.param(case, marks=pytest.mark.nightly) for case in CASES],
     ids=str,
 )
 def test_two_processes_match_the_plain_engine(case: Case) -> None:

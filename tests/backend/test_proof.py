@@ -20,7 +20,7 @@ import torch
 
 from tests.support.ranks import run_ranks
 from zerotune.backend import proof as proofs
-from zerotune.backend.deepspeed import placement
+from zerotune.backend.deepspeed import pinning
 from zerotune.backend.distributed import ProcessGroup
 from zerotune.backend.proof import (
     PATHS,
@@ -268,8 +268,8 @@ def test_copies_that_are_waited_for_give_the_same_gradients_and_a_decision() -> 
     def plain(block: torch.nn.Module, x: torch.Tensor) -> Any:
         return block(x)
 
-    wanted = proving._gradients(bench, model, plain, 0)
-    found = proving._gradients(bench, model, offload.checkpoint, 0)
+    wanted = proving._chain_gradients(bench, model, plain, 0)
+    found = proving._chain_gradients(bench, model, offload.checkpoint, 0)
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
     assert offload.counts.stored > 3
     (decision,) = offload.decisions
@@ -287,14 +287,14 @@ def pin(resources: ExitStack) -> Any:
         platform=Platform.synthetic("cuda", versions=versions),
         model=ModelFacts.from_shapes([("weight", (64, 64))]),
     )
-    (decision,) = placement.pin_exactly(resolved, resources=resources, environ={})
+    (decision,) = pinning.pin_exactly(resolved, resources=resources, environ={})
     return decision
 
 
 def test_deepspeed_page_locks_itself_only_with_its_proof(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("get", "set"):
         monkeypatch.delattr(torch._C, f"_accelerator_{name}AllocatorSettings", raising=False)
-    monkeypatch.setattr(placement, "_refuse_in_time", lambda _resources: None)
+    monkeypatch.setattr(pinning, "_refuse_in_time", lambda _resources: None)
     native = SimpleNamespace(get_native_pinned_memory=lambda: None)
     monkeypatch.setitem(sys.modules, "deepspeed.utils.pin_memory", native)  # type: ignore[arg-type]
     with ExitStack() as resources:

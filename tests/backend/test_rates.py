@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from zerotune.backend.rates import copy_rate, measure_rates
-from zerotune.plan.memory.rates import RATE_NAMES
+from zerotune.plan.memory.time import RATE_NAMES
 
 
 def test_everything_a_processor_does_is_measured():

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.ranks import run_ranks
+from tests.support.ranks import ranks
 from zerotune.optimizers.choices import SchedulerChoice
 from zerotune.optimizers.curves import lr_at
 
@@ -23,7 +23,9 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def rates(accumulations: list[int]) -> dict[tuple[str, int], float]:
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.world_size(2))])
+@ranks()
+def test_rates_after_fifty_steps(world_size: int) -> None:
     """Learning rate for the update after ``STEPS`` optimizer steps."""
     from zerotune.backend.build import build_engine
     from zerotune.backend.distributed import Launch
@@ -32,7 +34,7 @@ def rates(accumulations: list[int]) -> dict[tuple[str, int], float]:
 
     found = {}
     for name, params in SCHEDULES.items():
-        for accumulation in accumulations:
+        for accumulation in [1, 4]:
             model = torch.nn.Linear(3, 1)
             plan = DeepSpeedPlan.build(
                 stage=2,
@@ -49,12 +51,6 @@ def rates(accumulations: list[int]) -> dict[tuple[str, int], float]:
                     engine.backward(engine(torch.ones(2, 3)).pow(2).mean())
                     engine.step()
                 found[name, accumulation] = engine.lr
-    return found
-
-
-@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.world_size(2))])
-def test_rates_after_fifty_steps(world_size: int) -> None:
-    for found in run_ranks(rates, [1, 4], world_size=world_size):
-        for (name, _), rate in found.items():
-            choice = SchedulerChoice(name=name, params=SCHEDULES[name])
-            assert rate == lr_at(choice, STEPS, 1e-3), name
+    for (name, _), rate in found.items():
+        choice = SchedulerChoice(name=name, params=SCHEDULES[name])
+        assert rate == lr_at(choice, STEPS, 1e-3), name

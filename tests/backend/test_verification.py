@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.ranks import run_ranks
+from tests.support.ranks import ranks
 from tests.support.runs import Case, start
 from zerotune.backend.checks import Checks, weight_decay_mode
 from zerotune.errors import EngineError, VerificationError
@@ -126,11 +126,8 @@ def swap_behind_the_back(what: str) -> str:
     return "not noticed"
 
 
-def swap_all(names: list[str]) -> dict[str, str]:
-    return {name: swap_behind_the_back(name) for name in names}
-
-
 @pytest.mark.deepspeed
+@ranks(1)
 def test_a_replaced_setting_is_noticed_in_the_running_engine() -> None:
     expected = {
         "optimizer": "optimizer.type should be 'DeepSpeedCPUAdam' but 'DeepSpeedCPUAdagrad' runs",
@@ -141,13 +138,19 @@ def test_a_replaced_setting_is_noticed_in_the_running_engine() -> None:
         "clipping": "gradient_clipping should be 1.0 but 0.5 runs",
         "scheduler": "scheduler.type should be 'WarmupLR' but None runs",
     }
-    (messages,) = run_ranks(swap_all, list(expected))
     for name, sentence in expected.items():
-        assert sentence in messages[name], name
+        assert sentence in ({name: swap_behind_the_back(name) for name in list(expected)})[name], (
+            name
+        )
 
 
-def in_half(places: list[Case], trained: bool) -> list[str]:
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("trained", [False, True])
+@ranks(1)
+def test_weights_in_half_precision_do_not_start_under_an_fp32_plan(trained: bool) -> None:
     """What each place says of weights in bf16, all of them or the frozen ones."""
+    cast = [Case(stage=3), Case(stage=2, precision="bf16")]
+    places = [Case(deepspeed=False), Case(stage=0), Case(stage=2), *cast]
     found = []
     for case in places:
         base = torch.nn.Linear(3, 3, dtype=torch.bfloat16).requires_grad_(trained)
@@ -156,15 +159,7 @@ def in_half(places: list[Case], trained: bool) -> list[str]:
                 found.append("started")
         except EngineError as error:
             found.append(str(error))
-    return found
-
-
-@pytest.mark.deepspeed
-@pytest.mark.parametrize("trained", [False, True])
-def test_weights_in_half_precision_do_not_start_under_an_fp32_plan(trained: bool) -> None:
-    cast = [Case(stage=3), Case(stage=2, precision="bf16")]
-    places = [Case(deepspeed=False), Case(stage=0), Case(stage=2), *cast]
-    ((*refused, third, rounded),) = run_ranks(in_half, places, trained)
+    (*refused, third, rounded) = found
     assert (third, rounded) == ("started", "started")
     for message in refused:
         assert "model.0.weight = torch.bfloat16" in message

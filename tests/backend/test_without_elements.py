@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.ranks import RanksFailed, run_ranks
+from tests.support.ranks import RanksFailed, ranks, run_ranks
 from zerotune.backend.build import build_engine
 from zerotune.checkpoint.export.model import ModelFolderReader, export_model
 from zerotune.checkpoint.load import load_checkpoint
@@ -71,7 +71,25 @@ def train(engine: Any, *steps: int) -> list[float]:
     return losses
 
 
-def compared(stage: int, offload: str, hidden: bool, folder: Path) -> None:
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(
+    ("stage", "offload", "hidden"),
+    [
+        (PLAIN, "none", False),
+        (PLAIN, "cpu", False),
+        (PLAIN, "cpu", True),
+        (0, "none", False),
+        (1, "none", False),
+        (2, "none", False),
+        (2, "cpu", False),
+        (2, "cpu", True),
+    ],
+)
+@ranks()
+def test_it_trains_and_resumes_as_without(
+    stage: int, offload: str, hidden: bool, world_size: int, tmp_path: Path
+) -> None:
+    folder = tmp_path / "saved"
     with begin(stage, offload, hidden=hidden, empty=False) as engine:
         without = train(engine, *range(6))
     with begin(stage, offload, hidden=hidden) as engine:
@@ -91,26 +109,6 @@ def compared(stage: int, offload: str, hidden: bool, folder: Path) -> None:
         ema = EMAShadow(decay=0.9).attach(engine)
         load_checkpoint(folder, engine=engine, shadows={"ema": ema})
         assert train(engine, 3, 4, 5) == losses[3:]
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize(
-    ("stage", "offload", "hidden"),
-    [
-        (PLAIN, "none", False),
-        (PLAIN, "cpu", False),
-        (PLAIN, "cpu", True),
-        (0, "none", False),
-        (1, "none", False),
-        (2, "none", False),
-        (2, "cpu", False),
-        (2, "cpu", True),
-    ],
-)
-def test_it_trains_and_resumes_as_without(
-    stage: int, offload: str, hidden: bool, world_size: int, tmp_path: Path
-) -> None:
-    run_ranks(compared, stage, offload, hidden, tmp_path / "saved", world_size=world_size)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -9,7 +9,7 @@ from importlib import metadata
 import pytest
 
 from tests.builder.states import PLAN, state
-from tests.support.ranks import run_ranks
+from tests.support.ranks import ranks
 from zerotune._util.palette import COMPONENTS
 from zerotune.plan import DeepSpeedPlan
 from zerotune.plan.write import launchable
@@ -344,16 +344,12 @@ def test_path_facts(client, root):
     assert client.get("/api/path").status_code == 422
 
 
-def read_schema():
-    from zerotune.builder.catalogue import SchemaSource
-
-    return SchemaSource().data()
-
-
 @pytest.mark.deepspeed
+@ranks(1)
 def test_the_schema_is_that_of_the_installed_deepspeed():
-    # In a process of its own: importing DeepSpeed decides on an accelerator for ever.
-    (found,) = run_ranks(read_schema)
+    from zerotune.builder.fields import schema_data
+
+    found = schema_data()
     assert found["version"] == metadata.version("deepspeed")
     by_path = {each["path"]: each for each in found["parameters"]}
     assert by_path["zero_optimization.reduce_bucket_size"]["default"] == 500_000_000

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 
@@ -12,9 +11,8 @@ import pytest
 from tests.builder.states import CHOSEN
 from zerotune.builder.templates import BUILTIN
 
-EVERY = "ZEROTUNE_MATRIX"
-"""Set to launch all templates: each is a second of a launcher, so that the suite takes two."""
 SOME = ("nvme", "two-gpus")
+"""Each is a second of a launcher, so that the suite takes two."""
 
 # One process that starts each file as `accelerate launch --config_file FILE script.py` does: the
 # launcher's own imports, three seconds of them, are paid once.
@@ -37,11 +35,15 @@ with open(f"{sys.argv[1]}.{os.environ.get('RANK', '0')}", "w") as file:
 
 
 @pytest.mark.slow
-def test_accelerate_launches_what_a_template_leads_to(client, root, tmp_path):
+@pytest.mark.parametrize(
+    "templates",
+    [SOME, pytest.param([one.id for one in BUILTIN], marks=pytest.mark.nightly)],
+    ids=["some", "all"],
+)
+def test_accelerate_launches_what_a_template_leads_to(templates, client, root, tmp_path):
     pytest.importorskip("accelerate")
-    every = [one.id for one in BUILTIN if os.environ.get(EVERY) or one.id in SOME]
     states = {}
-    for name in every:
+    for name in templates:
         body = {"id": name, "setup": CHOSEN}
         states[name] = client.post("/api/templates/use", json=body).json()["state"]
         saved = client.post("/api/save", json={"path": f"{name}.yaml", "state": states[name]})
@@ -54,7 +56,7 @@ def test_accelerate_launches_what_a_template_leads_to(client, root, tmp_path):
             "-c",
             LAUNCH,
             str(script),
-            *(str(root / f"{name}.yaml") for name in every),
+            *(str(root / f"{name}.yaml") for name in templates),
         ],
         capture_output=True,
         text=True,
@@ -62,7 +64,7 @@ def test_accelerate_launches_what_a_template_leads_to(client, root, tmp_path):
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
-    for name in every:
+    for name in templates:
         processes = states[name]["setup"]["world_size"]
         for rank in range(processes):
             seen = json.loads((root / f"{name}.yaml.{rank}").read_text())

@@ -46,10 +46,13 @@ def test_a_plan_outside_the_root_is_refused(tmp_path, capsys):
     assert "outside" in capsys.readouterr().err
 
 
+SERVERS = ("zerotune.builder.app", "zerotune.builder.serving")
+
+
 @pytest.mark.parametrize("missing", ["starlette", "jinja2", "uvicorn"])
 def test_a_missing_extra_is_named(missing, monkeypatch, capsys):
     for name in list(sys.modules):
-        if name == missing or name.startswith(f"{missing}.") or name == "zerotune.builder.app":
+        if name == missing or name.startswith(f"{missing}.") or name in SERVERS:
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, missing, None)
     assert main(["builder", "--no-browser", "--port", "0"]) == 2
@@ -57,9 +60,9 @@ def test_a_missing_extra_is_named(missing, monkeypatch, capsys):
 
 
 def test_whoever_comes_once_the_address_is_known_is_not_refused():
-    from zerotune.builder.serving import _bound
+    from zerotune.builder.serving import bound_socket
 
-    with _bound("127.0.0.1", 0) as listening:
+    with bound_socket("127.0.0.1", 0) as listening:
         socket.create_connection(listening.getsockname(), timeout=120).close()
 
 
@@ -108,7 +111,7 @@ def test_no_token_comes_into_a_command_line_of_ours_or_of_a_browser(
     token, tmp_path, monkeypatch, capsys
 ):
     uvicorn = needs("uvicorn")
-    from zerotune.builder import connections, serving
+    from zerotune.builder import serving
 
     opened, served = [], []
     monkeypatch.chdir(tmp_path)
@@ -126,7 +129,7 @@ def test_no_token_comes_into_a_command_line_of_ours_or_of_a_browser(
     address = capsys.readouterr().out.split()[4]
     assert address.endswith("?token=s3cret" if token else "/")
     assert opened == ([] if token else [address])
-    assert [config.http for config in served] == [connections.PatientProtocol]
+    assert [config.http for config in served] == [serving.PatientProtocol]
 
 
 @pytest.mark.parametrize(
@@ -134,21 +137,21 @@ def test_no_token_comes_into_a_command_line_of_ours_or_of_a_browser(
 )
 def test_a_half_open_connection_is_closed(monkeypatch, sent):
     uvicorn = needs("uvicorn")
-    from zerotune.builder import connections
+    from zerotune.builder import serving
 
-    monkeypatch.setattr(connections, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(serving, "PATIENCE_S", 0.2)
 
     async def app(scope, receive, send):
         await send({"type": "http.response.start", "status": 204, "headers": []})
         await send({"type": "http.response.body", "body": b""})
 
     async def closed():
-        http = connections.PatientProtocol
+        http = serving.PatientProtocol
         config = uvicorn.Config(app, http=http, lifespan="off", log_level="warning")
         with socket.socket() as listening:
             listening.bind(("127.0.0.1", 0))
             server = uvicorn.Server(config)
-            serving = asyncio.create_task(server.serve(sockets=[listening]))
+            running = asyncio.create_task(server.serve(sockets=[listening]))
             while not server.started:
                 await asyncio.sleep(0.01)
             reader, writer = await asyncio.open_connection(*listening.getsockname())
@@ -156,6 +159,6 @@ def test_a_half_open_connection_is_closed(monkeypatch, sent):
             await asyncio.wait_for(reader.read(), 20)
             writer.close()
             server.should_exit = True
-            await serving
+            await running
 
     asyncio.run(closed())

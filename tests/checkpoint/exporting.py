@@ -118,35 +118,3 @@ def compared(folder: Path, outputs: dict[str, torch.Tensor]) -> dict[str, Any]:
         "refused": refused,
         "left": sorted(path.name for path in folder.iterdir()),
     }
-
-
-def trainer_exports(root: str) -> dict[str, Any]:
-    """What ``Trainer.export`` writes and refuses."""
-    from zerotune import DeepSpeedPlan, Trainer
-    from zerotune.ema import EMAShadow
-    from zerotune.training.averages import Averages
-
-    folder, model = Path(root), unet(1)
-    plan = DeepSpeedPlan.build(stage=0, optimizer={"type": "AdamW", "params": {"lr": 1e-3}})
-    ema = EMAShadow(decay=0.9)
-    with Trainer(model=model, plan=plan, ema=ema, deepspeed=False, callbacks=()) as trainer:
-        with trainer.engine.master_weights.editing() as fragments:
-            for fragment in fragments:
-                fragment.value.add_(1.0)
-        trainer.export(folder / "ema")
-        trainer.export(folder / "trained", weights="trained")
-        trainer.averages = Averages(None, engine=trainer.engine)
-        errors = [
-            told(lambda: trainer.export(folder / "x", weights="ema")),
-            told(lambda: trainer.export(folder / "x", weights="raw")),
-        ]
-    name = "diffusion_pytorch_model.safetensors"
-    trained, averaged = load_file(folder / "trained" / name), load_file(folder / "ema" / name)
-    return {
-        "errors": errors,
-        "moved": {n for n in trained if not torch.equal(trained[n], averaged[n])},
-        "still": {n for n in trained if torch.equal(trained[n], averaged[n])},
-        "shifted": all(
-            torch.equal(trained[n], averaged[n] + 1) for n in trained if "conv_in" not in n
-        ),
-    }

@@ -15,8 +15,7 @@ import attrs
 import torch
 
 from tests.checkpoint.runs import everything, hostile, reseed, shadow_of, train
-from tests.support.models import HostileNet
-from tests.support.runs import PLAIN, Case, start
+from tests.support.runs import PLAIN, Case
 from zerotune.checkpoint import load_checkpoint, save_checkpoint, verify_checkpoint
 from zerotune.checkpoint import tensors as tensorfile
 from zerotune.checkpoint.verify import finite_checkpoint
@@ -201,23 +200,6 @@ def failing_write(after: int) -> Iterator[None]:
 
     with mock.patch.object(tensorfile, "write_at", write):
         yield
-
-
-def other_model(folder: str) -> str:
-    """Load a checkpoint of ``BufferedNet`` into a model that differs in every way."""
-
-    class Another(HostileNet):
-        def __init__(self) -> None:
-            super().__init__()
-            self.second = torch.nn.Linear(13, 8)
-            self.third = torch.nn.Linear(2, 2)
-            self.scale.requires_grad_(False)
-            self.register_buffer("calls", torch.zeros(2))
-
-    engine = start(attrs.evolve(PLAIN, accumulation=2), Another())
-    error = told(lambda: load_checkpoint(folder, engine=engine))
-    engine.close()
-    return error
 
 
 def other_optimizer(folder: str, case: Case) -> dict[str, Any]:

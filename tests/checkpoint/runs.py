@@ -148,20 +148,6 @@ def uninterrupted(case: Case, folder: str) -> dict[str, Any]:
     return result
 
 
-def begun_again(case: Case, folder: str) -> list[list[float]]:
-    """Losses from a checkpoint of before the first step, and again once it was trained on."""
-    engine = hostile(case, seed=0)
-    ema = shadow_of(engine)
-    reseed(0)
-    save_checkpoint(folder, engine=engine, shadows={"ema": ema})
-    losses = []
-    for _ in range(2):
-        load_checkpoint(folder, engine=engine, shadows={"ema": ema})
-        losses.append(train(engine, ema, AFTER))
-    engine.close()
-    return losses
-
-
 def resumed(case: Case, folder: str, astray: int) -> dict[str, Any]:
     """Load into another model's engine, ``astray`` steps into its own training, and go on."""
     engine = hostile(case, seed=1)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.checkpoint.samples import sample_manifest
-from zerotune.checkpoint import randomness
+from zerotune.checkpoint.contents import capture_generators
 from zerotune.checkpoint.load import carried_loss_scale, restart_generators
 
 PLAN = sample_manifest().plan
@@ -85,13 +85,13 @@ def test_further_ranks_draw_numbers_of_their_own_that_are_always_the_same():
     states = torch.get_rng_state(), np.random.get_state(), random.getstate()
     try:
         torch.manual_seed(3)
-        tensors, _ = randomness.capture()
+        tensors, _ = capture_generators()
         drawn = []
         for rank in (2, 3, 2):
             restart_generators(tensors, rank=rank)
             drawn.append((torch.rand(2).tolist(), np.random.rand(), random.random()))
         torch.manual_seed(4)
-        other, _ = randomness.capture()
+        other, _ = capture_generators()
         restart_generators(other, rank=2)
         drawn.append((torch.rand(2).tolist(), np.random.rand(), random.random()))
     finally:

@@ -9,19 +9,16 @@ import pytest
 
 from tests.checkpoint import crafted
 from tests.checkpoint.refusals import Tried
-from tests.support.ranks import run_ranks
+from tests.support.ranks import ranks, run_ranks
 from zerotune.checkpoint.manifest import MANIFEST, Manifest
 from zerotune.errors import CheckpointCorruptError
 
 COUNT = int(os.environ.get("ZEROTUNE_CRAFTED", "40"))
 
 
-def campaign(root):
-    return crafted.campaign(root, seed=15, count=COUNT)
-
-
+@ranks(1)
 def test_crafted_checkpoints_are_refused_before_anything_is_changed(tmp_path):
-    (found,) = run_ranks(campaign, str(tmp_path))
+    found = crafted.campaign(tmp_path, seed=15, count=COUNT)
     assert found["foreign"] == []
     assert found["changed"] == []
     assert found["refused"] > COUNT // 2

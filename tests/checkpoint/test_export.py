@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import attrs
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from tests.checkpoint import exporting
 from tests.checkpoint.anywhere import PLANS
-from tests.support.ranks import run_ranks
+from tests.checkpoint.exporting import unet
+from tests.checkpoint.refusals import told
+from tests.support.ranks import ranks, run_ranks
 
 
 @pytest.mark.deepspeed
@@ -36,10 +40,34 @@ def test_plain_diffusers_loads_what_was_exported(name, world_size, tmp_path):
         assert rank["errors"]["dtype"].startswith("InvalidValueError: dtype = 'int8'")
 
 
+@ranks(1)
 def test_the_trainer_exports_the_average_or_the_trained_weights(tmp_path):
-    (found,) = run_ranks(exporting.trainer_exports, str(tmp_path))
-    assert found["still"] == {"conv_in.weight", "conv_in.bias"}
-    assert len(found["moved"]) > 50
-    assert found["shifted"]
-    for error in found["errors"]:
+    """What ``Trainer.export`` writes and refuses."""
+    from zerotune import DeepSpeedPlan, Trainer
+    from zerotune.ema import EMAShadow
+    from zerotune.training.averages import Averages
+
+    folder, model = tmp_path, unet(1)
+    plan = DeepSpeedPlan.build(stage=0, optimizer={"type": "AdamW", "params": {"lr": 1e-3}})
+    ema = EMAShadow(decay=0.9)
+    with Trainer(model=model, plan=plan, ema=ema, deepspeed=False, callbacks=()) as trainer:
+        with trainer.engine.master_weights.editing() as fragments:
+            for fragment in fragments:
+                fragment.value.add_(1.0)
+        trainer.export(folder / "ema")
+        trainer.export(folder / "trained", weights="trained")
+        trainer.averages = Averages(None, engine=trainer.engine)
+        errors = [
+            told(lambda: trainer.export(folder / "x", weights="ema")),
+            told(lambda: trainer.export(folder / "x", weights="raw")),
+        ]
+    name = "diffusion_pytorch_model.safetensors"
+    trained, averaged = load_file(folder / "trained" / name), load_file(folder / "ema" / name)
+    assert ({n for n in trained if torch.equal(trained[n], averaged[n])}) == {
+        "conv_in.weight",
+        "conv_in.bias",
+    }
+    assert len({n for n in trained if not torch.equal(trained[n], averaged[n])}) > 50
+    assert all(torch.equal(trained[n], averaged[n] + 1) for n in trained if "conv_in" not in n)
+    for error in errors:
         assert error.startswith("InvalidValueError: weights = ")

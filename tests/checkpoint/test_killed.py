@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.checkpoint.runs import hostile
-from tests.support.ranks import run_ranks
+from tests.support.ranks import ranks
 from tests.support.runs import PLAIN
 
 MOMENTS = (
@@ -66,33 +66,29 @@ def save_and_die(engine: Any, folder: Path, *, number: int, moment: int) -> bool
     return os.WIFEXITED(status)
 
 
-def survivors(root: str) -> dict[str, Any]:
+@ranks(1)
+def test_a_whole_checkpoint_survives_every_kill(tmp_path):
     from zerotune.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 
     engine = hostile(PLAIN, seed=0)
-    folder = Path(root) / "step-00000007"
+    folder = tmp_path / "step-00000007"
     mark(engine, 0)
     save_checkpoint(folder, engine=engine, extra={"number": 0})
     seen, stood_in, moment, complete = [], 0, 0, False
     while not complete:
         complete = save_and_die(engine, folder, number=moment + 1, moment=moment)
         stood_in += not folder.exists()
-        assert latest_checkpoint(root) == folder
+        assert latest_checkpoint(tmp_path) == folder
         number = load_checkpoint(folder, engine=engine).extra["number"]
         values = {float(value) for f in engine.master_weights.read() for value in f.value}
         assert values == {float(number)}, "weights of another save than the manifest's"
         assert number in (moment + 1, *seen[-1:], 0)
         seen.append(number)
         moment += 1
-    leftovers = [path.name for path in Path(root).iterdir()]
+    leftovers = [path.name for path in tmp_path.iterdir()]
     engine.close()
-    return {"seen": seen, "moments": moment, "stood_in": stood_in, "leftovers": leftovers}
-
-
-def test_a_whole_checkpoint_survives_every_kill(tmp_path):
-    (result,) = run_ranks(survivors, str(tmp_path))
-    assert result["moments"] > 30, "the kills did not come in the midst of the save"
-    assert len(set(result["seen"])) > 1
-    assert result["seen"][-1] == result["moments"]
-    assert result["stood_in"] >= 1, "no kill came between the two renames"
-    assert result["leftovers"] == ["step-00000007"]
+    assert moment > 30, "the kills did not come in the midst of the save"
+    assert len(set(seen)) > 1
+    assert seen[-1] == moment
+    assert stood_in >= 1, "no kill came between the two renames"
+    assert leftovers == ["step-00000007"]

@@ -64,7 +64,7 @@ def resigned(change):
     content = json.loads(TEXT)
     del content["sha256"]
     change(content)
-    return json.dumps({**content, "sha256": module._digest(content)})
+    return json.dumps({**content, "sha256": module._content_digest(content)})
 
 
 @pytest.mark.parametrize("name", ["../elsewhere", "/etc/passwd", "", ".."])

@@ -1,4 +1,4 @@
-"""Every plan's checkpoint under every plan; collected with ``ZEROTUNE_MATRIX=1`` alone.
+"""Every plan's checkpoint under every plan.
 
 Each target resumes from all sources in one engine. The table of what was measured goes into
 ``docs/resume-matrix.md`` when both precisions have run.
@@ -7,8 +7,6 @@ Each target resumes from all sources in one engine. The table of what was measur
 from __future__ import annotations
 
 import itertools
-import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,7 @@ from tests.support.ranks import run_ranks
 pytestmark = [
     pytest.mark.deepspeed,
     pytest.mark.nvme,
-    pytest.mark.slow,
+    pytest.mark.nightly,
     pytest.mark.timeout(3600),
 ]
 
@@ -49,9 +47,6 @@ def measured() -> Any:
     """What the tests of this module found; written down at the end."""
     found: dict[str, dict[str, Any]] = {"fp32": {}, "bf16": {}, "spread": {}}
     yield found
-    kept = os.environ["ZEROTUNE_MATRIX"]
-    if kept not in ("", "1"):
-        Path(kept).write_text(json.dumps(found, indent=1))
     if all(len(found[precision]) == len(RUNS) ** 2 for precision in ("fp32", "bf16")):
         write_table(found, [label(*run) for run in RUNS])
 

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from tests.support.memory import MIB, Peak, in_use, needs_mallinfo
-from tests.support.ranks import run_ranks
+from tests.support.ranks import ranks
 from tests.support.runs import PLAIN, start
 
 LAYERS, WIDTH = 8, 1448
 """Eight matrices of 8 MiB: 64 MiB of weights, 192 MiB with Adam's moments."""
 
 
-def measure(folder: str) -> dict[str, Any]:
+def swap(ema: Any) -> None:
+    with ema.swapped_in():
+        pass
+
+
+@needs_mallinfo
+@ranks(1)
+def test_memory_stays_within_one_fragment(tmp_path):
+    folder = tmp_path / "step"
     from zerotune.checkpoint import load_checkpoint, save_checkpoint
     from zerotune.ema import EMAShadow
 
@@ -41,24 +48,12 @@ def measure(folder: str) -> dict[str, Any]:
         with Peak() as peak:
             action()
         peaks[name] = peak.growth
-    size = sum(path.stat().st_size for path in Path(folder).iterdir()) / MIB
+    size = sum(path.stat().st_size for path in folder.iterdir()) / MIB
     shadow = ema.nbytes / MIB
     engine.close()
-    return {"peaks": peaks, "checkpoint": size, "shadow": shadow}
-
-
-def swap(ema: Any) -> None:
-    with ema.swapped_in():
-        pass
-
-
-@needs_mallinfo
-def test_memory_stays_within_one_fragment(tmp_path):
-    (seen,) = run_ranks(measure, str(tmp_path / "step"))
-    peaks = seen["peaks"]
-    assert 64 < seen["shadow"] < 65
-    assert seen["checkpoint"] > 4 * 64
+    assert 64 < shadow < 65
+    assert size > 4 * 64
     # The shadow costs 4 bytes per element and next to nothing beside.
-    assert abs(peaks.pop("attach") - seen["shadow"]) < 0.02 * seen["shadow"] + 1
+    assert abs(peaks.pop("attach") - shadow) < 0.02 * shadow + 1
     # A full copy would be 64 MiB, a fragment is 8.
     assert all(peak < 20 for peak in peaks.values()), peaks

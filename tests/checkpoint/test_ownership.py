@@ -16,8 +16,8 @@ from tests.checkpoint.samples import publish
 from tests.support.ranks import run_ranks
 from tests.training import faulty
 from zerotune._util import ownership as mechanism
-from zerotune.checkpoint import RootHold, latest_checkpoint, ownership, prune, step_folder
-from zerotune.checkpoint.ownership import LOCK_FILE, RECORD
+from zerotune.checkpoint import RootHold, folders, latest_checkpoint, prune, step_folder
+from zerotune.checkpoint.folders import OWNER_LOCK, OWNER_RECORD
 from zerotune.errors import CheckpointError
 
 HOLDER = """
@@ -82,7 +82,7 @@ def test_what_a_killed_process_held_is_taken_over(tmp_path, holder):
     first = holder(tmp_path)
     first.kill()
     first.communicate()
-    assert names(tmp_path) == [RECORD, LOCK_FILE]
+    assert names(tmp_path) == [OWNER_RECORD, OWNER_LOCK]
     with RootHold(tmp_path) as hold:
         (decision,) = hold.decisions
         assert decision.severity == "note"
@@ -109,14 +109,14 @@ def test_one_process_may_hold_a_folder_twice(tmp_path):
     first.close()
     first.close()
     second.confirm()
-    assert names(tmp_path / "root") == [RECORD, LOCK_FILE]
+    assert names(tmp_path / "root") == [OWNER_RECORD, OWNER_LOCK]
     second.close()
     assert names(tmp_path / "root") == []
 
 
 def test_who_lives_without_its_lock_is_left_alone(tmp_path, holder):
     first = holder(tmp_path)
-    (tmp_path / LOCK_FILE).unlink()
+    (tmp_path / OWNER_LOCK).unlink()
     with pytest.raises(CheckpointError, match=rf"process {first.pid} on .* still runs"):
         RootHold(tmp_path)
 
@@ -124,12 +124,12 @@ def test_who_lives_without_its_lock_is_left_alone(tmp_path, holder):
 def elsewhere(root):
     """The record of a run on another machine, whose lock does not reach here."""
     hold = RootHold(root)
-    record = (root / RECORD).read_text()
+    record = (root / OWNER_RECORD).read_text()
     hold.close()
     here = mechanism.ProcessIdentity.current()
     assert here.boot_id in record
     record = record.replace(here.boot_id, "another").replace(f'"{here.host}"', '"far-away"')
-    (root / RECORD).write_text(record)
+    (root / OWNER_RECORD).write_text(record)
     return record
 
 
@@ -143,7 +143,7 @@ def elsewhere(root):
 def test_on_a_shared_file_system_the_other_is_told_when_it_saves(
     tmp_path, monkeypatch, kind, severity, says
 ):
-    monkeypatch.setattr(ownership, "filesystem_kind", lambda _: kind)
+    monkeypatch.setattr(folders, "filesystem_kind", lambda _: kind)
     theirs = elsewhere(tmp_path)
     with RootHold(tmp_path) as hold:
         (decision,) = hold.decisions
@@ -151,10 +151,10 @@ def test_on_a_shared_file_system_the_other_is_told_when_it_saves(
         assert mechanism.re.search(says, decision.reason)
         hold.confirm()
         # Now the other one takes it: this run is told before it saves again, and removes nothing.
-        (tmp_path / RECORD).write_text(theirs)
+        (tmp_path / OWNER_RECORD).write_text(theirs)
         with pytest.raises(CheckpointError, match=r"far-away .* has taken it over"):
             hold.confirm()
-    assert (tmp_path / RECORD).read_text() == theirs
+    assert (tmp_path / OWNER_RECORD).read_text() == theirs
 
 
 def test_a_record_that_somebody_removed_is_written_again(tmp_path):
@@ -162,7 +162,7 @@ def test_a_record_that_somebody_removed_is_written_again(tmp_path):
         for path in tmp_path.iterdir():
             path.unlink()
         hold.confirm()
-        assert names(tmp_path) == [RECORD, LOCK_FILE]
+        assert names(tmp_path) == [OWNER_RECORD, OWNER_LOCK]
         hold.confirm()
     assert names(tmp_path) == []
 
@@ -181,7 +181,7 @@ def test_without_locks_the_record_alone_is_asked(tmp_path, monkeypatch, holder):
 
 @pytest.mark.parametrize("text", ["", "{}", '{"format": 1}'])
 def test_a_damaged_record_keeps_nobody_out(tmp_path, text):
-    (tmp_path / RECORD).write_text(text)
+    (tmp_path / OWNER_RECORD).write_text(text)
     with RootHold(tmp_path) as hold:
         assert "nobody holds its lock" in hold.decisions[0].reason
     assert names(tmp_path) == []
@@ -196,16 +196,16 @@ def test_what_lies_where_a_record_is_drafted_keeps_nobody_out(tmp_path, what):
             tried.append(names(root))
 
     root.mkdir()
-    (os.mkfifo if what == "pipe" else Path.touch)(root / f".{RECORD.lstrip('.')}.tmp")
+    (os.mkfifo if what == "pipe" else Path.touch)(root / f".{OWNER_RECORD.lstrip('.')}.tmp")
     waiting = threading.Thread(target=take, daemon=True)
     waiting.start()
     waiting.join(60)
-    assert tried == [[RECORD, LOCK_FILE]]
+    assert tried == [[OWNER_RECORD, OWNER_LOCK]]
 
 
 @pytest.mark.parametrize("name", ["pipe", "folder"])
 def test_no_record_that_is_no_file_is_waited_for(tmp_path, name):
-    (os.mkfifo if name == "pipe" else Path.mkdir)(tmp_path / RECORD)
+    (os.mkfifo if name == "pipe" else Path.mkdir)(tmp_path / OWNER_RECORD)
     if name == "pipe":
         with RootHold(tmp_path) as hold:
             assert "is no regular file" in hold.decisions[0].reason
@@ -226,7 +226,7 @@ def test_what_cannot_be_taken_is_one_error_of_ours(tmp_path, way):
             "link": lambda path: path.symlink_to(tmp_path / "other"),
             "folder": Path.mkdir,
         }
-        made[way](root / LOCK_FILE)
+        made[way](root / OWNER_LOCK)
     with pytest.raises(CheckpointError, match="cannot be taken for saving") as caught:
         RootHold(root)
     assert caught.value.key == str(root)

@@ -3,59 +3,24 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from tests.checkpoint.exporting import unet
 from tests.checkpoint.refusals import told
-from tests.support.ranks import run_ranks
+from tests.support.ranks import ranks
 from tests.support.runs import Case, start, unet_loss
 from zerotune.checkpoint import export_pipeline
 from zerotune.ema import EMAShadow, EMAShadows
 
 
-def exported(root: str) -> dict[str, Any]:
-    from diffusers import DDPMPipeline, DDPMScheduler
-
-    folder, base = Path(root), Path(root) / "base"
-    engine = start(Case(stage=3), unet())
-    if engine.group.is_main:
-        DDPMPipeline(unet=unet(seed=1), scheduler=DDPMScheduler()).save_pretrained(base)
-    engine.group.barrier("the base is there")
-    target = folder / "exported"
-    for step in range(2):  # The second takes the place of the first.
-        engine.backward(unet_loss(engine, step))
-        engine.step()
-        export_pipeline(target, engine=engine, base=base)
-    trained = dict(engine.master_weights.gather())
-    errors = {
-        "taken": told(lambda: export_pipeline(base, engine=engine, base=target)),
-        "itself": told(lambda: export_pipeline(base, engine=engine, base=base)),
-        "other": told(
-            lambda: export_pipeline(folder / "x", engine=engine, base=base, component="vae")
-        ),
-        "none": told(lambda: export_pipeline(folder / "x", engine=engine, base=folder)),
-    }
-    engine.close()
-    loaded = DDPMPipeline.from_pretrained(target)
-    state = loaded.unet.state_dict()
-    return {
-        "same": all(torch.equal(state[name], tensor) for name, tensor in trained.items()),
-        "parts": sorted(path.name for path in target.iterdir()),
-        "left": sorted(path.name for path in folder.iterdir()),
-        "index": json.loads((target / "model_index.json").read_text())["_class_name"],
-        "scheduler": type(loaded.scheduler).__name__,
-        "errors": errors,
-    }
-
-
-def averaged(root: str) -> dict[str, Any]:
+@ranks(2)
+def test_an_export_takes_the_names_of_averages(tmp_path):
     """Exports of averages that are named, as ``Trainer.export`` takes them."""
     from diffusers import DDPMPipeline, DDPMScheduler
 
-    folder, base = Path(root), Path(root) / "base"
+    folder, base = tmp_path, tmp_path / "base"
     engine = start(Case(stage=2), unet())
     if engine.group.is_main:
         DDPMPipeline(unet=unet(seed=1), scheduler=DDPMScheduler()).save_pretrained(base)
@@ -86,31 +51,58 @@ def averaged(root: str) -> dict[str, Any]:
     del another, single, weights, expected
     errors["gone"] = refusal("ema")
     engine.close()
-    return {"same": same, "errors": errors, "left": sorted(p.name for p in folder.iterdir())}
+    assert same == {"trained": True, "ema": True, "slow": True}
+    assert errors["unknown"] == (
+        "InvalidValueError: weights = 'fast': no such average is attached to the engine. "
+        "Fix: write one of 'trained', 'ema', 'slow', or pass an attached EMAShadow."
+    )
+    assert "weights = 'EMAShadows': no such average" in errors["several"]
+    assert "weights = 'ema': 2 averages of this name" in errors["twice"]
+    assert "one of 'trained', 'slow'" in errors["gone"]
+    assert sorted(p.name for p in folder.iterdir()) == [
+        "base",
+        "exported-ema",
+        "exported-slow",
+        "exported-trained",
+    ]
 
 
-def test_an_export_takes_the_names_of_averages(tmp_path):
-    for found in run_ranks(averaged, str(tmp_path), world_size=2):
-        assert found["same"] == {"trained": True, "ema": True, "slow": True}
-        errors = found["errors"]
-        assert errors["unknown"] == (
-            "InvalidValueError: weights = 'fast': no such average is attached to the engine. "
-            "Fix: write one of 'trained', 'ema', 'slow', or pass an attached EMAShadow."
-        )
-        assert "weights = 'EMAShadows': no such average" in errors["several"]
-        assert "weights = 'ema': 2 averages of this name" in errors["twice"]
-        assert "one of 'trained', 'slow'" in errors["gone"]
-        assert found["left"] == ["base", "exported-ema", "exported-slow", "exported-trained"]
-
-
+@ranks(2)
 def test_a_pipeline_has_the_trained_model_and_the_rest_of_the_old(tmp_path):
-    for found in run_ranks(exported, str(tmp_path), world_size=2):
-        assert found["same"]
-        assert found["parts"] == ["model_index.json", "scheduler", "unet"]
-        assert found["left"] == ["base", "exported"]
-        assert found["index"] == "DDPMPipeline"
-        assert found["scheduler"] == "DDPMScheduler"
-        assert "exists and is not replaced" in found["errors"]["taken"]
-        assert "the export is made from it" in found["errors"]["itself"]
-        assert found["errors"]["other"].startswith("CheckpointMismatchError: component = 'vae'")
-        assert "not the folder of a diffusers pipeline" in found["errors"]["none"]
+    from diffusers import DDPMPipeline, DDPMScheduler
+
+    folder, base = tmp_path, tmp_path / "base"
+    engine = start(Case(stage=3), unet())
+    if engine.group.is_main:
+        DDPMPipeline(unet=unet(seed=1), scheduler=DDPMScheduler()).save_pretrained(base)
+    engine.group.barrier("the base is there")
+    target = folder / "exported"
+    for step in range(2):  # The second takes the place of the first.
+        engine.backward(unet_loss(engine, step))
+        engine.step()
+        export_pipeline(target, engine=engine, base=base)
+    trained = dict(engine.master_weights.gather())
+    errors = {
+        "taken": told(lambda: export_pipeline(base, engine=engine, base=target)),
+        "itself": told(lambda: export_pipeline(base, engine=engine, base=base)),
+        "other": told(
+            lambda: export_pipeline(folder / "x", engine=engine, base=base, component="vae")
+        ),
+        "none": told(lambda: export_pipeline(folder / "x", engine=engine, base=folder)),
+    }
+    engine.close()
+    loaded = DDPMPipeline.from_pretrained(target)
+    state = loaded.unet.state_dict()
+    assert all(torch.equal(state[name], tensor) for name, tensor in trained.items())
+    assert sorted(path.name for path in target.iterdir()) == [
+        "model_index.json",
+        "scheduler",
+        "unet",
+    ]
+    assert sorted(path.name for path in folder.iterdir()) == ["base", "exported"]
+    assert json.loads((target / "model_index.json").read_text())["_class_name"] == "DDPMPipeline"
+    assert type(loaded.scheduler).__name__ == "DDPMScheduler"
+    assert "exists and is not replaced" in errors["taken"]
+    assert "the export is made from it" in errors["itself"]
+    assert errors["other"].startswith("CheckpointMismatchError: component = 'vae'")
+    assert "not the folder of a diffusers pipeline" in errors["none"]

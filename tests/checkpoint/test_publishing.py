@@ -9,7 +9,7 @@ import torch
 
 from tests.support.hub import stand_in
 from tests.support.needs import needs
-from zerotune.backend.adapter_layouts import LORA_FILE
+from zerotune.backend.adapters import LORA_FILE
 from zerotune.backend.stored import read_header
 from zerotune.checkpoint import Card, publish
 from zerotune.checkpoint.export.driver import ExportWriter

@@ -7,10 +7,14 @@ from typing import Any
 
 import attrs
 import pytest
+import torch
 
 from tests.checkpoint import refusals
-from tests.support.ranks import run_ranks
-from tests.support.runs import PLAIN
+from tests.checkpoint.refusals import told
+from tests.support.models import HostileNet
+from tests.support.ranks import ranks, run_ranks
+from tests.support.runs import PLAIN, start
+from zerotune.checkpoint import load_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -108,8 +112,22 @@ def test_failed_saves_leave_nothing_but_the_good_checkpoint(refused):
     assert refused["good"] == ""
 
 
+@ranks(1)
 def test_another_model_is_explained_by_name(refused, refused_in):
-    (error,) = run_ranks(refusals.other_model, str(refused_in / "good"))
+    """Load a checkpoint of ``BufferedNet`` into a model that differs in every way."""
+    folder = refused_in / "good"
+
+    class Another(HostileNet):
+        def __init__(self) -> None:
+            super().__init__()
+            self.second = torch.nn.Linear(13, 8)
+            self.third = torch.nn.Linear(2, 2)
+            self.scale.requires_grad_(False)
+            self.register_buffer("calls", torch.zeros(2))
+
+    engine = start(attrs.evolve(PLAIN, accumulation=2), Another())
+    error = told(lambda: load_checkpoint(folder, engine=engine))
+    engine.close()
     assert error.startswith("CheckpointMismatchError: model = 'Another'")
     assert "parameters missing from it: third.weight, third.bias" in error
     assert "parameters only in it: scale" in error

@@ -10,10 +10,20 @@ import attrs
 import pytest
 import torch
 
-from tests.checkpoint.runs import BEFORE, WideNet, begun_again, resumed, uninterrupted
-from tests.support.ranks import run_ranks
+from tests.checkpoint.runs import (
+    AFTER,
+    BEFORE,
+    WideNet,
+    hostile,
+    reseed,
+    resumed,
+    shadow_of,
+    train,
+    uninterrupted,
+)
+from tests.support.ranks import ranks, run_ranks
 from tests.support.runs import PLAIN, Case, start
-from zerotune.checkpoint import save_checkpoint
+from zerotune.checkpoint import load_checkpoint, save_checkpoint
 
 # Several sub-groups, and every parameter partitioned although the model is tiny.
 PARTITIONED = (("sub_group_size", 100), ("stage3_param_persistence_threshold", 0))
@@ -145,7 +155,18 @@ def test_a_save_brings_each_sub_group_in_from_nvme_once(world_size, tmp_path):
     ],
     ids=str,
 )
+@ranks(1)
 def test_a_run_begins_anew_from_a_checkpoint_of_before_its_first_step(case, tmp_path):
-    (losses,) = run_ranks(begun_again, case, str(tmp_path / "start"), world_size=1)
+    """Losses from a checkpoint of before the first step, and again once it was trained on."""
+    folder = tmp_path / "start"
+    engine = hostile(case, seed=0)
+    ema = shadow_of(engine)
+    reseed(0)
+    save_checkpoint(folder, engine=engine, shadows={"ema": ema})
+    losses = []
+    for _ in range(2):
+        load_checkpoint(folder, engine=engine, shadows={"ema": ema})
+        losses.append(train(engine, ema, AFTER))
+    engine.close()
     assert losses[0] == losses[1]
     assert len(set(losses[0])) == len(losses[0])

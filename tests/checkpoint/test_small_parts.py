@@ -10,8 +10,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zerotune.checkpoint import randomness
-from zerotune.checkpoint.contents import persistent_buffers, plain_data
+from zerotune.checkpoint.contents import (
+    capture_generators,
+    persistent_buffers,
+    plain_data,
+    restore_generators,
+)
 from zerotune.errors import CheckpointCorruptError, CheckpointError
 
 
@@ -37,26 +41,26 @@ def test_generators_continue_where_they_were():
     np.random.seed(2)
     random.seed(3)
     draw()  # An odd number of normal variates leaves one cached in numpy and in random.
-    tensors, text = randomness.capture()
+    tensors, text = capture_generators()
     expected = [draw() for _ in range(3)]
     torch.manual_seed(9)
     np.random.seed(9)
     random.seed(9)
-    randomness.restore({key: tensor.clone() for key, tensor in tensors.items()}, text)
+    restore_generators({key: tensor.clone() for key, tensor in tensors.items()}, text)
     assert [draw() for _ in range(3)] == expected
 
 
 def test_generators_are_plain_bytes():
-    tensors, _ = randomness.capture()
+    tensors, _ = capture_generators()
     assert {"rng/torch_cpu", "rng/numpy", "rng/python"} <= set(tensors)
     assert all(tensor.dtype == torch.uint8 and tensor.dim() == 1 for tensor in tensors.values())
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"numpy": [1], "python": [3, null]}'])
 def test_garbage_is_no_generator_state(text):
-    tensors, _ = randomness.capture()
+    tensors, _ = capture_generators()
     with pytest.raises(CheckpointCorruptError, match="random number generators"):
-        randomness.restore(tensors, text)
+        restore_generators(tensors, text)
 
 
 def test_only_persistent_buffers_count_and_shared_ones_once():

@@ -88,7 +88,7 @@ def test_hostile_tensors_survive(tmp_path):
 
 
 def test_tensors_longer_than_a_piece_survive(tmp_path, monkeypatch):
-    monkeypatch.setattr("zerotune.checkpoint.tensors._PIECE", 10)
+    monkeypatch.setattr("zerotune.checkpoint.tensors._PIECE_ELEMENTS", 10)
     tensors = {"a": torch.arange(95), "b": torch.arange(20).float()}
     write(tmp_path / "x.safetensors", tensors)
     loaded = load_file(tmp_path / "x.safetensors")

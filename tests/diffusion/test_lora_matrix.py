@@ -1,13 +1,11 @@
 """Adapters on every engine: stages 0-3, none/cpu/nvme, one and two processes, fp32 and bf16.
 
-Minutes long, so it runs where ``ZEROTUNE_LORA_MATRIX`` is set; ``test_lora_on_engines`` has the
-cross-section.
+``test_lora_on_engines`` has the cross-section.
 """
 
 from __future__ import annotations
 
 import itertools
-import os
 
 import attrs
 import pytest
@@ -31,11 +29,7 @@ from zerotune.diffusion import OFT, LoHa, LoKr, LoRA
 
 pytestmark = [
     pytest.mark.deepspeed,
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        not os.environ.get("ZEROTUNE_LORA_MATRIX"),
-        reason="set ZEROTUNE_LORA_MATRIX for all",
-    ),
+    pytest.mark.nightly,
 ]
 
 PLACES = [

@@ -17,7 +17,7 @@ from tests.support import declared_pipelines, pipelines
 from tests.support.memory import Peak, needs_mallinfo
 from tests.support.models import tiny_unet
 from tests.support.needs import needs
-from tests.support.ranks import run_ranks
+from tests.support.ranks import ranks, run_ranks
 from tests.support.runs import PLAIN, Case, start, unet_loss
 from zerotune import DeepSpeedPlan
 from zerotune.backend.dtypes import check_quantized
@@ -200,27 +200,23 @@ def trained(case: Case, model: Any, steps: int = 2) -> tuple[list[float], dict[s
     return losses, weights, told
 
 
-def both_ways(cases: tuple[Case, ...], folder: str) -> list[tuple[bool, str]]:
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.world_size(2))])
+@ranks()
+def test_engines_train_the_same_bits_from_weights_that_waited(sharded, world_size):
+    cases = ENGINES[world_size]
     found = []
     for case in cases:
         plan = DeepSpeedPlan.build(stage=case.stage, precision=case.precision)
-        losses, weights, _ = trained(case, load_pretrained(folder).model)
-        late, late_weights, told = trained(case, load_pretrained(folder, plan=plan).model)
+        losses, weights, _ = trained(case, load_pretrained(sharded).model)
+        late, late_weights, told = trained(case, load_pretrained(sharded, plan=plan).model)
         same = weights.keys() == late_weights.keys()
         same = same and all(torch.equal(weights[n], late_weights[n]) for n in weights)
         found.append((same and losses == late, told))
-    return found
-
-
-@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.world_size(2))])
-def test_engines_train_the_same_bits_from_weights_that_waited(sharded, world_size):
-    cases = ENGINES[world_size]
-    for rank in run_ranks(both_ways, cases, str(sharded), world_size=world_size):
-        for case, (same, told) in zip(cases, rank, strict=True):
-            assert same, case
-            if case.deepspeed:
-                how = "each rank its own part" if case.stage == 3 else "one at a time"
-                assert f"tensors read in {case.precision}, {how}" in told
+    for case, (same, told) in zip(cases, found, strict=True):
+        assert same, case
+        if case.deepspeed:
+            how = "each rank its own part" if case.stage == 3 else "one at a time"
+            assert f"tensors read in {case.precision}, {how}" in told
 
 
 def adapted(folder: str) -> list[bool]:
@@ -436,7 +432,11 @@ def test_bitsandbytes_quantizes_on_the_way_in(sd3, monkeypatch, told, storage, c
         check_quantized(loaded.model, resolved)
 
 
-def beside_four_bits(folder: str, output: str) -> list[dict[str, Any]]:
+@pytest.mark.deepspeed
+@ranks(1)
+def test_adapters_train_beside_four_bits_which_stay_as_they_are(sd3, tmp_path):
+    needs("bitsandbytes", may_lack="it is an extra")
+    needs("peft")
     from safetensors import safe_open
 
     from zerotune.checkpoint import export_adapters
@@ -444,7 +444,7 @@ def beside_four_bits(folder: str, output: str) -> list[dict[str, Any]]:
 
     found = []
     for stage in (2, 3):
-        model = quantized_by_hand(folder)
+        model = quantized_by_hand(sd3)
         base = {n: p.detach().clone() for n, p in model.named_parameters()}
         facts = ModelFacts.from_module(model)
         torch.manual_seed(1)
@@ -467,21 +467,13 @@ def beside_four_bits(folder: str, output: str) -> list[dict[str, Any]]:
         moved = max(
             float(t.abs().max()) for n, t in engine.master_weights.gather() if "lora_B" in n
         )
-        place = export_adapters(f"{output}/{stage}", engine=engine)
+        place = export_adapters(f"{tmp_path}/{stage}", engine=engine)
         with safe_open(str(place.path), framework="pt") as file:
             keys = list(file.keys())
         engine.close()
         after = {n.replace(".base_layer", ""): p for n, p in model.named_parameters()}
         same = all(torch.equal(after[n].reshape(-1), p.reshape(-1)) for n, p in base.items())
         found.append({"storages": facts.storages, "moved": moved, "keys": len(keys), "same": same})
-    return found
-
-
-@pytest.mark.deepspeed
-def test_adapters_train_beside_four_bits_which_stay_as_they_are(sd3, tmp_path):
-    needs("bitsandbytes", may_lack="it is an extra")
-    needs("peft")
-    (found,) = run_ranks(beside_four_bits, str(sd3), str(tmp_path))
     for one in found:
         assert one["storages"] == ("nf4",)
         assert one["moved"] > 0

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import doctest
 import io
-import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -86,29 +84,6 @@ def names(*sections: str) -> str:
         # The page goes on with what the section ends.
         code.append(found.replace("engine.close()\n", ""))
     return "\n".join(code)
-
-
-def run(page: str, given: tuple[str, ...], setup: str, folder: str) -> str:
-    """Run a page's blocks in one namespace; what they print.
-
-    Args:
-        page: Its name under ``docs``.
-        given: Sections of ``docs/names.md`` that the page takes as given.
-        setup: What stands for the reader's own files and functions.
-        folder: An empty working directory.
-    """
-    os.chdir(folder)
-    scope: dict[str, Any] = {"__name__": "__main__"}
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        for code in (names(*given), setup):
-            exec(compile(_short(code), "<given>", "exec"), scope)
-        for block in blocks(DOCS / page):
-            # Tracebacks name the page and the line in it.
-            code = "\n" * (block.line - 1) + _short(block.code)
-            exec(compile(code, str(block.page), "exec"), scope)
-        _close(scope)
-    return printed.getvalue()
 
 
 def _short(code: str) -> str:

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import os
+from typing import Any
+
 import pytest
 
 from tests.docs.pages import (
     DOCS,
     README,
+    _close,
+    _short,
     blocks,
     checked,
     configuration,
     failures,
-    run,
+    names,
     sessions,
 )
-from tests.support.ranks import run_ranks
+from tests.support.ranks import ranks
 from zerotune import cli
 
 MODEL = ("Model",)
@@ -121,9 +128,28 @@ ELSEWHERE = {"families.md": "tests/diffusion/families/test_own_family.py"}
 
 @pytest.mark.deepspeed
 @pytest.mark.parametrize("page", PAGES)
+@ranks(1)
 def test_the_code_of_a_page_runs(page, tmp_path):
+    """Run a page's blocks in one namespace; what they print.
+
+    Args:
+        page: Its name under ``docs``.
+        given: Sections of ``docs/names.md`` that the page takes as given.
+        setup: What stands for the reader's own files and functions.
+        folder: An empty working directory.
+    """
     given, setup = PAGES[page]
-    run_ranks(run, page, given, setup, str(tmp_path))
+    os.chdir(tmp_path)
+    scope: dict[str, Any] = {"__name__": "__main__"}
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        for code in (names(*given), setup):
+            exec(compile(_short(code), "<given>", "exec"), scope)
+        for block in blocks(DOCS / page):
+            # Tracebacks name the page and the line in it.
+            code = "\n" * (block.line - 1) + _short(block.code)
+            exec(compile(code, str(block.page), "exec"), scope)
+        _close(scope)
 
 
 @pytest.mark.parametrize("page", [page.name for page in DOCS.glob("*.md") if sessions(page)])

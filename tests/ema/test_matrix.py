@@ -1,13 +1,11 @@
 """Every engine: stages 0-3, none/cpu/nvme, one and two processes, fp32 and bf16.
 
-Minutes long, so it runs where ``ZEROTUNE_EMA_MATRIX`` is set; ``test_shadow_on_engines`` has the
-cross-section.
+``test_shadow_on_engines`` has the cross-section.
 """
 
 from __future__ import annotations
 
 import itertools
-import os
 
 import attrs
 import pytest
@@ -19,10 +17,7 @@ from tests.support.runs import PLAIN, Case
 
 pytestmark = [
     pytest.mark.deepspeed,
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        not os.environ.get("ZEROTUNE_EMA_MATRIX"), reason="set ZEROTUNE_EMA_MATRIX for all engines"
-    ),
+    pytest.mark.nightly,
 ]
 
 # Offload has no effect at stage 0, and NVMe none below stage 3: the plan refuses both.

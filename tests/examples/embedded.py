@@ -157,21 +157,6 @@ def uninterrupted(micro: int, steps: int) -> list[float]:
         return list(trainer.fit(steps=steps).losses)
 
 
-def resumed_in_a_trainer(checkpoint: str, steps: int, zero: dict[str, Any]) -> dict[str, Any]:
-    from zerotune import load_checkpoint
-
-    done = 3
-    with new_trainer(micro=MICRO, first=done, deepspeed=True, **zero) as trainer:
-        load_checkpoint(checkpoint, engine=trainer.engine, shadows={"ema": trainer.ema})
-        partitioned = all(p.numel() == 0 for p in trainer.engine.module.parameters())
-        report = trainer.fit(steps=steps)
-        return {
-            "losses": list(report.losses),
-            "partitioned": partitioned,
-            "ema_steps": trainer.ema.steps,
-        }
-
-
 def saved_by_accelerate(steps: int, folder: str, zero: dict[str, Any]) -> dict[str, Any]:
     """The script as it was, with accelerate's own ``save_state``, under a launcher."""
     from accelerate.utils import InitProcessGroupKwargs

@@ -25,7 +25,7 @@ from tests.examples.embedded import (
     ended_as_diffusers_do,
     gone_on_in_a_trainer,
     left_without_closing,
-    resumed_in_a_trainer,
+    new_trainer,
     run_script,
     saved_by_accelerate,
     schedules_compared,
@@ -34,7 +34,7 @@ from tests.examples.embedded import (
     what_the_script_lost,
 )
 from tests.support.needs import needs
-from tests.support.ranks import free_port, run_ranks
+from tests.support.ranks import free_port, ranks, run_ranks
 from zerotune.checkpoint import convert, verify_checkpoint
 
 SCRIPTS = Path(__file__).parents[2] / "examples" / "embedding"
@@ -48,10 +48,6 @@ SHARDED = {"stage": 3, "offload_optimizer": {"device": "none"}}
 ACCELERATE = ["accelerate.commands.launch", "--use_deepspeed", "--zero_stage", "3"]
 
 engine_runs = pytest.mark.deepspeed
-in_the_matrix = pytest.mark.skipif(
-    "ZEROTUNE_MATRIX" not in os.environ,
-    reason="set ZEROTUNE_MATRIX=1; the suite has the two processes that cost one run, in bf16",
-)
 _losses: dict[int, list[float]] = {}
 
 
@@ -114,7 +110,7 @@ def test_the_accelerate_script_trains_as_it_did_before(checkpoint, tmp_path):
 @engine_runs
 @pytest.mark.parametrize(
     "world_size",
-    [1, pytest.param(2, marks=[pytest.mark.world_size(2), pytest.mark.slow, in_the_matrix])],
+    [1, pytest.param(2, marks=[pytest.mark.world_size(2), pytest.mark.nightly])],
 )
 def test_the_script_of_diffusers_trains_saves_and_resumes_as_before(world_size, tmp_path):
     env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
@@ -213,13 +209,24 @@ def test_a_scripts_schedule_is_compared_with_the_plans():
     assert "at optimizer step 5 the script's rate is 0.005 and the plan's 0.01" in longer
 
 
+@pytest.fixture
+def plain_losses():
+    return expected(1)
+
+
 @engine_runs
-def test_a_checkpoint_of_accelerate_goes_on_in_a_trainer(checkpoint):
-    zero = {"stage": 3, "offload": "none"}
-    (seen,) = run_ranks(resumed_in_a_trainer, checkpoint, ALL, zero)
-    assert seen["losses"] == pytest.approx(expected(1)[BEFORE:], rel=ALIKE)
-    assert seen["partitioned"]
-    assert seen["ema_steps"] == ALL
+@ranks(1)
+def test_a_checkpoint_of_accelerate_goes_on_in_a_trainer(checkpoint, plain_losses):
+    from zerotune import load_checkpoint
+
+    place = {"stage": 3, "offload": "none"}
+    with new_trainer(micro=MICRO, first=BEFORE, deepspeed=True, **place) as trainer:
+        load_checkpoint(checkpoint, engine=trainer.engine, shadows={"ema": trainer.ema})
+        partitioned = all(p.numel() == 0 for p in trainer.engine.module.parameters())
+        report = trainer.fit(steps=ALL)
+        assert list(report.losses) == pytest.approx(plain_losses[BEFORE:], rel=ALIKE)
+        assert partitioned
+        assert trainer.ema.steps == ALL
 
 
 @engine_runs

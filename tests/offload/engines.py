@@ -120,8 +120,8 @@ def raw_deepspeed(root: str, steps: int, plan: DeepSpeedPlan) -> dict[str, Any]:
     """A loop of DeepSpeed's own, on a leased folder."""
     import deepspeed
 
-    from zerotune.backend.deepspeed.fixes import align_swapped_gradients
-    from zerotune.backend.ops.build import same_ninja
+    from zerotune.backend.deepspeed.sharded import align_swapped_gradients
+    from zerotune.backend.ops import same_ninja
 
     os.environ.setdefault("LOCAL_RANK", "0")
     if "WORLD_SIZE" in os.environ:
@@ -169,8 +169,8 @@ def accelerate_loop(root: str, steps: int, plan: DeepSpeedPlan) -> dict[str, Any
     from accelerate.utils import DummyOptim
 
     from tests.support.ranks import free_port
-    from zerotune.backend.deepspeed.fixes import align_swapped_gradients
-    from zerotune.backend.ops.build import same_ninja
+    from zerotune.backend.deepspeed.sharded import align_swapped_gradients
+    from zerotune.backend.ops import same_ninja
 
     os.environ |= {
         "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1",
@@ -222,38 +222,6 @@ def two_at_once(root: str, steps: int, plan: DeepSpeedPlan) -> dict[str, Any]:
             "foretold": foretold(first.plan),
         }
     return found | {"left": [path.name for path in Path(root).iterdir()]}
-
-
-def stopped_by_a_full_disk(disk: str, out: str) -> dict[str, Any]:
-    """Another program fills the disk before the first step, and again once all is written."""
-    from zerotune import SaveEvery, Trainer
-    from zerotune.training import Callback
-
-    class Filling(Callback):
-        def on_step_end(self, trainer: Any, metrics: Any) -> None:  # noqa: ARG002
-            if metrics.step == 1:
-                fill(disk)
-
-    with Trainer(
-        model=wide_net(),
-        plan=plan_for(),
-        data=[{"inputs": torch.ones(2, 33)}] * 4,
-        objective=lambda engine, batch, _: engine(batch["inputs"]).pow(2).mean(),
-        offload=OffloadManager(root=disk),
-        callbacks=[SaveEvery(steps=100, root=out), Filling()],
-    ) as trainer:
-        other = fill(disk)
-        first = trainer.fit(steps=3).stopped
-        saved = sorted(path.name for path in Path(out).iterdir())
-        other.unlink()
-        second = trainer.fit(steps=3).stopped
-        return {
-            "first": first,
-            "saved": saved,
-            "decision": trainer.decisions[-1].reason,
-            "second": second,
-            "steps": trainer.step,
-        }
 
 
 def fill(disk: str) -> Path:

@@ -7,7 +7,7 @@ import pytest
 
 from zerotune.errors import OffloadError
 from zerotune.offload import OffloadManager
-from zerotune.offload.budget import fit_host_memory, host_budget, lockable_memory
+from zerotune.offload.budget import fit_host_memory, host_budget
 from zerotune.optim import OptimizerResolver
 from zerotune.plan import DeepSpeedPlan, ModelFacts
 from zerotune.platform import Platform
@@ -110,22 +110,11 @@ def test_too_much_is_refused_with_what_would_help():
     assert "(not enough alone)" in error.fix
 
 
-def test_more_than_may_be_locked_is_refused(monkeypatch):
-    monkeypatch.setattr("zerotune.offload.budget._may_lock_anything", lambda _: False)
+def test_more_than_may_be_locked_is_refused():
     plan = resolved(machine(64, lockable=8 * 1024**2), stage=3, offload="nvme")
     with pytest.raises(OffloadError, match=r"may lock 8\.00 MiB.*ulimit -l"):
         fit_host_memory(plan, ranks=1, held=0)
     assert fit_host_memory(resolved(machine(64, lockable=1)), ranks=1, held=0)[1]
-
-
-@pytest.mark.parametrize(
-    ("capabilities", "limit"), [("000001ffffffffff", None), ("0000000000000000", 65536)]
-)
-def test_the_limit_on_locking_binds_those_without_the_capability(tmp_path, capabilities, limit):
-    status = tmp_path / "status"
-    status.write_text(f"Name:\tpython\nCapEff:\t{capabilities}\n")
-    assert lockable_memory(machine(1, lockable=65536), status=status) == limit
-    assert lockable_memory(machine(1, lockable=65536), status=tmp_path / "none") == 65536
 
 
 def test_without_a_model_nothing_is_known():

@@ -14,17 +14,17 @@ import attrs
 import pytest
 
 from tests.offload.plans import swapping_plan
+from zerotune._util.ownership import new_run_id
 from zerotune.errors import OffloadError
 from zerotune.offload import (
     LeaseRecord,
     OffloadManager,
-    bare,
     cleaning,
     cleanup_stale_swap,
     find_leases,
 )
-from zerotune.offload.lease import DRAFT_PREFIX, LOCK_FILE, lease_name, making_in, new_run_id
-from zerotune.offload.processes import Users
+from zerotune.offload.cleaning import Users
+from zerotune.offload.lease import DRAFT_PREFIX, LOCK_FILE, lease_name, making_in
 from zerotune.offload.root import BENCH_PREFIX, PROBE_PREFIX
 
 CLEANER = """
@@ -308,12 +308,12 @@ class TestUnfinished:
 @pytest.fixture
 def _all_seen(monkeypatch):
     """As on a machine where this user may look into every process; some sandboxes hide a few."""
-    look = bare.users_of
+    look = cleaning.users_of
 
     def see(files, **options):
         return attrs.evolve(look(files, **options), hidden=())
 
-    monkeypatch.setattr(bare, "users_of", see)
+    monkeypatch.setattr(cleaning, "users_of", see)
 
 
 @pytest.mark.usefixtures("_all_seen")
@@ -363,7 +363,7 @@ class TestBare:
         self, tmp_path, bare_swap, monkeypatch
     ):
         doubts = iter([None, "process 7 has a file in it open"])
-        monkeypatch.setattr(bare, "doubt_about", lambda *_: next(doubts))
+        monkeypatch.setattr(cleaning, "doubt_about", lambda *_: next(doubts))
         report = cleanup_stale_swap(tmp_path, adopt=True)
         assert "process 7" in only(report.kept).reason
         assert [path.name for path in tmp_path.iterdir()] == ["zero_stage_3"]
@@ -380,7 +380,7 @@ class TestBare:
                 bare_swap.mkdir()
             return answer
 
-        monkeypatch.setattr(bare, "doubt_about", doubt)
+        monkeypatch.setattr(cleaning, "doubt_about", doubt)
         failure = only(cleanup_stale_swap(tmp_path, adopt=True).failures)
         assert "nothing was deleted" in failure.reason
         assert len(list(tmp_path.rglob("*.swp"))) == 2
@@ -391,18 +391,18 @@ class TestBare:
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(bare, "remove_entry", interrupt)
+            patch.setattr(cleaning, "remove_entry", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 cleanup_stale_swap(tmp_path, adopt=True)
         (left,) = tmp_path.iterdir()
-        assert left.name.startswith(bare.ADOPTED_PREFIX)
+        assert left.name.startswith(cleaning.ADOPTED_PREFIX)
         assert only(cleanup_stale_swap(tmp_path).kept).kind == "bare"
         cleanup_stale_swap(tmp_path, adopt=True)
         assert list(tmp_path.iterdir()) == []
 
     @pytest.mark.usefixtures("bare_swap")
     def test_a_process_nobody_may_look_into_protects_it(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(bare, "users_of", lambda *_, **__: Users(hidden=(12, 13)))
+        monkeypatch.setattr(cleaning, "users_of", lambda *_, **__: Users(hidden=(12, 13)))
         report = cleanup_stale_swap(tmp_path, adopt=True)
         assert "may not see what process 12, 13 has open" in only(report.kept).reason
 

@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zerotune._util.processes import ProcessIdentity
+from zerotune._util.ownership import is_run_id, new_run_id
+from zerotune._util.proc import ProcessIdentity
 from zerotune.errors import OffloadError
-from zerotune.offload.lease import LeaseRecord, is_run_id, lease_name, new_run_id, run_id_of
+from zerotune.offload.lease import LeaseRecord, lease_name, run_id_of
 
 records = st.builds(
     LeaseRecord,

@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from zerotune.offload import removal
-from zerotune.offload.removal import folder_bytes, open_folder, remove_contents
+from zerotune.offload import lease
+from zerotune.offload.lease import folder_bytes, open_folder, remove_contents
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def test_a_mount_is_not_crossed(opened, tmp_path, mounted, bind):
 def test_where_mount_ids_are_unknown_devices_still_count(opened, monkeypatch):
     folder, descriptor = opened
     identities = iter([(1, None), (2, None)])
-    monkeypatch.setattr(removal, "mount_identity", lambda _: next(identities))
+    monkeypatch.setattr(lease, "mount_identity", lambda _: next(identities))
     with pytest.raises(OSError, match="another file system is mounted here"):
         remove_contents(descriptor, keep={"keep"})
     assert (folder / "a" / "b" / "file").exists()

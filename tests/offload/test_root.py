@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from zerotune.errors import OffloadError
-from zerotune.offload.choosing import RootChoice
-from zerotune.offload.root import check_root
+from zerotune.offload.root import RootChoice, check_root
 
 
 def check(path):

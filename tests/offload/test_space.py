@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import attrs
 import pytest
+import torch
 
-from tests.offload.engines import stopped_by_a_full_disk
+from tests.offload.engines import fill, plan_for, wide_net
 from tests.offload.plans import swapping_plan
-from tests.support.ranks import run_ranks
+from tests.support.ranks import ranks
 from zerotune._util.text import disk_size
 from zerotune.errors import OffloadError
 from zerotune.offload import OffloadManager, swap_needs
-from zerotune.offload.choosing import RootChoice
-from zerotune.offload.lease import local_ranks
-from zerotune.offload.root import check_root
+from zerotune.offload.manager import local_ranks
+from zerotune.offload.root import RootChoice, check_root
 from zerotune.offload.space import (
     SpaceWatch,
     SwapFiles,
@@ -169,20 +171,44 @@ def test_a_disk_is_watched_until_a_step_adds_nothing(small):
         assert watch.shortage(stepped=False) is None
 
 
+@pytest.fixture
+def disk(tmp_path, mounted):
+    return mounted(tmp_path / "disk", "-t", "tmpfs", "-o", "size=60m", "none")
+
+
 @pytest.mark.deepspeed
 @pytest.mark.nvme
-def test_a_disk_that_another_program_fills_stops_the_run_with_a_checkpoint(tmp_path, mounted):
-    disk = mounted(tmp_path / "disk", "-t", "tmpfs", "-o", "size=60m", "none")
-    (found,) = run_ranks(stopped_by_a_full_disk, str(disk), str(tmp_path / "out"))
-    assert "this run has still to write" in found["first"]
-    assert (
-        f"the swap disk of {disk} was filled by another program: 0.0 MiB (0 bytes)"
-        in found["first"]
-    )
-    assert found["saved"] == ["step-00000000"]
-    assert "a checkpoint was saved" in found["decision"]
-    assert found["second"] is None, "once all is written no room is needed"
-    assert found["steps"] == 3
+@ranks(1)
+def test_a_disk_that_another_program_fills_stops_the_run_with_a_checkpoint(tmp_path, disk):
+    """Another program fills the disk before the first step, and again once all is written."""
+    out = tmp_path / "out"
+    from zerotune import SaveEvery, Trainer
+    from zerotune.training import Callback
+
+    class Filling(Callback):
+        def on_step_end(self, trainer: Any, metrics: Any) -> None:  # noqa: ARG002
+            if metrics.step == 1:
+                fill(disk)
+
+    with Trainer(
+        model=wide_net(),
+        plan=plan_for(),
+        data=[{"inputs": torch.ones(2, 33)}] * 4,
+        objective=lambda engine, batch, _: engine(batch["inputs"]).pow(2).mean(),
+        offload=OffloadManager(root=disk),
+        callbacks=[SaveEvery(steps=100, root=out), Filling()],
+    ) as trainer:
+        other = fill(disk)
+        first = trainer.fit(steps=3).stopped
+        saved = sorted(path.name for path in out.iterdir())
+        other.unlink()
+        second = trainer.fit(steps=3).stopped
+        assert "this run has still to write" in first
+        assert f"the swap disk of {disk} was filled by another program: 0.0 MiB (0 bytes)" in first
+        assert saved == ["step-00000000"]
+        assert "a checkpoint was saved" in trainer.decisions[-1].reason
+        assert second is None, "once all is written no room is needed"
+        assert trainer.step == 3
 
 
 def test_a_full_disk_is_refused_and_left_clean(small):

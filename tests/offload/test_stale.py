@@ -9,10 +9,11 @@ from pathlib import Path
 import attrs
 import pytest
 
+from zerotune._util.ownership import new_run_id
 from zerotune.errors import OffloadError
 from zerotune.offload import LeaseRecord, cleanup_stale_swap, find_leases
 from zerotune.offload import lease as stale
-from zerotune.offload.lease import lease_name, new_run_id
+from zerotune.offload.lease import lease_name
 
 
 @pytest.fixture
@@ -209,14 +210,14 @@ def test_a_lock_file_removed_before_it_was_locked_proves_nothing(tmp_path, dead,
 def test_a_rank_that_is_leaving_does_not_seem_dead(tmp_path, dead, monkeypatch):
     """Its record and its lock are looked at as one: nobody can remove the record in between."""
     folder = dead()
-    read = stale._records
+    read = stale._read_records
 
     def lock_of_leaving_rank(descriptor):
         with (folder / "lease.lock").open() as lock:
             assert not stale.try_lock(lock.fileno(), exclusive=True)
         return read(descriptor)
 
-    monkeypatch.setattr(stale, "_records", lock_of_leaving_rank)
+    monkeypatch.setattr(stale, "_read_records", lock_of_leaving_rank)
     assert only(tmp_path).state == "stale"
 
 

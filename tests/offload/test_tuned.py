@@ -13,7 +13,7 @@ import pytest
 
 from tests.offload.plans import swapping_plan
 from zerotune.offload import OffloadManager
-from zerotune.offload.disk import MEASURED_FILE, TUNED
+from zerotune.offload.root import MEASURED_FILE, TUNED
 
 SETTINGS = {"block_size": 262_144, "queue_depth": 64, "intra_op_parallelism": 2}
 PRINTED = """Running DeepNVMe performance tuning on ['/nvme']

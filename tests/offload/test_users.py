@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from zerotune.offload.processes import users_of
+from zerotune.offload.cleaning import users_of
 
 BOOTED = 1_000_000
 TICKS = os.sysconf("SC_CLK_TCK")

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import runpy
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.support.ranks import run_ranks
+from tests.support.ranks import ranks
 from zerotune.optim import OPTIMIZERS, CapabilityTable
 
 PAGE = Path(__file__).parents[2] / "docs" / "optimizers.md"
@@ -52,20 +51,16 @@ def test_the_docs_show_the_stored_table() -> None:
     assert PAGE.read_text(encoding="utf-8") == generator["page"]()
 
 
-def run_again(cells: list[tuple[str, int, str, str]]) -> list[Any]:
-    from tools.capabilities import run_cell
-
-    return [run_cell(*cell) for cell in cells]
-
-
 @pytest.mark.deepspeed
+@ranks(1)
 def test_a_cross_section_of_the_table_is_still_true() -> None:
     deepspeed = pytest.importorskip("deepspeed")
     table = CapabilityTable.stored()
     if deepspeed.__version__ != table.versions["deepspeed"]:
         pytest.skip(f"the table is of DeepSpeed {table.versions['deepspeed']}")
-    (cells,) = run_ranks(run_again, CELLS)
-    for cell in cells:
+    from tools.capabilities import run_cell
+
+    for cell in [run_cell(*cell) for cell in CELLS]:
         stored = table.cells[cell.key]
         assert (cell.outcome, cell.implementation) == (stored.outcome, stored.implementation), cell
         if stored.last_loss is not None:

@@ -2,6 +2,9 @@ from __future__ import annotations
 
 import base64
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -155,6 +158,25 @@ def test_what_accelerates_launcher_fails_on_is_refused_with_what_it_takes(
     assert not {"'auto'", '"auto"', "fp32"} & set(str(error.fix).replace(",", " ").split())
     assert cli.main(["plan", "check", str(tmp_path / "accelerate.yaml")]) == 1
     assert capsys.readouterr().out.count("[error]") == 1
+
+
+def test_automatic_accumulation_in_the_block_warns_that_accelerator_fails_on_it(read):
+    block = "{zero_stage: 2, gradient_accumulation_steps: auto}"
+    plan = read(f"{{distributed_type: DEEPSPEED, deepspeed_config: {block}}}")
+    assert plan.gradient_accumulation_steps == "auto"
+    (warned,) = [d for d in plan.decisions if d.severity == "warning"]
+    assert (warned.key, warned.before) == ("gradient_accumulation_steps", "auto")
+    assert "leave the key out" in warned.reason
+    pytest.importorskip("accelerate")
+    environment = {
+        **os.environ,
+        "ACCELERATE_USE_DEEPSPEED": "true",
+        "ACCELERATE_USE_CPU": "true",
+        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "auto",
+    }
+    command = [sys.executable, "-c", "import accelerate; accelerate.Accelerator()"]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert "ValueError: invalid literal for int() with base 10: 'auto'" in ran.stderr
 
 
 def test_a_no_without_quotes_is_read_with_a_warning_that_the_launcher_fails(read):

@@ -21,7 +21,7 @@ from tests.plan.test_round_trips import (
     plan_of,
 )
 from zerotune.errors import InvalidValueError, PlanError
-from zerotune.offload.choosing import Roots, choose_root
+from zerotune.offload.root import Roots, choose_root
 from zerotune.plan import DeepSpeedPlan, plan_document
 from zerotune.plan.accelerate import OF_THE_SCRIPT
 from zerotune.platform import Platform

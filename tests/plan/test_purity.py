@@ -49,14 +49,10 @@ def test_the_values_load_nothing_that_works_on_them():
 import sys
 import zerotune.plan.model
 print(*sorted(name for name in sys.modules if name.startswith("zerotune.plan.")))
-import zerotune.plan.memory.model
-print(*sorted(name for name in sys.modules if name.startswith("zerotune.plan.")))
 """
     command = [sys.executable, "-c", script]
     result = subprocess.run(command, capture_output=True, text=True, check=True)
-    values, costs = (line.split() for line in result.stdout.splitlines())
-    assert values == ["zerotune.plan.model"]
-    assert costs == ["zerotune.plan.memory", "zerotune.plan.memory.model", "zerotune.plan.model"]
+    assert result.stdout.split() == ["zerotune.plan.model"]
 
 
 def test_importing_takes_less_than_100_ms(tmp_path):

@@ -306,3 +306,13 @@ def test_a_plan_is_not_changed_by_writing_it():
     plan_document(plan, "accelerate")
     assert plan == before
     assert plan.launch == before.launch
+
+
+def test_what_accelerate_reads_in_a_block_only_is_told_where_it_trains_without_deepspeed():
+    settings = {"distributed_type": "NO", "deepspeed_hostfile": None, "deepspeed_config": {}}
+    plan = DeepSpeedPlan.from_accelerate(settings)
+    document = plan_document(plan, "accelerate", lossy=["deepspeed_hostfile"])
+    assert "deepspeed_hostfile" not in document.text
+    assert [(each.key, each.before) for each in document.decisions] == [
+        ("launch", "deepspeed_hostfile")
+    ]

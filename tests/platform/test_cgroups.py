@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zerotune.platform.cgroups import CgroupMemory, cpu_quota, memory_constraint
+from zerotune.platform.detect import CgroupMemory, cpu_quota, memory_constraint
 
 MIB = 1024**2
 MOUNT_V2 = "30 23 0:26 / /sys/fs/cgroup rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate\n"

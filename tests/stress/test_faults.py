@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from functools import partial
 from types import SimpleNamespace
 
@@ -94,19 +93,10 @@ def test_every_class_injects_and_nothing_is_found(name, capsys):
     assert row.bad == 0, capsys.readouterr().out
 
 
-EVERY_AGENT = (
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        "ZEROTUNE_MATRIX" not in os.environ,
-        reason="another case loses a rank under an agent of its own: nox -s matrix loses every one",
-    ),
-)
-
-
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=EVERY_AGENT)])
-@pytest.mark.parametrize("lost", [pytest.param(0, marks=EVERY_AGENT), 1])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("lost", [pytest.param(0, marks=pytest.mark.nightly), 1])
 @pytest.mark.parametrize(
-    "what", ["kill", *(pytest.param(what, marks=EVERY_AGENT) for what in ENDING[1:])]
+    "what", ["kill", *(pytest.param(what, marks=pytest.mark.nightly) for what in ENDING[1:])]
 )
 def test_a_rank_lost_under_an_agent_of_its_own_is_named(what, lost, world_size, tmp_path):
     fault = Fault(

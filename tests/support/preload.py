@@ -7,6 +7,13 @@ import functools
 import gc
 
 import torch
+from _pytest.assertion import install_importhook
+from _pytest.config import get_config
+
+import tests.support.ranks  # noqa: F401
+
+# So that asserts of tests whose body runs in a child say what they compared.
+install_importhook(get_config())
 
 # Where torch was built for GPUs the first call of CUDA must come after the fork: nothing is probed
 # or preloaded here.

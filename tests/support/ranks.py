@@ -1,20 +1,25 @@
-"""Runs a function in real processes, the way a launcher would."""
+"""Runs a function, or a test's own body, in real processes, the way a launcher would."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib
+import inspect
 import multiprocessing as mp
 import os
 import platform
 import random
 import socket
 import sys
-import traceback
+import time
 from collections.abc import Callable
 from functools import cache
+from multiprocessing.connection import wait
 from typing import Any
 
-from zerotune._util import processes
+import pytest
+
+from zerotune._util import proc
 
 # Importing torch, deepspeed and diffusers takes seconds; a fork server pays that once. The
 # children are forked before any thread or process group exists, so each starts clean.
@@ -22,10 +27,63 @@ from zerotune._util import processes
 _PRELOAD = ["torch", "sklearn.datasets", "tests.support.preload"]
 _context: Any = None
 _chance = random.SystemRandom()
+# How long the others may take to see that one rank failed; engines notice within seconds.
+_GRACE_S = 30.0
 
 
 class RanksFailed(AssertionError):
     """At least one rank raised; holds every rank's traceback."""
+
+
+def ranks(
+    world_size: int | None = None,
+    *,
+    env: dict[str, str] | None = None,
+    timeout_s: float = 400.0,
+) -> pytest.MarkDecorator:
+    """Run the body of the decorated test in that many processes, all at once.
+
+    Parameters and fixtures are made once, here, and sent to each rank; so they must be picklable,
+    and ``tmp_path`` is one folder for all. ``monkeypatch`` is each rank's own. The test fails with
+    what each rank's assertion shows.
+
+    Args:
+        world_size: How many processes; else the value of the test's parameter ``world_size``.
+        env: Variables of their environment.
+        timeout_s: How long they may take together.
+    """
+    return pytest.mark.ranks(world_size, env=env, timeout_s=timeout_s)
+
+
+def call_in_ranks(test: pytest.Function, mark: pytest.Mark) -> None:
+    """Call a test that ``ranks`` decorates, in its processes."""
+    __tracebackhide__ = True
+    arguments = {name: test.funcargs[name] for name in test._fixtureinfo.argnames}
+    arguments.pop("monkeypatch", None)
+    world_size = mark.args[0] or arguments["world_size"]
+    named = (test.module.__name__, test.originalname)
+    try:
+        skipped = run_ranks(call_test, *named, arguments, world_size=world_size, **mark.kwargs)
+        failed = ""
+    except RanksFailed as error:
+        failed = str(error)
+    if failed:
+        pytest.fail(failed, pytrace=False)
+    if any(skipped):
+        pytest.skip(next(filter(None, skipped)))
+
+
+def call_test(module: str, name: str, arguments: dict[str, Any]) -> str | None:
+    """Call one test in this process, without what pytest does around it; why it was skipped."""
+    __tracebackhide__ = True
+    test = getattr(importlib.import_module(module), name)
+    if "monkeypatch" in inspect.signature(test).parameters:
+        arguments["monkeypatch"] = pytest.MonkeyPatch()
+    try:
+        test(**arguments)
+    except pytest.skip.Exception as skipped:
+        return str(skipped)
+    return None
 
 
 def run_ranks(
@@ -65,37 +123,44 @@ def run_ranks(
 
 
 def _collect(workers: list[Any], timeout_s: float) -> list[Any]:
-    results, failures = [], []
-    for rank, (process, receive) in enumerate(workers):
-        try:
-            if not receive.poll(timeout_s):
-                failures.append(f"rank {rank}: no result within {timeout_s:g} s")
-                continue
-            ok, value = receive.recv()
-        except EOFError:
-            process.join(5)
-            failures.append(f"rank {rank}: died with exit code {process.exitcode}")
-            continue
-        (results if ok else failures).append(value if ok else f"rank {rank}:\n{value}")
+    results: dict[int, Any] = {}
+    failures: dict[int, str] = {}
+    waiting = {receive: rank for rank, (_, receive) in enumerate(workers)}
+    until = time.monotonic() + timeout_s
+    while waiting and (ready := wait(list(waiting), max(0.0, until - time.monotonic()))):
+        for receive in ready:
+            rank = waiting.pop(receive)
+            try:
+                ok, value = receive.recv()
+            except EOFError:
+                process = workers[rank][0]
+                process.join(5)
+                ok, value = False, f"died with exit code {process.exitcode}"
+            (results if ok else failures)[rank] = value
+        if failures:
+            until = min(until, time.monotonic() + _GRACE_S)
+    failures |= dict.fromkeys(waiting.values(), "no result in time")
     for process, receive in workers:
         process.join(1 if failures else 20)
         if process.is_alive():
             process.kill()
         receive.close()
     if failures:
-        raise RanksFailed("\n".join(failures))
-    return results
+        raise RanksFailed("\n".join(f"rank {k}: {failures[k]}" for k in sorted(failures)))
+    return [results[rank] for rank in range(len(workers))]
 
 
 def _child(function: Any, args: Any, variables: dict[str, str], send: Any) -> None:
+    __tracebackhide__ = True
     os.environ.update(variables)
     import torch
 
     torch.set_num_threads(1)
     try:
         send.send((True, function(*args)))
-    except BaseException:  # noqa: BLE001 - reported to the parent, whatever it is
-        send.send((False, traceback.format_exc()))
+    except BaseException as error:  # noqa: BLE001 - reported to the parent, whatever it is
+        shown = pytest.ExceptionInfo.from_exception(error).getrepr(style="short", tbfilter=True)
+        send.send((False, f"\n{shown}"))
     finally:
         send.close()
         import torch.distributed as dist
@@ -117,7 +182,7 @@ def compile_io() -> None:
 
 
 def _compile_io() -> None:
-    from zerotune.backend.ops.build import build_op
+    from zerotune.backend.ops import build_op
     from zerotune.backend.step.kernel import load_host_step
 
     for name in ("cpu_adam", "async_io"):
@@ -135,7 +200,7 @@ def _fork_server() -> Any:
 
 def on_a_machine(name: str) -> None:
     """Let this process take itself, and be taken by others, for one of another machine."""
-    processes.boot_id = lambda: f"boot of {name}"
+    proc.boot_id = lambda: f"boot of {name}"
     platform.node = lambda: name
 
 

@@ -18,7 +18,7 @@ from tests.support.ranks import on_a_machine
 from tests.training import workers
 from zerotune.backend import distributed
 from zerotune.errors import CollectiveError, OutOfMemoryError
-from zerotune.training import Profile, Watchdog
+from zerotune.training import Watchdog
 
 
 class Skipping(torch.nn.Module):
@@ -119,40 +119,6 @@ def slow_but_alive() -> list[float]:
     with workers.trainer(False, callbacks=[losses], watchdog=Watchdog(timeout_s=2)) as running:
         running.fit(steps=3)
     return losses.losses
-
-
-def observed(folder: str) -> dict[str, Any]:
-    """The same run plainly and with everything that watches it; every loss must be the same."""
-    found: dict[str, Any] = {}
-    with workers.trainer(True, workers.plan(2, "cpu")) as running:
-        found["plain"] = running.fit(steps=4).losses
-        found["auto"] = [str(one) for one in running.decisions]
-    profile = Profile(folder=folder, steps=2, warmup=1, memory=True)
-    with workers.trainer(
-        True, workers.plan(2, "cpu"), profile=profile, gradient_checkpointing=True
-    ) as running:
-        found["watched"] = running.fit(steps=4).losses
-        found["decisions"] = [str(one) for one in running.decisions]
-        report = running.report()
-        found["report"] = report
-        report.save(folder)
-        model = running.engine.module
-        found["on"] = model.is_gradient_checkpointing
-    found["after"] = model.is_gradient_checkpointing
-    trace = json.loads((Path(folder) / "trace-rank0.json").read_text())
-    found["events"] = [event.get("name", "") for event in trace["traceEvents"]]
-    found["files"] = sorted(path.name for path in Path(folder).iterdir())
-    return found
-
-
-def recomputed_at_stage_3() -> tuple[list[float], list[float], bool]:
-    losses = []
-    for wanted in (False, True):
-        plan = workers.plan(3, "none", stage3_param_persistence_threshold=0)
-        with workers.trainer(True, plan, gradient_checkpointing=wanted) as running:
-            losses.append(list(running.fit(steps=3).losses))
-            empty = all(p.numel() == 0 for p in running.engine.module.parameters())
-    return losses[0], losses[1], empty
 
 
 def out_of_memory(kind: str) -> dict[str, Any]:

@@ -16,16 +16,13 @@ from unittest import mock
 import torch
 
 from tests.checkpoint.refusals import failing_write
-from tests.offload.plans import swapping_plan
 from zerotune import DeepSpeedPlan, ImageTensors, Trainer, prepare
 from zerotune.backend.distributed import ProcessGroup
 from zerotune.checkpoint import export_adapters, export_merged, export_pipeline
 from zerotune.checkpoint.save import Writing
 from zerotune.ema import EMAShadow
 from zerotune.errors import ZeroTuneError
-from zerotune.offload import OffloadManager
 from zerotune.training import SaveEvery, SaveEveryInBackground, Watchdog
-from zerotune.training.setup import leased
 from zerotune.training.watchdog import EXIT_CODE
 
 TIMEOUT_S = 3.0
@@ -54,30 +51,6 @@ def told(work: Any) -> str:
     except ZeroTuneError as error:
         return f"{type(error).__name__}: {error}"
     return ""
-
-
-def differing() -> dict[str, str]:
-    """One rank has another model, rate or data."""
-    rank = int(os.environ["RANK"])
-    swapping = swapping_plan(world_size=2, lr=1e-2 * (1 + rank))
-    with contextlib.ExitStack() as resources:
-        found = {"swap": told(lambda: leased(swapping, OffloadManager(), resources, 30.0))}
-    found |= {
-        "model": told(lambda: small(channels=1 + rank)),
-        "lr": told(lambda: small(lr=1e-2 * (1 + rank))),
-    }
-    with small(count=24 + 4 * rank) as trainer:
-        found["data"] = told(lambda: trainer.fit(epochs=1))
-    return found
-
-
-def differing_under_deepspeed() -> dict[str, str]:
-    """The same, found before DeepSpeed starts."""
-    rank = int(os.environ["RANK"])
-    return {
-        "model": told(lambda: small(channels=1 + rank, deepspeed=True)),
-        "lr": told(lambda: small(lr=1e-2 * (1 + rank), deepspeed=True)),
-    }
 
 
 def alone(folder: str, caller: int, what: str) -> tuple[str, float]:

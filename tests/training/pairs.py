@@ -66,20 +66,6 @@ def together(pair: tuple[Case, Case]) -> list[tuple[list[float], dict[str, torch
     return [(losses[0], first), (losses[1], second)]
 
 
-def compare() -> list[tuple[str, list[bool], list[bool]]]:
-    """For each pair whether losses and weights are those of the two trained alone."""
-    before = os.environ.get("LOCAL_RANK")
-    found = []
-    for pair in PAIRS:
-        both = together(pair)
-        for seed, (case, (losses, trained)) in enumerate(zip(pair, both, strict=True)):
-            expected, wanted = alone(case, seed)
-            same = [torch.equal(wanted[name], trained[name]) for name in wanted]
-            found.append((str(case), [a == b for a, b in zip(expected, losses, strict=True)], same))
-    assert os.environ.get("LOCAL_RANK") == before
-    return found
-
-
 RIVALS = (
     (Case(deepspeed=False), Case(deepspeed=False)),
     (Case(stage=0), Case(stage=2, offload="cpu")),
@@ -174,8 +160,3 @@ def page_example(stage: int | None) -> list[float]:
     }
     exec(example_of_the_page(), names)
     return losses
-
-
-def page_examples() -> list[list[float]]:
-    """The page's example at every stage."""
-    return [page_example(stage) for stage in STAGES]

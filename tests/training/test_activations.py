@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.support.models import tiny_unet
-from tests.support.ranks import run_ranks
+from tests.support.ranks import ranks
 from zerotune.diffusion import ActivationOffload, ClassConditional, FlowMatchingObjective
 from zerotune.plan import DeepSpeedPlan, ModelFacts
 from zerotune.plan.model import ActivationCost, ActivationFacts
@@ -65,14 +65,11 @@ def train(how: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def train_all() -> dict[str, Any]:
-    return {
+@ranks(1)
+def test_advice_is_followed_and_changes_no_result() -> None:
+    found = {
         how: train(how) for how in ("plain", "offload", "advised offload", "advised checkpointing")
     }
-
-
-def test_advice_is_followed_and_changes_no_result() -> None:
-    (found,) = run_ranks(train_all)
     assert not found["plain"]["on"]
     for how in ("offload", "advised offload", "advised checkpointing"):
         assert found[how]["on"], how

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 import signal
 import subprocess
@@ -12,33 +14,52 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.support.ranks import RanksFailed, free_port, run_ranks
+from tests.offload.plans import swapping_plan
+from tests.support.ranks import RanksFailed, free_port, ranks, run_ranks
 from tests.training import failing_run, faulty
+from tests.training.faulty import small, told
 from tests.training.test_loop import clean_environment
 from zerotune.checkpoint.save import PendingCheckpoint
+from zerotune.offload import OffloadManager
+from zerotune.training.setup import leased
 from zerotune.training.watchdog import EXIT_CODE, Beat, Position, _aged, _message, _stuck
 
 
-@pytest.mark.world_size(2)
+@ranks(2)
 def test_a_rank_that_differs_is_told_in_what():
-    for found in run_ranks(faulty.differing, world_size=2):
-        assert found["model"].startswith("CollectiveError: model: the ranks disagree (weight: ")
-        assert "rank 0: 'torch.float32 [1, 1, 3, 3]'" in found["model"]
-        assert "rank 1: 'torch.float32 [2, 2, 3, 3]'" in found["model"]
-        assert re.search(r"[ (]optimizer\S*\.lr: rank 0: 0.01, rank 1: 0.02[;)]", found["lr"])
-        assert found["swap"].startswith("CollectiveError: resolved plan: the ranks disagree (")
-        assert "optimizer.params.lr: rank 0: 0.01, rank 1: 0.02" in found["swap"]
-        assert found["data"].startswith("CollectiveError: data: the ranks disagree (")
-        assert "rank 0: 24, rank 1: 28" in found["data"]
-        assert max(map(len, found.values())) < 600
+    """One rank has another model, rate or data."""
+    rank = int(os.environ["RANK"])
+    swapping = swapping_plan(world_size=2, lr=1e-2 * (1 + rank))
+    with contextlib.ExitStack() as resources:
+        found = {"swap": told(lambda: leased(swapping, OffloadManager(), resources, 30.0))}
+    found |= {
+        "model": told(lambda: small(channels=1 + rank)),
+        "lr": told(lambda: small(lr=1e-2 * (1 + rank))),
+    }
+    with small(count=24 + 4 * rank) as trainer:
+        found["data"] = told(lambda: trainer.fit(epochs=1))
+    assert found["model"].startswith("CollectiveError: model: the ranks disagree (weight: ")
+    assert "rank 0: 'torch.float32 [1, 1, 3, 3]'" in found["model"]
+    assert "rank 1: 'torch.float32 [2, 2, 3, 3]'" in found["model"]
+    assert re.search(r"[ (]optimizer\S*\.lr: rank 0: 0.01, rank 1: 0.02[;)]", found["lr"])
+    assert found["swap"].startswith("CollectiveError: resolved plan: the ranks disagree (")
+    assert "optimizer.params.lr: rank 0: 0.01, rank 1: 0.02" in found["swap"]
+    assert found["data"].startswith("CollectiveError: data: the ranks disagree (")
+    assert "rank 0: 24, rank 1: 28" in found["data"]
+    assert max(map(len, found.values())) < 600
 
 
 @pytest.mark.deepspeed
-@pytest.mark.world_size(2)
+@ranks(2)
 def test_a_rank_that_differs_under_deepspeed_is_told_in_what():
-    for found in run_ranks(faulty.differing_under_deepspeed, world_size=2):
-        assert found["model"].startswith("CollectiveError: model: the ranks disagree (weight: ")
-        assert "(config.optimizer.params.lr: rank 0: 0.01, rank 1: 0.02)" in found["lr"]
+    """The same, found before DeepSpeed starts."""
+    rank = int(os.environ["RANK"])
+    assert told(lambda: small(channels=1 + rank, deepspeed=True)).startswith(
+        "CollectiveError: model: the ranks disagree (weight: "
+    )
+    assert "(config.optimizer.params.lr: rank 0: 0.01, rank 1: 0.02)" in told(
+        lambda: small(lr=1e-2 * (1 + rank), deepspeed=True)
+    )
 
 
 @pytest.mark.world_size(2)

@@ -18,9 +18,8 @@ from tests.support.models import tiny_unet
 from zerotune.diffusion import DataStream
 from zerotune.errors import DataError, InvalidValueError, PlanFileError
 from zerotune.plan.model import DeepSpeedPlan
-from zerotune.training.inputs import as_plan
+from zerotune.training.setup import as_plan, as_stream
 from zerotune.training.step import TrainStep
-from zerotune.training.streams import as_stream
 
 PLAN = DeepSpeedPlan.build(stage=2, precision="fp32", micro_batch_size=2)
 PICTURE = Image.new("RGB", (8, 8))

@@ -11,7 +11,7 @@ import warnings
 import pytest
 
 from tests.support.needs import needs
-from tests.support.ranks import run_ranks
+from tests.support.ranks import ranks, run_ranks
 from tests.training import notebook
 from tests.training.fakes import drive
 from zerotune.training import ProgressBar
@@ -57,20 +57,16 @@ def test_cells_are_stopped_go_on_and_run_again():
     assert end["error"] == ""
 
 
+@ranks(1)
 def test_charts_leave_the_notebooks_matplotlib_alone(tmp_path):
     needs("matplotlib")
-    (loaded,) = run_ranks(charts, str(tmp_path))
-    assert loaded == []
-    assert (tmp_path / "loss.png").stat().st_size > 1000
-
-
-def charts(folder: str) -> list[str]:
     import sys
 
     from zerotune import DeepSpeedPlan
     from zerotune.plan.charts import plot_memory
     from zerotune.training import plot_loss
 
-    plot_loss(f"{folder}/loss.png", steps=[1, 2], losses=[2.0, 1.0])
-    plot_memory(DeepSpeedPlan.build(stage=2).estimate("sdxl"), f"{folder}/memory.png")
-    return [name for name in ("matplotlib.pyplot", "IPython") if name in sys.modules]
+    plot_loss(f"{tmp_path}/loss.png", steps=[1, 2], losses=[2.0, 1.0])
+    plot_memory(DeepSpeedPlan.build(stage=2).estimate("sdxl"), f"{tmp_path}/memory.png")
+    assert [name for name in ("matplotlib.pyplot", "IPython") if name in sys.modules] == []
+    assert (tmp_path / "loss.png").stat().st_size > 1000

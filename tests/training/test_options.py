@@ -4,26 +4,47 @@ from __future__ import annotations
 
 import json
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from PIL import Image
 
 from tests.support.models import digits_batch, tiny_unet
-from tests.support.ranks import run_ranks
-from tests.training import diagnosed
+from tests.support.ranks import ranks, run_ranks
+from tests.training import diagnosed, workers
 from zerotune import ImageTensors
 from zerotune.errors import InvalidValueError
 from zerotune.plan import DeepSpeedPlan, ModelFacts
 from zerotune.platform import Platform
 from zerotune.training import Profile, activations
 from zerotune.training.activations import set_recomputing
-from zerotune.training.options import Running
+from zerotune.training.trainer import Running
 
 
 @pytest.mark.deepspeed
+@ranks(1)
 def test_profiling_and_recomputing_leave_every_loss_as_it_is(tmp_path):
-    (found,) = run_ranks(diagnosed.observed, str(tmp_path))
+    """The same run plainly and with everything that watches it; every loss must be the same."""
+    found: dict[str, Any] = {}
+    with workers.trainer(True, workers.plan(2, "cpu")) as running:
+        found["plain"] = running.fit(steps=4).losses
+        found["auto"] = [str(one) for one in running.decisions]
+    profile = Profile(folder=tmp_path, steps=2, warmup=1, memory=True)
+    with workers.trainer(
+        True, workers.plan(2, "cpu"), profile=profile, gradient_checkpointing=True
+    ) as running:
+        found["watched"] = running.fit(steps=4).losses
+        found["decisions"] = [str(one) for one in running.decisions]
+        report = running.report()
+        found["report"] = report
+        report.save(tmp_path)
+        model = running.engine.module
+        found["on"] = model.is_gradient_checkpointing
+    found["after"] = model.is_gradient_checkpointing
+    trace = json.loads((tmp_path / "trace-rank0.json").read_text())
+    found["events"] = [event.get("name", "") for event in trace["traceEvents"]]
+    found["files"] = sorted(path.name for path in tmp_path.iterdir())
     assert found["watched"] == found["plain"], "bit for bit"
     assert (found["on"], found["after"]) == (True, False), "put back when the engine ends"
     assert any("gradient_checkpointing: False -> False" in one for one in found["auto"])
@@ -61,12 +82,18 @@ def _check_report(report, folder):
 
 
 @pytest.mark.deepspeed
-@pytest.mark.world_size(2)
+@ranks(2)
 def test_recomputing_at_stage_3_gives_the_same_losses():
-    for kept, recomputed, partitioned in run_ranks(diagnosed.recomputed_at_stage_3, world_size=2):
-        assert partitioned
-        assert recomputed == kept
-        assert len(set(kept)) == 3
+    losses = []
+    for wanted in (False, True):
+        plan = workers.plan(3, "none", stage3_param_persistence_threshold=0)
+        with workers.trainer(True, plan, gradient_checkpointing=wanted) as running:
+            losses.append(list(running.fit(steps=3).losses))
+            empty = all(p.numel() == 0 for p in running.engine.module.parameters())
+    kept = losses[0]
+    assert empty
+    assert losses[1] == kept
+    assert len(set(kept)) == 3
 
 
 @pytest.mark.parametrize("kind", ["device", "host"])

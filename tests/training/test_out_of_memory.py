@@ -13,7 +13,7 @@ import zerotune.plan
 from zerotune.errors import EngineError, OffloadError, OutOfMemoryError
 from zerotune.plan import DeepSpeedPlan
 from zerotune.platform import GIB, Platform
-from zerotune.training.out_of_memory import Limits, Situation, advising, build_call, out_of_memory
+from zerotune.training.memory import Limits, Situation, advising, build_call, out_of_memory
 
 CUDA = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 23.64 GiB"
 

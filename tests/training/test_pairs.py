@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
-import pytest
+import os
 
-from tests.support.ranks import run_ranks
+import pytest
+import torch
+
+from tests.support.ranks import ranks, run_ranks
 from tests.training import pairs
+from tests.training.pairs import PAIRS, STAGES, alone, page_example, together
 
 
 @pytest.mark.deepspeed
-@pytest.mark.world_size(2)
+@ranks(2)
 def test_two_models_in_turn_are_bit_for_bit_what_they_are_alone():
-    for found in run_ranks(pairs.compare, world_size=2):
-        assert len(found) == 2 * len(pairs.PAIRS)
-        for name, losses, weights in found:
-            assert len(losses) == 6
-            assert all(losses), name
-            assert len(weights) > 5
-            assert all(weights), name
+    """For each pair whether losses and weights are those of the two trained alone."""
+    before = os.environ.get("LOCAL_RANK")
+    found = []
+    for pair in PAIRS:
+        both = together(pair)
+        for seed, (case, (losses, trained)) in enumerate(zip(pair, both, strict=True)):
+            expected, wanted = alone(case, seed)
+            same = [torch.equal(wanted[name], trained[name]) for name in wanted]
+            found.append((str(case), [a == b for a, b in zip(expected, losses, strict=True)], same))
+    assert os.environ.get("LOCAL_RANK") == before
+    assert len(found) == 2 * len(pairs.PAIRS)
+    for name, losses, weights in found:
+        assert len(losses) == 6
+        assert all(losses), name
+        assert len(weights) > 5
+        assert all(weights), name
 
 
 @pytest.mark.deepspeed
@@ -32,8 +45,10 @@ def test_a_model_is_trained_through_another_that_stays_as_it_is():
 
 
 @pytest.mark.deepspeed
+@ranks(1)
 def test_the_example_of_the_page_trains_u_nets_at_every_stage():
-    (found,) = run_ranks(pairs.page_examples)
+    """The page's example at every stage."""
+    found = [page_example(stage) for stage in STAGES]
     assert len(found) == len(pairs.STAGES)
     assert len(set(found[0])) == 6
     for stage, losses in zip(pairs.STAGES, found, strict=True):

@@ -20,8 +20,8 @@ from zerotune.training.save import (
     seed_everything,
     trainer_state,
 )
+from zerotune.training.setup import as_stream
 from zerotune.training.step import PHASES, StepClock
-from zerotune.training.streams import as_stream
 
 
 class OneOf:

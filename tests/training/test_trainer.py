@@ -6,10 +6,14 @@ import math
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
-from tests.support.ranks import run_ranks
+from tests.support.models import tiny_unet
+from tests.support.ranks import ranks, run_ranks
 from tests.training import workers
+from tests.training.workers import Losses, _message, regression, trainer
+from zerotune.errors import ZeroTuneError
 from zerotune.training import read_metrics
 
 ENGINES = [
@@ -134,21 +138,46 @@ def test_accumulating_four_micro_batches_equals_one_big_batch(deepspeed, stage):
         assert np.allclose(small[1][name], value, rtol=1e-4, atol=1e-5), name
 
 
-@pytest.mark.world_size(2)
+@ranks(2)
 def test_a_loss_that_is_not_finite_stops_every_rank_before_the_weights_change():
-    for result in run_ranks(workers.diverge, False, world_size=2):
-        assert result["same"]
-        assert result["step"] == 2
-        assert "not finite at step 3 on rank(s) 1;" in result["message"]
-        assert "lower the learning rate" in result["message"]
+    """A loss that is not finite in the third step on the last rank."""
+    calls = []
+
+    def poisoned(engine, batch, generator):
+        calls.append(1)
+        loss = regression(engine, batch, generator)
+        last = engine.group.rank == engine.group.world_size - 1
+        return loss * float("nan") if len(calls) == 3 and last else loss
+
+    with trainer(False, objective=poisoned) as running:
+        running.fit(steps=2)
+        before = dict(running.engine.master_weights.gather())
+        try:
+            running.fit(steps=4)
+        except ZeroTuneError as error:
+            message = str(error)
+        after = dict(running.engine.master_weights.gather())
+        assert all(torch.equal(before[name], after[name]) for name in before)
+        assert running.step == 2
+        assert "not finite at step 3 on rank(s) 1;" in message
+        assert "lower the learning rate" in message
 
 
+@ranks(1)
 def test_checkpoints_on_the_way(tmp_path):
-    ((events, names),) = run_ranks(workers.saves_every_two_steps, str(tmp_path))
-    # The last step is saved when the run ends, and no second time by a fit that takes none.
-    saved = [f"save step-0000000{step}" for step in (2, 4, 6, 7)]
-    assert events[1:-1] == [*saved, "end", "start 7 of 7"]
-    assert names == ["step-00000006", "step-00000007"]
+    from zerotune import SaveEvery
+
+    losses = Losses()
+    callbacks = [SaveEvery(steps=2, root=tmp_path, keep=2), losses]
+    with trainer(False, callbacks=callbacks) as running:
+        running.fit(steps=7)
+        running.fit(steps=7)
+        running.engine.group.barrier("looking at the folder")
+        names = sorted(path.name for path in tmp_path.iterdir())
+        # The last step is saved when the run ends, and no second time by a fit that takes none.
+        saved = [f"save step-0000000{step}" for step in (2, 4, 6, 7)]
+        assert losses.events[1:-1] == [*saved, "end", "start 7 of 7"]
+        assert names == ["step-00000006", "step-00000007"]
 
 
 def test_mistakes_have_one_clear_error_each():
@@ -192,16 +221,33 @@ def test_prepare_leases_one_swap_folder_for_all_ranks_and_always_gives_it_back(t
     assert list(tmp_path.iterdir()) == []
 
 
+@ranks(1)
 def test_closing_one_engine_leaves_the_other_its_process_group():
-    ((alive, loss, left),) = run_ranks(workers.two_engines_at_once)
+    import torch.distributed as dist
+
+    first, second = trainer(False), trainer(False)
+    first.close()
+    alive = dist.is_initialized()
+    loss = second.fit(steps=1).losses[0]
+    second.close()
+    left = dist.is_initialized()
     assert alive
     assert loss > 0
     assert not left
 
 
 @pytest.mark.parametrize("deepspeed", [False, pytest.param(True, marks=pytest.mark.deepspeed)])
+@ranks(1)
 def test_a_start_that_fails_leaves_nothing_behind(deepspeed):
-    ((message, initialized, local_rank),) = run_ranks(workers.failed_start, deepspeed)
+    """Nothing is trainable: the engine finds out when it has started the process group."""
+    import os
+
+    import torch.distributed as dist
+
+    model = tiny_unet().requires_grad_(False)
+    message = _message(lambda: trainer(deepspeed, model=model))
+    initialized = dist.is_initialized()
+    local_rank = os.environ.get("LOCAL_RANK")
     assert message != "no error"
     assert "Fix: " in message
     assert not initialized

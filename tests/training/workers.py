@@ -165,43 +165,6 @@ def accumulate(deepspeed: bool, stage: int, accumulation: int) -> tuple[list[flo
         return list(report.losses), weights(running)["master"]
 
 
-def diverge(deepspeed: bool) -> dict[str, Any]:
-    """A loss that is not finite in the third step on the last rank."""
-    calls = []
-
-    def poisoned(engine, batch, generator):
-        calls.append(1)
-        loss = regression(engine, batch, generator)
-        last = engine.group.rank == engine.group.world_size - 1
-        return loss * float("nan") if len(calls) == 3 and last else loss
-
-    with trainer(deepspeed, objective=poisoned) as running:
-        running.fit(steps=2)
-        before = dict(running.engine.master_weights.gather())
-        try:
-            running.fit(steps=4)
-        except ZeroTuneError as error:
-            message = str(error)
-        after = dict(running.engine.master_weights.gather())
-        return {
-            "message": message,
-            "step": running.step,
-            "same": all(torch.equal(before[name], after[name]) for name in before),
-        }
-
-
-def saves_every_two_steps(folder: str) -> tuple[list[str], list[str]]:
-    from zerotune import SaveEvery
-
-    losses = Losses()
-    callbacks = [SaveEvery(steps=2, root=folder, keep=2), losses]
-    with trainer(False, callbacks=callbacks) as running:
-        running.fit(steps=7)
-        running.fit(steps=7)
-        running.engine.group.barrier("looking at the folder")
-        return losses.events, sorted(path.name for path in Path(folder).iterdir())
-
-
 def mistakes() -> dict[str, str]:
     """One message per wrong use; every rank of a run sees the same."""
     found = {}
@@ -300,25 +263,3 @@ def raw_loop_then_failing(root: str) -> dict[str, Any]:
     except KeyError as error:
         found["error"] = error.args[0]
     return found
-
-
-def two_engines_at_once() -> tuple[bool, float, bool]:
-    import torch.distributed as dist
-
-    first, second = trainer(False), trainer(False)
-    first.close()
-    alive = dist.is_initialized()
-    loss = second.fit(steps=1).losses[0]
-    second.close()
-    return alive, loss, dist.is_initialized()
-
-
-def failed_start(deepspeed: bool) -> tuple[str, bool, str | None]:
-    """Nothing is trainable: the engine finds out when it has started the process group."""
-    import os
-
-    import torch.distributed as dist
-
-    model = tiny_unet().requires_grad_(False)
-    message = _message(lambda: trainer(deepspeed, model=model))
-    return message, dist.is_initialized(), os.environ.get("LOCAL_RANK")

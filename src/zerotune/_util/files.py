@@ -35,9 +35,6 @@ def system_errors(
         kind: Class of the error.
         path: What the caller was given, the error's key.
         purpose: What was done with it: ``"cannot be exported to"``.
-
-    Raises:
-        ZeroTuneError: Of that class; errors of our own pass as they are.
     """
     try:
         yield
@@ -89,11 +86,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file that is there whole or not at all; an existing one is replaced.
-
-    Raises:
-        OSError: The system does not let us.
-    """
+    """Write a file that is there whole or not at all; an existing one is replaced."""
     with drafted(path) as draft:
         write_synced(draft, content)
 
@@ -104,9 +97,6 @@ def drafted(path: Path) -> Iterator[Path]:
 
     Whoever writes it brings it to disk (``write_synced``, ``sync_file``, ``sync``) before that.
     When the block fails nothing is left, and ``path`` is as it was.
-
-    Raises:
-        OSError: The system does not let us.
     """
     draft = draft_of(path)
     try:
@@ -120,8 +110,7 @@ def drafted(path: Path) -> Iterator[Path]:
 def exchange(one: Path, other: Path) -> None:
     """Swap the names of two files or folders in one step: nobody ever finds one of them missing.
 
-    Raises:
-        OSError: The system does not let us; ``ENOSYS`` or ``EINVAL`` where it does not know how.
+    ``OSError`` with ``ENOSYS`` or ``EINVAL``: the system does not know how.
     """
     # Linux has a system call for it (renameat2, since 3.15), and Python no name.
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
@@ -148,21 +137,13 @@ def write_synced(path: Path, content: bytes) -> None:
 
 @contextmanager
 def reading_regular(path: Path) -> Iterator[IO[bytes]]:
-    """A file opened for reading that is a regular one: whoever opens a FIFO waits for a writer.
-
-    Raises:
-        OSError: It cannot be opened, or is something else.
-    """
+    """A file opened for reading that is a regular one: whoever opens a FIFO waits for a writer."""
     with os.fdopen(open_regular(path), "rb") as file:
         yield file
 
 
 def check_regular(path: Path) -> None:
-    """Before somebody opens it who would wait for a writer: as ``reading_regular``.
-
-    Raises:
-        OSError: It cannot be opened, or is no regular file.
-    """
+    """Before somebody opens it who would wait for a writer: as ``reading_regular``."""
     os.close(open_regular(path))
 
 
@@ -173,9 +154,6 @@ def open_regular(path: str | Path, flags: int = os.O_RDONLY, *, within: int | No
         path: Its path, or its name when ``within`` is given.
         flags: As of ``os.open``.
         within: Descriptor of the folder that holds it.
-
-    Raises:
-        OSError: It cannot be opened; ``EINVAL`` when it is no regular file.
     """
     # Windows has neither FIFOs in folders nor these flags.
     flags |= getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
@@ -187,11 +165,7 @@ def open_regular(path: str | Path, flags: int = os.O_RDONLY, *, within: int | No
 
 
 def read_record(path: str | Path, *, most: int, within: int | None = None) -> str:
-    """The text of a small file that anybody may have made, its first ``most`` characters.
-
-    Raises:
-        OSError: As of ``open_regular``; ``ELOOP`` when it is a link.
-    """
+    """The text of a small file that anybody may have made, its first ``most`` characters."""
     flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0)
     with os.fdopen(
         open_regular(path, flags, within=within), encoding="utf-8", errors="replace"

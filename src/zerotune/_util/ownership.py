@@ -23,8 +23,7 @@ import attrs
 from typing_extensions import Self
 
 from zerotune._util.files import read_record, sync_file
-from zerotune._util.proc import LOCAL_FILESYSTEMS
-from zerotune._util.processes import ProcessIdentity
+from zerotune._util.proc import LOCAL_FILESYSTEMS, ProcessIdentity
 from zerotune._util.text import json_of
 from zerotune.errors import ZeroTuneError
 
@@ -51,8 +50,7 @@ def is_run_id(text: str) -> bool:
 def try_lock(descriptor: int, *, exclusive: bool, patience: float = 0.0) -> bool:
     """Lock an open file or folder, waiting at most ``patience`` seconds.
 
-    Raises:
-        OSError: ``lacks_locks`` tells whether it is that this file system has none.
+    ``lacks_locks`` tells what an ``OSError`` means.
     """
     import fcntl
 
@@ -163,11 +161,7 @@ class OwnerRecord:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Read what :meth:`to_json` wrote.
-
-        Raises:
-            ZeroTuneError: It is not a record of a format this version knows; see ``damaged``.
-        """
+        """Read what :meth:`to_json` wrote."""
         try:
             fields = json_of(text)
         except ValueError as error:
@@ -196,10 +190,6 @@ class OwnerRecord:
         Args:
             path: Its path, or its name when ``within`` is given.
             within: Descriptor of the folder that holds it.
-
-        Raises:
-            FileNotFoundError: There is none.
-            ZeroTuneError: It cannot be read; see ``damaged``.
         """
         try:
             text = read_record(path, most=_LONGEST_RECORD, within=within)
@@ -211,11 +201,7 @@ class OwnerRecord:
         return cls.from_json(text)
 
     def write_to(self, path: Path) -> None:
-        """Write it so that a reader sees all of it or nothing.
-
-        Raises:
-            OSError: The file system refuses.
-        """
+        """Write it so that a reader sees all of it or nothing."""
         draft = path.with_name(f".{path.name.lstrip('.')}.tmp")
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         try:

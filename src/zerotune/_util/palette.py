@@ -59,11 +59,7 @@ _SPARE: Final = ("#c9a0dc", "#555555", "#ee9a6a", "#8fa68f")
 
 
 def empty_figure(**how: Any) -> Any:
-    """A figure of matplotlib, which is loaded only now, with its canvas.
-
-    Raises:
-        MissingDependencyError: matplotlib is not installed.
-    """
+    """A figure of matplotlib, which is loaded only now, with its canvas."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure

@@ -1,4 +1,4 @@
-"""What people write and read: names, lists, amounts of memory, times."""
+"""What people write and read: names, lists, numbers, amounts of memory, times."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import json
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from contextlib import suppress
+from typing import Any, Final, TypeGuard
 
 from zerotune.errors import UNSET, InvalidValueError, shorten
 
 # -- Names.
 
 
-_LONGEST_NAME: Final = 100
+_LONGEST_COMPARED: Final = 100
 _ADDRESS: Final = re.compile(r" at 0x[0-9A-Fa-f]+")
 """No name is longer, and comparing takes longer than by the square."""
 
@@ -40,7 +41,7 @@ def did_you_mean(
         cutoff: Likeness from 0 to 1 that a candidate must have.
         by: What of a name is compared; ``str.lower`` where ``_`` parts words.
     """
-    if len(word) > _LONGEST_NAME:
+    if len(word) > _LONGEST_COMPARED:
         return []
     import difflib  # Late: most runs never misspell anything.
 
@@ -55,9 +56,6 @@ def json_of(text: str | bytes, **options: Any) -> Any:
     Args:
         text: The JSON.
         options: As of ``json.loads``.
-
-    Raises:
-        ValueError: It is not JSON, or nested more deeply than Python reads.
     """
     try:
         return json.loads(text, **options)
@@ -88,48 +86,38 @@ def differences(values: Mapping[int, Any]) -> str:
     Args:
         values: By rank; mappings and lists are compared inside.
     """
-    found = list(_differences(list(values.values())))
-    ranks, more = list(values), len(found) - _MOST_DIFFERENCES
-    shown = "; ".join(_each(path, each, ranks) for path, each in found[:_MOST_DIFFERENCES])
-    return f"{shown}; and {more} more" if more > 0 else shown
+    every = list(_differing(list(values.values())))
+    more = len(every) - _MOST_DIFFERENCES
+    sentences = []
+    for path, each in every[:_MOST_DIFFERENCES]:
+        ranks: dict[str, list[int]] = {}
+        for rank, value in zip(values, each, strict=True):
+            ranks.setdefault(shorten(value), []).append(rank)
+        shown = ", ".join(
+            f"rank{'s' if len(who) > 1 else ''} {listing(who, most=4)}: {value}"
+            for value, who in list(ranks.items())[:_MOST_DIFFERENCES]
+        )
+        sentences.append(f"{path}: {shown}" if path else shown)
+    return "; ".join([*sentences, f"and {more} more"] if more > 0 else sentences)
 
 
-def _differences(values: Sequence[Any], path: str = "") -> Iterator[tuple[str, Sequence[Any]]]:
+def _differing(values: Sequence[Any], path: str = "") -> Iterator[tuple[str, Sequence[Any]]]:
     """Where values differ: the path inside them, and each one's value there."""
-    first = values[0]
-    if all(other == first for other in values):
+    if all(other == values[0] for other in values):
         return
-    if all(isinstance(value, Mapping) for value in values) and _wide(values):
+    long = any(shorten(value) != repr(value) for value in values)
+    mappings = all(isinstance(value, Mapping) for value in values)
+    if mappings and (long or max(map(len, values)) > 1):
         for key in dict.fromkeys(key for value in values for key in value):
             inner = [value.get(key, UNSET) for value in values]
-            yield from _differences(inner, f"{path}.{key}" if path else str(key))
+            yield from _differing(inner, f"{path}.{key}" if path else str(key))
         return
     lists = all(isinstance(value, (list, tuple)) for value in values)
-    if lists and len({len(value) for value in values}) == 1 and _long(values):
+    if lists and len({len(value) for value in values}) == 1 and long:
         for index, items in enumerate(zip(*values, strict=True)):
-            yield from _differences(items, f"{path}[{index}]")
+            yield from _differing(items, f"{path}[{index}]")
         return
     yield path, values
-
-
-def _wide(values: Sequence[Any]) -> bool:
-    return max(map(len, values)) > 1 or _long(values)
-
-
-def _long(values: Sequence[Any]) -> bool:
-    return any(shorten(value) != repr(value) for value in values)
-
-
-def _each(path: str, values: Sequence[Any], ranks: Sequence[int]) -> str:
-    """Every rank's value; ranks with the same one together."""
-    same: dict[str, list[int]] = {}
-    for rank, value in zip(ranks, values, strict=True):
-        same.setdefault(shorten(value), []).append(rank)
-    shown = list(same.items())[:_MOST_DIFFERENCES]
-    told = ", ".join(
-        f"rank{'s' if len(who) > 1 else ''} {listing(who, most=4)}: {value}" for value, who in shown
-    )
-    return f"{path}: {told}" if path else told
 
 
 def counted(count: int, noun: str, plural: str | None = None) -> str:
@@ -137,21 +125,88 @@ def counted(count: int, noun: str, plural: str | None = None) -> str:
     return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
 
 
+# -- Numbers. ``bool`` is an ``int`` to Python, never to us; neither infinity nor NaN is one.
+
+
+def is_integer(value: object) -> TypeGuard[int]:
+    """Whether ``value`` is an ``int`` and not a ``bool``."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_number(value: object) -> bool:
+    """Whether ``value`` is a finite ``int`` or ``float`` and not a ``bool``."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    # A larger ``int`` has no ``float``.
+    return abs(value) <= 10**308 if isinstance(value, int) else math.isfinite(value)
+
+
+def as_number(value: Any) -> float | int | None:
+    """``value``, a number or the text of one, as a finite number; ``None`` when it is none."""
+    for kind in (int, float) if isinstance(value, str) else ():
+        with suppress(ValueError):
+            value = kind(value.strip().replace("_", ""))
+            break
+    return value if is_number(value) else None
+
+
+def whole(
+    value: Any, *, key: str, least: int = 1, most: int | None = None, fix: str | None = None
+) -> int:
+    """``value`` as it is, a whole number from ``least`` to ``most``."""
+    if is_integer(value) and least <= value and (most is None or value <= most):
+        return value
+    upper = " or more" if most is None else f" to {most}"
+    raise InvalidValueError(
+        f"must be a whole number, {least}{upper}", key=key, value=value, fix=fix
+    )
+
+
+def finite(value: Any, *, key: str, fix: str | None = None) -> float:
+    """``value`` as a ``float``."""
+    if is_number(value):
+        return float(value)
+    raise InvalidValueError("must be a finite number", key=key, value=value, fix=fix)
+
+
+def positive(value: Any, *, key: str, fix: str | None = None) -> float:
+    """``value`` as a ``float`` above 0."""
+    if is_number(value) and value > 0:
+        return float(value)
+    raise InvalidValueError("must be a number above 0", key=key, value=value, fix=fix)
+
+
+def probability(value: Any, *, key: str, fix: str = "write a number in [0, 1]") -> float:
+    """``value`` as a ``float`` from 0 to 1."""
+    if is_number(value) and 0 <= value <= 1:
+        return float(value)
+    raise InvalidValueError("is a probability", key=key, value=value, fix=fix)
+
+
+def validated(check: Callable[..., object], **bounds: Any) -> Callable[[Any, Any, Any], None]:
+    """An attrs validator that runs ``check(value, key="Class.field", **bounds)``."""
+
+    def validate(instance: Any, attribute: Any, value: Any) -> None:
+        check(value, key=f"{type(instance).__name__}.{attribute.name}", **bounds)
+
+    return validate
+
+
 # -- Amounts of memory.
 
-_PREFIXES: Final = "kmgtp"
+_UNIT_PREFIXES: Final = "kmgtp"
 _UNITS: Final[dict[str, int]] = {
     "b": 1,
     "byte": 1,
     "bytes": 1,
-    **{f"{prefix}b": 1000 ** (power + 1) for power, prefix in enumerate(_PREFIXES)},
-    **{f"{prefix}ib": 1024 ** (power + 1) for power, prefix in enumerate(_PREFIXES)},
+    **{f"{prefix}b": 1000 ** (power + 1) for power, prefix in enumerate(_UNIT_PREFIXES)},
+    **{f"{prefix}ib": 1024 ** (power + 1) for power, prefix in enumerate(_UNIT_PREFIXES)},
 }
-_SHOWN: Final = (("GiB", 1024**3), ("MiB", 1024**2), ("KiB", 1024))
-_LARGEST: Final = 2**63 - 1
+_SHOWN_UNITS: Final = (("GiB", 1024**3), ("MiB", 1024**2), ("KiB", 1024))
+_LARGEST_SIZE: Final = 2**63 - 1
 _FORMS: Final = 'write a size such as "12GiB" (2^30 bytes each) or "24 GB" (10^9), or whole bytes'
 # No exponents: "1e999999999 GB" would take for ever to multiply out.
-_WRITTEN: Final = re.compile(r"(\d{1,20}(?:\.\d{1,20})?)\s*([a-z]*)", re.ASCII)
+_WRITTEN_SIZE: Final = re.compile(r"(\d{1,20}(?:\.\d{1,20})?)\s*([a-z]*)", re.ASCII)
 
 
 def parse_size(value: int | float | str, *, key: str) -> int:
@@ -164,24 +219,39 @@ def parse_size(value: int | float | str, *, key: str) -> int:
         key: Name of the setting, for the message.
 
     Returns:
-        Bytes; a fraction of a byte is dropped.
-
-    Raises:
-        InvalidValueError: Anything else: no unit (a bare ``"12"`` would be 12 bytes), ``"12G"``
-            (which may mean either), a negative number, or more than 2^63 - 1 bytes.
+        Bytes; a fraction of a byte is dropped. Refused is a bare ``"12"`` (which would be 12
+        bytes), ``"12G"`` (which may mean either), and more than 2^63 - 1 bytes.
     """
-    nbytes = _from_text(value, key) if isinstance(value, str) else _from_number(value, key)
-    if not 0 <= nbytes <= _LARGEST:
-        raise InvalidValueError("is not an amount of memory", key=key, value=value, fix=_FORMS)
+    reason, nbytes = _read_size(value)
+    if reason is None and not 0 <= nbytes <= _LARGEST_SIZE:
+        reason = "is not an amount of memory"
+    if reason is not None:
+        raise InvalidValueError(reason, key=key, value=value, fix=_FORMS)
     return nbytes
 
 
-def parse_memory(value: Any, *, key: str) -> int:
-    """Read a machine's memory: as ``parse_size``, but a number alone is GiB, as cards are named.
+def _read_size(value: Any) -> tuple[str | None, int]:
+    """What is wrong with an amount, and its bytes where nothing is."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        whole_bytes = math.isfinite(value) and value == int(value)
+        return (None, int(value)) if whole_bytes else ("is not a whole number of bytes", 0)
+    match = _WRITTEN_SIZE.fullmatch(value.strip().lower()) if isinstance(value, str) else None
+    if match is None:
+        return "is not a size", 0
+    from fractions import Fraction
 
-    Raises:
-        InvalidValueError: As of ``parse_size``.
-    """
+    number, unit = Fraction(match[1]), match[2]
+    if unit in _UNITS or (number == 0 and not unit):
+        return None, int(number * _UNITS.get(unit, 0))
+    if not unit:
+        return "has no unit", 0
+    if unit in _UNIT_PREFIXES:
+        return f"may mean {unit.upper()}B or {unit.upper()}iB", 0
+    return "has a unit nobody knows", 0
+
+
+def parse_memory(value: Any, *, key: str) -> int:
+    """Read a machine's memory: as ``parse_size``, but a number alone is GiB, as cards are named."""
     bare = value.strip() if isinstance(value, str) else value
     if isinstance(bare, int | float) and not isinstance(bare, bool):
         bare = f"{bare:f}" if isinstance(bare, float) else str(bare)
@@ -192,7 +262,7 @@ def parse_memory(value: Any, *, key: str) -> int:
 
 def format_size(nbytes: int) -> str:
     """``nbytes`` with two decimals in the largest of KiB, MiB and GiB it fills, else in bytes."""
-    for unit, size in _SHOWN:
+    for unit, size in _SHOWN_UNITS:
         # Rounded first, so that it never reads "1024.00 MiB".
         if round(abs(nbytes) / size, 2) >= 1:
             return f"{nbytes / size:.2f} {unit}"
@@ -201,7 +271,7 @@ def format_size(nbytes: int) -> str:
 
 def brief_size(nbytes: float) -> str:
     """``nbytes`` for a glance: one decimal in KiB and MiB, two in GiB."""
-    for unit, size in _SHOWN:
+    for unit, size in _SHOWN_UNITS:
         if abs(nbytes) >= size:
             return f"{nbytes / size:.{2 if unit == 'GiB' else 1}f} {unit}"
     return f"{nbytes:.0f} B"
@@ -221,35 +291,8 @@ def common_unit(sizes: Iterable[int]) -> tuple[str, int]:
         Its name, and its size in bytes.
     """
     largest = max(sizes, default=0)
-    fitting = (unit for unit in _SHOWN if round(largest / unit[1], 1) >= 0.1)
-    return next(fitting, _SHOWN[0] if largest == 0 else _SHOWN[-1])
-
-
-def _from_number(value: float, key: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise InvalidValueError("is not a size", key=key, value=value, fix=_FORMS)
-    if not math.isfinite(value) or value != int(value):
-        raise InvalidValueError("is not a whole number of bytes", key=key, value=value, fix=_FORMS)
-    return int(value)
-
-
-def _from_text(text: str, key: str) -> int:
-    match = _WRITTEN.fullmatch(text.strip().lower())
-    if match is None:
-        raise InvalidValueError("is not a size", key=key, value=text, fix=_FORMS)
-    from fractions import Fraction
-
-    number, unit = Fraction(match[1]), match[2]
-    if unit in _UNITS:
-        return int(number * _UNITS[unit])
-    if not unit and number == 0:
-        return 0
-    if not unit:
-        raise InvalidValueError("has no unit", key=key, value=text, fix=_FORMS)
-    if unit in _PREFIXES:
-        reason = f"may mean {unit.upper()}B or {unit.upper()}iB"
-        raise InvalidValueError(reason, key=key, value=text, fix=_FORMS)
-    raise InvalidValueError("has a unit nobody knows", key=key, value=text, fix=_FORMS)
+    fitting = (unit for unit in _SHOWN_UNITS if round(largest / unit[1], 1) >= 0.1)
+    return next(fitting, _SHOWN_UNITS[0] if largest == 0 else _SHOWN_UNITS[-1])
 
 
 # -- Time.

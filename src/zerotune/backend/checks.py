@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from zerotune.backend.distributed import ProcessGroup
     from zerotune.plan.model import ResolvedPlan
 
-_COMPARED = ("lr", "betas", "eps", "weight_decay", "momentum", "use_muon")
+COMPARED_ARGUMENTS = ("lr", "betas", "eps", "weight_decay", "momentum", "use_muon")
 
 
 @attrs.frozen(kw_only=True)
@@ -33,15 +33,12 @@ class RunningGroup:
     def read(
         cls, group: Mapping[str, Any], members: Sequence[torch.Tensor], names: Mapping[int, str]
     ) -> RunningGroup:
-        """A group of a torch optimizer.
+        """One of ``param_groups``, which itself holds flat shards under ZeRO.
 
-        Args:
-            group: One of ``param_groups``.
-            members: Its parameters; under ZeRO the group itself holds flat shards.
-            names: Dotted names by the parameters' ``id``.
+        ``names`` are dotted names by the parameters' ``id``.
         """
         return cls(
-            params={key: group[key] for key in _COMPARED if key in group},
+            params={key: group[key] for key in COMPARED_ARGUMENTS if key in group},
             members=frozenset(names[id(parameter)] for parameter in members),
         )
 
@@ -53,11 +50,8 @@ def expected_groups(
 ) -> tuple[RunningGroup, ...]:
     """What every group should be once the engine runs.
 
-    Args:
-        choice: The plan's optimizer.
-        named: Names and parameters of all that is trained.
-        client: The optimizer as it is handed over. mup divides groups by width when it is built,
-            so there its groups are what must survive; elsewhere the plan's are.
+    mup divides groups by width when it is built, so there those of ``client``, the optimizer as it
+    is handed over, are what must survive; elsewhere the plan's are.
     """
     if choice.package == "mup" and client is not None:
         names = {id(parameter): name for name, parameter in named}
@@ -109,20 +103,14 @@ class Checks:
     ) -> None:
         """Compare lr, betas, eps, weight decay and the decay mode of every group.
 
-        Args:
-            choice: The optimizer the plan names.
-            optimizer: The one that runs.
-            scheduler: The schedule the plan names.
-            steps_taken: Optimizer steps so far.
-            groups: What each group should have; all of them ``choice.params`` when not given.
+        Without ``groups`` all groups should have ``choice.params``.
         """
         running = optimizer.param_groups
         if groups:
             self.equal("optimizer.param_groups", len(groups), len(running))
         for index, group in enumerate(running):
             prefix = "optimizer" if len(running) == 1 else f"optimizer.param_groups[{index}]"
-            own = groups[index].params if index < len(groups) else {}
-            expected = {**choice.params, **own}
+            expected = {**choice.params, **(groups[index].params if index < len(groups) else {})}
             if scheduler is not None:
                 base = float(expected["lr"])
                 # DeepSpeed's schedules know one rate; zerotune's keep each group's multiple.
@@ -130,10 +118,16 @@ class Checks:
                 expected["lr"] = lr_at(scheduler, steps_taken, choice.lr) * factor
                 if expected.get("betas") is not None:
                     expected["betas"] = betas_at(scheduler, steps_taken, tuple(expected["betas"]))
-            for name in _COMPARED:
+            for name in COMPARED_ARGUMENTS:
                 if name in expected and name in group:
-                    found = _running(expected[name], group[name])
-                    self.equal(f"{prefix}.{name}", expected[name], found)
+                    running_value = group[name]
+                    if isinstance(running_value, torch.Tensor):
+                        # Optimizers that compile their update keep the rate in fp32, where 0.1 is
+                        # not 0.1.
+                        running_value = float(running_value)
+                        if math.isclose(running_value, expected[name], rel_tol=1e-6):
+                            running_value = expected[name]
+                    self.equal(f"{prefix}.{name}", expected[name], running_value)
         if choice.weight_decay_mode is not None:
             self.equal(
                 "optimizer.weight_decay_mode",
@@ -145,12 +139,13 @@ class Checks:
         self, expected: Sequence[RunningGroup], running: Sequence[RunningGroup]
     ) -> None:
         """Compare which parameters each group holds."""
-        for index, (wanted, found) in enumerate(zip(expected, running, strict=False)):
-            lost = sorted(wanted.members ^ found.members)
+        for index, (wanted, actual) in enumerate(zip(expected, running, strict=False)):
+            lost = sorted(wanted.members ^ actual.members)
+            count = len(actual.members)
             self.equal(
                 f"optimizer.param_groups[{index}].parameters",
                 len(wanted.members),
-                f"{len(found.members)}, differing in {lost[0]}" if lost else len(found.members),
+                f"{count}, differing in {lost[0]}" if lost else count,
             )
 
     @property
@@ -167,11 +162,7 @@ class Checks:
         return "\n".join(lines)
 
     def raise_if_failed(self, *, engine: str) -> None:
-        """Refuse to train when anything differs.
-
-        Raises:
-            VerificationError: Names every key with what was asked and what runs.
-        """
+        """Refuse to train when anything differs."""
         if not self.failed:
             return
         first = self.failed[0]
@@ -188,11 +179,7 @@ class Checks:
 
 
 def check_alike(plan: ResolvedPlan, model: torch.nn.Module, group: ProcessGroup) -> None:
-    """Whether all ranks train the same model under the same plan. Collective.
-
-    Raises:
-        CollectiveError: They do not; the message names the parameter, or the key of the plan.
-    """
+    """Refuse ranks that train different models or plans; names what differs. Collective."""
     # The model first: what is sized by its shapes differs with it in the plan.
     parameters = {
         name: f"{parameter.dtype} {list(getattr(parameter, 'ds_shape', parameter.shape))}"
@@ -204,11 +191,7 @@ def check_alike(plan: ResolvedPlan, model: torch.nn.Module, group: ProcessGroup)
 
 
 def check_same_plan(plan: ResolvedPlan, group: ProcessGroup) -> None:
-    """Whether all ranks have the same plan. Collective.
-
-    Raises:
-        CollectiveError: They do not; the message names the key and each rank's value.
-    """
+    """Refuse ranks with different plans; names the key and each rank's value. Collective."""
     group.agree(plan.content(), "resolved plan", fix="give every rank the same arguments")
 
 
@@ -217,23 +200,13 @@ def weight_decay_mode(optimizer: torch.optim.Optimizer) -> str | None:
     for attribute in ("adam_w_mode", "adamw_mode"):
         if hasattr(optimizer, attribute):
             return "decoupled" if getattr(optimizer, attribute) else "l2"
-    known = {"AdamW": "decoupled"} | dict.fromkeys(
-        ("Adam", "NAdam", "RAdam", "Adamax", "SGD", "Adagrad"), "l2"
-    )
-    if type(optimizer).__module__.startswith("torch.optim"):
-        group: Mapping[str, Any] = optimizer.param_groups[0] if optimizer.param_groups else {}
-        if group.get("decoupled_weight_decay") is True:
-            return "decoupled"
-        return known.get(type(optimizer).__name__)
-    return None
-
-
-def _running(expected: Any, value: Any) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return value
-    number = float(value)
-    # Optimizers that compile their update keep the rate in an fp32 tensor, where 0.1 is not 0.1.
-    return expected if math.isclose(number, expected, rel_tol=1e-6) else number
+    name = type(optimizer).__name__
+    if not type(optimizer).__module__.startswith("torch.optim"):
+        return None
+    group: Mapping[str, Any] = optimizer.param_groups[0] if optimizer.param_groups else {}
+    if name == "AdamW" or group.get("decoupled_weight_decay") is True:
+        return "decoupled"
+    return "l2" if name in ("Adam", "NAdam", "RAdam", "Adamax", "SGD", "Adagrad") else None
 
 
 def _equal(expected: Any, actual: Any) -> bool:

@@ -14,13 +14,13 @@ import importlib.util
 import os
 import shutil
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 import torch
 
-from zerotune.backend.deepspeed.leaf_modules import named_leaf_modules
+from zerotune.backend.deepspeed.sharded import named_leaf_modules
 from zerotune.decisions import Decision, announce
 from zerotune.errors import EngineError, InvalidValueError, VerificationError
 
@@ -29,20 +29,18 @@ if TYPE_CHECKING:
     from zerotune.plan.model import ResolvedPlan
 
 KEY: Final = "compile"
-_SPARE: Final = 8
+_OTHER_VARIANTS: Final = 8
 """Variants of one block beyond one per block: of training, evaluation and other sizes."""
-_compiled: weakref.WeakKeyDictionary[Any, Compiled] = weakref.WeakKeyDictionary()
-
-
-def _names(value: Iterable[str] | None) -> tuple[str, ...] | None:
-    return None if value is None else tuple(value)
+_compiled_for: weakref.WeakKeyDictionary[Any, Compiled] = weakref.WeakKeyDictionary()
 
 
 @attrs.frozen(kw_only=True)
 class Compilation:
     """How a model is compiled; the other fields are ``torch.compile``'s own."""
 
-    blocks: tuple[str, ...] | None = attrs.field(default=None, converter=_names)
+    blocks: tuple[str, ...] | None = attrs.field(
+        default=None, converter=attrs.converters.optional(tuple)
+    )
     """Classes compiled one by one (``("BasicTransformerBlock",)``); ``()``: the whole model.
     ``None``: what diffusers lists as the model's repeated blocks, else the whole model."""
     backend: str = "inductor"
@@ -52,11 +50,7 @@ class Compilation:
 
     @classmethod
     def of(cls, wanted: bool | Mapping[str, Any] | Compilation) -> Compilation | None:
-        """What ``compile=`` means: ``False`` is ``None``, ``True`` the defaults.
-
-        Raises:
-            InvalidValueError: An option that does not exist.
-        """
+        """What ``compile=`` means: ``False`` is ``None``, ``True`` the defaults."""
         if isinstance(wanted, Compilation):
             return wanted
         if isinstance(wanted, bool):
@@ -80,9 +74,6 @@ class Compiled:
         wanted: How.
         model: The model, before or after the engine has taken it over.
         plan: Tells the stage, and at stage 3 the leaf modules.
-
-    Raises:
-        EngineError: It cannot be compiled here; the message says why.
     """
 
     def __init__(self, wanted: Compilation, *, model: torch.nn.Module, plan: ResolvedPlan) -> None:
@@ -91,7 +82,7 @@ class Compiled:
         self._regions, chosen = _regions(wanted, model, plan)
         self._gathered = plan.stage == 3
         self._undo = contextlib.ExitStack()
-        self._before = _counted()
+        self._before = _graphs_and_breaks()
         kinds = sorted({type(module).__name__ for module in self._regions})
         self.decisions: tuple[Decision, ...] = (
             Decision(
@@ -105,20 +96,17 @@ class Compiled:
 
     def apply(self, engine: Engine) -> None:
         """Compile, once the engine has made of the model what it wants; ends with the engine."""
-        limit = "recompile_limit"
         config: Any = torch._dynamo.config
-        if not hasattr(config, limit):
-            limit = "cache_size_limit"
         # Blocks of one class share their code; beyond this many variants torch goes on without
         # compiling, and says so only in a log.
-        enough = max(getattr(config, limit), len(self._regions) + _SPARE)
-        self._undo.enter_context(config.patch(**{limit: enough}))
+        enough = max(config.recompile_limit, len(self._regions) + _OTHER_VARIANTS)
+        self._undo.enter_context(config.patch(recompile_limit=enough))
         if self._gathered:
             self._undo.enter_context(_one_graph_for_all_parameters())
         for module in self._regions:
             self._compile(module)
         engine.resources.callback(self.undo)
-        _compiled[engine] = self
+        _compiled_for[engine] = self
         announce(self.decisions, rank=engine.group.rank)
 
     def undo(self) -> None:
@@ -128,19 +116,15 @@ class Compiled:
     @property
     def graphs(self) -> int:
         """Graphs compiled since, in this process."""
-        return _counted()[0] - self._before[0]
+        return _graphs_and_breaks()[0] - self._before[0]
 
     @property
     def graph_breaks(self) -> int:
         """Places where a graph had to be left, in this process."""
-        return _counted()[1] - self._before[1]
+        return _graphs_and_breaks()[1] - self._before[1]
 
     def verify(self) -> Decision:
-        """What compiling came to, after a training step.
-
-        Raises:
-            VerificationError: Nothing was compiled.
-        """
+        """What compiling came to, after a training step."""
         if self.graphs == 0:
             raise VerificationError(
                 "no graph was compiled although a step was taken",
@@ -159,24 +143,22 @@ class Compiled:
     def _compile(self, module: torch.nn.Module) -> None:
         wanted = self._wanted
         forward: Callable[..., Any] = module.forward
-        replaced = "forward" in vars(module)
-        arguments: dict[str, Any] = {} if wanted.mode is None else {"mode": wanted.mode}
-        module.forward = torch.compile(
-            forward,
-            backend=wanted.backend,
-            dynamic=wanted.dynamic,
-            fullgraph=wanted.fullgraph,
-            **arguments,
-        )
-        if replaced:
+        if "forward" in vars(module):
             self._undo.callback(setattr, module, "forward", forward)
         else:
             self._undo.callback(vars(module).pop, "forward", None)
+        module.forward = torch.compile(
+            forward,
+            backend=wanted.backend,
+            mode=wanted.mode,
+            dynamic=wanted.dynamic,
+            fullgraph=wanted.fullgraph,
+        )
 
 
 def compiled_for(engine: Engine) -> Compiled | None:
     """What compiles an engine's model; ``None``: nothing does."""
-    return _compiled.get(engine)
+    return _compiled_for.get(engine)
 
 
 @contextlib.contextmanager
@@ -198,7 +180,7 @@ def _one_graph_for_all_parameters() -> Iterator[None]:
         vars(is_zero_param).update(marked)
 
 
-def _counted() -> tuple[int, int]:
+def _graphs_and_breaks() -> tuple[int, int]:
     from torch._dynamo.utils import counters
 
     return int(counters["stats"]["unique_graphs"]), sum(counters["graph_break"].values())
@@ -208,7 +190,7 @@ def _regions(
     wanted: Compilation, model: torch.nn.Module, plan: ResolvedPlan
 ) -> tuple[list[torch.nn.Module], str]:
     if plan.stage == 3:
-        return _leaves(wanted, model, plan)
+        return _leaf_modules(wanted, model, plan)
     names, why = wanted.blocks, "asked for"
     if names is None:
         names = tuple(getattr(model, "_repeated_blocks", None) or ())
@@ -221,12 +203,12 @@ def _regions(
             f"{type(model).__name__} has no blocks of these classes",
             key=f"{KEY}.blocks",
             value=names,
-            fix=f"name some of {_suggested(model)}",
+            fix=f"name some of {_repeated_classes(model)}",
         )
     return found, why
 
 
-def _leaves(
+def _leaf_modules(
     wanted: Compilation, model: torch.nn.Module, plan: ResolvedPlan
 ) -> tuple[list[torch.nn.Module], str]:
     leaves = named_leaf_modules(plan, model)
@@ -240,7 +222,7 @@ def _leaves(
         key=KEY,
         value=wanted,
         fix='name blocks that are called with positional inputs in the plan: {"leaf_module": '
-        f'{{"classes": [...]}}}} of zero_optimization, such as {_suggested(model)}',
+        f'{{"classes": [...]}}}} of zero_optimization, such as {_repeated_classes(model)}',
     )
 
 
@@ -250,7 +232,7 @@ def _outermost(module: torch.nn.Module, names: frozenset[str]) -> list[torch.nn.
     return [found for child in module.children() for found in _outermost(child, names)]
 
 
-def _suggested(model: torch.nn.Module) -> list[str]:
+def _repeated_classes(model: torch.nn.Module) -> list[str]:
     """Classes of blocks: modules of modules that occur more than once."""
     kinds = [
         type(module).__name__

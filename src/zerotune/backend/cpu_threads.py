@@ -18,8 +18,8 @@ import torch
 
 from zerotune.decisions import Decision
 from zerotune.platform import MachineProbe
-from zerotune.platform.cgroups import cpu_quota
 from zerotune.platform.cores import CoreShare, affinity_here, read_cpus, share_cores
+from zerotune.platform.detect import cpu_quota
 
 if TYPE_CHECKING:
     from zerotune.backend.distributed import ProcessGroup
@@ -27,7 +27,10 @@ if TYPE_CHECKING:
 
 VARIABLE: Final = "OMP_NUM_THREADS"
 KEY: Final = "threads"
-_LAUNCHERS: Final = {"TORCHELASTIC_RUN_ID": "torchrun", "ACCELERATE_MIXED_PRECISION": "accelerate"}
+_SETS_ONE_THREAD: Final = {
+    "TORCHELASTIC_RUN_ID": "torchrun",
+    "ACCELERATE_MIXED_PRECISION": "accelerate",
+}
 """What a launcher that sets ``OMP_NUM_THREADS=1`` for want of anything better leaves behind."""
 
 
@@ -40,6 +43,17 @@ class ThreadFacts:
     defaults: frozenset[int]
     """What torch takes by itself here: the cores, physical or logical, this process may use."""
     environ: Mapping[str, str]
+
+    @classmethod
+    def here(cls, affinity: Collection[int]) -> ThreadFacts:
+        """Of this process, which may use these CPUs."""
+        cpus = read_cpus(MachineProbe().read_text, affinity)
+        cores = {(cpu.node, cpu.package, cpu.core) for cpu in cpus}
+        return cls(
+            threads=torch.get_num_threads(),
+            defaults=frozenset({len(cpus), len(cores), os.cpu_count() or 1}),
+            environ=dict(os.environ),
+        )
 
     @property
     def chosen_by(self) -> str | None:
@@ -58,12 +72,7 @@ class ThreadFacts:
         several = self.environ.get("LOCAL_WORLD_SIZE", self.environ.get("WORLD_SIZE", "1")) != "1"
         if self.environ.get(VARIABLE) != "1" or not several:
             return None
-        return next((name for mark, name in _LAUNCHERS.items() if mark in self.environ), None)
-
-
-def computes_on_cpu(plan: ResolvedPlan) -> bool:
-    """Whether optimizer or model run on the CPU, so that its threads matter."""
-    return plan.platform.accelerator == "cpu" or plan.offload_optimizer != "none"
+        return next((name for mark, name in _SETS_ONE_THREAD.items() if mark in self.environ), None)
 
 
 @contextlib.contextmanager
@@ -86,16 +95,19 @@ def cpu_threads(
     """
     if wanted is not None:
         share = CoreShare(threads=wanted, cpus=None, reason="asked for")
-    elif not computes_on_cpu(plan):
+    elif plan.platform.accelerator != "cpu" and plan.offload_optimizer == "none":
         yield ()
         return
     else:
         affinity = affinity_here()
-        here = _on_this_host(group, affinity)
-        facts = _facts(affinity)
+        host = socket.gethostname()
+        everyone = enumerate(group.gather((host, affinity)))
+        here = {rank: cpus for rank, (name, cpus) in everyone if name == host}
+        facts = ThreadFacts.here(affinity)
         # Every rank has taken part in the exchange; only now may they differ.
         if facts.chosen_by is not None:
-            yield (_kept(facts),)
+            reason = f"left alone: {facts.chosen_by}"
+            yield (Decision(key=KEY, before=facts.threads, after=facts.threads, reason=reason),)
             return
         probe = MachineProbe()
         share = share_cores(
@@ -109,38 +121,13 @@ def cpu_threads(
         yield decisions
 
 
-def _facts(affinity: Collection[int]) -> ThreadFacts:
-    cpus = read_cpus(MachineProbe().read_text, affinity)
-    cores = {(cpu.node, cpu.package, cpu.core) for cpu in cpus}
-    return ThreadFacts(
-        threads=torch.get_num_threads(),
-        defaults=frozenset({len(cpus), len(cores), os.cpu_count() or 1}),
-        environ=dict(os.environ),
-    )
-
-
-def _kept(facts: ThreadFacts) -> Decision:
-    return Decision(
-        key=KEY, before=facts.threads, after=facts.threads, reason=f"left alone: {facts.chosen_by}"
-    )
-
-
-def _on_this_host(group: ProcessGroup, affinity: frozenset[int]) -> dict[int, frozenset[int]]:
-    host = socket.gethostname()
-    everyone = group.gather((host, affinity))
-    return {rank: cpus for rank, (name, cpus) in enumerate(everyone) if name == host}
-
-
 @contextlib.contextmanager
 def _applied(share: CoreShare) -> Iterator[tuple[Decision, ...]]:
-    before, places = torch.get_num_threads(), _places() if share.cpus else {}
+    before, places = torch.get_num_threads(), _thread_places() if share.cpus else {}
+    launcher = ThreadFacts.here(affinity_here()).launcher
+    default = f"; {VARIABLE}=1 is only {launcher}'s default" if launcher else ""
     decisions = [
-        Decision(
-            key=KEY,
-            before=before,
-            after=share.threads,
-            reason=f"{share.reason}{_overridden()}",
-        )
+        Decision(key=KEY, before=before, after=share.threads, reason=f"{share.reason}{default}")
     ]
     torch.set_num_threads(share.threads)
     bound = share.cpus if share.cpus and _move({task: set(share.cpus) for task in places}) else None
@@ -159,23 +146,18 @@ def _applied(share: CoreShare) -> Iterator[tuple[Decision, ...]]:
         torch.set_num_threads(before)
         if bound is not None:
             everywhere = set().union(*places.values())
-            _move(dict.fromkeys(_places(), everywhere) | places)
+            _move(dict.fromkeys(_thread_places(), everywhere) | places)
 
 
-def _overridden() -> str:
-    launcher = _facts(affinity_here()).launcher
-    return f"; {VARIABLE}=1 is only {launcher}'s default" if launcher else ""
-
-
-def _places() -> dict[int, set[int]]:
+def _thread_places() -> dict[int, set[int]]:
     """Where each thread of this process may run; nothing where the system cannot tell."""
     if not hasattr(os, "sched_getaffinity"):
         return {}
-    found = {}
+    places = {}
     for entry in Path("/proc/self/task").iterdir():
         with contextlib.suppress(OSError):  # A thread may end meanwhile.
-            found[int(entry.name)] = set(os.sched_getaffinity(int(entry.name)))
-    return found
+            places[int(entry.name)] = set(os.sched_getaffinity(int(entry.name)))
+    return places
 
 
 def _move(places: Mapping[int, set[int]]) -> bool:

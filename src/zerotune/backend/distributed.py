@@ -23,9 +23,11 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from zerotune._util.processes import ENDED, ProcessIdentity
+from zerotune._util.files import fix_of
+from zerotune._util.proc import ENDED, ProcessIdentity
 from zerotune._util.text import differences
 from zerotune.errors import (
+    CheckpointError,
     CollectiveError,
     EngineError,
     InvalidValueError,
@@ -58,7 +60,6 @@ _COLLECTIVE: Final = re.compile(
     r"gloo|NCCL|Connection (closed by peer|reset)|Broken pipe|Socket Timeout|"
     r"Timed out waiting|pair closure|c10d|ProcessGroup"
 )
-_NCCL: Final = frozenset({"cuda", "rocm"})
 _DEEPSPEED_CACHES: Final = (
     "_WORLD_GROUP",
     "_ZERO_PARAM_INTRA_PARALLEL_GROUP",
@@ -81,12 +82,7 @@ class Launch:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Launch:
-        """Read the launcher's variables.
-
-        Raises:
-            EngineError: Some of the variables are set and others are missing.
-            InvalidValueError: A variable is not a whole number, or contradicts another.
-        """
+        """Read the launcher's variables."""
         variables = os.environ if environment is None else environment
         given = [name for name in _TORCHRUN if name in variables]
         # `accelerate launch` with one process, and many notebooks, set some without meaning a
@@ -100,12 +96,18 @@ class Launch:
                 fix="start with torchrun, accelerate launch or deepspeed, or set all of them, "
                 "or unset them for a single process",
             )
-        launch = cls(
-            rank=_whole(variables, "RANK"),
-            local_rank=_whole(variables, "LOCAL_RANK"),
-            world_size=_whole(variables, "WORLD_SIZE"),
-            launched=True,
-        )
+        numbers = {}
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+            try:
+                numbers[name.lower()] = int(variables[name])
+            except ValueError:
+                raise InvalidValueError(
+                    "must be a whole number",
+                    key=name,
+                    value=variables[name],
+                    fix="let the launcher set it",
+                ) from None
+        launch = cls(**numbers, launched=True)
         if not 0 <= launch.rank < launch.world_size:
             raise InvalidValueError(
                 f"a rank lies between 0 and WORLD_SIZE - 1 = {launch.world_size - 1}",
@@ -116,22 +118,9 @@ class Launch:
         return launch
 
 
-def _whole(variables: Mapping[str, str], name: str) -> int:
-    try:
-        return int(variables[name])
-    except ValueError:
-        raise InvalidValueError(
-            "must be a whole number", key=name, value=variables[name], fix="let the launcher set it"
-        ) from None
-
-
 def communication_backend(accelerator: str) -> str:
-    """What processes talk through when they train on an accelerator.
-
-    Args:
-        accelerator: Its name in a plan's platform, in DeepSpeed or in torch.
-    """
-    return "nccl" if accelerator in _NCCL else "gloo"
+    """What processes talk through on an accelerator of a plan's platform, DeepSpeed or torch."""
+    return "nccl" if accelerator in {"cuda", "rocm"} else "gloo"
 
 
 class ProcessGroup:
@@ -158,7 +147,7 @@ class ProcessGroup:
         self._timeout = timedelta(seconds=timeout_s)
         launch = launch or Launch.from_environment()
         if not dist.is_initialized():
-            _start(backend, launch, self._timeout)
+            _start_default_group(backend, launch, self._timeout)
         self._owned = _started.join()
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
@@ -182,8 +171,9 @@ class ProcessGroup:
         """The same processes on connections of their own, for another thread. Collective."""
         if self.world_size == 1:
             return ProcessGroup.alone()
-        timeout_s = self._timeout.total_seconds()
-        return ProcessGroup(backend=str(dist.get_backend()), timeout_s=timeout_s)
+        return ProcessGroup(
+            backend=str(dist.get_backend()), timeout_s=self._timeout.total_seconds()
+        )
 
     def for_tensors(self) -> Any:
         """Torch's group of the same processes on the default backend. Collective.
@@ -218,9 +208,6 @@ class ProcessGroup:
         Args:
             purpose: What the ranks are about to do, for the message.
             timeout_s: Seconds to wait; the group's timeout when not given.
-
-        Raises:
-            CollectiveError: A rank did not come; the message names it.
         """
         if self.world_size == 1:
             return
@@ -228,11 +215,7 @@ class ProcessGroup:
             self._meet(deadline)
 
     def broadcast(self, value: Any, *, source: int = 0, purpose: str = "share a value") -> Any:
-        """The picklable ``value`` of rank ``source``, on every rank.
-
-        Raises:
-            CollectiveError: A rank did not come; the message names it.
-        """
+        """The picklable ``value`` of rank ``source``, on every rank."""
         if self.world_size == 1:
             return value
         box = [value]
@@ -241,11 +224,7 @@ class ProcessGroup:
         return box[0]
 
     def gather(self, value: Any, *, purpose: str = "exchange values") -> list[Any]:
-        """The picklable ``value`` of every rank, in rank order, on every rank.
-
-        Raises:
-            CollectiveError: A rank did not come; the message names it.
-        """
+        """The picklable ``value`` of every rank, in rank order, on every rank."""
         if self.world_size == 1:
             return [value]
         values: list[Any] = [None] * self.world_size
@@ -254,11 +233,7 @@ class ProcessGroup:
         return values
 
     def agree(self, value: Any, what: str, *, fix: str = "give every rank the same") -> None:
-        """Check that every rank holds the same ``value``.
-
-        Raises:
-            CollectiveError: They differ; the message says in what, with every rank's value.
-        """
+        """Check that every rank holds the same ``value``."""
         purpose = f"compare {what}"
         # Values may be long, and are needed only where they differ.
         digests = self.gather(hashlib.sha256(repr(value).encode()).digest(), purpose=purpose)
@@ -266,8 +241,8 @@ class ProcessGroup:
             return
         values = self.gather(value, purpose=purpose)
         if any(other != values[0] for other in values):
-            told = differences(dict(enumerate(values)))
-            raise CollectiveError(f"the ranks disagree ({told})", key=what, fix=fix)
+            by_rank = differences(dict(enumerate(values)))
+            raise CollectiveError(f"the ranks disagree ({by_rank})", key=what, fix=fix)
 
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
         """Add ``tensor`` over all ranks, in place; returns it."""
@@ -284,17 +259,13 @@ class ProcessGroup:
         return float(self.sum_(total.to(device))) / self.world_size
 
     def any(self, flag: bool, *, purpose: str = "ask each other") -> bool:
-        """Whether ``flag`` holds on some rank; a few bytes, without the accelerator.
-
-        Raises:
-            CollectiveError: A rank did not come; the message names it.
-        """
+        """Whether ``flag`` holds on some rank; a few bytes, without the accelerator."""
         if self.world_size == 1:
             return flag
-        found = torch.tensor(int(flag), dtype=torch.uint8)
+        largest = torch.tensor(int(flag), dtype=torch.uint8)
         with self._meeting(purpose):
-            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._control)
-        return bool(found)
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._control)
+        return bool(largest)
 
     def ended(self) -> dict[int, str]:
         """Ranks of this machine whose processes have ended or are stopped, and which of it."""
@@ -302,14 +273,7 @@ class ProcessGroup:
 
     @contextlib.contextmanager
     def naming(self, doing: str) -> Iterator[None]:
-        """What torch raises when a rank is lost inside the block becomes one error naming it.
-
-        Args:
-            doing: What the block is, for the message.
-
-        Raises:
-            CollectiveError: A collective failed; other errors stay as they are.
-        """
+        """What torch raises when a rank is lost inside the block names that rank and the block."""
         try:
             yield
         except RuntimeError as error:
@@ -321,11 +285,7 @@ class ProcessGroup:
     def _meeting(self, purpose: str, *, timeout_s: float | None = None) -> Iterator[float]:
         """Leave a note of where this rank is; what fails inside names who left none.
 
-        Yields:
-            Until when to wait.
-
-        Raises:
-            EngineError: The group is closed.
+        Yields the time until which to wait.
         """
         if self._control is None:
             raise EngineError(
@@ -430,14 +390,12 @@ class ProcessGroup:
 def end_groups(groups: list[Any]) -> None:
     """End connections of this process to others, with their threads and descriptors.
 
-    Those of NCCL stay: ending them waits for the other ranks, of which one may be lost.
-
-    Args:
-        groups: Of torch; emptied, since a group ends with the last reference to it. One that has
-            ended already is passed over.
+    Those of NCCL stay: ending them waits for the other ranks, of which one may be lost. The list
+    is emptied, since a group ends with the last reference to it.
     """
     while groups:
         group = groups.pop()
+        # One that has ended already is unknown to torch.
         with contextlib.suppress(ValueError):
             if dist.get_backend(group) == "gloo":
                 dist.destroy_process_group(group)
@@ -448,13 +406,6 @@ def meeting(launch: Launch, *, timeout_s: float) -> Iterator[None]:
     """Wait for all processes that a launcher started, before the block makes a group of them.
 
     torch itself tells at best how many are missing. Does nothing where there is a group already.
-
-    Args:
-        launch: Who this process is.
-        timeout_s: Seconds to wait.
-
-    Raises:
-        CollectiveError: A rank did not come, or was lost inside the block; the message names it.
     """
     if not launch.launched or launch.world_size == 1 or dist.is_initialized():
         yield
@@ -471,12 +422,7 @@ def meeting(launch: Launch, *, timeout_s: float) -> Iterator[None]:
 
 
 class _Arrivals:
-    """Who of the started processes has come, noted where torch is going to look for them too.
-
-    Args:
-        launch: Who this process is.
-        timeout: How long to wait for the others.
-    """
+    """Who of the started processes has come, noted where torch is going to look for them too."""
 
     def __init__(self, launch: Launch, *, timeout: timedelta) -> None:
         self._launch, self._timeout = launch, timeout
@@ -492,41 +438,31 @@ class _Arrivals:
         self._holders: list[int] = []
 
     def wait(self) -> _RollCall:
-        """Come, and return when all have.
-
-        Returns:
-            What finds who is lost from here to the first meeting of a group.
-
-        Raises:
-            CollectiveError: Somebody has not.
-        """
+        """Come, and return when all have, with what finds lost ranks until a group meets."""
         try:
-            self._store = self._open()
-            own = attrs.asdict(ProcessIdentity.current())
-            self._store.set(self._keys[self._launch.rank], json.dumps([own, self._holds_store()]))
+            host, _, port = self._place.rpartition(":")
+            self._store = torch._C._distributed_c10d.TCPStore(
+                host,
+                int(port),
+                self._launch.world_size,
+                is_master=self._launch.rank == 0 and not self._agent,
+                timeout=self._timeout,
+                wait_for_workers=False,
+                # torch's own rendezvous shares it, as long as this one is kept.
+                multi_tenant=True,
+            )
+            note = [attrs.asdict(ProcessIdentity.current()), self._holds_store()]
+            self._store.set(self._keys[self._launch.rank], json.dumps(note))
             if self._all_come():
-                found = [json.loads(each) for each in self._store.multi_get(self._keys)]
-                rank, name = self._launch.rank, f"start/{self._attempt}"
-                roll = _RollCall(name, rank=rank, store=self._store)
-                roll.holders = [rank for rank, (_, holds) in enumerate(found) if holds]
-                roll.meet([ProcessIdentity(**process) for process, _ in found])
+                notes = [json.loads(each) for each in self._store.multi_get(self._keys)]
+                name = f"start/{self._attempt}"
+                roll = _RollCall(name, rank=self._launch.rank, store=self._store)
+                roll.holders = [rank for rank, (_, holds) in enumerate(notes) if holds]
+                roll.meet([ProcessIdentity(**process) for process, _ in notes])
                 return roll
         except RuntimeError as error:
             raise self._absent(error) from error
         raise self._absent(None)
-
-    def _open(self) -> Any:
-        host, _, port = self._place.rpartition(":")
-        return torch._C._distributed_c10d.TCPStore(
-            host,
-            int(port),
-            self._launch.world_size,
-            is_master=self._launch.rank == 0 and not self._agent,
-            timeout=self._timeout,
-            wait_for_workers=False,
-            # torch's own rendezvous shares it, as long as this one is kept.
-            multi_tenant=True,
-        )
 
     def _holds_store(self) -> bool:
         """Whether the store ends with this rank, or with what started it on this machine."""
@@ -564,16 +500,12 @@ class _Arrivals:
         timeout, waited = self._timeout.total_seconds(), time.monotonic() - self._began
         absent = dict.fromkeys(self._missing, "never came")
         if error is not None and (not absent or waited < 0.8 * timeout):
-            absent = self._gone_with_the_store() or absent
+            if self._agent and self._holders:
+                absent = dict.fromkeys(self._holders, "has gone, and the store there")
+            elif not self._agent and self._launch.rank:
+                absent = {0: f"cannot be reached at {self._place}, where the ranks are to meet"}
         what = f"not every rank came to the start within {timeout:g} s"
-        return _missing(what, absent, error, rank=self._launch.rank)
-
-    def _gone_with_the_store(self) -> dict[int, str]:
-        if self._agent:
-            return dict.fromkeys(self._holders, "has gone, and the store there")
-        if self._launch.rank == 0:
-            return {}
-        return {0: f"cannot be reached at {self._place}, where the ranks are to meet"}
+        return _naming_the_absent(what, absent, error, rank=self._launch.rank)
 
 
 class _Started:
@@ -627,11 +559,8 @@ class _Started:
 def _forget_in_deepspeed(ended: Collection[Any] | None = None) -> None:
     """Make DeepSpeed forget groups that are destroyed.
 
-    It keeps them in module globals (0.18.9 for ever, 0.19.8 until they are destroyed through its
-    own function), and the next engine of the process fails with "Group … is not registered".
-
-    Args:
-        ended: The groups; all that it has, when the default group was destroyed.
+    It keeps them in module globals until they are destroyed through its own function, and the next
+    engine of the process fails with "Group … is not registered". Without ``ended``: all it has.
     """
     groups = sys.modules.get("deepspeed.utils.groups")
     if groups is None:
@@ -674,7 +603,7 @@ deepspeed_groups: Final = DeepSpeedGroups()
 _started = _Started()
 
 
-def _start(backend: str, launch: Launch, timeout: timedelta) -> None:
+def _start_default_group(backend: str, launch: Launch, timeout: timedelta) -> None:
     # Imported later, as torch does, its functions' defaults would hold this group for ever.
     importlib.import_module("torch.distributed.nn.functional")
     if launch.launched:
@@ -694,13 +623,9 @@ def _start(backend: str, launch: Launch, timeout: timedelta) -> None:
 
 
 class _RollCall:
-    """Who came where: each rank's latest meeting in the store, and what became of its process.
+    """Each rank's last collective, noted in the store, and whether its process lives.
 
-    Args:
-        name: Of the group; the same on every rank, another one for each group.
-        rank: This rank.
-        store: Where notes are left; the process group's own when not given.
-        before: What is known of the ranks already.
+    ``name`` is the group's, the same on every rank; what ``before`` knows of them is taken over.
     """
 
     def __init__(
@@ -722,9 +647,7 @@ class _RollCall:
     ) -> None:
         """All are here. Where they are of several machines, each shows from now on that it lives.
 
-        Args:
-            members: Process of each rank.
-            wake: Called once another rank is told to be lost.
+        ``wake`` is called once another rank is known to be lost.
         """
         self.members = members
         if all(member.visible() for member in members):
@@ -742,15 +665,8 @@ class _RollCall:
     def lost(
         self, what: str, error: RuntimeError, *, patience: float = _SETTLING_S
     ) -> CollectiveError:
-        """The error that says who is missing, once it can be known.
-
-        Args:
-            what: What went wrong.
-            error: What torch said.
-            patience: Seconds in which a process that has just lost its connections may still
-                be ending.
-        """
-        return _missing(what, self.absent(patience=patience), error, rank=self._rank)
+        """The error that says who is missing, once it can be known; ``error`` is torch's."""
+        return _naming_the_absent(what, self.absent(patience=patience), error, rank=self._rank)
 
     def here(self, purpose: str) -> None:
         """Leave a note for who may look for this rank."""
@@ -761,23 +677,21 @@ class _RollCall:
     def absent(self, *, patience: float) -> dict[int, str]:
         """The ranks that are not where this one is, and what is known of each.
 
-        Args:
-            patience: Seconds in which a process that has just lost its connections may still
-                be ending.
+        For ``patience`` seconds a process that has just lost its connections may still be ending.
         """
         deadline = time.monotonic() + patience
-        while not (found := self._told() or self.ended()) and time.monotonic() < deadline:
+        while not (absent := self._reported() or self.ended()) and time.monotonic() < deadline:
             time.sleep(0.02)
-        found = found or self._silent()
+        absent = absent or self._silent()
         # With those the store is lost, most often, and others see that themselves.
-        if found and not found.keys() & self.holders and self._pulse is not None:
-            self._pulse.tell(found, holds=self._rank in self.holders)
+        if absent and not absent.keys() & self.holders and self._pulse is not None:
+            self._pulse.report(absent, holds=self._rank in self.holders)
         # A store whose holder is stopped never answers.
-        return found or Asking().ask(self._elsewhere, seconds=_ANSWER_S) or {}
+        return absent or Asking().ask(self._elsewhere, seconds=_ANSWER_S) or {}
 
     def dead(self) -> bool:
         """Whether a rank's process is seen to have ended; one that is stopped may go on."""
-        return any(known.startswith(ENDED) for known in self.ended().values())
+        return any(state.startswith(ENDED) for state in self.ended().values())
 
     def ended(self) -> dict[int, str]:
         """The ranks whose processes have ended or are stopped, as far as can be seen from here."""
@@ -788,10 +702,10 @@ class _RollCall:
             if condition is not None
         }
 
-    def _told(self) -> dict[int, str]:
-        """The lost ranks that others have found already; who says so may be gone by now too."""
-        told = {} if self._pulse is None else self._pulse.told
-        return {} if self._rank in told else told
+    def _reported(self) -> dict[int, str]:
+        """The lost ranks that others have reported; who has may be gone by now too."""
+        lost = {} if self._pulse is None else self._pulse.lost
+        return {} if self._rank in lost else lost
 
     def _silent(self) -> dict[int, str]:
         """The ranks of other machines that show no sign of life, and what is known of each."""
@@ -804,38 +718,34 @@ class _RollCall:
         else:
             silent = [rank for rank in afar if rank in self.holders]
             what = "cannot be reached, nor the store there"
-        found = {
+        return self._reported() or {
             rank: f"{what} (process {self.members[rank].pid} on {self.members[rank].host})"
             for rank in silent
         }
-        return self._told() or found
 
     def _elsewhere(self) -> dict[int, str]:
-        found = {}
+        absent = {}
         for rank in range(len(self.members)):
             key = f"{self._prefix}/{rank}"
             note = self._store.get(key).decode() if self._store.check([key]) else "0 nothing"
             count, _, purpose = note.partition(" ")
             if int(count) < self.count:
-                found[rank] = f"last came to {purpose!r}" if int(count) else "never came"
-        return found
+                absent[rank] = f"last came to {purpose!r}" if int(count) else "never came"
+        return absent
 
 
 class _Pulse:
     """Signs of life in the store, because nobody sees the processes of another machine.
 
-    Args:
-        prefix: Of the keys; the same on every rank.
-        rank: This rank.
-        store: Where they are left; nobody else uses this connection.
+    ``prefix`` is that of the keys, the same on every rank; nobody else uses the store's connection.
     """
 
     def __init__(self, prefix: str, *, rank: int, store: Any) -> None:
         self._prefix, self._rank = f"{prefix}/pulse", rank
         self._store, self._over = store, threading.Event()
         self._wakes: list[Callable[[], None]] = []
-        self.told: dict[int, str] = {}
-        """The lost ranks, and what is known of each, once a rank has found them."""
+        self.lost: dict[int, str] = {}
+        """The lost ranks, and what is known of each, once a rank has reported them."""
         self._thread = threading.Thread(target=self._run, name="zerotune-pulse", daemon=True)
         self._thread.start()
 
@@ -847,7 +757,7 @@ class _Pulse:
 
     @contextlib.contextmanager
     def waking(self, wake: Callable[[], None]) -> Iterator[None]:
-        """Call something within the block once other ranks are told to be lost."""
+        """Call something within the block once other ranks are known to be lost."""
         self._wakes.append(wake)
         if self._lost_others():
             wake()
@@ -857,7 +767,7 @@ class _Pulse:
             self._wakes.remove(wake)
 
     def _lost_others(self) -> bool:
-        return bool(self.told) and self._rank not in self.told
+        return bool(self.lost) and self._rank not in self.lost
 
     def silent(self, ranks: Collection[int]) -> list[int] | None:
         """Those of the ranks that show no sign for a while; ``None``: the store does not answer.
@@ -866,7 +776,7 @@ class _Pulse:
         """
         asking, deadline = Asking(), time.monotonic() + _SILENCE_S
         first, left = None, list(ranks)
-        while left and not self.told and time.monotonic() < deadline:
+        while left and not self.lost and time.monotonic() < deadline:
             signs = asking.ask(lambda: self._signs(ranks), seconds=_ANSWER_S)
             if signs is None:
                 return None
@@ -875,16 +785,14 @@ class _Pulse:
             time.sleep(_PULSE_S / 4)
         return left
 
-    def tell(self, lost: Mapping[int, str], *, holds: bool) -> None:
+    def report(self, lost: Mapping[int, str], *, holds: bool) -> None:
         """Let all ranks know, also those that come to it when this one is gone.
 
-        Args:
-            lost: What is known of each lost rank.
-            holds: Whether the store may go with this rank.
+        ``holds``: whether the store may go with this rank.
         """
-        if not self.told:
-            said = json.dumps(dict(lost))
-            Asking().ask(lambda: self._store.set(f"{self._prefix}/lost", said), seconds=_ANSWER_S)
+        if not self.lost:
+            text = json.dumps(dict(lost))
+            Asking().ask(lambda: self._store.set(f"{self._prefix}/lost", text), seconds=_ANSWER_S)
             if holds:  # The others are to read it first.
                 time.sleep(2 * _PULSE_S)
 
@@ -894,15 +802,13 @@ class _Pulse:
             with contextlib.suppress(RuntimeError):
                 self._store.set(f"{self._prefix}/{self._rank}", str(number))
                 if self._store.check([f"{self._prefix}/lost"]):
-                    self._hear(json.loads(self._store.get(f"{self._prefix}/lost")))
+                    lost = json.loads(self._store.get(f"{self._prefix}/lost"))
+                    news, self.lost = not self.lost, {int(rank): lost[rank] for rank in lost}
+                    if news and self._lost_others():
+                        for wake in tuple(self._wakes):
+                            wake()
             if self._over.wait(_PULSE_S):
                 return
-
-    def _hear(self, lost: Mapping[str, str]) -> None:
-        news, self.told = not self.told, {int(rank): known for rank, known in lost.items()}
-        if news and self._lost_others():
-            for wake in tuple(self._wakes):
-                wake()
 
     def _signs(self, ranks: Collection[int]) -> dict[int, bytes]:
         keys = {rank: f"{self._prefix}/{rank}" for rank in ranks}
@@ -935,10 +841,8 @@ class Asking:
     def ask(self, question: Callable[[], T], *, seconds: float) -> T | None:
         """The answer, or ``None``: it failed, or nothing came in time.
 
-        Args:
-            question: What is asked, in a thread that is left behind when it takes longer; until
-                that has ended, nothing else is asked.
-            seconds: How long to wait.
+        The question runs in a thread that is left behind when it takes longer; until that has
+        ended, nothing else is asked.
         """
         answers: list[T] = []
 
@@ -956,25 +860,18 @@ class Asking:
         return answers[0] if answers else None
 
 
-def _missing(
+def _naming_the_absent(
     what: str, absent: Mapping[int, str], error: Exception | None, *, rank: int
 ) -> CollectiveError:
-    """The error that says who is missing.
-
-    Args:
-        what: What went wrong.
-        absent: What is known of each missing rank.
-        error: What torch said.
-        rank: This one.
-    """
     ranks = f"Rank{'s' if len(absent) > 1 else ''} {', '.join(map(str, absent))}"
-    known = "; ".join(f"rank {each} {state}" for each, state in absent.items())
-    said = "" if error is None else f": {_first_line(error)}"
-    who = (
-        f"{ranks} failed to come: {known}"
-        if absent
-        else f"by now none is missing, so one gave up or failed before{said}"
-    )
+    states = "; ".join(f"rank {each} {state}" for each, state in absent.items())
+    who = f"{ranks} failed to come: {states}"
+    if not absent:
+        who = "by now none is missing, so one gave up or failed before"
+        if error is not None:
+            # torch writes the source line it was compiled from in front.
+            line = re.sub(r"^\[[^\]]*\] *", "", (str(error).splitlines() or [""])[0])
+            who += f": {line[:_LONGEST_LINE] or type(error).__name__}"
     return CollectiveError(
         f"{what} ({who})",
         key=f"rank {rank}",
@@ -994,7 +891,32 @@ def _await(work: Any, deadline: float) -> None:
     work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
 
 
-def _first_line(error: Exception) -> str:
-    # torch writes the source line it was compiled from in front.
-    line = re.sub(r"^\[[^\]]*\] *", "", (str(error).splitlines() or [""])[0])
-    return line[:_LONGEST_LINE] or type(error).__name__
+def together(group: ProcessGroup, purpose: str, work: Callable[[], T]) -> list[T]:
+    """Run ``work`` on every rank and return all results, in rank order, everywhere.
+
+    Collective: every rank must call it.
+
+    Args:
+        group: The processes.
+        purpose: What is being done, for messages.
+        work: What this rank does; must not be collective itself, since a rank on which it
+            fails would leave the others waiting.
+    """
+    result: T | None = None
+    failure: ZeroTuneError | None = None
+    try:
+        result = work()
+    except ZeroTuneError as error:
+        failure = error
+    except Exception as error:  # noqa: BLE001 - the others wait for what became of this rank
+        fix = fix_of(error) if isinstance(error, OSError) else None
+        failure = CheckpointError(f"{type(error).__name__}: {error}", key=purpose, fix=fix)
+        failure.__cause__ = error
+    group.barrier(purpose)
+    outcomes = group.gather((result, failure))
+    if failure is not None:
+        raise failure
+    for rank, (_, other) in enumerate(outcomes):
+        if other is not None:
+            raise other.passed_on(rank)
+    return [outcome for outcome, _ in outcomes]

@@ -23,9 +23,6 @@ def checked_dtype(dtype: str | torch.dtype, *, key: str = "dtype") -> torch.dtyp
     Args:
         dtype: ``"fp32"``, ``"bf16"``, ``"fp16"`` or a floating-point torch dtype.
         key: What the argument is called, for the message.
-
-    Raises:
-        InvalidValueError: Neither.
     """
     chosen = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
     if chosen is None or not chosen.is_floating_point:
@@ -36,11 +33,7 @@ def checked_dtype(dtype: str | torch.dtype, *, key: str = "dtype") -> torch.dtyp
 
 
 def check_quantized(model: torch.nn.Module, plan: ResolvedPlan) -> None:
-    """Whether DeepSpeed can hold a model's quantized weights as the plan asks.
-
-    Raises:
-        EngineError: They are torchao's tensors, or stage 3 would swap them to files.
-    """
+    """Whether DeepSpeed can hold a model's quantized weights as the plan asks."""
     if not plan.uses_deepspeed:
         return
     quantized = [each for each in ModelFacts.from_module(model).parameters if each.storage]
@@ -76,21 +69,18 @@ def check_model_dtype(model: torch.nn.Module, plan: ResolvedPlan) -> None:
     DeepSpeed casts a model to bf16 or fp16, and at stage 3 to fp32; elsewhere an fp32 plan leaves
     weights as they come, and fp32 inputs meet them in a layer that says "mat1 and mat2 must have
     the same dtype".
-
-    Raises:
-        EngineError: A weight is in half precision and the plan trains in fp32.
     """
     if plan.precision != "fp32" or (plan.uses_deepspeed and plan.stage == 3):
         return
     half = {dtype: name for name, dtype in DTYPES.items() if name != "fp32"}
-    found = [(name, p.dtype) for name, p in model.named_parameters() if p.dtype in half]
-    if not found:
+    halves = [(name, p.dtype) for name, p in model.named_parameters() if p.dtype in half]
+    if not halves:
         return
-    name, dtype = found[0]
+    name, dtype = halves[0]
     frozen = all(not p.requires_grad for p in model.parameters() if p.dtype in half)
     train = "" if half[dtype] == "fp16" else f', or train in it: precision="{half[dtype]}"'
     raise EngineError(
-        f"{len(found)} of the model's weights are in {half[dtype]}, the plan trains in fp32"
+        f"{len(halves)} of the model's weights are in {half[dtype]}, the plan trains in fp32"
         + (", and frozen weights are not cast" if frozen else ": master weights are fp32"),
         key=f"model.{name}",
         value=dtype,

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
 from typing_extensions import override
 
-from zerotune.backend.master_weights import Follower, FragmentAddress, MasterLayout, Slab
-from zerotune.backend.states import OptimizerStates
+from zerotune.backend.master_weights import (
+    Follower,
+    FragmentAddress,
+    MasterLayout,
+    OptimizerStates,
+    Slab,
+)
 from zerotune.errors import EngineError
 
 Named = list[tuple[str, torch.nn.Parameter]]
@@ -28,15 +33,16 @@ def trainable_parameters(module: torch.nn.Module) -> Named:
 
 
 def require_trainable(module: torch.nn.Module) -> Named:
-    """The trainable parameters of a model that an engine takes.
-
-    Raises:
-        EngineError: There are none.
-    """
+    """The trainable parameters of a model; there must be some."""
     named = trainable_parameters(module)
     if not named:
         raise EngineError("no parameter requires a gradient", key="model", fix="unfreeze some")
     return named
+
+
+def gradient_norm(parameters: Iterable[torch.nn.Parameter]) -> torch.Tensor:
+    """L2 norm of the gradients of whole parameters; as clipping computes it, which alters them."""
+    return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
 
 
 def full_shape(parameter: torch.nn.Parameter) -> tuple[int, ...]:
@@ -181,11 +187,7 @@ def whole(name: str, parameter: torch.nn.Parameter, *, slab: int, offset: int) -
 
 
 def check_master(tensor: torch.Tensor, name: str) -> None:
-    """Whether a tensor can be a slab.
-
-    Raises:
-        EngineError: It is not fp32.
-    """
+    """Refuse a slab that is not fp32."""
     if tensor.dtype != torch.float32:
         raise EngineError(
             "master weights are fp32",

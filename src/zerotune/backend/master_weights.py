@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 from weakref import WeakSet
 
 import attrs
@@ -21,8 +21,160 @@ import torch
 from typing_extensions import override
 
 from zerotune.backend.distributed import ProcessGroup
-from zerotune.backend.states import OptimizerStates
 from zerotune.errors import EngineError, UnsupportedEngineError
+
+_OF_ADAM: Final = frozenset({"step", "exp_avg", "exp_avg_sq"})
+_BEGIN_AT: Final[Mapping[str, float]] = {"mu_product": 1.0}
+"""NAdam's product of momenta (``torch/optim/nadam.py``); whatever else is kept begins at zero."""
+
+
+class OptimizerStates:
+    """States, counters and other things an optimizer keeps for one tensor.
+
+    Everything is looked up when it is asked for: an EMA, which asks for nothing, pays nothing.
+
+    Args:
+        optimizer: A ``torch.optim.Optimizer``, DeepSpeed's included; ``None`` for weights that
+            nothing optimizes.
+        key: The tensor, as the optimizer's groups hold it.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer | None, key: torch.Tensor) -> None:
+        self._optimizer = optimizer
+        self._key = key
+        self._copies: dict[str, torch.Tensor] = {}
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """States with one element per weight, by name; empty before the first step.
+
+        fp32, unless the optimizer keeps them in fewer bits (``AdamWBF16States``). Of a tensor that
+        is not contiguous they are copies, which ``write_back`` brings to the optimizer.
+        """
+        return {
+            name: value if value.is_contiguous() else self._copy(name, value)
+            for name, value in self._state_tensors()
+            if value.numel() == self._key.numel()
+            # Codes of low-bit optimizers (uint8, or a class that hides them) have the weights' size
+            # too, and mean nothing without the scales of their blocks.
+            and type(value) in (torch.Tensor, torch.nn.Parameter)
+            and value.is_floating_point()
+        }
+
+    def write_back(self) -> None:
+        """Have the optimizer's states be what was written to their copies."""
+        for name, copy in self._copies.items():
+            self._state[name].copy_(copy)
+
+    def _copy(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        if name not in self._copies:
+            self._copies[name] = value.contiguous()
+        return self._copies[name]
+
+    @property
+    def scalars(self) -> dict[str, float]:
+        """Single numbers that accompany the weights, such as NAdam's ``mu_product``."""
+        return {
+            name: float(value)
+            for name, value in self._state_tensors()
+            if value.numel() == 1 != self._key.numel()
+        }
+
+    @property
+    def others(self) -> tuple[str, ...]:
+        """Names of what cannot be divided like the weights, such as Adafactor's row sums."""
+        covered = {"step", *self.tensors, *self.scalars}
+        return tuple(
+            name for name, value in self._state.items() if name not in covered and value is not None
+        )
+
+    @property
+    def described_on_nvme(self) -> bool:
+        """Whether the other properties hold while DeepSpeed has emptied all tensors.
+
+        It empties counters that are tensors too, and then nothing tells one from a state.
+        """
+        counted = not isinstance(self._state.get("step"), torch.Tensor)
+        return counted and self._state.keys() <= _OF_ADAM and len(self.tensors) in (0, 2)
+
+    @property
+    def step(self) -> int | None:
+        """Updates counted; ``None`` where the optimizer does not count.
+
+        FusedAdam keeps one counter per group, on the last tensor of the group that had a
+        gradient, while all of them are updated together; the largest is the true one.
+        """
+        if self._optimizer is None:
+            return None
+        peers: list[torch.Tensor] = [self._key]
+        if not self._counts_each:
+            for group in self._optimizer.param_groups:
+                if any(self._key is other for other in group["params"]):
+                    peers = group["params"]
+        states = (self._optimizer.state.get(peer, {}) for peer in peers)
+        steps = [int(state["step"]) for state in states if "step" in state]
+        return max(steps, default=None)
+
+    def create(self, names: tuple[str, ...]) -> None:
+        """Make zero-filled states, as the optimizer itself would at its first step."""
+        state, dtype = self._writable, getattr(self._optimizer, "state_dtype", None)
+        for name in names:
+            state.setdefault(name, torch.zeros_like(self._key.data, dtype=dtype))
+        state.setdefault("step", self._counter(0))
+
+    def set_step(self, step: int) -> None:
+        """Set the counter."""
+        state = self._writable
+        if isinstance(state.get("step"), torch.Tensor):
+            state["step"].fill_(step)
+        else:
+            state["step"] = self._counter(step)
+
+    def set_scalars(self, scalars: Mapping[str, float]) -> None:
+        """Set the single numbers that accompany the weights."""
+        state = self._writable
+        for name, value in scalars.items():
+            if isinstance(state.get(name), torch.Tensor):
+                state[name].fill_(value)
+            else:
+                state[name] = _scalar(value)
+
+    def begin_scalars_anew(self) -> None:
+        """Set single numbers to what they are before the first update, where that is not zero."""
+        for name in _BEGIN_AT.keys() & self._state.keys():
+            self._state[name].fill_(_BEGIN_AT[name])
+
+    @property
+    def _state(self) -> Mapping[str, Any]:
+        return {} if self._optimizer is None else self._optimizer.state.get(self._key, {})
+
+    def _state_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, value in self._state.items():
+            if isinstance(value, torch.Tensor) and name != "step":
+                yield name, value
+
+    @property
+    def _writable(self) -> dict[str, Any]:
+        if self._optimizer is None:
+            raise EngineError(
+                "a plain module has no optimizer whose states could be set",
+                key="master_weights",
+                fix="use the engine's master weights",
+            )
+        state: dict[str, Any] = self._optimizer.state[self._key]
+        return state
+
+    @property
+    def _counts_each(self) -> bool:
+        return type(self._optimizer).__module__.startswith("torch.optim")
+
+    def _counter(self, step: int) -> Any:
+        return _scalar(step) if self._counts_each else step
+
+
+def _scalar(value: float) -> torch.Tensor:
+    return torch.tensor(float(value), dtype=torch.float32)
+
 
 _COMPARED_PARAMETERS: Final = 4
 _COMPARED_ELEMENTS: Final = 64
@@ -487,7 +639,6 @@ class MasterWeights:
             CollectiveError: A rank did not come; the message names it.
         """
         self._group.barrier("gathering the weights")
-        pick = source or _value_of
         fragments = self.read()
         pending = next(fragments, None)
         for name, shape in self._layout.order:
@@ -495,7 +646,9 @@ class MasterWeights:
             full = torch.zeros(math.prod(shape), dtype=torch.float32, device=device)
             while pending is not None and pending.address.name == name:
                 address = pending.address
-                full[address.start : address.stop].copy_(pick(pending))
+                full[address.start : address.stop].copy_(
+                    pending.value if source is None else source(pending)
+                )
                 pending = next(fragments, None)
             if not self._replicable:
                 self._group.sum_(full)
@@ -520,10 +673,6 @@ class MasterWeights:
             current.append(address)
         if current:
             yield current[0].slab, current
-
-
-def _value_of(fragment: Fragment) -> torch.Tensor:
-    return fragment.value
 
 
 def _narrow(flat: torch.Tensor, address: FragmentAddress) -> torch.Tensor:

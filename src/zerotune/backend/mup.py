@@ -64,11 +64,18 @@ def set_base_shapes(
             value=type(model).__name__,
             fix="build the model anew",
         )
-    narrow, wider = (_sibling(model, changes) for changes in (base, delta))
+    narrow, wider = (_of_other_width(model, changes) for changes in (base, delta))
     _check_same(model, narrow, wider)
     # Its own check asks for MuReadout, in whose place the hooks below stand.
     mup.set_base_shapes(model, narrow, delta=wider, rescale_params=False, do_assert=False)
-    _check_inputs(model)
+    for name, parameter in model.named_parameters():
+        if parameter.infshape.ninf() > 2:  # type: ignore[attr-defined]
+            raise EngineError(
+                "more than two of its dimensions grow with the width",
+                key=name,
+                value=tuple(parameter.shape),
+                fix="choose base and delta that differ in channels only",
+            )
     if rescale:
         _rescale(model)
     names = {id(p): name for name, p in model.named_parameters()}
@@ -81,7 +88,7 @@ def set_base_shapes(
     )
 
 
-def _sibling(model: Any, changes: Mapping[str, Any] | torch.nn.Module) -> torch.nn.Module:
+def _of_other_width(model: Any, changes: Mapping[str, Any] | torch.nn.Module) -> torch.nn.Module:
     if isinstance(changes, torch.nn.Module):
         return changes
     if not hasattr(model, "from_config") or not hasattr(model, "config"):
@@ -91,10 +98,9 @@ def _sibling(model: Any, changes: Mapping[str, Any] | torch.nn.Module) -> torch.
             value=type(model).__name__,
             fix="give modules as base and delta",
         )
-    config = {**model.config, **changes}
     with torch.device("meta"):
-        sibling: torch.nn.Module = type(model).from_config(config)
-    return sibling
+        narrow: torch.nn.Module = type(model).from_config({**model.config, **changes})
+    return narrow
 
 
 def _check_same(model: torch.nn.Module, narrow: torch.nn.Module, wider: torch.nn.Module) -> None:
@@ -117,19 +123,8 @@ def _check_same(model: torch.nn.Module, narrow: torch.nn.Module, wider: torch.nn
         )
 
 
-def _check_inputs(model: torch.nn.Module) -> None:
-    for name, parameter in model.named_parameters():
-        if parameter.infshape.ninf() > 2:  # type: ignore[attr-defined]
-            raise EngineError(
-                "more than two of its dimensions grow with the width",
-                key=name,
-                value=tuple(parameter.shape),
-                fix="choose base and delta that differ in channels only",
-            )
-
-
-def _width(parameter: torch.nn.Parameter) -> float:
-    return float(parameter.infshape.width_mult())  # type: ignore[attr-defined]
+def _width(parameter: Any) -> float:
+    return float(parameter.infshape.width_mult())
 
 
 def _is_readout(module: torch.nn.Module) -> bool:
@@ -156,12 +151,8 @@ def _rescale(model: torch.nn.Module) -> None:
         for module in model.modules():
             if not isinstance(module, (torch.nn.Linear, torch.nn.Conv2d)):
                 continue
-            fan_in = _fan_in_multiplier(module.weight)
+            fan_in = float(module.weight.infshape[1].width_mult())  # type: ignore[attr-defined]
             if _is_readout(module):
                 module.weight.mul_(fan_in**0.5)
             if module.bias is not None:
                 module.bias.mul_(fan_in**0.5)
-
-
-def _fan_in_multiplier(weight: Any) -> float:
-    return float(weight.infshape[1].width_mult())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
@@ -18,19 +18,27 @@ from zerotune._util.environment import environment
 from zerotune.backend.checks import Checks, check_alike, expected_groups
 from zerotune.backend.distributed import Launch, ProcessGroup, communication_backend, meeting
 from zerotune.backend.dtypes import DTYPES, check_model_dtype
-from zerotune.backend.engine import EngineState, StepOutcome
-from zerotune.backend.layouts import UNDER_WAY, Named, ParameterLayout, require_trainable
+from zerotune.backend.engine import (
+    EngineState,
+    StartedEngine,
+    StepOutcome,
+    check_not_gone,
+    naming_the_lost,
+)
+from zerotune.backend.layouts import (
+    UNDER_WAY,
+    Named,
+    ParameterLayout,
+    gradient_norm,
+    require_trainable,
+)
 from zerotune.backend.master_weights import MasterLayout, MasterWeights
 from zerotune.backend.optimizers.adamw_bf16_states import AdamWBF16States
 from zerotune.backend.optimizers.client import build_client_optimizer, chosen_optimizer, curve
 from zerotune.backend.proof import prove_offload
-from zerotune.backend.running import StartedEngine, check_not_gone, gradient_norm, naming_the_lost
 from zerotune.backend.step.adams import (
     TORCH_ADAMS,
-    HostBF16Adam,
     HostTorchAdam,
-    SlabStep,
-    Stepper,
     no_step,
     torch_rounds_alike,
     torch_rounds_alike_in_fp32,
@@ -38,12 +46,9 @@ from zerotune.backend.step.adams import (
 from zerotune.backend.step.deferred import (
     KEY,
     DeferredSteps,
-    choose_when,
     op_or_reason,
-    shares_cores,
+    take_steps,
 )
-from zerotune.backend.step.kernel import HostStepOp
-from zerotune.backend.step.pending import Piece, Upload
 from zerotune.backend.stored import bring_weights, check_has_weights
 from zerotune.backend.upstream import require_accelerate
 from zerotune.decisions import Decision, announce
@@ -61,8 +66,6 @@ _ACCELERATE_CONFIGURATION = (
     "ACCELERATE_DYNAMO_BACKEND",
 )
 
-_SCALE: Final = ("scale", "_growth_tracker")
-"""What of a ``GradScaler``'s state changes while it runs."""
 _ADAMS: Final = (*TORCH_ADAMS, AdamWBF16States)
 _ELEMENT_BY_ELEMENT: Final = (
     *_ADAMS,
@@ -72,10 +75,6 @@ _ELEMENT_BY_ELEMENT: Final = (
     torch.optim.SGD,
 )
 """What steps weights in whatever order they lie."""
-_REASON: Final = (
-    "clipping, Adam and the averages go over host memory once, not once each; the bits of torch's "
-    "fused Adam, whose loop over tensors rounds square roots otherwise in the last one"
-)
 _CLIPPING_EPS: Final = 1e-6
 """What ``torch.nn.utils.clip_grad_norm_`` adds to the norm."""
 _ALIGNED: Final = 16
@@ -98,6 +97,8 @@ class PlainEngine(StartedEngine):
         EngineError: The plan has no optimizer choice, or nothing is trainable.
         VerificationError: What accelerate built is not what the plan says.
     """
+
+    _pass: PlainStep | None = None
 
     @override
     def _start(self, model: torch.nn.Module, plan: ResolvedPlan, timeout_s: float) -> None:
@@ -122,6 +123,11 @@ class PlainEngine(StartedEngine):
         named = self._place(named, plan)
         self._torch_optimizer = build_client_optimizer(choice, named)
         _check_contiguous(named, self._torch_optimizer)
+        self._torch_optimizer.register_step_pre_hook(
+            _lay_alike
+            if isinstance(self._torch_optimizer, _ELEMENT_BY_ELEMENT)
+            else lambda optimizer, *_: _check_contiguous(named, optimizer)
+        )
         self._expected_groups = expected_groups(choice, named, self._torch_optimizer)
         layout = ParameterLayout(
             module=model,
@@ -156,7 +162,6 @@ class PlainEngine(StartedEngine):
 
     def _take_over_step(self, plan: ResolvedPlan, layout: MasterLayout) -> tuple[Decision, ...]:
         """Have an Adam in host memory stepped in one pass, where that is possible."""
-        self._step: PlainStep | None = None
         adam = self._torch_optimizer
         if plan.offload_optimizer == "none" or not isinstance(adam, _ADAMS):
             return ()
@@ -169,9 +174,9 @@ class PlainEngine(StartedEngine):
             rounds_alike=torch_rounds_alike if ours else torch_rounds_alike_in_fp32,
         )
         if isinstance(op, str):
-            _step_fused(adam)
+            _fuse(adam)
             return (Decision(key=KEY, before=usual, after=usual, reason=op),)
-        self._step = PlainStep(
+        self._pass = self._host_step = PlainStep(
             op=op,
             adam=adam,
             module=self._module,
@@ -179,20 +184,23 @@ class PlainEngine(StartedEngine):
             group=self._group,
             host=self._host,
         )
-        return (
-            Decision(key=KEY, before=usual, after="one pass", reason=_REASON),
-            choose_when(self._step, plan),
-            shares_cores(self._step),
+        return take_steps(
+            self._pass,
+            plan,
+            before=usual,
+            reason="clipping, Adam and the averages go over host memory once, not once each; the "
+            "bits of torch's fused Adam, whose loop over tensors rounds square roots otherwise in "
+            "the last one",
         )
 
     @property
+    @override
     def device(self) -> torch.device:
-        """Where batches must lie."""
         return torch.device(self._accelerator.device)
 
     @property
+    @override
     def dtype(self) -> torch.dtype:
-        """Dtype of the weights: fp32; autocast does the rest."""
         return torch.float32
 
     @property
@@ -201,13 +209,13 @@ class PlainEngine(StartedEngine):
         return DTYPES[self._plan.precision]
 
     @property
+    @override
     def lr(self) -> float:
-        """Learning rate of the first group for the next optimizer step."""
         return float(self._torch_optimizer.param_groups[0]["lr"])
 
     @property
+    @override
     def state(self) -> EngineState:
-        """Counters, scheduler and loss scale, to be saved."""
         scaler = self._accelerator.scaler
         return EngineState(
             global_step=self._global_step,
@@ -217,11 +225,8 @@ class PlainEngine(StartedEngine):
             loss_scaler={} if scaler is None else dict(scaler.state_dict()),
         )
 
+    @override
     def load_state(self, state: EngineState) -> None:
-        """Restore counters, scheduler and loss scale.
-
-        Gradients of a micro batch that was never closed, because of an error perhaps, are dropped.
-        """
         self._master_weights.settle()
         self._close_micro_batch()
         self._zero_grad()
@@ -233,29 +238,26 @@ class PlainEngine(StartedEngine):
         if (scaler := self._accelerator.scaler) is not None:
             scaler.load_state_dict(carried_scale(state.loss_scaler, fresh=scaler.state_dict()))
 
+    @override
     @naming_the_lost
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model's forward pass under autocast."""
         if torch.is_grad_enabled():
-            self._check_trained()
+            self._check_before_forward()
             self._open_micro_batch()
             return self._wrapped(*args, **kwargs)
         with self._accelerator.autocast():
             return self._module(*args, **kwargs)
 
+    @override
     @naming_the_lost
     def backward(self, loss: torch.Tensor) -> None:
-        """Back-propagate a scalar loss, divided by the accumulation steps."""
         self._master_weights.settle()
         self._open_micro_batch()
         self._accelerator.backward(loss / self._plan.gradient_accumulation_steps)
 
+    @override
     @naming_the_lost
     def step(self) -> StepOutcome:
-        """Close a micro batch; update the weights when it is the last of its group.
-
-        A gradient that is not finite is not applied, as under DeepSpeed.
-        """
         boundary, grad_norm, applied = self._at_boundary, None, False
         if boundary:
             self._check_before_step(self._global_step)
@@ -271,8 +273,8 @@ class PlainEngine(StartedEngine):
         self._micro_step += 1
         return StepOutcome(applied=applied, boundary=boundary, grad_norm=grad_norm)
 
+    @override
     def discard(self) -> None:
-        """Drop the accumulation window under way; it counts as a skipped step."""
         self._master_weights.settle()
         self._close_micro_batch()
         self._zero_grad()
@@ -281,18 +283,14 @@ class PlainEngine(StartedEngine):
         self._global_step += 1
         self._skipped_steps += 1
 
+    @override
     def _release(self) -> None:
         self._close_micro_batch()
         try:
-            if self._step is not None:
-                self._step.close()
+            if self._pass is not None:
+                self._pass.close()
         finally:
             self._accelerator.free_memory()
-
-    @property
-    @override
-    def _later_decisions(self) -> tuple[Decision, ...]:
-        return () if self._step is None else self._step.decisions
 
     @property
     def _at_boundary(self) -> bool:
@@ -318,7 +316,7 @@ class PlainEngine(StartedEngine):
         if not finite and self._accelerator.scaler is None:
             return False
         self._optimizer.step()
-        if self._host is not None and self._step is None:
+        if self._host is not None and self._pass is None:
             self._host.upload()
         return not self._optimizer.step_was_skipped
 
@@ -336,25 +334,23 @@ class PlainEngine(StartedEngine):
             return float(self._accelerator.clip_grad_norm_(self._parameters, limit))
         if self._accelerator.scaler is not None:
             return None
-        return gradient_norm(self._parameters)
+        return float(gradient_norm(self._parameters))
 
     def _norm_in_host_memory(self, limit: float) -> float:
         """As ``_gradient_norm``; the pass itself clips, where there is one."""
-        norm = self._host.collect() if self._host is not None else _norm(self._parameters)
+        norm = self._host.collect() if self._host is not None else gradient_norm(self._parameters)
         coefficient = torch.clamp(limit / (norm + _CLIPPING_EPS), max=1.0) if limit > 0 else None
-        if self._step is not None:
-            self._step.factor = 1.0 if coefficient is None else float(coefficient)
+        if self._pass is not None:
+            self._pass.factor = 1.0 if coefficient is None else float(coefficient)
         elif coefficient is not None:
             for parameter in self._parameters:
                 if parameter.grad is not None:
                     parameter.grad.mul_(float(coefficient))
         return float(norm)
 
+    @override
     def _checks(self) -> Checks:
-        choice = self._plan.optimizer
-        checks = Checks()
-        if choice is None:
-            return checks
+        choice, checks = chosen_optimizer(self._plan), Checks()
         checks.equal("optimizer.type", choice.implementation, type(self._torch_optimizer).__name__)
         checks.optimizer_arguments(
             choice,
@@ -363,10 +359,8 @@ class PlainEngine(StartedEngine):
             steps_taken=self._global_step - self._skipped_steps,
             groups=self._expected_groups,
         )
-        precision = {"no": "fp32"}.get(
-            self._accelerator.mixed_precision, self._accelerator.mixed_precision
-        )
-        checks.equal("precision", self._plan.precision, precision)
+        running = self._accelerator.mixed_precision
+        checks.equal("precision", self._plan.precision, "fp32" if running == "no" else running)
         if self._plan.offload_optimizer == "cpu":
             places = {
                 p.device.type for g in self._torch_optimizer.param_groups for p in g["params"]
@@ -472,31 +466,16 @@ class PlainStep(DeferredSteps):
     """Takes the steps of the plain engine's Adam in host memory in one pass.
 
     Args:
-        op: The compiled functions.
         adam: The optimizer; its ``step`` is replaced.
-        module: The model.
-        layout: Where the optimizer has its weights.
-        group: The processes that train together.
         host: The master weights, where they are not the parameters themselves.
+        base: As for ``DeferredSteps``.
     """
 
     def __init__(
-        self,
-        *,
-        op: HostStepOp,
-        adam: torch.optim.Optimizer,
-        module: torch.nn.Module,
-        layout: MasterLayout,
-        group: ProcessGroup,
-        host: HostWeights | None,
+        self, *, adam: torch.optim.Optimizer, host: HostWeights | None, **base: Any
     ) -> None:
-        super().__init__(op=op, module=module, layout=layout, group=group)
-        self._optimizer, self._host = adam, host
-        self._adam: Stepper = (
-            HostBF16Adam(op=op, adam=adam)
-            if isinstance(adam, AdamWBF16States)
-            else HostTorchAdam(op=op, adam=adam)
-        )
+        super().__init__(adam=adam, **base)
+        self._host = host
         self.factor = 1.0
         """What gradients are multiplied by, to clip them."""
         setattr(adam, UNDER_WAY, self)
@@ -504,7 +483,6 @@ class PlainStep(DeferredSteps):
         step = torch.optim.Optimizer.profile_hook_step(self._step)
         # A method, since torch's schedules look into the function behind it.
         adam.step = MethodType(step, adam)  # type: ignore[method-assign]
-        self.settle_for_states()
 
     @override
     def why_at_once(self) -> str | None:
@@ -514,46 +492,46 @@ class PlainStep(DeferredSteps):
 
     @property
     @override
-    def _stepped_by(self) -> torch.optim.Optimizer:
-        return self._optimizer
-
-    @property
-    @override
     def _accelerator(self) -> Any:
         return getattr(torch, next(self._module.parameters()).device.type)
 
     def _step(self, _adam: torch.optim.Optimizer, _closure: None = None) -> None:
         self.settle()
+        slabs = self._layout.tensors
+        if (reason := _strided(slabs)) is not None:
+            self._record(reason, key=KEY, before="one pass", after="the optimizer's own")
+            self._step_as_upstream(slabs)
+            return
         # Before there are views of the weights here.
         may_wait = self._may_wait()
-        slabs = self._layout.tensors
         self._adam.rewind([slab.numel() for slab in slabs if slab.grad is not None])
         # Loading a state makes new groups, which accelerate does too.
         groups = {id(p): group for group in self._optimizer.param_groups for p in group["params"]}
-        begun = [self._begun(slab, groups[id(slab)]) for slab in slabs]
+        begun = [
+            no_step(slab)
+            if slab.grad is None
+            else self._adam.begin(
+                slab,
+                gradient=slab.grad.contiguous(),
+                group=groups[id(slab)],
+                factor=self.factor,
+                out=None,
+            )
+            for slab in slabs
+        ]
         sources: list[torch.Tensor | None] = [None] * len(begun)
         targets = list(sources)
         if self._host is not None:
             sources, targets = map(list, zip(*self._host.flat, strict=True))
-        if may_wait:
-            self._launch(begun, self._upload(sources, targets))
-            return
-        upload = Upload(sources=sources, targets=targets)
-        with torch.no_grad():
-            for index, step in enumerate(begun):
-                step.run(0, step.weight.numel())
-                upload.send([Piece(slab=index, start=0, stop=step.weight.numel())])
+        self._take(begun, sources, targets, waits=may_wait)
 
-    def _begun(self, slab: torch.Tensor, group: Mapping[str, Any]) -> SlabStep:
-        if slab.grad is None:
-            return no_step(slab)
-        return self._adam.begin(
-            slab,
-            gradient=slab.grad.contiguous(),
-            group=group,
-            factor=self.factor,
-            out=None,
-        )
+    def _step_as_upstream(self, slabs: Sequence[torch.Tensor]) -> None:
+        _fuse(self._optimizer)
+        for slab in slabs:
+            if slab.grad is not None:
+                slab.grad.mul_(self.factor)
+        # Its hooks run around this step already.
+        type(self._optimizer).step.__wrapped__(self._optimizer)  # type: ignore[attr-defined]
 
 
 def _has_memory_of_its_own(device: torch.device) -> bool:
@@ -568,20 +546,33 @@ def _strided(parameters: Iterable[torch.Tensor]) -> str | None:
 
 
 def _check_contiguous(named: Named, optimizer: torch.optim.Optimizer) -> None:
-    if isinstance(optimizer, _ELEMENT_BY_ELEMENT):
-        return
     for name, parameter in named:
-        if not parameter.is_contiguous():
+        if not parameter.is_contiguous() and not isinstance(optimizer, _ELEMENT_BY_ELEMENT):
             raise EngineError(
                 f"{type(optimizer).__name__} cannot step a parameter with a strided layout",
                 key=name,
                 value=tuple(parameter.stride()),
                 fix="call model.to(memory_format=torch.contiguous_format) before building the "
-                "engine, or train with AdamW",
+                "engine and before each step, or train with AdamW",
             )
 
 
-def _step_fused(adam: torch.optim.Optimizer) -> None:
+def _lay_alike(adam: torch.optim.Optimizer, *_: Any) -> None:
+    """Lay moments and gradients in memory as their weights lie there now.
+
+    torch's fused step pairs elements by address: after ``model.to(memory_format=...)`` it would
+    update each weight with the moments of another, without an error.
+    """
+    for parameter, state in adam.state.items():
+        strides = parameter.stride()
+        for name, value in state.items():
+            if getattr(value, "shape", None) == parameter.shape and value.stride() != strides:
+                state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+        if parameter.grad is not None and parameter.grad.stride() != strides:
+            parameter.grad = torch.empty_like(parameter).copy_(parameter.grad)
+
+
+def _fuse(adam: torch.optim.Optimizer) -> None:
     """Have torch's Adam take its fused step, where nothing else was asked for: the same bits."""
     if type(adam) not in TORCH_ADAMS:
         return
@@ -591,19 +582,15 @@ def _step_fused(adam: torch.optim.Optimizer) -> None:
             group["fused"] = True
 
 
-def _norm(parameters: Iterable[torch.nn.Parameter]) -> torch.Tensor:
-    found = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    return torch.nn.utils.get_total_norm(found)
-
-
 def carried_scale(saved: Mapping[str, Any], *, fresh: Mapping[str, Any]) -> dict[str, Any]:
-    """What a ``GradScaler`` continues with: where a run was from it, how it grows from this one.
+    """What a ``GradScaler`` continues with: the scale of a checkpoint, the growth of this run.
 
     Args:
         saved: Of a checkpoint; may lack anything.
         fresh: ``state_dict()`` of the scaler that runs.
     """
-    return {**fresh, **{name: saved[name] for name in _SCALE if name in saved}}
+    changing = ("scale", "_growth_tracker")
+    return {**fresh, **{name: saved[name] for name in changing if name in saved}}
 
 
 def _accelerator(plan: ResolvedPlan, timeout_s: float) -> Any:
@@ -613,18 +600,14 @@ def _accelerator(plan: ResolvedPlan, timeout_s: float) -> Any:
     # Without this variable accelerate gives each CPU process a share of the machine's cores,
     # whatever number of threads torch was told to use and whatever cores the process may use.
     hidden["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", str(torch.get_num_threads()))
-    handlers = (
-        [accelerate.InitProcessGroupKwargs(timeout=timedelta(seconds=timeout_s))]
-        if launch.launched
-        else []
-    )
+    timeout = accelerate.InitProcessGroupKwargs(timeout=timedelta(seconds=timeout_s))
     with environment(**hidden), meeting(launch, timeout_s=timeout_s):
         try:
             return accelerate.Accelerator(
-                mixed_precision={"fp32": "no"}.get(plan.precision, plan.precision),
+                mixed_precision="no" if plan.precision == "fp32" else plan.precision,
                 cpu=plan.platform.accelerator == "cpu",
                 step_scheduler_with_optimizer=False,
-                kwargs_handlers=handlers,
+                kwargs_handlers=[timeout] if launch.launched else [],
             )
         except ValueError as error:
             # Its precision belongs to the process, so two engines at once must share it.

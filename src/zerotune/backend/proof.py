@@ -26,17 +26,16 @@ from typing import Any, Final, Literal, get_args
 import attrs
 import torch
 
-from zerotune._util.environment import user_cache
+from zerotune._util.environment import installed_version, installed_versions, user_cache
 from zerotune._util.files import read_record, write_atomically
 from zerotune._util.text import json_of
-from zerotune._util.versions import installed_version, installed_versions
 from zerotune.backend.distributed import ProcessGroup
 from zerotune.decisions import Decision
 from zerotune.errors import InvalidValueError
 from zerotune.plan.model import ResolvedPlan
 from zerotune.platform import Accelerator
+from zerotune.platform.detect import MachineProbe, first_line
 from zerotune.platform.facts import DEEPSPEED_NAMES
-from zerotune.platform.probe import MachineProbe, first_line
 
 KEY: Final = "proof"
 VARIABLE: Final = "ZEROTUNE_PROOF"
@@ -46,7 +45,7 @@ FastPath = Literal[
     "one pass", "hidden step", "exchange", "activation offload", "native page-locking"
 ]
 
-_FORMAT: Final = 1
+_PROOF_FORMAT: Final = 1
 _IN_HOST_MEMORY: Final = ("bf16 rounding", "one pass")
 _BEHIND_THE_FORWARD: Final = (*_IN_HOST_MEMORY, "page-locked copies", "uploads", "hidden step")
 PATHS: Final[Mapping[FastPath, tuple[str, ...]]] = {
@@ -67,8 +66,8 @@ _ALLOWED: Final[Mapping[str, tuple[str, ...]]] = {
     "mps": ("--allow-mps",),
 }
 """What a start on such a device has been allowed already."""
-_LARGEST: Final = 2**20
-_LAUNCHERS: Final = (
+_LARGEST_PROOF: Final = 2**20
+_SET_BY_LAUNCHERS: Final = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_", "ROLE_",
     "MASTER_", "TORCHELASTIC_", "ACCELERATE_", "OMPI_", "PMI_", "SLURM_",
 )  # fmt: skip
@@ -99,14 +98,19 @@ class Combination:
 
     @classmethod
     def here(cls, accelerator: Accelerator) -> Combination:
-        """Of the device that this process uses now.
-
-        Args:
-            accelerator: What training runs on.
-        """
+        """Of the device that this process uses now."""
         kind, processor = DEEPSPEED_NAMES[accelerator], MachineProbe().processor()
+        device = processor
+        if kind != "cpu":
+            module: Any = torch.get_device_module(kind)
+            properties: Any = getattr(module, "get_device_properties", None)
+            device = kind
+            if properties is not None and module.is_available():
+                facts = properties(module.current_device())
+                numbers = [str(getattr(facts, p)) for p in ("major", "minor") if hasattr(facts, p)]
+                device = ", ".join(filter(None, (str(facts.name), ".".join(numbers))))
         return cls(
-            device=processor if kind == "cpu" else _device_name(kind),
+            device=device,
             driver=_driver(kind),
             processor=processor,
             torch=str(torch.__version__),
@@ -119,16 +123,6 @@ class Combination:
         """Names its file."""
         text = json.dumps(attrs.asdict(self), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _device_name(kind: str) -> str:
-    module: Any = torch.get_device_module(kind)
-    properties: Any = getattr(module, "get_device_properties", None)
-    if properties is None or not module.is_available():
-        return kind
-    found = properties(module.current_device())
-    capability = [str(getattr(found, part)) for part in ("major", "minor") if hasattr(found, part)]
-    return ", ".join(filter(None, (str(found.name), ".".join(capability))))
 
 
 def _driver(kind: str) -> str:
@@ -149,12 +143,12 @@ def _driver(kind: str) -> str:
 @cache
 def _sources() -> str:
     root = Path(__file__).parents[1]
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     paths = [*root.glob("backend/**/*.py"), *root.glob("backend/**/*.cpp"), *root.glob("ema/*.py")]
     paths += [root / "diffusion" / "activations.py", root / "training" / "proving.py"]
     for path in sorted(paths):
-        found.update(path.read_bytes())
-    return found.hexdigest()[:8]
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:8]
 
 
 # -- The proof itself.
@@ -173,7 +167,7 @@ class Outcome:
     seconds: float = attrs.field(default=0.0, validator=attrs.validators.instance_of((int, float)))
 
 
-def _checks(values: Mapping[str, Any]) -> dict[str, Outcome]:
+def _outcomes(values: Mapping[str, Any]) -> dict[str, Outcome]:
     return {
         str(name): each if isinstance(each, Outcome) else Outcome(**each)
         for name, each in values.items()
@@ -185,7 +179,7 @@ class Proof:
     """What the checks of the fast paths have shown of one combination."""
 
     combination: Combination
-    checks: Mapping[str, Outcome] = attrs.field(factory=dict, converter=_checks)
+    checks: Mapping[str, Outcome] = attrs.field(factory=dict, converter=_outcomes)
     """By name, in the order in which they ran."""
     error: str | None = None
     """Why they could not be run."""
@@ -215,7 +209,7 @@ class Proof:
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON-ready values."""
-        return {"format": _FORMAT, **attrs.asdict(self)}
+        return {"format": _PROOF_FORMAT, **attrs.asdict(self)}
 
 
 def proof_path(combination: Combination) -> Path:
@@ -236,7 +230,12 @@ def load_proof(combination: Combination) -> Proof | str:
     """The proof of a combination, or why there is none that counts."""
     path = proof_path(combination)
     try:
-        proof = _unsaved.get(combination) or _read(path)
+        proof = _unsaved.get(combination)
+        if proof is None:
+            values = json_of(read_record(path, most=_LARGEST_PROOF))
+            if values.pop("format") != _PROOF_FORMAT:
+                raise ValueError("another format")
+            proof = Proof(combination=Combination(**values.pop("combination")), **values)
     except FileNotFoundError:
         return _NONE_YET
     except OSError as error:
@@ -248,25 +247,26 @@ def load_proof(combination: Combination) -> Proof | str:
     return proof
 
 
-def _read(path: Path) -> Proof:
-    values = json_of(read_record(path, most=_LARGEST))
-    if values.pop("format") != _FORMAT:
-        raise ValueError("another format")
-    return Proof(combination=Combination(**values.pop("combination")), **values)
-
-
 def store_proof(proof: Proof) -> Path | None:
-    """Keep a proof for later starts, and a report beside it where something failed.
+    """Keep a proof for later starts, and a report beside it where something failed; its file.
 
-    Returns:
-        The file; ``None`` where it cannot be written, and the proof counts for this process only.
+    ``None``: it cannot be written, and the proof counts for this process only.
     """
     path, report = proof_path(proof.combination), report_path(proof.combination)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if proof.failed or proof.error is not None:
-            found = {"proof": proof.to_dict(), **_surroundings()}
-            write_atomically(report, json.dumps(found, indent=1).encode())
+            packages = ("torch", "deepspeed", "accelerate", "diffusers", "numpy", "triton", "ninja")
+            shown = {n: v for n, v in sorted(os.environ.items()) if n.startswith(_REPORTED)}
+            text = {
+                "proof": proof.to_dict(),
+                "packages": installed_versions(packages),
+                "python": sys.version,
+                "system": platform.platform(),
+                "torch": torch.__config__.show(),
+                "environment": shown,
+            }
+            write_atomically(report, json.dumps(text, indent=1).encode())
         else:
             report.unlink(missing_ok=True)
         write_atomically(path, json.dumps(proof.to_dict(), indent=1).encode())
@@ -278,26 +278,11 @@ def store_proof(proof: Proof) -> Path | None:
     return path
 
 
-def _surroundings() -> dict[str, Any]:
-    packages = ("torch", "deepspeed", "accelerate", "diffusers", "numpy", "triton", "ninja")
-    return {
-        "packages": installed_versions(packages),
-        "python": sys.version,
-        "system": platform.platform(),
-        "torch": torch.__config__.show(),
-        "environment": {n: v for n, v in sorted(os.environ.items()) if n.startswith(_REPORTED)},
-    }
-
-
 # -- Who asks.
 
 
 def proof_setting(environ: Mapping[str, str] | None = None) -> Setting:
-    """What ``ZEROTUNE_PROOF`` says; ``"first"`` where it is not set.
-
-    Raises:
-        InvalidValueError: It says something else than it may.
-    """
+    """What ``ZEROTUNE_PROOF`` says; ``"first"`` where it is not set."""
     written = (os.environ if environ is None else environ).get(VARIABLE, "").strip().lower()
     for setting in get_args(Setting):
         if (written or "first") == setting:
@@ -369,19 +354,9 @@ def proof_decisions(accelerator: Accelerator) -> tuple[Decision, ...]:
 
 
 def prove_first(accelerator: Accelerator, group: ProcessGroup) -> tuple[Decision, ...]:
-    """Have the fast paths proven where nothing is known of them yet. Collective.
+    """Have unproven fast paths proven; returns what is proven now. Collective.
 
     One process of each machine has it done; the others wait. On a CPU nothing is done by itself.
-
-    Args:
-        accelerator: What training runs on.
-        group: The processes that train together.
-
-    Returns:
-        What is proven now.
-
-    Raises:
-        InvalidValueError: ``ZEROTUNE_PROOF`` says something that it may not.
     """
     setting = proof_setting()
     if accelerator != "cpu" and setting in ("first", "always"):
@@ -469,10 +444,10 @@ def _run_command(accelerator: Accelerator, patience_s: float = _PATIENCE_S) -> s
 
 def _environment() -> dict[str, str]:
     """This process's, without what its launcher says of ranks."""
-    found = {n: v for n, v in os.environ.items() if not n.startswith(_LAUNCHERS)}
+    environ = {n: v for n, v in os.environ.items() if not n.startswith(_SET_BY_LAUNCHERS)}
     paths = [str(Path(__file__).parents[2])]
-    paths += [str(Path(p).absolute()) for p in found.get("PYTHONPATH", "").split(os.pathsep) if p]
-    return {**found, "PYTHONPATH": os.pathsep.join(paths), VARIABLE: "off"}
+    paths += [str(Path(p).absolute()) for p in environ.get("PYTHONPATH", "").split(os.pathsep) if p]
+    return {**environ, "PYTHONPATH": os.pathsep.join(paths), VARIABLE: "off"}
 
 
 def describe_error(error: BaseException) -> str:

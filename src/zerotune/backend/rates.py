@@ -1,6 +1,6 @@
 """Measures within seconds how fast this machine computes and moves bytes.
 
-What ``zerotune.plan.memory.rates`` names, each by the kind of work that a step does.
+What ``zerotune.plan.memory.time`` names, each by the kind of work that a step does.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import math
 import sys
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -36,7 +36,7 @@ Schema = dict[str, Any]
 
 AUTO: Final = {"const": kinds.AUTO}
 
-_PLAIN: Final[Mapping[Any, Schema]] = {
+_JSON_TYPES: Final[Mapping[Any, Schema]] = {
     bool: {"type": "boolean"},
     int: {"type": "integer"},
     float: {"type": "number"},
@@ -55,9 +55,9 @@ _BOUNDS: Final = {
 }
 
 _DIALECT: Final = "https://json-schema.org/draft/2020-12/schema"
-_PRECISIONS: Final = ("fp32", "fp16", "bf16")
+_PRECISION_NAMES: Final = ("fp32", "fp16", "bf16")
 
-_MODELS: Final[Mapping[str, tuple[str, str]]] = {
+_SECTION_MODELS: Final[Mapping[str, tuple[str, str]]] = {
     "zero_optimization": ("deepspeed.runtime.zero.config", "DeepSpeedZeroConfig"),
     "bf16": ("deepspeed.runtime.precision_config", "DeepSpeedBF16Config"),
     "fp16": ("deepspeed.runtime.precision_config", "DeepSpeedFP16Config"),
@@ -75,7 +75,7 @@ _MODELS: Final[Mapping[str, tuple[str, str]]] = {
 
 _CONFIG: Final = "deepspeed.runtime.config"
 _CHECKPOINT: Final = "deepspeed.runtime.model_checkpointing.config"
-_CALLS: Final[Mapping[str, tuple[str, str]]] = {
+_SECTION_READS: Final[Mapping[str, tuple[str, str]]] = {
     "aio": ("deepspeed.runtime.swap_tensor.aio_config", "aio_dict"),
     "flops_profiler": ("deepspeed.profiling.config", "flops_profiler_dict"),
     "autotuning": ("deepspeed.autotuning.config", "autotuning_dict"),
@@ -93,7 +93,7 @@ _READ_WHOLE: Final = frozenset({"flops_profiler", "activation_checkpointing"})
 """Those of which every key is among them: DeepSpeed ignores others in silence."""
 
 READ: Final[tuple[tuple[str, str], ...]] = (
-    *_CALLS.values(),
+    *_SECTION_READS.values(),
     (_CONFIG, "param_dict"),
     (_CONFIG, "self._param_dict"),
     (_CONFIG, "par_write_params"),
@@ -119,14 +119,23 @@ def plan_schema() -> dict[str, Any]:
         MissingDependencyError: DeepSpeed is not installed or does not import.
         UnsupportedEngineError: It is too old.
     """
-    deepspeed = require_deepspeed(accelerator=_accelerator())
+    if "deepspeed" in sys.modules:
+        # The first import has decided for the whole process.
+        accelerator = sys.modules["deepspeed"].accelerator.get_accelerator()._name
+    else:
+        accelerator = detect_platform(log=False).deepspeed.accelerator or "cpu"
+    deepspeed = require_deepspeed(accelerator=accelerator)
     config = importlib.import_module(_CONFIG)
-    properties = {
-        name: of_default(default)
-        for name, default in _recorded(_CONFIG, "param_dict", "self._param_dict").items()
-    }
-    properties.update(_modelled_sections())
-    properties.update(_read_sections())
+    properties = _object_of(_recorded(_CONFIG, "param_dict", "self._param_dict"))["properties"]
+    for name, (module, model) in _SECTION_MODELS.items():
+        cls = getattr(module_or_none(module), model, None)
+        if cls is not None:
+            properties[name] = of_model(cls)
+    for name, (module, variable) in _SECTION_READS.items():
+        if keys := _recorded(module, variable):
+            properties[name] = _object_of(keys)
+            if name in _READ_WHOLE:
+                properties[name]["additionalProperties"] = False
     properties.update(_special_sections(config))
     _add_what_zerotune_knows(properties, DeepSpeedPlan, "")
     return {
@@ -142,49 +151,25 @@ def plan_schema() -> dict[str, Any]:
     }
 
 
-def _accelerator() -> str:
-    """The one DeepSpeed runs on here: the first import decides for the whole process."""
-    if "deepspeed" in sys.modules:
-        running: str = sys.modules["deepspeed"].accelerator.get_accelerator()._name
-        return running
-    return detect_platform(log=False).deepspeed.accelerator or "cpu"
-
-
-def _modelled_sections() -> dict[str, Schema]:
-    found = {}
-    for name, (module, model) in _MODELS.items():
-        cls = getattr(module_or_none(module), model, None)
-        if cls is not None:
-            found[name] = of_model(cls)
-    throughput = getattr(
-        module_or_none("deepspeed.utils.config"), "DeepSpeedThroughputTimerConfig", None
-    )
-    if throughput is not None:
-        found["timers"] = _object({"throughput": of_model(throughput)})
-    return found
-
-
-def _read_sections() -> dict[str, Schema]:
-    found = {}
-    for name, (module, variable) in _CALLS.items():
-        keys = _recorded(module, variable)
-        if keys:
-            found[name] = _object({key: of_default(default) for key, default in keys.items()})
-            if name in _READ_WHOLE:
-                found[name]["additionalProperties"] = False
-    return found
-
-
 def _special_sections(config: Any) -> dict[str, Schema]:
-    optimizers = list(getattr(config, "DEEPSPEED_OPTIMIZERS", ()))
-    schedules = importlib.import_module("deepspeed.runtime.lr_schedules").VALID_LR_SCHEDULES
-    communication = with_auto(any_of({"enum": list(_PRECISIONS)}, {"type": "null"}))
-    optimizer = _named_choice(optimizers)
+    lr_schedules = importlib.import_module("deepspeed.runtime.lr_schedules")
+    timers = importlib.import_module("deepspeed.utils.config")
+    communication = with_auto(any_of({"enum": list(_PRECISION_NAMES)}, {"type": "null"}))
+    optimizer = _named_choice(config.DEEPSPEED_OPTIMIZERS)
     optimizer["properties"]["legacy_fusion"] = of_default(config.LEGACY_FUSION_DEFAULT)
-    operations = list(getattr(config, "GRADIENT_ALLREDUCE_OP_SUPPORTED", ()))
-    found: dict[str, Schema] = {
+    efficiency = of_default(config.get_data_efficiency_config({}))
+    # Below these are names of the user's own.
+    for section in (efficiency, *(efficiency["properties"][name] for name in _DATA_SECTIONS)):
+        section["additionalProperties"] = False
+    autocast = {
+        "enabled": of_default(config.TORCH_AUTOCAST_ENABLED_DEFAULT),
+        "dtype": {"type": ["string", "null"]},
+        "lower_precision_safe_modules": {"type": "array", "items": {"type": "string"}},
+    }
+    operations = list(config.GRADIENT_ALLREDUCE_OP_SUPPORTED)
+    return {
         "optimizer": optimizer,
-        "scheduler": _named_choice(schedules),
+        "scheduler": _named_choice(lr_schedules.VALID_LR_SCHEDULES),
         "communication_data_type": {**communication, "default": None},
         "seq_parallel_communication_data_type": {
             **communication,
@@ -195,63 +180,43 @@ def _special_sections(config: Any) -> dict[str, Schema]:
         # The number of ranks of one sequence; read where the world size is computed.
         "sequence_parallel_size": {"type": "integer", "minimum": 1},
         "datastates_ckpt": {"type": ["object", "boolean"], "default": False},
+        "timers": _object({"throughput": of_model(timers.DeepSpeedThroughputTimerConfig)}),
         "pipeline": of_default(config.get_pipeline_config({})),
-        "data_efficiency": _data_efficiency(config),
-        "torch_autocast": _autocast(config),
-        "checkpoint": _checkpoint(),
-        "data_types": _data_types(),
+        "data_efficiency": efficiency,
+        "torch_autocast": _object(autocast),
+        "checkpoint": _checkpoint_section(),
+        "data_types": _data_types_section(),
+        "gradient_allreduce_op": {"enum": operations, "default": operations[0]},
     }
-    if operations:
-        found["gradient_allreduce_op"] = {"enum": operations, "default": operations[0]}
-    return found
-
-
-def _named_choice(names: list[str]) -> Schema:
-    # Any class name of torch.optim is taken too, in any case.
-    return _object(
-        {
-            "type": {"anyOf": [{"enum": names}, {"type": "string"}]},
-            "params": {"type": "object"},
-        }
-    )
-
-
-def _autocast(config: Any) -> Schema:
-    return _object(
-        {
-            "enabled": of_default(config.TORCH_AUTOCAST_ENABLED_DEFAULT),
-            "dtype": {"type": ["string", "null"]},
-            "lower_precision_safe_modules": {"type": "array", "items": {"type": "string"}},
-        }
-    )
-
-
-def _checkpoint() -> Schema:
-    keys = {**_recorded(_CONFIG, "checkpoint_params"), **_recorded(_CHECKPOINT, "checkpoint_dict")}
-    entries = {key: of_default(default) for key, default in keys.items()}
-    for name, module, variable in (
-        ("writer", _CHECKPOINT, "writer_dict"),
-        ("parallel_write", _CONFIG, "par_write_params"),
-    ):
-        inside = _recorded(module, variable)
-        entries[name] = _object({key: of_default(value) for key, value in inside.items()})
-    return _object(entries)
-
-
-def _data_efficiency(config: Any) -> Schema:
-    section = of_default(config.get_data_efficiency_config({}))
-    # Below these are names of the user's own.
-    for each in (section, *(section["properties"][name] for name in _DATA_SECTIONS)):
-        each["additionalProperties"] = False
-    return section
 
 
 _DATA_SECTIONS: Final = ("data_sampling", "data_routing")
 
 
-def _data_types() -> Schema:
+def _named_choice(names: Iterable[str]) -> Schema:
+    # Any class name of torch.optim is taken too, in any case.
+    return _object(
+        {
+            "type": {"anyOf": [{"enum": list(names)}, {"type": "string"}]},
+            "params": {"type": "object"},
+        }
+    )
+
+
+def _checkpoint_section() -> Schema:
+    section = _object_of(
+        {**_recorded(_CONFIG, "checkpoint_params"), **_recorded(_CHECKPOINT, "checkpoint_dict")}
+    )
+    section["properties"] |= {
+        "writer": _object_of(_recorded(_CHECKPOINT, "writer_dict")),
+        "parallel_write": _object_of(_recorded(_CONFIG, "par_write_params")),
+    }
+    return section
+
+
+def _data_types_section() -> Schema:
     entries: dict[str, Schema] = {
-        key: {"enum": [*_PRECISIONS, None], "default": default}
+        key: {"enum": [*_PRECISION_NAMES, None], "default": default}
         for key, default in _recorded(_CONFIG, "data_types_params").items()
     }
     if "keep_in_fp32_modules" in entries:
@@ -264,6 +229,10 @@ def _data_types() -> Schema:
 
 def _object(properties: Mapping[str, Schema]) -> Schema:
     return {"type": "object", "properties": dict(properties)}
+
+
+def _object_of(defaults: Mapping[str, Any]) -> Schema:
+    return _object({key: of_default(default) for key, default in defaults.items()})
 
 
 def _add_what_zerotune_knows(
@@ -279,7 +248,8 @@ def _add_what_zerotune_knows(
         entry = properties.get(name)
         if entry is None or name in without:
             continue
-        if not _is_typed_by_deepspeed(entry) and not isinstance(kind, Nested):
+        typed = entry.keys() & {"anyOf", "enum", "properties"}
+        if not typed and not isinstance(kind, Nested):
             entry = {**of_kind(kind), **{k: v for k, v in entry.items() if k == "default"}}
             properties[name] = entry
         if name in docs or isinstance(kind, Nested):
@@ -289,18 +259,10 @@ def _add_what_zerotune_knows(
             {"modelled": True, **({"stages": list(stages)} if stages else {})}
         )
         if isinstance(kind, Nested):
-            inside = f"{path}.{name}" if path else name
-            _inside(entry, kind, inside)
-
-
-def _inside(entry: Schema, kind: Nested, path: str) -> None:
-    for branch in (entry, *entry.get("anyOf", ())):
-        if "properties" in branch:
-            _add_what_zerotune_knows(branch["properties"], kind.cls, path, frozenset(kind.without))
-
-
-def _is_typed_by_deepspeed(entry: Schema) -> bool:
-    return "anyOf" in entry or "enum" in entry or "properties" in entry
+            inside, without_too = f"{path}.{name}" if path else name, frozenset(kind.without)
+            for branch in (entry, *entry.get("anyOf", ())):
+                if "properties" in branch:
+                    _add_what_zerotune_knows(branch["properties"], kind.cls, inside, without_too)
 
 
 def module_or_none(name: str) -> ModuleType | None:
@@ -348,14 +310,14 @@ def of_type(annotation: Any) -> Schema:
         return {"enum": list(arguments)}
     if origin in (list, tuple, dict):
         items = {"items": of_type(arguments[0])} if origin is list and arguments else {}
-        return {**_PLAIN[origin], **items}
+        return {**_JSON_TYPES[origin], **items}
     if isinstance(annotation, type):
         if issubclass(annotation, enum.Enum):
             # Enums may give one value two names.
             return {"enum": list(dict.fromkeys(member.value for member in annotation))}
         if hasattr(annotation, "model_fields"):
             return of_model(annotation)
-    return dict(_PLAIN.get(annotation, {}))
+    return dict(_JSON_TYPES.get(annotation, {}))
 
 
 def any_of(*schemas: Schema) -> Schema:
@@ -375,7 +337,7 @@ def of_model(model: Any) -> Schema:
         if field.alias:
             # `populate_by_name`: DeepSpeed takes both spellings.
             properties[name] = {**entry, HANDLING: {"alias_of": field.alias}}
-    return {"type": "object", "properties": properties, "additionalProperties": False}
+    return {**_object(properties), "additionalProperties": False}
 
 
 def _of_field(field: Any, doc: str | None) -> Schema:
@@ -432,10 +394,9 @@ def of_default(value: Any) -> Schema:
     if value is None or value == kinds.AUTO:
         return {"default": value}
     if isinstance(value, Mapping):
-        properties = {key: {**of_default(item)} for key, item in value.items()}
-        return {"type": "object", "properties": properties} if properties else {"type": "object"}
+        return _object_of(value) if value else {"type": "object"}
     # A whole number may be the default of a real one.
-    kind = "number" if type(value) is float else _PLAIN.get(type(value), {}).get("type")
+    kind = "number" if type(value) is float else _JSON_TYPES.get(type(value), {}).get("type")
     schema: Schema = {"type": kind} if kind else {}
     return {**schema, "default": plain(value)} if is_json(value) else schema
 

@@ -3,7 +3,7 @@
 A model made inside ``without_weights`` has its sizes and its buffers, and takes no memory for its
 parameters: they lie on the ``meta`` device, and each knows where its bytes are. The engine that
 trains the model brings them, one at a time, in the dtype and to the place where they stay; at stage
-3 each rank reads its own part of each (``backend/deepspeed/placement.py``).
+3 each rank reads its own part of each (``backend/deepspeed/sharded.py``).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ TENSOR_DTYPES: Final[Mapping[str, torch.dtype]] = {
 STEMS: Final = ("diffusion_pytorch_model", "model")
 """What diffusers and transformers call the files of a model."""
 
-_PIECE: Final = 2**18
+_READ_AT_ONCE: Final = 2**18
 """Elements read and cast at a time."""
 
 
@@ -102,23 +102,18 @@ class StoredTensor:
 
 
 def read_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
-    """Tensors by name, and the metadata, of a safetensors file.
-
-    Raises:
-        CheckpointCorruptError: It cannot be read or is no safetensors file.
-    """
+    """Tensors by name, and the metadata, of a safetensors file."""
     try:
         with reading_regular(path) as file:
             nbytes = os.fstat(file.fileno()).st_size
             size = int.from_bytes(file.read(8), "little")
             if size > nbytes - 8:
                 raise ValueError(f"a header of {size} bytes")
-            entries = json_of(file.read(size), object_pairs_hook=_each_once)
+            entries = json_of(file.read(size), object_pairs_hook=_without_doubles)
         if not isinstance(entries, dict):
             raise TypeError("a header that is no object")
         metadata = {str(key): str(text) for key, text in entries.pop("__metadata__", {}).items()}
-        tensors = {str(key): _stored(entry, 8 + size) for key, entry in entries.items()}
-        _check_places(tensors, begin=8 + size, end=nbytes)
+        tensors = _described(entries, begin=8 + size, end=nbytes)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointCorruptError(
             f"cannot be read as safetensors ({error})", key=str(path), fix="use another checkpoint"
@@ -126,26 +121,18 @@ def read_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     return tensors, metadata
 
 
-def _stored(entry: Mapping[str, Any], begin: int) -> StoredTensor:
-    first, last = entry["data_offsets"]
-    shape = tuple(entry["shape"])
-    if any(type(number) is not int or number < 0 for number in (first, last, *shape)):
-        raise ValueError(f"offsets {first!r} to {last!r} and shape {shorten(shape)}")
-    stored = StoredTensor(dtype=TENSOR_DTYPES[entry["dtype"]], shape=shape, offset=begin + first)
-    if last - first != stored.nbytes:
-        raise ValueError(f"{last - first} bytes for {stored.nbytes}")
-    return stored
-
-
-def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError("two tensors share a name")
-    return found
-
-
-def _check_places(tensors: Mapping[str, StoredTensor], *, begin: int, end: int) -> None:
-    """Tensors lie one behind the other, from the header to the end of the file."""
+def _described(entries: Mapping[str, Any], *, begin: int, end: int) -> dict[str, StoredTensor]:
+    """Tensors of a header, one behind the other from where it ends to the end of the file."""
+    tensors = {}
+    for name, entry in entries.items():
+        first, last = entry["data_offsets"]
+        shape = tuple(entry["shape"])
+        if any(type(number) is not int or number < 0 for number in (first, last, *shape)):
+            raise ValueError(f"offsets {first!r} to {last!r} and shape {shorten(shape)}")
+        dtype = TENSOR_DTYPES[entry["dtype"]]
+        tensors[name] = stored = StoredTensor(dtype=dtype, shape=shape, offset=begin + first)
+        if last - first != stored.nbytes:
+            raise ValueError(f"{last - first} bytes for {stored.nbytes}")
     position = begin
     for name, stored in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
         if stored.offset != position:
@@ -155,29 +142,32 @@ def _check_places(tensors: Mapping[str, StoredTensor], *, begin: int, end: int) 
         raise ValueError(
             f"it does not hold what it names: tensors end at byte {position}, the file at {end}"
         )
+    return tensors
+
+
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    entries = dict(pairs)
+    if len(entries) < len(pairs):
+        raise ValueError("two tensors share a name")
+    return entries
 
 
 def weight_files(folder: Path, *, variant: str | None = None) -> list[Path]:
     """The safetensors files of a model's folder, one or all shards; none where it has none.
 
-    Args:
-        folder: Of one model: ``<pipeline>/transformer``.
-        variant: Such as ``"fp16"``.
-
-    Raises:
-        CheckpointCorruptError: The index of the shards cannot be read, or a shard is missing.
+    The folder is that of one model, ``<pipeline>/transformer``; a variant such as ``"fp16"``.
     """
     mark = "" if variant is None else f".{variant}"
     for stem in STEMS:
         index = folder / f"{stem}.safetensors.index{mark}.json"
         if index.is_file():
-            return _shards(index)
+            return _index_shards(index)
         if (folder / f"{stem}{mark}.safetensors").is_file():
             return [folder / f"{stem}{mark}.safetensors"]
     return []
 
 
-def _shards(index: Path) -> list[Path]:
+def _index_shards(index: Path) -> list[Path]:
     try:
         names = sorted(set(json_of(index.read_text(encoding="utf-8"))["weight_map"].values()))
         inside = all(Path(name).name == name for name in names)
@@ -201,7 +191,7 @@ def _shards(index: Path) -> list[Path]:
 # -- Weights that wait.
 
 
-_MARK: Final = "zerotune_stored"
+_WAITING: Final = "zerotune_stored"
 
 
 @attrs.frozen(kw_only=True)
@@ -214,18 +204,14 @@ class StoredWeight:
     """Bytes and time of change, in ns, of the file when its header was read."""
 
     def read_into(self, flat: torch.Tensor, *, start: int = 0) -> None:
-        """Fill a 1-D tensor with the elements from ``start`` on, cast to its dtype.
-
-        Raises:
-            CheckpointCorruptError: The file has changed, or cannot be read.
-        """
+        """Fill a 1-D tensor with the elements from ``start`` on, cast to its dtype."""
         tensor, size = self.tensor, self.tensor.dtype.itemsize
-        buffer = torch.empty(min(_PIECE, flat.numel()), dtype=tensor.dtype)
+        buffer = torch.empty(min(_READ_AT_ONCE, flat.numel()), dtype=tensor.dtype)
         try:
             with reading_regular(self.file) as file:
                 if stamp_of(os.fstat(file.fileno())) != self.stamp:
                     raise OSError("it has changed since the model was loaded")
-                for piece in torch.split(flat, _PIECE):
+                for piece in torch.split(flat, _READ_AT_ONCE):
                     into = buffer[: piece.numel()]
                     view = memoryview(into.view(torch.uint8).numpy().data)
                     if read_at(file.fileno(), view, tensor.offset + start * size) != len(view):
@@ -272,12 +258,12 @@ def without_weights() -> Iterator[None]:
 
 def leave_in_file(parameter: torch.nn.Parameter, weight: StoredWeight) -> None:
     """Have a parameter on the ``meta`` device know where its values are."""
-    setattr(parameter, _MARK, weight)
+    setattr(parameter, _WAITING, weight)
 
 
 def stored_weight(parameter: torch.Tensor) -> StoredWeight | None:
     """Where a parameter's values are; ``None`` for one that has them."""
-    weight: StoredWeight | None = getattr(parameter, _MARK, None)
+    weight: StoredWeight | None = getattr(parameter, _WAITING, None)
     return weight
 
 
@@ -301,12 +287,8 @@ def make_room(
 ) -> StoredWeight:
     """Give a waiting parameter memory that is not filled; the caller reads into it.
 
-    Args:
-        parameter: One that waits.
-        dtype: Of the values.
-        device: Where they will lie.
-        passing: Whether the memory is freed soon, so that host memory must not come from a heap,
-            which it would leave in pieces. Pages that are not filled are never taken then.
+    ``passing`` memory is freed soon, so in the host it must not come from a heap, which it would
+    leave in pieces. Pages that are not filled are never taken then.
     """
     weight = stored_weight(parameter)
     if weight is None:
@@ -316,8 +298,8 @@ def make_room(
         room = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=dtype).view(parameter.shape)
     else:
         room = torch.empty(parameter.shape, dtype=dtype, device=device)
-    _replace(parameter, room)
-    delattr(parameter, _MARK)
+    _put_in_place(parameter, room)
+    delattr(parameter, _WAITING)
     return weight
 
 
@@ -327,26 +309,17 @@ def bring_weights(
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
 ) -> int:
-    """Read all waiting weights of a module, one at a time.
+    """Read all waiting weights of a module, one at a time; how many those were.
 
-    Args:
-        module: Some of its parameters may have their values.
-        dtype: To read floating-point weights in; each parameter's own when not given.
-        device: Where they will lie. Host memory holds a piece of one at a time beside that.
-
-    Returns:
-        How many were read.
-
-    Raises:
-        CheckpointCorruptError: A file has changed, or cannot be read.
+    Floating-point weights are read in ``dtype``, else each in its own. Host memory holds a piece of
+    one at a time beside them.
     """
-    found = waiting(module)
-    for parameter in found:
-        kept = dtype is None or not parameter.is_floating_point()
-        room = parameter.dtype if kept or dtype is None else dtype
-        weight = make_room(parameter, dtype=room, device=torch.device(device))
+    parameters = waiting(module)
+    for parameter in parameters:
+        wanted = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
+        weight = make_room(parameter, dtype=wanted, device=torch.device(device))
         weight.read_into(parameter.detach().view(-1))
-    return len(found)
+    return len(parameters)
 
 
 @contextmanager
@@ -355,22 +328,18 @@ def standing_in(module: torch.nn.Module) -> Iterator[None]:
 
     For what puts new layers beside them and asks where they lie and in what dtype they are.
     """
-    found = waiting(module)
-    for parameter in found:
-        _replace(parameter, torch.zeros((), dtype=parameter.dtype).expand(parameter.shape))
+    parameters = waiting(module)
+    for parameter in parameters:
+        _put_in_place(parameter, torch.zeros((), dtype=parameter.dtype).expand(parameter.shape))
     try:
         yield
     finally:
-        for parameter in found:
-            _replace(parameter, torch.empty_like(parameter, device="meta"))
+        for parameter in parameters:
+            _put_in_place(parameter, torch.empty_like(parameter, device="meta"))
 
 
 def check_has_weights(module: torch.nn.Module) -> None:
-    """Whether each parameter has its values, or a file to take them from.
-
-    Raises:
-        EngineError: One has neither.
-    """
+    """Whether each parameter has its values, or a file to take them from."""
     for name, parameter in module.named_parameters():
         if parameter.is_meta and stored_weight(parameter) is None:
             raise EngineError(
@@ -383,11 +352,7 @@ def check_has_weights(module: torch.nn.Module) -> None:
 
 
 def require_read(module: torch.nn.Module) -> None:
-    """Whether weights that waited in files have been read, for a trainer that cannot do so.
-
-    Raises:
-        EngineError: They have not.
-    """
+    """Whether weights that waited in files have been read, for a trainer that cannot do so."""
     count = len(waiting(module))
     if count:
         raise EngineError(
@@ -398,7 +363,7 @@ def require_read(module: torch.nn.Module) -> None:
         )
 
 
-def _replace(parameter: torch.nn.Parameter, values: torch.Tensor) -> None:
+def _put_in_place(parameter: torch.nn.Parameter, values: torch.Tensor) -> None:
     """Put values in place of a parameter's own, on another device; it stays the same object."""
     other = torch.nn.Parameter(values, requires_grad=parameter.requires_grad)
     other.__dict__.update(parameter.__dict__)

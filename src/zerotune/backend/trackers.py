@@ -19,7 +19,7 @@ Scalar: TypeAlias = "str | int | float | bool"
 
 _TEXT: Final = ("tensorboard", "wandb", "comet_ml", "trackio", "swanlab")
 """Trackers that take texts; the others fail or drop them."""
-_PACKAGES: Final = {"comet_ml": "comet-ml"}
+_TRACKER_PACKAGES: Final = {"comet_ml": "comet-ml"}
 
 
 class Tracker:
@@ -70,10 +70,8 @@ class Tracker:
             self._inner = None
             logger.warning(
                 "%s fails and is left out from here on (%s: %s)",
-                self.name,
-                type(error).__name__,
-                error,
-            )
+                self.name, type(error).__name__, error,
+            )  # fmt: skip
 
 
 def start_trackers(
@@ -90,23 +88,30 @@ def start_trackers(
         project: The run's or project's name.
         folder: For those that write files.
         options: Arguments of each tracker, by name: ``{"wandb": {"mode": "offline"}}``.
-
-    Raises:
-        InvalidValueError: There is no tracker of this name.
-        MissingDependencyError: Its package is not installed.
-        TrainingError: It could not be started.
     """
     require_accelerate()
     from accelerate import tracking
 
-    _log_without_accelerator(tracking)
+    # accelerate's own adapter refuses every message before an Accelerator exists, and making its
+    # state sets RANK, threads and devices for the whole process, which belong to the engine.
+    if not isinstance(tracking.logger, _Messages):
+        tracking.logger = _Messages(logging.getLogger("accelerate.tracking"), {})
     started: list[Tracker] = []
     try:
         for each in wanted:
-            inner = _make(tracking, each, project, folder, options) if _is_name(each) else each
+            inner = each
+            if isinstance(each, str):
+                inner = _make_tracker(tracking, each, project, folder, options)
             # Only one process has it; asking accelerate which one would start its state.
             inner.main_process_only = False
-            _start(inner)
+            try:
+                inner.start()
+            except Exception as error:
+                raise TrainingError(
+                    f"could not be started ({type(error).__name__}: {error})",
+                    key=f"trackers.{inner.name}",
+                    fix="log in to its service, use its offline mode, or leave it out",
+                ) from error
             started.append(Tracker(inner))
     except BaseException:
         for tracker in started:
@@ -115,11 +120,7 @@ def start_trackers(
     return tuple(started)
 
 
-def _is_name(tracker: Any) -> bool:
-    return isinstance(tracker, str)
-
-
-def _make(
+def _make_tracker(
     tracking: Any,
     name: str,
     project: str,
@@ -133,21 +134,10 @@ def _make(
         )
     if name not in [str(kind) for kind in tracking.get_available_trackers()]:
         raise MissingDependencyError(
-            "is not installed", key=name, fix=f"pip install {_PACKAGES.get(name, name)}"
+            "is not installed", key=name, fix=f"pip install {_TRACKER_PACKAGES.get(name, name)}"
         )
     places = {"logging_dir": os.fspath(folder)} if known[name].requires_logging_directory else {}
     return known[name](project, **places, **options.get(name, {}))
-
-
-def _start(inner: Any) -> None:
-    try:
-        inner.start()
-    except Exception as error:
-        raise TrainingError(
-            f"could not be started ({type(error).__name__}: {error})",
-            key=f"trackers.{inner.name}",
-            fix="log in to its service, use its offline mode, or leave it out",
-        ) from error
 
 
 class _Messages(logging.LoggerAdapter[logging.Logger]):
@@ -160,10 +150,3 @@ class _Messages(logging.LoggerAdapter[logging.Logger]):
 
     def warning_once(self, msg: object, *args: Any, **kwargs: Any) -> None:
         self.warning(msg, *args, **kwargs)
-
-
-def _log_without_accelerator(tracking: Any) -> None:
-    # accelerate's own adapter refuses every message before an Accelerator exists, and making its
-    # state sets RANK, threads and devices for the whole process, which belong to the engine.
-    if not isinstance(tracking.logger, _Messages):
-        tracking.logger = _Messages(logging.getLogger("accelerate.tracking"), {})

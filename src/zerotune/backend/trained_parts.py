@@ -133,9 +133,6 @@ def components(
 
     Returns:
         For each component the prefix of its parameters' names in ``model``, and the module.
-
-    Raises:
-        InvalidValueError: A single model's class tells no name, or parts have names already.
     """
     if isinstance(model, TrainedParts):
         if name is not None and name not in model.names:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -33,16 +33,25 @@ def unpartitioned() -> Iterator[None]:
     a DeepSpeed configuration registered with transformers, which partitions each
     ``from_pretrained``. Both are as before afterwards.
     """
-    with _outside_of_zero_init(), _unknown_to_transformers():
+    with ExitStack() as stack:
+        partitioning = sys.modules.get("deepspeed.runtime.zero.partition_parameters")
+        active = getattr(partitioning, "top_level_context", None)
+        # Inside another of these it is not patched, and restoring would patch twice.
+        if partitioning is not None and active is not None and active.patched:
+            partitioning.shutdown_init_context()
+            stack.callback(partitioning.restore_init_context)
+        integration: Any = sys.modules.get("transformers.integrations.deepspeed")
+        reference = getattr(integration, "_hf_deepspeed_config_weak_ref", None)
+        # A strong one: the registration itself is weak, and must outlive this.
+        registered = None if reference is None else reference()
+        if registered is not None:
+            integration.unset_hf_deepspeed_config()
+            stack.callback(integration.set_hf_deepspeed_config, registered)
         yield
 
 
 def check_whole(module: torch.nn.Module, *, name: str) -> None:
-    """Check that no parameter is partitioned.
-
-    Raises:
-        EngineError: One is: its forward would fail with ``'weight' must be 2-D``.
-    """
+    """Refuse a partitioned module: its forward would fail with ``'weight' must be 2-D``."""
     for key, parameter in module.named_parameters():
         if hasattr(parameter, "ds_id") or parameter.numel() == 0:
             raise EngineError(
@@ -51,34 +60,3 @@ def check_whole(module: torch.nn.Module, *, name: str) -> None:
                 value=tuple(parameter.shape),
                 fix="load it within zerotune.backend.unpartitioned.unpartitioned()",
             )
-
-
-@contextmanager
-def _outside_of_zero_init() -> Iterator[None]:
-    partitioning = sys.modules.get("deepspeed.runtime.zero.partition_parameters")
-    active = getattr(partitioning, "top_level_context", None)
-    # Inside another of these it is not patched, and restoring would patch twice.
-    if partitioning is None or active is None or not active.patched:
-        yield
-        return
-    partitioning.shutdown_init_context()
-    try:
-        yield
-    finally:
-        partitioning.restore_init_context()
-
-
-@contextmanager
-def _unknown_to_transformers() -> Iterator[None]:
-    integration: Any = sys.modules.get("transformers.integrations.deepspeed")
-    reference = getattr(integration, "_hf_deepspeed_config_weak_ref", None)
-    # A strong one: the registration itself is weak, and must outlive this.
-    registered = None if reference is None else reference()
-    if registered is None:
-        yield
-        return
-    integration.unset_hf_deepspeed_config()
-    try:
-        yield
-    finally:
-        integration.set_hf_deepspeed_config(registered)

@@ -6,27 +6,29 @@ no telemetry.
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from zerotune.builder.app import create_app
+    from zerotune.builder.serving import serve
 
-__all__ = ["create_app"]
+__all__ = ["create_app", "serve"]
 
 
 def __getattr__(name: str) -> Any:
-    if name != "create_app":
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from zerotune.errors import MissingDependencyError
 
     try:
-        from zerotune.builder.app import create_app
+        module = "app" if name == "create_app" else "serving"
+        return getattr(importlib.import_module(f"{__name__}.{module}"), name)
     except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in {"starlette", "jinja2"}:
+        if (error.name or "").partition(".")[0] not in {"starlette", "jinja2", "uvicorn"}:
             raise
         raise MissingDependencyError(
             f"the builder needs the package {error.name}",
             key="zerotune.builder",
             fix="pip install 'zerotune[builder]'",
         ) from error
-    return create_app

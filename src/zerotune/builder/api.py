@@ -13,8 +13,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from zerotune._util.text import format_size
-from zerotune.builder.advice import advise
-from zerotune.builder.catalogue import SchemaSource, catalogue
+from zerotune.builder.fields import catalogue, schema_data
 from zerotune.builder.forms import (
     FormState,
     as_choice,
@@ -24,9 +23,15 @@ from zerotune.builder.forms import (
     read_plan,
     to_wire,
 )
-from zerotune.builder.opening import Opened, open_file, open_text
-from zerotune.builder.preview import Machines, capabilities, preview_data, read_setup, understand
-from zerotune.builder.session import Session
+from zerotune.builder.preview import (
+    Machines,
+    advise,
+    capabilities,
+    preview_data,
+    read_setup,
+    understand,
+)
+from zerotune.builder.session import Opened, Session, open_file, open_text
 from zerotune.builder.templates import (
     BUILTIN,
     Template,
@@ -42,13 +47,12 @@ from zerotune.errors import (
     PlanSyntaxError,
     ZeroTuneError,
 )
-from zerotune.plan import DeepSpeedPlan
 from zerotune.plan.model import OFFLOAD_DEVICES, PRECISIONS
 
 logger = logging.getLogger("zerotune")
 
 Data = dict[str, Any]
-_STAGES = ("0", "1", "2", "3")
+_STATUSES = ((PlanConflictError, 409), (PlanFileError, 404))
 
 
 @attrs.frozen(kw_only=True)
@@ -58,14 +62,13 @@ class Api:
     session: Session
     templates: TemplateStore
     machines: Machines = attrs.field(factory=Machines)
-    schema: SchemaSource = attrs.field(factory=SchemaSource)
 
     def routes(self) -> list[Route]:
         """The routes, to be mounted under ``/api``."""
         return [
             _reading("/start", self._start),
             _reading("/catalogue", lambda _: catalogue()),
-            _reading("/schema", lambda _: self.schema.data()),
+            _reading("/schema", lambda _: schema_data()),
             _reading("/machine", self._machine),
             _reading("/optimizers", self._optimizers),
             _reading("/path", self._path),
@@ -86,7 +89,7 @@ class Api:
         return self.session.opening()
 
     def _machine(self, _: Data) -> Data:
-        machine = self.machines.this()
+        machine = self.machines.this
         names = [f"{device.name}, {format_size(device.total_memory)}" for device in machine.devices]
         return {
             "accelerator": machine.accelerator,
@@ -98,16 +101,17 @@ class Api:
 
     def _optimizers(self, asked: Data) -> Data:
         setup, _ = read_setup({"this_machine": asked.get("machine") == "this"})
-        return {
-            "optimizers": capabilities(
-                self.machines.of(setup),
-                stage=int(as_choice(asked.get("stage", "2"), "stage", choices=_STAGES)),
-                offload=as_choice(asked.get("offload", "none"), "offload", choices=OFFLOAD_DEVICES),
-                precision=as_choice(
-                    asked.get("precision", "bf16"), "precision", choices=PRECISIONS
-                ),
-            )
-        }
+
+        def choice(name: str, default: str, choices: tuple[str, ...]) -> str:
+            return as_choice(asked.get(name, default), name, choices=choices)
+
+        found = capabilities(
+            self.machines.of(setup),
+            stage=int(choice("stage", "2", ("0", "1", "2", "3"))),
+            offload=choice("offload", "none", OFFLOAD_DEVICES),
+            precision=choice("precision", "bf16", PRECISIONS),
+        )
+        return {"optimizers": found}
 
     def _path(self, asked: Data) -> Data:
         return attrs.asdict(self.session.root.facts(asked.get("path")))
@@ -118,10 +122,10 @@ class Api:
 
     def _open(self, sent: Data) -> Data:
         if "path" in sent:
-            return _opened(open_file(sent["path"], self.session.root))
+            return _opened_data(open_file(sent["path"], self.session.root))
         text = as_text(sent.get("text"), "text", longest=1 << 20)
         name = as_text(sent.get("name") or "the text", "name", longest=255)
-        return _opened(open_text(text, name=name, root=self.session.root))
+        return _opened_data(open_text(text, name=name, root=self.session.root))
 
     def _apply(self, sent: Data) -> Data:
         preview = understand(_state(sent), self.machines)
@@ -142,35 +146,34 @@ class Api:
             raise _CallbackError(error) from error
 
     def _save(self, sent: Data) -> Data:
-        plan = _whole(sent)
+        state = _state(sent)
+        reading = read_plan(state)
+        if reading.plan is None:
+            raise reading.errors[0]
         path = self.session.root.inside(sent.get("path"), key="path")
         format_ = sent.get("format")
-        if format_ is not None:
-            format_ = as_text(format_, "format", longest=20)
-        setup, _ = read_setup(_state(sent).setup)
         return self.session.save(
-            plan, path, format_=format_, version=_version(sent), processes=setup.world_size
+            reading.plan,
+            path,
+            format_=None if format_ is None else as_text(format_, "format", longest=20),
+            version=_version(sent),
+            processes=read_setup(state.setup)[0].world_size,
         )
 
     def _list_templates(self, _: Data) -> Data:
         return {
             "builtin": [
-                {
-                    "id": one.id,
-                    "name": one.name,
-                    "description": one.description,
-                    "group": one.group,
-                }
+                {name: getattr(one, name) for name in ("id", "name", "description", "group")}
                 for one in BUILTIN
             ],
-            "own": [_template(one) for one in self.templates.all()],
+            "own": [_template_data(one) for one in self.templates.all()],
             "folder": str(self.templates.folder),
         }
 
     def _use_template(self, sent: Data) -> Data:
         if "name" in sent:
             template = self.templates.get(sent["name"])
-            return {"state": template.state.data(), "template": _template(template)}
+            return {"state": template.state.data(), "template": _template_data(template)}
         found = builtin_template(as_text(sent.get("id"), "id", longest=60))
         around = as_mapping(sent.get("setup"), "setup")
         advice = advise(starting_state(found, around), self.machines)
@@ -185,10 +188,10 @@ class Api:
             description=as_text(sent.get("description") or "", "description", longest=500),
             state=_state(sent),
         )
-        return _template(self.templates.put(template, version=_version(sent)))
+        return _template_data(self.templates.put(template, version=_version(sent)))
 
     def _rename_template(self, sent: Data) -> Data:
-        return _template(
+        return _template_data(
             self.templates.rename(sent.get("name"), sent.get("to"), version=_version(sent))
         )
 
@@ -199,7 +202,7 @@ class Api:
     def _import_template(self, sent: Data) -> Data:
         text = as_text(sent.get("text"), "text", longest=1 << 20)
         template = read_template(text, name="the file")
-        return _template(self.templates.put(template, version=None))
+        return _template_data(self.templates.put(template, version=None))
 
 
 class _CallbackError(Exception):
@@ -210,19 +213,12 @@ def _state(sent: Data) -> FormState:
     return FormState.of_request(sent.get("state"))
 
 
-def _whole(sent: Data) -> DeepSpeedPlan:
-    reading = read_plan(_state(sent))
-    if reading.plan is None:
-        raise reading.errors[0]
-    return reading.plan
-
-
 def _version(sent: Data) -> str | None:
     version = sent.get("version")
     return None if version is None else as_text(version, "version", longest=64)
 
 
-def _opened(opened: Opened) -> Data:
+def _opened_data(opened: Opened) -> Data:
     return {
         "state": opened.state.data(),
         "messages": [attrs.asdict(message) for message in opened.messages],
@@ -230,7 +226,7 @@ def _opened(opened: Opened) -> Data:
     }
 
 
-def _template(template: Template) -> Data:
+def _template_data(template: Template) -> Data:
     return {**template.data(), "version": template.version}
 
 
@@ -260,18 +256,13 @@ async def _answered(answer: Callable[[Data], Any], sent: Data) -> Response:
     try:
         data = await run_in_threadpool(answer, sent)
     except ZeroTuneError as error:
-        return _error(_status(error), error)
+        status = next((status for kind, status in _STATUSES if isinstance(error, kind)), 422)
+        return _error(status, error)
     except _CallbackError as error:
         return JSONResponse({"error": f"The trainer could not apply it: {error}"}, status_code=502)
     except (OverflowError, RecursionError):
         return _error(400, InvalidValueError("holds a number too large", key="request"))
     return JSONResponse(to_wire(data), headers={"cache-control": "no-store"})
-
-
-def _status(error: ZeroTuneError) -> int:
-    if isinstance(error, PlanConflictError):
-        return 409
-    return 404 if isinstance(error, PlanFileError) else 422
 
 
 def _error(status: int, error: ZeroTuneError) -> Response:

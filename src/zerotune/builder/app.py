@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from starlette.applications import Starlette
@@ -15,11 +15,10 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 
-from zerotune.builder import fields
 from zerotune.builder.api import Api
-from zerotune.builder.opening import Root
+from zerotune.builder.fields import page_fields
 from zerotune.builder.security import LARGEST_BODY, LOOPBACK, Guard
-from zerotune.builder.session import Session
+from zerotune.builder.session import Root, Session
 from zerotune.builder.templates import TemplateStore
 from zerotune.plan import DeepSpeedPlan
 
@@ -59,18 +58,25 @@ def create_app(
         InvalidValueError: ``plan_file`` lies outside ``root``.
     """
     session = Session(
-        root=Root(folder=Path.cwd() if root is None else Path(root)),
+        root=Root(folder=Path(root or ".").resolve()),
         plan=plan,
         plan_file=None if plan_file is None else Path(plan_file),
         on_apply=on_apply,
     )
     folder = None if templates_folder is None else Path(templates_folder)
     api = Api(session=session, templates=TemplateStore(folder))
-    page = _environment().get_template("index.html")
+    pages = Environment(
+        loader=PackageLoader("zerotune.builder"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    page = pages.get_template("index.html")
 
     async def index(request: Request) -> Response:
         prefix = request.scope.get("root_path", "").rstrip("/")
-        return HTMLResponse(page.render(prefix=prefix, session=session, **_form()))
+        return HTMLResponse(page.render(prefix=prefix, session=session, **page_fields()))
 
     app = Starlette(
         routes=[
@@ -80,29 +86,3 @@ def create_app(
         ]
     )
     return Guard(app, hosts=hosts, token=token, largest_body=largest_body)
-
-
-def _environment() -> Environment:
-    return Environment(
-        loader=PackageLoader("zerotune.builder"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-
-
-def _form() -> dict[str, Any]:
-    return {
-        "stages": fields.STAGES,
-        "stage": fields.STAGE,
-        "precision": fields.PRECISION,
-        "batch": fields.BATCH,
-        "world": fields.WORLD,
-        "offload": fields.OFFLOAD,
-        "stage_3": fields.stage_3_fields(),
-        "communication": fields.communication_fields(),
-        "setup": fields.setup_fields(),
-        "clip_families": fields.clip_families(),
-        "machine": fields.machine_fields(),
-    }

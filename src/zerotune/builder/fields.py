@@ -1,30 +1,42 @@
-"""The fields of the form: one description each, from which the page is rendered.
+"""What the page offers: the fields of its form, and what can be typed into them.
 
-What a choice writes into the configuration is said here, so that the page holds no rules of its
-own: a script that reads ``sets`` needs to know nothing of DeepSpeed.
+Each field is described once, and the page is rendered from that. What a choice writes into the
+configuration is said here, so that the page holds no rules of its own: a script that reads
+``sets`` needs to know nothing of DeepSpeed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import cache
 from typing import Any, Final, Literal
 
 import attrs
 
+from zerotune._util.text import squash
+from zerotune.builder.forms import to_wire
+from zerotune.errors import UNSET, ZeroTuneError
+from zerotune.optim import OPTIMIZERS, SCHEDULERS, Parameter
+from zerotune.optimizers.catalogue import BY_WORD
 from zerotune.plan.families import family_names, model_family
 from zerotune.plan.model import (
-    AioSection,
-    Bf16Section,
-    Fp16Section,
-    OffloadSection,
+    REMOVED,
+    REMOVED_ZERO,
+    ZERO_ALIASES,
+    Boolean,
     ZeroSection,
     join,
+    modelled,
 )
-from zerotune.plan.schema import attribute_docs
+from zerotune.plan.schema import Parameter as SchemaParameter
+from zerotune.plan.schema import attribute_docs, known_paths, schema_parameters
+
+ZERO: Final = "zero_optimization"
+
+# -- The fields of the form.
+
 
 Kind = Literal["value", "flag", "choice", "select", "path"]
-ZERO: Final = "zero_optimization"
 
 STAGES: Final[Mapping[int, tuple[str, str]]] = {
     0: ("Off", "Every GPU holds everything: weights, gradients and optimizer states."),
@@ -74,8 +86,6 @@ class Field:
     hint: str = ""
     options: tuple[Option, ...] = ()
     store: Literal["config", "setup"] = "config"
-    automatic: bool = True
-    """Whether ``"auto"`` can be written."""
 
     @property
     def id(self) -> str:
@@ -83,226 +93,250 @@ class Field:
         return f"{self.store}-{self.path}".replace(".", "-").replace("_", "-")
 
 
-def _devices(section: str, what: str) -> Field:
-    path = f"{ZERO}.{section}.device"
-    places = (
-        ("none", "GPU", "not offloaded"),
-        ("cpu", "RAM", "stage 1 to 3" if section == "offload_optimizer" else "stage 3"),
-        ("nvme", "NVMe", "stage 3"),
+def _chosen(path: str, label: str, *choices: tuple[str, Any, str]) -> Field:
+    """A choice of one setting among labels, each with its value and a hint."""
+    options = tuple(
+        Option(label=name, sets={path: value}, hint=hint) for name, value, hint in choices
     )
+    return Field(path=path, label=label, kind="choice", options=options)
+
+
+def _precision_field() -> Field:
+    choices = (("bf16", True, False), ("fp16", False, True), ("fp32", False, False))
     return Field(
-        path=path,
-        label=f"{what} on",
+        path="bf16.enabled",
+        label="Precision",
         kind="choice",
         options=tuple(
-            Option(label=label, sets={path: device}, hint=hint) for device, label, hint in places
+            Option(label=label, sets={"bf16.enabled": bf16, "fp16.enabled": fp16})
+            for label, bf16, fp16 in (*choices, ("auto", "auto", None))
         ),
     )
 
 
-STAGE: Final = Field(
-    path=f"{ZERO}.stage",
-    label="ZeRO stage",
-    kind="choice",
-    options=(
-        *(
-            Option(label=str(stage), sets={f"{ZERO}.stage": stage}, hint=name)
-            for stage, (name, _) in STAGES.items()
-        ),
-        Option(label="auto", sets={f"{ZERO}.stage": "auto"}, hint="Decided at start"),
-    ),
-)
-PRECISION: Final = Field(
-    path="bf16.enabled",
-    label="Precision",
-    kind="choice",
-    options=(
-        Option(label="bf16", sets={"bf16.enabled": True, "fp16.enabled": False}),
-        Option(label="fp16", sets={"bf16.enabled": False, "fp16.enabled": True}),
-        Option(label="fp32", sets={"bf16.enabled": False, "fp16.enabled": False}),
-        Option(label="auto", sets={"bf16.enabled": "auto", "fp16.enabled": None}),
-    ),
-)
-BATCH: Final = (
-    Field(
-        path="train_micro_batch_size_per_gpu",
-        label="Micro batch",
-        hint="Samples per forward pass and GPU.",
-    ),
-    Field(
-        path="gradient_accumulation_steps",
-        label="Accumulation",
-        hint="Forward passes per optimizer step.",
-    ),
-    Field(
-        path="train_batch_size",
-        label="Whole batch",
-        hint="Micro batch times accumulation times processes; left empty it follows from them.",
-    ),
-    Field(
-        path="gradient_clipping",
-        label="Gradient clipping",
-        hint="Largest global norm of the gradient; 0 switches it off.",
-    ),
-)
-WORLD: Final = Field(
-    path="world_size",
-    label="Processes",
-    hint="GPUs that train together.",
-    store="setup",
-    automatic=False,
-)
-OFFLOAD: Final = (
-    (
-        _devices("offload_optimizer", "Optimizer"),
-        Field(
-            path=f"{ZERO}.offload_optimizer.nvme_path",
-            label="Folder for the optimizer's swap files",
-            kind="path",
-            hint="Empty: a leased folder of its own for each run.",
-        ),
-    ),
-    (
-        _devices("offload_param", "Parameters"),
-        Field(
-            path=f"{ZERO}.offload_param.nvme_path",
-            label="Folder for the parameters' swap files",
-            kind="path",
-            hint="Empty: a leased folder of its own for each run.",
-        ),
-    ),
-)
-_STAGE_3: Final = (
-    "stage3_prefetch_bucket_size",
-    "stage3_max_live_parameters",
-    "stage3_max_reuse_distance",
-    "stage3_param_persistence_threshold",
-    "sub_group_size",
-    "stage3_gather_16bit_weights_on_model_save",
-)
-_COMMUNICATION: Final = (
-    "overlap_comm",
-    "contiguous_gradients",
-    "reduce_scatter",
-    "reduce_bucket_size",
-    "allgather_partitions",
-    "allgather_bucket_size",
-    "round_robin_gradients",
-)
-_FLAGS: Final = frozenset(
-    {
-        "stage3_gather_16bit_weights_on_model_save",
-        "overlap_comm",
-        "contiguous_gradients",
-        "reduce_scatter",
-        "allgather_partitions",
-        "round_robin_gradients",
-    }
-)
+def _offload_fields(section: str, what: str, whose: str, stages: str) -> tuple[Field, Field]:
+    device = _chosen(
+        f"{ZERO}.{section}.device",
+        f"{what} on",
+        ("GPU", "none", "not offloaded"),
+        ("RAM", "cpu", stages),
+        ("NVMe", "nvme", "stage 3"),
+    )
+    folder = Field(
+        path=f"{ZERO}.{section}.nvme_path",
+        label=f"Folder for the {whose} swap files",
+        kind="path",
+        hint="Leave empty to give each run its own temporary folder.",
+    )
+    return device, folder
 
 
-def _zero_field(name: str) -> Field:
-    label = name.removeprefix("stage3_").replace("_", " ")
-    return Field(
-        path=join(ZERO, name),
-        label=f"{label[:1].upper()}{label[1:]}",
-        kind="flag" if name in _FLAGS else "value",
-        hint=documentation()[join(ZERO, name)],
+def _zero_fields(*names: str) -> tuple[Field, ...]:
+    docs = attribute_docs(ZeroSection)
+    kinds = {each.name: each.metadata["kind"] for each in modelled(ZeroSection)}
+    return tuple(
+        Field(
+            path=join(ZERO, name),
+            label=name.removeprefix("stage3_").replace("_", " ").capitalize(),
+            kind="flag" if isinstance(kinds[name], Boolean) else "value",
+            hint=docs[name],
+        )
+        for name in names
     )
 
 
-def stage_3_fields() -> tuple[Field, ...]:
-    """Options that only stage 3 has."""
-    return tuple(map(_zero_field, _STAGE_3))
-
-
-def communication_fields() -> tuple[Field, ...]:
-    """How gradients and weights travel."""
-    return tuple(map(_zero_field, _COMMUNICATION))
-
-
-def setup_fields() -> tuple[Field, ...]:
-    """Model and workload."""
-    families = [Option(label=name, sets={"family": name}) for name in family_names()]
-    places = (("none", "no"), ("host", "in RAM"), ("device", "on the GPU"), ("nvme", "on NVMe"))
-    return (
-        Field(
-            path="family",
-            label="Model",
-            kind="select",
-            store="setup",
-            options=(*families, Option(label="another model (no estimate)", sets={"family": ""})),
-        ),
-        Field(path="resolution", label="Resolution", store="setup", hint="Pixels of a side."),
-        Field(path="frames", label="Frames", store="setup", hint="Of a clip."),
-        Field(
-            path="lora",
-            label="LoRA rank",
-            store="setup",
-            hint="Of adapters on the attention projections; empty trains the whole model.",
-        ),
-        Field(
-            path="ema",
-            label="EMA of the weights",
-            kind="select",
-            store="setup",
-            options=tuple(Option(label=label, sets={"ema": place}) for place, label in places),
-        ),
-        Field(
-            path="gradient_checkpointing",
-            label="Gradient checkpointing",
-            kind="select",
-            store="setup",
-            options=(
-                Option(label="yes, recompute", sets={"gradient_checkpointing": True}),
-                Option(label="no, keep all", sets={"gradient_checkpointing": False}),
-            ),
-        ),
-        Field(
-            path="total_steps",
-            label="Steps of the run",
-            store="setup",
-            hint="For schedules that leave it open.",
-        ),
+def _setup_field(
+    path: str, label: str, hint: str = "", *, options: Mapping[str, Any] | None = None
+) -> Field:
+    """A field of what is planned for; ``options``: label to value."""
+    choices = tuple(
+        Option(label=name, sets={path: value}) for name, value in (options or {}).items()
     )
-
-
-def clip_families() -> tuple[str, ...]:
-    """Models that have a field for frames."""
-    return tuple(name for name in family_names() if model_family(name).frames is not None)
-
-
-def machine_fields() -> tuple[Field, ...]:
-    """The machine that is planned for."""
-    return (
-        Field(
-            path="this_machine",
-            label="Machine",
-            kind="choice",
-            store="setup",
-            options=(
-                Option(label="chosen below", sets={"this_machine": False}),
-                Option(label="this machine", sets={"this_machine": True}),
-            ),
-        ),
-        Field(path="vram", label="VRAM per GPU, GiB", store="setup"),
-        Field(path="ram", label="RAM, GiB", store="setup"),
-        Field(path="nvme", label="NVMe, GiB", store="setup", hint="0: no swap files."),
-    )
+    kind: Kind = "select" if choices else "value"
+    return Field(path=path, label=label, kind=kind, hint=hint, store="setup", options=choices)
 
 
 @cache
-def documentation() -> Mapping[str, str]:
-    """One sentence for each modelled key, by path."""
-    found: dict[str, str] = {}
-    for section, cls in (
-        (ZERO, ZeroSection),
-        (f"{ZERO}.offload_optimizer", OffloadSection),
-        (f"{ZERO}.offload_param", OffloadSection),
-        ("bf16", Bf16Section),
-        ("fp16", Fp16Section),
-        ("aio", AioSection),
-    ):
-        for name, text in attribute_docs(cls).items():
-            found[join(section, name)] = text
-    return found
+def page_fields() -> Mapping[str, Any]:
+    """What the page is rendered from: its fields by the part they stand in, and their words."""
+    stages = ((str(number), number, name) for number, (name, _) in STAGES.items())
+    return {
+        "stages": STAGES,
+        "stage": _chosen(
+            f"{ZERO}.stage", "ZeRO stage", *stages, ("auto", "auto", "Decided at start")
+        ),
+        "precision": _precision_field(),
+        "batch": tuple(
+            Field(path=path, label=label, hint=hint) for path, label, hint in _BATCH_FIELDS
+        ),
+        "world": _setup_field("world_size", "Processes", "GPUs that train together."),
+        "offload": (
+            _offload_fields("offload_optimizer", "Optimizer", "optimizer's", "stage 1 to 3"),
+            _offload_fields("offload_param", "Parameters", "parameters'", "stage 3"),
+        ),
+        "stage_3": _zero_fields(
+            "stage3_prefetch_bucket_size",
+            "stage3_max_live_parameters",
+            "stage3_max_reuse_distance",
+            "stage3_param_persistence_threshold",
+            "sub_group_size",
+            "stage3_gather_16bit_weights_on_model_save",
+        ),
+        "communication": _zero_fields(
+            "overlap_comm",
+            "contiguous_gradients",
+            "reduce_scatter",
+            "reduce_bucket_size",
+            "allgather_partitions",
+            "allgather_bucket_size",
+            "round_robin_gradients",
+        ),
+        "setup": _workload_fields(),
+        "clip_families": [name for name in family_names() if model_family(name).frames is not None],
+        "machine": (
+            attrs.evolve(
+                _setup_field(
+                    "this_machine",
+                    "Plan for",
+                    options={"a machine I describe": False, "this machine": True},
+                ),
+                kind="choice",
+            ),
+            _setup_field("vram", "VRAM per GPU, GiB"),
+            _setup_field("ram", "RAM, GiB"),
+            _setup_field("nvme", "NVMe, GiB", "0: no swap files."),
+        ),
+    }
+
+
+_BATCH_FIELDS: Final = (
+    ("train_micro_batch_size_per_gpu", "Micro batch", "Samples per forward pass and GPU."),
+    ("gradient_accumulation_steps", "Accumulation", "Forward passes per optimizer step."),
+    (
+        "train_batch_size",
+        "Whole batch",
+        "Micro batch times accumulation times processes; left empty it follows from them.",
+    ),
+    (
+        "gradient_clipping",
+        "Gradient clipping",
+        "Largest global norm of the gradient; 0 switches it off.",
+    ),
+)
+
+
+def _workload_fields() -> tuple[Field, ...]:
+    families = {name: name for name in family_names()}
+    places = {"no": "none", "in RAM": "host", "on the GPU": "device", "on NVMe": "nvme"}
+    return (
+        _setup_field("family", "Model", options={**families, "another model (no estimate)": ""}),
+        _setup_field("resolution", "Resolution", "Pixels of a side."),
+        _setup_field("frames", "Frames", "Of a clip."),
+        _setup_field("lora", "LoRA rank", "Leave empty to train the whole model."),
+        _setup_field("ema", "EMA of the weights", options=places),
+        _setup_field(
+            "gradient_checkpointing",
+            "Gradient checkpointing",
+            options={"yes, recompute": True, "no, keep all": False},
+        ),
+        _setup_field("total_steps", "Steps of the run", "For schedules that leave it open."),
+    )
+
+
+# -- Optimizers, schedules and DeepSpeed's parameters, as the page lists them.
+
+
+@cache
+def catalogue() -> dict[str, Any]:
+    """Every optimizer and schedule with its parameters."""
+    return {
+        "optimizers": [
+            {
+                "name": entry.name,
+                "spellings": [word for word, name in BY_WORD.items() if name == entry.name],
+                "family": entry.family,
+                "summary": entry.summary,
+                "requires": list(entry.requires),
+                "params": _parameters(entry.parameters),
+            }
+            for entry in OPTIMIZERS.values()
+        ],
+        "schedulers": [
+            {
+                "name": entry.name,
+                "spellings": [squash(entry.name)],
+                "family": entry.source,
+                "summary": entry.summary,
+                "requires": [],
+                "params": _parameters(entry.parameters),
+            }
+            for entry in SCHEDULERS.values()
+        ],
+    }
+
+
+def _parameters(parameters: Iterable[Parameter]) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": each.name,
+            "type": each.type,
+            "range": each.range,
+            "default": None if each.default is UNSET else to_wire(each.default),
+            "required": each.default is UNSET and not each.optional,
+            "optional": each.optional,
+            "choices": list(each.choices),
+        }
+        for each in parameters
+    ]
+
+
+@cache
+def schema_data() -> dict[str, Any]:
+    """Every parameter of the installed DeepSpeed, or why there are none.
+
+    Importing DeepSpeed takes seconds, so a page that does not open the advanced section never
+    pays for it.
+    """
+    from zerotune.backend.schema import plan_schema
+
+    try:
+        schema = plan_schema()
+    except ZeroTuneError as error:
+        removed = _removed(frozenset())
+        return {"available": False, "reason": str(error), "parameters": [], "removed": removed}
+    known = known_paths(schema)
+    parameters = [_schema_parameter(each) for each in schema_parameters(schema)]
+    return {
+        "available": True,
+        "version": schema["x-zerotune"]["deepspeed"],
+        "parameters": [each for each in parameters if each is not None],
+        "removed": _removed(known),
+    }
+
+
+def _removed(known: Collection[str]) -> list[dict[str, str]]:
+    """What older releases of DeepSpeed read, for who searches for it; not what this one knows."""
+    gone = {
+        **{key: f"DeepSpeed 0.19 removed {what}" for key, what in REMOVED.items()},
+        **{join(ZERO, key): f"DeepSpeed 0.19 removed {what}" for key, what in REMOVED_ZERO.items()},
+        **{
+            join(ZERO, old): f"another spelling of {join(ZERO, new)}"
+            for old, new in ZERO_ALIASES.items()
+        },
+    }
+    return [{"path": path, "reason": gone[path]} for path in sorted(gone) if path not in known]
+
+
+def _schema_parameter(each: SchemaParameter) -> dict[str, Any] | None:
+    # A section is not a value to type in, and optimizers and schedules have a part of their own.
+    if each.types == ("object",) or each.path.startswith(("optimizer.", "scheduler.")):
+        return None
+    return {
+        "path": each.path,
+        "types": list(each.types),
+        "default": to_wire(each.default),
+        "doc": each.doc,
+        "deprecated": each.deprecated,
+        "replaced_by": each.replaced_by,
+        "stages": list(each.stages),
+    }

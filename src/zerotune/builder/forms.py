@@ -8,6 +8,7 @@ travels between the page and Python as JSON, large integers included.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any, Final, TypeVar
 
@@ -30,6 +31,8 @@ MOST_VALUES: Final = 20_000
 INTEGER: Final = "$int"
 """Key of an object that stands for an integer which JavaScript cannot hold."""
 
+_INTEGER: Final = re.compile(r"-?[0-9]{1,40}")
+_SURROGATE: Final = re.compile("[\ud800-\udfff]")
 _SAFE: Final = 2**53 - 1
 
 
@@ -37,46 +40,41 @@ _SAFE: Final = 2**53 - 1
 
 
 def parse_request(text: str) -> Any:
-    """Read JSON that a page sent.
-
-    Raises:
-        InvalidValueError: Not JSON, too deep, too much, or with text that is not Unicode.
-    """
+    """Read JSON that a page sent."""
     try:
-        value = json_of(text, parse_constant=_refuse_constant)
+        value = json_of(text)
     except ValueError as error:
-        raise _refused(f"is not JSON ({error})") from None
+        raise _refused_request(f"is not JSON ({error})") from None
     check_content(value)
     return from_wire(value)
 
 
 def check_content(value: Any) -> None:
-    """Refuse what is too deep or too much to be a configuration.
-
-    Raises:
-        InvalidValueError: It is, or it holds text that is not Unicode.
-    """
+    """Refuse what is too deep or too much to be a configuration."""
     pending, seen = [(value, 0)], 0
     while pending:
         item, depth = pending.pop()
         seen += 1
         if depth > DEEPEST or seen > MOST_VALUES:
-            raise _refused("is too large or too deeply nested to be a configuration")
+            raise _refused_request("is too large or too deeply nested to be a configuration")
         if isinstance(item, Mapping):
             pending.extend((part, depth + 1) for pair in item.items() for part in pair)
         elif isinstance(item, list | tuple):
             pending.extend((part, depth + 1) for part in item)
-        elif isinstance(item, str) and not _is_unicode(item):
-            raise _refused("holds text that is not Unicode")
+        elif isinstance(item, str) and _SURROGATE.search(item):
+            raise _refused_request("holds text that is not Unicode")
         elif isinstance(item, float) and not math.isfinite(item):
-            raise _refused("holds a number that is not finite")
+            raise _refused_request("holds a number that is not finite")
 
 
 def from_wire(value: Any) -> Any:
     """What the page sent, as Python holds it."""
     if isinstance(value, dict):
         if value.keys() == {INTEGER}:
-            return _integer(value[INTEGER])
+            written = value[INTEGER]
+            if not isinstance(written, str) or not _INTEGER.fullmatch(written):
+                raise _refused_request(f"holds {written!r} in place of an integer")
+            return int(written)
         return {key: from_wire(item) for key, item in value.items()}
     if isinstance(value, list):
         return [from_wire(item) for item in value]
@@ -97,11 +95,7 @@ def to_wire(value: Any) -> Any:
 
 
 def as_mapping(value: Any, key: str) -> dict[str, Any]:
-    """``value`` if it is an object; ``None`` is an empty one.
-
-    Raises:
-        InvalidValueError: It is something else.
-    """
+    """``value`` if it is an object; ``None`` is an empty one."""
     if value is None:
         return {}
     if not isinstance(value, dict):
@@ -110,11 +104,7 @@ def as_mapping(value: Any, key: str) -> dict[str, Any]:
 
 
 def as_text(value: Any, key: str, *, longest: int = 4096) -> str:
-    """``value`` if it is text of reasonable length.
-
-    Raises:
-        InvalidValueError: It is something else.
-    """
+    """``value`` if it is text of reasonable length."""
     if not isinstance(value, str) or len(value) > longest or "\0" in value:
         raise InvalidValueError(
             "must be text", key=key, value=value, fix=f"send at most {longest} characters"
@@ -123,11 +113,7 @@ def as_text(value: Any, key: str, *, longest: int = 4096) -> str:
 
 
 def as_choice(value: Any, key: str, *, choices: tuple[_ChoiceT, ...]) -> _ChoiceT:
-    """``value`` if it is one of some choices.
-
-    Raises:
-        InvalidValueError: It is something else.
-    """
+    """``value`` if it is one of some choices."""
     if value not in choices:
         raise InvalidValueError(
             "is not one of the choices",
@@ -138,26 +124,7 @@ def as_choice(value: Any, key: str, *, choices: tuple[_ChoiceT, ...]) -> _Choice
     return choices[choices.index(value)]
 
 
-def _integer(written: Any) -> Any:
-    sign_less = written.removeprefix("-") if isinstance(written, str) else ""
-    if not sign_less.isascii() or not sign_less.isdigit() or len(sign_less) > 40:
-        raise _refused(f"holds {written!r} in place of an integer")
-    return int(written)
-
-
-def _is_unicode(written: str) -> bool:
-    try:
-        written.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no number that JSON knows")
-
-
-def _refused(reason: str) -> InvalidValueError:
+def _refused_request(reason: str) -> InvalidValueError:
     return InvalidValueError(reason, key="request", fix="send a configuration")
 
 
@@ -177,11 +144,7 @@ class FormState:
 
     @classmethod
     def of_request(cls, data: Any) -> FormState:
-        """The state a page sent.
-
-        Raises:
-            InvalidValueError: It is not one.
-        """
+        """The state a page sent."""
         whole = as_mapping(data, "state")
         return cls(
             **{name: as_mapping(whole.get(name), name) for name in ("config", "launch", "setup")}
@@ -221,19 +184,19 @@ class Reading:
 
 def read_plan(state: FormState) -> Reading:
     """The plan a form says; raises nothing."""
-    plan, errors = read_partly(lambda log: _plan(state.config, state.launch, log))
+
+    def read(log: Log) -> DeepSpeedPlan:
+        wrapper = wrapper_of(state.config)
+        if wrapper is not None:
+            # Reading it could open any file of this machine; only `open_text` does, in the root.
+            raise InvalidValueError(
+                "is a configuration inside a configuration", key=wrapper, fix="open it as a file"
+            )
+        plan = plan_from_mapping(state.config, log, source="form")
+        return with_launch(plan, read_launch(state.launch, log))
+
+    plan, errors = read_partly(read)
     return Reading(plan=None if errors else plan, rest=plan, errors=errors)
-
-
-def _plan(config: Mapping[str, Any], launch: Mapping[str, Any], log: Log) -> DeepSpeedPlan:
-    wrapper = wrapper_of(config)
-    if wrapper is not None:
-        # Reading it could open any file of this machine; only `opening` does, inside the root.
-        raise InvalidValueError(
-            "is a configuration inside a configuration", key=wrapper, fix="open it as a file"
-        )
-    plan = plan_from_mapping(config, log, source="form")
-    return with_launch(plan, read_launch(launch, log))
 
 
 def is_written(config: Any, key: str) -> bool:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cache, partial
+from functools import cached_property, partial
 from typing import Any, Final, Literal, get_args
 
 import attrs
 
-from zerotune._util.numbers import as_number, whole
+from zerotune._util.environment import installed_versions
 from zerotune._util.palette import component_colours
-from zerotune._util.text import parse_memory
-from zerotune._util.versions import installed_versions
+from zerotune._util.text import as_number, parse_memory, whole
 from zerotune.builder.forms import (
     FormState,
     Reading,
@@ -23,16 +21,35 @@ from zerotune.builder.forms import (
     told_as_lost,
 )
 from zerotune.decisions import Decision
-from zerotune.errors import ZeroTuneError
+from zerotune.errors import InvalidValueError, NothingFitsError, ZeroTuneError
 from zerotune.optim import OPTIMIZERS, OptimizerResolver
 from zerotune.optim.capability import Situation, installed_packages, missing_package
-from zerotune.plan import AUTO, DeepSpeedPlan, Finding, ResolvedPlan, RunFacts, plan_document
+from zerotune.plan import (
+    AUTO,
+    Candidate,
+    DeepSpeedPlan,
+    Finding,
+    ResolvedPlan,
+    RunFacts,
+    plan_document,
+)
 from zerotune.plan.families import as_facts, family_names, model_family
-from zerotune.plan.memory.estimate import sample_size
-from zerotune.plan.memory.model import EMAPlace, Workload
-from zerotune.plan.model import OFFLOAD_DEVICES
+from zerotune.plan.memory.estimate import EMAPlace, Workload, sample_size
+from zerotune.plan.model import OFFLOAD_DEVICES, PRECISIONS
 from zerotune.plan.rules import RuleContext
-from zerotune.plan.text import DURING, describe, estimate_data, fits, shown_and_defaults, subject
+from zerotune.plan.text import (
+    DURING,
+    FOREMOST,
+    candidate_data,
+    describe,
+    estimate_data,
+    fits,
+    foremost,
+    rank_budget,
+    seconds_words,
+    shown_and_defaults,
+    subject,
+)
 from zerotune.plan.write import launchable
 from zerotune.platform import Platform, detect_platform
 
@@ -57,7 +74,7 @@ class Message:
 def of_error(error: ZeroTuneError) -> Message:
     """An error as a message."""
     return Message(
-        severity="error", key=error.key or "", text=_sentence(error.reason), fix=error.fix or ""
+        severity="error", key=error.key or "", text=_as_sentence(error.reason), fix=error.fix or ""
     )
 
 
@@ -66,7 +83,7 @@ def of_finding(finding: Finding) -> Message:
     return Message(
         severity=finding.severity,
         key=finding.key,
-        text=_sentence(finding.reason),
+        text=_as_sentence(finding.reason),
         fix=finding.fix,
         rule=finding.rule,
     )
@@ -77,8 +94,8 @@ def of_decision(decision: Decision) -> Message:
     return Message(
         severity=decision.severity,
         key=decision.key,
-        text=_sentence(decision.reason),
-        change=f"{_show(decision.before)} → {_show(decision.after)}",
+        text=_as_sentence(decision.reason),
+        change=f"{_shown_value(decision.before)} → {_shown_value(decision.after)}",
     )
 
 
@@ -95,13 +112,13 @@ def of_decisions(
     return [of_decision(decision) for decision in unique]
 
 
-def _sentence(reason: str) -> str:
+def _as_sentence(reason: str) -> str:
     text = reason.strip()
     text = f"{text[:1].upper()}{text[1:]}"
     return text if text.endswith((".", "?", "!")) else f"{text}."
 
 
-def _show(value: Any) -> str:
+def _shown_value(value: Any) -> str:
     if value is None:
         return "not written"
     text = repr(value) if isinstance(value, str) else str(value)
@@ -111,11 +128,6 @@ def _show(value: Any) -> str:
 # -- What the page plans for: a model, a workload and a machine. Not part of the plan.
 
 
-MOST_RANKS: Final = 4096
-MOST_STEPS: Final = 10**9
-LARGEST_SIDE: Final = 16_384
-MOST_FRAMES: Final = 10_000
-LARGEST_RANK: Final = 4096
 _PACKAGES: Final = ("deepspeed", "torch", "accelerate", "diffusers")
 
 
@@ -157,64 +169,54 @@ def read_setup(raw: Mapping[str, Any]) -> tuple[Setup, list[ZeroTuneError]]:
     """A setup as the page sends it, and what is wrong with it; wrong values are left out."""
     errors: list[ZeroTuneError] = []
     given: dict[str, Any] = {}
-    for name, read in _READERS.items():
+    for name, read in _SETUP_READERS.items():
         value = raw.get(name)
         if value is None or value == "":
             if name == "family" and value == "":
                 given[name] = ""
             continue
         try:
-            given[name] = read(value, f"setup.{name}")
+            given[name] = read(value, key=f"setup.{name}")
         except ZeroTuneError as error:
             errors.append(error)
     return Setup(**given), errors
 
 
 class Machines:
-    """This machine, looked at once; detecting imports torch, which takes seconds."""
+    """This machine, looked at once, since detecting imports torch; and others as described."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._found: Platform | None = None
+        self._versions = installed_versions(_PACKAGES)
 
+    @cached_property
     def this(self) -> Platform:
         """This machine."""
-        with self._lock:
-            if self._found is None:
-                self._found = detect_platform(log=False)
-            return self._found
+        return detect_platform(log=False)
 
     def of(self, setup: Setup) -> Platform:
         """The machine a setup speaks of."""
         if setup.this_machine:
-            return self.this()
+            return self.this
         return Platform.synthetic(
             "cuda",
             device_count=setup.world_size,
             vram=setup.vram,
             ram=setup.ram,
-            versions=_versions(),
+            versions=self._versions,
         )
 
     def sizes(self, setup: Setup) -> dict[str, int | None]:
         """Bytes of one device, and of RAM and swap files for all ranks."""
         if not setup.this_machine:
             return {"device": setup.vram, "host": setup.ram, "nvme": setup.nvme}
-        machine = self.this()
         return {
-            "device": machine.vram,
-            "host": machine.host_memory.limit,
+            "device": self.this.vram,
+            "host": self.this.host_memory.limit,
             "nvme": setup.nvme or None,
         }
 
 
-@cache
-def _versions() -> dict[str, str]:
-    """Versions of the packages that decide what can run."""
-    return installed_versions(_PACKAGES)
-
-
-def _whole(value: Any, key: str, *, least: int, most: int) -> int:
+def _whole_number(value: Any, *, key: str, least: int = 1, most: int) -> int:
     """A whole number, or the text of one."""
     number = as_number(value)
     if isinstance(number, float) and number.is_integer():
@@ -228,24 +230,19 @@ def _whole(value: Any, key: str, *, least: int, most: int) -> int:
     )
 
 
-def _size(value: Any, key: str) -> int:
-    return parse_memory(value, key=key)
-
-
-_READERS: Final[Mapping[str, Callable[[Any, str], Any]]] = {
+_SETUP_READERS: Final[Mapping[str, Callable[..., Any]]] = {
     "family": partial(as_choice, choices=family_names()),
-    "resolution": partial(_whole, least=8, most=LARGEST_SIDE),
-    "frames": partial(_whole, least=1, most=MOST_FRAMES),
-    "world_size": partial(_whole, least=1, most=MOST_RANKS),
-    "total_steps": partial(_whole, least=1, most=MOST_STEPS),
-    "lora": partial(_whole, least=1, most=LARGEST_RANK),
+    "resolution": partial(_whole_number, least=8, most=16_384),
+    "frames": partial(_whole_number, most=10_000),
+    "world_size": partial(_whole_number, most=4096),
+    "total_steps": partial(_whole_number, most=10**9),
+    "lora": partial(_whole_number, most=4096),
     "ema": partial(as_choice, choices=get_args(EMAPlace)),
-    "gradient_checkpointing": partial(as_choice, choices=(True, False)),
-    "activation_offload": partial(as_choice, choices=(True, False)),
-    "this_machine": partial(as_choice, choices=(True, False)),
-    "vram": _size,
-    "ram": _size,
-    "nvme": _size,
+    **dict.fromkeys(
+        ("gradient_checkpointing", "activation_offload", "this_machine"),
+        partial(as_choice, choices=(True, False)),
+    ),
+    **dict.fromkeys(("vram", "ram", "nvme"), parse_memory),
 }
 
 
@@ -264,8 +261,8 @@ _DECISIVE: Final = frozenset(
 """Settings without which it is not known which optimizers can run."""
 
 _TOO_LARGE: Final = "A number is too large to calculate with."
-_FORMATS: Final = (("deepspeed", "json"), ("accelerate", "yaml"), ("python", "python"))
-_PLACES: Final = {"device": "GPU", "host": "RAM", "nvme": "NVMe"}
+_TEXT_FORMATS: Final = (("deepspeed", "json"), ("accelerate", "yaml"), ("python", "python"))
+_PLACE_LABELS: Final = {"device": "GPU", "host": "RAM", "nvme": "NVMe"}
 
 
 @attrs.frozen(kw_only=True)
@@ -297,7 +294,7 @@ def understand(state: FormState, machines: Machines) -> Preview:
     if reading.plan is not None:
         try:
             resolved, more = _resolve(reading.plan, setup, platform)
-            running = {} if resolved is None else _running(resolved)
+            running = {} if resolved is None else _running_config(resolved)
         except ZeroTuneError as error:
             resolved, more = None, [of_error(error)]
         except (OverflowError, RecursionError):
@@ -305,10 +302,11 @@ def understand(state: FormState, machines: Machines) -> Preview:
         messages += more
     elif reading.rest is not None:
         messages += _also_wrong(reading, reading.rest, setup, platform, state)
+    messages.sort(key=lambda one: get_args(Severity).index(one.severity))
     return Preview(
         plan=reading.plan,
         resolved=resolved,
-        messages=tuple(_said_once(sorted(messages, key=_rank))),
+        messages=tuple(_said_once(messages)),
         setup=setup,
         platform=platform,
         running=running,
@@ -331,7 +329,7 @@ def preview_data(
         "effective": _effective(preview),
         "memory": _memory(preview, machines),
         "optimizers": _optimizers(preview),
-        "changes": _changes(plan, applied),
+        "changes": None if plan is None or applied is None else applied.diff(plan).to_dict(),
     }
 
 
@@ -339,7 +337,7 @@ def _resolve(
     plan: DeepSpeedPlan, setup: Setup, platform: Platform
 ) -> tuple[ResolvedPlan | None, list[Message]]:
     model = as_facts(setup.family, lora=setup.lora) if setup.family else None
-    run, assumed = _run(plan, setup)
+    run, assumed = _assumed_run(plan, setup)
     context = RuleContext(world_size=setup.world_size, platform=platform, model=model, run=run)
     found = plan.inspect(context, settle=OptimizerResolver(platform=platform).settled)
     messages = [of_error(refusal.error) for refusal in found.refusals]
@@ -358,7 +356,7 @@ def _also_wrong(
     reading: Reading, rest: DeepSpeedPlan, setup: Setup, platform: Platform, state: FormState
 ) -> list[Message]:
     """What is refused among the settings that could be read; only about what is written."""
-    run, _ = _run(rest, setup)
+    run, _ = _assumed_run(rest, setup)
     try:
         found = rest.inspect(
             RuleContext(world_size=setup.world_size),
@@ -373,7 +371,7 @@ def _also_wrong(
     return [each for each in messages if is_written(state.config, each.key)]
 
 
-def _run(plan: DeepSpeedPlan, setup: Setup) -> tuple[RunFacts, list[Decision]]:
+def _assumed_run(plan: DeepSpeedPlan, setup: Setup) -> tuple[RunFacts, list[Decision]]:
     """What a training script would say, where the plan leaves it to one."""
     params = (plan.optimizer.params if plan.optimizer else None) or {}
     scheduled = (plan.scheduler.params if plan.scheduler else None) or {}
@@ -398,46 +396,39 @@ def _run(plan: DeepSpeedPlan, setup: Setup) -> tuple[RunFacts, list[Decision]]:
 
 def _outputs(preview: Preview) -> dict[str, Any]:
     # Whatever is wrong, what is written can be read and repaired as text.
-    found: dict[str, Any] = {"json": {"text": _as_json(preview.written), "messages": []}}
-    leased = [] if preview.resolved is None else _leased(preview.resolved)
+    outputs: dict[str, Any] = {"json": {"text": _as_json(preview.written), "messages": []}}
+    leased = [
+        Message(
+            severity="note",
+            key=f"zero_optimization.offload_{part}.nvme_path",
+            text="zerotune leases a folder for each run; without zerotune, write one.",
+        )
+        for part, folder in (preview.resolved.nvme_paths if preview.resolved else {}).items()
+        if folder is None
+    ]
     if preview.plan is not None:
-        for format_, name in _FORMATS:
+        for format_, name in _TEXT_FORMATS:
             plan = preview.plan
             if format_ == "accelerate":
                 plan = launchable(plan, processes=preview.setup.world_size)
             try:
                 document = plan_document(plan, format_, lossy=told_as_lost(plan))
             except ZeroTuneError as error:
-                found[name] = {"text": None, "messages": [attrs.asdict(of_error(error))]}
+                outputs[name] = {"text": None, "messages": [attrs.asdict(of_error(error))]}
                 continue
             notes = [*map(of_decision, document.decisions), *leased]
-            found[name] = {
-                "text": document.text,
-                "messages": [attrs.asdict(one) for one in notes],
-            }
+            outputs[name] = {"text": document.text, "messages": list(map(attrs.asdict, notes))}
     if preview.running:
-        told = [attrs.asdict(one) for one in leased]
-        found["running"] = {"text": _as_json(preview.running), "messages": told}
-    return found
+        text = _as_json(preview.running)
+        outputs["running"] = {"text": text, "messages": list(map(attrs.asdict, leased))}
+    return outputs
 
 
 def _as_json(config: Mapping[str, Any]) -> str:
     return json.dumps(config, indent=2, allow_nan=False) + "\n"
 
 
-def _leased(resolved: ResolvedPlan) -> list[Message]:
-    return [
-        Message(
-            severity="note",
-            key=f"zero_optimization.offload_{part}.nvme_path",
-            text="zerotune leases a folder for each run; without zerotune, write one.",
-        )
-        for part, folder in resolved.nvme_paths.items()
-        if folder is None
-    ]
-
-
-def _running(resolved: ResolvedPlan) -> dict[str, Any]:
+def _running_config(resolved: ResolvedPlan) -> dict[str, Any]:
     """What will run, the optimizer and schedule that the engine builds itself included."""
     missing = {part: LEASED for part, folder in resolved.nvme_paths.items() if folder is None}
     config = resolved.with_nvme_path(**missing).to_deepspeed()
@@ -449,7 +440,7 @@ def _running(resolved: ResolvedPlan) -> dict[str, Any]:
 
 def _effective(preview: Preview) -> dict[str, Any]:
     """What is used where the form says nothing, by path."""
-    found = dict(_leaves(preview.running, ""))
+    found = dict(_leaf_values(preview.running, ""))
     if preview.setup.family:
         known = model_family(preview.setup.family)
         found["setup.resolution"] = known.resolution
@@ -457,10 +448,10 @@ def _effective(preview: Preview) -> dict[str, Any]:
     return found
 
 
-def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+def _leaf_values(value: Any, path: str) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping):
         for key, item in value.items():
-            yield from _leaves(item, f"{path}.{key}" if path else str(key))
+            yield from _leaf_values(item, f"{path}.{key}" if path else str(key))
     else:
         yield path, value
 
@@ -486,20 +477,15 @@ def _memory(preview: Preview, machines: Machines) -> dict[str, Any]:
                 ema=setup.ema,
             ),
         )
-        return {"subject": subject(estimate), **_estimated(estimate, machines.sizes(setup))}
+        return {"subject": subject(estimate), **_memory_bars(estimate, machines.sizes(setup))}
     except ZeroTuneError as error:
         return {"reason": str(error)}
     except (OverflowError, RecursionError):
         return {"reason": _TOO_LARGE}
 
 
-def _estimated(estimate: Any, sizes: Mapping[str, int | None]) -> dict[str, Any]:
-    ranks = estimate.workload.ranks_per_machine or estimate.resolved.world_size
-    budget: dict[Any, int] = {
-        place: size if place == "device" else size // ranks
-        for place, size in sizes.items()
-        if size is not None
-    }
+def _memory_bars(estimate: Any, sizes: Mapping[str, int | None]) -> dict[str, Any]:
+    limits: dict[Any, int] = {place: size for place, size in sizes.items() if size is not None}
     places = estimate_data(estimate)["places"]
     colours = component_colours(
         one["component"] for place in places.values() for one in place["components"]
@@ -507,7 +493,7 @@ def _estimated(estimate: Any, sizes: Mapping[str, int | None]) -> dict[str, Any]
     bars = [
         {
             "place": fit.place,
-            "label": _PLACES[fit.place],
+            "label": _PLACE_LABELS[fit.place],
             "needed": fit.needed,
             "available": fit.available,
             "fits": fit.fits,
@@ -518,7 +504,7 @@ def _estimated(estimate: Any, sizes: Mapping[str, int | None]) -> dict[str, Any]
                 if one["at_peak"]
             ],
         }
-        for fit in fits(estimate, budget)
+        for fit in fits(estimate, rank_budget(limits, estimate))
     ]
     return {"bars": bars, "notes": list(estimate.notes)}
 
@@ -571,16 +557,6 @@ def capabilities(
     return found
 
 
-def _changes(plan: DeepSpeedPlan | None, applied: DeepSpeedPlan | None) -> dict[str, Any] | None:
-    if plan is None or applied is None:
-        return None
-    return applied.diff(plan).to_dict()
-
-
-def _rank(message: Message) -> int:
-    return ("error", "warning", "note").index(message.severity)
-
-
 _NEEDS: Final = " needs it: "
 
 
@@ -600,3 +576,98 @@ def _said_once(messages: Iterable[Message]) -> Iterator[Message]:
         if message.severity != "note":
             given.setdefault(reason.casefold(), message.key)
         yield message
+
+
+# -- ``Fit my card``: what is advised for a form, and the form each candidate leads to.
+
+
+_FROM_ADVICE: Final = ("zero_optimization", "aio")
+
+
+def advise(state: FormState, machines: Machines) -> dict[str, Any]:
+    """What fits the setup of a form, best first, each with the form it would lead to."""
+    setup, wrong = read_setup(state.setup)
+    if wrong:
+        raise wrong[0]
+    if not setup.family:
+        raise InvalidValueError(
+            "is needed to know what fits", key="setup.family", fix="choose a model family"
+        )
+    sizes = machines.sizes(setup)
+    try:
+        advice = DeepSpeedPlan.advise(
+            setup.family,
+            vram=sizes["device"],
+            ram=sizes["host"],
+            nvme=sizes["nvme"] or 0,
+            resolution=setup.resolution,
+            frames=setup.frames_of_clips,
+            world_size=setup.world_size,
+            lora=setup.lora,
+            ema=setup.ema,
+            platform=machines.this if setup.this_machine else None,
+            **_asked_of_advice(state),
+        )
+    except NothingFitsError as error:
+        nearest = _offered_form(error.nearest, state, setup)
+        return {"fits": False, "reason": error.reason, "fix": error.fix, "nearest": nearest}
+    shown = foremost(advice, FOREMOST)
+
+    def offered(candidate: Candidate) -> dict[str, Any]:
+        # By identity: two candidates may be equal in all that they hold.
+        first = any(candidate is one for one in shown)
+        return {**_offered_form(candidate, state, setup), "foremost": first}
+
+    return {
+        "fits": True,
+        "chosen": offered(advice.chosen),
+        "runners_up": [offered(one) for one in advice.runners_up],
+        "rejected": [offered(one) for one in advice.rejected],
+    }
+
+
+def _asked_of_advice(state: FormState) -> dict[str, Any]:
+    """What of the form advice has to respect: batch, accumulation, precision, optimizer."""
+    plan = read_plan(state).plan
+    if plan is None:
+        return {}
+    sizes = {
+        "batch": plan.train_micro_batch_size_per_gpu,
+        "gradient_accumulation_steps": plan.gradient_accumulation_steps,
+    }
+    asked: dict[str, Any] = {name: size for name, size in sizes.items() if isinstance(size, int)}
+    if plan.precision in PRECISIONS:
+        asked["precision"] = plan.precision
+    if plan.optimizer_name is not None:
+        asked["optimizer"] = plan.optimizer_name
+    return asked
+
+
+def _offered_form(candidate: Candidate, state: FormState, setup: Setup) -> dict[str, Any]:
+    """A candidate, with the form that has its stage, offload and batch; all else stays as it is.
+
+    The ZeRO section is replaced as a whole: a bucket size of before would undo what was counted.
+    """
+    data = candidate_data(candidate)
+    advised = data.pop("plan")
+    kept = {key: value for key, value in state.config.items() if key not in _FROM_ADVICE}
+    config = {**kept, **advised, **kept}
+    zero = state.config.get("zero_optimization")
+    before = zero if isinstance(zero, dict) else {}
+    sections = (before.get("offload_optimizer"), before.get("offload_param"))
+    folders = [one.get("nvme_path") for one in sections if isinstance(one, dict)]
+    folder = next((one for one in folders if isinstance(one, str)), None)
+    for section in config["zero_optimization"].values():
+        if folder is not None and isinstance(section, dict) and section.get("device") == "nvme":
+            section.setdefault("nvme_path", folder)
+    around = {
+        "world_size": setup.world_size,
+        **state.setup,
+        "gradient_checkpointing": candidate.gradient_checkpointing,
+        "activation_offload": candidate.activation_offload,
+    }
+    return {
+        **data,
+        "seconds": "" if candidate.time is None else seconds_words(candidate.time.expected),
+        "state": attrs.evolve(state, config=config, setup=around).data(),
+    }

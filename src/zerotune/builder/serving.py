@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import os
 import secrets
@@ -9,13 +10,21 @@ import socket
 import sys
 import threading
 import webbrowser
+from contextlib import suppress
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-from zerotune.errors import InvalidValueError, MissingDependencyError
+import h11
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from zerotune.builder.app import create_app
+from zerotune.builder.security import LOOPBACK
+from zerotune.errors import InvalidValueError
 
 TOKEN_VARIABLE: Final = "ZEROTUNE_BUILDER_TOKEN"  # noqa: S105 - the name of a variable
-_LOOPBACK_NAMES: Final = frozenset({"localhost", "127.0.0.1", "::1"})
+PATIENCE_S: Final = 20.0
+"""Seconds in which the head of a request must have come."""
 
 
 def serve(
@@ -25,37 +34,23 @@ def serve(
     plan_file: Path | None,
     root: Path | None,
     token: str | None,
+    token_file: Path | None,
     open_browser: bool,
 ) -> None:
     """Serve the builder until interrupted.
 
     Another host than loopback always gets a token; one is made when none is given. An address
     with a token is only printed: every user of the machine can read a browser's command line.
-
-    Raises:
-        MissingDependencyError: The extra is not installed.
-        InvalidValueError: The address is taken, or the plan lies outside the root.
     """
-    try:
-        import uvicorn
-    except ModuleNotFoundError as error:
-        raise MissingDependencyError(
-            "the builder needs the package uvicorn",
-            key="zerotune.builder",
-            fix="pip install 'zerotune[builder]'",
-        ) from error
-    import zerotune.builder as package
-    from zerotune.builder.connections import PatientProtocol
-    from zerotune.builder.security import LOOPBACK
-
+    token = read_token(given=token, file=token_file)
     if not is_loopback(host) and not token:
         token = secrets.token_urlsafe(24)
     if plan_file is not None and root is None:
         root = plan_file.resolve().parent
-    app = package.create_app(
+    app = create_app(
         plan_file=plan_file, root=root, token=token, hosts={*LOOPBACK, *host_names(host)}
     )
-    listening = _bound(host, port)
+    listening = bound_socket(host, port)
     address = page_address(host, listening.getsockname()[1], token)
     sys.stdout.write(f"The builder is at {address}\nStop it with Ctrl-C.\n")
     sys.stdout.flush()
@@ -71,11 +66,7 @@ def serve(
 
 
 def read_token(*, given: str | None, file: Path | None) -> str | None:
-    """The token: the one given, that in a file, else ``ZEROTUNE_BUILDER_TOKEN``.
-
-    Raises:
-        InvalidValueError: The file cannot be read, or holds none.
-    """
+    """The token: the one given, that in a file, else ``ZEROTUNE_BUILDER_TOKEN``."""
     if given is not None:
         return given
     if file is None:
@@ -99,10 +90,8 @@ def read_token(*, given: str | None, file: Path | None) -> str | None:
 
 def is_loopback(host: str) -> bool:
     """Whether an address can only be reached from this machine."""
-    if host.lower() in _LOOPBACK_NAMES:
-        return True
     try:
-        return ipaddress.ip_address(host).is_loopback
+        return host.lower() == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
 
@@ -112,7 +101,10 @@ def host_names(host: str) -> set[str]:
     names = {f"[{host}]" if ":" in host else host}
     if host in {"0.0.0.0", "::"}:  # noqa: S104 - only compared with
         own = socket.gethostname()
-        names |= {own, socket.getfqdn(), *_own_addresses(own)}
+        names |= {own, socket.getfqdn()}
+        with suppress(OSError):
+            addresses = {str(entry[4][0]) for entry in socket.getaddrinfo(own, None)}
+            names |= {f"[{one}]" if ":" in one else one for one in addresses}
     return {name.lower() for name in names}
 
 
@@ -123,22 +115,14 @@ def page_address(host: str, port: int, token: str | None) -> str:
     return f"http://{shown}:{port}/" + (f"?token={token}" if token else "")
 
 
-def _own_addresses(name: str) -> set[str]:
-    try:
-        found = socket.getaddrinfo(name, None)
-    except OSError:
-        return set()
-    addresses = {str(entry[4][0]) for entry in found}
-    return {f"[{address}]" if ":" in address else address for address in addresses}
-
-
-def _bound(host: str, port: int) -> socket.socket:
+def bound_socket(host: str, port: int) -> socket.socket:
+    """A socket that listens already, so that nobody who has read the address is refused."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listening = socket.socket(family, socket.SOCK_STREAM)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listening.bind((host, port))
-        listening.listen()  # Who reads the address may come before the server accepts.
+        listening.listen()
     except (OSError, OverflowError) as error:
         listening.close()
         raise InvalidValueError(
@@ -148,3 +132,42 @@ def _bound(host: str, port: int) -> socket.socket:
             fix="give another --port; 0 takes a free one",
         ) from error
     return listening
+
+
+class PatientProtocol(H11Protocol):
+    """HTTP whose connections are closed when the head of a request does not come in time."""
+
+    _waiting: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        """Wait for the first request."""
+        super().connection_made(transport)
+        self._wait()
+
+    def data_received(self, data: bytes) -> None:
+        """Go on waiting while only a part of a head has come."""
+        super().data_received(data)
+        if self.conn.their_state is h11.IDLE:
+            self._wait()
+        else:
+            self._stop_waiting()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Nothing is left to wait for."""
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def _wait(self) -> None:
+        if self._waiting is None:
+            self._waiting = self.loop.call_later(PATIENCE_S, self._give_up)
+
+    def _stop_waiting(self) -> None:
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None:
+            waiting.cancel()
+
+    def _give_up(self) -> None:
+        self._waiting = None
+        # A response may be under way to a request whose next one has begun.
+        if self.conn.their_state is h11.IDLE and not self.transport.is_closing():
+            self.transport.close()

@@ -1,20 +1,252 @@
-"""What one running builder knows: the plan file, what was applied last, and how to apply."""
+"""The files a page may touch: one folder, the plan file in it, and what is opened there."""
 
 from __future__ import annotations
 
+import base64
+import binascii
+import errno
 import hashlib
+import os
+import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 import attrs
 
-from zerotune.builder.forms import FormState, read_plan, told_as_lost
-from zerotune.builder.opening import Root, open_file
-from zerotune.errors import PlanConflictError, ZeroTuneError
+from zerotune._util.files import fix_of
+from zerotune._util.text import format_size
+from zerotune.builder.forms import FormState, check_content, read_plan, told_as_lost
+from zerotune.builder.preview import Message, of_decisions, of_error
+from zerotune.decisions import Log
+from zerotune.errors import (
+    InvalidValueError,
+    PlanConflictError,
+    PlanFileError,
+    PlanSyntaxError,
+    ZeroTuneError,
+)
 from zerotune.plan import DeepSpeedPlan, plan_document
-from zerotune.plan.write import SavedPlan, format_of, launchable
+from zerotune.plan.read import plan_from_mapping, read_whole
+from zerotune.plan.source import (
+    WRAPPERS,
+    YAML_SUFFIXES,
+    is_off,
+    parse_file,
+    parse_json,
+    parse_yaml,
+    read_text,
+    tolerated,
+    undashed,
+)
+from zerotune.plan.write import format_of, launchable
+
+LARGEST_FILE: Final = 1 << 20
+"""Bytes of a configuration that is opened."""
+_LONGEST_PART: Final = 255
+"""Bytes of a name inside a folder, on every file system in use."""
+_TYPICAL: Final = (
+    *("zero_optimization", "optimizer", "bf16", "fp16"),
+    *("train_batch_size", "train_micro_batch_size_per_gpu"),
+)
+"""A mapping with any of these keys is a DeepSpeed configuration."""
+
+
+# -- The one folder the page may look into.
+
+
+@attrs.frozen(kw_only=True)
+class PathFacts:
+    """What a path field shows."""
+
+    path: str
+    """Absolute, symbolic links resolved."""
+    exists: bool
+    folder: bool
+    """Whether it is a folder."""
+    writable: bool
+    """Whether files can be made in it, or, where it does not exist, whether it can be made."""
+    free: int
+    """Bytes an unprivileged user may still write there."""
+    total: int
+    sentence: str
+    """All of this in words."""
+
+    @classmethod
+    def of(cls, path: Path) -> PathFacts:
+        """Facts about ``path`` for somebody who wants swap files there."""
+        exists = path.exists()
+        nearest = next(each for each in (path, *path.parents) if each.exists())
+        writable = nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)
+        usage = shutil.disk_usage(nearest)
+        if exists and not path.is_dir():
+            sentence = "This is a file; swap files need a folder."
+        elif not writable:
+            there = "is there" if exists else "does not exist"
+            sentence = f"The folder {there}, and this user may not write to it."
+        else:
+            there = "is there" if exists else "will be made"
+            free, total = format_size(usage.free), format_size(usage.total)
+            sentence = f"The folder {there}; {free} free of {total}."
+        return cls(
+            path=str(path),
+            exists=exists,
+            folder=path.is_dir(),
+            writable=writable,
+            free=usage.free,
+            total=usage.total,
+            sentence=sentence,
+        )
+
+
+@attrs.frozen(kw_only=True)
+class Root:
+    """A folder that paths of the page must lie in, symbolic links followed."""
+
+    folder: Path
+    """Absolute, symbolic links resolved."""
+
+    def inside(self, written: Any, *, key: str) -> Path:
+        """The path ``written``, absolute and resolved; a relative one is taken from the root."""
+        if not isinstance(written, str) or not written.strip() or "\0" in written:
+            raise InvalidValueError("is no path", key=key, value=written, fix="write a path")
+        try:
+            path = (self.folder / Path(written.strip()).expanduser()).resolve()
+            path.exists()  # The system refuses what is too long for it, where it looks at all.
+            if any(len(os.fsencode(part)) > _LONGEST_PART for part in path.parts):
+                raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
+        except (OSError, ValueError, RuntimeError) as error:
+            raise InvalidValueError(
+                f"is no path ({error})", key=key, value=written, fix="write another one"
+            ) from None
+        if not path.is_relative_to(self.folder):
+            raise InvalidValueError(
+                f"lies outside {self.folder}, which is all the builder may touch",
+                key=key,
+                value=written,
+                fix="name a path inside it, or start the builder with another --root",
+            )
+        return path
+
+    def facts(self, written: Any, *, key: str = "path") -> PathFacts:
+        """Facts about a path inside."""
+        path = self.inside(written, key=key)
+        try:
+            return PathFacts.of(path)
+        except (OSError, ValueError) as error:
+            raise InvalidValueError(
+                f"cannot be looked at ({error})", key=key, value=written, fix="write another path"
+            ) from None
+
+
+# -- What somebody pasted, uploaded or named: anything the readers of a plan accept.
+
+
+@attrs.frozen(kw_only=True)
+class Opened:
+    """What was opened: as a form, and what reading it changed."""
+
+    state: FormState
+    messages: tuple[Message, ...]
+    source: str
+
+
+def open_file(written: Any, root: Root) -> Opened:
+    """Open a file inside the root, as ``open_text``."""
+    path = root.inside(written, key="path")
+    try:
+        size = path.stat().st_size if path.is_file() else 0
+    except OSError as error:
+        raise PlanFileError(
+            f"cannot be read ({error})", key="path", value=str(path), fix=fix_of(error)
+        ) from None
+    if size > LARGEST_FILE:
+        raise PlanFileError(
+            "is too large to be a configuration", key="path", value=str(path), fix="name another"
+        )
+    return open_text(read_text(path, key="path"), name=str(path), root=root, folder=path.parent)
+
+
+def open_text(text: str, *, name: str, root: Root, folder: Path | None = None) -> Opened:
+    """Open the text of a configuration.
+
+    A configuration that says something impossible opens all the same, to be repaired in the
+    form; only what is no JSON or YAML, or no configuration at all, is refused.
+
+    Args:
+        text: JSON or accelerate's YAML.
+        name: Name of the file, for messages and for its suffix.
+        root: Where files that the text names may lie.
+        folder: Where relative ones are looked up.
+    """
+    content, sentences = _read_any(text, name)
+    check_content(content)
+    if not isinstance(content, Mapping):
+        raise InvalidValueError(
+            "holds no configuration", key=name, value=content, fix="open an object of settings"
+        )
+    content = _confined(content, root, folder or root.folder)
+
+    def read(log: Log) -> DeepSpeedPlan:
+        tolerated(sentences, name, log)
+        return plan_from_mapping(content, log, source=name, folder=folder)
+
+    try:
+        plan = read_whole(read)
+    except (PlanFileError, PlanSyntaxError):
+        raise
+    except ZeroTuneError as error:
+        wrapped = any(undashed(key) in WRAPPERS for key in content)
+        if wrapped or not any(key in content for key in _TYPICAL):
+            raise
+        config = {str(key): value for key, value in content.items()}
+        wrong = tuple(map(of_error, error.each()))
+        return Opened(state=FormState(config=config), messages=wrong, source=name)
+    messages = of_decisions(plan.decisions)
+    return Opened(state=FormState.of_plan(plan), messages=tuple(messages), source=name)
+
+
+def _read_any(text: str, name: str) -> tuple[Any, list[str]]:
+    if Path(name).suffix.lower() in (*YAML_SUFFIXES, ".hjson", ".toml"):
+        return parse_file(text, Path(name))
+    try:
+        return parse_json(text, source=name)
+    except PlanSyntaxError as error:
+        if text.lstrip("\ufeff \t\r\n").startswith(("{", "[", "/")):
+            raise
+        # Pasted text has no suffix; what does not look like JSON may be accelerate's YAML.
+        content = parse_yaml(text, source=name)
+        if isinstance(content, Mapping):
+            return content, []
+        raise error from None
+
+
+def _confined(content: Mapping[str, Any], root: Root, folder: Path) -> dict[str, Any]:
+    """``content`` with every file it names made absolute, or refused when outside the root."""
+    safe = dict(content)
+    for key, value in content.items():
+        if undashed(key) not in WRAPPERS:
+            continue
+        if isinstance(value, Mapping):
+            safe[key] = _confined(value, root, folder)
+        elif isinstance(value, str) and not is_off(value) and not _is_json(value):
+            safe[key] = str(root.inside(str(folder / value), key=str(key)))
+    return safe
+
+
+def _is_json(written: str) -> bool:
+    """Whether a setting is a configuration itself, plain or in base64, and no path of one."""
+    if written.lstrip().startswith("{"):
+        return True
+    try:
+        return base64.urlsafe_b64decode(written).lstrip().startswith(b"{")
+    except (binascii.Error, ValueError):
+        return False
+
+
+# -- The plan file, and the plan applied last.
+
 
 ApplyCallback = Callable[[DeepSpeedPlan], object]
 ABSENT: Final = "absent"
@@ -69,7 +301,7 @@ class Session:
                     messages = [{"severity": "error", "key": "", "text": str(error)}]
                 else:
                     state, messages = opened.state, [attrs.asdict(one) for one in opened.messages]
-                    self._remember(state)
+                    self.applied = read_plan(state).plan or self.applied
         return {
             "state": state.data(),
             "defaults": self._initial.data(),
@@ -88,10 +320,6 @@ class Session:
             plan: What to apply.
             processes: What accelerate's launcher is to start, where the plan does not say it.
             version: Version of the plan file that the page started from; ``None`` overwrites.
-
-        Raises:
-            PlanConflictError: The file was changed since, or there is nothing to apply to.
-            PlanError: It cannot be written.
         """
         if not self.can_apply:
             raise PlanConflictError(
@@ -99,18 +327,13 @@ class Session:
                 key="apply",
                 fix="start the builder with --plan FILE, or save to a file",
             )
+        written: dict[str, Any] = {"version": None, "paths": [], "backups": [], "decisions": []}
         with self._lock:
-            saved = None
             if self.plan_file is not None:
-                refuse_changed(self.plan_file, version)
-                saved = save_inside(plan, self.plan_file, self.root, processes=processes)
+                written = self._write(plan, self.plan_file, version=version, processes=processes)
             answer = None if self._on_apply is None else self._on_apply(plan)
             self.applied = plan
-        return {
-            "version": None if self.plan_file is None else version_of(self.plan_file),
-            "answer": answer if isinstance(answer, str) else None,
-            **saved_data(saved),
-        }
+        return {**written, "answer": answer if isinstance(answer, str) else None}
 
     def save(
         self,
@@ -129,43 +352,46 @@ class Session:
             path: The file, already found to be inside the root.
             format_: As in ``DeepSpeedPlan.save``.
             version: Version it must still have; ``None`` overwrites.
-
-        Raises:
-            PlanConflictError: The file was changed since.
-            PlanError: It cannot be written.
         """
         with self._lock:
-            refuse_changed(path, version)
-            saved = save_inside(plan, path, self.root, format_=format_, processes=processes)
+            written = self._write(plan, path, version=version, processes=processes, format_=format_)
             if path == self.plan_file:
                 self.applied = plan
-        return {"version": version_of(path), **saved_data(saved)}
+        return written
 
-    def _remember(self, state: FormState) -> None:
-        self.applied = read_plan(state).plan or self.applied
-
-
-def save_inside(
-    plan: DeepSpeedPlan,
-    path: Path,
-    root: Root,
-    *,
-    format_: str | None = None,
-    processes: int = 1,
-) -> SavedPlan:
-    """Save a plan, and no file outside the root: a trainer's file may name another one.
-
-    Raises:
-        PlanError: As ``DeepSpeedPlan.save``; also a file outside the root.
-    """
-    chosen = format_ or format_of(path)
-    if chosen == "accelerate":
-        plan = launchable(plan, processes=processes)
-    existing = path if chosen == "trainer" and path.exists() else None
-    lossy = told_as_lost(plan)
-    for beside in plan_document(plan, chosen, existing=existing, lossy=lossy).beside:
-        root.inside(str(beside.resolve()), key="deepspeed_config")
-    return plan.save(path, format=chosen, lossy=lossy)
+    def _write(
+        self,
+        plan: DeepSpeedPlan,
+        path: Path,
+        *,
+        version: str | None,
+        processes: int,
+        format_: str | None = None,
+    ) -> dict[str, Any]:
+        """Save a plan, and no file outside the root: a trainer's file may name another one."""
+        here = version_of(path)
+        if version not in (None, here):
+            new = version == ABSENT
+            raise PlanConflictError(
+                "is there already" if new else "was changed since this page read it",
+                key=str(path),
+                fix=f"{'choose another name' if new else 'open it again'}, or save over it on"
+                " purpose",
+            )
+        chosen = format_ or format_of(path)
+        if chosen == "accelerate":
+            plan = launchable(plan, processes=processes)
+        existing = path if chosen == "trainer" and path.exists() else None
+        lossy = told_as_lost(plan)
+        for beside in plan_document(plan, chosen, existing=existing, lossy=lossy).beside:
+            self.root.inside(str(beside.resolve()), key="deepspeed_config")
+        saved = plan.save(path, format=chosen, lossy=lossy)
+        return {
+            "version": version_of(path),
+            "paths": [str(each) for each in saved.paths],
+            "backups": [str(each) for each in saved.backups],
+            "decisions": [str(decision) for decision in saved.decisions],
+        }
 
 
 def version_of(path: Path) -> str:
@@ -179,33 +405,3 @@ def version_of(path: Path) -> str:
 def version_of_content(content: bytes) -> str:
     """A name for some content."""
     return hashlib.sha256(content).hexdigest()[:16]
-
-
-def refuse_changed(path: Path, version: str | None) -> None:
-    """Raise when a file is no longer the one a page knows.
-
-    Raises:
-        PlanConflictError: It is not.
-    """
-    if version is None or version_of(path) == version:
-        return
-    if version == ABSENT:
-        raise PlanConflictError(
-            "is there already", key=str(path), fix="choose another name, or save over it on purpose"
-        )
-    raise PlanConflictError(
-        "was changed by somebody else since this page read it",
-        key=str(path),
-        fix="open it again, or save over it on purpose",
-    )
-
-
-def saved_data(saved: SavedPlan | None) -> dict[str, Any]:
-    """What saving did, for the page."""
-    if saved is None:
-        return {"paths": [], "backups": [], "decisions": []}
-    return {
-        "paths": [str(path) for path in saved.paths],
-        "backups": [str(path) for path in saved.backups],
-        "decisions": [str(decision) for decision in saved.decisions],
-    }

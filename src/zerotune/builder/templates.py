@@ -24,10 +24,10 @@ from zerotune.errors import InvalidValueError, PlanConflictError, PlanFileError
 from zerotune.plan.write import write_whole
 
 FORMAT: Final = 1
-_NAME: Final = re.compile(r"\w(?:[\w ,.()+-]{0,58}[\w)+])?")
+_NAME_PATTERN: Final = re.compile(r"\w(?:[\w ,.()+-]{0,58}[\w)+])?")
 _LONGEST_BYTES: Final = 200
 _RESERVED: Final = re.compile(r"(?:con|prn|aux|nul|com\d|lpt\d)(?:\..*)?", re.IGNORECASE)
-_MOST: Final = 500
+_MOST_TEMPLATES: Final = 500
 
 
 @attrs.frozen(kw_only=True)
@@ -58,13 +58,9 @@ def user_folder() -> Path:
 
 
 def checked_name(name: Any) -> str:
-    """A name that is a file name everywhere, in one spelling.
-
-    Raises:
-        InvalidValueError: It is not.
-    """
+    """A name that is a file name everywhere, in one spelling."""
     plain = unicodedata.normalize("NFC", name).strip() if isinstance(name, str) else ""
-    good = _NAME.fullmatch(plain) and not _RESERVED.fullmatch(plain)
+    good = _NAME_PATTERN.fullmatch(plain) and not _RESERVED.fullmatch(plain)
     if not good or len(plain.encode("utf-8", "replace")) > _LONGEST_BYTES:
         raise InvalidValueError(
             "is no name for a template",
@@ -87,47 +83,32 @@ class TemplateStore:
         found = []
         for path in self._files():
             try:
-                found.append(_read(path))
+                found.append(_read_stored(path))
             except (InvalidValueError, PlanFileError):
                 continue  # Somebody else's file; naming it would not help the page.
         return sorted(found, key=lambda template: template.name.casefold())
 
     def get(self, name: Any) -> Template:
-        """One template.
-
-        Raises:
-            PlanFileError: There is none of this name.
-            InvalidValueError: The name or the file is not right.
-        """
+        """One template."""
         path = self._find(checked_name(name))
         if path is None:
             raise PlanFileError(
                 "there is no template of this name", key="name", value=name, fix="reload the list"
             )
-        return _read(path)
+        return _read_stored(path)
 
     def put(self, template: Template, *, version: str | None) -> Template:
-        """Store a template; ``version`` is the one it replaces, ``None`` for a new one.
-
-        Raises:
-            PlanConflictError: It exists, or it is not the version the page has seen.
-            PlanFileError: It cannot be written.
-        """
+        """Store a template; ``version`` is the one it replaces, ``None`` for a new one."""
         name = checked_name(template.name)
         with self._writing():
             path = self._find(name)
             self._refuse_changed(path, version, name)
-            if path is None and len(self._files()) >= _MOST:
+            if path is None and len(self._files()) >= _MOST_TEMPLATES:
                 raise PlanConflictError("are too many", key="templates", fix="delete some")
             return self._write(attrs.evolve(template, name=name), path)
 
     def rename(self, name: Any, to: Any, *, version: str | None) -> Template:
-        """Give a template another name.
-
-        Raises:
-            PlanConflictError: The new name is taken, or the template was changed.
-            PlanFileError: There is no such template.
-        """
+        """Give a template another name."""
         old, new = checked_name(name), checked_name(to)
         with self._writing():
             path = self._find(old)
@@ -137,17 +118,12 @@ class TemplateStore:
             if taken is not None and taken != path:
                 raise _taken(new)
             renamed = self._write(attrs.evolve(template, name=new), None)
-            if path is not None and path != self._path(new):
+            if path is not None and path.stem != new:
                 path.unlink(missing_ok=True)
             return renamed
 
     def delete(self, name: Any, *, version: str | None) -> None:
-        """Delete a template.
-
-        Raises:
-            PlanConflictError: It was changed since the page saw it.
-            PlanFileError: There is none.
-        """
+        """Delete a template."""
         plain = checked_name(name)
         with self._writing():
             self.get(plain)
@@ -182,9 +158,6 @@ class TemplateStore:
         except OSError:
             return []
 
-    def _path(self, name: str) -> Path:
-        return self.folder / f"{name}.json"
-
     def _find(self, name: str) -> Path | None:
         # Names that differ in case only are one file on some systems, so they are one here.
         wanted = name.casefold()
@@ -192,7 +165,7 @@ class TemplateStore:
 
     def _write(self, template: Template, path: Path | None) -> Template:
         content = (json.dumps(template.data(), indent=2, allow_nan=False) + "\n").encode()
-        write_whole(path or self._path(template.name), content)
+        write_whole(path or self.folder / f"{template.name}.json", content)
         return attrs.evolve(template, version=version_of_content(content))
 
     @contextmanager
@@ -207,31 +180,21 @@ class TemplateStore:
                     key=str(self.folder),
                     fix="set XDG_CONFIG_HOME to a folder you may write to",
                 ) from error
-            with _alone_in(self.folder):
+            try:
+                import fcntl
+            except ImportError:  # Windows
                 yield
-
-
-@contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
-    try:
-        import fcntl
-    except ImportError:  # Windows
-        yield
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
+                return
+            descriptor = os.open(self.folder, os.O_RDONLY)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+                yield
+            finally:
+                os.close(descriptor)
 
 
 def read_template(text: str, *, name: str) -> Template:
-    """A template from its text.
-
-    Raises:
-        InvalidValueError: It is none.
-    """
+    """A template from its text."""
     data = parse_request(text)
     if not isinstance(data, dict) or data.get("zerotune_template") != FORMAT:
         raise InvalidValueError(
@@ -245,7 +208,7 @@ def read_template(text: str, *, name: str) -> Template:
     )
 
 
-def _read(path: Path) -> Template:
+def _read_stored(path: Path) -> Template:
     try:
         content = path.read_bytes()
         text = content.decode("utf-8")
@@ -292,7 +255,7 @@ _ON_ONE_CARD: Final = {
 }
 
 
-_MODELS: Final = {
+_MODEL_NAMES: Final = {
     "sdxl": ("SDXL", "SDXL"),
     "sd15": ("Stable Diffusion 1.5", "Stable Diffusion 1.5 and 2.1"),
     "sd21": ("Stable Diffusion 2.1", "Stable Diffusion 1.5 and 2.1"),
@@ -315,29 +278,28 @@ _MODELS: Final = {
 """Family to what people call it, and what it is listed under."""
 
 
+_LORA_RANK: Final = 16
+
+
 def _for_card(
-    id_: str,
-    family: str,
-    vram: int,
-    ram: int,
-    *,
-    kind: str = "",
-    description: str = "",
-    **more: Any,
+    id_: str, family: str, vram: int, ram: int, kind: str = "", about: str = "", **more: Any
 ) -> BuiltinTemplate:
-    name, group = _MODELS[family]
-    sizes = {"vram": str(vram), "ram": str(ram)}
+    name, group = _MODEL_NAMES[family]
     return BuiltinTemplate(
         id=id_,
         name=f"{name} {kind or f'on {vram} GB'}",
-        description=description or f"One {vram} GB card and {ram} GB of RAM.",
+        description=about or f"One {vram} GB card and {ram} GB of RAM.",
         group=group,
-        setup={**_ON_ONE_CARD, "family": family, **sizes, **more},
+        setup={**_ON_ONE_CARD, "family": family, "vram": str(vram), "ram": str(ram), **more},
     )
 
 
-_LORA: Final = 16
+def _for_lora(family: str, vram: int, ram: int) -> BuiltinTemplate:
+    kind = f"LoRA of rank {_LORA_RANK} on {vram} GB"
+    return _for_card(f"{family}-lora", family, vram, ram, kind, lora=_LORA_RANK)
 
+
+_FROM_NVME: Final = "from an NVMe drive"
 BUILTIN: Final = (
     BuiltinTemplate(
         id="lowest",
@@ -350,94 +312,45 @@ BUILTIN: Final = (
     _for_card("sdxl-12", "sdxl", 12, 64),
     _for_card("sdxl-8", "sdxl", 8, 64),
     _for_card(
-        "nvme",
-        "sdxl",
-        8,
-        32,
-        kind="from an NVMe drive",
-        description="8 GB card, 32 GB of RAM, 200 GB of NVMe for swap files.",
+        *("nvme", "sdxl", 8, 32, _FROM_NVME),
+        "8 GB card, 32 GB of RAM, 200 GB of NVMe for swap files.",
         nvme="200 GB",
     ),
     _for_card(
-        "two-gpus",
-        "sdxl",
-        24,
-        128,
-        kind="on two GPUs",
-        description="Two 24 GB cards and 128 GB of RAM.",
+        *("two-gpus", "sdxl", 24, 128, "on two GPUs"),
+        "Two 24 GB cards and 128 GB of RAM.",
         world_size=2,
     ),
-    _for_card(
-        "sdxl-lora",
-        "sdxl",
-        12,
-        32,
-        kind=f"LoRA of rank {_LORA} on 12 GB",
-        lora=_LORA,
-    ),
+    _for_lora("sdxl", 12, 32),
     _for_card("sd15-8", "sd15", 8, 32),
     _for_card("sd21-8", "sd21", 8, 32),
     _for_card("sd3-medium-12", "sd3-medium", 12, 64),
     _for_card("sd35-medium-12", "sd35-medium", 12, 64),
     _for_card("sd35-large-24", "sd35-large", 24, 192),
-    _for_card(
-        "sd35-large-lora",
-        "sd35-large",
-        24,
-        64,
-        kind=f"LoRA of rank {_LORA} on 24 GB",
-        lora=_LORA,
-    ),
+    _for_lora("sd35-large", 24, 64),
     _for_card("flux-24", "flux", 24, 256),
     _for_card(
-        "flux-nvme",
-        "flux",
-        24,
-        64,
-        kind="from an NVMe drive",
-        description="24 GB card, 64 GB of RAM, 400 GB of NVMe for swap files.",
+        *("flux-nvme", "flux", 24, 64, _FROM_NVME),
+        "24 GB card, 64 GB of RAM, 400 GB of NVMe for swap files.",
         nvme="400 GB",
     ),
-    _for_card(
-        "flux-lora",
-        "flux",
-        16,
-        64,
-        kind=f"LoRA of rank {_LORA} on 16 GB",
-        lora=_LORA,
-    ),
-    *(
-        _for_card(
-            f"{family}-lora",
-            family,
-            vram,
-            ram,
-            kind=f"LoRA of rank {_LORA} on {vram} GB",
-            lora=_LORA,
-        )
-        for family, vram, ram in (
-            ("chroma", 16, 64),
-            ("qwen-image", 24, 128),
-            ("z-image", 12, 64),
-            ("flux2", 80, 192),
-            ("flux2-klein-4b", 12, 64),
-            ("flux2-klein-9b", 24, 64),
-            ("krea2", 24, 64),
-            ("wan-1.3b", 12, 64),
-            ("wan-14b", 48, 128),
-            ("ltx-video", 12, 64),
-            ("hunyuan-video", 80, 128),
-        )
-    ),
+    _for_lora("flux", 16, 64),
+    _for_lora("chroma", 16, 64),
+    _for_lora("qwen-image", 24, 128),
+    _for_lora("z-image", 12, 64),
+    _for_lora("flux2", 80, 192),
+    _for_lora("flux2-klein-4b", 12, 64),
+    _for_lora("flux2-klein-9b", 24, 64),
+    _for_lora("krea2", 24, 64),
+    _for_lora("wan-1.3b", 12, 64),
+    _for_lora("wan-14b", 48, 128),
+    _for_lora("ltx-video", 12, 64),
+    _for_lora("hunyuan-video", 80, 128),
 )
 
 
 def builtin_template(template_id: str) -> BuiltinTemplate:
-    """A built-in template by id.
-
-    Raises:
-        InvalidValueError: There is none.
-    """
+    """A built-in template by id."""
     for template in BUILTIN:
         if template.id == template_id:
             return template

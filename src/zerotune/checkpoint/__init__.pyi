@@ -9,6 +9,7 @@ from zerotune.checkpoint.export.merge import merge_adapters as merge_adapters
 from zerotune.checkpoint.export.model import export_checkpoint as export_checkpoint
 from zerotune.checkpoint.export.model import export_model as export_model
 from zerotune.checkpoint.export.pipeline import export_pipeline as export_pipeline
+from zerotune.checkpoint.folders import RootHold as RootHold
 from zerotune.checkpoint.folders import latest_checkpoint as latest_checkpoint
 from zerotune.checkpoint.folders import prune as prune
 from zerotune.checkpoint.folders import step_folder as step_folder
@@ -16,7 +17,6 @@ from zerotune.checkpoint.load import CheckpointContents as CheckpointContents
 from zerotune.checkpoint.load import load_checkpoint as load_checkpoint
 from zerotune.checkpoint.load import restore as restore
 from zerotune.checkpoint.manifest import Manifest as Manifest
-from zerotune.checkpoint.ownership import RootHold as RootHold
 from zerotune.checkpoint.publishing import Card as Card
 from zerotune.checkpoint.publishing import Published as Published
 from zerotune.checkpoint.publishing import publish as publish

@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Iterator, Mapping
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 
 import attrs
+import numpy as np
 import torch
 
-from zerotune._util.versions import installed_version
-from zerotune.checkpoint import randomness
+from zerotune._util.environment import installed_version
+from zerotune._util.text import json_of
 from zerotune.checkpoint.manifest import Manifest, PlanRecord, TensorRecord
 from zerotune.checkpoint.tensors import WEIGHTS, Subject, TensorFile, TensorSpec
-from zerotune.errors import CheckpointError
+from zerotune.errors import CheckpointCorruptError, CheckpointError
 
 if TYPE_CHECKING:
     from zerotune.backend.engine import Engine
-    from zerotune.backend.master_weights import FragmentAddress
-    from zerotune.backend.states import OptimizerStates
+    from zerotune.backend.master_weights import FragmentAddress, OptimizerStates
 
 SHADOW: Final = "shadow/"
 BUFFER: Final = "buffer/"
+GENERATOR: Final = "rng/"
+"""Tensors of generators are called so in a tensor file."""
+GENERATOR_TEXT: Final = "rng"
+"""Metadata entry that holds what is no array of numbers."""
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -140,7 +145,7 @@ class RankContents:
         group = engine.group
         metadata = {"format": "pt", "rank": str(group.rank)}
         if rng:
-            generators, metadata[randomness.TEXT] = randomness.capture()
+            generators, metadata[GENERATOR_TEXT] = capture_generators()
             others |= generators
         return cls(
             parts=parts,
@@ -348,3 +353,69 @@ def tensor_record(name: str, tensor: torch.Tensor) -> TensorRecord:
     # ZeRO-3 keeps the full shape beside a partitioned parameter.
     shape = tuple(getattr(tensor, "ds_shape", tensor.shape))
     return TensorRecord(name=name, shape=shape, dtype=str(tensor.dtype).removeprefix("torch."))
+
+
+# -- The state of every random number generator of this process.
+
+
+def capture_generators() -> tuple[dict[str, torch.Tensor], str]:
+    """The state of torch's, numpy's and Python's global generators.
+
+    Returns:
+        1-D uint8 tensors by name, and a JSON text with the few numbers around them.
+    """
+    tensors = {"torch_cpu": torch.get_rng_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        tensors["torch_cuda"] = torch.cuda.get_rng_state()
+    # The legacy tuple is what `np.random.seed` and `np.random.rand` use.
+    kind, keys, position, has_gauss, cached = np.random.get_state()
+    tensors["numpy"] = _generator_bytes(np.asarray(keys, dtype="<u4"))
+    version, numbers, gauss_next = random.getstate()
+    tensors["python"] = _generator_bytes(np.asarray(numbers, dtype="<u8"))
+    text = {
+        "numpy": [kind, int(position), int(has_gauss), float(cached)],
+        "python": [version, gauss_next],
+    }
+    return {GENERATOR + name: tensor for name, tensor in tensors.items()}, json.dumps(text)
+
+
+def restore_generators(tensors: Mapping[str, torch.Tensor], text: str) -> None:
+    """Put the generators back to what ``capture_generators`` saw."""
+    python, numpy = check_generators(tensors, text)
+    torch.set_rng_state(tensors[GENERATOR + "torch_cpu"].contiguous())
+    random.setstate(python)
+    np.random.set_state(numpy)
+    if GENERATOR + "torch_cuda" in tensors and torch.cuda.is_available():
+        torch.cuda.set_rng_state(tensors[GENERATOR + "torch_cuda"].contiguous())
+
+
+def check_generators(tensors: Mapping[str, torch.Tensor], text: str) -> tuple[Any, Any]:
+    """The states for Python's and numpy's generators; generators of no use take all of it first."""
+    try:
+        numbers = json_of(text)
+        kind, position, has_gauss, cached = numbers["numpy"]
+        version, gauss_next = numbers["python"]
+        keys = _as_numbers(tensors[GENERATOR + "numpy"], "<u4")
+        state = tuple(int(number) for number in _as_numbers(tensors[GENERATOR + "python"], "<u8"))
+        python = (version, state, None if gauss_next is None else float(gauss_next))
+        numpy = (kind, keys, position, has_gauss, cached)
+        if type(position) is not int or not 0 <= position <= len(keys):
+            raise ValueError(f"a position of {position!r}")
+        torch.Generator().set_state(tensors[GENERATOR + "torch_cpu"].contiguous())
+        random.Random().setstate(python)  # noqa: S311 - nothing is drawn from it
+        np.random.RandomState().set_state(numpy)
+    except (LookupError, TypeError, ValueError, RuntimeError, ArithmeticError) as error:
+        raise CheckpointCorruptError(
+            f"the state of the random number generators cannot be restored ({error})",
+            key=GENERATOR_TEXT,
+        ) from error
+    return python, numpy
+
+
+def _generator_bytes(numbers: np.ndarray[Any, Any]) -> torch.Tensor:
+    return torch.from_numpy(numbers.view(np.uint8).copy())
+
+
+def _as_numbers(tensor: torch.Tensor, dtype: str) -> np.ndarray[Any, Any]:
+    numbers: np.ndarray[Any, Any] = np.frombuffer(tensor.contiguous().numpy().tobytes(), dtype)
+    return np.array(numbers)

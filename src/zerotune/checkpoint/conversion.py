@@ -32,7 +32,7 @@ from zerotune.checkpoint.tensors import WEIGHTS, Subject
 from zerotune.errors import CheckpointError
 from zerotune.optimizers.catalogue import canonical
 
-_ADAM: Final = ("exp_avg", "exp_avg_sq")
+_ADAM_STATES: Final = ("exp_avg", "exp_avg_sq")
 _FRESH: Final = EngineState(
     global_step=0, micro_step=0, skipped_steps=0, scheduler={}, loss_scaler={}
 )
@@ -81,17 +81,11 @@ def convert(
             raise CheckpointError(
                 "exists and is not replaced", key=str(final), fix="choose another name"
             )
-        if (native := _native_folder(folder)) is not None:
-            return _from_deepspeed(NativeCheckpoint(native), final)
+        for native in (folder, folder / "pytorch_model"):
+            if (native / "latest").is_file() or any(native.glob("*zero_pp_rank_*.pt")):
+                return _from_deepspeed(NativeCheckpoint(native), final)
         with ModelFolderReader(folder) as reader:
             return _from_model(reader, final)
-
-
-def _native_folder(folder: Path) -> Path | None:
-    for candidate in (folder, folder / "pytorch_model"):
-        if (candidate / "latest").is_file() or any(candidate.glob("*zero_pp_rank_*.pt")):
-            return candidate
-    return None
 
 
 def _from_deepspeed(native: NativeCheckpoint, final: Path) -> Path:
@@ -103,7 +97,7 @@ def _from_deepspeed(native: NativeCheckpoint, final: Path) -> Path:
             subject = WEIGHTS if each.state is None else Subject(kind="optimizer", of=each.state)
             yield Piece(subject=subject, part=part, tensor=each.tensor.float())
 
-    return _write(
+    return _write_checkpoint(
         final,
         origin=f"DeepSpeed {native.version}",
         state=native.state,
@@ -127,7 +121,9 @@ def _from_model(reader: ModelFolderReader, final: Path) -> Path:
             part = Part(name=name, start=0, numel=tensor.numel())
             yield Piece(subject=WEIGHTS, part=part, tensor=tensor)
 
-    return _write(final, origin="a model folder", model=reader.config, shapes=shapes, pieces=pieces)
+    return _write_checkpoint(
+        final, origin="a model folder", model=reader.config, shapes=shapes, pieces=pieces
+    )
 
 
 def _plan_of(native: NativeCheckpoint) -> PlanRecord:
@@ -136,7 +132,7 @@ def _plan_of(native: NativeCheckpoint) -> PlanRecord:
     optimizer = config.get("optimizer") or {}
     # A script that made its own optimizer has none in the configuration; Adam's states are
     # unmistakable.
-    name = optimizer.get("type") or ("AdamW" if native.states == _ADAM else "unknown")
+    name = optimizer.get("type") or ("AdamW" if native.states == _ADAM_STATES else "unknown")
     params = optimizer.get("params") or {}
     halves = [half for half in ("bf16", "fp16") if (config.get(half) or {}).get("enabled")]
     return PlanRecord(
@@ -153,7 +149,7 @@ def _plan_of(native: NativeCheckpoint) -> PlanRecord:
     )
 
 
-def _write(
+def _write_checkpoint(
     final: Path,
     *,
     origin: str,

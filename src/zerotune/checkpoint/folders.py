@@ -23,23 +23,27 @@ from typing import Final
 import attrs
 from typing_extensions import override
 
-from zerotune._util.files import exchange, sync, system_errors
-from zerotune._util.ownership import try_lock
+from zerotune._util import ownership
+from zerotune._util.closing import Closable
+from zerotune._util.files import exchange, open_regular, sync, system_errors
+from zerotune._util.ownership import OwnerRecord, new_run_id, try_lock
+from zerotune._util.proc import ProcessIdentity, filesystem_kind
 from zerotune._util.text import disk_size, json_of
 from zerotune.backend.stored import read_header
 from zerotune.checkpoint.manifest import MANIFEST, Manifest
 from zerotune.checkpoint.tensors import hash_of
+from zerotune.decisions import Decision, Severity
 from zerotune.errors import CheckpointCorruptError, CheckpointError
 
 logger = logging.getLogger("zerotune")
 
 _STEP: Final = re.compile(r"step-(\d{8,})", re.ASCII)
 _LEFTOVER: Final = re.compile(r"(.+)\.(tmp|old|trash)-([0-9a-f]{12})", re.ASCII)
-_WRITTEN: Final = re.compile(
+_SAVED_FILE: Final = re.compile(
     r"(weights|optimizer\..+|shadow\..+|rank)-\d{5}-of-\d{5}\.safetensors", re.ASCII
 )
 """Files that saving makes, also where no manifest tells of them."""
-_MARK: Final = "zerotune"
+_MARK_ENTRY: Final = "zerotune"
 """Where the mark of an export stands in a safetensors header."""
 _FREE_MARGIN: Final = 2**24
 """Bytes left free beside what will be written, for the file system's own bookkeeping."""
@@ -79,9 +83,9 @@ class Staging:
         self._check(final)
         self._final = final
         final.parent.mkdir(parents=True, exist_ok=True)
-        self.path = _sibling(final, "tmp")
+        self.path = _temporary_name(final, "tmp")
         self.path.mkdir()
-        self._lock = _lock(self.path)
+        self._lock = _lock_folder(self.path)
 
     def publish(self) -> None:
         """Give the folder its final name; a former checkpoint goes only after that."""
@@ -111,7 +115,7 @@ class Staging:
 
     def _take_place(self) -> Path | None:
         """Take the final name; where what had it before lies now."""
-        former = _sibling(self._final, "old") if self._final.exists() else None
+        former = _temporary_name(self._final, "old") if self._final.exists() else None
         if former is not None:
             self._final.rename(former)
         self.path.rename(self._final)
@@ -137,7 +141,7 @@ class ExportStaging(Staging):
     def _take_place(self) -> Path | None:
         if not self._final.exists():
             return super()._take_place()
-        former = _sibling(self._final, "old")
+        former = _temporary_name(self._final, "old")
         # First, so that a kill behind the swap leaves the former one under this name.
         self.path.rename(former)
         try:
@@ -192,7 +196,7 @@ def _located(path: Path) -> tuple[Path, Manifest] | None:
         ) from error
     beside = _leftovers(path.parent, name=path.name, kinds=("tmp", "old"))
     for sibling in sorted(beside, key=_manifest_time, reverse=True):
-        if (manifest := _whole(sibling)) is not None:
+        if (manifest := _whole_manifest(sibling)) is not None:
             logger.warning("%s was not renamed when it was saved; using %s", path, sibling)
             return sibling, manifest
     raise CheckpointError(
@@ -253,26 +257,20 @@ def prune(root: str | os.PathLike[str], *, keep: int) -> tuple[Path, ...]:
         whole = [path for path, outcome in _checkpoints(folder) if isinstance(outcome, Manifest)]
         for path in whole[keep:]:
             if _is_folder(path):
-                trash = _sibling(path, "trash")
+                trash = _temporary_name(path, "trash")
                 path.rename(trash)
                 _remove(trash)
                 removed.append(path)
-            elif _remove_stand_ins(path):
-                removed.append(path)
+                continue
+            # It was never renamed: folders that stand in for it, unless one is in use.
+            for beside in _leftovers(path.parent, name=path.name, kinds=("tmp", "old")):
+                with _held_if_unused(beside) as unused:
+                    if unused:
+                        _remove(beside)
+                        removed.append(path)
         if folder.is_dir():
             remove_leftovers(folder)
-    return tuple(removed)
-
-
-def _remove_stand_ins(path: Path) -> bool:
-    """Remove the whole folders of a checkpoint that was never renamed, unless one is in use."""
-    removed = False
-    for beside in _leftovers(path.parent, name=path.name, kinds=("tmp", "old")):
-        with _unused(beside) as unused:
-            if unused:
-                _remove(beside)
-                removed = True
-    return removed
+    return tuple(dict.fromkeys(removed))
 
 
 def check_files(folder: Path, manifest: Manifest) -> None:
@@ -310,10 +308,10 @@ def remove_leftovers(parent: Path, *, name: str | None = None) -> None:
     for path in _leftovers(parent, name=name):
         base = parent / _base(path)
         trash = path.name.startswith(f"{base.name}.trash-")
-        if not trash and not _is_folder(base) and (_whole(path) or files_of_export(path)):
+        if not trash and not _is_folder(base) and (_whole_manifest(path) or files_of_export(path)):
             continue
         try:
-            with _unused(path) as unused:
+            with _held_if_unused(path) as unused:
                 if unused:
                     _retire(path, base)
         except (OSError, CheckpointError) as error:
@@ -380,7 +378,7 @@ def _manifest_time(folder: Path) -> int:
         return 0
 
 
-def _whole(folder: Path) -> Manifest | None:
+def _whole_manifest(folder: Path) -> Manifest | None:
     try:
         manifest = Manifest.read(folder)
         check_files(folder, manifest)
@@ -389,7 +387,7 @@ def _whole(folder: Path) -> Manifest | None:
     return manifest
 
 
-def _sibling(path: Path, kind: str) -> Path:
+def _temporary_name(path: Path, kind: str) -> Path:
     return path.with_name(f"{path.name}.{kind}-{secrets.token_hex(6)}")
 
 
@@ -425,7 +423,7 @@ def _foreign(folder: Path) -> list[Path]:
     except CheckpointError:
         listed = frozenset()
     others = _besides(folder, listed | {MANIFEST})
-    return [path for path in others if not _WRITTEN.fullmatch(path.name)]
+    return [path for path in others if not _SAVED_FILE.fullmatch(path.name)]
 
 
 def _besides(folder: Path, names: frozenset[str]) -> Iterator[Path]:
@@ -439,7 +437,7 @@ def _besides(folder: Path, names: frozenset[str]) -> Iterator[Path]:
             yield path
 
 
-def _lock(folder: Path) -> int | None:
+def _lock_folder(folder: Path) -> int | None:
     """A lock on a folder that ends with this process; ``None`` where folders cannot be locked."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     locked = False
@@ -453,10 +451,10 @@ def _lock(folder: Path) -> int | None:
 
 
 @contextmanager
-def _unused(folder: Path) -> Iterator[bool]:
+def _held_if_unused(folder: Path) -> Iterator[bool]:
     """Whether no process works in a folder; holds its lock meanwhile, so that none starts."""
     try:
-        descriptor = _lock(folder)
+        descriptor = _lock_folder(folder)
     except OSError as error:
         if error.errno != errno.ENOENT:
             raise
@@ -485,13 +483,13 @@ class Mark:
     @property
     def metadata(self) -> dict[str, str]:
         """For the header of the weights."""
-        return {_MARK: json.dumps({"files": self.files}, sort_keys=True)}
+        return {_MARK_ENTRY: json.dumps({"files": self.files}, sort_keys=True)}
 
     @classmethod
     def of(cls, metadata: Mapping[str, str]) -> Mark | None:
         """The mark in a header; ``None``: none of ours."""
         try:
-            files = json_of(metadata[_MARK])["files"]
+            files = json_of(metadata[_MARK_ENTRY])["files"]
         except (KeyError, TypeError, ValueError):
             return None
         return cls(files=files) if isinstance(files, dict) else None
@@ -563,3 +561,225 @@ def _mark_in(file: Path) -> Mark | None:
         return Mark.of(read_header(file)[1])
     except CheckpointCorruptError:
         return None
+
+
+# -- Which run saves in a folder of checkpoints: one at a time; a second start names it.
+
+
+OWNER_LOCK: Final = ".zerotune-owner.lock"
+OWNER_RECORD: Final = ".zerotune-owner.json"
+
+_NOT_TAKEN: Final = "cannot be taken for saving checkpoints, though it may be read"
+_LEAVING_S: Final = 0.5
+"""Seconds that a run which is just leaving may take."""
+
+
+class _Saver(OwnerRecord):
+    @classmethod
+    @override
+    def damaged(cls, text: str, reason: str) -> CheckpointError:
+        return CheckpointError(reason, key=OWNER_RECORD, value=text)
+
+
+class RootHold(Closable):
+    """A folder of checkpoints that this process alone saves in and prunes, until it is closed.
+
+    A job that is started twice would otherwise remove checkpoints under its other self. Only who
+    saves takes the folder; reading, resuming and exporting need no hold. What a killed process left
+    is taken over. On a file system whose locks do not reach other machines a run there cannot be
+    seen; then the folder is taken over too, and the other one is told when it saves next
+    (``confirm``).
+
+    Not collective: take it on rank 0. Holds of one process share the folder::
+
+        with RootHold("checkpoints"):
+            ...
+
+    Args:
+        root: The folder; made when it is not there.
+
+    Attributes:
+        decisions: Whose it was before, and what is not certain.
+
+    Raises:
+        CheckpointError: A living process holds it, or the folder cannot be written.
+    """
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        self._root = Path(os.path.abspath(root))  # noqa: PTH100 - Path.absolute keeps "..".
+        self._hold: _Hold | None = _Hold.of(self._root)
+        self.decisions: tuple[Decision, ...] = self._hold.decisions
+
+    def confirm(self) -> None:
+        """Check that nobody has taken the folder over; to be called before each save.
+
+        Raises:
+            CheckpointError: Somebody has, or it cannot be looked at.
+        """
+        if self._hold is not None:
+            self._hold.confirm()
+
+    @override
+    def close(self) -> None:
+        """Give the folder up. May be repeated."""
+        hold, self._hold = self._hold, None
+        if hold is not None:
+            hold.part()
+
+
+_holds: dict[Path, _Hold] = {}
+
+
+class _Hold:
+    """This process's lock on one folder, however many use it."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._users = 0
+        self._lock: int | None = None
+        self._record = _Saver.for_this_process(
+            run_id=new_run_id(), filesystem=filesystem_kind(root)
+        )
+        self.decisions: tuple[Decision, ...] = ()
+
+    @classmethod
+    def of(cls, root: Path) -> _Hold:
+        """The one of this process, taken now unless it has been."""
+        with system_errors(CheckpointError, root, _NOT_TAKEN):
+            root.mkdir(parents=True, exist_ok=True)
+            root = root.resolve()
+            hold = _holds.get(root)
+            if hold is None:
+                hold = cls(root)
+                hold._take()
+        hold._users += 1
+        return hold
+
+    def confirm(self) -> None:
+        with system_errors(CheckpointError, self._root, _NOT_TAKEN):
+            if self._mine():
+                return
+            # Somebody removed the record; whoever took the folder meanwhile is met there.
+            self.leave()
+            self._take()
+
+    def part(self) -> None:
+        """One user less; the last gives the folder up."""
+        self._users -= 1
+        if self._users or self._lock is None:
+            return
+        # What cannot be removed is taken over by the next: no lock is held, and its owner ends.
+        with suppress(OSError, CheckpointError):
+            if self._mine():
+                (self._root / OWNER_RECORD).unlink()
+                (self._root / OWNER_LOCK).unlink()
+        self.leave()
+
+    def leave(self) -> None:
+        """Let go of the lock."""
+        _holds.pop(self._root, None)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def _mine(self) -> bool:
+        """Whether the record is still this one's; ``False`` when there is none."""
+        try:
+            record = _Saver.read(self._root / OWNER_RECORD)
+        except FileNotFoundError:
+            return False
+        if record != self._record:
+            raise _other_saves(self._root, record, "has taken it over")
+        return True
+
+    def _take(self) -> None:
+        self._lock = self._locked()
+        ownership.keep_from_children(self)
+        try:
+            self._judge()
+            self._record.write_to(self._root / OWNER_RECORD)
+        except BaseException:
+            self.leave()
+            raise
+        _holds[self._root] = self
+
+    def _locked(self) -> int:
+        """A descriptor of the lock file, locked where there are locks."""
+        path = self._root / OWNER_LOCK
+        while True:
+            lock = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
+            try:
+                self._lock_file(lock)
+                # A run that left meanwhile has removed the file that was opened.
+                with suppress(FileNotFoundError):
+                    if os.path.samestat(os.fstat(lock), path.lstat()):
+                        return lock
+            except BaseException:
+                os.close(lock)
+                raise
+            os.close(lock)
+
+    def _lock_file(self, lock: int) -> None:
+        try:
+            locked = ownership.try_lock(lock, exclusive=True, patience=_LEAVING_S)
+        except OSError as error:
+            if not ownership.lacks_locks(error):
+                raise
+            self._note(
+                "this file system offers no file locks, so a run that is started a second time may "
+                "be noticed only when it saves"
+            )
+            return
+        if not locked:
+            record = None
+            with suppress(FileNotFoundError, CheckpointError):
+                record = _Saver.read(self._root / OWNER_RECORD)
+            raise _other_saves(self._root, record, "still runs")
+
+    def _judge(self) -> None:
+        """Look whose it was: the lock is free, which may prove nothing."""
+        try:
+            former = _Saver.read(self._root / OWNER_RECORD)
+        except FileNotFoundError:
+            return
+        except CheckpointError as error:
+            self._note(f"the record of who held it {error.reason}, and nobody holds its lock")
+            return
+        if former.owner == ProcessIdentity.current():
+            return
+        if former.owner.visible() and former.owner.alive():
+            raise _other_saves(self._root, former, "still runs")
+        doubt = former.doubt(filesystem_kind(self._root))
+        if doubt is None:
+            self._note(
+                f"{_saver_words(former)} has ended; its folder is taken over", severity="note"
+            )
+        else:
+            self._note(
+                f"taken over from {_saver_words(former)}, although {doubt}; if it lives, it is "
+                "told when it saves next"
+            )
+
+    def _note(self, reason: str, *, severity: Severity = "warning") -> None:
+        decision = Decision(
+            key="checkpoints.owner",
+            before=None,
+            after=str(self._root),
+            reason=reason,
+            severity=severity,
+        )
+        self.decisions += (decision,)
+
+
+def _saver_words(record: _Saver) -> str:
+    return f"process {record.owner.pid} on {record.owner.host} (since {record.created})"
+
+
+def _other_saves(root: Path, record: _Saver | None, state: str) -> CheckpointError:
+    who = "another process" if record is None else _saver_words(record)
+    return CheckpointError(
+        f"{who} saves checkpoints in this folder and {state}",
+        key=str(root),
+        fix="if the same job was started twice, end one of them; otherwise give each a folder of "
+        "its own",
+    )

@@ -21,19 +21,21 @@ from typing_extensions import override
 
 from zerotune._util.closing import Closable
 from zerotune._util.text import listing
-from zerotune.checkpoint import randomness
-from zerotune.checkpoint.collective import together
+from zerotune.backend.distributed import together
 from zerotune.checkpoint.contents import (
     BUFFER,
+    GENERATOR,
+    GENERATOR_TEXT,
     ShadowLike,
     buffer_records,
+    check_generators,
     persistent_buffers,
     plan_record,
+    restore_generators,
     shadow_key,
 )
 from zerotune.checkpoint.folders import check_files, find_checkpoint
 from zerotune.checkpoint.manifest import Manifest, ParameterRecord, PlanRecord, TensorRecord
-from zerotune.checkpoint.randomness import PREFIX
 from zerotune.checkpoint.tensors import WEIGHTS, Subject, TensorReader
 from zerotune.checkpoint.verify import check_hashes
 from zerotune.decisions import Decision, Severity, announce
@@ -49,12 +51,7 @@ if TYPE_CHECKING:
 
 
 class CheckpointReader(Closable):
-    """Reads exactly the bytes that are asked for, from the files of a checkpoint.
-
-    Args:
-        folder: The checkpoint.
-        manifest: Its manifest.
-    """
+    """Reads exactly the bytes that are asked for, from the files of a checkpoint."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self._folder = folder
@@ -75,21 +72,21 @@ class CheckpointReader(Closable):
 
     def buffers(self, rank: int) -> dict[str, torch.Tensor]:
         """A rank's buffers, by dotted name."""
-        reader = self.of(_rank(rank))
+        reader = self.of(_rank_subject(rank))
         named = [name for name in reader.tensors if name.startswith(BUFFER)]
         return {name.removeprefix(BUFFER): reader.tensor(name) for name in named}
 
     def generators(self, rank: int) -> tuple[dict[str, torch.Tensor], str]:
         """A rank's generator states, under the names they were saved by, and the text beside."""
-        reader = self.of(_rank(rank))
+        reader = self.of(_rank_subject(rank))
         if len(reader.metadata) != 1:
             raise CheckpointCorruptError(
                 f"has {len(reader.metadata)} files instead of one",
-                key=_rank(rank).prefix,
+                key=_rank_subject(rank).prefix,
                 fix="use another checkpoint",
             )
-        named = [name for name in reader.tensors if name.startswith(PREFIX)]
-        text = reader.metadata[0].get(randomness.TEXT, "")
+        named = [name for name in reader.tensors if name.startswith(GENERATOR)]
+        text = reader.metadata[0].get(GENERATOR_TEXT, "")
         return {name: reader.tensor(name) for name in named}, text
 
     @override
@@ -111,7 +108,7 @@ class ShadowTensors(Mapping[str, torch.Tensor]):
         rank: int,
     ) -> None:
         self._shared = reader.of(Subject(kind="shadow", of=shadow))
-        self._alone = reader.of(_rank(rank))
+        self._alone = reader.of(_rank_subject(rank))
         prefix = shadow_key(shadow, "")
         others = [name for name in self._alone.tensors if name.startswith(prefix)]
         self._others = {name.removeprefix(prefix): name for name in others}
@@ -140,7 +137,7 @@ class ShadowTensors(Mapping[str, torch.Tensor]):
         return len(self._addresses) + len(self._others)
 
 
-def _rank(rank: int) -> Subject:
+def _rank_subject(rank: int) -> Subject:
     return Subject(kind="rank", of=str(rank))
 
 
@@ -195,7 +192,7 @@ class Filler:
 # -- Does a checkpoint belong to this engine? Every difference, before anything is loaded.
 
 
-_MOST_NAMES = 10
+_NAMES_LISTED = 10
 
 
 def check_model(manifest: Manifest, engine: Engine) -> None:
@@ -209,8 +206,8 @@ def check_model(manifest: Manifest, engine: Engine) -> None:
         untrained = set(engine.module.state_dict(keep_vars=True)) - set(running)
         saved = {name: shape for name, shape in saved.items() if name not in untrained}
     differences = [
-        *_differences("parameter", saved, running),
-        *_differences("buffer", saved_buffers, buffers),
+        *_shape_differences("parameter", saved, running),
+        *_shape_differences("buffer", saved_buffers, buffers),
     ]
     if differences:
         raise CheckpointMismatchError(
@@ -245,7 +242,9 @@ def changes(manifest: Manifest, engine: Engine) -> tuple[Decision, ...]:
         {**saved.sharding, "world_size": manifest.world_size},
         {**running.sharding, "world_size": engine.group.world_size},
     )
-    pairs = _pairs("scheduler.", _flat(saved.scheduler), _flat(running.scheduler))
+    pairs = _pairs(
+        "scheduler.", _scheduler_settings(saved.scheduler), _scheduler_settings(running.scheduler)
+    )
     # DeepSpeed's checkpoint has none of an optimizer that a script made itself.
     params = saved.optimizer["params"]
     if params and saved.optimizer["name"] == running.optimizer["name"]:
@@ -256,8 +255,8 @@ def changes(manifest: Manifest, engine: Engine) -> tuple[Decision, ...]:
     divided = "the checkpoint was saved under another plan and is divided anew"
     changed = "the checkpoint was saved with another value; the running plan's is used"
     return (
-        *(_decision(*each, divided) for each in sharding),
-        *(_decision(*each, changed, warning=True) for each in pairs),
+        *(_load_decision(*each, divided) for each in sharding),
+        *(_load_decision(*each, changed, warning=True) for each in pairs),
     )
 
 
@@ -265,7 +264,7 @@ def _shapes(records: Iterable[ParameterRecord | TensorRecord]) -> dict[str, tupl
     return {record.name: tuple(record.shape) for record in records}
 
 
-def _differences(
+def _shape_differences(
     what: str, saved: Mapping[str, tuple[int, ...]], running: Mapping[str, tuple[int, ...]]
 ) -> list[str]:
     missing = [name for name in running if name not in saved]
@@ -277,13 +276,13 @@ def _differences(
     ]
     groups = {"missing from it": missing, "only in it": unexpected, "of another shape": reshaped}
     return [
-        f"{what}s {title}: {listing(names, most=_MOST_NAMES)}"
+        f"{what}s {title}: {listing(names, most=_NAMES_LISTED)}"
         for title, names in groups.items()
         if names
     ]
 
 
-def _flat(scheduler: Mapping[str, Any] | None) -> dict[str, Any]:
+def _scheduler_settings(scheduler: Mapping[str, Any] | None) -> dict[str, Any]:
     if scheduler is None:
         return {"type": None}
     params = {f"params.{key}": value for key, value in scheduler["params"].items()}
@@ -303,7 +302,7 @@ def _pairs(
 # -- What a checkpoint's counters and generators become under another plan, and why.
 
 
-_ALIKE: Final = (frozenset({"Adam", "AdamW", "AdamWBF16States"}),)
+_SAME_STATES: Final = (frozenset({"Adam", "AdamW", "AdamWBF16States"}),)
 """Optimizers that keep the same states with the same meaning."""
 _POSITION: Final = "last_batch_iteration"
 
@@ -312,23 +311,23 @@ Adapted = tuple["EngineState", tuple[Decision, ...]]
 
 def keeps_states(manifest: Manifest, engine: Engine) -> bool:
     """Whether the optimizer that runs can go on with the states that were saved."""
-    saved, running = _optimizer(manifest.plan), _optimizer(plan_record(engine))
-    return saved == running or any({saved, running} <= alike for alike in _ALIKE)
+    saved, running = _optimizer_name(manifest.plan), _optimizer_name(plan_record(engine))
+    return saved == running or any({saved, running} <= alike for alike in _SAME_STATES)
 
 
 def optimizer_decisions(manifest: Manifest, engine: Engine) -> tuple[Decision, ...]:
     """What becomes of the optimizer's states."""
-    saved, running = _optimizer(manifest.plan), _optimizer(plan_record(engine))
+    saved, running = _optimizer_name(manifest.plan), _optimizer_name(plan_record(engine))
     if saved == running:
         return _uneven_steps(manifest, engine)
     if keeps_states(manifest, engine):
         reason = "both keep the same states, which carry over"
-        return (_decision("optimizer.type", saved, running, reason),)
+        return (_load_decision("optimizer.type", saved, running, reason),)
     reason = (
         "the states of one mean nothing to the other: weights and shadows carry over, the "
         "optimizer starts with fresh states"
     )
-    return (_decision("optimizer.states", saved, running, reason, warning=True),)
+    return (_load_decision("optimizer.states", saved, running, reason, warning=True),)
 
 
 def adapted_state(manifest: Manifest, engine: Engine) -> Adapted:
@@ -342,7 +341,12 @@ def adapted_state(manifest: Manifest, engine: Engine) -> Adapted:
     # Saving never happens within a window, whatever the manifest says.
     if not same or state.micro_step % accumulation:
         state = attrs.evolve(state, micro_step=state.global_step * accumulation)
-    state, schedule = _schedule(state, engine)
+    schedule: tuple[Decision, ...] = ()
+    if engine.plan.scheduler is not None and _POSITION not in state.scheduler:
+        position = state.global_step - state.skipped_steps - 1
+        state = attrs.evolve(state, scheduler={_POSITION: position})
+        reason = "the checkpoint has no schedule; it goes on where the steps taken would have led"
+        schedule = (_load_decision("scheduler.position", None, position + 1, reason, warning=True),)
     state, scale = carried_loss_scale(
         state,
         saved=manifest.plan,
@@ -379,10 +383,10 @@ def world_decisions(manifest: Manifest, engine: Engine, *, rng: bool) -> tuple[D
             "the first processes go on with their random numbers, further ones are seeded from "
             "those of rank 0: the run cannot be that of the other number of processes"
         )
-        decisions.append(_decision("rng", saved, running, reason, warning=True))
+        decisions.append(_load_decision("rng", saved, running, reason, warning=True))
     if manifest.buffers:
         reason = "each process has buffers of its own; further ones begin with those of rank 0"
-        decisions.append(_decision("buffers", saved, running, reason))
+        decisions.append(_load_decision("buffers", saved, running, reason))
     return tuple(decisions)
 
 
@@ -395,16 +399,7 @@ def _uneven_steps(manifest: Manifest, engine: Engine) -> tuple[Decision, ...]:
         "some parameters got no gradient in some steps and were counted on their own; this engine "
         "counts them together, with the largest"
     )
-    return (_decision("optimizer.step", sorted(steps), max(steps), reason),)
-
-
-def _schedule(state: EngineState, engine: Engine) -> Adapted:
-    if engine.plan.scheduler is None or _POSITION in state.scheduler:
-        return state, ()
-    position = state.global_step - state.skipped_steps - 1
-    reason = "the checkpoint has no schedule; it goes on where the steps taken would have led it"
-    decision = _decision("scheduler.position", None, position + 1, reason, warning=True)
-    return attrs.evolve(state, scheduler={_POSITION: position}), (decision,)
+    return (_load_decision("optimizer.step", sorted(steps), max(steps), reason),)
 
 
 def carried_loss_scale(
@@ -414,14 +409,7 @@ def carried_loss_scale(
     running: PlanRecord,
     fresh: Mapping[str, Any],
 ) -> Adapted:
-    """The loss scale for the engine that runs.
-
-    Args:
-        state: What was saved.
-        saved: The plan it was saved under.
-        running: The plan that runs.
-        fresh: The loss scaler of the engine that runs, as it is now.
-    """
+    """The loss scale for the engine that runs."""
     if saved is not None and (saved.precision, saved.engine) == (running.precision, running.engine):
         return state, ()
     before = _scale(state.loss_scaler) if saved and saved.precision == "fp16" else None
@@ -439,7 +427,7 @@ def carried_loss_scale(
     state = attrs.evolve(state, loss_scaler=scaler)
     if before is None and after is None:
         return state, ()
-    return state, (_decision("fp16.loss_scale", before, after, reason),)
+    return state, (_load_decision("fp16.loss_scale", before, after, reason),)
 
 
 def _scale(scaler: Mapping[str, Any]) -> float | None:
@@ -447,11 +435,13 @@ def _scale(scaler: Mapping[str, Any]) -> float | None:
     return None if value is None else float(value)
 
 
-def _optimizer(plan: PlanRecord | None) -> str | None:
+def _optimizer_name(plan: PlanRecord | None) -> str | None:
     return None if plan is None else str(plan.optimizer["name"])
 
 
-def _decision(key: str, before: Any, after: Any, reason: str, *, warning: bool = False) -> Decision:
+def _load_decision(
+    key: str, before: Any, after: Any, reason: str, *, warning: bool = False
+) -> Decision:
     severity: Severity = "warning" if warning else "note"
     return Decision(key=key, before=before, after=after, reason=reason, severity=severity)
 
@@ -586,7 +576,7 @@ class _Load:
 
     def _judge_rank(self, reader: CheckpointReader, *, rng: bool) -> None:
         """Look at what this rank alone takes up: buffers and generators."""
-        alone, weights = reader.of(_rank(self._like)), reader.of(WEIGHTS)
+        alone, weights = reader.of(_rank_subject(self._like)), reader.of(WEIGHTS)
         saved = {record.name: record.dtype for record in self.manifest.buffers}
         for name, buffer in persistent_buffers(self._engine.module).items():
             if BUFFER + name in alone.tensors:
@@ -595,7 +585,7 @@ class _Load:
             else:
                 weights.check(name, torch.float32, buffer.shape)
         if rng and self.manifest.rng:
-            randomness.check(*reader.generators(self._like))
+            check_generators(*reader.generators(self._like))
 
     def compare_shadows(self) -> None:
         """Refuse a shadow of other parameters."""
@@ -637,7 +627,7 @@ class _Load:
                 shadow.load_state_dict(self._shadow(reader, name))
             if rng and self.manifest.rng:
                 tensors, text = reader.generators(self._like)
-                randomness.restore(tensors, text)
+                restore_generators(tensors, text)
                 if rank != self._like:
                     restart_generators(tensors, rank=rank)
 
@@ -657,7 +647,7 @@ class _Load:
     def _left_out(self) -> tuple[Decision, ...]:
         reason = "the checkpoint holds this shadow and load_checkpoint was not given one"
         return tuple(
-            _decision(f"shadows.{name}", "saved", None, reason, warning=True)
+            _load_decision(f"shadows.{name}", "saved", None, reason, warning=True)
             for name in self.manifest.shadows
             if name not in self._shadows
         )

@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import UnionType
 from typing import Any, Final, Union, get_args, get_origin, get_type_hints
@@ -21,11 +21,6 @@ from zerotune.errors import CheckpointCorruptError, CheckpointError, shorten
 MANIFEST: Final = "manifest.json"
 FORMAT: Final = "zerotune-checkpoint"
 VERSION: Final = 2
-
-
-def _tuple(values: Iterable[Any]) -> tuple[Any, ...]:
-    # JSON has only lists; mypy's attrs plugin cannot see through the type `tuple` as a converter.
-    return tuple(values)
 
 
 @attrs.frozen(kw_only=True)
@@ -48,7 +43,7 @@ class TensorRecord:
     """A tensor of the model that is no trained parameter."""
 
     name: str
-    shape: tuple[int, ...] = attrs.field(converter=_tuple)
+    shape: tuple[int, ...] = attrs.field(converter=tuple[Any, ...])
     dtype: str = "float32"
 
 
@@ -58,13 +53,13 @@ class ParameterRecord:
 
     name: str
     """Dotted name."""
-    shape: tuple[int, ...] = attrs.field(converter=_tuple)
+    shape: tuple[int, ...] = attrs.field(converter=tuple[Any, ...])
     """Full, unpartitioned shape."""
     dtype: str = "float32"
     """Dtype of the saved master weights."""
     step: int | None = None
     """Updates it has seen; ``None`` where the optimizer does not count."""
-    states: tuple[str, ...] = attrs.field(converter=_tuple, default=())
+    states: tuple[str, ...] = attrs.field(converter=tuple[Any, ...], default=())
     """Optimizer states saved of it."""
     scalars: Mapping[str, float] = attrs.field(factory=dict)
     """Single numbers the optimizer keeps for it."""
@@ -114,23 +109,23 @@ class Manifest:
     state: EngineState
     model: Mapping[str, Any] | None = None
     """The model's own configuration, as diffusers writes it into ``config.json``."""
-    parameters: tuple[ParameterRecord, ...] = attrs.field(converter=_tuple)
+    parameters: tuple[ParameterRecord, ...] = attrs.field(converter=tuple[Any, ...])
     """The trained parameters, in the order of the master weights."""
-    frozen: tuple[TensorRecord, ...] = attrs.field(converter=_tuple, default=())
+    frozen: tuple[TensorRecord, ...] = attrs.field(converter=tuple[Any, ...], default=())
     """Parameters that are not trained, and so are not in the checkpoint."""
     aliases: Mapping[str, str] = attrs.field(factory=dict)
     """Further names of tied parameters, and the name they are saved under."""
-    buffers: tuple[TensorRecord, ...] = attrs.field(converter=_tuple)
+    buffers: tuple[TensorRecord, ...] = attrs.field(converter=tuple[Any, ...])
     """The model's persistent buffers; every rank wrote its own."""
-    files: tuple[FileRecord, ...] = attrs.field(converter=_tuple)
-    shadows: tuple[str, ...] = attrs.field(converter=_tuple)
+    files: tuple[FileRecord, ...] = attrs.field(converter=tuple[Any, ...])
+    shadows: tuple[str, ...] = attrs.field(converter=tuple[Any, ...])
     """Names of the saved shadows."""
     rng: bool
     """Whether the state of the random number generators was saved."""
     extra: Mapping[str, Any]
     """What the caller wanted to keep."""
     not_finite: tuple[str, ...] | None = attrs.field(
-        converter=attrs.converters.optional(_tuple), default=None
+        converter=attrs.converters.optional(tuple[Any, ...]), default=None
     )
     """Tensors with NaN or infinity, such as ``weights/conv.bias``, and buffers with NaN.
 
@@ -149,7 +144,9 @@ class Manifest:
     def to_json(self) -> str:
         """One JSON object, indented for a human reader, that carries its own hash."""
         content = {"format": FORMAT, "version": VERSION, **attrs.asdict(self)}
-        return json.dumps({**content, "sha256": _digest(content)}, indent=1, allow_nan=False)
+        return json.dumps(
+            {**content, "sha256": _content_digest(content)}, indent=1, allow_nan=False
+        )
 
     @classmethod
     def from_json(cls, text: str, *, source: str = MANIFEST) -> Manifest:
@@ -166,9 +163,9 @@ class Manifest:
         try:
             content = json_of(text, parse_constant=_no_number)
         except ValueError as error:
-            raise _corrupt(source, f"is not JSON ({error})") from None
+            raise _damaged_manifest(source, f"is not JSON ({error})") from None
         if not isinstance(content, dict) or content.get("format") != FORMAT:
-            raise _corrupt(source, "is not the manifest of a zerotune checkpoint")
+            raise _damaged_manifest(source, "is not the manifest of a zerotune checkpoint")
         if content.get("version") != VERSION:
             raise CheckpointError(
                 f"is of format version {content.get('version')!r}; this zerotune reads {VERSION}",
@@ -177,11 +174,15 @@ class Manifest:
             )
         saved = content.pop("sha256", None)
         try:
-            if saved != _digest(content):
-                raise _corrupt(source, "was altered after it was written (its hash differs)")
-            return _build(content)
+            if saved != _content_digest(content):
+                raise _damaged_manifest(
+                    source, "was altered after it was written (its hash differs)"
+                )
+            return _manifest_of(content)
         except (ValueError, RecursionError) as error:
-            raise _corrupt(source, f"is no manifest as zerotune writes it: {error}") from None
+            raise _damaged_manifest(
+                source, f"is no manifest as zerotune writes it: {error}"
+            ) from None
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
@@ -196,16 +197,16 @@ class Manifest:
             with reading_regular(path) as file:
                 text = file.read().decode("utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise _corrupt(str(path), f"cannot be read ({error})") from error
+            raise _damaged_manifest(str(path), f"cannot be read ({error})") from error
         return cls.from_json(text, source=str(path))
 
 
-def _digest(content: Mapping[str, Any]) -> str:
+def _content_digest(content: Mapping[str, Any]) -> str:
     text = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _corrupt(source: str, reason: str) -> CheckpointCorruptError:
+def _damaged_manifest(source: str, reason: str) -> CheckpointCorruptError:
     return CheckpointCorruptError(reason, key=source, fix="use another checkpoint")
 
 
@@ -216,51 +217,55 @@ def _no_number(text: str) -> None:
 # -- From JSON to records: whatever stands there, and whoever wrote it, is looked at first.
 
 
-_KINDS: Final = ("weights", "optimizer", "shadow", "rank")
-_POSITION: Final = "last_batch_iteration"
+_FILE_KINDS: Final = ("weights", "optimizer", "shadow", "rank")
+_SCHEDULE_POSITION: Final = "last_batch_iteration"
 _SCALES: Final = ("cur_scale", "scale")
 """Of a loss, which is multiplied by it and whose gradients are divided by it."""
-_LARGEST: Final = 2**63 - 1
+_MOST_INTEGER: Final = 2**63 - 1
 _MOST_STEPS: Final = 10**9
 """More than any run takes; resuming repeats what an optimizer counts."""
 _MOST_DIMENSIONS: Final = 64
 
 
-def _build(content: dict[str, Any]) -> Manifest:
+def _manifest_of(content: dict[str, Any]) -> Manifest:
     del content["format"], content["version"]
-    manifest: Manifest = _value(Manifest, content, "the manifest")
-    _check_names(manifest)
+    manifest: Manifest = _field_value(Manifest, content, "the manifest")
+    _check_manifest_names(manifest)
     records: list[ParameterRecord | TensorRecord] = [*manifest.parameters, *manifest.frozen]
     for record in (*records, *manifest.buffers):
-        if len(record.shape) > _MOST_DIMENSIONS or math.prod(record.shape) > _LARGEST // 8:
+        if len(record.shape) > _MOST_DIMENSIONS or math.prod(record.shape) > _MOST_INTEGER // 8:
             raise ValueError(f"{record.name!r} has a shape that no tensor has")
-    _check_plan(manifest.plan)
+    for what in ("optimizer", "scheduler"):
+        choice = getattr(manifest.plan, what, None)
+        named = choice is None or isinstance(choice.get("name"), str)
+        if not named or (choice is not None and not isinstance(choice.get("params"), dict)):
+            raise ValueError(f"plan.{what} has no name with params")
     _check_state(manifest.state)
     return manifest
 
 
-def _value(hint: Any, value: Any, where: str) -> Any:
+def _field_value(hint: Any, value: Any, where: str) -> Any:
     """A JSON value as a field of this type takes it."""
     if hint is Any:
         return value
     if attrs.has(hint):
-        return _record(hint, value, where)
+        return _record_of(hint, value, where)
     origin, inner = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
-        return None if value is None else _value(inner[0], value, where)
+        return None if value is None else _field_value(inner[0], value, where)
     if origin is tuple and isinstance(value, list):
-        return tuple(_value(inner[0], item, f"{where}[{i}]") for i, item in enumerate(value))
+        return tuple(_field_value(inner[0], item, f"{where}[{i}]") for i, item in enumerate(value))
     if origin in (Mapping, dict) and isinstance(value, dict):
-        return {key: _value(inner[1], item, f"{where}.{key}") for key, item in value.items()}
+        return {key: _field_value(inner[1], item, f"{where}.{key}") for key, item in value.items()}
     plain = type(value) is hint and hint in (str, bool)
-    whole = hint is int and type(value) is int and 0 <= value <= _LARGEST
+    whole = hint is int and type(value) is int and 0 <= value <= _MOST_INTEGER
     number = hint is float and type(value) in (int, float) and abs(value) <= sys.float_info.max
     if plain or whole or number:
         return value
     raise ValueError(f"{where} cannot be {shorten(value)}")
 
 
-def _record(kind: type[Any], value: Any, where: str) -> Any:
+def _record_of(kind: type[Any], value: Any, where: str) -> Any:
     if not isinstance(value, dict):
         raise ValueError(f"{where} cannot be {shorten(value)}")  # noqa: TRY004 - of the file
     fields, hints = attrs.fields_dict(kind), get_type_hints(kind)
@@ -269,10 +274,10 @@ def _record(kind: type[Any], value: Any, where: str) -> Any:
         raise ValueError(f"{where} lacks {missing[0]!r}")
     if unknown := [name for name in value if name not in fields]:
         raise ValueError(f"{where} has {shorten(unknown[0])}, which this zerotune does not know")
-    return kind(**{n: _value(hints[n], each, f"{where}.{n}") for n, each in value.items()})
+    return kind(**{n: _field_value(hints[n], each, f"{where}.{n}") for n, each in value.items()})
 
 
-def _check_names(manifest: Manifest) -> None:
+def _check_manifest_names(manifest: Manifest) -> None:
     for what, names in {
         "files": [file.name for file in manifest.files],
         "parameters": [record.name for record in manifest.parameters],
@@ -292,28 +297,19 @@ def _check_names(manifest: Manifest) -> None:
         plain = Path(name).name == name and name not in ("", ".", "..", MANIFEST)
         if not plain or not name.isprintable():
             raise ValueError(f"{name!r} is not a plain file name")
-        if file.kind not in _KINDS:
+        if file.kind not in _FILE_KINDS:
             raise ValueError(f"{name} is of a kind that no file has, {shorten(file.kind)}")
-
-
-def _check_plan(plan: PlanRecord | None) -> None:
-    for what in ("optimizer", "scheduler"):
-        choice = getattr(plan, what, None)
-        if choice is None:
-            continue
-        if not isinstance(choice.get("name"), str) or not isinstance(choice.get("params"), dict):
-            raise ValueError(f"plan.{what} has no name with params")  # noqa: TRY004 - of the file
 
 
 def _check_state(state: EngineState) -> None:
     if state.global_step > _MOST_STEPS or state.skipped_steps > state.global_step:
         raise ValueError("state counts steps that no run has taken")
-    position = state.scheduler.get(_POSITION, 0)
+    position = state.scheduler.get(_SCHEDULE_POSITION, 0)
     if type(position) is not int or not -1 - _MOST_STEPS <= position <= _MOST_STEPS:
-        raise ValueError(f"state.scheduler.{_POSITION} cannot be {shorten(position)}")
+        raise ValueError(f"state.scheduler.{_SCHEDULE_POSITION} cannot be {shorten(position)}")
     for name, number in state.loss_scaler.items():
-        _value(float | None, float(number) if type(number) is bool else number, name)
-        if isinstance(number, (int, float)) and abs(number) > _LARGEST:
+        _field_value(float | None, float(number) if type(number) is bool else number, name)
+        if isinstance(number, (int, float)) and abs(number) > _MOST_INTEGER:
             raise ValueError(f"state.loss_scaler.{name} cannot be {shorten(number)}")
         if name in _SCALES and not (number is not None and number > 0):
             raise ValueError(f"state.loss_scaler.{name} cannot be {shorten(number)}")

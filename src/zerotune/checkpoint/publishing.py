@@ -11,14 +11,14 @@ from typing import Any, Final
 
 import attrs
 
-from zerotune.backend.adapter_layouts import LORA_FILE, PEFT_CONFIG
+from zerotune.backend.adapters import LORA_FILE, PEFT_CONFIG
 from zerotune.checkpoint.folders import check_replaceable, files_of_export
 from zerotune.decisions import Decision
 from zerotune.errors import CheckpointError, InvalidValueError, MissingDependencyError
 from zerotune.plan.model import ResolvedPlan
 
 CARD: Final = "README.md"
-_SAMPLES: Final = "samples"
+_SAMPLE_FOLDER: Final = "samples"
 _PICTURES: Final = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".mp4")
 _PLACE: Final = re.compile(r"(?<![\w/:.])~?(?:/[\w.@+-]+){2,}/?")
 """A path with two names or more: nobody else's business."""
@@ -54,9 +54,9 @@ class Card:
             MissingDependencyError: huggingface_hub is not installed.
         """
         parts = [f"# {self.title or repo_id.rpartition('/')[2]}", self.text.strip()]
-        parts += [_loading(repo_id, sorted(files), self.base_model), self._samples()]
-        parts += ["" if self.plan is None else _section("Training", _settings(self.plan))]
-        parts += [_section("Data", self.data), self._choices()]
+        parts += [_loading_code(repo_id, sorted(files), self.base_model), self._samples()]
+        parts += ["" if self.plan is None else _markdown_table("Training", _plan_rows(self.plan))]
+        parts += [_markdown_table("Data", self.data), self._choices()]
         written = "\n\n".join(part for part in parts if part)
         return f"---\n{self._header(files)}\n---\n\n{written}\n"
 
@@ -73,7 +73,7 @@ class Card:
 
     def _samples(self) -> str:
         lines = [
-            f"![{_plain(caption)}]({name})\n*{_plain(caption)}*"
+            f"![{_without_paths(caption)}]({name})\n*{_without_paths(caption)}*"
             for caption, name in zip(self.samples, self.sample_names(), strict=True)
         ]
         return "\n\n".join(["## Samples", *lines]) if lines else ""
@@ -81,12 +81,22 @@ class Card:
     def sample_names(self) -> list[str]:
         """What the samples are called in the repository."""
         return [
-            f"{_SAMPLES}/{index:03d}{Path(path).suffix.lower()}"
+            f"{_SAMPLE_FOLDER}/{index:03d}{Path(path).suffix.lower()}"
             for index, path in enumerate(self.samples.values())
         ]
 
+    def _check_samples(self) -> None:
+        for caption, sample in self.samples.items():
+            if Path(sample).suffix.lower() not in _PICTURES or not Path(sample).is_file():
+                raise InvalidValueError(
+                    "is no picture or clip that can be shown",
+                    key=f"Card.samples[{caption!r}]",
+                    value=Path(sample).name,
+                    fix=f"a file that ends with one of {', '.join(_PICTURES)}",
+                )
+
     def _choices(self) -> str:
-        lines = [f"- {_plain(str(each))}" for each in self.decisions if each.told]
+        lines = [f"- {_without_paths(str(each))}" for each in self.decisions if each.told]
         return "\n".join(["## Chosen automatically", "", *dict.fromkeys(lines)]) if lines else ""
 
 
@@ -138,9 +148,8 @@ def publish(
     """
     hub, card = _hub(), card or Card()
     top = Path(folder).absolute()
-    local = _files(top)
-    for caption, sample in card.samples.items():
-        _check_sample(caption, Path(sample))
+    local = _export_files(top)
+    card._check_samples()
     samples = dict(zip(card.sample_names(), map(Path, card.samples.values()), strict=True))
     uploads = {**local, **samples}
     api = hub.HfApi(endpoint=endpoint, token=token)
@@ -153,8 +162,12 @@ def publish(
             hub.CommitOperationAdd(path_in_repo=name, path_or_fileobj=source)
             for name, source in {**uploads, CARD: content}.items()
         ]
+        # Weights of an earlier upload that would be read in the place of these.
+        stems = {_weights_stem(name) for name in local if name.endswith(".safetensors")}
         operations += [
-            hub.CommitOperationDelete(path_in_repo=name) for name in _replaced(there, local)
+            hub.CommitOperationDelete(path_in_repo=name)
+            for name in there
+            if name not in local and ".safetensors" in name and _weights_stem(name) in stems
         ]
         done = api.create_commit(
             repo_id,
@@ -167,19 +180,15 @@ def publish(
             "is no name of a repository", key="repo_id", value=repo_id, fix='such as "owner/name"'
         ) from error
     except Exception as error:  # huggingface_hub's, its HTTP library's, the system's
-        raise _refused(repo_id, error) from error
+        # What stops the sending of a file is behind a bare RuntimeError that names it alone.
+        cause = error.__cause__ if type(error) is RuntimeError and error.__cause__ else error
+        reason = _without_paths(str(cause)).strip().replace("\n", " ")
+        raise CheckpointError(
+            f"was not published, and is as it was ({type(error).__name__}: {reason})",
+            key=repo_id,
+            fix="try again: what has arrived is not sent twice",
+        ) from error
     return Published(url=done.commit_url, commit=done.oid, files=(*sorted(uploads), CARD))
-
-
-def _refused(repo_id: str, error: Exception) -> CheckpointError:
-    # What stops the sending of a file is behind a bare RuntimeError that names the file alone.
-    cause = error.__cause__ if type(error) is RuntimeError and error.__cause__ else error
-    reason = _plain(str(cause)).strip().replace("\n", " ")
-    return CheckpointError(
-        f"was not published, and is as it was ({type(error).__name__}: {reason})",
-        key=repo_id,
-        fix="try again: what has arrived is not sent twice",
-    )
 
 
 def _hub() -> Any:
@@ -198,7 +207,7 @@ def _hub() -> Any:
 # -- Which files.
 
 
-def _files(top: Path) -> dict[str, Path]:
+def _export_files(top: Path) -> dict[str, Path]:
     """The files of an export by their names in the repository."""
     if not top.exists():
         raise CheckpointError("there is no such export", key=str(top))
@@ -208,7 +217,7 @@ def _files(top: Path) -> dict[str, Path]:
     names = files_of_export(top)
     single = top / LORA_FILE
     if names is None and single.is_file():
-        return _files(single)
+        return _export_files(single)
     there = sorted(name for name in names or () if (top / name).is_file())
     if not there or len(there) < len(names or ()):
         raise CheckpointError(
@@ -219,25 +228,7 @@ def _files(top: Path) -> dict[str, Path]:
     return {name: top / name for name in there}
 
 
-def _check_sample(caption: str, path: Path) -> None:
-    if path.suffix.lower() not in _PICTURES or not path.is_file():
-        raise InvalidValueError(
-            "is no picture or clip that can be shown",
-            key=f"Card.samples[{caption!r}]",
-            value=path.name,
-            fix=f"a file that ends with one of {', '.join(_PICTURES)}",
-        )
-
-
-def _replaced(there: Sequence[str], now: Iterable[str]) -> list[str]:
-    """Weights of an earlier upload that would be read in the place of these, and its samples."""
-    files = set(now)
-    stems = {_stem(name) for name in files if name.endswith(".safetensors")}
-    old = [name for name in there if name not in files]
-    return [name for name in old if _stem(name) in stems and ".safetensors" in name]
-
-
-def _stem(name: str) -> str:
+def _weights_stem(name: str) -> str:
     whole = name.removesuffix(".index.json").removesuffix(".safetensors")
     return _SHARD.sub("", whole)
 
@@ -251,7 +242,7 @@ def _holds_adapters(files: Iterable[str]) -> bool:
 # -- What is said.
 
 
-def _loading(repo_id: str, files: Sequence[str], base: str | None) -> str:
+def _loading_code(repo_id: str, files: Sequence[str], base: str | None) -> str:
     start = base or "the model it was trained on"
     names = {Path(name).name for name in files}
     if "model_index.json" in files:
@@ -270,7 +261,7 @@ def _loading(repo_id: str, files: Sequence[str], base: str | None) -> str:
     return "\n".join(["```python", *lines, "```"])
 
 
-def _settings(plan: ResolvedPlan) -> dict[str, Any]:
+def _plan_rows(plan: ResolvedPlan) -> dict[str, Any]:
     rows: dict[str, Any] = {
         "engine": f"ZeRO-{plan.stage}" if plan.uses_deepspeed else "plain",
         "precision": plan.precision,
@@ -287,7 +278,7 @@ def _settings(plan: ResolvedPlan) -> dict[str, Any]:
     return rows
 
 
-def _section(title: str, rows: Mapping[str, Any]) -> str:
+def _markdown_table(title: str, rows: Mapping[str, Any]) -> str:
     if not rows:
         return ""
     lines = [f"| {_cell(name)} | {_cell(value)} |" for name, value in rows.items()]
@@ -295,8 +286,8 @@ def _section(title: str, rows: Mapping[str, Any]) -> str:
 
 
 def _cell(value: Any) -> str:
-    return _plain(str(value)).replace("|", "\\|").replace("\n", " ")
+    return _without_paths(str(value)).replace("|", "\\|").replace("\n", " ")
 
 
-def _plain(text: str) -> str:
+def _without_paths(text: str) -> str:
     return _PLACE.sub("…", text)

@@ -22,8 +22,7 @@ from typing_extensions import override
 from zerotune._util.closing import Closable
 from zerotune._util.files import write_synced
 from zerotune._util.text import listing
-from zerotune.backend.distributed import ProcessGroup
-from zerotune.checkpoint.collective import together
+from zerotune.backend.distributed import ProcessGroup, together
 from zerotune.checkpoint.contents import (
     Counters,
     Part,
@@ -71,13 +70,7 @@ class Filing:
     def of(
         cls, shares: Sequence[RankShare], shapes: Shapes, *, shard_size: int = SHARD_SIZE
     ) -> Filing:
-        """Lay out what the ranks have between them.
-
-        Args:
-            shares: Of each rank.
-            shapes: Full shape of every trained parameter, in the order they are written.
-            shard_size: Most bytes of a file.
-        """
+        """Lay out what the ranks have between them."""
         merged: dict[Subject, dict[str, list[Part]]] = {WEIGHTS: {}}
         for subject, some in (item for share in shares for item in share.parts.items()):
             for part in some:
@@ -144,17 +137,7 @@ _MOST_NAMES: Final = 5
 
 
 class Writing:
-    """One checkpoint being written, as one rank goes through it.
-
-    Args:
-        group: The processes, over whose control channel they keep together.
-        final: The checkpoint's folder.
-        draft: Its manifest without files.
-        filing: Its files, laid out.
-        contents: What this rank has for its own file.
-        pieces: Gives what this rank has for the shared files.
-        allow_not_finite: Also publish what holds NaN or infinities.
-    """
+    """One checkpoint being written, as one rank goes through it."""
 
     def __init__(
         self,
@@ -267,7 +250,7 @@ class Writing:
 # -- ``save_checkpoint``: all ranks together, in bounded memory, whole or not at all.
 
 
-_FILE_NAME: Final = re.compile(r"[\w.-]+", re.ASCII)
+_SHADOW_NAME: Final = re.compile(r"[\w.-]+", re.ASCII)
 
 
 def save_checkpoint(
@@ -311,101 +294,83 @@ def save_checkpoint(
         CheckpointCorruptError: The disk does not hold what was written; the message names the file.
         CollectiveError: A rank did not come, or the arguments differ.
     """
-    group = engine.group
+    writing = _agreed_writing(
+        engine,
+        directory,
+        extra=extra,
+        shadows=shadows,
+        rng=rng,
+        timeout_s=timeout_s,
+        allow_not_finite=allow_not_finite,
+    )
+    return writing.run()
+
+
+def _agreed_writing(
+    engine: Engine,
+    directory: str | os.PathLike[str],
+    *,
+    extra: Mapping[str, Any] | None,
+    shadows: Mapping[str, ShadowLike] | None,
+    rng: bool,
+    timeout_s: float | None,
+    allow_not_finite: bool,
+    background: ProcessGroup | None = None,
+) -> Writing:
+    """Agree on what is saved and where; in the background a copy of everything is. Collective."""
+    group, shadows = engine.group, dict(shadows or {})
     group.barrier(f"saving checkpoint {os.fspath(directory)}", timeout_s=timeout_s)
-    save = Save(engine=engine, group=group)
-    save.prepare(directory, extra=extra, shadows=shadows, rng=rng)
-    return save.writing(allow_not_finite=allow_not_finite).run()
+    drafts: list[tuple[Path, Manifest]] = []
+    looked: list[RankContents] = []
+
+    def check() -> tuple[Any, ...]:
+        _check_savable(engine, shadows)
+        final, plain = checked_path(directory), plain_data(extra or {}, "extra")
+        manifest = draft(engine, shadows=shadows, rng=rng, extra=plain)
+        drafts.append((final, manifest))
+        return str(final), manifest.state.global_step, sorted(shadows), rng, plain
+
+    agreed = together(group, "check the arguments", check)
+    if any(arguments != agreed[0] for arguments in agreed):
+        group.agree(agreed[group.rank], "arguments of save_checkpoint")
+
+    def inspect() -> RankShare:
+        looked.append(RankContents.of(engine, shadows=shadows, rng=rng))
+        return looked[0].share()
+
+    shares = together(group, "look at the weights", inspect)
+    # Every rank comes to the same layout, or to the same error.
+    filing = Filing.of(shares, engine.master_weights.parameters)
+    contents = looked[0].copied(engine) if background else looked[0]
+    final, manifest = drafts[0]
+    return Writing(
+        group=background or group,
+        final=final,
+        draft=attrs.evolve(manifest, parameters=filing.parameters),
+        filing=filing,
+        contents=contents,
+        pieces=lambda: contents.read(engine),
+        allow_not_finite=allow_not_finite,
+    )
 
 
-class Save:
-    """One save, as one rank goes through it.
-
-    Args:
-        engine: What is saved.
-        group: The processes.
-    """
-
-    def __init__(self, *, engine: Engine, group: ProcessGroup) -> None:
-        self._engine = engine
-        self._group = group
-        self._final = Path()
-        self._contents: RankContents
-        self._draft: Manifest
-        self._filing: Filing
-
-    def prepare(
-        self,
-        directory: str | os.PathLike[str],
-        *,
-        extra: Mapping[str, Any] | None,
-        shadows: Mapping[str, ShadowLike] | None,
-        rng: bool,
-    ) -> None:
-        """Agree on what is saved and where. Collective; reads no weights."""
-        group, shadows = self._group, dict(shadows or {})
-
-        def check() -> tuple[Any, ...]:
-            self._check(directory, shadows)
-            plain = plain_data(extra or {}, "extra")
-            self._draft = draft(self._engine, shadows=shadows, rng=rng, extra=plain)
-            step = self._draft.state.global_step
-            return str(self._final), step, sorted(shadows), rng, plain
-
-        agreed = together(group, "check the arguments", check)
-        if any(arguments != agreed[0] for arguments in agreed):
-            group.agree(agreed[group.rank], "arguments of save_checkpoint")
-
-        def inspect() -> RankShare:
-            self._contents = RankContents.of(self._engine, shadows=shadows, rng=rng)
-            return self._contents.share()
-
-        shares = together(group, "look at the weights", inspect)
-        # Every rank comes to the same layout, or to the same error.
-        self._filing = Filing.of(shares, self._engine.master_weights.parameters)
-        self._draft = attrs.evolve(self._draft, parameters=self._filing.parameters)
-
-    def copy(self) -> None:
-        """Copy everything into host memory, so that training may go on meanwhile."""
-        self._contents = self._contents.copied(self._engine)
-
-    def writing(
-        self, *, allow_not_finite: bool = False, group: ProcessGroup | None = None
-    ) -> Writing:
-        """What writes it.
-
-        Args:
-            allow_not_finite: As in ``save_checkpoint``.
-            group: Other processes' control channel than that of ``prepare``.
-        """
-        return Writing(
-            group=group or self._group,
-            final=self._final,
-            draft=self._draft,
-            filing=self._filing,
-            contents=self._contents,
-            pieces=lambda: self._contents.read(self._engine),
-            allow_not_finite=allow_not_finite,
+def _check_savable(engine: Engine, shadows: Iterable[str]) -> None:
+    steps = engine.plan.gradient_accumulation_steps
+    if engine.state.micro_step % steps:
+        raise CheckpointError(
+            f"{engine.state.micro_step % steps} of {steps} micro batches are accumulated, and "
+            "their gradients would be lost",
+            key="gradient_accumulation_steps",
+            value=steps,
+            fix="save when engine.step() returned boundary=True",
         )
-
-    def _check(self, directory: str | os.PathLike[str], shadows: Mapping[str, Any]) -> None:
-        steps = self._engine.plan.gradient_accumulation_steps
-        if self._engine.state.micro_step % steps:
+    for name in shadows:
+        if not _SHADOW_NAME.fullmatch(name):
             raise CheckpointError(
-                f"{self._engine.state.micro_step % steps} of {steps} micro batches are "
-                "accumulated, and their gradients would be lost",
-                key="gradient_accumulation_steps",
-                value=steps,
-                fix="save when engine.step() returned boundary=True",
+                "files are called after it: letters, digits, '.', '-' and '_' only",
+                key="shadows",
+                value=name,
             )
-        for name in shadows:
-            if not _FILE_NAME.fullmatch(name):
-                raise CheckpointError(
-                    "files are called after it: letters, digits, '.', '-' and '_' only",
-                    key="shadows",
-                    value=name,
-                )
-        self._final = checked_path(directory)
 
 
 # -- Checkpoints written while training goes on.
@@ -518,12 +483,16 @@ class BackgroundSaver(Closable):
                 became of the checkpoint before.
         """
         self.wait()
-        group = self._engine.group
-        group.barrier(f"saving checkpoint {os.fspath(directory)}", timeout_s=timeout_s)
-        save = Save(engine=self._engine, group=group)
-        save.prepare(directory, extra=extra, shadows=shadows, rng=rng)
-        save.copy()
-        writing = save.writing(allow_not_finite=allow_not_finite, group=self._group)
+        writing = _agreed_writing(
+            self._engine,
+            directory,
+            extra=extra,
+            shadows=shadows,
+            rng=rng,
+            timeout_s=timeout_s,
+            allow_not_finite=allow_not_finite,
+            background=self._group,
+        )
         self._pending = PendingCheckpoint(writing)
         return self._pending
 

@@ -31,14 +31,14 @@ from zerotune.backend.stored import TENSOR_DTYPES, OpensFiles, StoredTensor, rea
 from zerotune.checkpoint.manifest import FileRecord
 from zerotune.errors import CheckpointCorruptError, CheckpointError, shorten
 
-_PIECE: Final = 2**22
+_PIECE_ELEMENTS: Final = 2**22
 """Elements brought to the CPU and written, or read and brought to a device, at a time."""
 _VERIFIED_PIECE: Final = 2**20
 """Bytes read at a time."""
-_READERS: Final = 2
+_HASHED_AT_ONCE: Final = 2
 """Files that are hashed at once: one thread hashes slower than a fast disk writes."""
 _METADATA: Final = {"format": "pt"}
-_NAMES: Final = {dtype: name for name, dtype in TENSOR_DTYPES.items()}
+_DTYPE_NAMES: Final = {dtype: name for name, dtype in TENSOR_DTYPES.items()}
 
 
 @attrs.frozen(kw_only=True)
@@ -146,14 +146,14 @@ class TensorFile:
         for spec in specs:
             if spec.key in entries:
                 raise CheckpointError("two tensors share this name", key=spec.key)
-            if spec.dtype not in _NAMES:
+            if spec.dtype not in _DTYPE_NAMES:
                 raise CheckpointError(
                     f"safetensors cannot hold {spec.dtype}",
                     key=spec.key,
                     fix="register the buffer with persistent=False, or as a real dtype",
                 )
             entries[spec.key] = {
-                "dtype": _NAMES[spec.dtype],
+                "dtype": _DTYPE_NAMES[spec.dtype],
                 "shape": list(spec.shape),
                 "data_offsets": [position, position + spec.nbytes],
             }
@@ -210,12 +210,7 @@ class Written:
 
 
 class TensorWriter(OpensFiles):
-    """Writes tensors, or this process's parts of them, at their places in files.
-
-    Args:
-        folder: Where the files were created.
-        files: The files.
-    """
+    """Writes tensors, or this process's parts of them, at their places in files."""
 
     def __init__(self, folder: Path, files: Iterable[TensorFile]) -> None:
         super().__init__(os.O_WRONLY)
@@ -251,7 +246,7 @@ class TensorWriter(OpensFiles):
             )
         offset = first = file.offsets[name] + start * spec.dtype.itemsize
         crc, sound, path = 0, True, self._folder / file.name
-        for piece in _bytes_of(tensor, spec.dtype):
+        for piece in _element_bytes(tensor, spec.dtype):
             with naming(path):
                 write_at(self._descriptor(path), piece, offset)
             crc = zlib.crc32(piece, crc)
@@ -283,14 +278,9 @@ class TensorWriter(OpensFiles):
     def confirm(
         self, files: Iterable[TensorFile], written: Iterable[Written]
     ) -> tuple[FileRecord, ...]:
-        """Read files back while what this process wrote comes to the disk.
-
-        Args:
-            files: Those to read; hashing takes longer than reading, so several at a time.
-            written: What was written into them, by all ranks.
-        """
+        """Read files back while what this process wrote comes to the disk."""
         written = tuple(written)
-        with ThreadPoolExecutor(1 + _READERS) as pool:
+        with ThreadPoolExecutor(1 + _HASHED_AT_ONCE) as pool:
             syncing = pool.submit(self.sync)
             records = tuple(pool.map(lambda file: confirm(self._folder, file, written), files))
             syncing.result()
@@ -305,20 +295,15 @@ def write_at(descriptor: int, piece: memoryview, offset: int) -> None:
         piece, offset = piece[written:], offset + written
 
 
-def _bytes_of(tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
+def _element_bytes(tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
     """A tensor's elements as bytes, in ``dtype``, from any device."""
-    for part in torch.split(tensor.detach().reshape(-1), _PIECE):
+    for part in torch.split(tensor.detach().reshape(-1), _PIECE_ELEMENTS):
         if part.numel():
             yield part.cpu().to(dtype).contiguous().view(torch.uint8).numpy().data
 
 
 def confirm(folder: Path, file: TensorFile, written: Iterable[Written]) -> FileRecord:
     """Read a finished file once: is every byte there, and as it was meant?
-
-    Args:
-        folder: Where it lies.
-        file: What it should be.
-        written: What all ranks wrote, in any order.
 
     Returns:
         Its record for the manifest.
@@ -360,12 +345,7 @@ def _not_as_written(path: Path, offset: int) -> CheckpointCorruptError:
 
 
 class TensorReader(OpensFiles):
-    """Reads exactly the bytes that are asked for, from one file or several.
-
-    Args:
-        files: Where the tensors are.
-        subject: What they are, for messages.
-    """
+    """Reads exactly the bytes that are asked for, from one file or several."""
 
     def __init__(self, files: Iterable[Path], *, subject: Subject = EXPORT) -> None:
         super().__init__(os.O_RDONLY)
@@ -427,7 +407,7 @@ class TensorReader(OpensFiles):
         if into.device.type == "cpu" and into.is_contiguous() and into.dtype == stored.dtype:
             self._read(self._homes[name], into, offset)
             return
-        for piece in torch.split(into, _PIECE):
+        for piece in torch.split(into, _PIECE_ELEMENTS):
             buffer = torch.empty(piece.numel(), dtype=stored.dtype)
             self._read(self._homes[name], buffer, offset)
             piece.copy_(buffer)

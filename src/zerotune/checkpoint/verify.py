@@ -23,7 +23,7 @@ from zerotune.errors import CheckpointCorruptError, CheckpointError
 
 logger = logging.getLogger("zerotune")
 
-_PIECE: Final = 2**22
+_LOOKED_AT_ONCE: Final = 2**22
 """Elements looked at at a time."""
 _THREADS: Final = 4
 """Files hashed at a time; a core hashes about as fast as a good disk reads a quarter."""
@@ -68,8 +68,8 @@ def _not_finite(folder: Path, manifest: Manifest) -> tuple[str, ...]:
         with TensorReader([folder / record.name], subject=subject) as reader:
             for name, tensor in reader.tensors.items():
                 numel = math.prod(tensor.shape)
-                for start in range(0, numel, _PIECE):
-                    piece = torch.empty(min(_PIECE, numel - start), dtype=tensor.dtype)
+                for start in range(0, numel, _LOOKED_AT_ONCE):
+                    piece = torch.empty(min(_LOOKED_AT_ONCE, numel - start), dtype=tensor.dtype)
                     reader.fill(piece, name, start)
                     if not subject.sound(piece):
                         return (f"{record.name}: {name}",)

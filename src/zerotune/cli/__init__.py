@@ -15,13 +15,13 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
-from zerotune._util.versions import installed_version
+from zerotune._util.environment import installed_version
 from zerotune.errors import ZeroTuneError
 
 if TYPE_CHECKING:
     from zerotune._util.table import Page
 
-_COMMANDS: Final = (
+_MODULES: Final = (
     "zerotune.cli.init",
     "zerotune.cli.doctor",
     "zerotune.cli.plan",
@@ -57,6 +57,10 @@ def tell(text: str) -> None:
     sys.stderr.write(f"zerotune: {text}\n")
 
 
+Below = tuple[str, Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]
+"""A command below another one: summary, what adds its arguments, and what it does."""
+
+
 class LazyParser(argparse.ArgumentParser):
     """Adds its arguments when it parses, so that one command loads nothing for another."""
 
@@ -68,6 +72,17 @@ class LazyParser(argparse.ArgumentParser):
         if configure is not None:
             configure(self)
         return super().parse_known_args(*args, **kwargs)
+
+
+def add_commands(parser: argparse.ArgumentParser, **commands: Below) -> None:
+    """Add commands below one, each with its summary, its arguments and what it does."""
+    below = parser.add_subparsers(
+        title="commands", metavar="COMMAND", required=True, parser_class=LazyParser
+    )
+    for name, (summary, add_arguments, act) in commands.items():
+        command = below.add_parser(name, help=summary, description=summary)
+        command.configure = add_arguments
+        command.set_defaults(act=act)
 
 
 class Command(Protocol):
@@ -125,8 +140,8 @@ def _parser(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(
         title="commands", metavar="COMMAND", required=True, parser_class=LazyParser
     )
-    named = [module for module in _COMMANDS if argv and module.endswith(f".{argv[0]}")]
-    for module in named or _COMMANDS:
+    named = [module for module in _MODULES if argv and module.endswith(f".{argv[0]}")]
+    for module in named or _MODULES:
         command = cast(Command, importlib.import_module(module))
         subparser = commands.add_parser(
             command.NAME, help=command.SUMMARY, description=command.SUMMARY

@@ -13,9 +13,12 @@ SUMMARY: Final = "Open a page that builds, explains and saves a plan."
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("--plan", metavar="FILE", help="the file that is opened and applied to")
+    parser.add_argument(
+        "--plan", type=Path, metavar="FILE", help="the file that is opened and applied to"
+    )
     parser.add_argument(
         "--root",
+        type=Path,
         metavar="DIR",
         help="the only folder the page may touch; the plan's own, else the working directory",
     )
@@ -25,6 +28,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=int, default=8265, metavar="N", help="8265; 0: a free one")
     parser.add_argument(
         "--token-file",
+        type=Path,
         metavar="FILE",
         help="holds the secret to ask for; else ZEROTUNE_BUILDER_TOKEN does; made when --host is "
         "another address",
@@ -44,16 +48,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Serve until interrupted."""
     # By name: the builder is an extra, and both are entry points that do not know each other.
-    serving = importlib.import_module("zerotune.builder.serving")
-    serving.serve(
+    importlib.import_module("zerotune.builder").serve(
         host=arguments.host,
         port=arguments.port,
-        plan_file=None if arguments.plan is None else Path(arguments.plan),
-        root=None if arguments.root is None else Path(arguments.root),
-        token=serving.read_token(
-            given=arguments.token,
-            file=None if arguments.token_file is None else Path(arguments.token_file),
-        ),
+        plan_file=arguments.plan,
+        root=arguments.root,
+        token=arguments.token,
+        token_file=arguments.token_file,
         open_browser=not arguments.no_browser,
     )
     return 0

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from zerotune._util.text import counted, disk_size
-from zerotune.cli import LazyParser, print_json, print_page
+from zerotune.cli import add_commands, print_json, print_page
 from zerotune.errors import MissingDependencyError
 
 if TYPE_CHECKING:
@@ -23,29 +23,27 @@ SUMMARY: Final = "Show, verify or convert checkpoints."
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the commands below ``checkpoint``."""
-    commands = parser.add_subparsers(
-        title="commands", metavar="COMMAND", required=True, parser_class=LazyParser
-    )
-    for name, summary, act in (
-        ("show", "What a checkpoint holds; reads its manifest alone.", _show),
-        ("verify", "Compare every file with its size and hash.", _verify),
-        (
-            "convert",
+    add_commands(
+        parser,
+        show=("What a checkpoint holds; reads its manifest alone.", _add_path, _show_contents),
+        verify=("Compare every file with its size and hash.", _add_path, _verify),
+        convert=(
             "A checkpoint into a diffusers model folder, or other formats into a checkpoint.",
-            _convert,
+            _conversion_arguments,
+            _convert_checkpoint,
         ),
-    ):
-        command = commands.add_parser(name, help=summary, description=summary)
-        command.add_argument("path", type=Path, metavar="PATH", help="the checkpoint's folder")
-        command.add_argument("--json", action="store_true", help="print everything as JSON")
-        if name == "convert":
-            command.configure = _configure_convert
-        command.set_defaults(act=act)
+    )
 
 
-def _configure_convert(parser: argparse.ArgumentParser) -> None:
+def _add_path(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", type=Path, metavar="PATH", help="the checkpoint's folder")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+
+
+def _conversion_arguments(parser: argparse.ArgumentParser) -> None:
     from zerotune.plan.model import PRECISIONS
 
+    _add_path(parser)
     parser.add_argument("target", type=Path, metavar="TARGET", help="what to write; must not exist")
     parser.add_argument(
         "--shadow", metavar="NAME", help="write this EMA shadow instead of the trained weights"
@@ -79,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
     return int(arguments.act(arguments))
 
 
-def _show(arguments: argparse.Namespace) -> int:
+def _show_contents(arguments: argparse.Namespace) -> int:
     from zerotune.checkpoint.folders import find_checkpoint
 
     folder, manifest = find_checkpoint(arguments.path)
@@ -113,7 +111,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     return 1 if damage else 0
 
 
-def _convert(arguments: argparse.Namespace) -> int:
+def _convert_checkpoint(arguments: argparse.Namespace) -> int:
     from zerotune.checkpoint import convert
 
     written = convert(

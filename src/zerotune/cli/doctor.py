@@ -14,12 +14,12 @@ import attrs
 from zerotune._util.table import Line, Page, Table
 from zerotune.cli import print_json, print_page
 from zerotune.errors import PlatformError, ZeroTuneError
-from zerotune.plan.memory.rates import RATE_NAMES, Rates, known_rates, store_rates
+from zerotune.plan.memory.time import RATE_NAMES, Rates, known_rates, store_rates
 from zerotune.platform import GIB, Platform, detect_platform
 
 if TYPE_CHECKING:
     from zerotune._util.table import Block
-    from zerotune.backend.ops.build import OpStatus
+    from zerotune.backend.ops import OpStatus
     from zerotune.platform.toolchain import Toolchain
 
 NAME: Final = "doctor"
@@ -54,7 +54,7 @@ class Checkup:
     @classmethod
     def of(cls, platform: Platform) -> Checkup:
         """Examine the machine that ``platform`` describes, which must be this one."""
-        from zerotune.backend.ops.build import op_report
+        from zerotune.backend.ops import op_report
         from zerotune.backend.step.kernel import host_step_status
         from zerotune.platform.toolchain import detect_toolchain
 
@@ -159,7 +159,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
         _build(arguments.build, platform)
         if arguments.build_missing is not None and platform.deepspeed.available:
-            from zerotune.backend.ops.build import op_report
+            from zerotune.backend.ops import op_report
 
             missing = [op.name for op in op_report() if op.state in ("buildable", "stale")]
             wanted = arguments.build_missing or missing
@@ -187,7 +187,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _build(names: Iterable[str], platform: Platform) -> None:
-    from zerotune.backend.ops.build import build_op
+    from zerotune.backend.ops import build_op
 
     for name in names:
         support = platform.deepspeed

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 import attrs
 
-from zerotune.cli import print_json, print_page, print_text
+from zerotune.cli import add_commands, print_json, print_page, print_text
 
 if TYPE_CHECKING:
     from zerotune.offload import CleanupReport, FoundLease
@@ -21,20 +21,28 @@ SUMMARY: Final = "Show or clean up a swap root."
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for name, summary, act in (
-        ("status", "List the leases in a root and who holds them; changes nothing.", _status),
-        ("clean", "Remove what runs that are provably dead left behind.", _clean),
-    ):
-        command = commands.add_parser(name, help=summary, description=summary)
-        command.add_argument("root", type=Path, metavar="ROOT", help="the swap root")
-        command.add_argument("--json", action="store_true", help="print everything as JSON")
-        command.set_defaults(act=act)
-        if name == "clean":
-            _configure_clean(command)
+    add_commands(
+        parser,
+        status=(
+            "List the leases in a root and who holds them; changes nothing.",
+            _add_root,
+            _show_status,
+        ),
+        clean=(
+            "Remove what runs that are provably dead left behind.",
+            _cleaning_arguments,
+            _clean_root,
+        ),
+    )
 
 
-def _configure_clean(parser: argparse.ArgumentParser) -> None:
+def _add_root(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("root", type=Path, metavar="ROOT", help="the swap root")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+
+
+def _cleaning_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_root(parser)
     parser.add_argument("--dry-run", action="store_true", help="only show what would be removed")
     parser.add_argument(
         "--adopt",
@@ -53,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
     return int(arguments.act(arguments))
 
 
-def _status(arguments: argparse.Namespace) -> int:
+def _show_status(arguments: argparse.Namespace) -> int:
     from zerotune.offload import cleanup_stale_swap, find_leases
 
     report = cleanup_stale_swap(arguments.root, dry_run=True)
@@ -74,12 +82,12 @@ def _status(arguments: argparse.Namespace) -> int:
     else:
         rows = [_lease_row(lease) for lease in leases]
         rows += [(one.path.name, one.kind, _size(one.nbytes), "", one.reason) for one in strays]
-        _print_table(("folder", "state", "on disk", "owner", "why"), rows, empty="nothing here")
+        _print_rows(("folder", "state", "on disk", "owner", "why"), rows, empty="nothing here")
         sys.stdout.write(f"{_size(report.freed)} can be freed by `zerotune offload clean`\n")
     return 1 if report.removed or strays else 0
 
 
-def _clean(arguments: argparse.Namespace) -> int:
+def _clean_root(arguments: argparse.Namespace) -> int:
     from zerotune.offload import cleanup_stale_swap
 
     report = cleanup_stale_swap(arguments.root, dry_run=arguments.dry_run, adopt=arguments.adopt)
@@ -108,12 +116,12 @@ def _print_report(report: CleanupReport) -> None:
         for what, entries in groups
         for one in entries
     ]
-    _print_table(("folder", "outcome", "bytes", "why"), rows, empty="nothing here")
+    _print_rows(("folder", "outcome", "bytes", "why"), rows, empty="nothing here")
     verb = "would be freed" if report.dry_run else "freed"
     sys.stdout.write(f"{_size(report.freed)} {verb}\n")
 
 
-def _print_table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]], *, empty: str) -> None:
+def _print_rows(head: tuple[str, ...], rows: Iterable[tuple[str, ...]], *, empty: str) -> None:
     from zerotune._util.table import Page, Table
 
     table = Table(head=head, rows=tuple(rows), indent=0)

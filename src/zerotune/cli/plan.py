@@ -3,52 +3,67 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, get_args
 
-from zerotune.cli import LazyParser, print_json, print_page, print_text, tell
+from zerotune.cli import add_commands, print_json, print_page, print_text, tell
 from zerotune.errors import InvalidValueError, PlanFileError, PlanSyntaxError, ZeroTuneError
 
 if TYPE_CHECKING:
     from zerotune.decisions import Decision
     from zerotune.errors import NothingFitsError
     from zerotune.plan import Advice, DeepSpeedPlan, MemoryEstimate, ResolvedPlan
-    from zerotune.plan.memory.model import Place
+    from zerotune.plan.memory.estimate import Place
     from zerotune.plan.text import RankBudget
     from zerotune.platform import Platform
 
 NAME: Final = "plan"
 SUMMARY: Final = "Check, convert and explain DeepSpeed configurations."
 
-_FILE: Final = "DeepSpeed JSON, a trainer's config.json, or accelerate's YAML"
-
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the commands below ``plan``."""
-    commands = parser.add_subparsers(
-        title="commands", metavar="COMMAND", required=True, parser_class=LazyParser
+    add_commands(
+        parser,
+        check=(
+            "Say what is wrong with a configuration; needs neither torch nor DeepSpeed.",
+            _check_arguments,
+            _check_plan,
+        ),
+        convert=(
+            "Write a configuration in another format, without changing what trains.",
+            _convert_arguments,
+            _convert_plan,
+        ),
+        explain=(
+            "Show what a plan means and, for a model, what will run and what it needs.",
+            _explain_arguments,
+            _explain,
+        ),
+        advise=(
+            "Find the fastest plan that fits a model into this much memory.",
+            _advise_arguments,
+            _advise,
+        ),
     )
-    for name, (summary, add_arguments, act) in _COMMANDS.items():
-        command = commands.add_parser(name, help=summary, description=summary)
-        command.configure = add_arguments
-        command.set_defaults(run_plan=act)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command that was named."""
     size = getattr(arguments, "max_size", None)
     if size is None:
-        return int(arguments.run_plan(arguments))
+        return int(arguments.act(arguments))
     from zerotune.plan.source import reading_at_most
 
     with reading_at_most(size, key="--max-size"):
-        return int(arguments.run_plan(arguments))
+        return int(arguments.act(arguments))
 
 
 # -- What the commands share.
 
 
+FROM_HERE: Final = "anything not given is taken from this machine"
 LORA_HELP: Final = "train LoRA adapters of this rank instead of the full model"
 
 
@@ -65,7 +80,11 @@ def at_least_one(text: str) -> int:
 
 def _add_file(parser: argparse.ArgumentParser) -> None:
     """Add the file to read, and how large it may be."""
-    parser.add_argument("file", metavar="FILE", help=_FILE)
+    parser.add_argument(
+        "file",
+        metavar="FILE",
+        help="DeepSpeed JSON, a trainer's config.json, or accelerate's YAML",
+    )
     parser.add_argument(
         "--max-size", metavar="SIZE", help="largest file to read; 16MiB, of YAML 128KiB, by default"
     )
@@ -73,7 +92,7 @@ def _add_file(parser: argparse.ArgumentParser) -> None:
 
 def _add_workload(parser: argparse.ArgumentParser) -> None:
     """Add what a step works on."""
-    from zerotune.plan.memory.model import EMAPlace
+    from zerotune.plan.memory.estimate import EMAPlace
     from zerotune.plan.model import STORAGES
 
     group = parser.add_argument_group("workload")
@@ -101,36 +120,41 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--chart", metavar="FILE", help="draw the memory per rank: .png, .pdf, .svg")
 
 
-def _size_argument(text: str | None, name: str) -> int | None:
-    """Bytes of a size given as the option ``name``; ``None`` when it was not given.
+def _add_sample(group: argparse._ArgumentGroup) -> None:
+    """Add what a batch is."""
+    for name, what in (
+        ("batch", "samples per rank and pass; 1 by default"),
+        ("resolution", "pixels of a side; the model's own by default"),
+        ("frames", "of a clip; the model's own by default"),
+    ):
+        group.add_argument(f"--{name}", type=at_least_one, metavar="N", help=what)
 
-    A number alone is GiB, in which cards are named and the builder asks.
 
-    Raises:
-        InvalidValueError: Not a size.
-    """
+def add_machine(parser: argparse.ArgumentParser, about: str = FROM_HERE) -> Any:
+    """Add the memory to plan for; ``sizes_of`` and ``machine_of`` read it."""
+    machine = parser.add_argument_group("machine", about)
+    machine.add_argument("--vram", metavar="SIZE", help="memory of each device (12, 12GiB)")
+    machine.add_argument("--ram", metavar="SIZE", help="memory of the host (64, 64GiB)")
+    machine.add_argument("--nvme", metavar="SIZE", help="disk space for swap files (500GB)")
+    return machine
+
+
+def sizes_of(arguments: argparse.Namespace) -> dict[str, int]:
+    """Bytes of the memory that was given; a number alone is GiB, in which cards are named."""
     # Not an argparse type: argparse would throw away the fix.
     from zerotune._util.text import parse_memory
 
-    return None if text is None else parse_memory(text, key=name)
+    given = {name: getattr(arguments, name) for name in ("vram", "ram", "nvme")}
+    return {
+        name: parse_memory(text, key=f"--{name}")
+        for name, text in given.items()
+        if text is not None
+    }
 
 
-def _refuse_unused(arguments: argparse.Namespace, names: tuple[str, ...], needed: str) -> None:
-    """Refuse options that say nothing without another one.
-
-    Raises:
-        InvalidValueError: One of ``names`` was given.
-    """
-    for name in names:
-        value = getattr(arguments, name)
-        if value is not None and value is not False:
-            option = f"--{name.replace('_', '-')}"
-            raise InvalidValueError(
-                f"means nothing without {needed}", key=option, fix=f"add {needed}, or leave it out"
-            )
-
-
-def _draw(estimate: MemoryEstimate, budget: RankBudget, arguments: argparse.Namespace) -> None:
+def _draw_chart(
+    estimate: MemoryEstimate, budget: RankBudget, arguments: argparse.Namespace
+) -> None:
     if arguments.chart:
         from zerotune.plan.charts import plot_memory
 
@@ -163,7 +187,7 @@ class Problem(NamedTuple):
     column: int | None = None
 
 
-def _configure_check(parser: argparse.ArgumentParser) -> None:
+def _check_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     _add_file(parser)
     parser.add_argument(
@@ -177,7 +201,7 @@ def _configure_check(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--strict", action="store_true", help="fail on warnings too")
 
 
-def _check(arguments: argparse.Namespace) -> int:
+def _check_plan(arguments: argparse.Namespace) -> int:
     """Check; 0 when nothing is wrong, 1 when something is, 2 for a file that cannot be read."""
     status = 1
     try:
@@ -214,12 +238,7 @@ def _check(arguments: argparse.Namespace) -> int:
 
 
 def _problems_of(file: str, *, world_size: int) -> list[Problem]:
-    """Everything that is wrong with the plan in ``file``.
-
-    Raises:
-        PlanFileError: The file is missing or cannot be read.
-        PlanSyntaxError: It is neither JSON nor YAML.
-    """
+    """Everything that is wrong with the plan in ``file``."""
     from zerotune.decisions import raise_all
     from zerotune.plan import RuleContext, read
     from zerotune.platform import Platform
@@ -296,7 +315,7 @@ def _from_decision(rule: str, decision: Decision) -> Problem:
 # -- convert
 
 
-def _configure_convert(parser: argparse.ArgumentParser) -> None:
+def _convert_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     from zerotune.plan.write import FORMATS
 
@@ -324,7 +343,7 @@ def _configure_convert(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _convert(arguments: argparse.Namespace) -> int:
+def _convert_plan(arguments: argparse.Namespace) -> int:
     """Convert; 0 also when what ``--lossy`` names was lost, which is said on stderr."""
     from zerotune.plan import DeepSpeedPlan
     from zerotune.plan.write import launchable, plan_document
@@ -355,6 +374,7 @@ def _tell_decisions(decisions: Iterable[Decision]) -> None:
 # -- explain
 
 
+_ON_PROCESSOR: Final = "to train on this machine's processor"
 _NEED_A_MODEL: Final = (
     "batch",
     "resolution",
@@ -366,7 +386,7 @@ _NEED_A_MODEL: Final = (
 )
 
 
-def _configure_explain(parser: argparse.ArgumentParser) -> None:
+def _explain_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     from zerotune.plan.families import family_names
     from zerotune.platform.facts import ACCELERATORS
@@ -375,17 +395,12 @@ def _configure_explain(parser: argparse.ArgumentParser) -> None:
     model = parser.add_argument_group("model")
     families = ", ".join(family_names())
     model.add_argument("--family", metavar="NAME", help=f"cost the plan for this model: {families}")
-    model.add_argument("--batch", type=at_least_one, metavar="N", help="samples per rank and pass")
-    model.add_argument("--resolution", type=at_least_one, metavar="N", help="pixels of a side")
-    model.add_argument("--frames", type=at_least_one, metavar="N", help="of a clip")
+    _add_sample(model)
     model.add_argument(
         "--no-gradient-checkpointing", action="store_true", help="keep every activation"
     )
-    machine = parser.add_argument_group("machine", "this one, unless something of it is given")
+    machine = add_machine(parser, "this one, unless something of it is given")
     machine.add_argument("--accelerator", choices=ACCELERATORS, help="what it trains on")
-    machine.add_argument("--vram", metavar="SIZE", help="memory of each device (12, 12GiB)")
-    machine.add_argument("--ram", metavar="SIZE", help="memory of the host (64, 64GiB)")
-    machine.add_argument("--nvme", metavar="SIZE", help="disk space for swap files (500GB)")
     _add_workload(parser)
     _add_output(parser)
 
@@ -396,13 +411,19 @@ def _explain(arguments: argparse.Namespace) -> int:
 
     plan = DeepSpeedPlan.load(arguments.file)
     if arguments.family is None:
-        _refuse_unused(arguments, _NEED_A_MODEL, "--family NAME")
+        for name in _NEED_A_MODEL:
+            if getattr(arguments, name) not in (None, False):
+                raise InvalidValueError(
+                    "means nothing without --family NAME",
+                    key=f"--{name.replace('_', '-')}",
+                    fix="add --family NAME, or leave it out",
+                )
         return _explain_plan(plan, arguments)
     return _explain_cost(plan, arguments)
 
 
 def _explain_plan(plan: DeepSpeedPlan, arguments: argparse.Namespace) -> int:
-    platform = _described(arguments)
+    platform = _described_machine(arguments)
     summary = plan.summary(world_size=arguments.world_size, platform=platform)
     if arguments.json:
         print_json(summary)
@@ -419,14 +440,28 @@ def _explain_plan(plan: DeepSpeedPlan, arguments: argparse.Namespace) -> int:
 def _explain_cost(plan: DeepSpeedPlan, arguments: argparse.Namespace) -> int:
     import attrs
 
-    from zerotune.plan.text import WIDTH, estimate_page, fits, resolved_page
+    from zerotune.plan.text import WIDTH, estimate_page, fits, rank_budget, resolved_page
     from zerotune.platform import detect_platform
 
-    platform = _described(arguments) or detect_platform(log=False)
-    estimate = _estimate(plan, platform, arguments)
-    budget = _budget(platform, estimate, arguments)
+    sizes: dict[str, int | None] = {**sizes_of(arguments)}
+    platform = _described_machine(arguments)
+    if platform is None:
+        platform = detect_platform(log=False)
+        sizes = {"vram": platform.vram, "ram": platform.host_memory.limit, **sizes}
+    given = {name: getattr(arguments, name) for name in ("batch", "resolution", "frames")}
+    estimate = plan.estimate(
+        arguments.family,
+        platform=platform,
+        world_size=arguments.world_size,
+        ema=arguments.ema,
+        lora=arguments.lora,
+        base_dtype=arguments.base_dtype,
+        gradient_checkpointing=not arguments.no_gradient_checkpointing,
+        **{name: value for name, value in given.items() if value is not None},
+    )
+    budget = rank_budget(_by_place(sizes), estimate)
     every = fits(estimate, budget)
-    _draw(estimate, budget, arguments)
+    _draw_chart(estimate, budget, arguments)
     if arguments.json:
         print_json(
             {
@@ -445,69 +480,30 @@ def _explain_cost(plan: DeepSpeedPlan, arguments: argparse.Namespace) -> int:
     return 0 if all(fit.fits for fit in every) else 1
 
 
-def _estimate(
-    plan: DeepSpeedPlan, platform: Platform, arguments: argparse.Namespace
-) -> MemoryEstimate:
-    given = {name: getattr(arguments, name) for name in ("batch", "resolution", "frames")}
-    return plan.estimate(
-        arguments.family,
-        platform=platform,
-        world_size=arguments.world_size,
-        ema=arguments.ema,
-        lora=arguments.lora,
-        base_dtype=arguments.base_dtype,
-        gradient_checkpointing=not arguments.no_gradient_checkpointing,
-        **{name: value for name, value in given.items() if value is not None},
-    )
+def _by_place(sizes: Mapping[str, int | None]) -> dict[Place, int]:
+    """Bytes of memory by the place they are at, as far as they are limited."""
+    places: dict[Place, str] = {"device": "vram", "host": "ram", "nvme": "nvme"}
+    limits = {place: sizes.get(name) for place, name in places.items()}
+    return {place: size for place, size in limits.items() if size is not None}
 
 
-def _described(arguments: argparse.Namespace) -> Platform | None:
+def _described_machine(arguments: argparse.Namespace) -> Platform | None:
     """The machine the arguments speak of; ``None`` when they do not."""
     from zerotune.platform import Platform
 
-    vram = _size_argument(arguments.vram, "--vram")
-    ram = _size_argument(arguments.ram, "--ram")
-    if (arguments.accelerator, vram, ram) == (None, None, None):
+    sizes: dict[str, Any] = sizes_of(arguments)
+    sizes.pop("nvme", None)
+    if arguments.accelerator is None and not sizes:
         return None
-    given: dict[str, Any] = {"vram": vram, "ram": ram}
     return Platform.synthetic(
-        arguments.accelerator or "cuda",
-        device_count=arguments.world_size,
-        **{name: size for name, size in given.items() if size is not None},
+        arguments.accelerator or "cuda", device_count=arguments.world_size, **sizes
     )
-
-
-def _budget(
-    platform: Platform, estimate: MemoryEstimate, arguments: argparse.Namespace
-) -> RankBudget:
-    """What one rank may use, as far as it was given or, of this machine, detected."""
-    described = _described(arguments) is not None
-    ranks = estimate.workload.ranks_per_machine or estimate.resolved.world_size
-    vram = _size_argument(arguments.vram, "--vram") if described else platform.vram
-    ram = _size_argument(arguments.ram, "--ram") if described else platform.host_memory.limit
-    nvme = _size_argument(arguments.nvme, "--nvme")
-    sizes: dict[Any, int | None] = {
-        "device": vram,
-        "host": None if ram is None else ram // ranks,
-        "nvme": None if nvme is None else nvme // ranks,
-    }
-    return {place: size for place, size in sizes.items() if size is not None}
 
 
 # -- advise
 
 
-def add_machine(parser: argparse.ArgumentParser) -> None:
-    """Add the memory to plan for; ``machine_of`` reads it."""
-    machine = parser.add_argument_group("machine", "anything not given is taken from this machine")
-    machine.add_argument("--vram", metavar="SIZE", help="memory of each device (12, 12GiB)")
-    machine.add_argument("--ram", metavar="SIZE", help="memory of the host (64, 64GiB)")
-    machine.add_argument(
-        "--nvme", metavar="SIZE", default="0", help="disk space for swap files (500GB); none"
-    )
-
-
-def _configure_advise(parser: argparse.ArgumentParser) -> None:
+def _advise_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     from zerotune.plan.advise import PREFERENCES
     from zerotune.plan.families import family_names
@@ -518,18 +514,7 @@ def _configure_advise(parser: argparse.ArgumentParser) -> None:
     )
     add_machine(parser)
     training = parser.add_argument_group("training")
-    training.add_argument(
-        "--batch", type=at_least_one, default=1, metavar="N", help="samples per rank and pass"
-    )
-    training.add_argument(
-        "--resolution",
-        type=at_least_one,
-        metavar="N",
-        help="pixels of a side; the model's own by default",
-    )
-    training.add_argument(
-        "--frames", type=at_least_one, metavar="N", help="of a clip; the model's own by default"
-    )
+    _add_sample(training)
     training.add_argument("--optimizer", default="AdamW", metavar="NAME", help="AdamW by default")
     training.add_argument("--precision", choices=(AUTO, *PRECISIONS), default=AUTO)
     parser.add_argument(
@@ -556,7 +541,7 @@ def _advise(arguments: argparse.Namespace) -> int:
         advice = DeepSpeedPlan.advise(
             arguments.family,
             **machine,
-            batch=arguments.batch,
+            batch=arguments.batch or 1,
             resolution=arguments.resolution,
             frames=arguments.frames,
             world_size=arguments.world_size,
@@ -576,36 +561,25 @@ def _advise(arguments: argparse.Namespace) -> int:
 
 def machine_of(arguments: argparse.Namespace) -> dict[str, Any]:
     """The machine to plan for; memory that is not given is this one's, which is said."""
-    vram = _size_argument(arguments.vram, "--vram")
-    ram = _size_argument(arguments.ram, "--ram")
-    nvme = _size_argument(arguments.nvme, "--nvme")
-    if vram is not None and ram is not None:
-        return {"vram": vram, "ram": ram, "nvme": nvme}
+    machine: dict[str, Any] = {"nvme": 0, **sizes_of(arguments)}
+    if "vram" in machine and "ram" in machine:
+        return machine
     from zerotune._util.text import format_size
     from zerotune.platform import detect_platform
 
     platform = detect_platform(log=False)
-    if ram is None:
-        ram = platform.host_memory.limit
-        tell(f"--ram not given: planning with this machine's {format_size(ram)}")
-    if vram is None and platform.vram is not None:
-        vram = platform.vram
-        tell(f"--vram not given: planning with this machine's {format_size(vram)}")
-    elif vram is None:
-        tell("--vram not given: planning to train on this machine's processor")
-    return {"vram": vram, "ram": ram, "nvme": nvme, "platform": platform}
+    for name, size in (("ram", platform.host_memory.limit), ("vram", platform.vram)):
+        if name not in machine:
+            words = f"with this machine's {format_size(size)}" if size is not None else None
+            tell(f"--{name} not given: planning {words or _ON_PROCESSOR}")
+            machine[name] = size
+    return {**machine, "platform": platform}
 
 
 def _report_advice(advice: Advice, arguments: argparse.Namespace) -> None:
-    from zerotune.plan.text import FOREMOST, WIDTH, advice_page, rank_budget
+    from zerotune.plan.text import FOREMOST, WIDTH, advice_page, places_of, rank_budget
 
-    budget = advice.budget
-    sizes: Mapping[Place, int] = {
-        "device": budget.device,
-        "host": budget.host,
-        "nvme": budget.nvme,
-    }
-    _draw(advice.estimate, rank_budget(sizes, advice.estimate), arguments)
+    _draw_chart(advice.estimate, rank_budget(places_of(advice.budget), advice.estimate), arguments)
     if arguments.json:
         print_json(advice.to_dict())
     elif arguments.markdown:
@@ -616,15 +590,11 @@ def _report_advice(advice: Advice, arguments: argparse.Namespace) -> None:
         if most is not None and len(advice.candidates) > most:
             print_text(f"  --all shows {len(advice.candidates) - most} more")
     if arguments.output:
-        _save(advice.plan, arguments.output)
-
-
-def _save(plan: DeepSpeedPlan, path: str) -> None:
-    saved = plan.save(path)
-    for decision in saved.decisions:
-        tell(str(decision))
-    kept = "".join(f", what it replaced in {backup}" for backup in saved.backups)
-    tell(f"the plan is in {path}{kept}")
+        saved = advice.plan.save(arguments.output)
+        for decision in saved.decisions:
+            tell(str(decision))
+        kept = "".join(f", what it replaced in {backup}" for backup in saved.backups)
+        tell(f"the plan is in {arguments.output}{kept}")
 
 
 def _report_nothing(
@@ -633,48 +603,11 @@ def _report_nothing(
     from zerotune.plan.text import WIDTH, candidate_data, nearest_budget, nearest_page
 
     nearest = error.nearest
-    budget: Mapping[Place, int] = {
-        "device": machine["vram"] or 0,
-        "host": machine["ram"],
-        "nvme": machine["nvme"],
-    }
-    _draw(nearest.estimate, nearest_budget(nearest, budget=budget), arguments)
+    budget = _by_place({**machine, "vram": machine["vram"] or 0})
+    _draw_chart(nearest.estimate, nearest_budget(nearest, budget=budget), arguments)
     if arguments.json:
         print_json({"fits": False, "reason": str(error), "nearest": candidate_data(nearest)})
     else:
         print_text(str(error))
         print_text("")
         print_page(nearest_page(nearest, budget=budget), width=WIDTH)
-
-
-_COMMANDS: Final[
-    Mapping[
-        str,
-        tuple[
-            str,
-            Callable[[argparse.ArgumentParser], None],
-            Callable[[argparse.Namespace], int],
-        ],
-    ]
-] = {
-    "check": (
-        "Say what is wrong with a configuration; needs neither torch nor DeepSpeed.",
-        _configure_check,
-        _check,
-    ),
-    "convert": (
-        "Write a configuration in another format, without changing what trains.",
-        _configure_convert,
-        _convert,
-    ),
-    "explain": (
-        "Show what a plan means and, for a model, what will run and what it needs.",
-        _configure_explain,
-        _explain,
-    ),
-    "advise": (
-        "Find the fastest plan that fits a model into this much memory.",
-        _configure_advise,
-        _advise,
-    ),
-}

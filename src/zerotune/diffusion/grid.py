@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import attrs
 import torch
 
-from zerotune._util.numbers import positive, validated
+from zerotune._util.text import positive, validated
 from zerotune.decisions import Decision
 from zerotune.errors import InvalidValueError, MissingDependencyError
 

@@ -18,18 +18,20 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 import attrs
 import torch
 
-from zerotune._util.numbers import positive, validated
-from zerotune._util.text import did_you_mean
-from zerotune.backend.adapter_layouts import (
+from zerotune._util.text import did_you_mean, positive, validated
+from zerotune.backend.adapters import (
     PEFT_CONFIG,
     PEFT_FILE,
+    AdapterFacts,
+    AdapterParameter,
     Read,
     adapter_settings,
     baked_lokr,
     find_adapters,
     read_others,
+    remember,
+    starting_points,
 )
-from zerotune.backend.adapters import AdapterFacts, AdapterParameter, remember, starting_points
 from zerotune.backend.dtypes import checked_dtype, is_torchao
 from zerotune.backend.stored import bring_weights, standing_in
 from zerotune.backend.trained_parts import TrainedParts, components

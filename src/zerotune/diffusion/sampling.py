@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar, cast
 import attrs
 import torch
 
-from zerotune._util.numbers import whole
+from zerotune._util.text import whole
 from zerotune.diffusion.models.family import (
     Conditioning,
     Denoiser,

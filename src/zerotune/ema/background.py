@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
@@ -18,14 +18,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from zerotune.backend.master_weights import MasterWeights
-    from zerotune.ema.shadow import EMAShadow
-
-
-class _Shadows(Protocol):
-    @property
-    def shadows(self) -> Sequence[EMAShadow]: ...
-
-    def attach(self, source: Any) -> Any: ...
+    from zerotune.ema.shadow import EMAShadow, EMAShadows
 
 
 class BackgroundEMA(Closable):
@@ -52,7 +45,9 @@ class BackgroundEMA(Closable):
             engines know theirs.
     """
 
-    def __init__(self, *, shadow: _Shadows, optimizer: torch.optim.Optimizer | None = None) -> None:
+    def __init__(
+        self, *, shadow: EMAShadow | EMAShadows, optimizer: torch.optim.Optimizer | None = None
+    ) -> None:
         self._subject = shadow
         self._optimizer = optimizer
         self._master: MasterWeights | None = None
@@ -62,7 +57,7 @@ class BackgroundEMA(Closable):
         self._changes = 0
 
     @property
-    def subject(self) -> _Shadows:
+    def subject(self) -> EMAShadow | EMAShadows:
         """The ``EMAShadow`` or ``EMAShadows`` that is updated."""
         return self._subject
 
@@ -117,11 +112,8 @@ class BackgroundEMA(Closable):
                 key="BackgroundEMA.step()",
                 fix="call it after the optimizer's step, and give the optimizer that steps",
             )
-        updates = [
-            update
-            for shadow in self._subject.shadows
-            if (update := shadow.begin_update()) is not None
-        ]
+        begun = (shadow.begin_update() for shadow in self._subject.shadows)
+        updates = [update for update in begun if update is not None]
         if updates and not joined(self._master, updates):
             self._thread = threading.Thread(
                 target=self._run, args=(self._master, updates), name="zerotune-ema"

@@ -7,7 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import attrs
 
-from zerotune._util.numbers import finite, positive, validated
+from zerotune._util.text import finite, positive, validated
 from zerotune.errors import InvalidValueError
 
 
@@ -40,16 +40,16 @@ def _check_share(value: Any, *, key: str) -> None:
         raise InvalidValueError("a decay lies in [0, 1)", key=key, value=value, fix="try 0.999")
 
 
-_share = validated(_check_share)
-_positive = validated(positive)
-_optional_positive = attrs.validators.optional(_positive)
+_kept_share = validated(_check_share)
+_above_zero = validated(positive)
+_optional_above_zero = attrs.validators.optional(_above_zero)
 
 
 @attrs.frozen(kw_only=True)
 class ConstantDecay:
     """The same decay at every step."""
 
-    decay: float = attrs.field(validator=_share)
+    decay: float = attrs.field(validator=_kept_share)
     """Share of the shadow kept by one step."""
 
     def at(self, step: int) -> float:  # noqa: ARG002 - the protocol's argument
@@ -66,13 +66,13 @@ class WarmupDecay:
     million), 3/4 shorter ones (0.999 after 10,000, 0.9999 after 215,400).
     """
 
-    decay: float = attrs.field(default=0.9999, validator=_share)
+    decay: float = attrs.field(default=0.9999, validator=_kept_share)
     """Largest decay."""
-    inverse_gamma: float = attrs.field(default=1.0, validator=_positive)
+    inverse_gamma: float = attrs.field(default=1.0, validator=_above_zero)
     """Steps by which the warm-up is stretched."""
-    power: float = attrs.field(default=2 / 3, validator=_positive)
+    power: float = attrs.field(default=2 / 3, validator=_above_zero)
     """Exponent of the warm-up."""
-    min_decay: float = attrs.field(default=0.0, validator=_share)
+    min_decay: float = attrs.field(default=0.0, validator=_kept_share)
     """Smallest decay after the first update."""
 
     def at(self, step: int) -> float:
@@ -91,9 +91,9 @@ class RampDecay:
     What diffusers' ``EMAModel`` does without ``use_ema_warmup``.
     """
 
-    decay: float = attrs.field(default=0.9999, validator=_share)
+    decay: float = attrs.field(default=0.9999, validator=_kept_share)
     """Largest decay."""
-    min_decay: float = attrs.field(default=0.0, validator=_share)
+    min_decay: float = attrs.field(default=0.0, validator=_kept_share)
     """Smallest decay after the first update."""
 
     def at(self, step: int) -> float:
@@ -113,11 +113,11 @@ class HalfLife:
         HalfLife(samples=500_000, batch_size=plan.train_batch_size)
     """
 
-    steps: float | None = attrs.field(default=None, validator=_optional_positive)
+    steps: float | None = attrs.field(default=None, validator=_optional_above_zero)
     """Optimizer steps until a contribution has halved."""
-    samples: float | None = attrs.field(default=None, validator=_optional_positive)
+    samples: float | None = attrs.field(default=None, validator=_optional_above_zero)
     """Training samples until a contribution has halved."""
-    batch_size: float | None = attrs.field(default=None, validator=_optional_positive)
+    batch_size: float | None = attrs.field(default=None, validator=_optional_above_zero)
     """Samples per optimizer step, all ranks together; with ``samples`` only."""
 
     def __attrs_post_init__(self) -> None:

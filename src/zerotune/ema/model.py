@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import torch
 import torch.distributed as dist
-from typing_extensions import override
 
 from zerotune._util.files import sync, system_errors
 from zerotune.backend.deepspeed.external import is_deepspeed, master_weights_of, unwrapped
@@ -27,7 +26,6 @@ from zerotune.errors import EMAError, InvalidValueError
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from zerotune.backend.master_weights import FragmentAddress
 
 Parameters = Iterable[torch.nn.Parameter]
 
@@ -203,10 +201,10 @@ class EMAModel:
             parameters: Those of the model that trains, which may be another object than the
                 shadow was made from; may be left out when it is the same.
         """
-        given = self._meant(parameters)
-        if not self._tracked.are(given):
-            self._tracked.like(given)
-            tracked = TrackedParameters.of(given)
+        these = self._meant(parameters)
+        if not self._tracked.are(these):
+            self._tracked.like(these)
+            tracked = TrackedParameters.of(these)
             self._shadow.follow(tracked.master)
             self._tracked = tracked
         self._frozen = self._frozen_now()
@@ -316,15 +314,13 @@ class EMAModel:
         except (InvalidValueError, EMAError):
             self.__dict__.update(before)
             raise
-        full = None if values is None else dict(zip(self._tracked.names, values, strict=True))
-        self._shadow.load_state_dict(
-            _FullState(
-                current=self._shadow.state_dict(),
-                addresses=self._tracked.master.addresses,
-                full=full,
-                steps=steps,
-            )
-        )
+        state = {**self._shadow.state_dict(), "steps": torch.tensor(steps)}
+        if values is not None:
+            full = dict(zip(self._tracked.names, values, strict=True))
+            for part in self._tracked.master.addresses:
+                flat = full[part.name].detach().reshape(-1)
+                state[part.key] = flat[part.start : part.stop]
+        self._shadow.load_state_dict(state)
         if values is not None:
             self._frozen = {index: values[index].detach().clone() for index in self._frozen}
 
@@ -387,7 +383,6 @@ class EMAModel:
         return tuple(parameters)
 
     def _frozen_now(self) -> dict[int, torch.Tensor]:
-        # Those without elements are not trained either.
         trained = self._tracked.master.parameters
         return {
             index: parameter.detach()
@@ -437,13 +432,13 @@ class _Settings:
     """The schedule an ``EMAModel`` has at the moment: scripts change its attributes."""
 
     def __init__(self, owner: EMAModel) -> None:
-        self._currenter = owner
+        self._owner = owner
 
     def at(self, step: int) -> float:
-        return self._currenter.get_decay(step + 1)
+        return self._owner.get_decay(step + 1)
 
     def __repr__(self) -> str:
-        return f"EMAModel(decay={self._currenter.decay})"
+        return f"EMAModel(decay={self._owner.decay})"
 
 
 _LEGACY = {"max_value": "decay", "min_value": "min_decay", "device": "device"}
@@ -545,48 +540,6 @@ class TrackedParameters:
                     key=f"parameters[{index}]",
                     fix="give the parameters of the same architecture",
                 )
-
-
-# -- Full tensors of a model, seen as one rank's state of a shadow.
-
-
-class _FullState(Mapping[str, torch.Tensor]):
-    """What ``EMAShadow.load_state_dict`` takes, cut out of full tensors one by one.
-
-    Args:
-        current: The shadow's state, for what is not given.
-        addresses: This rank's fragments.
-        full: Full tensors by parameter name; ``None`` to keep the shadow's own.
-        steps: Optimizer steps seen.
-    """
-
-    def __init__(
-        self,
-        *,
-        current: Mapping[str, torch.Tensor],
-        addresses: Sequence[FragmentAddress],
-        full: Mapping[str, torch.Tensor] | None,
-        steps: int,
-    ) -> None:
-        self._current, self._full, self._steps = current, full, steps
-        self._addresses = {address.key: address for address in addresses}
-
-    @override
-    def __getitem__(self, key: str) -> torch.Tensor:
-        if key == "steps":
-            return torch.tensor(self._steps)
-        if self._full is None:
-            return self._current[key]
-        address = self._addresses[key]
-        return self._full[address.name].detach().reshape(-1)[address.start : address.stop]
-
-    @override
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._current)
-
-    @override
-    def __len__(self) -> int:
-        return len(self._current)
 
 
 # -- A folder that is complete or absent.

@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import attrs
 import torch
 from typing_extensions import override
 
-from zerotune._util.numbers import whole
 from zerotune._util.table import Line, Page, Readable
-from zerotune._util.text import counted, disk_size, listing
+from zerotune._util.text import counted, disk_size, listing, whole
 from zerotune.backend.deepspeed.external import master_weights_of
 from zerotune.backend.master_weights import Follower
 from zerotune.ema.decay import DecaySchedule, as_schedule, decay_of_update
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
 _CHECKED_UPDATES = 3
 """Updates that moved the shadow and are checked to have moved it towards the weights."""
-_ROUNDING = 2.0**-23
+_ROUNDING_STEP = 2.0**-23
 """fp32 rounds each element of an update by at most this share of it."""
-_CHUNK = 2**18
+_COMPARED_AT_ONCE = 2**18
 """Elements handled at a time: 2 MiB in float64 stay in a CPU's cache, ten times faster."""
 
 
@@ -169,8 +169,12 @@ class EMAShadow(Readable):
         self._steps += 1
         if self._steps % self._update_every:
             return None
-        decay = self._decay_at(self._steps)
-        watch = UpdateWatch(decay=decay) if self._to_be_checked() else None
+        decay, update = self._decay_at(self._steps), self._steps // self._update_every
+        # While a warm-up keeps the weights still, an update proves nothing; asking each time
+        # would double the cost of a long one.
+        early = update <= _CHECKED_UPDATES or update & (update - 1) == 0
+        checked = early and self._checked < _CHECKED_UPDATES
+        watch = UpdateWatch(decay=decay) if checked else None
         return ShadowUpdate(
             tensors=self._tensors, decay=decay, watch=watch, done=self._count_checked
         )
@@ -253,9 +257,7 @@ class EMAShadow(Readable):
                 been changed then. Or a part of another size; those before it are loaded.
         """
         self._ready("load_state_dict()")
-        wanted, given = {*self._tensors, "steps"}, set(state)
-        if wanted != given:
-            raise _other_weights(wanted, given, key="state")
+        self._check_parts({*self._tensors, "steps"}, set(state), key="state")
         for key, tensor in self._tensors.items():
             saved = state[key]
             if saved.numel() != tensor.numel():
@@ -310,9 +312,8 @@ class EMAShadow(Readable):
         """
         self._ready("follow()")
         master = master_weights_of(source)
-        wanted, given = set(self._tensors), {address.key for address in master.addresses}
-        if wanted != given:
-            raise _other_weights(wanted, given, key="source")
+        parts = {address.key for address in master.addresses}
+        self._check_parts(set(self._tensors), parts, key="source")
         self.source.averages.discard(self)
         self._master = master
         master.averages.add(self)
@@ -361,18 +362,21 @@ class EMAShadow(Readable):
             start_after=self._start_after,
         )
 
-    def _to_be_checked(self) -> bool:
-        # While a warm-up keeps the weights still, an update proves nothing; asking each time
-        # would double the cost of a long one.
-        update = self._steps // self._update_every
-        early = update <= _CHECKED_UPDATES or update & (update - 1) == 0
-        return early and self._checked < _CHECKED_UPDATES
-
     def _count_checked(self, proved: bool) -> None:
         self._checked += proved
 
     def _of(self, fragment: Fragment) -> torch.Tensor:
         return self._tensors[fragment.address.key]
+
+    @staticmethod
+    def _check_parts(ours: set[str], theirs: set[str], *, key: str) -> None:
+        if ours != theirs:
+            raise EMAError(
+                f"belongs to other weights (missing {listing(sorted(ours - theirs))}, "
+                f"unexpected {listing(sorted(theirs - ours))})",
+                key=key,
+                fix="use the model, plan and world size the shadow was made with",
+            )
 
     def _attached(self, *, settled: bool = True) -> MasterWeights:
         if self._master is None:
@@ -408,15 +412,6 @@ class EMAShadow(Readable):
                     continue
                 exchange(fragment.value, self._tensors[key])
                 self._exchanged ^= {key}
-
-
-def _other_weights(wanted: set[str], given: set[str], *, key: str) -> EMAError:
-    return EMAError(
-        f"belongs to other weights (missing {listing(sorted(wanted - given))}, "
-        f"unexpected {listing(sorted(given - wanted))})",
-        key=key,
-        fix="use the model, plan and world size the shadow was made with",
-    )
 
 
 class EMAShadows(Mapping[str, "EMAShadow"]):
@@ -493,25 +488,17 @@ class EMAShadows(Mapping[str, "EMAShadow"]):
 # -- One update, fragment by fragment, whoever iterates over the fragments.
 
 
+@attrs.frozen(kw_only=True, eq=False)
 class ShadowUpdate:
-    """Takes in the fragments of one step.
+    """Takes in the fragments of one step."""
 
-    Args:
-        tensors: The shadow, by the fragments' keys.
-        decay: Share of the shadow the update keeps.
-        watch: Measures whether the shadow comes closer; ``None`` to trust it.
-        done: Called at the end with whether the update proved that the shadow follows.
-    """
-
-    def __init__(
-        self,
-        *,
-        tensors: Mapping[str, torch.Tensor],
-        decay: float,
-        watch: UpdateWatch | None,
-        done: Callable[[bool], None],
-    ) -> None:
-        self._tensors, self._decay, self._watch, self._done = tensors, decay, watch, done
+    _tensors: Mapping[str, torch.Tensor] = attrs.field(alias="tensors")
+    """The shadow, by the fragments' keys."""
+    _decay: float = attrs.field(alias="decay")
+    _watch: UpdateWatch | None = attrs.field(alias="watch")
+    """Measures whether the shadow comes closer; ``None`` to trust it."""
+    _done: Callable[[bool], None] = attrs.field(alias="done")
+    """Called at the end with whether the update proved that the shadow follows."""
 
     @torch.no_grad()
     def take(self, fragment: Fragment) -> None:
@@ -578,9 +565,6 @@ class UpdateWatch:
     """Measures one update of a shadow that must bring it closer to the weights.
 
     An update of decay ``d`` leaves ``d`` times the distance, but for rounding.
-
-    Args:
-        decay: Share of the shadow the update keeps.
     """
 
     def __init__(self, *, decay: float) -> None:
@@ -603,7 +587,7 @@ class UpdateWatch:
         warm-up begins with a learning rate of zero.
         """
         before, after = math.sqrt(self._before), math.sqrt(self._after)
-        allowed = self._decay * before + _ROUNDING * math.sqrt(self._norm)
+        allowed = self._decay * before + _ROUNDING_STEP * math.sqrt(self._norm)
         if not math.isfinite(after + before):
             raise EMAError(
                 "the weights or the shadow are not finite",
@@ -647,26 +631,26 @@ def check_complete(master: MasterWeights, tensors: Mapping[str, torch.Tensor]) -
 # -- Arithmetic on large flat tensors that needs only a small temporary.
 
 
-def _chunks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    return zip(*(torch.split(tensor, _CHUNK) for tensor in tensors), strict=True)
+def _side_by_side(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    return zip(*(torch.split(tensor, _COMPARED_AT_ONCE) for tensor in tensors), strict=True)
 
 
 def squared_norm(tensor: torch.Tensor) -> float:
     """Sum of squares of a 1-D tensor, in float64."""
-    return sum(float(part.double().square().sum()) for (part,) in _chunks(tensor))
+    return sum(float(part.double().square().sum()) for (part,) in _side_by_side(tensor))
 
 
 def squared_distance(left: torch.Tensor, right: torch.Tensor) -> float:
     """Squared L2 distance of two 1-D tensors of equal length, in float64."""
     return sum(
         float(one.double().sub_(other.double()).square_().sum())
-        for one, other in _chunks(left, right)
+        for one, other in _side_by_side(left, right)
     )
 
 
 def exchange(left: torch.Tensor, right: torch.Tensor) -> None:
     """Exchange the contents of two 1-D tensors of equal length and dtype, on any devices."""
-    for one, other in _chunks(left, right):
+    for one, other in _side_by_side(left, right):
         former = one.clone()
         one.copy_(other)
         other.copy_(former)

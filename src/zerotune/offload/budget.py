@@ -4,28 +4,24 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 
-from zerotune._util.proc import CAP_IPC_LOCK, has_capability
 from zerotune._util.text import format_size
 from zerotune.decisions import Decision
 from zerotune.errors import OffloadError, PlanError
 from zerotune.plan.fill import pins_natively
-from zerotune.plan.memory.model import PHASES, MemoryEstimate, Workload
+from zerotune.plan.memory.estimate import PHASES, Workload
 from zerotune.plan.model import AUTO, evolved
 
 if TYPE_CHECKING:
     from zerotune.plan.model import ResolvedPlan
-    from zerotune.platform import Platform
 
 KEY: Final = "offload.host_memory"
 BACKEND_VARIABLE: Final = "DS_PIN_MEMORY_BACKEND"
 
-_SECTIONS: Final = ("offload_optimizer", "offload_param")
-_STATUS: Final = Path("/proc/self/status")
+_PINNED_SECTIONS: Final = ("offload_optimizer", "offload_param")
 
 
 @attrs.frozen(kw_only=True)
@@ -80,28 +76,27 @@ def host_budget(
     """Count the host memory of a plan whose model is known.
 
     Activations are not in it; on a GPU they take none.
-
-    Args:
-        resolved: The plan.
-        ranks: Ranks of this machine.
-        held: Bytes this process holds; measured when not given.
-        environ: Environment variables, for DeepSpeed's ``DS_PIN_MEMORY_BACKEND``.
-
-    Raises:
-        UnresolvedPlanError: The plan was resolved without a model.
     """
-    asked = _is_native(os.environ if environ is None else environ)
+    import psutil
+
+    environ = os.environ if environ is None else environ
+    asked = environ.get(BACKEND_VARIABLE, "torch").strip().lower() == "native"
     workload = Workload(ranks_per_machine=ranks, exact_pinning=asked or None)
     estimate = resolved.estimate(workload)
     native = asked or pins_natively(resolved.platform)
+    # DeepSpeed's aio locks its buffers in any case.
+    swap_buffers = (
+        [one.nbytes for one in estimate.at("host", phase) if one.component == "swap buffers"]
+        for phase in PHASES
+    )
     return HostBudget(
         per_rank=estimate.host,
         pinned=estimate.pinned,
-        locked=estimate.pinned if native else _locked_by_aio(estimate),
+        locked=estimate.pinned if native else max(map(sum, swap_buffers)),
         ranks=ranks,
-        held=_resident() if held is None else held,
+        held=psutil.Process().memory_info().rss if held is None else held,
         available=resolved.platform.host_memory.available,
-        lockable=lockable_memory(resolved.platform),
+        lockable=resolved.platform.memlock_limit,
     )
 
 
@@ -113,70 +108,38 @@ def fit_host_memory(
     Pinning is given up only for a single rank, and where the user did not write ``pin_memory``:
     several ranks would each decide by what they happen to see.
 
-    Args:
-        resolved: The plan.
-        ranks: Ranks of this machine.
-        held: Bytes this process holds; measured when not given.
-
     Returns:
         The plan to run, and what was compared or changed.
-
-    Raises:
-        OffloadError: It does not fit; the message holds the numbers and what would.
     """
     if resolved.model is None:
         why = "the plan was resolved without a model, so the host memory it needs is not known"
-        return resolved, (_decision(why),)
-    found = host_budget(resolved, ranks=ranks, held=held)
-    if not found.lock_fits:
-        raise _cannot_lock(found)
-    if found.fits:
-        return resolved, (_decision(str(found), needed=found.needed),)
+        return resolved, (Decision(key=KEY, before=None, after=None, reason=why),)
+    budget = host_budget(resolved, ranks=ranks, held=held)
+    if not budget.lock_fits:
+        raise OffloadError(
+            f"DeepSpeed locks {format_size(budget.locked)} of swap buffers per rank, this process "
+            f"may lock {format_size(budget.lockable or 0)}, and DeepSpeed's op aborts when it "
+            "cannot",
+            key=KEY,
+            value=budget.locked,
+            fix="raise the limit (ulimit -l unlimited), or lower sub_group_size and buffer_count",
+        )
+    if budget.fits:
+        needed = format_size(budget.needed)
+        return resolved, (Decision(key=KEY, before=None, after=needed, reason=str(budget)),)
     unpinned = _unpinned(resolved, only_automatic=True)
     if resolved.world_size == 1 and unpinned != resolved:
         fitting = host_budget(unpinned, ranks=ranks, held=held)
         if fitting.fits:
-            return unpinned, _given_up(found, fitting, resolved)
-    raise _too_much(resolved, found)
-
-
-def lockable_memory(platform: Platform, *, status: Path = _STATUS) -> int | None:
-    """Bytes one process may lock in RAM; ``None`` when nothing limits it.
-
-    The limit (``ulimit -l``) binds each process on its own, and none that has the capability
-    ``CAP_IPC_LOCK``, as root mostly does.
-
-    Args:
-        platform: The machine, whose ``memlock_limit`` is the limit.
-        status: Where Linux says what this process may do.
-    """
-    if platform.memlock_limit is None or _may_lock_anything(status):
-        return None
-    return platform.memlock_limit
-
-
-def _may_lock_anything(status: Path) -> bool:
-    try:
-        text = status.read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return False
-    return has_capability(text, CAP_IPC_LOCK)
-
-
-def _resident() -> int:
-    import psutil
-
-    return int(psutil.Process().memory_info().rss)
-
-
-def _is_native(environ: Mapping[str, str]) -> bool:
-    return environ.get(BACKEND_VARIABLE, "torch").strip().lower() == "native"
-
-
-def _locked_by_aio(estimate: MemoryEstimate) -> int:
-    return max(
-        sum(item.nbytes for item in estimate.at("host", phase) if item.component == "swap buffers")
-        for phase in PHASES
+            return unpinned, _pinning_given_up(budget, fitting, resolved)
+    others = [f"{what}: {format_size(size)}" for what, size in _alternatives(resolved, budget)]
+    raise OffloadError(
+        f"the plan needs more host memory than there is: {budget}",
+        key=KEY,
+        value=budget.needed,
+        fix=f"per rank it would be - {'; '.join(others)}"
+        if others
+        else "offload less, or see DeepSpeedPlan.advise",
     )
 
 
@@ -184,7 +147,7 @@ def _unpinned(resolved: ResolvedPlan, *, only_automatic: bool) -> ResolvedPlan:
     zero, written = resolved.plan.zero_optimization, resolved.requested.zero_optimization
     if zero is None:
         return resolved
-    for name in _SECTIONS:
+    for name in _PINNED_SECTIONS:
         section = getattr(zero, name)
         own = getattr(getattr(written, name, None), "pin_memory", None)
         if section is not None and section.pin_memory is True:
@@ -195,7 +158,7 @@ def _unpinned(resolved: ResolvedPlan, *, only_automatic: bool) -> ResolvedPlan:
     return attrs.evolve(resolved, plan=plan)
 
 
-def _given_up(
+def _pinning_given_up(
     before: HostBudget, after: HostBudget, resolved: ResolvedPlan
 ) -> tuple[Decision, ...]:
     zero = resolved.plan.zero_optimization
@@ -208,38 +171,19 @@ def _given_up(
             f"{format_size(after.per_rank)}; copies to the device become slower",
             severity="warning",
         )
-        for name in _SECTIONS
+        for name in _PINNED_SECTIONS
         if getattr(getattr(zero, name), "pin_memory", None) is True
-    )
-
-
-def _cannot_lock(found: HostBudget) -> OffloadError:
-    return OffloadError(
-        f"DeepSpeed locks {format_size(found.locked)} of swap buffers per rank, this process may "
-        f"lock {format_size(found.lockable or 0)}, and DeepSpeed's op aborts when it cannot",
-        key=KEY,
-        value=found.locked,
-        fix="raise the limit (ulimit -l unlimited), or lower sub_group_size and buffer_count",
-    )
-
-
-def _too_much(resolved: ResolvedPlan, found: HostBudget) -> OffloadError:
-    others = [f"{what}: {format_size(size)}" for what, size in _alternatives(resolved, found)]
-    ways = "; ".join(others) or "offload less, or see DeepSpeedPlan.advise"
-    return OffloadError(
-        f"the plan needs more host memory than there is: {found}",
-        key=KEY,
-        value=found.needed,
-        fix=f"per rank it would be - {ways}" if others else ways,
     )
 
 
 def _alternatives(resolved: ResolvedPlan, found: HostBudget) -> Iterator[tuple[str, int]]:
     """What could be changed, and the bytes per rank it then takes; only what saves something."""
     ways: dict[str, Callable[[], HostBudget]] = {
-        "pin_memory: false": lambda: _again(_unpinned(resolved, only_automatic=False), found),
-        f"{BACKEND_VARIABLE}=native": lambda: _again(resolved, found, {BACKEND_VARIABLE: "native"}),
-        "stage 3 with the optimizer on NVMe": lambda: _again(_on_nvme(resolved), found),
+        "pin_memory: false": lambda: _budget_like(_unpinned(resolved, only_automatic=False), found),
+        f"{BACKEND_VARIABLE}=native": lambda: _budget_like(
+            resolved, found, {BACKEND_VARIABLE: "native"}
+        ),
+        "stage 3 with the optimizer on NVMe": lambda: _budget_like(_on_nvme(resolved), found),
     }
     for what, count in ways.items():
         try:
@@ -251,7 +195,7 @@ def _alternatives(resolved: ResolvedPlan, found: HostBudget) -> Iterator[tuple[s
             yield what + enough, other.per_rank
 
 
-def _again(
+def _budget_like(
     resolved: ResolvedPlan, found: HostBudget, environ: Mapping[str, str] | None = None
 ) -> HostBudget:
     return host_budget(resolved, ranks=found.ranks, held=found.held, environ=environ)
@@ -270,8 +214,3 @@ def _on_nvme(resolved: ResolvedPlan) -> ResolvedPlan:
         run=resolved.run,
     )
     return attrs.evolve(other, optimizer=resolved.optimizer)
-
-
-def _decision(reason: str, *, needed: int | None = None) -> Decision:
-    after = None if needed is None else format_size(needed)
-    return Decision(key=KEY, before=None, after=after, reason=reason)

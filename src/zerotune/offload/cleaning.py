@@ -1,31 +1,41 @@
-"""Free what dead runs left in a swap root, and nothing else."""
+"""Free what dead runs left in a swap root, and nothing else.
+
+Top down: a clean-up and its report; swap files that DeepSpeed wrote straight into a root, without
+a lease; which processes may be using them.
+"""
 
 from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
-from contextlib import suppress
+import re
+import secrets
+import stat
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import attrs
 
 from zerotune._util.files import system_errors
-from zerotune._util.proc import filesystem_kind, mount_identity
-from zerotune._util.text import disk_size
+from zerotune._util.proc import filesystem_kind, locality_of, mount_identity
+from zerotune._util.text import disk_size, listing
 from zerotune.decisions import Decision
 from zerotune.errors import OffloadError
-from zerotune.offload.bare import doubt_about, is_bare, remove_bare, survey
 from zerotune.offload.lease import (
+    DEEP_PREFIX,
     DRAFT_PREFIX,
+    Removed,
     dismantle,
+    folder_bytes,
     judged,
+    open_folder,
+    remove_entry,
     require_locks,
     run_id_of,
     try_lock,
 )
-from zerotune.offload.removal import DEEP_PREFIX, Removed, folder_bytes, open_folder, remove_entry
 from zerotune.offload.root import BENCH_PREFIX, PROBE_PREFIX
 
 Kind = Literal["lease", "unfinished", "bare"]
@@ -68,9 +78,12 @@ class CleanupReport:
         bare = [one for one in self.kept if one.kind == "bare"]
         verb = "would free" if self.dry_run else "freed"
         return (
-            *(_decision(one, verb, gone=not self.dry_run) for one in self.removed),
-            *(_decision(one, "could not be removed; freed", gone=False) for one in self.failures),
-            *(_decision(one, "takes", gone=False) for one in bare),
+            *(_cleanup_decision(one, verb, gone=not self.dry_run) for one in self.removed),
+            *(
+                _cleanup_decision(one, "could not be removed; freed", gone=False)
+                for one in self.failures
+            ),
+            *(_cleanup_decision(one, "takes", gone=False) for one in bare),
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -86,7 +99,7 @@ class CleanupReport:
         }
 
 
-def _decision(one: Leftover, verb: str, *, gone: bool) -> Decision:
+def _cleanup_decision(one: Leftover, verb: str, *, gone: bool) -> Decision:
     return Decision(
         key="offload.stale_swap",
         before=str(one.path),
@@ -124,22 +137,8 @@ def cleanup_stale_swap(
     require_locks()
     path = Path(root).expanduser()
     with system_errors(OffloadError, path, "cannot be cleaned up"):
-        return _clean(path, dry_run=dry_run, adopt=adopt)
-
-
-def _clean(path: Path, *, dry_run: bool, adopt: bool) -> CleanupReport:
-    sweep = _Sweep(path=path, dry_run=dry_run, adopt=adopt, kind=None)
-    try:
-        descriptor = open_folder(path)
-    except OSError as error:
-        raise _unreadable(path, error) from error
-    try:
-        sweep.kind = filesystem_kind(path.resolve())
-        sweep.run(descriptor)
-    except OSError as error:
-        raise _unreadable(path, error) from error
-    finally:
-        os.close(descriptor)
+        sweep = _Sweep(path=path, dry_run=dry_run, adopt=adopt)
+        sweep.run()
     return CleanupReport(
         root=path,
         dry_run=dry_run,
@@ -149,25 +148,35 @@ def _clean(path: Path, *, dry_run: bool, adopt: bool) -> CleanupReport:
     )
 
 
-def _unreadable(path: Path, error: OSError) -> OffloadError:
-    linked = error.errno in {errno.ELOOP, errno.ENOTDIR} and path.is_symlink()
-    reason = "is a symbolic link" if linked else f"cannot be read ({error.strerror})"
-    return OffloadError(
-        reason, key="offload.root", value=str(path), fix="give the swap root itself, a folder"
-    )
-
-
 @attrs.define(kw_only=True)
 class _Sweep:
     path: Path
     dry_run: bool
     adopt: bool
-    kind: str | None
+    kind: str | None = None
+    """Of file system."""
     removed: list[Leftover] = attrs.field(factory=list)
     kept: list[Leftover] = attrs.field(factory=list)
     failures: list[Leftover] = attrs.field(factory=list)
 
-    def run(self, root: int) -> None:
+    def run(self) -> None:
+        try:
+            root = open_folder(self.path)
+            try:
+                self.kind = filesystem_kind(self.path.resolve())
+                self._entries(root)
+            finally:
+                os.close(root)
+        except OSError as error:
+            linked = error.errno in {errno.ELOOP, errno.ENOTDIR} and self.path.is_symlink()
+            raise OffloadError(
+                "is a symbolic link" if linked else f"cannot be read ({error.strerror})",
+                key="offload.root",
+                value=str(self.path),
+                fix="give the swap root itself, a folder",
+            ) from error
+
+    def _entries(self, root: int) -> None:
         names = sorted(os.listdir(root))
         for name in names:
             if run_id_of(name) is not None:
@@ -198,7 +207,10 @@ class _Sweep:
             other = _other_owner(root, name) if isinstance(error, PermissionError) else None
             if other is not None:
                 said = f"belongs to user {other}, whose runs clean it up ({said})"
-            target = self.kept if other is not None or _is_foreign(error) else self.failures
+            # No folder of ours at all: a link, a file, a mount.
+            foreign = isinstance(error, NotADirectoryError)
+            foreign = foreign or getattr(error, "errno", None) == errno.ELOOP
+            target = self.kept if other is not None or foreign else self.failures
             target.append(self._leftover(name, kind, removed.freed, str(said)))
             return
         (self.removed if gone else self.kept).append(self._leftover(name, kind, nbytes, reason))
@@ -207,7 +219,7 @@ class _Sweep:
         return Leftover(path=self.path / name, kind=kind, nbytes=nbytes, reason=reason)
 
     def _lease(self, root: int, name: str, removed: Removed) -> tuple[bool, int, str]:
-        folder = _opened(root, name)
+        folder = _open_inside(root, name)
         try:
             with judged(folder, self.kind) as verdict:
                 if verdict.state == "empty" and not self.dry_run:
@@ -223,7 +235,7 @@ class _Sweep:
         return gone, size, verdict.reason
 
     def _bare(self, root: int, name: str, removed: Removed) -> tuple[bool, int, str]:
-        folder = _opened(root, name)
+        folder = _open_inside(root, name)
         try:
             found = survey(folder)
         finally:
@@ -260,7 +272,7 @@ class _Sweep:
         return True, size, "the process that was making it has ended"
 
 
-def _opened(root: int, name: str) -> int:
+def _open_inside(root: int, name: str) -> int:
     folder = open_folder(name, within=root)
     if mount_identity(folder) != mount_identity(root):
         os.close(folder)
@@ -277,6 +289,238 @@ def _other_owner(root: int, name: str) -> int | None:
     return None if owner == os.geteuid() else owner
 
 
-def _is_foreign(error: Exception) -> bool:
-    """Whether it is no folder of ours at all: a link, a file, a mount."""
-    return isinstance(error, NotADirectoryError) or getattr(error, "errno", None) == errno.ELOOP
+# -- Swap files that DeepSpeed wrote straight into a root, without a lease.
+
+ADOPTED_PREFIX: Final = ".zerotune-adopted-"
+"""Of a bare folder that is being removed; one left behind is treated as a bare folder."""
+
+_LAYOUT_NAME: Final = re.compile(r"zero_stage_\d+", re.ASCII)
+# Names of DeepSpeed 0.19.8: runtime/swap_tensor/partitioned_param_swapper.py, optimizer_utils.py.
+_PART_NAME: Final = re.compile(r"optimizer|[a-z0-9]+params", re.ASCII)
+_RANK_NAME: Final = re.compile(r"rank\d+", re.ASCII)
+_FILE_NAME: Final = re.compile(r".+\.swp")
+
+
+@attrs.frozen(kw_only=True)
+class BareSwap:
+    """What is inside one folder of DeepSpeed's own layout."""
+
+    nbytes: int
+    """Bytes allocated on disk."""
+    files: frozenset[tuple[int, int]]
+    """Device and inode of every swap file."""
+    last_written: float
+    """When the last of them, or a folder among them, changed, seconds since 1970."""
+    foreign: str | None
+    """Something in it that DeepSpeed did not write, if there is any."""
+
+
+def is_bare(name: str) -> bool:
+    """Whether a name inside a root is that of DeepSpeed's own layout."""
+    return _LAYOUT_NAME.fullmatch(name) is not None or name.startswith(ADOPTED_PREFIX)
+
+
+def survey(folder: int) -> BareSwap:
+    """Look through an open folder of that layout."""
+    files, foreign, newest = set(), None, os.fstat(folder).st_mtime
+    for path, facts, fits in _walk_bare(folder, (_PART_NAME, _RANK_NAME, _FILE_NAME), ""):
+        newest = max(newest, facts.st_mtime)
+        if not fits:
+            foreign = foreign or path
+        elif stat.S_ISREG(facts.st_mode):
+            files.add((facts.st_dev, facts.st_ino))
+    return BareSwap(
+        nbytes=folder_bytes(folder),
+        files=frozenset(files),
+        last_written=newest,
+        foreign=foreign,
+    )
+
+
+def _walk_bare(
+    folder: int, levels: tuple[re.Pattern[str], ...], above: str
+) -> Iterator[tuple[str, os.stat_result, bool]]:
+    """Path, facts and whether it belongs, of all that is below; foreign folders stay closed."""
+    pattern, *deeper = levels
+    for name in sorted(os.listdir(folder)):
+        try:
+            facts = os.stat(name, dir_fd=folder, follow_symlinks=False)
+        except FileNotFoundError:
+            continue
+        right_type = stat.S_ISDIR(facts.st_mode) if deeper else stat.S_ISREG(facts.st_mode)
+        fits = right_type and pattern.fullmatch(name) is not None
+        yield f"{above}{name}", facts, fits
+        if fits and deeper:
+            child = open_folder(name, within=folder)
+            try:
+                yield from _walk_bare(child, tuple(deeper), f"{above}{name}/")
+            finally:
+                os.close(child)
+
+
+def doubt_about(found: BareSwap, kind: str | None) -> str | None:
+    """Why these files may be in use or somebody's own, or ``None`` when neither can be."""
+    if found.foreign is not None:
+        return f"holds {found.foreign}, which is not a swap file of DeepSpeed"
+    if locality_of(kind) not in ("local", "memory", "overlay"):
+        return f"other machines may be using it through {kind or 'an unknown file system'}"
+    try:
+        return users_of(found.files, last_written=found.last_written).doubt()
+    except OSError as error:
+        return f"it cannot be seen which processes use it ({error.strerror or error})"
+
+
+def remove_bare(root: int, name: str, *, kind: str | None, removed: Removed) -> str | None:
+    """Remove a folder of DeepSpeed's own layout if nobody can be using it.
+
+    It is first moved to a name that nobody knows, so that a run which starts meanwhile makes a
+    new one; then looked at once more, so that a run which started just before is noticed.
+
+    Returns:
+        Why it was kept, or ``None`` when it is gone.
+    """
+    with _locked_against_cleaners(root, name) as folder:
+        if folder is None:
+            return "another process is removing it"
+        if reason := doubt_about(survey(folder), kind):
+            return reason
+        aside = f"{ADOPTED_PREFIX}{secrets.token_hex(6)}"
+        os.rename(name, aside, src_dir_fd=root, dst_dir_fd=root)
+        if reason := doubt_about(survey(folder), kind):
+            _put_back(root, aside, name)
+            return reason
+        remove_entry(root, aside, mount_identity(root), removed)
+    return None
+
+
+def _put_back(root: int, aside: str, name: str) -> None:
+    try:
+        os.stat(name, dir_fd=root, follow_symlinks=False)
+    except FileNotFoundError:
+        os.rename(aside, name, src_dir_fd=root, dst_dir_fd=root)
+        return
+    raise OffloadError(
+        f"a process began to use it while it was being removed, and its name is taken by a newer "
+        f"folder; nothing was deleted, it is now {aside}",
+        key="cleanup_stale_swap",
+        value=name,
+        fix="end both runs and give each a lease of its own",
+    )
+
+
+@contextmanager
+def _locked_against_cleaners(root: int, name: str) -> Iterator[int | None]:
+    """The folder, locked against another cleaner; ``None`` when there is one at work."""
+    folder = open_folder(name, within=root)
+    try:
+        if not try_lock(folder, exclusive=True):
+            yield None
+            return
+        if os.fstat(folder).st_nlink == 0:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
+        yield folder
+    finally:
+        os.close(folder)
+
+
+# -- Which processes may be using them.
+
+_KERNEL_THREAD: Final = 0x00200000
+"""``PF_KTHREAD`` of the kernel's ``sched.h``, in field 9 of ``/proc/N/stat``."""
+_CLOCK_SLACK: Final = 2.0
+
+
+@attrs.frozen(kw_only=True)
+class Users:
+    """What a look at every process of this machine found."""
+
+    open_in: tuple[int, ...] = ()
+    """Processes that have one of the files open."""
+    swapping: tuple[int, ...] = ()
+    """Processes with DeepSpeed's aio loaded and no lease, which ran when the files were last
+    written. DeepSpeed opens a swap file only while it reads or writes it, so such a process may
+    be their owner with nothing open at this moment."""
+    hidden: tuple[int, ...] = ()
+    """Processes that this one may not look into."""
+
+    def doubt(self) -> str | None:
+        """Why the files cannot be said to be unused, or ``None`` when they can."""
+        if self.open_in:
+            return f"process {listing(self.open_in, most=5)} has a file in it open"
+        if self.swapping:
+            return (
+                f"process {listing(self.swapping, most=5)} has DeepSpeed's aio loaded, holds no "
+                "lease and was running when this was last written, so it may be its owner"
+            )
+        if self.hidden:
+            return (
+                f"this user may not see what process {listing(self.hidden, most=5)} has open; "
+                "clean up as root"
+            )
+        return None
+
+
+def users_of(
+    files: Collection[tuple[int, int]], *, last_written: float, proc: Path = Path("/proc")
+) -> Users:
+    """Look for processes that use files, or may.
+
+    Processes of other machines and, from inside a container, of other containers cannot be seen.
+
+    Args:
+        files: Device and inode of each.
+        last_written: When the last of them was written, seconds since 1970.
+        proc: Where the kernel shows its processes.
+    """
+    wanted = frozenset(files)
+    lines = (proc / "stat").read_text("ascii").splitlines()
+    booted = next((float(line.split()[1]) for line in lines if line.startswith("btime ")), None)
+    if booted is None:
+        raise OSError("the kernel does not say when it was started")
+    open_in, swapping, hidden = [], [], []
+    # A kernel that hides other users' processes hides the first one as well.
+    if not (proc / "1").exists():
+        hidden.append(1)
+    for pid in sorted(int(entry.name) for entry in proc.iterdir() if entry.name.isdecimal()):
+        process = proc / str(pid)
+        try:
+            started = _start_of_user_process(process)
+            if started is None:
+                continue
+            opened, leased = _open_files(process)
+            if wanted & opened:
+                open_in.append(pid)
+                continue
+            was_running = booted + started <= last_written + _CLOCK_SLACK
+            if was_running and not leased:
+                maps = (process / "maps").read_text("utf-8", errors="replace")
+                # The op that DeepSpeed swaps with.
+                if "async_io" in maps:
+                    swapping.append(pid)
+        except (FileNotFoundError, ProcessLookupError):
+            # It ended while we looked.
+            continue
+        except PermissionError:
+            hidden.append(pid)
+    return Users(open_in=tuple(open_in), swapping=tuple(swapping), hidden=tuple(hidden))
+
+
+def _start_of_user_process(process: Path) -> float | None:
+    """Seconds from boot to its start; ``None`` for a zombie or a thread of the kernel."""
+    fields = (process / "stat").read_text("utf-8", errors="replace").rpartition(")")[2].split()
+    if fields[0] in "ZX" or int(fields[6]) & _KERNEL_THREAD:
+        return None
+    return int(fields[19]) / os.sysconf("SC_CLK_TCK")
+
+
+def _open_files(process: Path) -> tuple[set[tuple[int, int]], bool]:
+    """Device and inode of all it has open, and whether a lease's lock is among them."""
+    opened, leased = set(), False
+    for descriptor in (process / "fd").iterdir():
+        try:
+            facts = descriptor.stat()
+            leased = leased or descriptor.readlink().name == "lease.lock"
+        except FileNotFoundError:
+            continue
+        opened.add((facts.st_dev, facts.st_ino))
+    return opened, leased

@@ -1,7 +1,7 @@
 """Whose a swap folder is: the record in it, the lock on it, and how a lease is found and ended.
 
-Top down: the record; ownership of one folder; the leases inside a root, dead and living; what
-ranks agree on before they share one; the end of a lease.
+Top down: the record; ownership of one folder; the leases inside a root, dead and living; the end
+of a lease; how a folder is measured and removed without ever leaving it.
 """
 
 from __future__ import annotations
@@ -9,41 +9,36 @@ from __future__ import annotations
 import atexit
 import errno
 import functools
-import json
 import os
+import secrets
 import shutil
 import signal
+import stat
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
+from typing import ClassVar, Final, Literal
 
 import attrs
 from typing_extensions import override
 
 from zerotune._util import ownership
 from zerotune._util.files import open_regular, system_errors
-from zerotune._util.ownership import OwnerRecord, is_run_id, new_run_id
-from zerotune._util.proc import LOCAL_FILESYSTEMS, filesystem_kind
-from zerotune._util.text import differences, json_of
+from zerotune._util.ownership import OwnerRecord, is_run_id
+from zerotune._util.proc import LOCAL_FILESYSTEMS, filesystem_kind, mount_identity
 from zerotune.decisions import Decision
 from zerotune.errors import OffloadError
-from zerotune.offload.removal import Removed, folder_bytes, open_folder, remove_contents
 
-if TYPE_CHECKING:
-    from zerotune.plan.model import ResolvedPlan
-
-
-_PREFIX: Final = "zerotune-"
+_LEASE_PREFIX: Final = "zerotune-"
 
 
 def lease_name(run_id: str) -> str:
     """Name of a run's folder inside a swap root."""
-    return f"{_PREFIX}{run_id}"
+    return f"{_LEASE_PREFIX}{run_id}"
 
 
 def is_record(name: str) -> bool:
@@ -53,7 +48,7 @@ def is_record(name: str) -> bool:
 
 def run_id_of(name: str) -> str | None:
     """Run id of a folder that zerotune leased, ``None`` for any other name."""
-    run_id = name.removeprefix(_PREFIX)
+    run_id = name.removeprefix(_LEASE_PREFIX)
     return run_id if name != run_id and is_run_id(run_id) else None
 
 
@@ -122,7 +117,7 @@ DRAFT_PREFIX: Final = ".zerotune-new-"
 _JOIN_PATIENCE: Final = 5.0
 _LEAVE_PATIENCE: Final = 0.5
 
-_held: weakref.WeakSet[SwapDirectory] = weakref.WeakSet()
+_directories_held: weakref.WeakSet[SwapDirectory] = weakref.WeakSet()
 
 
 @attrs.frozen(kw_only=True)
@@ -152,20 +147,11 @@ class SwapDirectory:
         self._lock: int | None = lock
         _when_processes_end()
         ownership.keep_from_children(self)
-        _held.add(self)
+        _directories_held.add(self)
 
     @classmethod
     def claim(cls, root: Path, record: LeaseRecord) -> SwapDirectory:
-        """Make the run's folder, or join it when another rank of this node has made it.
-
-        Args:
-            root: Existing folder, symlinks resolved.
-            record: This rank's record; ranks that share ``run_id`` share the folder.
-
-        Raises:
-            OffloadError: The folder cannot be made, joined or locked, or belongs to a run with
-                another plan.
-        """
+        """Make the run's folder, or join it when another rank of this node has made it."""
         path = root / lease_name(record.run_id)
         try:
             lock = _join(path, record)
@@ -175,7 +161,7 @@ class SwapDirectory:
             if lock is None:
                 created, lock = False, _join(path, record)
         except OSError as error:
-            raise _refused(path, "cannot be made or joined", error) from error
+            raise _lease_error(path, "cannot be made or joined", error) from error
         if lock is None:
             raise OffloadError(
                 "was removed while this rank joined it", key="offload.root", value=str(path)
@@ -192,33 +178,24 @@ class SwapDirectory:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
-        _held.discard(self)
+        _directories_held.discard(self)
 
     def leave_and_remove(self) -> Removal:
-        """Drop this rank's hold and remove the folder if it was the last.
-
-        Raises:
-            OffloadError: The folder could not be removed, or another one took its place.
-        """
+        """Drop this rank's hold and remove the folder if it was the last."""
         if self._lock is None:
             return Removal(outcome="held")
         try:
             if not try_lock(self._lock, exclusive=True, patience=_LEAVE_PATIENCE):
                 return Removal(outcome="held")
-            return _remove(self.path, self._lock)
+            return _remove_own(self.path, self._lock)
         except OSError as error:
-            raise _refused(self.path, "cannot be removed", error) from error
+            raise _lease_error(self.path, "cannot be removed", error) from error
         finally:
             self.leave()
 
 
 def try_lock(descriptor: int, *, exclusive: bool, patience: float = 0.0) -> bool:
-    """Lock an open file, waiting at most ``patience`` seconds.
-
-    Raises:
-        OffloadError: This file system has no such locks.
-        OSError: Any other failure.
-    """
+    """Lock an open file, waiting at most ``patience`` seconds."""
     try:
         return ownership.try_lock(descriptor, exclusive=exclusive, patience=patience)
     except OSError as error:
@@ -228,11 +205,7 @@ def try_lock(descriptor: int, *, exclusive: bool, patience: float = 0.0) -> bool
 
 
 def require_locks() -> None:
-    """Check that this operating system can hold a lease at all.
-
-    Raises:
-        OffloadError: It has no ``flock`` (Windows).
-    """
+    """Check that this operating system can hold a lease at all."""
     if not ownership.has_locks():
         raise _no_locks(
             "this operating system has no flock, so a swap folder cannot be owned safely"
@@ -247,7 +220,7 @@ def _no_locks(reason: str) -> OffloadError:
     )
 
 
-def _refused(path: Path, what: str, error: OSError) -> OffloadError:
+def _lease_error(path: Path, what: str, error: OSError) -> OffloadError:
     return OffloadError(
         f"{what} ({error.strerror or error}: {error.filename or path})",
         key="offload.root",
@@ -332,10 +305,6 @@ def making_in(root: Path) -> Iterator[None]:
 
     The kernel lets go when the process dies. Whoever gets the root for itself then knows that
     every unfinished thing it sees was left behind.
-
-    Raises:
-        OffloadError: Somebody cleans the root up and does not come to an end.
-        OSError: The root cannot be opened.
     """
     folder = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -351,7 +320,7 @@ def making_in(root: Path) -> Iterator[None]:
         os.close(folder)
 
 
-def _remove(path: Path, lock: int) -> Removal:
+def _remove_own(path: Path, lock: int) -> Removal:
     if os.fstat(lock).st_nlink == 0:
         return Removal(outcome="gone")
     try:
@@ -360,7 +329,17 @@ def _remove(path: Path, lock: int) -> Removal:
         return Removal(outcome="gone")
     removed = Removed()
     try:
-        _check_own(folder, lock, path)
+        try:
+            present = os.stat(LOCK_FILE, dir_fd=folder, follow_symlinks=False)
+        except FileNotFoundError:
+            present = None
+        if present is None or not os.path.samestat(present, os.fstat(lock)):
+            raise OffloadError(
+                "is no longer the folder this run made; nothing in it was removed",
+                key="offload.root",
+                value=str(path),
+                fix="look at what is there and delete it by hand if it is yours",
+            )
         dismantle(folder, removed)
     finally:
         os.close(folder)
@@ -374,33 +353,12 @@ def dismantle(folder: int, removed: Removed) -> None:
 
     The records and the lock file go last: a removal that is interrupted leaves a folder that is
     still recognised as a lease and still proves, by its free lock, that nobody holds it.
-
-    Args:
-        folder: Descriptor of the leased folder, which itself stays.
-        removed: Counts along.
-
-    Raises:
-        OSError: Something in it could not be removed.
     """
     records = {name for name in os.listdir(folder) if is_record(name)}
     remove_contents(folder, keep={LOCK_FILE, *records}, removed=removed)
     remove_contents(folder, keep={LOCK_FILE}, removed=removed)
     with suppress(FileNotFoundError):
         os.unlink(LOCK_FILE, dir_fd=folder)
-
-
-def _check_own(folder: int, lock: int, path: Path) -> None:
-    try:
-        found = os.stat(LOCK_FILE, dir_fd=folder, follow_symlinks=False)
-    except FileNotFoundError:
-        found = None
-    if found is None or not os.path.samestat(found, os.fstat(lock)):
-        raise OffloadError(
-            "is no longer the folder this run made; nothing in it was removed",
-            key="offload.root",
-            value=str(path),
-            fix="look at what is there and delete it by hand if it is yours",
-        )
 
 
 @functools.cache
@@ -512,15 +470,7 @@ def _inspect(path: Path, run_id: str | None, kind: str | None) -> FoundLease | N
 
 @contextmanager
 def judged(folder: int, kind: str | None) -> Iterator[Verdict]:
-    """Say whether a lease is dead; a dead one stays locked, and so dead, inside the block.
-
-    Args:
-        folder: Descriptor of the leased folder.
-        kind: Its kind of file system.
-
-    Raises:
-        OSError: The folder cannot be examined, or vanished; its lock file may be a link.
-    """
+    """Say whether a lease is dead; a dead one stays locked, and so dead, inside the block."""
     try:
         lock = open_regular(LOCK_FILE, os.O_RDWR | os.O_NOFOLLOW, within=folder)
     except FileNotFoundError:
@@ -538,15 +488,16 @@ def _judge(folder: int, lock: int, kind: str | None) -> Verdict:
     try:
         if not try_lock(lock, exclusive=True):
             # Read without the lock: a rank that is leaving may take it away meanwhile.
-            return Verdict(
-                state="live", reason="a process holds its lock", records=_readable(folder)
-            )
+            records: tuple[LeaseRecord, ...] = ()
+            with suppress(OSError, OffloadError):
+                records = _read_records(folder)
+            return Verdict(state="live", reason="a process holds its lock", records=records)
         if os.fstat(lock).st_nlink == 0:
             # It was removed between opening and locking, by its owner.
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), LOCK_FILE)
         # Read under the lock: a rank that is leaving deletes its record under the same lock, and
         # would seem dead if its record were gone between the two looks.
-        records = _records(folder)
+        records = _read_records(folder)
     except OffloadError as error:
         return Verdict(state="unknown", reason=f"has a damaged record: {error.reason}")
     doubt = _doubt(records, kind)
@@ -557,15 +508,7 @@ def _judge(folder: int, lock: int, kind: str | None) -> Verdict:
     )
 
 
-def _readable(folder: int) -> tuple[LeaseRecord, ...]:
-    """The records of a living lease, for a reader; those it cannot have are left out."""
-    try:
-        return _records(folder)
-    except (OSError, OffloadError):
-        return ()
-
-
-def _records(folder: int) -> tuple[LeaseRecord, ...]:
+def _read_records(folder: int) -> tuple[LeaseRecord, ...]:
     records = []
     for name in os.listdir(folder):
         if is_record(name):
@@ -578,127 +521,6 @@ def _doubt(records: tuple[LeaseRecord, ...], kind: str | None) -> str | None:
     if not records and kind not in LOCAL_FILESYSTEMS:
         return f"it has no record, and locks on {kind or 'this file system'} prove nothing alone"
     return next((doubt for record in records if (doubt := record.doubt(kind))), None)
-
-
-# -- What the ranks of a run tell each other before they share a lease.
-
-
-Share = Callable[[str], str]
-"""Collective: every rank calls it and gets the string rank 0 passed."""
-Barrier = Callable[[], None]
-"""Collective: returns once every rank has called it."""
-
-_FAILED: Final = "failed: "
-
-
-@attrs.frozen(kw_only=True)
-class Invitation:
-    """What rank 0 tells the others."""
-
-    run_id: str
-    aio: Mapping[str, Any] = attrs.field(factory=dict)
-    """Measured ``aio`` settings: all ranks must use those of one machine."""
-    plan: Mapping[str, Any] = attrs.field(factory=dict)
-    """``ResolvedPlan.content()`` of rank 0's plan; empty where nobody tells."""
-
-    @classmethod
-    def to_new_run(cls, resolved: ResolvedPlan, *, aio: Mapping[str, Any]) -> Invitation:
-        """An invitation to a run that nobody has joined yet."""
-        return cls(run_id=new_run_id(), aio=aio, plan=resolved.content())
-
-    def to_text(self) -> str:
-        """One line."""
-        told = {"aio": dict(self.aio), "plan": dict(self.plan)}
-        return f"{self.run_id} {json.dumps(told, sort_keys=True)}"
-
-    @classmethod
-    def from_text(cls, text: str) -> Invitation:
-        """Read what :meth:`to_text` wrote; a bare run id will do.
-
-        Raises:
-            OffloadError: It is something else, or rank 0 failed.
-        """
-        if text.startswith(_FAILED):
-            raise OffloadError(f"rank 0 could not lease it: {text.removeprefix(_FAILED)}")
-        run_id, _, rest = text.partition(" ")
-        try:
-            told = json_of(rest) if rest else {"aio": {}, "plan": {}}
-            valid = is_run_id(run_id) and all(isinstance(told[k], dict) for k in ("aio", "plan"))
-        except (ValueError, TypeError, KeyError):
-            valid = False
-        if not valid:
-            raise OffloadError(
-                "is not a run id; share must return what rank 0 passed",
-                key="OffloadManager.share",
-                value=text,
-                fix="give a collective broadcast from rank 0",
-            )
-        return cls(run_id=run_id, aio=told["aio"], plan=told["plan"])
-
-    def check_plan(self, resolved: ResolvedPlan, *, rank: int) -> None:
-        """Whether a rank has the plan of rank 0.
-
-        Raises:
-            OffloadError: It has another; the message says in what.
-        """
-        mine = json.loads(json.dumps(resolved.content()))
-        if self.plan and mine != self.plan:
-            told = differences({0: self.plan, rank: mine})
-            raise OffloadError(
-                f"rank {rank} has another plan than rank 0 ({told})",
-                key="resolved plan",
-                fix="give every rank the same configuration and arguments",
-            )
-
-    @staticmethod
-    def failure(error: BaseException) -> str:
-        """What rank 0 says when there is nothing to join."""
-        return f"{_FAILED}{error}"
-
-
-def local_ranks(resolved: ResolvedPlan, environ: Mapping[str, str] | None = None) -> int:
-    """Ranks of this machine: ``LOCAL_WORLD_SIZE`` of the launcher, else all of them."""
-    written = (os.environ if environ is None else environ).get("LOCAL_WORLD_SIZE", "")
-    count = int(written) if written.isdecimal() else resolved.world_size
-    return min(max(count, 1), resolved.world_size)
-
-
-def check_ranks(resolved: ResolvedPlan, rank: int, world_size: int | None) -> None:
-    """Refuse a rank that the plan does not have.
-
-    Raises:
-        OffloadError: It was resolved for other ranks.
-    """
-    if world_size not in (None, resolved.world_size):
-        raise OffloadError(
-            f"the plan was resolved for {resolved.world_size} ranks",
-            key="world_size",
-            value=world_size,
-            fix="resolve the plan with the number of ranks that run it",
-        )
-    if not 0 <= rank < resolved.world_size:
-        raise OffloadError(
-            f"is not a rank of {resolved.world_size}",
-            key="rank",
-            value=rank,
-            fix="count ranks from 0",
-        )
-
-
-def need_share(share: Share | None) -> Share:
-    """``share``, which several ranks cannot do without.
-
-    Raises:
-        OffloadError: There is none.
-    """
-    if share is not None:
-        return share
-    raise OffloadError(
-        "several ranks need one run id, and nothing carries it between them",
-        key="OffloadManager.share",
-        value=None,
-        fix="pass share=, a function that returns rank 0's string on every rank",
-    )
 
 
 # -- End a lease: who removes the folders, and what happens when that fails.
@@ -733,9 +555,18 @@ def release(
         if barrier is None and directory.ranks > 1:
             continue
         if removal.outcome == "gone":
-            decisions.append(_gone(directory.path))
+            decisions.append(
+                Decision(
+                    key="offload.release",
+                    before=str(directory.path),
+                    after=None,
+                    reason=f"somebody deleted this run's swap folder {directory.path.name} "
+                    "while it ran",
+                    severity="warning",
+                )
+            )
         elif removal.outcome == "held":
-            decisions.append(_kept(directory.path, "another process still holds it"))
+            decisions.append(_left_behind(directory.path, "another process still holds it"))
     return tuple(decisions), tuple(errors)
 
 
@@ -750,12 +581,12 @@ def abandon(directories: tuple[SwapDirectory, ...]) -> tuple[Decision, ...]:
 
 def holds_folders() -> bool:
     """Whether this process holds a folder."""
-    return bool(_held)
+    return bool(_directories_held)
 
 
 def abandon_held() -> None:
     """Leave every folder this process still holds, because it is about to end."""
-    abandon(tuple(_held))
+    abandon(tuple(_directories_held))
 
 
 def give_back(number: int, _: FrameType | None) -> None:
@@ -781,20 +612,162 @@ def deleted_under(directories: tuple[SwapDirectory, ...]) -> OffloadError | None
 
 def kept_after(error: OffloadError) -> Decision:
     """The record of a folder that could not be removed."""
-    return _kept(error.value, error.reason)
+    return _left_behind(error.value, error.reason)
 
 
-def _kept(path: Path | str, reason: str) -> Decision:
+def _left_behind(path: Path | str, reason: str) -> Decision:
     return Decision(
         key="offload.release", before=str(path), after=str(path), reason=reason, severity="warning"
     )
 
 
-def _gone(path: Path) -> Decision:
-    return Decision(
-        key="offload.release",
-        before=str(path),
-        after=None,
-        reason=f"somebody deleted this run's swap folder {path.name} while it ran",
-        severity="warning",
-    )
+# -- Measure and remove a folder without ever leaving it.
+#
+# Every step is relative to an open descriptor and refuses to follow a symbolic link or to cross
+# a mount, so a link planted inside a swap folder is removed itself and its target is untouched.
+
+
+@attrs.define(kw_only=True)
+class Removed:
+    """What a removal has freed so far, which stays true when it fails or is interrupted."""
+
+    freed: int = 0
+    """Bytes that were allocated on disk for what is gone."""
+
+
+def open_folder(path: str | Path, *, within: int | None = None) -> int:
+    """Open a folder itself, never the target of a symbolic link."""
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    return os.open(path, flags, dir_fd=within)
+
+
+def folder_bytes(folder: int) -> int:
+    """Bytes allocated on disk below an open folder; what vanishes meanwhile counts as 0."""
+    # However deep the tree, one folder of it is open at a time.
+    here = open_folder(".", within=folder)
+    try:
+        total, names = _measure_folder(here)
+        above = [(os.fstat(here), names)]
+        while above:
+            facts, names = above[-1]
+            if not os.path.samestat(os.fstat(here), facts):
+                raise OSError(errno.ESTALE, "was moved while it was measured")
+            if names:
+                try:
+                    child = open_folder(names.pop(), within=here)
+                except OSError:
+                    # It is gone, or not for us to read.
+                    continue
+                nbytes, inner = _measure_folder(child)
+                total += nbytes
+                above.append((os.fstat(child), inner))
+            else:
+                above.pop()
+                child = open_folder("..", within=here) if above else os.dup(here)
+            os.close(here)
+            here = child
+    finally:
+        os.close(here)
+    return total
+
+
+def _measure_folder(folder: int) -> tuple[int, list[str]]:
+    """Bytes of the files directly inside, and the names of its folders."""
+    total, folders = 0, []
+    for name in os.listdir(folder):
+        try:
+            facts = os.stat(name, dir_fd=folder, follow_symlinks=False)
+        except FileNotFoundError:
+            continue
+        if stat.S_ISDIR(facts.st_mode):
+            folders.append(name)
+        else:
+            total += facts.st_blocks * 512
+    return total, folders
+
+
+def remove_contents(
+    folder: int, *, keep: Collection[str] = (), removed: Removed | None = None
+) -> int:
+    """Remove everything below an open folder.
+
+    Args:
+        folder: Descriptor of the folder, which stays.
+        keep: Names directly inside it that stay too.
+        removed: Counts along; what it counts is kept when an error ends the removal.
+
+    Returns:
+        Bytes that were allocated on disk for what is gone.
+    """
+    removed = Removed() if removed is None else removed
+    before = removed.freed
+    emptying = _Emptying(top=folder, home=mount_identity(folder), removed=removed)
+    emptying.remove(name for name in os.listdir(folder) if name not in keep)
+    return removed.freed - before
+
+
+def remove_entry(folder: int, name: str, home: tuple[int, str | None], removed: Removed) -> None:
+    """Remove one name inside an open folder, with all below it.
+
+    Args:
+        folder: Descriptor of the folder.
+        name: A name directly inside it; one that is missing is no error.
+        home: ``mount_identity(folder)``, beyond which nothing is touched.
+        removed: Counts along.
+    """
+    _Emptying(top=folder, home=home, removed=removed).remove([name])
+
+
+DEEP_PREFIX: Final = ".zerotune-deep-"
+"""Of a folder that lay deep in a tree which is being removed."""
+
+_DEEPEST_EMPTIED: Final = 64
+
+
+@attrs.define(kw_only=True)
+class _Emptying:
+    """Removes names inside a folder, with all below them.
+
+    What lies too deep is moved to the top and removed in its turn, so that no tree needs a deep
+    stack or an open folder per level.
+    """
+
+    top: int
+    home: tuple[int, str | None]
+    removed: Removed
+    waiting: list[str] = attrs.field(factory=list)
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Remove names directly inside the top."""
+        self.waiting.extend(names)
+        while self.waiting:
+            self._entry(self.top, self.waiting.pop(), 0)
+
+    def _entry(self, folder: int, name: str, depth: int) -> None:
+        try:
+            facts = os.stat(name, dir_fd=folder, follow_symlinks=False)
+            if stat.S_ISDIR(facts.st_mode):
+                self._folder(folder, name, depth)
+                return
+            os.unlink(name, dir_fd=folder)
+        except FileNotFoundError:
+            # Another remover was faster; the aim is reached.
+            return
+        if facts.st_nlink == 1:
+            self.removed.freed += facts.st_blocks * 512
+
+    def _folder(self, folder: int, name: str, depth: int) -> None:
+        child = open_folder(name, within=folder)
+        try:
+            if mount_identity(child) != self.home:
+                raise OSError(errno.EXDEV, "another file system is mounted here", name)
+            if depth >= _DEEPEST_EMPTIED:
+                lifted = f"{DEEP_PREFIX}{secrets.token_hex(6)}"
+                os.rename(name, lifted, src_dir_fd=folder, dst_dir_fd=self.top)
+                self.waiting.append(lifted)
+                return
+            for inner in os.listdir(child):  # noqa: PTH208 - a descriptor.
+                self._entry(child, inner, depth + 1)
+        finally:
+            os.close(child)
+        os.rmdir(name, dir_fd=folder)

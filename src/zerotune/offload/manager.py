@@ -2,45 +2,55 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 from typing_extensions import override
 
+from zerotune._util.ownership import is_run_id, new_run_id
 from zerotune._util.table import Line, Page, Readable
+from zerotune._util.text import differences, json_of
 from zerotune.decisions import Decision, announce
 from zerotune.errors import OffloadError
 from zerotune.offload.budget import fit_host_memory
-from zerotune.offload.choosing import RootChoice, Roots, Target, choose_root
 from zerotune.offload.cleaning import Cleaner, cleanup_stale_swap
-from zerotune.offload.disk import usable_settings, with_settings
 from zerotune.offload.lease import (
-    Barrier,
-    Invitation,
     LeaseRecord,
-    Share,
     SwapDirectory,
     abandon,
-    check_ranks,
     deleted_under,
     kept_after,
-    local_ranks,
-    need_share,
     release,
     require_locks,
 )
-from zerotune.offload.root import SwapRoot, check_root
-from zerotune.offload.space import SwapNeeds, check_space, swap_needs
+from zerotune.offload.root import (
+    RootChoice,
+    Roots,
+    SwapRoot,
+    Target,
+    check_root,
+    choose_root,
+    usable_settings,
+    with_settings,
+)
+from zerotune.offload.space import check_space, swap_needs
 
 if TYPE_CHECKING:
     from zerotune.plan.model import ResolvedPlan
 
 _Directories = tuple[SwapDirectory, ...]
+Share = Callable[[str], str]
+"""Collective: every rank calls it and gets the string rank 0 passed."""
+Barrier = Callable[[], None]
+"""Collective: returns once every rank has called it."""
+
+_FAILURE_PREFIX: Final = "failed: "
 
 
 @attrs.define(kw_only=True, eq=False, repr=False)
@@ -66,16 +76,103 @@ class Lease(Readable):
     @override
     def page(self) -> Page:
         """Its folders, and every decision about them."""
-        told = (str(decision) for decision in self.decisions if decision.told)
+        lines = (str(decision) for decision in self.decisions if decision.told)
         return Page(
             title=f"Lease {self.run_id or 'of nothing'}: {self.brief()}",
-            blocks=tuple(Line(line, indent=2) for line in told),
+            blocks=tuple(Line(line, indent=2) for line in lines),
         )
 
     @property
     def path(self) -> Path | None:
         """The parameters' folder, else the optimizer's; ``None`` when nothing goes to NVMe."""
         return self.paths.get("param", self.paths.get("optimizer"))
+
+
+# -- What the ranks of a run tell each other before they share a lease.
+
+
+@attrs.frozen(kw_only=True)
+class Invitation:
+    """What rank 0 tells the others."""
+
+    run_id: str
+    aio: Mapping[str, Any] = attrs.field(factory=dict)
+    """Measured ``aio`` settings: all ranks must use those of one machine."""
+    plan: Mapping[str, Any] = attrs.field(factory=dict)
+    """``ResolvedPlan.content()`` of rank 0's plan; empty where nobody tells."""
+
+    def to_given_path(self) -> str:
+        """One line."""
+        content = {"aio": dict(self.aio), "plan": dict(self.plan)}
+        return f"{self.run_id} {json.dumps(content, sort_keys=True)}"
+
+    @classmethod
+    def from_given_path(cls, text: str) -> Invitation:
+        """Read what :meth:`to_text` wrote; a bare run id will do."""
+        if text.startswith(_FAILURE_PREFIX):
+            raise OffloadError(f"rank 0 could not lease it: {text.removeprefix(_FAILURE_PREFIX)}")
+        run_id, _, rest = text.partition(" ")
+        try:
+            content = json_of(rest) if rest else {"aio": {}, "plan": {}}
+            valid = is_run_id(run_id) and all(isinstance(content[k], dict) for k in ("aio", "plan"))
+        except (ValueError, TypeError, KeyError):
+            valid = False
+        if not valid:
+            raise OffloadError(
+                "is not a run id; share must return what rank 0 passed",
+                key="OffloadManager.share",
+                value=text,
+                fix="give a collective broadcast from rank 0",
+            )
+        return cls(run_id=run_id, aio=content["aio"], plan=content["plan"])
+
+    def check_plan(self, resolved: ResolvedPlan, *, rank: int) -> None:
+        """Whether a rank has the plan of rank 0."""
+        mine = json.loads(json.dumps(resolved.content()))
+        if self.plan and mine != self.plan:
+            difference = differences({0: self.plan, rank: mine})
+            raise OffloadError(
+                f"rank {rank} has another plan than rank 0 ({difference})",
+                key="resolved plan",
+                fix="give every rank the same configuration and arguments",
+            )
+
+
+def local_ranks(resolved: ResolvedPlan, environ: Mapping[str, str] | None = None) -> int:
+    """Ranks of this machine: ``LOCAL_WORLD_SIZE`` of the launcher, else all of them."""
+    written = (os.environ if environ is None else environ).get("LOCAL_WORLD_SIZE", "")
+    count = int(written) if written.isdecimal() else resolved.world_size
+    return min(max(count, 1), resolved.world_size)
+
+
+def check_ranks(resolved: ResolvedPlan, rank: int, world_size: int | None) -> None:
+    """Refuse a rank that the plan does not have."""
+    if world_size not in (None, resolved.world_size):
+        raise OffloadError(
+            f"the plan was resolved for {resolved.world_size} ranks",
+            key="world_size",
+            value=world_size,
+            fix="resolve the plan with the number of ranks that run it",
+        )
+    if not 0 <= rank < resolved.world_size:
+        raise OffloadError(
+            f"is not a rank of {resolved.world_size}",
+            key="rank",
+            value=rank,
+            fix="count ranks from 0",
+        )
+
+
+def need_share(share: Share | None) -> Share:
+    """``share``, which several ranks cannot do without."""
+    if share is not None:
+        return share
+    raise OffloadError(
+        "several ranks need one run id, and nothing carries it between them",
+        key="OffloadManager.share",
+        value=None,
+        fix="pass share=, a function that returns rank 0's string on every rank",
+    )
 
 
 class OffloadManager:
@@ -109,9 +206,9 @@ class OffloadManager:
         cleaner: Cleaner = cleanup_stale_swap,
     ) -> None:
         self._arguments = Roots(
-            root=_text(root, "root"),
-            param=_text(offload_param_path, "offload_param_path"),
-            optimizer=_text(offload_optimizer_path, "offload_optimizer_path"),
+            root=_given_path(root, "root"),
+            param=_given_path(offload_param_path, "offload_param_path"),
+            optimizer=_given_path(offload_optimizer_path, "offload_optimizer_path"),
         )
         self._share = share
         self._cleaner = cleaner
@@ -155,7 +252,11 @@ class OffloadManager:
         """
         check_ranks(resolved, rank, world_size)
         resolved, fitted = fit_host_memory(resolved, ranks=local_ranks(resolved))
-        targets = _swapped(resolved)
+        devices: dict[Target, str] = {
+            "param": resolved.offload_param,
+            "optimizer": resolved.offload_optimizer,
+        }
+        targets = tuple(target for target, device in devices.items() if device == "nvme")
         if not targets:
             lease = _carrying(Lease(plan=resolved, decisions=(*fitted, *self._unused())))
             announce(lease.decisions, rank=rank)
@@ -186,7 +287,7 @@ class OffloadManager:
         self, resolved: ResolvedPlan, targets: tuple[Target, ...], rank: int, share: Share | None
     ) -> tuple[Lease, _Directories]:
         if rank != 0:
-            invitation = Invitation.from_text(need_share(share)(""))
+            invitation = Invitation.from_given_path(need_share(share)(""))
             invitation.check_plan(resolved, rank=rank)
             return self._claim(resolved, self._roots(resolved, targets), invitation, rank)
         if resolved.world_size == 1:
@@ -196,10 +297,10 @@ class OffloadManager:
             invitation, opened = self._begin(resolved, targets)
         except BaseException as error:
             # The other ranks wait for the run id; let them fail too instead of hang.
-            share(Invitation.failure(error))
+            share(f"{_FAILURE_PREFIX}{error}")
             raise
         try:
-            share(invitation.to_text())
+            share(invitation.to_given_path())
         except BaseException:
             abandon(opened[1])
             raise
@@ -212,7 +313,7 @@ class OffloadManager:
         roots = self._roots(resolved, targets)
         first = next(iter(roots.values()))
         settings, decisions = usable_settings(first.path)
-        invitation = Invitation.to_new_run(resolved, aio=settings)
+        invitation = Invitation(run_id=new_run_id(), aio=settings, plan=resolved.content())
         lease, directories = self._claim(resolved, roots, invitation, 0)
         lease.decisions = (*lease.decisions, *decisions)
         return invitation, (lease, directories)
@@ -235,39 +336,32 @@ class OffloadManager:
         with ExitStack() as undo:
             for root in roots.values():
                 if root.path not in directories:
-                    own = _for_root(record, root, roots, needs)
-                    directory = directories[root.path] = SwapDirectory.claim(root.path, own)
+                    here = [target for target in roots if roots[target].path == root.path]
+                    reserved = needs.of(*here).nbytes if needs else 0
+                    changes: dict[str, Any] = {"reserved": reserved, "filesystem": root.filesystem}
+                    directory = SwapDirectory.claim(root.path, attrs.evolve(record, **changes))
+                    directories[root.path] = directory
                     undo.callback(abandon, (directory,))
-            cleaned = self._clean(directories)
-            ranks = local_ranks(resolved)
-            space = check_space(roots, needs, ranks=ranks, run_id=run_id)
+            # Only the rank that made a folder cleans its root: the others would repeat it.
+            made = [root_path for root_path, each in directories.items() if each.created]
+            cleaned = [one for root_path in made for one in self._cleaner(root_path).decisions]
+            space = check_space(roots, needs, ranks=local_ranks(resolved), run_id=run_id)
             paths = {target: directories[root.path].path for target, root in roots.items()}
             unique = {root.path: root for root in roots.values()}
             lease = Lease(
-                plan=resolved.with_nvme_path(
-                    **{target: str(path) for target, path in paths.items()}
-                ),
+                plan=resolved.with_nvme_path(**{one: str(path) for one, path in paths.items()}),
                 paths=MappingProxyType(paths),
                 roots=tuple(unique.values()),
                 run_id=run_id,
                 decisions=(
                     *dict.fromkeys(one for root in roots.values() for one in root.decisions),
-                    *_moved(resolved, paths),
+                    *_path_decisions(resolved, paths),
                     *cleaned,
                     *space,
                 ),
             )
             undo.pop_all()
         return lease, tuple(directories.values())
-
-    def _clean(self, directories: Mapping[Path, SwapDirectory]) -> tuple[Decision, ...]:
-        # Only the rank that made the folder cleans: the others would repeat it.
-        return tuple(
-            decision
-            for root, directory in directories.items()
-            if directory.created
-            for decision in self._cleaner(root).decisions
-        )
 
     def _roots(self, resolved: ResolvedPlan, targets: tuple[Target, ...]) -> dict[Target, SwapRoot]:
         require_locks()
@@ -300,7 +394,7 @@ def _carrying(lease: Lease) -> Lease:
     return lease
 
 
-def _text(root: str | os.PathLike[str] | None, name: str) -> str | None:
+def _given_path(root: str | os.PathLike[str] | None, name: str) -> str | None:
     if root is None:
         return None
     text = os.fspath(root)
@@ -314,28 +408,7 @@ def _text(root: str | os.PathLike[str] | None, name: str) -> str | None:
     return text
 
 
-def _swapped(resolved: ResolvedPlan) -> tuple[Target, ...]:
-    devices: dict[Target, str] = {
-        "param": resolved.offload_param,
-        "optimizer": resolved.offload_optimizer,
-    }
-    return tuple(target for target, device in devices.items() if device == "nvme")
-
-
-def _for_root(
-    record: LeaseRecord,
-    root: SwapRoot,
-    roots: Mapping[Target, SwapRoot],
-    needs: SwapNeeds | None,
-) -> LeaseRecord:
-    """The record that is written in one root: what goes there, and what kind of disk it is."""
-    here = tuple(target for target, other in roots.items() if other.path == root.path)
-    reserved = needs.of(*here).nbytes if needs else 0
-    changes: dict[str, Any] = {"reserved": reserved, "filesystem": root.filesystem}
-    return attrs.evolve(record, **changes)
-
-
-def _moved(resolved: ResolvedPlan, paths: Mapping[Target, Path]) -> tuple[Decision, ...]:
+def _path_decisions(resolved: ResolvedPlan, paths: Mapping[Target, Path]) -> tuple[Decision, ...]:
     return tuple(
         Decision(
             key=f"zero_optimization.offload_{target}.nvme_path",

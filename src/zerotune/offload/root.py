@@ -1,32 +1,141 @@
-"""Make sure a swap root can be used, before anything is allocated."""
+"""Which folder a run swaps to: who asked for it, whether it is usable, what was measured of it."""
 
 from __future__ import annotations
 
 import os
+import platform
 import secrets
 import stat
+import tempfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import attrs
 
+from zerotune._util.files import read_record
 from zerotune._util.proc import filesystem_kind, is_rotational, locality_of
-from zerotune._util.text import disk_size
+from zerotune._util.text import disk_size, json_of
 from zerotune.decisions import Decision, Severity
 from zerotune.errors import OffloadError
-from zerotune.offload.choosing import FIX, PATH_VARIABLES, ROOT_VARIABLE, RootChoice
 from zerotune.offload.lease import making_in
+from zerotune.plan.model import AUTO, evolved
+
+if TYPE_CHECKING:
+    from zerotune.plan.model import ResolvedPlan
+
+Target = Literal["param", "optimizer"]
+"""What is swapped: parameters or optimizer states."""
+
+ROOT_VARIABLE: Final = "ZEROTUNE_SWAP_ROOT"
+PATH_VARIABLES: Final[Mapping[Target, str]] = {
+    "param": "ZEROTUNE_OFFLOAD_PARAM_PATH",
+    "optimizer": "ZEROTUNE_OFFLOAD_OPTIMIZER_PATH",
+}
+_FIX: Final = "give a folder on a local disk that this user may write to"
+
+
+@attrs.frozen(kw_only=True)
+class Roots:
+    """``OffloadManager``'s own arguments; ``None`` where one was not given."""
+
+    root: str | None = None
+    param: str | None = None
+    optimizer: str | None = None
+
+
+@attrs.frozen(kw_only=True)
+class RootChoice:
+    """A folder to swap to and who asked for it."""
+
+    path: str
+    """As given."""
+    key: str
+    """Setting it came from (``"OffloadManager.root"``)."""
+    fallback: bool = False
+    """Whether nobody asked for it, so that zerotune took the temporary folder."""
+    passed_over: tuple[str, ...] = ()
+    """``setting = path`` of what named another folder and had to stand back."""
+
+
+def choose_root(
+    target: Target, *, arguments: Roots, resolved: ResolvedPlan, environ: Mapping[str, str]
+) -> RootChoice:
+    """Where ``target`` is swapped to: argument, configuration, environment, else temporary.
+
+    Optimizer states go where parameters go unless something names a folder of their own.
+
+    Args:
+        target: What is swapped.
+        arguments: Those of the ``OffloadManager``.
+        resolved: The plan. ``offload_param_path`` of the trainer's file comes before DeepSpeed's
+            ``nvme_path``; blank and ``"none"`` (which launchers write for a missing path) count
+            as not given.
+        environ: Environment variables.
+    """
+    named = [
+        (key, path, speaks_of_target)
+        for key, path, speaks_of_target in _named_roots(target, arguments, resolved, environ)
+        if path is not None and path.strip() and path.strip().lower() != "none"
+    ]
+    if not named:
+        try:
+            # The user's id keeps two users of one machine out of each other's folder.
+            path = str(Path(tempfile.gettempdir()) / f"zerotune-swap-{os.getuid()}")
+        except FileNotFoundError as error:
+            raise OffloadError(
+                "no swap root was given and no temporary folder can be written",
+                key="OffloadManager.root",
+                fix=_FIX,
+            ) from error
+        return RootChoice(path=path, key="offload.root", fallback=True)
+    key, path, _ = named[0]
+    others = (
+        f"{k} = {p}" for k, p, speaks_of_target in named[1:] if speaks_of_target and p != path
+    )
+    return RootChoice(path=path, key=key, passed_over=tuple(others))
+
+
+def _named_roots(
+    target: Target, arguments: Roots, resolved: ResolvedPlan, environ: Mapping[str, str]
+) -> Iterator[tuple[str, str | None, bool]]:
+    """Setting, its path, and whether it speaks of ``target`` itself; the first one wins."""
+    order: tuple[Target, ...] = (target,) if target == "param" else ("optimizer", "param")
+    # What names no target comes between this target's own setting and the other's.
+    levels = (target, None, *order[1:])
+    for part in levels:
+        if part is None:
+            yield "OffloadManager.root", arguments.root, True
+        else:
+            path = getattr(arguments, part)
+            yield f"OffloadManager.offload_{part}_path", path, part == target
+    launch = resolved.requested.launch
+    for part in order:
+        path = getattr(launch, f"offload_{part}_path", None)
+        yield f"offload_{part}_path", path, part == target
+    for part in dict.fromkeys((target, "param", "optimizer")):
+        key = f"zero_optimization.offload_{part}.nvme_path"
+        yield key, resolved.nvme_paths.get(part), part == target
+    for part in levels:
+        name = ROOT_VARIABLE if part is None else PATH_VARIABLES[part]
+        yield name, environ.get(name), part in (None, target)
+
+
+# -- Whether it can be used.
 
 PROBE_PREFIX: Final = ".zerotune-probe-"
 """Of a file that is written for a moment; its maker holds the root meanwhile."""
 BENCH_PREFIX: Final = ".zerotune-bench-"
 """The same, of a folder that lasts as long as a measurement."""
 
-_PROBE: Final = bytes(4096)
-_LONGEST_PATH: Final = 4096
+_MOST_PATH_BYTES: Final = 4096
 # "/zerotune-<28>/zero_stage_3/optimizer/rank<N>/<id>_gradient_<offset>_<length>.tensor.swp" with
 # every number as long as a 64-bit integer can be (names in DeepSpeed 0.19.8, swap_tensor/).
 _ROOM_FOR_SWAP_FILES: Final = 224
+_SPINNING: Final = (
+    "this disk has spinning platters, and a step reads and writes tens of bytes per "
+    "parameter; DeepSpeed's `ds_nvme_tune` measures what it can do"
+)
 
 
 @attrs.frozen(kw_only=True)
@@ -48,14 +157,9 @@ class SwapRoot:
 
 
 def check_root(choice: RootChoice) -> SwapRoot:
-    """Make the folder if needed and prove that swap files can be written to it.
-
-    Raises:
-        OffloadError: It cannot be made, is no folder, is a symbolic link, cannot be written, is
-            full, or its path leaves no room for the names of swap files.
-    """
+    """Make the folder if needed and prove that swap files can be written to it."""
     try:
-        path = _make(choice)
+        path = _make_root(choice)
         with making_in(path):
             _write_probe(path)
         space = os.statvfs(path)
@@ -64,10 +168,15 @@ def check_root(choice: RootChoice) -> SwapRoot:
         if isinstance(error, OffloadError):
             raise
         # RuntimeError: a loop of symlinks (before Python 3.13); ValueError: a NUL in the path.
-        raise _unusable(choice, f"cannot be used ({_say(error)})") from error
+        reason = getattr(error, "strerror", None) or error
+        raise _unusable(choice, f"cannot be used ({reason})") from error
     kind, rotational = filesystem_kind(path), is_rotational(path)
     free = space.f_bavail * space.f_frsize
-    remarks = (_on_filesystem(kind), _on_disk(rotational), _on_owner(facts))
+    remarks: dict[str, str | None] = {
+        "offload.filesystem": _about_filesystem(kind),
+        "offload.disk": _SPINNING if rotational else None,
+        "offload.owner": _about_owner(facts),
+    }
     return SwapRoot(
         path=path,
         filesystem=kind,
@@ -75,20 +184,38 @@ def check_root(choice: RootChoice) -> SwapRoot:
         free_inodes=space.f_favail,
         rotational=rotational,
         decisions=(
-            _chosen(choice, path, kind, free),
-            *(_remark(path, *remark) for remark in remarks if remark),
+            _choice_made(choice, path, kind, free),
+            *(
+                Decision(key=key, before=None, after=str(path), reason=reason, severity="warning")
+                for key, reason in remarks.items()
+                if reason is not None
+            ),
         ),
     )
 
 
-def _make(choice: RootChoice) -> Path:
+def _make_root(choice: RootChoice) -> Path:
     given = Path(choice.path).expanduser()
     if given.is_symlink():
-        raise _linked(choice, given)
+        if not given.exists():
+            raise _unusable(choice, "is a symbolic link to nothing; is its disk mounted?")
+        # Whoever may change the link could move the next run's clean-up to any folder.
+        raise _unusable(
+            choice,
+            f"is a symbolic link (to {given.readlink()}), and a swap root must be the folder "
+            "itself",
+            fix=f"give {given.resolve()}",
+        )
     if given.exists() and not given.is_dir():
         raise _unusable(choice, "is a file, not a folder")
     path = given.resolve()
-    _check_length(path, choice)
+    length = len(os.fsencode(path)) + _ROOM_FOR_SWAP_FILES
+    if length > _MOST_PATH_BYTES:
+        raise _unusable(
+            choice,
+            f"is too long: the swap files inside would have paths of {length} bytes, and the "
+            f"system takes {_MOST_PATH_BYTES}",
+        )
     given.mkdir(parents=True, exist_ok=True, mode=0o700 if choice.fallback else 0o777)
     if choice.fallback:
         # Anybody may have made this name in a shared temporary folder.
@@ -98,34 +225,13 @@ def _make(choice: RootChoice) -> Path:
     return path
 
 
-def _linked(choice: RootChoice, given: Path) -> OffloadError:
-    target = given.readlink()
-    if not given.exists():
-        reason, fix = "is a symbolic link to nothing; is its disk mounted?", FIX
-    else:
-        # Whoever may change the link could move the next run's clean-up to any folder.
-        reason = f"is a symbolic link (to {target}), and a swap root must be the folder itself"
-        fix = f"give {given.resolve()}"
-    return OffloadError(reason, key=choice.key, value=choice.path, fix=fix)
-
-
-def _check_length(path: Path, choice: RootChoice) -> None:
-    length = len(os.fsencode(path)) + _ROOM_FOR_SWAP_FILES
-    if length > _LONGEST_PATH:
-        raise _unusable(
-            choice,
-            f"is too long: the swap files inside would have paths of {length} bytes, and the "
-            f"system takes {_LONGEST_PATH}",
-        )
-
-
 def _write_probe(path: Path) -> None:
     # Permission bits do not tell: root passes them, read-only mounts and quotas ignore them.
     probe = path / f"{PROBE_PREFIX}{secrets.token_hex(6)}"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     descriptor = os.open(probe, flags, 0o600)
     try:
-        if os.write(descriptor, _PROBE) != len(_PROBE):
+        if os.write(descriptor, bytes(4096)) != 4096:
             raise OSError("only part of a 4096-byte probe could be written")
         os.fsync(descriptor)
     finally:
@@ -133,7 +239,7 @@ def _write_probe(path: Path) -> None:
         probe.unlink()
 
 
-def _chosen(choice: RootChoice, path: Path, kind: str | None, free: int) -> Decision:
+def _choice_made(choice: RootChoice, path: Path, kind: str | None, free: int) -> Decision:
     reason = f"taken from {choice.key}"
     if choice.passed_over:
         reason = f"{reason}, which comes before {' and '.join(choice.passed_over)}"
@@ -152,54 +258,89 @@ def _chosen(choice: RootChoice, path: Path, kind: str | None, free: int) -> Deci
     )
 
 
-def _remark(path: Path, key: str, reason: str, severity: Severity = "warning") -> Decision:
-    return Decision(key=key, before=None, after=str(path), reason=reason, severity=severity)
+def _about_filesystem(kind: str | None) -> str | None:
+    return {
+        "memory": f"{kind} lives in RAM, so swapping to it frees no memory",
+        "overlay": "overlay is a container's writable layer: it may be slow, small, or kept in "
+        "RAM; mount a volume of a local disk",
+        "network": f"{kind} is a shared file system: its locks may not reach other machines, so "
+        "nothing of theirs is ever cleaned up here; give each machine a root of its own",
+        "unknown": kind
+        and f"{kind} is not known as a local file system: its locks may not reach other "
+        "machines, so give each machine a root of its own",
+    }.get(locality_of(kind))
 
 
-def _on_filesystem(kind: str | None) -> tuple[str, str] | None:
-    locality = locality_of(kind)
-    if locality == "memory":
-        return "offload.filesystem", f"{kind} lives in RAM, so swapping to it frees no memory"
-    if locality == "overlay":
-        return "offload.filesystem", (
-            "overlay is a container's writable layer: it may be slow, small, or kept in RAM; "
-            "mount a volume of a local disk"
-        )
-    if locality == "network":
-        return "offload.filesystem", (
-            f"{kind} is a shared file system: its locks may not reach other machines, so nothing "
-            "of theirs is ever cleaned up here; give each machine a root of its own"
-        )
-    if locality == "unknown" and kind is not None:
-        return "offload.filesystem", (
-            f"{kind} is not known as a local file system: its locks may not reach other "
-            "machines, so give each machine a root of its own"
-        )
-    return None
-
-
-def _on_disk(rotational: bool | None) -> tuple[str, str] | None:
-    if not rotational:
-        return None
-    return "offload.disk", (
-        "this disk has spinning platters, and a step reads and writes tens of bytes per "
-        "parameter; DeepSpeed's `ds_nvme_tune` measures what it can do"
-    )
-
-
-def _on_owner(facts: os.stat_result) -> tuple[str, str] | None:
+def _about_owner(facts: os.stat_result) -> str | None:
     if facts.st_uid not in (os.getuid(), 0):
-        return "offload.owner", f"belongs to user {facts.st_uid}, who may delete what is inside"
+        return f"belongs to user {facts.st_uid}, who may delete what is inside"
     if facts.st_mode & 0o022 and not facts.st_mode & stat.S_ISVTX:
-        return "offload.owner", (
-            "other users may write here and so delete this run's folder; chmod +t keeps them off"
-        )
+        return "other users may write here and so delete this run's folder; chmod +t keeps them off"
     return None
 
 
-def _unusable(choice: RootChoice, reason: str) -> OffloadError:
-    return OffloadError(reason, key=choice.key, value=choice.path, fix=FIX)
+def _unusable(choice: RootChoice, reason: str, *, fix: str = _FIX) -> OffloadError:
+    return OffloadError(reason, key=choice.key, value=choice.path, fix=fix)
 
 
-def _say(error: Exception) -> Any:
-    return getattr(error, "strerror", None) or error
+# -- The ``aio`` settings that DeepSpeed's tuner found for its disk, from a file in it.
+
+MEASURED_FILE: Final = "zerotune-aio.json"
+"""What ``ds_nvme_tune`` printed, or what ``offload bench --save`` of an earlier release wrote."""
+TUNED: Final = ("block_size", "queue_depth", "intra_op_parallelism")
+"""Keys of ``aio`` that a measurement chooses."""
+
+
+def usable_settings(root: Path) -> tuple[Mapping[str, int], tuple[Decision, ...]]:
+    """The ``aio`` settings measured for a root, if they are of this machine and this disk."""
+    path = root / MEASURED_FILE
+    settings: dict[str, int] = {}
+    severity: Severity = "note"
+    try:
+        text = read_record(path, most=2**20)
+        # The tuner prints some lines before the JSON.
+        measured: dict[str, Any] = json_of(text[max(text.rfind("\n{"), 0) :])
+        settings = _tuned_settings(measured)
+    except FileNotFoundError:
+        return {}, ()
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        reason, severity = f"cannot be used ({error})", "warning"
+    else:
+        # The tuner does not say where it ran; an earlier release did.
+        host, device = platform.node(), root.stat().st_dev
+        reason = "measured for this disk"
+        if (measured.get("host", host), measured.get("device", device)) != (host, device):
+            settings = {}
+            reason = (
+                f"it was measured on {measured['host']}, on another disk or before it was "
+                "mounted anew"
+            )
+    decision = Decision(
+        key="aio", before=str(path), after=settings or None, reason=reason, severity=severity
+    )
+    return settings, (decision,)
+
+
+def _tuned_settings(measured: Mapping[str, Any]) -> dict[str, int]:
+    section = measured.get("aio", measured)
+    if "num_threads" in section:
+        section = {**section, "intra_op_parallelism": section["num_threads"]}
+    settings = {name: section[name] for name in TUNED}
+    if not all(type(value) is int and value > 0 for value in settings.values()):
+        raise ValueError("a setting is no positive whole number")
+    return settings
+
+
+def with_settings(resolved: ResolvedPlan, settings: Mapping[str, Any]) -> ResolvedPlan:
+    """``resolved`` with measured ``aio`` settings where the user wrote none."""
+    written = resolved.requested.aio
+    chosen = {
+        name: settings[name]
+        for name in TUNED
+        if name in settings and getattr(written, name, None) in (None, AUTO)
+    }
+    aio = resolved.plan.aio
+    if not chosen or aio is None:
+        return resolved
+    plan = attrs.evolve(resolved.plan, aio=evolved(aio, **chosen))
+    return attrs.evolve(resolved, plan=plan)

@@ -10,13 +10,11 @@ from typing import TYPE_CHECKING, Final
 
 import attrs
 
-from zerotune._util.numbers import is_integer
-from zerotune._util.text import disk_size
+from zerotune._util.text import disk_size, is_integer
 from zerotune.decisions import Decision
 from zerotune.errors import OffloadError
-from zerotune.offload.choosing import Target
 from zerotune.offload.lease import FoundLease, find_lease, find_leases
-from zerotune.offload.root import SwapRoot
+from zerotune.offload.root import SwapRoot, Target
 from zerotune.optimizers.catalogue import entry_of
 from zerotune.plan.fill import SMALLEST_SWAP_BYTES, SUB_GROUP_NVME, sub_groups
 
@@ -25,7 +23,7 @@ if TYPE_CHECKING:
 
 _ALIGNMENT: Final = 1024
 """``AIO_ALIGNED_BYTES``: each thread's share of a swap file is a multiple of it."""
-_AIO_BLOCK: Final = 1_048_576
+_DEFAULT_BLOCK: Final = 1_048_576
 _FOLDERS: Final = 8
 _SLACK: Final = 1.01
 """What a file system keeps for itself per byte: block lists and rounding to blocks."""
@@ -72,10 +70,13 @@ def swap_needs(resolved: ResolvedPlan) -> SwapNeeds | None:
     if model is None:
         return None
     aio = resolved.plan.aio
-    block = _given(aio.block_size if aio else None) or _AIO_BLOCK
-    threads = _given(aio.intra_op_parallelism if aio else None) or 1
-    least = max(SMALLEST_SWAP_BYTES, block)
-    count = _Counter(resolved=resolved, model=model, least=least, unit=_ALIGNMENT * threads)
+    block, threads = (aio.block_size, aio.intra_op_parallelism) if aio else (None, None)
+    count = _SwapCounter(
+        resolved=resolved,
+        model=model,
+        least=max(SMALLEST_SWAP_BYTES, block if is_integer(block) and block else _DEFAULT_BLOCK),
+        unit=_ALIGNMENT * (threads if is_integer(threads) and threads else 1),
+    )
     files: dict[Target, SwapFiles] = {}
     if resolved.offload_param == "nvme":
         files["param"] = count.parameters()
@@ -85,7 +86,7 @@ def swap_needs(resolved: ResolvedPlan) -> SwapNeeds | None:
 
 
 @attrs.frozen(kw_only=True)
-class _Counter:
+class _SwapCounter:
     resolved: ResolvedPlan
     model: ModelFacts
     least: int
@@ -101,23 +102,21 @@ class _Counter:
         return self._files(part * element for part in parts)
 
     def optimizer(self) -> SwapFiles:
-        element = 2 if self._half_masters() else 4
+        bf16, zero = self.resolved.plan.bf16, self.resolved.plan.zero_optimization
+        half = bf16 is not None and bf16.bf16_master_weights_and_grads is True
+        element = 2 if half else 4
+        size = None if zero is None else zero.sub_group_size
+        numels = sub_groups(
+            self.model,
+            self.resolved.world_size,
+            size if is_integer(size) else SUB_GROUP_NVME,
+        )
         choice = self.resolved.optimizer
         name, params = (None, None) if choice is None else (choice.name, choice.params)
         states = math.ceil(entry_of(name).states_per_weight(params))
-        groups = self._files(numel * element for numel in self._sub_groups())
+        groups = self._files(numel * element for numel in numels)
         parts = self.model.trainable_parts(self.resolved.world_size)
         return groups.times(1 + states) + self._files(part * element for part in parts)
-
-    def _sub_groups(self) -> tuple[int, ...]:
-        zero = self.resolved.plan.zero_optimization
-        size = None if zero is None else zero.sub_group_size
-        elements = size if is_integer(size) else SUB_GROUP_NVME
-        return sub_groups(self.model, self.resolved.world_size, elements)
-
-    def _half_masters(self) -> bool:
-        bf16 = self.resolved.plan.bf16
-        return bf16 is not None and bf16.bf16_master_weights_and_grads is True
 
 
 def check_space(
@@ -127,17 +126,8 @@ def check_space(
 
     What other living runs on the same roots have said they will still write counts as taken.
 
-    Args:
-        roots: Where each target goes.
-        needs: Per rank; ``None`` when it is not known.
-        ranks: Ranks of this machine, which share the disk.
-        run_id: This run, whose own folder is no other's.
-
     Returns:
         What was compared.
-
-    Raises:
-        OffloadError: It does not fit; the message holds the numbers.
     """
     if needs is None:
         return (
@@ -212,9 +202,6 @@ class SpaceWatch:
 
     DeepSpeed writes each swap file when it first needs it, in the first steps, and the same blocks
     from then on. A write that finds no room ends the process with SIGABRT.
-
-    Args:
-        folders: The run's own, in its swap roots.
     """
 
     def __init__(self, folders: Iterable[Path]) -> None:
@@ -235,8 +222,8 @@ class SpaceWatch:
                 continue
             self._sizes[folder] = lease.size
             disks.setdefault(folder.stat().st_dev, []).append(lease)
-        told = (_shortage_on(leases) for leases in disks.values())
-        return next((text for text in told if text is not None), None)
+        shortages = (_shortage_on(leases) for leases in disks.values())
+        return next((text for text in shortages if text is not None), None)
 
 
 def _shortage_on(leases: Sequence[FoundLease]) -> str | None:
@@ -252,14 +239,7 @@ def _shortage_on(leases: Sequence[FoundLease]) -> str | None:
 
 
 def tell_shortage(root: Path, *, free: int, own: int, others: int) -> str | None:
-    """What is missing on a disk, in numbers; ``None`` when it is enough.
-
-    Args:
-        root: The swap root.
-        free: Bytes that may still be written.
-        own: Bytes this run has still to write.
-        others: Bytes that other runs have reserved.
-    """
+    """What is missing on a disk, in numbers; ``None`` when it is enough."""
     # No swap file is smaller: below that only unaligned ends are left, which stay in memory.
     if own < SMALLEST_SWAP_BYTES or own + others <= free:
         return None
@@ -268,7 +248,3 @@ def tell_shortage(root: Path, *, free: int, own: int, others: int) -> str | None
         f"the swap disk of {root} was filled by another program: {disk_size(free)} ({free} bytes) "
         f"are free{taken}, and this run has still to write {disk_size(own)}"
     )
-
-
-def _given(value: object) -> int:
-    return value if is_integer(value) else 0

@@ -8,7 +8,7 @@ with the cells that were really run (``data/capabilities.json``), which have the
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib.resources import files
 from importlib.util import find_spec
@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 import attrs
 
-from zerotune._util.versions import installed_version, release_of
+from zerotune._util.environment import installed_version, release_of
 from zerotune.optimizers.catalogue import DEFAULT_OPTIMIZER
-from zerotune.optimizers.choices import OptimizerSource, WeightDecay
+from zerotune.optimizers.choices import OptimizerChoice, OptimizerSource, WeightDecay
 from zerotune.optimizers.entries import ADAM
 from zerotune.optimizers.parameters import OptimizerEntry
 
@@ -76,8 +76,13 @@ class Situation:
             accelerator=accelerator,
             versions=platform.versions,
             # The resolved plan writes every key; only the request tells what the user wrote.
-            allow_untested=_flag(resolved.requested.zero_allow_untested_optimizer),
-            force_cpu=_flag(resolved.requested.zero_force_ds_cpu_optimizer),
+            **{
+                name: value if isinstance(value, bool) else None
+                for name, value in {
+                    "allow_untested": resolved.requested.zero_allow_untested_optimizer,
+                    "force_cpu": resolved.requested.zero_force_ds_cpu_optimizer,
+                }.items()
+            },
             bf16_states=resolved.precision == "bf16"
             and bf16 is not None
             and bf16.bf16_optimizer_states is True,
@@ -119,10 +124,6 @@ def installed_packages() -> frozenset[str]:
     return frozenset(name for name in OPTIONAL_PACKAGES if find_spec(name) is not None)
 
 
-def _flag(value: object) -> bool | None:
-    return value if isinstance(value, bool) else None
-
-
 # -- Which class does the update (``DeepSpeedEngine._configure_basic_optimizer`` of 0.19.8).
 
 
@@ -133,33 +134,10 @@ GROUP_RATES: Final = frozenset({"muon_lr", "adam_lr"})
 """Keys that become the learning rates of Muon's two kinds of groups."""
 
 
-@attrs.frozen(kw_only=True)
-class Implementation:
-    """The class that does the update."""
-
-    name: str
-    """``type(optimizer).__name__`` of the basic optimizer."""
-    source: OptimizerSource
-    """Who builds it."""
-    weight_decay_mode: WeightDecay | None
-    """How it decays weights; ``None`` when it is not Adam-like."""
-    package: str | None = None
-    """Module of an optional package that has the class."""
-
-    def takes(self, entry: OptimizerEntry, key: str) -> bool:
-        """Whether ``key`` of ``entry`` may be handed to it."""
-        if key in CONFIGURATION_ONLY:
-            return self.source == "deepspeed"
-        if key in GROUP_RATES:
-            return False
-        parameter = entry.parameter(key)
-        return parameter is not None and parameter.accepts(self.name)
-
-
 def implementation_of(
     entry: OptimizerEntry, params: Mapping[str, Any], situation: Situation
-) -> Implementation:
-    """The class that ``entry`` with ``params`` becomes in ``situation``.
+) -> OptimizerChoice:
+    """The class that ``entry`` with ``params`` becomes in ``situation``; ``params`` are left out.
 
     Args:
         entry: An optimizer that can run there.
@@ -177,7 +155,14 @@ def implementation_of(
         source, name = "torch", _torch_class(entry, decay)
     else:
         source, name = "deepspeed", _deepspeed_class(entry, params, situation, decay)
-    return Implementation(name=name, source=source, package=entry.package, weight_decay_mode=decay)
+    return OptimizerChoice(
+        name=entry.name,
+        params={},
+        implementation=name,
+        source=source,
+        package=entry.package,
+        weight_decay_mode=decay,
+    )
 
 
 _BF16_STATES: Final = "AdamWBF16States"
@@ -296,7 +281,7 @@ class Cell:
         return self.name, self.stage, self.offload, self.precision
 
 
-def _by_key(cells: Any) -> Mapping[tuple[str, int, str, str], Cell]:
+def _cells_by_key(cells: Any) -> Mapping[tuple[str, int, str, str], Cell]:
     return {cell.key: cell for cell in cells}
 
 
@@ -310,12 +295,14 @@ class CapabilityTable:
     """Versions by package."""
     platform: str = ""
     """Operating system and processor."""
-    cells: Mapping[tuple[str, int, str, str], Cell] = attrs.field(factory=dict, converter=_by_key)
+    cells: Mapping[tuple[str, int, str, str], Cell] = attrs.field(
+        factory=dict, converter=_cells_by_key
+    )
 
     @classmethod
     def stored(cls) -> CapabilityTable:
         """The table that comes with zerotune."""
-        return _stored()
+        return _stored_table()
 
     @classmethod
     def from_json(cls, text: str) -> CapabilityTable:
@@ -353,7 +340,7 @@ class CapabilityTable:
 
 
 @cache
-def _stored() -> CapabilityTable:
+def _stored_table() -> CapabilityTable:
     source = files("zerotune.optim") / "data" / "capabilities.json"
     return CapabilityTable.from_json(source.read_text(encoding="utf-8"))
 
@@ -387,14 +374,11 @@ class Capability:
 def capability_of(
     entry: OptimizerEntry, situation: Situation, table: CapabilityTable | None = None
 ) -> Capability:
-    """Whether the optimizer of ``entry`` can run in ``situation``.
-
-    Args:
-        entry: The optimizer.
-        situation: Where it is to run.
-        table: Cells that were run; those that come with zerotune when not given.
-    """
-    answer = _by_rules(entry, situation)
+    """Whether the optimizer of ``entry`` can run in ``situation``."""
+    answer = next(_obstacles(entry, situation), None) or _handed_over(entry, situation)
+    if answer.runs:
+        name = implementation_of(entry, {}, situation).implementation
+        answer = attrs.evolve(answer, implementation=name)
     cell = (CapabilityTable.stored() if table is None else table).find(entry.name, situation)
     if cell is None:
         return answer
@@ -412,22 +396,8 @@ def missing_package(entry: OptimizerEntry, situation: Situation) -> str | None:
     return None if package in situation.packages else package
 
 
-def _by_rules(entry: OptimizerEntry, situation: Situation) -> Capability:
-    for rule in _RULES:
-        answer = rule(entry, situation)
-        if answer is not None:
-            break
-    else:
-        answer = Capability(status="works")
-    if not answer.runs:
-        return answer
-    return attrs.evolve(answer, implementation=implementation_of(entry, {}, situation).name)
+# -- The reasons, in order: the first decides.
 
-
-# -- One function per reason, tried in order; the first that answers decides.
-
-
-Rule = Callable[[OptimizerEntry, Situation], Capability | None]
 
 LOW_BIT: Final = frozenset({"AdamW8bit", "TorchAOAdamW8bit", "TorchAOAdamW4bit"})
 
@@ -441,93 +411,68 @@ def _cannot(reason: str, alternative: str | None = DEFAULT_OPTIMIZER, **kwargs: 
     return Capability(status="cannot", reason=reason, alternative=alternative, **kwargs)
 
 
-def _runs_nowhere(entry: OptimizerEntry, situation: Situation) -> Capability | None:  # noqa: ARG001
-    return None if entry.refusal is None else _cannot(entry.refusal, entry.instead)
-
-
-def _package_missing(entry: OptimizerEntry, situation: Situation) -> Capability | None:
-    package = missing_package(entry, situation)
-    if package is None:
-        return None
-    return _cannot(
-        f"the package {package} is not installed (pip install 'zerotune[{entry.extra}]')"
-    )
-
-
-def _eight_bits_on_the_cpu(entry: OptimizerEntry, situation: Situation) -> Capability | None:
-    """CPU kernels came to bitsandbytes with 0.50 (its PR #1901)."""
-    if entry.name != "AdamW8bit" or not situation.before("bitsandbytes", 0, 50):
-        return None
-    if situation.offloaded:
-        return _cannot(
-            "the kernels of bitsandbytes before 0.50 update states on the GPU, and offload keeps "
-            "them in host memory"
+def _obstacles(entry: OptimizerEntry, situation: Situation) -> Iterator[Capability]:
+    """Why it cannot run, the weightiest reason first."""
+    if entry.refusal is not None:
+        yield _cannot(entry.refusal, entry.instead)
+    if (package := missing_package(entry, situation)) is not None:
+        yield _cannot(
+            f"the package {package} is not installed (pip install 'zerotune[{entry.extra}]')"
         )
-    if situation.accelerator != "cuda":
-        return _cannot("the kernels of bitsandbytes before 0.50 are CUDA's")
-    return None
+    # CPU kernels came to bitsandbytes with 0.50 (its PR #1901).
+    if entry.name == "AdamW8bit" and situation.before("bitsandbytes", 0, 50):
+        if situation.offloaded:
+            yield _cannot(
+                "the kernels of bitsandbytes before 0.50 update states on the GPU, and offload "
+                "keeps them in host memory"
+            )
+        elif situation.accelerator != "cuda":
+            yield _cannot("the kernels of bitsandbytes before 0.50 are CUDA's")
+    if situation.offload == "nvme" and entry.name == _BF16_STATES:
+        yield _cannot("DeepSpeed swaps states in the weights' dtype, so they would be fp32 again")
+    if situation.offload == "nvme" and entry.name in LOW_BIT:
+        yield _cannot(
+            "DeepSpeed swaps states as if they had the weights' size and dtype; with 8-bit states "
+            "on NVMe the engine ran, and the loss did not fall",
+            f"{entry.name} with offload to the CPU",
+        )
+    if situation.sharded:
+        yield from _obstacles_in_parts(entry, situation)
+    if entry.name == "Adagrad" and situation.offloaded:
+        accelerator = situation.accelerator
+        if accelerator not in _CPU_KERNELS["Adagrad"]:
+            yield _cannot(f"DeepSpeed has no CPU kernel of it for the {accelerator} accelerator")
 
 
-def _low_bits_are_not_swapped(entry: OptimizerEntry, situation: Situation) -> Capability | None:
-    if situation.offload != "nvme":
-        return None
-    if entry.name == _BF16_STATES:
-        return _cannot("DeepSpeed swaps states in the weights' dtype, so they would be fp32 again")
-    if entry.name not in LOW_BIT:
-        return None
-    return _cannot(
-        "DeepSpeed swaps states as if they had the weights' size and dtype; with 8-bit states on "
-        "NVMe the engine ran, and the loss did not fall",
-        f"{entry.name} with offload to the CPU",
-    )
-
-
-def _one_pace_for_all(entry: OptimizerEntry, situation: Situation) -> Capability | None:
-    """Optimizers that keep numbers for all weights together, which ZeRO hands over in parts."""
-    if not entry.own_schedule or not situation.sharded:
-        return None
-    if situation.stage == 3:
-        return _cannot(
+def _obstacles_in_parts(entry: OptimizerEntry, situation: Situation) -> Iterator[Capability]:
+    """Numbers that belong to all weights together, or to whole matrices; ZeRO hands over parts."""
+    if entry.own_schedule and situation.stage == 3:
+        yield _cannot(
             "it keeps numbers that belong to all weights together, and stage 3 steps one "
             "sub-group at a time",
             f"{entry.name} at stage 2",
         )
-    if entry.name == "Prodigy" and situation.world_size > 1:
-        return _cannot(
+    elif entry.name == "Prodigy" and situation.world_size > 1:
+        yield _cannot(
             "each rank would find a learning rate of its own from its part of the weights",
             "Prodigy at stage 0",
         )
-    return None
+    if entry.name == "Adafactor":
+        yield _cannot(
+            "it factors the second moment of matrices, and ZeRO hands it flat partitions, on which "
+            "it would be another algorithm without the saving"
+        )
 
 
-def _no_cpu_kernel(entry: OptimizerEntry, situation: Situation) -> Capability | None:
-    if entry.name != "Adagrad" or not situation.offloaded:
-        return None
-    if situation.accelerator in _CPU_KERNELS["Adagrad"]:
-        return None
-    return _cannot(f"DeepSpeed has no CPU kernel of it for the {situation.accelerator} accelerator")
-
-
-def _factored_moments_need_matrices(
-    entry: OptimizerEntry, situation: Situation
-) -> Capability | None:
-    if entry.name != "Adafactor" or not situation.sharded:
-        return None
-    return _cannot(
-        "it factors the second moment of matrices, and ZeRO hands it flat partitions, on which "
-        "it would be another algorithm without the saving"
-    )
-
-
-def _handed_over(entry: OptimizerEntry, situation: Situation) -> Capability | None:
-    """What DeepSpeed does not build itself goes in as a client optimizer."""
+def _handed_over(entry: OptimizerEntry, situation: Situation) -> Capability:
+    """It works; what DeepSpeed does not build itself goes in as a client optimizer."""
     source = implementation_of(entry, {}, situation).source
     if source == "deepspeed":
-        return None
+        return Capability(status="works")
     own = source == "zerotune"
     reason = f"zerotune's own implementation runs: {_OWN[entry.name]}" if own else ""
     if not situation.sharded:
-        return Capability(status="works with", reason=reason) if own else None
+        return Capability(status="works with" if own else "works", reason=reason)
     if situation.allow_untested is False:
         return _cannot(
             "it is not on DeepSpeed's list of optimizers tested with ZeRO, and the configuration "
@@ -544,15 +489,3 @@ def _handed_over(entry: OptimizerEntry, situation: Situation) -> Capability | No
     return Capability(
         status="works with", reason="; ".join(part for part in parts if part), config=config
     )
-
-
-_RULES: Final[tuple[Rule, ...]] = (
-    _runs_nowhere,
-    _package_missing,
-    _eight_bits_on_the_cpu,
-    _low_bits_are_not_swapped,
-    _one_pace_for_all,
-    _no_cpu_kernel,
-    _factored_moments_need_matrices,
-    _handed_over,
-)

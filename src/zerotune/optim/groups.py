@@ -16,7 +16,7 @@ import attrs
 from zerotune._util.text import did_you_mean
 from zerotune.decisions import Decision, Log, raise_all
 from zerotune.errors import InvalidValueError, OptimizerError
-from zerotune.optim.arguments import check, reject_unknown
+from zerotune.optim.settle import check, reject_unknown
 from zerotune.optimizers.choices import GroupChoice, OptimizerChoice
 from zerotune.optimizers.parameters import OptimizerEntry
 from zerotune.plan.model import ModelFacts, ParameterFacts
@@ -28,11 +28,7 @@ _GLOB: Final = frozenset("*?[")
 
 
 def check_pattern(pattern: Any, *, key: str) -> str:
-    """Return ``pattern`` when it can be used.
-
-    Raises:
-        InvalidValueError: It is no text, empty, or no regular expression.
-    """
+    """Return ``pattern`` when it can be used."""
     if not isinstance(pattern, str) or not pattern.strip():
         raise InvalidValueError(
             "a pattern is text", key=key, value=pattern, fix='write for example "unet.*.bias"'
@@ -79,13 +75,13 @@ def closest_names(pattern: str, names: Iterable[str]) -> list[str]:
 # -- ``ParameterGroups``: the rules.
 
 
-_KEY: Final = "groups"
+_RULES_KEY: Final = "groups"
 
 REST: Final = "rest"
 """Name of the group of all that no rule picks."""
 
 
-def _patterns(value: str | Iterable[str]) -> tuple[str, ...]:
+def _all_patterns(value: str | Iterable[str]) -> tuple[str, ...]:
     return (value,) if isinstance(value, str) else tuple(value)
 
 
@@ -95,7 +91,7 @@ class ParameterGroup:
 
     name: str = attrs.field()
     """What the group is called in reports."""
-    patterns: tuple[str, ...] = attrs.field(default=("*",), converter=_patterns)
+    patterns: tuple[str, ...] = attrs.field(default=("*",), converter=_all_patterns)
     """Globs, module names or ``"re:…"``; one that matches is enough. All, when not given."""
     max_ndim: int | None = None
     """Only parameters of at most so many dimensions: 1 picks biases and the weights of norms."""
@@ -111,16 +107,16 @@ class ParameterGroup:
     @name.validator
     def _check_name(self, _attribute: Any, value: Any) -> None:
         if not isinstance(value, str) or not value.strip():
-            raise InvalidValueError("a group needs a name", key=f"{_KEY}.name", value=value)
+            raise InvalidValueError("a group needs a name", key=f"{_RULES_KEY}.name", value=value)
 
     @patterns.validator
     def _check_patterns(self, _attribute: Any, value: tuple[str, ...]) -> None:
         for pattern in value:
-            check_pattern(pattern, key=f"{_KEY}.{self.name}.patterns")
+            check_pattern(pattern, key=f"{_RULES_KEY}.{self.name}.patterns")
         if not value:
             raise InvalidValueError(
                 "a group without patterns picks nothing",
-                key=f"{_KEY}.{self.name}.patterns",
+                key=f"{_RULES_KEY}.{self.name}.patterns",
                 fix='write "*" for all that is left',
             )
 
@@ -131,14 +127,14 @@ class ParameterGroup:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
             raise InvalidValueError(
                 "must be a number > 0",
-                key=f"{_KEY}.{self.name}.lr_scale",
+                key=f"{_RULES_KEY}.{self.name}.lr_scale",
                 value=value,
                 fix="freeze parameters (requires_grad_(False)) that must not be trained",
             )
         if "lr" in self.params:
             raise InvalidValueError(
                 "a group has a learning rate of its own or a multiple of the optimizer's, not both",
-                key=f"{_KEY}.{self.name}.lr_scale",
+                key=f"{_RULES_KEY}.{self.name}.lr_scale",
                 value=value,
                 fix="leave one of them out",
             )
@@ -148,10 +144,6 @@ class ParameterGroup:
         if self.max_ndim is not None and len(shape) > self.max_ndim:
             return False
         return any(matches(pattern, name) for pattern in self.patterns)
-
-
-def _rules(value: Iterable[ParameterGroup]) -> tuple[ParameterGroup, ...]:
-    return tuple(value)
 
 
 @attrs.frozen(kw_only=True)
@@ -165,7 +157,7 @@ class ParameterGroups:
         ).without_decay_on_norms_and_biases()
     """
 
-    rules: tuple[ParameterGroup, ...] = attrs.field(converter=_rules)
+    rules: tuple[ParameterGroup, ...] = attrs.field(converter=tuple[ParameterGroup, ...])
     """In the order in which they are tried."""
 
     @rules.validator
@@ -177,7 +169,7 @@ class ParameterGroups:
                     "two groups of one name"
                     if name != REST
                     else "this is the name of the group of all that is left",
-                    key=f"{_KEY}.name",
+                    key=f"{_RULES_KEY}.name",
                     value=name,
                     fix="call one of them differently",
                 )
@@ -267,20 +259,9 @@ def group_parameters(
 ) -> tuple[tuple[GroupChoice, ...], tuple[Decision, ...]]:
     """Put every trainable parameter into the first group that picks it.
 
-    Args:
-        groups: The rules.
-        model: Names and shapes.
-        choice: The optimizer; its arguments hold where a group has none of its own.
-        entry: Its catalogue entry.
-
     Returns:
         Groups that are not empty, in the order of their rules, ``"rest"`` last; and a decision
         that names them with their sizes.
-
-    Raises:
-        OptimizerError: There is no model to look at, or a pattern matches nothing.
-        UnknownKeyError: A group has an argument the optimizer lacks.
-        InvalidValueError: A value of the wrong type, out of range or not per group.
     """
     if model is None:
         raise OptimizerError(
@@ -296,7 +277,11 @@ def group_parameters(
             fix="leave the groups out, or use another optimizer",
         )
     _check_matches(groups, model)
-    taken = _assign(groups.rules, model.trainable)
+    taken: dict[str, list[ParameterFacts]] = {rule.name: [] for rule in groups.rules}
+    taken[REST] = []
+    for each in model.trainable:
+        first = next((rule for rule in groups.rules if rule.picks(each.name, each.shape)), None)
+        taken[REST if first is None else first.name].append(each)
     _check_empty(groups.rules, taken, model)
     rest = ParameterGroup(name=REST)
     chosen = tuple(
@@ -304,7 +289,7 @@ def group_parameters(
         for rule in (*groups.rules, rest)
         if taken[rule.name]
     )
-    return chosen, (_decision(chosen),)
+    return chosen, (_groups_decision(chosen),)
 
 
 def same_group(
@@ -321,24 +306,12 @@ def same_group(
 
 def describe(group: GroupChoice) -> str:
     """One line: size and own arguments."""
-    own = ", ".join(f"{key} {_show(value)}" for key, value in group.params.items())
+    own = ", ".join(
+        f"{key} {value:g}" if isinstance(value, float) else f"{key} {value}"
+        for key, value in group.params.items()
+    )
     noun = "parameter" if len(group.parameters) == 1 else "parameters"
     return f"{group.name}: {len(group.parameters)} {noun}, {group.numel:,} elements, {own}"
-
-
-def _show(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else f"{value}"
-
-
-def _assign(
-    rules: Sequence[ParameterGroup], parameters: Sequence[ParameterFacts]
-) -> dict[str, list[ParameterFacts]]:
-    taken: dict[str, list[ParameterFacts]] = {rule.name: [] for rule in rules}
-    taken[REST] = []
-    for parameter in parameters:
-        first = next((rule for rule in rules if rule.picks(parameter.name, parameter.shape)), None)
-        taken[REST if first is None else first.name].append(parameter)
-    return taken
 
 
 def _check_matches(groups: ParameterGroups, model: ModelFacts) -> None:
@@ -353,13 +326,11 @@ def _check_matches(groups: ParameterGroups, model: ModelFacts) -> None:
             else:
                 close = closest_names(pattern, trainable)
                 reason = "it matches no parameter of the model"
-                fix = f"did you mean {' or '.join(close)}?" if close else _first_names(trainable)
+                parts = dict.fromkeys(name.partition(".")[0] for name in trainable)
+                fix = f"the model's parts are {', '.join(parts)}"
+                if close:
+                    fix = f"did you mean {' or '.join(close)}?"
             raise OptimizerError(reason, key=f"{KEY}.{rule.name}.patterns", value=pattern, fix=fix)
-
-
-def _first_names(names: Sequence[str]) -> str:
-    parts = dict.fromkeys(name.partition(".")[0] for name in names)
-    return f"the model's parts are {', '.join(parts)}"
 
 
 def _check_empty(
@@ -414,7 +385,7 @@ def _group(
     return same_group(parameters, rule.name, {**shown, **own})
 
 
-def _decision(chosen: Sequence[GroupChoice]) -> Decision:
+def _groups_decision(chosen: Sequence[GroupChoice]) -> Decision:
     return Decision(
         key=KEY,
         before=None,
@@ -517,17 +488,7 @@ def muon_groups(
     patterns: MuonPatterns,
     rates: Mapping[str, float],
 ) -> tuple[OptimizerChoice, tuple[Decision, ...]]:
-    """Split every group of ``choice`` into what Muon updates and what Adam does.
-
-    Args:
-        choice: Muon, with its arguments and perhaps groups.
-        model: Names and shapes.
-        patterns: Who belongs to Muon.
-        rates: ``muon_lr`` and ``adam_lr``, where they are written.
-
-    Raises:
-        OptimizerError: There is no model to look at, or nothing in it is for Muon.
-    """
+    """Split every group of ``choice`` into what Muon updates and what Adam does."""
     if model is None:
         raise OptimizerError(
             "Muon needs the names and shapes of the parameters",
@@ -556,7 +517,7 @@ def muon_groups(
             if members:
                 groups.append(same_group(members, name, own))
     settled = attrs.evolve(choice, params=params, groups=tuple(groups))
-    return settled, (*decisions, *_convolutions(facts, selected), _decision(groups))
+    return settled, (*decisions, *_convolutions_decision(facts, selected), _groups_decision(groups))
 
 
 def _adam_rate(
@@ -578,7 +539,7 @@ def _adam_rate(
     return lr, (decision,)
 
 
-def _convolutions(
+def _convolutions_decision(
     facts: Mapping[str, ParameterFacts], selected: frozenset[str]
 ) -> tuple[Decision, ...]:
     count = sum(len(facts[name].shape) > 2 for name in selected)

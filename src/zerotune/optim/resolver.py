@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any, Final, get_args
 
 import attrs
 
-from zerotune._util.numbers import as_number
 from zerotune._util.table import Block, Line, Page, Table
-from zerotune.decisions import Decision, Log, announce, render_decisions
+from zerotune._util.text import as_number
+from zerotune.decisions import Decision, Log, Severity, announce, render_decisions
 from zerotune.errors import UNSET, InvalidValueError, UnknownKeyError
-from zerotune.optim.arguments import Suggestion
 from zerotune.optim.capability import LOW_BIT, Capability, CapabilityTable, Situation, capability_of
 from zerotune.optim.groups import (
     MuonPatterns,
@@ -27,6 +26,7 @@ from zerotune.optim.settle import (
     Request,
     ScheduleRequest,
     Settled,
+    Suggestion,
     per_group_schedule,
     settle,
     settle_schedule,
@@ -71,7 +71,7 @@ class OptimizerResolution:
 
     def explain(self) -> str:
         """What will run and why, as text."""
-        return _explained(self)
+        return _explanation(self)
 
 
 @attrs.frozen(kw_only=True)
@@ -123,7 +123,7 @@ class OptimizerResolver:
             UnknownKeyError: An argument nobody knows.
             InvalidValueError: An argument of the wrong type or out of range.
         """
-        overrides = _read_overrides(self.overrides)
+        overrides = settings_by_path(self.overrides, _override_paths) if self.overrides else {}
         situation = Situation.of(resolved)
         log = Log()
         schedule = log.attempt(_schedule_request, resolved, overrides)
@@ -131,7 +131,7 @@ class OptimizerResolver:
             lambda: settle(
                 _request(resolved, overrides),
                 situation,
-                overrides=_below(_OPTIMIZER, overrides),
+                overrides=_below(_OPTIMIZER_PARAMS, overrides),
                 suggestions=_suggestions(resolved.run, schedule),
                 policy=self.on_unsupported,
                 table=self.table,
@@ -251,29 +251,28 @@ class OptimizerResolver:
 # -- What is asked for: the sections of the plan under the overrides.
 
 
-_OPTIMIZER: Final = "optimizer.params."
-_SCHEDULER: Final = "scheduler.params."
+_OPTIMIZER_PARAMS: Final = "optimizer.params."
+_SCHEDULER_PARAMS: Final = "scheduler.params."
 _TYPES: Final = frozenset({OPTIMIZER_TYPE, SCHEDULER_TYPE})
 
 
-def _read_overrides(given: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Overrides by path, as decisions spell it."""
-    return settings_by_path(given, _places) if given else {}
-
-
-def _places(name: str, value: Any) -> list[tuple[str, Any]]:
+def _override_paths(name: str, value: Any) -> list[tuple[str, Any]]:
     """Where an override goes; a bare name is an argument of the optimizer."""
     path = name
     if "." not in name:
         short = SHORT_NAMES.get(name, "")
-        path = short if short.startswith(("optimizer.", "scheduler.")) else f"{_OPTIMIZER}{name}"
-    if path not in _TYPES and not path.startswith((_OPTIMIZER, _SCHEDULER)):
+        path = (
+            short
+            if short.startswith(("optimizer.", "scheduler."))
+            else f"{_OPTIMIZER_PARAMS}{name}"
+        )
+    if path not in _TYPES and not path.startswith((_OPTIMIZER_PARAMS, _SCHEDULER_PARAMS)):
         raise UnknownKeyError(
             "overrides reach the optimizer and the scheduler only",
             key=name,
             value=value,
-            fix=f'write "{_OPTIMIZER}lr", "{_SCHEDULER}warmup_num_steps", "optimizer.type" or '
-            '"scheduler.type"',
+            fix=f'write "{_OPTIMIZER_PARAMS}lr", "{_SCHEDULER_PARAMS}warmup_num_steps", '
+            '"optimizer.type" or "scheduler.type"',
         )
     return [(path, value)]
 
@@ -305,7 +304,7 @@ def _schedule_request(
     if written is None:
         return None
     if written is UNSET:
-        if section is None and not _below(_SCHEDULER, overrides):
+        if section is None and not _below(_SCHEDULER_PARAMS, overrides):
             return None
         written = None if section is None else section.type
     if is_auto(written):
@@ -314,8 +313,8 @@ def _schedule_request(
         name=DEFAULT_SCHEDULER if written is None else normalise_scheduler_name(written),
         params={} if section is None else dict(section.params or {}),
         written=written,
-        overrides=_below(_SCHEDULER, overrides),
-        lr_overridden=f"{_OPTIMIZER}lr" in overrides,
+        overrides=_below(_SCHEDULER_PARAMS, overrides),
+        lr_overridden=f"{_OPTIMIZER_PARAMS}lr" in overrides,
     )
 
 
@@ -341,53 +340,32 @@ def _suggestions(run: RunFacts, schedule: ScheduleRequest | None) -> dict[str, S
 def _settle_schedule(
     request: ScheduleRequest | None, settled: Settled, resolved: ResolvedPlan
 ) -> tuple[SchedulerChoice | None, tuple[Decision, ...]]:
-    own = settled.entry.own_schedule
-    if request is None:
-        return None, (_constant(settled.choice.name if own else None, resolved),)
-    if own and request.written is None:
-        return None, (_no_schedule(settled.choice.name),)
+    own_pace = settled.entry.own_schedule
+    if request is None or (own_pace and request.written is None):
+        overridden = request is None and resolved.plan.scheduler is not None
+        return None, (_without_schedule(settled, resolved, overridden=overridden),)
     scheduler, decisions = settle_schedule(request, settled.choice, resolved.run)
     scheduler, own_curve = per_group_schedule(scheduler, settled.choice)
     return scheduler, (*decisions, *own_curve)
 
 
-def _constant(own_pace: str | None, resolved: ResolvedPlan) -> Decision:
+def _without_schedule(settled: Settled, resolved: ResolvedPlan, *, overridden: bool) -> Decision:
     """Why there is no schedule, which in DeepSpeed means a constant learning rate."""
     section, warmup = resolved.plan.scheduler, resolved.run.warmup_steps
-    if section is not None:
-        return Decision(
-            key=SCHEDULER_TYPE,
-            before=section.type,
-            after=None,
-            reason="overrides ask for no schedule: the learning rate stays constant",
-            severity="warning",
-        )
-    if own_pace is not None:
-        return _no_schedule(own_pace)
-    if warmup:
-        return Decision(
-            key="run.warmup_steps",
-            before=warmup,
-            after=None,
-            reason="no scheduler is configured, so the learning rate stays constant and nothing "
-            'warms up; write scheduler.type = "WarmupLR", or "auto"',
-            severity="warning",
-        )
-    return Decision(
-        key=SCHEDULER_TYPE,
-        before=None,
-        after=None,
-        reason="no scheduler is configured: the learning rate stays constant, as in DeepSpeed",
-    )
-
-
-def _no_schedule(name: str) -> Decision:
-    return Decision(
-        key=SCHEDULER_TYPE,
-        before=None,
-        after=None,
-        reason=f"no scheduler is configured, and {name} sets its own pace",
-    )
+    key: str = SCHEDULER_TYPE
+    before: Any = section.type if section and overridden else None
+    severity: Severity = "warning" if overridden else "note"
+    if overridden:
+        reason = "overrides ask for no schedule: the learning rate stays constant"
+    elif settled.entry.own_schedule:
+        reason = f"no scheduler is configured, and {settled.choice.name} sets its own pace"
+    elif warmup:
+        key, before, severity = "run.warmup_steps", warmup, "warning"
+        reason = "no scheduler is configured, so the learning rate stays constant and nothing "
+        reason += 'warms up; write scheduler.type = "WarmupLR", or "auto"'
+    else:
+        reason = "no scheduler is configured: the learning rate stays constant, as in DeepSpeed"
+    return Decision(key=key, before=before, after=None, reason=reason, severity=severity)
 
 
 def _not_saved(settled: Settled) -> tuple[Decision, ...]:
@@ -410,7 +388,7 @@ def _not_saved(settled: Settled) -> tuple[Decision, ...]:
 # -- As text.
 
 
-def _explained(resolution: OptimizerResolution) -> str:
+def _explanation(resolution: OptimizerResolution) -> str:
     """A resolution as text: what runs, its schedule at a few steps, and every decision."""
     optimizer, scheduler = resolution.optimizer, resolution.scheduler
     builder = _BUILDER.get(optimizer.source, f"of the package {optimizer.package}")
@@ -449,12 +427,12 @@ _DECAY: Final = {
 
 
 def _arguments(params: Mapping[str, Any]) -> Table:
-    return Table(rows=tuple((name, _value(value)) for name, value in params.items()))
+    return Table(rows=tuple((name, _value_text(value)) for name, value in params.items()))
 
 
-def _value(value: Any) -> str:
+def _value_text(value: Any) -> str:
     if isinstance(value, tuple):
-        return ", ".join(_value(item) for item in value)
+        return ", ".join(_value_text(item) for item in value)
     return f"{value:g}" if isinstance(value, float) else str(value).lower()
 
 

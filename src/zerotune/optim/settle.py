@@ -7,20 +7,27 @@ optimizer, then the schedule that drives it, counted in optimizer steps.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Collection, Mapping
+from functools import cache
 from typing import Any, Final, Literal
 
 import attrs
 
-from zerotune.decisions import Decision, Log, Severity
-from zerotune.errors import InvalidValueError, MissingDependencyError, OptimizerError
-from zerotune.optim.arguments import Filled, Sources, Suggestion, fill, reject_unknown
+from zerotune._util.text import did_you_mean
+from zerotune.decisions import Decision, Log, Severity, raise_all
+from zerotune.errors import (
+    UNSET,
+    InvalidValueError,
+    MissingDependencyError,
+    OptimizerError,
+    UnknownKeyError,
+)
 from zerotune.optim.capability import (
     CONFIGURATION_ONLY,
     GROUP_RATES,
     Capability,
     CapabilityTable,
-    Implementation,
     Situation,
     capability_of,
     implementation_of,
@@ -39,7 +46,21 @@ from zerotune.optimizers.entries import ADAM
 from zerotune.optimizers.parameters import OptimizerEntry, Parameter
 from zerotune.optimizers.schedules import SCHEDULER_TYPE, SCHEDULERS, SchedulerEntry
 from zerotune.plan.fill import clipping_in_optimizer
-from zerotune.plan.model import RunFacts, is_auto
+from zerotune.plan.model import (
+    AUTO,
+    Anything,
+    Boolean,
+    Choice,
+    Integer,
+    Kind,
+    Numbers,
+    Reading,
+    Real,
+    RunFacts,
+    Text,
+    is_auto,
+    refuse_template,
+)
 
 Policy = Literal["fallback", "error"]
 
@@ -88,29 +109,12 @@ def settle(
     policy: Policy,
     table: CapabilityTable | None = None,
 ) -> Settled:
-    """Settle on an optimizer.
-
-    Args:
-        request: What is asked for.
-        situation: Where it is to run.
-        overrides: Arguments that beat the request's.
-        suggestions: What the run knows.
-        policy: What happens when it cannot run, or gets an argument it does not have.
-        table: Cells that were run; those that come with zerotune when not given.
-
-    Raises:
-        MissingDependencyError: It is in an optional package that is not installed.
-        OptimizerError: It cannot run here and ``policy`` is ``"error"``.
-        UnknownKeyError: An argument that no optimizer has.
-        InvalidValueError: An argument of the wrong type or out of range.
-    """
+    """Settle on an optimizer."""
     log = Log()
     asked = _respell_decay(request, log)
 
     def completed() -> tuple[Request, Capability, Filled]:
-        _check_names(asked.params, asked.entry, policy, log)
-        _check_overrides(overrides, asked.entry, log)
-        _check_installed(asked, situation)
+        _check_request(asked, overrides, situation, policy, log)
         request, capability = _runnable(asked, situation, policy, log, table)
         request = _without_foreign(request, log)
         left = _still_meant(overrides, request.entry, log)
@@ -124,64 +128,38 @@ def settle(
     _record_name(asked, request, implementation, log)
     _record_capability(request, situation, capability, log)
     return Settled(
-        choice=_choice(request, implementation, params),
+        choice=attrs.evolve(implementation, params=params),
         entry=request.entry,
         decisions=(*log.decisions, *filled.decisions),
         rates={key: filled.values[key] for key in GROUP_RATES if key in filled.values},
     )
 
 
-def _choice(
-    request: Request, implementation: Implementation, params: Mapping[str, Any]
-) -> OptimizerChoice:
-    return OptimizerChoice(
-        name=request.name.canonical,
-        params=params,
-        implementation=implementation.name,
-        source=implementation.source,
-        package=implementation.package,
-        weight_decay_mode=implementation.weight_decay_mode,
-    )
-
-
 # -- What is asked for.
 
 
-def _refuse_clipping(params: Mapping[str, Any], log: Log) -> dict[str, Any]:
-    """The arguments without clipping, whose place is elsewhere."""
-    misplaced = clipping_in_optimizer(params)
-    if misplaced is not None:
-        log.refuse(misplaced)
-    return {key: value for key, value in params.items() if key != "max_grad_norm"}
-
-
-def _check_names(
-    params: Mapping[str, Any], entry: OptimizerEntry, policy: Policy, log: Log
+def _check_request(
+    asked: Request,
+    overrides: Mapping[str, Any],
+    situation: Situation,
+    policy: Policy,
+    log: Log,
 ) -> None:
-    """Refuse arguments of no optimizer at all; under ``"error"`` those of others too."""
-    known = entry.parameter_names
-    written = {
-        key: value
-        for key, value in _refuse_clipping(params, log).items()
-        if key not in _EVERY_ARGUMENT or policy == "error"
-    }
-    reject_unknown(written, known, log, section=OPTIMIZER, owner=entry.name)
-
-
-def _check_overrides(overrides: Mapping[str, Any], entry: OptimizerEntry, log: Log) -> None:
-    written = _refuse_clipping(overrides, log)
-    reject_unknown(written, entry.parameter_names, log, section=OPTIMIZER, owner=entry.name)
-
-
-def _check_installed(request: Request, situation: Situation) -> None:
-    """An optimizer of an optional package is asked for by those who want that one."""
-    entry = request.entry
+    """Refuse arguments of no optimizer; under ``"error"`` those of others, and overrides, too."""
+    entry = asked.entry
+    foreign = () if policy == "error" else _EVERY_ARGUMENT
+    for given, others in ((asked.params, foreign), (overrides, ())):
+        if (misplaced := clipping_in_optimizer(given)) is not None:
+            log.refuse(misplaced)
+        judged = {k: v for k, v in given.items() if k != "max_grad_norm" and k not in others}
+        reject_unknown(judged, entry.parameter_names, log, section=OPTIMIZER, owner=entry.name)
     package = missing_package(entry, situation)
     if package is not None and entry.family == "package":
+        # Who asks for an optimizer of an optional package wants that one.
         raise MissingDependencyError(
             f"{entry.name} is in the package {package}, which is not installed",
             key=OPTIMIZER_TYPE,
-            value=request.name.written,
+            value=asked.name.written,
             fix=f"pip install 'zerotune[{entry.extra}]'",
         )
 
@@ -361,68 +339,54 @@ def _check_together(entry: OptimizerEntry, values: Mapping[str, Any]) -> None:
 def _keep_decay_meaning(request: Request, filled: Filled) -> None:
     """``Adam`` and ``adam_w_mode`` mean in DeepSpeed what few people expect."""
     values, entry = filled.values, request.entry
-    key = f"{OPTIMIZER}.adam_w_mode"
     if entry.name == "AdamW" and values["adam_w_mode"] is False:
-        values["adam_w_mode"] = True
-        filled.decide(
-            key,
-            False,
-            True,
-            "adam_w_mode has no effect on AdamW, whose decay is decoupled; write type Adam with "
-            "adam_w_mode false for L2 decay",
-            "warning",
-        )
+        reason = "adam_w_mode has no effect on AdamW, whose decay is decoupled; write type Adam "
+        reason += "with adam_w_mode false for L2 decay"
+        filled.change(OPTIMIZER, "adam_w_mode", True, reason, "warning")
     if entry.name != "Adam" or "adam_w_mode" not in filled.defaulted:
         return
-    filled.defaulted.discard("adam_w_mode")
     if request.name.origin == "torch":
-        values["adam_w_mode"] = False
-        filled.decide(key, None, False, "torch.optim.Adam decays weights by L2")
+        reason = "torch.optim.Adam decays weights by L2"
+        filled.change(OPTIMIZER, "adam_w_mode", False, reason)
         return
-    filled.decide(
-        key,
-        None,
-        True,
-        "DeepSpeed's Adam runs AdamW's decoupled decay unless adam_w_mode is false; write type "
-        "AdamW, or adam_w_mode false for Adam's L2 decay",
-        # Without decay the two are the same algorithm.
-        "warning" if values["weight_decay"] > 0 else "note",
-    )
+    reason = "DeepSpeed's Adam runs AdamW's decoupled decay unless adam_w_mode is false; write "
+    reason += "type AdamW, or adam_w_mode false for Adam's L2 decay"
+    # Without decay the two are the same algorithm.
+    severity: Severity = "warning" if values["weight_decay"] > 0 else "note"
+    filled.change(OPTIMIZER, "adam_w_mode", True, reason, severity)
 
 
 def _match_bf16_states(situation: Situation, filled: Filled) -> None:
     """Say what DeepSpeed does anyway when the plan keeps optimizer states in bf16."""
     if situation.bf16_states and filled.values.get("fp32_optimizer_states"):
-        explicit = "fp32_optimizer_states" not in filled.defaulted
-        filled.defaulted.discard("fp32_optimizer_states")
-        filled.values["fp32_optimizer_states"] = False
-        filled.decide(
-            f"{OPTIMIZER}.fp32_optimizer_states",
-            True if explicit else None,
-            False,
-            "bf16.bf16_optimizer_states keeps the states in bf16",
-            "warning" if explicit else "note",
-        )
+        reason = "bf16.bf16_optimizer_states keeps the states in bf16"
+        filled.change(OPTIMIZER, "fp32_optimizer_states", False, reason)
 
 
 def _constructor_arguments(
-    request: Request, implementation: Implementation, filled: Filled, policy: Policy
+    request: Request, implementation: OptimizerChoice, filled: Filled, policy: Policy
 ) -> dict[str, Any]:
     """What the class that really runs takes; the rest goes, audibly when somebody wrote it."""
     entry = request.entry
     kept: dict[str, Any] = {}
     for key, value in filled.values.items():
-        if implementation.takes(entry, key):
+        parameter = entry.parameter(key)
+        if key in CONFIGURATION_ONLY:
+            taken = implementation.source == "deepspeed"
+        else:
+            accepted = parameter is not None and parameter.accepts(implementation.implementation)
+            taken = accepted and key not in GROUP_RATES
+        if taken:
             kept[key] = value
         elif key not in filled.defaulted and key not in CONFIGURATION_ONLY | GROUP_RATES:
-            _drop(entry.parameter(key), implementation, value, filled, policy)
+            _drop_argument(parameter, implementation, value, filled, policy)
     filled.record_defaults(OPTIMIZER, entry.name, filled.defaulted & kept.keys())
     return kept
 
 
-def _drop(
+def _drop_argument(
     parameter: Parameter | None,
-    implementation: Implementation,
+    implementation: OptimizerChoice,
     value: Any,
     filled: Filled,
     policy: Policy,
@@ -431,23 +395,20 @@ def _drop(
         return
     key = f"{OPTIMIZER}.{parameter.name}"
     reason = (
-        f"{implementation.name}, which does the update here, has no such argument "
+        f"{implementation.implementation}, which does the update here, has no such argument "
         f"({', '.join(sorted(parameter.only))} would)"
     )
     if policy == "error":
-        raise OptimizerError(reason, key=key, value=value, fix=_fix_for_dropped(parameter.name))
+        fix = 'set "torch_adam": true' if parameter.name == "amsgrad" else "leave it out"
+        raise OptimizerError(reason, key=key, value=value, fix=fix)
     filled.decide(key, value, None, reason, "warning")
-
-
-def _fix_for_dropped(key: str) -> str:
-    return 'set "torch_adam": true' if key == "amsgrad" else "leave it out"
 
 
 # -- What is said about it.
 
 
 def _record_name(
-    asked: Request, request: Request, implementation: Implementation, log: Log
+    asked: Request, request: Request, implementation: OptimizerChoice, log: Log
 ) -> None:
     name, canonical = asked.name, asked.name.canonical
     if not asked.configured:
@@ -465,7 +426,7 @@ def _record_name(
             name.written,
             canonical,
             f"it names a class, and the engine picks the class itself: {canonical} runs as "
-            f"{implementation.name} here",
+            f"{implementation.implementation} here",
             "warning",
         )
     elif asked.configured and name.written != canonical:
@@ -473,7 +434,7 @@ def _record_name(
             OPTIMIZER_TYPE,
             name.written,
             canonical,
-            f"another spelling; it runs as {implementation.name} here",
+            f"another spelling; it runs as {implementation.implementation} here",
         )
 
 
@@ -538,27 +499,21 @@ def settle_schedule(
 ) -> tuple[SchedulerChoice, tuple[Decision, ...]]:
     """Settle on a schedule.
 
-    Args:
-        request: What is asked for.
-        optimizer: The optimizer it drives.
-        run: What the run knows: ``total_steps`` and ``warmup_steps`` are used.
-
     Returns:
         The choice, every argument explicit, and why.
-
-    Raises:
-        OptimizerError: An argument is needed that neither the configuration nor the run says.
-        UnknownKeyError: An argument the schedule does not have.
-        InvalidValueError: An argument of the wrong type or out of range.
     """
     entry = request.entry
     filled = _complete_schedule(request, optimizer, run)
-    _record_schedule(request, filled)
+    if request.written is None:
+        reason = f"no scheduler is named; {entry.name} is the default"
+        filled.decide(SCHEDULER_TYPE, None, entry.name, reason)
+    elif request.written != entry.name:
+        filled.decide(SCHEDULER_TYPE, request.written, entry.name, "another spelling")
     _no_warmup(entry, filled, asked=request.written is not None)
     _compare_peak(entry, optimizer, filled)
     _compare_lengths(filled)
     if entry.name == "OneCycle":
-        _one_cycle(optimizer, filled)
+        _check_one_cycle(optimizer, filled)
     filled.record_defaults(SCHEDULER, entry.name, filled.defaulted)
     if entry.source == "zerotune":
         filled.decide(
@@ -575,12 +530,7 @@ def settle_schedule(
 def per_group_schedule(
     choice: SchedulerChoice, optimizer: OptimizerChoice
 ) -> tuple[SchedulerChoice, tuple[Decision, ...]]:
-    """Let zerotune step the curve where DeepSpeed's class would give all groups one rate.
-
-    Args:
-        choice: The schedule settled on.
-        optimizer: The optimizer with its groups.
-    """
+    """Let zerotune step the curve where DeepSpeed's class would give all groups one rate."""
     rates = {float(group.params.get("lr", optimizer.lr)) for group in optimizer.groups}
     if choice.source != "deepspeed" or not rates - {optimizer.lr}:
         return choice, ()
@@ -601,7 +551,7 @@ def _complete_schedule(
     log = Log()
 
     def completed() -> Filled:
-        params = _scalars(_without_resume(request.params), optimizer)
+        params = _scalars(request.params, optimizer)
         for given in (params, request.overrides):
             reject_unknown(given, entry.parameter_names, log, section=SCHEDULER, owner=entry.name)
         sources = Sources(
@@ -620,18 +570,9 @@ def _complete_schedule(
     return filled
 
 
-def _record_schedule(request: ScheduleRequest, filled: Filled) -> None:
-    name = request.name
-    if request.written is None:
-        filled.decide(SCHEDULER_TYPE, None, name, f"no scheduler is named; {name} is the default")
-    elif request.written != name:
-        filled.decide(SCHEDULER_TYPE, request.written, name, "another spelling")
-
-
-def _without_resume(params: Mapping[str, Any]) -> dict[str, Any]:
-    """``last_batch_iteration`` continues a schedule in DeepSpeed; a checkpoint does it here."""
-    kept = dict(params)
-    start = kept.pop("last_batch_iteration", -1)
+def _scalars(params: Mapping[str, Any], optimizer: OptimizerChoice) -> dict[str, Any]:
+    """Unpack lists of one value per parameter group: there is one group."""
+    start = params.get("last_batch_iteration", -1)
     if start != -1:
         raise InvalidValueError(
             "a schedule is continued by resuming from a checkpoint, which knows the step",
@@ -639,13 +580,10 @@ def _without_resume(params: Mapping[str, Any]) -> dict[str, Any]:
             value=start,
             fix="leave it out",
         )
-    return kept
-
-
-def _scalars(params: Mapping[str, Any], optimizer: OptimizerChoice) -> dict[str, Any]:
-    """Unpack lists of one value per parameter group: there is one group."""
     plain: dict[str, Any] = {}
     for key, value in params.items():
+        if key == "last_batch_iteration":
+            continue
         if isinstance(value, (list, tuple)):
             if len(value) != 1:
                 raise InvalidValueError(
@@ -700,7 +638,6 @@ def _default_warmup(filled: Filled, run: RunFacts) -> None:
     """Length of the warm-up nobody asked for."""
     if "warmup_num_steps" not in filled.defaulted:
         return
-    filled.defaulted.discard("warmup_num_steps")
     if run.total_steps is None:
         steps, reason = DEFAULT_WARMUP, "the run does not say how long it is"
     else:
@@ -708,8 +645,7 @@ def _default_warmup(filled: Filled, run: RunFacts) -> None:
         # DeepSpeed's shortest warm-up keeps two updates at the minimum.
         steps = 0 if steps < 2 else steps
         reason = f"5 % of the run's {run.total_steps} steps, at most {DEFAULT_WARMUP}"
-    filled.values["warmup_num_steps"] = steps
-    filled.decide(f"{SCHEDULER}.warmup_num_steps", None, steps, reason)
+    filled.change(SCHEDULER, "warmup_num_steps", steps, reason)
 
 
 def _no_warmup(entry: SchedulerEntry, filled: Filled, *, asked: bool) -> None:
@@ -727,13 +663,10 @@ def _no_warmup(entry: SchedulerEntry, filled: Filled, *, asked: bool) -> None:
     if floor is None:
         return
     peak = values["warmup_max_lr"] if entry.name == "WarmupLR" else 1.0
-    before = None if floor in filled.defaulted else values[floor]
-    filled.defaulted.discard(floor)
-    values[floor] = peak
     reason = "no warm-up: the schedule starts at its peak"
     if entry.name == "WarmupCosineLR":
         reason += "; DeepSpeed still runs the very first update at 0"
-    filled.decide(f"{SCHEDULER}.{floor}", before, peak, reason)
+    filled.change(SCHEDULER, floor, peak, reason, "note")
 
 
 def _compare_peak(entry: SchedulerEntry, optimizer: OptimizerChoice, filled: Filled) -> None:
@@ -769,18 +702,12 @@ def _compare_lengths(filled: Filled) -> None:
         )
 
 
-def _one_cycle(optimizer: OptimizerChoice, filled: Filled) -> None:
+def _check_one_cycle(optimizer: OptimizerChoice, filled: Filled) -> None:
     values = filled.values
-    key = f"{SCHEDULER}.cycle_momentum"
     betas = optimizer.params.get("betas")
     if values["cycle_momentum"] and betas is None:
-        explicit = "cycle_momentum" not in filled.defaulted
-        filled.defaulted.discard("cycle_momentum")
-        values["cycle_momentum"] = False
         reason = f"{optimizer.name} has no betas, and DeepSpeed cycles nothing else"
-        filled.decide(
-            key, True if explicit else None, False, reason, "warning" if explicit else "note"
-        )
+        filled.change(SCHEDULER, "cycle_momentum", False, reason)
     elif values["cycle_momentum"]:
         filled.decide(
             "optimizer.params.betas",
@@ -798,3 +725,233 @@ def _one_cycle(optimizer: OptimizerChoice, filled: Filled) -> None:
             "kept, but DeepSpeed does not decay while decay_step_size is 0",
             "warning",
         )
+
+
+# -- How each argument of an optimizer or a schedule gets a value.
+
+
+_SWITCH: Final = {"true": True, "false": False}
+
+
+@cache
+def kind_of(parameter: Parameter) -> Kind:
+    """What an argument may hold; ``"auto"`` is never handed to it."""
+    if parameter.type == "any":
+        return Anything()
+    if parameter.type == "bool":
+        return Boolean(auto=False, words=_SWITCH)
+    if parameter.type == "str":
+        return Choice(choices=parameter.choices) if parameter.choices else Text()
+    low, high = parameter.low, parameter.high
+    bounds: dict[str, Any] = {
+        "minimum": -math.inf if low is None else low,
+        "maximum": math.inf if high is None else high,
+        "above": low if parameter.low_open else None,
+        "below": high if parameter.high_open else None,
+    }
+    if parameter.type == "int":
+        return Integer(auto=False, **bounds)
+    real = Real(auto=False, **bounds)
+    return real if parameter.type == "float" else Numbers(each=real, length=parameter.length or 1)
+
+
+def read(parameter: Parameter, value: Any, *, section: str) -> Reading:
+    """``check`` that also says why the value differs from what was written, if it does."""
+    if value is None and parameter.nullable:
+        return None, None
+    kind, key = kind_of(parameter), f"{section}.{parameter.name}"
+    refuse_template(kind, value, key)
+    return kind.read(value, key)
+
+
+def check(parameter: Parameter, value: Any, *, section: str) -> Any:
+    """Return ``value`` in its proper type.
+
+    Args:
+        parameter: The argument.
+        value: As written; numbers may be text (YAML reads ``1e-4`` as text).
+        section: ``"optimizer.params"`` or ``"scheduler.params"``, for the message.
+
+    Returns:
+        A float, int, bool, str, or a tuple of floats.
+    """
+    return read(parameter, value, section=section)[0]
+
+
+@attrs.frozen(kw_only=True)
+class Suggestion:
+    """A value for an argument the configuration leaves open, and where it comes from."""
+
+    value: Any
+    source: str
+    """Completes "taken from …"."""
+    yields: bool = False
+    """Whether it is silent when an explicit value differs from it."""
+
+
+@attrs.frozen(kw_only=True)
+class Sources:
+    """Where the values of one section come from."""
+
+    owner: str
+    """Canonical name of the optimizer or schedule, for the reasons."""
+    section: str
+    """``"optimizer.params"`` or ``"scheduler.params"``."""
+    written: Mapping[str, Any]
+    """What the configuration says; may hold ``"auto"``."""
+    overrides: Mapping[str, Any]
+    """What was given to the resolver; beats everything."""
+    suggestions: Mapping[str, Suggestion]
+    """What the run knows."""
+    plain_defaults: bool = False
+    """Use ``Parameter.default`` for unwritten keys too, not what DeepSpeed's class would use."""
+
+
+@attrs.define(kw_only=True)
+class Filled(Log):
+    """Values by argument, the decisions behind them, and which nobody asked for."""
+
+    values: dict[str, Any] = attrs.field(factory=dict)
+    defaulted: set[str] = attrs.field(factory=set)
+
+    def change(
+        self, section: str, name: str, value: Any, reason: str, severity: Severity | None = None
+    ) -> None:
+        """Give an argument another value; a warning where somebody wrote the former."""
+        written = name not in self.defaulted
+        before = self.values[name] if written else None
+        self.defaulted.discard(name)
+        self.values[name] = value
+        severity = severity or ("warning" if written else "note")
+        self.decide(f"{section}.{name}", before, value, reason, severity)
+
+    def record_defaults(self, section: str, owner: str, keys: Collection[str]) -> None:
+        """Sum up in one decision what was written out although nobody asked for it."""
+        values = {key: value for key, value in self.values.items() if key in keys}
+        if values:
+            self.decide(
+                section,
+                None,
+                values,
+                f"not written; defaults for {owner}, made explicit because defaults move "
+                "between releases",
+            )
+
+
+def fill(parameters: Collection[Parameter], sources: Sources) -> Filled:
+    """Give every parameter a value.
+
+    Returns:
+        Checked values. Optional parameters nobody wrote are left out.
+    """
+    filled = Filled()
+    for parameter in parameters:
+        filled.attempt(_fill_one, parameter, sources, filled)
+    raise_all(filled.mistakes)
+    return filled
+
+
+def reject_unknown(
+    written: Mapping[str, Any], known: Collection[str], log: Log, *, section: str, owner: str
+) -> None:
+    """Refuse arguments that ``owner`` does not have, with the closest names, and all that exist."""
+    for key, value in written.items():
+        if key in known:
+            continue
+        close = did_you_mean(str(key), known)
+        there_are = f"write one of {', '.join(known)}" if known else "remove it: there are none"
+        log.refuse(
+            UnknownKeyError(
+                f"{owner} has no argument of this name",
+                key=f"{section}.{key}",
+                value=value,
+                fix=f"did you mean {' or '.join(close)}?" if close else there_are,
+            )
+        )
+
+
+def _fill_one(parameter: Parameter, sources: Sources, filled: Filled) -> None:
+    name = parameter.name
+    written = sources.written.get(name, UNSET)
+    if name in sources.overrides:
+        filled.values[name] = _value_overridden(parameter, sources, written, filled)
+    elif written is not UNSET and not is_auto(written):
+        filled.values[name] = _value_written(parameter, sources, written, filled)
+    elif name in sources.suggestions:
+        filled.values[name] = _value_suggested(parameter, sources, written, filled)
+    elif not parameter.optional:
+        filled.values[name] = _value_by_default(parameter, sources, written, filled)
+
+
+def _value_overridden(parameter: Parameter, sources: Sources, written: Any, filled: Filled) -> Any:
+    value = check(parameter, sources.overrides[parameter.name], section=sources.section)
+    before = None if written is UNSET else written
+    if before != value:
+        explicit = written is not UNSET and not is_auto(written)
+        filled.decide(
+            f"{sources.section}.{parameter.name}",
+            before,
+            value,
+            "given to OptimizerResolver(overrides=…), which wins over the configuration",
+            "warning" if explicit else "note",
+        )
+    return value
+
+
+def _value_written(parameter: Parameter, sources: Sources, written: Any, filled: Filled) -> Any:
+    value, reason = read(parameter, written, section=sources.section)
+    key = f"{sources.section}.{parameter.name}"
+    if reason is not None:
+        filled.decide(key, written, value, reason)
+    rival = sources.suggestions.get(parameter.name)
+    if rival is not None and not rival.yields:
+        other = check(parameter, rival.value, section=sources.section)
+        if other != value:
+            filled.decide(
+                key,
+                other,
+                value,
+                f"the configuration's explicit value wins over the one from {rival.source}; "
+                'write "auto" to let that one in',
+                "warning",
+            )
+    return value
+
+
+def _value_suggested(parameter: Parameter, sources: Sources, written: Any, filled: Filled) -> Any:
+    suggestion = sources.suggestions[parameter.name]
+    value = check(parameter, suggestion.value, section=sources.section)
+    filled.decide(
+        f"{sources.section}.{parameter.name}",
+        None if written is UNSET else AUTO,
+        value,
+        f"taken from {suggestion.source}",
+    )
+    return value
+
+
+def _value_by_default(parameter: Parameter, sources: Sources, written: Any, filled: Filled) -> Any:
+    key, owner = f"{sources.section}.{parameter.name}", sources.owner
+    automatic = written is not UNSET
+    plain = automatic or sources.plain_defaults
+    value = parameter.default if plain else parameter.unwritten
+    if value is UNSET:
+        fact = _RUN_FACT.get(parameter.name)
+        raise OptimizerError(
+            f"{owner} needs it, and neither the configuration nor the run says it",
+            key=key,
+            **({"value": AUTO} if automatic else {}),
+            fix=f"write a number, or give the run RunFacts({fact}=…)" if fact else "write a number",
+        )
+    if automatic:
+        filled.decide(key, AUTO, value, f"the run does not say; zerotune's default for {owner}")
+    else:
+        filled.defaulted.add(parameter.name)
+    return value
+
+
+_RUN_FACT: Final[Mapping[str, str]] = {
+    "total_num_steps": "total_steps",
+    "warmup_num_steps": "warmup_steps",
+    "num_training_steps": "total_steps",
+}

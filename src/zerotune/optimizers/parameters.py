@@ -1,6 +1,6 @@
 """What an optimizer or a schedule takes, keeps and asks for: the entries of the catalogue, as data.
 
-What a value may hold is said by numbers and words here; ``zerotune.optim.arguments`` checks it.
+What a value may hold is said by numbers and words here; ``zerotune.optim.settle`` checks it.
 """
 
 from __future__ import annotations

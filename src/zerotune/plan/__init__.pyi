@@ -9,10 +9,10 @@ from zerotune.plan.diff import Change as Change
 from zerotune.plan.diff import PlanDifference as PlanDifference
 from zerotune.plan.families import family as family
 from zerotune.plan.families import family_names as family_names
-from zerotune.plan.memory.model import MemoryEstimate as MemoryEstimate
-from zerotune.plan.memory.model import MemoryItem as MemoryItem
-from zerotune.plan.memory.model import MemoryPeak as MemoryPeak
-from zerotune.plan.memory.model import Workload as Workload
+from zerotune.plan.memory.estimate import MemoryEstimate as MemoryEstimate
+from zerotune.plan.memory.estimate import MemoryItem as MemoryItem
+from zerotune.plan.memory.estimate import MemoryPeak as MemoryPeak
+from zerotune.plan.memory.estimate import Workload as Workload
 from zerotune.plan.model import AUTO as AUTO
 from zerotune.plan.model import ActivationCost as ActivationCost
 from zerotune.plan.model import ActivationFacts as ActivationFacts

@@ -35,7 +35,8 @@ FILE = "deepspeed_config_file"
 DEFAULT_STAGE = 2
 """The stage ``DeepSpeedPlugin`` takes when nothing is written."""
 GATHER = "stage3_gather_16bit_weights_on_model_save"
-DEEPSPEED_IN_BLOCK = frozenset({"gradient_accumulation_steps", "gradient_clipping"})
+STEPS: Final = "gradient_accumulation_steps"
+DEEPSPEED_IN_BLOCK = frozenset({STEPS, "gradient_clipping"})
 OF_THE_SCRIPT: Final = (
     "train_batch_size",
     "train_micro_batch_size_per_gpu",
@@ -116,9 +117,6 @@ def translate(
         source: Name used in messages.
         folder: Where a relative ``deepspeed_config_file`` is looked up first.
         spelled: Key to how messages call it, where that is not its place in the file.
-
-    Raises:
-        PlanError: They do not use DeepSpeed, or name a file that cannot be read.
     """
     block = content.get(BLOCK)
     if not isinstance(block, Mapping):
@@ -141,7 +139,16 @@ def translate(
     around = _known(around, log)
     log.attempt(_use_deepspeed, around, log)
     if _names_file(block):
-        _precision_beside_file(around, log)
+        written = around.get("mixed_precision")
+        if written is not None:
+            log.decide(
+                key="launch.mixed_precision",
+                before=written,
+                after="kept",
+                reason=f"accelerate refuses it beside a {FILE}, unless --mixed_precision is given"
+                ' too; zerotune fills "auto" from it',
+                severity="warning",
+            )
     return Translated(
         config=config,
         launch=read_launch({**around, **launched}, log),
@@ -160,11 +167,11 @@ def _names(block: Mapping[Any, Any], spelled: Mapping[str, str]) -> dict[str, st
     names = {f"launch.{key}": name(key, inside=key in LAUNCH_IN_BLOCK) for key in settings}
     if _names_file(block):
         return names
-    for key, path in _PLACES.items():
+    for key, path in _BLOCK_PLACES.items():
         # Messages name what lies inside an offload section without what lies around it.
         for shown in (path, path[1:]) if len(path) > 2 else (path,):
             names[".".join(shown)] = name(key, inside=True)
-    own = {key: f"{BLOCK}.{key}" for key in block if key in _plan_keys()}
+    own = {key: f"{BLOCK}.{key}" for key in block if key in plan_keys()}
     if "zero_optimization" in own:
         names = {path: name for path, name in names.items() if not path.startswith("zero_")}
     return {**names, **own}
@@ -257,10 +264,28 @@ def _split(
     """Launch settings, DeepSpeed configuration, and name and folder of the file it came from."""
     launched = {key: block[key] for key in block if key in LAUNCH_IN_BLOCK}
     config = {key: block[key] for key in block if key in DEEPSPEED_IN_BLOCK}
+    if str(config.get(STEPS)).lower() == AUTO:
+        log.decide(
+            key=STEPS,
+            before=AUTO,
+            after="kept",
+            reason="accelerate itself fails on it: Accelerator() makes a number of it, unless the"
+            " script gives a gradient_accumulation_plugin; leave the key out",
+            severity="warning",
+        )
     inline = {key: block[key] for key in block if key not in known_keys.ACCELERATE_BLOCK}
     source, inside = None, None
     if _names_file(block):
-        log.attempt(_refuse_beside_file, block)
+        beside = sorted(key for key in block if key in ZERO_IN_BLOCK | DEEPSPEED_IN_BLOCK)
+        if beside:
+            log.refuse(
+                PlanConflictError(
+                    f"accelerate refuses other settings beside the file: {', '.join(beside)}",
+                    key=f"{BLOCK}.{FILE}",
+                    value=block[FILE],
+                    fix="write them in the file, and remove them here",
+                )
+            )
         key = f"{BLOCK}.{FILE}"
         config, source, inside = read_config_file(block[FILE], folder, key, log)
         if inside is not None and (is_accelerate(config) or _is_same(source, of)):
@@ -293,17 +318,6 @@ def _is_same(one: str, other: str) -> bool:
 
 def _names_file(block: Mapping[Any, Any]) -> bool:
     return block.get(FILE) not in (None, "none", "")
-
-
-def _refuse_beside_file(block: Mapping[Any, Any]) -> None:
-    beside = sorted(key for key in block if key in ZERO_IN_BLOCK | DEEPSPEED_IN_BLOCK)
-    if beside:
-        raise PlanConflictError(
-            f"accelerate refuses other settings beside the file: {', '.join(beside)}",
-            key=f"{BLOCK}.{FILE}",
-            value=block[FILE],
-            fix="write them in the file, and remove them here",
-        )
 
 
 def read_config_file(
@@ -347,8 +361,8 @@ def _merge(merged: dict[str, Any], key: Any, value: Any, also_known: Collection[
         raise InvalidValueError(
             "has a key that is not text", key=BLOCK, value=key, fix="write it in quotes"
         )
-    if key not in _plan_keys() and key not in also_known:
-        raise unknown_key(key, value, f"{BLOCK}.{key}", known_keys.ACCELERATE_BLOCK | _plan_keys())
+    if key not in plan_keys() and key not in also_known:
+        raise unknown_key(key, value, f"{BLOCK}.{key}", known_keys.ACCELERATE_BLOCK | plan_keys())
     if key in merged and merged[key] != value:
         raise PlanConflictError(
             "is written both in accelerate's form and in DeepSpeed's own",
@@ -400,19 +414,6 @@ def _use_deepspeed(around: dict[Any, Any], log: Log) -> None:
     )
 
 
-def _precision_beside_file(around: Mapping[Any, Any], log: Log) -> None:
-    written = around.get("mixed_precision")
-    if written is not None:
-        log.decide(
-            key="launch.mixed_precision",
-            before=written,
-            after="kept",
-            reason=f"accelerate refuses it beside a {FILE}, unless --mixed_precision is given"
-            ' too; zerotune fills "auto" from it',
-            severity="warning",
-        )
-
-
 def _known(around: Mapping[Any, Any], log: Log) -> dict[Any, Any]:
     """What of the settings beside the block somebody knows; accelerate's refusals are recorded."""
     known = {attribute.name for attribute in modelled(LaunchSection)} | known_keys.LAUNCH
@@ -435,7 +436,8 @@ def _known(around: Mapping[Any, Any], log: Log) -> dict[Any, Any]:
     return kept
 
 
-def _plan_keys() -> frozenset[str]:
+def plan_keys() -> frozenset[str]:
+    """Keys of DeepSpeed at the top of a configuration."""
     names = {attribute.name for attribute in modelled(DeepSpeedPlan)}
     return frozenset(names | DeepSpeedPlan.passed_through | DeepSpeedPlan.aliases.keys())
 
@@ -448,11 +450,11 @@ def _plan_keys() -> frozenset[str]:
 
 
 _USE: Final = "ACCELERATE_USE_DEEPSPEED"
-_FILE: Final = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
-_FIELDS: Final = "ACCELERATE_CONFIG_DS_FIELDS"
-_PRECISION: Final = "ACCELERATE_MIXED_PRECISION"
+_FILE_VARIABLE: Final = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
+_FIELDS_VARIABLE: Final = "ACCELERATE_CONFIG_DS_FIELDS"
+_PRECISION_VARIABLE: Final = "ACCELERATE_MIXED_PRECISION"
 _PARALLELISM: Final = "ACCELERATE_USE_PARALLELISM_CONFIG"
-_SOURCE: Final = "the environment of accelerate"
+_FROM_ENVIRONMENT: Final = "the environment of accelerate"
 
 _BLOCK_VARIABLES: Final = {
     "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "gradient_accumulation_steps",
@@ -469,7 +471,7 @@ _LAUNCH_VARIABLES: Final = {
     "ACCELERATE_DEEPSPEED_ZERO3_INIT": "zero3_init_flag",
     "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES": "deepspeed_moe_layer_cls_names",
 }
-_PLACES: Final = {
+_BLOCK_PLACES: Final = {
     "gradient_accumulation_steps": ("gradient_accumulation_steps",),
     "gradient_clipping": ("gradient_clipping",),
     "zero_stage": ("zero_optimization", "stage"),
@@ -482,7 +484,7 @@ _PLACES: Final = {
 """Key of the block to its place in DeepSpeed's configuration."""
 _SPELLED: Final = {
     **{key: variable for variable, key in (_BLOCK_VARIABLES | _LAUNCH_VARIABLES).items()},
-    "mixed_precision": _PRECISION,
+    "mixed_precision": _PRECISION_VARIABLE,
 }
 """Key to the variable that carries it."""
 
@@ -496,9 +498,11 @@ def translate_environment(environ: Mapping[str, str], log: Log) -> Translated:
             value=environ.get(_USE, UNSET),
             fix="start the script with `accelerate launch --use_deepspeed`, or read a file",
         )
-    block = _present(environ, _BLOCK_VARIABLES)
-    launched = _present(environ, _LAUNCH_VARIABLES)
-    written = environ.get(_FILE, "none")
+    block, launched = (
+        {key: environ[name] for name, key in variables.items() if name in environ}
+        for variables in (_BLOCK_VARIABLES, _LAUNCH_VARIABLES)
+    )
+    written = environ.get(_FILE_VARIABLE, "none")
     if written.strip().lower() in ("", "none"):
         return _with_parallelism(_from_block(block, launched, environ, log), environ)
     return _with_parallelism(_from_file(written, block, launched, environ, log), environ)
@@ -518,10 +522,6 @@ def _with_parallelism(found: Translated, environ: Mapping[str, str]) -> Translat
     return attrs.evolve(found, launch=attrs.evolve(found.launch, extra=extra))
 
 
-def _present(environ: Mapping[str, str], variables: Mapping[str, str]) -> dict[str, str]:
-    return {key: environ[name] for name, key in variables.items() if name in environ}
-
-
 def _from_block(
     block: dict[str, str], launched: dict[str, str], environ: Mapping[str, str], log: Log
 ) -> Translated:
@@ -529,9 +529,9 @@ def _from_block(
         "distributed_type": "DEEPSPEED",
         "deepspeed_config": {**block, **launched},
     }
-    if _PRECISION in environ:
-        settings["mixed_precision"] = environ[_PRECISION]
-    return translate(settings, log, source=_SOURCE, spelled=_SPELLED)
+    if _PRECISION_VARIABLE in environ:
+        settings["mixed_precision"] = environ[_PRECISION_VARIABLE]
+    return translate(settings, log, source=_FROM_ENVIRONMENT, spelled=_SPELLED)
 
 
 def missing_folders(plan: DeepSpeedPlan, log: Log) -> None:
@@ -562,10 +562,10 @@ def _from_file(
     log: Log,
 ) -> Translated:
     _refuse_fields_beside_file(environ, written)
-    config, source, folder = read_config_file(written, None, _FILE, log)
+    config, source, folder = read_config_file(written, None, _FILE_VARIABLE, log)
     config = _filled(config, block, log)
     around: dict[str, Any] = dict(launched)
-    precision = environ.get(_PRECISION)
+    precision = environ.get(_PRECISION_VARIABLE)
     if precision is not None and not _is_default_precision(precision, config):
         around["mixed_precision"] = precision
     log.names.update({f"launch.{key}": _SPELLED[key] for key in around})
@@ -574,13 +574,13 @@ def _from_file(
 
 
 def _refuse_fields_beside_file(environ: Mapping[str, str], written: str) -> None:
-    fields = {name.strip() for name in environ.get(_FIELDS, "").split(",")}
+    fields = {name.strip() for name in environ.get(_FIELDS_VARIABLE, "").split(",")}
     beside = sorted(fields & (ZERO_IN_BLOCK | DEEPSPEED_IN_BLOCK | {"mixed_precision"}))
     if beside:
         raise PlanConflictError(
             "accelerate refuses other settings of its own YAML beside the file:"
             f" {', '.join(beside)}",
-            key=_FILE,
+            key=_FILE_VARIABLE,
             value=written,
             fix="write them in the file, and remove them from the YAML",
         )
@@ -591,13 +591,13 @@ def _filled(config: dict[str, Any], block: dict[str, str], log: Log) -> dict[str
     config = copy.deepcopy(config)
     for key, value in block.items():
         node: Any = config
-        *parents, last = _PLACES[key]
+        *parents, last = _BLOCK_PLACES[key]
         for parent in parents:
             node = node.get(parent) if isinstance(node, dict) else None
         before = node.get(last) if isinstance(node, dict) else None
         if isinstance(node, dict) and before == AUTO:
             node[last] = value
-        path = ".".join(_PLACES[key])
+        path = ".".join(_BLOCK_PLACES[key])
         if before == AUTO:
             log.decide(path, AUTO, value, "the command line of `accelerate launch` says so")
         elif str(before).lower() != value:

@@ -9,16 +9,24 @@ from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 import attrs
 from typing_extensions import override
 
-from zerotune._util.numbers import is_number
 from zerotune._util.table import Page, Readable
-from zerotune._util.text import format_size, parse_size
+from zerotune._util.text import format_size, is_number, parse_size
 from zerotune.decisions import Decision
 from zerotune.errors import InvalidValueError, NothingFitsError
 from zerotune.plan.families import as_facts
-from zerotune.plan.memory.estimate import Costing, count, estimate_resolved, sample_size
-from zerotune.plan.memory.model import PLACES, EMAPlace, MemoryEstimate, Phase, Place, Workload
-from zerotune.plan.memory.rates import Rates, known_rates
-from zerotune.plan.memory.time import StepTime, step_time
+from zerotune.plan.memory.estimate import (
+    PLACES,
+    Costing,
+    EMAPlace,
+    MemoryEstimate,
+    Phase,
+    Place,
+    Workload,
+    count,
+    estimate_resolved,
+    sample_size,
+)
+from zerotune.plan.memory.time import Rates, StepTime, known_rates, step_time
 from zerotune.plan.model import (
     Context,
     DeepSpeedPlan,

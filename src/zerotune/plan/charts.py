@@ -13,7 +13,7 @@ import attrs
 
 from zerotune._util.palette import ALARM, FAINT, INK, PAPER, ROOM, component_colours, empty_figure
 from zerotune.errors import InvalidValueError
-from zerotune.plan.memory.model import MemoryEstimate
+from zerotune.plan.memory.estimate import MemoryEstimate
 from zerotune.plan.text import (
     PLACE_NAMES,
     RankBudget,
@@ -145,11 +145,7 @@ def memory_panels(
 
 
 def draw_panels(heading: str, panels: Sequence[Panel]) -> Any:
-    """Panels below each other, as a matplotlib figure.
-
-    Raises:
-        MissingDependencyError: matplotlib is not installed.
-    """
+    """Panels below each other, as a matplotlib figure."""
     lines = [line for each in heading.split("\n") for line in textwrap.wrap(each, 120)]
     keys = sum(-(-len(panel.parts) // _KEYS) for panel in panels)
     height = _LINE * (len(lines) + 1 + keys) + _BAR * len(panels)

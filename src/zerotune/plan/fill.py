@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 import attrs
 
-from zerotune._util.numbers import is_number
-from zerotune._util.versions import release_of
+from zerotune._util.environment import release_of
+from zerotune._util.text import is_number
 from zerotune.decisions import Decision, Log, Severity
 from zerotune.errors import InvalidValueError, PlanConflictError
 from zerotune.plan.model import (

@@ -24,9 +24,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, TypeVar
 import attrs
 from typing_extensions import override
 
-from zerotune._util.numbers import as_number, is_integer, is_number
 from zerotune._util.table import Page, Readable
-from zerotune._util.text import did_you_mean
+from zerotune._util.text import as_number, did_you_mean, is_integer, is_number
 from zerotune.decisions import Decision, Log, Names, announce
 from zerotune.errors import (
     InvalidValueError,
@@ -44,8 +43,8 @@ if TYPE_CHECKING:
     from zerotune.plan.advise import Advice, Preference
     from zerotune.plan.diff import PlanDifference
     from zerotune.plan.inspection import Inspection
-    from zerotune.plan.memory.model import EMAPlace, MemoryEstimate, Workload
-    from zerotune.plan.memory.rates import Rates
+    from zerotune.plan.memory.estimate import EMAPlace, MemoryEstimate, Workload
+    from zerotune.plan.memory.time import Rates
     from zerotune.plan.rules import Finding
     from zerotune.plan.write import SavedPlan
     from zerotune.platform import Platform

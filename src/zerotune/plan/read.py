@@ -10,8 +10,7 @@ from typing import Any, Final
 
 import attrs
 
-from zerotune._util.numbers import is_integer
-from zerotune._util.text import did_you_mean
+from zerotune._util.text import did_you_mean, is_integer
 from zerotune.decisions import Decision, Log
 from zerotune.errors import InvalidValueError, PlanConflictError, ZeroTuneError
 from zerotune.plan import accelerate
@@ -79,7 +78,7 @@ _TRAINERS_OWN: Final = frozenset(
     }
 )
 """Keys of the files of trainers, SimpleTuner's first, which no DeepSpeed configuration has."""
-_SECTIONS: Final = frozenset({"zero_optimization", "bf16", "fp16"})
+_DEEPSPEEDS_OWN: Final = frozenset({"zero_optimization", "bf16", "fp16"})
 _ACCELERATES_OWN = ("distributed_type", "compute_environment")
 
 
@@ -95,9 +94,6 @@ def read_whole(
         read: Reads, with a log.
         also_known: Paths of further keys to pass through.
         decisions: What was decided before.
-
-    Raises:
-        PlanError: The first mistake, with all others.
     """
     log = Log(also_known=frozenset(also_known), decisions=[*decisions])
     return _signed(log.whole(read, log), log)
@@ -144,30 +140,28 @@ def plan_from_mapping(
         return _unwrapped(config, wrapper, log, source=source, folder=folder)
     _refuse_something_else(config, source, log.also_known)
     raw = normalise_top_level(config, log)
-    launch = _launcher_flag(raw, log)
+    launch = LaunchSection()
+    if INIT_FLAG in raw:
+        # The one launch setting that SimpleTuner's page writes among DeepSpeed's keys.
+        value = raw.pop(INIT_FLAG)
+        log.decide(
+            key=INIT_FLAG,
+            before=value,
+            after=f"launch.{INIT_FLAG}",
+            reason="DeepSpeed does not know it; it tells the launcher how the model is built",
+        )
+        launch = read_launch({INIT_FLAG: value}, log)
     plan = read_section(DeepSpeedPlan, raw, key="", log=log)
     return with_launch(attrs.evolve(plan, source=source), launch)
-
-
-def _launcher_flag(raw: dict[str, Any], log: Log) -> LaunchSection:
-    """Take out the one launch setting that SimpleTuner's page writes among DeepSpeed's keys."""
-    if INIT_FLAG not in raw:
-        return LaunchSection()
-    value = raw.pop(INIT_FLAG)
-    log.decide(
-        key=INIT_FLAG,
-        before=value,
-        after=f"launch.{INIT_FLAG}",
-        reason="DeepSpeed does not know it; it tells the launcher how the model is built",
-    )
-    return read_launch({INIT_FLAG: value}, log)
 
 
 def _refuse_something_else(
     config: Mapping[Any, Any], source: str, also_known: Collection[str]
 ) -> None:
     """Refuse a file of another kind as a whole, and not by its first key."""
-    if len(_TRAINERS_OWN & {*map(undashed, config)}) >= _ENOUGH_KEYS and not _SECTIONS & {*config}:
+    if len(_TRAINERS_OWN & {*map(undashed, config)}) >= _ENOUGH_KEYS and not _DEEPSPEEDS_OWN & {
+        *config
+    }:
         raise InvalidValueError(
             f"{source} is a trainer's file without deepspeed_config: it trains without DeepSpeed",
             value=", ".join(sorted(map(str, config))[:5]),
@@ -175,7 +169,7 @@ def _refuse_something_else(
             " a DeepSpeed JSON under that key",
         )
     names = [key for key in config if isinstance(key, str) and not key.startswith("_")]
-    known = {*_plan_keys(), *also_known}
+    known = {*accelerate.plan_keys(), *also_known}
     if len(names) < _ENOUGH_KEYS or not known.isdisjoint(names):
         return
     looked_at = names[:_ENOUGH_TO_JUDGE]
@@ -187,11 +181,6 @@ def _refuse_something_else(
         value=", ".join(names[:5]),
         fix="give the file that holds zero_optimization or train_batch_size",
     )
-
-
-def _plan_keys() -> frozenset[str]:
-    names = {attribute.name for attribute in modelled(DeepSpeedPlan)}
-    return frozenset({*names, *DeepSpeedPlan.passed_through, *DeepSpeedPlan.aliases})
 
 
 def plan_from_json(path_or_text: str | os.PathLike[str], log: Log) -> DeepSpeedPlan:
@@ -222,7 +211,13 @@ def _unwrapped(
     if isinstance(written, Mapping) and wrapper_of(written) == accelerate.FILE:
         written, beside = _named_in_block(written, wrapper, log)
     if is_off(written):
-        _switch_off(wrapper, written, log)
+        log.decide(
+            key=wrapper,
+            before="null" if written is None else written,
+            after="stage 0",
+            reason=f"empty: {accelerate.WITHOUT_DEEPSPEED}",
+            severity="warning",
+        )
         written = {}
     if isinstance(written, str):
         written, sentences, named, inside = read_named(written, folder, key=wrapper)
@@ -244,15 +239,14 @@ def _unwrapped(
         )
     plan = plan_from_mapping(written, log, source=source, folder=folder)
     plan = log.attempt(_with_micro_batch, plan, config, log) or plan
-    written_as = {TRAINER_KEYS[undashed(key)]: key for key in config if _beside(config, key)}
-    around = {name: _plain_auto(config[key]) for name, key in written_as.items()}
+    settings = [key for key in config if undashed(key) in TRAINER_KEYS and config[key] is not None]
+    written_as = {TRAINER_KEYS[undashed(key)]: key for key in settings}
+    around = {
+        name: AUTO if str(config[key]).strip().lower() == AUTO else config[key]
+        for name, key in written_as.items()
+    }
     log.names.update({f"launch.{name}": key for name, key in written_as.items()})
     return with_launch(plan, read_launch({**beside, **around}, log))
-
-
-def _beside(config: Mapping[Any, Any], key: Any) -> bool:
-    """Whether a trainer's file says something there that a plan knows as a launch setting."""
-    return undashed(key) in TRAINER_KEYS and config[key] is not None
 
 
 def _named_in_block(
@@ -275,16 +269,6 @@ def _named_in_block(
         reason="SimpleTuner's way of naming a file",
     )
     return block[accelerate.FILE], beside
-
-
-def _switch_off(wrapper: str, written: str | None, log: Log) -> None:
-    log.decide(
-        key=wrapper,
-        before="null" if written is None else written,
-        after="stage 0",
-        reason=f"empty: {accelerate.WITHOUT_DEEPSPEED}",
-        severity="warning",
-    )
 
 
 def _with_micro_batch(plan: DeepSpeedPlan, around: Mapping[Any, Any], log: Log) -> DeepSpeedPlan:
@@ -318,10 +302,6 @@ def _with_micro_batch(plan: DeepSpeedPlan, around: Mapping[Any, Any], log: Log) 
     return attrs.evolve(plan, **{name: asked})
 
 
-def _plain_auto(value: Any) -> Any:
-    return AUTO if isinstance(value, str) and value.strip().lower() == AUTO else value
-
-
 # -- What `accelerate` writes: its YAML, the same settings in JSON, its environment.
 
 
@@ -335,9 +315,6 @@ def plan_from_settings(
         log: Receives decisions and mistakes.
         source: Name used in messages.
         folder: Where a relative ``deepspeed_config_file`` is looked up first.
-
-    Raises:
-        PlanError: They do not use DeepSpeed, or as in ``DeepSpeedPlan.from_dict``.
     """
     return _translated(accelerate.translate(content, log, source=source, folder=folder), log)
 
@@ -352,18 +329,15 @@ def plan_from_yaml(path: str | os.PathLike[str], log: Log) -> DeepSpeedPlan:
             value=content,
             fix="make one with `accelerate config`",
         )
-    read = plan_from_mapping if _is_plain(content) else plan_from_settings
-    return read(content, log, source=str(file), folder=file.parent)
-
-
-def _is_plain(content: Mapping[Any, Any]) -> bool:
-    """Whether a YAML holds DeepSpeed's own keys, or a trainer's file, and nothing of accelerate."""
-    if any(key in content for key in _ACCELERATES_OWN):
-        return False
     wrapper = wrapper_of(content)
+    # DeepSpeed's own keys, or a trainer's file, and nothing of accelerate.
+    plain = not accelerate.plan_keys().isdisjoint(key for key in content if isinstance(key, str))
     if wrapper is not None:
-        return isinstance(content[wrapper], str) or wrapper != accelerate.BLOCK
-    return not _plan_keys().isdisjoint(key for key in content if isinstance(key, str))
+        plain = isinstance(content[wrapper], str) or wrapper != accelerate.BLOCK
+    if any(key in content for key in _ACCELERATES_OWN):
+        plain = False
+    read = plan_from_mapping if plain else plan_from_settings
+    return read(content, log, source=str(file), folder=file.parent)
 
 
 def plan_from_environment(environ: Mapping[str, str] | None, log: Log) -> DeepSpeedPlan:
@@ -426,21 +400,26 @@ def build_config(
     scheduler: str | Mapping[str, Any] | None,
     zero_overrides: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Write the keyword form as a DeepSpeed configuration.
-
-    Raises:
-        InvalidValueError: An offload device or precision that does not exist.
-    """
+    """Write the keyword form as a DeepSpeed configuration."""
     zero: dict[str, Any] = {"stage": stage}
     for key, device in (("offload_optimizer", offload_optimizer), ("offload_param", offload_param)):
+        if device not in OFFLOAD_DEVICES:
+            raise _choice_error("is not a place to offload to", key, device, OFFLOAD_DEVICES)
         if device != "none":
-            zero[key] = _offload(key, device, nvme_path)
+            zero[key] = {"device": device}
+        if device == "nvme" and nvme_path is not None:
+            zero[key]["nvme_path"] = os.fspath(nvme_path)
     zero.update(zero_overrides)
+    if precision not in (*PRECISIONS, AUTO):
+        raise _choice_error("is not a precision", "precision", precision, (*PRECISIONS, AUTO))
+    formats: dict[str, Any] = {"bf16": {"enabled": AUTO}}
+    if precision != AUTO:
+        formats = {name: {"enabled": precision == name} for name in ("bf16", "fp16")}
     config: dict[str, Any] = {
         **{key: value for key, value in zip(_BATCH_KEYS, batch, strict=True) if value is not None},
         "gradient_clipping": gradient_clipping,
         "zero_optimization": zero,
-        **_precision(precision),
+        **formats,
     }
     for key, section in (("optimizer", optimizer), ("scheduler", scheduler)):
         if section is not None:
@@ -448,50 +427,26 @@ def build_config(
     return config
 
 
-def _offload(key: str, device: Any, nvme_path: str | os.PathLike[str] | None) -> dict[str, Any]:
-    if device not in OFFLOAD_DEVICES:
-        raise InvalidValueError(
-            "is not a place to offload to",
-            key=key,
-            value=device,
-            fix="write one of " + ", ".join(repr(name) for name in OFFLOAD_DEVICES),
-        )
-    section: dict[str, Any] = {"device": device}
-    if device == "nvme" and nvme_path is not None:
-        section["nvme_path"] = os.fspath(nvme_path)
-    return section
-
-
-def _precision(precision: Any) -> dict[str, Any]:
-    if precision == AUTO:
-        return {"bf16": {"enabled": AUTO}}
-    if precision not in PRECISIONS:
-        raise InvalidValueError(
-            "is not a precision",
-            key="precision",
-            value=precision,
-            fix="write one of " + ", ".join(repr(name) for name in (*PRECISIONS, AUTO)),
-        )
-    return {
-        "bf16": {"enabled": precision == "bf16"},
-        "fp16": {"enabled": precision == "fp16"},
-    }
+def _choice_error(reason: str, key: str, value: Any, choices: Iterable[str]) -> InvalidValueError:
+    return InvalidValueError(
+        reason, key=key, value=value, fix=f"write one of {', '.join(map(repr, choices))}"
+    )
 
 
 # -- Overrides: single settings put above what a plan says, under the names people use for them.
 
 
-_ZERO: Final = "zero_optimization"
+_ZERO_KEY: Final = "zero_optimization"
 SHORT_NAMES: Final = {
-    "zero_stage": f"{_ZERO}.stage",
-    "stage": f"{_ZERO}.stage",
-    "offload_optimizer": f"{_ZERO}.offload_optimizer.device",
-    "offload_optimizer_device": f"{_ZERO}.offload_optimizer.device",
-    "offload_optimizer_nvme_path": f"{_ZERO}.offload_optimizer.nvme_path",
-    "offload_param": f"{_ZERO}.offload_param.device",
-    "offload_param_device": f"{_ZERO}.offload_param.device",
-    "offload_param_nvme_path": f"{_ZERO}.offload_param.nvme_path",
-    "zero3_save_16bit_model": f"{_ZERO}.stage3_gather_16bit_weights_on_model_save",
+    "zero_stage": f"{_ZERO_KEY}.stage",
+    "stage": f"{_ZERO_KEY}.stage",
+    "offload_optimizer": f"{_ZERO_KEY}.offload_optimizer.device",
+    "offload_optimizer_device": f"{_ZERO_KEY}.offload_optimizer.device",
+    "offload_optimizer_nvme_path": f"{_ZERO_KEY}.offload_optimizer.nvme_path",
+    "offload_param": f"{_ZERO_KEY}.offload_param.device",
+    "offload_param_device": f"{_ZERO_KEY}.offload_param.device",
+    "offload_param_nvme_path": f"{_ZERO_KEY}.offload_param.nvme_path",
+    "zero3_save_16bit_model": f"{_ZERO_KEY}.stage3_gather_16bit_weights_on_model_save",
     "offload_optimizer_path": "launch.offload_optimizer_path",
     "offload_param_path": "launch.offload_param_path",
     "zero3_init_flag": "launch.zero3_init_flag",
@@ -516,10 +471,10 @@ SHORT_NAMES: Final = {
 
 _PRECISION_NAMES: Final = ("mixed_precision", "precision")
 _NVME_PATH: Final = "nvme_path"
-_PRECISION: Final = Choice(choices=(*PRECISIONS, AUTO), synonyms=PRECISION_SYNONYMS)
-_REASON: Final = "overridden by the caller"
+_PRECISION_KIND: Final = Choice(choices=(*PRECISIONS, AUTO), synonyms=PRECISION_SYNONYMS)
+_OVERRIDDEN: Final = "overridden by the caller"
 _LAUNCH: Final = "launch"
-_DEEPEST: Final = 50
+_MOST_NESTED: Final = 50
 
 
 Places = Callable[[str, Any], Iterable[tuple[str, Any]]]
@@ -534,17 +489,14 @@ def override_plan(
         plan: What they are put above.
         overrides: Settings by path, nested or by a short name; ``None`` removes one.
         also_known: Paths of further keys to pass through.
-
-    Raises:
-        PlanError: As in ``DeepSpeedPlan.from_dict``.
     """
     config = plan.to_dict()
     config[_LAUNCH] = plan.launch.to_dict() if plan.launch else {}
     decisions: list[Decision] = []
     for path, value in settings_by_path(overrides, partial(_written_out, plan)).items():
-        before = _put(config, path.split("."), value, path)
+        before = _put_setting(config, path.split("."), value, path)
         if before != value or type(before) is not type(value):
-            decisions.append(Decision(key=path, before=before, after=value, reason=_REASON))
+            decisions.append(Decision(key=path, before=before, after=value, reason=_OVERRIDDEN))
     launched = config.pop(_LAUNCH, {})
     return _again(plan, config, launched, (*plan.decisions, *decisions), also_known)
 
@@ -555,10 +507,6 @@ def settings_by_path(overrides: Any, places: Places) -> dict[str, Any]:
     Args:
         overrides: By path, nested, or by names that ``places`` knows.
         places: From a name as written and its value to the settings it stands for.
-
-    Raises:
-        InvalidValueError: Not a mapping, or a name that is no path.
-        PlanConflictError: Two names for one path, with different values.
     """
     if not isinstance(overrides, Mapping):
         raise InvalidValueError(
@@ -579,7 +527,7 @@ def settings_by_path(overrides: Any, places: Places) -> dict[str, Any]:
 
 
 def _flattened(overrides: Mapping[Any, Any], prefix: str, depth: int) -> Iterator[tuple[str, Any]]:
-    if depth > _DEEPEST:
+    if depth > _MOST_NESTED:
         raise InvalidValueError("is nested too deeply", key="overrides", fix="nest less")
     for name, value in overrides.items():
         if not isinstance(name, str) or not all(name.split(".")):
@@ -601,22 +549,24 @@ def _written_out(plan: DeepSpeedPlan, name: str, value: Any) -> list[tuple[str, 
         return _precision_settings(plan, name, value)
     if name == _NVME_PATH:
         return _swap_folders(plan, value)
-    stage = name == _ZERO and isinstance(value, bool)  # DeepSpeed's old form: true is stage 1
-    return [(_canonical(_place(name, value)), int(value) if stage else value)]
+    stage = name == _ZERO_KEY and isinstance(value, bool)  # DeepSpeed's old form: true is stage 1
+    return [(_canonical(_path_of(name, value)), int(value) if stage else value)]
 
 
-def _place(name: str, value: Any) -> str:
+def _path_of(name: str, value: Any) -> str:
     """The path of a setting under the name given; a lone value means a section's main key."""
     alone = isinstance(value, str | bool)
-    if name == _ZERO and isinstance(value, bool):
-        return f"{_ZERO}.stage"
+    if name == _ZERO_KEY and isinstance(value, bool):
+        return f"{_ZERO_KEY}.stage"
     if name in SHORT_NAMES and not isinstance(value, Mapping):
         # null on the short name of a section means the section and not its main key.
         whole = value is None and SHORT_NAMES[name].startswith(f"{name}.")
         return name if whole else SHORT_NAMES[name]
-    if name in (f"{_ZERO}.offload_optimizer", f"{_ZERO}.offload_param") and alone:
+    if name in (f"{_ZERO_KEY}.offload_optimizer", f"{_ZERO_KEY}.offload_param") and alone:
         return f"{name}.device"
-    return f"{_ZERO}.{name}" if name.partition(".")[0] in _zero_keys() else name
+    of_zero = {each.name for each in modelled(ZeroSection)}
+    of_zero |= {*ZeroSection.aliases, *ZeroSection.passed_through}
+    return f"{_ZERO_KEY}.{name}" if name.partition(".")[0] in of_zero else name
 
 
 def _canonical(path: str) -> str:
@@ -634,25 +584,15 @@ def _canonical(path: str) -> str:
     return ".".join(done)
 
 
-def _zero_keys() -> frozenset[str]:
-    names = {attribute.name for attribute in modelled(ZeroSection)}
-    return frozenset({*names, *ZeroSection.aliases, *ZeroSection.passed_through})
-
-
 def _precision_settings(plan: DeepSpeedPlan, name: str, value: Any) -> list[tuple[str, Any]]:
     settings: list[tuple[str, Any]] = []
     if plan.launch is not None and plan.launch.mixed_precision is not None:
         settings.append(("launch.mixed_precision", None))
     if value is None:
         return [*settings, ("bf16.enabled", None), ("fp16.enabled", None)]
-    precision, _ = _PRECISION.read(value, name)
-    if precision == AUTO:
-        return [*settings, ("bf16.enabled", AUTO), ("fp16.enabled", None)]
-    return [
-        *settings,
-        ("bf16.enabled", precision == "bf16"),
-        ("fp16.enabled", precision == "fp16"),
-    ]
+    precision, _ = _PRECISION_KIND.read(value, name)
+    bf16, fp16 = (AUTO, None) if precision == AUTO else (precision == "bf16", precision == "fp16")
+    return [*settings, ("bf16.enabled", bf16), ("fp16.enabled", fp16)]
 
 
 def _swap_folders(plan: DeepSpeedPlan, value: Any) -> list[tuple[str, Any]]:
@@ -665,10 +605,10 @@ def _swap_folders(plan: DeepSpeedPlan, value: Any) -> list[tuple[str, Any]]:
             value=value,
             fix='offload first, or write "offload_optimizer_device"',
         )
-    return [(f"{_ZERO}.offload_{part}.nvme_path", value) for part in swapped]
+    return [(f"{_ZERO_KEY}.offload_{part}.nvme_path", value) for part in swapped]
 
 
-def _put(node: dict[str, Any], path: list[str], value: Any, key: str) -> Any:
+def _put_setting(node: dict[str, Any], path: list[str], value: Any, key: str) -> Any:
     """Write one setting, ``None`` for none, and return the one before."""
     *parents, last = path
     for parent in parents:

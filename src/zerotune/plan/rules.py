@@ -14,8 +14,7 @@ from typing import Any, Final, Literal
 
 import attrs
 
-from zerotune._util.numbers import as_number, is_integer, is_number
-from zerotune._util.text import format_size
+from zerotune._util.text import as_number, format_size, is_integer, is_number
 from zerotune.decisions import Decision, name_of
 from zerotune.errors import UNSET, PlanConflictError, PlanError
 from zerotune.optimizers.catalogue import ONE_BIT, entry_of

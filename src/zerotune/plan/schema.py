@@ -17,8 +17,7 @@ from typing import Any, Final, NamedTuple
 
 import attrs
 
-from zerotune._util.numbers import as_number
-from zerotune._util.text import did_you_mean
+from zerotune._util.text import as_number, did_you_mean
 from zerotune.plan.model import is_auto, join
 
 HANDLING: Final = "x-zerotune"

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import base64
+import binascii
 import json
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,12 +21,12 @@ from zerotune.errors import InvalidValueError, PlanFileError, PlanSyntaxError, s
 # -- How much is read.
 
 
-_LARGEST = ContextVar("largest plan file", default=16 * 1024**2)
+_LARGEST_FILE = ContextVar("largest plan file", default=16 * 1024**2)
 _YAML_SHARE = 128
 """YAML takes as many times longer to read than JSON, so a file of it may be as much smaller."""
 _BYTES_OF_A_VALUE = 20
 """A file may hold a value for as many bytes that it may have: each takes more when it is read."""
-_TEXTS = re.compile(r'"[^"]*"?')
+_QUOTED = re.compile(r'"[^"]*"?')
 
 
 @contextmanager
@@ -38,16 +41,16 @@ def reading_at_most(size: int | str, *, key: str = "size") -> Iterator[None]:
     Raises:
         InvalidValueError: ``size`` is no amount.
     """
-    token = _LARGEST.set(parse_size(size, key=key))
+    token = _LARGEST_FILE.set(parse_size(size, key=key))
     try:
         yield
     finally:
-        _LARGEST.reset(token)
+        _LARGEST_FILE.reset(token)
 
 
 def refuse_long_yaml(text: str, *, key: str) -> None:
     """Raise ``InvalidValueError`` for what no reader would take as a part of a YAML."""
-    most = _LARGEST.get() // _YAML_SHARE
+    most = _LARGEST_FILE.get() // _YAML_SHARE
     if len(text) > most:
         raise InvalidValueError(
             f"is longer than {format_size(most)}, more than is read again from a YAML",
@@ -58,8 +61,8 @@ def refuse_long_yaml(text: str, *, key: str) -> None:
 
 def _refuse_too_many(text: str, source: str) -> None:
     """Refuse JSON of more values than a configuration has, before they take memory."""
-    most = _LARGEST.get() // _BYTES_OF_A_VALUE
-    if text.count(",") >= most and _TEXTS.sub("", _without_escapes(text)).count(",") >= most:
+    most = _LARGEST_FILE.get() // _BYTES_OF_A_VALUE
+    if text.count(",") >= most and _QUOTED.sub("", _without_escapes(text)).count(",") >= most:
         raise PlanFileError(
             f"holds more than {most:,} values, too many for a configuration",
             key="file",
@@ -94,52 +97,20 @@ def _refuse_too_large(size: int, largest: int, source: str, key: str) -> None:
 
 # -- JSON, read so that it is known where things are.
 #
-# ``json`` reads what is in order, which is fast. It reports neither duplicated keys with their
-# position nor what people usually mean by a mistake: where it stops, a parser of our own looks
-# again. Comments and trailing commas, which DeepSpeed itself accepts in files, are read and
-# reported; everything else that is not JSON is an error with line, column and a hint.
+# ``json`` reads it. Comments and trailing commas, which DeepSpeed itself accepts in files, are
+# blanked out and reported; everything else that is not JSON is an error with line, column and,
+# from a table, what people usually mean by it.
 
-_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
-_WORD = re.compile(r"[A-Za-z_][\w.]*")
-_HEX = re.compile(r"u([0-9a-fA-F]{4})")
-_LOW_SURROGATE = re.compile(r"\\u([dD][c-fC-F][0-9a-fA-F]{2})")
-_PLAIN_TEXT = re.compile(r'[^"\\\x00-\x1f]+')
-_SPACE = re.compile(r"[ \t\r\n]*")
-_LITERALS = {"true": True, "false": False, "null": None}
-_PYTHON = {
-    "True": "true",
-    "False": "false",
-    "None": "null",
-    "TRUE": "true",
-    "FALSE": "false",
-    "NULL": "null",
-}
-_ESCAPES = {
-    '"': '"',
-    "\\": "\\",
-    "/": "/",
-    "b": "\b",
-    "f": "\f",
-    "n": "\n",
-    "r": "\r",
-    "t": "\t",
-}
-_CURLY = "\u201c\u201d\u201e\u2018\u2019"
-_TEMPLATES = ("{{", "{%")
-_UNFILLED = "has a template that was not filled in"
-_DOUBLE = "use double quotes"
-_DEEPEST = 100
+_MOST_LEVELS = 100
 _LONGEST_NUMBER = 400
 _MOST_LIBERTIES = 20
 """As many comments and commas are named one by one."""
-_LOOKED_AT_AGAIN = 1024**2
-"""Letters of a text in which the parser that names mistakes is still quick."""
-_SHOWN_OF_A_WORD = 80
 _STRING = r'"[^"]*"?'
 _COMMENT = r"(?://[^\n]*|#[^\n]*|/\*.*?\*/)"
 _TEXT_OR_COMMENTS = re.compile(rf"{_STRING}|(?:{_COMMENT}[ \t\r\n]*){{1,1000}}", re.DOTALL)
 _ONE_COMMENT = re.compile(_COMMENT, re.DOTALL)
 _TEXT_OR_LAST_COMMA = re.compile(rf"{_STRING}|,(?=[ \t\r\n]*[}}\]])", re.DOTALL)
+_TOKENS = re.compile(rf"{_STRING}(?P<colon>[ \t\r\n]*:)?|[\[{{}}\]]|[-+.\w]+")
 _LONE_SURROGATE = re.compile(
     r"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])"
     r"|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F]"
@@ -155,13 +126,13 @@ def parse_json(text: str, *, source: str) -> tuple[Any, list[str]]:
 
     Returns:
         The value, and one sentence for each liberty that was tolerated.
-
-    Raises:
-        PlanSyntaxError: Not JSON, comments and trailing commas excepted.
     """
     text = text.removeprefix("\ufeff")
-    _refuse_too_large(len(text), _LARGEST.get(), source, "file")
-    _refuse_half_letters(text, source)
+    _refuse_too_large(len(text), _LARGEST_FILE.get(), source, "file")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise _syntax_error(text, source, error.start, *_HALF_LETTER) from None
     _refuse_too_many(text, source)
     try:
         return _strictly(text), []
@@ -169,33 +140,25 @@ def parse_json(text: str, *, source: str) -> tuple[Any, list[str]]:
         plain, liberties = _without_liberties(text)
     try:
         return _strictly(plain), liberties
-    except (ValueError, RecursionError) as error:
-        if len(text) > _LOOKED_AT_AGAIN:
-            raise _briefly(error, text, source) from None
-    return _Parser(text, source).parse(), liberties
+    except json.JSONDecodeError as error:
+        raise _syntax_error(text, source, *_hint(error, plain)) from None
+    except (ValueError, RecursionError):
+        raise _syntax_error(text, source, *_refused_place(plain)) from None
 
 
-def _refuse_half_letters(text: str, source: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        line, column = _position(text, error.start)
-        raise PlanSyntaxError(
-            _HALF_LETTER, source=source, line=line, column=column, fix=_WHOLE_LETTER
-        ) from None
-
-
-_HALF_LETTER = "has one half of a surrogate pair, which is no character"
-_WHOLE_LETTER = "write the character itself"
+_LONG_NUMBER = ("has a number that is too long", "write fewer digits")
+_TOO_DEEP = ("is nested too deeply", f"nest at most {_MOST_LEVELS} levels")
+_KEEP_ONE = "keep one of the two"
+_HALF_LETTER = ("has one half of a surrogate pair, which is no character", "write the character")
 
 
 def _strictly(text: str) -> Any:
     """What ``json`` makes of it, without what ``json`` lets pass; ``ValueError`` otherwise."""
-    if "\\u" in text and _LONE_SURROGATE.search(text):
-        raise ValueError(_HALF_LETTER)
+    if "\\u" in text and _LONE_SURROGATE.search(text.replace("\\\\", "  ")):
+        raise ValueError(*_HALF_LETTER)
     value = _DECODER.decode(text)
     level = [value] if isinstance(value, dict | list) else []
-    for _ in range(_DEEPEST):
+    for _ in range(_MOST_LEVELS):
         level = [
             inner
             for outer in level
@@ -207,34 +170,30 @@ def _strictly(text: str) -> Any:
     raise ValueError("is nested too deeply")
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("has a key twice in one object")
-    return found
-
-
-def _whole_number(literal: str) -> int:
-    if len(literal) > _LONGEST_NUMBER:
-        raise ValueError("has a number that is too long")
-    return int(literal)
-
-
-def _real_number(literal: str) -> float:
-    value = float(literal)
-    if len(literal) > _LONGEST_NUMBER or math.isinf(value):
-        raise ValueError("has a number that is too long or too large")
-    return value
-
-
 def _no_constant(word: str) -> Any:
-    raise ValueError(f"has {word}, which JSON does not know")
+    raise ValueError(f"has {word}, which JSON does not know", "write a finite number")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    entries = dict(pairs)
+    if len(entries) != len(pairs):
+        raise ValueError("has a key twice in one object")
+    return entries
+
+
+def _json_number(kind: Callable[[str], Any], literal: str) -> Any:
+    if len(literal) > _LONGEST_NUMBER:
+        raise ValueError(*_LONG_NUMBER)
+    value = kind(literal)
+    if value in (math.inf, -math.inf):
+        raise ValueError("has a number that is too large", "write a smaller one")
+    return value
 
 
 _DECODER = json.JSONDecoder(
     object_pairs_hook=_unique,
-    parse_int=_whole_number,
-    parse_float=_real_number,
+    parse_int=partial(_json_number, int),
+    parse_float=partial(_json_number, float),
     parse_constant=_no_constant,
 )
 
@@ -254,7 +213,10 @@ def _without_liberties(text: str) -> tuple[str, list[str]]:
     plain = "".join((*parts, text[done:]))
     parts, done, commas = [], 0, []
     for match in _TEXT_OR_LAST_COMMA.finditer(_without_escapes(plain)):
-        if match[0] == "," and _follows_a_value(plain, match.start()):
+        before = match.start() - 1
+        while before >= 0 and plain[before] in " \t\r\n":
+            before -= 1
+        if match[0] == "," and before >= 0 and plain[before] not in "[{,:":
             parts += [plain[done : match.start()], " "]
             done = match.end()
             commas.append(("a trailing comma", match.start()))
@@ -262,277 +224,123 @@ def _without_liberties(text: str) -> tuple[str, list[str]]:
     found = sorted((*found, *commas), key=lambda each: each[1])
     sentences = []
     for what, at in found[:_MOST_LIBERTIES]:
-        line, column = _position(text, at)
+        line, column = _line_and_column(text, at)
         sentences.append(f"{what} at line {line}, column {column}")
     return plain, [*sentences, "and more of them"] if len(found) > _MOST_LIBERTIES else sentences
 
 
-def _follows_a_value(text: str, at: int) -> bool:
-    at -= 1
-    while at >= 0 and text[at] in " \t\r\n":
-        at -= 1
-    return at >= 0 and text[at] not in "[{,:"
-
-
-def _briefly(error: Exception, text: str, source: str) -> PlanSyntaxError:
-    """The error for a text too long to be looked at again: what ``json`` says of it."""
-    at = error.pos if isinstance(error, json.JSONDecodeError) else 0
-    said = "is nested too deeply" if isinstance(error, RecursionError) else str(error)
-    said = f"is not JSON: {error.msg}" if isinstance(error, json.JSONDecodeError) else said
-    line, column = _position(text, at)
-    return PlanSyntaxError(
-        said, source=source, line=line, column=column, fix="correct it there, or write less"
+_UNCLOSED = ("has a bracket that is never closed", "add the missing } or ]")
+_TEXT_UNCLOSED = ("has text that is never closed", 'add the missing "')
+_KEY = "Expecting property name"
+_HINTS = tuple(
+    (message, re.compile(there), reason, fix)
+    for message, there, reason, fix in (
+        ("", r"/\*", "has a comment that is never closed", "add the missing */"),
+        ("Expecting ',' ", r"\s*\Z", *_UNCLOSED),
+        (_KEY, r"\s*\Z", *_UNCLOSED),
+        ("", r"\s*\Z", "ends where a value is missing", "add the value and close the braces"),
+        ("Expecting ',' ", "", "wants a comma between two entries", "add the missing comma"),
+        ("Expecting ':' ", "", "wants a colon after a key", 'write "key": value'),
+        ("Extra", "", "has something after its end", "keep one object; check the closing braces"),
+        ("Unterminated", "", *_TEXT_UNCLOSED),
+        ("Invalid control", r"\n", *_TEXT_UNCLOSED),
+        ("Invalid control", "", "has a control character in text", "escape it"),
+        ("Invalid \\u", "", "has an unknown escape", "write \\u and four hexadecimal digits"),
+        ("Invalid \\", "", "has an unknown escape", "double the backslash: \\\\"),
+        ("", "'", "has single quotes", "use double quotes"),
+        ("", "[\u201c\u201d\u201e\u2018\u2019]", "has typographic quotes", "use double quotes"),
+        (
+            "",
+            r"[$<%@{\u2026]|\.\.\.|YOUR_|(?:TODO|FIXME)\b",
+            "has a template that was not filled in",
+            "write the value itself",
+        ),
+        ("", r"(nan|inf)\b", "has {}, which JSON does not know", "write a finite number"),
+        ("", r"(True|TRUE)\b", "has the Python word {}", "write true"),
+        ("", r"(False|FALSE)\b", "has the Python word {}", "write false"),
+        ("", r"(None|NULL)\b", "has the Python word {}", "write null"),
+        ("", r"\(", "has a Python tuple", "write a list in square brackets"),
+        ("", ",", "has a comma too many", "remove it"),
+        (_KEY, "[A-Za-z_]", "has a key without quotes", "put the key in double quotes"),
+        (_KEY, "", "wants a key in double quotes here", 'write "key": value'),
+        ("", r"[-+.\d]", "has a malformed number", "write digits, such as 500000000 or 5e8"),
+        ("", r"(\w{1,80})", "has the word {} without quotes", 'write "{}"'),
     )
+)
+"""What ``json`` says, what stands where it stops, what is wrong with that, and what to do."""
+_LETTER = re.compile(r"[-+.\w]")
+_YAML_KEY = re.compile(r"[A-Za-z_][\w.]*[ \t]*:")
 
 
-def _position(text: str, at: int) -> tuple[int, int]:
+def _hint(error: json.JSONDecodeError, text: str) -> tuple[int, str, str]:
+    """Where ``json`` stopped, what is wrong there, and what to do."""
+    at, message = error.pos, error.msg
+    if not text.strip():
+        return at, "is empty", "write at least {}"
+    if not text[:at].strip() and _YAML_KEY.match(text, at):
+        return at, "is not JSON; it looks like YAML", "give it the suffix .yaml"
+    if message.startswith(("Expecting ',' ", "Extra")) and _LETTER.match(text, at):
+        # Of "0x10" it has read the 0, and stops behind it.
+        while at > 0 and _LETTER.match(text, at - 1):
+            at, message = at - 1, "Expecting value"
+    for prefix, there, reason, fix in _HINTS:
+        match = there.match(text, at) if message.startswith(prefix) else None
+        if match is not None:
+            word = match[there.groups]
+            return at, reason.replace("{}", word), fix.replace("{}", word)
+    return at, f"has an unexpected {text[at]!r}", "write a value"
+
+
+def _refused_place(text: str) -> tuple[int, str, str]:
+    """Where JSON has what ``json`` lets pass, what is wrong with that, and what to do."""
+    half = _LONE_SURROGATE.search(text.replace("\\\\", "  "))
+    if half is not None:
+        return half.start(), *_HALF_LETTER
+    keys: list[set[str]] = []
+    for match in _TOKENS.finditer(_without_escapes(text)):
+        at, token = match.start(), text[match.start() : match.end()]
+        if token in ("{", "["):
+            keys.append(set())
+            if len(keys) > _MOST_LEVELS:
+                return at, *_TOO_DEEP
+        elif token in ("}", "]"):
+            keys.pop()
+        elif match["colon"]:
+            key = json.loads(token.rstrip(": \t\r\n"))
+            if key in keys[-1]:
+                reason = f"has the key {shorten(key)} twice in one object"
+                return at, reason, _KEEP_ONE
+            keys[-1].add(key)
+        elif token[0] != '"':
+            try:
+                _DECODER.decode(token)
+            except ValueError as error:
+                reason, fix = error.args
+                return at, reason, fix
+    return 0, *_TOO_DEEP
+
+
+def _syntax_error(text: str, source: str, at: int, reason: str, fix: str) -> PlanSyntaxError:
+    line, column = _line_and_column(text, at)
+    return PlanSyntaxError(reason, source=source, line=line, column=column, fix=fix)
+
+
+def _line_and_column(text: str, at: int) -> tuple[int, int]:
     return text.count("\n", 0, at) + 1, at - text.rfind("\n", 0, at)
-
-
-class _Parser:
-    def __init__(self, text: str, source: str) -> None:
-        self._text = text
-        self._source = source
-        self._at = 0
-        self._depth = 0
-
-    def parse(self) -> Any:
-        self._skip()
-        if self._at == len(self._text):
-            raise self._error("is empty", "write at least {}")
-        value = self._value()
-        self._skip()
-        if self._at < len(self._text):
-            raise self._error(
-                "has something after its end", "keep one object; check the closing braces"
-            )
-        return value
-
-    def _value(self) -> Any:
-        self._skip()
-        char = self._peek()
-        if char == "{":
-            return self._nested(self._object)
-        if char == "[":
-            return self._nested(self._array)
-        if char == '"':
-            return self._string()
-        if char in ("-", "+", ".") or char.isdigit():
-            return self._number()
-        return self._literal()
-
-    def _nested(self, read: Any) -> Any:
-        self._depth += 1
-        if self._depth > _DEEPEST:
-            raise self._error("is nested too deeply", f"nest at most {_DEEPEST} levels")
-        value = read()
-        self._depth -= 1
-        return value
-
-    def _object(self) -> dict[str, Any]:
-        opened = self._at
-        self._at += 1
-        result: dict[str, Any] = {}
-        while True:
-            self._skip()
-            if self._peek() == "}":
-                self._at += 1
-                return result
-            key_at = self._at
-            key = self._key(opened)
-            if key in result:
-                self._at = key_at
-                raise self._error(
-                    f"has the key {shorten(key)} twice in one object", "keep one of the two"
-                )
-            self._skip()
-            if self._peek() != ":":
-                raise self._error("wants a colon after a key", 'write "key": value')
-            self._at += 1
-            result[key] = self._value()
-            self._separator("}", opened)
-
-    def _key(self, opened: int) -> str:
-        char = self._peek()
-        if char == '"':
-            return self._string()
-        if char == "":
-            self._at = opened
-            raise self._error("has an object that is never closed", "add the missing }")
-        self._refuse_lookalikes("key")
-        if _WORD.match(self._text, self._at):
-            raise self._error(
-                "has a key without quotes",
-                "put the key in double quotes",
-            )
-        raise self._error("wants a key in double quotes here", 'write "key": value')
-
-    def _array(self) -> list[Any]:
-        opened = self._at
-        self._at += 1
-        result: list[Any] = []
-        while True:
-            self._skip()
-            if self._peek() == "]":
-                self._at += 1
-                return result
-            result.append(self._value())
-            self._separator("]", opened)
-
-    def _separator(self, close: str, opened: int) -> None:
-        """Pass the comma between members; leave the closing bracket to the caller."""
-        self._skip()
-        char = self._peek()
-        if char == close:
-            return
-        if char == "":
-            self._at = opened
-            raise self._error("has a bracket that is never closed", f"add the missing {close}")
-        if char != ",":
-            raise self._error("wants a comma between two entries", "add the missing comma")
-        self._at += 1
-
-    def _string(self) -> str:
-        start = self._at
-        self._at += 1
-        parts: list[str] = []
-        while True:
-            char = self._peek()
-            if char == '"':
-                self._at += 1
-                return "".join(parts)
-            if char in ("", "\n"):
-                self._at = start
-                raise self._error("has text that is never closed", 'add the missing "')
-            if char < " ":
-                raise self._error(f"has the control character {char!r} in text", "escape it")
-            if char == "\\":
-                self._at += 1
-                parts.append(self._escape())
-                continue
-            plain = _PLAIN_TEXT.match(self._text, self._at)
-            parts.append(plain.group() if plain else char)
-            self._at += len(parts[-1])
-
-    def _escape(self) -> str:
-        char = self._peek()
-        if char in _ESCAPES and char:
-            self._at += 1
-            return _ESCAPES[char]
-        if char == "u":
-            return self._unicode()
-        raise self._error("has an unknown escape", "double the backslash: \\\\")
-
-    def _unicode(self) -> str:
-        match = _HEX.match(self._text, self._at)
-        if match is None:
-            raise self._error("has an unknown escape", "write \\u and four hexadecimal digits")
-        self._at = match.end()
-        low = _LOW_SURROGATE.match(self._text, self._at)
-        code = int(match[1], 16)
-        if 0xD800 <= code < 0xDC00 and low is not None:
-            self._at = low.end()
-            return chr(0x10000 + ((code - 0xD800) << 10) + (int(low[1], 16) - 0xDC00))
-        if 0xD800 <= code < 0xE000:
-            raise self._error(_HALF_LETTER, _WHOLE_LETTER)
-        return chr(code)
-
-    def _number(self) -> int | float:
-        match = _NUMBER.match(self._text, self._at)
-        following = "" if match is None else self._text[match.end() : match.end() + 1]
-        if self._text.startswith("...", self._at):
-            raise self._error(_UNFILLED, "write the value itself")
-        if self._text.startswith("-Infinity", self._at):
-            raise self._error("has -Infinity, which JSON does not know", "write a finite number")
-        if match is None or following.isalnum() or following in ("_", "."):
-            raise self._error("has a malformed number", "write digits, such as 500000000 or 5e8")
-        literal = match.group()
-        if len(literal) > _LONGEST_NUMBER:
-            raise self._error("has a number that is too long", "write fewer digits")
-        value = float(literal) if set(literal) & set(".eE") else int(literal)
-        if isinstance(value, float) and math.isinf(value):
-            raise self._error("has a number that is too large", "write a smaller one")
-        self._at = match.end()
-        return value
-
-    def _literal(self) -> Any:
-        match = _WORD.match(self._text, self._at)
-        word = match.group() if match else ""
-        if word in _LITERALS:
-            self._at += len(word)
-            return _LITERALS[word]
-        if word in _PYTHON:
-            raise self._error(f"has the Python word {word}", f"write {_PYTHON[word]}")
-        if word in ("NaN", "Infinity", "inf", "nan"):
-            raise self._error(f"has {word}, which JSON does not know", "write a finite number")
-        if word and self._depth == 0 and self._text[self._at + len(word) :].lstrip()[:1] == ":":
-            raise self._error("is not JSON; it looks like YAML", "give it the suffix .yaml")
-        if word.startswith("YOUR_") or word in ("TODO", "FIXME"):
-            raise self._error(_UNFILLED, "write the value itself")
-        if word:
-            word = word[:_SHOWN_OF_A_WORD]
-            raise self._error(f"has the word {word} without quotes", f'write "{word}"')
-        char = self._peek()
-        self._refuse_lookalikes("value")
-        if char == "":
-            raise self._error("ends where a value is missing", "add the value and close the braces")
-        raise self._error(f"has an unexpected {char!r}", "write a value")
-
-    def _refuse_lookalikes(self, what: str) -> None:
-        """Name what people write, or leave behind, where a key or value belongs."""
-        here = self._text[self._at : self._at + 2]
-        if here[:1] == "'":
-            raise self._error(f"has a {what} in single quotes", _DOUBLE)
-        if here[:1] and here[0] in _CURLY:
-            raise self._error(f"has a {what} in typographic quotes", _DOUBLE)
-        template = here[:1] in ("$", "<", "%", "@", "\u2026") or here in _TEMPLATES
-        if template or (here[:1] == "{" and what == "key"):
-            raise self._error(_UNFILLED, f"write the {what} itself")
-        if here[:1] == ",":
-            raise self._error("has a comma too many", "remove it")
-        if here[:1] == "(":
-            raise self._error("has a Python tuple", "write a list in square brackets")
-
-    def _skip(self) -> None:
-        while True:
-            space = _SPACE.match(self._text, self._at)
-            self._at = space.end() if space else self._at
-            if self._text.startswith("//", self._at) or self._peek() == "#":
-                end = self._text.find("\n", self._at)
-                self._at = len(self._text) if end < 0 else end
-            elif self._text.startswith("/*", self._at):
-                end = self._text.find("*/", self._at + 2)
-                if end < 0:
-                    raise self._error("has a comment that is never closed", "add the missing */")
-                self._at = end + 2
-            else:
-                return
-
-    def _peek(self) -> str:
-        return self._text[self._at : self._at + 1]
-
-    def _error(self, reason: str, fix: str) -> PlanSyntaxError:
-        line, column = _position(self._text, self._at)
-        return PlanSyntaxError(reason, source=self._source, line=line, column=column, fix=fix)
 
 
 # -- YAML, read as strictly.
 
 
 def parse_yaml(text: str, *, source: str) -> Any:
-    """Parse YAML text, refusing duplicated keys, which PyYAML overwrites in silence.
-
-    Raises:
-        PlanSyntaxError: Not YAML.
-    """
+    """Parse YAML text, refusing duplicated keys, which PyYAML overwrites in silence."""
     import yaml
 
-    _refuse_too_large(len(text), _LARGEST.get() // _YAML_SHARE, source, "file")
+    _refuse_too_large(len(text), _LARGEST_FILE.get() // _YAML_SHARE, source, "file")
     try:
         loader = yaml.SafeLoader(text)
         node = loader.get_single_node()
-        _refuse_growth(node, source)
-        _refuse_duplicates(node, source)
+        _check_nodes(node, source)
         return None if node is None else loader.construct_document(node)
     except PlanSyntaxError:
         raise
@@ -560,70 +368,47 @@ _MOST_REPEATED = 10_000
 """Values that aliases may add to those that are written."""
 
 
-def _refuse_growth(root: Any, source: str) -> None:
-    """Refuse what takes little to write and much to hold: aliases of aliases, long numbers."""
+def _check_nodes(root: Any, source: str) -> None:
+    """Refuse duplicated keys, and what takes little to write and much to hold: aliases, numbers."""
     sizes: dict[int, int | None] = {}
+
+    def refused(node: Any, reason: str, fix: str) -> PlanSyntaxError:
+        mark = node.start_mark
+        return PlanSyntaxError(
+            reason, source=source, line=mark.line + 1, column=mark.column + 1, fix=fix
+        )
+
+    def inside(node: Any) -> list[Any]:
+        if node.id == "scalar":
+            if node.tag.endswith((":int", ":float")) and len(node.value) > _LONGEST_NUMBER:
+                raise refused(node, *_LONG_NUMBER)
+            return []
+        if node.id == "sequence":
+            return list(node.value)
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if key.id == "scalar" and key.value and key.value in seen:
+                reason = f"has the key {shorten(key.value)} twice in one block"
+                raise refused(key, reason, _KEEP_ONE)
+            seen.add(key.value if key.id == "scalar" else "")
+        return [inner for pair in node.value for inner in pair]
 
     def size_of(node: Any, depth: int) -> int:
         if id(node) not in sizes:
-            if depth > _DEEPEST:
-                raise _at_node(
-                    node, source, "is nested too deeply", f"nest at most {_DEEPEST} levels"
-                )
+            if depth > _MOST_LEVELS:
+                raise refused(node, *_TOO_DEEP)
             sizes[id(node)] = None
-            sizes[id(node)] = 1 + sum(size_of(inner, depth + 1) for inner in _inside(node, source))
+            sizes[id(node)] = 1 + sum(size_of(inner, depth + 1) for inner in inside(node))
         size = sizes[id(node)]
         if size is None:
-            raise _at_node(node, source, "has an anchor that contains itself", "write it out")
+            raise refused(node, "has an anchor that contains itself", "write it out")
         if size > len(sizes) + _MOST_REPEATED:
             why = "is too large: it repeats too much through its aliases"
-            raise _at_node(node, source, why, "write it out")
+            raise refused(node, why, "write it out")
         return size
 
     if root is not None:
         size_of(root, 0)
-
-
-def _inside(node: Any, source: str) -> list[Any]:
-    if node.id == "scalar":
-        numeric = node.tag.endswith((":int", ":float"))
-        if numeric and len(node.value) > _LONGEST_NUMBER:
-            raise _at_node(node, source, "has a number that is too long", "write fewer digits")
-        return []
-    if node.id == "mapping":
-        return [inner for pair in node.value for inner in pair]
-    return list(node.value)
-
-
-def _at_node(node: Any, source: str, reason: str, fix: str) -> PlanSyntaxError:
-    mark = node.start_mark
-    return PlanSyntaxError(
-        reason, source=source, line=mark.line + 1, column=mark.column + 1, fix=fix
-    )
-
-
-def _refuse_duplicates(root: Any, source: str) -> None:
-    pending, visited = [root], set()
-    while pending:
-        node = pending.pop()
-        if node is None or id(node) in visited or isinstance(node.value, str):
-            continue
-        visited.add(id(node))
-        if node.id == "sequence":
-            pending.extend(node.value)
-            continue
-        seen: set[str] = set()
-        for key, value in node.value:
-            name = key.value if isinstance(key.value, str) else ""
-            if name and name in seen:
-                raise _at_node(
-                    key,
-                    source,
-                    f"has the key {shorten(name)} twice in one block",
-                    "keep one of the two",
-                )
-            seen.add(name)
-            pending.extend((key, value))
 
 
 # -- Files, and what names them inside a configuration.
@@ -633,30 +418,22 @@ YAML_SUFFIXES = (".yaml", ".yml")
 
 
 def parse_file(text: str, path: Path) -> tuple[Any, list[str]]:
-    """Parse the text of a file by its suffix, as ``parse_json`` does.
-
-    Raises:
-        PlanSyntaxError: It is not what its suffix says.
-    """
+    """Parse the text of a file by its suffix, as ``parse_json`` does."""
     suffix = path.suffix.lower()
     if suffix in YAML_SUFFIXES:
         return parse_yaml(text, source=str(path)), []
-    if suffix == ".toml":
-        raise PlanSyntaxError(
+    other = {
+        ".toml": (
             "is TOML, which holds the settings of a trainer and no DeepSpeed configuration",
-            source=str(path),
-            line=1,
-            column=1,
-            fix="give the JSON or YAML that it or its command line names",
-        )
-    if suffix == ".hjson":
-        raise PlanSyntaxError(
+            "give the JSON or YAML that it or its command line names",
+        ),
+        ".hjson": (
             "is HJSON, which is not read",
-            source=str(path),
-            line=1,
-            column=1,
-            fix="convert it to JSON: python -m hjson.tool -j FILE",
-        )
+            "convert it to JSON: python -m hjson.tool -j FILE",
+        ),
+    }.get(suffix)
+    if other is not None:
+        raise _syntax_error(text, str(path), 0, *other)
     return parse_json(text, source=str(path))
 
 
@@ -700,13 +477,10 @@ def read_text(path: Path, *, key: str | None = None, tried: Collection[Path] = (
         path: The file.
         key: The setting that names it, if one does.
         tried: Other places that were looked at, for the message.
-
-    Raises:
-        PlanFileError: The file is missing, a folder, unreadable, too large or not UTF-8.
     """
     name = key or "file"
     try:
-        largest = _LARGEST.get()
+        largest = _LARGEST_FILE.get()
         with path.open("rb") as file:
             content = file.read(largest + 1)
         _refuse_too_large(len(content), largest, str(path), name)
@@ -736,20 +510,6 @@ def read_text(path: Path, *, key: str | None = None, tried: Collection[Path] = (
         ) from None
 
 
-def find_file(written: str, folder: Path | None, *, key: str) -> Path:
-    """A file named inside a configuration: beside that configuration, else where we are.
-
-    Raises:
-        PlanFileError: Neither place has it; the message lists both.
-    """
-    places = _places(written, folder)
-    for place in places:
-        if _is_file(place):
-            return place
-    read_text(places[-1], key=key, tried=list(dict.fromkeys(places)))
-    return places[-1]
-
-
 class Named(NamedTuple):
     """What a setting that names a configuration leads to."""
 
@@ -766,35 +526,20 @@ def read_named(written: str, folder: Path | None, *, key: str) -> Named:
     """The configuration that a setting names: JSON text, the path of a file, or base64 of JSON.
 
     accelerate and transformers accept all three (``HfDeepSpeedConfig``).
-
-    Raises:
-        PlanFileError: It is neither JSON, nor base64 of it, nor a file in any of the places.
-        PlanSyntaxError: Not JSON.
     """
-    encoded = None if written.lstrip().startswith("{") else _decoded(written, folder)
-    text = written if written.lstrip().startswith("{") else encoded
+    text = written if written.lstrip().startswith("{") else None
+    places = [Path(written)] if folder is None else [folder / written, Path(written)]
+    path = next(filter(_is_file, places), None)
+    if text is None and path is None:
+        with suppress(binascii.Error, ValueError):
+            decoded = base64.urlsafe_b64decode(written).decode("utf-8")
+            text = decoded if decoded.lstrip().startswith("{") else None
     if text is not None:
         return Named(*parse_json(text, source=key), source=f"the text of {key}", folder=None)
-    path = find_file(written, folder, key=key)
-    value, sentences = parse_file(read_text(path, key=key), path)
+    tried = list(dict.fromkeys(places))
+    path = path or places[-1]
+    value, sentences = parse_file(read_text(path, key=key, tried=tried), path)
     return Named(value, sentences, source=str(path), folder=path.parent)
-
-
-def _decoded(written: str, folder: Path | None) -> str | None:
-    import base64
-    import binascii
-
-    if any(_is_file(place) for place in _places(written, folder)):
-        return None
-    try:
-        text = base64.urlsafe_b64decode(written).decode("utf-8")
-    except (binascii.Error, ValueError):
-        return None
-    return text if text.lstrip().startswith("{") else None
-
-
-def _places(written: str, folder: Path | None) -> list[Path]:
-    return [Path(written)] if folder is None else [folder / written, Path(written)]
 
 
 def _is_file(place: Path) -> bool:

@@ -15,7 +15,7 @@ from zerotune._util.text import common_unit, counted, format_size
 from zerotune.errors import UNSET
 from zerotune.plan.advise import Advice, Budget, Candidate, machine_needs
 from zerotune.plan.fill import DEEPSPEED_DEFAULT
-from zerotune.plan.memory.model import (
+from zerotune.plan.memory.estimate import (
     PHASES,
     PLACES,
     MemoryEstimate,
@@ -24,7 +24,7 @@ from zerotune.plan.memory.model import (
     Place,
     Workload,
 )
-from zerotune.plan.memory.traffic import swap_traffic
+from zerotune.plan.memory.time import swap_traffic
 from zerotune.plan.model import Context, DeepSpeedPlan, ResolvedPlan
 from zerotune.plan.rules import check_plan
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 Setting = tuple[str, str]
 """A label and a value, both in words."""
 
-_LABEL: Final = 15
+_LABEL_WIDTH: Final = 15
 _PARTITIONED = {
     0: "nothing is partitioned; every rank holds everything",
     1: "optimizer states and master weights are partitioned over the ranks",
@@ -49,7 +49,7 @@ _PARTITIONED = {
     3: "optimizer states, gradients and parameters are partitioned over the ranks",
     "auto": "chosen when the plan is resolved",
 }
-_PLACES = {
+_WHERE = {
     "none": "on the device",
     "cpu": "in host memory",
     "nvme": "in files (NVMe)",
@@ -65,7 +65,7 @@ def plan_page(
     return Page(
         title=f"Plan from {plan.source}",
         blocks=(
-            _settings_table(_plan_settings(plan)),
+            _settings_table(_plan_rows(plan)),
             *_decision_lines(plan.decisions),
             *_finding_lines(findings),
         ),
@@ -77,7 +77,7 @@ def resolved_page(resolved: ResolvedPlan) -> Page:
     return Page(
         title=f"Resolved plan from {resolved.requested.source}",
         blocks=(
-            _settings_table(_resolved_settings(resolved)),
+            _settings_table(_resolved_rows(resolved)),
             *_decision_lines(resolved.decisions),
         ),
     )
@@ -89,7 +89,7 @@ def running_page(resolved: ResolvedPlan, decisions: Iterable[Decision]) -> Page:
     return Page(
         title=f"Training: {describe(resolved)}",
         blocks=(
-            _settings_table(_resolved_settings(resolved)),
+            _settings_table(_resolved_rows(resolved)),
             *_decision_lines(one for one in shown if one.severity == "warning"),
             Line(f"explain() tells all {len(shown)} decisions", indent=2, style="faint"),
         ),
@@ -106,7 +106,7 @@ def resolved_markdown(resolved: ResolvedPlan) -> str:
 
 
 def _settings_table(settings: list[Setting]) -> Table:
-    return Table(rows=tuple(settings), widths=(_LABEL,), gap=1)
+    return Table(rows=tuple(settings), widths=(_LABEL_WIDTH,), gap=1)
 
 
 def _decision_lines(decisions: Iterable[Decision]) -> Iterator[Block]:
@@ -131,14 +131,13 @@ def _finding_lines(findings: Iterable[Finding]) -> Iterator[Line]:
         yield Line(text, indent=2, mark=f"[{one.severity}]", style=one.severity)
 
 
-def _decision_data(decisions: Iterable[Decision]) -> list[dict[str, Any]]:
-    names = ("severity", "key", "before", "after", "reason")
-    return [{name: plain_value(getattr(one, name)) for name in names} for one in decisions]
+_DECISION: Final = ("severity", "key", "before", "after", "reason")
+_FINDING: Final = ("severity", "rule", "key", "value", "reason", "fix")
 
 
-def _finding_data(findings: Iterable[Finding]) -> list[dict[str, Any]]:
-    names = ("severity", "rule", "key", "value", "reason", "fix")
-    values = [{name: getattr(one, name) for name in names} for one in findings]
+def _records(records: Iterable[object], names: Sequence[str]) -> list[dict[str, Any]]:
+    """The named attributes of each record as plain data."""
+    values = [{name: getattr(one, name) for name in names} for one in records]
     return [
         {name: None if value is UNSET else plain_value(value) for name, value in one.items()}
         for one in values
@@ -155,38 +154,49 @@ def shown_and_defaults(
     return sorted(shown, key=lambda decision: decision.severity != "warning"), defaults
 
 
-def _plan_settings(plan: DeepSpeedPlan) -> list[Setting]:
+def _plan_rows(plan: DeepSpeedPlan) -> list[Setting]:
     """What a plan asks for, as pairs of a label and a value in words."""
     return [
         ("ZeRO stage", f"{plan.stage}: {_PARTITIONED[plan.stage]}"),
-        ("optimizer lives", _PLACES[plan.offload_optimizer_device]),
-        ("parameters wait", _PLACES[plan.offload_param_device if plan.stage == 3 else "none"]),
+        ("optimizer lives", _WHERE[plan.offload_optimizer_device]),
+        ("parameters wait", _WHERE[plan.offload_param_device if plan.stage == 3 else "none"]),
         ("precision", plan.precision),
         ("batch", _asked_batch(plan)),
-        ("clipping", _show(plan.gradient_clipping, "1.0, DeepSpeed's default")),
-        ("optimizer", _section(plan.optimizer, "AdamW, zerotune's default")),
-        ("scheduler", _section(plan.scheduler, "none; the learning rate is constant")),
+        ("clipping", _shown(plan.gradient_clipping, "1.0, DeepSpeed's default")),
+        ("optimizer", _asked(plan.optimizer, "AdamW, zerotune's default")),
+        ("scheduler", _asked(plan.scheduler, "none; the learning rate is constant")),
     ]
 
 
-def _resolved_settings(resolved: ResolvedPlan) -> list[Setting]:
+def _resolved_rows(resolved: ResolvedPlan) -> list[Setting]:
     """What will run, as pairs of a label and a value in words."""
     stage = resolved.stage
     batch = (
         f"{resolved.train_batch_size} = micro {resolved.micro_batch_size} x accumulation"
         f" {resolved.gradient_accumulation_steps} x world size {resolved.world_size}"
     )
+    asked, choice, schedule = resolved.plan, resolved.optimizer, resolved.scheduler
+    optimizer = f"{_asked(asked.optimizer)}, not settled yet"
+    scheduler = f"{_asked(asked.scheduler)}, not settled yet"
+    if choice is not None:
+        optimizer = f"{_call(choice.name, choice.params)} run by {choice.implementation}"
+        scheduler = "none; the learning rate is constant"
+        if schedule is not None:
+            scheduler = _call(schedule.name, schedule.params)
     engine = "DeepSpeed" if resolved.uses_deepspeed else "plain engine (DeepSpeed is off)"
     rows = [
         ("engine", f"{engine}, {_ranks(resolved.world_size)}"),
         ("ZeRO stage", f"{stage}: {_PARTITIONED[stage]}"),
-        ("optimizer lives", _PLACES[resolved.offload_optimizer] + _folder(resolved, "optimizer")),
-        ("parameters wait", _PLACES[resolved.offload_param] + _folder(resolved, "param")),
+        (
+            "optimizer lives",
+            _WHERE[resolved.offload_optimizer] + _swap_folder(resolved, "optimizer"),
+        ),
+        ("parameters wait", _WHERE[resolved.offload_param] + _swap_folder(resolved, "param")),
         ("precision", resolved.precision),
         ("batch", batch),
         ("clipping", str(resolved.gradient_clipping or "off")),
-        ("optimizer", _optimizer(resolved)),
-        ("scheduler", _scheduler(resolved)),
+        ("optimizer", optimizer),
+        ("scheduler", scheduler),
     ]
     if resolved.model is not None:
         model = resolved.model
@@ -200,9 +210,9 @@ def _resolved_settings(resolved: ResolvedPlan) -> list[Setting]:
 
 def describe_plan(plan: DeepSpeedPlan) -> str:
     """What a plan asks for, in one line."""
-    optimizer = "" if plan.optimizer is None else f", {_show(plan.optimizer.type)}"
+    optimizer = "" if plan.optimizer is None else f", {_shown(plan.optimizer.type)}"
     return (
-        f"ZeRO-{plan.stage}, optimizer {_PLACES[plan.offload_optimizer_device]}, {plan.precision},"
+        f"ZeRO-{plan.stage}, optimizer {_WHERE[plan.offload_optimizer_device]}, {plan.precision},"
         f" {_asked_batch(plan)}{optimizer}, from {plan.source}"
     )
 
@@ -213,9 +223,9 @@ def describe(resolved: ResolvedPlan) -> str:
     if not resolved.uses_deepspeed:
         parts = ["plain engine"]
     if resolved.offload_optimizer != "none":
-        parts.append(f"optimizer {_PLACES[resolved.offload_optimizer]}")
+        parts.append(f"optimizer {_WHERE[resolved.offload_optimizer]}")
     if resolved.offload_param != "none":
-        parts.append(f"parameters {_PLACES[resolved.offload_param]}")
+        parts.append(f"parameters {_WHERE[resolved.offload_param]}")
     return ", ".join([*parts, resolved.precision, _ranks(resolved.world_size)])
 
 
@@ -234,88 +244,65 @@ def plan_data(
         "micro_batch_size": plan.train_micro_batch_size_per_gpu,
         "gradient_accumulation_steps": plan.gradient_accumulation_steps,
         "gradient_clipping": plan.gradient_clipping,
-        "optimizer": _written(plan.optimizer),
-        "scheduler": _written(plan.scheduler),
-        "decisions": _decision_data(plan.decisions),
-        "findings": _finding_data(findings),
+        **{
+            name: section and _as_data(section.type, section.params)
+            for name, section in (("optimizer", plan.optimizer), ("scheduler", plan.scheduler))
+        },
+        "decisions": _records(plan.decisions, _DECISION),
+        "findings": _records(findings, _FINDING),
     }
+
+
+_RESOLVED: Final = (
+    *("uses_deepspeed", "world_size", "stage", "offload_optimizer", "offload_param", "nvme_paths"),
+    *("precision", "train_batch_size", "micro_batch_size", "gradient_accumulation_steps"),
+    "gradient_clipping",
+)
 
 
 def resolved_data(resolved: ResolvedPlan) -> dict[str, Any]:
     """What will run, as plain data that JSON can hold."""
+    choice, schedule = resolved.optimizer, resolved.scheduler
     return {
-        "uses_deepspeed": resolved.uses_deepspeed,
-        "world_size": resolved.world_size,
-        "stage": resolved.stage,
-        "offload_optimizer": resolved.offload_optimizer,
-        "offload_param": resolved.offload_param,
-        "nvme_paths": resolved.nvme_paths,
-        "precision": resolved.precision,
-        "train_batch_size": resolved.train_batch_size,
-        "micro_batch_size": resolved.micro_batch_size,
-        "gradient_accumulation_steps": resolved.gradient_accumulation_steps,
-        "gradient_clipping": resolved.gradient_clipping,
-        "optimizer": _choice(resolved.optimizer),
-        "scheduler": _choice(resolved.scheduler),
-        "decisions": _decision_data(resolved.decisions),
+        **{name: getattr(resolved, name) for name in _RESOLVED},
+        "optimizer": choice and _as_data(choice.name, choice.params),
+        "scheduler": schedule and _as_data(schedule.name, schedule.params),
+        "decisions": _records(resolved.decisions, _DECISION),
     }
 
 
 def _asked_batch(plan: DeepSpeedPlan) -> str:
-    micro = _show(plan.train_micro_batch_size_per_gpu, "?")
-    accumulation = _show(plan.gradient_accumulation_steps, "?")
+    micro = _shown(plan.train_micro_batch_size_per_gpu, "?")
+    accumulation = _shown(plan.gradient_accumulation_steps, "?")
     product = f"micro {micro} x accumulation {accumulation} x world size"
     return product if plan.train_batch_size is None else f"{plan.train_batch_size} = {product}"
 
 
-def _show(value: Any, absent: str = "unset") -> str:
+def _shown(value: Any, absent: str = "unset") -> str:
     return absent if value is None else str(value)
 
 
-def _section(section: Any, absent: str = "unset") -> str:
-    if section is None:
-        return absent
-    params = ", ".join(f"{key}={value}" for key, value in (section.params or {}).items())
-    return f"{_show(section.type)}({params})"
+def _call(name: Any, params: Mapping[str, Any] | None) -> str:
+    arguments = ", ".join(f"{key}={value}" for key, value in (params or {}).items())
+    return f"{_shown(name)}({arguments})"
+
+
+def _asked(section: Any, absent: str = "unset") -> str:
+    return absent if section is None else _call(section.type, section.params)
 
 
 def _ranks(world_size: int) -> str:
     return "1 process" if world_size == 1 else f"{world_size} processes"
 
 
-def _folder(resolved: ResolvedPlan, part: str) -> str:
+def _swap_folder(resolved: ResolvedPlan, part: str) -> str:
     if part not in resolved.nvme_paths:
         return ""
     return f" under {resolved.nvme_paths[part] or 'a leased folder'}"
 
 
-def _optimizer(resolved: ResolvedPlan) -> str:
-    choice = resolved.optimizer
-    if choice is None:
-        return f"{_section(resolved.plan.optimizer)}, not settled yet"
-    params = ", ".join(f"{key}={value}" for key, value in choice.params.items())
-    return f"{choice.name}({params}) run by {choice.implementation}"
-
-
-def _scheduler(resolved: ResolvedPlan) -> str:
-    if resolved.optimizer is None:
-        return f"{_section(resolved.plan.scheduler)}, not settled yet"
-    if resolved.scheduler is None:
-        return "none; the learning rate is constant"
-    params = ", ".join(f"{key}={value}" for key, value in resolved.scheduler.params.items())
-    return f"{resolved.scheduler.name}({params})"
-
-
-def _written(section: Any) -> dict[str, Any] | None:
-    if section is None:
-        return None
-    return {"name": section.type, "params": plain_value(section.params or {})}
-
-
-def _choice(choice: Any) -> dict[str, Any] | None:
-    if choice is None:
-        return None
-    return {"name": choice.name, "params": plain_value(choice.params)}
+def _as_data(name: Any, params: Mapping[str, Any] | None) -> dict[str, Any]:
+    return {"name": name, "params": plain_value(params or {})}
 
 
 # -- Memory against a budget.
@@ -447,18 +434,19 @@ PLACE_NAMES: Final[Mapping[Place, str]] = {
 """Each place as it is written in a sentence."""
 
 
+_PLANNED: Final = (
+    *("stage", "uses_deepspeed", "offload_optimizer", "offload_param"),
+    *("precision", "world_size"),
+)
+
+
 def estimate_data(estimate: MemoryEstimate) -> dict[str, Any]:
     """The estimate as plain data that JSON can hold; every size in bytes per rank."""
     resolved, model = estimate.resolved, estimate.resolved.model
     return {
         "plan": {
             "title": describe(resolved),
-            "stage": resolved.stage,
-            "uses_deepspeed": resolved.uses_deepspeed,
-            "offload_optimizer": resolved.offload_optimizer,
-            "offload_param": resolved.offload_param,
-            "precision": resolved.precision,
-            "world_size": resolved.world_size,
+            **{name: getattr(resolved, name) for name in _PLANNED},
         },
         "model": model
         and {
@@ -467,7 +455,7 @@ def estimate_data(estimate: MemoryEstimate) -> dict[str, Any]:
             "trainable_elements": model.trainable_numel,
         },
         "workload": attrs.asdict(estimate.workload),
-        "places": {place: _place_data(estimate, place) for place in PLACES},
+        "places": {place: _held_at(estimate, place) for place in PLACES},
         "pinned": estimate.pinned,
         "swap_traffic": attrs.asdict(swap_traffic(estimate)),
         "notes": list(estimate.notes),
@@ -540,7 +528,7 @@ def describe_workload(workload: Workload) -> str:
     return ", ".join(parts)
 
 
-def _place_data(estimate: MemoryEstimate, place: Place) -> dict[str, Any]:
+def _held_at(estimate: MemoryEstimate, place: Place) -> dict[str, Any]:
     peak = estimate.peak(place)
     return {
         "peak": peak.nbytes,
@@ -548,12 +536,9 @@ def _place_data(estimate: MemoryEstimate, place: Place) -> dict[str, Any]:
         "phases": _totals(estimate, place),
         "components": [
             {
-                "component": item.component,
-                "nbytes": item.nbytes,
-                "pinned": item.pinned,
+                **{name: getattr(item, name) for name in ("component", "nbytes", "pinned", "note")},
                 "at_peak": peak.phase in item.phases,
                 "phases": [phase for phase in PHASES if phase in item.phases],
-                "note": item.note,
             }
             for item in _all_at(estimate, place)
         ],
@@ -624,7 +609,7 @@ def advice_data(advice: Advice) -> dict[str, Any]:
         "fits": True,
         "plan": advice.plan.to_dict(),
         "title": describe(advice.resolved),
-        "budget": {**_places(advice.budget), "reserve": advice.budget.reserve},
+        "budget": {**places_of(advice.budget), "reserve": advice.budget.reserve},
         "headroom": advice.headroom,
         "estimate": estimate_data(advice.estimate),
         "candidates": [
@@ -640,8 +625,8 @@ def candidate_data(candidate: Candidate) -> dict[str, Any]:
         "fits": candidate.fits,
         "gradient_checkpointing": candidate.gradient_checkpointing,
         "activation_offload": candidate.activation_offload,
-        "needs": _places(candidate.estimate),
-        "shortfalls": dict(_missing(candidate)),
+        "needs": places_of(candidate.estimate),
+        "shortfalls": dict(_shortfalls(candidate)),
         "reason": candidate.reason,
         "time": None if candidate.time is None else time_data(candidate.time),
         "plan": candidate.plan.to_dict(),
@@ -682,14 +667,20 @@ def advice_page(advice: Advice, *, most: int | None = None) -> Page:
         advice: What was considered.
         most: Candidates to show; ``None``: all of them.
     """
-    budget, time = _places(advice.budget), advice.chosen.time
+    budget, time, reserve = places_of(advice.budget), advice.chosen.time, advice.budget.reserve
+    device, host = format_size(budget["device"]), format_size(budget["host"])
+    nvme = f"{format_size(budget['nvme'])} of NVMe" if budget["nvme"] else "no NVMe"
+    kept = f", {reserve:.0%} of device and host kept free" if reserve else ""
     headroom = [(place, advice.headroom[place]) for place in PLACES if budget[place]]
     every = advice.candidates if most is None else foremost(advice, most)
     count = len(advice.candidates)
     counted = "Candidates" if len(every) == count else f"{len(every)} of {count} candidates"
     return Page(
         blocks=(
-            Line(f"Advice for {_budget_words(advice.budget)}", style="title"),
+            Line(
+                f"Advice for {device} of device memory, {host} of host memory, {nvme}{kept}",
+                style="title",
+            ),
             Line(subject(advice.estimate), indent=2),
             Line(""),
             Line(describe(advice.resolved), mark="Chosen:", style="good"),
@@ -715,7 +706,7 @@ def nearest_page(candidate: Candidate, *, budget: Sizes) -> Page:
     return Page(
         blocks=(
             Line(_title(candidate), mark="Nearest:", style="warning"),
-            Line(f"missing: {_sizes(_missing(candidate))}", indent=2),
+            Line(f"missing: {_sizes(_shortfalls(candidate))}", indent=2),
             Line(candidate.reason, indent=2),
             Line(""),
             MemoryTable.of(candidate.estimate, nearest_budget(candidate, budget=budget)),
@@ -752,11 +743,11 @@ def _candidates_table(candidates: Sequence[Candidate], *, chosen: Candidate) -> 
 
     def row(one: Candidate) -> tuple[str, ...]:
         state = "chosen" if one is chosen else "fits" if one.fits else "refused"
-        missing = _missing(one)
+        missing = _shortfalls(one)
         lacks = f"missing {_sizes(missing)}; " if missing else ""
         return (
             "too big" if state == "refused" and missing else state,
-            *(f"{size / _GIB:.2f}" for size in _places(one.estimate).values()),
+            *(f"{size / _GIB:.2f}" for size in places_of(one.estimate).values()),
             f"{one.time.expected:.2f}" if one.time else "",
             f"{_title(one)}:\n{lacks}{one.reason}",
         )
@@ -778,7 +769,7 @@ def foremost(advice: Advice, most: int) -> tuple[Candidate, ...]:
 
     others = [one for one in advice.candidates if one is not advice.chosen]
     fitting = [one for one in others if one.fits]
-    short = sorted((one for one in others if _missing(one)), key=lacking)
+    short = sorted((one for one in others if _shortfalls(one)), key=lacking)
     # What almost fits tells as much as what also fits: room for one is kept.
     fitting = fitting[: most - 1 - bool(short)]
     kept = [advice.chosen, *fitting, *short][:most]
@@ -793,18 +784,12 @@ def _title(candidate: Candidate) -> str:
     return f"{candidate.title}, {kind} checkpointing{offload}"
 
 
-def _budget_words(budget: Budget) -> str:
-    device, host = format_size(budget.device), format_size(budget.host)
-    nvme = f"{format_size(budget.nvme)} of NVMe" if budget.nvme else "no NVMe"
-    kept = f", {budget.reserve:.0%} of device and host kept free" if budget.reserve else ""
-    return f"{device} of device memory, {host} of host memory, {nvme}{kept}"
-
-
-def _places(sizes: Budget | MemoryEstimate) -> dict[Place, int]:
+def places_of(sizes: Budget | MemoryEstimate) -> dict[Place, int]:
+    """Bytes by place."""
     return {"device": sizes.device, "host": sizes.host, "nvme": sizes.nvme}
 
 
-def _missing(candidate: Candidate) -> list[tuple[Place, int]]:
+def _shortfalls(candidate: Candidate) -> list[tuple[Place, int]]:
     short = candidate.shortfalls
     return [(place, short[place]) for place in PLACES if place in short]
 

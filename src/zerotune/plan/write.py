@@ -13,7 +13,7 @@ from typing import Any, Final
 import attrs
 
 from zerotune._util.files import sync, write_atomically
-from zerotune._util.numbers import as_number, is_integer, is_number
+from zerotune._util.text import as_number, is_integer, is_number
 from zerotune.decisions import Decision, Severity
 from zerotune.errors import InvalidValueError, PlanFileError, PlanSyntaxError
 from zerotune.plan.accelerate import (
@@ -60,9 +60,6 @@ def write_whole(path: str | os.PathLike[str], content: bytes) -> Path:
 
     Returns:
         ``path``.
-
-    Raises:
-        PlanFileError: The system does not let us.
     """
     final = Path(path).resolve()
     try:
@@ -140,7 +137,8 @@ def plan_document(
     if format == "trainer":
         return trainer_document(plan, existing=existing, lossy=lossy)
     if format == "python":
-        return PlanDocument(format=format, text=python_script(plan))
+        text = f"from zerotune.plan import DeepSpeedPlan\n\nplan = {python_expression(plan)}\n"
+        return PlanDocument(format=format, text=text)
     raise InvalidValueError(
         "is no format a plan can be written in",
         key="format",
@@ -188,7 +186,7 @@ def save_plan(
     existing = target if format == "trainer" and target.exists() else None
     document = plan_document(plan, format, existing=existing, lossy=lossy)
     files = {**document.beside, target: document.text}
-    backups = [_replace(each, text) for each, text in files.items()]
+    backups = [_write_with_backup(each, text) for each, text in files.items()]
     return SavedPlan(
         format=format,
         paths=tuple(files),
@@ -222,30 +220,20 @@ def format_of(path: Path) -> str:
 
 
 def deepspeed_document(plan: DeepSpeedPlan, *, lossy: Collection[str] = ()) -> PlanDocument:
-    """DeepSpeed's own JSON; what a launcher's file says of training is said in its words.
-
-    Raises:
-        InvalidValueError: It has no place for a setting that ``lossy`` does not name.
-    """
+    """DeepSpeed's own JSON; what a launcher's file says of training is said in its words."""
     where = "DeepSpeed's own configuration"
     decisions: list[Decision] = []
     plan = _settled_inside(plan, where, decisions)
     plan = _precision_inside(plan, f"{where} says it itself", decisions)
-    launched, config = _launched(plan), plan.to_dict()
+    launched, config = _launch_settings(plan), plan.to_dict()
     if INIT_FLAG in launched and not _says_nothing(plan, INIT_FLAG, launched[INIT_FLAG]):
-        config[INIT_FLAG] = launched.pop(INIT_FLAG)
-        decisions += _ignored_by_accelerate(config[INIT_FLAG])
+        flag = config[INIT_FLAG] = launched.pop(INIT_FLAG)
+        if not flag:  # True is accelerate's default at stage 3.
+            reason = "accelerate does not read it in this file: launch with --zero3_init_flag false"
+            decisions.append(_launch_decision(INIT_FLAG, flag, flag, reason, "warning"))
     text = _json(config, indent=2)
-    decisions += _given_up(plan, launched, f"{where} has no place for it", lossy)
+    decisions += _dropped(plan, launched, f"{where} has no place for it", lossy)
     return PlanDocument(format="deepspeed", text=text, decisions=decisions)
-
-
-def _ignored_by_accelerate(flag: bool) -> list[Decision]:
-    """What to tell accelerate of a flag whose place only zerotune and SimpleTuner know."""
-    if flag:  # accelerate's default at stage 3
-        return []
-    reason = "accelerate does not read it in this file: launch with --zero3_init_flag false"
-    return [_moved(INIT_FLAG, flag, flag, reason, "warning")]
 
 
 # -- What a format has no place for.
@@ -276,10 +264,9 @@ _UNSAID: Final[Mapping[str, Any]] = {
 }
 """Launch setting to the value ``accelerate config`` writes where nobody chose one; ``False``
 stands for the word "no" too, as which YAML reads it without quotes."""
-_PROCESSES: Final = "num_processes"
-_LAUNCHERS: Final = frozenset(
+_LAUNCHER_SETTINGS: Final = frozenset(
     {
-        _PROCESSES,
+        "num_processes",
         "command_file",
         "commands",
         "compute_environment",
@@ -303,24 +290,23 @@ _LAUNCHERS: Final = frozenset(
 """Settings of how and where processes are started, which no plan is resolved with."""
 
 
-def _launched(plan: DeepSpeedPlan) -> dict[str, Any]:
+def _launch_settings(plan: DeepSpeedPlan) -> dict[str, Any]:
     """The launch settings that must find a place."""
     launched = plan.launch.to_dict() if plan.launch else {}
     return {key: value for key, value in launched.items() if key not in _WHERE_READ}
 
 
-def _given_up(
+def _dropped(
     plan: DeepSpeedPlan, left: Mapping[str, Any], why: str, lossy: Collection[str]
 ) -> list[Decision]:
-    """One decision for each setting that is left over.
-
-    Raises:
-        InvalidValueError: One that says something is not among ``lossy``.
-    """
+    """One decision for each setting that is left over; what says something must be in ``lossy``."""
+    parts = (plan.train_micro_batch_size_per_gpu, plan.gradient_accumulation_steps)
+    shares = is_integer(plan.train_batch_size) and not all(map(is_integer, parts))
+    # Needed to solve the batch sizes that are written.
+    starting = _LAUNCHER_SETTINGS - {"num_processes"} if shares else _LAUNCHER_SETTINGS
     unsaid = {key: value for key, value in left.items() if _says_nothing(plan, key, value)}
     named = {name.strip().removeprefix("launch.") for name in lossy}
-    starts = [key for key in left if key not in named and key not in unsaid]
-    starts = [key for key in starts if key in _LAUNCHERS and not _shares_a_batch(plan, key)]
+    starts = [key for key in left if key in starting and key not in named and key not in unsaid]
     lost = {key: value for key, value in left.items() if key not in (*unsaid, *starts)}
     refused = [key for key in lost if key not in named]
     if refused:
@@ -335,22 +321,13 @@ def _given_up(
             fix=f"{keep}say that it may be lost: --lossy {names} on the command line,"
             f" lossy={names.split(',')} in Python",
         )
-    decisions = [_moved(key, value, None, why, "warning") for key, value in lost.items()]
     started = "it says how processes are started, not what they train: tell the launcher"
-    decisions += [_moved(key, left[key], None, started) for key in starts]
+    dropped = [_launch_decision(key, value, None, why, "warning") for key, value in lost.items()]
+    dropped += [_launch_decision(key, left[key], None, started) for key in starts]
     if unsaid:
-        reason = "these say nothing that is not so without them"
-        decisions.append(
-            Decision(key="launch", before=", ".join(unsaid), after=None, reason=reason)
-        )
-    return decisions
-
-
-def _shares_a_batch(plan: DeepSpeedPlan, key: str) -> bool:
-    """Whether the setting is needed to solve the batch sizes that are written."""
-    parts = (plan.train_micro_batch_size_per_gpu, plan.gradient_accumulation_steps)
-    written = is_integer(plan.train_batch_size)
-    return key == _PROCESSES and written and not all(map(is_integer, parts))
+        reason = "dropped: these are the launcher's defaults"
+        dropped.append(Decision(key="launch", before=", ".join(unsaid), after=None, reason=reason))
+    return dropped
 
 
 def _says_nothing(plan: DeepSpeedPlan, key: str, value: Any) -> bool:
@@ -369,9 +346,9 @@ def _says_nothing(plan: DeepSpeedPlan, key: str, value: Any) -> bool:
 
 
 def _settled_inside(plan: DeepSpeedPlan, where: str, decisions: list[Decision]) -> DeepSpeedPlan:
-    plan = _batch_settings_inside(plan, where, decisions)
-    plan = _swap_folders_inside(plan, where, decisions)
-    return _automatic_precision_inside(plan, where, decisions)
+    for settle in (_batch_settings_inside, _swap_folders_inside, _automatic_precision_inside):
+        plan = settle(plan, where, decisions)
+    return plan
 
 
 def _batch_settings_inside(
@@ -382,24 +359,19 @@ def _batch_settings_inside(
         launched = getattr(plan.launch, key) if plan.launch else None
         if plan.launch is None or launched is None:
             continue
-        written = getattr(plan, key)
+        written, after = getattr(plan, key), None
         plan = evolved(plan, launch=evolved(plan.launch, **{key: None}))
-        if key == "gradient_accumulation_steps" and _accumulation_follows(plan):
+        sizes = (plan.train_batch_size, plan.train_micro_batch_size_per_gpu)
+        is_open = written in (None, AUTO)
+        if key == "gradient_accumulation_steps" and is_open and all(map(is_integer, sizes)):
             reason = "it follows from the two batch sizes, so that this says nothing"
-            decisions.append(_moved(key, launched, None, reason))
-        elif written in (None, AUTO):
-            plan = evolved(plan, **{key: launched})
+        elif is_open:
+            plan, after = evolved(plan, **{key: launched}), launched
             reason = f"{where} has one place for it; written as {key}"
-            decisions.append(_moved(key, launched, launched, reason))
         else:
             reason = f"{where} has one place for it, and {key} = {written} stands before it"
-            decisions.append(_moved(key, launched, None, reason))
+        decisions.append(_launch_decision(key, launched, after, reason))
     return plan
-
-
-def _accumulation_follows(plan: DeepSpeedPlan) -> bool:
-    sizes = (plan.train_batch_size, plan.train_micro_batch_size_per_gpu)
-    return plan.gradient_accumulation_steps in (None, AUTO) and all(map(is_integer, sizes))
 
 
 def _swap_folders_inside(
@@ -427,7 +399,7 @@ def _swap_folders_inside(
         written = getattr(launch, name)
         if written is not None:
             reason = f"{where} names swap folders where something is swapped, and only there"
-            decisions.append(_moved(name, written, None, reason))
+            decisions.append(_launch_decision(name, written, None, reason))
     bare = evolved(launch, offload_param_path=None, offload_optimizer_path=None)
     return evolved(plan, launch=bare)
 
@@ -445,7 +417,7 @@ def _automatic_precision_inside(
     if bf16 is None and fp16 not in (True, AUTO):
         plan = evolved(plan, bf16=evolved(plan.bf16 or Bf16Section(), enabled=AUTO))
         reason += '; bf16.enabled = "auto" leaves it open for zerotune, and is fp32 in accelerate'
-    decisions.append(_moved("mixed_precision", AUTO, None, reason, "warning"))
+    decisions.append(_launch_decision("mixed_precision", AUTO, None, reason, "warning"))
     return plan
 
 
@@ -465,28 +437,30 @@ def _precision_inside(plan: DeepSpeedPlan, why: str, decisions: list[Decision]) 
     plan = evolved(plan, launch=attrs.evolve(launch, mixed_precision=None))
     if written.get(asked) is True:
         reason = f"{why}; the configuration's own {asked}.enabled says the same"
-        decisions.append(_moved("mixed_precision", asked, None, reason))
+        decisions.append(_launch_decision("mixed_precision", asked, None, reason))
         return plan
     if stands:
         reason = f"{why}, and the configuration's own precision stands before it"
-        decisions.append(_moved("mixed_precision", asked, None, reason, "warning"))
+        decisions.append(_launch_decision("mixed_precision", asked, None, reason, "warning"))
         return plan
     for name, beside in (("bf16", Bf16Section()), ("fp16", FP16_BESIDE)):
         if name == asked or written[name] == AUTO:
             section = getattr(plan, name) or beside
             plan = evolved(plan, **{name: evolved(section, enabled=name == asked)})
     reason = f"{why}; the configuration's own bf16 and fp16 say the same"
-    decisions.append(_moved("mixed_precision", asked, None, reason))
+    decisions.append(_launch_decision("mixed_precision", asked, None, reason))
     return plan
 
 
-def _moved(key: str, before: Any, after: Any, reason: str, severity: Severity = "note") -> Decision:
+def _launch_decision(
+    key: str, before: Any, after: Any, reason: str, severity: Severity = "note"
+) -> Decision:
     return Decision(
         key=f"launch.{key}", before=before, after=after, reason=reason, severity=severity
     )
 
 
-def _replace(path: Path, text: str) -> Path | None:
+def _write_with_backup(path: Path, text: str) -> Path | None:
     """Write ``text`` and keep a copy of what was there, unless it is the same."""
     content = text.encode()
     try:
@@ -524,17 +498,13 @@ def accelerate_document(plan: DeepSpeedPlan, *, lossy: Collection[str] = ()) -> 
     accelerate's own keys are used where they can say the whole plan: a stage, offload to the
     CPU, accumulation, clipping above 0, saving 16-bit weights. The paths of NVMe folders are
     not among them, because ``accelerate launch`` loses those.
-
-    Raises:
-        InvalidValueError: It has no place for a setting that ``lossy`` does not name, or is too
-            long to be read again.
     """
     decisions: list[Decision] = []
     plan = _settled_inside(plan, "accelerate", decisions)
-    block = {} if _is_unused(plan) else _as_block(plan)
+    without = _without_deepspeed(plan)
+    block = {} if without else _as_block(plan)
     refused: dict[str, Any] = {}
-    started = plan.launch.distributed_type if plan.launch and _is_unused(plan) else "DEEPSPEED"
-    content: dict[str, Any] = {"distributed_type": started}
+    content: dict[str, Any] = {"distributed_type": without or "DEEPSPEED"}
     launched = plan.launch.to_dict() if plan.launch else {}
     if block is None:
         plan = _precision_inside(plan, f"accelerate refuses it beside a {FILE}", decisions)
@@ -544,35 +514,30 @@ def accelerate_document(plan: DeepSpeedPlan, *, lossy: Collection[str] = ()) -> 
         if "mixed_precision" in launched:
             refused["mixed_precision"] = launched.pop("mixed_precision")
     elif block:
-        decisions += _left_to_script(plan)
+        open_keys = [key for key in OF_THE_SCRIPT if getattr(plan, key) is None]
+        if open_keys:
+            reason = "accelerate's own keys leave to the script what is not written"
+            reason = f"{reason}: {', '.join(open_keys)}"
+            decisions.append(Decision(key=open_keys[0], before=None, after=AUTO, reason=reason))
     for key, value in launched.items():
         if key in _WHERE_READ:
             continue
-        if key in LAUNCH_IN_BLOCK:
+        if key in LAUNCH_IN_BLOCK and not without:  # or accelerate does not look at the block
             block[key] = value
         elif key in TOP_LEVEL:
             content[key] = "no" if (key, value) == ("mixed_precision", "fp32") else value
         else:
             refused[key] = value
-    decisions += _given_up(plan, refused, "accelerate refuses it there", lossy)
+    decisions += _dropped(plan, refused, "accelerate refuses it there", lossy)
     content["deepspeed_config"] = block
     return PlanDocument(format="accelerate", text=_yaml(content), decisions=decisions)
 
 
-def _is_unused(plan: DeepSpeedPlan) -> bool:
-    """Whether the plan is that of a file of accelerate that trains without DeepSpeed."""
+def _without_deepspeed(plan: DeepSpeedPlan) -> str | None:
+    """What the plan of a file of accelerate says that trains with something else than DeepSpeed."""
     written = plan.launch.distributed_type if plan.launch else None
-    return written is not None and written.upper() != "DEEPSPEED" and not plan.to_dict()
-
-
-def _left_to_script(plan: DeepSpeedPlan) -> list[Decision]:
-    open_keys = [key for key in OF_THE_SCRIPT if getattr(plan, key) is None]
-    if not open_keys:
-        return []
-    reason = (
-        f"accelerate's own keys leave to the script what is not written: {', '.join(open_keys)}"
-    )
-    return [Decision(key=open_keys[0], before=None, after=AUTO, reason=reason)]
+    other = written is not None and written.upper() != "DEEPSPEED" and not plan.to_dict()
+    return written if other else None
 
 
 def _as_block(plan: DeepSpeedPlan) -> dict[str, Any] | None:
@@ -654,12 +619,12 @@ def _yaml(content: dict[str, Any]) -> str:
 # -- A plan as Python source.
 
 
-_WIDTH: Final = 84
+_LINE_WIDTH: Final = 84
 _LONGEST_LAID_OUT: Final = 100_000
 """Characters of a value that is laid out in lines, which takes several copies of it."""
 
 
-def python_expression(plan: DeepSpeedPlan, *, width: int = _WIDTH) -> str:
+def python_expression(plan: DeepSpeedPlan, *, width: int = _LINE_WIDTH) -> str:
     """An expression that is equal to ``plan`` where ``DeepSpeedPlan`` is imported."""
     known = sorted(passed_paths(plan, unknown=True))
 
@@ -678,11 +643,6 @@ def python_expression(plan: DeepSpeedPlan, *, width: int = _WIDTH) -> str:
     return call("DeepSpeedPlan.from_dict", plan.to_dict(), launched=False) + (
         call(".with_overrides", {"launch": launch}, launched=True) if launch else ""
     )
-
-
-def python_script(plan: DeepSpeedPlan) -> str:
-    """A script that builds ``plan`` under the name ``plan``."""
-    return f"from zerotune.plan import DeepSpeedPlan\n\nplan = {python_expression(plan)}\n"
 
 
 # -- A plan inside a trainer's ``config.json``.
@@ -705,10 +665,6 @@ def trainer_document(
     configuration: an object, JSON text, or the path of a file; its key with dashes or without.
     The settings beside it that a plan knows (precision, accumulation, clipping) are changed only
     where the plan says something else.
-
-    Raises:
-        InvalidValueError: It has no place for a setting that ``lossy`` does not name.
-        PlanError: ``existing`` cannot be read, or holds no object.
     """
     decisions: list[Decision] = []
     text = None if existing is None else read_text(existing)
@@ -724,32 +680,26 @@ def trainer_document(
     beside = _put_config(plan, content, wrapper, existing)
     dashes = wrapper[: len(wrapper) - len(undashed(wrapper))]
     left = _put_launch(plan, content, dashes, decisions)
-    decisions += _given_up(plan, left, "a trainer's file has no place for it", lossy)
+    decisions += _dropped(plan, left, "a trainer's file has no place for it", lossy)
     if text is None or content != before:
         text = _json(content, indent=2)
-        decisions += _lost_comments(sentences, existing)
+        if sentences:
+            lost, reason = "; ".join(sentences), "JSON cannot hold it, so it is only in the .bak"
+            decisions.append(
+                Decision(
+                    key=str(existing), before=lost, after=None, reason=reason, severity="warning"
+                )
+            )
     return PlanDocument(format="trainer", text=text, decisions=decisions, beside=beside)
-
-
-def _lost_comments(sentences: list[str], existing: Path | None) -> list[Decision]:
-    if not sentences:
-        return []
-    return [
-        Decision(
-            key=str(existing),
-            before="; ".join(sentences),
-            after=None,
-            reason="JSON cannot hold it, so it is only in the .bak",
-            severity="warning",
-        )
-    ]
 
 
 def _put_config(
     plan: DeepSpeedPlan, content: dict[str, Any], wrapper: str, existing: Path | None
 ) -> dict[Path, str]:
     """Put the configuration where ``content`` has it; return the files it lies in."""
-    config = _trainer_config(plan)
+    config = plan.to_dict()
+    if plan.launch is not None and plan.launch.zero3_init_flag is not None:
+        config[INIT_FLAG] = plan.launch.zero3_init_flag
     written = content.get(wrapper)
     if isinstance(written, Mapping) and isinstance(written.get(FILE), str):
         block = {key: value for key, value in written.items() if key != INIT_FLAG}
@@ -758,31 +708,26 @@ def _put_config(
     if not isinstance(written, str) or is_off(written):
         content[wrapper] = config
         return {}
-    if written.lstrip().startswith("{"):
-        content[wrapper] = _json(config, indent=None).rstrip()
-        return {}
+    is_text = written.lstrip().startswith("{")
     folder = existing.parent if existing is not None else None
-    named = read_named(written, folder, key=wrapper)
-    if named.folder is None:  # base64 of JSON, which JSON text says more plainly
+    named = None if is_text else read_named(written, folder, key=wrapper)
+    if named is None or named.folder is None:  # Of base64, JSON text says the same more plainly.
         content[wrapper] = _json(config, indent=None).rstrip()
         return {}
     return {Path(named.source): _json(config, indent=2)}
-
-
-def _trainer_config(plan: DeepSpeedPlan) -> dict[str, Any]:
-    """The configuration, with the launch setting that trainers keep in it."""
-    flag = plan.launch.zero3_init_flag if plan.launch else None
-    config = plan.to_dict()
-    return config if flag is None else {**config, INIT_FLAG: flag}
 
 
 def _put_launch(
     plan: DeepSpeedPlan, content: dict[str, Any], dashes: str, decisions: list[Decision]
 ) -> dict[str, Any]:
     """Put the launch settings where ``content`` has them; return those without a place."""
-    launched = _launched(plan)
+    launched = _launch_settings(plan)
     launched.pop(INIT_FLAG, None)  # it is in the configuration
-    _put_micro_batch(plan, content, decisions)
+    micro, reason = plan.train_micro_batch_size_per_gpu, "the plan says so"
+    for key in [key for key in content if undashed(key) in MICRO_KEYS]:
+        if is_integer(micro) and as_number(content[key]) != micro:
+            decisions.append(Decision(key=key, before=content[key], after=micro, reason=reason))
+            content[key] = micro
     for setting, new_key in _NEW_KEYS.items():
         if setting not in launched:
             continue
@@ -793,22 +738,9 @@ def _put_launch(
             if content.get(key) == value and type(content.get(key)) is type(value):
                 continue
             if key in content:
-                decisions.append(
-                    Decision(key=key, before=content[key], after=value, reason="the plan says so")
-                )
+                decisions.append(Decision(key=key, before=content[key], after=value, reason=reason))
             content[key] = value
     return launched
-
-
-def _put_micro_batch(
-    plan: DeepSpeedPlan, content: dict[str, Any], decisions: list[Decision]
-) -> None:
-    micro = plan.train_micro_batch_size_per_gpu
-    for key in [key for key in content if undashed(key) in MICRO_KEYS]:
-        if is_integer(micro) and as_number(content[key]) != micro:
-            reason = "the plan says so"
-            decisions.append(Decision(key=key, before=content[key], after=micro, reason=reason))
-            content[key] = micro
 
 
 def _json(value: Any, *, indent: int | None) -> str:

@@ -54,8 +54,13 @@ def read_cpus(read: Read, numbers: Iterable[int]) -> tuple[LogicalCpu, ...]:
         read: Returns a file's text, or ``None`` when it cannot be read.
         numbers: The hardware threads this process may run on.
     """
-    node_of = _nodes(read)
-    return tuple(sorted(_cpu(read, number, node_of.get(number, 0)) for number in numbers))
+    online = parse_list(read("/sys/devices/system/node/online") or "")
+    node_of = {
+        number: node
+        for node in online
+        for number in parse_list(read(f"/sys/devices/system/node/node{node}/cpulist") or "")
+    }
+    return tuple(sorted(_logical_cpu(read, number, node_of.get(number, 0)) for number in numbers))
 
 
 def affinity_here() -> frozenset[int]:
@@ -66,13 +71,8 @@ def affinity_here() -> frozenset[int]:
 
 
 def describe_cpus(cpus: Sequence[LogicalCpu], *, quota: float | None = None) -> str:
-    """What a process may compute on, in words.
-
-    Args:
-        cpus: The hardware threads it may run on.
-        quota: Cores' worth of time that a container allows.
-    """
-    words = f"{len(_cores(cpus))} physical core(s), {len(cpus)} hardware thread(s)"
+    """What a process may compute on, in words."""
+    words = f"{len(_by_core(cpus))} physical core(s), {len(cpus)} hardware thread(s)"
     return words if quota is None else f"{words}, a container's limit of {quota:g} cores"
 
 
@@ -103,9 +103,6 @@ def share_cores(
         rank: Which of them this is.
         quota: Cores' worth of time that a container allows all of them together.
         workers: Data workers of this rank; at most half of its cores is left to them.
-
-    Raises:
-        InvalidValueError: ``own`` is empty, or ``rank`` is none of the ranks.
     """
     if not own or not 0 <= rank < len(affinities):
         raise InvalidValueError(
@@ -114,7 +111,7 @@ def share_cores(
             value=len(affinities),
             fix="gather os.sched_getaffinity(0) from the ranks of this machine",
         )
-    cores = _cores(own)
+    cores = _by_core(own)
     sharers = [index for index, cpus in enumerate(affinities) if set(cpus) & set(affinities[rank])]
     place, count = sharers.index(rank), len(sharers)
     mine = cores[place * len(cores) // count : (place + 1) * len(cores) // count]
@@ -125,41 +122,28 @@ def share_cores(
         # Rounded down: threads beyond the quota are throttled and slow the others.
         allowed = max(1, min(allowed, int(quota / len(affinities))))
     left = min(workers, allowed // 2)
-    bound = len(sharers) > 1 and len(cores) >= len(sharers)
+    bound = 1 < count <= len(cores)
+    reason = f"{len(cores)} physical core(s)"
+    reason += f" shared by {count} ranks" if count > 1 else " for this rank"
+    if quota is not None:
+        reason += f", a container's limit of {quota:g} cores"
+    if workers:
+        reason += f", {left} left to {workers} data worker(s)"
     return CoreShare(
         threads=max(1, allowed - left),
         cpus=tuple(sorted(cpu.number for core in mine for cpu in core)) if bound else None,
-        reason=_reason(len(cores), len(sharers), quota, workers, left),
+        reason=reason,
     )
 
 
-def _reason(cores: int, sharers: int, quota: float | None, workers: int, left: int) -> str:
-    words = f"{cores} physical core(s)"
-    words += f" shared by {sharers} ranks" if sharers > 1 else " for this rank"
-    if quota is not None:
-        words += f", a container's limit of {quota:g} cores"
-    if workers:
-        words += f", {left} left to {workers} data worker(s)"
-    return words
-
-
-def _cores(cpus: Iterable[LogicalCpu]) -> list[list[LogicalCpu]]:
+def _by_core(cpus: Iterable[LogicalCpu]) -> list[list[LogicalCpu]]:
     cores: dict[tuple[int, int, int], list[LogicalCpu]] = {}
     for cpu in sorted(cpus):
         cores.setdefault((cpu.node, cpu.package, cpu.core), []).append(cpu)
     return list(cores.values())
 
 
-def _nodes(read: Read) -> dict[int, int]:
-    online = parse_list(read("/sys/devices/system/node/online") or "")
-    return {
-        number: node
-        for node in online
-        for number in parse_list(read(f"/sys/devices/system/node/node{node}/cpulist") or "")
-    }
-
-
-def _cpu(read: Read, number: int, node: int) -> LogicalCpu:
+def _logical_cpu(read: Read, number: int, node: int) -> LogicalCpu:
     folder = f"/sys/devices/system/cpu/cpu{number}/topology"
     core = parse_list(read(f"{folder}/core_id") or "")
     package = parse_list(read(f"{folder}/physical_package_id") or "")

@@ -5,14 +5,21 @@ Facts come from a probe, so that a test can be on another machine.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Final
+import contextlib
+import os
+import platform
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final, Protocol
 
 import attrs
 
-from zerotune._util.proc import CAP_IPC_LOCK, has_capability
+from zerotune._util.environment import installed_version, release_of
+from zerotune._util.proc import CAP_IPC_LOCK, has_capability, parse_mount
 from zerotune.decisions import Decision, Severity, announce
-from zerotune.platform.cgroups import cpu_quota, memory_constraint
+from zerotune.errors import PlatformError
 from zerotune.platform.facts import (
     DEEPSPEED_NAMES,
     Accelerator,
@@ -21,7 +28,8 @@ from zerotune.platform.facts import (
     HostMemory,
     Platform,
 )
-from zerotune.platform.probe import MachineProbe, PlatformProbe, TorchFacts
+
+Read = Callable[[str], "str | None"]
 
 OLDEST_DEEPSPEED: Final = "0.19.8"
 """Oldest release that trains all of it. With 0.19.3 swapping to NVMe aborts the process, host
@@ -57,31 +65,24 @@ def detect_platform(
         log: Log each decision, once per process and on rank 0 only.
     """
     probe = probe or MachineProbe()
-    torch = probe.torch()
-    hardware = choose_hardware(torch, probe.environ())
-    situation = Situation(
-        system=probe.system(),
-        accelerator=hardware.accelerator,
-        torch=torch,
-        deepspeed_version=probe.version("deepspeed"),
-        environ=probe.environ(),
-        allow_rocm=allow_rocm,
-        allow_mps=allow_mps,
+    torch, environ = probe.torch(), probe.environ()
+    hardware = choose_hardware(torch, environ)
+    refusal = next(
+        _refusals(probe, torch, hardware.accelerator, allow_rocm=allow_rocm, allow_mps=allow_mps),
+        None,
     )
-    support, decisions = deepspeed_support(situation)
+    support, support_decisions = _deepspeed_support(
+        hardware.accelerator, probe.version("deepspeed"), refusal
+    )
     cores, quota = probe.cores(), cpu_quota(probe.read_text)
-    total, available = probe.memory()
-    cgroup = memory_constraint(probe.read_text)
-    if cgroup.available is not None:
-        available = min(available, cgroup.available)
     versions = {name: probe.version(name) for name in _DISTRIBUTIONS}
-    platform = Platform(
+    detected = Platform(
         system=probe.system(),
         machine=probe.machine(),
         processor=probe.processor(),
         accelerator=hardware.accelerator,
         devices=hardware.devices,
-        host_memory=HostMemory(total=total, available=available, cgroup_limit=cgroup.limit),
+        host_memory=host_memory(probe),
         memlock_limit=None if _may_lock_everything(probe) else probe.memlock(),
         physical_cores=cores.physical,
         logical_cores=cores.logical,
@@ -96,11 +97,24 @@ def detect_platform(
         native_bf16=hardware.bf16 and (hardware.accelerator != "cpu" or _cpu_computes_bf16(probe)),
         fp16=hardware.fp16,
         deepspeed=support,
-        decisions=(*hardware.decisions, *decisions),
+        decisions=(*hardware.decisions, *support_decisions),
     )
     if log:
-        announce(platform.decisions)
-    return platform
+        announce(detected.decisions)
+    return detected
+
+
+def host_memory(probe: PlatformProbe, *, with_swap: bool = False) -> HostMemory:
+    """RAM of a host, and what a container leaves of it."""
+    total, available = probe.memory()
+    if with_swap:
+        import psutil
+
+        available += int(psutil.swap_memory().free)
+    container = memory_constraint(probe.read_text)
+    if container.available is not None:
+        available = min(available, container.available)
+    return HostMemory(total=total, available=available, cgroup_limit=container.limit)
 
 
 def _may_lock_everything(probe: PlatformProbe) -> bool:
@@ -154,26 +168,32 @@ def choose_hardware(torch: TorchFacts | None, environ: Mapping[str, str]) -> Har
     The variable is DeepSpeed's, but both engines follow it, so that switching DeepSpeed off does
     not move a run to another device. A name the machine does not have is left for
     ``deepspeed_support`` to refuse.
-
-    Args:
-        torch: Facts from torch; ``None`` when it is not installed.
-        environ: Environment variables.
     """
     usable = _usable_devices(torch)
-    native = next(iter(usable))
-    chosen = native
+    native = chosen = next(iter(usable))
     decisions = list(_missing_cuda(torch, environ))
     requested = environ.get("DS_ACCELERATOR")
     if requested is not None and requested != DEEPSPEED_NAMES[native]:
         chosen = next((name for name in usable if DEEPSPEED_NAMES[name] == requested), native)
         if chosen != native:
-            decisions.append(_overridden(native, chosen, usable[native]))
-    facts = torch or TorchFacts()
+            unused = ", ".join(device.name for device in usable[native])
+            decisions.append(
+                Decision(
+                    key="platform.accelerator",
+                    before=native,
+                    after=chosen,
+                    reason=f"the environment sets DS_ACCELERATOR={requested}, "
+                    f"which leaves {unused} unused",
+                    severity="warning",
+                )
+            )
+    devices, facts = usable[chosen], torch or TorchFacts()
     return Hardware(
         accelerator=chosen,
-        devices=usable[chosen],
-        bf16=_runs_bf16(chosen, usable[chosen], facts),
-        fp16=_runs_fp16(chosen, usable[chosen], facts),
+        devices=devices,
+        bf16=facts.mps_bf16 if chosen == "mps" else _at_least(devices, (8, 0)),
+        # Compute capability 6 has slow fp16, which DeepSpeed refuses.
+        fp16=facts.cpu_fp16 if chosen == "cpu" else _at_least(devices, (7, 0)),
         decisions=tuple(decisions),
     )
 
@@ -211,31 +231,6 @@ def _missing_cuda(torch: TorchFacts | None, environ: Mapping[str, str]) -> list[
     ]
 
 
-def _overridden(native: Accelerator, chosen: Accelerator, unused: tuple[Device, ...]) -> Decision:
-    names = ", ".join(device.name for device in unused)
-    return Decision(
-        key="platform.accelerator",
-        before=native,
-        after=chosen,
-        reason=f"the environment sets DS_ACCELERATOR={DEEPSPEED_NAMES[chosen]}, "
-        f"which leaves {names} unused",
-        severity="warning",
-    )
-
-
-def _runs_bf16(accelerator: Accelerator, devices: tuple[Device, ...], torch: TorchFacts) -> bool:
-    if accelerator == "mps":
-        return torch.mps_bf16
-    return _at_least(devices, (8, 0))
-
-
-def _runs_fp16(accelerator: Accelerator, devices: tuple[Device, ...], torch: TorchFacts) -> bool:
-    if accelerator == "cpu":
-        return torch.cpu_fp16
-    # Compute capability 6 has slow fp16, which DeepSpeed refuses.
-    return _at_least(devices, (7, 0))
-
-
 def _at_least(devices: tuple[Device, ...], capability: tuple[int, int]) -> bool:
     """Whether every NVIDIA device is that new; other devices have no capability to fall short."""
     return all(device.capability is None or device.capability >= capability for device in devices)
@@ -243,166 +238,364 @@ def _at_least(devices: tuple[Device, ...], capability: tuple[int, int]) -> bool:
 
 # -- Whether DeepSpeed can run: an ordered list of reasons why not.
 
-
-@attrs.frozen(kw_only=True)
-class Situation:
-    """What the rules look at."""
-
-    system: str
-    accelerator: Accelerator
-    torch: TorchFacts | None
-    deepspeed_version: str | None
-    environ: Mapping[str, str]
-    allow_rocm: bool = False
-    allow_mps: bool = False
-
-
 _Refusal = tuple[str, "str | None"]
-_Rule = Callable[[Situation], "_Refusal | None"]
+"""Why not, and what to do."""
 
 
-def deepspeed_support(
-    situation: Situation,
-) -> tuple[DeepSpeedSupport, tuple[Decision, ...]]:
-    """Say whether DeepSpeed can run, with the decisions that follow.
-
-    Args:
-        situation: The machine, the installed software and what the user allowed.
-
-    Returns:
-        The support, and one decision when DeepSpeed is disabled, allowed by request or put on
-        the CPU.
-    """
-    for rule in _RULES:
-        refusal = rule(situation)
-        if refusal is not None:
-            reason, fix = refusal
-            support = DeepSpeedSupport(available=False, reason=reason, fix=fix)
-            return support, (_disabled(support),)
-    name = DEEPSPEED_NAMES[situation.accelerator]
-    support = DeepSpeedSupport(available=True, accelerator=name, reason=_account(situation))
-    return support, _allowed(situation, support)
-
-
-def _foreign_system(situation: Situation) -> _Refusal | None:
-    if situation.system in {"Linux", "Darwin"}:
-        return None
-    fix = "use WSL2, which is Linux" if situation.system == "Windows" else "train on Linux"
-    return (
-        f"DeepSpeed's offload kernels and asynchronous I/O do not build on {situation.system}",
-        fix,
-    )
-
-
-def _no_torch(situation: Situation) -> _Refusal | None:
-    if situation.torch is None:
-        return "torch is not installed", "pip install torch"
-    if situation.torch.import_error is not None:
-        return (
-            f"torch is installed but cannot be imported: {situation.torch.import_error}",
+def _refusals(
+    probe: PlatformProbe,
+    torch: TorchFacts | None,
+    accelerator: Accelerator,
+    *,
+    allow_rocm: bool,
+    allow_mps: bool,
+) -> Iterator[_Refusal]:
+    system = probe.system()
+    if system not in {"Linux", "Darwin"}:
+        yield (
+            f"DeepSpeed's offload kernels and asynchronous I/O do not build on {system}",
+            "use WSL2, which is Linux" if system == "Windows" else "train on Linux",
+        )
+    if torch is None:
+        yield "torch is not installed", "pip install torch"
+    elif torch.import_error is not None:
+        yield (
+            f"torch is installed but cannot be imported: {torch.import_error}",
             "reinstall torch for this machine (pip install --force-reinstall torch)",
         )
-    return None
-
-
-def _macos(situation: Situation) -> _Refusal | None:
-    if situation.system != "Darwin":
-        return None
-    if not situation.allow_mps:
-        return (
+    if system == "Darwin" and not allow_mps:
+        yield (
             f"DeepSpeed is disabled on macOS; {_TRAINS_WITHOUT}",
             f"pass allow_mps=True to try DeepSpeed {OLDEST_DEEPSPEED} or later on MPS",
         )
-    if situation.accelerator != "mps":
-        return "allow_mps was given, but training does not run on an Apple GPU here", None
-    return None
+    elif system == "Darwin" and accelerator != "mps":
+        yield "allow_mps was given, but training does not run on an Apple GPU here", None
+    if accelerator == "rocm" and not allow_rocm:
+        yield (
+            f"DeepSpeed is disabled on ROCm, where zerotune is not tested; {_TRAINS_WITHOUT}",
+            "pass allow_rocm=True to try it",
+        )
+    yield from _version_refusals(probe.version("deepspeed"))
+    yield from _environment_refusals(probe.environ().get("DS_ACCELERATOR"), accelerator)
 
 
-def _rocm(situation: Situation) -> _Refusal | None:
-    if situation.accelerator != "rocm" or situation.allow_rocm:
-        return None
-    return (
-        f"DeepSpeed is disabled on ROCm, where zerotune is not tested; {_TRAINS_WITHOUT}",
-        "pass allow_rocm=True to try it",
-    )
+def _version_refusals(version: str | None) -> Iterator[_Refusal]:
+    from packaging.version import Version  # late: importing zerotune stays lighter without it
+
+    if version is None:
+        yield "deepspeed is not installed", f"pip install 'deepspeed>={OLDEST_DEEPSPEED}'"
+    elif release_of(version) and Version(version) < Version(OLDEST_DEEPSPEED):
+        yield (
+            f"deepspeed {version} is too old; {OLDEST_DEEPSPEED} is the oldest",
+            f"pip install --upgrade 'deepspeed>={OLDEST_DEEPSPEED}'",
+        )
 
 
-def _not_installed(situation: Situation) -> _Refusal | None:
-    if situation.deepspeed_version is not None:
-        return None
-    return "deepspeed is not installed", f"pip install 'deepspeed>={OLDEST_DEEPSPEED}'"
-
-
-def _too_old(situation: Situation) -> _Refusal | None:
-    # Parsing versions is only needed here, and importing zerotune stays lighter without it.
-    from packaging.version import InvalidVersion, Version
-
-    try:
-        if Version(situation.deepspeed_version or "") >= Version(OLDEST_DEEPSPEED):
-            return None
-    except InvalidVersion:
-        return None
-    return (
-        f"deepspeed {situation.deepspeed_version} is too old; {OLDEST_DEEPSPEED} is the oldest",
-        f"pip install --upgrade 'deepspeed>={OLDEST_DEEPSPEED}'",
-    )
-
-
-def _contradicting_environment(situation: Situation) -> _Refusal | None:
-    requested = situation.environ.get("DS_ACCELERATOR")
-    native = DEEPSPEED_NAMES[situation.accelerator]
+def _environment_refusals(requested: str | None, accelerator: Accelerator) -> Iterator[_Refusal]:
+    native = DEEPSPEED_NAMES[accelerator]
     if requested is None or requested == native:
-        return None
-    fix = f"unset DS_ACCELERATOR or set it to {native}"
-    if requested not in _DEEPSPEED_ACCELERATORS:
-        return f"DS_ACCELERATOR={requested!r} is not a name DeepSpeed knows", fix
-    return (
-        f"DS_ACCELERATOR={requested} names an accelerator zerotune finds no device for",
-        fix,
+        return
+    yield (
+        f"DS_ACCELERATOR={requested} names an accelerator zerotune finds no device for"
+        if requested in _DEEPSPEED_ACCELERATORS
+        else f"DS_ACCELERATOR={requested!r} is not a name DeepSpeed knows",
+        f"unset DS_ACCELERATOR or set it to {native}",
     )
 
 
-_RULES: Final[tuple[_Rule, ...]] = (
-    _foreign_system,
-    _no_torch,
-    _macos,
-    _rocm,
-    _not_installed,
-    _too_old,
-    _contradicting_environment,
-)
-
-
-def _account(situation: Situation) -> str:
-    version = situation.deepspeed_version
-    if situation.accelerator == "cpu":
-        return f"deepspeed {version} runs on its CPU accelerator (DS_ACCELERATOR=cpu)"
-    if situation.accelerator == "rocm":
-        return f"deepspeed {version} runs on ROCm, as allow_rocm=True allows"
-    if situation.accelerator == "mps":
-        return f"deepspeed {version} runs on MPS, as allow_mps=True allows"
-    return f"deepspeed {version} runs on {situation.accelerator}"
-
-
-def _disabled(support: DeepSpeedSupport) -> Decision:
-    advice = "" if support.fix is None else f"; {support.fix}"
-    return Decision(
-        key="platform.deepspeed",
-        before=None,
-        after="disabled",
-        reason=support.reason + advice,
-        severity="warning",
-    )
-
-
-def _allowed(situation: Situation, support: DeepSpeedSupport) -> tuple[Decision, ...]:
-    if situation.accelerator not in {"cpu", "rocm", "mps"}:
-        return ()
-    return (
-        Decision(
+def _deepspeed_support(
+    accelerator: Accelerator, version: str | None, refusal: _Refusal | None
+) -> tuple[DeepSpeedSupport, tuple[Decision, ...]]:
+    """The support, and one decision when it is refused, allowed by request or on the CPU."""
+    if refusal is not None:
+        reason, fix = refusal
+        decision = Decision(
             key="platform.deepspeed",
             before=None,
-            after=support.accelerator,
-            reason=support.reason,
-        ),
-    )
+            after="disabled",
+            reason=reason if fix is None else f"{reason}; {fix}",
+            severity="warning",
+        )
+        return DeepSpeedSupport(available=False, reason=reason, fix=fix), (decision,)
+    where = {
+        "cpu": "its CPU accelerator (DS_ACCELERATOR=cpu)",
+        "rocm": "ROCm, as allow_rocm=True allows",
+        "mps": "MPS, as allow_mps=True allows",
+    }
+    name = DEEPSPEED_NAMES[accelerator]
+    reason = f"deepspeed {version} runs on {where.get(accelerator, accelerator)}"
+    support = DeepSpeedSupport(available=True, accelerator=name, reason=reason)
+    decision = Decision(key="platform.deepspeed", before=None, after=name, reason=reason)
+    return support, (decision,) if accelerator in where else ()
+
+
+# -- Where the facts come from.
+
+
+@attrs.frozen(kw_only=True)
+class Cores:
+    """CPU cores, counted three ways."""
+
+    physical: int
+    logical: int
+    affinity: int
+    """Logical cores this process may be scheduled on."""
+
+
+@attrs.frozen(kw_only=True)
+class TorchFacts:
+    """What the installed torch says about itself and about the devices it can reach."""
+
+    cuda: str | None = None
+    """CUDA version torch was built for."""
+    hip: str | None = None
+    """ROCm version torch was built for; such a build reports its devices as CUDA."""
+    cuda_devices: tuple[Device, ...] = ()
+    """CUDA or ROCm devices that can be used."""
+    cuda_error: str | None = None
+    """Why a build for CUDA or ROCm found no device."""
+    xpu_devices: tuple[Device, ...] = ()
+    mps_device: Device | None = None
+    mps_bf16: bool = False
+    """Whether the macOS is new enough for bf16 on its GPU (14 or later)."""
+    cpu_fp16: bool = False
+    """Whether this CPU has native fp16 arithmetic, without which DeepSpeed refuses fp16."""
+    import_error: str | None = None
+    """Why ``import torch`` failed although torch is installed."""
+
+
+class PlatformProbe(Protocol):
+    """Raw facts about this machine; a test passes its own to be on another one."""
+
+    def system(self) -> str:
+        """As ``platform.system()``."""
+        return platform.system()
+
+    def machine(self) -> str:
+        """As ``platform.machine()``."""
+        return platform.machine()
+
+    def processor(self) -> str:
+        """Name of the CPU, or an empty string."""
+        if self.system() == "Darwin":
+            return _sysctl("machdep.cpu.brand_string")
+        for line in (self.read_text("/proc/cpuinfo") or "").splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() == "model name":
+                return value.strip()
+        return platform.processor()
+
+    def environ(self) -> Mapping[str, str]:
+        """Environment variables."""
+        return os.environ
+
+    def python_version(self) -> str:
+        """Version of the running Python."""
+        return platform.python_version()
+
+    def version(self, distribution: str) -> str | None:
+        """Version of an installed distribution, or ``None``; never imports it."""
+        return installed_version(distribution)
+
+    def read_text(self, path: str) -> str | None:
+        """Text of a file, or ``None`` when it cannot be read."""
+        try:
+            return Path(path).read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return None
+
+    def memory(self) -> tuple[int, int]:
+        """Total and available RAM of the host in bytes, containers ignored."""
+        import psutil
+
+        memory = psutil.virtual_memory()
+        return int(memory.total), int(memory.available)
+
+    def cores(self) -> Cores:
+        """CPU cores, quotas ignored."""
+        import psutil
+
+        logical = os.cpu_count() or 1
+        physical = psutil.cpu_count(logical=False) or logical
+        # macOS and Windows lack the call; every core is usable there.
+        affinity = getattr(os, "sched_getaffinity", None)
+        return Cores(
+            physical=physical,
+            logical=logical,
+            affinity=len(affinity(0)) if affinity is not None else logical,
+        )
+
+    def memlock(self) -> int | None:
+        """Soft limit on locked memory in bytes; ``None`` when unlimited or not a concept here."""
+        try:
+            import resource
+        except ImportError:
+            return None
+        soft, _hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+        return None if soft in {resource.RLIM_INFINITY, -1} else soft
+
+    def torch(self) -> TorchFacts | None:
+        """Facts from torch, or ``None`` when it is not installed."""
+        if self.version("torch") is None:
+            return None
+        try:
+            import torch
+        except (ImportError, OSError) as error:
+            return TorchFacts(import_error=first_line(error))
+        devices, problem = _cuda_devices(torch)
+        mps = torch.backends.mps.is_available()
+        memory = torch.mps.recommended_max_memory() if mps else 0
+        xpus = torch.xpu.device_count() if torch.xpu.is_available() else 0
+        return TorchFacts(
+            cuda=torch.version.cuda,
+            hip=torch.version.hip,
+            cuda_devices=devices,
+            cuda_error=problem,
+            xpu_devices=tuple(
+                Device(name=str(device.name), total_memory=int(device.total_memory))
+                for device in map(torch.xpu.get_device_properties, range(xpus))
+            ),
+            mps_device=Device(name=self.processor() or "Apple GPU", total_memory=int(memory))
+            if mps
+            else None,
+            mps_bf16=mps and torch.backends.mps.is_macos_or_newer(14, 0),
+            cpu_fp16=_cpu_fp16(torch),
+        )
+
+
+class MachineProbe(PlatformProbe):
+    """Facts of the machine this process runs on."""
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, or its type when it has none."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def _cuda_devices(torch: Any) -> tuple[tuple[Device, ...], str | None]:
+    if torch.version.cuda is None and torch.version.hip is None:
+        return (), None
+    if torch.cuda._is_in_bad_fork():
+        # Every CUDA call fails here, which must not look like a machine without a GPU.
+        raise PlatformError(
+            "CUDA was used before this process was forked from another, and cannot be used in it",
+            key="platform.accelerator",
+            value="cuda",
+            fix="start processes with the method 'spawn', or let nothing touch CUDA, not even "
+            "detect_platform(), before they are forked",
+        )
+    # A driver that is too old makes torch warn and answer "not available"; initializing after
+    # that raises with the reason, which is what the user needs.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        available = torch.cuda.is_available() and torch.cuda.device_count() > 0
+        if not available:
+            try:
+                torch.cuda.init()
+            except (RuntimeError, AssertionError) as error:
+                return (), first_line(error)
+            return (), "the driver reports no device"
+        try:
+            found = [
+                torch.cuda.get_device_properties(index)
+                for index in range(torch.cuda.device_count())
+            ]
+        except RuntimeError as error:
+            return (), first_line(error)
+    is_nvidia = torch.version.hip is None
+    return tuple(
+        Device(
+            name=str(device.name),
+            total_memory=int(device.total_memory),
+            capability=(int(device.major), int(device.minor)) if is_nvidia else None,
+        )
+        for device in found
+    ), None
+
+
+def _cpu_fp16(torch: Any) -> bool:
+    # A private operator, but the one DeepSpeed's CPU accelerator decides by.
+    with contextlib.suppress(AttributeError, RuntimeError):
+        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+    return False
+
+
+def _sysctl(name: str) -> str:
+    import subprocess
+
+    try:
+        done = subprocess.run(
+            ["sysctl", "-n", name], capture_output=True, text=True, timeout=5, check=False
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip()
+
+
+# -- Limits of control groups (version 2).
+# One anywhere on the path from the process's own group up to the root binds, so every level that
+# can be seen is read and the smallest wins. Sources: ``cgroups(7)``, ``proc_pid_mountinfo(5)``,
+# the kernel's ``cgroup-v2`` admin guide.
+
+
+@attrs.frozen(kw_only=True)
+class CgroupMemory:
+    """Memory limit of this process's control groups, in bytes."""
+
+    limit: int | None = None
+    """The smallest limit; ``None`` when there is none."""
+    available: int | None = None
+    """What the tightest level still allows, its reclaimable page cache counted as free."""
+
+
+def memory_constraint(read: Read) -> CgroupMemory:
+    """The memory limit on this process and what is left of it."""
+    limits: list[int] = []
+    available: list[int] = []
+    for folder in _control_groups(read):
+        limit = _cgroup_number(read(f"{folder}/memory.max"))
+        if limit is None:
+            continue
+        usage = _cgroup_number(read(f"{folder}/memory.current")) or 0
+        statistics = read(f"{folder}/memory.stat") or ""
+        cache = re.search(r"(?m)^inactive_file ([0-9]{1,20})$", statistics)
+        used = max(0, usage - (int(cache[1]) if cache else 0))
+        limits.append(limit)
+        available.append(max(0, limit - used))
+    return CgroupMemory(limit=min(limits, default=None), available=min(available, default=None))
+
+
+def cpu_quota(read: Read) -> float | None:
+    """Cores' worth of CPU time this process may use, or ``None`` when there is no quota."""
+    quotas = []
+    for folder in _control_groups(read):
+        fields = (read(f"{folder}/cpu.max") or "").split()
+        microseconds, window = map(_cgroup_number, [*fields, "", ""][:2])
+        if microseconds and window and microseconds > 0 and window > 0:
+            quotas.append(microseconds / window)
+    return min(quotas, default=None)
+
+
+def _control_groups(read: Read) -> Iterator[str]:
+    """Folders that may limit this process, from its own group up to each mount point."""
+    mounts = map(parse_mount, (read("/proc/self/mountinfo") or "").splitlines())
+    groups = [mount for mount in mounts if mount is not None and mount.kind == "cgroup2"]
+    for line in (read("/proc/self/cgroup") or "").splitlines():
+        if not line.startswith("0::"):
+            continue
+        path = line.removeprefix("0::")
+        for mount in groups:
+            prefix = mount.root.rstrip("/") + "/"
+            # A container whose group lies outside of what is mounted still sees its own limit at
+            # the mount point.
+            inside = (path + "/").startswith(prefix)
+            parts = [part for part in path[len(prefix) :].split("/") if part] if inside else []
+            parts = [] if ".." in parts else parts
+            for length in range(len(parts), -1, -1):
+                yield "/".join([str(mount.point).rstrip("/"), *parts[:length]])
+
+
+def _cgroup_number(text: str | None) -> int | None:
+    stripped = (text or "").strip()
+    return int(stripped) if re.fullmatch(r"-?[0-9]{1,20}", stripped) else None

@@ -83,7 +83,7 @@ class DeepSpeedSupport:
         return {} if self.accelerator is None else {"DS_ACCELERATOR": self.accelerator}
 
 
-def _check_accelerator(_instance: object, _attribute: Any, value: str) -> None:
+def _check_known_accelerator(_instance: object, _attribute: Any, value: str) -> None:
     if value not in ACCELERATORS:
         raise InvalidValueError(
             "no such accelerator",
@@ -103,7 +103,7 @@ class Platform:
     """``platform.machine()``: ``"x86_64"``, ``"arm64"`` …"""
     processor: str = ""
     """Name of the CPU; empty when the system does not tell."""
-    accelerator: Accelerator = attrs.field(validator=_check_accelerator)
+    accelerator: Accelerator = attrs.field(validator=_check_known_accelerator)
     """What training runs on, with either engine."""
     devices: tuple[Device, ...] = ()
     """Devices of ``accelerator``; empty on ``"cpu"``."""
@@ -175,14 +175,26 @@ class Platform:
         Raises:
             InvalidValueError: ``accelerator`` is not one zerotune knows.
         """
-        _check_accelerator(None, None, accelerator)
+        _check_known_accelerator(None, None, accelerator)
         is_mac = accelerator == "mps"
+        device = Device(
+            name=_SYNTHETIC_NAMES.get(accelerator, ""),
+            total_memory=vram,
+            capability=(8, 9) if accelerator == "cuda" else None,
+        )
+        if not isinstance(deepspeed, DeepSpeedSupport):
+            deepspeed = DeepSpeedSupport(
+                available=deepspeed,
+                accelerator=DEEPSPEED_NAMES[accelerator] if deepspeed else None,
+                reason=f"the synthetic platform was made {'with' if deepspeed else 'without'} "
+                "DeepSpeed",
+            )
         return cls(
             system="Darwin" if is_mac else "Linux",
             machine="arm64" if is_mac else "x86_64",
             processor="Synthetic CPU",
             accelerator=accelerator,
-            devices=_synthetic_devices(accelerator, device_count, vram),
+            devices=() if accelerator == "cpu" else (device,) * device_count,
             host_memory=HostMemory(
                 total=ram,
                 available=min(
@@ -198,30 +210,6 @@ class Platform:
             bf16=bf16,
             native_bf16=bf16 and accelerator != "cpu" if native_bf16 is None else native_bf16,
             fp16=accelerator != "cpu" if fp16 is None else fp16,
-            deepspeed=_synthetic_support(accelerator, deepspeed),
+            deepspeed=deepspeed,
             decisions=decisions,
         )
-
-
-def _synthetic_devices(accelerator: Accelerator, count: int, vram: int) -> tuple[Device, ...]:
-    if accelerator == "cpu":
-        return ()
-    capability = (8, 9) if accelerator == "cuda" else None
-    device = Device(name=_SYNTHETIC_NAMES[accelerator], total_memory=vram, capability=capability)
-    return (device,) * count
-
-
-def _synthetic_support(
-    accelerator: Accelerator, deepspeed: bool | DeepSpeedSupport
-) -> DeepSpeedSupport:
-    if isinstance(deepspeed, DeepSpeedSupport):
-        return deepspeed
-    if not deepspeed:
-        return DeepSpeedSupport(
-            available=False, reason="the synthetic platform was made without DeepSpeed"
-        )
-    return DeepSpeedSupport(
-        available=True,
-        accelerator=DEEPSPEED_NAMES[accelerator],
-        reason="the synthetic platform was made with DeepSpeed",
-    )

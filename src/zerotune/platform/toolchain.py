@@ -12,7 +12,7 @@ import sysconfig
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 import attrs
 
@@ -58,24 +58,8 @@ class Toolchain:
     libaio: LibAio
 
 
-class Machine(Protocol):
-    """What the detection asks of the machine; a test passes its own."""
-
-    def environ(self) -> Mapping[str, str]:
-        """Environment variables."""
-
-    def which(self, program: str) -> str | None:
-        """Path of a program, or ``None``."""
-
-    def exists(self, path: str) -> bool:
-        """Whether a file or directory exists."""
-
-    def run(self, command: Sequence[str], source: str = "") -> tuple[int, str]:
-        """Exit status and output of a command fed with ``source``."""
-
-
 class LocalMachine:
-    """The machine this process runs on."""
+    """What the detection asks of the machine this process runs on; a test passes its own."""
 
     def environ(self) -> Mapping[str, str]:
         """Environment variables."""
@@ -106,17 +90,17 @@ class LocalMachine:
         return done.returncode, done.stdout
 
 
-def detect_toolchain(machine: Machine | None = None) -> Toolchain:
-    """Find the compilers and libraries DeepSpeed's kernels are built with.
-
-    Args:
-        machine: What to ask; this machine by default.
-    """
+def detect_toolchain(machine: LocalMachine | None = None) -> Toolchain:
+    """Find the compilers and libraries DeepSpeed's kernels are built with."""
     machine = machine or LocalMachine()
     compiler = shlex.split(machine.environ().get("CXX", "c++")) or ["c++"]
     cxx = _tool(machine, compiler)
     ninja = _tool(machine, ["ninja"])
-    home = _cuda_home(machine)
+    environ, nvcc = machine.environ(), machine.which("nvcc")
+    # As torch looks for it: the environment, else nvcc's, else the default place.
+    home = environ.get("CUDA_HOME") or environ.get("CUDA_PATH")
+    home = home or (nvcc and str(Path(nvcc).parent.parent))
+    home = home or ("/usr/local/cuda" if machine.exists("/usr/local/cuda") else None)
     beside_python = str(Path(sys.executable).parent / "ninja")
     return Toolchain(
         cxx=cxx,
@@ -129,7 +113,7 @@ def detect_toolchain(machine: Machine | None = None) -> Toolchain:
     )
 
 
-def _tool(machine: Machine, command: Sequence[str]) -> Tool | None:
+def _tool(machine: LocalMachine, command: Sequence[str]) -> Tool | None:
     path = machine.which(command[0])
     if path is None:
         return None
@@ -149,20 +133,7 @@ def parse_version(output: str) -> str | None:
     return named.group(1) if named else (numbers[0] if numbers else None)
 
 
-def _cuda_home(machine: Machine) -> str | None:
-    """The CUDA toolkit torch would use: the environment, else ``nvcc``, else the default place."""
-    environ = machine.environ()
-    stated = environ.get("CUDA_HOME") or environ.get("CUDA_PATH")
-    if stated:
-        return stated
-    nvcc = machine.which("nvcc")
-    if nvcc is not None:
-        return str(Path(nvcc).parent.parent)
-    default = "/usr/local/cuda"
-    return default if machine.exists(default) else None
-
-
-def _libaio(machine: Machine, compiler: Sequence[str]) -> LibAio:
+def _libaio(machine: LocalMachine, compiler: Sequence[str]) -> LibAio:
     environ = machine.environ()
     # DeepSpeed's own check honours these two as well.
     compile_flags = shlex.split(environ.get("CFLAGS", ""))

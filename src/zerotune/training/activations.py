@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 _CLIP_DIMENSIONS: Final = 4
 """Channels, frames, height and width."""
 _COLOURS: Final = 3
-_SAMPLES: Final = ("latents", "images", "pixel_values")
+_SAMPLE_KEYS: Final = ("latents", "images", "pixel_values")
 """Where a batch keeps what is denoised, as the families name it."""
 
 
@@ -59,24 +59,21 @@ class Activations:
 
 
 def known_activations(
-    model: torch.nn.Module, data: Any, *, batch: int, checkpointed: bool = True
+    model: Any, data: Any, *, batch: int, checkpointed: bool = True
 ) -> Activations:
     """Measure one pass of a copy of the model without data, in the size that is trained on.
 
     Exact for diffusers' models as they are configured; adapters added later are not in it.
-
-    Args:
-        model: A diffusers model, anywhere; not touched.
-        data: What the trainer reads; tells the size.
-        batch: Samples per pass.
-        checkpointed: Measure a pass with recomputed blocks too.
     """
     size, source = input_size(model, data)
     if size is None:
         return Activations(why=source)
     frames = clip_frames(model, data)
     try:
-        copy = _without_data(model)
+        with torch.device("meta"):
+            copy = type(model).from_config(model.config)
+        # Not the model's own: diffusers warns of layers that a real run keeps in fp32.
+        torch.nn.Module.to(copy, torch.bfloat16)
         clip = {} if frames is None else {"frames": frames}
         arguments = example_inputs(copy)(batch, *size, **clip)
         with counting(copy) as count:
@@ -92,7 +89,7 @@ def known_activations(
         size=size,
         frames=frames,
         facts=facts,
-        arithmetic=_arithmetic(full, less, batch),
+        arithmetic=_arithmetic_facts(full, less, batch),
         why=source,
     )
 
@@ -100,12 +97,11 @@ def known_activations(
 def input_size(model: torch.nn.Module, data: Any) -> tuple[tuple[int, int] | None, str]:
     """Height and width in pixels of what is trained on, the largest, and where that was found."""
     config: Any = getattr(model, "config", None)
-    if isinstance(data, BucketedDataset):
-        sides = _bucket_sizes(data)
-        if sides:
-            return max(sides, key=lambda side: side[0] * side[1]), "the largest bucket"
+    if isinstance(data, BucketedDataset) and data.assignment.members:
+        sides = [(each.height, each.width) for each in data.assignment.members]
+        return max(sides, key=lambda side: side[0] * side[1]), "the largest bucket"
     sample = _sample(data)
-    for name in _SAMPLES:
+    for name in _SAMPLE_KEYS:
         shape: Any = getattr(sample.get(name), "shape", ())
         if len(shape) >= 3:
             factor = 1 if _in_pixels(model, name) else latent_scale(model)
@@ -125,7 +121,7 @@ def clip_frames(model: Any, data: Any) -> int | None:
     if isinstance(data, BucketedDataset):
         return max((getattr(one, "frames", 1) for one in data.assignment.members), default=1)
     sample = _sample(data)
-    for name in _SAMPLES:
+    for name in _SAMPLE_KEYS:
         shape: Any = getattr(sample.get(name), "shape", ())
         channels = model.config.in_channels if name == "latents" else _COLOURS
         # Else they are the latents of an image, or a batch of images.
@@ -151,7 +147,7 @@ def _cost(counted: Pass) -> ActivationCost:
     return ActivationCost(base=counted.peak, per_sample=0.0, per_pixel=0.0)
 
 
-def _arithmetic(full: Pass, less: Pass | None, batch: int) -> ArithmeticFacts:
+def _arithmetic_facts(full: Pass, less: Pass | None, batch: int) -> ArithmeticFacts:
     def work(counts: Mapping[str, int], operators: int) -> PassWork:
         amounts = {kind: Amount(per_sample=counts[kind] / batch, per_pixel=0.0) for kind in KINDS}
         calls = {name: counts[name] for name in CALLS.values()}
@@ -170,24 +166,12 @@ def _arithmetic(full: Pass, less: Pass | None, batch: int) -> ArithmeticFacts:
     )
 
 
-def _without_data(model: Any) -> Any:
-    with torch.device("meta"):
-        copy = type(model).from_config(model.config)
-    # Not the model's own: diffusers warns of layers that a real run keeps in fp32.
-    torch.nn.Module.to(copy, torch.bfloat16)
-    return copy
-
-
 def _in_pixels(model: torch.nn.Module, name: str) -> bool:
     """Whether a tensor of this name is counted in pixels, as ``example_inputs`` counts them."""
     unconditional = type(model).__name__ == "UNet2DModel"
     if not unconditional:
         return name != "latents"
     return getattr(model, "config", {}).get("in_channels") == 3
-
-
-def _bucket_sizes(data: BucketedDataset) -> list[tuple[int, int]]:
-    return [(bucket.height, bucket.width) for bucket in data.assignment.members]
 
 
 def _sample(data: Any) -> Mapping[str, Any]:
@@ -205,7 +189,7 @@ def _sample(data: Any) -> Mapping[str, Any]:
 # -- Whether blocks are recomputed in the backward pass.
 
 
-_KEY: Final = "gradient_checkpointing"
+_CHECKPOINTING: Final = "gradient_checkpointing"
 _PER_POSITION: Final = 8 * 2**20
 """Bytes of activations for one position of one sample that no model comes near: SDXL keeps 0.4
 MiB for each of its latent's, Flux 1.8. Where there is more room, nothing need be measured."""
@@ -215,7 +199,7 @@ _USED: Final = 0.95
 
 def recomputes(model: torch.nn.Module) -> bool:
     """Whether any block of a diffusers model is recomputed in the backward pass."""
-    return any(getattr(module, _KEY, False) is True for module in model.modules())
+    return any(getattr(module, _CHECKPOINTING, False) is True for module in model.modules())
 
 
 def set_recomputing(
@@ -231,16 +215,13 @@ def set_recomputing(
         data: Tells the size of a sample.
         wanted: ``"auto"`` asks the memory estimate, and leaves models alone that cannot
             recompute, do so already, or whose activations are not known.
-
-    Raises:
-        InvalidValueError: ``True`` for a model without gradient checkpointing.
     """
     model: Any = engine.module
     able, before = hasattr(model, "enable_gradient_checkpointing"), recomputes(model)
     if wanted is True and not able:
         raise InvalidValueError(
             f"{type(model).__name__} has no gradient checkpointing",
-            key=_KEY,
+            key=_CHECKPOINTING,
             value=wanted,
             fix='gradient_checkpointing="auto", or a diffusers model',
         )
@@ -257,7 +238,7 @@ def set_recomputing(
             switch, undo = undo, switch
         getattr(model, switch)()
         engine.resources.callback(getattr(model, undo))
-    return (Decision(key=_KEY, before=before, after=wanted, reason=why),)
+    return (Decision(key=_CHECKPOINTING, before=before, after=wanted, reason=why),)
 
 
 def _needed(engine: Engine, data: Any) -> tuple[bool, str]:
@@ -301,16 +282,8 @@ def keep_activations(
 ) -> tuple[Decision, ...]:
     """Switch on what is to be recomputed and offloaded, until the engine is closed.
 
-    Args:
-        engine: What trains.
-        advice: What the plan comes from; brings its own wishes.
-        activations: What was asked for besides, and goes first.
-
     Returns:
         What the advice decided.
-
-    Raises:
-        InvalidValueError: The model has no gradient checkpointing.
     """
     model: Any = engine.module
     if advice is not None and activations is None:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from zerotune.backend.engine import Engine
 
 EMA: TypeAlias = "EMAShadow | EMAShadows | BackgroundEMA"
-_NAME = "ema"
+_EMA_NAME = "ema"
 
 
 class Averages:
@@ -30,7 +30,7 @@ class Averages:
         self.shadows: Mapping[str, EMAShadow] = {}
         """The shadows by name."""
         if isinstance(subject, EMAShadow):
-            self.shadows = {_NAME: subject}
+            self.shadows = {_EMA_NAME: subject}
         elif isinstance(subject, EMAShadows):
             self.shadows = dict(subject)
         if isinstance(ema, BackgroundEMA):
@@ -45,11 +45,7 @@ class Averages:
             self._ema.step()
 
     def named(self, name: str | bool) -> EMAShadow | None:
-        """The shadow of a name; ``True`` is the first there is, ``False`` none.
-
-        Raises:
-            InvalidValueError: There is none of this name.
-        """
+        """The shadow of a name; ``True`` is the first there is, ``False`` none."""
         if name is False:
             return None
         if name is True:
@@ -65,11 +61,7 @@ class Averages:
         return self.shadows[name]
 
     def chosen(self, weights: str | None) -> EMAShadow | None:
-        """Whose weights to export: ``"trained"`` is nobody's, ``None`` the first there is.
-
-        Raises:
-            InvalidValueError: There is none of this name.
-        """
+        """Whose weights to export: ``"trained"`` is nobody's, ``None`` the first there is."""
         return self.named({None: True, "trained": False}.get(weights, weights or True))
 
     def swapped_in(self, name: str | bool) -> AbstractContextManager[None]:
@@ -79,8 +71,8 @@ class Averages:
 
     def explain(self) -> str:
         """All of them as text; empty without any."""
-        if list(self.shadows) == [_NAME]:
-            return self.shadows[_NAME].explain()
+        if list(self.shadows) == [_EMA_NAME]:
+            return self.shadows[_EMA_NAME].explain()
         return "\n".join(f"{name}: {shadow.explain()}" for name, shadow in self.shadows.items())
 
     def close(self) -> None:

@@ -19,7 +19,7 @@ from zerotune.backend.deepspeed.external import (
     embedded_accelerator,
     loads_whole,
 )
-from zerotune.backend.deepspeed.placement import shard_from_host
+from zerotune.backend.deepspeed.sharded import shard_from_host
 from zerotune.backend.deepspeed.start import (
     compiling,
     initialize_arguments,
@@ -34,8 +34,7 @@ from zerotune.ema import EMAModel, EMAShadow
 from zerotune.errors import EngineError
 from zerotune.offload import OffloadManager
 from zerotune.plan.model import ModelFacts
-from zerotune.training.inputs import as_plan
-from zerotune.training.setup import leased, settled
+from zerotune.training.setup import as_plan, leased, settled
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -254,8 +253,8 @@ class EmbeddedPlan(Closing):
         name = differing[0]
         raise EngineError(
             f"the trainer prepared another model than the plan's: {len(differing)} parameters "
-            f"differ, as {name}, which is {_described(planned.get(name))} in the plan's and "
-            f"{_described(trained.get(name))} in this one",
+            f"differ, as {name}, which is {_parameter_words(planned.get(name))} in the plan's and "
+            f"{_parameter_words(trained.get(name))} in this one",
             key="EmbeddedPlan.attach",
             value=type(module).__name__,
             fix="make the EmbeddedPlan of a model like the one that is trained: the same "
@@ -285,7 +284,7 @@ class EmbeddedPlan(Closing):
         self.__exit__(SystemExit, SystemExit("the script ended without close()"), None)
 
 
-def _described(parameter: ParameterFacts | None) -> str:
+def _parameter_words(parameter: ParameterFacts | None) -> str:
     if parameter is None:
         return "missing"
     return f"{'trained' if parameter.trainable else 'frozen'}, of shape {parameter.shape}"

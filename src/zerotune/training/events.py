@@ -1,4 +1,4 @@
-"""What a run tells of itself: each step's metrics, to callbacks, which see it as a ``RunView``."""
+"""What a run tells callbacks of itself, each step's metrics first; ``RunView`` is the trainer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Final, Protocol
+from typing import IO, TYPE_CHECKING, Any, Final
 
 import attrs
 
@@ -19,12 +19,8 @@ from zerotune.errors import DataError, InvalidValueError
 
 if TYPE_CHECKING:
     import torch
-    from typing_extensions import Unpack
 
-    from zerotune.backend.engine import Engine
-    from zerotune.diffusion.objective import Objective
-    from zerotune.training.averages import Averages
-    from zerotune.training.sampling import SampleOptions
+    from zerotune.training.trainer import RunView as RunView  # noqa: PLC0414 - for callbacks
 
 
 PHASES: Final = ("data", "forward", "backward", "optimizer", "ema")
@@ -55,87 +51,6 @@ class StepMetrics:
     """Most RAM this process has ever held, bytes."""
     device_peak: int | None
     """Most GPU memory this process has taken, context included, bytes; ``None`` without a GPU."""
-
-
-class RunView(Protocol):
-    """A run as its callbacks see it: where it is, what it is made of, what may be asked of it.
-
-    ``Trainer`` is one, and says more about each.
-    """
-
-    decisions: tuple[Decision, ...]
-    """Automatic choices since the engine was built."""
-
-    @property
-    def step(self) -> int:
-        """Optimizer steps taken."""
-        ...
-
-    @property
-    def phase(self) -> str | None:
-        """Which of ``PHASES`` is under way; ``None``: none."""
-        ...
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this is rank 0."""
-        ...
-
-    @property
-    def engine(self) -> Engine:
-        """What trains."""
-        ...
-
-    @property
-    def objective(self) -> Objective:
-        """Gives the loss."""
-        ...
-
-    @property
-    def averages(self) -> Averages:
-        """The EMAs."""
-        ...
-
-    @property
-    def timeout_s(self) -> float:
-        """Seconds after which a collective gives up."""
-        ...
-
-    @property
-    def last_saved(self) -> tuple[int, Path] | None:
-        """Step and folder of the latest checkpoint."""
-        ...
-
-    def request_stop(self, reason: str) -> None:
-        """End ``fit`` before the next step."""
-
-    def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write a checkpoint. Collective."""
-        ...
-
-    def extra_state(self) -> dict[str, Any]:
-        """What a checkpoint holds beside engine and EMA. Collective."""
-        ...
-
-    def note_saved(self, path: Path, *, step: int) -> None:
-        """Tell of a checkpoint written from ``extra_state``."""
-
-    def roll_back(self, path: str | os.PathLike[str], *, reason: str) -> None:
-        """Go back to a checkpoint. Collective."""
-
-    def sample(self, **wanted: Unpack[SampleOptions]) -> torch.Tensor:
-        """Draw images. Collective."""
-        ...
-
-    def log(self, values: Mapping[str, float]) -> None:
-        """Tell of numbers measured at this step."""
-
-    def show(self, name: str, images: torch.Tensor) -> None:
-        """Tell of images drawn at this step."""
-
-    def explain(self) -> str:
-        """What runs, as text."""
-        ...
 
 
 class Callback:
@@ -207,7 +122,9 @@ class MetricsFile(Callback):
         """Open the file."""
         if trainer.is_main:
             with system_errors(InvalidValueError, self._path, "is no place for metrics"):
-                _check_ours(self._path)
+                with suppress(OSError):  # Opening it says why.
+                    if self._path.exists() and not self._path.is_file():
+                        raise _not_metrics(self._path)
                 self._attempt(lambda: self._begin(trainer.step))
 
     def on_step_end(self, trainer: RunView, metrics: StepMetrics) -> None:  # noqa: ARG002
@@ -232,7 +149,16 @@ class MetricsFile(Callback):
             write()
         except OSError as error:
             self._close()
-            announce((_unwritten(self._path, error),), rank=0)
+            lost = Decision(
+                key="MetricsFile.path",
+                before=str(self._path),
+                after=None,
+                reason=f"metrics cannot be written ({error.strerror or error}), so training goes "
+                "on without them; free space or make the folder writable, and the next fit or "
+                "resume writes again",
+                severity="warning",
+            )
+            announce((lost,), rank=0)
 
     def _begin(self, step: int) -> None:
         # What cannot be set aside is not written to either: opening drops later steps.
@@ -242,7 +168,11 @@ class MetricsFile(Callback):
 
     def _open(self, step: int) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        _keep_until(self._path, step)
+        if self._path.exists():
+            # Without later steps, and without a line that a killed run left half written.
+            lines = [line for line, at in _whole_lines(self._path) if at <= step]
+            content = "".join(f"{line}\n" for line in lines).encode()
+            write_atomically(self._path.resolve(), content)
         # Line buffered: a killed run keeps its metrics.
         self._file = self._path.open("a", encoding="utf-8", buffering=1)
 
@@ -251,18 +181,6 @@ class MetricsFile(Callback):
         if file is not None:
             with suppress(OSError):  # What a full disk did not take is tried again here.
                 file.close()
-
-
-def _unwritten(path: Path, error: OSError) -> Decision:
-    return Decision(
-        key="MetricsFile.path",
-        before=str(path),
-        after=None,
-        reason=f"metrics cannot be written ({error.strerror or error}), so training goes on "
-        "without them; free space or make the folder writable, and the next fit or resume "
-        "writes again",
-        severity="warning",
-    )
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[StepMetrics]:
@@ -298,16 +216,6 @@ def _lines(path: Path) -> Iterator[tuple[str, StepMetrics]]:
             ) from error
 
 
-def _check_ours(path: Path) -> None:
-    """Refuse what can be no file of metrics: a folder, a pipe, a device."""
-    try:
-        strange = path.exists() and not path.is_file()
-    except OSError:
-        return  # Whoever opens it is told why.
-    if strange:
-        raise _not_metrics(path)
-
-
 def _set_aside(path: Path) -> None:
     """Give the metrics of an earlier run another name: a new one begins at step 0."""
     if not path.exists() or not path.stat().st_size:
@@ -328,14 +236,6 @@ def _set_aside(path: Path) -> None:
     announce((kept,), rank=0)
 
 
-def _keep_until(path: Path, step: int) -> None:
-    """Drop lines of later steps, and one that a killed run left half written."""
-    if not path.exists():
-        return
-    kept = [line for line, at in _whole_lines(path) if at <= step]
-    write_atomically(path.resolve(), "".join(f"{line}\n" for line in kept).encode())
-
-
 _BEGINNING: Final = '{"step": '
 """Of every line of metrics."""
 
@@ -350,12 +250,8 @@ def _whole_lines(path: Path) -> list[tuple[str, int]]:
     half = text[end:].rstrip("\0")  # What a disk that lost its power may have put there.
     if half[: len(_BEGINNING)] != _BEGINNING[: len(half)]:
         raise _not_metrics(path)
-    return [(line, _step_of(line, path)) for line in text[:end].splitlines()]
-
-
-def _step_of(line: str, path: Path) -> int:
     try:
-        return int(json_of(line)["step"])
+        return [(line, int(json_of(line)["step"])) for line in text[:end].splitlines()]
     except (ValueError, TypeError, KeyError, OverflowError) as error:
         raise _not_metrics(path) from error
 

@@ -4,24 +4,37 @@ from __future__ import annotations
 
 import functools
 import importlib
+import json
 import os
+import re
+import shutil
 import sys
-from collections.abc import Callable, Iterable
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 import psutil
 import torch
 
 from zerotune._util.proc import status_field
-from zerotune.plan.memory.model import EMAPlace, Workload
+from zerotune._util.text import format_size
+from zerotune.errors import NothingFitsError, OutOfMemoryError, PlanError
+from zerotune.plan.memory.estimate import CONTEXT, EMAPlace, Workload
+from zerotune.plan.model import AUTO, DeepSpeedPlan
+from zerotune.plan.text import DURING
+from zerotune.plan.write import python_expression
+from zerotune.platform import detect_platform
 
 if TYPE_CHECKING:
-    from zerotune.plan.memory.model import MemoryEstimate
+    from zerotune.plan.advise import Advice
+    from zerotune.plan.memory.estimate import MemoryEstimate, Place
     from zerotune.plan.model import ActivationFacts, ArithmeticFacts, ResolvedPlan
 
-_PROBE: Final = 16 * 2**20
+
+_TRIAL_BYTES: Final = 16 * 2**20
 """Bytes that are page-locked to see where they are counted."""
 
 
@@ -72,11 +85,13 @@ def expected_memory(
     return attrs.evolve(estimate, items=(*estimate.items, *further))
 
 
+_counted_apart_here: Final = functools.cache(lambda: counted_apart(host_now))
+
+
 def host_peak() -> int:
     """Most RAM this process has ever held, bytes, page-locked memory included."""
     locked = locked_peak()
-    apart = bool(locked) and _counted_apart_here()
-    return _resident_peak() + (locked if apart else 0)
+    return _resident_peak() + (locked if locked and _counted_apart_here() else 0)
 
 
 def _resident_peak() -> int:
@@ -104,7 +119,11 @@ def locked_peak() -> int:
     return int(torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0))
 
 
-def counted_apart(count: Callable[[], int], *, lock: Callable[[int], object] | None = None) -> bool:
+def counted_apart(
+    count: Callable[[], int],
+    *,
+    lock: Callable[[int], object] = lambda n: torch.ones(n, dtype=torch.uint8).pin_memory(),
+) -> bool:
     """Whether page-locked memory is missing from what the system says of this process.
 
     Some drivers map it as a device's memory, which belongs to nobody; others as shared or
@@ -112,22 +131,13 @@ def counted_apart(count: Callable[[], int], *, lock: Callable[[int], object] | N
 
     Args:
         count: The system's figure, bytes.
-        lock: Page-locks and fills so many bytes; torch does by default.
+        lock: Page-locks and fills so many bytes.
     """
     before = count()
-    block = (lock or _lock)(_PROBE)
+    block = lock(_TRIAL_BYTES)
     grown = count() - before
     del block
-    return grown < _PROBE // 2
-
-
-def _lock(nbytes: int) -> torch.Tensor:
-    return torch.ones(nbytes, dtype=torch.uint8).pin_memory()
-
-
-@functools.cache
-def _counted_apart_here() -> bool:
-    return counted_apart(host_now)
+    return grown < _TRIAL_BYTES // 2
 
 
 @attrs.frozen(kw_only=True)
@@ -191,3 +201,268 @@ def device_peak(device: torch.device) -> int | None:
     With the context and all libraries, as the driver counts them now: what a card must have.
     """
     return DeviceFigures.now(device).peak if device.type == "cuda" else None
+
+
+# -- What to do when memory runs out: what was expected, what there is, and the plan that fits.
+
+
+_OUT_OF_MEMORY: Final = re.compile(
+    r"out of memory|can.t allocate memory|cannot allocate memory|not enough memory|ALLOC_FAILED",
+    re.IGNORECASE,
+)
+_ON_DEVICE: Final = re.compile(r"\b(CUDA|HIP|XPU|MPS|CUDNN|CUBLAS)", re.IGNORECASE)
+_BY_THE_DRIVER: Final = re.compile(r"\b(CUDA|HIP) error: out of memory", re.IGNORECASE)
+"""What the driver itself says. torch's allocator of device memory says more, so this is a
+page-locked allocation, unless the device is full: then it may be the context or a library."""
+_PAGE_LOCKED: Final = "a page-locked allocation failed: "
+
+
+@attrs.frozen(kw_only=True)
+class Situation:
+    """What a run was doing when its memory ran out."""
+
+    plan: ResolvedPlan
+    doing: str
+    """``"forward of optimizer step 12"``, ``"starting the engine"``."""
+    estimate: MemoryEstimate | None = None
+    """What was expected; the plan's own without activations when not given."""
+    limits: Limits | None = None
+    """What there is; measured when not given."""
+
+
+@contextmanager
+def advising(situation: Callable[[], Situation]) -> Iterator[None]:
+    """Turn running out of memory inside the block into an error that says what would fit."""
+    try:
+        yield
+    except (MemoryError, RuntimeError, OSError) as error:
+        found = out_of_memory(error)
+        if found is None or isinstance(error, OutOfMemoryError):
+            raise
+        raise _memory_error(found, situation()) from error
+
+
+def out_of_memory(error: BaseException) -> BaseException | None:
+    """The error in a chain of causes that says memory ran out; ``None``: none does.
+
+    A plan that zerotune refuses because it would not fit is none: its message says so already.
+    """
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        if isinstance(current, MemoryError | torch.OutOfMemoryError):
+            return current
+        own = type(current).__module__.startswith("zerotune.")
+        plain = isinstance(current, RuntimeError | OSError) and not own
+        if plain and _OUT_OF_MEMORY.search(str(current)):
+            return current
+        current = current.__cause__ or current.__context__
+    return None
+
+
+def _exhausted_place(error: BaseException, limits: Limits) -> Place:
+    if isinstance(error, torch.OutOfMemoryError):
+        return "device"
+    if _BY_THE_DRIVER.search(str(error)):
+        room = limits.device_free is None or limits.device_free > CONTEXT
+        return "host" if room else "device"
+    return "device" if _ON_DEVICE.search(str(error)) else "host"
+
+
+def _memory_error(error: BaseException, situation: Situation) -> OutOfMemoryError:
+    estimate = situation.estimate
+    if estimate is None and situation.plan.model is not None:
+        estimate = expected_memory(situation.plan)
+    limits = situation.limits or Limits.now(situation.plan)
+    place = _exhausted_place(error, limits)
+    said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    if place == "host" and _BY_THE_DRIVER.search(said):
+        said = _PAGE_LOCKED + said
+    parts = [f"no {place} memory is left in {situation.doing} ({said[:160]})"]
+    if estimate is not None:
+        peak = estimate.peak(_place_counted(situation.plan, place))
+        parts.append(f"the plan expected {format_size(peak.nbytes)} {DURING[peak.phase]}")
+    parts.append(limits.words(place))
+    advice, plan = _what_would_fit(situation.plan, estimate, limits, place)
+    return OutOfMemoryError(
+        "; ".join(parts), key=f"memory.{place}", fix=advice, original=error, plan=plan
+    )
+
+
+def _place_counted(plan: ResolvedPlan, place: Place) -> Place:
+    return "host" if plan.platform.accelerator == "cpu" else place
+
+
+@attrs.frozen(kw_only=True)
+class Limits:
+    """What this process, and the ranks like it on this machine, can have at most."""
+
+    device: int | None
+    """Bytes of the device this process can have; ``None``: there is none."""
+    device_free: int | None = None
+    allocated: int | None = None
+    """Most bytes torch has held there."""
+    host: int
+    """Bytes of RAM that all ranks of this machine can have."""
+    host_free: int
+
+    @classmethod
+    def now(cls, plan: ResolvedPlan) -> Limits:
+        """Measure this process and machine."""
+        device = free = allocated = None
+        if plan.platform.accelerator in ("cuda", "rocm") and torch.cuda.is_available():
+            free, total = torch.cuda.mem_get_info()
+            allocated = torch.cuda.max_memory_allocated()
+            # What others hold is not ours to plan with; our context is part of an estimate.
+            others = total - free - torch.cuda.memory_reserved() - CONTEXT
+            device = total - max(0, others)
+        elif plan.platform.vram is not None:
+            device = plan.platform.vram
+        memory = detect_platform(log=False).host_memory
+        own = host_now()
+        host = min(memory.limit, memory.available + own * plan.world_size)
+        process = _process_limit()
+        if process is not None:
+            host = min(host, process * plan.world_size)
+        left = memory.available if process is None else min(memory.available, process - own)
+        return cls(
+            device=device,
+            device_free=free,
+            allocated=allocated,
+            host=host,
+            host_free=max(0, left),
+        )
+
+    def words(self, place: Place) -> str:
+        """What there is at a place, as a clause."""
+        if place == "device" and self.device is not None:
+            held = "" if self.allocated is None else f"torch held {format_size(self.allocated)}, "
+            free = "" if self.device_free is None else f", {format_size(self.device_free)} is free"
+            return f"{held}this process can have {format_size(self.device)}{free}"
+        peak, free = format_size(host_peak()), format_size(self.host_free)
+        return f"this process held up to {peak}, {free} of host memory is free"
+
+
+def _process_limit() -> int | None:
+    """Bytes one process may hold by ``ulimit``; ``None``: no limit, or none on this system."""
+    try:
+        import resource
+    except ImportError:
+        return None
+    limits = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA)]
+    finite = [limit for limit in limits if limit != resource.RLIM_INFINITY]
+    return min(finite, default=None)
+
+
+def _what_would_fit(
+    plan: ResolvedPlan, estimate: MemoryEstimate | None, limits: Limits, place: Place
+) -> tuple[str, DeepSpeedPlan | None]:
+    if estimate is None or plan.model is None:
+        return "see DeepSpeedPlan.advise(model) for the plan that fits", None
+    counted = _place_counted(plan, place)
+    has = limits.host // plan.world_size if counted == "host" else limits.device or 0
+    own = estimate.peak(counted).nbytes
+    if own < has // 2:
+        return (
+            f"the plan needs {format_size(own)} of {format_size(has)} there are for this rank, "
+            "so something outside of it took the memory: look at other processes, at the "
+            "objective, at what is kept from step to step, and at the batch"
+        ), None
+    # What has just failed does not fit, whatever was expected of it.
+    if counted == "device":
+        smaller = {"device": min(limits.device or estimate.device, estimate.device)}
+    else:
+        host = min(limits.host, estimate.host * plan.world_size)
+        smaller = {"device": limits.device or 0, "host": host}
+    less = attrs.evolve(limits, **smaller)
+    free_disk = 0
+    with suppress(OSError):
+        free_disk = shutil.disk_usage(Path(tempfile.gettempdir())).free
+    failure: PlanError | None = None
+    for disk in (0, free_disk):
+        try:
+            found = _fitting(plan, estimate, less, disk=disk)
+        except PlanError as error:
+            failure = error
+        else:
+            return _advice_words(found), found.plan
+    fix = failure.fix if isinstance(failure, NothingFitsError) else None
+    return f"no plan fits this machine: {fix or failure}; or train a smaller batch", None
+
+
+def _fitting(plan: ResolvedPlan, estimate: MemoryEstimate, limits: Limits, *, disk: int) -> Advice:
+    work, model = estimate.workload, estimate.resolved.model
+    return DeepSpeedPlan.advise(
+        model,
+        vram=limits.device,
+        ram=limits.host,
+        nvme=disk,
+        batch=plan.micro_batch_size,
+        resolution=None if work.height is None or work.width is None else (work.height, work.width),
+        # Their activations were counted in this very size, whatever they grow with.
+        frames=None if model is None or model.frames_per_latent is None else work.frames,
+        world_size=plan.world_size,
+        precision=plan.precision,
+        gradient_accumulation_steps=plan.gradient_accumulation_steps,
+        optimizer=_optimizer_argument(plan.plan, settled=True) or "AdamW",
+        ema=work.ema,
+        frozen_bytes=work.frozen_bytes,
+        model_in_memory=work.model_in_memory,
+        # The fastest fills the device again, which has just been too small.
+        prefer="least offload",
+        platform=plan.platform,
+    )
+
+
+def _advice_words(found: Advice) -> str:
+    more = ", gradient_checkpointing=True" if found.gradient_checkpointing else ""
+    if found.activation_offload:
+        more = ", activations=ActivationOffload()"
+    needs = ", ".join(
+        f"{format_size(nbytes)} {where}"
+        for where, nbytes in (("device", found.estimate.device), ("host", found.estimate.host))
+        if nbytes
+    )
+    call = build_call(found.plan)
+    return f"{found.chosen.title} needs {needs} per rank: Trainer(plan={call}{more})"
+
+
+def build_call(plan: DeepSpeedPlan) -> str:
+    """One line of Python that gives a plan equal to this one, by keywords where that can be."""
+    given: dict[str, Any] = {
+        "stage": plan.stage,
+        "offload": plan.offload_optimizer_device,
+        "offload_param": plan.offload_param_device,
+        "micro_batch_size": plan.train_micro_batch_size_per_gpu,
+        "gradient_accumulation_steps": plan.gradient_accumulation_steps,
+        "precision": plan.precision,
+        "gradient_clipping": plan.gradient_clipping,
+        "optimizer": _optimizer_argument(plan),
+    }
+    given = {key: value for key, value in given.items() if value not in (None, "none")}
+    try:
+        if DeepSpeedPlan.build(**given) == plan:
+            words = ", ".join(
+                f"{key}={json.dumps(value)}"
+                if isinstance(value, str)
+                else f"{key}={value!r}".replace("'", '"')
+                for key, value in given.items()
+            )
+            return f"DeepSpeedPlan.build({words})"
+    except PlanError:
+        pass
+    return python_expression(plan, width=sys.maxsize)
+
+
+def _optimizer_argument(
+    plan: DeepSpeedPlan, *, settled: bool = False
+) -> str | dict[str, Any] | None:
+    """The optimizer as ``build`` and ``advise`` take it; ``settled``: without open arguments."""
+    written = plan.optimizer
+    if written is None or not isinstance(written.type, str):
+        return None
+    params = {
+        key: value for key, value in (written.params or {}).items() if not settled or value != AUTO
+    }
+    return {"type": written.type, "params": params} if params else written.type

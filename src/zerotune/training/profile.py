@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,18 +11,13 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from zerotune._util.files import drafted, sync, system_errors
-from zerotune._util.numbers import whole
-from zerotune._util.text import brief_size
+from zerotune._util.text import brief_size, whole
 from zerotune.decisions import logger
 from zerotune.errors import TrainingError
 from zerotune.training.events import Callback
 
 if TYPE_CHECKING:
     from zerotune.training.events import RunView, StepMetrics
-
-
-def _ranks(value: Iterable[int]) -> tuple[int, ...]:
-    return tuple(value)
 
 
 @attrs.frozen(kw_only=True)
@@ -39,7 +33,7 @@ class Profile:
     """Steps that are traced."""
     warmup: int = 1
     """Steps before them: caches fill and compilers run in the first."""
-    ranks: tuple[int, ...] = attrs.field(default=(0,), converter=_ranks)
+    ranks: tuple[int, ...] = attrs.field(default=(0,), converter=tuple[int, ...])
     """Who traces; every traced rank writes a file of its own."""
     memory: bool = False
     """Whether allocations are recorded too."""
@@ -74,11 +68,7 @@ class Operator:
 
 
 class Profiler(Callback):
-    """Takes a ``Profile`` while a trainer trains; added by ``Trainer(profile=...)``.
-
-    Args:
-        wanted: What to trace.
-    """
+    """Takes a ``Profile`` while a trainer trains; added by ``Trainer(profile=...)``."""
 
     def __init__(self, wanted: Profile) -> None:
         self._wanted = wanted
@@ -126,12 +116,14 @@ class Profiler(Callback):
         taken = self._seen - self._wanted.warmup
         if taken == 0:
             return  # ``fit`` ended within the first traced step.
-        self.operators = _operators(running, steps=taken, top=self._wanted.top)
+        self.operators = _costliest_operators(running, steps=taken, top=self._wanted.top)
         self.path = Path(self._wanted.folder) / f"trace-rank{trainer.engine.group.rank}.json"
         try:
             with system_errors(TrainingError, self.path, "the profile cannot be written"):
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-                _export(running, self.path)
+                with drafted(self.path) as draft:
+                    running.export_chrome_trace(str(draft))
+                    sync(draft)
         except TrainingError as error:
             # No reason to lose a run; what was measured is in ``operators``.
             logger.warning("%s Training goes on.", error)
@@ -139,13 +131,7 @@ class Profiler(Callback):
         logger.info("profile of %d step(s) written to %s", taken, self.path)
 
 
-def _export(running: Any, path: Path) -> None:
-    with drafted(path) as draft:
-        running.export_chrome_trace(str(draft))
-        sync(draft)
-
-
-def _operators(running: Any, *, steps: int, top: int) -> tuple[Operator, ...]:
+def _costliest_operators(running: Any, *, steps: int, top: int) -> tuple[Operator, ...]:
     events = [event for event in running.key_averages() if not event.key.startswith("ProfilerStep")]
     on_device = torch.cuda.is_available() and any(_device_time(event) for event in events)
     times = [

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from importlib.util import find_spec
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 
     from zerotune.training.events import RunView, StepMetrics
 
-_FIELDS = ("loss {loss}", "lr {lr}", "{rate} it/s", "peak {peak}", "ETA {eta}")
+_BAR_FIELDS = ("loss {loss}", "lr {lr}", "{rate} it/s", "peak {peak}", "ETA {eta}")
 
 
 class ProgressBar(Callback):
@@ -52,7 +51,12 @@ class ProgressBar(Callback):
         if not trainer.is_main or (steps is not None and trainer.step >= steps):
             return
         if self._console is None:
-            self._console = _own_console()
+            from rich.console import Console
+
+            self._console = Console(soft_wrap=True)
+            # A notebook's only where it can show a bar that moves.
+            if self._console.is_jupyter and find_spec("ipywidgets") is None:
+                self._console = Console(soft_wrap=True, force_jupyter=False)
         self._times.append(time.perf_counter())
         if self._console.is_terminal or self._console.is_jupyter:
             self._bar = _start_bar(self._console, done=trainer.step, total=steps)
@@ -68,7 +72,7 @@ class ProgressBar(Callback):
             bar, task = self._bar
             bar.update(task, completed=metrics.step, **fields)
         elif metrics.step % self._every == 0 or metrics.step in (1, self._total):
-            text = "  ".join(field.format(**fields) for field in _FIELDS)
+            text = "  ".join(field.format(**fields) for field in _BAR_FIELDS)
             total = "" if self._total is None else str(self._total)
             number = f"{metrics.step:>{len(total)}}/{total}" if total else str(metrics.step)
             self._console.print(
@@ -82,7 +86,11 @@ class ProgressBar(Callback):
         if self._bar is not None:
             # Stopping draws no last time in a notebook.
             self._bar[0].refresh()
-            with _out_of_sight(self._bar[0].console):
+            hiding: AbstractContextManager[Any] = nullcontext()
+            if self._bar[0].console.is_jupyter and find_spec("ipywidgets") is not None:
+                # rich shows a notebook an empty line at the end of a bar.
+                hiding = import_module("ipywidgets").Output()
+            with hiding:
                 self._bar[0].stop()
             self._bar = None
 
@@ -93,8 +101,10 @@ class ProgressBar(Callback):
         if self._total is not None:
             left = (self._total - metrics.step) / rate if rate > 0 else 0.0
         peak = metrics.host_peak if metrics.device_peak is None else metrics.device_peak
+        # Without skipped steps, which would hide all others.
+        finite = [loss for loss in self._losses if math.isfinite(loss)]
         return {
-            "loss": f"{_mean_of_finite(self._losses):.4f}",
+            "loss": f"{sum(finite) / len(finite) if finite else math.nan:.4f}",
             "lr": f"{metrics.lr:.2e}",
             "rate": f"{rate:.2f}",
             "peak": brief_size(peak),
@@ -102,35 +112,11 @@ class ProgressBar(Callback):
         }
 
 
-def _mean_of_finite(losses: Iterable[float]) -> float:
-    """The mean without skipped steps, which would hide all others."""
-    finite = [loss for loss in losses if math.isfinite(loss)]
-    return sum(finite) / len(finite) if finite else math.nan
-
-
-def _own_console() -> Console:
-    """Standard output, a notebook's only where it can show a bar that moves."""
-    from rich.console import Console
-
-    console = Console(soft_wrap=True)
-    if console.is_jupyter and find_spec("ipywidgets") is None:
-        return Console(soft_wrap=True, force_jupyter=False)
-    return console
-
-
-def _out_of_sight(console: Console) -> AbstractContextManager[Any]:
-    """Where a bar may stop: rich shows a notebook an empty line at its end."""
-    if not console.is_jupyter or find_spec("ipywidgets") is None:
-        return nullcontext()
-    place: AbstractContextManager[Any] = import_module("ipywidgets").Output()
-    return place
-
-
 def _start_bar(console: Console, *, done: int, total: int | None) -> tuple[Any, Any]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
     texts = [
-        TextColumn(field.replace("{", "{task.fields[").replace("}", "]}")) for field in _FIELDS
+        TextColumn(field.replace("{", "{task.fields[").replace("}", "]}")) for field in _BAR_FIELDS
     ]
     bar = Progress(BarColumn(), MofNCompleteColumn(), *texts, console=console)
     empty: dict[str, Any] = dict.fromkeys(("loss", "lr", "rate", "peak", "eta"), "-")

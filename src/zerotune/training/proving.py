@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from zerotune._util.environment import environment
 from zerotune.backend.build import build_engine
-from zerotune.backend.ops.build import build_op
+from zerotune.backend.ops import build_op
 from zerotune.backend.proof import (
     COMMAND,
     VARIABLE,
@@ -50,12 +50,12 @@ from zerotune.platform import Platform, detect_platform
 from zerotune.platform.facts import DEEPSPEED_NAMES
 
 SECONDS: Final = 30.0
-_PLAIN: Final = 0
+_PLAIN_ENGINE: Final = 0
 """In the place of a stage: the plain engine."""
-_WIDTH: Final = 512
+_FEATURES: Final = 512
 """A layer of so many features has as many weights as a part of a step."""
-_LAYERS: Final = 6
-_STEPS: Final = 5
+_CHAIN_LAYERS: Final = 6
+_STEPS_TAKEN: Final = 5
 _ROUNDS: Final = 40
 _ELEMENTS: Final = 2**16
 _DELAY: Final = 2**22
@@ -77,12 +77,7 @@ class NotRunError(Exception):
 
 
 class DelayedStreams:
-    """A device's streams, with work of random length in front of what is queued on them.
-
-    Args:
-        device: With streams.
-        chance: Draws the lengths.
-    """
+    """A device's streams, with work of random length in front of what is queued on them."""
 
     def __init__(self, device: torch.device, chance: random.Random) -> None:
         self._module: Any = torch.get_device_module(device)
@@ -115,7 +110,7 @@ class Run:
     host_step: bool = True
 
     def __str__(self) -> str:
-        return "the plain engine" if self.stage == _PLAIN else f"stage {self.stage}"
+        return "the plain engine" if self.stage == _PLAIN_ENGINE else f"stage {self.stage}"
 
 
 @attrs.frozen(kw_only=True)
@@ -157,11 +152,7 @@ class Bench:
 
     @contextmanager
     def judged(self) -> Iterator[None]:
-        """Judge the order of what is done inside the block, where streams are recorded.
-
-        Raises:
-            DifferenceError: Something is not ordered after what it depends on.
-        """
+        """Judge the order of what is done inside the block, where streams are recorded."""
         if self.recorder is None:
             yield
             return
@@ -175,7 +166,7 @@ class Bench:
 # -- Checks of bytes and streams.
 
 
-def _rounding(bench: Bench) -> None:
+def _prove_rounding(bench: Bench) -> None:
     """bf16 of every kind of number is the same on device and host, and in the op."""
     high = torch.arange(2**16, dtype=torch.int32).mul_(2**16)
     low = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], dtype=torch.int32)
@@ -190,12 +181,12 @@ def _rounding(bench: Bench) -> None:
         raise DifferenceError("torch rounds otherwise than the op host_step")
 
 
-def _page_locked(bench: Bench) -> None:
+def _prove_page_locked(bench: Bench) -> None:
     """What is copied through page-locked memory without waiting arrives whole."""
     _copies(bench, lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, pin_memory=True))
 
 
-def _natively(bench: Bench) -> None:
+def _prove_native_copies(bench: Bench) -> None:
     """The same of memory that DeepSpeed page-locks itself."""
     if not pins_natively(bench.platform):
         raise NotRunError("not needed: torch keeps exact sizes itself, or DeepSpeed may not lock")
@@ -231,7 +222,7 @@ def _copies(bench: Bench, allocate: Callable[[int], torch.Tensor]) -> None:
             raise DifferenceError(f"{int(wrong)} bytes that came back are not what was sent")
 
 
-def _uploads(bench: Bench) -> None:
+def _prove_uploads(bench: Bench) -> None:
     """Weights that are sent behind the computation are there when it uses them, not earlier."""
     lengths, numbers = range(0, _ELEMENTS, _ELEMENTS // 4), torch.arange(_ELEMENTS).float()
     if bench.recorder is not None:
@@ -269,7 +260,7 @@ def _uploads(bench: Bench) -> None:
             )
 
 
-def _activations(bench: Bench) -> None:
+def _prove_activations(bench: Bench) -> None:
     """Gradients of blocks whose inputs wait in host memory are those of blocks that keep them."""
     model = _Chain(width=64).to(bench.device)
     if bench.recorder is not None:
@@ -280,9 +271,11 @@ def _activations(bench: Bench) -> None:
     def kept(block: torch.nn.Module, x: torch.Tensor) -> Any:
         return checkpoint(block, x, use_reentrant=False)
 
-    wanted = [_gradients(bench, model, kept, step) for step in range(_STEPS)]
+    wanted = [_chain_gradients(bench, model, kept, step) for step in range(_STEPS_TAKEN)]
     with bench.judged():
-        found = [_gradients(bench, model, offload.checkpoint, step) for step in range(_STEPS)]
+        found = [
+            _chain_gradients(bench, model, offload.checkpoint, step) for step in range(_STEPS_TAKEN)
+        ]
     if not offload.counts.stored:
         raise DifferenceError("no activation left the device")
     for step, (mine, theirs) in enumerate(zip(found, wanted, strict=True)):
@@ -293,7 +286,7 @@ def _activations(bench: Bench) -> None:
                 )
 
 
-def _gradients(
+def _chain_gradients(
     bench: Bench, model: _Chain, run: Callable[..., Any], step: int
 ) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(step)
@@ -315,13 +308,13 @@ def _gradients(
 class _Chain(torch.nn.Module):
     """Layers of equal width, the same at every call."""
 
-    def __init__(self, *, width: int = _WIDTH) -> None:
+    def __init__(self, *, width: int = _FEATURES) -> None:
         super().__init__()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             self.layers = torch.nn.ModuleList(
                 torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.Tanh())
-                for _ in range(_LAYERS)
+                for _ in range(_CHAIN_LAYERS)
             )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -342,14 +335,14 @@ def _left_by(bench: Bench, run: Run) -> dict[str, str]:
 
 def _take(bench: Bench, run: Run) -> dict[str, str]:
     model = _Chain()
-    engine = _engine(bench, model, run)
+    engine = _small_engine(bench, model, run)
     ema = EMAShadow(decay=0.9).attach(engine)
     losses: list[torch.Tensor] = []
     try:
         with _late(bench, model) if run.hidden else nullcontext():
-            for step in range(_STEPS):
+            for step in range(_STEPS_TAKEN):
                 generator = torch.Generator().manual_seed(17 * step + engine.group.rank)
-                x = torch.randn(4, _WIDTH, generator=generator).to(engine.device, engine.dtype)
+                x = torch.randn(4, _FEATURES, generator=generator).to(engine.device, engine.dtype)
                 loss = engine(x).float().square().mean()
                 losses.append(loss.detach())
                 engine.backward(loss)
@@ -357,24 +350,24 @@ def _take(bench: Bench, run: Run) -> dict[str, str]:
                 ema.step()
         left = {f"loss {step}": float(loss).hex() for step, loss in enumerate(losses)}
         for fragment in engine.master_weights.read():
-            left[f"weight {fragment.address.key}"] = _digest(fragment.value)
+            left[f"weight {fragment.address.key}"] = _tensor_digest(fragment.value)
             for name, state in sorted(fragment.states.items()):
-                left[f"{name} of {fragment.address.key}"] = _digest(state)
+                left[f"{name} of {fragment.address.key}"] = _tensor_digest(state)
         for name, value in ema.state_dict().items():
-            left[f"average {name}"] = _digest(value)
+            left[f"average {name}"] = _tensor_digest(value)
         if run.stage < 3:
             for name, parameter in engine.module.named_parameters():
-                left[f"the model's {name}"] = _digest(parameter.detach())
+                left[f"the model's {name}"] = _tensor_digest(parameter.detach())
     finally:
         engine.close()
     return left
 
 
-def _engine(bench: Bench, model: torch.nn.Module, run: Run) -> Any:
+def _small_engine(bench: Bench, model: torch.nn.Module, run: Run) -> Any:
     platform = bench.platform
     overrides: dict[str, Any] = {}
     if run.stage == 3:
-        overrides["stage3_param_persistence_threshold"] = _WIDTH
+        overrides["stage3_param_persistence_threshold"] = _FEATURES
     plan = DeepSpeedPlan.build(
         stage=run.stage or 2,
         offload="cpu",
@@ -388,7 +381,7 @@ def _engine(bench: Bench, model: torch.nn.Module, run: Run) -> Any:
         platform=platform,
         model=ModelFacts.from_module(model),
         world_size=int(os.environ.get("WORLD_SIZE", "1")),
-        deepspeed=run.stage != _PLAIN,
+        deepspeed=run.stage != _PLAIN_ENGINE,
         hidden=run.hidden,
         host_step=run.host_step,
     )
@@ -416,58 +409,42 @@ def _late(bench: Bench, model: torch.nn.Module) -> Iterator[None]:
         yield
 
 
-def _digest(tensor: torch.Tensor) -> str:
+def _tensor_digest(tensor: torch.Tensor) -> str:
     content = tensor.contiguous().cpu().view(-1).view(torch.uint8)
     return hashlib.sha256(content.numpy().tobytes()).hexdigest()[:16]
 
 
-def _compare(bench: Bench, mine: Run, theirs: Run) -> None:
-    _same(_left_by(bench, mine), _left_by(bench, theirs), where=str(mine))
-
-
-def _same(mine: Mapping[str, str], theirs: Mapping[str, str], *, where: str) -> None:
+def _check_equal(mine: Mapping[str, str], theirs: Mapping[str, str], *, where: str) -> None:
     names = [name for name in {**theirs, **mine} if mine.get(name) != theirs.get(name)]
     if names:
         shown = ", ".join(f"{name}: {mine.get(name)} and {theirs.get(name)}" for name in names)
         raise DifferenceError(f"{where}: {names[0]} and {len(names) - 1} others differ\n{shown}")
 
 
-def _stages(bench: Bench) -> tuple[int, ...]:
-    return (_PLAIN, 2, 3) if bench.platform.deepspeed.available else (_PLAIN,)
-
-
-def _one_pass(bench: Bench) -> None:
-    """The step in one pass leaves what DeepSpeed's chain and torch's own step leave."""
-    for stage in _stages(bench):
-        _compare(
-            bench,
-            Run(stage=stage, hidden=False),
-            Run(stage=stage, hidden=False, host_step=False),
-        )
-
-
-def _hidden(bench: Bench) -> None:
-    """A step behind the next forward leaves what one leaves that is taken before it returns."""
-    for stage in _stages(bench):
-        _compare(bench, Run(stage=stage, hidden=True), Run(stage=stage, hidden=False))
+def _compare_steps(bench: Bench, mine: Mapping[str, bool], theirs: Mapping[str, bool]) -> None:
+    """At each stage steps taken in one way leave what those taken in another leave."""
+    stages = (_PLAIN_ENGINE, 2, 3) if bench.platform.deepspeed.available else (_PLAIN_ENGINE,)
+    for stage in stages:
+        first, second = Run(stage=stage, **mine), Run(stage=stage, **theirs)
+        _check_equal(_left_by(bench, first), _left_by(bench, second), where=str(first))
 
 
 # -- Several ranks.
 
 
-def _exchange(bench: Bench) -> float:
+def _prove_exchange(bench: Bench) -> float:
     """The same where ranks exchange weights beside their other collectives; its seconds."""
     if not bench.platform.deepspeed.available:
         raise NotRunError("DeepSpeed does not run here")
     if bench.platform.accelerator != "cpu" and len(bench.platform.devices) < _RANKS:
         raise NotRunError("there is one device")
-    answers = _on_ranks(partial(_rank, bench.platform), _RANKS)
+    answers = _on_ranks(partial(_prove_on_rank, bench.platform), _RANKS)
     for rank, (mine, theirs, _) in enumerate(answers):
-        _same(mine, theirs, where=f"stage 2, rank {rank}")
+        _check_equal(mine, theirs, where=f"stage 2, rank {rank}")
     return float(max(seconds for _, _, seconds in answers))
 
 
-def _rank(platform: Platform) -> tuple[dict[str, str], dict[str, str], float]:
+def _prove_on_rank(platform: Platform) -> tuple[dict[str, str], dict[str, str], float]:
     if platform.accelerator != "cpu":
         module: Any = torch.get_device_module(DEEPSPEED_NAMES[platform.accelerator])
         module.set_device(int(os.environ["LOCAL_RANK"]))
@@ -539,15 +516,24 @@ class Check:
     """Whether the step in host memory is part of it."""
 
 
+_hidden_as_taken_at_once: Final = partial(
+    _compare_steps, mine={"hidden": True}, theirs={"hidden": False}
+)
+_one_pass_as_in_a_chain: Final = partial(
+    _compare_steps,
+    mine={"hidden": False},
+    theirs={"hidden": False, "host_step": False},
+)
+
 CHECKS: Final[Sequence[Check]] = (
-    Check(name="bf16 rounding", run=_rounding, needs_ops=True),
-    Check(name="page-locked copies", run=_page_locked, on_streams=True),
-    Check(name="native page-locking", run=_natively),
-    Check(name="uploads", run=_uploads, on_streams=True),
-    Check(name="activations", run=_activations, on_streams=True),
-    Check(name="hidden step", run=_hidden, needs_ops=True),
-    Check(name="one pass", run=_one_pass, needs_ops=True),
-    Check(name="exchange", run=_exchange, needs_ops=True),
+    Check(name="bf16 rounding", run=_prove_rounding, needs_ops=True),
+    Check(name="page-locked copies", run=_prove_page_locked, on_streams=True),
+    Check(name="native page-locking", run=_prove_native_copies),
+    Check(name="uploads", run=_prove_uploads, on_streams=True),
+    Check(name="activations", run=_prove_activations, on_streams=True),
+    Check(name="hidden step", run=_hidden_as_taken_at_once, needs_ops=True),
+    Check(name="one pass", run=_one_pass_as_in_a_chain, needs_ops=True),
+    Check(name="exchange", run=_prove_exchange, needs_ops=True),
 )
 
 
@@ -566,7 +552,9 @@ def prove(*, platform: Platform | None = None, seconds: float = SECONDS) -> Proo
     platform = platform or detect_platform(log=False)
     combination = Combination.here(platform.accelerator)
     missing = _import(platform)
-    benches = _benches(platform)
+    here = Bench.on(platform, recorded=False)
+    # Recorded streams before the device of this process, where it is no CPU.
+    benches = (here,) if here.recorder else (Bench.on(platform, recorded=True), here)
     outcomes: dict[str, Outcome] = {}
     for check in CHECKS:
         spent = sum(each.seconds for each in outcomes.values())
@@ -595,25 +583,14 @@ def _import(platform: Platform) -> str | None:
     return None
 
 
-def _benches(platform: Platform) -> tuple[Bench, ...]:
-    """The device of this process, and recorded streams before it, where it is no CPU."""
-    here = Bench.on(platform, recorded=False)
-    return (here,) if here.recorder else (Bench.on(platform, recorded=True), here)
-
-
 def run_check(check: Check, benches: Sequence[Bench]) -> Outcome:
-    """Run one check, whatever it meets.
-
-    Args:
-        check: Of ``CHECKS``.
-        benches: Where; most checks have nothing to do on recorded streams, and use the last.
-    """
+    """Run one check, whatever it meets."""
     began, counted = time.perf_counter(), None
     passed: bool | None = True
     detail = evidence = ""
     try:
         for bench in benches if check.on_streams else benches[-1:]:
-            with _settings():
+            with _deterministic():
                 counted = check.run(bench)
     except NotRunError as reason:
         passed, detail = None, str(reason)
@@ -630,7 +607,7 @@ def run_check(check: Check, benches: Sequence[Bench]) -> Outcome:
 
 
 @contextmanager
-def _settings() -> Iterator[None]:
+def _deterministic() -> Iterator[None]:
     """Have the device compute the same twice, and no engine begin a proof of its own."""
     before = torch.are_deterministic_algorithms_enabled()
     only_warning = torch.is_deterministic_algorithms_warn_only_enabled()

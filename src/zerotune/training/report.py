@@ -2,37 +2,33 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import attrs
+import torch
 from typing_extensions import override
 
 from zerotune._util.files import system_errors, write_atomically
+from zerotune._util.palette import PALE, STRONG, empty_figure
 from zerotune._util.palette import PHASES as PHASE_COLOURS
-from zerotune._util.palette import STRONG
 from zerotune._util.table import Block, Line, Page, Readable, Table
 from zerotune._util.text import brief_size, common_unit, counted
-from zerotune.errors import TrainingError
-from zerotune.plan.charts import (
-    PIXELS_PER_INCH,
-    Panel,
-    draw_panels,
-    memory_heading,
-    memory_panels,
-)
-from zerotune.plan.memory.model import PHASES as MOMENTS
-from zerotune.plan.memory.model import PLACES, Place
+from zerotune.backend import rates
+from zerotune.errors import DataError, TrainingError
+from zerotune.plan.charts import PIXELS_PER_INCH, Panel, draw_panels, memory_heading, memory_panels
+from zerotune.plan.memory.estimate import PHASES as MOMENTS
+from zerotune.plan.memory.estimate import PLACES, Place
+from zerotune.plan.memory.time import step_traffic
 from zerotune.plan.text import DURING, PLACE_NAMES, time_data
-from zerotune.training.bounds import Bound, bounds
 from zerotune.training.events import PHASES, Callback
-from zerotune.training.plots import plot_loss, write_png
 
 if TYPE_CHECKING:
-    from zerotune.plan.memory.model import MemoryEstimate, MemoryItem
+    from zerotune.plan.memory.estimate import MemoryEstimate, MemoryItem
     from zerotune.plan.memory.time import StepTime
     from zerotune.training.events import RunView, StepMetrics
     from zerotune.training.profile import Operator
@@ -315,3 +311,179 @@ class Record(Callback):
         self._losses: list[float] = []
         self._seconds = 0.0
         self._phases = dict.fromkeys(PHASES, 0.0)
+
+
+# -- Charts of a run. matplotlib is loaded only to draw.
+
+
+_WINDOW: Final = 20
+
+
+def plot_loss(
+    path: str | os.PathLike[str], *, steps: Sequence[int], losses: Sequence[float]
+) -> Path:
+    """Write the loss curve, each step and a running mean, as PNG.
+
+    Args:
+        path: The file; its folder is made.
+        steps: Step numbers, ascending.
+        losses: As many losses.
+
+    Returns:
+        ``path``.
+
+    Raises:
+        DataError: Nothing to plot, or lengths differ.
+        MissingDependencyError: matplotlib is not installed.
+    """
+    if not losses or len(losses) != len(steps):
+        raise DataError(
+            f"a curve needs as many losses as steps, at least one; {len(losses)} losses given",
+            key="steps",
+            value=len(steps),
+        )
+    figure = empty_figure(figsize=(7.0, 4.0), layout="constrained")
+    axes = figure.add_subplot()
+    axes.plot(steps, losses, color=PALE, linewidth=0.8, label="each step")
+    means = [
+        sum(losses[max(0, end - _WINDOW) : end]) / min(end, _WINDOW)
+        for end in range(1, len(losses) + 1)
+    ]
+    axes.plot(steps, means, color=STRONG, linewidth=1.8, label=f"mean of {_WINDOW} steps")
+    axes.set(xlabel="optimizer step", ylabel="loss", title="Training loss")
+    axes.grid(visible=True, alpha=0.3)
+    axes.legend()
+    return write_png(path, figure, dpi=120)
+
+
+def write_png(path: str | os.PathLike[str], figure: Any, *, dpi: float) -> Path:
+    """Write a figure of matplotlib; its folder is made."""
+    file = Path(path)
+    with system_errors(TrainingError, file, "the picture cannot be written"):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(file, dpi=dpi, format="png")
+    return file
+
+
+# -- What bounds a run: which phase takes the time, what it moves meanwhile, and how fast.
+
+
+Resource = Literal["compute", "bus", "host memory", "disk", "data", "other"]
+
+_FORWARD_BACKWARD: Final = "forward and backward"
+_NEAR: Final = 0.5
+"""Share of a copy's rate from which moving bytes, not computing, is what takes the time."""
+
+
+@attrs.frozen(kw_only=True)
+class Bound:
+    """One phase of a step, and what it waits for."""
+
+    resource: Resource
+    """What the phase is bound by, as far as the numbers tell."""
+    phase: str
+    """``"data"``, ``"forward and backward"``, ``"optimizer"``, ``"ema"`` or ``"rest"``."""
+    seconds: float
+    """Per step."""
+    share: float
+    """Of the step, 0 to 1."""
+    nbytes: int = 0
+    """The least the phase moves per step and rank; 0: nothing that is counted."""
+    reference: float | None = None
+    """Bytes per second of a plain copy on this machine, all threads; ``None``: not measured."""
+
+    @property
+    def rate(self) -> float:
+        """Bytes per second that were reached."""
+        return self.nbytes / self.seconds if self.seconds > 0 else 0.0
+
+    @property
+    def words(self) -> str:
+        """What it waits for, and how fast that is."""
+        words = _WAITS[self.resource]
+        if self.nbytes and self.phase == _FORWARD_BACKWARD:
+            moved, rate = brief_size(self.nbytes), brief_size(self.rate)
+            return f"{words}; meanwhile at least {moved} cross the bus, {rate}/s"
+        if self.nbytes:
+            words += f": at least {brief_size(self.nbytes)} at {brief_size(self.rate)}/s"
+        if self.reference:
+            words += f", {self.rate / self.reference:.0%} of what a plain copy reaches"
+        return words
+
+    def __str__(self) -> str:
+        milliseconds = 1000 * self.seconds
+        return f"{self.phase}, {self.share:.0%} of the step, {milliseconds:.1f} ms: {self.words}"
+
+
+_WAITS: Final[Mapping[Resource, str]] = {
+    "compute": "compute",
+    "bus": "the bus between host and device",
+    "host memory": "host memory",
+    "disk": "swap files on disk",
+    "data": "reading data",
+    "other": "outside of the phases",
+}
+
+
+def bounds(
+    *,
+    phases: Mapping[str, float],
+    seconds: float,
+    steps: int,
+    estimate: MemoryEstimate | None,
+    reference: float | None = None,
+) -> tuple[Bound, ...]:
+    """What each part of a step waits for, the largest part first: that one bounds the run.
+
+    Bytes are the least the plan's engine moves; where several things happen in one phase, the
+    slower names it. What overlaps with computing is not counted against it.
+    """
+    if steps <= 0 or seconds <= 0:
+        return ()
+    each = {name: value / steps for name, value in phases.items()}
+    step = seconds / steps
+    passes = each.get("forward", 0.0) + each.get("backward", 0.0)
+    traffic = None if estimate is None else step_traffic(estimate)
+    # Whether the bus or the device is slower cannot be told from the time alone: gradients and
+    # parameters cross while the device computes. The rate is given for the reader to judge.
+    crossing = traffic.gradients + traffic.parameters if traffic else 0
+    on_disk = traffic.swap.read + traffic.swap.written if traffic else 0
+    optimizer = each.get("optimizer", 0.0)
+
+    def bound(resource: Resource, phase: str, seconds: float, nbytes: int = 0) -> Bound:
+        return Bound(
+            resource=resource, phase=phase, seconds=seconds, share=seconds / step, nbytes=nbytes
+        )
+
+    def on_host(phase: str, nbytes: int) -> Bound:
+        """Whether moving bytes in host memory takes the time, or computing on the way."""
+        spent = each.get(phase, 0.0)
+        if not nbytes:
+            return bound("compute", phase, spent)
+        near = reference is None or nbytes / max(spent, 1e-9) > _NEAR * reference
+        moving = bound("host memory" if near else "compute", phase, spent, nbytes)
+        return attrs.evolve(moving, reference=reference)
+
+    parts = [
+        bound("data", "data", each.get("data", 0.0)),
+        bound("compute", _FORWARD_BACKWARD, passes, crossing),
+        bound("disk", "optimizer", optimizer, on_disk)
+        if on_disk
+        else on_host("optimizer", traffic.optimizer if traffic else 0),
+        on_host("ema", traffic.ema if traffic else 0),
+        bound("other", "rest", max(0.0, step - sum(each.values()))),
+    ]
+    return tuple(sorted((one for one in parts if one.seconds > 0), key=lambda one: -one.seconds))
+
+
+def copy_rate() -> float:
+    """Bytes per second that a copy in host memory reads and writes together, best of four.
+
+    Measured with torch's present number of threads, once for each.
+    """
+    return _copy_rate_with(torch.get_num_threads())
+
+
+@functools.cache
+def _copy_rate_with(_threads: int) -> float:
+    return rates.copy_rate()

@@ -15,6 +15,7 @@ import attrs
 import numpy as np
 import torch
 
+from zerotune.backend.distributed import together
 from zerotune.checkpoint import (
     BackgroundSaver,
     PendingCheckpoint,
@@ -23,7 +24,6 @@ from zerotune.checkpoint import (
     prune,
     step_folder,
 )
-from zerotune.checkpoint.collective import together
 from zerotune.checkpoint.folders import find_checkpoint, remove_leftovers
 from zerotune.decisions import Decision, announce
 from zerotune.diffusion.data import derive_seed
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from zerotune.ema import EMAShadow
     from zerotune.training.events import RunView, StepMetrics
 
-_KEY: Final = "trainer"
+_TRAINER_ENTRY: Final = "trainer"
 
 
 # -- When.
@@ -133,23 +133,16 @@ class SaveEvery(Callback):
 
     def _confirm(self, trainer: RunView) -> None:
         """Check that the folder is still this run's."""
-
-        def look() -> None:
-            if self._hold is not None:
-                self._hold.confirm()
-
-        together(trainer.engine.group, f"saving in {self._root}", look)
+        confirm = (lambda: None) if self._hold is None else self._hold.confirm
+        together(trainer.engine.group, f"saving in {self._root}", confirm)
 
     def _prune(self, trainer: RunView) -> None:
-        if self._keep is None:
-            return
-        keep = self._keep
-
-        def remove() -> None:
-            if trainer.is_main:
-                prune(self._root, keep=keep)
-
-        together(trainer.engine.group, f"remove older checkpoints in {self._root}", remove)
+        if (keep := self._keep) is not None:
+            together(
+                trainer.engine.group,
+                f"remove older checkpoints in {self._root}",
+                lambda: prune(self._root, keep=keep) if trainer.is_main else (),
+            )
 
     def _due(self, trainer: RunView, step: int) -> bool:
         if self._steps is not None and step % self._steps == 0:
@@ -235,10 +228,6 @@ def seed_everything(seed: int, *, rank: int) -> torch.Generator:
 
     Ranks get different numbers, so that noise and dropout differ between them.
 
-    Args:
-        seed: The run's seed.
-        rank: This process.
-
     Returns:
         A CPU generator.
     """
@@ -263,7 +252,7 @@ def trainer_state(
 ) -> dict[str, Any]:
     """What a trainer adds to a checkpoint: JSON types, the same on every rank. Collective."""
     return {
-        _KEY: {
+        _TRAINER_ENTRY: {
             "seed": seed,
             "data": None if stream is None else stream.state_dict(),
             "generators": group.gather(generator_to_text(generator), purpose="save random numbers"),
@@ -284,14 +273,17 @@ def resumed(
 
     One that no trainer wrote (converted, or saved by a script of one's own) has no place in the
     data, and perhaps not these shadows: they begin anew, each by a decision.
-
-    Raises:
-        CheckpointError: There is none, or it belongs to another model.
-        DataError: The data are not those of the checkpoint.
     """
     group = engine.group
     group.barrier(f"resuming from {os.fspath(path)}")
-    ours, there = together(group, "find the checkpoint", lambda: _outline(path))[group.rank]
+
+    def outline() -> tuple[TrainerState | None, tuple[str, ...]]:
+        """A trainer's part of the checkpoint, if one wrote it, and the names of its shadows."""
+        _, manifest = find_checkpoint(path)
+        entry = manifest.extra.get(_TRAINER_ENTRY, UNSET)
+        return None if entry is UNSET else TrainerState.of(entry), manifest.shadows
+
+    ours, there = together(group, "find the checkpoint", outline)[group.rank]
     saved = {name: each for name, each in shadows.items() if ours or name in there}
     with moved(stream, ours and ours.data, group=group):
         contents = load_checkpoint(path, engine=engine, shadows=saved)
@@ -302,19 +294,12 @@ def resumed(
         if name not in saved:
             shadow.begin_anew()
     generator.manual_seed(_seed_from(seed, engine.state.global_step, group))
-    begun = _begun(stream is not None, [name for name in shadows if name not in saved])
+    begun = _begin_decisions(stream is not None, [name for name in shadows if name not in saved])
     announce(begun, rank=group.rank)
     return contents.decisions + begun
 
 
-def _outline(path: str | os.PathLike[str]) -> tuple[TrainerState | None, tuple[str, ...]]:
-    """A trainer's part of a checkpoint, if one wrote it, and the names of its shadows."""
-    _, manifest = find_checkpoint(path)
-    extra = manifest.extra
-    return TrainerState.of(extra[_KEY]) if _KEY in extra else None, manifest.shadows
-
-
-def _begun(data: bool, shadows: list[str]) -> tuple[Decision, ...]:
+def _begin_decisions(data: bool, shadows: list[str]) -> tuple[Decision, ...]:
     """What a checkpoint that no trainer wrote does not tell."""
     reasons = {
         f"shadows.{name}": "the checkpoint has no such EMA: it begins with the loaded weights"
@@ -341,21 +326,17 @@ class TrainerState:
 
     @classmethod
     def of(cls, state: Any) -> TrainerState:
-        """Look at everything before anything is changed.
-
-        Raises:
-            CheckpointCorruptError: A trainer writes something else.
-        """
-        _check_kind("", state, dict)
+        """Look at everything before anything is changed."""
+        _check_entry("", state, dict)
         for name, kind in {"seed": int, "generators": list}.items():
-            _check_kind(f".{name}", state.get(name, UNSET), kind)
+            _check_entry(f".{name}", state.get(name, UNSET), kind)
         for text in state["generators"]:
             try:
                 generator_from_text(torch.Generator(), text)
             except (ValueError, TypeError, RuntimeError):
-                raise _corrupt(".generators", text) from None
+                raise _bad_state(".generators", text) from None
         if not state["generators"] or "data" not in state:
-            raise _corrupt(".data" if state["generators"] else ".generators", UNSET)
+            raise _bad_state(".data" if state["generators"] else ".generators", UNSET)
         return cls(seed=state["seed"], data=state["data"], generators=tuple(state["generators"]))
 
     def restore(
@@ -384,14 +365,6 @@ def moved(stream: BatchStream | None, place: Any, *, group: ProcessGroup) -> Ite
     """A stream that continues from a saved place, unless the block fails: then from its own.
 
     Collective to enter.
-
-    Args:
-        stream: This rank's.
-        place: What its ``state_dict`` once returned; ``None``: it stays.
-        group: The processes.
-
-    Raises:
-        DataError: The data are not those of that place.
     """
     if stream is None or place is None:
         yield
@@ -405,15 +378,15 @@ def moved(stream: BatchStream | None, place: Any, *, group: ProcessGroup) -> Ite
         raise
 
 
-def _check_kind(name: str, value: Any, kind: type[Any]) -> None:
+def _check_entry(name: str, value: Any, kind: type[Any]) -> None:
     if not isinstance(value, kind) or isinstance(value, bool):
-        raise _corrupt(name, value)
+        raise _bad_state(name, value)
 
 
-def _corrupt(name: str, value: Any) -> CheckpointCorruptError:
+def _bad_state(name: str, value: Any) -> CheckpointCorruptError:
     return CheckpointCorruptError(
         "is missing" if value is UNSET else "is not what a trainer saves",
-        key=f"extra.{_KEY}{name}",
+        key=f"extra.{_TRAINER_ENTRY}{name}",
         value=value,
         fix="use another checkpoint",
     )

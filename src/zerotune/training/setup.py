@@ -2,30 +2,41 @@
 
 from __future__ import annotations
 
+import inspect
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
+import torch
 import torch.distributed as dist
+from torch.utils.data import TensorDataset
 
 from zerotune.backend.build import build_engine
 from zerotune.backend.checks import check_same_plan
 from zerotune.backend.compilation import Compilation, Compiled
 from zerotune.backend.distributed import Launch, ProcessGroup, communication_backend
+from zerotune.backend.trained_parts import TrainedParts
+from zerotune.diffusion.data import (
+    BatchStream,
+    BucketedDataset,
+    BucketStream,
+    DataStream,
+    ImageTensors,
+    RepeatedBatches,
+)
+from zerotune.diffusion.models.family import Unconditional
+from zerotune.errors import DataError, InvalidValueError
 from zerotune.offload import OffloadManager
 from zerotune.optim import OptimizerResolver
-from zerotune.plan.model import ModelFacts, ResolvedPlan
+from zerotune.plan.advise import Advice
+from zerotune.plan.model import DeepSpeedPlan, ModelFacts, ResolvedPlan
 from zerotune.platform import detect_platform
-from zerotune.training.inputs import as_plan, check_model, check_resolver
-from zerotune.training.out_of_memory import Situation, advising
+from zerotune.training.memory import Situation, advising
 
 if TYPE_CHECKING:
-    import torch
-
     from zerotune.backend.engine import Engine
-    from zerotune.plan.advise import Advice
-    from zerotune.plan.model import DeepSpeedPlan, RunFacts
+    from zerotune.plan.model import RunFacts
     from zerotune.platform import Platform
 
 
@@ -108,12 +119,7 @@ def settled(
     platform: Platform | None = None,
     deepspeed: bool = True,
 ) -> ResolvedPlan:
-    """A plan with nothing left open, for this model, machine and number of processes.
-
-    Raises:
-        PlanError: The plan cannot run like this.
-        OptimizerError: The optimizer cannot be had.
-    """
+    """A plan with nothing left open, for this model, machine and number of processes."""
     if not isinstance(plan, ResolvedPlan):
         plan = plan.resolve(
             platform=platform or detect_platform(),
@@ -158,3 +164,214 @@ def leased(
         share=group.broadcast,
     )
     return resources.enter_context(lease).plan
+
+
+# -- What people give to ``Trainer`` and ``prepare``, taken or answered before anything starts.
+
+
+def as_plan(plan: Any) -> DeepSpeedPlan | ResolvedPlan:
+    """A plan, read first where it is a file or a configuration."""
+    if isinstance(plan, DeepSpeedPlan | ResolvedPlan):
+        return plan
+    if isinstance(plan, Advice):
+        return plan.plan
+    if isinstance(plan, str | os.PathLike):
+        return DeepSpeedPlan.load(plan)
+    if isinstance(plan, Mapping):
+        return DeepSpeedPlan.from_dict(plan)
+    raise InvalidValueError(
+        "is no plan",
+        key="plan",
+        value=plan,
+        fix="give a DeepSpeedPlan, a DeepSpeed configuration as a dict, or the path of its file",
+    )
+
+
+def check_model(model: Any) -> None:
+    """Whether this is a module that can be trained."""
+    if isinstance(model, torch.nn.Module):
+        return
+    value: Any = model if isinstance(model, str | os.PathLike) else type(model).__name__
+    if isinstance(model, str | os.PathLike):
+        why = "is where a model lies, not a model"
+        fix = f"load it: loaded = zerotune.load_pretrained({os.fspath(model)!r}), then loaded.model"
+    elif hasattr(model, "components") or hasattr(model, "save_pretrained"):
+        why = "is a whole pipeline; one of its models is trained"
+        fix = "zerotune.load_pretrained(FOLDER) gives model and objective, or give pipeline.unet "
+        fix += "(or pipeline.transformer)"
+    else:
+        why, fix = "is no torch.nn.Module", "give the module that is to be trained"
+    raise InvalidValueError(why, key="model", value=value, fix=fix)
+
+
+def check_objective(objective: Any, model: torch.nn.Module) -> None:
+    """Whether an objective without conditioning meets a model that can do without it.
+
+    Args:
+        objective: ``None`` is the default, which has none.
+        model: What it will call.
+    """
+    if objective is not None and not isinstance(getattr(objective, "family", None), Unconditional):
+        return
+    called = model.primary if isinstance(model, TrainedParts) else model
+    needed = _conditioning_of(called)
+    if needed is None:
+        return
+    labels = needed == "class_labels"
+    raise InvalidValueError(
+        f"{type(called).__name__} is conditioned on {needed}, and "
+        + ("the default objective" if objective is None else "the objective's family")
+        + " gives it noisy images alone",
+        key="objective",
+        value=None if objective is None else type(objective).__name__,
+        fix="FlowMatchingObjective(family=ClassConditional())"
+        if labels
+        else "loaded = zerotune.load_pretrained(FOLDER), then objective=loaded.objective()",
+    )
+
+
+def _conditioning_of(model: torch.nn.Module) -> str | None:
+    """What a model needs to be called with besides noisy images and their times."""
+    if getattr(model, "class_embedding", None) is not None:
+        return "class_labels"
+    taken = list(inspect.signature(model.forward).parameters.values())
+    # Transformers of SD3 and Flux take texts in the place of times.
+    if [each.name for each in taken[1:2]] == ["encoder_hidden_states"]:
+        return "encoder_hidden_states"
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    required = [
+        each.name
+        for each in taken[2:]
+        if each.kind in named and each.default is inspect.Parameter.empty
+    ]
+    return ", ".join(required) or None
+
+
+def check_resolver(optimizer: Any) -> None:
+    """Whether this settles optimizers, rather than being one."""
+    if optimizer is None or isinstance(optimizer, OptimizerResolver):
+        return
+    kind = optimizer if isinstance(optimizer, type) else type(optimizer)
+    if issubclass(kind, torch.optim.Optimizer):
+        name = kind.__name__
+        why = "the engine builds the optimizer itself, over the weights that ZeRO has partitioned"
+    else:
+        name = optimizer if isinstance(optimizer, str) else "AdamW"
+        why = "is no OptimizerResolver"
+    raise InvalidValueError(
+        why,
+        key="optimizer",
+        value=optimizer if isinstance(optimizer, str) else kind.__name__,
+        fix=f'name it in the plan, optimizer={{"type": "{name}", "params": {{"lr": …}}}}, or here: '
+        f'OptimizerResolver(overrides={{"optimizer.type": "{name}", "lr": …}})',
+    )
+
+
+# -- Whatever somebody calls data, as endless resumable micro batches.
+
+
+_IMAGES_AND_LABELS: Final = 2
+_IMAGE_BATCH_DIMS: Final = 4
+
+
+def as_stream(data: Any, *, engine: Engine, seed: int) -> BatchStream | None:
+    """A stream of this rank's micro batches.
+
+    Args:
+        data: A ``BatchStream`` is taken as it is. What has ``__len__`` and ``__getitem__`` and is
+            no list or tuple is a dataset, shared over the ranks in an order fixed by ``seed``;
+            one in buckets, such as ``PreparedImages``, gives batches of one bucket each.
+            Any other iterable gives this rank's own batches. ``None`` is no data.
+        engine: Tells rank, world size and micro batch size.
+        seed: Fixes the order.
+    """
+    if data is None or isinstance(data, BatchStream):
+        return data
+    is_dataset = hasattr(data, "__getitem__") and hasattr(data, "__len__")
+    if is_dataset and not isinstance(data, list | tuple):
+        if not isinstance(data, BucketedDataset):
+            data = samples_by_name(data)
+        stream = BucketStream if isinstance(data, BucketedDataset) else DataStream
+        return stream(
+            data,
+            micro_batch_size=engine.plan.micro_batch_size,
+            seed=seed,
+            rank=engine.group.rank,
+            world_size=engine.group.world_size,
+        )
+    if isinstance(data, Iterable):
+        return RepeatedBatches(data)
+    raise DataError(
+        "is neither a dataset nor an iterable of batches",
+        key="data",
+        value=type(data).__name__,
+        fix="give something with __len__ and __getitem__, or a DataLoader",
+    )
+
+
+def samples_by_name(data: Any) -> Any:
+    """A dataset of dicts: this one, or what a ``TensorDataset`` of images and labels holds."""
+    if isinstance(data, TensorDataset) and len(data.tensors) <= _IMAGES_AND_LABELS:
+        images, *labels = data.tensors
+        if images.ndim == _IMAGE_BATCH_DIMS and images.is_floating_point():
+            return ImageTensors(images=images, labels=labels[0] if labels else None)
+    if len(data):
+        check_named(data[0], key="data[0]")
+    return data
+
+
+def check_named(batch: Any, *, key: str) -> None:
+    """Whether a sample or batch is a dict that a step can work with."""
+    if isinstance(batch, Mapping):
+        odd = {
+            name: type(value).__name__
+            for name, value in batch.items()
+            if value is None or isinstance(value, str | bytes) or _is_picture(value)
+        }
+        if odd:
+            raise DataError(
+                "no tensors can be made of these",
+                key=key,
+                value=odd,
+                fix="encode them before (zerotune.encode_dataset, or PreparedImages over "
+                'DatasetImages(dataset, image="image", caption="text")), or leave them out',
+            )
+        return
+    kinds = [type(each).__name__ for each in batch] if isinstance(batch, list | tuple) else []
+    raise DataError(
+        "samples and batches are dicts of tensors by name",
+        key=key,
+        value=f"{type(batch).__name__} of {', '.join(kinds)}" if kinds else type(batch).__name__,
+        fix=_dict_instead(batch),
+    )
+
+
+def _is_picture(value: Any) -> bool:
+    return type(value).__module__.partition(".")[0] == "PIL"
+
+
+def _dict_instead(batch: Any) -> str:
+    pair = isinstance(batch, list | tuple) and len(batch) > 0
+    if _is_picture(batch[0] if pair else batch):
+        take = (
+            "image=0, caption=lambda _: ''" if pair else "image=lambda s: s, caption=lambda _: ''"
+        )
+        return f"PreparedImages over DatasetImages(dataset, {take}); see the page on data"
+    if pair:
+        return (
+            'return {"images": …, "labels": …} with images (c, h, w) in [-1, 1], or give '
+            "ImageTensors(images=…, labels=…)"
+        )
+    return 'return {"images": …}, images (c, h, w) in [-1, 1], or give ImageTensors(images=…)'
+
+
+def needed(stream: BatchStream | None) -> BatchStream:
+    """The stream, for training."""
+    if stream is None:
+        raise DataError(
+            "there is nothing to train on",
+            key="data",
+            value=None,
+            fix="Trainer(data=...): a dataset or an iterable of batches",
+        )
+    return stream

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 
 import attrs
 
+from zerotune._util.text import positive, whole
 from zerotune.checkpoint import step_folder
 from zerotune.decisions import Decision, announce
 from zerotune.errors import DataError, InvalidValueError
@@ -31,10 +32,8 @@ if TYPE_CHECKING:
 
 
 _USUAL: Final = (signal.SIGINT, signal.SIGTERM)
-
-
-_ENDING: Final = (signal.SIG_DFL, give_back)
-_DEFAULTS: Final = (signal.default_int_handler, *_ENDING)
+_ENDS_PROCESS: Final = (signal.SIG_DFL, give_back)
+_DEFAULTS: Final = (signal.default_int_handler, *_ENDS_PROCESS)
 
 
 class StopOnSignals(Callback):
@@ -90,7 +89,7 @@ class StopOnSignals(Callback):
         late, self._received = self._received, None
         while self._former:
             number, former = self._former.popitem()
-            ends_it = failing and former in _ENDING and holds_folders()
+            ends_it = failing and former in _ENDS_PROCESS and holds_folders()
             if ends_it and number == late:
                 late = None
             signal.signal(number, give_back if ends_it else former)
@@ -138,9 +137,6 @@ class StopBeforeDiskFills(Callback):
 
     Whoever saves checkpoints saves one, and ``report.stopped`` holds the numbers. Every trainer
     whose plan swaps to a leased folder has one.
-
-    Args:
-        folders: The run's own swap folders.
     """
 
     def __init__(self, folders: Iterable[Path]) -> None:
@@ -200,12 +196,7 @@ class Goal:
         epochs: float | None,
         time_limit: float | timedelta | None,
     ) -> Goal:
-        """What the arguments of ``fit`` ask for; the earliest of them counts.
-
-        Raises:
-            InvalidValueError: None of them is given, or one is out of range.
-            DataError: Epochs of a stream that does not know its length.
-        """
+        """What the arguments of ``fit`` ask for; the earliest of them counts."""
         if steps is None and epochs is None and time_limit is None:
             raise InvalidValueError(
                 "nothing says when to stop",
@@ -214,9 +205,13 @@ class Goal:
             )
         if isinstance(time_limit, timedelta):
             time_limit = time_limit.total_seconds()
-        _check(steps, "steps", least=0)
-        _check(epochs, "epochs")
-        _check(time_limit, "time_limit")
+        if steps is not None:
+            asked: Any = steps  # 1e4 will do.
+            asked = int(asked) if isinstance(asked, float) and asked.is_integer() else asked
+            whole(asked, key="fit(steps)", least=0)
+        for value, key in ((epochs, "fit(epochs)"), (time_limit, "fit(time_limit)")):
+            if value is not None:
+                positive(value, key=key)
         ends = [] if steps is None else [steps]
         if epochs is not None:
             ends.append(_step_of_epoch(epochs, engine=engine, stream=stream))
@@ -228,11 +223,7 @@ class Goal:
 
 
 class Stopping:
-    """Requests to stop early, agreed between the ranks: one of them may be the only to know.
-
-    Args:
-        group: The processes, which ask each other once before every step.
-    """
+    """Requests to stop early, agreed between the ranks: one of them may be the only to know."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
@@ -259,10 +250,13 @@ class Stopping:
         if not self._group.any(mine is not None):
             return False
         each = self._group.gather(mine)
-        known = dict.fromkeys(reason for reason in each if reason is not None)
-        self.reason = "; ".join(
-            f"{reason}{_where(each, reason, self._group.world_size)}" for reason in known
-        )
+        reasons = []
+        for reason in dict.fromkeys(each):
+            ranks = [str(rank) for rank, given in enumerate(each) if given == reason]
+            where = "" if len(ranks) == len(each) else f" on rank {', '.join(ranks)}"
+            if reason is not None:
+                reasons.append(reason + where)
+        self.reason = "; ".join(reasons)
         return True
 
     def decisions(
@@ -284,21 +278,6 @@ class Stopping:
         )
         announce((decision,), rank=self._group.rank)
         return (decision,)
-
-
-def _where(each: list[str | None], reason: str, world_size: int) -> str:
-    ranks = [str(rank) for rank, given in enumerate(each) if given == reason]
-    return "" if len(ranks) == world_size else f" on rank {', '.join(ranks)}"
-
-
-def _check(value: Any, key: str, *, least: float | None = None) -> None:
-    if value is None:
-        return
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    fits = number and (value > 0 if least is None else value >= least and value == int(value))
-    if not fits or not math.isfinite(value):
-        what = "a number above 0" if least is None else f"a whole number, {least:g} or more"
-        raise InvalidValueError(f"must be {what}", key=f"fit({key})", value=value)
 
 
 def _step_of_epoch(epochs: float, *, engine: Engine, stream: Any) -> int:

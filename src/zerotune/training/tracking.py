@@ -6,8 +6,8 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from zerotune.backend.distributed import together
 from zerotune.backend.trackers import Scalar, Tracker, start_trackers
-from zerotune.checkpoint.collective import together
 from zerotune.decisions import render_decisions
 from zerotune.errors import InvalidValueError
 from zerotune.training.events import Callback
@@ -71,7 +71,7 @@ class Trackers(Callback):
         self._running = ()
         together(trainer.engine.group, "start the trackers", lambda: self._start(trainer))
         for tracker in self._mine(trainer):
-            tracker.settings(_settings(trainer))
+            tracker.settings(_hyperparameters(trainer))
             tracker.text("run/plan", trainer.explain(), step=trainer.step)
         self._tell_decisions(trainer)
 
@@ -79,7 +79,7 @@ class Trackers(Callback):
         """Log the step."""
         if metrics.step % self._every == 0:
             for tracker in self._mine(trainer):
-                tracker.values(_numbers(trainer, metrics), step=metrics.step)
+                tracker.values(_step_values(trainer, metrics), step=metrics.step)
 
     def on_values(self, trainer: RunView, values: Mapping[str, float]) -> None:
         """Log what somebody measured."""
@@ -121,7 +121,7 @@ class Trackers(Callback):
             tracker.text("run/decisions", render_decisions(decisions), step=trainer.step)
 
 
-def _numbers(trainer: RunView, metrics: StepMetrics) -> dict[str, float]:
+def _step_values(trainer: RunView, metrics: StepMetrics) -> dict[str, float]:
     seconds = metrics.seconds
     found: dict[str, float | None] = {
         "train/loss": metrics.loss,
@@ -141,7 +141,7 @@ def _numbers(trainer: RunView, metrics: StepMetrics) -> dict[str, float]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _settings(trainer: RunView) -> dict[str, Scalar]:
+def _hyperparameters(trainer: RunView) -> dict[str, Scalar]:
     plan = trainer.engine.plan
     found: dict[str, Scalar | None] = {
         "model": type(trainer.engine.module).__name__,

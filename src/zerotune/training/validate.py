@@ -11,22 +11,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
-from typing_extensions import Unpack
+from typing_extensions import TypedDict, Unpack
 
 from zerotune._util.files import write_atomically
-from zerotune._util.numbers import whole
-from zerotune.checkpoint import randomness
-from zerotune.checkpoint.collective import together
+from zerotune._util.text import whole
+from zerotune.backend.distributed import together
+from zerotune.checkpoint.contents import capture_generators, restore_generators
 from zerotune.decisions import Decision, announce
 from zerotune.diffusion.data.streams import BucketedDataset, stack_samples
 from zerotune.diffusion.grid import ClipFormat, clip_format, clips_to_grid, images_to_grid
 from zerotune.diffusion.held_out import validation_loss
+from zerotune.diffusion.sampling import sample
+from zerotune.errors import InvalidValueError
 from zerotune.training.events import Callback
-from zerotune.training.sampling import SampleOptions
-from zerotune.training.streams import samples_by_name
+from zerotune.training.setup import samples_by_name
 
 if TYPE_CHECKING:
+    from zerotune.backend.engine import Engine
     from zerotune.diffusion.data import Batch
+    from zerotune.training.averages import Averages
     from zerotune.training.events import RunView, StepMetrics
 
 
@@ -185,12 +188,18 @@ class ValidationLoss(Validation):
             loss = validation_loss(
                 trainer.objective,
                 trainer.engine,
-                _held_out(self._data, count=self._count, size=size),
+                self._batches(size),
                 seed=self._seed,
             )
         self.history.append((trainer.step, loss.mean))
         levels = {f"validation/loss/{level:g}": mean for level, mean in loss.by_quantile.items()}
         trainer.log({"validation/loss": loss.mean, **levels})
+
+    def _batches(self, size: int) -> Sequence[Batch]:
+        if isinstance(self._data, list | tuple):
+            return cast("Sequence[Batch]", self._data[: self._count])
+        count = 8 if self._count is None else self._count
+        return _DatasetBatches(self._data, count=count, size=size)
 
 
 class _DatasetBatches(Sequence["Batch"]):
@@ -213,17 +222,63 @@ class _DatasetBatches(Sequence["Batch"]):
         return stack_samples([self._dataset[place] for place in self._batches[index]])
 
 
-def _held_out(data: Any, *, count: int | None, size: int) -> Sequence[Batch]:
-    if isinstance(data, list | tuple):
-        return cast("Sequence[Batch]", data[:count])
-    return _DatasetBatches(data, count=8 if count is None else count, size=size)
-
-
 @contextmanager
 def untouched_randomness() -> Iterator[None]:
     """Put the global generators of Python, numpy and torch back after the block."""
-    tensors, text = randomness.capture()
+    tensors, text = capture_generators()
     try:
         yield
     finally:
-        randomness.restore(tensors, text)
+        restore_generators(tensors, text)
+
+
+# -- Drawing images from a trainer: what may be asked for, and doing it.
+
+
+class SampleOptions(TypedDict, total=False):
+    """What to draw, and how: options of ``zerotune.diffusion.sample``, and two more."""
+
+    prompts: Sequence[str]
+    negative_prompt: str
+    labels: torch.Tensor
+    count: int
+    scheduler: Any
+    """The objective's, or with prompts the pipeline's, when not given."""
+    steps: int
+    guidance_scale: float
+    seed: int
+    """Fixes the images; 0 when not given."""
+    ema: bool | str
+    """``False`` draws with the trained weights, a name with one of several EMAs, ``True`` (when
+    not given) with the first there is."""
+    shape: tuple[int, int, int]
+    size: tuple[int, int]
+    frames: int
+    references: torch.Tensor
+    batch_size: int
+
+
+def draw(
+    engine: Engine, *, objective: Any, averages: Averages, wanted: SampleOptions
+) -> torch.Tensor:
+    """What ``trainer.sample`` does."""
+    options: dict[str, Any] = dict(wanted)
+    seed, ema = options.pop("seed", 0), options.pop("ema", True)
+    if options.get("prompts") is not None:
+        options["trained_with"] = getattr(objective, "scheduler", None)
+    elif options.get("scheduler") is None:
+        options["scheduler"] = getattr(objective, "scheduler", None)
+        if options["scheduler"] is None:
+            raise InvalidValueError(
+                f"{type(objective).__name__} has no scheduler to sample with",
+                key="scheduler",
+                value=None,
+                fix="pass a diffusers scheduler",
+            )
+    with averages.swapped_in(ema):
+        return sample(
+            engine,
+            family=getattr(objective, "family", None),
+            generator=torch.Generator().manual_seed(seed),
+            **options,
+        )

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any, Final
 import attrs
 import torch
 
-from zerotune._util.numbers import positive
-from zerotune._util.processes import ENDED
+from zerotune._util.proc import ENDED
+from zerotune._util.text import positive
 from zerotune.backend.distributed import Asking, own_store
 from zerotune.errors import CollectiveError
 from zerotune.offload.lease import abandon_held
@@ -43,11 +43,11 @@ EXIT_CODE: Final = 75
 _SLOWEST_S: Final = 5.0
 _GRACE_S: Final = 10.0
 """How long the others may go on after a rank has failed: it may be going to be handled."""
-_ANSWER_S: Final = 3.0
+_STORE_ANSWER_S: Final = 3.0
 """How long the store may take to answer; one whose holder is stopped never does."""
 _SILENT_BEATS: Final = 3
 """Intervals without a word after which a rank counts as silent."""
-_numbers = itertools.count()
+_watch_numbers = itertools.count()
 _HOLDERS: Final = ("self", "module", "sub_module", "param")
 """Local names under which torch and DeepSpeed hold the module or parameter they work for."""
 
@@ -98,20 +98,14 @@ def look(
 
     Costs nothing until it is called: the stacks of all threads are read once. A backward pass on
     a GPU runs in threads of its own; their modules count too.
-
-    Args:
-        names: As ``names_of`` gave them.
-        step: The optimizer step under way.
-        phase: The phase under way.
-        thread: ``ident`` of the thread that trains.
     """
     frames = sys._current_frames()
     own = threading.get_ident()
     stack = list(_outwards(frames.get(thread)))
-    module = _module(stack, names)
+    module = _module_at_work(stack, names)
     for ident, frame in frames.items():
         if module is None and ident not in (thread, own):
-            module = _module(list(_outwards(frame)), names)
+            module = _module_at_work(list(_outwards(frame)), names)
     position = Position(step=step, phase=phase, module=module, line=_line(stack))
     return position, hash(tuple((frame.f_code, frame.f_lasti) for frame in stack))
 
@@ -126,7 +120,9 @@ def look_back(
         frames.append(trace.tb_frame)
         trace = trace.tb_next
     inwards = frames[::-1]
-    return Position(step=step, phase=phase, module=_module(inwards, names), line=_line(inwards))
+    return Position(
+        step=step, phase=phase, module=_module_at_work(inwards, names), line=_line(inwards)
+    )
 
 
 def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
@@ -135,13 +131,12 @@ def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def _module(stack: list[FrameType], names: Mapping[int, str]) -> str | None:
+def _module_at_work(stack: list[FrameType], names: Mapping[int, str]) -> str | None:
     for frame in stack:
         held: Mapping[str, Any] = frame.f_locals
         for name in _HOLDERS:
-            found = names.get(id(held.get(name)))
-            if found is not None:
-                return found
+            if (module := names.get(id(held.get(name)))) is not None:
+                return module
     return None
 
 
@@ -255,7 +250,7 @@ class _Watch:
         self._heard: dict[int, tuple[Beat, float]] = {}
         self._pulse = 0
         # Every rank makes its watches in the same order, so they share these keys.
-        self._prefix = f"zerotune/watchdog/{next(_numbers)}"
+        self._prefix = f"zerotune/watchdog/{next(_watch_numbers)}"
         self._mark = 0
         self._moved_at = time.monotonic()
         self._over = threading.Event()
@@ -268,6 +263,8 @@ class _Watch:
         self._over.set()
         # One that is ending the process is to finish: this error is only another rank's end.
         self._watcher.join(timeout=_GRACE_S if self._ending else 2 * self._interval_s)
+        from torch.distributed.elastic.multiprocessing.api import SignalException
+
         position = self._look()
         if error is not None:
             position = look_back(error, self._names, step=position.step, phase=position.phase)
@@ -276,7 +273,9 @@ class _Watch:
             position=position,
             still_s=0,
             failed=None if error is None else f"{type(error).__name__}: {str(error)[:300]}",
-            let_down=_is_of_another(error),
+            # torchrun ends whoever is left once one has failed.
+            let_down=isinstance(error, CollectiveError | SignalException)
+            or getattr(error, "rank", None) is not None,
             done=True,
         )
         if not self._asking.waits:
@@ -304,7 +303,7 @@ class _Watch:
             still = time.monotonic() - self._moved_at
             called = self._exchange(Beat(rank=self._rank, position=position, still_s=still))
             beats = self._beats()
-            lost = any(beat.failed or _has_ended(beat) for beat in beats)
+            lost = any(beat.failed or (beat.gone or "").startswith(ENDED) for beat in beats)
             failed_since = (failed_since or time.monotonic()) if lost else None
             waited = time.monotonic() - failed_since if failed_since else 0.0
             patience = min(_GRACE_S, self._timeout_s)
@@ -341,10 +340,14 @@ class _Watch:
         def exchange() -> tuple[dict[int, Beat], bool]:
             self._store.set(keys[self._rank], json.dumps(attrs.asdict(mine)))
             known = {rank: key for rank, key in keys.items() if self._store.check([key])}
-            beats = {rank: _read(self._store.get(key)) for rank, key in known.items()}
+            fields = {rank: json.loads(self._store.get(key)) for rank, key in known.items()}
+            beats = {
+                rank: Beat(**each | {"position": Position(**each["position"])})
+                for rank, each in fields.items()
+            }
             return beats, bool(self._store.check([f"{self._prefix}/end"]))
 
-        heard, called = self._asking.ask(exchange, seconds=_ANSWER_S) or ({}, False)
+        heard, called = self._asking.ask(exchange, seconds=_STORE_ANSWER_S) or ({}, False)
         for rank, beat in (heard | {self._rank: mine}).items():
             if rank not in self._heard or self._heard[rank][0].pulse != beat.pulse:
                 self._heard[rank] = beat, time.monotonic()
@@ -372,33 +375,15 @@ class _Watch:
         return position
 
 
-def _is_of_another(error: BaseException | None) -> bool:
-    """Whether an error only tells what happened on another rank."""
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-
-    # torchrun ends whoever is left once one has failed.
-    told = isinstance(error, (CollectiveError, SignalException))
-    return told or getattr(error, "rank", None) is not None
-
-
-def _read(text: bytes) -> Beat:
-    fields = json.loads(text)
-    return Beat(**fields | {"position": Position(**fields["position"])})
-
-
 def _aged(beat: Beat, *, silent_s: float, ended: str | None, interval_s: float) -> Beat:
     """A beat with what it no longer says itself: a process that is stopped has no last word."""
-    if beat.done or (ended is None and silent_s < _SILENT_BEATS * interval_s + _ANSWER_S):
+    if beat.done or (ended is None and silent_s < _SILENT_BEATS * interval_s + _STORE_ANSWER_S):
         return beat
     return attrs.evolve(
         beat,
         still_s=beat.still_s + silent_s,
         gone=ended or f"has not been heard of for {silent_s:.0f} s",
     )
-
-
-def _has_ended(beat: Beat) -> bool:
-    return beat.gone is not None and beat.gone.startswith(ENDED)
 
 
 def _stuck(beats: list[Beat], timeout_s: float, world: int) -> bool:
@@ -420,12 +405,12 @@ def _message(beats: list[Beat], world: int, timeout_s: float) -> str:
     gone = [beat for beat in beats if beat.gone]
     where = "; ".join(str(beat) for beat in beats)
     if failed:
-        return f"{_ranks(failed)} failed and the others wait for it: {where}"
+        return f"{_rank_names(failed)} failed and the others wait for it: {where}"
     if gone:
         return (
-            f"{_ranks(gone)} stopped or ended without a word and the others wait for it: {where}. "
-            "The kernel's log says whether it was killed for its memory; `kill -CONT` continues "
-            "a process that is stopped."
+            f"{_rank_names(gone)} stopped or ended without a word and the others wait for it: "
+            f"{where}. The kernel's log says whether it was killed for its memory; `kill -CONT` "
+            "continues a process that is stopped."
         )
     if any(beat.let_down for beat in beats):
         return f"a rank was lost and the others wait for it: {where}"
@@ -440,7 +425,7 @@ def _message(beats: list[Beat], world: int, timeout_s: float) -> str:
     return f"no rank of {world} has moved for {timeout_s:g} s: {where}. {why}"
 
 
-def _ranks(beats: list[Beat]) -> str:
+def _rank_names(beats: list[Beat]) -> str:
     return " and ".join(f"rank {beat.rank}" for beat in beats)
 
 

@@ -39,7 +39,7 @@ def train(ratio: float, folder: str | None = None, *, mended: bool = True) -> di
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
     from tests.support.models import tiny_unet
-    from zerotune.backend.deepspeed import engine as engines
+    from zerotune.backend.deepspeed.sharded import ShardedWrapper
 
     original = DeepSpeedZeroOptimizer_Stage3._create_fp32_partitions
 
@@ -51,7 +51,7 @@ def train(ratio: float, folder: str | None = None, *, mended: bool = True) -> di
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DeepSpeedZeroOptimizer_Stage3, "_create_fp32_partitions", share_out)
         if not mended:
-            patch.setattr(engines, "join_adam_on_device", lambda _engine: ())
+            patch.setattr(ShardedWrapper, "improve", lambda _: ())
         engine = start(case(ratio), tiny_unet())
     losses = []
     for step in range(STEPS):

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from tests.support.models import HostileNet
-from tests.support.ranks import run_ranks
+from tests.support.ranks import ranks, run_ranks
 from tests.support.runs import Case, start
-from zerotune.backend.deepspeed import given_back
+from zerotune.backend.deepspeed import sharded
 from zerotune.errors import EngineError
 from zerotune.platform import Platform
 
@@ -65,7 +65,9 @@ def test_a_closed_engine_gives_the_module_back_to_the_next() -> None:
     assert first == pytest.approx(last, rel=5e-5)
 
 
-def two_at_once() -> list[str]:
+@pytest.mark.deepspeed
+@ranks(1)
+def test_a_model_whose_engine_is_open_is_one_clear_error() -> None:
     model = HostileNet(0, scalar=False)
     found = []
     with start(Case(stage=3, overrides=(WHOLE,)), model) as engine:
@@ -76,18 +78,15 @@ def two_at_once() -> list[str]:
             except EngineError as error:
                 found.append(str(error))
         assert trained(engine)
-    return found
-
-
-@pytest.mark.deepspeed
-def test_a_model_whose_engine_is_open_is_one_clear_error() -> None:
-    ((alone, inside),) = run_ranks(two_at_once)
+    (alone, inside) = found
     for message in (alone, inside):
         assert "still open" in message
         assert "close the first trainer" in message
 
 
-def after_two_ranks() -> list[str]:
+@pytest.mark.deepspeed
+@ranks(2)
+def test_what_several_ranks_had_says_so_when_it_is_used() -> None:
     model = HostileNet(0, scalar=False)
     with start(Case(stage=3, overrides=(WHOLE,)), model) as engine:
         trained(engine)
@@ -102,17 +101,10 @@ def after_two_ranks() -> list[str]:
             use()
         except EngineError as error:
             found.append(str(error))
-    return found
-
-
-@pytest.mark.deepspeed
-@pytest.mark.world_size(2)
-def test_what_several_ranks_had_says_so_when_it_is_used() -> None:
-    for found in run_ranks(after_two_ranks, world_size=2):
-        assert len(found) == 3
-        for message in found:
-            assert "partitioned over 2 ranks" in message
-            assert "trainer.export" in message
+    assert len(found) == 3
+    for message in found:
+        assert "partitioned over 2 ranks" in message
+        assert "trainer.export" in message
 
 
 def test_weights_on_nvme_come_back_only_where_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,7 +113,8 @@ def test_weights_on_nvme_come_back_only_where_they_fit(monkeypatch: pytest.Monke
         parameter.ds_numel = parameter.numel()
         parameter.ds_tensor = SimpleNamespace(status=SimpleNamespace(name="NOT_AVAILABLE"))
     small = Platform.synthetic("cpu", ram=2**20)
-    monkeypatch.setattr(given_back, "detect_platform", lambda: small)
-    given_back.GivenBack(module=model, world_size=1).finish()
+    monkeypatch.setattr(sharded, "detect_platform", lambda: small)
+    with sharded.restored(model, world_size=1):
+        pass
     with pytest.raises(EngineError, match=r"on NVMe \(3\.\d+ MiB\) do not fit.*trainer\.export"):
         model(torch.ones(1, 1000))

@@ -11,12 +11,12 @@ import attrs
 import pytest
 import torch
 
-from tests.support.ranks import run_ranks
-from zerotune.backend.deepspeed import placement as pinning
+from tests.support.ranks import ranks, run_ranks
+from zerotune.backend.deepspeed import pinning
 from zerotune.plan import DeepSpeedPlan, ModelFacts
 from zerotune.plan.fill import SETTING, pins_exactly, pins_natively
-from zerotune.plan.memory.model import Workload
-from zerotune.platform import GIB, Platform, detect_platform
+from zerotune.plan.memory.estimate import Workload
+from zerotune.platform import GIB, HostMemory, Platform, detect_platform
 
 
 def resolved(accelerator: Any = "cuda", torch_version: str | None = None, **more: Any) -> Any:
@@ -138,7 +138,8 @@ def pin_on_old_torch() -> Any:
             exact = block.untyped_storage().nbytes() < 4 * 2**20
             exact = exact and get_accelerator().is_pinned(block)
             during = os.environ.get("DS_PIN_MEMORY_BACKEND")
-            monkeypatch.setattr(pinning, "_host_free", lambda: 2**20)
+            little = HostMemory(total=2**20, available=2**20)
+            monkeypatch.setattr(pinning, "host_memory", lambda *_, **__: little)
             with pytest.raises(MemoryError) as refused:
                 get_accelerator().pin_memory(torch.zeros(2**19))
         left = [name for name in vars(get_native_pinned_memory()) if name == "_new_locked"]
@@ -195,7 +196,10 @@ def test_the_estimate_follows_the_torch_installed(version: str | None, exact: bo
     assert master.nbytes == (4 * GIB if exact else 3 * GIB)
 
 
-def pin_here() -> tuple[Any, int, bool]:
+@pytest.mark.gpu
+@pytest.mark.deepspeed
+@ranks(1)
+def test_a_gpu_pins_exactly() -> None:
     """What page-locking 5 MiB takes on this machine, and whether its device knows of it."""
     from deepspeed.accelerator import get_accelerator
 
@@ -209,15 +213,9 @@ def pin_here() -> tuple[Any, int, bool]:
         (decision,) = pinning.pin_exactly(plan, resources=resources, environ={})
         before = rounded()
         block = get_accelerator().pin_memory(torch.zeros(5 * 2**20, dtype=torch.uint8))
-        return decision, rounded() - before, block.is_pinned()
-
-
-@pytest.mark.gpu
-@pytest.mark.deepspeed
-def test_a_gpu_pins_exactly() -> None:
-    ((decision, taken, known),) = run_ranks(pin_here)
-    if decision.severity == "warning":
-        pytest.skip(f"torch {torch.__version__} rounds: {decision.reason}")
-    # torch itself takes no part in what DeepSpeed page-locks.
-    assert taken == (0 if decision.after == "native" else 5 * 2**20)
-    assert known, "copies of memory that the driver does not know make the host wait"
+        known = block.is_pinned()
+        if decision.severity == "warning":
+            pytest.skip(f"torch {torch.__version__} rounds: {decision.reason}")
+        # torch itself takes no part in what DeepSpeed page-locks.
+        assert (rounded() - before) == (0 if decision.after == "native" else 5 * 2**20)
+        assert known, "copies of memory that the driver does not know make the host wait"

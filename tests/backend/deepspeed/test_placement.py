@@ -9,10 +9,11 @@ import torch
 
 from tests.support.memory import Peak, exact_heap, resident
 from tests.support.models import HostileNet
-from tests.support.ranks import run_ranks
+from tests.support.ranks import ranks, run_ranks
 from tests.support.runs import Case, start, train_unet
-from zerotune.backend.deepspeed import placement as flattening
-from zerotune.backend.deepspeed.placement import flatten_on_host
+from zerotune.backend.deepspeed import engine as engines
+from zerotune.backend.deepspeed import partitioned
+from zerotune.backend.deepspeed.partitioned import flatten_on_host
 
 
 def parameters() -> list[torch.nn.Parameter]:
@@ -42,43 +43,15 @@ def test_the_flat_tensor_is_what_deepspeed_would_make(moved: bool) -> None:
         assert [p.numel() for p in given] == [0] * 4
 
 
-def flatten_large() -> tuple[int, int]:
+@ranks(1)
+def test_each_weight_is_freed_as_soon_as_it_is_copied() -> None:
     exact_heap()
     layers = [torch.nn.Parameter(torch.ones(2**20, dtype=torch.bfloat16)) for _ in range(32)]
     before = resident()
     with Peak(resident) as peak:
         flat = flatten_on_host(layers, alignment=2)
-    return peak.nbytes - before, flat.nbytes
-
-
-def test_each_weight_is_freed_as_soon_as_it_is_copied() -> None:
-    ((extra, size),) = run_ranks(flatten_large)
     # torch.cat, which DeepSpeed uses, holds all of them twice.
-    assert extra < 0.2 * size
-
-
-def describe(case: Case) -> dict[str, Any]:
-    engine = start(case, HostileNet(scalar=False))
-    wrapper = engine.deepspeed_engine.optimizer
-    dtype = torch.bfloat16 if case.precision == "bf16" else torch.float32
-    wanted = {
-        name: parameter.detach().to(dtype).float()
-        for name, parameter in HostileNet(scalar=False).named_parameters()
-    }
-    weights = dict(engine.module.named_parameters())
-    master = {one.address.name: one.value.clone() for one in engine.master_weights.read()}
-    views = {_address(p) for p in weights.values() if p.requires_grad}
-    flat = {_address(one) for one in wrapper.bit16_groups_flat}
-    masters = {_address(one) for one in wrapper.single_partition_of_fp32_groups}
-    engine.close()
-    return {
-        "decisions": [d for d in engine.decisions if d.key == flattening.KEY],
-        "weights": [n for n, p in weights.items() if not torch.equal(p.float(), wanted[n])],
-        "master": [n for n, m in master.items() if not torch.equal(m, wanted[n].view(-1))],
-        "count": len(master),
-        "views": views == flat,
-        "apart": not masters & flat,
-    }
+    assert (peak.nbytes - before) < 0.2 * flat.nbytes
 
 
 def _address(tensor: torch.Tensor) -> int:
@@ -94,17 +67,36 @@ def _address(tensor: torch.Tensor) -> int:
     ],
     ids=str,
 )
+@ranks(1)
 def test_the_engine_is_built_through_the_host(case: Case) -> None:
-    (found,) = run_ranks(describe, case)
-    (decision,) = found["decisions"]
+    engine = start(case, HostileNet(scalar=False))
+    wrapper = engine.deepspeed_engine.optimizer
+    dtype = torch.bfloat16 if case.precision == "bf16" else torch.float32
+    wanted = {
+        name: parameter.detach().to(dtype).float()
+        for name, parameter in HostileNet(scalar=False).named_parameters()
+    }
+    weights = dict(engine.module.named_parameters())
+    master = {one.address.name: one.value.clone() for one in engine.master_weights.read()}
+    views = {_address(p) for p in weights.values() if p.requires_grad}
+    flat = {_address(one) for one in wrapper.bit16_groups_flat}
+    masters = {_address(one) for one in wrapper.single_partition_of_fp32_groups}
+    engine.close()
+    (decision,) = [d for d in engine.decisions if d.key == partitioned.KEY]
     assert (decision.after, decision.severity) == ("host", "note")
-    assert (found["weights"], found["master"], found["count"]) == ([], [], 8)
-    assert found["views"]
-    assert found["apart"], "master weights that share the weights' memory would be rounded"
+    assert (
+        [n for n, p in weights.items() if not torch.equal(p.float(), wanted[n])],
+        [n for n, m in master.items() if not torch.equal(m, wanted[n].view(-1))],
+        len(master),
+    ) == ([], [], 8)
+    assert views == flat
+    assert not masters & flat, "master weights that share the weights' memory would be rounded"
 
 
-def sizes_when_the_cache_is_emptied() -> list[int]:
-    """Elements of all trained weights each time the device's allocator gives back what is free."""
+@pytest.mark.deepspeed
+@ranks(1)
+def test_freed_weights_are_given_back_before_the_flat_block_is_taken() -> None:
+    """Else the allocator holds them as small blocks, beside the large one: twice the weights."""
     from deepspeed.accelerator import get_accelerator
 
     model = HostileNet(scalar=False)
@@ -113,13 +105,6 @@ def sizes_when_the_cache_is_emptied() -> list[int]:
         sum(p.numel() for p in model.parameters() if p.requires_grad)
     )
     start(Case(stage=2, offload="cpu"), model).close()
-    return seen
-
-
-@pytest.mark.deepspeed
-def test_freed_weights_are_given_back_before_the_flat_block_is_taken() -> None:
-    """Else the allocator holds them as small blocks, beside the large one: twice the weights."""
-    (seen,) = run_ranks(sizes_when_the_cache_is_emptied)
     assert 0 in seen, f"the cache was emptied only while weights were held: {seen}"
 
 
@@ -135,8 +120,8 @@ def order_of_devices() -> list[Any]:
         return str(asked(self))
 
     accelerator.current_device_name = current
-    pin = flattening._pins
-    flattening._pins = lambda plan: calls.append("pin") or pin(plan)  # type: ignore[func-returns-value]
+    pin = engines.pin_exactly
+    engines.pin_exactly = lambda plan, **more: calls.append("pin") or pin(plan, **more)  # type: ignore
     start(Case(stage=2, offload="cpu"), HostileNet(scalar=False)).close()
     return calls
 
@@ -150,7 +135,7 @@ def test_each_rank_takes_its_own_device_before_anything_is_placed() -> None:
 
 
 def train_as_deepspeed_does(case: Case, steps: int) -> list[float]:
-    flattening._KNOWN = ()  # type: ignore[misc]
+    partitioned.FLATTENING = ()  # type: ignore[misc]
     return train_unet(case, steps)
 
 
@@ -164,21 +149,21 @@ def test_training_is_the_same_bit_for_bit(precision: str) -> None:
     assert ours[0][-1] != ours[0][0]
 
 
-def start_unknown() -> list[Any]:
-    flattening._KNOWN = ()  # type: ignore[misc]
-    engine = start(Case(stage=2, offload="cpu"), HostileNet(scalar=False))
-    found = [d for d in engine.decisions if d.key == flattening.KEY]
-    engine.close()
-    return found
-
-
 @pytest.mark.deepspeed
+@ranks(1)
 def test_an_unknown_deepspeed_is_left_alone_and_said_so() -> None:
-    ((decision,),) = run_ranks(start_unknown)
+    partitioned.FLATTENING = ()  # type: ignore[misc]
+    engine = start(Case(stage=2, offload="cpu"), HostileNet(scalar=False))
+    found = [d for d in engine.decisions if d.key == partitioned.KEY]
+    engine.close()
+    (decision,) = found
     assert (decision.after, decision.severity) == ("device", "warning")
 
 
-def peak_on_cuda() -> tuple[int, int]:
+@pytest.mark.gpu
+@pytest.mark.deepspeed
+@ranks(1)
+def test_the_device_holds_the_weights_once() -> None:
     elements = 48 * 1024**2
     layers = (torch.nn.Linear(1024, 1024, bias=False) for _ in range(48))
     case = Case(stage=2, offload="cpu", precision="bf16")
@@ -188,13 +173,6 @@ def peak_on_cuda() -> tuple[int, int]:
     assert engine.device.type == "cuda"
     peak = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
     engine.close()
-    return peak[0], peak[1] - 2 * elements
-
-
-@pytest.mark.gpu
-@pytest.mark.deepspeed
-def test_the_device_holds_the_weights_once() -> None:
-    ((allocated, extra),) = run_ranks(peak_on_cuda)
     weights = 2 * 48 * 1024**2
-    assert weights < allocated < 1.1 * weights
-    assert extra < 0.5 * weights
+    assert weights < peak[0] < 1.1 * weights
+    assert (peak[1] - 2 * elements) < 0.5 * weights

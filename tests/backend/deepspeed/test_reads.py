@@ -11,12 +11,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.backend.step.test_host_step import begin, digest
 from tests.support.models import HostileNet, tiny_unet
-from tests.support.ranks import run_ranks
+from tests.support.ranks import ranks, run_ranks
 from tests.support.runs import Case, unet_loss
-from zerotune.backend.deepspeed import engine as engines
-from zerotune.backend.deepspeed.reads import read_at_once
-
-KEY = "zero_optimization.offload_optimizer.reads"
+from zerotune.backend.deepspeed import partitioned
+from zerotune.backend.deepspeed.partitioned import READS_KEY as KEY
+from zerotune.backend.deepspeed.replicated import HalfWrapper
+from zerotune.backend.deepspeed.wrapper import read_at_once
 
 
 class Reads(TorchDispatchMode):
@@ -43,7 +43,8 @@ def train(case: Case, fixed: bool, host_step: bool = False) -> dict[str, Any]:
     """What a run leaves, and its reads; the third gradient is not finite."""
     with pytest.MonkeyPatch.context() as patch:
         if not fixed:
-            patch.setattr(engines, "ask_once", lambda _engine: ())
+            for kind in (partitioned.PartitionedWrapper, HalfWrapper):
+                patch.setattr(kind, "improve", lambda _: ())
         engine = begin(case, tiny_unet(), host_step)
     told = [decision.after for decision in engine.decisions if decision.key in (KEY, WHOLE)]
     reads: dict[str, list[int]] = {"backward": [], "step": []}
@@ -109,25 +110,19 @@ def test_whole_gradients_are_asked_about_once_as_well() -> None:
     assert max(ours["step"]) < 12
 
 
-def on_the_device() -> dict[str, Any]:
-    return train(Case(stage=2, precision="bf16"), fixed=True)
-
-
 @pytest.mark.deepspeed
+@ranks(1)
 def test_without_offload_deepspeed_asks_a_few_times_itself() -> None:
-    (found,) = run_ranks(on_the_device)
+    found = train(Case(stage=2, precision="bf16"), fixed=True)
     assert found["told"] == []
     assert max(found["backward"]) == 0
     assert max(found["step"]) < 12
 
 
-def in_one_pass() -> dict[str, Any]:
-    return train(Case(stage=2, offload="cpu", precision="bf16"), True, True)
-
-
 @pytest.mark.deepspeed
+@ranks(1)
 def test_the_step_in_one_pass_asks_once_as_well() -> None:
-    (found,) = run_ranks(in_one_pass)
+    found = train(Case(stage=2, offload="cpu", precision="bf16"), True, True)
     assert max(found["backward"]) == 0
     assert max(found["step"]) < 12
     assert [applied for applied, _ in found["outcomes"]] == [True, True, False, True, True]
@@ -150,9 +145,8 @@ def test_a_dropped_window_leaves_no_flag_behind() -> None:
 
 
 def unknown() -> list[Any]:
-    from zerotune.backend.deepspeed import reads
-
-    reads._ASKED = (*reads._ASKED, "moved_elsewhere")  # type: ignore[misc]
+    replaced = (*partitioned.FLAGS.replaced, "moved_elsewhere")
+    partitioned.FLAGS = attrs.evolve(partitioned.FLAGS, replaced=replaced)  # type: ignore[misc]
     engine = begin(attrs.evolve(CASES[0], stage=1), HostileNet(scalar=False), False)
     found = [decision for decision in engine.decisions if decision.key == KEY]
     engine.close()
@@ -162,7 +156,8 @@ def unknown() -> list[Any]:
 @pytest.mark.deepspeed
 def test_an_unknown_deepspeed_is_left_alone_and_said_so() -> None:
     ((decision,),) = run_ranks(unknown)
-    assert (decision.after, "without moved_elsewhere" in decision.reason) == ("per parameter", True)
+    assert decision.after == "per parameter"
+    assert "DeepSpeed's moved_elsewhere" in decision.reason
 
 
 def test_numbers_are_the_same_after_one_read() -> None:

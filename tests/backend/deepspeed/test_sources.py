@@ -9,33 +9,31 @@ import pytest
 import torch
 
 from tests.backend.step.test_hidden_step import Web, begin, loss_of
-from tests.support.ranks import run_ranks
+from tests.support.ranks import ranks, run_ranks
 
 pytestmark = pytest.mark.deepspeed
 
 
-def recorded() -> dict[str, Any]:
+@ranks(1)
+def test_the_installed_release_is_on_file():
     from tools.deepspeed_sources import FILE
-    from zerotune.backend.deepspeed.sources import digests
+    from zerotune.backend.deepspeed.door import digests
     from zerotune.backend.upstream import require_deepspeed
 
-    return {
-        "version": require_deepspeed(accelerator="cpu").__version__,
-        "digests": digests(),
-        "file": json.loads(FILE.read_text(encoding="utf-8")),
-    }
-
-
-def test_the_installed_release_is_on_file():
-    ((found),) = run_ranks(recorded)
-    for name, digest in found["digests"].items():
+    version = require_deepspeed(accelerator="cpu").__version__
+    digests_seen = digests()
+    file = json.loads(FILE.read_text(encoding="utf-8"))
+    for name, digest in digests_seen.items():
         assert digest is not None, name
-        releases = found["file"].get(name, {}).get(digest, [])
-        assert found["version"] in releases, f"read {name}, then python -m tools.deepspeed_sources"
-    assert found["file"].keys() == found["digests"].keys(), "nothing that is no longer replaced"
+        releases = file.get(name, {}).get(digest, [])
+        assert version in releases, f"read {name}, then python -m tools.deepspeed_sources"
+    assert file.keys() == digests_seen.keys(), "nothing that is no longer replaced"
+    assert len(set(digests_seen.values())) == len(digests_seen), "its own source each"
 
 
-def later_release(stage: int) -> dict[str, Any]:
+@pytest.mark.parametrize("stage", [2, 3])
+@ranks(1)
+def test_a_later_release_takes_its_own_step(stage):
     """An engine of a DeepSpeed whose step does one thing more."""
     from deepspeed.runtime.zero import stage3, stage_1_and_2
 
@@ -54,14 +52,8 @@ def later_release(stage: int) -> dict[str, Any]:
     engine.step()
     decided = {d.key: (d.after, d.reason) for d in engine.decisions}
     engine.close()
-    return {"calls": calls, "decided": decided}
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_a_later_release_takes_its_own_step(stage):
-    ((found),) = run_ranks(later_release, stage)
-    assert found["calls"] == ["more"]
-    after, reason = found["decided"]["optimizer.step"]
+    assert calls == ["more"]
+    after, reason = decided["optimizer.step"]
     assert after == "DeepSpeed's"
     assert "step is not that of a release that was tested" in reason
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.ranks import run_ranks
+from tests.support.ranks import ranks, run_ranks
 
 pytestmark = pytest.mark.deepspeed
 
@@ -39,22 +39,19 @@ def test_two_processes_keep_it():
     assert run_ranks(started, world_size=2) == [True, True]
 
 
-def _refused(extensions: str) -> str:
-    from zerotune.backend.ops import locks
-    from zerotune.errors import PlatformError
-
-    os.environ["TORCH_EXTENSIONS_DIR"] = extensions
-    locks.filesystem_kind = lambda _folder: "nfs4"
-    with pytest.raises(PlatformError) as refused:
-        started()
-    return str(refused.value)
-
-
+@ranks(1)
 def test_a_lock_that_may_be_another_machines_is_named_by_the_start(tmp_path: Path):
     lock = tmp_path / "cpu_adam" / "lock"
     lock.parent.mkdir()
     lock.touch()
     os.utime(lock, (0, time.time() - 3600))
-    (message,) = run_ranks(_refused, str(tmp_path))
+    from zerotune.backend import ops
+    from zerotune.errors import PlatformError
+
+    os.environ["TORCH_EXTENSIONS_DIR"] = str(tmp_path)
+    ops.filesystem_kind = lambda _folder: "nfs4"
+    with pytest.raises(PlatformError) as refused:
+        started()
+    message = str(refused.value)
     assert f"delete {lock}" in message
     assert "doctor" not in message

@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from zerotune.backend.ops.diagnose import diagnose_build, missing_module
+from zerotune.backend.ops import diagnose_build, missing_module
 
 
 def torch_error(output):

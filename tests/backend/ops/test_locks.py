@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from zerotune.backend.ops import locks
-from zerotune.backend.ops.locks import LivingLock, living_locks
+from zerotune.backend import ops
+from zerotune.backend.ops import LivingLock, living_locks
 from zerotune.errors import PlatformError
 
 HOLD = """
 import sys, time
-from zerotune.backend.ops.locks import LivingLock
+from zerotune.backend.ops import LivingLock
 assert LivingLock(sys.argv[1]).try_acquire()
 print("held", flush=True)
 time.sleep(60)
@@ -60,7 +60,7 @@ def test_a_build_that_is_killed_blocks_nobody(lock: Path, caplog: pytest.LogCapt
 def test_whoever_waits_says_so(
     lock: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(locks, "SILENT_FOR", 0.0)
+    monkeypatch.setattr(ops, "SILENT_FOR", 0.0)
     first, second = LivingLock(str(lock)), LivingLock(str(lock), wait_seconds=0.01)
     assert first.try_acquire()
     taken = threading.Event()
@@ -106,7 +106,7 @@ def test_a_killed_build_of_plain_torch_blocks_nobody(
     lock: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with _with_torchs_lock(lock) as process:
-        locks.remove_if_dead(lock)
+        ops.remove_if_dead(lock)
         assert lock.exists(), "its process lives"
         process.send_signal(signal.SIGKILL)
     assert lock.read_bytes() == b"", "torch says nothing about whose it is"
@@ -120,7 +120,7 @@ def test_a_killed_build_of_plain_torch_blocks_nobody(
 def test_a_lock_of_another_machine_is_an_error_that_names_it(
     lock: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(locks, "filesystem_kind", lambda _folder: "nfs4")
+    monkeypatch.setattr(ops, "filesystem_kind", lambda _folder: "nfs4")
     lock.touch()
     os.utime(lock, (0, time.time() - 3600))
     with pytest.raises(PlatformError, match=f"delete {lock}"):

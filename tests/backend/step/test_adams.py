@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.ranks import run_ranks
+from tests.support.ranks import ranks, run_ranks
 from zerotune.backend.step import kernel
 
 pytestmark = pytest.mark.deepspeed
@@ -108,31 +108,6 @@ def powers(first: int) -> list[float]:
     return found
 
 
-def norms() -> list[tuple[float, float]]:
-    """Sums of squares of the op and of torch in fp64."""
-    from zerotune.backend.step.kernel import load_host_step
-
-    op, found = load_host_step(), []
-    for dtype, size in itertools.product((torch.float32, torch.bfloat16, torch.float16), SIZES):
-        gradient = torch.randn(size, generator=torch.Generator().manual_seed(size)).to(dtype)
-        copy = torch.empty_like(gradient)
-        found.append((op.take(gradient, into=copy), float(gradient.double().square().sum())))
-        assert torch.equal(copy, gradient)
-    return found
-
-
-def not_finite() -> list[float]:
-    from zerotune.backend.step.kernel import load_host_step
-
-    op, found = load_host_step(), []
-    for value in (float("inf"), float("-inf"), float("nan"), 3e38):
-        for dtype in (torch.float32, torch.bfloat16):
-            gradient = torch.ones(2000)
-            gradient[1234] = value
-            found.append(op.take(gradient.to(dtype)))
-    return found
-
-
 def test_the_pass_is_the_chain_to_the_last_bit():
     (wrong,) = run_ranks(deviations)
     assert wrong == []
@@ -150,14 +125,31 @@ def test_a_resumed_run_has_the_powers_of_an_uninterrupted_one():
         assert resumed == whole[first - 1 :]
 
 
+@ranks(1)
 def test_norms_are_those_of_fp64():
-    (found,) = run_ranks(norms)
+    """Sums of squares of the op and of torch in fp64."""
+    from zerotune.backend.step.kernel import load_host_step
+
+    op, found = load_host_step(), []
+    for dtype, size in itertools.product((torch.float32, torch.bfloat16, torch.float16), SIZES):
+        gradient = torch.randn(size, generator=torch.Generator().manual_seed(size)).to(dtype)
+        copy = torch.empty_like(gradient)
+        found.append((op.take(gradient, into=copy), float(gradient.double().square().sum())))
+        assert torch.equal(copy, gradient)
     for mine, exact in found:
         assert mine == pytest.approx(exact, rel=1e-12)
 
 
+@ranks(1)
 def test_a_sum_is_finite_if_and_only_if_all_elements_are():
-    (found,) = run_ranks(not_finite)
+    from zerotune.backend.step.kernel import load_host_step
+
+    op, found = load_host_step(), []
+    for value in (float("inf"), float("-inf"), float("nan"), 3e38):
+        for dtype in (torch.float32, torch.bfloat16):
+            gradient = torch.ones(2000)
+            gradient[1234] = value
+            found.append(op.take(gradient.to(dtype)))
     assert [value == value and value < float("inf") for value in found] == [False] * 6 + [True] * 2
 
 

@@ -21,10 +21,10 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from tests.backend.step.test_host_step import digest, weights_of
-from tests.support.ranks import RanksFailed, run_ranks
+from tests.support.ranks import RanksFailed, ranks, run_ranks
 from zerotune.backend import plain
 from zerotune.backend.build import build_engine
-from zerotune.backend.deepspeed import host_step
+from zerotune.backend.deepspeed.wrapper import HostStep
 from zerotune.backend.step import deferred, pending
 from zerotune.backend.step.adams import SlabStep
 
@@ -128,9 +128,9 @@ def in_small_parts() -> Iterator[Counter[str]]:
         original(self, index)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pending, "_LEAST", 96)
-        patch.setattr(pending, "_PARTS", 10**9)
-        patch.setattr(pending, "_SHARED_PARTS", 10**9)
+        patch.setattr(pending, "LEAST_EXCHANGED", 96)
+        patch.setattr(pending, "_PARTS_ALONE", 10**9)
+        patch.setattr(pending, "EXCHANGED_PARTS", 10**9)
         patch.setattr(pending.PendingStep, "_take", take)
         yield taken
 
@@ -162,7 +162,7 @@ def delayed(seed: int, model: torch.nn.Module) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SlabStep, "run", slow(SlabStep.run))
         patch.setattr(pending.Upload, "send", slow(pending.Upload.send))
-        patch.setattr(host_step.HostStep, "_is_here", lambda *_: False)
+        patch.setattr(HostStep, "_is_here", lambda *_: False)
         yield
     for handle in handles:
         handle.remove()
@@ -313,20 +313,16 @@ def test_no_setting_changes_a_bit(averages, arguments):
     assert bool(theirs["taken"]) == bool(averages), "an average joins a step that waits for it"
 
 
-def by_both(stages: list[int]) -> list[list[dict[str, Any]]]:
+@ranks(1)
+def test_groups_and_two_averages_are_what_the_usual_step_leaves():
     shared = {"groups": True, "accumulation": 3, "clipping": 0.4}
-    return [
+    for mine, theirs in [
         [
             short_run(None, 2, {"stage": stage, "host_step": mine, **shared})
             for mine in (True, False)
         ]
-        for stage in stages
-    ]
-
-
-def test_groups_and_two_averages_are_what_the_usual_step_leaves():
-    (found,) = run_ranks(by_both, [PLAIN, 2, 3])
-    for mine, theirs in found:
+        for stage in [PLAIN, 2, 3]
+    ]:
         for name in ("losses", "norms", "master", "ema"):
             assert mine[name] == theirs[name], name
         assert mine["taken"], "no average joined a pass"
@@ -357,7 +353,7 @@ def overflowing(hidden: bool, stage: int) -> dict[str, Any]:
     """A run in fp16 whose loss scale is too high at first, and again whenever it has grown."""
     from deepspeed.accelerator import get_accelerator
 
-    from zerotune.backend.deepspeed.start import require_deepspeed
+    from zerotune.backend.upstream import require_deepspeed
     from zerotune.ema import EMAShadow
     from zerotune.optim.resolver import OptimizerResolver
     from zerotune.plan.model import DeepSpeedPlan
@@ -444,7 +440,9 @@ def test_nor_do_two_engines_of_one_process():
     assert run_ranks(two_at_once, True) == run_ranks(two_at_once, False)
 
 
-def spared(threads: int) -> tuple[set[tuple[str, int, int]], list[Any]]:
+@pytest.mark.parametrize(("threads", "left"), [(4, 3), (2, 2)])
+@ranks(1)
+def test_a_pass_in_the_thread_leaves_the_forward_a_core(threads, left):
     """Who computes on how many threads, and what was said of it."""
     torch.set_num_threads(threads)
     engine = begin(2, Web(), hidden=True)
@@ -465,12 +463,6 @@ def spared(threads: int) -> tuple[set[tuple[str, int, int]], list[Any]]:
         (d.before, d.after, d.reason) for d in engine.decisions if d.key == deferred.THREADS_KEY
     ]
     engine.close()
-    return seen, said
-
-
-@pytest.mark.parametrize(("threads", "left"), [(4, 3), (2, 2)])
-def test_a_pass_in_the_thread_leaves_the_forward_a_core(threads, left):
-    ((seen, said),) = run_ranks(spared, threads)
     assert seen == {("zerotune-step", left, threads)}
     ((before, after, reason),) = said
     assert (before, after) == (threads, left)
@@ -539,7 +531,9 @@ def test_a_rank_that_must_not_wait_has_none_wait():
     assert (mine["last"], theirs["last"]) == (0, 0)
 
 
-def failing(stage: int) -> list[str]:
+@pytest.mark.parametrize("stage", [PLAIN, 2, 3])
+@ranks(1)
+def test_every_call_after_an_error_ends_with_its_traceback(stage):
     """What the calls after a failed pass raise, and where it came from."""
     import traceback
 
@@ -572,12 +566,6 @@ def failing(stage: int) -> list[str]:
                 seen.append("its own" if "fail" in frames else "another")
             else:
                 seen.append("nothing")
-    return seen
-
-
-@pytest.mark.parametrize("stage", [PLAIN, 2, 3])
-def test_every_call_after_an_error_ends_with_its_traceback(stage):
-    (seen,) = run_ranks(failing, stage)
     assert seen == ["its own"] * (7 if stage == PLAIN else 8)
 
 
@@ -619,7 +607,8 @@ def test_a_run_killed_within_a_pass_goes_on_bit_for_bit(tmp_path):
     assert run_ranks(resumed, tmp_path, "resumed") == [whole]
 
 
-def goes_on(folder: Path) -> list[list[Any]]:
+@ranks(1)
+def test_the_plain_engine_goes_on_bit_for_bit(tmp_path):
     """What is left of a run of the plain engine, and of one that goes on from its midst."""
     from zerotune.checkpoint import load_checkpoint, save_checkpoint
     from zerotune.ema import EMAShadow
@@ -629,21 +618,17 @@ def goes_on(folder: Path) -> list[list[Any]]:
         engine = begin(PLAIN, Web(), hidden=True)
         saved = {"ema": EMAShadow(decay=0.9).attach(engine)}
         if part == "resumed":
-            load_checkpoint(folder / "saved", engine=engine, shadows=saved)
+            load_checkpoint(tmp_path / "saved", engine=engine, shadows=saved)
         for step in range(engine.state.global_step, 6):
             engine.backward(loss_of(engine, step))
             engine.step()
             saved["ema"].step()
             if step == 2 and part == "whole":
-                save_checkpoint(folder / "saved", engine=engine, shadows=saved)
+                save_checkpoint(tmp_path / "saved", engine=engine, shadows=saved)
         ema = [float(value.double().sum()) for value in saved["ema"].state_dict().values()]
         found.append([digest(engine), weights_of(engine), *ema])
         engine.close()
-    return found
-
-
-def test_the_plain_engine_goes_on_bit_for_bit(tmp_path):
-    ((whole, resumed),) = run_ranks(goes_on, tmp_path)
+    (whole, resumed) = found
     assert whole == resumed
 
 

@@ -9,7 +9,7 @@ import attrs
 import pytest
 import torch
 
-from tests.support.ranks import run_ranks
+from tests.support.ranks import ranks, run_ranks
 from tests.support.runs import Case, start, unet_loss
 
 pytestmark = pytest.mark.deepspeed
@@ -222,7 +222,8 @@ def test_nor_do_two_processes_of_it():
     same_plainly([(PLAIN, True)], world_size=2)
 
 
-def without_compiler(case: Case) -> list[tuple[str, str]]:
+@ranks(1)
+def test_without_a_compiler_deepspeeds_step_stays():
     from tests.support.models import tiny_unet
 
     with pytest.MonkeyPatch.context() as patch:
@@ -233,16 +234,11 @@ def without_compiler(case: Case) -> list[tuple[str, str]]:
             raise PlatformError("there is no C++ compiler")
 
         patch.setattr(deferred, "load_host_step", refuse)
-        engine = start(case, tiny_unet())
+        engine = start(CASES[1], tiny_unet())
     found = [(d.after, d.reason) for d in engine.decisions if d.key == "optimizer.step"]
     engine.backward(unet_loss(engine, 0))
     assert engine.step().applied
     engine.close()
-    return found
-
-
-def test_without_a_compiler_deepspeeds_step_stays():
-    (found,) = run_ranks(without_compiler, CASES[1])
     assert found == [("DeepSpeed's", "the op host_step cannot be built: there is no C++ compiler")]
 
 

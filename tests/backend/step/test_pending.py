@@ -117,6 +117,38 @@ def test_averages_may_come_at_any_time_before_the_end(when):
     assert not step.follow([]), "nobody can join what has been taken"
 
 
+@pytest.mark.parametrize("landed_first", [False, True])
+def test_a_late_average_reads_weights_before_anybody_can_change_them(landed_first):
+    """In one memory a released weight may be changed while the thread still has other parts."""
+    weight, shadow = torch.ones(8), torch.ones(8)
+    addresses, slabs = addresses_of([[4, 4]], 0)
+    go = SimpleQueue()
+    step = ThreadedStep(
+        parts=divide(addresses, slabs, parts=2, least=1), order=range(2),
+        steps=[Doubling(weight=weight, before=lambda: go.get(timeout=60))],
+        upload=Upload(sources=[None], targets=[None]),
+    )  # fmt: skip
+    first = torch.nn.Parameter(weight[:4])
+    step.hold("0.0", first)
+    taker = threading.Thread(target=step.run, daemon=True)
+    taker.start()
+    go.put(None)
+    while not step._followed:
+        time.sleep(1e-3)
+    if landed_first:
+        first.data  # noqa: B018 - using it waits for it
+    # The thread goes on where somebody waits for it, and would not come back otherwise.
+    later = threading.Timer(0.2, go.put, [None])
+    later.start()
+    tensors = {address.key: shadow[4 * i : 4 * i + 4] for i, address in enumerate(addresses)}
+    assert step.follow([Follower(tensors=tensors, weight=0.5)])
+    first.data.clamp_(max=0.25)
+    taker.join(60)
+    step.settle()
+    assert torch.equal(weight, torch.tensor([0.25] * 4 + [2.0] * 4))
+    assert torch.equal(shadow, torch.full((8,), 1.5)), "read before the clamp"
+
+
 def test_several_threads_take_each_part_once():
     weight, kept = torch.ones(40), torch.nn.Parameter(torch.zeros(40))
     barrier = threading.Barrier(3, timeout=120)
@@ -151,7 +183,6 @@ class Devices:
 
 class OnADevice(DeferredSteps):
     _accelerator = Devices()
-    _stepped_by: Any = None
 
     def _written(self) -> dict[str, torch.Tensor]:
         return {}
@@ -161,7 +192,7 @@ def test_a_pass_in_a_thread_is_on_the_device_that_its_rank_trains_on():
     spared: list[str] = []
     op: Any = SimpleNamespace(spare_a_core=lambda: spared.append(threading.current_thread().name))
     nothing: Any = None
-    step = OnADevice(op=op, module=torch.nn.Module(), layout=nothing, group=nothing)
+    step = OnADevice(op=op, adam=nothing, module=torch.nn.Module(), layout=nothing, group=nothing)
     step._accelerator.set_device(1)
     step.hide()
     assert step._thread is not None

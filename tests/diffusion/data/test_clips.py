@@ -5,18 +5,19 @@ from __future__ import annotations
 import os
 import struct
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from tests.diffusion.data import workers
 from tests.support.cropping import FirstLight
 from tests.support.declared_pipelines import hunyuan_video, ltx, wan
 from tests.support.needs import needs
-from tests.support.ranks import run_ranks
-from zerotune.diffusion import MP4, encode_dataset, load_pretrained
+from tests.support.ranks import ranks
+from zerotune import DeepSpeedPlan, Trainer
+from zerotune.diffusion import MP4, AnimatedPNG, encode_dataset, load_pretrained
 from zerotune.diffusion.data import (
     AspectBuckets,
     Augmentation,
@@ -36,6 +37,7 @@ from zerotune.diffusion.data import (
 )
 from zerotune.diffusion.data.images import RefuseBroken
 from zerotune.errors import DataError, InvalidValueError, MissingDependencyError
+from zerotune.training.validate import ValidationImages
 
 SMALL = AspectBuckets(area=16 * 16, step=8)
 
@@ -316,14 +318,53 @@ def test_caches_hold_latents_with_frames(make, root, tmp_path):
 
 
 @pytest.mark.deepspeed
+@ranks(1)
 def test_a_folder_of_frames_trains_wan_and_shows_what_it_learns(root, tmp_path):
+    """Folders of frames to caches, two steps of a clips' model at stage 2, and previews."""
     model = wan(tmp_path / "wan")
-    (seen,) = run_ranks(workers.train_clips, str(model), str(root), str(tmp_path), world_size=1)
-    assert len(seen["losses"]) == 2
-    assert all(np.isfinite(seen["losses"]))
-    assert seen["moved"] > 0
-    assert seen["shapes"] == [(1, 4, 3, 8, 8)] * 2
-    with Image.open(tmp_path / "previews" / "step-00000002.png") as preview:
-        assert preview.n_frames == 3
-        assert preview.info["duration"] == pytest.approx(1000 / 8)
-    assert len(list((tmp_path / "previews").iterdir())) == 2
+    loaded = load_pretrained(model, frozen_dtype="fp32")
+    before = {name: p.detach().clone() for name, p in loaded.model.named_parameters()}
+    buckets = ClipBuckets(
+        sizes=AspectBuckets(area=16 * 16, step=8),
+        frames=(5,),
+        compression=loaded.family.parts.latents.frames,
+    )
+    cached = encode_dataset(
+        PreparedClips(ClipFolder(root), buckets=buckets),
+        family=loaded.family,
+        folder=f"{tmp_path}/cache",
+        progress=False,
+    )
+    objective, shapes = loaded.objective(), []
+
+    def watched(engine: Any, batch: Any, generator: torch.Generator) -> Any:
+        shapes.append(tuple(batch["latents"].shape))
+        return objective(engine, batch, generator)
+
+    watched.family, watched.scheduler = loaded.family, objective.scheduler  # type: ignore[attr-defined]
+    plan = DeepSpeedPlan.build(
+        stage=2,
+        offload="cpu",
+        precision="fp32",
+        micro_batch_size=1,
+        optimizer={"type": "AdamW", "params": {"lr": 1e-3}},
+    )
+    previews = ValidationImages(
+        every=2, folder=f"{tmp_path}/previews", prompts=["a long one"], frames=3, size=(16, 16),
+        steps=1, clips=AnimatedPNG(fps=8),
+    )  # fmt: skip
+    with Trainer(
+        model=loaded.model, plan=plan, data=cached, objective=watched, callbacks=[previews]
+    ) as trainer:
+        report = trainer.fit(steps=2)
+        trained = dict(trainer.engine.master_weights.gather())
+        losses = [float(loss) for loss in trainer.report().losses]
+        str(report)
+        assert len(losses) == 2
+        assert all(np.isfinite(losses))
+        assert sum(not torch.equal(trained[n].cpu(), before[n]) for n in before) > 0
+        assert shapes == [(1, 4, 3, 8, 8)] * 2
+        with Image.open(tmp_path / "previews" / "step-00000002.png") as preview:
+            assert preview.n_frames == 3
+            assert preview.info["duration"] == pytest.approx(1000 / 8)
+        assert len(list((tmp_path / "previews").iterdir())) == 2

@@ -5,15 +5,22 @@ from __future__ import annotations
 import pytest
 
 from tests.diffusion.data import workers
-from tests.support.ranks import run_ranks
+from tests.diffusion.data.workers import color_unet, pictures
+from tests.support.ranks import ranks, run_ranks
+from zerotune import DeepSpeedPlan, FlowMatchingObjective, Trainer, Unconditional
 from zerotune.diffusion.data import (
     AspectBuckets,
     BucketStream,
+    CachedImages,
+    CacheSettings,
     DataStream,
     ImageFolder,
     PreparedImages,
+    TensorCache,
+    cache_latents,
 )
 from zerotune.errors import DataError
+from zerotune.training.validate import ValidationLoss
 
 
 def in_order(ranks):
@@ -41,7 +48,26 @@ def test_a_stream_without_buckets_refuses_them(folder):
         DataStream(images, micro_batch_size=1)
 
 
+@ranks(1)
 def test_the_validation_loss_takes_the_datasets_that_training_takes(folder, tmp_path):
-    (found,) = run_ranks(workers.validate, str(folder), str(tmp_path / "cache"))
+    """The held-out losses of images, and of a cache of them, before and after a step."""
+    cache = tmp_path / "cache"
+    images = pictures(folder)
+    settings = CacheSettings(kind="latents", model="pixels", dtype="float32")
+    stored = TensorCache(cache, settings=settings)
+    cache_latents(images, cache=stored, encode=lambda pixels: {"images": pixels})
+    datasets = {"images": images, "cached": CachedImages(images, latents=stored)}
+    plan = DeepSpeedPlan.build(stage=0, precision="fp32", micro_batch_size=4)
+    held = {name: ValidationLoss(every=1, data=data, batches=3) for name, data in datasets.items()}
+    with Trainer(
+        model=color_unet(),
+        plan=plan,
+        data=images,
+        objective=FlowMatchingObjective(family=Unconditional()),
+        callbacks=[*held.values()],
+        deepspeed=False,
+    ) as trainer:
+        trainer.fit(steps=1)
+    found = {name: each.history for name, each in held.items()}
     assert [step for step, _ in found["images"]] == [0, 1]
     assert found["images"] == found["cached"], "a cache of pixels holds the pixels"

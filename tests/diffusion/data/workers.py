@@ -8,22 +8,13 @@ from typing import Any
 import torch
 
 from zerotune import DeepSpeedPlan, FlowMatchingObjective, Trainer, Unconditional
-from zerotune.diffusion import AnimatedPNG, encode_dataset, load_pretrained
 from zerotune.diffusion.data import (
     AspectBuckets,
     Augmentation,
-    CachedImages,
-    CacheSettings,
-    ClipBuckets,
-    ClipFolder,
     ImageFolder,
-    PreparedClips,
     PreparedImages,
-    TensorCache,
     WholeImage,
-    cache_latents,
 )
-from zerotune.training.validate import ValidationImages, ValidationLoss
 
 
 def color_unet() -> Any:
@@ -101,70 +92,3 @@ def open_counted(folder: str, log: str) -> list[Any]:
     Counting.log = Path(log)
     source = ImageFolder(folder, check=Counting())
     return [source.item(index) for index in range(len(source))]
-
-
-def validate(folder: str, cache: str) -> dict[str, list[tuple[int, float]]]:
-    """The held-out losses of images, and of a cache of them, before and after a step."""
-    images = pictures(folder)
-    settings = CacheSettings(kind="latents", model="pixels", dtype="float32")
-    stored = TensorCache(cache, settings=settings)
-    cache_latents(images, cache=stored, encode=lambda pixels: {"images": pixels})
-    datasets = {"images": images, "cached": CachedImages(images, latents=stored)}
-    plan = DeepSpeedPlan.build(stage=0, precision="fp32", micro_batch_size=4)
-    held = {name: ValidationLoss(every=1, data=data, batches=3) for name, data in datasets.items()}
-    with Trainer(
-        model=color_unet(),
-        plan=plan,
-        data=images,
-        objective=FlowMatchingObjective(family=Unconditional()),
-        callbacks=[*held.values()],
-        deepspeed=False,
-    ) as trainer:
-        trainer.fit(steps=1)
-    return {name: each.history for name, each in held.items()}
-
-
-def train_clips(model: str, clips: str, folder: str) -> dict[str, Any]:
-    """Folders of frames to caches, two steps of a clips' model at stage 2, and previews."""
-    loaded = load_pretrained(model, frozen_dtype="fp32")
-    before = {name: p.detach().clone() for name, p in loaded.model.named_parameters()}
-    buckets = ClipBuckets(
-        sizes=AspectBuckets(area=16 * 16, step=8),
-        frames=(5,),
-        compression=loaded.family.parts.latents.frames,
-    )
-    cached = encode_dataset(
-        PreparedClips(ClipFolder(clips), buckets=buckets),
-        family=loaded.family,
-        folder=f"{folder}/cache",
-        progress=False,
-    )
-    objective, shapes = loaded.objective(), []
-
-    def watched(engine: Any, batch: Any, generator: torch.Generator) -> Any:
-        shapes.append(tuple(batch["latents"].shape))
-        return objective(engine, batch, generator)
-
-    watched.family, watched.scheduler = loaded.family, objective.scheduler  # type: ignore[attr-defined]
-    plan = DeepSpeedPlan.build(
-        stage=2,
-        offload="cpu",
-        precision="fp32",
-        micro_batch_size=1,
-        optimizer={"type": "AdamW", "params": {"lr": 1e-3}},
-    )
-    previews = ValidationImages(
-        every=2, folder=f"{folder}/previews", prompts=["a long one"], frames=3, size=(16, 16),
-        steps=1, clips=AnimatedPNG(fps=8),
-    )  # fmt: skip
-    with Trainer(
-        model=loaded.model, plan=plan, data=cached, objective=watched, callbacks=[previews]
-    ) as trainer:
-        report = trainer.fit(steps=2)
-        trained = dict(trainer.engine.master_weights.gather())
-        return {
-            "losses": [float(loss) for loss in trainer.report().losses],
-            "moved": sum(not torch.equal(trained[n].cpu(), before[n]) for n in before),
-            "shapes": shapes,
-            "report": str(report),
-        }

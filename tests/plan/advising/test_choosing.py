@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from zerotune.errors import InvalidValueError, NothingFitsError
 from zerotune.plan.advise import LEVELS, machine_needs
-from zerotune.plan.memory.rates import RATE_NAMES, Rates
+from zerotune.plan.memory.time import RATE_NAMES, Rates
 from zerotune.plan.model import DeepSpeedPlan, ModelFacts
 from zerotune.platform import Platform
 

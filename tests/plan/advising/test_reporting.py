@@ -7,7 +7,7 @@ import pytest
 
 from zerotune.plan import DeepSpeedPlan, ModelFacts
 from zerotune.plan.advise import Advice, Budget, Candidate
-from zerotune.plan.memory.model import MemoryEstimate, MemoryItem, Workload
+from zerotune.plan.memory.estimate import MemoryEstimate, MemoryItem, Workload
 from zerotune.plan.text import (
     advice_data,
     advice_page,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from zerotune.plan import DeepSpeedPlan, ModelFacts
-from zerotune.plan.memory.model import ALWAYS, MemoryEstimate, MemoryItem, Workload
+from zerotune.plan.memory.estimate import ALWAYS, MemoryEstimate, MemoryItem, Workload
 from zerotune.platform import GIB, Platform
 
 

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from zerotune.errors import InvalidValueError, UnresolvedPlanError
 from zerotune.plan.families import family
 from zerotune.plan.families.__init__ import as_facts
-from zerotune.plan.memory.estimate import power_of_two, sides
-from zerotune.plan.memory.model import Workload
+from zerotune.plan.memory.estimate import Workload, power_of_two, sides
 from zerotune.plan.model import ActivationCost, ActivationFacts, DeepSpeedPlan, ModelFacts
 from zerotune.platform import Platform
 

@@ -9,9 +9,15 @@ import pytest
 
 from zerotune.errors import InvalidValueError
 from zerotune.plan.families import family, family_names
-from zerotune.plan.memory.rates import RATE_NAMES, Rates, catalogued_rates, known_rates, store_rates
-from zerotune.plan.memory.time import step_time
-from zerotune.plan.memory.traffic import step_traffic
+from zerotune.plan.memory.time import (
+    RATE_NAMES,
+    Rates,
+    catalogued_rates,
+    known_rates,
+    step_time,
+    step_traffic,
+    store_rates,
+)
 from zerotune.plan.model import DeepSpeedPlan
 from zerotune.platform import Platform
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from zerotune.errors import InvalidValueError
-from zerotune.plan.memory.traffic import SwapTraffic
+from zerotune.plan.memory.time import SwapTraffic
 from zerotune.plan.model import DeepSpeedPlan, ModelFacts
 from zerotune.platform import Platform
 

@@ -10,31 +10,22 @@ from __future__ import annotations
 
 import gc
 import math
-import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
+import torch.distributed as dist
 from typing_extensions import override
 
 from zerotune.backend.checks import Checks, RunningGroup, check_alike, expected_groups
-from zerotune.backend.deepspeed.fixes import (
-    align_swapped_gradients,
-    join_adam_on_device,
-    look_at_gradients,
-    replay_adam_steps,
-    undo_dummy_step,
-)
-from zerotune.backend.deepspeed.given_back import GivenBack, end_threads, remove_hooks
-from zerotune.backend.deepspeed.host_step import HostStep, take_over_step
-from zerotune.backend.deepspeed.layouts import inner_optimizer, layout_of_deepspeed, note_edits
-from zerotune.backend.deepspeed.leaf_modules import (
-    called_twice,
+from zerotune.backend.deepspeed.door import wrapper_of
+from zerotune.backend.deepspeed.pinning import pin_exactly
+from zerotune.backend.deepspeed.sharded import (
     doubtful_leaf_modules,
-    reduce_by_parameter,
+    leaf_modules,
+    named_leaf_modules,
+    restored,
 )
-from zerotune.backend.deepspeed.placement import pin_exactly
-from zerotune.backend.deepspeed.reads import ask_once
 from zerotune.backend.deepspeed.start import (
     check_plan,
     check_shapes,
@@ -44,42 +35,39 @@ from zerotune.backend.deepspeed.start import (
     join,
     read_weights,
 )
-from zerotune.backend.deepspeed.verify import compare
+from zerotune.backend.deepspeed.wrapper import OptimizerWrapper
 from zerotune.backend.dtypes import check_model_dtype, check_quantized
-from zerotune.backend.engine import EngineState, StepOutcome
-from zerotune.backend.layouts import require_trainable
-from zerotune.backend.master_weights import MasterWeights
-from zerotune.backend.optimizers import ShardAware
-from zerotune.backend.optimizers.client import chosen_optimizer
-from zerotune.backend.proof import prove_offload
-from zerotune.backend.running import (
-    RunningEngine,
+from zerotune.backend.engine import (
+    Engine,
+    EngineState,
     StartedEngine,
+    StepOutcome,
     check_not_gone,
-    gradient_norm,
     naming_the_lost,
 )
+from zerotune.backend.layouts import full_shape, gradient_norm, require_trainable
+from zerotune.backend.master_weights import MasterWeights
+from zerotune.backend.optimizers import ShardAware
+from zerotune.backend.optimizers.client import chosen_optimizer, scheduler_class
+from zerotune.backend.proof import prove_offload
 from zerotune.backend.stored import check_has_weights, dtype_at_rest
 from zerotune.decisions import Decision, announce
 from zerotune.errors import EngineError
 from zerotune.plan.model import ResolvedPlan
 
-_BEFORE_THE_FIRST: Final = -1
-"""``micro_step_id`` between two windows, where DeepSpeed's module does not name it."""
 _SCALER_FIELDS: Final = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
-class ZeROEngine(RunningEngine):
+class ZeROEngine(Engine):
     """An ``Engine`` over a ``deepspeed.DeepSpeedEngine``, whoever initialized that.
 
-    Whoever inherits it sets plan, group, module, ``_engine`` and ``_expected_groups``, and then
-    calls ``_verify``.
+    A subclass sets plan, group, module, ``_engine``, ``_wrapper`` and ``_expected_groups``, and
+    then calls ``_verify``.
     """
 
     _engine: Any
+    _wrapper: OptimizerWrapper
     _expected_groups: tuple[RunningGroup, ...]
-    _host_step: HostStep | None = None
-    """What takes the optimizer's steps in place of DeepSpeed, if anything does."""
     _broken_by: str | None = None
     """What ended a backward pass from which DeepSpeed does not recover."""
     _unfinished = False
@@ -88,31 +76,23 @@ class ZeROEngine(RunningEngine):
     def _verify(self, *, builder: str) -> None:
         """See where DeepSpeed put the master weights, and whether what runs is the plan.
 
-        An optimizer that has to know the layout is told.
-
-        Args:
-            builder: Who initialized DeepSpeed, for the message.
-
-        Raises:
-            UnsupportedEngineError: An optimizer wrapper that zerotune does not know.
-            VerificationError: What runs is not what the plan says; names every difference.
+        An optimizer that has to know the layout is told. ``builder`` initialized DeepSpeed.
         """
-        layout = layout_of_deepspeed(self._engine, rank=self._group.rank)
-        note_edits(self._engine.optimizer, layout)
+        layout, inner = self._wrapper.layout, self._wrapper.inner
+        self._wrapper.note_edits()
         self._master_weights = MasterWeights(layout=layout, group=self._group, device=self.device)
-        inner = inner_optimizer(self._engine)
         if isinstance(inner, ShardAware):
             inner.attach(layout=layout, group=self._group, device=self.device)
         self._checks().raise_if_failed(engine=builder)
 
     @property
+    @override
     def device(self) -> torch.device:
-        """Where batches must lie."""
         return torch.device(self._engine.device)
 
     @property
+    @override
     def dtype(self) -> torch.dtype:
-        """Precision of the weights in the forward pass."""
         dtype: torch.dtype = self._engine.get_data_types()[0]
         return dtype
 
@@ -122,27 +102,27 @@ class ZeROEngine(RunningEngine):
         return self._engine
 
     @property
+    @override
     def lr(self) -> float:
-        """Learning rate of the first group for the next optimizer step."""
         return float(self._engine.optimizer.param_groups[0]["lr"])
 
     @property
+    @override
     def state(self) -> EngineState:
-        """Counters, scheduler and loss scale, to be saved."""
-        scheduler = self._engine.lr_scheduler
+        scheduler, scaler = self._engine.lr_scheduler, self._wrapper.scaler
+        fields = {name: getattr(scaler, name, None) for name in _SCALER_FIELDS}
         return EngineState(
             global_step=self._engine.global_steps,
             micro_step=self._engine.micro_steps,
             skipped_steps=self._engine.skipped_steps,
             scheduler={} if scheduler is None else dict(scheduler.state_dict()),
-            loss_scaler=_read_scaler(self._engine.optimizer),
+            loss_scaler={
+                name: value for name, value in fields.items() if isinstance(value, (int, float))
+            },
         )
 
+    @override
     def load_state(self, state: EngineState) -> None:
-        """Restore counters, scheduler (with the learning rate it implies) and loss scale.
-
-        Gradients of a micro batch that was never closed, because of an error perhaps, are dropped.
-        """
         self._master_weights.settle()
         engine = self._engine
         if self._unfinished:
@@ -151,28 +131,36 @@ class ZeROEngine(RunningEngine):
         engine.micro_steps = state.micro_step
         engine.skipped_steps = state.skipped_steps
         engine.global_samples = state.global_step * engine.train_batch_size()
-        schedule, position = engine.lr_scheduler, _position(state.scheduler)
-        # Before a first step there is nothing to set, unless this engine has taken some.
-        if schedule is not None and max(position, _position(schedule.state_dict())) >= 0:
-            # Loading only the position would leave the learning rate as it is.
-            schedule.step(position)
-        _write_scaler(engine.optimizer, state.loss_scaler)
+        schedule = engine.lr_scheduler
+        if schedule is not None:
+            # Of the optimizer step that it stands right after; -1 before the first.
+            position, running = (
+                int(each.get("last_batch_iteration", -1))
+                for each in (state.scheduler, schedule.state_dict())
+            )
+            # Before a first step there is nothing to set, unless this engine has taken some.
+            if max(position, running) >= 0:
+                # Loading only the position would leave the learning rate as it is.
+                schedule.step(position)
+        for name, value in state.loss_scaler.items():
+            if hasattr(self._wrapper.scaler, name):
+                setattr(self._wrapper.scaler, name, value)
         taken = state.global_step - state.skipped_steps
-        replay_adam_steps(engine, taken)
+        replay_adam_steps(self._wrapper.inner, taken)
         if self._host_step is not None:
             self._host_step.replay(taken)
 
+    @override
     @naming_the_lost
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model's forward pass; at stage 3, weights are gathered layer by layer."""
         if torch.is_grad_enabled():
             self._check_goes_on()
-            self._check_trained()
+            self._check_before_forward()
         return self._engine(*args, **kwargs)
 
+    @override
     @naming_the_lost
     def backward(self, loss: torch.Tensor) -> None:
-        """Back-propagate a scalar loss; DeepSpeed divides by the accumulation steps."""
         self._check_goes_on()
         self._unfinished = True
         self._master_weights.settle()
@@ -180,22 +168,17 @@ class ZeROEngine(RunningEngine):
             self._engine.backward(loss)
         except BaseException as error:
             self._broken_by = type(error).__name__ if self._plan.stage >= 2 else None
-            if (clear := self._clearer(error)) is not None:
+            clear: EngineError | None = None
+            if isinstance(error, AssertionError):
+                clear = self._wrapper.refused()
+            elif isinstance(error, RuntimeError):
+                clear = self._strided()
+            if clear is not None:
                 raise clear from error
             raise
 
-    def _clearer(self, error: BaseException) -> EngineError | None:
-        """An error that says what DeepSpeed's means, where that is known."""
-        if isinstance(error, AssertionError):
-            return called_twice(self._engine)
-        return self._strided() if isinstance(error, RuntimeError) else None
-
     def _check_goes_on(self) -> None:
-        """Can another pass begin?
-
-        Raises:
-            EngineError: A backward pass has not ended.
-        """
+        """Check that the last backward pass has ended."""
         if self._broken_by is not None:
             raise EngineError(
                 f"the last backward pass ended in {self._broken_by}, and DeepSpeed keeps the "
@@ -219,17 +202,9 @@ class ZeROEngine(RunningEngine):
                 )
         return None
 
-    @property
     @override
-    def _later_decisions(self) -> tuple[Decision, ...]:
-        return () if self._host_step is None else self._host_step.decisions
-
     @naming_the_lost
     def step(self) -> StepOutcome:
-        """Close a micro batch; update the weights when it is the last of its group.
-
-        A gradient that is not finite is not applied, also where DeepSpeed would.
-        """
         boundary = bool(self._engine.is_gradient_accumulation_boundary())
         if boundary:
             self._check_before_step(self._engine.global_steps)
@@ -250,34 +225,83 @@ class ZeROEngine(RunningEngine):
             grad_norm=None if norm is None else float(norm),
         )
 
+    @override
     def discard(self) -> None:
-        """Drop the accumulation window under way; it counts as a skipped step.
-
-        Raises:
-            EngineError: A backward pass has not ended.
-        """
         self._check_goes_on()
         self._master_weights.settle()
-        discard_gradients(self._engine)
+        engine = self._engine
+        self._wrapper.drop_gradients()
+        engine.zero_grad()
+        window = engine.gradient_accumulation_steps()
+        engine.micro_steps = (engine.micro_steps // window + 1) * window
+        engine.global_steps += 1
+        engine.skipped_steps += 1
+        engine.global_samples += engine.train_batch_size()
+        engine._step_applied = False
         self._unfinished = False
 
     def _unchecked_norm(self) -> float | None:
         """Norm of the gradients where DeepSpeed steps whatever they are: at stage 0 in fp32."""
         engine = self._engine
-        if hasattr(engine.optimizer, "overflow") or engine.torch_autocast_z0_gradscaler:
+        if self._wrapper.skips_overflow or engine.torch_autocast_z0_gradscaler:
             return None
-        norm = gradient_norm(self._module.parameters())
+        norm = float(gradient_norm(self._module.parameters()))
         if not engine.enable_backward_allreduce:
             # 1-bit optimizers: each rank has gradients of its own, and all must do the same.
             bad = self._group.any(not math.isfinite(norm))
             norm = math.nan if bad else norm
         return norm
 
+    @override
     def _train(self, mode: bool) -> None:
         self._engine.train(mode)
 
+    @override
     def _checks(self) -> Checks:
-        return compare(self._engine, self._plan, module=self._module, groups=self._expected_groups)
+        """Read from the engine, its optimizer and the model, not from the configuration."""
+        engine, plan, checks = self._engine, self._plan, Checks()
+        checks.equal("zero_optimization.stage", plan.stage, engine.zero_optimization_stage())
+        self._compare_optimizer(checks)
+        precision = "bf16" if engine.bfloat16_enabled() else "fp32"
+        checks.equal("precision", plan.precision, "fp16" if engine.fp16_enabled() else precision)
+        steps, limit = plan.gradient_accumulation_steps, float(plan.gradient_clipping)
+        checks.equal("gradient_accumulation_steps", steps, engine.gradient_accumulation_steps())
+        checks.equal("gradient_clipping", limit, float(engine.gradient_clipping()))
+        micro = engine.train_micro_batch_size_per_gpu()
+        checks.equal("train_micro_batch_size_per_gpu", plan.micro_batch_size, micro)
+        checks.equal("train_batch_size", plan.train_batch_size, engine.train_batch_size())
+        optimizer, parameter = self._wrapper.devices
+        checks.equal("offload_optimizer.device", plan.offload_optimizer, optimizer)
+        checks.equal("offload_param.device", plan.offload_param, parameter)
+        if plan.stage == 3:
+            # A high persistence threshold keeps all whole. Frozen parameters count too: beside a
+            # large frozen base all adapters are small enough to stay.
+            parameters = list(self._module.parameters())
+            whole = sum(math.prod(full_shape(p)) for p in parameters)
+            checks.equal("stage 3 partitions", True, sum(p.numel() for p in parameters) < whole)
+            named = named_leaf_modules(plan, self._module)
+            checks.equal("leaf modules", len(named), len(leaf_modules(self._module)))
+        return checks
+
+    def _compare_optimizer(self, checks: Checks) -> None:
+        engine, plan, inner = self._engine, self._plan, self._wrapper.inner
+        choice = chosen_optimizer(plan)
+        checks.equal("optimizer.type", choice.implementation, type(inner).__name__)
+        checks.optimizer_arguments(
+            choice,
+            inner,
+            scheduler=plan.scheduler,
+            steps_taken=engine.global_steps - engine.skipped_steps,
+            groups=self._expected_groups,
+        )
+        names = {id(parameter): name for name, parameter in self._module.named_parameters()}
+        members = zip(inner.param_groups, self._wrapper.members, strict=True)
+        checks.group_members(
+            self._expected_groups,
+            [RunningGroup.read(group, parameters, names) for group, parameters in members],
+        )
+        running = None if engine.lr_scheduler is None else type(engine.lr_scheduler).__name__
+        checks.equal("scheduler.type", scheduler_class(plan), running)
 
 
 class DeepSpeedEngine(StartedEngine, ZeROEngine):
@@ -308,9 +332,14 @@ class DeepSpeedEngine(StartedEngine, ZeROEngine):
         check_shapes(plan, model)
         check_model_dtype(model, plan)
         check_quantized(model, plan)
-        rounded = plan.precision != "fp32" and any(
-            dtype_at_rest(p) == torch.float32 for _, p in named
+        rounds = Decision(
+            key="model.dtype",
+            before="fp32",
+            after=plan.precision,
+            reason=f"DeepSpeed rounds the weights to {plan.precision} before it makes the fp32 "
+            "master copy, so training starts from the rounded weights",
         )
+        wide = any(dtype_at_rest(parameter) == torch.float32 for _, parameter in named)
         # Before anything takes memory of the device.
         proven = prove_offload(plan, self._group)
         read = read_weights(deepspeed, plan, model)
@@ -320,157 +349,102 @@ class DeepSpeedEngine(StartedEngine, ZeROEngine):
             chosen_optimizer(plan), named, arguments["optimizer"]
         )
         self._engine, built = initialize(deepspeed, plan, arguments, self.resources)
-        asking = ask_once(self._engine)
-        self._host_step, stepping = take_over_step(self._engine, plan, self._group)
+        self._wrapper = wrapper_of(self._engine)
+        improved = self._wrapper.improve()
+        self._host_step, stepping = self._wrapper.take_over_step(plan, self._group)
         self._decisions = (
             *read,
-            *(_rounding(plan) if rounded else ()),
+            *((rounds,) if wide and plan.precision != "fp32" else ()),
             *proven,
             *pinned,
             *built,
             *doubtful_leaf_modules(plan, model),
-            *reduce_by_parameter(self._engine),
-            *undo_dummy_step(self._engine),
-            *look_at_gradients(self._engine),
-            *align_swapped_gradients(self._engine),
-            *join_adam_on_device(self._engine),
-            *asking,
+            *self._wrapper.correct(),
+            *improved,
             *stepping,
         )
         self._verify(builder="DeepSpeed")
         announce(self.decisions, rank=self._group.rank)
 
+    @override
     def _release(self) -> None:
         try:
             if self._host_step is not None:
                 self._host_step.close()
         finally:
-            self._give_back()
+            if self._plan.stage != 3:
+                self._destroy()
+            else:
+                with restored(self._module, world_size=self._group.world_size):
+                    self._destroy()
+                # What stage 3 has made of each parameter holds itself, and a process group.
+                gc.collect()
 
-    def _give_back(self) -> None:
-        back = None
-        if self._plan.stage == 3:
-            back = GivenBack(module=self._module, world_size=self._group.world_size)
+    def _destroy(self) -> None:
         self._engine.destroy()
         end_threads(self._engine)
-        remove_hooks(self._module)
-        if back is not None:
-            back.finish()
-            # What stage 3 has made of each parameter holds itself, and a process group.
-            gc.collect()
+        # The hooks that DeepSpeed's engine leaves on a module hold all of the engine.
+        for hooks in (self._module._forward_hooks, self._module._forward_pre_hooks):
+            for key, hook in list(hooks.items()):
+                if (getattr(hook, "__module__", None) or "").startswith("deepspeed."):
+                    del hooks[key]
 
 
-def _rounding(plan: ResolvedPlan) -> tuple[Decision, ...]:
-    return (
-        Decision(
-            key="model.dtype",
-            before="fp32",
-            after=plan.precision,
-            reason=f"DeepSpeed rounds the weights to {plan.precision} before it makes the fp32 "
-            "master copy, so training starts from the rounded weights",
-        ),
-    )
+def end_threads(engine: Any) -> None:
+    """Have a DeepSpeed engine that has ended hold no process groups and no files' queues.
+
+    Their threads and descriptors last as long as somebody holds them, which the engine's module
+    does too.
+    """
+    wrapper, parameters = engine.optimizer, list(engine.module.parameters())
+    for holder in (engine, wrapper, getattr(wrapper, "parameter_offload", None), *parameters):
+        attributes = getattr(holder, "__dict__", {})
+        for name, value in attributes.items():
+            if isinstance(value, dist.ProcessGroup):
+                attributes[name] = None
+            elif isinstance(value, list) and any(isinstance(e, dist.ProcessGroup) for e in value):
+                attributes[name] = [None] * len(value)
+    if getattr(wrapper, "optimizer_swapper", None) is not None:
+        wrapper.optimizer_swapper = None
+    for each in parameters:
+        if (swapper := getattr(each, "nvme_swapper", None)) is not None:
+            swapper.aio_read_handle = swapper.aio_write_handle = None
 
 
-def discard_gradients(engine: Any) -> None:
-    """Drop the accumulation window of a ``deepspeed.DeepSpeedEngine``, as a skipped step.
+def replay_adam_steps(adam: Any, steps: int) -> None:
+    """Bring the powers of beta that DeepSpeed's CPU Adam keeps to where an uninterrupted run is.
 
-    Does what the wrappers do themselves when a loss scale overflows, which is their only way to
-    drop a step, and clears the buffers that outlive it: a parameter without a gradient in the
-    next window would otherwise be stepped with that of the dropped one. Weights, states, loss
-    scale and scheduler stay as they are.
+    The op behind DeepSpeedCPUAdam, and behind FusedAdam on the CPU accelerator, keeps beta to the
+    power of the step as a running fp32 product. In a process that starts at a later step it
+    computes the power anew, which rounds differently (first at step 3 of 0.999), so that a resumed
+    run would drift from an uninterrupted one by about 1e-6 of a loss.
 
     Args:
-        engine: DeepSpeed's engine at stage 0 to 3, on any device.
+        adam: An optimizer that DeepSpeed steps; others than these are left alone.
+        steps: Optimizer steps taken before.
     """
-    wrapper = engine.optimizer
-    kind = type(wrapper).__name__
-    if kind == "DeepSpeedZeroOptimizer_Stage3":
-        _discard_at_stage_3(wrapper)
-    elif kind == "DeepSpeedZeroOptimizer":
-        _discard_at_stages_1_and_2(wrapper)
-    else:
-        wrapper.zero_grad()
-        for flat in _tensors(getattr(wrapper, "fp32_groups_flat", ())):
-            flat.grad = None
-    engine.zero_grad()
-    _count_as_skipped(engine)
-
-
-def _count_as_skipped(engine: Any) -> None:
-    window = engine.gradient_accumulation_steps()
-    engine.micro_steps = (engine.micro_steps // window + 1) * window
-    engine.global_steps += 1
-    engine.skipped_steps += 1
-    engine.global_samples += engine.train_batch_size()
-    engine._step_applied = False
-
-
-def _discard_at_stages_1_and_2(wrapper: Any) -> None:
-    # The copies of offloaded gradients may still be under way; absent before DeepSpeed 0.19.
-    wait = getattr(wrapper, "_wait_for_offload_copies", None)
-    if wait is not None:
-        wait()
-    home = sys.modules[type(wrapper).__module__]
-    wrapper.micro_step_id = getattr(home, "INITIAL_MICRO_STEP_ID", _BEFORE_THE_FIRST)
-    wrapper.zero_grad(set_to_none=True)
-    if hasattr(wrapper, "_release_preflattened_grad_buffers"):
-        wrapper._release_preflattened_grad_buffers()
-    if wrapper.cpu_offload:
-        if hasattr(wrapper, "_offload_accumulated_param_ids"):
-            wrapper._offload_accumulated_param_ids = set()
-        wrapper.reset_cpu_buffers()
-        _clear(getattr(wrapper, "accumulated_grads_in_cpu", {}).values())
-        _clear_gradients(wrapper.single_partition_of_fp32_groups)
+    update = _cpu_adam_update(adam)
+    if update is None or steps < 1:
         return
-    for group in wrapper.averaged_gradients:
-        wrapper.averaged_gradients[group] = None
-        wrapper.all_grad_tensors[group] = None
+    betas = list(dict.fromkeys(tuple(group["betas"]) for group in adam.param_groups))
+    # Where the groups differ, the op computes the powers anew at each change from one to the next.
+    first = 1 if len(betas) == 1 else steps
+    for step in range(first, steps + 1):
+        for beta1, beta2 in betas:
+            update(step, beta1, beta2)
 
 
-def _discard_at_stage_3(wrapper: Any) -> None:
-    wrapper._pre_step()
-    wrapper._partition_all_parameters()
-    wrapper._overflow_clean_up(None)
-    wrapper.inf_or_nan_tracker.zero_()
-    _clear([wrapper.grad_partitions_flat_buffer])
-    _clear_gradients(wrapper.fp32_partitioned_groups_flat)
-
-
-def _clear_gradients(flats: Iterable[Any]) -> None:
-    _clear(flat.grad for flat in _tensors(flats))
-
-
-def _clear(tensors: Iterable[torch.Tensor | None]) -> None:
-    for tensor in tensors:
-        if tensor is not None:
-            tensor.zero_()
-
-
-def _tensors(found: Iterable[Any]) -> list[torch.Tensor]:
-    return [each for each in found if isinstance(each, torch.Tensor)]
-
-
-def _scaler(wrapper: Any) -> Any:
-    for name in ("loss_scaler", "loss_scale_config"):
-        if hasattr(wrapper, name):
-            return getattr(wrapper, name)
-    return None
-
-
-def _read_scaler(wrapper: Any) -> dict[str, Any]:
-    scaler = _scaler(wrapper)
-    fields = {name: getattr(scaler, name, None) for name in _SCALER_FIELDS}
-    return {name: value for name, value in fields.items() if isinstance(value, (int, float))}
-
-
-def _write_scaler(wrapper: Any, fields: dict[str, Any]) -> None:
-    scaler = _scaler(wrapper)
-    for name, value in fields.items():
-        if hasattr(scaler, name):
-            setattr(scaler, name, value)
-
-
-def _position(scheduler: Mapping[str, Any]) -> int:
-    """The optimizer step that a saved schedule stands right after; -1 before the first."""
-    return int(scheduler.get("last_batch_iteration", -1))
+def _cpu_adam_update(adam: Any) -> Callable[[int, float, float], object] | None:
+    """One step of the op on a number that nobody has; ``None`` for every other optimizer."""
+    kind = type(adam).__name__
+    dummies = [torch.zeros(1) for _ in range(4)]
+    if kind == "DeepSpeedCPUAdam":
+        return lambda step, beta1, beta2: adam.ds_opt_adam.adam_update(
+            adam.opt_id, step, 0.0, beta1, beta2, 1.0, 0.0, True, *dummies
+        )
+    if kind != "FusedAdam" or adam._dummy_overflow_buf.device.type != "cpu":
+        return None
+    lists = [[dummy] for dummy in dummies]
+    return lambda step, beta1, beta2: adam.multi_tensor_adam(
+        1, adam._dummy_overflow_buf, lists, 0.0, beta1, beta2, 1.0, step, adam.adam_w_mode, 1, 0.0
+    )

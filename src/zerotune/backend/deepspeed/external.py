@@ -5,19 +5,17 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import attrs
 import torch
 import torch.distributed as dist
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from typing_extensions import override
 
 from zerotune.backend.checks import check_alike, expected_groups
+from zerotune.backend.deepspeed.door import wrapper_of
 from zerotune.backend.deepspeed.engine import ZeROEngine
-from zerotune.backend.deepspeed.fixes import align_swapped_gradients, undo_dummy_step
-from zerotune.backend.deepspeed.host_step import take_over_step
-from zerotune.backend.deepspeed.layouts import inner_optimizer, layout_of_deepspeed
-from zerotune.backend.deepspeed.leaf_modules import reduce_by_parameter
 from zerotune.backend.deepspeed.start import check_plan, check_world
 from zerotune.backend.distributed import ProcessGroup
 from zerotune.backend.engine import EngineState, StepOutcome
@@ -40,8 +38,6 @@ _SAMPLED: Final = (*range(20), *(round(20 * 1.1**power) for power in range(1, 90
 """Optimizer steps at which schedules are compared, to about 96,000."""
 _SAME_RATE: Final = 0.01
 """Share of the highest rate by which two schedules may differ."""
-_PRECISIONS: Final = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
-"""accelerate's names."""
 
 
 def master_weights_of(source: Any) -> MasterWeights:
@@ -58,12 +54,13 @@ def master_weights_of(source: Any) -> MasterWeights:
     """
     if isinstance(source, MasterWeights):
         return source
-    owned = getattr(source, "master_weights", None)
-    if isinstance(owned, MasterWeights):
-        return owned
+    master_weights = getattr(source, "master_weights", None)
+    if isinstance(master_weights, MasterWeights):
+        return master_weights
     source = unwrapped(source)
     if is_deepspeed(source):
-        return _of_deepspeed(source)
+        layout, group = wrapper_of(source).layout, ProcessGroup(backend=dist.get_backend())
+        return MasterWeights(layout=layout, group=group, device=source.device)
     if isinstance(source, torch.nn.Module):
         return _of_module(source)
     raise EngineError(
@@ -80,9 +77,9 @@ def deepspeed_engine_of(source: Any) -> Any:
     Raises:
         EngineError: There is none.
     """
-    found = unwrapped(getattr(source, "deepspeed_engine", source))
-    if is_deepspeed(found):
-        return found
+    engine = unwrapped(getattr(source, "deepspeed_engine", source))
+    if is_deepspeed(engine):
+        return engine
     raise EngineError(
         "is no DeepSpeed engine",
         key="engine",
@@ -100,13 +97,6 @@ def unwrapped(source: Any) -> Any:
 def is_deepspeed(source: Any) -> bool:
     """Whether this is an object of DeepSpeed's own, without importing DeepSpeed."""
     return type(source).__module__.startswith("deepspeed.")
-
-
-def _of_deepspeed(engine: Any) -> MasterWeights:
-    group = ProcessGroup(backend=dist.get_backend())
-    return MasterWeights(
-        layout=layout_of_deepspeed(engine, rank=group.rank), group=group, device=engine.device
-    )
 
 
 def _of_module(module: torch.nn.Module) -> MasterWeights:
@@ -134,33 +124,23 @@ def accelerator_arguments(plan: ResolvedPlan) -> dict[str, Any]:
     Nothing in the plugin's configuration is ``"auto"``, so accelerate fills and replaces nothing.
     On a machine without an accelerator they name gloo too: accelerate takes none by itself then,
     and each of several processes believes that it is alone.
-
-    Args:
-        plan: A resolved plan with its optimizer chosen.
-
-    Raises:
-        MissingDependencyError: accelerate is not installed.
-        UnresolvedPlanError: Something in the plan is not settled.
     """
     accelerate = require_accelerate()
+
+    class WholeModelsPlugin(accelerate.DeepSpeedPlugin):  # type: ignore[misc, name-defined]
+        def set_deepspeed_weakref(self) -> None:
+            """Register no configuration with transformers, which partitions all it loads then."""
+            self.dschf = None
+
     arguments = {
-        "deepspeed_plugin": _plugin_class()(hf_ds_config=plan.to_deepspeed()),
-        "mixed_precision": _PRECISIONS[plan.precision],
+        "deepspeed_plugin": WholeModelsPlugin(hf_ds_config=plan.to_deepspeed()),
+        "mixed_precision": "no" if plan.precision == "fp32" else plan.precision,
         "gradient_accumulation_steps": plan.gradient_accumulation_steps,
     }
     if plan.platform.accelerator == "cpu":
         gloo = accelerate.utils.InitProcessGroupKwargs(backend="gloo")
         arguments["kwargs_handlers"] = [gloo]
     return arguments
-
-
-def _plugin_class() -> Any:
-    class WholeModelsPlugin(require_accelerate().DeepSpeedPlugin):  # type: ignore[misc]
-        def set_deepspeed_weakref(self) -> None:
-            """Register no configuration with transformers, which partitions all it loads then."""
-            self.dschf = None
-
-    return WholeModelsPlugin
 
 
 def loads_whole(plan: ResolvedPlan) -> tuple[Decision, ...]:
@@ -181,16 +161,9 @@ def loads_whole(plan: ResolvedPlan) -> tuple[Decision, ...]:
 def accelerate_optimizer(plan: ResolvedPlan, model: torch.nn.Module) -> Any:
     """The optimizer to hand to ``accelerator.prepare``.
 
-    Args:
-        plan: A resolved plan with its optimizer chosen.
-        model: What is trained.
-
     Returns:
         ``accelerate.utils.DummyOptim`` with the plan's parameter groups where DeepSpeed builds
         the optimizer; else the optimizer, which accelerate then leaves as it is.
-
-    Raises:
-        EngineError: The plan has no optimizer choice.
     """
     choice, named = chosen_optimizer(plan), trainable_parameters(model)
     if choice.source != "deepspeed":
@@ -199,58 +172,20 @@ def accelerate_optimizer(plan: ResolvedPlan, model: torch.nn.Module) -> Any:
     return accelerate.utils.DummyOptim(parameter_groups(choice, named), lr=choice.lr)
 
 
-class Embedding(Protocol):
-    """What an ``Accelerator`` of ``embedded_accelerator`` calls in its own methods' place."""
-
-    plan: ResolvedPlan
-
-    def schedule(self) -> Any:
-        """What stands where the script keeps its schedule."""
-        ...
-
-    def decide(self, *decisions: Decision) -> None:
-        """Record what was chosen for the script."""
-        ...
-
-    def attach(self, engine: Any) -> Any:
-        """Verify what ``prepare`` made of the model. Collective."""
-        ...
-
-    def register(self, *objects: Any) -> None:
-        """Save and load these with the engine."""
-        ...
-
-    def save(self, directory: str | os.PathLike[str]) -> Any:
-        """Write a checkpoint. Collective."""
-        ...
-
-    def load(self, directory: str | os.PathLike[str]) -> Any:
-        """Go on from a checkpoint. Collective."""
-        ...
-
-    def close(self) -> None:
-        """Give back what the run holds."""
-        ...
-
-
-def embedded_accelerator(embedding: Embedding, given: Mapping[str, Any]) -> Any:
+def embedded_accelerator(embedding: Any, given: Mapping[str, Any]) -> Any:
     """An ``accelerate.Accelerator`` that runs a plan whatever optimizer its script prepares.
 
     Args:
-        embedding: Whose plan it runs.
+        embedding: The ``EmbeddedPlan`` that it runs, and whose methods it calls in its own place.
         given: Keyword arguments of the script's own ``Accelerator``. Those that the plan settles
             are replaced by the plan's, as recorded decisions.
-
-    Raises:
-        MissingDependencyError: accelerate is not installed.
-        UnresolvedPlanError: Something in the plan is not settled.
     """
     arguments = accelerator_arguments(embedding.plan)
     handlers = [*(given.get("kwargs_handlers") or ()), *arguments.pop("kwargs_handlers", ())]
     embedding.decide(
         *loads_whole(embedding.plan),
         *(
-            _replaced(f"Accelerator.{name}", given[name], value)
+            _settled_otherwise(f"Accelerator.{name}", given[name], value)
             for name, value in arguments.items()
             if name in given and given[name] != value
         ),
@@ -260,7 +195,7 @@ def embedded_accelerator(embedding: Embedding, given: Mapping[str, Any]) -> Any:
     return accelerator
 
 
-def _replaced(key: str, before: Any, after: Any) -> Decision:
+def _settled_otherwise(key: str, before: Any, after: Any) -> Decision:
     was, now = (
         each if isinstance(each, (str, int)) else type(each).__name__ for each in (before, after)
     )
@@ -269,13 +204,21 @@ def _replaced(key: str, before: Any, after: Any) -> Decision:
 
 def _accelerator_class() -> Any:
     class EmbeddedAccelerator(require_accelerate().Accelerator):  # type: ignore[misc]
-        embedding: Embedding
+        embedding: Any
 
         def prepare(self, *objects: Any, **options: Any) -> Any:
             models = [each for each in objects if isinstance(each, torch.nn.Module)]
             if not models:
                 return super().prepare(*objects, **options)
-            _check_one(models)
+            if len(models) > 1:
+                raise EngineError(
+                    "a plan is for one model, and DeepSpeed makes one engine of it",
+                    key="accelerator.prepare",
+                    value=[type(model).__name__ for model in models],
+                    fix="prepare what is trained, and move a frozen model with "
+                    ".to(accelerator.device); models that are trained together go into one "
+                    "torch.nn.Module, also that of EmbeddedPlan(model=...)",
+                )
             planned = _planned(self, models[0], objects)
             prepared = super().prepare(*planned, **options)
             together = prepared if isinstance(prepared, tuple) else (prepared,)
@@ -312,21 +255,9 @@ def _accelerator_class() -> Any:
     return EmbeddedAccelerator
 
 
-def _check_one(models: list[torch.nn.Module]) -> None:
-    if len(models) > 1:
-        raise EngineError(
-            "a plan is for one model, and DeepSpeed makes one engine of it",
-            key="accelerator.prepare",
-            value=[type(model).__name__ for model in models],
-            fix="prepare what is trained, and move a frozen model with .to(accelerator.device); "
-            "models that are trained together go into one torch.nn.Module, also that of "
-            "EmbeddedPlan(model=...)",
-        )
-
-
 def _planned(accelerator: Any, model: torch.nn.Module, objects: tuple[Any, ...]) -> list[Any]:
     """What the script prepares, with the plan's optimizer and schedule in its own one's place."""
-    embedding: Embedding = accelerator.embedding
+    embedding = accelerator.embedding
     planned = list(objects)
     for index, each in enumerate(objects):
         if isinstance(each, torch.optim.Optimizer):
@@ -334,7 +265,7 @@ def _planned(accelerator: Any, model: torch.nn.Module, objects: tuple[Any, ...])
             planned[index] = accelerate_optimizer(embedding.plan, model)
             before = f"{type(each).__name__}(lr={each.defaults.get('lr')})"
             after = f"{choice.name}(lr={choice.lr})"
-            embedding.decide(_replaced("accelerator.prepare.optimizer", before, after))
+            embedding.decide(_settled_otherwise("accelerator.prepare.optimizer", before, after))
         elif isinstance(each, LRScheduler):
             planned[index] = embedding.schedule()
             # accelerate steps a schedule once for each process that shares the data.
@@ -346,13 +277,10 @@ def _planned(accelerator: Any, model: torch.nn.Module, objects: tuple[Any, ...])
 def _rescheduled(plan: ResolvedPlan, given: LRScheduler, *, each_step: int) -> Decision:
     """The plan's schedule in the script's place, compared with it where it can be read.
 
-    Args:
-        plan: A resolved plan with its optimizer chosen.
-        given: The script's.
-        each_step: How often the script's is stepped for each optimizer step.
+    The script's is stepped ``each_step`` times for each optimizer step.
     """
     name = "a constant rate" if plan.scheduler is None else plan.scheduler.name
-    decision = _replaced("accelerator.prepare.lr_scheduler", type(given).__name__, name)
+    decision = _settled_otherwise("accelerator.prepare.lr_scheduler", type(given).__name__, name)
     if not isinstance(given, LambdaLR):
         reason = f"{decision.reason}; the rates of the script's cannot be read and compared"
         return attrs.evolve(decision, reason=reason)
@@ -383,14 +311,7 @@ def _not_called(what: str) -> Decision:
 
 
 def check_accelerate(world_size: int) -> None:
-    """Check that accelerate, where it drives DeepSpeed, shares the data over all processes.
-
-    Args:
-        world_size: Number of processes that train together.
-
-    Raises:
-        EngineError: It counts others; every process would train on the same batches.
-    """
+    """Refuse an accelerate that counts fewer processes: all would train on the same batches."""
     accelerate = sys.modules.get("accelerate")
     shared = {} if accelerate is None else accelerate.PartialState._shared_state
     counted = shared.get("num_processes", world_size)
@@ -456,28 +377,43 @@ class AttachedEngine(ZeROEngine):
         check_accelerate(self._group.world_size)
         named = trainable_parameters(self._module)
         self._expected_groups = expected_groups(chosen_optimizer(plan), named, None)
-        fresh = engine.global_steps == 0
-        untouched = fresh and engine.micro_steps == 0
+        self._wrapper = wrapper_of(engine)
         stepping: tuple[Decision, ...] = ()
-        if untouched:
+        if engine.global_steps == engine.micro_steps == 0:
             stepping = prove_offload(plan, self._group)
-            self._host_step, decided = take_over_step(engine, plan, self._group)
+            self._host_step, decided = self._wrapper.take_over_step(plan, self._group)
             stepping += decided
         self._decisions = (
             *self._decided,
-            *(undo_dummy_step(engine) if fresh else ()),
-            *align_swapped_gradients(engine),
-            *(reduce_by_parameter(engine) if untouched else ()),
-            *(_install_schedule(engine, plan) if fresh else ()),
+            *self._wrapper.correct(),
+            *self._install_schedule(),
             *stepping,
         )
         self._verify(builder="the trainer")
         self._trained = frozenset(id(p) for p in self._module.parameters() if p.requires_grad)
-        checked = inner_optimizer(engine).register_step_pre_hook(self._before_optimizer)
+        checked = self._wrapper.inner.register_step_pre_hook(self._before_optimizer)
         self.resources.callback(checked.remove)
         if plan.stage == 3:
             _refuse_empty_tensors(engine)
         announce(self._decisions, rank=self._group.rank)
+
+    def _install_schedule(self) -> tuple[Decision, ...]:
+        engine, plan = self._engine, self._plan
+        if engine.global_steps or engine.lr_scheduler is not None or plan.scheduler is None:
+            return ()
+        schedule = own_scheduler(plan)
+        if schedule is None:
+            return ()
+        engine.lr_scheduler = schedule(self._wrapper.inner)
+        return (
+            Decision(
+                key="scheduler.type",
+                before=None,
+                after=plan.scheduler.name,
+                reason="the trainer could not take this schedule to DeepSpeed; it was put into the "
+                "engine, which steps it once per optimizer step",
+            ),
+        )
 
     def _before_optimizer(self, *_: Any) -> None:
         """The trainer steps by itself, at stage 3 once per sub-group."""
@@ -486,8 +422,8 @@ class AttachedEngine(ZeROEngine):
             self._check_before_step(self._checked_at)
 
     @property
+    @override
     def state(self) -> EngineState:
-        """Counters, scheduler and loss scale, to be saved."""
         state, boundary = super().state, self._trainers_boundary
         if boundary is None:
             return state
@@ -496,6 +432,7 @@ class AttachedEngine(ZeROEngine):
         closed = state.global_step * self._plan.gradient_accumulation_steps
         return attrs.evolve(state, micro_step=closed if boundary else closed + 1)
 
+    @override
     def step(self) -> StepOutcome:
         """Close a micro batch; update the weights when it is the last of its group.
 
@@ -516,26 +453,11 @@ class AttachedEngine(ZeROEngine):
         boundary: bool | None = getattr(self._engine, "_is_gradient_accumulation_boundary", None)
         return boundary
 
+    @override
     def _release(self) -> None:
         """Whoever initialized DeepSpeed's engine ends it."""
         if self._host_step is not None:
             self._host_step.close()
-
-
-def _install_schedule(engine: Any, plan: ResolvedPlan) -> tuple[Decision, ...]:
-    curve = own_scheduler(plan)
-    if curve is None or plan.scheduler is None or engine.lr_scheduler is not None:
-        return ()
-    engine.lr_scheduler = curve(inner_optimizer(engine))
-    return (
-        Decision(
-            key="scheduler.type",
-            before=None,
-            after=plan.scheduler.name,
-            reason="the trainer could not take this schedule to DeepSpeed; it was put into the "
-            "engine, which steps it once per optimizer step",
-        ),
-    )
 
 
 def _refuse_empty_tensors(engine: Any) -> None:

@@ -11,7 +11,6 @@ import math
 import pickle
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,7 +21,7 @@ from zerotune.backend.engine import EngineState
 from zerotune.backend.upstream import require_deepspeed
 from zerotune.errors import CheckpointCorruptError, CheckpointError
 
-_OPTIMIZER: Final = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+_OPTIMIZER_FILE: Final = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 # What a checkpoint refers to besides tensors and plain containers. (module, class)
 _HARMLESS: Final = (
     ("deepspeed.runtime.zero.config", "ZeroStageEnum"),
@@ -61,7 +60,13 @@ class NativeCheckpoint:
 
     def __init__(self, folder: Path, *, accelerator: str = "cpu") -> None:
         require_deepspeed(accelerator=accelerator)
-        self.folder = _tagged(folder)
+        self.folder = folder
+        if (folder / "latest").is_file():
+            self.folder = folder / (folder / "latest").read_text(encoding="utf-8").strip()
+            if not self.folder.is_dir():
+                raise CheckpointCorruptError(
+                    "the folder that `latest` names is missing", key=str(self.folder)
+                )
         self._files = self._optimizer_files()
         self._model = self._load(self._model_file())
         first = self._optimizer(0)
@@ -79,27 +84,24 @@ class NativeCheckpoint:
             {name: tuple(shape) for name, shape in group.items()}
             for group in self._model["param_shapes"]
         ]
+        self.parameters: Mapping[str, tuple[int, ...]] = {
+            name: shape for group in self._groups for name, shape in group.items()
+        }
+        """Full shape of every trained parameter."""
+        self.frozen: Mapping[str, tuple[int, ...]] = {
+            name: tuple(shape)
+            for name, shape in (self._model.get("frozen_param_shapes") or {}).items()
+        }
+        """Full shape of every parameter that was not trained."""
+        self.aliases: Mapping[str, str] = dict(self._model.get("shared_params") or {})
+        """Further names of tied parameters."""
+        self.version = str(self._model.get("ds_version", "unknown"))
+        """The DeepSpeed that wrote it."""
         self._paddings = first.get("param_alignment_paddings")
         self._scaler = first.get("loss_scaler")
         self._base = _base_state(first)
         # Of each rank's part; only that of the last rank is cut short in its file.
         self._widths = [part.numel() for part in first[self._masters]]
-
-    @property
-    def parameters(self) -> Mapping[str, tuple[int, ...]]:
-        """Full shape of every trained parameter."""
-        return {name: shape for group in self._groups for name, shape in group.items()}
-
-    @property
-    def frozen(self) -> Mapping[str, tuple[int, ...]]:
-        """Full shape of every parameter that was not trained."""
-        shapes = self._model.get("frozen_param_shapes") or {}
-        return {name: tuple(shape) for name, shape in shapes.items()}
-
-    @property
-    def aliases(self) -> Mapping[str, str]:
-        """Further names of tied parameters."""
-        return dict(self._model.get("shared_params") or {})
 
     @property
     def buffers(self) -> Mapping[str, torch.Tensor]:
@@ -120,11 +122,6 @@ class NativeCheckpoint:
         """Micro batches of a step."""
         steps = self.config.get("gradient_accumulation_steps")
         return steps if isinstance(steps, int) else 1
-
-    @property
-    def version(self) -> str:
-        """The DeepSpeed that wrote it."""
-        return str(self._model.get("ds_version", "unknown"))
 
     @property
     def states(self) -> tuple[str, ...]:
@@ -214,22 +211,22 @@ class NativeCheckpoint:
         return "fp32_flat_groups" if self.stage == 3 else "single_partition_of_fp32_groups"
 
     def _optimizer_files(self) -> list[Path]:
-        found = {}
+        files = {}
         for path in self.folder.iterdir():
-            if match := _OPTIMIZER.fullmatch(path.name):
+            if match := _OPTIMIZER_FILE.fullmatch(path.name):
                 if int(match[2]):
                     raise CheckpointError(
                         "was saved with tensor parallelism, which is not read", key=str(path)
                     )
-                found[int(match[1])] = path
-        if not found:
+                files[int(match[1])] = path
+        if not files:
             raise CheckpointError(
                 "holds no ZeRO optimizer states (zero_pp_rank_*_optim_states.pt)",
                 key=str(self.folder),
                 fix="give a checkpoint of stage 1, 2 or 3, of save_checkpoint and not of "
                 "save_16bit_model",
             )
-        return [found[rank] for rank in sorted(found)]
+        return [files[rank] for rank in sorted(files)]
 
     def _model_file(self) -> Path:
         for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"):
@@ -245,7 +242,8 @@ class NativeCheckpoint:
 
     def _load(self, path: Path) -> dict[str, Any]:
         try:
-            with _allowed():
+            kinds = [getattr(importlib.import_module(at), name, None) for at, name in _HARMLESS]
+            with torch.serialization.safe_globals([kind for kind in kinds if kind is not None]):
                 content: dict[str, Any] = torch.load(
                     path, map_location="cpu", mmap=True, weights_only=True
                 )
@@ -263,16 +261,6 @@ class NativeCheckpoint:
         return content
 
 
-def _tagged(folder: Path) -> Path:
-    latest = folder / "latest"
-    if not latest.is_file():
-        return folder
-    tag = folder / latest.read_text(encoding="utf-8").strip()
-    if not tag.is_dir():
-        raise CheckpointCorruptError("the folder that `latest` names is missing", key=str(tag))
-    return tag
-
-
 def _base_state(saved: Mapping[str, Any]) -> Mapping[int, Mapping[str, Any]]:
     base = saved.get("base_optimizer_state", saved.get("optimizer_state_dict")) or {}
     if not isinstance(base, Mapping):
@@ -281,13 +269,3 @@ def _base_state(saved: Mapping[str, Any]) -> Mapping[int, Mapping[str, Any]]:
         )
     states: Mapping[int, Mapping[str, Any]] = base.get("state", {})
     return states
-
-
-def _allowed() -> AbstractContextManager[None]:
-    classes = []
-    for module, name in _HARMLESS:
-        found = getattr(importlib.import_module(module), name, None)
-        if found is not None:
-            classes.append(found)
-    allowed: AbstractContextManager[None] = torch.serialization.safe_globals(classes)
-    return allowed

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 from zerotune._util.environment import held
-from zerotune.backend.deepspeed.given_back import linear
-from zerotune.backend.deepspeed.placement import flat_through_host, shard_from_host
+from zerotune.backend.deepspeed.door import check_upstream
+from zerotune.backend.deepspeed.partitioned import flat_through_host
+from zerotune.backend.deepspeed.sharded import linear, shard_from_host
 from zerotune.backend.distributed import (
     Launch,
     ProcessGroup,
@@ -25,7 +26,7 @@ from zerotune.backend.distributed import (
 )
 from zerotune.backend.dtypes import DTYPES
 from zerotune.backend.layouts import full_shape, trainable_parameters
-from zerotune.backend.ops.build import building
+from zerotune.backend.ops import building
 from zerotune.backend.optimizers.client import (
     build_client_optimizer,
     chosen_optimizer,
@@ -40,11 +41,7 @@ from zerotune.plan.model import ResolvedPlan
 
 
 def check_plan(plan: ResolvedPlan) -> None:
-    """Whether the plan is one for DeepSpeed, and complete.
-
-    Raises:
-        EngineError: It is not, or its master weights are not fp32.
-    """
+    """Refuse a plan that is not for DeepSpeed, not complete, or without fp32 master weights."""
     if not plan.uses_deepspeed:
         raise EngineError(
             "this plan was resolved without DeepSpeed",
@@ -69,51 +66,29 @@ def check_plan(plan: ResolvedPlan) -> None:
 
 
 def check_shapes(plan: ResolvedPlan, model: torch.nn.Module) -> None:
-    """Whether DeepSpeed can hold every parameter.
-
-    Raises:
-        EngineError: One has no dimensions; at stage 3 no elements; at other stages gaps between
-            the elements of its last dimension, as in channels_last.
-    """
+    """Refuse a parameter that DeepSpeed cannot hold: no dimensions, no elements, or strided."""
     for name, parameter in model.named_parameters():
-        shape = full_shape(parameter)
+        value = full_shape(parameter)
         # DeepSpeed broadcasts parameters as bytes, and torch cannot view all tensors so.
-        if not shape:
-            raise _shape_error(
-                name,
-                shape,
-                "broadcast a parameter without dimensions",
-                fix="give it one element, torch.nn.Parameter(torch.tensor([x])), or train with "
-                "the plain engine",
-            )
-        if plan.stage != 3 and parameter.stride(-1) != 1:
-            raise _shape_error(
-                name,
-                parameter.stride(),
-                "broadcast a parameter with a strided layout",
-                fix="call model.to(memory_format=torch.contiguous_format) before building the "
-                "engine, or train with the plain engine",
-            )
+        if not value:
+            what = "broadcast a parameter without dimensions"
+            fix = "give it one element, torch.nn.Parameter(torch.tensor([x])), or train with the "
+            fix += "plain engine"
+        elif plan.stage != 3 and parameter.stride(-1) != 1:
+            value, what = parameter.stride(), "broadcast a parameter with a strided layout"
+            fix = "call model.to(memory_format=torch.contiguous_format) before building the "
+            fix += "engine, or train with the plain engine"
         # Stages 0 to 2 leave it as it is; gathering it fails, also where it is frozen.
-        if plan.stage == 3 and math.prod(shape) == 0:
-            raise _shape_error(
-                name,
-                shape,
-                "partition a parameter without elements",
-                fix="remove it, register it as a buffer, or train at stage 2",
-            )
-
-
-def _shape_error(name: str, value: tuple[int, ...], what: str, *, fix: str) -> EngineError:
-    return EngineError(f"DeepSpeed cannot {what}", key=f"model.{name}", value=value, fix=fix)
+        elif plan.stage == 3 and math.prod(value) == 0:
+            what = "partition a parameter without elements"
+            fix = "remove it, register it as a buffer, or train at stage 2"
+        else:
+            continue
+        raise EngineError(f"DeepSpeed cannot {what}", key=f"model.{name}", value=value, fix=fix)
 
 
 def check_world(plan: ResolvedPlan, group: ProcessGroup) -> None:
-    """Whether as many processes run as the plan was resolved for.
-
-    Raises:
-        EngineError: They do not.
-    """
+    """Refuse another number of processes than the plan was resolved for."""
     if plan.world_size != group.world_size:
         raise EngineError(
             f"the plan was resolved for {plan.world_size} process(es), {group.world_size} run",
@@ -132,16 +107,10 @@ def join(
         plan: A plan for DeepSpeed.
         resources: Receives what has to end with the training.
         timeout_s: Seconds after which a collective gives up.
-
-    Returns:
-        DeepSpeed, and the processes that train together.
-
-    Raises:
-        MissingDependencyError: DeepSpeed is not installed.
-        UnsupportedEngineError: It is too old, or was imported for another accelerator.
     """
     accelerator = plan.platform.deepspeed.accelerator or plan.platform.accelerator
     deepspeed = require_deepspeed(accelerator=accelerator)
+    check_upstream(deepspeed)
     quiet_deepspeed()
     launch = Launch.from_environment()
     # DeepSpeed reads LOCAL_RANK in many places, also where no launcher has set it; without it
@@ -164,14 +133,6 @@ def read_weights(
 
     DeepSpeed rounds weights to the plan's precision before it makes the fp32 master copy; reading
     them in it gives the same bits and takes half the memory.
-
-    Args:
-        deepspeed: The module.
-        plan: A resolved plan.
-        model: Some, all or none of its weights wait.
-
-    Returns:
-        What was decided; nothing for a model that has its weights.
     """
     count = len(waiting(model))
     if not count:
@@ -192,16 +153,7 @@ def read_weights(
 
 
 def initialize_arguments(plan: ResolvedPlan, model: torch.nn.Module) -> dict[str, Any]:
-    """Keyword arguments of ``deepspeed.initialize``.
-
-    Args:
-        plan: A resolved plan with its optimizer chosen.
-        model: What is trained.
-
-    Raises:
-        EngineError: The plan has no optimizer choice.
-        UnresolvedPlanError: Something in the plan is not settled.
-    """
+    """Keyword arguments of ``deepspeed.initialize``."""
     choice, named = chosen_optimizer(plan), trainable_parameters(model)
     client = None if choice.source == "deepspeed" else build_client_optimizer(choice, named)
     return {
@@ -216,15 +168,11 @@ def initialize_arguments(plan: ResolvedPlan, model: torch.nn.Module) -> dict[str
 
 @contextmanager
 def compiling(plan: ResolvedPlan) -> Iterator[None]:
-    """Inside the block DeepSpeed compiles what the plan needs, and nobody waits for a dead build.
-
-    Args:
-        plan: A resolved plan.
-    """
+    """Inside the block DeepSpeed compiles what the plan needs, and waits for no dead build."""
     communication: Any = importlib.import_module("deepspeed.comm.torch")
-    build = getattr(communication, "build_shm_op", None)
+    build = communication.build_shm_op
     with building():
-        if plan.world_size > 1 or build is None:
+        if plan.world_size > 1:
             yield
             return
         # One process exchanges nothing through shared memory, and the op takes minutes to compile.
@@ -245,13 +193,6 @@ def initialize(
         plan: A resolved plan.
         arguments: As ``initialize_arguments`` made them.
         resources: Receives what DeepSpeed's engine itself leaves behind when it ends.
-
-    Returns:
-        DeepSpeed's engine, and what was decided on the way.
-
-    Raises:
-        EngineError: DeepSpeed refused the plan.
-        PlatformError: An op cannot be compiled or loaded here.
     """
     accelerator = deepspeed.accelerator.get_accelerator()
     device = torch.device(accelerator.current_device_name())
@@ -272,8 +213,12 @@ def initialize(
     except PlatformError:
         raise  # An op that cannot be had, with its cure.
     except (AssertionError, ValueError, RuntimeError, TypeError, AttributeError) as error:
-        if (refused := _refused_op(error)) is not None:
-            raise refused from error
+        # An optimizer of DeepSpeed hides it behind "failed to build/load".
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, PlatformError):
+            cause = cause.__cause__ or cause.__context__
+        if cause is not None:
+            raise cause from error
         raise EngineError(
             f"DeepSpeed {deepspeed.__version__} refused the plan "
             f"({type(error).__name__}: {str(error).strip() or 'no message'})",
@@ -281,10 +226,3 @@ def initialize(
             fix="run `zerotune doctor` when an op could not be built, else change what it names",
         ) from error
     return engine, tuple(built)
-
-
-def _refused_op(error: BaseException | None) -> PlatformError | None:
-    """What an optimizer of DeepSpeed hides behind "failed to build/load"."""
-    while error is not None and not isinstance(error, PlatformError):
-        error = error.__cause__ or error.__context__
-    return error

@@ -11,12 +11,9 @@ from typing import Final
 import torch
 
 from zerotune.backend.optimizers.adamw_bf16_states import AdamWBF16States
-from zerotune.backend.optimizers.lamb import Lamb
-from zerotune.backend.optimizers.lion import Lion
-from zerotune.backend.optimizers.muon import Muon
-from zerotune.backend.optimizers.shards import ShardAware
+from zerotune.backend.optimizers.classes import Lamb, Lion, Muon, ShardAware
 
-OWN: Final[Mapping[str, type[torch.optim.Optimizer]]] = {
+CLASSES: Final[Mapping[str, type[torch.optim.Optimizer]]] = {
     "AdamWBF16States": AdamWBF16States,
     "Lion": Lion,
     "Lamb": Lamb,
@@ -24,4 +21,4 @@ OWN: Final[Mapping[str, type[torch.optim.Optimizer]]] = {
 }
 """Classes by the name that ``OptimizerChoice.implementation`` gives them."""
 
-__all__ = ["OWN", "AdamWBF16States", "Lamb", "Lion", "Muon", "ShardAware"]
+__all__ = ["CLASSES", "AdamWBF16States", "Lamb", "Lion", "Muon", "ShardAware"]

@@ -10,9 +10,9 @@ import attrs
 import torch
 from torch.optim.adamw import adamw
 
-_CHUNK: Final = {"cpu": 2**19}
+_WIDENED: Final = {"cpu": 2**19}
 """Elements widened at a time: on a CPU what its cache holds, …"""
-_CHUNK_ON_DEVICE: Final = 2**22
+_WIDENED_ON_DEVICE: Final = 2**22
 """… on a device enough to keep it busy, in 64 MiB."""
 _FUSED: Final = frozenset({"cpu", "cuda", "xpu"})
 _STRIDE: Final = 104_729
@@ -76,7 +76,7 @@ class AdamWBF16States(torch.optim.Optimizer):
                 state[name] = torch.zeros_like(p, dtype=self.state_dtype)
         taken = int(state.get("step", 0))
         state["step"] = taken + 1
-        flat = _flat(p, grad, state["exp_avg"], state["exp_avg_sq"])
+        flat = _in_memory_order(p, grad, state["exp_avg"], state["exp_avg_sq"])
         noise = self._noise.take(p, seed=taken)
         room = [torch.empty(min(noise.size, p.numel()), device=p.device) for _ in range(2)]
         for start, (weight, slope, *moments) in zip(
@@ -131,7 +131,7 @@ class Noise:
     def take(self, tensor: torch.Tensor, *, seed: int) -> TensorNoise:
         """Those of the next tensor of a step; drawn once for all tensors on a device."""
         device = tensor.device
-        size = min(self._largest, _CHUNK.get(device.type, _CHUNK_ON_DEVICE))
+        size = min(self._largest, _WIDENED.get(device.type, _WIDENED_ON_DEVICE))
         if self._drawn != (device, size, seed):
             generator = torch.Generator(device).manual_seed(seed)
             self._bits = torch.randint(
@@ -192,7 +192,9 @@ def round_stochastically(exact: torch.Tensor, bits: torch.Tensor, *, into: torch
     into.copy_(exact)
 
 
-def _flat(p: torch.Tensor, grad: torch.Tensor, *states: torch.Tensor) -> list[torch.Tensor]:
+def _in_memory_order(
+    p: torch.Tensor, grad: torch.Tensor, *states: torch.Tensor
+) -> list[torch.Tensor]:
     """All in the order in which ``p`` lies in memory, which may be channels_last."""
     order = sorted(range(p.dim()), key=p.stride, reverse=True)
     first, *rest = (tensor.permute(order).view(-1) for tensor in (p, *states))

@@ -5,26 +5,21 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Final, cast
+from typing import Any, cast
 
 import torch
 
-from zerotune.backend.optimizers import OWN
+from zerotune.backend.optimizers import CLASSES
 from zerotune.errors import EngineError, MissingDependencyError, OptimizerError
 from zerotune.optimizers.choices import OptimizerChoice, SchedulerChoice
 from zerotune.optimizers.curves import betas_at, lr_at
 from zerotune.plan.model import ResolvedPlan
 
 Named = Sequence[tuple[str, torch.nn.Parameter]]
-_EXTRAS: Final = {"mup": "mup"}
 
 
 def chosen_optimizer(plan: ResolvedPlan) -> OptimizerChoice:
-    """The optimizer that a plan names.
-
-    Raises:
-        EngineError: Nobody has chosen one.
-    """
+    """The optimizer that a plan names."""
     if plan.optimizer is None:
         raise EngineError(
             "the plan has no optimizer choice",
@@ -40,9 +35,6 @@ def parameter_groups(choice: OptimizerChoice, named: Named) -> list[Any]:
     Args:
         choice: The optimizer with its groups.
         named: Names and parameters of all that is trained.
-
-    Raises:
-        EngineError: The groups were made for another model.
     """
     if not choice.groups:
         return [parameter for _, parameter in named]
@@ -58,7 +50,7 @@ def parameter_groups(choice: OptimizerChoice, named: Named) -> list[Any]:
                 fix="resolve the plan with ModelFacts.from_module of the model that is trained",
             )
         members = [left.pop(name) for name in group.parameters]
-        groups.append({"params": members, "name": group.name, **_plain(group.params)})
+        groups.append({"params": members, "name": group.name, **_with_tuples(group.params)})
     if left:
         raise EngineError(
             "in no parameter group: it was not trainable when the plan was resolved",
@@ -75,16 +67,11 @@ def build_client_optimizer(choice: OptimizerChoice, named: Named) -> torch.optim
     Args:
         choice: The optimizer with its arguments and groups.
         named: Names and parameters of all that is trained.
-
-    Raises:
-        OptimizerError: There is no such class, or it refuses an argument.
-        MissingDependencyError: The optional package that has it is not installed.
-        EngineError: The groups were made for another model.
     """
-    factory = _factory(choice)
+    factory = _optimizer_factory(choice)
     groups = parameter_groups(choice, named)
     try:
-        optimizer: torch.optim.Optimizer = factory(groups, **_plain(choice.params))
+        optimizer: torch.optim.Optimizer = factory(groups, **_with_tuples(choice.params))
     except (TypeError, ValueError, AssertionError) as error:
         raise OptimizerError(
             f"{choice.implementation} refused its arguments ({error})",
@@ -100,17 +87,29 @@ def build_client_optimizer(choice: OptimizerChoice, named: Named) -> torch.optim
     return optimizer
 
 
-def _plain(params: Mapping[str, Any]) -> dict[str, Any]:
+def _with_tuples(params: Mapping[str, Any]) -> dict[str, Any]:
     return {
         key: tuple(value) if isinstance(value, list) else value for key, value in params.items()
     }
 
 
-def _factory(choice: OptimizerChoice) -> Callable[..., Any]:
+def _optimizer_factory(choice: OptimizerChoice) -> Callable[..., Any]:
     if choice.source == "zerotune":
-        return OWN[choice.implementation]
+        return CLASSES[choice.implementation]
     if choice.source == "package" and choice.package is not None:
-        return _from_package(choice, choice.package)
+        top = choice.package.partition(".")[0]
+        try:
+            module = importlib.import_module(choice.package)
+        except ImportError as error:
+            raise MissingDependencyError(
+                f"{choice.name} is in the package {top}, which could not be imported ({error})",
+                key="optimizer.type",
+                value=choice.name,
+                fix=f"pip install 'zerotune[{'mup' if top == 'mup' else 'optimizers'}]'",
+            ) from error
+        # mup's optimizers are functions that return torch's class over groups of their own.
+        name = choice.name if top == "mup" else choice.implementation
+        return cast(Callable[..., Any], getattr(module, name))
     optimizer_class = getattr(torch.optim, choice.implementation, None)
     if optimizer_class is None:
         raise OptimizerError(
@@ -122,22 +121,6 @@ def _factory(choice: OptimizerChoice) -> Callable[..., Any]:
     return cast(Callable[..., Any], optimizer_class)
 
 
-def _from_package(choice: OptimizerChoice, package: str) -> Callable[..., Any]:
-    top = package.partition(".")[0]
-    try:
-        module = importlib.import_module(package)
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"{choice.name} is in the package {top}, which could not be imported ({error})",
-            key="optimizer.type",
-            value=choice.name,
-            fix=f"pip install 'zerotune[{_EXTRAS.get(top, 'optimizers')}]'",
-        ) from error
-    # mup's optimizers are functions that return torch's class over groups of their own.
-    name = choice.name if top == "mup" else choice.implementation
-    return cast(Callable[..., Any], getattr(module, name))
-
-
 class CurveScheduler:
     """Sets the learning rate of every group from ``zerotune.optimizers.curves.lr_at``.
 
@@ -147,7 +130,7 @@ class CurveScheduler:
     """
 
     def __init__(
-        self, *, optimizer: torch.optim.Optimizer, choice: SchedulerChoice, base_lr: float
+        self, optimizer: torch.optim.Optimizer, *, choice: SchedulerChoice, base_lr: float
     ) -> None:
         self._optimizer = optimizer
         self._choice = choice
@@ -193,7 +176,7 @@ def curve(plan: ResolvedPlan) -> Callable[[torch.optim.Optimizer], CurveSchedule
     """What puts the plan's schedule on an optimizer; ``None``: it has none."""
     if plan.scheduler is None or plan.optimizer is None:
         return None
-    return partial(_on_optimizer, plan.scheduler, plan.optimizer.lr)
+    return partial(CurveScheduler, choice=plan.scheduler, base_lr=plan.optimizer.lr)
 
 
 def own_scheduler(plan: ResolvedPlan) -> Callable[[torch.optim.Optimizer], CurveScheduler] | None:
@@ -203,15 +186,8 @@ def own_scheduler(plan: ResolvedPlan) -> Callable[[torch.optim.Optimizer], Curve
     return curve(plan)
 
 
-def _on_optimizer(
-    choice: SchedulerChoice, base_lr: float, optimizer: torch.optim.Optimizer
-) -> CurveScheduler:
-    return CurveScheduler(optimizer=optimizer, choice=choice, base_lr=base_lr)
-
-
 def scheduler_class(plan: ResolvedPlan) -> str | None:
     """Name of the class that steps the schedule under DeepSpeed."""
     if plan.scheduler is None:
         return None
-    own = plan.scheduler.source != "deepspeed"
-    return CurveScheduler.__name__ if own else plan.scheduler.name
+    return plan.scheduler.name if plan.scheduler.source == "deepspeed" else CurveScheduler.__name__

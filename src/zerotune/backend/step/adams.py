@@ -77,6 +77,28 @@ def no_step(slab: torch.Tensor) -> SlabStep:
     return SlabStep(weight=weight, out=None, vectors=follow, tail=lambda _part: None)
 
 
+@attrs.frozen(kw_only=True, eq=False)
+class _Begun:
+    """What a step of a slab is made of."""
+
+    slab: torch.Tensor
+    flat: Mapping[str, Any]
+    """``weight``, both moments, ``gradient`` and ``out``, which may be ``None``."""
+    group: Mapping[str, Any]
+    taken: int
+    """Steps before this one."""
+    factor: float
+
+    def at(self, part: slice) -> dict[str, Any]:
+        """The flat tensors of these elements."""
+        return {name: None if t is None else t[part] for name, t in self.flat.items()}
+
+    def scaled_gradient(self, part: slice) -> torch.Tensor:
+        """In fp32."""
+        gradient: torch.Tensor = self.flat["gradient"][part].float() * self.factor
+        return gradient
+
+
 class Stepper(ABC):
     """Begins the steps of an optimizer in host memory, whose groups and states stay its own.
 
@@ -126,8 +148,9 @@ class Stepper(ABC):
             "gradient": gradient.data.view(-1),
             "out": out,
         }
-        taken = self._count(state)
-        vectors, tail = self._update(slab, flat, group=dict(group), taken=taken, factor=factor)
+        vectors, tail = self._update(
+            _Begun(slab=slab, flat=flat, group=dict(group), taken=self._count(state), factor=factor)
+        )
         return SlabStep(weight=flat["weight"], out=out, vectors=vectors, tail=tail)
 
     def _count(self, state: dict[str, Any]) -> int:
@@ -137,20 +160,8 @@ class Stepper(ABC):
         return taken
 
     @abstractmethod
-    def _update(
-        self,
-        slab: torch.Tensor,
-        flat: Mapping[str, Any],
-        *,
-        group: Mapping[str, Any],
-        taken: int,
-        factor: float,
-    ) -> tuple[Vectors, Tail]:
-        """How this step of a slab's flat tensors goes."""
-
-
-def _at(flat: Mapping[str, Any], part: slice) -> dict[str, Any]:
-    return {name: None if tensor is None else tensor[part] for name, tensor in flat.items()}
+    def _update(self, begun: _Begun) -> tuple[Vectors, Tail]:
+        """How this step goes."""
 
 
 class HostBF16Adam(Stepper):
@@ -167,19 +178,8 @@ class HostBF16Adam(Stepper):
         self._noise.rewind(max(numels, default=0))
 
     @override
-    def _update(
-        self,
-        slab: torch.Tensor,
-        flat: Mapping[str, Any],
-        *,
-        group: Mapping[str, Any],
-        taken: int,
-        factor: float,
-    ) -> tuple[Vectors, Tail]:
-        numbers, noise = (
-            _torch_numbers(group, taken + 1, factor),
-            self._noise.take(slab, seed=taken),
-        )
+    def _update(self, begun: _Begun) -> tuple[Vectors, Tail]:
+        numbers, noise = _torch_numbers(begun), self._noise.take(begun.slab, seed=begun.taken)
 
         def chunks(part: slice) -> Iterator[tuple[slice, list[torch.Tensor]]]:
             """The part, cut where its random bits are, with these."""
@@ -194,14 +194,15 @@ class HostBF16Adam(Stepper):
                 inside = slice(each.start - part.start, each.stop - part.start)
                 followers = [attrs.evolve(a, shadow=a.shadow[inside]) for a in averages]
                 self._op.adam_bf16(
-                    numbers=numbers, noise=(bits[0], bits[1]), averages=followers, **_at(flat, each)
+                    numbers=numbers, noise=(bits[0], bits[1]), averages=followers, **begun.at(each)
                 )
 
         def tail(part: slice) -> None:
             for each, bits in chunks(part):
                 update_chunk(
-                    flat["weight"][each], flat["gradient"][each].float() * factor,
-                    [flat[name][each] for name in _MOMENTS], noise=bits, taken=taken, group=group,
+                    begun.flat["weight"][each], begun.scaled_gradient(each),
+                    [begun.flat[name][each] for name in _MOMENTS],
+                    noise=bits, taken=begun.taken, group=begun.group,
                     wide=[torch.empty(each.stop - each.start) for _ in range(2)],
                 )  # fmt: skip
 
@@ -232,24 +233,17 @@ class HostTorchAdam(Stepper):
         return taken
 
     @override
-    def _update(
-        self,
-        slab: torch.Tensor,
-        flat: Mapping[str, Any],
-        *,
-        group: Mapping[str, Any],
-        taken: int,
-        factor: float,
-    ) -> tuple[Vectors, Tail]:
+    def _update(self, begun: _Begun) -> tuple[Vectors, Tail]:
+        flat, group = begun.flat, begun.group
         decoupled, (beta1, beta2) = isinstance(self._adam, torch.optim.AdamW), group["betas"]
-        numbers = _torch_numbers(group, taken + 1, factor, decoupled=decoupled)
+        numbers = _torch_numbers(begun, decoupled=decoupled)
         update = torch_adamw if decoupled else torch_adam
 
         def tail(part: slice) -> None:
             update(
-                [flat["weight"][part]], [flat["gradient"][part].float() * factor],
+                [flat["weight"][part]], [begun.scaled_gradient(part)],
                 [flat["exp_avg"][part]], [flat["exp_avg_sq"][part]], [],
-                [torch.full((), float(taken))],
+                [torch.full((), float(begun.taken))],
                 fused=True, foreach=False, amsgrad=False, maximize=False,
                 lr=group["lr"], beta1=beta1, beta2=beta2, eps=group["eps"],
                 weight_decay=group["weight_decay"],
@@ -257,7 +251,7 @@ class HostTorchAdam(Stepper):
 
         return (
             lambda part, averages: self._op.adam_torch(
-                numbers=numbers, averages=averages, **_at(flat, part)
+                numbers=numbers, averages=averages, **begun.at(part)
             ),
             tail,
         )
@@ -280,46 +274,40 @@ class HostAdam(Stepper):
                 self._powers.at(step, beta1, beta2)
 
     @override
-    def _update(
-        self,
-        slab: torch.Tensor,
-        flat: Mapping[str, Any],
-        *,
-        group: Mapping[str, Any],
-        taken: int,
-        factor: float,
-    ) -> tuple[Vectors, Tail]:
-        adam, numbers = self._adam, self._numbers(group, taken + 1, factor)
+    def _update(self, begun: _Begun) -> tuple[Vectors, Tail]:
+        adam, numbers = self._adam, self._numbers(begun)
+        flat, group = begun.flat, begun.group
 
         def tail(part: slice) -> None:
-            gradient = flat["gradient"][part].float() * factor
+            gradient = begun.scaled_gradient(part)
             # It counts steps in a place that all threads share.
             with self._scalar:
                 adam.ds_opt_adam.adam_update(
-                    adam.opt_id, taken + 1, group["lr"], *group["betas"], group["eps"],
+                    adam.opt_id, begun.taken + 1, group["lr"], *group["betas"], group["eps"],
                     group["weight_decay"], group["bias_correction"],
                     flat["weight"][part], gradient, *(flat[name][part] for name in _MOMENTS),
                 )  # fmt: skip
 
         return (
             lambda part, averages: self._op.adam(
-                numbers=numbers, averages=averages, **_at(flat, part)
+                numbers=numbers, averages=averages, **begun.at(part)
             ),
             tail,
         )
 
-    def _numbers(self, group: Mapping[str, Any], step: int, factor: float) -> AdamNumbers:
+    def _numbers(self, begun: _Begun) -> AdamNumbers:
         """Rounded where the op rounds, so that not even the last bit differs."""
+        group = begun.group
         beta1, beta2 = (_fp32(beta) for beta in group["betas"])
         lr, decay = _fp32(group["lr"]), _fp32(group["weight_decay"])
         first = inverse_root = 1.0
-        powers = self._powers.at(step, *group["betas"])
+        powers = self._powers.at(begun.taken + 1, *group["betas"])
         if group["bias_correction"]:
             first = _fp32(1.0 - powers[0])
             inverse_root = _fp32(1.0 / _fp32(math.sqrt(_fp32(1.0 - powers[1]))))
         decoupled = bool(self._adam.adam_w_mode)
         return AdamNumbers(
-            factor=factor,
+            factor=begun.factor,
             beta1=beta1,
             beta2=beta2,
             one_minus_beta1=_fp32(1.0 - beta1),
@@ -357,12 +345,11 @@ class BetaPowers:
         return self._powers
 
 
-def _torch_numbers(
-    group: Mapping[str, Any], step: int, factor: float, *, decoupled: bool = True
-) -> TorchAdamNumbers:
+def _torch_numbers(begun: _Begun, *, decoupled: bool = True) -> TorchAdamNumbers:
+    group, step = begun.group, begun.taken + 1
     (beta1, beta2), lr, decay = group["betas"], group["lr"], group["weight_decay"]
     return TorchAdamNumbers(
-        factor=factor,
+        factor=begun.factor,
         decay=1.0 - lr * decay if decoupled else 1.0,
         l2=0.0 if decoupled else decay,
         first=1.0 - beta1,
@@ -390,10 +377,9 @@ def torch_rounds_alike(op: HostStepOp) -> bool:
         theirs[0], gradient, theirs[1:], wide=torch.empty(2, numel).unbind(), noise=noise.unbind(),
         taken=6, group=group,
     )  # fmt: skip
-    op.adam_bf16(
-        weight=weight, exp_avg=moments[0], exp_avg_sq=moments[1], gradient=gradient,
-        noise=(noise[0], noise[1]), numbers=_torch_numbers(group, 7, 1.0),
-    )  # fmt: skip
+    flat = {"weight": weight, **dict(zip(_MOMENTS, moments, strict=True)), "gradient": gradient}
+    begun = _Begun(slab=weight, flat=flat, group=group, taken=6, factor=1.0)
+    op.adam_bf16(numbers=_torch_numbers(begun), noise=(noise[0], noise[1]), **flat)
     return all(map(torch.equal, theirs, (weight, *moments)))
 
 

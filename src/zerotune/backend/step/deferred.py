@@ -17,13 +17,15 @@ from torch.optim.optimizer import _global_optimizer_post_hooks
 from zerotune.backend.distributed import ProcessGroup
 from zerotune.backend.layouts import trainable_parameters
 from zerotune.backend.master_weights import Follower, MasterLayout
+from zerotune.backend.optimizers.adamw_bf16_states import AdamWBF16States
 from zerotune.backend.proof import FastPath, why_disproven, why_unproven
-from zerotune.backend.step.adams import SlabStep
+from zerotune.backend.step.adams import HostAdam, HostBF16Adam, HostTorchAdam, SlabStep, Stepper
 from zerotune.backend.step.kernel import HostStepOp, load_host_step
 from zerotune.backend.step.pending import (
     Exchange,
     Part,
     PendingStep,
+    Piece,
     StreamUpload,
     ThreadedStep,
     Upload,
@@ -34,8 +36,8 @@ from zerotune.decisions import Decision, announce
 from zerotune.errors import PlatformError
 from zerotune.plan.model import ResolvedPlan
 from zerotune.platform import MachineProbe
-from zerotune.platform.cgroups import cpu_quota
 from zerotune.platform.cores import affinity_here, describe_cpus, read_cpus
+from zerotune.platform.detect import cpu_quota
 
 KEY: Final = "optimizer.step"
 HIDDEN_KEY: Final = "optimizer.step.hidden"
@@ -52,6 +54,7 @@ class DeferredSteps(ABC):
 
     Args:
         op: The compiled functions.
+        adam: The optimizer whose steps these are: a DeepSpeedCPUAdam, torch's, or our own.
         module: The model.
         layout: Where the optimizer has its weights.
         group: The processes that train together.
@@ -61,11 +64,19 @@ class DeferredSteps(ABC):
         self,
         *,
         op: HostStepOp,
+        adam: torch.optim.Optimizer,
         module: torch.nn.Module,
         layout: MasterLayout,
         group: ProcessGroup,
     ) -> None:
         self._op = op
+        self._optimizer = adam
+        kind: type[Stepper] = HostTorchAdam
+        if isinstance(adam, AdamWBF16States):
+            kind = HostBF16Adam
+        elif type(adam).__name__ == "DeepSpeedCPUAdam":
+            kind = HostAdam
+        self._adam = kind(op=op, adam=adam)
         self._module = module
         self._layout = layout
         self._group = group
@@ -83,11 +94,6 @@ class DeferredSteps(ABC):
         self._averaged = False
         self._stream: Any = None
         self._compiled: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-
-    @property
-    @abstractmethod
-    def _stepped_by(self) -> torch.optim.Optimizer:
-        """The optimizer whose steps these are."""
 
     @property
     @abstractmethod
@@ -118,20 +124,26 @@ class DeferredSteps(ABC):
         """Whether a pass that is taken later can only be taken by a thread of its own."""
         return False
 
+    def replay(self, steps: int) -> None:
+        """Continue as a run that has taken ``steps`` optimizer steps."""
+        self._adam.replay(steps)
+
     def take_at_once(self, reason: str) -> None:
         """Take every pass before its step returns."""
         self._at_once = reason
 
-    def _record(self, reason: str) -> None:
-        """Note once why a pass is not taken later."""
+    def _record(
+        self,
+        reason: str,
+        *,
+        key: str = HIDDEN_KEY,
+        before: str = "taken later",
+        after: str = "taken before the step returns",
+    ) -> None:
+        """Note once why a pass is not taken later, or not at all."""
         if any(decision.reason == reason for decision in self.decisions):
             return
-        decision = Decision(
-            key=HIDDEN_KEY,
-            before="taken later",
-            after="taken before the step returns",
-            reason=reason,
-        )
+        decision = Decision(key=key, before=before, after=after, reason=reason)
         self.decisions = (*self.decisions, decision)
         announce([decision], rank=self._group.rank)
 
@@ -151,11 +163,7 @@ class DeferredSteps(ABC):
         self._op.spare_a_core()
 
     def settle(self) -> None:
-        """Return once the pass under way is taken, if there is one.
-
-        Raises:
-            BaseException: What it failed with; again at every call.
-        """
+        """Return once the pass under way is taken, if there is one."""
         pending = self._pending
         if pending is None:
             return
@@ -217,7 +225,7 @@ class DeferredSteps(ABC):
 
     def _why_not_now(self) -> str | None:
         """Why this step cannot be left for later."""
-        if self._stepped_by._optimizer_step_post_hooks or _global_optimizer_post_hooks:
+        if self._optimizer._optimizer_step_post_hooks or _global_optimizer_post_hooks:
             return "hooks after the optimizer's step read the weights that it has written"
         self._watch_compiler()
         if not self._waits_for_compiled():
@@ -260,10 +268,9 @@ class DeferredSteps(ABC):
 
     def settle_for_states(self) -> None:
         """Have the optimizer's states saved and loaded only when they are written."""
-        optimizer = self._stepped_by
         self._hooks += [
-            optimizer.register_state_dict_pre_hook(lambda _: self.settle()),
-            optimizer.register_load_state_dict_pre_hook(lambda *_: self.settle()),
+            self._optimizer.register_state_dict_pre_hook(lambda _: self.settle()),
+            self._optimizer.register_load_state_dict_pre_hook(lambda *_: self.settle()),
         ]
 
     def _waits_for_compiled(self) -> bool:
@@ -297,11 +304,30 @@ class DeferredSteps(ABC):
             for name, tensor in self._written().items():
                 pending.hold(name, tensor)
             if self._thread is not None:
-                self._thread.submit(_run, pending)
+                self._thread.submit(pending.run_in_thread)
         except BaseException as error:
             # Whoever waits for a pass that nobody takes would wait for ever.
             pending.fail(error)
             raise
+
+    def _take(
+        self,
+        steps: Sequence[SlabStep],
+        sources: Sequence[torch.Tensor | None],
+        targets: Sequence[torch.Tensor | None],
+        *,
+        waits: bool,
+        exchange: Exchange | None = None,
+    ) -> None:
+        """Leave begun steps for later, or take all of each now."""
+        if waits:
+            self._launch(steps, self._upload(sources, targets, exchange))
+            return
+        upload = Upload(sources=sources, targets=targets)
+        with torch.no_grad():
+            for index, step in enumerate(steps):
+                step.run(0, step.weight.numel())
+                upload.send([Piece(slab=index, start=0, stop=step.weight.numel())])
 
     def _wait_before_kernels(self) -> None:
         """Have modules that are not torch's wait for their weights before their forward.
@@ -385,23 +411,36 @@ def op_or_reason(
     return op
 
 
-def shares_cores(step: DeferredSteps) -> Decision:
-    """Say what a pass computes on, and what is left to the forward beside it."""
+def take_steps(
+    step: DeferredSteps, plan: ResolvedPlan, *, before: str, reason: str
+) -> tuple[Decision, ...]:
+    """Have steps taken from now on, and say by whom, when and on what. Collective.
+
+    Args:
+        step: What takes them; installed.
+        plan: Whether they may return before their pass is taken.
+        before: What would take them otherwise.
+        reason: Why that does not.
+    """
+    step.settle_for_states()
+    when = choose_when(step, plan)
     threads, read = torch.get_num_threads(), MachineProbe().read_text
     cores = describe_cpus(read_cpus(read, affinity_here()), quota=cpu_quota(read))
     taken = step.op.beside(threads) if step.hidden else threads
     if not step.hidden:
-        reason = "nothing else computes while the pass is taken"
+        why = "nothing else computes while the pass is taken"
     elif taken < threads:
-        reason = "one is left to what the next forward does on the host"
+        why = "one is left to what the next forward does on the host"
     else:
-        reason = "shared with the next forward: a pass on one of two takes longer than both on two"
-    return Decision(
-        key=THREADS_KEY,
-        before=threads,
-        after=taken,
-        reason=f"{reason}; {cores} for this process; it follows torch's threads, which a trainer "
-        "sets to what data workers and other ranks leave (threads)",
+        why = "shared with the next forward: a pass on one of two takes longer than both on two"
+    why = (
+        f"{why}; {cores} for this process; it follows torch's threads, which a trainer sets to "
+        "what data workers and other ranks leave (threads)"
+    )
+    return (
+        Decision(key=KEY, before=before, after="one pass", reason=reason),
+        when,
+        Decision(key=THREADS_KEY, before=threads, after=taken, reason=why),
     )
 
 
@@ -412,7 +451,13 @@ def choose_when(step: DeferredSteps, plan: ResolvedPlan) -> Decision:
     """
     at_once = step.why_at_once()
     on_cpu = plan.platform.accelerator == "cpu"
-    unproven = None if on_cpu else _why_unproven(step, plan)
+    unproven = None
+    if not on_cpu:
+        path: FastPath = "exchange" if step.needs_a_thread else "hidden step"
+        unproven = why_unproven(path, accelerator=plan.platform.accelerator)
+        # The ranks must do the same.
+        elsewhere = step.group.any(unproven is not None, purpose="choose when a pass is taken")
+        unproven = unproven or ("it is not proven on another rank's device" if elsewhere else None)
     after = "taken before the step returns"
     if at_once is not None:
         reason = at_once
@@ -435,14 +480,6 @@ def choose_when(step: DeferredSteps, plan: ResolvedPlan) -> Decision:
         else:
             reason = f"{unproven}; plan.resolve(hidden=True) asks for it all the same"
     return Decision(key=HIDDEN_KEY, before=None, after=after, reason=reason)
-
-
-def _why_unproven(step: DeferredSteps, plan: ResolvedPlan) -> str | None:
-    """Why a pass is not hidden by default on some rank; the ranks must do the same."""
-    path: FastPath = "exchange" if step.needs_a_thread else "hidden step"
-    unproven = why_unproven(path, accelerator=plan.platform.accelerator)
-    elsewhere = step.group.any(unproven is not None, purpose="choose when a pass is taken")
-    return unproven or ("it is not proven on another rank's device" if elsewhere else None)
 
 
 # -- What is compiled.
@@ -511,10 +548,3 @@ def _land_direct(module: torch.nn.Module, _inputs: Any) -> None:
         return
     for parameter in module.parameters(recurse=False):
         land(parameter)
-
-
-def _run(pending: PendingStep) -> None:
-    try:
-        pending.run()
-    except BaseException as error:  # noqa: BLE001 - raised again where somebody waits
-        pending.fail(error)

@@ -22,18 +22,17 @@ import attrs
 import torch
 
 from zerotune._util.files import write_atomically
-from zerotune.backend.ops.build import OpState, OpStatus, building
-from zerotune.backend.ops.diagnose import (
+from zerotune.backend.ops import (
     BuildLock,
-    Diagnosis,
+    OpState,
+    OpStatus,
     build_folder,
+    building,
     built_library,
-    diagnose_build,
     missing_compiler,
     missing_ninja,
-    summary,
+    naming_the_cause,
 )
-from zerotune.errors import PlatformError
 from zerotune.platform.toolchain import Toolchain, detect_toolchain
 
 NAME: Final = "host_step"
@@ -54,39 +53,6 @@ _ARCHITECTURE: Final = {
 _MOST_WHOLE: Final = 2
 """Cores of which none is spared."""
 _KINDS: Final = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
-
-
-class _Adam(ctypes.Structure):
-    _fields_ = [
-        ("factor", ctypes.c_float),
-        ("beta1", ctypes.c_float),
-        ("beta2", ctypes.c_float),
-        ("one_minus_beta1", ctypes.c_float),
-        ("one_minus_beta2", ctypes.c_float),
-        ("inverse_root", ctypes.c_float),
-        ("eps", ctypes.c_float),
-        ("step_size", ctypes.c_float),
-        ("decay", ctypes.c_float),
-        ("decays", ctypes.c_int32),
-    ]
-
-
-class _TorchAdam(ctypes.Structure):
-    _fields_ = [
-        ("factor", ctypes.c_float),
-        ("decay", ctypes.c_float),
-        ("l2", ctypes.c_float),
-        ("first", ctypes.c_float),
-        ("beta2", ctypes.c_float),
-        ("second", ctypes.c_float),
-        ("root", ctypes.c_float),
-        ("eps", ctypes.c_float),
-        ("step_size", ctypes.c_float),
-    ]
-
-
-class _Average(ctypes.Structure):
-    _fields_ = [("shadow", ctypes.c_void_p), ("weight", ctypes.c_float)]
 
 
 @attrs.frozen(kw_only=True)
@@ -139,6 +105,21 @@ class Average:
     shadow: torch.Tensor
     """fp32, 1-D, contiguous, on the CPU."""
     weight: float
+
+
+def _structure(numbers: type[attrs.AttrsInstance]) -> type[ctypes.Structure]:
+    """What C++ takes for a class of numbers: fp32, but for ``int``."""
+    kinds = {"float": ctypes.c_float, "int": ctypes.c_int32}
+    fields = [(field.name, kinds[str(field.type)]) for field in attrs.fields(numbers)]
+    return type(numbers.__name__, (ctypes.Structure,), {"_fields_": fields})
+
+
+_ADAM: Final = _structure(AdamNumbers)
+_TORCH_ADAM: Final = _structure(TorchAdamNumbers)
+
+
+class _Average(ctypes.Structure):
+    _fields_ = [("shadow", ctypes.c_void_p), ("weight", ctypes.c_float)]
 
 
 class HostStepOp:
@@ -202,7 +183,7 @@ class HostStepOp:
         """
         self._library.zerotune_adam(
             *_streams(weight, exp_avg, exp_avg_sq, gradient),
-            ctypes.byref(_Adam(*attrs.astuple(numbers))),
+            ctypes.byref(_ADAM(*attrs.astuple(numbers))),
             *_followed_by(averages, out, self.threads),
         )
 
@@ -220,7 +201,7 @@ class HostStepOp:
         """As ``adam``, with the roundings of torch's own AdamW."""
         self._library.zerotune_adam_torch(
             *_streams(weight, exp_avg, exp_avg_sq, gradient),
-            ctypes.byref(_TorchAdam(*attrs.astuple(numbers))),
+            ctypes.byref(_TORCH_ADAM(*attrs.astuple(numbers))),
             *_followed_by(averages, out, self.threads),
         )
 
@@ -252,7 +233,7 @@ class HostStepOp:
             *_streams(weight, exp_avg, exp_avg_sq, gradient),
             _pointer(noise[0]),
             _pointer(noise[1]),
-            ctypes.byref(_TorchAdam(*attrs.astuple(numbers))),
+            ctypes.byref(_TORCH_ADAM(*attrs.astuple(numbers))),
             *_followed_by(averages, out, self.threads),
         )
 
@@ -307,25 +288,13 @@ def _pointer(tensor: torch.Tensor | None) -> ctypes.c_void_p:
 
 @cache
 def load_host_step() -> HostStepOp:
-    """The op, compiled first if need be.
-
-    Raises:
-        PlatformError: It cannot be compiled or loaded here; the reason is the root cause.
-    """
+    """The op, compiled first if need be."""
     with building():
         status = host_step_status()
-        if not status.usable and status.state != "locked":
-            raise PlatformError(
-                status.cause or "it cannot be built here", key=f"op {NAME}", fix=status.fix
-            )
-        try:
+        if status.state != "locked":
+            status.check_usable()
+        with naming_the_cause(NAME):
             return HostStepOp(library=_compiled())
-        except PlatformError:
-            raise
-        except Exception as error:
-            # Whatever a compiler, a linker or the loader does ends here, under many types.
-            diagnosis = diagnose_build(str(error)) or Diagnosis(cause=summary(error))
-            raise PlatformError(diagnosis.cause, key=f"op {NAME}", fix=diagnosis.fix) from error
 
 
 def host_step_status(*, toolchain: Toolchain | None = None) -> OpStatus:
@@ -336,40 +305,29 @@ def host_step_status(*, toolchain: Toolchain | None = None) -> OpStatus:
     """
     folder = build_folder(_build_name())
     library, lock = built_library(folder), BuildLock.on(folder)
-    state: OpState = "buildable" if library is None else "built"
-    found: Diagnosis | None = None
     if lock is not None:
-        state, found = "locked", lock.diagnose()
-    else:
-        tools = toolchain or detect_toolchain()
-        # torch asks for ninja even where there is nothing to compile.
-        found = missing_ninja(tools)
-        found = found or (missing_compiler(tools) if library is None else None)
-        state = "blocked" if found else state
-    return OpStatus(
-        name=NAME,
-        purpose=PURPOSE,
-        state=state,
-        cause=found.cause if found else None,
-        fix=found.fix if found else None,
-        path=None if library is None else str(library),
-    )
+        return OpStatus.of(NAME, PURPOSE, "locked", lock.diagnose(), library=library)
+    tools = toolchain or detect_toolchain()
+    # torch asks for ninja even where there is nothing to compile.
+    found = missing_ninja(tools) or (missing_compiler(tools) if library is None else None)
+    state: OpState = "blocked" if found else "buildable" if library is None else "built"
+    return OpStatus.of(NAME, PURPOSE, state, found, library=library)
 
 
 def _compiled() -> Path:
     from torch.utils import cpp_extension
 
-    folder: Any = build_folder(_build_name())
+    name, folder = _build_name(), build_folder(_build_name())
     folder.mkdir(parents=True, exist_ok=True)
     cpp_extension.load(
-        name=_build_name(),
+        name=name,
         sources=[str(_source_in(folder))],
         extra_cflags=_flags(),
         extra_ldflags=["-fopenmp"],
         build_directory=str(folder),
         is_python_module=False,
     )
-    return Path(folder) / f"{_build_name()}.so"
+    return folder / f"{name}.so"
 
 
 def _source_in(folder: Path) -> Path:

@@ -29,11 +29,8 @@ from zerotune.backend.step.kernel import Average
 from zerotune.errors import EngineError
 from zerotune.plan.memory.estimate import EXCHANGED_PARTS, LEAST_EXCHANGED
 
-_PARTS: Final = 256
+_PARTS_ALONE: Final = 256
 """Parts of a step: each costs the interpreter's lock twice, which may take 5 ms."""
-_SHARED_PARTS: Final = EXCHANGED_PARTS
-_LEAST: Final = LEAST_EXCHANGED
-"""Elements of a part, at least."""
 
 
 @attrs.frozen(kw_only=True)
@@ -90,28 +87,28 @@ def divide(
         parts: As many as wanted, about.
         least: Elements of a part.
     """
-    size = max(least or _LEAST, sum(sizes) // (parts or _PARTS), 1)
-    found: dict[bool, list[Part]] = {True: [], False: []}
+    size = max(least or LEAST_EXCHANGED, sum(sizes) // (parts or _PARTS_ALONE), 1)
+    closed: dict[bool, list[Part]] = {True: [], False: []}
     open_: dict[bool, list[tuple[Piece, str | None]]] = {True: [], False: []}
 
     def close(early: bool) -> None:
         if open_[early]:
             pieces = tuple(piece for piece, _ in open_[early])
             names = frozenset(name for _, name in open_[early] if name is not None)
-            found[early].append(Part(pieces=pieces, names=names))
+            closed[early].append(Part(pieces=pieces, names=names))
             open_[early].clear()
 
-    for piece, name in _pieces(addresses, sizes, size):
+    for piece, name in _pieces_of(addresses, sizes, size):
         early = name in first
         open_[early].append((piece, name))
         if sum(each.numel for each, _ in open_[early]) >= size:
             close(early)
     for early in (True, False):
         close(early)
-    return (*found[True], *found[False])
+    return (*closed[True], *closed[False])
 
 
-def _pieces(
+def _pieces_of(
     addresses: Sequence[FragmentAddress], sizes: Sequence[int], size: int
 ) -> Iterator[tuple[Piece, str | None]]:
     for slab, numel in enumerate(sizes):
@@ -141,20 +138,16 @@ def divide_alike(
 ) -> tuple[Part, ...]:
     """Cut slabs at the same places on every rank, each part within one slab.
 
-    Args:
-        addresses: As for ``divide``, of this rank.
-        sizes: As for ``divide``; the same on every rank.
-        spans: Of all parameters.
-        parts: As for ``divide``.
-        least: As for ``divide``.
+    The arguments are those of ``divide``, with sizes that are the same on every rank, and with the
+    spans of all parameters.
     """
-    size = max(least or _LEAST, sum(sizes) // (parts or _SHARED_PARTS), 1)
+    size = max(least or LEAST_EXCHANGED, sum(sizes) // (parts or EXCHANGED_PARTS), 1)
     pieces: dict[tuple[int, int], list[Piece]] = {}
     names: dict[tuple[int, int], set[str]] = {}
     for slab, numel in enumerate(sizes):
         for index in range(-(-numel // size)):
             pieces[slab, index], names[slab, index] = [], set()
-    for piece, _ in _pieces(addresses, sizes, max(sizes)):
+    for piece, _ in _pieces_of(addresses, sizes, max(sizes)):
         for index in range(piece.start // size, (piece.stop - 1) // size + 1):
             start = max(piece.start, index * size)
             stop = min(piece.stop, (index + 1) * size)
@@ -185,30 +178,22 @@ class Exchange:
     partitions: Sequence[Sequence[torch.Tensor]]
     """By slab, then by rank: flat, of the same length."""
 
-    def order(self, own: Sequence[int]) -> list[int]:
+    def order(self, wished: Sequence[int]) -> list[int]:
         """The first rank's order of the parts."""
-        found: list[int] = self.group.broadcast(list(own), purpose="begin a step's pass")
-        return found
+        order: list[int] = self.group.broadcast(list(wished), purpose="begin a step's pass")
+        return order
 
     def agree(self, error: BaseException | None) -> None:
-        """Return if no rank has failed, before any weight is given away.
-
-        Args:
-            error: What this rank has failed with.
-
-        Raises:
-            EngineError: Another rank has failed; names it, and with what.
-            BaseException: ``error`` itself.
-        """
+        """Return if no rank has failed, before any weight is sent; ``error`` is this rank's."""
         if not self.group.any(error is not None, purpose="exchange a step's weights"):
             return
-        said = None if error is None else f"{type(error).__name__}: {error}"
-        told = self.group.gather(said, purpose="say what a step failed with")
+        text = None if error is None else f"{type(error).__name__}: {error}"
+        texts = self.group.gather(text, purpose="say what a step failed with")
         if error is not None:
             raise error
-        rank = next(rank for rank, each in enumerate(told) if each is not None)
+        rank = next(rank for rank, each in enumerate(texts) if each is not None)
         raise EngineError(
-            f"the step under way failed on another rank ({told[rank]})",
+            f"the step under way failed on another rank ({texts[rank]})",
             key=f"rank {rank}",
             fix="see that rank's own error; weights are no longer alike, so resume from the last "
             "checkpoint",
@@ -311,6 +296,8 @@ class PendingStep:
         self._over = False
         self._error: BaseException | None = None
         self._awaited: dict[int, Awaited] = {}
+        self._released: set[str] = set()
+        """Names of the parameters that are written and can be used."""
         self._addresses: list[tuple[torch.Tensor, int]] = []
         self._writers: dict[str, list[int]] = {}
         for index, part in enumerate(parts):
@@ -354,7 +341,10 @@ class PendingStep:
             if self._over or self._error is not None:
                 return False
             self._followers.extend(followers)
-            return True
+            released = {i for name in self._released for i in self._writers[name]}
+        # From here on anybody may change what is released.
+        self._bring(released)
+        return True
 
     def moved(self) -> bool:
         """Whether a tensor that was held has other memory than the step writes."""
@@ -369,33 +359,38 @@ class PendingStep:
             self._take(index)
         self._end()
 
+    def run_in_thread(self) -> None:
+        """As ``run``, where nobody would see what it raises."""
+        try:
+            self.run()
+        except BaseException as error:  # noqa: BLE001 - raised again where somebody waits
+            self.fail(error)
+
     def fail(self, error: BaseException) -> None:
         """Have everybody who waits raise an error, now and later."""
         if not isinstance(error, Exception):
             # Raised once where it happened: a later use must not look as if Ctrl-C were pressed.
-            cause, error = error, _interrupted(error)
-            error.__cause__ = cause
+            interrupted = EngineError(
+                f"{type(error).__name__} came in the middle of the optimizer's step, so that some "
+                "weights have it behind them and others have not",
+                key="step",
+                fix="resume from the last checkpoint",
+            )
+            interrupted.__cause__ = error
+            error = interrupted
         with self._lock:
             self._error = self._error or error
             self._wake()
 
     def settle(self) -> None:
-        """Return once everything is written and nothing awaited any more.
-
-        Raises:
-            BaseException: What a part failed with, in whatever thread.
-        """
+        """Return once everything is written and nothing awaited any more."""
         self._complete()
         self._raise()
         for tensor in list(self._awaited.values()):
             self._release(tensor)
 
     def land(self, tensor: Any) -> None:
-        """Return once a tensor is written.
-
-        Raises:
-            BaseException: As ``settle``.
-        """
+        """Return once a tensor is written."""
         held = self._held(tensor)
         if held is not None:
             self._bring(self._writers[held.name])
@@ -414,6 +409,7 @@ class PendingStep:
             tensor.data = held.content
             tensor.__class__ = held.kind
             del tensor._awaited, self._awaited[id(tensor)]
+            self._released.add(held.name)
 
     def _held(self, tensor: Any) -> _Held | None:
         """What this step holds a tensor for; another thread may be a step behind."""
@@ -430,17 +426,26 @@ class PendingStep:
             self._take(index)
 
     def _take(self, index: int) -> None:
-        """Write a part that is not written yet, unless something has failed."""
+        """Write a part, or give averages that came after that what they missed."""
         with self._turn:
-            if index in self._followed or self._failed:
+            with self._lock:
+                followers = tuple(self._followers)
+            seen = self._followed.get(index)
+            if seen == len(followers) or self._failed:
                 return
             if self._taking:
-                raise _used_within()
+                raise EngineError(
+                    "a signal handler used the weights in the middle of the optimizer's step",
+                    key="step",
+                    fix="let the handler set a flag, and save or read where the loop sees it",
+                )
             self._taking = True
             try:
-                with self._lock:
-                    followers = tuple(self._followers)
-                sent = self._write(self._parts[index].pieces, followers)
+                if seen is None:
+                    sent = self._write(self._parts[index].pieces, followers)
+                else:
+                    sent = self._sent[index]
+                    self._catch_up(index, followers[seen:])
                 with self._lock:
                     self._sent[index] = sent
                     self._followed[index] = len(followers)
@@ -463,31 +468,28 @@ class PendingStep:
             self._steps[piece.slab].run(piece.start, piece.stop, _averages(piece, followers))
 
     def _end(self) -> None:
-        """Give followers that came late what they have missed; then none can come any more."""
+        """Give averages that came late what they missed; then none can join any more."""
         with self._turn:
             while True:
                 with self._lock:
-                    count = len(self._followers)
-                    late = [(i, seen) for i, seen in self._followed.items() if seen < count]
+                    late = [index for index in self._followed if not self._followed_by_all(index)]
                     if self._failed or not late:
                         self._over = True
                         self._wake()
                         return
-                try:
-                    self._catch_up(late, count)
-                except BaseException as error:
-                    self.fail(error)
-                    if not isinstance(error, Exception):
-                        raise
+                for index in late:
+                    self._take(index)
 
     @torch.no_grad()
-    def _catch_up(self, late: Sequence[tuple[int, int]], count: int) -> None:
-        for index, seen in late:
-            for piece in self._parts[index].pieces:
-                weight = self._steps[piece.slab].weight[piece.start : piece.stop]
-                for average in _averages(piece, self._followers[seen:count]):
-                    average.shadow.lerp_(weight, average.weight)
-            self._followed[index] = count
+    def _catch_up(self, index: int, followers: Sequence[Follower]) -> None:
+        for piece in self._parts[index].pieces:
+            weight = self._steps[piece.slab].weight[piece.start : piece.stop]
+            for average in _averages(piece, followers):
+                average.shadow.lerp_(weight, average.weight)
+
+    def _followed_by_all(self, index: int) -> bool:
+        """Whether a part is written, and every average has it."""
+        return self._followed.get(index) == len(self._followers)
 
     def _wake(self) -> None:
         waiting, self._waiting = self._waiting, []
@@ -534,45 +536,36 @@ class ThreadedStep(PendingStep):
     def _bring(self, indices: Iterable[int]) -> None:
         needed = tuple(indices)
         self._wanted = needed
-        self._wait_for(lambda: self._failed or all(index in self._followed for index in needed))
+        # Whoever has waited may change what is written, which averages must have read by then.
+        self._wait_for(lambda: self._failed or all(map(self._followed_by_all, needed)))
 
 
 class SharedStep(ThreadedStep):
     """A step of which every rank takes its part and has those of the others, part by part.
 
-    Args:
-        parts: As for ``PendingStep``, cut alike on every rank.
-        order: As for ``PendingStep``; the first rank's holds.
-        steps: As for ``PendingStep``.
-        upload: As for ``PendingStep``.
-        exchange: With the other ranks.
+    Its parts are cut alike on every rank, the first rank's order holds, and its upload exchanges.
     """
-
-    def __init__(
-        self,
-        *,
-        parts: Sequence[Part],
-        order: Sequence[int],
-        steps: Sequence[SlabStep],
-        upload: Upload,
-        exchange: Exchange,
-    ) -> None:
-        super().__init__(parts=parts, order=order, steps=steps, upload=upload)
-        self._exchange = exchange
 
     @override
     def run(self) -> None:
         """Take all parts together with the other ranks, in one thread. An error is kept."""
         try:
-            order = self._exchange.order(list(self._order))
+            order = self._exchange.order(self._order)
         except BaseException as error:  # noqa: BLE001 - raised again where somebody waits
             self.fail(error)
             return
         for index in order:
+            for wanted in self._wanted:
+                if wanted in self._followed:
+                    self._take(wanted)
             self._take(index)
             if self._failed:
                 break
         self._end()
+
+    @property
+    def _exchange(self) -> Exchange:
+        return cast(Exchange, self._upload.exchange)
 
     @override
     def _write(self, pieces: Sequence[Piece], followers: Sequence[Follower]) -> Any:
@@ -584,23 +577,6 @@ class SharedStep(ThreadedStep):
         self._exchange.agree(failed)
         with torch.no_grad():
             return self._upload.send(pieces)
-
-
-def _interrupted(error: BaseException) -> EngineError:
-    return EngineError(
-        f"{type(error).__name__} came in the middle of the optimizer's step, so that some weights "
-        "have it behind them and others have not",
-        key="step",
-        fix="resume from the last checkpoint",
-    )
-
-
-def _used_within() -> EngineError:
-    return EngineError(
-        "a signal handler used the weights in the middle of the optimizer's step",
-        key="step",
-        fix="let the handler set a flag, and save or read where the loop sees it",
-    )
 
 
 def _averages(piece: Piece, followers: Iterable[Follower]) -> list[Average]:
@@ -658,11 +634,7 @@ class Awaited:
 
 
 def land(tensor: Any) -> None:
-    """Wait until a tensor is written, if it is awaited.
-
-    Raises:
-        BaseException: What the step failed with.
-    """
+    """Wait until a tensor is written, if it is awaited."""
     held: _Held | None
     # Another step may have begun by the time that the lock of this one is free.
     while (held := vars(tensor).get("_awaited")) is not None:

@@ -12,28 +12,26 @@ import attrs
 import torch
 from typing_extensions import override
 
-from zerotune.backend.adapter_layouts import (
+from zerotune.backend.adapters import (
     LAYOUTS,
     LORA_FILE,
     PEFT_CONFIG,
     PEFT_FILE,
     SETTINGS,
+    AdapterParameter,
     Factors,
     Layout,
-    compare,
-    published,
-    read_others,
-    write_lora,
-    write_lycoris,
-)
-from zerotune.backend.adapters import (
-    AdapterParameter,
     adapter_config,
     adapter_layers,
+    compare,
     fingerprint,
     peft_config,
+    published,
+    read_others,
     recall,
     trained_adapter,
+    write_lora,
+    write_lycoris,
 )
 from zerotune.backend.dtypes import checked_dtype
 from zerotune.backend.trained_parts import components
@@ -56,15 +54,11 @@ if TYPE_CHECKING:
 # -- Have adapters learned anything? A LoRA file that does nothing looks like one that works.
 
 
-_SHOWN: Final = 4
+_NAMES_SHOWN: Final = 4
 
 
-@attrs.frozen(kw_only=True)
-class _Layer:
-    """An adapted layer of a component."""
-
-    component: str
-    name: str
+_Layer = tuple[str, str]
+"""A component, and the name of an adapted layer of it."""
 
 
 class Judgement:
@@ -73,11 +67,6 @@ class Judgement:
     A layer has learned nothing when none of its tensors differs from what it was before training,
     or when the factor that begins at zero is still zero. That may be right for a layer outside
     the loss, such as the last of CLIP, so it is a warning; of a whole component it is an error.
-
-    Args:
-        initial: For each trained parameter the fingerprints of its first values, if known.
-        layers: For each trained parameter the layer it adapts.
-        steps: Optimizer steps that were applied.
     """
 
     def __init__(
@@ -103,7 +92,7 @@ class Judgement:
             for name, _ in module.named_parameters():
                 parsed = AdapterParameter.parse(name)
                 if parsed is not None and parsed.adapter == adapter:
-                    layers[f"{prefix}{name}"] = _Layer(component=component, name=parsed.layer)
+                    layers[f"{prefix}{name}"] = component, parsed.layer
         state = engine.state
         return cls(initial=initial, layers=layers, steps=state.global_step - state.skipped_steps)
 
@@ -137,9 +126,9 @@ class Judgement:
             return ()
         if self._steps == 0:
             return (self._decision(still, "no optimizer step was taken: the file does nothing"),)
-        for component in {layer.component for layer in still}:
-            every = [layer for layer in self._moved if layer.component == component]
-            idle = [layer for layer in still if layer.component == component]
+        for component in {of for of, _ in still}:
+            every = [layer for layer in self._moved if layer[0] == component]
+            idle = [layer for layer in still if layer[0] == component]
             if len(idle) == len(every):
                 raise CheckpointCorruptError(
                     f"none of the {len(every)} adapters has learned anything in {self._steps} "
@@ -155,8 +144,8 @@ class Judgement:
         return f"every {kinds} is zero" if zero else "all are as they were initialized"
 
     def _decision(self, still: list[_Layer], reason: str) -> Decision:
-        names = [f"{layer.component}.{layer.name}" for layer in still]
-        shown = ", ".join(names[:_SHOWN]) + (", …" if len(names) > _SHOWN else "")
+        names = [".".join(layer) for layer in still]
+        shown = ", ".join(names[:_NAMES_SHOWN]) + (", …" if len(names) > _NAMES_SHOWN else "")
         return Decision(
             key="adapters",
             before=len(self._moved),
@@ -258,7 +247,13 @@ def export_adapters(
         InvalidValueError: There is no such format, or not for this model.
         CollectiveError: A rank did not come, or the arguments differ.
     """
-    target, chosen = _target(path, layout), checked_dtype(dtype)
+    if layout not in LAYOUTS:
+        raise InvalidValueError(
+            "is no layout of adapters", key="layout", value=layout, fix=f"one of {list(LAYOUTS)}"
+        )
+    target, chosen = Path(path).absolute(), checked_dtype(dtype)
+    if layout != "peft" and target.suffix != ".safetensors":
+        target /= LORA_FILE
     exported = meet(
         engine,
         target,
@@ -313,7 +308,7 @@ class AdapterOutline:
             )
         shapes = engine.master_weights.parameters
         return cls(
-            keys={name: _key(name, adapters) for name in shapes},
+            keys={name: _adapter_key(name, adapters) for name in shapes},
             shapes=shapes,
             metadata={n: portable_config(m, adapter) for n, (_, m, adapter) in adapters.items()},
             adapters=adapters,
@@ -329,7 +324,10 @@ class AdapterOutline:
                 fix='layout="diffusers" holds all of them',
             )
         for component, (_, module, adapter) in self.adapters.items():
-            kind = _kind(adapter_config(module, adapter))
+            config = adapter_config(module, adapter)
+            kind = str(getattr(config["peft_type"], "value", config["peft_type"]))
+            kind = {"LORA": "LoRA", "LOKR": "LoKr", "LOHA": "LoHa"}.get(kind, kind)
+            kind = "DoRA" if kind == "LoRA" and config.get("use_dora") else kind
             if kind not in _HOLDS[layout]:
                 raise CheckpointMismatchError(
                     f"has no place for {kind}: nobody could read it",
@@ -349,14 +347,6 @@ _HOLDS: Final[Mapping[Layout, tuple[str, ...]]] = {
 }
 
 
-def _kind(config: Mapping[str, Any]) -> str:
-    """What people call the kind of a peft configuration."""
-    name = str(getattr(config["peft_type"], "value", config["peft_type"]))
-    if name == "LORA" and config.get("use_dora"):
-        return "DoRA"
-    return {"LORA": "LoRA", "LOKR": "LoKr", "LOHA": "LoHa"}.get(name, name)
-
-
 def portable_config(module: torch.nn.Module, adapter: str) -> dict[str, Any]:
     """The settings of an adapter that a file must hold, as JSON has them."""
     usual = type(peft_config(module, adapter))().to_dict()
@@ -367,7 +357,7 @@ def portable_config(module: torch.nn.Module, adapter: str) -> dict[str, Any]:
     }
 
 
-def _key(name: str, adapters: Mapping[str, tuple[str, torch.nn.Module, str]]) -> str:
+def _adapter_key(name: str, adapters: Mapping[str, tuple[str, torch.nn.Module, str]]) -> str:
     for component, (prefix, module, _) in adapters.items():
         parsed = AdapterParameter.parse(name.removeprefix(prefix))
         if name.startswith(prefix) and parsed is not None:
@@ -400,15 +390,6 @@ def _check_loadable(pipeline: Any, names: tuple[str, ...]) -> None:
         )
 
 
-def _target(path: str | os.PathLike[str], layout: Layout) -> Path:
-    if layout not in LAYOUTS:
-        raise InvalidValueError(
-            "is no layout of adapters", key="layout", value=layout, fix=f"one of {list(LAYOUTS)}"
-        )
-    target = Path(path).absolute()
-    return target if layout == "peft" or target.suffix == ".safetensors" else target / LORA_FILE
-
-
 class _Draft:
     """What rank 0 writes and judges, tensor by tensor: diffusers' file, or peft's folder."""
 
@@ -438,7 +419,8 @@ class _Draft:
         decisions = (*self._judgement.conclude(), *self._complete())
         if self._writer is None:
             raise ValueError("no file was begun")
-        (record,) = self._writer.publish()
+        self._writer.publish()
+        (record,) = self._writer.records
         shapes = [torch.Size(shape) for shape in self._outline.shapes.values()]
         return ExportedAdapters(
             path=self._path,

@@ -15,7 +15,7 @@ import attrs
 import torch
 
 from zerotune._util.files import sync, write_synced
-from zerotune.checkpoint.collective import together
+from zerotune.backend.distributed import together
 from zerotune.checkpoint.folders import ExportStaging, Mark, check_space, checked_path
 from zerotune.checkpoint.manifest import FileRecord
 from zerotune.checkpoint.tensors import (
@@ -121,13 +121,6 @@ def export_together(
 ) -> T:
     """Gather tensors on all ranks and write them on rank 0. Collective.
 
-    Args:
-        engine: What is exported.
-        purpose: What is written, for messages: ``"the export"``.
-        begin: Opens the draft; called on rank 0.
-        weights: The trained parameters.
-        others: What else goes into it; may be collective, one tensor at a time.
-
     Returns:
         What ``publish`` of the draft returned, on every rank.
     """
@@ -184,8 +177,12 @@ class ExportWriter:
         specs: Every tensor.
         texts: Further files of the folder, by name.
         metadata: What the headers say besides.
+        aliases: Further names of tensors, and the first name of each.
         shard_size: Most bytes of tensors in a file; all in one when not given.
         whole: What it becomes a part of.
+
+    Attributes:
+        records: The files of tensors, once it is published.
     """
 
     def __init__(
@@ -196,10 +193,12 @@ class ExportWriter:
         specs: Iterable[TensorSpec],
         texts: Mapping[str, bytes] | None = None,
         metadata: Mapping[str, str] | None = None,
+        aliases: Mapping[str, str] | None = None,
         shard_size: int | None = None,
         whole: Whole | None = None,
     ) -> None:
-        self.path = checked_path(path)
+        self.path, self.records = checked_path(path), tuple[FileRecord, ...]()
+        self._aliases = aliases or {}
         self._single, self._texts = stem is None, dict(texts or {})
         shards = split(specs, shard_size) if stem else [list(specs)]
         count = max(1, len(shards))
@@ -207,7 +206,13 @@ class ExportWriter:
         if count == 1:
             names = [f"{stem}.safetensors" if stem else self.path.name]
         else:
-            self._texts[f"{stem}.safetensors.index.json"] = _index(names, shards)
+            weights = {
+                spec.key: name for name, shard in zip(names, shards, strict=True) for spec in shard
+            }
+            total = sum(spec.nbytes for shard in shards for spec in shard)
+            self._texts[f"{stem}.safetensors.index.json"] = json_text(
+                {"metadata": {"total_size": total}, "weight_map": weights}
+            )
         header = {"format": "pt", **(metadata or {}), **self._mark(names, whole).metadata}
         self._files = [
             TensorFile.of(name, EXPORT, shard, metadata=header)
@@ -222,17 +227,14 @@ class ExportWriter:
                 file.create(self._staging.path)
             undo.pop_all()
 
-    def append(self, name: str, tensor: torch.Tensor) -> None:
-        """Write a tensor, cast to what was announced."""
-        self._writer.write(name, tensor)
+    def append(self, name: str, tensor: torch.Tensor, *, trained: bool = False) -> None:  # noqa: ARG002
+        """Write a tensor under each of its names, cast to what was announced."""
+        for key in all_names(name, self._aliases):
+            self._writer.write(key, tensor)
 
-    def publish(self) -> tuple[FileRecord, ...]:
-        """Compare what is on the disk with what was written, then give it its name.
-
-        Returns:
-            The files of tensors.
-        """
-        records = self._writer.confirm(self._files, self._writer.written)
+    def publish(self) -> Path:
+        """Compare what is on the disk with what was written, then give it its name."""
+        self.records = self._writer.confirm(self._files, self._writer.written)
         self._writer.close()
         if self._single:
             (self._staging.path / self.path.name).rename(self.path)
@@ -242,7 +244,7 @@ class ExportWriter:
             for name, content in self._texts.items():
                 write_synced(self._staging.path / name, content)
             self._staging.publish()
-        return records
+        return self.path
 
     def abandon(self) -> None:
         """Remove what has not got its name."""
@@ -254,10 +256,9 @@ class ExportWriter:
         try:
             for name, tensor in tensors:
                 self.append(name, tensor)
-            self.publish()
+            return self.publish()
         finally:
             self.abandon()
-        return self.path
 
     def _mark(self, names: Sequence[str], whole: Whole | None) -> Mark:
         part = "" if whole is None else f"{whole.part}/"
@@ -267,14 +268,11 @@ class ExportWriter:
         return Mark(files={**{f"{part}{name}": files[name] for name in files}, **others})
 
 
+def all_names(name: str, aliases: Mapping[str, str]) -> list[str]:
+    """A tensor's first name, and its further ones."""
+    return [name, *(alias for alias, first in aliases.items() if first == name)]
+
+
 def json_text(content: Mapping[str, Any]) -> bytes:
     """A file of JSON, as diffusers and peft write theirs."""
     return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
-
-
-def _index(names: Sequence[str], shards: Sequence[Sequence[TensorSpec]]) -> bytes:
-    weight_map = {
-        spec.key: name for name, specs in zip(names, shards, strict=True) for spec in specs
-    }
-    total = sum(spec.nbytes for specs in shards for spec in specs)
-    return json_text({"metadata": {"total_size": total}, "weight_map": weight_map})

@@ -13,29 +13,30 @@ from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 import torch
-from typing_extensions import override
 
 from zerotune._util.files import system_errors
-from zerotune.backend.adapter_layouts import adapter_settings, find_adapters
 from zerotune.backend.adapters import (
     BASE,
     AdapterParameter,
     adapter_config,
     adapter_layers,
+    adapter_settings,
+    find_adapters,
     trained_adapter,
 )
 from zerotune.backend.dtypes import checked_dtype
 from zerotune.backend.trained_parts import components
 from zerotune.backend.unpartitioned import whole_parameter
-from zerotune.checkpoint.contents import persistent_buffers
+from zerotune.checkpoint.contents import model_config, persistent_buffers
 from zerotune.checkpoint.export.driver import (
     SHARD_SIZE,
+    ExportWriter,
     Gatherable,
     Named,
     export_together,
     meet,
 )
-from zerotune.checkpoint.export.model import ModelDraft, ModelFolderReader, model_writer
+from zerotune.checkpoint.export.model import ModelFolderReader, model_writer
 from zerotune.checkpoint.folders import check_apart
 from zerotune.checkpoint.tensors import TensorSpec
 from zerotune.errors import (
@@ -175,6 +176,9 @@ def _layer_like(weight: torch.Tensor, *, embedding: bool) -> torch.nn.Module:
     return layer
 
 
+_PARAMETER_ITSELF: Final = re.compile(
+    r"\.(lora_magnitude_vector|lora_embedding_[AB]|lokr_\w+|hada_\w+)$"
+)
 _WRAPPED: Final = re.compile(rf"(.+)\.{BASE}\.([^.]+)")
 
 
@@ -227,7 +231,15 @@ def export_merged(
     return export_together(
         engine,
         "the merge",
-        begin=lambda: _MergeDraft(path, merged, dtype=chosen, shard_size=shard_size),
+        begin=lambda: _MergeDraft(
+            merged,
+            model_writer(
+                path,
+                config=model_config(merged.module),
+                specs=merged.specs(chosen),
+                shard_size=shard_size,
+            ),
+        ),
         weights=exported,
         others=merged.tensors(),
     )
@@ -329,11 +341,11 @@ class _Merged:
             module=module,
             adapter=adapter,
             sources={
-                _plain(name): parameter
+                _plain_layers(name): parameter
                 for name, parameter in module.named_parameters(remove_duplicate=False)
                 if AdapterParameter.parse(name) is None
             },
-            buffers={_plain(n): buffer for n, buffer in persistent_buffers(module).items()},
+            buffers={_plain_layers(n): buffer for n, buffer in persistent_buffers(module).items()},
             scales={
                 name: float(getattr(m, "scaling", {}).get(adapter, 1.0))
                 for name, m in adapter_layers(module)
@@ -357,24 +369,15 @@ class _Merged:
         yield from self.buffers.items()
 
 
-class _MergeDraft(ModelDraft):
+class _MergeDraft:
     """The model as rank 0 writes it: trained tensors are kept until their layers come."""
 
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        merged: _Merged,
-        *,
-        dtype: torch.dtype,
-        shard_size: int,
-    ) -> None:
-        specs = merged.specs(dtype)
-        super().__init__(path, merged.module, specs=specs, shard_size=shard_size)
-        self._merged = merged
+    def __init__(self, merged: _Merged, writer: ExportWriter) -> None:
+        self._merged, self._writer = merged, writer
+        self.publish, self.abandon = writer.publish, writer.abandon
         self._folds: dict[str, Fold] = {}
         self._trained: dict[str, torch.Tensor] = {}
 
-    @override
     def append(self, name: str, tensor: torch.Tensor, *, trained: bool) -> None:
         """Keep a trained tensor, or write one of the base with its adapter folded in."""
         merged = self._merged
@@ -387,7 +390,7 @@ class _MergeDraft(ModelDraft):
             inner = name.removeprefix(merged.prefix)
             parsed = AdapterParameter.parse(inner)
             if parsed is None:
-                self._trained[_plain(inner)] = tensor.clone()
+                self._trained[_plain_layers(inner)] = tensor.clone()
                 return
             empty = Fold(
                 layer=parsed.layer, scaling=merged.scales[parsed.layer], settings=merged.settings
@@ -400,7 +403,10 @@ def _folds(stored: ModelFolderReader, component: str, *, scale: float) -> dict[s
     folds: dict[str, Fold] = {}
     for key in stored.tensors:
         # With an adapter's name in it, a file's key is a parameter's name.
-        parsed = AdapterParameter.parse(_named(key.removeprefix(f"{component}.")))
+        name = re.sub(r"\.(lora_[AB])\.(weight|bias)$", r".\1.file.\2", key)
+        if _PARAMETER_ITSELF.search(key):
+            name = f"{key}.file"
+        parsed = AdapterParameter.parse(name.removeprefix(f"{component}."))
         if not key.startswith(f"{component}.") or parsed is None:
             continue
         empty = Fold(layer=parsed.layer, settings=settings)
@@ -416,12 +422,6 @@ def _folds(stored: ModelFolderReader, component: str, *, scale: float) -> dict[s
     return {layer: fold.scaled_by_settings(scale) for layer, fold in folds.items()}
 
 
-def _named(key: str) -> str:
-    if re.search(r"\.(lora_magnitude_vector|lora_embedding_[AB]|lokr_\w+|hada_\w+)$", key):
-        return f"{key}.file"
-    return re.sub(r"\.(lora_[AB])\.(weight|bias)$", r".\1.file.\2", key)
-
-
-def _plain(name: str) -> str:
+def _plain_layers(name: str) -> str:
     match = _WRAPPED.fullmatch(name)
     return name if match is None else f"{match[1]}.{match[2]}"

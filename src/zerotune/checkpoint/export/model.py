@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -30,6 +30,7 @@ from zerotune.checkpoint.export.driver import (
     Gatherable,
     Named,
     Whole,
+    all_names,
     export_together,
     json_text,
     meet,
@@ -84,19 +85,13 @@ def model_writer(
     *,
     config: Mapping[str, Any] | None,
     specs: Iterable[TensorSpec],
+    aliases: Mapping[str, str] | None = None,
     shard_size: int = SHARD_SIZE,
     whole: Whole | None = None,
 ) -> ExportWriter:
     """What writes ``config.json`` and sharded safetensors that ``from_pretrained`` reads.
 
     A path that ends with ``.safetensors`` becomes a single file instead.
-
-    Args:
-        path: The folder or file.
-        config: The model's configuration; ``None`` of a model that is not diffusers'.
-        specs: Every tensor.
-        shard_size: Most bytes of tensors in a file.
-        whole: What it becomes a part of.
     """
     single = Path(path).suffix == ".safetensors"
     return ExportWriter(
@@ -104,50 +99,10 @@ def model_writer(
         stem=None if single else STEMS[config is None],
         specs=specs,
         texts={} if single or config is None else {CONFIG: json_text(config)},
+        aliases=aliases,
         shard_size=shard_size,
         whole=whole,
     )
-
-
-class ModelDraft:
-    """A model's folder as rank 0 writes it.
-
-    Args:
-        path: The folder or file.
-        module: The model.
-        specs: Every tensor of it.
-        shard_size: Most bytes of tensors in a file.
-        whole: What it becomes a part of.
-    """
-
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        module: torch.nn.Module,
-        *,
-        specs: Sequence[TensorSpec],
-        shard_size: int,
-        whole: Whole | None = None,
-    ) -> None:
-        self._aliases = tied_names(module)
-        config = model_config(module)
-        self._writer = model_writer(
-            path, config=config, specs=specs, shard_size=shard_size, whole=whole
-        )
-
-    def append(self, name: str, tensor: torch.Tensor, *, trained: bool) -> None:  # noqa: ARG002
-        """Write a tensor under each of its names."""
-        for key in _names(name, self._aliases):
-            self._writer.append(key, tensor)
-
-    def publish(self) -> Path:
-        """Read it back and give it its name."""
-        self._writer.publish()
-        return self._writer.path
-
-    def abandon(self) -> None:
-        """Remove what has not got its name."""
-        self._writer.abandon()
 
 
 def export_model(
@@ -193,11 +148,10 @@ def export_model(
     exported = meet(
         engine, path, "export_model", chosen, shard_size, weights=weights, timeout_s=timeout_s
     )
-    specs = engine_specs(engine, chosen)
     return export_together(
         engine,
         "the export",
-        begin=lambda: ModelDraft(path, engine.module, specs=specs, shard_size=shard_size),
+        begin=lambda: engine_writer(path, engine, dtype=chosen, shard_size=shard_size),
         weights=exported,
         others=untrained(engine),
     )
@@ -262,22 +216,38 @@ def export_checkpoint(
             path,
             config=manifest.model or (None if frozen is None else frozen.config),
             specs=specs_of(records, manifest.aliases, chosen),
+            aliases=manifest.aliases,
             shard_size=shard_size,
         )
         subject = WEIGHTS if shadow is None else Subject(kind="shadow", of=shadow)
         reader = opened.enter_context(CheckpointReader(folder, manifest))
-        return writer.write(_stored(reader, manifest, subject, frozen))
+        return writer.write(_stored_tensors(reader, manifest, subject, frozen))
 
 
-def engine_specs(engine: Engine, dtype: torch.dtype) -> list[TensorSpec]:
-    """Every tensor of an engine's model, in ``dtype``."""
+def engine_writer(
+    path: str | os.PathLike[str],
+    engine: Engine,
+    *,
+    dtype: torch.dtype,
+    shard_size: int,
+    whole: Whole | None = None,
+) -> ExportWriter:
+    """What writes an engine's model, every tensor in ``dtype``."""
     records: list[ParameterRecord | TensorRecord] = [
         ParameterRecord(name=name, shape=shape)
         for name, shape in engine.master_weights.parameters.items()
     ]
     records += [tensor_record(name, p) for name, p in untrained_parameters(engine).items()]
     records += buffer_records(engine.module)
-    return specs_of(records, tied_names(engine.module), dtype)
+    aliases = tied_names(engine.module)
+    return model_writer(
+        path,
+        config=model_config(engine.module),
+        specs=specs_of(records, aliases, dtype),
+        aliases=aliases,
+        shard_size=shard_size,
+        whole=whole,
+    )
 
 
 def specs_of(
@@ -289,7 +259,7 @@ def specs_of(
     return [
         TensorSpec(key=key, dtype=getattr(torch, record.dtype), shape=record.shape).cast(dtype)
         for record in records
-        for key in _names(record.name, aliases)
+        for key in all_names(record.name, aliases)
     ]
 
 
@@ -300,30 +270,21 @@ def untrained(engine: Engine) -> Named:
     yield from persistent_buffers(engine.module).items()
 
 
-def _names(name: str, aliases: Mapping[str, str]) -> list[str]:
-    return [name, *(alias for alias, first in aliases.items() if first == name)]
-
-
-def _stored(
+def _stored_tensors(
     reader: CheckpointReader,
     manifest: Manifest,
     subject: Subject,
     frozen: ModelFolderReader | None,
 ) -> Named:
-    def one_by_one() -> Named:
-        for parameter in manifest.parameters:
-            averaged = parameter.name in reader.of(subject).tensors
-            yield parameter.name, reader.tensor(subject if averaged else WEIGHTS, parameter.name)
-        if frozen is not None:
-            for record in manifest.frozen:
-                yield record.name, frozen.tensor(record.name)
-        buffers = reader.buffers(0) if manifest.buffers else {}
-        for record in manifest.buffers:
-            yield record.name, buffers[record.name]
-
-    for name, tensor in one_by_one():
-        for key in _names(name, manifest.aliases):
-            yield key, tensor
+    for parameter in manifest.parameters:
+        averaged = parameter.name in reader.of(subject).tensors
+        yield parameter.name, reader.tensor(subject if averaged else WEIGHTS, parameter.name)
+    if frozen is not None:
+        for record in manifest.frozen:
+            yield record.name, frozen.tensor(record.name)
+    buffers = reader.buffers(0) if manifest.buffers else {}
+    for record in manifest.buffers:
+        yield record.name, buffers[record.name]
 
 
 def _check_frozen(manifest: Manifest, base: ModelFolderReader | None) -> None:

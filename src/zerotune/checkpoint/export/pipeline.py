@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -21,9 +20,9 @@ from zerotune.checkpoint.export.driver import (
     export_together,
     meet,
 )
-from zerotune.checkpoint.export.model import ModelDraft, engine_specs, refuse_adapters, untrained
+from zerotune.checkpoint.export.model import engine_writer, refuse_adapters, untrained
 from zerotune.checkpoint.folders import ExportStaging, check_apart, checked_path
-from zerotune.checkpoint.tensors import TensorSpec, hash_of
+from zerotune.checkpoint.tensors import hash_of
 from zerotune.errors import CheckpointMismatchError
 
 if TYPE_CHECKING:
@@ -83,16 +82,15 @@ def export_pipeline(
         weights=weights,
         timeout_s=timeout_s,
     )
-    specs = engine_specs(engine, chosen)
     return export_together(
         engine,
         "the pipeline",
         begin=lambda: _PipelineDraft(
             target,
-            engine.module,
+            engine,
             base=origin,
             part=_component(origin, component, engine.module),
-            specs=specs,
+            dtype=chosen,
             shard_size=shard_size,
         ),
         weights=exported,
@@ -106,11 +104,11 @@ class _PipelineDraft:
     def __init__(
         self,
         target: Path,
-        module: torch.nn.Module,
+        engine: Engine,
         *,
         base: Path,
         part: str,
-        specs: Sequence[TensorSpec],
+        dtype: torch.dtype,
         shard_size: int,
     ) -> None:
         check_apart(target, base)
@@ -125,11 +123,14 @@ class _PipelineDraft:
                 ignore=lambda where, _names: [part] if where == top else [],
                 dirs_exist_ok=True,
             )
-            others = {path.relative_to(folder).as_posix(): hash_of(path) for path in _files(folder)}
-            self._model = ModelDraft(
+            others = {
+                path.relative_to(folder).as_posix(): hash_of(path)
+                for path in _component_files(folder)
+            }
+            self._model = engine_writer(
                 folder / part,
-                module,
-                specs=specs,
+                engine,
+                dtype=dtype,
                 shard_size=shard_size,
                 whole=Whole(part=part, others=others),
             )
@@ -142,7 +143,7 @@ class _PipelineDraft:
     def publish(self) -> Path:
         """Bring everything to disk and give it its name."""
         self._model.publish()
-        for path in _files(self._staging.path):
+        for path in _component_files(self._staging.path):
             sync(path)
         self._staging.publish()
         return self._target
@@ -153,7 +154,7 @@ class _PipelineDraft:
         self._staging.abandon()
 
 
-def _files(folder: Path) -> list[Path]:
+def _component_files(folder: Path) -> list[Path]:
     return [path for path in sorted(folder.rglob("*")) if path.is_file()]
 
 

@@ -8,7 +8,7 @@ from functools import cached_property
 
 import attrs
 
-from zerotune._util.numbers import positive, validated
+from zerotune._util.text import positive, validated
 from zerotune.decisions import Decision
 from zerotune.errors import DataError, InvalidValueError
 

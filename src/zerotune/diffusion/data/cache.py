@@ -21,8 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from zerotune._util.files import check_regular, system_errors, write_atomically
-from zerotune._util.numbers import whole
-from zerotune._util.text import is_reproducible, json_of
+from zerotune._util.text import is_reproducible, json_of, whole
 from zerotune.decisions import Decision, announce
 from zerotune.diffusion.data.buckets import BucketAssignment
 from zerotune.diffusion.data.order import Draw

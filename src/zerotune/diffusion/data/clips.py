@@ -15,7 +15,7 @@ import attrs
 import torch
 
 from zerotune._util.files import check_regular, system_errors
-from zerotune._util.numbers import validated, whole
+from zerotune._util.text import validated, whole
 from zerotune.decisions import Decision, announce
 from zerotune.diffusion.data.buckets import (
     AspectBuckets,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, cast
 import attrs
 import torch
 
-from zerotune._util.numbers import probability, validated, whole
+from zerotune._util.text import probability, validated, whole
 from zerotune.decisions import Decision, announce
 from zerotune.diffusion.data.buckets import (
     AspectBuckets,

@@ -19,9 +19,8 @@ import attrs
 
 from zerotune._util.environment import user_cache
 from zerotune._util.files import write_atomically
-from zerotune._util.numbers import whole
 from zerotune._util.ownership import has_locks, try_lock
-from zerotune._util.text import is_reproducible, json_of
+from zerotune._util.text import is_reproducible, json_of, whole
 from zerotune.decisions import Decision, announce
 from zerotune.diffusion.data.buckets import Size
 from zerotune.diffusion.data.images import (

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar, runtime_checkab
 import attrs
 import torch
 
-from zerotune._util.numbers import whole
+from zerotune._util.text import whole
 from zerotune.decisions import Decision, announce
 from zerotune.diffusion.data.buckets import BucketAssignment
 from zerotune.diffusion.data.order import BucketOrder, Draw, SampleOrder, derive_seed

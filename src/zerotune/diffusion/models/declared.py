@@ -11,7 +11,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from zerotune._util.numbers import validated, whole
+from zerotune._util.text import validated, whole
 from zerotune.diffusion.data.cache import EDITS, CacheSettings, hash_key
 from zerotune.diffusion.data.preparation import REFERENCE_IMAGES
 from zerotune.diffusion.data.streams import row_of, stack_named

@@ -10,7 +10,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from zerotune._util.numbers import probability, validated
+from zerotune._util.text import probability, validated
 from zerotune.diffusion.data.streams import check_float
 from zerotune.errors import DataError, InvalidValueError
 

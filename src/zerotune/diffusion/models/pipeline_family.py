@@ -19,7 +19,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from zerotune._util.numbers import probability, validated
+from zerotune._util.text import probability, validated
 from zerotune.diffusion.data.cache import EDITS, TEXTS, CacheSettings
 from zerotune.diffusion.data.preparation import REFERENCE_IMAGES
 from zerotune.diffusion.data.streams import row_of, stack_named

@@ -1,29 +1,25 @@
-"""What the arithmetic of every engine has in common: counts, places and roundings."""
+"""What a plan needs of memory, per rank and component: what is estimated, and how it is counted.
+
+The formulas were read in DeepSpeed 0.19.8 and measured; each group of them says where.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
 from functools import cached_property
-from typing import Any, Final, TypedDict
+from typing import TYPE_CHECKING, Any, Final, Literal, TypedDict, get_args
 
 import attrs
+from typing_extensions import override
 
-from zerotune._util.numbers import is_integer
+from zerotune._util.table import Page, Readable
+from zerotune._util.text import is_integer
 from zerotune.errors import InvalidValueError, UnresolvedPlanError
 from zerotune.optimizers.catalogue import entry_of
 from zerotune.optimizers.entries import ADAM
 from zerotune.plan.families import as_facts, model_family
 from zerotune.plan.fill import Swapping, pins_exactly, pins_natively, sub_groups
-from zerotune.plan.memory.model import (
-    ALWAYS,
-    EMAPlace,
-    MemoryEstimate,
-    MemoryItem,
-    Phase,
-    Place,
-    Workload,
-)
 from zerotune.plan.model import (
     AioSection,
     Context,
@@ -35,6 +31,190 @@ from zerotune.plan.model import (
     pins,
 )
 from zerotune.plan.resolve import resolve
+
+if TYPE_CHECKING:
+    from zerotune.plan.memory.time import Rates, StepTime, SwapTraffic
+
+EMAPlace = Literal["none", "host", "device", "nvme"]
+
+
+@attrs.frozen(kw_only=True)
+class Workload:
+    """Batch, resolution and what runs beside the optimizer."""
+
+    batch: int = 1
+    """Samples per forward pass and rank."""
+    height: int | None = None
+    """Pixels; ``None``: the activations are not estimated."""
+    width: int | None = None
+    """Pixels."""
+    frames: int | None = None
+    """Of a clip; ``None``: an image."""
+    gradient_checkpointing: bool = True
+    """Whether blocks are recomputed in the backward pass."""
+    activation_offload: bool = False
+    """Whether the inputs of recomputed blocks wait in host memory, as ``ActivationOffload`` does
+    it; without gradient checkpointing it has no effect."""
+    ema: EMAPlace = "none"
+    """Where an ``EMAShadow`` keeps its fp32 copy."""
+    frozen_bytes: int = 0
+    """Bytes of frozen parts (VAE, text encoders) that stay on the device. Every rank loads them
+    whole, into host memory first."""
+    model_in_memory: bool = False
+    """Whether each rank has the whole model in its memory, in fp32, before the engine takes it, as
+    one that is made there; else its weights wait in their files, as
+    ``load_pretrained(folder, plan=plan)`` leaves them."""
+    ranks_per_machine: int | None = None
+    """Processes that share the host RAM; ``None``: all of them."""
+    exact_pinning: bool | None = None
+    """Whether page-locked blocks keep their size, as with ``DS_PIN_MEMORY_BACKEND=native`` or
+    torch's ``pinned_max_round_threshold_mb``; else each is rounded up to a power of two.
+    ``None``: as the platform's torch can, since the backend asks it to."""
+
+
+# -- What a plan costs, as values: parts of memory, where they lie and when they are held.
+
+
+Place = Literal["device", "host", "nvme"]
+"""Where bytes lie: on the accelerator, in host RAM, in files."""
+PLACES: Final[tuple[Place, ...]] = get_args(Place)
+
+Phase = Literal["initialization", "forward and backward", "optimizer step", "checkpoint"]
+"""When bytes are held."""
+PHASES: Final[tuple[Phase, ...]] = get_args(Phase)
+ALWAYS: Final[frozenset[Phase]] = frozenset(PHASES)
+
+
+@attrs.frozen(kw_only=True)
+class MemoryItem:
+    """One component of one rank's memory."""
+
+    component: str
+    """``"weights"``, ``"gradients"``, ``"master weights"``, ``"optimizer states"``,
+    ``"buckets"``, ``"activations"`` …"""
+    place: Place
+    nbytes: int
+    """Bytes per rank."""
+    phases: frozenset[Phase] = ALWAYS
+    """When it is held."""
+    pinned: bool = False
+    """Whether it is page-locked host memory."""
+    note: str = ""
+    """Precision, and how it is split or rounded, in words."""
+
+
+@attrs.frozen(kw_only=True)
+class MemoryPeak:
+    """The moment at which one place holds most."""
+
+    place: Place
+    phase: Phase
+    """The phase that needs most; the first of them when several do."""
+    nbytes: int
+    """Bytes per rank."""
+    items: tuple[MemoryItem, ...]
+    """What is held at that moment, largest first."""
+
+
+@attrs.frozen(kw_only=True, repr=False)
+class MemoryEstimate(Readable):
+    """What a resolved plan needs, per rank, by component. Made by ``DeepSpeedPlan.estimate``."""
+
+    resolved: ResolvedPlan
+    """The plan that was costed."""
+    workload: Workload
+    """What it was costed for."""
+    items: tuple[MemoryItem, ...]
+    notes: tuple[str, ...] = ()
+    """What is not in the numbers, and why."""
+
+    def at(self, place: Place, phase: Phase) -> tuple[MemoryItem, ...]:
+        """What ``place`` holds during ``phase``, largest first."""
+        held = [item for item in self.items if item.place == place and phase in item.phases]
+        return tuple(sorted(held, key=lambda item: -item.nbytes))
+
+    def peak(self, place: Place) -> MemoryPeak:
+        """The moment at which ``place`` holds most."""
+        phase = max(PHASES, key=lambda one: _total(self.at(place, one)))
+        items = self.at(place, phase)
+        return MemoryPeak(place=place, phase=phase, nbytes=_total(items), items=items)
+
+    @property
+    def device(self) -> int:
+        """Peak bytes of accelerator memory per rank."""
+        return self.peak("device").nbytes
+
+    @property
+    def host(self) -> int:
+        """Peak bytes of host RAM per rank, pinned memory included."""
+        return self.peak("host").nbytes
+
+    @property
+    def nvme(self) -> int:
+        """Peak bytes of swap files per rank."""
+        return self.peak("nvme").nbytes
+
+    @property
+    def pinned(self) -> int:
+        """Most bytes of page-locked host RAM held at a time, per rank."""
+        return max(
+            _total(item for item in self.at("host", phase) if item.pinned) for phase in PHASES
+        )
+
+    @property
+    def swap_traffic(self) -> SwapTraffic:
+        """What one optimizer step of one rank reads from and writes to swap files."""
+        from zerotune.plan.memory.time import swap_traffic
+
+        return swap_traffic(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The estimate as plain data that JSON can hold; every number in bytes per rank."""
+        from zerotune.plan import text
+
+        return text.estimate_data(self)
+
+    @override
+    def brief(self) -> str:
+        """The peak of each place, in one line."""
+        from zerotune.plan import text
+
+        return text.describe_estimate(self)
+
+    @override
+    def page(self) -> Page:
+        """One bar per place, then its components, as a report."""
+        from zerotune.plan import text
+
+        return text.estimate_page(self)
+
+    def explain(self) -> str:
+        """The estimate as text: one bar per place, then its components."""
+        from zerotune.plan import text
+
+        return text.estimate_page(self).text(text.WIDTH)
+
+    def step_time(self, rates: Rates | None = None) -> StepTime | None:
+        """What an optimizer step is predicted to take.
+
+        Args:
+            rates: How fast the machine is; as measured by ``zerotune doctor --rates``, or
+                catalogued.
+
+        Returns:
+            ``None`` where the arithmetic of the model or the size of images is not known.
+        """
+        from zerotune.plan.memory.time import known_rates, step_time
+
+        return step_time(self, rates or known_rates(self.resolved.platform))
+
+
+def _total(items: Iterable[MemoryItem]) -> int:
+    return sum(item.nbytes for item in items)
+
+
+# -- What the arithmetic of every engine has in common: counts, places and roundings.
+
 
 MIB: Final = 1024**2
 GIB: Final = 1024**3
@@ -115,6 +295,13 @@ class Costing:
     def flat_part(self) -> int:
         """Elements of this rank's part of the flattened trainable parameters, stages 1 and 2."""
         return math.ceil(self.trained / self.ranks)
+
+    @property
+    def owned(self) -> int:
+        """Elements whose master weights are this rank's, padding included."""
+        if self.resolved.stage == 3:
+            return sum(self.model.trainable_parts(self.ranks))
+        return self.trained if self.resolved.stage == 0 else self.flat_part
 
     @property
     def largest(self) -> int:
@@ -309,7 +496,7 @@ _DDP_BUCKETS: Final = 4
 def plain(case: Costing) -> Iterator[MemoryItem]:
     """The plain engine: fp32 weights, autocast in the forward pass."""
     count = case.trained
-    yield case.item("weights", case.device, case.model.weight_bytes(4), note=_kept(case, "fp32"))
+    yield case.item("weights", case.device, case.model.weight_bytes(4), note=_kept_in(case, "fp32"))
     if case.resolved.precision != "fp32":
         copied = 2 * (case.all_elements - case.model.quantized_numel)
         yield case.item("weights", case.device, copied, BACKWARD, "copies that autocast keeps")
@@ -352,8 +539,10 @@ def stage_0(case: Costing) -> Iterator[MemoryItem]:
     count, element = case.trained, case.element
     low = element == 2
     weights = case.model.weight_bytes(element)
-    yield case.item("weights", case.device, weights, note=_kept(case, _precision(case)))
-    yield case.item("gradients", case.device, element * count, BACKWARD | STEP, _precision(case))
+    yield case.item("weights", case.device, weights, note=_kept_in(case, case.resolved.precision))
+    yield case.item(
+        "gradients", case.device, element * count, BACKWARD | STEP, case.resolved.precision
+    )
     yield case.item(
         "buckets",
         case.device,
@@ -377,11 +566,11 @@ def stage_0(case: Costing) -> Iterator[MemoryItem]:
 def stages_1_and_2(case: Costing, zero: ZeroSection) -> Iterator[MemoryItem]:
     """ZeRO with whole weights: partitioned optimizer, and gradients at stage 2."""
     weights = case.model.weight_bytes(case.element)
-    yield case.item("weights", case.device, weights, note=_kept(case, _precision(case)))
+    yield case.item("weights", case.device, weights, note=_kept_in(case, case.resolved.precision))
     yield from _buckets(case, zero)
     offloads = zero.offload_optimizer is not None and zero.offload_optimizer.device == "cpu"
     if offloads:
-        yield from _offloaded(case, zero, pins(zero.offload_optimizer))
+        yield from _beside_offload(case, zero, pins(zero.offload_optimizer))
     else:
         yield from _on_device(case, zero)
 
@@ -398,16 +587,18 @@ def _buckets(case: Costing, zero: ZeroSection) -> Iterator[MemoryItem]:
 
 def _on_device(case: Costing, zero: ZeroSection) -> Iterator[MemoryItem]:
     count, part, element = case.trained, case.flat_part, case.element
-    yield case.item("master weights", case.device, 4 * part, note=_split(case, "fp32"))
+    yield case.item("master weights", case.device, 4 * part, note=_share_of(case, "fp32"))
     yield case.item(
         "optimizer states",
         case.device,
         4 * case.states * part,
         TRAINING,
-        _split(case, "fp32"),
+        _share_of(case, "fp32"),
     )
     kept = count if zero.stage == 1 else part
-    yield case.item("gradients", case.device, element * kept, BACKWARD | STEP, _precision(case))
+    yield case.item(
+        "gradients", case.device, element * kept, BACKWARD | STEP, case.resolved.precision
+    )
     yield case.item(
         "temporaries", case.device, element * case.largest, BACKWARD, "the largest gradient"
     )
@@ -415,7 +606,8 @@ def _on_device(case: Costing, zero: ZeroSection) -> Iterator[MemoryItem]:
     yield case.item(
         "temporaries", case.device, element * part + cast, STEP, "gradients flattened, in fp32"
     )
-    if _is_foreach(case):
+    choice = case.resolved.optimizer
+    if choice is not None and choice.source == "torch" and not case.on_cpu:
         yield case.item("temporaries", case.device, 4 * part, STEP, "of the torch optimizer")
     # The weights are flattened into a copy; later a zero gradient lies beside the master weights.
     flattening = element * count - 4 * part
@@ -428,10 +620,10 @@ def _on_device(case: Costing, zero: ZeroSection) -> Iterator[MemoryItem]:
     )
 
 
-def _offloaded(case: Costing, zero: ZeroSection, pin: bool) -> Iterator[MemoryItem]:
+def _beside_offload(case: Costing, zero: ZeroSection, pin: bool) -> Iterator[MemoryItem]:
     count, part, element, largest = case.trained, case.flat_part, case.element, case.largest
     master = case.master_bytes
-    note = _split(case, "fp32" if master == 4 else "bf16")
+    note = _share_of(case, "fp32" if master == 4 else "bf16")
     yield case.host("master weights", [master * part], pin, note=note)
     yield from case.host_gradients([part], pin, note)
     yield case.host("staging", [element * part], pin, note="weights on their way to the device")
@@ -441,7 +633,7 @@ def _offloaded(case: Costing, zero: ZeroSection, pin: bool) -> Iterator[MemoryIt
         "host",
         case.state_bytes * case.states * part,
         TRAINING,
-        _split(case, "fp32" if case.state_bytes == 4 else "bf16"),
+        _share_of(case, "fp32" if case.state_bytes == 4 else "bf16"),
     )
     if case.may_hide and case.ranks > 1 and case.steps_in_one_pass:
         exchanged = min(part, max(LEAST_EXCHANGED, part // EXCHANGED_PARTS))
@@ -456,7 +648,9 @@ def _offloaded(case: Costing, zero: ZeroSection, pin: bool) -> Iterator[MemoryIt
             "one block per parameter",
         )
     if zero.stage == 1:
-        yield case.item("gradients", case.device, element * count, BACKWARD, _precision(case))
+        yield case.item(
+            "gradients", case.device, element * count, BACKWARD, case.resolved.precision
+        )
     yield case.item("temporaries", case.device, element * largest, note="one gradient")
     cast = 0 if element == 4 or case.on_cpu else 4
     yield case.item(
@@ -466,28 +660,19 @@ def _offloaded(case: Costing, zero: ZeroSection, pin: bool) -> Iterator[MemoryIt
         BACKWARD,
         "largest gradient, in fp32 for the host and in fp64 for the norm",
     )
-    # The backend flattens them on the host, which ``_loading`` counts.
+    # The backend flattens them on the host, which ``_as_loaded`` counts.
     moving = element * largest if not case.on_cpu else element * part
     yield case.item(
         "temporaries", case.device, moving, INITIALIZATION, "weights on their way to one block"
     )
 
 
-def _is_foreach(case: Costing) -> bool:
-    choice = case.resolved.optimizer
-    return choice is not None and choice.source == "torch" and not case.on_cpu
-
-
-def _precision(case: Costing) -> str:
-    return case.resolved.precision
-
-
-def _kept(case: Costing, precision: str) -> str:
+def _kept_in(case: Costing, precision: str) -> str:
     """What the weights are kept in."""
     return ", ".join((*case.model.storages, precision))
 
 
-def _split(case: Costing, precision: str) -> str:
+def _share_of(case: Costing, precision: str) -> str:
     return precision if case.ranks == 1 else f"{precision}, 1/{case.ranks} of it"
 
 
@@ -508,7 +693,7 @@ def stage_3(case: Costing, zero: ZeroSection, aio: AioSection | None) -> Iterato
     section = zero.offload_optimizer
     device = (section.device if section else None) or "none"
     pin = pins(section)
-    gradients = case.element * _part(case)
+    gradients = case.element * case.owned
     note = f"{case.resolved.precision}, the partition's"
     if device == "none":
         yield case.item("gradients", case.device, gradients, note=note)
@@ -525,10 +710,6 @@ def stage_3(case: Costing, zero: ZeroSection, aio: AioSection | None) -> Iterato
     yield case.item("temporaries", place, max(0.0, freed), INITIALIZATION, "zero gradients")
 
 
-def _part(case: Costing) -> int:
-    return sum(case.model.trainable_parts(case.ranks))
-
-
 def _largest_group(case: Costing) -> int:
     return max(case.sub_groups, default=0)
 
@@ -536,7 +717,7 @@ def _largest_group(case: Costing) -> int:
 def _weights(case: Costing, zero: ZeroSection, aio: AioSection | None) -> Iterator[MemoryItem]:
     section = zero.offload_param
     device = (section.device if section else None) or "none"
-    note = _split(case, _kept(case, case.resolved.precision))
+    note = _share_of(case, _kept_in(case, case.resolved.precision))
     parts = case.model.parts(case.ranks)
     total = case.model.weight_bytes(case.element, ranks=case.ranks)
     if device == "none" or section is None:
@@ -548,7 +729,7 @@ def _weights(case: Costing, zero: ZeroSection, aio: AioSection | None) -> Iterat
         return
     pin = section.pin_memory is True
     if device == "cpu":
-        trained = case.element * _part(case)
+        trained = case.element * case.owned
         yield case.pinned("weights", [trained], note=note)
         yield case.item("weights", "host", total - trained, note="frozen")
         if pin and not case.on_cpu:
@@ -622,7 +803,7 @@ def _reduction(case: Costing, zero: ZeroSection) -> Iterator[MemoryItem]:
 
 
 def _optimizer_on_device(case: Costing) -> Iterator[MemoryItem]:
-    part = _part(case)
+    part = case.owned
     yield case.item("master weights", case.device, 4 * part, note="fp32")
     yield case.item("optimizer states", case.device, 4 * case.states * part, TRAINING, "fp32")
     group = _largest_group(case)
@@ -637,7 +818,7 @@ def _optimizer_on_device(case: Costing) -> Iterator[MemoryItem]:
 
 
 def _optimizer_on_host(case: Costing, pin: bool) -> Iterator[MemoryItem]:
-    part, master = _part(case) - sum(case.stays), case.master_bytes
+    part, master = case.owned - sum(case.stays), case.master_bytes
     note = "fp32" if master == 4 else "bf16"
     yield from _share_on_device(case)
     yield case.item("master weights", "host", master * part, note=note)
@@ -662,7 +843,7 @@ def _share_on_device(case: Costing) -> Iterator[MemoryItem]:
 
 
 def _optimizer_in_files(case: Costing, section: OffloadSection | None) -> Iterator[MemoryItem]:
-    part = _part(case)
+    part = case.owned
     yield case.item("master weights", "nvme", 4 * part, note="fp32")
     yield case.item("optimizer states", "nvme", 4 * case.states * part, note="fp32")
     yield case.item("gradients", "nvme", 4 * part, note="fp32")
@@ -741,7 +922,7 @@ def estimate_resolved(resolved: ResolvedPlan, workload: Workload) -> MemoryEstim
         )
     case = Costing(resolved=resolved, model=model, workload=workload)
     items = [item for item in _items(case) if item.nbytes > 0]
-    items.extend(item for item in _loading(case, items) if item.nbytes > 0)
+    items.extend(item for item in _as_loaded(case, items) if item.nbytes > 0)
     return MemoryEstimate(
         resolved=resolved, workload=workload, items=tuple(items), notes=tuple(_notes(case))
     )
@@ -819,16 +1000,19 @@ _BEFORE_THE_MODEL: Final = ("runtime", "frozen parts")
 
 
 def _items(case: Costing) -> Iterator[MemoryItem]:
-    yield from _engine(case)
-    yield from _dequantized(case)
-    yield from _activations(case)
-    yield from _beside(case)
+    yield from _engine_items(case)
+    # Quantized weights are multiplied with one at a time.
+    nbytes = case.element * case.model.largest_quantized
+    note = "the largest quantized weight, in full"
+    yield case.item("temporaries", case.device, nbytes, BACKWARD, note)
+    yield from _activation_items(case)
+    yield from _around_the_engine(case)
     yield case.item("runtime", "host", RUNTIME, note="Python, torch and DeepSpeed")
     if case.resolved.platform.accelerator in _HAS_CONTEXT:
         yield case.item("context", "device", CONTEXT, note="driver and libraries")
 
 
-def _engine(case: Costing) -> Iterator[MemoryItem]:
+def _engine_items(case: Costing) -> Iterator[MemoryItem]:
     plan = case.resolved.plan
     zero = plan.zero_optimization
     if not case.resolved.uses_deepspeed or zero is None:
@@ -841,14 +1025,7 @@ def _engine(case: Costing) -> Iterator[MemoryItem]:
         yield from stages_1_and_2(case, zero)
 
 
-def _dequantized(case: Costing) -> Iterator[MemoryItem]:
-    """Quantized weights are multiplied with one at a time, in full."""
-    nbytes = case.element * case.model.largest_quantized
-    note = "the largest quantized weight, in full"
-    yield case.item("temporaries", case.device, nbytes, BACKWARD, note)
-
-
-def _loading(case: Costing, items: Iterable[MemoryItem]) -> Iterator[MemoryItem]:
+def _as_loaded(case: Costing, items: Iterable[MemoryItem]) -> Iterator[MemoryItem]:
     """What the host holds before the optimizer is made, as far as it is more than is held then.
 
     Weights that wait in their files are read one at a time, to where they stay; at stage 3 each
@@ -863,7 +1040,7 @@ def _loading(case: Costing, items: Iterable[MemoryItem]) -> Iterator[MemoryItem]
     )
     if case.workload.model_in_memory:
         excess = case.model.weight_bytes(4) - later
-        note = f"{_kept(case, 'fp32')}, whole"
+        note = f"{_kept_in(case, 'fp32')}, whole"
         yield case.item("model as loaded", "host", max(0, excess), INITIALIZATION, note)
     elif case.flattens_on_host:
         excess = case.element * case.trained - later
@@ -871,7 +1048,7 @@ def _loading(case: Costing, items: Iterable[MemoryItem]) -> Iterator[MemoryItem]
         yield case.item("temporaries", "host", max(0, excess), INITIALIZATION, note)
 
 
-def _activations(case: Costing) -> Iterator[MemoryItem]:
+def _activation_items(case: Costing) -> Iterator[MemoryItem]:
     work, known = case.workload, case.model.activations
     if known is None or work.height is None or work.width is None:
         return
@@ -900,7 +1077,7 @@ def offloads_activations(case: Costing) -> bool:
     return asked and known is not None and known.offloaded is not None
 
 
-def _beside(case: Costing) -> Iterator[MemoryItem]:
+def _around_the_engine(case: Costing) -> Iterator[MemoryItem]:
     work = case.workload
     yield case.item("frozen parts", case.device, work.frozen_bytes, note="VAE, text encoders")
     if not case.on_cpu:
@@ -908,17 +1085,10 @@ def _beside(case: Costing) -> Iterator[MemoryItem]:
         yield case.item("frozen parts", "host", work.frozen_bytes, INITIALIZATION, note)
     if work.ema != "none":
         place = case.device if work.ema == "device" else work.ema
-        yield case.item("EMA", place, 4 * _owned(case), TRAINING, "fp32, this rank's part")
+        yield case.item("EMA", place, 4 * case.owned, TRAINING, "fp32, this rank's part")
     yield case.item(
         "checkpoint", "host", 4 * case.largest, CHECKPOINT, "the largest fragment on its way"
     )
-
-
-def _owned(case: Costing) -> int:
-    """Elements whose master weights are this rank's."""
-    if case.resolved.stage == 3:
-        return sum(case.model.trainable_parts(case.ranks))
-    return case.trained if case.resolved.stage == 0 else case.flat_part
 
 
 def _notes(case: Costing) -> Iterator[str]:

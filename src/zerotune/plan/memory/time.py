@@ -1,27 +1,497 @@
-"""How long a training step takes: what is computed, what is moved, and what of it overlaps.
-
-Phases follow one another. Within a phase the device computes, bytes cross the bus, host memory
-and the disk are read and written beside each other, and the slowest of these lanes counts:
-
-- gradients cross the bus while the backward pass computes, and activations in both passes;
-- parameters in host memory do not: DeepSpeed waits on the host for each that it fetches;
-- an optimizer in host memory begins when all gradients are there, and weights go back when it has
-  ended (`StepTime.hidden_seconds`: as if it ran beside the next step's passes);
-- with NVMe, states are read and written around the optimizer; an EMA follows it.
-"""
+"""How long a training step takes: how fast a machine is, what is moved, what of it overlaps."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
-from typing import Final, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import attrs
 
-from zerotune.plan.memory.estimate import Costing, offloads_activations
-from zerotune.plan.memory.model import MemoryEstimate
-from zerotune.plan.memory.rates import Rates
-from zerotune.plan.memory.traffic import step_traffic
+from zerotune._util.environment import user_cache
+from zerotune._util.text import is_number, json_of
+from zerotune.errors import InvalidValueError
+from zerotune.plan.memory.estimate import Costing, MemoryEstimate, offloads_activations
 from zerotune.plan.model import ArithmeticFacts, PassWork
+
+if TYPE_CHECKING:
+    from zerotune.platform import Platform
+
+# -- How fast a machine computes and moves bytes: measured on it, or catalogued for its card.
+
+
+_GIGA: Final = 1e9
+_TERA: Final = 1e12
+
+
+def _check_rate(_instance: object, attribute: Any, value: Any) -> None:
+    if not _is_rate(value):
+        raise InvalidValueError(
+            "must be a positive number", key=f"rates.{attribute.name}", value=value,
+            fix="measure it with `zerotune doctor --rates`",
+        )  # fmt: skip
+
+
+def _rate() -> Any:
+    return attrs.field(validator=_check_rate)
+
+
+@attrs.frozen(kw_only=True)
+class Rates:
+    """What a machine reaches, per second; of one process that has the machine for itself."""
+
+    products: float = _rate()
+    """Floating-point operations of matrix products in bf16 or fp16, forward and backward; a product
+    and a sum are two."""
+    products_fp32: float = _rate()
+    """The same in fp32."""
+    convolutions: float = _rate()
+    """Floating-point operations of convolutions in bf16 or fp16."""
+    convolutions_fp32: float = _rate()
+    """The same in fp32."""
+    attention: float = _rate()
+    """Floating-point operations of attention in bf16 or fp16."""
+    attention_fp32: float = _rate()
+    """The same in fp32."""
+    product_calls: float = _rate()
+    """Matrix products of next to no size in bf16 or fp16, one after another."""
+    product_calls_fp32: float = _rate()
+    """The same in fp32."""
+    attention_calls: float = _rate()
+    """Attention of next to no size in bf16 or fp16, passes of both ways together."""
+    attention_calls_fp32: float = _rate()
+    """The same in fp32."""
+    device_memory: float = _rate()
+    """Bytes that norms, activations and sums in bf16 or fp16 read and write on the device. Less
+    than in fp32 where a processor works element by element."""
+    device_memory_fp32: float = _rate()
+    """The same in fp32."""
+    to_host: float = _rate()
+    """Bytes from the device to page-locked memory."""
+    to_device: float = _rate()
+    """Bytes the other way."""
+    host_memory: float = _rate()
+    """Bytes that a copy in host memory reads and writes."""
+    new_memory: float = _rate()
+    """Bytes of host memory written for the first time since it was allocated."""
+    operators: float = _rate()
+    """Operators that are begun, one after another; products and attention are not among them."""
+    host_step: float = _rate()
+    """Bytes that an optimizer in host memory reads and writes."""
+    disk_read: float = _rate()
+    """Bytes from swap files."""
+    disk_write: float = _rate()
+    """Bytes to swap files."""
+    measured: frozenset[str] = frozenset()
+    """Names of those that were measured on this machine; the others are catalogued."""
+    origin: str = "given"
+    """Where they come from, in words."""
+
+    def source(self, name: str) -> str:
+        """``"measured"`` or ``"catalogued"``."""
+        return "measured" if name in self.measured else "catalogued"
+
+    def with_measured(self, found: Mapping[str, float], *, origin: str) -> Rates:
+        """These, with what was measured in their place."""
+        names = self.measured | frozenset(found)
+        return attrs.evolve(self, **dict[str, Any](found), measured=names, origin=origin)
+
+
+RATE_NAMES: Final = tuple(
+    one.name for one in attrs.fields(Rates) if one.name not in ("measured", "origin")
+)
+
+
+# -- Cards that one does not have.
+
+
+@attrs.frozen(kw_only=True)
+class _Card:
+    """Published figures: TFLOP/s of dense matrix products and GB/s."""
+
+    name: str
+    memory: int
+    """GiB."""
+    low: float
+    fp32: float
+    bandwidth: float
+    bus: float
+
+
+_CARDS: Final = tuple(
+    _Card(name=name, memory=memory, low=low, fp32=fp32, bandwidth=bandwidth, bus=bus)
+    for name, memory, low, fp32, bandwidth, bus in (
+        # The first of those with as much memory stands for a card whose name is not known.
+        ("H200", 141, 989, 67, 4800, 64),
+        ("H100 PCIe", 80, 756, 51, 2000, 64),
+        ("H100", 80, 989, 67, 3350, 64),
+        ("A100", 80, 312, 19.5, 2000, 32),
+        ("L40", 48, 181, 90, 864, 32),
+        ("RTX 6000 Ada", 48, 182, 91, 960, 32),
+        ("RTX A6000", 48, 155, 38, 768, 32),
+        ("A100", 40, 312, 19.5, 1555, 32),
+        ("RTX 5090", 32, 209, 105, 1792, 64),
+        ("V100", 32, 112, 14, 900, 16),
+        ("RTX 4090", 24, 165, 83, 1008, 32),
+        ("RTX 3090", 24, 71, 36, 936, 32),
+        ("L4", 24, 60, 30, 300, 16),
+        ("A10", 24, 70, 31, 600, 32),
+        ("RTX 4080", 16, 97, 49, 717, 32),
+        ("T4", 16, 65, 8, 320, 16),
+        ("RTX 4070", 12, 58, 29, 504, 32),
+        ("RTX 3060", 12, 25, 13, 360, 32),
+        ("RTX 3080", 10, 60, 30, 760, 32),
+        ("RTX 4060", 8, 30, 15, 272, 16),
+        ("RTX 3050", 6, 14, 7, 168, 16),
+    )
+)
+"""Matrix products in bf16 (fp16 where there is no bf16) with sums in fp32, without sparsity."""
+_REACHED: Final = {"products": 0.6, "convolutions": 0.45, "attention": 0.45, "memory": 0.8}
+"""Shares of the published figures that real models reach."""
+_BUS_REACHED: Final = 0.8
+_HOST: Final[Mapping[str, Any]] = {
+    "host_memory": 40 * _GIGA,
+    "new_memory": 3 * _GIGA,
+    "host_step": 30 * _GIGA,
+    "operators": 2e5,
+}
+"""Of a desktop with two channels of DDR5."""
+_DISK: Final[Mapping[str, Any]] = {"disk_read": 3 * _GIGA, "disk_write": 1.5 * _GIGA}
+"""Of an NVMe disk of the middle class."""
+_CORE: Final = 30 * _GIGA
+"""Floating-point operations a core with AVX2 reaches in fp32."""
+
+
+_CALLS: Final = (
+    "product_calls", "product_calls_fp32", "attention_calls", "attention_calls_fp32",
+)  # fmt: skip
+_CALLS_ON_CARD: Final[Mapping[str, Any]] = dict.fromkeys(_CALLS, 2e5)
+"""A kernel takes some microseconds, however little there is to do."""
+_CALLS_ON_CORE: Final[Mapping[str, Any]] = dict.fromkeys(_CALLS, 2e4)
+
+
+def catalogued_rates(platform: Platform) -> Rates:
+    """What the published figures of a machine's card let one expect.
+
+    A card that is not listed counts as the listed one nearest in memory.
+    """
+    if platform.accelerator == "cpu":
+        return _of_processor(platform)
+    device = min(platform.devices, key=lambda one: one.total_memory, default=None)
+    name = "" if device is None else device.name
+    memory = 24 if device is None else round(device.total_memory / 2**30)
+    named = [card for card in _CARDS if card.name in name]
+    card = min(named or _CARDS, key=lambda one: abs(one.memory - memory))
+    like = f"{card.name} ({card.memory} GiB)"
+    origin = f"catalogued, {like}"
+    if not named:
+        # Of cards with as much memory, since that is all one knows of a card without a name.
+        origin = f"catalogued, of {like}, the listed card nearest in memory"
+    return Rates(
+        products=card.low * _REACHED["products"] * _TERA,
+        products_fp32=card.fp32 * _REACHED["products"] * _TERA,
+        convolutions=card.low * _REACHED["convolutions"] * _TERA,
+        convolutions_fp32=card.fp32 * _REACHED["convolutions"] * _TERA,
+        attention=card.low * _REACHED["attention"] * _TERA,
+        attention_fp32=card.fp32 * _REACHED["attention"] * _TERA,
+        **_CALLS_ON_CARD,
+        device_memory=card.bandwidth * _REACHED["memory"] * _GIGA,
+        device_memory_fp32=card.bandwidth * _REACHED["memory"] * _GIGA,
+        to_host=card.bus * _BUS_REACHED * _GIGA,
+        to_device=card.bus * _BUS_REACHED * _GIGA,
+        **_HOST,
+        **_DISK,
+        origin=origin,
+    )
+
+
+def _of_processor(platform: Platform) -> Rates:
+    fp32 = _CORE * platform.usable_cores
+    low = fp32 * (2 if platform.native_bf16 else 0.2)
+    return Rates(
+        products=low, products_fp32=fp32, convolutions=low, convolutions_fp32=fp32,
+        attention=low / 2, attention_fp32=fp32 / 2,
+        **_CALLS_ON_CORE,
+        device_memory=_HOST["host_memory"] / 2, device_memory_fp32=_HOST["host_memory"],
+        to_host=_HOST["host_memory"], to_device=_HOST["host_memory"], **_HOST, **_DISK,
+        origin=f"catalogued, {platform.usable_cores} cores",
+    )  # fmt: skip
+
+
+# -- Rates that were measured, kept with the hardware they belong to.
+
+
+def rates_file() -> Path:
+    """Where measured rates are kept: ``zerotune/rates.json`` in the user's cache."""
+    return user_cache() / "rates.json"
+
+
+def hardware_key(platform: Platform) -> str:
+    """What rates belong to: accelerator, devices, processor, cores and torch."""
+    devices = ", ".join(one.name for one in platform.devices)
+    torch = platform.versions.get("torch", "none")
+    parts = (platform.accelerator, devices, platform.processor, str(platform.usable_cores), torch)
+    return " | ".join(parts)
+
+
+def known_rates(platform: Platform, *, file: Path | None = None) -> Rates:
+    """Measured rates of this very hardware where there are any, catalogued ones elsewhere.
+
+    Args:
+        platform: The machine.
+        file: Where measured rates are; ``rates_file()`` by default.
+    """
+    rates, key = catalogued_rates(platform), hardware_key(platform)
+    found = _stored(file or rates_file()).get(key)
+    if not isinstance(found, Mapping):
+        return rates
+    usable = {name: found[name] for name in RATE_NAMES if _is_rate(found.get(name))}
+    return rates.with_measured(usable, origin="measured on this machine") if usable else rates
+
+
+def store_rates(
+    platform: Platform, found: Mapping[str, float], *, file: Path | None = None
+) -> Path:
+    """Keep what was measured; other hardware's rates stay.
+
+    Args:
+        platform: The machine it was measured on.
+        found: Rates by name.
+        file: As in ``known_rates``.
+
+    Returns:
+        The file.
+    """
+    from zerotune._util.files import write_atomically
+
+    path = file or rates_file()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    stored = dict(_stored(path)) | {hardware_key(platform): dict(found)}
+    write_atomically(path, json.dumps(stored, indent=1, sort_keys=True).encode())
+    return path
+
+
+def _stored(path: Path) -> Mapping[str, Any]:
+    try:
+        found = json_of(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, Mapping) else {}
+
+
+def _is_rate(value: Any) -> bool:
+    return is_number(value) and value > 0
+
+
+# -- How much a step reads from and writes to swap files.
+#
+# Counted by the kernel (``/proc/self/io``) in real runs of DeepSpeed 0.19.8: the optimizer reads
+# and writes weight, gradient and states of every element once per step; parameters are read for
+# the forward and for the backward pass of each micro batch and written once per step.
+
+
+@attrs.frozen(kw_only=True)
+class SwapTraffic:
+    """Bytes of one rank and one optimizer step."""
+
+    read: int
+    written: int
+
+    def seconds(self, *, read_rate: float, write_rate: float) -> float:
+        """The least time a step spends on the disk, when nothing overlaps.
+
+        Args:
+            read_rate: Bytes per second, shared by the ranks of a machine.
+            write_rate: Bytes per second, likewise.
+
+        Raises:
+            InvalidValueError: A rate that is not positive.
+        """
+        for key, rate in (("read_rate", read_rate), ("write_rate", write_rate)):
+            if not _is_rate(rate):
+                raise InvalidValueError(
+                    "must be a positive number of bytes per second",
+                    key=key,
+                    value=rate,
+                    fix="measure it with DeepSpeed's `ds_nvme_tune --nvme_dir ROOT`",
+                )
+        return self.read / read_rate + self.written / write_rate
+
+
+def swap_traffic(estimate: MemoryEstimate) -> SwapTraffic:
+    """What a step moves, from what lies in the files; zero without NVMe."""
+    weights = optimizer = 0
+    for item in estimate.items:
+        if item.place == "nvme" and item.component == "weights":
+            weights += item.nbytes
+        elif item.place == "nvme" and item.component != "EMA":
+            optimizer += item.nbytes
+    passes = 2 * estimate.resolved.gradient_accumulation_steps
+    return SwapTraffic(read=optimizer + passes * weights, written=optimizer + weights)
+
+
+# -- How many bytes a step moves over the bus and through host memory: the least it can.
+#
+# Read in DeepSpeed 0.19.8 (``stage_1_and_2.py``, ``stage3.py``, ``csrc/adam``). N elements of this
+# rank's part, e bytes of a weight in the forward pass, m of a master weight, s of a state, k
+# states, a micro batches:
+#
+# - gradients to the host: ``m N`` at stages 1 and 2, where more than one micro batch is added up by
+#   bringing what is there to the device and back (``(2a - 1) e N`` more); at stage 3 they go there,
+#   back, and there again in fp32 (``2e N a + m N``);
+# - updated weights to the device: ``e N``, unless parameters live on the host;
+# - parameters on the host: ``2 a e`` of every element this rank keeps, once for each pass;
+# - the optimizer in host memory: it reads master weight, gradient and states and writes master
+#   weight, states and the weight: ``(3m + 2 s k + e) N``;
+# - of what an offload ratio below 1 leaves on the device, gradients and weights do not cross the
+#   bus in fp32, and the optimizer works in the device's memory;
+# - an EMA in host memory reads master weight and shadow and writes the shadow: ``12 N``.
+
+
+@attrs.frozen(kw_only=True)
+class StepTraffic:
+    """Bytes of one rank and one optimizer step, each for the part that moves them."""
+
+    gradients: int
+    """Over the bus in the backward pass, on their way to an optimizer on the host."""
+    parameters: int
+    """Over the bus in forward and backward pass, from parameters on the host."""
+    weights: int
+    """Over the bus in the optimizer step: updated weights back to the device."""
+    optimizer: int
+    """Read and written in host memory by an optimizer that runs on the CPU."""
+    ema: int
+    """Read and written in host memory by an ``EMAShadow`` that lies there."""
+    swap: SwapTraffic
+    """Read from and written to swap files."""
+    chain: int = 0
+    """Besides ``optimizer``, what DeepSpeed's own chain goes over for clipping and casts."""
+    on_device: int = 0
+    """Read and written in the device's memory by an optimizer that runs there."""
+    new_in_backward: int = 0
+    """Host memory that gradients and their copies are written to for the first time since it was
+    allocated, where the CPU is the accelerator: the C library gives it back each time."""
+    new_in_step: int = 0
+    """The same in the optimizer step."""
+
+    @property
+    def bus(self) -> int:
+        """All that crosses the bus; 0 where the CPU is the accelerator."""
+        return self.gradients + self.parameters + self.weights
+
+
+def step_traffic(estimate: MemoryEstimate) -> StepTraffic:
+    """What one optimizer step of one rank moves.
+
+    Args:
+        estimate: Of a plan that was resolved with its model.
+    """
+    resolved, model = estimate.resolved, estimate.resolved.model
+    swap = swap_traffic(estimate)
+    if model is None:
+        return StepTraffic(gradients=0, parameters=0, weights=0, optimizer=0, ema=0, swap=swap)
+    case = Costing(resolved=resolved, model=model, workload=estimate.workload)
+    owned, kept = case.owned, case.model.weight_bytes(case.element, ranks=case.ranks)
+    over_bus = not case.on_cpu and resolved.offload_optimizer != "none"
+    on_host = case.on_cpu or resolved.offload_optimizer != "none"
+    params_away = resolved.offload_param != "none"
+    # What an offload ratio below 1 leaves on the device never crosses the bus in fp32.
+    stays = sum(case.stays)
+    away = owned - stays
+    passes = 2 * resolved.gradient_accumulation_steps
+    ema = any(item.component == "EMA" and item.place == "host" for item in estimate.items)
+    uploaded = case.element if resolved.uses_deepspeed else 4
+    one_pass = case.steps_in_one_pass
+    in_backward, in_step = _allocated(case) if case.on_cpu else (0, 0)
+    return StepTraffic(
+        gradients=_gradients(case) * owned - case.master_bytes * stays if over_bus else 0,
+        parameters=passes * kept if params_away and not case.on_cpu else 0,
+        weights=uploaded * away if over_bus and not params_away else 0,
+        optimizer=round(_update(case) * away) if on_host else 0,
+        ema=12 * owned if ema else 0,
+        swap=swap,
+        chain=0 if one_pass or not on_host else round(_chain(case) * away),
+        on_device=round((_update(case) + _cast(case)) * (stays if on_host else owned)),
+        new_in_backward=in_backward,
+        new_in_step=in_step,
+    )
+
+
+def _cast(case: Costing) -> float:
+    # Gradients are widened, read for their norm, scaled; weights are cast.
+    return 4 * case.master_bytes + 2 * case.element
+
+
+def _chain(case: Costing) -> float:
+    # On the host each of these is an operator of its own; what is written is read first.
+    if case.checks_gradients:
+        # Extremes and norm were taken as gradients came: a product, and a cast.
+        return 4 * case.master_bytes + (2 * case.element if case.element == 2 else 0)
+    # Extremes for the overflow check, a norm, a product, copies, or what torch's AdamW is made of.
+    return 16 * case.master_bytes + (4 * case.element if case.element == 2 else 0)
+
+
+_KEPT_BY_C: Final = 32 * 2**20
+"""Bytes up to which glibc keeps what is freed, to use it again."""
+
+
+def _allocated(case: Costing) -> tuple[int, int]:
+    """Bytes allocated anew in the backward passes and in the optimizer step.
+
+    Found by counting page faults (``getrusage``) by phase in runs of DeepSpeed 0.19.8.
+    """
+    resolved, element = case.resolved, case.element
+    low, owned = element == 2, case.owned
+    offloads = resolved.offload_optimizer != "none"
+    # Freed in the step or when they are in their bucket, and given back to the system each time.
+    passed = element * case.trained * resolved.gradient_accumulation_steps
+    if not resolved.uses_deepspeed:
+        # Besides gradients, the copies of the weights that autocast makes.
+        blocks = (4 * case.trained + 2 * case.all_elements * low, 0)
+    elif resolved.stage == 0:
+        # Gradients flattened to be reduced; cast to fp32, and flattened once more.
+        blocks = (element * owned, 8 * owned if low else 0)
+    elif resolved.stage == 3:
+        # Of each bucket a flat copy, and this rank's part of the sum.
+        reduced = 0 if case.reduces_nothing else 2 * element * owned
+        blocks = (reduced, 0 if offloads else (element + 4 * low) * owned)
+    else:
+        # Partitioned gradients; flattened, and in fp32.
+        kept = (0, 0) if offloads else (element * owned, (element + 4 * low) * owned)
+        blocks = (passed + kept[0], kept[1])
+    in_backward, in_step = (size if size > _KEPT_BY_C else 0 for size in blocks)
+    return in_backward, in_step
+
+
+def _gradients(case: Costing) -> int:
+    accumulated = case.resolved.gradient_accumulation_steps
+    if not case.resolved.uses_deepspeed:
+        # Added up on the device.
+        return 4
+    if case.resolved.stage == 3:
+        return 2 * case.element * accumulated + case.master_bytes
+    extra = (2 * accumulated - 1) * case.element if accumulated > 1 else 0
+    return case.master_bytes + extra
+
+
+def _update(case: Costing) -> float:
+    master, states = case.master_bytes, 2 * case.state_bytes * case.states
+    separate = case.resolved.uses_deepspeed and (case.resolved.stage > 0 or case.element == 2)
+    return 3 * master + states + (case.element if separate else 0)
+
+
+# -- How long a training step takes: what is computed, what is moved, and what of it overlaps.
+#
+# Phases follow one another. Within a phase the device computes, bytes cross the bus, host memory
+# and the disk are read and written beside each other, and the slowest of these lanes counts:
+#
+# - gradients cross the bus while the backward pass computes, and activations in both passes;
+# - parameters in host memory do not: DeepSpeed waits on the host for each that it fetches;
+# - an optimizer in host memory begins when all gradients are there, and weights go back when it has
+#   ended (`StepTime.hidden_seconds`: as if it ran beside the next step's passes);
+# - with NVMe, states are read and written around the optimizer; an EMA follows it.
+
 
 Lane = Literal["device", "bus", "host", "disk"]
 """What works while something happens."""

@@ -1,0 +1,639 @@
+"""Stages 1 and 2: every rank has all weights in low precision, and steps a part of each group.
+
+Left to itself DeepSpeed needs far more memory to start than to train: it flattens each group's
+weights on the device, beside the weights themselves, and clones this rank's part there before it
+moves the clone to the host (``DeepSpeedZeroOptimizer.__init__`` of 0.19.8): twice the weights each
+time, so that a card that trains a model cannot start it. ``flat_through_host`` makes both copies in
+host memory, weight by weight; the values are the same, bit for bit.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final, cast
+
+import torch
+from torch.overrides import TorchFunctionMode
+from typing_extensions import override
+
+from zerotune.backend.deepspeed.wrapper import (
+    HostStep,
+    OptimizerWrapper,
+    Upstream,
+    clear,
+    read_at_once,
+)
+from zerotune.backend.distributed import ProcessGroup
+from zerotune.backend.layouts import ResidentLayout, SteppedLayout, trainable_parameters
+from zerotune.backend.master_weights import FragmentAddress, MasterLayout
+from zerotune.backend.step.adams import SlabStep
+from zerotune.backend.step.pending import (
+    Exchange,
+    Part,
+    PendingStep,
+    SharedStep,
+    Span,
+    Upload,
+    divide_alike,
+)
+from zerotune.decisions import Decision
+from zerotune.plan.model import ResolvedPlan
+
+_STAGES_1_AND_2: Final = "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer"
+KEY: Final = "initialization.flat weights"
+READS_KEY: Final = "zero_optimization.offload_optimizer.reads"
+FLATTENING: Final = ("self", "tensor_list", "alignment", "use_cpu_data", "param_padding")
+"""Arguments of ``flatten_dense_tensors_aligned`` in the releases that were read."""
+FLAGS: Final = Upstream(
+    owner=_STAGES_1_AND_2,
+    replaced=(
+        "has_overflow",
+        "reset_cpu_buffers",
+        "scaled_global_norm",
+        "update_offload_overflow_tracker",
+    ),
+)
+STEP: Final = Upstream(
+    owner=_STAGES_1_AND_2,
+    replaced=(
+        "step",
+        "_get_offload_gradient_dict",
+        "_optimizer_step",
+        "async_inplace_copy_grad_to_fp32_buffer_from_gpu",
+        "set_norm_for_param_grad_in_gpu",
+        "unscale_and_clip_grads",
+        "update_offload_overflow_tracker_for_param_grad",
+    ),
+)
+
+
+class PartitionedLayout(SteppedLayout, ResidentLayout):
+    """Stages 1 and 2: each rank owns a contiguous part of every flat group."""
+
+    def __init__(self, *, module: torch.nn.Module, wrapper: Any) -> None:
+        self._wrapper = wrapper
+        named = trainable_parameters(module)
+        addresses = []
+        for name, parameter in named:
+            mapping = parameter._hp_mapping  # type: ignore[attr-defined]
+            if mapping is None:
+                continue
+            addresses.append(
+                FragmentAddress(
+                    name=name,
+                    shape=tuple(parameter.shape),
+                    start=mapping.lp_fragment_address.start,
+                    numel=mapping.lp_fragment_address.numel,
+                    slab=mapping.param_group_index,
+                    offset=mapping.hp_fragment_address.start,
+                )
+            )
+        # Several groups interleave in named_parameters(); the shared order must not.
+        group_of = {
+            id(parameter): index
+            for index, group in enumerate(wrapper.bit16_groups)
+            for parameter in group
+        }
+        self._model = dict(named)
+        named.sort(key=lambda pair: group_of[id(pair[1])])
+        addresses.sort(key=lambda address: address.slab)
+        super().__init__(
+            optimizer=wrapper.optimizer,
+            slabs=list(wrapper.single_partition_of_fp32_groups),
+            addresses=tuple(addresses),
+            order=tuple((name, tuple(parameter.shape)) for name, parameter in named),
+        )
+
+    @override
+    def in_model(self, address: FragmentAddress) -> torch.Tensor | None:
+        return self._model[address.name].data.reshape(-1)[address.start : address.stop]
+
+    @override
+    def refresh(self) -> None:
+        self._wrapper.update_lp_params()
+
+
+class AskedOnce:
+    """Keeps the flags of gradients on the device, and brings flags and norms to the host at once.
+
+    It replaces the methods of one wrapper, whose optimizer is offloaded.
+    """
+
+    def __init__(self, wrapper: Any) -> None:
+        self._wrapper = wrapper
+        self._flags: list[torch.Tensor] = []
+        self._original_overflow = wrapper.has_overflow
+        self._original_reset = wrapper.reset_cpu_buffers
+        self._original_norm = wrapper.scaled_global_norm
+        wrapper.update_offload_overflow_tracker = self._note
+        wrapper.has_overflow = self._has_overflow
+        wrapper.reset_cpu_buffers = self._reset
+        wrapper.scaled_global_norm = self._scaled_norm
+
+    def _note(self, gradient: torch.Tensor | None) -> None:
+        # Where nobody checks for overflow DeepSpeed computes the flag all the same.
+        if gradient is None or not self._wrapper.check_grad_overflow:
+            return
+        flag = self._wrapper._has_inf_or_nan(gradient.data)
+        self._flags.append(torch.as_tensor(flag, device=gradient.device).reshape(()))
+
+    def _has_overflow(self, *arguments: Any, **named: Any) -> bool:
+        if self._flags:
+            self._wrapper.local_overflow |= bool(torch.stack(self._flags).any())
+            self._flags.clear()
+        return bool(self._original_overflow(*arguments, **named))
+
+    def _reset(self) -> None:
+        self._flags.clear()
+        self._original_reset()
+
+    def _scaled_norm(self, *arguments: Any, **named: Any) -> Any:
+        read_at_once(self._wrapper.norm_for_param_grads)
+        return self._original_norm(*arguments, **named)
+
+
+def _skip(_param: torch.nn.Parameter) -> None:
+    """Norm and overflow are known once the gradient has been copied."""
+
+
+class PartitionedStep(HostStep):
+    """Stages 1 and 2: one slab per parameter group."""
+
+    upstream = STEP
+
+    settles_first = (
+        "load_state_dict",
+        "offload_states",
+        "refresh_fp32_params",
+        "reload_states",
+        "state_dict",
+        "update_lp_params",
+    )
+
+    _beside: tuple[ProcessGroup, Any] | None = None
+    """What the weights of several ranks are exchanged through, behind other collectives."""
+
+    @override
+    def why_at_once(self) -> str | None:
+        sizes = {len(each) for each in self._wrapper.parallel_partitioned_bit16_groups}
+        if sizes != {self._group.world_size}:
+            return "not all ranks share all of the weights"
+        return super().why_at_once()
+
+    @override
+    def hide(self) -> None:
+        super().hide()
+        if self._group.world_size > 1:
+            with self._group.naming("the start of the exchange of weights"):
+                beside = self._group.another()
+                self._beside = beside, beside.for_tensors()
+
+    @override
+    def close(self) -> None:
+        try:
+            super().close()
+        finally:
+            if self._beside is not None:
+                self._beside[0].close()
+                self._beside = None
+
+    @property
+    @override
+    def needs_a_thread(self) -> bool:
+        # Else nobody could exchange weights that only one rank asks for.
+        return self._group.world_size > 1
+
+    @override
+    def _may_wait(self) -> bool:
+        may = super()._may_wait()
+        if self._beside is None:
+            return may
+        return not self._group.any(not may, purpose="begin a step")
+
+    @override
+    def install(self) -> None:
+        super().install()
+        wrapper = self._wrapper
+        for parameters in wrapper.bit16_groups:
+            for parameter in parameters:
+                for name in ("get_full_hp_param", "set_full_hp_param"):
+                    setattr(parameter, name, self._settling(getattr(parameter, name)))
+        self._shrink_gradients()
+        wrapper._get_offload_gradient_dict()
+        # So hooks before and after an optimizer's step run, which is what tells of a change.
+        self._stepped = torch.optim.Optimizer.profile_hook_step(self._step_slabs)
+        wrapper.set_norm_for_param_grad_in_gpu = _skip
+        wrapper.update_offload_overflow_tracker_for_param_grad = _skip
+        wrapper.async_inplace_copy_grad_to_fp32_buffer_from_gpu = self._take_gradient
+        wrapper.step = self._step
+
+    @property
+    @override
+    def _slabs(self) -> Sequence[Any]:
+        return cast(Sequence[Any], self._wrapper.single_partition_of_fp32_groups)
+
+    @override
+    def _members(self) -> Iterator[tuple[Any, torch.Tensor]]:
+        for parameters in self._wrapper.params_in_partition:
+            for parameter in parameters:
+                yield parameter, self._place(parameter)[1]
+
+    def _place(self, parameter: torch.nn.Parameter) -> tuple[slice, torch.Tensor]:
+        """The part of a parameter that this rank steps, and where its gradient goes."""
+        wrapper = self._wrapper
+        group, start, offset, numel = wrapper.grad_position[wrapper.get_param_id(parameter)]
+        into = self._slabs[group].grad.view(-1).narrow(0, offset, numel)
+        return slice(start, start + numel), into
+
+    def _take_gradient(self, param: torch.nn.Parameter) -> None:
+        """Copy a gradient to its buffer and take its norm."""
+        self.settle()
+        wrapper = self._wrapper
+        part, into = self._place(param)
+        source = wrapper.get_param_gradient_attribute(param).view(-1)[part]
+        together = source.device.type == "cpu" and source.dtype == into.dtype
+        norm = self._norm_of(source, into=into if together else None)
+        wrapper.norm_for_param_grads[wrapper.get_param_id(param)] = norm
+        if together:
+            wrapper.clear_grad_attribute(param)
+            return
+        # DeepSpeed's own copy waits for the right streams; only its dtype is to be another one.
+        fp32 = wrapper.master_weights_and_grads_dtype
+        wrapper.master_weights_and_grads_dtype = into.dtype
+        try:
+            type(wrapper).async_inplace_copy_grad_to_fp32_buffer_from_gpu(wrapper, param)
+        finally:
+            wrapper.master_weights_and_grads_dtype = fp32
+
+    def _step(self, closure: None = None) -> None:  # noqa: ARG002 - DeepSpeed's signature
+        """As ``DeepSpeedZeroOptimizer.step`` with the optimizer in host memory."""
+        self.settle()
+        wrapper = self._wrapper
+        wrapper.micro_step_id = self._home.INITIAL_MICRO_STEP_ID
+        wrapper._wait_for_offload_copies()
+        wrapper._offload_accumulated_param_ids = set()
+        read_at_once(wrapper.norm_for_param_grads)
+        if self._overflows():
+            wrapper.zero_grad(set_to_none=True)
+            wrapper._release_preflattened_grad_buffers()
+            wrapper.reset_cpu_buffers()
+            for timer in self._home.OPTIMIZER_TIMERS:
+                with self._timing(timer):
+                    pass
+            return
+        with self._timing(self._home.OPTIMIZER_GRADIENTS_TIMER):
+            self._forget_unused()
+        with self._timing(self._home.OPTIMIZER_STEP_TIMER):
+            self._stepped(wrapper.optimizer)
+        wrapper._lazy_init_hp_params_optimizer_state()
+        wrapper._release_preflattened_grad_buffers()
+        for index in range(len(wrapper.bit16_groups)):
+            wrapper.averaged_gradients[index] = None
+        wrapper.reset_cpu_buffers()
+        with self._timing(self._home.OPTIMIZER_ALLGATHER_TIMER):
+            if self._pending is None:
+                self._exchange_all()
+        wrapper.timers.log(self._home.OPTIMIZER_TIMERS)
+
+    @contextmanager
+    def _timing(self, name: str) -> Iterator[None]:
+        """One of DeepSpeed's timers, which do nothing without ``wall_clock_breakdown``."""
+        timer = self._wrapper.timers(name)
+        timer.start()
+        yield
+        timer.stop()
+
+    def _exchange_all(self) -> None:
+        wrapper = self._wrapper
+        self._home.all_gather_dp_groups(
+            groups_flat=wrapper.bit16_groups_flat,
+            partitioned_param_groups=wrapper.parallel_partitioned_bit16_groups,
+            dp_process_group=wrapper.real_dp_process_group,
+            start_alignment_factor=wrapper.nccl_start_alignment_factor,
+            allgather_bucket_size=wrapper.allgather_bucket_size,
+        )
+        self._bind()
+
+    def _overflows(self) -> bool:
+        """Take the global norm and move the loss scale; whether the step is to be skipped."""
+        wrapper = self._wrapper
+        norms = wrapper.norm_for_param_grads.values()
+        wrapper.local_overflow |= not all(math.isfinite(float(norm)) for norm in norms)
+        wrapper.overflow, self._scaled_norm = False, cast(Any, None)
+        if wrapper.check_grad_overflow:
+            wrapper.check_overflow(partition_gradients=wrapper.partition_gradients)
+        if wrapper.compute_grad_norm and not wrapper.overflow:
+            self._scaled_norm = wrapper.scaled_global_norm()
+            checked = wrapper.dtype != torch.bfloat16 or wrapper.check_grad_overflow
+            wrapper.overflow = checked and self._home.is_invalid_grad_norm(self._scaled_norm)
+        scale = wrapper.loss_scale
+        wrapper._update_scale(wrapper.overflow)
+        wrapper._global_grad_norm = None
+        if wrapper.compute_grad_norm:
+            norm = float("inf") if wrapper.overflow else self._scaled_norm / scale
+            wrapper._global_grad_norm = norm
+        return bool(wrapper.overflow)
+
+    def _step_slabs(self, adam: torch.optim.Optimizer) -> None:
+        wrapper, factor = self._wrapper, self._factor()
+        begun: list[SlabStep] = []
+        sources: list[torch.Tensor | None] = []
+        targets: list[torch.Tensor | None] = []
+        # Before there are views of the weights here.
+        may_wait = self._may_wait()
+        self._adam.rewind([slab.numel() for slab in self._slabs])
+        for index, (slab, group) in enumerate(zip(self._slabs, adam.param_groups, strict=True)):
+            rank = self._home.dist.get_rank(group=wrapper.real_dp_process_group[index])
+            target = wrapper.parallel_partitioned_bit16_groups[index][rank]
+            here = self._is_here(target)
+            out = target if here else wrapper.param_buffer_of_bit16_for_cpu_offload_groups[index]
+            begun.append(
+                self._adam.begin(slab, gradient=slab.grad, group=group, factor=factor, out=out.data)
+            )
+            sources.append(None if here else out.data.view(-1))
+            targets.append(None if here else target.data.view(-1))
+        exchange: Exchange | None = None
+        if may_wait and self._beside is not None:
+            partitions = [
+                [each.data.view(-1) for each in of_all]
+                for of_all in wrapper.parallel_partitioned_bit16_groups
+            ]
+            among, data = self._beside
+            exchange = Exchange(group=among, data=data, partitions=partitions)
+        self._take(begun, sources, targets, waits=may_wait, exchange=exchange)
+
+    @override
+    def _divide(self, sizes: Sequence[int]) -> tuple[Part, ...]:
+        if self._beside is None:
+            return super()._divide(sizes)
+        return divide_alike(self._layout.addresses, sizes, spans=self._spans())
+
+    def _spans(self) -> Iterator[Span]:
+        wrapper = self._wrapper
+        names = {id(parameter): name for name, parameter in self._parameters.items()}
+        for slab, flat in enumerate(wrapper.bit16_groups_flat):
+            for parameter in wrapper.bit16_groups[slab]:
+                start = (parameter.data_ptr() - flat.data_ptr()) // flat.element_size()
+                stop = start + parameter.numel()
+                yield Span(name=names[id(parameter)], slab=slab, start=start, stop=stop)
+
+    @override
+    def _begin(self, steps: Sequence[SlabStep], upload: Upload) -> PendingStep:
+        if upload.exchange is None:
+            return super()._begin(steps, upload)
+        return SharedStep(
+            parts=self._parts,
+            order=tuple(self._order),
+            steps=steps,
+            upload=upload,
+        )
+
+    @override
+    def _launch(self, steps: Sequence[SlabStep], upload: Upload) -> None:
+        self._bind()
+        super()._launch(steps, upload)
+
+    def _bind(self) -> None:
+        """As DeepSpeed after each step: ``module.to(...)`` has given parameters other memory."""
+        for index in range(len(self._wrapper.bit16_groups)):
+            self._wrapper._update_model_bit16_weights(index)
+
+    def _factor(self) -> float:
+        """What DeepSpeed multiplies gradients by, with its roundings."""
+        probe = torch.ones(1)
+        self._wrapper.unscale_and_clip_grads([probe], self._scaled_norm)
+        return float(probe)
+
+
+class PartitionedWrapper(OptimizerWrapper):
+    """``DeepSpeedZeroOptimizer``: stages 1 and 2."""
+
+    upstream = (
+        Upstream(
+            owner=_STAGES_1_AND_2,
+            relied_on=(
+                "_link_all_hp_params",
+                "_release_preflattened_grad_buffers",
+                "_wait_for_offload_copies",
+                "reset_cpu_buffers",
+                "update_lp_params",
+                "zero_grad",
+            ),
+        ),
+        FLAGS,
+        STEP,
+    )
+    step_kind = PartitionedStep
+
+    @override
+    def _find_layout(self) -> MasterLayout:
+        return PartitionedLayout(module=self.engine.module, wrapper=self.raw)
+
+    @property
+    @override
+    def members(self) -> Sequence[Sequence[torch.Tensor]]:
+        groups: Sequence[Sequence[torch.Tensor]] = self.raw.bit16_groups
+        return groups
+
+    @property
+    @override
+    def devices(self) -> tuple[str, str]:
+        return ("cpu" if self.raw.cpu_offload else "none"), "none"
+
+    @property
+    @override
+    def _editors(self) -> Iterable[Any]:
+        return (parameter for group in self.raw.bit16_groups for parameter in group)
+
+    @override
+    def drop_gradients(self) -> None:
+        raw = self.raw
+        # The copies of offloaded gradients may still be under way.
+        raw._wait_for_offload_copies()
+        raw.micro_step_id = sys.modules[type(raw).__module__].INITIAL_MICRO_STEP_ID
+        raw.zero_grad(set_to_none=True)
+        raw._release_preflattened_grad_buffers()
+        if raw.cpu_offload:
+            raw._offload_accumulated_param_ids = set()
+            raw.reset_cpu_buffers()
+            clear(raw.accumulated_grads_in_cpu.values())
+            clear(slab.grad for slab in raw.single_partition_of_fp32_groups)
+            return
+        for group in raw.averaged_gradients:
+            raw.averaged_gradients[group] = None
+            raw.all_grad_tensors[group] = None
+
+    @override
+    def improve(self) -> tuple[Decision, ...]:
+        return (*self._look_at_gradients(), *self._ask_once())
+
+    def _look_at_gradients(self) -> tuple[Decision, ...]:
+        """Let no step be taken on NaN where no norm tells of it.
+
+        With ``compute_grad_norm: false`` DeepSpeed looks at fp32 gradients in no way at all:
+        weights and moments are spoiled without a word. Its own look for an overflow costs one pass.
+        """
+        raw = self.raw
+        if raw.compute_grad_norm or raw.check_grad_overflow or raw.dtype != torch.float32:
+            return ()
+        raw.check_grad_overflow = True
+        return (
+            Decision(
+                key="zero_optimization.compute_grad_norm",
+                before="gradients are not looked at",
+                after="a step on NaN or infinity is skipped",
+                reason="without a norm DeepSpeed steps on fp32 gradients whatever they are",
+            ),
+        )
+
+    def _ask_once(self) -> tuple[Decision, ...]:
+        """Read flags and norms of gradients once per step.
+
+        With an offloaded optimizer DeepSpeed 0.19.8 asks the device for one number per parameter in
+        the backward pass (is this gradient finite?) and for another in the step (what is its
+        norm?). Each answer waits for all work queued so far, so that copies and reductions hide
+        behind nothing.
+        """
+        if not self.raw.cpu_offload:
+            return ()
+        before = after = "per parameter"
+        reason = "ZenFlow does it in its own way" if self.raw.zenflow else FLAGS.changed()
+        if reason is None:
+            AskedOnce(self.raw)
+            after = "once per step"
+            reason = (
+                "whether gradients are finite, and their norms, stay on the device until the step, "
+                "which reads them at once; DeepSpeed itself waits for the device once per "
+                "parameter in the backward pass and once more in the step; the same numbers"
+            )
+        return (Decision(key=READS_KEY, before=before, after=after, reason=reason),)
+
+
+@contextmanager
+def flat_through_host(
+    deepspeed: Any, plan: ResolvedPlan, *, device: torch.device
+) -> Iterator[list[Decision]]:
+    """Inside the block, the optimizer of stages 1 and 2 is built without copies on the device.
+
+    Acts only where the optimizer is offloaded: elsewhere its own states are larger than the copy.
+    The list that it yields holds what was decided once the block has ended.
+    """
+    decisions: list[Decision] = []
+    if plan.stage not in (1, 2) or plan.offload_optimizer == "none":
+        yield decisions
+        return
+    owner = deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer
+    original = owner.flatten_dense_tensors_aligned
+    if tuple(inspect.signature(original).parameters) != FLATTENING:
+        decisions.append(_held_on("device", "this DeepSpeed flattens weights in an unknown way"))
+        yield decisions
+        return
+    clones = _ClonesOnHost()
+
+    def flatten(
+        _optimizer: Any,
+        tensor_list: Sequence[torch.nn.Parameter],
+        alignment: int,
+        use_cpu_data: bool = False,
+        param_padding: Sequence[int] | None = None,
+    ) -> torch.Tensor:
+        flat = flatten_on_host(
+            tensor_list, alignment=alignment, padding=param_padding, moved=use_cpu_data
+        )
+        # What the weights took lies in the allocator's cache, in pieces that cannot hold one large
+        # block: without this the device would hold the weights twice all the same.
+        deepspeed.accelerator.get_accelerator().empty_cache()
+        flat = flat.to(device)
+        clones.watch(flat)
+        return flat
+
+    owner.flatten_dense_tensors_aligned = flatten
+    try:
+        with clones:
+            yield decisions
+    finally:
+        owner.flatten_dense_tensors_aligned = original
+    decisions.append(clones.decision())
+
+
+def flatten_on_host(
+    parameters: Sequence[torch.nn.Parameter],
+    *,
+    alignment: int,
+    padding: Sequence[int] | None = None,
+    moved: bool = False,
+) -> torch.Tensor:
+    """One flat host tensor of all parameters, each freed as soon as it is copied.
+
+    Args:
+        parameters: At least one; left empty, to become views of the flat tensor.
+        alignment: The length becomes a multiple of it, filled up with zeros.
+        padding: Zeros after each parameter.
+        moved: Whether DeepSpeed has put the weights into ``cpu_data`` already.
+
+    Returns:
+        1-D, on the CPU.
+    """
+    sizes = [(p.cpu_data if moved else p).numel() for p in parameters]  # type: ignore[attr-defined]
+    gaps = list(padding) if padding is not None else [0] * len(sizes)
+    used = sum(sizes) + sum(gaps)
+    dtype = functools.reduce(torch.promote_types, {parameter.dtype for parameter in parameters})
+    flat = torch.empty(-(-used // alignment) * alignment, dtype=dtype)
+    flat[used:].zero_()
+    offset = 0
+    for parameter, size, gap in zip(parameters, sizes, gaps, strict=True):
+        source = parameter.cpu_data if moved else parameter.data  # type: ignore[attr-defined]
+        flat[offset : offset + size].copy_(source.reshape(-1))
+        flat[offset + size : offset + size + gap].zero_()
+        if not moved:
+            parameter.data = parameter.data.new_empty(0)
+        offset += size + gap
+    return flat
+
+
+class _ClonesOnHost(TorchFunctionMode):
+    """Answers ``clone()`` of a watched tensor with a copy on the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._watched: set[int] = set()
+        self._cloned: set[int] = set()
+
+    def watch(self, flat: torch.Tensor) -> None:
+        """Clones of ``flat`` and of its slices are made on the host from now on."""
+        self._watched.add(_storage(flat))
+
+    def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.clone and self._watched and _storage(args[0]) in self._watched:
+            self._cloned.add(_storage(args[0]))
+            if args[0].device.type != "cpu":
+                return args[0].cpu()
+        return func(*args, **(kwargs or {}))
+
+    def decision(self) -> Decision:
+        """What came of it."""
+        if not self._watched or self._cloned != self._watched:
+            return _held_on("device", "this DeepSpeed builds its master weights in an unknown way")
+        return _held_on(
+            "host",
+            "DeepSpeed itself holds the weights twice on the device while it builds the optimizer",
+        )
+
+
+def _held_on(place: str, reason: str) -> Decision:
+    return Decision(
+        key=KEY,
+        before="device",
+        after=place,
+        reason=reason,
+        severity="note" if place == "host" else "warning",
+    )
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)

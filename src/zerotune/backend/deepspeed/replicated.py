@@ -1,0 +1,180 @@
+"""Stage 0: every rank has all weights, in fp32 or, in bf16 and fp16, a flat fp32 copy of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+import torch
+from typing_extensions import override
+
+from zerotune.backend.deepspeed.wrapper import OptimizerWrapper, Upstream
+from zerotune.backend.layouts import ParameterLayout, ResidentLayout, whole
+from zerotune.backend.master_weights import FragmentAddress, MasterLayout
+from zerotune.decisions import Decision
+
+READS_KEY: Final = "optimizer.reads"
+CHECKER: Final = Upstream(
+    owner="deepspeed.runtime.utils.CheckOverflow", replaced=("has_overflow_serial",)
+)
+
+
+class Fp32Wrapper(OptimizerWrapper):
+    """Stage 0 in fp32: DeepSpeed wraps nothing, and the parameters are the master weights."""
+
+    skips_overflow = False
+
+    @property
+    @override
+    def inner(self) -> Any:
+        return self.raw
+
+    @override
+    def _find_layout(self) -> MasterLayout:
+        return ParameterLayout(module=self.engine.module, optimizer=self.raw)
+
+    @property
+    @override
+    def members(self) -> Sequence[Sequence[torch.Tensor]]:
+        return [group["params"] for group in self.raw.param_groups]
+
+    @override
+    def drop_gradients(self) -> None:
+        self.raw.zero_grad()
+
+
+class HalfWrapper(OptimizerWrapper):
+    """``FP16_Optimizer`` and ``FP16_UnfusedOptimizer``: stage 0 in bf16 or fp16."""
+
+    upstream = (
+        Upstream(
+            owner="deepspeed.runtime.fp16.fused_optimizer.FP16_Optimizer",
+            relied_on=("step", "refresh_fp32_params"),
+        ),
+        Upstream(
+            owner="deepspeed.runtime.fp16.unfused_optimizer.FP16_UnfusedOptimizer",
+            relied_on=("step", "refresh_fp32_params"),
+        ),
+        CHECKER,
+    )
+    scaler_name = "loss_scale_config"
+
+    @property
+    def _flats(self) -> Sequence[torch.Tensor]:
+        """One flat copy per group, which the unfused wrapper lacks."""
+        flats: Sequence[torch.Tensor] = getattr(self.raw, "fp32_groups_flat", ())
+        return flats
+
+    @override
+    def _find_layout(self) -> MasterLayout:
+        return HalfPrecisionLayout(module=self.engine.module, wrapper=self.raw, flats=self._flats)
+
+    @property
+    @override
+    def members(self) -> Sequence[Sequence[torch.Tensor]]:
+        groups: Sequence[Sequence[torch.Tensor]] = self.raw.fp16_groups
+        return groups
+
+    @override
+    def drop_gradients(self) -> None:
+        self.raw.zero_grad()
+        for flat in self._flats:
+            flat.grad = None
+
+    @override
+    def correct(self) -> tuple[Decision, ...]:
+        """Take back the step that these wrappers begin with.
+
+        To allocate its states, ``FP16_Optimizer`` runs one optimizer step on zero gradients. That
+        applies weight decay once and leaves Adam's counter at 1, so the first real step is
+        corrected for bias as if it were the second (a loss difference of up to 5e-2 against stages
+        1-3).
+        """
+        if self.engine.global_steps:
+            return ()
+        self.raw.refresh_fp32_params()
+        for flat, parameters in zip(self._flats, self.raw.fp16_groups, strict=False):
+            offset = 0
+            for parameter in parameters:
+                target = flat.detach().narrow(0, offset, parameter.numel())
+                target.copy_(parameter.detach().view(-1))
+                offset += parameter.numel()
+        self.raw.optimizer.state.clear()
+        return (
+            Decision(
+                key="optimizer.step",
+                before=1,
+                after=0,
+                reason="DeepSpeed takes one step on zero gradients to allocate its states at stage "
+                "0 in half precision; it was undone, so that training starts at step 0",
+            ),
+        )
+
+    @override
+    def improve(self) -> tuple[Decision, ...]:
+        """Have DeepSpeed's check of whole gradients read one flag instead of one for each."""
+        before, checker = "per parameter", self.raw.overflow_checker
+        if (changed := CHECKER.changed()) is not None:
+            return (Decision(key=READS_KEY, before=before, after=before, reason=changed),)
+
+        def has_overflow_serial(parameters: Iterable[torch.nn.Parameter]) -> bool:
+            flags = [
+                torch.as_tensor(
+                    checker._has_inf_or_nan(parameter.grad.data, index),
+                    device=parameter.grad.device,
+                ).reshape(())
+                for index, parameter in enumerate(parameters)
+                if parameter.grad is not None
+            ]
+            return bool(flags) and bool(torch.stack(flags).any())
+
+        checker.has_overflow_serial = has_overflow_serial
+        return (
+            Decision(
+                key=READS_KEY,
+                before=before,
+                after="once per step",
+                reason="whether gradients are finite stays on the device until all are known; "
+                "DeepSpeed itself waits for the device once per parameter; the same answer",
+            ),
+        )
+
+
+class HalfPrecisionLayout(ResidentLayout):
+    """A flat fp32 copy per group, or one copy per parameter."""
+
+    replicated = True
+
+    def __init__(
+        self, *, module: torch.nn.Module, wrapper: Any, flats: Sequence[torch.Tensor]
+    ) -> None:
+        names = {id(parameter): name for name, parameter in module.named_parameters()}
+        slabs, addresses, self._pairs = list(flats), [], []
+        for index, group in enumerate(wrapper.fp16_groups):
+            offset = 0
+            for position, parameter in enumerate(group):
+                if not flats:
+                    slabs.append(wrapper.fp32_groups[index][position])
+                slab = index if flats else len(slabs) - 1
+                addresses.append(whole(names[id(parameter)], parameter, slab=slab, offset=offset))
+                self._pairs.append((parameter, addresses[-1]))
+                offset += parameter.numel() if flats else 0
+        self._model = {address.name: parameter for parameter, address in self._pairs}
+        super().__init__(
+            optimizer=wrapper.optimizer,
+            slabs=slabs,
+            addresses=tuple(addresses),
+            order=tuple((address.name, address.shape) for address in addresses),
+        )
+
+    @override
+    def in_model(self, address: FragmentAddress) -> torch.Tensor | None:
+        weights: torch.Tensor = self._model[address.name].data
+        return weights.reshape(-1)
+
+    @override
+    def refresh(self) -> None:
+        for parameter, address in self._pairs:
+            flat = self._slabs[address.slab].detach().view(-1)
+            master = flat.narrow(0, address.offset, address.numel)
+            parameter.data.copy_(master.view_as(parameter))

@@ -1,0 +1,778 @@
+"""DeepSpeed's compiled ops: which are built, which can be, and the root cause when one cannot.
+
+DeepSpeed compiles its kernels on first use and keeps them in torch's extension folder
+(``TORCH_EXTENSIONS_DIR``, by default below ``~/.cache``). When that fails, its own message is
+often ``… due to hardware/software issue. None``; the functions here look for the cause instead.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import importlib
+import logging
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import attrs
+import psutil
+from packaging.version import Version
+
+from zerotune._util.environment import environment
+from zerotune._util.proc import LOCAL_FILESYSTEMS, filesystem_kind
+from zerotune._util.text import did_you_mean
+from zerotune.errors import InvalidValueError, MissingDependencyError, PlatformError
+from zerotune.platform.toolchain import Toolchain, detect_toolchain
+
+_ABANDONED_AFTER: Final = 600.0
+"""Seconds after which a lock that no visible process holds is taken for abandoned; one op compiles
+in about a minute."""
+
+
+@attrs.frozen(kw_only=True)
+class Diagnosis:
+    """Why an op cannot be had, and what to do."""
+
+    cause: str
+    fix: str | None = None
+
+    def as_error(self, op: str) -> PlatformError:
+        """The error of an op that cannot be had."""
+        return PlatformError(self.cause, key=f"op {op}", fix=self.fix)
+
+
+def missing_module(name: str) -> Diagnosis:
+    """Diagnosis of a Python module that building needs and that is not installed."""
+    # Python 3.12 dropped distutils; setuptools brings it back.
+    package = "setuptools" if name.partition(".")[0] in {"distutils", "setuptools"} else name
+    return Diagnosis(cause=_MODULE.format(name), fix=f"pip install {package}")
+
+
+def summary(error: BaseException) -> str:
+    """An error as one line: its type and the first line of its text."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+# -- What ninja, a compiler, a linker or the loader printed.
+
+
+def diagnose_build(output: str) -> Diagnosis | None:
+    """Find the root cause in the output of a failed build; ``None`` when nothing is recognised.
+
+    Args:
+        output: Text of the exception torch raised, which holds ninja's and the compiler's output.
+    """
+    for pattern, cause, fixes in _CAUSES:
+        match = re.search(pattern, output, re.MULTILINE)
+        if match is None:
+            continue
+        thing = (match[1] if match.re.groups else "").strip()
+        if cause == _MODULE:
+            return missing_module(thing)
+        by_name = fixes if isinstance(fixes, Mapping) else {"": fixes}
+        fix = by_name.get(thing.rsplit("/", 1)[-1], by_name[""])
+        return Diagnosis(cause=cause.format(thing), fix=fix and fix.format(thing))
+    return None
+
+
+_MODULE: Final = "the Python module {} is missing"
+_TOOLKIT: Final = "install the CUDA toolkit torch was built for and set CUDA_HOME"
+_LIBRARIES: Final = {
+    "aio": "install libaio-dev",
+    "cuda": "install the NVIDIA driver, or name its stub library's folder in LIBRARY_PATH",
+    "cudart": _TOOLKIT,
+    "gomp": "install the OpenMP library of your compiler",
+    "": "install the package that holds lib{}",
+}
+_PROGRAMS: Final = {"nvcc": _TOOLKIT, "": "install {}, or name another in CXX"}
+_HEADERS: Final = {
+    "Python.h": "install the Python headers (python3-dev)",
+    "libaio.h": "install libaio-dev",
+    "cuda_runtime.h": _TOOLKIT,
+    "": "install the package that holds {}",
+}
+_CAUSES: Final[tuple[tuple[str, str, str | Mapping[str, str] | None], ...]] = (
+    (
+        r"No space left on device",
+        "the disk is full",
+        "free some space, or set TORCH_EXTENSIONS_DIR or TMPDIR to another disk",
+    ),
+    (
+        r"Killed signal terminated program|SIGKILL|^Killed\s*$",
+        "the compiler was killed, most likely for want of memory",
+        "set MAX_JOBS=1, or free some memory",
+    ),
+    (
+        r"fatal error: '?([^\s':]+)'?(?::| file) [Nn]o(?:t found| such file)",
+        "the header {} is missing",
+        _HEADERS,
+    ),
+    (r"cannot find -l(\S+?)(?::|\s|$)", "the linker cannot find the library {}", _LIBRARIES),
+    (r"library not found for -l(\S+)", "the linker cannot find the library {}", _LIBRARIES),
+    (
+        r"(?:^|\s)([^\s:]+): (?:command )?not found\s*$",
+        "the program {} is missing",
+        _PROGRAMS,
+    ),
+    (
+        r"No such file or directory: '((?:[^']*/)?(?:ninja|nvcc|hipcc|c\+\+|g\+\+))'",
+        "the program {} is missing",
+        _PROGRAMS,
+    ),
+    (
+        r"unrecognized command[- ]line option .?(-std=[\w+]+)",
+        "the compiler is too old for {}",
+        "install a newer g++, or name one in CXX",
+    ),
+    (
+        r"version [`'](GLIBCXX_[\d.]+|CXXABI_[\d.]+)' not found",
+        "the C++ runtime that Python loaded lacks {}, which the compiler used",
+        "use the compiler of the same environment as Python (in conda: gxx_linux-64)",
+    ),
+    (
+        r"undefined symbol: (\S+)",
+        "the compiled library misses the symbol {}: it was built for another torch",
+        "delete its folder in the torch extensions directory and build again",
+    ),
+    (
+        r"undefined reference to [`']([^']+)'",
+        "no library given to the linker defines {}",
+        None,
+    ),
+    (
+        r"(\S+\.so[.\d]*): cannot open shared object file",
+        "the shared library {} is missing",
+        "install the package that holds {}, or name its folder in LD_LIBRARY_PATH",
+    ),
+    (r"No module named '([^']+)'", _MODULE, None),
+    (r"(?:^|\s)(?:fatal )?error: (.+)$", "the compiler says: {}", None),
+)
+"""Pattern, cause and fix, or fixes by what the pattern names. From causes to symptoms: a missing
+header also makes ninja report a failed command."""
+
+
+# -- Torch's folder of compiled extensions, looked at without touching it.
+
+
+def build_folder(name: str) -> Path:
+    """Where torch compiles the extension ``name``; asking torch itself would create the folder."""
+    import torch
+    from torch.utils import cpp_extension
+
+    stated = os.environ.get("TORCH_EXTENSIONS_DIR")
+    if stated is not None:
+        return Path(stated) / name
+    if torch.version.hip is not None:
+        target = f"rocm{torch.version.hip.replace('.', '')}"
+    elif torch.version.cuda is not None:
+        target = f"cu{torch.version.cuda.replace('.', '')}"
+    else:
+        target = "cpu"
+    version = sys.version_info
+    tag = f"py{version.major}{version.minor}{getattr(sys, 'abiflags', '')}_{target}"
+    return Path(cpp_extension.get_default_build_root()) / tag / name
+
+
+def built_library(folder: Path) -> Path | None:
+    """The compiled library in a build folder, or ``None``."""
+    library = folder / f"{folder.name}.so"
+    return library if library.is_file() else None
+
+
+def why_stale(folder: Path) -> str | None:
+    """Why ninja would compile again, or ``None`` when the library is up to date.
+
+    A new torch or deepspeed, other flags and even another ninja (its record of commands differs
+    between releases) make a library stale.
+    """
+    try:
+        command = ["ninja", "-n", "-d", "explain"]
+        done = subprocess.run(
+            command, cwd=folder, capture_output=True, text=True, timeout=30, check=False
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"ninja cannot tell whether it is up to date: {error}"
+    if "no work to do" in done.stdout:
+        return None
+    explained = re.search(r"ninja explain: (.+)", done.stderr + done.stdout)
+    if explained is None:
+        return "ninja would compile it again"
+    hint = "; another ninja or other flags do that" if "command line" in explained.group(1) else ""
+    return f"ninja says: {explained.group(1)}{hint}"
+
+
+@attrs.frozen(kw_only=True)
+class BuildLock:
+    """The lock that a process compiling an extension holds on its folder."""
+
+    path: Path
+    age: float
+    """Seconds since it was taken."""
+    holder: int | None
+    """Process that holds it; ``None`` when none can be seen, on another host for example."""
+
+    @classmethod
+    def on(cls, folder: Path) -> BuildLock | None:
+        """The lock on a build folder, or ``None``."""
+        path = folder / "lock"
+        try:
+            age = time.time() - path.stat().st_mtime
+        except OSError:
+            return None
+        # Torch keeps the file open as long as it holds the lock.
+        wanted = str(path.resolve())
+        holders = (
+            int(process.pid)
+            for process in psutil.process_iter(["open_files"])
+            if any(file.path == wanted for file in process.info["open_files"] or ())
+        )
+        return cls(path=path, age=max(age, 0.0), holder=next(holders, None))
+
+    @property
+    def abandoned(self) -> bool:
+        """Whether whoever took it is gone, so that waiting for it would last for ever."""
+        return self.holder is None and self.age > _ABANDONED_AFTER
+
+    def diagnose(self) -> Diagnosis:
+        """What the lock means, and what to do."""
+        if self.holder is not None:
+            return Diagnosis(
+                cause=f"process {self.holder} has been compiling it for {self.age:.0f} s",
+                fix="wait until it is done",
+            )
+        since = f"{self.age / 60:.0f} minutes" if self.age > 120 else f"{self.age:.0f} s"
+        return Diagnosis(
+            cause=f"a build that began {since} ago holds its lock, and no process here has it open",
+            fix=f"if nothing on another host is compiling, delete {self.path}",
+        )
+
+
+# -- What an op needs of a machine.
+
+
+def missing_for_loading(builder: Any, toolchain: Toolchain) -> Diagnosis | None:
+    """What keeps torch from loading the op even when it is compiled."""
+    if ninja := missing_ninja(toolchain):
+        return ninja
+    # DeepSpeed probes libaio with the compiler each time it loads this op.
+    if builder.name == "async_io":
+        if compiler := missing_compiler(toolchain):
+            return compiler
+        if not toolchain.libaio.usable:
+            missing = "library" if toolchain.libaio.header else "header libaio.h"
+            return Diagnosis(
+                cause=f"the {missing} of libaio is missing",
+                fix="install libaio-dev (Debian, Ubuntu), libaio-devel (Fedora, RHEL) or "
+                "libaio (Arch, conda); if it is elsewhere, name it in CPATH and LIBRARY_PATH",
+            )
+    return _deepspeeds_refusal(builder)
+
+
+def missing_ninja(toolchain: Toolchain) -> Diagnosis | None:
+    """Why torch, which looks for it even where nothing is to be compiled, finds no ninja."""
+    if toolchain.ninja is not None:
+        return None
+    if toolchain.hidden_ninja is not None:
+        folder = Path(toolchain.hidden_ninja).parent
+        return Diagnosis(
+            cause=f"ninja is installed in {folder}, which is not on PATH",
+            fix="activate the environment, or add that folder to PATH",
+        )
+    return Diagnosis(cause="ninja is not installed", fix="pip install ninja")
+
+
+def _deepspeeds_refusal(builder: Any) -> Diagnosis | None:
+    """What DeepSpeed's own probe has against the op."""
+    try:
+        compatible = builder.is_compatible(verbose=False)
+    except ModuleNotFoundError as error:
+        return missing_module(error.name or str(error))
+    except Exception as error:  # noqa: BLE001 - each op probes in its own way
+        return Diagnosis(cause=summary(error))
+    if compatible:
+        return None
+    detail = builder.error_log or "it gives no reason"
+    return Diagnosis(cause=f"DeepSpeed's own check refuses it: {detail}")
+
+
+def missing_compiler(toolchain: Toolchain) -> Diagnosis | None:
+    """Why there is no C++ compiler."""
+    if toolchain.cxx is None:
+        return Diagnosis(
+            cause="there is no C++ compiler",
+            fix="install g++ (build-essential on Debian, gcc-c++ on Fedora), or name one in CXX",
+        )
+    if toolchain.cxx.version is None:
+        return Diagnosis(
+            cause=f"the C++ compiler {toolchain.cxx.path} does not run",
+            fix="install g++, or name a working compiler in CXX",
+        )
+    return None
+
+
+def missing_for_building(builder: Any, toolchain: Toolchain) -> Diagnosis | None:
+    """What keeps torch from compiling the op."""
+    if compiler := missing_compiler(toolchain):
+        return compiler
+    if not toolchain.python_headers:
+        version = f"{sys.version_info.major}.{sys.version_info.minor}"
+        return Diagnosis(
+            cause=f"the headers of Python {version} (Python.h) are missing",
+            fix=f"install python{version}-dev (Debian, Ubuntu) or python3-devel (Fedora)",
+        )
+    # DeepSpeed asks nvcc for its version even for ops that have no CUDA source.
+    if toolchain.nvcc is not None or not _builds_for_cuda(builder):
+        return None
+    where = "" if toolchain.cuda_home is None else f" in {toolchain.cuda_home}"
+    return Diagnosis(cause=f"CUDA's compiler nvcc is missing{where}", fix=_install_cuda())
+
+
+def _builds_for_cuda(builder: Any) -> bool:
+    import torch
+
+    base = importlib.import_module("deepspeed.ops.op_builder.builder").CUDAOpBuilder
+    return isinstance(builder, base) and torch.version.hip is None and torch.cuda.is_available()
+
+
+def doubt(builder: Any, toolchain: Toolchain) -> Diagnosis | None:
+    """What may keep an op from being built, when only trying can tell."""
+    found = None if toolchain.nvcc is None else toolchain.nvcc.version
+    if found is None or not _builds_for_cuda(builder):
+        return None
+    import torch
+
+    wanted = str(torch.version.cuda)
+    if Version(found).major == Version(wanted).major:
+        return None
+    return Diagnosis(
+        cause=f"nvcc is of CUDA {found}, torch was built for CUDA {wanted}: it may not build",
+        fix=_install_cuda(),
+    )
+
+
+def _install_cuda() -> str:
+    import torch
+
+    return f"install the CUDA {torch.version.cuda} toolkit and name its folder in CUDA_HOME"
+
+
+SILENT_FOR: Final = 5.0
+"""Seconds of waiting after which it is said what is waited for."""
+_AGAIN_AFTER: Final = 60.0
+_ENDING: Final = 0.2
+"""Seconds between two looks at torch's lock, which it closes a moment before it removes it."""
+_OPENING: Final = 1.0
+"""Seconds for which a new file may not yet count as open."""
+_log = logging.getLogger("zerotune")
+
+
+class LivingLock:
+    """torch's ``FileBaton``, for as long as its process lives.
+
+    Args:
+        lock_file_path: The lock of a build folder.
+        wait_seconds: Between two looks at somebody else's.
+    """
+
+    def __init__(self, lock_file_path: str, wait_seconds: float = 0.1, **_: Any) -> None:
+        self._path = Path(lock_file_path)
+        self._wait_seconds = wait_seconds
+        self._held: int | None = None
+
+    def try_acquire(self) -> bool:
+        """Take it, once whoever has it is done or dead; ninja then finds nothing left to do."""
+        began = time.monotonic()
+        announced = began + SILENT_FOR
+        folder = self._path.parent
+        while not self._take():
+            remove_if_dead(self._path)
+            lock = BuildLock.on(folder)
+            if lock is not None and lock.abandoned and not _host_and_process(self._path):
+                raise lock.diagnose().as_error(folder.name)
+            if lock is not None and time.monotonic() >= announced:
+                announced = time.monotonic() + _AGAIN_AFTER
+                found = lock.diagnose()
+                _log.warning(
+                    "op %s: waiting for its lock for %.0f s: %s (%s). Fix: %s.",
+                    folder.name, time.monotonic() - began, found.cause, lock.path, found.fix,
+                )  # fmt: skip
+            time.sleep(self._wait_seconds)
+        if built_library(folder) is None or why_stale(folder) is not None:
+            # Ninja then takes minutes without a word.
+            _log.warning(
+                "op %s: compiling it into %s, once; this takes one to three minutes on few cores",
+                folder.name, folder,
+            )  # fmt: skip
+        return True
+
+    def wait(self) -> None:
+        """Part of torch's interface; ``try_acquire`` has waited."""
+
+    def release(self) -> None:
+        """Let go of it."""
+        if self._held is not None:
+            # Removed before it is unlocked, so that no one takes it for a dead process's.
+            self._path.unlink(missing_ok=True)
+            os.close(self._held)
+            self._held = None
+
+    def _take(self) -> bool:
+        try:
+            held = os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_RDWR)
+        except FileExistsError:
+            return False
+        fcntl.flock(held, fcntl.LOCK_EX)
+        os.write(held, f"{socket.gethostname()} {os.getpid()}\n".encode())
+        self._held = held
+        return True
+
+
+@contextmanager
+def living_locks() -> Iterator[None]:
+    """What torch compiles inside the block, it compiles under a ``LivingLock``."""
+    compiling: Any = importlib.import_module("torch.utils.cpp_extension")
+    before = compiling.FileBaton
+    compiling.FileBaton = LivingLock
+    try:
+        yield
+    finally:
+        compiling.FileBaton = before
+
+
+def _host_and_process(path: Path) -> list[str]:
+    """Host and process in a lock of ours; empty for torch's own."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").split()
+    except OSError:
+        return []
+
+
+def remove_if_dead(path: Path) -> None:
+    """Remove a lock whose process is gone; the kernel has unlocked or closed it then."""
+    record = _host_and_process(path)
+    if not record:
+        _remove_closed(path)
+        return
+    # Another host's lock may be invisible from here on a shared file system.
+    if len(record) != 2 or record[0] != socket.gethostname():
+        return
+    try:
+        found = os.open(path, os.O_RDWR)
+    except OSError:
+        return
+    try:
+        fcntl.flock(found, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _take_over(path, found, f"process {record[1]}")
+    except OSError:
+        return
+    finally:
+        os.close(found)
+
+
+def _remove_closed(path: Path) -> None:
+    """Remove torch's own lock, which its maker keeps open, where nobody has it open."""
+    try:
+        if filesystem_kind(path.parent.resolve()) not in LOCAL_FILESYSTEMS:
+            return
+        found = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    except OSError:
+        return
+    try:
+        if time.time() - os.fstat(found).st_mtime > _OPENING and _is_alone(found):
+            time.sleep(_ENDING)
+            if _is_alone(found):
+                _take_over(path, found, "the process")
+    except OSError:
+        return
+    finally:
+        os.close(found)
+
+
+def _is_alone(descriptor: int) -> bool:
+    """Whether no other descriptor of the file is open, of any user or container of this machine.
+
+    That is when the kernel grants a write lease. False where it grants none at all.
+    """
+    if not hasattr(fcntl, "F_SETLEASE"):
+        return False
+    # Whoever opens the file meanwhile has the kernel send a signal, by default one that kills.
+    fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGURG)
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+    except OSError:
+        return False
+    fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+    return True
+
+
+def _take_over(path: Path, descriptor: int, who: str) -> None:
+    if os.path.samestat(os.fstat(descriptor), path.stat()):
+        path.unlink()
+        _log.warning(
+            "op %s: %s died while it compiled it; its lock is taken over", path.parent.name, who
+        )
+
+
+OpState = Literal["installed", "built", "buildable", "stale", "locked", "blocked", "absent"]
+
+
+@attrs.frozen(kw_only=True)
+class OpStatus:
+    """Whether one op can be used here."""
+
+    name: str
+    purpose: str
+    """What zerotune uses it for."""
+    state: OpState
+    """``"installed"``: compiled into the deepspeed package. ``"built"``: compiled before and up
+    to date. ``"stale"``: compiled before, will be compiled again. ``"buildable"``: will be
+    compiled on first use. ``"locked"``: being compiled by another process, or left so by one that
+    died. ``"blocked"``: something is missing on this machine. ``"absent"``: DeepSpeed has no
+    implementation for this accelerator."""
+    cause: str | None = None
+    """Why it is stale, locked, blocked or absent, or why building it may fail."""
+    fix: str | None = None
+    """What to do about it."""
+    path: str | None = None
+    """The compiled library, when there is one."""
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        purpose: str,
+        state: OpState,
+        found: Diagnosis | None = None,
+        *,
+        library: Path | None = None,
+    ) -> OpStatus:
+        """With what a diagnosis says."""
+        return cls(
+            name=name,
+            purpose=purpose,
+            state=state,
+            cause=None if found is None else found.cause,
+            fix=None if found is None else found.fix,
+            path=None if library is None else str(library),
+        )
+
+    @property
+    def usable(self) -> bool:
+        """Whether the op can be loaded, now or after compiling it."""
+        return self.state in {"installed", "built", "buildable", "stale"}
+
+    def check_usable(self) -> None:
+        """Raise what keeps the op from being loaded."""
+        if not self.usable:
+            cause = self.cause or "it cannot be used here"
+            raise Diagnosis(cause=cause, fix=self.fix).as_error(self.name)
+
+
+@contextmanager
+def naming_the_cause(op: str) -> Iterator[None]:
+    """Whatever a compiler, a linker or the loader does inside ends as one ``PlatformError``."""
+    try:
+        yield
+    except PlatformError:
+        raise
+    except Exception as error:
+        found = diagnose_build(str(error)) or Diagnosis(cause=summary(error))
+        raise found.as_error(op) from error
+
+
+@attrs.frozen
+class _Op:
+    name: str
+    builder: str
+    purpose: str
+    instead: str | None = None
+    """What to do where DeepSpeed has no implementation."""
+    companion: str | None = None
+    """Builder of another op that DeepSpeed loads first."""
+
+
+_OPS: Final = (
+    _Op("cpu_adam", "CPUAdamBuilder", "Adam and AdamW with the optimizer offloaded to CPU or NVMe"),
+    _Op("cpu_adagrad", "CPUAdagradBuilder", "Adagrad with the optimizer offloaded to CPU"),
+    _Op("cpu_lion", "CPULionBuilder", "Lion with the optimizer offloaded to CPU"),
+    _Op(
+        "async_io",
+        "AsyncIOBuilder",
+        "offload of parameters and optimizer to NVMe",
+        instead="offload to CPU",
+        companion="PinMemoryBuilder",
+    ),
+    _Op("fused_adam", "FusedAdamBuilder", "Adam and AdamW without offload"),
+    _Op(
+        "fused_lion",
+        "FusedLionBuilder",
+        "Lion without offload",
+        instead="nothing is missing: zerotune's own Lion runs here, or cpu_lion when offloaded",
+    ),
+    _Op(
+        "fused_lamb",
+        "FusedLambBuilder",
+        "Lamb",
+        instead="nothing is missing: zerotune's own Lamb runs at every stage and offload",
+    ),
+)
+
+OP_NAMES: Final = tuple(op.name for op in _OPS)
+
+
+def op_report(*, toolchain: Toolchain | None = None) -> tuple[OpStatus, ...]:
+    """Say for every op zerotune uses whether it is built, can be built, or why not.
+
+    Nothing is compiled but a probe for libaio. Imports deepspeed, which settles the process's
+    DeepSpeed accelerator.
+
+    Args:
+        toolchain: Compilers and libraries; those of this machine by default.
+
+    Raises:
+        MissingDependencyError: deepspeed is not installed.
+        PlatformError: deepspeed cannot be imported.
+    """
+    accelerator = _deepspeeds_accelerator()
+    with same_ninja():
+        found = toolchain or detect_toolchain()
+        return tuple(_status(op, accelerator, found) for op in _OPS)
+
+
+def build_op(name: str) -> OpStatus:
+    """Load one op, compiling it when needed, and return its status afterwards.
+
+    Args:
+        name: One of ``OP_NAMES``.
+
+    Raises:
+        InvalidValueError: There is no such op.
+        MissingDependencyError: deepspeed is not installed.
+        PlatformError: The op cannot be used here, or compiling or loading it failed; the reason
+            is the root cause, not the compiler's whole output.
+    """
+    op = next((op for op in _OPS if op.name == name), None)
+    if op is None:
+        close = did_you_mean(name, OP_NAMES, count=1)
+        raise InvalidValueError(
+            "no such op",
+            key="op",
+            value=name,
+            fix=f"did you mean {close[0]}" if close else f"use one of {', '.join(OP_NAMES)}",
+        )
+    with building():
+        accelerator, toolchain = _deepspeeds_accelerator(), detect_toolchain()
+        folders = _build_folders(op, accelerator)
+        for folder in folders:
+            remove_if_dead(folder / "lock")
+        before = _status(op, accelerator, toolchain)
+        # Torch waits for the end of another process that builds it.
+        if before.state != "locked" or any(
+            lock.abandoned for lock in map(BuildLock.on, folders) if lock is not None
+        ):
+            before.check_usable()
+        with naming_the_cause(op.name):
+            accelerator.create_op_builder(op.builder).load(verbose=False)
+        return _status(op, accelerator, toolchain)
+
+
+@contextmanager
+def building() -> Iterator[None]:
+    """Inside the block ops are compiled by one ninja, and nobody waits for a dead process."""
+    with same_ninja(), living_locks():
+        yield
+
+
+def same_ninja() -> AbstractContextManager[None]:
+    """Put this Python environment's own ninja first on ``PATH`` inside the block.
+
+    ninja releases record their commands differently, and each throws the other's record away.
+    With two of them, a script started as ``.venv/bin/python`` and one started in the activated
+    environment would compile the same op anew, minutes each, forever.
+    """
+    folder = Path(sys.executable).parent
+    own = shutil.which("ninja", path=str(folder))
+    if own is None or own == shutil.which("ninja"):
+        return nullcontext()
+    return environment(PATH=f"{folder}{os.pathsep}{os.environ.get('PATH', '')}")
+
+
+def _deepspeeds_accelerator() -> Any:
+    """DeepSpeed's accelerator; what its import logs is kept back, since zerotune reports it."""
+    logger = logging.getLogger("DeepSpeed")
+
+    # It sets its logger's level during the import, so only a filter outlasts that.
+    def keep_back(_record: logging.LogRecord) -> bool:
+        return False
+
+    logger.addFilter(keep_back)
+    try:
+        return importlib.import_module("deepspeed.accelerator").get_accelerator()
+    except ModuleNotFoundError as error:
+        if error.name != "deepspeed":
+            raise PlatformError(f"deepspeed cannot be imported: {error}") from error
+        raise MissingDependencyError(
+            "deepspeed is not installed", fix="pip install deepspeed"
+        ) from error
+    except Exception as error:
+        # deepspeed inspects the machine while it is imported, so anything can go wrong here.
+        raise PlatformError(f"deepspeed cannot be imported: {summary(error)}") from error
+    finally:
+        logger.removeFilter(keep_back)
+
+
+def _status(op: _Op, accelerator: Any, toolchain: Toolchain) -> OpStatus:
+    builder = _builder(op.builder, accelerator)
+    if builder is None:
+        cause = f"DeepSpeed has no implementation for its {accelerator._name} accelerator"
+        found = Diagnosis(cause=cause, fix=op.instead)
+        return OpStatus.of(op.name, op.purpose, "absent", found)
+    info = importlib.import_module("deepspeed.git_version_info")
+    if info.installed_ops.get(op.name) and info.accelerator_name == accelerator._name:
+        return OpStatus.of(op.name, op.purpose, "installed")
+    if blocked := missing_for_loading(builder, toolchain):
+        return OpStatus.of(op.name, op.purpose, "blocked", blocked)
+    folders = _build_folders(op, accelerator)
+    state, why = _jit_state(builder, folders, toolchain)
+    return OpStatus.of(op.name, op.purpose, state, why, library=built_library(folders[0]))
+
+
+def _builder(name: str, accelerator: Any) -> Any | None:
+    """DeepSpeed's builder of that class, or ``None`` where it has no implementation."""
+    builder = accelerator.create_op_builder(name)
+    # Some accelerators answer None, others hand out a builder whose load() raises.
+    return None if type(builder).__name__ in {"NoneType", "NotImplementedBuilder"} else builder
+
+
+def _build_folders(op: _Op, accelerator: Any) -> list[Path]:
+    """Build folders of everything that loading the op loads, its own first."""
+    companion = None if op.companion is None else _builder(op.companion, accelerator)
+    names = [op.name] if companion is None else [op.name, companion.name]
+    return [build_folder(name) for name in names]
+
+
+def _jit_state(
+    builder: Any, folders: list[Path], toolchain: Toolchain
+) -> tuple[OpState, Diagnosis | None]:
+    """State of an op that torch compiles on first use, and why."""
+    if lock := next(filter(None, map(BuildLock.on, folders)), None):
+        return "locked", lock.diagnose()
+    complete = all(map(built_library, folders))
+    stale = next(filter(None, map(why_stale, folders)), None) if complete else None
+    if complete and stale is None:
+        return "built", None
+    if blocked := missing_for_building(builder, toolchain):
+        return "blocked", blocked
+    if stale is not None:
+        return "stale", Diagnosis(cause=stale)
+    return "buildable", doubt(builder, toolchain)
