@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
 from pathlib import Path
@@ -436,6 +436,14 @@ class ClipPlacement(Placement):
         )
 
 
+def _rising(lengths: Iterable[int]) -> tuple[int, ...]:
+    return tuple(sorted(set(lengths)))
+
+
+def _frames_per_second(value: float | Fraction) -> Fraction:
+    return _rate(value, key="ClipBuckets.fps")
+
+
 def _check_lengths(instance: ClipBuckets, attribute: Any, value: tuple[int, ...]) -> None:
     for frames in value:
         whole(frames, key=attribute.name, fix="write how many frames, such as 17")
@@ -472,13 +480,13 @@ class ClipBuckets:
     ``family.parts.latents.frames``."""
     frames: tuple[int, ...] = attrs.field(
         default=(17, 33, 49, 81),
-        converter=lambda lengths: tuple(sorted(set(lengths))),
+        converter=_rising,
         validator=_check_lengths,
     )
     """Lengths, each 1 more than a multiple of ``compression``; 1 is a picture."""
     fps: Fraction | None = attrs.field(
         default=None,
-        converter=attrs.converters.optional(lambda value: _rate(value, key="ClipBuckets.fps")),
+        converter=attrs.converters.optional(_frames_per_second),
     )
     """Frames per second that clips are brought to, by leaving out or repeating frames; when not
     given each keeps its own rate."""
