@@ -74,7 +74,7 @@ def encode_dataset(
         CollectiveError: A rank did not come in time.
     """
     with ExitStack() as resources:
-        chosen = ranks or _launched(resources)
+        chosen = ranks or _launched_ranks(resources)
         place = os.environ.get("LOCAL_RANK", chosen.rank)
         default = f"cuda:{place}" if torch.cuda.is_available() else "cpu"
         return _encode(
@@ -89,7 +89,7 @@ def encode_dataset(
         )
 
 
-def _launched(resources: ExitStack) -> Ranks:
+def _launched_ranks(resources: ExitStack) -> Ranks:
     if not dist.is_initialized() and Launch.from_environment().world_size == 1:
         return ProcessGroup.alone()
     # One that a launcher asked for lasts: the engine joins it later.

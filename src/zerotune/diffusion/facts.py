@@ -47,7 +47,7 @@ from zerotune.plan.model import (
 if TYPE_CHECKING:
     from zerotune.diffusion.models.pipeline_family import PipelineFamily
 
-_log = logging.getLogger("zerotune")
+_facts_log = logging.getLogger("zerotune")
 _CLIP_TOKENS: Final = 77
 _T5_TOKENS: Final = 256
 _FLUX_TOKENS: Final = 512
@@ -146,7 +146,7 @@ def _captured_inputs(
     return make
 
 
-def _empty(*shape: int) -> torch.Tensor:
+def _meta_tensor(*shape: int) -> torch.Tensor:
     return torch.empty(shape, dtype=torch.bfloat16, device="meta")
 
 
@@ -158,7 +158,7 @@ def _unet(config: Any, batch: int, height: int, width: int) -> dict[str, Any]:
     # An unconditional model of three channels works on pixels, others on latents.
     factor = 1 if config.in_channels == 3 else _LATENT
     arguments: dict[str, Any] = {
-        "sample": _empty(batch, config.in_channels, height // factor, width // factor),
+        "sample": _meta_tensor(batch, config.in_channels, height // factor, width // factor),
         "timestep": _times(batch),
     }
     if config.num_class_embeds:
@@ -168,15 +168,15 @@ def _unet(config: Any, batch: int, height: int, width: int) -> dict[str, Any]:
 
 def _conditional_unet(config: Any, batch: int, height: int, width: int) -> dict[str, Any]:
     arguments: dict[str, Any] = {
-        "sample": _empty(batch, config.in_channels, height // _LATENT, width // _LATENT),
+        "sample": _meta_tensor(batch, config.in_channels, height // _LATENT, width // _LATENT),
         "timestep": _times(batch),
-        "encoder_hidden_states": _empty(batch, _CLIP_TOKENS, config.cross_attention_dim),
+        "encoder_hidden_states": _meta_tensor(batch, _CLIP_TOKENS, config.cross_attention_dim),
     }
     if config.addition_embed_type == "text_time":
         pooled = config.projection_class_embeddings_input_dim - 6 * config.addition_time_embed_dim
         arguments["added_cond_kwargs"] = {
-            "text_embeds": _empty(batch, pooled),
-            "time_ids": _empty(batch, 6),
+            "text_embeds": _meta_tensor(batch, pooled),
+            "time_ids": _meta_tensor(batch, 6),
         }
     return arguments
 
@@ -184,9 +184,11 @@ def _conditional_unet(config: Any, batch: int, height: int, width: int) -> dict[
 def _sd3(config: Any, batch: int, height: int, width: int) -> dict[str, Any]:
     tokens = _CLIP_TOKENS + _T5_TOKENS
     return {
-        "hidden_states": _empty(batch, config.in_channels, height // _LATENT, width // _LATENT),
-        "encoder_hidden_states": _empty(batch, tokens, config.joint_attention_dim),
-        "pooled_projections": _empty(batch, config.pooled_projection_dim),
+        "hidden_states": _meta_tensor(
+            batch, config.in_channels, height // _LATENT, width // _LATENT
+        ),
+        "encoder_hidden_states": _meta_tensor(batch, tokens, config.joint_attention_dim),
+        "pooled_projections": _meta_tensor(batch, config.pooled_projection_dim),
         "timestep": _times(batch),
     }
 
@@ -194,12 +196,12 @@ def _sd3(config: Any, batch: int, height: int, width: int) -> dict[str, Any]:
 def _flux(config: Any, batch: int, height: int, width: int) -> dict[str, Any]:
     patches = (height // (2 * _LATENT)) * (width // (2 * _LATENT))
     arguments = {
-        "hidden_states": _empty(batch, patches, config.in_channels),
-        "encoder_hidden_states": _empty(batch, _FLUX_TOKENS, config.joint_attention_dim),
-        "pooled_projections": _empty(batch, config.pooled_projection_dim),
+        "hidden_states": _meta_tensor(batch, patches, config.in_channels),
+        "encoder_hidden_states": _meta_tensor(batch, _FLUX_TOKENS, config.joint_attention_dim),
+        "pooled_projections": _meta_tensor(batch, config.pooled_projection_dim),
         "timestep": _times(batch),
-        "img_ids": _empty(patches, 3),
-        "txt_ids": _empty(_FLUX_TOKENS, 3),
+        "img_ids": _meta_tensor(patches, 3),
+        "txt_ids": _meta_tensor(_FLUX_TOKENS, 3),
     }
     if config.guidance_embeds:
         arguments["guidance"] = _times(batch)
@@ -261,7 +263,7 @@ def model_facts(
 
 def count_facts(config: Mapping[str, Any]) -> ModelFacts:
     """Count the facts of a configuration, whether they are known or not."""
-    _log.info("counting the activations of %s", config.get("_class_name"))
+    _facts_log.info("counting the activations of %s", config.get("_class_name"))
     return _facts_of_module(_from_config(config), inputs=None, activations=True)
 
 
@@ -329,7 +331,7 @@ def _remember(config: Mapping[str, Any], facts: ModelFacts) -> ModelFacts:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, json.dumps(facts_to_json(facts)).encode())
     except OSError as error:
-        _log.info("the facts of %s are not remembered: %s", facts.name, error)
+        _facts_log.info("the facts of %s are not remembered: %s", facts.name, error)
     return facts
 
 
@@ -365,14 +367,16 @@ def measure_step(
     arguments = [make(batch, side, side) for batch, side in _POINTS]
     with counting(module) as count:
         full, again = both_passes(module, arguments, count)
-        offloaded, host = (None, None) if again is None else _offloaded(module, arguments, count)
+        offloaded, host = (
+            (None, None) if again is None else _measure_offload(module, arguments, count)
+        )
     kept = ActivationFacts(
         full=_moments(full),
         checkpointed=None if again is None else _moments(again),
         offloaded=offloaded,
         offloaded_host=host,
     )
-    return kept, _arithmetic(full, again)
+    return kept, _fit_arithmetic(full, again)
 
 
 _LATENTS: Final = 4
@@ -388,26 +392,26 @@ def _clips_for(module: torch.nn.Module, make: Callable[..., Mapping[str, Any]]) 
     return lambda batch, height, width: make(batch, height // 2, width // 2, frames=frames)
 
 
-def _arithmetic(full: Sequence[Pass], again: Sequence[Pass] | None) -> ArithmeticFacts:
+def _fit_arithmetic(full: Sequence[Pass], again: Sequence[Pass] | None) -> ArithmeticFacts:
     recomputed = None
     if again is not None:
         pairs = list(zip(again, full, strict=True))
-        recomputed = _work(
+        recomputed = _fit_work(
             [{k: more.backward[k] - less.backward[k] for k in KINDS} for more, less in pairs]
         )
     return ArithmeticFacts(
-        forward=_work([one.forward for one in full]),
-        backward=_work([one.backward for one in full]),
+        forward=_fit_work([one.forward for one in full]),
+        backward=_fit_work([one.backward for one in full]),
         recomputed=recomputed,
     )
 
 
-def _work(counts: Sequence[Mapping[str, int]]) -> PassWork:
+def _fit_work(counts: Sequence[Mapping[str, int]]) -> PassWork:
     amounts = {kind: _amount([one[kind] for one in counts]) for kind in KINDS}
     return PassWork(**dict[str, Any](amounts))
 
 
-def _offloaded(
+def _measure_offload(
     module: torch.nn.Module, arguments: Sequence[Mapping[str, Any]], count: Callable[..., Pass]
 ) -> tuple[ActivationCost, ActivationCost] | tuple[None, None]:
     """What is left on the device, and what the host takes, when block inputs are offloaded."""

@@ -29,7 +29,7 @@ class FixedNoise:
     def draw(self, clean: torch.Tensor, generator: torch.Generator) -> DrawnNoise:  # noqa: ARG002
         """Standard normal values; the generator is left alone."""
         rows = [
-            torch.randn(clean.shape[1:], generator=_generator(self.seed, self.index, row))
+            torch.randn(clean.shape[1:], generator=_noise_generator(self.seed, self.index, row))
             for row in range(len(clean))
         ]
         noise = torch.stack(rows).to(clean.device)
@@ -78,7 +78,7 @@ def validation_loss(
         CollectiveError: The ranks were given different arguments.
     """
     levels = tuple(sorted(set(quantiles)))
-    able = _check(objective, batches, levels)
+    able = _check_levels(objective, batches, levels)
     group = group_of(model)
     if group is not None:
         group.agree((len(batches), seed, levels), "validation loss")
@@ -88,7 +88,7 @@ def validation_loss(
             able, model, batches, mine=equal_share(len(batches), group), seed=seed, at=levels
         )
 
-    return _merged(shared(group, "validation loss", work), levels)
+    return _mean_losses(shared(group, "validation loss", work), levels)
 
 
 def _errors(
@@ -105,14 +105,14 @@ def _errors(
     with evaluating(model):
         for index in mine:
             held_out = batches[index]
-            samples = _count(held_out, index)
+            samples = _count_samples(held_out, index)
             batch = {name: value.to(model.device) for name, value in held_out.items()}
             losses = objective.losses_at(
                 model,
                 batch,
                 quantiles=at,
                 noise=FixedNoise(seed=seed, index=index),
-                generator=_generator(seed, index, "conditioning"),
+                generator=_noise_generator(seed, index, "conditioning"),
             )
             found[index] = losses.tolist(), samples
     return found
@@ -122,7 +122,7 @@ _BatchLosses = tuple[list[float], int]
 """A batch's loss at each level, and its samples."""
 
 
-def _check(
+def _check_levels(
     objective: Objective, batches: Sequence[Batch], levels: tuple[float, ...]
 ) -> LevelObjective:
     if not isinstance(objective, LevelObjective):
@@ -146,7 +146,7 @@ def _check(
     return objective
 
 
-def _count(batch: Batch, index: int) -> int:
+def _count_samples(batch: Batch, index: int) -> int:
     counts = {len(value) for value in batch.values()}
     if len(counts) != 1 or counts == {0}:
         raise DataError(
@@ -158,7 +158,7 @@ def _count(batch: Batch, index: int) -> int:
     return counts.pop()
 
 
-def _merged(parts: list[dict[int, _BatchLosses]], levels: tuple[float, ...]) -> HeldOutLoss:
+def _mean_losses(parts: list[dict[int, _BatchLosses]], levels: tuple[float, ...]) -> HeldOutLoss:
     # In the order of the batches, so that the last digit is the same for any number of ranks.
     every = {index: losses for part in parts for index, losses in part.items()}
     ordered = [every[index] for index in sorted(every)]
@@ -174,5 +174,5 @@ def _merged(parts: list[dict[int, _BatchLosses]], levels: tuple[float, ...]) -> 
     )
 
 
-def _generator(seed: int, *parts: object) -> torch.Generator:
+def _noise_generator(seed: int, *parts: object) -> torch.Generator:
     return torch.Generator().manual_seed(derive_seed(seed, "validation", *parts))

@@ -70,14 +70,14 @@ def _as_targets(targets: Any) -> Any:
     return targets if targets is None or isinstance(targets, str) else tuple(targets)
 
 
-def _probability(_instance: object, attribute: Any, value: float) -> None:
+def _check_dropout(_instance: object, attribute: Any, value: float) -> None:
     if not 0.0 <= value < 1.0:
         raise InvalidValueError(
             "is a probability below 1", key=f"LoRA.{attribute.name}", value=value
         )
 
 
-def _initialization(_instance: object, attribute: Any, value: Any) -> None:
+def _check_initialization(_instance: object, attribute: Any, value: Any) -> None:
     if value not in _INITIALIZATIONS or (not isinstance(value, (bool, str))):
         raise InvalidValueError(
             "changes the base weights, or needs data before training",
@@ -87,7 +87,7 @@ def _initialization(_instance: object, attribute: Any, value: Any) -> None:
         )
 
 
-def _name(instance: object, attribute: Any, value: str) -> None:
+def _check_adapter_name(instance: object, attribute: Any, value: str) -> None:
     if not re.fullmatch(r"[A-Za-z0-9_-]+", value):
         raise InvalidValueError(
             "may hold letters, digits, - and _",
@@ -106,7 +106,7 @@ class Adapters:
     ``lora_targets`` go here."""
     exclude: tuple[str, ...] | str | None = attrs.field(default=None, converter=_as_targets)
     """Layers to leave out, written like ``targets``."""
-    name: str = attrs.field(default="default", validator=_name)
+    name: str = attrs.field(default="default", validator=_check_adapter_name)
     """What the adapter is called in the model; files do not hold it."""
 
     peft_names: ClassVar[Mapping[str, str]]
@@ -153,13 +153,13 @@ class _Ranked(Adapters):
 class LoRA(_Ranked):
     """What kind of adapters, and where: a product of two factors beside a weight."""
 
-    dropout: float = attrs.field(default=0.0, validator=_probability)
+    dropout: float = attrs.field(default=0.0, validator=_check_dropout)
     """Share of an adapter's inputs set to zero in training."""
     dora: bool = False
     """Weight-decomposed adapters (Liu et al. 2024): a trained magnitude per output."""
     rslora: bool = False
     """Scale by ``alpha / sqrt(rank)`` (Kalajdzievski 2023), for high ranks."""
-    init: bool | str = attrs.field(default=True, validator=_initialization)
+    init: bool | str = attrs.field(default=True, validator=_check_initialization)
     """peft's ``init_lora_weights``: ``True``, ``False``, ``"gaussian"`` or ``"orthogonal"``.
     Drawn from torch's global generator."""
 
@@ -216,7 +216,7 @@ class OFT(Adapters):
         return super().settings() | {"r": 0}
 
 
-_KINDS: Final = {kind().kind: kind for kind in (LoRA, LoKr, LoHa, OFT)}
+_ADAPTER_KINDS: Final = {kind().kind: kind for kind in (LoRA, LoKr, LoHa, OFT)}
 """By the name of peft's configuration."""
 
 _NOT_TRAINED: Final = frozenset(
@@ -237,14 +237,14 @@ def as_adapters(lora: Any) -> Adapters:
     if isinstance(lora, Adapters):
         return lora
     theirs = type(lora).__name__
-    if theirs not in _KINDS:
+    if theirs not in _ADAPTER_KINDS:
         raise InvalidValueError(
             "is no kind of adapters that can be trained",
             key="lora",
             value=theirs,
-            fix=f"such as LoRA(rank=16); peft's own may be {', '.join(_KINDS)}",
+            fix=f"such as LoRA(rank=16); peft's own may be {', '.join(_ADAPTER_KINDS)}",
         )
-    kind = _KINDS[theirs]
+    kind = _ADAPTER_KINDS[theirs]
     adapters = kind(
         targets=_as_written(lora.target_modules),
         exclude=_as_written(lora.exclude_modules),
@@ -308,7 +308,7 @@ def add_lora(
             fix='add_lora(parts["unet"], ...) for each part',
         )
     _require_no_adapters(model)
-    config = _config(model, wanted)
+    config = _checked_config(model, wanted)
     model.requires_grad_(False)
     decisions = _read_for_magnitudes(model) if isinstance(wanted, LoRA) and wanted.dora else ()
     add = getattr(model, "add_adapter", None)
@@ -356,7 +356,7 @@ def _require_no_adapters(model: torch.nn.Module) -> None:
         )
 
 
-def _config(model: torch.nn.Module, lora: Adapters) -> Any:
+def _checked_config(model: torch.nn.Module, lora: Adapters) -> Any:
     """Peft's configuration for these adapters in this model."""
     kind = type(lora).__name__
     targets = lora.targets or _default_targets(model)
@@ -494,7 +494,7 @@ def load_adapters(
     ((part, (_, module)),) = components(model, component).items()
     try:
         with standing_in(module):
-            expected, decisions = _load(module, Path(path), part, name, pipeline)
+            expected, decisions = _load_file(module, Path(path), part, name, pipeline)
     except (ValueError, RuntimeError, KeyError, TypeError) as error:
         raise CheckpointMismatchError(
             f"does not fit {type(model).__name__} ({error})", key=os.fspath(path)
@@ -509,7 +509,7 @@ def load_adapters(
     return facts
 
 
-def _load(
+def _load_file(
     module: Any, path: Path, component: str, name: str, pipeline: Any
 ) -> tuple[int, tuple[Decision, ...]]:
     """Put a file's adapters into a model.
@@ -520,7 +520,7 @@ def _load(
     if (path / PEFT_CONFIG).is_file():
         return _load_peft(module, path, name), ()
     file = find_adapters(path)
-    state, metadata = _stored(file)
+    state, metadata = _read_tensors(file)
     own = [key for key in state if key.startswith(f"{component}.") and _IN_FILES.search(key)]
     if own:
         settings = adapter_settings(metadata, component)
@@ -552,7 +552,7 @@ _COMPONENTS: Final = frozenset(
 )
 
 
-def _stored(file: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+def _read_tensors(file: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     from safetensors import safe_open
 
     with safe_open(str(file), framework="pt") as opened:
@@ -612,7 +612,7 @@ def _load_loha(module: Any, state: dict[str, torch.Tensor], component: str, name
 def _load_peft(module: Any, folder: Path, name: str) -> int:
     """A folder of peft's."""
     config = _peft().PeftConfig.from_pretrained(str(folder))
-    state, _ = _stored(folder / PEFT_FILE)
+    state, _ = _read_tensors(folder / PEFT_FILE)
     own = {key.removeprefix("base_model.model."): tensor for key, tensor in state.items()}
     _inject(module, config, own, name)
     return len(own)
@@ -638,8 +638,8 @@ def _inject(module: Any, config: Any, state: dict[str, torch.Tensor], name: str)
 
 def _default_targets(model: torch.nn.Module) -> tuple[str, ...]:
     """The attention projections a model has."""
-    names = list(_layers(model))
-    found = tuple(target for target in ATTENTION_PROJECTIONS if _matches(target, names))
+    names = list(_adaptable_layers(model))
+    found = tuple(target for target in ATTENTION_PROJECTIONS if _ends_match(target, names))
     if not found:
         raise InvalidValueError(
             f"{type(model).__name__} has no attention projections that are known",
@@ -665,14 +665,14 @@ def _require_matches(
         key: What they are, for messages.
         written: How the user wrote the expression.
     """
-    names = list(_layers(model))
+    names = list(_adaptable_layers(model))
     if isinstance(targets, str):
         pattern = _regular_expression(targets, key=key)
         if not any(re.fullmatch(pattern, name) for name in names):
             raise _no_match(key, written or targets, names)
         return
     for target in targets:
-        if not _matches(target, names):
+        if not _ends_match(target, names):
             raise _no_match(key, target, names)
 
 
@@ -687,11 +687,11 @@ def _regular_expression(text: str, *, key: str) -> str:
     return text
 
 
-def _layers(model: torch.nn.Module) -> Iterator[str]:
+def _adaptable_layers(model: torch.nn.Module) -> Iterator[str]:
     return (name for name, module in model.named_modules() if isinstance(module, _ADAPTABLE))
 
 
-def _matches(target: str, names: list[str]) -> bool:
+def _ends_match(target: str, names: list[str]) -> bool:
     return any(name == target or name.endswith(f".{target}") for name in names)
 
 

@@ -233,7 +233,7 @@ class NoiseLevels:
             return self
         within = (self.sigmas > share[0]) & (self.sigmas <= share[1])
         if not bool(within.any()):
-            raise _empty(share)
+            raise _no_levels(share)
         return NoiseLevels(sigmas=self.sigmas[within], timesteps=self.timesteps[within])
 
 
@@ -276,11 +276,11 @@ def bounds(steps: int, share: tuple[float, float]) -> tuple[int, int]:
     """First and last-but-one-past time step of a share of ``steps``."""
     low, high = round(share[0] * steps), round(share[1] * steps)
     if low == high:
-        raise _empty(share)
+        raise _no_levels(share)
     return low, high
 
 
-def _empty(share: tuple[float, float]) -> InvalidValueError:
+def _no_levels(share: tuple[float, float]) -> InvalidValueError:
     return InvalidValueError(
         "no noise level of the schedule lies in it",
         key="timestep_range",

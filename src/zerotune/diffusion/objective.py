@@ -75,7 +75,7 @@ class GaussianNoise:
 
     def draw(self, clean: torch.Tensor, generator: torch.Generator) -> DrawnNoise:
         """One value for each of ``clean``."""
-        noise = _normal(clean.shape, clean, generator)
+        noise = _normal_like(clean.shape, clean, generator)
         return DrawnNoise(target=noise, added=noise)
 
 
@@ -95,7 +95,7 @@ class OffsetNoise:
         """The shifted noise."""
         drawn = self.noise.draw(clean, generator)
         shape = (*clean.shape[:2], *(1,) * (clean.ndim - 2))
-        offset = self.strength * _normal(shape, clean, generator)
+        offset = self.strength * _normal_like(shape, clean, generator)
         return DrawnNoise(target=drawn.target + offset, added=drawn.added + offset)
 
 
@@ -115,11 +115,11 @@ class InputPerturbation:
     def draw(self, clean: torch.Tensor, generator: torch.Generator) -> DrawnNoise:
         """The noise, and what is added in its place."""
         drawn = self.noise.draw(clean, generator)
-        more = self.strength * _normal(clean.shape, clean, generator)
+        more = self.strength * _normal_like(clean.shape, clean, generator)
         return DrawnNoise(target=drawn.target, added=drawn.added + more)
 
 
-def _normal(
+def _normal_like(
     shape: tuple[int, ...], clean: torch.Tensor, generator: torch.Generator
 ) -> torch.Tensor:
     return torch.randn(shape, generator=generator).to(clean.device)
@@ -128,7 +128,7 @@ def _normal(
 LOSS_WEIGHTS = "loss_weights"
 """Key of a batch: what each sample's loss is multiplied by, (b,)."""
 
-_ROUNDING = 1e-5
+_SIGMA_ROUNDING = 1e-5
 
 _PREDICTIONS = ("epsilon", "v_prediction", "sample")
 
@@ -478,7 +478,7 @@ def _check_weighting(weighting: str) -> None:
 
 def _check_flow(scheduler: Any, *, shifted: bool) -> None:
     flows = hasattr(scheduler, "sigmas") and not hasattr(scheduler, "alphas_cumprod")
-    if not flows or float(scheduler.sigmas.max()) > 1.0 + _ROUNDING:
+    if not flows or float(scheduler.sigmas.max()) > 1.0 + _SIGMA_ROUNDING:
         raise InvalidValueError(
             "flow matching needs a scheduler with sigmas from 1 to 0",
             key="scheduler",
@@ -524,7 +524,7 @@ def mean_error(
     """
     predicted, target = prediction.float(), target.to(prediction.device).float()
     each = _sample_weights(batch, weights, like=predicted)
-    mask = _mask(batch, like=predicted)
+    mask = _mask_of(batch, like=predicted)
     if each is None and mask is None:
         return torch.nn.functional.mse_loss(predicted, target)
     squared = (predicted - target) ** 2
@@ -563,7 +563,7 @@ def _masks_over(
     return {**batch, LOSS_MASKS: shrunk(mask.float(), clean.shape[-2:])}
 
 
-def _mask(batch: Mapping[str, torch.Tensor], *, like: torch.Tensor) -> torch.Tensor | None:
+def _mask_of(batch: Mapping[str, torch.Tensor], *, like: torch.Tensor) -> torch.Tensor | None:
     mask = batch.get(LOSS_MASKS)
     if mask is None:
         return None

@@ -86,7 +86,7 @@ def counting(module: torch.nn.Module) -> Iterator[Callable[..., Pass]]:
     def count(arguments: Mapping[str, Any], transfers: CountedTransfers | None = None) -> Pass:
         nonlocal checked
         if repeats and not checked:
-            with _running(module, arguments, counts := _Counts(module)):
+            with _counted_forward(module, arguments, counts := _Counts(module)):
                 pass
         for shown in (repeats, []):
             with contextlib.ExitStack() as stack:
@@ -151,7 +151,7 @@ def _trace(
     with contextlib.ExitStack() as stack:
         for repeat in repeats:
             stack.enter_context(repeat.watched(counts))
-        loss = stack.enter_context(_running(module, arguments, counts))
+        loss = stack.enter_context(_counted_forward(module, arguments, counts))
         forward, first = Counter(counts.work), len(counts.live)
         loss.backward()
     trace = _Trace(
@@ -177,7 +177,7 @@ def _trace(
 
 
 @contextlib.contextmanager
-def _running(
+def _counted_forward(
     module: torch.nn.Module, arguments: Mapping[str, Any], counts: _Counts
 ) -> Iterator[Any]:
     """Run a forward pass, and be counted inside; gives the loss."""
@@ -492,16 +492,16 @@ class SizesOnly(_UncompiledMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = kwargs or {}
-        places = {tensor.is_meta for tensor in _tensors((args, named))}
+        places = {tensor.is_meta for tensor in _tensors_in((args, named))}
         if True in places:
             if "device" in named:
                 named = {**named, "device": _META}
             if False in places:
-                args, named = tree_map(_without_data, (args, named))
+                args, named = tree_map(_to_meta, (args, named))
         return func(*args, **named)
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
+def _tensors_in(value: Any) -> list[torch.Tensor]:
     """The tensors of an operator's arguments or results; ``tree_leaves`` takes its time."""
     if isinstance(value, torch.Tensor):
         return [value]
@@ -510,11 +510,11 @@ def _tensors(value: Any) -> list[torch.Tensor]:
         if isinstance(inner, torch.Tensor):
             found.append(inner)
         elif isinstance(inner, (tuple, list, dict)) and inner:
-            found += _tensors(inner)
+            found += _tensors_in(inner)
     return found
 
 
-def _without_data(leaf: Any) -> Any:
+def _to_meta(leaf: Any) -> Any:
     return leaf.to(_META) if isinstance(leaf, torch.Tensor) and not leaf.is_meta else leaf
 
 
@@ -535,7 +535,7 @@ class _Counts(_UncompiledMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, module: torch.nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._known = {_key(tensor) for tensor in (*module.parameters(), *module.buffers())}
+        self._known = {_storage_key(tensor) for tensor in (*module.parameters(), *module.buffers())}
         self._sizes: dict[int, int] = {}
         self._now = 0
         self.live: list[int] = []
@@ -556,7 +556,7 @@ class _Counts(_UncompiledMode):  # type: ignore[no-untyped-call]
                     if len(_OUTCOMES) >= _MOST_OUTCOMES:
                         _OUTCOMES.clear()
                     _OUTCOMES[key] = outcome
-        for tensor in _tensors([result]):
+        for tensor in _tensors_in([result]):
             self._count(tensor)
         if outcome is not None and outcome.kind is not None:
             self.computes(outcome.kind, outcome.amount)
@@ -608,14 +608,14 @@ class _Outcome:
             kind = "convolutions" if "convolution" in func._opname else "products"
             amount = formula(*args, **kwargs, out_val=result)
         elif moves_memory(func):
-            kind, amount = "moved", sum(one.nbytes for one in _tensors((args, kwargs, [result])))
+            kind, amount = "moved", sum(one.nbytes for one in _tensors_in((args, kwargs, [result])))
         single = isinstance(result, torch.Tensor)
         every = (result,) if single else result
         results = None
         if isinstance(every, tuple) and all(one is None or _is_whole(one) for one in every):
-            made = [_key(one) for one in every if one is not None]
-            given = {_key(one) for one in _tensors((args, kwargs))}
-            lacks = all(one.is_meta for one in _tensors((args, kwargs)))
+            made = [_storage_key(one) for one in every if one is not None]
+            given = {_storage_key(one) for one in _tensors_in((args, kwargs))}
+            lacks = all(one.is_meta for one in _tensors_in((args, kwargs)))
             if given and lacks and len({*made}) == len(made) and not given & {*made}:
                 results = tuple(
                     None if one is None else (one.shape, one.stride(), one.dtype) for one in every
@@ -737,5 +737,5 @@ def _nbytes(value: Any) -> int:
     return int(value.nbytes) if isinstance(value, torch.Tensor) else 0
 
 
-def _key(tensor: torch.Tensor) -> int:
+def _storage_key(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)

@@ -193,7 +193,7 @@ def sample(
         )
     else:
         _unfitting("labels or count", labels=labels, shape=shape)
-    wanted = _count(labels, prompts, count)
+    wanted = _count_images(labels, prompts, count)
     whole(steps, key="steps", fix="write 1")
     if batch_size is not None:
         whole(batch_size, key="batch_size", fix="write 1")
@@ -219,7 +219,9 @@ def sample(
         )
         draw = _from_prompts(model, family, request)
     else:
-        loop = _loop(model, family, scheduler, shape, steps=steps, guidance_scale=guidance_scale)
+        loop = _new_loop(
+            model, family, scheduler, shape, steps=steps, guidance_scale=guidance_scale
+        )
         draw = _from_labels(loop, labels, seeds)
 
     def work() -> torch.Tensor:
@@ -263,7 +265,7 @@ def _from_prompts(model: Denoiser, family: Family, request: Drawing) -> _Draw:
     return draw
 
 
-def _loop(
+def _new_loop(
     model: Denoiser,
     family: Family,
     scheduler: Any,
@@ -296,7 +298,7 @@ def _loop(
 def _from_labels(loop: _Loop, labels: torch.Tensor | None, seeds: list[int]) -> _Draw:
     def draw(picked: list[int]) -> torch.Tensor:
         chosen = None if labels is None else labels.cpu()[picked]
-        return _draw(loop, chosen, [seeds[index] for index in picked])
+        return _draw_labels(loop, chosen, [seeds[index] for index in picked])
 
     return draw
 
@@ -317,7 +319,9 @@ def shape_of(model: Any) -> tuple[int, int, int]:
     return int(channels), int(height), int(width)
 
 
-def _count(labels: torch.Tensor | None, prompts: Sequence[str] | None, count: int | None) -> int:
+def _count_images(
+    labels: torch.Tensor | None, prompts: Sequence[str] | None, count: int | None
+) -> int:
     listed = labels if prompts is None else prompts
     if listed is not None and count not in (None, len(listed)):
         raise InvalidValueError(
@@ -342,7 +346,7 @@ def _unfitting(belongs_to: str, **arguments: Any) -> None:
             )
 
 
-def _draw(drawing: _Loop, labels: torch.Tensor | None, seeds: list[int]) -> torch.Tensor:
+def _draw_labels(drawing: _Loop, labels: torch.Tensor | None, seeds: list[int]) -> torch.Tensor:
     model, family = drawing.model, drawing.family
     scheduler = type(drawing.scheduler).from_config(drawing.scheduler.config)
     shift = {}
@@ -353,7 +357,7 @@ def _draw(drawing: _Loop, labels: torch.Tensor | None, seeds: list[int]) -> torc
     images = torch.stack([torch.randn(drawing.shape, generator=g) for g in generators])
     images = images.to(model.device) * float(getattr(scheduler, "init_noise_sigma", 1.0))
     conditioning = family.condition_on(labels)
-    unknown = _unknown(drawing, conditioning)
+    unknown = _unconditional_of(drawing, conditioning)
     # Stochastic schedulers add noise at each step; it must come from the same seeds.
     noise = (
         {"generator": generators}
@@ -369,7 +373,7 @@ def _draw(drawing: _Loop, labels: torch.Tensor | None, seeds: list[int]) -> torc
     return images.float().cpu()
 
 
-def _unknown(drawing: _Loop, conditioning: Conditioning) -> Conditioning | None:
+def _unconditional_of(drawing: _Loop, conditioning: Conditioning) -> Conditioning | None:
     if drawing.guidance_scale == 1.0:
         return None
     unknown = drawing.family.without_condition(conditioning)

@@ -95,11 +95,11 @@ def hash_weights(module: torch.nn.Module) -> str:
     digest = hashlib.sha256()
     for name, tensor in sorted(module.state_dict().items()):
         digest.update(f"{name}:{tuple(tensor.shape)}:{tensor.dtype}\n".encode())
-        digest.update(_bytes_of(tensor))
+        digest.update(_tensor_bytes(tensor))
     return digest.hexdigest()[:32]
 
 
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
+def _tensor_bytes(tensor: torch.Tensor) -> memoryview:
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     # An empty tensor cannot be seen as bytes.
     content: Any = flat.view(torch.uint8).numpy() if flat.numel() else b""
@@ -110,7 +110,7 @@ def _checksum(name: str, tensor: torch.Tensor) -> str:
     """Of a stored tensor, under its name: bits, type and shape."""
     # A CRC: it finds every single flipped bit, at five times the speed of blake2b.
     label = f"{name}:{tuple(tensor.shape)}:{tensor.dtype}\n"
-    return f"{zlib.crc32(_bytes_of(tensor), zlib.crc32(label.encode())):08x}"
+    return f"{zlib.crc32(_tensor_bytes(tensor), zlib.crc32(label.encode())):08x}"
 
 
 def hash_key(*parts: object) -> str:
@@ -219,17 +219,17 @@ class TensorCache:
             file = self._opened(path)
             tensors = {name: file.get_tensor(f"{key}/{name}") for name in sums}
         except (SafetensorError, OSError) as error:
-            raise _damaged(path, key, f"cannot be read ({error})") from error
+            raise _damaged_entry(path, key, f"cannot be read ({error})") from error
         for name, tensor in tensors.items():
             if _checksum(f"{key}/{name}", tensor) != sums[name]:
-                raise _damaged(path, f"{key}/{name}", "is not what was written")
+                raise _damaged_entry(path, f"{key}/{name}", "is not what was written")
         return tensors
 
     def _opened(self, path: Path) -> Any:
         if path not in self._open:
             if len(self._open) >= _MOST_OPEN:
                 del self._open[next(iter(self._open))]
-            self._open[path] = _opened(path)
+            self._open[path] = _open_tensors(path)
         return self._open[path]
 
     def _describe(self) -> None:
@@ -240,7 +240,7 @@ class TensorCache:
 
     def _index(self, path: Path) -> None:
         try:
-            with _opened(path) as file:
+            with _open_tensors(path) as file:
                 metadata = file.metadata() or {}
                 names = list(file.keys())
             sums = json_of(metadata.get("checksums", "null"))
@@ -275,12 +275,12 @@ class TensorCache:
         announce((decision,))
 
 
-def _opened(path: Path) -> Any:
+def _open_tensors(path: Path) -> Any:
     check_regular(path)
     return safe_open(path, framework="pt")
 
 
-def _damaged(path: Path, entry: str, reason: str) -> DataError:
+def _damaged_entry(path: Path, entry: str, reason: str) -> DataError:
     return DataError(
         f"the entry {entry} {reason}",
         key=str(path),
@@ -370,7 +370,7 @@ def cache_latents(
         tensors = stack_named([tensors for tensors, _ in loaded])
         encoded = _encoded(tensors, encode, encode_references or encode)
         corners = torch.tensor([corner for _, corner in loaded])
-        return _by_key(keys, {**encoded, _CORNER: corners})
+        return _rows_by_key(keys, {**encoded, _CORNER: corners})
 
     _compute_missing(
         shapes,
@@ -421,7 +421,7 @@ def cache_texts(
     texts = {text_key(text): text for text in (*captions, "")}
 
     def compute(keys: list[str]) -> dict[str, dict[str, torch.Tensor]]:
-        return _by_key(keys, encode([texts[key] for key in keys]))
+        return _rows_by_key(keys, encode([texts[key] for key in keys]))
 
     _compute_missing(
         texts,
@@ -484,7 +484,7 @@ def cache_edits(
         wanted = [found[key] for key in keys]
         loaded = [dataset.tensors(index, flipped=flipped)[0] for _, index, flipped in wanted]
         edited = torch.stack([tensors[REFERENCE_IMAGES] for tensors in loaded])
-        return _by_key(keys, encode([text for text, _, _ in wanted], edited))
+        return _rows_by_key(keys, encode([text for text, _, _ in wanted], edited))
 
     def bucket(key: str) -> Any:
         return dataset.assignment.placements[found[key][1]].bucket
@@ -645,7 +645,7 @@ def _compute_missing(
     batches = [
         batch
         for _, alike in groupby(sorted(mine, key=lambda key: (place(key), key)), key=place)
-        for batch in _chunks(alike, batch_size)
+        for batch in _chunked_keys(alike, batch_size)
     ]
     report = progress or (lambda _done, _total: None)
     done = 0
@@ -666,14 +666,14 @@ def _compute_missing(
         cache.refresh()
 
 
-def _chunks(keys: Iterable[str], size: int) -> Iterator[list[str]]:
+def _chunked_keys(keys: Iterable[str], size: int) -> Iterator[list[str]]:
     whole(size, key="batch_size", fix="write 1")
     waiting = iter(keys)
     while chunk := list(islice(waiting, size)):
         yield chunk
 
 
-def _by_key(
+def _rows_by_key(
     keys: list[str], encoded: Mapping[str, torch.Tensor]
 ) -> dict[str, dict[str, torch.Tensor]]:
     for name, tensor in encoded.items():

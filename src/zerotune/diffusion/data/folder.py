@@ -65,9 +65,9 @@ def _json_rows(text: str, source: str) -> Iterator[tuple[int, dict[str, Any]]]:
         try:
             row = json_of(line)
         except ValueError as error:
-            raise _bad(source, number, f"is not JSON ({error})") from None
+            raise _bad_line(source, number, f"is not JSON ({error})") from None
         if not isinstance(row, dict):
-            raise _bad(source, number, "is no JSON object")
+            raise _bad_line(source, number, "is no JSON object")
         yield number, row
 
 
@@ -79,10 +79,10 @@ def _csv_rows(text: str, source: str) -> Iterator[tuple[int, dict[str, Any]]]:
             if not row:
                 continue
             if len(row) != len(header):
-                raise _bad(source, reader.line_num, f"has {len(row)} of {len(header)} columns")
+                raise _bad_line(source, reader.line_num, f"has {len(row)} of {len(header)} columns")
             yield reader.line_num, dict(zip(header, row, strict=True))
     except csv.Error as error:
-        raise _bad(source, reader.line_num, f"is not CSV ({error})") from None
+        raise _bad_line(source, reader.line_num, f"is not CSV ({error})") from None
 
 
 def _collect(
@@ -94,22 +94,22 @@ def _collect(
             value = row.get(column)
             several = value if column == caption and isinstance(value, list) else [value]
             if not all(isinstance(each, str) for each in several):
-                raise _bad(source, number, f"has no text {column!r} (it has {sorted(row)})")
-        name = _inside(row[file], source, number)
+                raise _bad_line(source, number, f"has no text {column!r} (it has {sorted(row)})")
+        name = _path_beside(row[file], source, number)
         if captions.get(name, row[caption]) != row[caption]:
-            raise _bad(source, number, f"gives {name!r} a second caption")
+            raise _bad_line(source, number, f"gives {name!r} a second caption")
         captions[name] = row[caption]
     return captions
 
 
-def _inside(name: str, source: str, number: int) -> str:
+def _path_beside(name: str, source: str, number: int) -> str:
     path = PurePosixPath(name.replace("\\", "/"))
     if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in name:
-        raise _bad(source, number, f"names {name!r}, which does not lie beside this file")
+        raise _bad_line(source, number, f"names {name!r}, which does not lie beside this file")
     return str(path)
 
 
-def _bad(source: str, number: int, reason: str) -> DataError:
+def _bad_line(source: str, number: int, reason: str) -> DataError:
     return DataError(
         f"line {number} {reason}",
         key=source,
@@ -150,7 +150,7 @@ class TextBeside:
             whole = place.with_name(place.name + self.suffix)
             beside = whole if place.is_dir() else place.with_suffix(self.suffix)
             if beside.is_file():
-                found[name] = self.words.captions(_text(beside))
+                found[name] = self.words.captions(_read_utf8(beside))
         return found
 
 
@@ -174,7 +174,7 @@ class MetadataFile:
         if not path.is_file():
             raise DataError("is not there", key=self.name, fix=f"put it into {root.name}")
         parse = parse_csv if path.suffix == ".csv" else parse_jsonl
-        return parse(_text(path), source=self.name, file=self.file, caption=self.caption)
+        return parse(_read_utf8(path), source=self.name, file=self.file, caption=self.caption)
 
 
 class ImageFolder(EncodedSource):
@@ -297,7 +297,7 @@ def caption_files(root: Path) -> tuple[CaptionFiles, tuple[Decision, ...]]:
     return TextBeside() if after == ".txt" else MetadataFile(name=after), (decision,)
 
 
-def _text(path: Path) -> str:
+def _read_utf8(path: Path) -> str:
     try:
         with system_errors(DataError, path, "captions cannot be read from it"):
             return path.read_text(encoding="utf-8-sig")

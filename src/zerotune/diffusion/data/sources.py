@@ -44,7 +44,7 @@ Numbers = tuple[int, ...]
 Stamp = list[list[int]]
 """Of each file that belongs to a name: when it changed, in nanoseconds, and its bytes."""
 
-_VERSION: Final = 1
+_INDEX_VERSION: Final = 1
 _BETWEEN_WRITES_S: Final = 60.0
 _logger: Final = logging.getLogger("zerotune")
 
@@ -63,7 +63,7 @@ class SizeIndex:
     """
 
     def __init__(self, *parts: object, count: int = 2) -> None:
-        self._path = _place(parts) if parts else None
+        self._path = _index_place(parts) if parts else None
         self._count = count
         self._stored: dict[str, Any] = {}
         self._stamps: Mapping[str, Stamp | None] = {}
@@ -142,7 +142,7 @@ class SizeIndex:
             found = json_of(self._path.read_bytes()) if self._path is not None else {}
         except (OSError, ValueError):
             return {}
-        known = isinstance(found, dict) and found.get("version") == _VERSION
+        known = isinstance(found, dict) and found.get("version") == _INDEX_VERSION
         sizes = found.get("sizes") if known else None
         return sizes if isinstance(sizes, dict) else {}
 
@@ -152,7 +152,7 @@ class SizeIndex:
             return
         # Files that are gone are left out.
         sizes = {name: self._stored[name] for name in self._stamps if name in self._stored}
-        content = json.dumps({"version": _VERSION, "sizes": sizes}, separators=(",", ":"))
+        content = json.dumps({"version": _INDEX_VERSION, "sizes": sizes}, separators=(",", ":"))
         try:
             write_atomically(path, content.encode())
         except OSError as error:
@@ -189,7 +189,7 @@ def stamp_of(files: Iterable[Path]) -> Stamp | None:
     return [[each.st_mtime_ns, each.st_size] for each in known]
 
 
-def _place(parts: Iterable[object]) -> Path | None:
+def _index_place(parts: Iterable[object]) -> Path | None:
     written = [repr(part) for part in parts]
     if not all(map(is_reproducible, written)):
         return None

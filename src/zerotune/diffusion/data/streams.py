@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_MOST: Final = 2**63 - 1
+_MOST_INT64: Final = 2**63 - 1
 _MOST_BATCHES: Final = 10**9
 """More than any run takes; they are read one by one."""
 _LOOKED_AT: Final = 64
@@ -167,7 +167,7 @@ def stack_named(rows: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.T
         if name + _MASK in rows[0] or (
             name.endswith(_MASK) and name.removesuffix(_MASK) in rows[0]
         ):
-            tensors = _padded(tensors)
+            tensors = _pad_rows(tensors)
         shapes = sorted({tuple(tensor.shape) for tensor in tensors})
         if len(shapes) > 1:
             raise DataError(
@@ -192,7 +192,7 @@ def row_of(batch: Mapping[str, torch.Tensor], index: int) -> dict[str, torch.Ten
     return row
 
 
-def _padded(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _pad_rows(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     longest = max(len(tensor) for tensor in tensors)
     return [
         torch.cat([tensor, tensor.new_zeros(longest - len(tensor), *tensor.shape[1:])])
@@ -350,7 +350,7 @@ class DataStream(_OrderedStream):
         length = saved(state, "length", int)
         order = attrs.evolve(
             self._order,
-            seed=saved(state, "seed", int, least=-_MOST),
+            seed=saved(state, "seed", int, least=-_MOST_INT64),
             shuffle=saved(state, "shuffle", bool),
         )
         position = saved(state, "position", int)
@@ -506,7 +506,7 @@ class BucketStream(_OrderedStream):
             )
         order = attrs.evolve(
             self._order,
-            seed=saved(state, "seed", int, least=-_MOST),
+            seed=saved(state, "seed", int, least=-_MOST_INT64),
             shuffle=saved(state, "shuffle", bool),
             micro_batch_size=saved(state, "micro_batch_size", int, least=1),
             origin=self._origin(saved(state, "origin", list)),
@@ -611,7 +611,13 @@ class RepeatedBatches:
 
 
 def saved(
-    state: Any, key: Any, kind: type[T], *, least: int = 0, most: int = _MOST, of: str = "state"
+    state: Any,
+    key: Any,
+    kind: type[T],
+    *,
+    least: int = 0,
+    most: int = _MOST_INT64,
+    of: str = "state",
 ) -> T:
     """A field of a stream's saved state, which may have been altered since.
 
@@ -659,7 +665,7 @@ def check_rank(rank: int, world_size: int) -> None:
         )
 
 
-_WEIGHTS = "loss_weights"
+_PRIOR_WEIGHTS = "loss_weights"
 
 
 class PriorPreservation:
@@ -712,10 +718,10 @@ class PriorPreservation:
                 fix="let both datasets give the same keys",
             )
         weights = self._weights(instance, prior)
-        joined = {name: _joined(name, instance[name], prior[name]) for name in instance}
-        if _WEIGHTS in joined:
-            weights = weights * joined[_WEIGHTS]
-        return {**joined, _WEIGHTS: weights}
+        joined = {name: _join_prior(name, instance[name], prior[name]) for name in instance}
+        if _PRIOR_WEIGHTS in joined:
+            weights = weights * joined[_PRIOR_WEIGHTS]
+        return {**joined, _PRIOR_WEIGHTS: weights}
 
     def state_dict(self) -> dict[str, Any]:
         """The places of both streams."""
@@ -746,16 +752,16 @@ class PriorPreservation:
 
     def _weights(self, instance: Batch, prior: Batch) -> torch.Tensor:
         """What turns a mean over all samples into the sum of two means."""
-        ours, theirs = _size(instance), _size(prior)
+        ours, theirs = _samples_in(instance), _samples_in(prior)
         both = float(ours + theirs)
         return torch.tensor([both / ours] * ours + [self._weight * both / theirs] * theirs)
 
 
-def _size(batch: Batch) -> int:
+def _samples_in(batch: Batch) -> int:
     return len(next(iter(batch.values())))
 
 
-def _joined(name: str, instance: Any, prior: Any) -> Any:
+def _join_prior(name: str, instance: Any, prior: Any) -> Any:
     if isinstance(instance, Captions) and isinstance(prior, Captions):
         return Captions((*instance, *prior))
     shapes = [tuple(getattr(value, "shape", ()))[1:] for value in (instance, prior)]

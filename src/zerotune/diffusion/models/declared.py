@@ -21,7 +21,7 @@ from zerotune.diffusion.models.pipeline import Blueprint, FrozenParts, PipelineM
 from zerotune.diffusion.models.pipeline_family import PipelineFamily
 from zerotune.errors import DataError
 
-_MASKED = ("prompt_embeds", "prompt_attention_mask")
+_WITH_MASK = ("prompt_embeds", "prompt_attention_mask")
 _POOLED = ("prompt_embeds", "pooled_prompt_embeds")
 _POOLED_PAIRS = (
     "prompt_embeds",
@@ -333,7 +333,7 @@ class Sana(PipelineFamily):
     pipeline: ClassVar[str] = "SanaPipeline"
     model: ClassVar[str] = "SanaTransformer2DModel"
     usual_scale: ClassVar[int] = 32
-    text_tensors: ClassVar[tuple[str, ...]] = _MASKED
+    text_tensors: ClassVar[tuple[str, ...]] = _WITH_MASK
     arguments: ClassVar[Mapping[str, Any]] = _UNBINNED
 
 
@@ -342,7 +342,7 @@ class Lumina2(PipelineFamily):
 
     pipeline: ClassVar[str] = "Lumina2Pipeline"
     model: ClassVar[str] = "Lumina2Transformer2DModel"
-    text_tensors: ClassVar[tuple[str, ...]] = _MASKED
+    text_tensors: ClassVar[tuple[str, ...]] = _WITH_MASK
 
 
 class LTXVideo(PipelineFamily):
@@ -352,7 +352,7 @@ class LTXVideo(PipelineFamily):
     model: ClassVar[str] = "LTXVideoTransformer3DModel"
     usual_scale: ClassVar[int] = 32
     usual_frames: ClassVar[int] = 8
-    text_tensors: ClassVar[tuple[str, ...]] = _MASKED
+    text_tensors: ClassVar[tuple[str, ...]] = _WITH_MASK
     packing: ClassVar[Packing] = Tokens(1)
     clips: ClassVar[bool] = True
 
@@ -378,7 +378,7 @@ class Chroma(PipelineFamily):
 
     pipeline: ClassVar[str] = "ChromaPipeline"
     model: ClassVar[str] = "ChromaTransformer2DModel"
-    text_tensors: ClassVar[tuple[str, ...]] = _MASKED
+    text_tensors: ClassVar[tuple[str, ...]] = _WITH_MASK
     encoded: ClassVar[tuple[str, ...]] = (
         "prompt_embeds",
         "text_ids",
@@ -420,7 +420,7 @@ class AuraFlow(PipelineFamily):
 
     pipeline: ClassVar[str] = "AuraFlowPipeline"
     model: ClassVar[str] = "AuraFlowTransformer2DModel"
-    text_tensors: ClassVar[tuple[str, ...]] = _MASKED
+    text_tensors: ClassVar[tuple[str, ...]] = _WITH_MASK
     one_by_one: ClassVar[bool] = True
 
 
@@ -428,7 +428,7 @@ class PixArtAlpha(PipelineFamily):
     """PixArt-alpha: denoising; the variance that its transformer also predicts is left as it is."""
 
     pipeline: ClassVar[str] = "PixArtAlphaPipeline"
-    text_tensors: ClassVar[tuple[str, ...]] = _MASKED
+    text_tensors: ClassVar[tuple[str, ...]] = _WITH_MASK
     flow_matching: ClassVar[bool] = False
     arguments: ClassVar[Mapping[str, Any]] = {**_UNBINNED, "clean_caption": False}
 

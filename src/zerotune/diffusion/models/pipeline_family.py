@@ -151,7 +151,12 @@ class TextToImage(ABC):
         count = len(texts[first])
         dropped = torch.rand(count, generator=generator) < self.dropout
         if self.parts is None:
-            raise _no_empty_text(self.dropout)
+            raise DataError(
+                "the empty text cannot be encoded without text encoders",
+                key="dropout",
+                value=self.dropout,
+                fix="load them, or drop captions in the data: Augmentation(caption_dropout=...)",
+            )
         known = self.empty_texts_of(batch, device=texts[first].device)
         empty = {name: value.to(texts[name]) for name, value in known.items()}
         if not bool(dropped.any()):
@@ -525,15 +530,6 @@ class _LastStep:
         self.latents = latents
 
 
-def _no_empty_text(dropout: float) -> DataError:
-    return DataError(
-        "the empty text cannot be encoded without text encoders",
-        key="dropout",
-        value=dropout,
-        fix="load them, or drop captions in the data: Augmentation(caption_dropout=...)",
-    )
-
-
 REFERENCES: Final = "reference_latents"
 """Key of a batch: latents (b, c, h, w) of the images that are edited."""
 
@@ -630,8 +626,8 @@ class PipelineFamily(TextToImage):
         names = self.encoded or usual
         named = dict(zip(names, results, strict=False))
         if self.listed:
-            return _masked(named[f"{prefix}prompt_embeds"])
-        return {name: _whole(named, name, prefix) for name in self.text_tensors}
+            return _pad_with_mask(named[f"{prefix}prompt_embeds"])
+        return {name: _text_tensor(named, name, prefix) for name in self.text_tensors}
 
     def embedding_settings(self) -> dict[str, Any]:
         """The length of texts."""
@@ -731,7 +727,11 @@ class PipelineFamily(TextToImage):
             prediction = found.prediction
             found.__traceback__ = None  # Its frames hold the graph.
         else:
-            raise _not_captured(type(self).__name__)
+            raise DataError(
+                "the pipeline's call ended without a step of its scheduler",
+                key=type(self).__name__,
+                fix="write predict by hand (docs/families.md)",
+            )
         return self._as_latents(prediction, noisy)
 
     def _as_latents(self, prediction: Tensor, noisy: Tensor) -> Tensor:
@@ -897,25 +897,17 @@ class _OneStep:
         raise _Predicted(model_output)
 
 
-def _not_captured(family: str) -> DataError:
-    return DataError(
-        "the pipeline's call ended without a step of its scheduler",
-        key=family,
-        fix="write predict by hand (docs/families.md)",
-    )
-
-
 # -- Small helpers.
 
 
-def _masked(texts: Sequence[Tensor]) -> dict[str, Tensor]:
+def _pad_with_mask(texts: Sequence[Tensor]) -> dict[str, Tensor]:
     """Texts of unequal length, padded, with their mask."""
     ones = [torch.ones(len(text), dtype=torch.long, device=text.device) for text in texts]
     pairs = zip(texts, ones, strict=True)
     return stack_named([{"prompt_embeds": t, "prompt_embeds_mask": mask} for t, mask in pairs])
 
 
-def _whole(named: Mapping[str, Any], name: str, prefix: str) -> Tensor:
+def _text_tensor(named: Mapping[str, Any], name: str, prefix: str) -> Tensor:
     """A result of ``encode_prompt``; a mask that is left out, since nothing is masked, is ones."""
     found = named.get(prefix + name)
     if found is None and name.endswith("mask"):
