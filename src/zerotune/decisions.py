@@ -1,4 +1,4 @@
-"""Automatic choices, recorded where they are made and announced once; a log of them.
+"""What is said of a setting: one record of choices, findings and refusals, and a log of them.
 
 Code that reads or settles is passed a ``Log``. It records its decisions there, and the mistakes
 behind which it can go on, so that a user sees every mistake at once.
@@ -9,19 +9,20 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final, Literal, TypeVar, cast
+from typing import Any, Final, Literal, TypeVar, cast, get_args
 
 import attrs
 
-from zerotune.errors import ZeroTuneError, both_names, shorten
+from zerotune.errors import PlanConflictError, ZeroTuneError, both_names, shorten
 
 logger = logging.getLogger("zerotune")
 
-Severity = Literal["note", "warning"]
+Severity = Literal["error", "warning", "note"]
+SEVERITIES: Final[tuple[Severity, ...]] = get_args(Severity)
 
 T = TypeVar("T")
 
-_LONGEST_VALUE = 1000
+_LONGEST_SHOWN: Final = 1000
 _MOST_MISTAKES: Final = 20
 """Mistakes after which nobody reads on."""
 
@@ -30,33 +31,122 @@ _announced: set[tuple[str, str, str]] = set()
 
 @attrs.frozen(kw_only=True)
 class Decision:
-    """One automatic choice: what it was, what it became, and why."""
+    """What is said of one setting: what it was, what it becomes, why, and what to write instead.
+
+    An automatic choice, the finding of a rule (``zerotune.plan.Finding`` is this class), or what a
+    later step refuses.
+    """
 
     key: str
-    """Path of the setting, as DeepSpeed's JSON spells it (``"zero_optimization.stage"``)."""
+    """Path of the setting, as DeepSpeed's JSON spells it (``"zero_optimization.stage"``); empty:
+    the whole."""
     before: Any
     """The value as given; ``None`` when nothing was given."""
     after: Any
-    """The value that will be used; ``None`` when the setting was dropped."""
+    """The value that will be used; ``None`` when the setting was dropped; ``before`` when it
+    stays."""
     reason: str
     """One sentence that says why."""
     severity: Severity = "note"
-    """``"warning"`` when the user would probably object, else ``"note"``."""
+    """``"error"`` when it stops the plan, ``"warning"`` when the user would probably object, else
+    ``"note"``."""
+    fix: str = ""
+    """What to write instead, where there is something to do."""
+    rule: str = ""
+    """Id of the rule that found it, or the step that refused it; empty: a choice."""
     written: str | None = attrs.field(default=None, eq=False, repr=False)
     """What the user's own file calls the setting, where that is not ``key``."""
+    error: ZeroTuneError | None = attrs.field(default=None, eq=False, repr=False)
+    """The error it was made of."""
+
+    @classmethod
+    def of(cls, error: ZeroTuneError, *, rule: str = "", severity: Severity = "error") -> Decision:
+        """An error as a record.
+
+        Args:
+            error: The error; its ``others`` are not looked at.
+            rule: The rule or the step that refused it.
+            severity: How bad it is.
+        """
+        return cls(
+            key=error.key or "",
+            before=error.value,
+            after=error.value,
+            reason=error.reason,
+            severity=severity,
+            fix=error.fix or "",
+            rule=rule,
+            written=error.written,
+            error=error,
+        )
+
+    @property
+    def value(self) -> Any:
+        """``before``, of a finding the value found; ``UNSET`` where there is none."""
+        return self.before
+
+    @property
+    def why(self) -> str:
+        """Reason and fix."""
+        return f"{self.reason}; {self.fix}" if self.fix else self.reason
 
     @property
     def told(self) -> bool:
         """Whether reports show it: what stays as it was is on record only, warnings excepted."""
-        return self.severity == "warning" or self.before != self.after
+        return self.severity != "note" or self.before != self.after
+
+    @property
+    def is_choice(self) -> bool:
+        """Whether it tells what was chosen, and not what somebody should do."""
+        return not self.fix and self.error is None
+
+    def as_error(self) -> ZeroTuneError:
+        """The record as an exception."""
+        error = self.error
+        if error is None:
+            error = PlanConflictError(
+                self.reason, key=self.key, value=self.before, fix=self.fix or None
+            )
+        return error if self.written is None else error.called(self.written)
 
     def __str__(self) -> str:
+        if not self.is_choice and self.before == self.after:
+            return str(self.as_error())
         name = "".join(both_names(self.key, self.written))
-        return f"{name}: {_show(self.before)} -> {_show(self.after)} ({self.reason})"
+        return f"{name}: {_shown(self.before)} -> {_shown(self.after)} ({self.why})"
 
 
-def _show(value: Any) -> str:
-    return "unset" if value is None else shorten(value, _LONGEST_VALUE)
+def worst_first(records: Iterable[Decision]) -> list[Decision]:
+    """Records, errors first, otherwise in their order."""
+    return sorted(records, key=lambda one: SEVERITIES.index(one.severity))
+
+
+def _shown(value: Any) -> str:
+    return "unset" if value is None else shorten(value, _LONGEST_SHOWN)
+
+
+# -- Who decides: what the configuration says, then the run, then the launcher, then a default.
+
+
+OVERRIDE, WRITTEN, RUN = "the caller", "the configuration", "the run"
+_WHO: Final = {
+    "override": OVERRIDE,
+    "written": WRITTEN,
+    "run": RUN,
+    "launched": "the launcher's file",
+}
+
+
+def precedence(*, nothing: Any = None, **said: Any) -> list[tuple[Any, str]]:
+    """Everything that is said about one setting, and who says it; the first of them stands.
+
+    Args:
+        nothing: The value by which somebody says nothing.
+        **said: By an ``override``, ``written`` in the configuration, by the ``run``, by what is
+            ``launched``.
+    """
+    every = ((said.get(place, nothing), who) for place, who in _WHO.items())
+    return [(value, who) for value, who in every if value is not nothing]
 
 
 # -- What is said while something is read or settled.
@@ -92,23 +182,12 @@ class Log:
         self, key: str, before: Any, after: Any, reason: str, severity: Severity = "note"
     ) -> None:
         """Record a decision."""
-        self.decisions.append(
-            Decision(
-                key=key,
-                before=before,
-                after=after,
-                reason=reason,
-                severity=severity,
-                written=name_of(key, self.names),
-            )
-        )
+        written = name_of(key, self.names)
+        one = Decision(key=key, before=before, after=after, reason=reason, severity=severity)
+        self.decisions.append(attrs.evolve(one, written=written) if written else one)
 
     def refuse(self, error: ZeroTuneError) -> None:
-        """Record a mistake, to go on without what is wrong.
-
-        Raises:
-            ZeroTuneError: It is one too many.
-        """
+        """Record a mistake, to go on without what is wrong; raise it where it is one too many."""
         if self._holds(error):
             raise error
         self._keep(error)
@@ -116,11 +195,7 @@ class Log:
             raise self.mistakes[-1] from None
 
     def attempt(self, work: Callable[..., T], *arguments: Any) -> T | None:
-        """What ``work`` returns; ``None`` where it makes a mistake, which is recorded.
-
-        Raises:
-            ZeroTuneError: As ``refuse``.
-        """
+        """What ``work`` returns; ``None`` where it makes a mistake, which is recorded."""
         try:
             return work(*arguments)
         except ZeroTuneError as error:
@@ -137,11 +212,7 @@ class Log:
             return None
 
     def whole(self, work: Callable[..., T], *arguments: Any) -> T:
-        """What ``work`` returns.
-
-        Raises:
-            ZeroTuneError: The first of all mistakes, recorded or raised, with the others.
-        """
+        """What ``work`` returns; the first of all mistakes is raised, with the others."""
         result = self.outcome(work, *arguments)
         raise_all(self.mistakes)
         return cast("T", result)
@@ -173,7 +244,7 @@ def announce(decisions: Iterable[Decision], *, rank: int | None = None) -> None:
     if rank != 0:
         return
     for decision in decisions:
-        identity = (decision.key, shorten(decision.after, _LONGEST_VALUE), decision.reason)
+        identity = (decision.key, shorten(decision.after, _LONGEST_SHOWN), decision.why)
         if identity in _announced:
             continue
         _announced.add(identity)
@@ -183,6 +254,4 @@ def announce(decisions: Iterable[Decision], *, rank: int | None = None) -> None:
 
 def render_decisions(decisions: Sequence[Decision]) -> str:
     """Decisions as aligned text lines, warnings first."""
-    told = [decision for decision in decisions if decision.told]
-    ordered = sorted(told, key=lambda decision: decision.severity != "warning")
-    return "\n".join(f"  [{decision.severity}] {decision}" for decision in ordered)
+    return "\n".join(f"  [{one.severity}] {one}" for one in worst_first(decisions) if one.told)

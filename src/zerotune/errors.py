@@ -53,7 +53,7 @@ UNSET: Final = _Unset()
 _LONGEST_VALUE = 120
 _LONGEST_NAME = 300
 _LONGEST_SENTENCE = 2_000
-_DEEPEST = 50
+_DEEPEST_SHOWN = 50
 _LARGEST_WRITTEN_OUT = 12_000
 """Bits."""
 
@@ -69,7 +69,7 @@ def shorten(value: object, longest: int = _LONGEST_VALUE) -> str:
 
 
 def _pieces(value: object, longest: int, depth: int = 0) -> Iterator[str]:
-    if depth > _DEEPEST:
+    if depth > _DEEPEST_SHOWN:
         yield "…"
     elif isinstance(value, dict) and type(value).__repr__ is dict.__repr__:
         yield "{"

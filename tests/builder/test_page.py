@@ -336,7 +336,7 @@ def test_fit_my_card_offers_plans_to_click(page):
     page.tab.wait_for_selector("#fit-results .candidate")
     assert page.tab.locator("#fit-results .candidate:visible").count() == 5
     said = page.tab.locator("#fit-results .hint").all_text_contents()
-    assert sum("fits too" in each.lower() for each in said) <= 2, (
+    assert sum("also fits" in each.lower() for each in said) <= 2, (
         "once for the few, once for the rest"
     )
     assert "s per step" in page.tab.locator("#fit-results .candidate").first.text_content()

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from zerotune.errors import InvalidValueError
 from zerotune.optim import OPTIMIZERS, SCHEDULERS
 from zerotune.optim.settle import check
-from zerotune.optimizers.parameters import Parameter
+from zerotune.optimizers.catalogue import Parameter
 
 ADAMW = OPTIMIZERS["AdamW"]
 

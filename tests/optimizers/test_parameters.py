@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from zerotune.optimizers.catalogue import OPTIMIZERS
-from zerotune.optimizers.parameters import Parameter
+from zerotune.optimizers.catalogue import OPTIMIZERS, Parameter
 
 ADAMW = OPTIMIZERS["AdamW"]
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from zerotune.errors import ZeroTuneError
 from zerotune.plan import model
-from zerotune.plan import resolve as resolving
+from zerotune.plan import rules as resolving
 
 _recorded: set[str] = set()
 _resolve = resolving.resolve

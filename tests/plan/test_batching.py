@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from zerotune.errors import PlanConflictError
 from zerotune.plan import DeepSpeedPlan, LaunchSection, RunFacts
-from zerotune.plan.fill import Batch, solve_batch
+from zerotune.plan.resolve import Batch, solve_batch
 
 AUTO = "auto"
 

@@ -10,8 +10,8 @@ import pytest
 from tests.support.needs import needs
 from zerotune.plan import DeepSpeedPlan, ModelFacts
 from zerotune.plan.families import family
-from zerotune.plan.fill import leaf_blocks, max_live, prefetch_bucket
 from zerotune.plan.model import BlockFacts
+from zerotune.plan.resolve import leaf_blocks, max_live, prefetch_bucket
 from zerotune.platform import Platform
 
 CUDA = Platform.synthetic("cuda")

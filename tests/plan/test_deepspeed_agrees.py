@@ -21,8 +21,8 @@ from zerotune.plan import (
     ZeroSection,
 )
 from zerotune.plan import model as known_keys
-from zerotune.plan.fill import PERSISTENCE_LIMIT, SMALLEST_SWAP_BYTES, sub_groups
 from zerotune.plan.model import modelled
+from zerotune.plan.resolve import PERSISTENCE_LIMIT, SMALLEST_SWAP_BYTES, sub_groups
 
 GOLDEN = sorted((Path(__file__).parent / "golden").glob("*.json"))
 pytestmark = pytest.mark.deepspeed

@@ -28,9 +28,7 @@ def inspected(config):
 def test_an_unknown_optimizer_is_found_beside_what_a_rule_refuses():
     found = inspected(TWICE_WRONG)
     assert [each.key for each in found.findings if each.severity == "error"] == [NVME]
-    assert [(each.step, each.error.key) for each in found.refusals] == [
-        ("optimizer", "optimizer.type")
-    ]
+    assert [(each.rule, each.key) for each in found.refusals] == [("optimizer", "optimizer.type")]
     assert found.resolved is None
 
 
@@ -66,4 +64,4 @@ def test_what_is_right_is_resolved_and_settled():
 def test_what_only_the_optimizer_refuses_is_said_once():
     config = {"zero_optimization": {"stage": 2}, "optimizer": {"type": "AdaBelief"}}
     found = inspected(config)
-    assert [each.step for each in found.refusals] == ["optimizer"]
+    assert [each.rule for each in found.refusals] == ["optimizer"]

@@ -4,7 +4,7 @@ import pytest
 
 from zerotune.errors import InvalidValueError, PlanConflictError
 from zerotune.plan import DeepSpeedPlan, LaunchSection, RunFacts
-from zerotune.plan.fill import decide_precision
+from zerotune.plan.resolve import decide_precision
 from zerotune.platform import Platform
 
 CUDA = Platform.synthetic("cuda")

@@ -165,7 +165,7 @@ def test_checking_finds_and_raises_nothing(config, platform, model, world_size, 
         assert finding.reason
         assert str(finding)
         assert isinstance(finding.as_error(), PlanError)
-        assert finding.as_decision().reason
+        assert finding.reason
     assert [str(each) for each in plan.check(world_size=world_size, platform=platform)] == [
         str(each)
         for each in check_plan(plan, RuleContext(world_size=world_size, platform=platform))

@@ -4,7 +4,8 @@ import attrs
 import pytest
 
 from zerotune.errors import InvalidValueError, PlanConflictError, UnresolvedPlanError
-from zerotune.plan import DeepSpeedPlan, ModelFacts, RunFacts, ZeroSection, fill, rules
+from zerotune.plan import DeepSpeedPlan, ModelFacts, RunFacts, ZeroSection, rules
+from zerotune.plan import resolve as filling
 from zerotune.plan.model import AUTO
 from zerotune.platform import DeepSpeedSupport, Platform
 
@@ -26,8 +27,8 @@ def decision(resolved, key):
 
 @pytest.mark.parametrize("solved", ["solve_batch", "decide_precision"])
 def test_resolving_works_out_batch_and_precision_once(monkeypatch, cuda, solved):
-    calls, work = [], getattr(fill, solved)
-    monkeypatch.setattr(fill, solved, lambda *a, **k: calls.append(solved) or work(*a, **k))
+    calls, work = [], getattr(filling, solved)
+    monkeypatch.setattr(filling, solved, lambda *a, **k: calls.append(solved) or work(*a, **k))
     resolve(zero(stage=2, offload_optimizer={"device": "cpu"}), cuda)
     assert calls == [solved]
 

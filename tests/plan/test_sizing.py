@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zerotune.plan import ModelFacts, ParameterFacts
-from zerotune.plan import fill as sizing
+from zerotune.plan import resolve as sizing
 
 SHAPES = st.lists(st.lists(st.integers(0, 400), max_size=3).map(tuple), min_size=1, max_size=30)
 

@@ -27,8 +27,8 @@ from zerotune.backend.upstream import require_deepspeed
 from zerotune.errors import InvalidValueError
 from zerotune.plan import DeepSpeedPlan
 from zerotune.plan import model as kinds
-from zerotune.plan.fill import stages_of
 from zerotune.plan.model import Nested, Section, modelled
+from zerotune.plan.resolve import stages_of
 from zerotune.plan.schema import HANDLING, attribute_docs
 from zerotune.platform import detect_platform
 

@@ -27,6 +27,7 @@ from zerotune.builder.preview import (
     Machines,
     advise,
     capabilities,
+    message_data,
     preview_data,
     read_setup,
     understand,
@@ -132,7 +133,9 @@ class Api:
         if preview.plan is None or preview.resolved is None:
             worst = preview.messages[0]
             raise PlanConflictError(
-                f"the plan cannot run: {worst.text}", key=worst.key or "plan", fix=worst.fix or None
+                f"the plan cannot run: {worst.reason}",
+                key=worst.key or "plan",
+                fix=worst.fix or None,
             )
         try:
             return self.session.apply(
@@ -221,7 +224,7 @@ def _version(sent: Data) -> str | None:
 def _opened_data(opened: Opened) -> Data:
     return {
         "state": opened.state.data(),
-        "messages": [attrs.asdict(message) for message in opened.messages],
+        "messages": [message_data(one) for one in opened.messages],
         "source": opened.source,
     }
 

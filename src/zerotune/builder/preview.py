@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import cached_property, partial
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final, get_args
 
 import attrs
 
@@ -20,15 +20,14 @@ from zerotune.builder.forms import (
     read_plan,
     told_as_lost,
 )
-from zerotune.decisions import Decision
-from zerotune.errors import InvalidValueError, NothingFitsError, ZeroTuneError
+from zerotune.decisions import Decision, worst_first
+from zerotune.errors import UNSET, InvalidValueError, NothingFitsError, ZeroTuneError
 from zerotune.optim import OPTIMIZERS, OptimizerResolver
 from zerotune.optim.capability import Situation, installed_packages, missing_package
 from zerotune.plan import (
     AUTO,
     Candidate,
     DeepSpeedPlan,
-    Finding,
     ResolvedPlan,
     RunFacts,
     plan_document,
@@ -53,63 +52,33 @@ from zerotune.plan.text import (
 from zerotune.plan.write import launchable
 from zerotune.platform import Platform, detect_platform
 
-Severity = Literal["error", "warning", "note"]
+
+def message_data(one: Decision) -> dict[str, str]:
+    """A choice, finding or error as the page receives it: a sentence or two about one setting."""
+    change = f"{_shown_value(one.before)} → {_shown_value(one.after)}"
+    return {
+        "severity": one.severity,
+        "key": one.key,
+        "text": _as_sentence(one.reason),
+        "fix": one.fix,
+        "rule": one.rule,
+        "change": change if one.is_choice and one.before is not UNSET else "",
+    }
 
 
-@attrs.frozen(kw_only=True)
-class Message:
-    """One sentence or two about one setting."""
-
-    severity: Severity
-    key: str
-    """Path of the setting; empty for the whole."""
-    text: str
-    fix: str = ""
-    rule: str = ""
-    """Id of the rule that found it, where one did."""
-    change: str = ""
-    """``before → after``, where something was chosen automatically."""
-
-
-def of_error(error: ZeroTuneError) -> Message:
-    """An error as a message."""
-    return Message(
-        severity="error", key=error.key or "", text=_as_sentence(error.reason), fix=error.fix or ""
-    )
-
-
-def of_finding(finding: Finding) -> Message:
-    """A rule's finding as a message."""
-    return Message(
-        severity=finding.severity,
-        key=finding.key,
-        text=_as_sentence(finding.reason),
-        fix=finding.fix,
-        rule=finding.rule,
-    )
-
-
-def of_decision(decision: Decision) -> Message:
-    """A decision as a message."""
-    return Message(
-        severity=decision.severity,
-        key=decision.key,
-        text=_as_sentence(decision.reason),
-        change=f"{_shown_value(decision.before)} → {_shown_value(decision.after)}",
-    )
-
-
-def of_decisions(
-    decisions: Iterable[Decision], *, findings: Iterable[Finding] = ()
-) -> list[Message]:
-    """Decisions as messages, without DeepSpeed's own defaults and what ``findings`` tell."""
-    known = [finding.as_decision() for finding in findings]
-    told, _ = shown_and_defaults(decisions)
+def told_of(
+    decisions: Iterable[Decision], *, findings: Collection[Decision] = ()
+) -> list[Decision]:
+    """Decisions without DeepSpeed's own defaults and what ``findings`` tell."""
     unique: list[Decision] = []
-    for decision in told:
-        if decision not in known and decision not in unique:
+    for decision in shown_and_defaults(decisions)[0]:
+        if decision not in findings and decision not in unique:
             unique.append(decision)
-    return [of_decision(decision) for decision in unique]
+    return unique
+
+
+def _stopped(reason: str) -> Decision:
+    return Decision(key="", before=UNSET, after=UNSET, reason=reason, severity="error")
 
 
 def _as_sentence(reason: str) -> str:
@@ -272,7 +241,7 @@ class Preview:
     plan: DeepSpeedPlan | None
     resolved: ResolvedPlan | None
     """With its optimizer settled; ``None`` when it cannot run."""
-    messages: tuple[Message, ...]
+    messages: tuple[Decision, ...]
     setup: Setup
     platform: Platform
     running: dict[str, Any] = attrs.field(factory=dict)
@@ -288,7 +257,7 @@ def understand(state: FormState, machines: Machines) -> Preview:
     setup, wrong = read_setup(state.setup)
     platform = machines.of(setup)
     reading = read_plan(state)
-    messages = [of_error(error) for error in (*wrong, *reading.errors)]
+    messages = [Decision.of(error) for error in (*wrong, *reading.errors)]
     resolved: ResolvedPlan | None = None
     running: dict[str, Any] = {}
     if reading.plan is not None:
@@ -296,17 +265,16 @@ def understand(state: FormState, machines: Machines) -> Preview:
             resolved, more = _resolve(reading.plan, setup, platform)
             running = {} if resolved is None else _running_config(resolved)
         except ZeroTuneError as error:
-            resolved, more = None, [of_error(error)]
+            resolved, more = None, [Decision.of(error)]
         except (OverflowError, RecursionError):
-            more = [Message(severity="error", key="", text=_TOO_LARGE)]
+            more = [_stopped(_TOO_LARGE)]
         messages += more
     elif reading.rest is not None:
         messages += _also_wrong(reading, reading.rest, setup, platform, state)
-    messages.sort(key=lambda one: get_args(Severity).index(one.severity))
     return Preview(
         plan=reading.plan,
         resolved=resolved,
-        messages=tuple(_said_once(messages)),
+        messages=tuple(_said_once(worst_first(messages))),
         setup=setup,
         platform=platform,
         running=running,
@@ -324,7 +292,7 @@ def preview_data(
         "valid": plan is not None,
         "runs": resolved is not None,
         "title": describe(resolved) if resolved is not None else None,
-        "messages": [attrs.asdict(message) for message in preview.messages],
+        "messages": [message_data(message) for message in preview.messages],
         "outputs": _outputs(preview),
         "effective": _effective(preview),
         "memory": _memory(preview, machines),
@@ -335,26 +303,22 @@ def preview_data(
 
 def _resolve(
     plan: DeepSpeedPlan, setup: Setup, platform: Platform
-) -> tuple[ResolvedPlan | None, list[Message]]:
+) -> tuple[ResolvedPlan | None, list[Decision]]:
     model = as_facts(setup.family, lora=setup.lora) if setup.family else None
     run, assumed = _assumed_run(plan, setup)
     context = RuleContext(world_size=setup.world_size, platform=platform, model=model, run=run)
     found = plan.inspect(context, settle=OptimizerResolver(platform=platform).settled)
-    messages = [of_error(refusal.error) for refusal in found.refusals]
-    messages += [of_finding(finding) for finding in found.findings]
+    messages = [*found.refusals, *found.findings]
     if found.resolved is None:
         # What would be chosen or assumed is not told of a plan that cannot run.
-        return None, [*messages, *of_decisions(plan.decisions, findings=found.findings)]
-    messages += [of_decision(decision) for decision in assumed]
-    return found.resolved, [
-        *messages,
-        *of_decisions(found.resolved.decisions, findings=found.findings),
-    ]
+        return None, [*messages, *told_of(plan.decisions, findings=found.findings)]
+    told = told_of(found.resolved.decisions, findings=found.findings)
+    return found.resolved, [*messages, *assumed, *told]
 
 
 def _also_wrong(
     reading: Reading, rest: DeepSpeedPlan, setup: Setup, platform: Platform, state: FormState
-) -> list[Message]:
+) -> list[Decision]:
     """What is refused among the settings that could be read; only about what is written."""
     run, _ = _assumed_run(rest, setup)
     try:
@@ -365,10 +329,9 @@ def _also_wrong(
             mistakes=reading.errors,
         )
     except (OverflowError, RecursionError):
-        return [Message(severity="error", key="", text=_TOO_LARGE)]
-    messages = [of_finding(each) for each in found.findings]
-    messages += [of_error(each.error) for each in found.refusals]
-    return [each for each in messages if is_written(state.config, each.key)]
+        return [_stopped(_TOO_LARGE)]
+    every = (*found.findings, *found.refusals)
+    return [each for each in every if is_written(state.config, each.key)]
 
 
 def _assumed_run(plan: DeepSpeedPlan, setup: Setup) -> tuple[RunFacts, list[Decision]]:
@@ -398,10 +361,11 @@ def _outputs(preview: Preview) -> dict[str, Any]:
     # Whatever is wrong, what is written can be read and repaired as text.
     outputs: dict[str, Any] = {"json": {"text": _as_json(preview.written), "messages": []}}
     leased = [
-        Message(
-            severity="note",
+        Decision(
             key=f"zero_optimization.offload_{part}.nvme_path",
-            text="zerotune leases a folder for each run; without zerotune, write one.",
+            before=UNSET,
+            after=UNSET,
+            reason="zerotune leases a folder for each run; without zerotune, write one",
         )
         for part, folder in (preview.resolved.nvme_paths if preview.resolved else {}).items()
         if folder is None
@@ -414,13 +378,13 @@ def _outputs(preview: Preview) -> dict[str, Any]:
             try:
                 document = plan_document(plan, format_, lossy=told_as_lost(plan))
             except ZeroTuneError as error:
-                outputs[name] = {"text": None, "messages": [attrs.asdict(of_error(error))]}
+                outputs[name] = {"text": None, "messages": [message_data(Decision.of(error))]}
                 continue
-            notes = [*map(of_decision, document.decisions), *leased]
-            outputs[name] = {"text": document.text, "messages": list(map(attrs.asdict, notes))}
+            notes = [*map(message_data, document.decisions), *map(message_data, leased)]
+            outputs[name] = {"text": document.text, "messages": notes}
     if preview.running:
         text = _as_json(preview.running)
-        outputs["running"] = {"text": text, "messages": list(map(attrs.asdict, leased))}
+        outputs["running"] = {"text": text, "messages": list(map(message_data, leased))}
     return outputs
 
 
@@ -560,18 +524,18 @@ def capabilities(
 _NEEDS: Final = " needs it: "
 
 
-def _said_once(messages: Iterable[Message]) -> Iterator[Message]:
+def _said_once(messages: Iterable[Decision]) -> Iterator[Decision]:
     """``messages``; where a warning has given a reason already, its key stands for it.
 
     Notes keep theirs: each is read beside its own field.
     """
     given: dict[str, str] = {}
     for message in messages:
-        owner, needs, reason = message.text.rpartition(_NEEDS)
+        owner, needs, reason = message.reason.rpartition(_NEEDS)
         before = given.get(reason.casefold())
         if before is not None and before != message.key:
             start = f"{owner} needs it, for" if needs else "For"
-            yield attrs.evolve(message, text=f"{start} the reason given at {before}.")
+            yield attrs.evolve(message, reason=f"{start} the reason given at {before}")
             continue
         if message.severity != "note":
             given.setdefault(reason.casefold(), message.key)

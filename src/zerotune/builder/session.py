@@ -18,8 +18,8 @@ import attrs
 from zerotune._util.files import fix_of
 from zerotune._util.text import format_size
 from zerotune.builder.forms import FormState, check_content, read_plan, told_as_lost
-from zerotune.builder.preview import Message, of_decisions, of_error
-from zerotune.decisions import Log
+from zerotune.builder.preview import message_data, told_of
+from zerotune.decisions import Decision, Log
 from zerotune.errors import (
     InvalidValueError,
     PlanConflictError,
@@ -148,7 +148,7 @@ class Opened:
     """What was opened: as a form, and what reading it changed."""
 
     state: FormState
-    messages: tuple[Message, ...]
+    messages: tuple[Decision, ...]
     source: str
 
 
@@ -201,10 +201,10 @@ def open_text(text: str, *, name: str, root: Root, folder: Path | None = None) -
         if wrapped or not any(key in content for key in _TYPICAL):
             raise
         config = {str(key): value for key, value in content.items()}
-        wrong = tuple(map(of_error, error.each()))
+        wrong = tuple(map(Decision.of, error.each()))
         return Opened(state=FormState(config=config), messages=wrong, source=name)
-    messages = of_decisions(plan.decisions)
-    return Opened(state=FormState.of_plan(plan), messages=tuple(messages), source=name)
+    messages = tuple(told_of(plan.decisions))
+    return Opened(state=FormState.of_plan(plan), messages=messages, source=name)
 
 
 def _read_any(text: str, name: str) -> tuple[Any, list[str]]:
@@ -300,7 +300,7 @@ class Session:
                 except ZeroTuneError as error:
                     messages = [{"severity": "error", "key": "", "text": str(error)}]
                 else:
-                    state, messages = opened.state, [attrs.asdict(one) for one in opened.messages]
+                    state, messages = opened.state, [message_data(one) for one in opened.messages]
                     self.applied = read_plan(state).plan or self.applied
         return {
             "state": state.data(),

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Final, get_args
 
 from zerotune.cli import add_commands, print_json, print_page, print_text, tell
-from zerotune.errors import InvalidValueError, PlanFileError, PlanSyntaxError, ZeroTuneError
+from zerotune.errors import InvalidValueError, PlanFileError, PlanSyntaxError
 
 if TYPE_CHECKING:
     from zerotune.decisions import Decision
@@ -168,23 +168,8 @@ def _draw_chart(
 # -- check
 
 
-_ORDER: Final = ("error", "warning", "note")
 _ASSUMED_LR: Final = 1e-4
 _ASSUMED_STEPS: Final = 10_000
-
-
-class Problem(NamedTuple):
-    """One line of the report."""
-
-    severity: Literal["error", "warning", "note"]
-    rule: str
-    """Id of the rule, or ``"file"``, ``"read"``, ``"resolve"``, ``"optimizer"``."""
-    key: str | None
-    text: str
-    """Key, value, reason and fix in one sentence or two."""
-    line: int | None = None
-    """Of the file, from 1 on, where it is no JSON or YAML."""
-    column: int | None = None
 
 
 def _check_arguments(parser: argparse.ArgumentParser) -> None:
@@ -203,22 +188,24 @@ def _check_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _check_plan(arguments: argparse.Namespace) -> int:
     """Check; 0 when nothing is wrong, 1 when something is, 2 for a file that cannot be read."""
+    from zerotune.decisions import SEVERITIES, Decision, worst_first
+
     status = 1
     try:
         problems = _problems_of(arguments.file, world_size=arguments.world_size)
     except (PlanFileError, PlanSyntaxError) as error:
         if not arguments.json:
             raise
-        problems, status = [_from_error("file", each) for each in error.each()], 2
-    problems = sorted(problems, key=lambda problem: _ORDER.index(problem.severity))
-    counts = {name: sum(p.severity == name for p in problems) for name in _ORDER}
+        problems, status = [Decision.of(each, rule="file") for each in error.each()], 2
+    problems = worst_first(problems)
+    counts = {name: sum(p.severity == name for p in problems) for name in SEVERITIES}
     if arguments.json:
         print_json(
             {
                 "file": arguments.file,
                 "world_size": arguments.world_size,
                 **{f"{name}s": count for name, count in counts.items()},
-                "findings": [problem._asdict() for problem in problems],
+                "findings": [_problem_data(problem) for problem in problems],
             }
         )
     else:
@@ -228,7 +215,7 @@ def _check_plan(arguments: argparse.Namespace) -> int:
         summary = ", ".join(counted(count, name) for name, count in counts.items() if count)
         ranks = counted(arguments.world_size, "process", "processes")
         lines = (
-            Line(f"{one.rule}: {one.text}", mark=f"[{one.severity}]", style=one.severity)
+            Line(f"{one.rule}: {_problem_text(one)}", mark=f"[{one.severity}]", style=one.severity)
             for one in problems
         )
         title = f"{arguments.file}: {summary or 'nothing to report'} at {ranks}"
@@ -237,16 +224,34 @@ def _check_plan(arguments: argparse.Namespace) -> int:
     return status if failed else 0
 
 
-def _problems_of(file: str, *, world_size: int) -> list[Problem]:
+def _problem_text(one: Decision) -> str:
+    return str(one if one.is_choice else one.as_error())
+
+
+def _problem_data(one: Decision) -> dict[str, Any]:
+    return {
+        "severity": one.severity,
+        "rule": one.rule,
+        "key": one.key or None,
+        "text": _problem_text(one),
+        # Of the file, from 1 on, where it is no JSON or YAML.
+        "line": getattr(one.error, "line", None),
+        "column": getattr(one.error, "column", None),
+    }
+
+
+def _problems_of(file: str, *, world_size: int) -> list[Decision]:
     """Everything that is wrong with the plan in ``file``."""
-    from zerotune.decisions import raise_all
+    import attrs
+
+    from zerotune.decisions import Decision, raise_all
     from zerotune.plan import RuleContext, read
     from zerotune.platform import Platform
 
     plan, mistakes = read.read_partly(lambda log: read.load_plan(file, log))
     if any(isinstance(error, PlanFileError | PlanSyntaxError) for error in mistakes):
         raise_all(mistakes)
-    refused = [_from_error("read", error) for error in mistakes]
+    refused = [Decision.of(error, rule="read") for error in mistakes]
     if plan is None:
         return refused
     inspection = plan.inspect(
@@ -260,17 +265,11 @@ def _problems_of(file: str, *, world_size: int) -> list[Problem]:
         ),
         mistakes=mistakes,
     )
-    problems = [*refused, *(_from_decision("read", decision) for decision in plan.decisions)]
-    problems += [
-        Problem(one.severity, one.rule, one.key, str(one.as_error())) for one in inspection.findings
-    ]
+    read_as = (attrs.evolve(one, rule="read") for one in plan.decisions)
+    problems = [*refused, *read_as, *inspection.findings]
     keys = {problem.key for problem in problems}
-    later = [_from_error(refusal.step, refusal.error) for refusal in inspection.refusals]
-    later += [
-        _from_decision("optimizer", decision)
-        for decision in inspection.settled
-        if decision.severity == "warning"
-    ]
+    settled = (one for one in inspection.settled if one.severity == "warning")
+    later = [*inspection.refusals, *(attrs.evolve(one, rule="optimizer") for one in settled)]
     return [*problems, *(each for each in later if each.key not in keys)]
 
 
@@ -295,21 +294,6 @@ def _open_run(plan: DeepSpeedPlan) -> Any:
         total_steps=_ASSUMED_STEPS if automatic else None,
         warmup_steps=0 if automatic else None,
     )
-
-
-def _from_error(rule: str, error: ZeroTuneError) -> Problem:
-    return Problem(
-        severity="error",
-        rule=rule,
-        key=error.key,
-        text=str(error),
-        line=getattr(error, "line", None),
-        column=getattr(error, "column", None),
-    )
-
-
-def _from_decision(rule: str, decision: Decision) -> Problem:
-    return Problem(severity=decision.severity, rule=rule, key=decision.key, text=str(decision))
 
 
 # -- convert

@@ -11,9 +11,9 @@ import attrs
 from zerotune._util.text import format_size
 from zerotune.decisions import Decision
 from zerotune.errors import OffloadError, PlanError
-from zerotune.plan.fill import pins_natively
 from zerotune.plan.memory.estimate import PHASES, Workload
 from zerotune.plan.model import AUTO, evolved
+from zerotune.plan.resolve import pins_natively
 
 if TYPE_CHECKING:
     from zerotune.plan.model import ResolvedPlan

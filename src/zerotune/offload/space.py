@@ -16,7 +16,7 @@ from zerotune.errors import OffloadError
 from zerotune.offload.lease import FoundLease, find_lease, find_leases
 from zerotune.offload.root import SwapRoot, Target
 from zerotune.optimizers.catalogue import entry_of
-from zerotune.plan.fill import SMALLEST_SWAP_BYTES, SUB_GROUP_NVME, sub_groups
+from zerotune.plan.resolve import SMALLEST_SWAP_BYTES, SUB_GROUP_NVME, sub_groups
 
 if TYPE_CHECKING:
     from zerotune.plan.model import ModelFacts, ResolvedPlan

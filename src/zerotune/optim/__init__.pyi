@@ -9,9 +9,9 @@ from zerotune.optim.groups import ParameterGroups as ParameterGroups
 from zerotune.optim.resolver import OptimizerResolution as OptimizerResolution
 from zerotune.optim.resolver import OptimizerResolver as OptimizerResolver
 from zerotune.optimizers.catalogue import OPTIMIZERS as OPTIMIZERS
+from zerotune.optimizers.catalogue import OptimizerEntry as OptimizerEntry
+from zerotune.optimizers.catalogue import Parameter as Parameter
 from zerotune.optimizers.catalogue import normalise_optimizer_name as normalise_optimizer_name
-from zerotune.optimizers.parameters import OptimizerEntry as OptimizerEntry
-from zerotune.optimizers.parameters import Parameter as Parameter
 from zerotune.optimizers.schedules import SCHEDULERS as SCHEDULERS
 from zerotune.optimizers.schedules import SchedulerEntry as SchedulerEntry
 from zerotune.optimizers.schedules import normalise_scheduler_name as normalise_scheduler_name

@@ -17,10 +17,8 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import attrs
 
 from zerotune._util.environment import installed_version, release_of
-from zerotune.optimizers.catalogue import DEFAULT_OPTIMIZER
+from zerotune.optimizers.catalogue import ADAM, DEFAULT_OPTIMIZER, OptimizerEntry
 from zerotune.optimizers.choices import OptimizerChoice, OptimizerSource, WeightDecay
-from zerotune.optimizers.entries import ADAM
-from zerotune.optimizers.parameters import OptimizerEntry
 
 if TYPE_CHECKING:
     from zerotune.plan.model import ResolvedPlan

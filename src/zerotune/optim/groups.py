@@ -17,8 +17,8 @@ from zerotune._util.text import did_you_mean
 from zerotune.decisions import Decision, Log, raise_all
 from zerotune.errors import InvalidValueError, OptimizerError
 from zerotune.optim.settle import check, reject_unknown
+from zerotune.optimizers.catalogue import OptimizerEntry
 from zerotune.optimizers.choices import GroupChoice, OptimizerChoice
-from zerotune.optimizers.parameters import OptimizerEntry
 from zerotune.plan.model import ModelFacts, ParameterFacts
 
 REGEX: Final = "re:"

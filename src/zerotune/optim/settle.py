@@ -15,7 +15,7 @@ from typing import Any, Final, Literal
 import attrs
 
 from zerotune._util.text import did_you_mean
-from zerotune.decisions import Decision, Log, Severity, raise_all
+from zerotune.decisions import OVERRIDE, WRITTEN, Decision, Log, Severity, precedence, raise_all
 from zerotune.errors import (
     UNSET,
     InvalidValueError,
@@ -34,18 +34,19 @@ from zerotune.optim.capability import (
     missing_package,
 )
 from zerotune.optimizers.catalogue import (
+    ADAM,
     DECAY_SPELLINGS,
     DEFAULT_OPTIMIZER,
     OPTIMIZER_TYPE,
     OPTIMIZERS,
+    OptimizerEntry,
     OptimizerName,
+    Parameter,
+    clipping_in_optimizer,
 )
 from zerotune.optimizers.choices import OptimizerChoice, SchedulerChoice
 from zerotune.optimizers.curves import ONE_CYCLE_BETA2
-from zerotune.optimizers.entries import ADAM
-from zerotune.optimizers.parameters import OptimizerEntry, Parameter
 from zerotune.optimizers.schedules import SCHEDULER_TYPE, SCHEDULERS, SchedulerEntry
-from zerotune.plan.fill import clipping_in_optimizer
 from zerotune.plan.model import (
     AUTO,
     Anything,
@@ -871,68 +872,41 @@ def reject_unknown(
 
 
 def _fill_one(parameter: Parameter, sources: Sources, filled: Filled) -> None:
-    name = parameter.name
+    name, key = parameter.name, f"{sources.section}.{parameter.name}"
     written = sources.written.get(name, UNSET)
-    if name in sources.overrides:
-        filled.values[name] = _value_overridden(parameter, sources, written, filled)
-    elif written is not UNSET and not is_auto(written):
-        filled.values[name] = _value_written(parameter, sources, written, filled)
-    elif name in sources.suggestions:
-        filled.values[name] = _value_suggested(parameter, sources, written, filled)
-    elif not parameter.optional:
-        filled.values[name] = _value_by_default(parameter, sources, written, filled)
-
-
-def _value_overridden(parameter: Parameter, sources: Sources, written: Any, filled: Filled) -> Any:
-    value = check(parameter, sources.overrides[parameter.name], section=sources.section)
-    before = None if written is UNSET else written
-    if before != value:
-        explicit = written is not UNSET and not is_auto(written)
-        filled.decide(
-            f"{sources.section}.{parameter.name}",
-            before,
-            value,
-            "given to OptimizerResolver(overrides=…), which wins over the configuration",
-            "warning" if explicit else "note",
-        )
-    return value
-
-
-def _value_written(parameter: Parameter, sources: Sources, written: Any, filled: Filled) -> Any:
-    value, reason = read(parameter, written, section=sources.section)
-    key = f"{sources.section}.{parameter.name}"
+    explicit = UNSET if is_auto(written) else written
+    rival = sources.suggestions.get(name)
+    said = precedence(
+        nothing=UNSET,
+        override=sources.overrides.get(name, UNSET),
+        written=explicit,
+        run=UNSET if rival is None else rival.value,
+    )
+    if not said:
+        if not parameter.optional:
+            filled.values[name] = _default(parameter, sources, filled)
+        return
+    value, reason = read(parameter, said[0][0], section=sources.section)
+    before, severity, who = None if written is UNSET else written, _NOTE, said[0][1]
+    if who == OVERRIDE:
+        wins = "given to OptimizerResolver(overrides=…), which wins over the configuration"
+        reason = None if before == value else wins
+        severity = _NOTE if explicit is UNSET else "warning"
+    elif who != WRITTEN and rival is not None:
+        before, reason = before and AUTO, f"taken from {rival.source}"
     if reason is not None:
-        filled.decide(key, written, value, reason)
-    rival = sources.suggestions.get(parameter.name)
-    if rival is not None and not rival.yields:
+        filled.decide(key, before, value, reason, severity)
+    if who == WRITTEN and rival is not None and not rival.yields:
         other = check(parameter, rival.value, section=sources.section)
         if other != value:
-            filled.decide(
-                key,
-                other,
-                value,
-                f"the configuration's explicit value wins over the one from {rival.source}; "
-                'write "auto" to let that one in',
-                "warning",
-            )
-    return value
+            wins = f"the configuration's explicit value wins over the one from {rival.source}"
+            filled.decide(key, other, value, f'{wins}; write "auto" to let that one in', "warning")
+    filled.values[name] = value
 
 
-def _value_suggested(parameter: Parameter, sources: Sources, written: Any, filled: Filled) -> Any:
-    suggestion = sources.suggestions[parameter.name]
-    value = check(parameter, suggestion.value, section=sources.section)
-    filled.decide(
-        f"{sources.section}.{parameter.name}",
-        None if written is UNSET else AUTO,
-        value,
-        f"taken from {suggestion.source}",
-    )
-    return value
-
-
-def _value_by_default(parameter: Parameter, sources: Sources, written: Any, filled: Filled) -> Any:
+def _default(parameter: Parameter, sources: Sources, filled: Filled) -> Any:
     key, owner = f"{sources.section}.{parameter.name}", sources.owner
-    automatic = written is not UNSET
+    automatic = parameter.name in sources.written
     plain = automatic or sources.plain_defaults
     value = parameter.default if plain else parameter.unwritten
     if value is UNSET:
@@ -950,6 +924,7 @@ def _value_by_default(parameter: Parameter, sources: Sources, written: Any, fill
     return value
 
 
+_NOTE: Final[Severity] = "note"
 _RUN_FACT: Final[Mapping[str, str]] = {
     "total_num_steps": "total_steps",
     "warmup_num_steps": "warmup_steps",

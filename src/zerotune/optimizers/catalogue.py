@@ -1,27 +1,680 @@
-"""Every optimizer by name: the entries, other spellings, and where a written name comes from.
+"""Every optimizer by name: what it takes, keeps and asks for, its other spellings.
 
 ``canonical`` is what the plan, its rules and its estimates ask; nobody compares spellings. Facts
 only: whether one can run *here*, and which class does the work, is said by
-``zerotune.optim.capability``.
+``zerotune.optim.capability``, and what a value may hold is checked by ``zerotune.optim.settle``.
+
+Sources: DeepSpeed 0.19.8 (``runtime/engine.py``, ``ops/``), ``torch.optim`` of torch 2.13 and the
+packages' own constructors. Written down, so that none of them is needed to read a plan; a test
+compares the entries with the real constructors.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Final, Literal
 
 import attrs
 
 from zerotune._util.text import did_you_mean, squash
-from zerotune.errors import InvalidValueError, OptimizerError
-from zerotune.optimizers.entries import (
-    DEEPSPEED_ENTRIES,
-    OWN_ENTRIES,
-    PACKAGE_ENTRIES,
-    TORCH_ENTRIES,
+from zerotune.errors import UNSET, InvalidValueError, OptimizerError
+
+ParameterType = Literal["float", "int", "bool", "floats", "str", "any"]
+
+
+@attrs.frozen(kw_only=True)
+class Parameter:
+    """One argument, described by data so that a page or a table can be made of it."""
+
+    name: str
+    """Key under ``params``, as DeepSpeed or torch spells it."""
+    type: ParameterType = "float"
+    """``"floats"`` is a fixed number of floats (``betas``); ``"any"`` is passed on unchecked."""
+    default: Any = UNSET
+    """Value for ``"auto"``; ``UNSET`` when there is none and it must be given."""
+    native: Any = UNSET
+    """What DeepSpeed's class uses when the key is not written, where that is not ``default``."""
+    low: float | None = None
+    """Smallest value allowed (of each element)."""
+    high: float | None = None
+    """Largest value allowed (of each element)."""
+    low_open: bool = False
+    """Whether ``low`` itself is refused."""
+    high_open: bool = False
+    """Whether ``high`` itself is refused."""
+    length: int | None = None
+    """Number of elements of ``"floats"``."""
+    choices: tuple[str, ...] = ()
+    """Allowed words of a ``"str"``."""
+    nullable: bool = False
+    """Whether ``None`` is a value."""
+    optional: bool = False
+    """Whether it is left out unless somebody writes it (a switch without effect on results)."""
+    only: frozenset[str] = frozenset()
+    """Classes whose constructor takes it; empty means all of them."""
+
+    @property
+    def unwritten(self) -> Any:
+        """The value it has when nobody writes the key."""
+        return self.default if self.native is UNSET else self.native
+
+    @property
+    def range(self) -> str:
+        """The allowed values in short, for a table."""
+        if self.type == "bool":
+            return "true or false"
+        if self.choices:
+            return f"one of {', '.join(map(repr, self.choices))}"
+        noun = {"int": "a whole number", "floats": f"{self.length} numbers"}.get(
+            self.type, "a number"
+        )
+        bounds = [
+            f"{'>' if self.low_open else '>='} {self.low:g}" if self.low is not None else "",
+            f"{'<' if self.high_open else '<='} {self.high:g}" if self.high is not None else "",
+        ]
+        return " ".join([noun, " and ".join(bound for bound in bounds if bound)]).strip()
+
+    def accepts(self, implementation: str) -> bool:
+        """Whether the class called ``implementation`` takes this argument."""
+        return not self.only or implementation in self.only
+
+
+def number(name: str, default: float, *, low: float | None = 0, **kwargs: Any) -> Parameter:
+    """A float, not negative unless said otherwise."""
+    return Parameter(name=name, default=default, low=low, **kwargs)
+
+
+def integer(name: str, default: Any = UNSET, *, low: int = 1, **kwargs: Any) -> Parameter:
+    """A whole number, positive unless said otherwise."""
+    return Parameter(name=name, type="int", default=default, low=low, **kwargs)
+
+
+def flag(name: str, default: bool = False, **kwargs: Any) -> Parameter:
+    """A switch."""
+    return Parameter(name=name, type="bool", default=default, **kwargs)
+
+
+# -- Entries of the catalogue.
+
+
+Family = Literal["deepspeed", "torch", "package", "zerotune"]
+
+
+@attrs.frozen(kw_only=True)
+class Entry:
+    """An optimizer or a schedule that has a name and takes arguments."""
+
+    name: str
+    """Canonical name (``"AdamW"``, ``"WarmupLR"``)."""
+    summary: str
+    """One line for a table."""
+    parameters: tuple[Parameter, ...]
+    """All arguments a configuration may write."""
+
+    def parameter(self, name: str) -> Parameter | None:
+        """The argument called ``name``, or ``None``."""
+        return self._by_name.get(name)
+
+    @property
+    def parameter_names(self) -> tuple[str, ...]:
+        """Names of all arguments."""
+        return tuple(self._by_name)
+
+    @cached_property
+    def _by_name(self) -> dict[str, Parameter]:
+        return {item.name: item for item in self.parameters}
+
+
+@attrs.frozen(kw_only=True)
+class OptimizerEntry(Entry):
+    """One optimizer: its arguments, its states, and what it asks for."""
+
+    family: Family
+    """``"deepspeed"`` for the names of DeepSpeed's configuration, ``"torch"`` for the classes
+    of ``torch.optim`` that DeepSpeed only knows by lookup, ``"package"`` for those of optional
+    packages, ``"zerotune"`` for those that nobody else has."""
+    states: tuple[str, ...] = ()
+    """Tensors kept per parameter, each of the parameter's size; fp32 unless ``summary`` says."""
+    conditional_states: Mapping[str, str] = attrs.field(factory=dict)
+    """Further states, by the argument that asks for each when it is not zero or false."""
+    fp32_per_weight: float | None = None
+    """fp32 numbers that the states take per weight, where that is not one for each of them."""
+    refusal: str | None = None
+    """Why it runs nowhere; AdamW does in its place, or nothing."""
+    instead: str | None = None
+    """What comes closest to one that runs nowhere."""
+    adam_like: bool = False
+    """Whether it keeps Adam's two moments, and decay can be decoupled or L2."""
+    requires: tuple[str, ...] = ()
+    """What it needs, in words."""
+    package: str | None = None
+    """Module of an optional package that has it (``"prodigyopt"``, ``"mup"``)."""
+    implementation: str | None = None
+    """Its class there, where that is not ``name``."""
+    extra: str | None = None
+    """Extra of zerotune that installs the package."""
+    own_schedule: bool = False
+    """Whether it sets its own pace, so that no schedule is the right default."""
+    renamed: Mapping[str, str] = attrs.field(factory=dict)
+    """Its own arguments that mean one of AdamW's, for a fallback."""
+    lr_scale: str | None = None
+    """How its usual learning rate differs from AdamW's; ``None`` when it does not."""
+
+    def states_for(self, params: Mapping[str, Any]) -> tuple[str, ...]:
+        """Names of the fp32 states per parameter that ``params`` lead to.
+
+        Args:
+            params: The optimizer's arguments (``{"momentum": 0.9}``).
+        """
+        extra = tuple(state for key, state in self.conditional_states.items() if params.get(key))
+        return self.states + extra
+
+    def states_per_weight(self, params: Mapping[str, Any] | None = None) -> float:
+        """fp32 numbers (4 bytes each) that the states take per weight.
+
+        Args:
+            params: The optimizer's arguments; momentum and AMSGrad need more.
+        """
+        if self.fp32_per_weight is not None:
+            return self.fp32_per_weight
+        return float(len(self.states_for(params or {})))
+
+
+# -- The optimizers themselves.
+
+
+ADAM_LR: Final = 1e-4
+"""Peak learning rate for Adam's relatives on diffusion models, as diffusers' examples use it;
+the others keep their own class's default."""
+
+FUSED_ADAM: Final = frozenset({"FusedAdam"})
+CPU_ADAM: Final = frozenset({"DeepSpeedCPUAdam", "ZenFlowCPUAdam"})
+DEEPSPEED_ADAM: Final = FUSED_ADAM | CPU_ADAM
+ADAM: Final = frozenset({"AdamW", "Adam"})
+"""The two whose decay one of DeepSpeed's switches decides; torch calls its classes the same."""
+
+
+def lr(default: float) -> Parameter:
+    """The learning rate."""
+    return Parameter(name="lr", default=default, low=0, low_open=True)
+
+
+def betas(default: tuple[float, float] = (0.9, 0.999), **kwargs: Any) -> Parameter:
+    """Decay rates of the moments."""
+    return Parameter(
+        name="betas", type="floats", default=default, length=2, low=0, high=1, high_open=True,
+        **kwargs,
+    )  # fmt: skip
+
+
+def eps(default: float = 1e-8, **kwargs: Any) -> Parameter:
+    """Term that keeps the denominator off zero."""
+    return Parameter(name="eps", default=default, low=0, low_open=True, **kwargs)
+
+
+def weight_decay(default: float = 0.0, **kwargs: Any) -> Parameter:
+    """Weight decay."""
+    return Parameter(name="weight_decay", default=default, low=0, **kwargs)
+
+
+def torch_switches(*names: str, **kwargs: Any) -> tuple[Parameter, ...]:
+    """Switches of ``torch.optim`` that are left to torch unless somebody writes them."""
+    return tuple(
+        flag(name, optional=True, nullable=name in {"foreach", "fused"}, **kwargs) for name in names
+    )
+
+
+# -- The twelve names of DeepSpeed's configuration.
+
+
+_ADAM_SWITCHES: Final = (
+    flag("bias_correction", default=True, only=DEEPSPEED_ADAM),
+    # `adam_w_mode` and `torch_adam` are keys of DeepSpeed's configuration, not of a constructor.
+    flag("adam_w_mode", default=True),
+    flag("torch_adam"),
+    flag("fp32_optimizer_states", default=True, only=CPU_ADAM),
+    flag("set_grad_none", optional=True, default=True, only=FUSED_ADAM),
+    flag("amsgrad", only=ADAM),
+    *torch_switches("foreach", "fused", "maximize", "capturable", only=ADAM),
 )
-from zerotune.optimizers.parameters import OptimizerEntry
+
+_MUP = "the package mup, and base shapes set on the model before the engine starts"
+_LAMB_COEFFICIENTS: Final = (number("max_coeff", 10.0), number("min_coeff", 0.01))
+
+
+_ADAM_FAMILY: Final = (
+    OptimizerEntry(
+        name="AdamW",
+        family="deepspeed",
+        summary="Adam with decoupled weight decay",
+        # torch decays by 0.01 when nothing is written, DeepSpeed's classes by nothing.
+        parameters=(
+            lr(ADAM_LR),
+            betas(),
+            eps(),
+            weight_decay(0.01, native=0.0),
+            *_ADAM_SWITCHES,
+        ),
+        states=("exp_avg", "exp_avg_sq"),
+        conditional_states={"amsgrad": "max_exp_avg_sq"},
+        adam_like=True,
+    ),
+    OptimizerEntry(
+        name="Adam",
+        family="deepspeed",
+        summary="Adam; DeepSpeed runs AdamW's decay unless adam_w_mode is false",
+        parameters=(lr(ADAM_LR), betas(), eps(), weight_decay(), *_ADAM_SWITCHES),
+        states=("exp_avg", "exp_avg_sq"),
+        conditional_states={"amsgrad": "max_exp_avg_sq"},
+        adam_like=True,
+    ),
+)
+
+_OTHERS: Final = (
+    OptimizerEntry(
+        name="Adagrad",
+        family="deepspeed",
+        summary="Gradient divided by the root of all squared gradients so far",
+        parameters=(
+            lr(1e-2),
+            eps(1e-10),
+            weight_decay(),
+            number("lr_decay", 0.0, only=frozenset({"Adagrad"})),
+            number("initial_accumulator_value", 0.0, only=frozenset({"Adagrad"})),
+            flag("fp32_optimizer_states", default=True, only=frozenset({"DeepSpeedCPUAdagrad"})),
+            *torch_switches("foreach", "fused", "maximize", only=frozenset({"Adagrad"})),
+        ),
+        # As torch calls it; DeepSpeedCPUAdagrad keeps the same tensor as exp_avg_sq.
+        states=("sum",),
+    ),
+    OptimizerEntry(
+        name="Lion",
+        family="deepspeed",
+        summary="Sign of an interpolated momentum; one state instead of Adam's two",
+        parameters=(
+            lr(3e-5),
+            betas((0.9, 0.99), native=(0.9, 0.999)),
+            weight_decay(),
+            flag("fp32_optimizer_states", default=True, only=frozenset({"DeepSpeedCPULion"})),
+            flag("set_grad_none", optional=True, default=True, only=frozenset({"FusedLion"})),
+        ),
+        states=("exp_avg",),
+        lr_scale="3 to 10 times smaller",
+    ),
+    OptimizerEntry(
+        name="Lamb",
+        family="deepspeed",
+        summary="Adam with a trust ratio per parameter, for very large batches",
+        parameters=(
+            lr(1e-3),
+            betas(),
+            eps(),
+            weight_decay(),
+            flag("bias_correction", default=True),
+            flag("eps_inside_sqrt", only=frozenset({"FusedLamb"})),
+            *_LAMB_COEFFICIENTS,
+        ),
+        states=("exp_avg", "exp_avg_sq"),
+        lr_scale="larger",
+    ),
+    OptimizerEntry(
+        name="Muon",
+        family="deepspeed",
+        summary="Orthogonalised momentum for hidden matrices, Adam for the rest",
+        parameters=(
+            lr(2e-2),
+            # These two become the learning rates of groups.
+            Parameter(name="muon_lr", low=0, low_open=True, optional=True),
+            Parameter(name="adam_lr", low=0, low_open=True, optional=True),
+            number("momentum", 0.95, high=1, high_open=True),
+            flag("nesterov", default=True),
+            integer("ns_steps", 5),
+            betas(),
+            eps(),
+            weight_decay(),
+            Parameter(
+                name="ns_method",
+                type="str",
+                optional=True,
+                default="gram",
+                only=frozenset({"MuonWithAuxAdam"}),
+            ),
+        ),
+        states=("momentum_buffer",),
+        # One moment for matrices, two for what Muon leaves to Adam; the larger stands for both.
+        fp32_per_weight=2.0,
+        requires=("the names and shapes of the model's parameters",),
+        renamed={"adam_lr": "lr"},
+        lr_scale="about a hundred times larger",
+    ),
+)
+
+_MUP_FAMILY: Final = (
+    *(
+        OptimizerEntry(
+            name=name,
+            family="deepspeed",
+            summary=f"{base} with maximal-update parametrisation",
+            parameters=(lr(ADAM_LR), betas(), eps(), weight_decay()),
+            states=("exp_avg", "exp_avg_sq"),
+            adam_like=True,
+            requires=(_MUP,),
+            package="mup",
+            implementation=base,
+            extra="mup",
+        )
+        for name, base in (("MuAdam", "Adam"), ("MuAdamW", "AdamW"))
+    ),
+    OptimizerEntry(
+        name="MuSGD",
+        family="deepspeed",
+        summary="SGD with maximal-update parametrisation",
+        parameters=(
+            lr(1e-3),
+            number("momentum", 0.0),
+            number("dampening", 0.0),
+            weight_decay(),
+            flag("nesterov"),
+        ),
+        conditional_states={"momentum": "momentum_buffer"},
+        requires=(_MUP,),
+        package="mup",
+        implementation="SGD",
+        extra="mup",
+        lr_scale="larger",
+    ),
+)
+
+_ONE_BIT_ARGUMENTS: Final = (
+    "lr", "betas", "eps", "weight_decay", "bias_correction", "eps_inside_sqrt", "cuda_aware",
+    "comm_backend_name", "freeze_step", "var_freeze_step", "var_update_scaler",
+    "local_step_scaler", "local_step_clipper", "max_coeff", "min_coeff", "coeff_beta",
+    "factor_max", "factor_min", "factor_threshold",
+)  # fmt: skip
+
+_ONE_BIT_FAMILY: Final = tuple(
+    OptimizerEntry(
+        name=name,
+        family="deepspeed",
+        summary=f"{base} with momentum compressed to one bit; removed from DeepSpeed",
+        parameters=tuple(Parameter(name=each, optional=True) for each in _ONE_BIT_ARGUMENTS),
+        lr_scale="larger" if base == "Lamb" else None,
+        refusal="DeepSpeed removed it in the 0.19 series (PR #8490); the last releases with it "
+        "are 0.18.x, at stage 0",
+        instead="AdamW",
+    )
+    for name, base in (("OneBitAdam", "Adam"), ("OneBitLamb", "Lamb"), ("ZeroOneAdam", "Adam"))
+)
+
+DEEPSPEED_ENTRIES: Final[tuple[OptimizerEntry, ...]] = (
+    *_ADAM_FAMILY,
+    *_OTHERS,
+    *_MUP_FAMILY,
+    *_ONE_BIT_FAMILY,
+)
+
+
+# -- The public classes of ``torch.optim`` that share no name with DeepSpeed's.
+
+
+_TORCH_SWITCHES = torch_switches("foreach", "maximize", "capturable")
+_DECOUPLED = flag("decoupled_weight_decay")
+
+TORCH_ENTRIES: Final[tuple[OptimizerEntry, ...]] = (
+    OptimizerEntry(
+        name="SGD",
+        family="torch",
+        summary="Stochastic gradient descent, with or without momentum",
+        parameters=(
+            lr(1e-3),
+            number("momentum", 0.0),
+            number("dampening", 0.0),
+            weight_decay(),
+            flag("nesterov"),
+            *torch_switches("maximize", "foreach", "fused"),
+        ),
+        conditional_states={"momentum": "momentum_buffer"},
+    ),
+    OptimizerEntry(
+        name="Adamax",
+        family="torch",
+        summary="Adam with the infinity norm",
+        parameters=(lr(ADAM_LR), betas(), eps(), weight_decay(), *_TORCH_SWITCHES),
+        states=("exp_avg", "exp_inf"),
+        adam_like=True,
+    ),
+    OptimizerEntry(
+        name="NAdam",
+        family="torch",
+        summary="Adam with Nesterov momentum",
+        parameters=(
+            lr(ADAM_LR),
+            betas(),
+            eps(),
+            weight_decay(),
+            number("momentum_decay", 4e-3),
+            _DECOUPLED,
+            *_TORCH_SWITCHES,
+        ),
+        states=("exp_avg", "exp_avg_sq"),
+        adam_like=True,
+    ),
+    OptimizerEntry(
+        name="RAdam",
+        family="torch",
+        summary="Adam with rectified variance",
+        parameters=(lr(ADAM_LR), betas(), eps(), weight_decay(), _DECOUPLED, *_TORCH_SWITCHES),
+        states=("exp_avg", "exp_avg_sq"),
+        adam_like=True,
+    ),
+    OptimizerEntry(
+        name="RMSprop",
+        family="torch",
+        summary="Gradient divided by its running root mean square",
+        parameters=(
+            lr(1e-2),
+            number("alpha", 0.99),
+            eps(),
+            weight_decay(),
+            number("momentum", 0.0),
+            flag("centered"),
+            *_TORCH_SWITCHES,
+        ),
+        states=("square_avg",),
+        conditional_states={"momentum": "momentum_buffer", "centered": "grad_avg"},
+    ),
+    OptimizerEntry(
+        name="Adadelta",
+        family="torch",
+        summary="Step sizes from running averages of squared steps",
+        parameters=(
+            lr(1.0),
+            number("rho", 0.9, high=1),
+            eps(1e-6),
+            weight_decay(),
+            *_TORCH_SWITCHES,
+        ),
+        states=("square_avg", "acc_delta"),
+    ),
+    OptimizerEntry(
+        name="ASGD",
+        family="torch",
+        summary="Averaged stochastic gradient descent",
+        parameters=(
+            lr(1e-2),
+            number("lambd", 1e-4),
+            number("alpha", 0.75),
+            number("t0", 1e6),
+            weight_decay(),
+            *_TORCH_SWITCHES,
+        ),
+        states=("ax",),
+    ),
+    OptimizerEntry(
+        name="Rprop",
+        family="torch",
+        summary="Sign of the gradient with per-element step sizes, for full batches",
+        parameters=(
+            lr(1e-2),
+            Parameter(name="etas", type="floats", default=(0.5, 1.2), length=2, low=0),
+            Parameter(name="step_sizes", type="floats", default=(1e-6, 50.0), length=2, low=0),
+            *_TORCH_SWITCHES,
+        ),
+        states=("prev", "step_size"),
+    ),
+    OptimizerEntry(
+        name="Adafactor",
+        family="torch",
+        summary="Second moment factored into rows and columns",
+        parameters=(
+            lr(1e-2),
+            number("beta2_decay", -0.8, low=None, high=0),
+            Parameter(name="eps", type="any", default=(None, 1e-3)),
+            number("d", 1.0),
+            weight_decay(),
+            *torch_switches("foreach", "maximize"),
+        ),
+        fp32_per_weight=0.01,
+        requires=("whole matrices, which ZeRO's flat partitions are not",),
+    ),
+    OptimizerEntry(
+        name="LBFGS",
+        family="torch",
+        summary="Quasi-Newton method that evaluates the loss several times per step",
+        parameters=(lr(1.0),),
+        refusal="it needs a closure that recomputes the loss, which no engine here gives it",
+        instead="SGD",
+    ),
+    OptimizerEntry(
+        name="SparseAdam",
+        family="torch",
+        summary="Adam for sparse gradients",
+        parameters=(lr(ADAM_LR), betas(), eps(), *torch_switches("maximize")),
+        refusal="it takes sparse gradients only, which diffusion models do not have",
+        instead="Adam",
+    ),
+)
+
+
+# -- Optimizers of optional packages, as users of diffusion trainers ask for them.
+
+
+_EXTRA: Final = "optimizers"
+
+
+PACKAGE_ENTRIES: Final[tuple[OptimizerEntry, ...]] = (
+    OptimizerEntry(
+        name="AdamW8bit",
+        family="package",
+        summary="AdamW with its moments in 8 bits, by blocks (bitsandbytes)",
+        parameters=(
+            lr(ADAM_LR),
+            betas(),
+            eps(),
+            weight_decay(1e-2),
+            integer("min_8bit_size", 4096, low=0, optional=True),
+            flag("is_paged", optional=True),
+        ),
+        states=("state1", "state2"),
+        fp32_per_weight=0.52,
+        adam_like=True,
+        requires=("the package bitsandbytes", "from 0.50 on without CUDA or with offload"),
+        package="bitsandbytes.optim",
+        extra=_EXTRA,
+    ),
+    *(
+        OptimizerEntry(
+            name=f"TorchAO{kind}",
+            family="package",
+            summary=f"AdamW with its moments in {bits} bits, by blocks (torchao)",
+            parameters=(
+                lr(ADAM_LR),
+                betas(),
+                eps(),
+                weight_decay(1e-2),
+                flag("amsgrad", optional=True),
+                integer("block_size", optional=True),
+                flag("bf16_stochastic_round", optional=True),
+            ),
+            # Only tensors of whole blocks are stored in few bits; a ZeRO partition rarely is one.
+            states=("exp_avg", "exp_avg_sq"),
+            adam_like=True,
+            requires=("the package torchao",),
+            package="torchao.optim",
+            implementation=kind,
+            extra=_EXTRA,
+        )
+        for kind, bits in (("AdamW8bit", 8), ("AdamW4bit", 4))
+    ),
+    OptimizerEntry(
+        name="Prodigy",
+        family="package",
+        summary="Adam that finds its own learning rate; lr is a multiple of it",
+        parameters=(
+            lr(1.0),
+            betas(),
+            Parameter(name="beta3", optional=True, default=None, nullable=True, low=0),
+            eps(),
+            weight_decay(),
+            flag("decouple", default=True),
+            flag("use_bias_correction"),
+            flag("safeguard_warmup"),
+            number("d0", 1e-6, low_open=True),
+            number("d_coef", 1.0, low_open=True),
+            Parameter(name="growth_rate", optional=True, low=1),
+            integer("slice_p", 1),
+        ),
+        states=("exp_avg", "exp_avg_sq", "s", "p0"),
+        requires=("the package prodigyopt", "one parameter group"),
+        package="prodigyopt",
+        extra=_EXTRA,
+        own_schedule=True,
+        lr_scale="1, a multiple of what it finds, thousands of times larger",
+    ),
+    OptimizerEntry(
+        name="AdamWScheduleFree",
+        family="package",
+        summary="AdamW that averages its weights instead of following a schedule",
+        parameters=(
+            lr(2.5e-3),
+            betas(),
+            eps(),
+            weight_decay(),
+            integer("warmup_steps", 0, low=0),
+            number("r", 0.0),
+            number("weight_lr_power", 2.0),
+            *torch_switches("foreach"),
+        ),
+        states=("z", "exp_avg_sq"),
+        requires=("the package schedulefree",),
+        package="schedulefree",
+        extra=_EXTRA,
+        own_schedule=True,
+        lr_scale="1 to 10 times larger",
+    ),
+)
+
+
+# -- Optimizers that only zerotune has.
+
+
+OWN_ENTRIES: Final[tuple[OptimizerEntry, ...]] = (
+    OptimizerEntry(
+        name="AdamWBF16States",
+        family="zerotune",
+        summary="AdamW with fp32 master weights and its moments in bf16, stochastically rounded",
+        parameters=(lr(ADAM_LR), betas(), eps(), weight_decay(1e-2)),
+        states=("exp_avg", "exp_avg_sq"),
+        fp32_per_weight=1.0,
+        adam_like=True,
+    ),
+)
+
+
+# -- Their names.
+
 
 OPTIMIZER_TYPE: Final = "optimizer.type"
 
@@ -137,6 +790,18 @@ def canonical(name: str, params: Mapping[str, Any] | None = None) -> str | None:
     return None if parsed is None else parsed.under(params or {})
 
 
+def clipping_in_optimizer(params: Mapping[str, Any]) -> InvalidValueError | None:
+    """What is wrong with clipping that stands among the optimizer's arguments, if it does."""
+    if "max_grad_norm" not in params:
+        return None
+    return InvalidValueError(
+        "clipping is not an argument of the optimizer in DeepSpeed",
+        key="optimizer.params.max_grad_norm",
+        value=params["max_grad_norm"],
+        fix="write gradient_clipping at the top level instead",
+    )
+
+
 def entry_of(name: str | None) -> OptimizerEntry:
     """The entry of what runs where ``name`` is asked for: AdamW's for what never runs.
 
@@ -181,7 +846,7 @@ def parse_optimizer_name(name: Any, *, key: str = OPTIMIZER_TYPE) -> OptimizerNa
         )
     parsed = _parsed(name)
     if parsed is None:
-        raise _unknown(name, key)
+        raise _unknown_optimizer(name, key)
     return parsed
 
 
@@ -219,7 +884,7 @@ def _belongs(name: str, origin: Origin) -> bool:
     return origin != "package" or family == "package"
 
 
-def _unknown(name: str, key: str) -> OptimizerError:
+def _unknown_optimizer(name: str, key: str) -> OptimizerError:
     prefix, _, last = name.strip().rpartition(".")
     close = did_you_mean(last, OPTIMIZERS)
     known = ", ".join(sorted(OPTIMIZERS))

@@ -40,7 +40,7 @@ def _progress(params: Any, step: int) -> float:
     return float(step - warmup) / float(max(1, params["num_training_steps"] - warmup))
 
 
-def _constant(params: Any, step: int, base_lr: float) -> float:  # noqa: ARG001
+def _constant_rate(params: Any, step: int, base_lr: float) -> float:  # noqa: ARG001
     return base_lr
 
 
@@ -89,7 +89,7 @@ def _polynomial(params: Any, step: int, base_lr: float) -> float:
 
 
 DIFFUSERS_CURVES: Final[Mapping[str, Callable[[Any, int, float], float]]] = {
-    "constant": _constant,
+    "constant": _constant_rate,
     "constant_with_warmup": _constant_with_warmup,
     "linear": _linear,
     "cosine": _cosine,
@@ -393,14 +393,14 @@ def plot_curve(curve: ScheduleCurve, path: str | os.PathLike[str]) -> Path:
         MissingDependencyError: matplotlib is not installed.
     """
     target = Path(path)
-    figure = _draw(curve)
+    figure = _draw_curve(curve)
     with drafted(target) as draft:
         figure.savefig(draft, format="png", dpi=150)
         sync(draft)
     return target
 
 
-def _draw(curve: ScheduleCurve) -> Any:
+def _draw_curve(curve: ScheduleCurve) -> Any:
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure

@@ -10,8 +10,8 @@ import attrs
 
 from zerotune._util.text import did_you_mean, squash
 from zerotune.errors import InvalidValueError, OptimizerError
+from zerotune.optimizers.catalogue import Entry, Parameter, flag, integer, number
 from zerotune.optimizers.choices import SchedulerSource
-from zerotune.optimizers.parameters import Entry, Parameter, flag, integer, number
 
 DEFAULT_SCHEDULER: Final = "WarmupLR"
 

@@ -8,7 +8,7 @@ that is kept, and said.
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -345,7 +345,7 @@ def _with_inline(
 ) -> dict[str, Any]:
     merged = dict(config)
     for key, value in inline.items():
-        log.attempt(_merge, merged, key, value, log.also_known)
+        log.attempt(_merge, merged, key, value, log)
     log.decide(
         key=BLOCK,
         before=f"DeepSpeed's own keys {', '.join(map(str, inline))}",
@@ -356,12 +356,12 @@ def _with_inline(
     return merged
 
 
-def _merge(merged: dict[str, Any], key: Any, value: Any, also_known: Collection[str]) -> None:
+def _merge(merged: dict[str, Any], key: Any, value: Any, log: Log) -> None:
     if not isinstance(key, str):
         raise InvalidValueError(
             "has a key that is not text", key=BLOCK, value=key, fix="write it in quotes"
         )
-    if key not in plan_keys() and key not in also_known:
+    if key not in plan_keys() and key not in log.also_known:
         raise unknown_key(key, value, f"{BLOCK}.{key}", known_keys.ACCELERATE_BLOCK | plan_keys())
     if key in merged and merged[key] != value:
         raise PlanConflictError(

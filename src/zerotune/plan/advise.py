@@ -1,4 +1,4 @@
-"""What advice consists of."""
+"""Search layouts by stage and offload, and pick the fastest that fits."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from zerotune.plan.model import (
     ResolvedPlan,
     ZeroSection,
 )
-from zerotune.plan.resolve import resolve
+from zerotune.plan.rules import resolve
 
 if TYPE_CHECKING:
     from zerotune.platform import Platform
@@ -260,12 +260,12 @@ ACTIVATION_OFFLOAD: Final = frozenset({"cuda", "rocm", "xpu"})
 _SUGGESTED_BASE: Final = "nf4"
 _SUGGESTED_RANK: Final = 16
 
-_NAMES: Final[Mapping[Place, str]] = {
+_PLACE_WORDS: Final[Mapping[Place, str]] = {
     "device": "device memory",
     "host": "host memory",
     "nvme": "NVMe",
 }
-_MOMENTS: Final[Mapping[Phase, str]] = {
+_PHASE_WORDS: Final[Mapping[Phase, str]] = {
     "initialization": "during set-up",
     "forward and backward": "in the backward pass",
     "optimizer step": "in the optimizer step",
@@ -327,7 +327,9 @@ def advise(
     device = None if vram is None else parse_size(vram, key="vram")
     host = None if ram is None else parse_size(ram, key="ram")
     platform = _machine(context, device, host)
-    budget = _budget(platform, device, host, nvme=parse_size(nvme, key="nvme"), reserve=reserve)
+    budget = _memory_budget(
+        platform, device, host, nvme=parse_size(nvme, key="nvme"), reserve=reserve
+    )
     request = Request(
         model=facts,
         platform=platform,
@@ -344,7 +346,7 @@ def advise(
         rates=known_rates(platform) if rates is None else rates,
         prefer=prefer,
     )
-    return _chosen(request)
+    return _choose(request)
 
 
 def _machine(context: Context, device: int | None, host: int | None) -> Platform:
@@ -357,7 +359,7 @@ def _machine(context: Context, device: int | None, host: int | None) -> Platform
     return detect_platform(log=False)
 
 
-def _budget(
+def _memory_budget(
     platform: Platform, device: int | None, host: int | None, *, nvme: int, reserve: float
 ) -> Budget:
     if not is_number(reserve) or not 0 <= reserve < 1:
@@ -375,7 +377,7 @@ _ALIKE: Final = 1.02
 """Predictions that are as near as this say nothing, so that the least offload goes first."""
 
 
-def _chosen(request: Request) -> Advice:
+def _choose(request: Request) -> Advice:
     candidates = list(_candidates(request))
     fitting = [one for one in candidates if one.fits]
     if not fitting:
@@ -398,15 +400,16 @@ def _candidates(request: Request) -> Iterator[Candidate]:
         for recomputed, away in _activations(request)
     ]
     for level in LEVELS:
-        plans = [_resolved(request, layout) for layout in level if _sensible(request, layout)]
+        plans = {each: _laid_out(request, each) for each in level if _sensible(request, each)}
+        resolved = {layout: resolve(plan, request.context) for layout, plan in plans.items()}
         for work in choices:
-            for layout, plan, resolved in plans:
-                estimate = estimate_resolved(resolved, work)
-                found = _filled(request, layout, estimate) if layout.fills_device else None
+            for layout, plan in plans.items():
+                estimate = estimate_resolved(resolved[layout], work)
+                found = _fill_device(request, layout, estimate) if layout.fills_device else None
                 yield _judged(request, layout, *(found or (plan, estimate)))
 
 
-def _filled(
+def _fill_device(
     request: Request, layout: Layout, estimate: MemoryEstimate
 ) -> tuple[DeepSpeedPlan, MemoryEstimate]:
     """The plan with as many sub-groups' optimizer on the device as there is room for; at least one.
@@ -423,7 +426,9 @@ def _filled(
     usable = request.budget.usable("device")
 
     def keeping(kept: int) -> tuple[DeepSpeedPlan, MemoryEstimate]:
-        plan = _laid_out(request, layout, ratio=_ratio(kept, len(groups)))
+        # In the middle of the ratios that keep as many, so that no rounding decides.
+        ratio = round(max(0.0, 1 - (kept + 0.5) / len(groups)), 4)
+        plan = _laid_out(request, layout, ratio=ratio)
         resolved = resolve(plan, request.context)
         return plan, estimate_resolved(resolved, work)
 
@@ -439,12 +444,6 @@ def _filled(
             break
         kept, best = kept + 1, more
     return best
-
-
-def _ratio(kept: int, groups: int) -> float:
-    """A ratio by which DeepSpeed leaves so many of so many sub-groups on the device."""
-    # In the middle of those that do, so that no rounding decides.
-    return round(max(0.0, 1 - (kept + 0.5) / groups), 4)
 
 
 def _activations(request: Request) -> Iterator[tuple[bool, bool]]:
@@ -465,12 +464,6 @@ def _sensible(request: Request, layout: Layout) -> bool:
     if request.platform.accelerator == "cpu":
         return layout.pinned and "cpu" not in (layout.parameters, layout.optimizer)
     return True
-
-
-def _resolved(request: Request, layout: Layout) -> tuple[Layout, DeepSpeedPlan, ResolvedPlan]:
-    plan = _laid_out(request, layout)
-    resolved = resolve(plan, request.context)
-    return layout, plan, resolved
 
 
 def _laid_out(request: Request, layout: Layout, *, ratio: float | None = None) -> DeepSpeedPlan:
@@ -503,10 +496,11 @@ def _judged(
         for place in PLACES
         if needs[place] > request.budget.usable(place)
     }
-    reason = (
-        "; ".join(_why_not(estimate, place) for place in shortfalls)
-        or "fits too, but gives up more than is needed, or is slower"
-    )
+    reasons = []
+    for peak in map(estimate.peak, shortfalls):
+        sizes = [f"{item.component} ({format_size(item.nbytes)})" for item in peak.items[:2]]
+        when = f"{_PLACE_WORDS[peak.place]} is needed most {_PHASE_WORDS[peak.phase]}"
+        reasons.append(f"{when}, for {' and '.join(sizes)}")
     return Candidate(
         title=layout.title,
         plan=plan,
@@ -515,17 +509,9 @@ def _judged(
         activation_offload=estimate.workload.activation_offload,
         fits=not shortfalls,
         shortfalls=shortfalls,
-        reason=reason,
+        reason="; ".join(reasons) or "also fits; more offload than needed, or slower",
         time=step_time(estimate, request.rates),
     )
-
-
-def _why_not(estimate: MemoryEstimate, place: Place) -> str:
-    peak = estimate.peak(place)
-    largest = " and ".join(
-        f"{item.component} ({format_size(item.nbytes)})" for item in peak.items[:2]
-    )
-    return f"{_NAMES[place]} is needed most {_MOMENTS[peak.phase]}, for {largest}"
 
 
 def _nothing_fits(request: Request, candidates: list[Candidate]) -> NothingFitsError:
@@ -538,10 +524,11 @@ def _nothing_fits(request: Request, candidates: list[Candidate]) -> NothingFitsE
     nearest = min(candidates, key=distance)
     needs = machine_needs(nearest.estimate)
     missing = ", ".join(
-        f"{format_size(over)} of {_NAMES[place]}" for place, over in nearest.shortfalls.items()
+        f"{format_size(over)} of {_PLACE_WORDS[place]}"
+        for place, over in nearest.shortfalls.items()
     )
     enough = ", ".join(
-        f"{format_size(int(needs[place] / (1 - request.budget.reserve)))} of {_NAMES[place]}"
+        f"{format_size(int(needs[place] / (1 - request.budget.reserve)))} of {_PLACE_WORDS[place]}"
         for place in nearest.shortfalls
     )
     smaller = " a smaller batch or resolution," if request.workload.batch > 1 else ""

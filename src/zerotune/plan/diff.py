@@ -19,7 +19,11 @@ KINDS: Final[tuple[ChangeKind, ...]] = get_args(ChangeKind)
 
 _LONGEST: Final = 100
 _SIGNS: Final[Mapping[ChangeKind, str]] = {"added": "+", "removed": "-", "changed": "~"}
-_STYLES: Final[Mapping[ChangeKind, str]] = {"added": "good", "removed": "bad", "changed": "pending"}
+_KIND_STYLES: Final[Mapping[ChangeKind, str]] = {
+    "added": "good",
+    "removed": "bad",
+    "changed": "pending",
+}
 
 
 @attrs.frozen(kw_only=True)
@@ -40,7 +44,7 @@ class Change:
     @property
     def line(self) -> Line:
         """The change as a line of a report."""
-        return Line(self._text, indent=2, mark=_SIGNS[self.kind], style=_STYLES[self.kind])
+        return Line(self._text, indent=2, mark=_SIGNS[self.kind], style=_KIND_STYLES[self.kind])
 
     @property
     def _text(self) -> str:
@@ -59,7 +63,7 @@ class Change:
             "changed": {"before": self.before, "after": self.after},
         }[self.kind]
         # What JSON cannot hold is written as Python does.
-        return {"key": self.key, "kind": self.kind, **json.loads(_text(sides))}
+        return {"key": self.key, "kind": self.kind, **json.loads(_json_text(sides))}
 
 
 @attrs.frozen(kw_only=True)
@@ -100,16 +104,12 @@ class PlanDifference:
 
 
 def diff_plans(before: DeepSpeedPlan, after: DeepSpeedPlan) -> PlanDifference:
-    """What the second plan says otherwise; equal plans have no difference.
-
-    Raises:
-        InvalidValueError: ``after`` is not a ``DeepSpeedPlan``.
-    """
+    """What the second plan says otherwise; equal plans have no difference."""
     _check_kind(before, after)
     return PlanDifference(
         before=before.source,
         after=after.source,
-        changes=_compare_all(_plan_settings(before), _plan_settings(after)),
+        changes=_compare_all(_settings_of_plan(before), _settings_of_plan(after)),
     )
 
 
@@ -117,15 +117,12 @@ def diff_resolved(before: ResolvedPlan, after: ResolvedPlan) -> PlanDifference:
     """What will run otherwise: the rendered configuration, the engine, optimizer and schedule.
 
     Reasons are not compared. Neither plan need be complete.
-
-    Raises:
-        InvalidValueError: ``after`` is not a ``ResolvedPlan``.
     """
     _check_kind(before, after)
     return PlanDifference(
         before=before.requested.source,
         after=after.requested.source,
-        changes=_compare_all(_resolved_settings(before), _resolved_settings(after)),
+        changes=_compare_all(_settings_that_run(before), _settings_that_run(after)),
     )
 
 
@@ -140,14 +137,14 @@ def _check_kind(before: object, after: object) -> None:
         )
 
 
-def _plan_settings(plan: DeepSpeedPlan) -> dict[str, Any]:
+def _settings_of_plan(plan: DeepSpeedPlan) -> dict[str, Any]:
     settings = plan.to_dict()
     if plan.launch is not None:
         settings["launch"] = plan.launch.to_dict()
     return settings
 
 
-def _resolved_settings(resolved: ResolvedPlan) -> dict[str, Any]:
+def _settings_that_run(resolved: ResolvedPlan) -> dict[str, Any]:
     settings = written(resolved)
     settings["world_size"] = resolved.world_size
     settings["uses_deepspeed"] = resolved.uses_deepspeed
@@ -193,9 +190,9 @@ def _leaves(value: Any, key: str, kind: ChangeKind) -> Iterator[Change]:
 
 
 def _short(value: Any) -> str:
-    text = _text(value)
+    text = _json_text(value)
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
 
 
-def _text(value: Any) -> str:
+def _json_text(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, default=repr)

@@ -14,27 +14,17 @@ import attrs
 from zerotune.decisions import Decision
 from zerotune.errors import ZeroTuneError
 from zerotune.plan.model import Context, DeepSpeedPlan, ResolvedPlan
-from zerotune.plan.resolve import resolve
-from zerotune.plan.rules import Finding, check_plan
-
-
-@attrs.frozen(kw_only=True)
-class Refusal:
-    """An error of a later step than the rules."""
-
-    step: str
-    """``"resolve"`` or ``"optimizer"``."""
-    error: ZeroTuneError
+from zerotune.plan.rules import check_plan, resolve
 
 
 @attrs.frozen(kw_only=True)
 class Inspection:
     """What was found in a plan. Made by ``DeepSpeedPlan.inspect``."""
 
-    findings: tuple[Finding, ...]
+    findings: tuple[Decision, ...]
     """Of the rules, errors first."""
-    refusals: tuple[Refusal, ...] = ()
-    """What else stops it."""
+    refusals: tuple[Decision, ...] = ()
+    """What else stops it; ``rule`` is the step, ``"resolve"`` or ``"optimizer"``."""
     resolved: ResolvedPlan | None = None
     """What will run; ``None`` when something stops it."""
     settled: tuple[Decision, ...] = ()
@@ -52,7 +42,7 @@ def inspect(
     """See ``DeepSpeedPlan.inspect``."""
     findings = check_plan(plan, context)
     where = resolve_in or context
-    refusals: list[Refusal] = []
+    refusals: list[Decision] = []
     if not mistakes and not any(finding.severity == "error" for finding in findings):
         step = "resolve"
         try:
@@ -60,35 +50,35 @@ def inspect(
             step = "optimizer"
             settled = settle(resolved)
         except ZeroTuneError as error:
-            refusals += [Refusal(step=step, error=each) for each in error.each()]
+            refusals += [Decision.of(each, rule=step) for each in error.each()]
         else:
             decided = settled.decisions[len(resolved.decisions) :]
             return Inspection(findings=findings, resolved=settled, settled=decided)
     told = {finding.key for finding in findings if finding.severity == "error"}
     for refusal in _settled_apart(plan, where, settle):
-        same = [one for one in refusals if one.error.key == refusal.error.key]
-        refusals += [] if same or refusal.error.key in told else [refusal]
+        if refusal.key not in {*told, *(one.key for one in refusals)}:
+            refusals.append(refusal)
     found = Inspection(findings=findings, refusals=tuple(refusals))
-    return _beside(found, mistakes) if mistakes else found
+    return _besides(found, mistakes) if mistakes else found
 
 
 def _settled_apart(
     plan: DeepSpeedPlan,
     context: Context,
     settle: Callable[[ResolvedPlan], ResolvedPlan],
-) -> Iterator[Refusal]:
+) -> Iterator[Decision]:
     """What is wrong with the optimizer, and with the schedule, wherever they would run."""
     both = DeepSpeedPlan(optimizer=plan.optimizer, scheduler=plan.scheduler)
     for alone in (both, DeepSpeedPlan(scheduler=plan.scheduler)):
         try:
             settle(resolve(alone, context))
         except ZeroTuneError as error:
-            yield from (Refusal(step="optimizer", error=each) for each in error.each())
+            yield from (Decision.of(each, rule="optimizer") for each in error.each())
         else:
             return
 
 
-def _beside(found: Inspection, mistakes: Collection[ZeroTuneError]) -> Inspection:
+def _besides(found: Inspection, mistakes: Collection[ZeroTuneError]) -> Inspection:
     """What is refused besides ``mistakes``, and not because of what they took away."""
     keys = [error.key for error in mistakes if error.key]
     sections = {key.partition(".")[0] for key in keys}
@@ -100,8 +90,6 @@ def _beside(found: Inspection, mistakes: Collection[ZeroTuneError]) -> Inspectio
         and not any(f"{key}.".startswith(f"{finding.key}.") for key in keys)
     ]
     refusals = [
-        refusal
-        for refusal in found.refusals
-        if (refusal.error.key or "").partition(".")[0] not in sections
+        refusal for refusal in found.refusals if refusal.key.partition(".")[0] not in sections
     ]
     return Inspection(findings=tuple(findings), refusals=tuple(refusals))

@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from zerotune.plan.inspection import Inspection
     from zerotune.plan.memory.estimate import EMAPlace, MemoryEstimate, Workload
     from zerotune.plan.memory.time import Rates
-    from zerotune.plan.rules import Finding
     from zerotune.plan.write import SavedPlan
     from zerotune.platform import Platform
 
@@ -390,9 +389,11 @@ def _check_json(value: Any, key: str, path: tuple[str | int, ...], left: list[in
     else:
         _check_scalar(value, _place_of(key, path))
         return
-    if len(path) > _DEEPEST:
+    if len(path) > _DEEPEST_NESTING:
         raise InvalidValueError(
-            "is nested too deeply", key=_place_of(key, path), fix=f"nest at most {_DEEPEST} levels"
+            "is nested too deeply",
+            key=_place_of(key, path),
+            fix=f"nest at most {_DEEPEST_NESTING} levels",
         )
     left[0] -= len(value)
     if left[0] < 0:
@@ -411,11 +412,11 @@ def _check_json(value: Any, key: str, path: tuple[str | int, ...], left: list[in
                 )
             if not name.isascii():
                 check_letters(name, _place_of(key, path))
-        if not _is_plain(item):
+        if not _is_json_scalar(item):
             _check_json(item, key, (*path, name), left)
 
 
-def _is_plain(value: Any) -> bool:
+def _is_json_scalar(value: Any) -> bool:
     """Whether JSON can hold ``value``, for what most of a long list is."""
     kind = type(value)
     if kind is str:
@@ -470,7 +471,7 @@ def _place_of(key: str, path: tuple[str | int, ...]) -> str:
 _SCALARS: Final = frozenset({str, int, float, bool, type(None)})
 _MOST_VALUES: Final = 2**22
 """Those of 10 MB of JSON; more is what references to references make."""
-_DEEPEST = 50
+_DEEPEST_NESTING = 50
 
 
 # -- How sections are declared, read and written: one mechanism for all of them.
@@ -510,7 +511,7 @@ class Section:
 def setting(kind: Kind) -> Any:
     """Declare a modelled key of a section; unset by default."""
     eq = comparable if isinstance(kind, Nested) else True
-    return attrs.field(default=None, validator=_check, eq=eq, metadata={"kind": kind})
+    return attrs.field(default=None, validator=_check_setting, eq=eq, metadata={"kind": kind})
 
 
 def comparable(section: Section | None) -> Section | None:
@@ -534,9 +535,9 @@ def evolved(section: SectionT, **changes: Any) -> SectionT:
     return attrs.evolve(section, **changes)  # type: ignore[misc]
 
 
-def as_tuple(decisions: Iterable[Decision]) -> tuple[Decision, ...]:
-    """Converter of the fields that hold decisions."""
-    return tuple(decisions)
+def as_tuple(values: Iterable[Any]) -> tuple[Any, ...]:
+    """Converter of fields that hold several values."""
+    return tuple(values)
 
 
 class _Kept(Mapping[str, Any]):
@@ -577,7 +578,7 @@ def _own_copy(value: Any) -> Any:
     return _Kept(copied(dict(value)))
 
 
-def _check(_instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+def _check_setting(_instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
     if value is not None:
         attribute.metadata["kind"].check(value, attribute.name)
 
@@ -652,7 +653,7 @@ def read_section(
             if name in kinds:
                 values[name] = AUTO if getattr(kinds[name], "auto", False) else None
                 values[name] = _read_value(kinds[name], value, path, log)
-            elif _passes(cls, name, path, log.also_known):
+            elif _passes_through(cls, name, path, log.also_known):
                 check_json(value, path)
                 extra[name] = value
             else:
@@ -695,7 +696,7 @@ def passed_paths(plan: DeepSpeedPlan, *, unknown: bool = False) -> frozenset[str
     for section, prefix in sections:
         for name in getattr(section, "extra", {}):
             path = join(prefix, name)
-            if not (unknown and _passes(type(section), name, path, ())):
+            if not (unknown and _passes_through(type(section), name, path, ())):
                 found.add(path)
         for attribute in modelled(type(section)):
             value = getattr(section, attribute.name)
@@ -815,7 +816,7 @@ def _read_value(kind: Any, value: Any, path: str, log: Log) -> Any:
     return result
 
 
-def _passes(cls: type[Section], name: str, path: str, also_known: Collection[str]) -> bool:
+def _passes_through(cls: type[Section], name: str, path: str, also_known: Collection[str]) -> bool:
     private = name.startswith("_") and path == name
     return private or name in cls.passed_through or path in also_known
 
@@ -1482,12 +1483,12 @@ STORAGES: Final[Mapping[str, tuple[float, float]]] = {
 them."""
 
 
-def _as_costs(costs: Iterable[Any]) -> tuple[ActivationCost, ...]:
-    return tuple(one if isinstance(one, ActivationCost) else ActivationCost(**one) for one in costs)
-
-
 def _as_triples(triples: Iterable[Any]) -> tuple[tuple[int, float, float], ...]:
     return tuple((int(count), float(first), float(second)) for count, first, second in triples)
+
+
+def _as_costs(costs: Iterable[Any]) -> tuple[ActivationCost, ...]:
+    return tuple(one if isinstance(one, ActivationCost) else ActivationCost(**one) for one in costs)
 
 
 SMALLEST_OFFLOADED: Final = 2**20
@@ -1622,10 +1623,6 @@ class BlockFacts:
     """Elements of the largest of them."""
 
 
-def _as_tuple(parameters: Iterable[ParameterFacts]) -> tuple[ParameterFacts, ...]:
-    return tuple(parameters)
-
-
 ATTENTION_PROJECTIONS: Final = (
     "to_q",
     "to_k",
@@ -1675,11 +1672,6 @@ def check_storage(storage: str | None) -> None:
         value=storage,
         fix=f"one of {', '.join(STORAGES)}; without it the base has the plan's precision",
     )
-
-
-def _is_matrix(parameter: ParameterFacts) -> bool:
-    """Whether it is the weight of a linear layer, which is what packages quantize."""
-    return len(parameter.shape) == 2 and parameter.name.endswith(".weight")
 
 
 def _read_parameter(name: str, parameter: Any) -> ParameterFacts:
@@ -1733,7 +1725,7 @@ def latent_frames(frames: int, *, per_latent: int) -> int:
 class ModelFacts:
     """Names and shapes of a model's parameters, enough to size every buffer."""
 
-    parameters: tuple[ParameterFacts, ...] = attrs.field(converter=_as_tuple)
+    parameters: tuple[ParameterFacts, ...] = attrs.field(converter=as_tuple)
     name: str = "model"
     activations: ActivationFacts | None = None
     """What a training step keeps beside the weights; ``None``: not known."""
@@ -1818,7 +1810,8 @@ class ModelFacts:
             )
         frozen = [
             each.quantized(base_dtype)
-            if base_dtype is not None and _is_matrix(each)
+            # Packages quantize the weights of linear layers.
+            if base_dtype is not None and len(each.shape) == 2 and each.name.endswith(".weight")
             else attrs.evolve(each, trainable=False)
             for each in self.parameters
         ]
@@ -1945,7 +1938,7 @@ class RunFacts:
         """
         given = {
             fact: _flag(arguments, name, kind)
-            for fact, (name, kind) in _FLAGS.items()
+            for fact, (name, kind) in _SCRIPT_FLAGS.items()
             if getattr(arguments, name, None) is not None
         }
         ends = [_flag(arguments, f"adam_beta{number}", float) for number in (1, 2)]
@@ -1956,7 +1949,7 @@ class RunFacts:
         return cls(**given)
 
 
-_FLAGS: Final[Mapping[str, tuple[str, type]]] = {
+_SCRIPT_FLAGS: Final[Mapping[str, tuple[str, type]]] = {
     "lr": ("learning_rate", float),
     "weight_decay": ("adam_weight_decay", float),
     "eps": ("adam_epsilon", float),
@@ -2346,21 +2339,28 @@ class DeepSpeedPlan(Readable, Section):
         Raises:
             PlanError: As in ``from_dict``.
         """
-        from zerotune.plan import read
-
-        config = read.build_config(
-            stage=stage,
-            offload_optimizer=offload,
-            offload_param=offload_param,
-            nvme_path=nvme_path,
-            precision=precision,
-            batch=(train_batch_size, micro_batch_size, gradient_accumulation_steps),
-            gradient_clipping=gradient_clipping,
-            optimizer=optimizer,
-            scheduler=scheduler,
-            zero_overrides=zero_overrides,
-        )
-        return cls.from_dict(config, source="code")
+        zero: dict[str, Any] = {"stage": stage}
+        for key, device in (("offload_optimizer", offload), ("offload_param", offload_param)):
+            Choice(choices=OFFLOAD_DEVICES).check(device, key)
+            if device != "none":
+                folder = os.fspath(nvme_path) if device == "nvme" and nvme_path else None
+                zero[key] = {"device": device, **({"nvme_path": folder} if folder else {})}
+        Choice(choices=(*PRECISIONS, AUTO)).check(precision, "precision")
+        config = {
+            "train_batch_size": train_batch_size,
+            "train_micro_batch_size_per_gpu": micro_batch_size,
+            "gradient_accumulation_steps": gradient_accumulation_steps,
+            "gradient_clipping": gradient_clipping,
+            "zero_optimization": {**zero, **zero_overrides},
+            "bf16": {"enabled": AUTO if precision == AUTO else precision == "bf16"},
+            "fp16": None if precision == AUTO else {"enabled": precision == "fp16"},
+            "optimizer": {"type": optimizer} if isinstance(optimizer, str) else optimizer,
+            "scheduler": {"type": scheduler} if isinstance(scheduler, str) else scheduler,
+        }
+        given = {key: value for key, value in config.items() if value is not None}
+        log = Log()
+        plan = log.whole(lambda: read_section(cls, given, key="", log=log))
+        return attrs.evolve(plan, decisions=log.decisions)
 
     def check(
         self,
@@ -2368,7 +2368,7 @@ class DeepSpeedPlan(Readable, Section):
         world_size: int = 1,
         platform: Platform | None = None,
         schema: Mapping[str, Any] | None = None,
-    ) -> tuple[Finding, ...]:
+    ) -> tuple[Decision, ...]:
         """Everything the rules have to say about this plan, errors first; raises nothing.
 
         Args:
@@ -2415,7 +2415,7 @@ class DeepSpeedPlan(Readable, Section):
             run=run or RunFacts(),
             uses_deepspeed=deepspeed,
         )
-        from zerotune.plan.resolve import resolve
+        from zerotune.plan.rules import resolve
 
         resolved = resolve(self, context)
         return attrs.evolve(resolved, host_step=host_step, hidden_step=hidden)
@@ -2670,15 +2670,11 @@ def check_world_size(world_size: Any) -> None:
         )
 
 
-def _check_world_size(_instance: object, _attribute: Any, value: Any) -> None:
-    check_world_size(value)
-
-
 @attrs.frozen(kw_only=True)
 class Context:
     """Where and how a plan is to run: what is known beside the plan itself."""
 
-    world_size: int = attrs.field(default=1, validator=_check_world_size)
+    world_size: int = attrs.field(default=1, validator=lambda _, __, value: check_world_size(value))
     platform: Platform | None = None
     model: ModelFacts | None = None
     run: RunFacts = attrs.field(factory=RunFacts)

@@ -16,7 +16,6 @@ from zerotune.errors import InvalidValueError, PlanConflictError, ZeroTuneError
 from zerotune.plan import accelerate
 from zerotune.plan.model import (
     AUTO,
-    OFFLOAD_DEVICES,
     PRECISION_SYNONYMS,
     PRECISIONS,
     Choice,
@@ -138,7 +137,7 @@ def plan_from_mapping(
         if accelerate.is_accelerate(config) and isinstance(config[wrapper], Mapping):
             return plan_from_settings(config, log, source=source, folder=folder)
         return _unwrapped(config, wrapper, log, source=source, folder=folder)
-    _refuse_something_else(config, source, log.also_known)
+    _refuse_something_else(config, source, log)
     raw = normalise_top_level(config, log)
     launch = LaunchSection()
     if INIT_FLAG in raw:
@@ -155,9 +154,7 @@ def plan_from_mapping(
     return with_launch(attrs.evolve(plan, source=source), launch)
 
 
-def _refuse_something_else(
-    config: Mapping[Any, Any], source: str, also_known: Collection[str]
-) -> None:
+def _refuse_something_else(config: Mapping[Any, Any], source: str, log: Log) -> None:
     """Refuse a file of another kind as a whole, and not by its first key."""
     if len(_TRAINERS_OWN & {*map(undashed, config)}) >= _ENOUGH_KEYS and not _DEEPSPEEDS_OWN & {
         *config
@@ -169,7 +166,7 @@ def _refuse_something_else(
             " a DeepSpeed JSON under that key",
         )
     names = [key for key in config if isinstance(key, str) and not key.startswith("_")]
-    known = {*accelerate.plan_keys(), *also_known}
+    known = {*accelerate.plan_keys(), *log.also_known}
     if len(names) < _ENOUGH_KEYS or not known.isdisjoint(names):
         return
     looked_at = names[:_ENOUGH_TO_JUDGE]
@@ -375,62 +372,6 @@ def _again(
 
     known = passed_paths(plan).union(also_known)
     return read_whole(read, also_known=known, decisions=decisions)
-
-
-# -- The configuration behind ``DeepSpeedPlan.build``.
-
-
-_BATCH_KEYS = (
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-)
-
-
-def build_config(
-    *,
-    stage: int | str,
-    offload_optimizer: str,
-    offload_param: str,
-    nvme_path: str | os.PathLike[str] | None,
-    precision: str,
-    batch: tuple[int | str | None, int | str | None, int | str | None],
-    gradient_clipping: float | str,
-    optimizer: str | Mapping[str, Any] | None,
-    scheduler: str | Mapping[str, Any] | None,
-    zero_overrides: Mapping[str, Any],
-) -> dict[str, Any]:
-    """Write the keyword form as a DeepSpeed configuration."""
-    zero: dict[str, Any] = {"stage": stage}
-    for key, device in (("offload_optimizer", offload_optimizer), ("offload_param", offload_param)):
-        if device not in OFFLOAD_DEVICES:
-            raise _choice_error("is not a place to offload to", key, device, OFFLOAD_DEVICES)
-        if device != "none":
-            zero[key] = {"device": device}
-        if device == "nvme" and nvme_path is not None:
-            zero[key]["nvme_path"] = os.fspath(nvme_path)
-    zero.update(zero_overrides)
-    if precision not in (*PRECISIONS, AUTO):
-        raise _choice_error("is not a precision", "precision", precision, (*PRECISIONS, AUTO))
-    formats: dict[str, Any] = {"bf16": {"enabled": AUTO}}
-    if precision != AUTO:
-        formats = {name: {"enabled": precision == name} for name in ("bf16", "fp16")}
-    config: dict[str, Any] = {
-        **{key: value for key, value in zip(_BATCH_KEYS, batch, strict=True) if value is not None},
-        "gradient_clipping": gradient_clipping,
-        "zero_optimization": zero,
-        **formats,
-    }
-    for key, section in (("optimizer", optimizer), ("scheduler", scheduler)):
-        if section is not None:
-            config[key] = {"type": section} if isinstance(section, str) else section
-    return config
-
-
-def _choice_error(reason: str, key: str, value: Any, choices: Iterable[str]) -> InvalidValueError:
-    return InvalidValueError(
-        reason, key=key, value=value, fix=f"write one of {', '.join(map(repr, choices))}"
-    )
 
 
 # -- Overrides: single settings put above what a plan says, under the names people use for them.

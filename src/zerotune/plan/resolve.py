@@ -1,90 +1,1136 @@
-"""From a plan to what will run, and from there to the dict DeepSpeed receives.
+"""What a plan leaves open, filled in, and the dict that DeepSpeed receives.
 
-Resolving drops what the engine has no use for, lets the rules refuse or repair the rest
-(``zerotune.plan.rules``), and fills in every key that has an effect (``zerotune.plan.fill``).
+Batch, clipping, precision, every key of ZeRO and ``aio``; rules and estimates ask the same
+functions. ``zerotune.plan.rules`` judges and repairs a plan on the way: ``prepared``, its repairs,
+``filled``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+import itertools
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import attrs
 
-from zerotune.decisions import Log, raise_all
-from zerotune.errors import UNSET, UnresolvedPlanError
-from zerotune.plan.fill import (
-    ACCUMULATION,
-    MICRO,
-    TRAIN,
-    Case,
-    Filler,
-    clipping,
-    fill_aio,
-    fill_precision,
-    fill_zero,
-    overruled,
-)
+from zerotune._util.environment import release_of
+from zerotune._util.text import is_number
+from zerotune.decisions import Decision, Log, Severity, precedence
+from zerotune.errors import InvalidValueError, PlanConflictError, PlanError, UnresolvedPlanError
 from zerotune.plan.model import (
     AUTO,
+    FP16_BESIDE,
+    PRECISION_SYNONYMS,
+    PRECISIONS,
+    AioSection,
+    Bf16Section,
+    BlockFacts,
+    Choice,
     Context,
     DeepSpeedPlan,
+    Fp16Section,
+    ModelFacts,
     OffloadSection,
+    ParameterFacts,
     ResolvedPlan,
     RunFacts,
+    Section,
     SectionT,
     ZeroSection,
     evolved,
+    join,
 )
-from zerotune.plan.rules import FIRST, REPAIRS, Finding, check_case
 
 if TYPE_CHECKING:
     from zerotune.platform import Platform
 
 
-def resolve(requested: DeepSpeedPlan, context: Context) -> ResolvedPlan:
-    """See ``DeepSpeedPlan.resolve``.
+def overruled(log: Log, key: str, asked: Any, used: Any, stands: str) -> None:
+    """Warn that what the configuration says stands before what was asked for, if that differs."""
+    if asked not in (None, used):
+        log.decide(key, asked, used, f"the configuration's own {stands}", "warning")
+
+
+# -- The batch triple: train batch = micro batch x accumulation x world size.
+
+
+TRAIN = "train_batch_size"
+MICRO = "train_micro_batch_size_per_gpu"
+ACCUMULATION = "gradient_accumulation_steps"
+
+_MOST_LISTED = 8
+_MOST_RANKS = 1024
+
+
+@attrs.frozen(kw_only=True)
+class Batch:
+    """A solved triple, in samples per optimizer step, samples per pass and rank, and passes."""
+
+    train: int
+    micro: int
+    accumulation: int
+
+
+class _Known(NamedTuple):
+    """What is written, what else there is to go by, and what was decided from it."""
+
+    train: int | None
+    micro: int | None
+    accumulation: int | None
+    plan: DeepSpeedPlan
+    run: RunFacts
+    world_size: int
+    log: Log
+
+
+def solve_batch(
+    plan: DeepSpeedPlan, *, run: RunFacts, world_size: int
+) -> tuple[Batch, list[Decision]]:
+    """Solve the batch triple of ``plan`` at ``world_size``.
+
+    Written numbers always stand. Missing ones come from the others, then from ``run``, then
+    from the launcher's file; with nothing at all the micro batch is 1.
+    """
+    log = Log()
+    known = _Known(
+        _written_number(plan.train_batch_size),
+        _written_number(plan.train_micro_batch_size_per_gpu),
+        _written_number(plan.gradient_accumulation_steps),
+        plan,
+        run,
+        world_size,
+        log,
+    )
+    if known.train is None:
+        batch = _solve_without_train(known)
+    elif known.micro is not None and known.accumulation is not None:
+        batch = Batch(train=known.train, micro=known.micro, accumulation=known.accumulation)
+        if batch.train != batch.micro * batch.accumulation * world_size:
+            raise contradiction(batch.train, batch.micro, batch.accumulation, world_size)
+    else:
+        batch = _solve_from_train(known)
+    for key, asked, used in (
+        (MICRO, run.micro_batch_size, batch.micro),
+        (ACCUMULATION, run.gradient_accumulation_steps, batch.accumulation),
+    ):
+        overruled(log, key, asked, used, "numbers stand before those of the run")
+    return batch, log.decisions
+
+
+def contradiction(train: int, micro: int, accumulation: int, world_size: int) -> PlanConflictError:
+    """The error for three written numbers that do not fit one world size."""
+    valid, rest = divmod(train, micro * accumulation)
+    holds = (
+        f"these three numbers hold at world size {valid}"
+        if rest == 0 and valid > 0
+        else "these three numbers hold at no world size"
+    )
+    changes = [f"{TRAIN} = {micro * accumulation * world_size}"]
+    if train % (micro * world_size) == 0:
+        changes.append(f"{ACCUMULATION} = {train // (micro * world_size)}")
+    if train % (accumulation * world_size) == 0:
+        changes.append(f"{MICRO} = {train // (accumulation * world_size)}")
+    return PlanConflictError(
+        f"{train} != {micro} ({MICRO}) x {accumulation} ({ACCUMULATION}) x {world_size}"
+        f" (world size); {holds}",
+        key=TRAIN,
+        value=train,
+        fix=f"at world size {world_size} write {' or '.join(changes)},"
+        f' or leave one of the three out or "{AUTO}"',
+    )
+
+
+def _solve_without_train(known: _Known) -> Batch:
+    _, micro, accumulation, plan, run, world_size, log = known
+    if micro is None:
+        micro, reason = _number_said(run=run.micro_batch_size)
+        log.decide(MICRO, plan.train_micro_batch_size_per_gpu, micro, reason)
+    if accumulation is None:
+        accumulation = _fill_accumulation(plan, run, log)
+    train = micro * accumulation * world_size
+    reason = f"micro batch {micro} x accumulation {accumulation} x world size {world_size}"
+    log.decide(TRAIN, plan.train_batch_size, train, reason)
+    return Batch(train=train, micro=micro, accumulation=accumulation)
+
+
+def _solve_from_train(known: _Known) -> Batch:
+    written_train, micro, accumulation, plan, run, world_size, log = known
+    train = written_train or 0
+    if micro is None and accumulation is None:
+        micro = run.micro_batch_size
+        if micro is None:
+            accumulation = _fill_accumulation(plan, run, log)
+        else:
+            written = plan.train_micro_batch_size_per_gpu
+            log.decide(MICRO, written, micro, "the run says so")
+    if micro is not None:
+        accumulation = _divide(train, micro, MICRO, ACCUMULATION, world_size)
+        key, written, solved = ACCUMULATION, plan.gradient_accumulation_steps, accumulation
+        by = f"micro batch {micro}"
+    else:
+        accumulation = accumulation or 1
+        micro = _divide(train, accumulation, ACCUMULATION, MICRO, world_size)
+        key, written, solved = MICRO, plan.train_micro_batch_size_per_gpu, micro
+        by = f"accumulation {accumulation}"
+    reason = f"train batch {train} / ({by} x world size {world_size})"
+    log.decide(key, written, solved, reason)
+    return Batch(train=train, micro=micro, accumulation=accumulation)
+
+
+def _divide(train: int, known: int, known_key: str, wanted: str, world_size: int) -> int:
+    quotient, rest = divmod(train, known * world_size)
+    if rest == 0 and quotient > 0:
+        return quotient
+    per_rank, uneven = divmod(train, known)
+    valid = (
+        [] if uneven else [n for n in range(1, min(per_rank, _MOST_RANKS) + 1) if per_rank % n == 0]
+    )
+    listed = ", ".join(str(n) for n in valid[:_MOST_LISTED])
+    holds = f"it can at world size {listed}" if valid else "it can at no world size"
+    below = max(1, train // (known * world_size)) * known * world_size
+    raise PlanConflictError(
+        f"{train} cannot be shared evenly by {known} ({known_key}) x {world_size} (world size);"
+        f" {holds}",
+        key=TRAIN,
+        value=train,
+        fix=f"at world size {world_size} write a multiple of {known * world_size}, such as"
+        f" {below}, or change {known_key} or {wanted}",
+    )
+
+
+def _fill_accumulation(plan: DeepSpeedPlan, run: RunFacts, log: Log) -> int:
+    launched = plan.launch.gradient_accumulation_steps if plan.launch else None
+    value, reason = _number_said(
+        run=run.gradient_accumulation_steps, launched=_written_number(launched)
+    )
+    log.decide(ACCUMULATION, plan.gradient_accumulation_steps, value, reason)
+    return value
+
+
+def _number_said(run: int | None, launched: int | None = None) -> tuple[int, str]:
+    for value, who in precedence(run=run, launched=launched):
+        return value, f"{who} says so"
+    return 1, "nothing says otherwise"
+
+
+def _written_number(value: Any) -> int | None:
+    return None if value in (None, AUTO) else int(value)
+
+
+# -- How gradients are clipped.
+
+
+CLIPPING: Final = "gradient_clipping"
+DEFAULT_CLIPPING = 1.0
+
+
+class Clipping(NamedTuple):
+    """The largest norm of the gradient, and who says so."""
+
+    norm: float
+    """0: off."""
+    reason: str
+
+
+def clipping_sources(plan: DeepSpeedPlan, run: RunFacts) -> list[tuple[Any, str]]:
+    """Everything that says how gradients are clipped; the first number stands."""
+    params = (plan.optimizer.params if plan.optimizer else None) or {}
+    said = precedence(
+        written=plan.gradient_clipping,
+        run=run.gradient_clipping,
+        launched=plan.launch.gradient_clipping if plan.launch else None,
+    )
+    beside = params.get("max_grad_norm")
+    return said if beside is None else [*said, (beside, "optimizer.params.max_grad_norm")]
+
+
+def clipping(plan: DeepSpeedPlan, run: RunFacts) -> Clipping:
+    """How gradients are clipped, and why."""
+    for value, who in clipping_sources(plan, run):
+        if is_number(value):
+            return Clipping(float(value), f"{who} says so")
+    return Clipping(DEFAULT_CLIPPING, "the default of DeepSpeed 0.19.8 and of accelerate")
+
+
+# -- Which precision trains: what was asked, and what the platform can do.
+
+
+_RUN_KIND = Choice(choices=(*PRECISIONS, AUTO), synonyms=PRECISION_SYNONYMS)
+
+
+def decide_precision(
+    plan: DeepSpeedPlan, *, run: RunFacts, platform: Platform
+) -> tuple[str, list[Decision]]:
+    """The precision that trains: ``"bf16"``, ``"fp16"`` or ``"fp32"``, and why.
+
+    What the configuration enables stands. ``"auto"`` is filled from the run, then from the
+    launcher's file, then from the platform: bf16 where the hardware computes in it, else fp32;
+    fp16 only when asked, because it needs loss scaling.
+    """
+    written = _enabled(plan)
+    launched = plan.launch.mixed_precision if plan.launch else None
+    log = Log()
+    enabled = next((name for name, state in written.items() if state is True), None)
+    said = run.mixed_precision
+    if said is not None:
+        said, _ = _RUN_KIND.read(said, "run.mixed_precision")
+    for asked, who in precedence(run=said, launched=launched):
+        if asked == AUTO:
+            continue
+        if enabled is not None or written.get(asked) is False:
+            stands = f"precision stands before that of {who}"
+            overruled(log, "precision", asked, enabled or "fp32", stands)
+            continue
+        log.decide("precision", None, asked, f"{who} asks for it")
+        return _adapt(asked, who, platform, log), log.decisions
+    if enabled is not None:
+        return _adapt(enabled, "the configuration", platform, log), log.decisions
+    if AUTO not in (*written.values(), launched, run.mixed_precision):
+        log.decide("precision", None, "fp32", "no precision is on, which DeepSpeed reads as fp32")
+        return "fp32", log.decisions
+    allowed = written["bf16"] is not False
+    best = "bf16" if allowed and platform.bf16 and platform.native_bf16 else "fp32"
+    reason = _what_it_computes(platform) if allowed else "the configuration switches bf16 off"
+    log.decide("precision", None, best, reason)
+    return best, log.decisions
+
+
+def _what_it_computes(platform: Platform) -> str:
+    who = f"this platform ({platform.accelerator})"
+    if platform.bf16 and not platform.native_bf16:
+        # Forward and backward of one layer on an AVX2 core: linear 9.5, convolution 45 times.
+        return (
+            f"{who} has no bf16 arithmetic (AVX512_BF16, AMX) and would emulate it, many times"
+            " slower than fp32; write bf16.enabled = true to rehearse bf16"
+        )
+    return f"{who} {'can' if platform.bf16 else 'cannot'} compute in bf16"
+
+
+def fill_precision(plan: DeepSpeedPlan, filler: Filler) -> tuple[Bf16Section, Fp16Section]:
+    """The ``bf16`` and ``fp16`` sections, every key explicit."""
+    precision, _ = filler.case.precision
+    bf16 = attrs.evolve(plan.bf16 or Bf16Section(), enabled=precision == "bf16")
+    fp16 = attrs.evolve(plan.fp16 or Fp16Section(), enabled=precision == "fp16")
+    launched = plan.launch.mixed_precision if plan.launch else None
+    if launched == "fp16" and plan.fp16 is None and _enabled(plan)["bf16"] is not True:
+        fp16 = attrs.evolve(fp16, auto_cast=FP16_BESIDE.auto_cast)
+        why = "accelerate casts the inputs where only mixed_precision asks for fp16"
+        filler.decide("fp16.auto_cast", None, FP16_BESIDE.auto_cast, why)
+    for name in ("immediate_grad_update", "bf16_master_weights_and_grads", "bf16_optimizer_states"):
+        bf16 = _quiet_fill(bf16, "bf16", name, False, filler)
+    bf16 = _quiet_fill(bf16, "bf16", "check_grad_overflow", True, filler)
+    for name, value in _FP16_DEFAULTS.items():
+        fp16 = _quiet_fill(fp16, "fp16", name, value, filler)
+    return bf16, fp16
+
+
+_FP16_DEFAULTS: dict[str, Any] = {
+    "auto_cast": False,
+    "loss_scale": 0.0,
+    "initial_scale_power": 16,
+    "loss_scale_window": 1000,
+    "hysteresis": 2,
+    "consecutive_hysteresis": False,
+    "min_loss_scale": 1,
+    "fp16_master_weights_and_grads": False,
+}
+
+
+def _quiet_fill(section: Any, path: str, name: str, value: Any, filler: Filler) -> Any:
+    # The keys of a precision that is off are written too, but nobody needs to read why.
+    if section.enabled:
+        return filler.fill(section, path, name, value)
+    if getattr(section, name) in (None, AUTO):
+        return attrs.evolve(section, **{name: value})
+    return section
+
+
+def _enabled(plan: DeepSpeedPlan) -> dict[str, Any]:
+    return {
+        "bf16": plan.bf16.enabled if plan.bf16 else None,
+        "fp16": plan.fp16.enabled if plan.fp16 else None,
+    }
+
+
+def rehearses_in_bf16(platform: Platform) -> bool:
+    """Whether fp16 becomes bf16 there: on a CPU that has the one and not the other."""
+    return platform.accelerator == "cpu" and platform.bf16 and not platform.fp16
+
+
+def _adapt(precision: str, who: str, platform: Platform, log: Log) -> str:
+    works = {"bf16": platform.bf16, "fp16": platform.fp16, "fp32": True}
+    if works[precision]:
+        return precision
+    if precision == "fp16" and rehearses_in_bf16(platform):
+        # A CPU run is a rehearsal of a GPU configuration: bf16 takes the same memory, and
+        # DeepSpeed's CPU accelerator refuses fp16 outright.
+        log.decide(
+            key="fp16.enabled",
+            before=True,
+            after=False,
+            reason="DeepSpeed's CPU accelerator has no fp16 on this machine; bf16 is used,"
+            " which takes the same memory and needs no loss scaling",
+            severity="warning",
+        )
+        return "bf16"
+    possible = [name for name, can in works.items() if can]
+    raise PlanConflictError(
+        f"{who} asks for it, but this platform ({platform.accelerator}) cannot compute in it",
+        key=f"{precision}.enabled",
+        value=True,
+        fix=f'use {" or ".join(possible)}, or write "{AUTO}"',
+    )
+
+
+# -- A plan where it is to run.
+
+
+@attrs.frozen(kw_only=True)
+class Case:
+    """A plan, where it is to run, and what follows from both, each worked out once."""
+
+    plan: DeepSpeedPlan
+    context: Context
+
+    @cached_property
+    def batch(self) -> tuple[Batch, list[Decision]]:
+        """See ``solve_batch``."""
+        return solve_batch(self.plan, run=self.context.run, world_size=self.context.world_size)
+
+    @cached_property
+    def precision(self) -> tuple[str, list[Decision]]:
+        """See ``decide_precision``."""
+        return decide_precision(self.plan, run=self.context.run, platform=self.context.machine)
+
+    @cached_property
+    def trains_in(self) -> str:
+        """The precision; as it is written, where nothing can be decided."""
+        if self.context.platform is not None:
+            # What contradicts itself is refused by the rules on precision.
+            with contextlib.suppress(PlanError):
+                return self.precision[0]
+        return self.plan.precision
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of one element of the model's own precision."""
+        return 4 if self.trains_in == "fp32" else 2
+
+    def swapping(self, aio: AioSection | None) -> Swapping | None:
+        """What of the model is swapped, where a model is known."""
+        if self.context.model is None:
+            return None
+        written = aio.block_size if aio else None
+        return Swapping(
+            model=self.context.model,
+            world_size=self.context.world_size,
+            element_bytes=self.element_bytes,
+            block_bytes=elements(written) or AIO_BLOCK,
+        )
+
+
+# -- Buffer sizes from the shapes of the parameters, counted in elements.
+#
+# The reasons are the code of DeepSpeed 0.19.8 in ``runtime/zero`` and ``runtime/swap_tensor``.
+
+
+REDUCE_BUCKET: Final = 30_000_000
+"""Elements; 60 MB in bf16, doubled by ``overlap_comm``. DeepSpeed's 5e8 costs up to 2.8 GiB."""
+PREFETCH_BUCKET: Final = 60_000_000
+MAX_LIVE: Final = 120_000_000
+PERSISTENCE_LIMIT: Final = 100_000
+"""DeepSpeed's default threshold, never exceeded."""
+PERSISTENCE_BLIND: Final = 10_000
+"""Threshold while no model is known: biases and norms of any diffusion model."""
+PERSISTENT_SHARE: Final = 0.01
+SUB_GROUP: Final = 100_000_000
+SUB_GROUP_NVME: Final = 50_000_000
+"""Smaller, because the swap pool pins ``buffer_count`` buffers of the largest sub-group."""
+PARAM_BUFFER: Final = 100_000_000
+PARAM_BUFFERS: Final = 5
+LEAF_CLASSES: Final = frozenset({"BasicTransformerBlock", "ResnetBlock2D"})
+"""Blocks that diffusers calls with positional inputs. DeepSpeed sees no others of a leaf module:
+called with keywords, its weights are gone in the backward pass (0.19.8)."""
+SMALLEST_SWAP_BYTES: Final = 1024**2
+"""``MIN_AIO_BYTES``: a smaller partition never leaves host memory."""
+_NUMEL: Final = attrgetter("numel")
+
+
+def reduce_bucket(model: ModelFacts | None) -> int:
+    """Elements reduced at a time: the default or what is trained, and the largest trained tensor.
+
+    A gradient larger than the bucket is reduced on its own, outside the overlapped path.
+    """
+    if model is None or model.trainable_numel == 0:
+        return REDUCE_BUCKET
+    return max(model.largest_trainable, min(REDUCE_BUCKET, model.trainable_numel))
+
+
+def allgather_bucket(model: ModelFacts | None) -> int:
+    """Like ``reduce_bucket``, rounded up to DeepSpeed's ``nccl_start_alignment_factor`` of 2."""
+    size = reduce_bucket(model)
+    return size + size % 2
+
+
+def leaf_blocks(model: ModelFacts | None) -> tuple[BlockFacts, ...]:
+    """Blocks worth fetching as a whole: safe to, and no larger than what is fetched ahead."""
+    if model is None or len(model.trainable) < len(model.parameters):
+        return ()
+    return tuple(
+        block
+        for block in model.blocks
+        if block.class_name in LEAF_CLASSES and block.numel <= PREFETCH_BUCKET
+    )
+
+
+def prefetch_bucket(model: ModelFacts | None) -> int:
+    """Elements fetched ahead: a block where blocks are known, at least the largest tensor."""
+    if model is None or model.numel == 0:
+        return PREFETCH_BUCKET
+    block = max((block.numel for block in leaf_blocks(model)), default=PREFETCH_BUCKET)
+    return max(model.largest, min(block, model.numel))
+
+
+def max_live(model: ModelFacts | None) -> int:
+    """Elements resident at a time: twice what is fetched ahead."""
+    if model is None or model.numel == 0:
+        return MAX_LIVE
+    return max(2 * model.largest, min(2 * prefetch_bucket(model), model.numel))
+
+
+def persistence_threshold(model: ModelFacts | None) -> tuple[int, int]:
+    """The largest threshold that leaves at most 1 % of the elements unpartitioned.
+
+    Returns:
+        The threshold (elements) and the elements it leaves unpartitioned.
+    """
+    if model is None:
+        return PERSISTENCE_BLIND, 0
+    budget = PERSISTENT_SHARE * model.numel
+    threshold = persistent = 0
+    sizes = sorted([parameter.numel for parameter in model.parameters])
+    for size, equals in itertools.groupby(sizes):
+        total = persistent + sum(equals)
+        if size > PERSISTENCE_LIMIT or total > budget:
+            break
+        threshold, persistent = size, total
+    return threshold, persistent
+
+
+def partition(parameter: ParameterFacts, world_size: int) -> int:
+    """Elements of one rank's part of ``parameter``, padding included."""
+    return -(-parameter.numel // world_size)
+
+
+def largest_partition(model: ModelFacts, world_size: int) -> ParameterFacts | None:
+    """The parameter whose part is largest; ``None`` for a model without parameters."""
+    return max(model.parameters, key=lambda p: partition(p, world_size), default=None)
+
+
+@attrs.frozen(kw_only=True)
+class Swapping:
+    """Which parts of a model DeepSpeed writes to NVMe, and which stay in host memory."""
+
+    model: ModelFacts
+    world_size: int
+    element_bytes: int
+    """Bytes of one element of the model's precision."""
+    block_bytes: int
+    """``aio.block_size``."""
+
+    @property
+    def smallest(self) -> int:
+        """Elements of one rank's part from which it is large enough to leave host memory."""
+        return -(-max(SMALLEST_SWAP_BYTES, self.block_bytes) // self.element_bytes)
+
+    def swappable(self, parameter: ParameterFacts) -> bool:
+        """Whether one rank's part is large enough to leave host memory."""
+        return partition(parameter, self.world_size) >= self.smallest
+
+    @property
+    def swapped(self) -> list[ParameterFacts]:
+        """The parameters that are written to files."""
+        least, parts = self.smallest, self.model.parts(self.world_size)
+        every = zip(self.model.parameters, parts, strict=True)
+        return [parameter for parameter, part in every if part >= least]
+
+    def happens(self, max_in_cpu: int) -> bool:
+        """Whether anything is swapped when ``max_in_cpu`` elements may stay in host memory.
+
+        DeepSpeed counts trainable parameters only against that limit; frozen ones always swap.
+        """
+        swapped = self.swapped
+        if sum(self.model.trainable_parts(self.world_size)) > max_in_cpu:
+            return bool(swapped)
+        return len([parameter for parameter in swapped if parameter.trainable]) < len(swapped)
+
+    @property
+    def largest(self) -> ParameterFacts | None:
+        """The largest parameter that is swapped; ``None`` when none is."""
+        return max(self.swapped, key=_NUMEL, default=None)
+
+    @property
+    def buffers(self) -> int:
+        """Buffers for the parameters that are resident at once when nothing is fetched ahead.
+
+        A resident parameter keeps its buffer. Resident are the parameters a module owns itself,
+        while it runs, and those of the modules around it.
+        """
+        owned = Counter([parameter.name.rpartition(".")[0] for parameter in self.swapped])
+        most = max([_with_owners(owned, module) for module in owned], default=0)
+        return max(PARAM_BUFFERS, most + 2)
+
+
+def _with_owners(owned: Counter[str], module: str) -> int:
+    count = owned[module]
+    while module:
+        module = module.rpartition(".")[0]
+        count += owned[module]
+    return count
+
+
+def sub_groups(model: ModelFacts, world_size: int, sub_group_size: int) -> tuple[int, ...]:
+    """Elements of one rank's part of each sub-group: it closes once it reaches its size."""
+    groups: list[int] = []
+    numel = 0
+    for part in model.trainable_parts(world_size):
+        numel += part
+        if numel >= sub_group_size:
+            groups.append(numel)
+            numel = 0
+    return (*groups, numel) if numel else tuple(groups)
+
+
+def largest_sub_group(model: ModelFacts, world_size: int, sub_group_size: int) -> int:
+    """Most elements of one rank's part of a sub-group: it closes once it reaches its size."""
+    parts = model.trainable_parts(world_size)
+    return min(sum(parts), sub_group_size + max(parts, default=0))
+
+
+# -- Swap pools for NVMe offload, sized from what they have to hold.
+
+
+OPTIMIZER_BUFFERS = 4
+"""Master weight, gradient and Adam's two moments are resident together."""
+AIO_BLOCK = 1_048_576
+
+
+NO_PREFETCH: Final = (
+    "DeepSpeed 0.19.8 fails when it fetches parameters ahead from NVMe (a layer is queued twice at"
+    " the turn to the backward pass)"
+)
+"""Measured (``__prefetch_nvme_param_partitions``): the second step fails with "already assigned
+swap buffer", or the pool runs out ("Not enough buffers")."""
+
+
+def swaps_parameters(zero: ZeroSection, case: Case, aio: AioSection | None) -> bool:
+    """Whether any parameter really leaves host memory."""
+    section = zero.offload_param
+    if section is None or section.device != "nvme" or _rounds_swapped(case):
+        return False
+    stay = elements(section.max_in_cpu)
+    swapping = case.swapping(aio)
+    return stay == 0 if swapping is None else swapping.happens(stay)
+
+
+def _rounds_swapped(case: Case) -> bool:
+    platform = case.context.platform
+    return platform is not None and case.trains_in == "fp32" and not platform.fp16
+
+
+def _without_lossy_swapping(
+    zero: ZeroSection, filler: Filler, aio: AioSection | None
+) -> ZeroSection:
+    """``zero`` with fp32 parameters kept off NVMe where DeepSpeed would round them to bf16.
+
+    Read and measured in DeepSpeed 0.19.8: on an accelerator without fp16 ``zero.Init`` swaps
+    through bf16 buffers whatever the model's type is (``_set_dtype`` lacks parentheses). The
+    forward pass then fails, or, with ``max_in_cpu``, trains on rounded weights in silence.
+    """
+    section = zero.offload_param
+    if section is None or section.device != "nvme":
+        return zero
+    swapping = filler.case.swapping(aio)
+    if not _rounds_swapped(filler.case):
+        return zero
+    if swapping is not None and swapping.largest is None:
+        return zero
+    kept = filler.force(
+        section,
+        "zero_optimization.offload_param",
+        "device",
+        "cpu",
+        "DeepSpeed 0.19.8 swaps fp32 parameters to NVMe as bf16 on an accelerator without fp16,"
+        " which would lose precision; they wait in host memory instead",
+        severity="warning",
+    )
+    return attrs.evolve(zero, offload_param=kept)
+
+
+def fill_nvme_param(
+    section: OffloadSection,
+    path: str,
+    filler: Filler,
+    zero: ZeroSection,
+    aio: AioSection | None,
+) -> OffloadSection:
+    """Every key of ``offload_param`` on NVMe."""
+    swapping = filler.case.swapping(aio)
+    need, what = _buffer_need(swapping, zero)
+    written = section.buffer_size
+    if isinstance(written, int) and written < need:
+        raise InvalidValueError(
+            f"counts elements and must hold {what} = {need} elements",
+            key=f"{path}.buffer_size",
+            value=written,
+            fix=f'write at least {need}, or "{AUTO}"',
+        )
+    size, why = (need, f"elements of {what}") if need else _default_size(swapping)
+    section = filler.fill(section, path, "buffer_size", size, why)
+    section = filler.fill(
+        section,
+        path,
+        "buffer_count",
+        swapping.buffers if swapping else PARAM_BUFFERS,
+        "one for each parameter resident at once, and two to spare",
+    )
+    section = filler.fill(
+        section,
+        path,
+        "max_in_cpu",
+        0,
+        "NVMe was asked for; with DeepSpeed's 1e9 a smaller model never leaves host memory",
+    )
+    return _without_auto_path(section, path, filler)
+
+
+def fill_nvme_optimizer(
+    section: OffloadSection,
+    path: str,
+    filler: Filler,
+    _zero: ZeroSection,
+    _aio: AioSection | None,
+) -> OffloadSection:
+    """Every key of ``offload_optimizer`` on NVMe."""
+    for name in ("pipeline_read", "pipeline_write", "fast_init"):
+        section = filler.fill(section, path, name, False)
+    why = "weight, gradient and two moments of each sub-group that is resident at once"
+    section = filler.fill(section, path, "buffer_count", optimizer_buffers(section), why)
+    return _without_auto_path(section, path, filler)
+
+
+def optimizer_buffers(section: OffloadSection) -> int:
+    """Buffers an Adam optimizer needs with several sub-groups.
+
+    Measured with DeepSpeed 0.19.8: 8 are enough for reading ahead, and fail with writing back
+    as well, where 12 are enough.
+    """
+    overlapped = (section.pipeline_read is True) + (section.pipeline_write is True)
+    return OPTIMIZER_BUFFERS * (1 + overlapped)
+
+
+def _buffer_need(swapping: Swapping | None, zero: ZeroSection) -> tuple[int, str]:
+    """Elements one buffer must hold, and what that is; 0 when nothing is known to swap."""
+    largest = swapping.largest if swapping else None
+    if swapping is None or largest is None:
+        return 0, ""
+    part = partition(largest, swapping.world_size)
+    what = f"the largest partition, {_describe(largest, swapping.world_size)}"
+    optimizer = zero.offload_optimizer
+    if optimizer is None or optimizer.device != "nvme" or optimizer.fast_init is not True:
+        return part, what
+    group = largest_sub_group(swapping.model, swapping.world_size, elements(zero.sub_group_size))
+    return max(part, group), (
+        "the largest sub-group, because fast_init of offload_optimizer passes whole sub-groups"
+        f" (sub_group_size {zero.sub_group_size}) through these buffers"
+    )
+
+
+def _default_size(swapping: Swapping | None) -> tuple[int, str]:
+    if swapping is None:
+        return PARAM_BUFFER, "elements; no model was given, so DeepSpeed's default"
+    parts = swapping.model.parts(swapping.world_size)
+    why = "elements; no parameter of this model is large enough to leave host memory"
+    return max(1, *parts, 1), why
+
+
+def _describe(parameter: ParameterFacts, world_size: int) -> str:
+    shape = " x ".join(str(size) for size in parameter.shape) or "a scalar"
+    shared = f" shared by {world_size} ranks" if world_size > 1 else ""
+    return f"{parameter.name} ({shape}){shared}"
+
+
+def _without_auto_path(section: OffloadSection, path: str, filler: Filler) -> OffloadSection:
+    if section.nvme_path == AUTO:
+        return filler.drop(section, path, "nvme_path", "a leased folder will be used")
+    return section
+
+
+def elements(value: Any) -> int:
+    """A number of elements as written; 0 where it is left open."""
+    return value if isinstance(value, int) else 0
+
+
+# -- Every behaviour key of ``zero_optimization`` and ``aio``, written explicitly.
+#
+# DeepSpeed's defaults move between releases, so what is left out here would depend on the
+# version installed. A value the user wrote always stands, unless the platform cannot take it.
+
+
+DEEPSPEED_DEFAULT = "the default of DeepSpeed 0.19.8, written because defaults move"
+
+_ALL = (1, 2, 3)
+_LOW = (1, 2)
+_HIGH = (3,)
+
+
+@attrs.define(kw_only=True)
+class Filler(Log):
+    """What filling needs to know, and the decisions it makes."""
+
+    case: Case
+    """The plan before it was repaired, which concerns neither batch nor precision."""
+    stage: int
+
+    @property
+    def model(self) -> ModelFacts | None:
+        """The model, where it is known."""
+        return self.case.context.model
+
+    @property
+    def accelerator(self) -> str:
+        """The machine's."""
+        return self.case.context.machine.accelerator
+
+    def fill(
+        self,
+        section: SectionT,
+        path: str,
+        name: str,
+        chosen: Any,
+        reason: str = DEEPSPEED_DEFAULT,
+    ) -> SectionT:
+        """Set ``name`` unless the user did; record it."""
+        written = getattr(section, name)
+        if written is not None and written != AUTO:
+            return section
+        self.decide(join(path, name), written, chosen, reason)
+        return evolved(section, **{name: chosen})
+
+    def force(
+        self,
+        section: SectionT,
+        path: str,
+        name: str,
+        value: Any,
+        reason: str,
+        *,
+        severity: Severity = "note",
+    ) -> SectionT:
+        """Set ``name`` whatever the user wrote, because it cannot run otherwise; record it."""
+        written = getattr(section, name)
+        if written == value:
+            return section
+        self.decide(join(path, name), written, value, reason, severity=severity)
+        return evolved(section, **{name: value})
+
+    def drop(
+        self, section: SectionT, path: str, name: str, reason: str, *, severity: Severity = "note"
+    ) -> SectionT:
+        """Leave out a key that has no effect; record it."""
+        written = getattr(section, name)
+        if written is None:
+            return section
+        before = written.to_dict() if isinstance(written, Section) else written
+        self.decide(join(path, name), before, None, reason, severity=severity)
+        return evolved(section, **{name: None})
+
+
+_Choose = Callable[[Filler, ZeroSection], tuple[Any, str]]
+
+
+def _always(value: Any) -> _Choose:
+    return lambda _filler, _zero: (value, DEEPSPEED_DEFAULT)
+
+
+def _sized(what: Callable[[ModelFacts | None], int], why: str) -> _Choose:
+    def choose(filler: Filler, _zero: ZeroSection) -> tuple[int, str]:
+        known = "" if filler.model else "; no model was given, so a general size"
+        return what(filler.model), why + known
+
+    return choose
+
+
+def _overlap(filler: Filler, zero: ZeroSection) -> tuple[bool, str]:
+    if filler.accelerator == "cpu":
+        return False, "the CPU accelerator has no streams to overlap"
+    offloads = zero.offload_optimizer is not None and zero.offload_optimizer.device != "none"
+    if filler.stage == 3 or offloads:
+        return True, "without it gradients leave the device on the stream that computes"
+    return False, "doubles the bucket, and gains only where gradients travel"
+
+
+def _persistence(filler: Filler, _zero: ZeroSection) -> tuple[int, str]:
+    threshold, persistent = persistence_threshold(filler.model)
+    model = filler.model
+    if model is None:
+        return threshold, "no model was given; leaves biases and norms unpartitioned"
+    share = persistent / model.numel if model.numel else 0.0
+    return threshold, (
+        f"leaves {persistent:,} of {model.numel:,} elements ({share:.2%}) unpartitioned,"
+        f" at most {PERSISTENT_SHARE:.0%}"
+    )
+
+
+def _sub_group(_filler: Filler, zero: ZeroSection) -> tuple[int, str]:
+    if zero.offload_optimizer is not None and zero.offload_optimizer.device == "nvme":
+        return SUB_GROUP_NVME, "the swap pool pins several buffers of the largest sub-group"
+    return SUB_GROUP, "bounds the temporaries of the optimizer step"
+
+
+_BUCKET_WHY = "holds the largest tensor, and no more than the trainable model needs"
+
+_CHOICES: dict[str, tuple[tuple[int, ...], _Choose]] = {
+    "overlap_comm": (_ALL, _overlap),
+    "contiguous_gradients": (_ALL, _always(True)),
+    "reduce_scatter": (_ALL, _always(True)),
+    "reduce_bucket_size": (_ALL, _sized(reduce_bucket, _BUCKET_WHY)),
+    "allgather_partitions": (_LOW, _always(True)),
+    "allgather_bucket_size": (_LOW, _sized(allgather_bucket, _BUCKET_WHY)),
+    "use_multi_rank_bucket_allreduce": (_LOW, _always(True)),
+    "round_robin_gradients": (_LOW, _always(False)),
+    "ignore_unused_parameters": (_LOW, _always(True)),
+    "load_from_fp32_weights": (_ALL, _always(True)),
+    "elastic_checkpoint": (_ALL, _always(False)),
+    "sub_group_size": (_HIGH, _sub_group),
+    "stage3_prefetch_bucket_size": (
+        _HIGH,
+        _sized(prefetch_bucket, "a block ahead; at least the largest tensor"),
+    ),
+    "stage3_param_persistence_threshold": (_HIGH, _persistence),
+    "stage3_model_persistence_threshold": (_HIGH, _always(sys.maxsize)),
+    "stage3_max_live_parameters": (
+        _HIGH,
+        _sized(max_live, "twice what is fetched ahead; two bytes of device memory each"),
+    ),
+    "stage3_max_reuse_distance": (
+        _HIGH,
+        lambda _filler, _zero: (0, "a parameter kept for reuse costs device memory"),
+    ),
+    "stage3_gather_16bit_weights_on_model_save": (
+        _HIGH,
+        lambda _filler, _zero: (False, f"zerotune exports without gathering; {DEEPSPEED_DEFAULT}"),
+    ),
+    "stage3_module_granularity_threshold": (_HIGH, _always(0)),
+    "memory_efficient_linear": (_HIGH, _always(True)),
+    "zero_hpz_partition_size": (_HIGH, _always(1)),
+    "zero_quantized_weights": (_HIGH, _always(False)),
+    "zero_quantized_nontrainable_weights": (_HIGH, _always(False)),
+    "zero_quantized_gradients": (_HIGH, _always(False)),
+}
+"""Key to the stages where it has an effect, and how its value is chosen."""
+
+
+def stages_of(name: str) -> tuple[int, ...]:
+    """ZeRO stages where a key of ``zero_optimization`` has an effect; empty when not known."""
+    return _CHOICES[name][0] if name in _CHOICES else _OFFLOAD_STAGES.get(name, ())
+
+
+_OFFLOAD_STAGES = {"offload_optimizer": _ALL, "offload_param": _HIGH}
+
+
+def fill_zero(zero: ZeroSection, filler: Filler, aio: AioSection | None) -> ZeroSection:
+    """``zero`` with every key that has an effect at this stage written, and no other.
+
+    Offload sections without effect must have been removed before.
+    """
+    path = "zero_optimization"
+    zero = attrs.evolve(zero, stage=filler.stage)
+    if filler.stage == 3:
+        zero = _without_lossy_swapping(zero, filler, aio)
+        if swaps_parameters(zero, filler.case, aio):
+            zero = filler.fill(zero, path, "stage3_prefetch_bucket_size", 0, NO_PREFETCH)
+    for name, (stages, choose) in _CHOICES.items():
+        if filler.stage not in stages:
+            zero = filler.drop(zero, path, name, f"has no effect at stage {filler.stage}")
+        else:
+            zero = filler.fill(zero, path, name, *choose(filler, zero))
+    zero = _with_leaf_modules(zero, filler, aio)
+    for name in ("offload_optimizer", "offload_param"):
+        section: OffloadSection | None = getattr(zero, name)
+        if section is not None:
+            filled = _fill_offload(section, f"{path}.{name}", filler, zero, aio)
+            zero = evolved(zero, **{name: filled})
+    return zero
+
+
+LEAF_MODULE: Final = "leaf_module"
+"""Key of ``zero_optimization``: ``{"classes": […]}``; an empty list switches it off."""
+
+
+def _with_leaf_modules(zero: ZeroSection, filler: Filler, aio: AioSection | None) -> ZeroSection:
+    key = f"zero_optimization.{LEAF_MODULE}"
+    written = zero.extra.get(LEAF_MODULE)
+    model = filler.model
+    if written is not None or filler.stage != 3 or model is None:
+        return zero
+    blocks = leaf_blocks(model)
+    if not blocks or swaps_parameters(zero, filler.case, aio):
+        return zero
+    value = {"classes": [block.class_name for block in blocks]}
+    count = sum(block.count for block in blocks)
+    filler.decide(
+        key, None, value, f"{count} blocks are fetched as a whole, and not layer by layer"
+    )
+    return evolved(zero, extra={**zero.extra, LEAF_MODULE: value})
+
+
+def _fill_offload(
+    section: OffloadSection,
+    path: str,
+    filler: Filler,
+    zero: ZeroSection,
+    aio: AioSection | None,
+) -> OffloadSection:
+    parameters = path.endswith("offload_param")
+    if filler.accelerator == "cpu":
+        section = filler.force(
+            section, path, "pin_memory", False, "the CPU accelerator has nothing to pin memory for"
+        )
+    else:
+        section = filler.fill(section, path, "pin_memory", True)
+    if not parameters:
+        section = filler.fill(section, path, "ratio", 1.0)
+    if section.device == "nvme":
+        fill = fill_nvme_param if parameters else fill_nvme_optimizer
+        return fill(section, path, filler, zero, aio)
+    for name in (
+        "nvme_path",
+        "buffer_count",
+        "buffer_size",
+        "max_in_cpu",
+        "fast_init",
+        "pipeline_read",
+        "pipeline_write",
+    ):
+        section = filler.drop(section, path, name, "has an effect only with device nvme")
+    return section
+
+
+def fill_aio(aio: AioSection | None, filler: Filler) -> AioSection:
+    """Every key of ``aio``, explicit."""
+    path = "aio"
+    aio = aio or AioSection()
+    if filler.accelerator != "cuda":
+        aio = filler.force(aio, path, "use_gds", False, "GPUDirect storage needs CUDA")
+    defaults = {
+        "block_size": 1_048_576,
+        "queue_depth": 8,
+        "intra_op_parallelism": 1,
+        "single_submit": False,
+        "overlap_events": True,
+        "use_gds": False,
+    }
+    for name, value in defaults.items():
+        aio = filler.fill(aio, path, name, value)
+    return aio
+
+
+# -- Whether page-locked host memory keeps its size.
+#
+# torch rounds each page-locked block up to a power of two, so that 9.6 GiB take 16. Newer releases
+# take a size from which on they do not (``pinned_max_round_threshold_mb``), and the backend sets it
+# before an engine starts.
+
+
+SETTING: Final = "pinned_max_round_threshold_mb"
+"""Key of ``PYTORCH_ALLOC_CONF``; MiB from which on a block keeps its size."""
+THRESHOLD: Final = 1
+"""Smaller blocks are still rounded, which lets torch use them again."""
+OLDEST_TORCH: Final = (2, 13)
+"""First release that was read and has the setting; the backend tries it with older ones too."""
+ROUNDING: Final = frozenset({"cuda", "rocm"})
+"""Accelerators on which torch page-locks memory through this allocator."""
+
+
+def pins_exactly(platform: Platform) -> bool:
+    """Whether blocks keep their size there, as far as can be said from here.
+
+    Args:
+        platform: Its version of torch decides; a machine that does not say is taken for current.
+    """
+    if platform.accelerator not in ROUNDING:
+        return True
+    version = platform.versions.get("torch")
+    return version is None or release_of(version) >= OLDEST_TORCH
+
+
+def pins_natively(platform: Platform) -> bool:
+    """Whether DeepSpeed page-locks its own blocks to the byte there, since torch would round them.
+
+    Args:
+        platform: Its torch decides, and whether locked memory is limited: DeepSpeed locks it
+            itself, and fails where it may not. What is not said to be installed is not counted on.
+    """
+    needed = not pins_exactly(platform) and platform.memlock_limit is None
+    return needed and "deepspeed" in platform.versions
+
+
+# -- What a plan becomes: first without what its engine has no use for, at last with every key.
+
+
+def prepared(requested: DeepSpeedPlan, context: Context, log: Log) -> Case:
+    """``requested`` without what the engine has no use for, where it is to run.
 
     Args:
         requested: The plan.
         context: Where it is to run; a platform that is not given is detected.
+        log: Receives decisions.
     """
-    platform = context.platform or _this_machine()
-    asked = not context.uses_deepspeed
-    uses_deepspeed = platform.deepspeed.available and not asked
-    context = attrs.evolve(context, platform=platform, uses_deepspeed=uses_deepspeed)
-    log = Log(decisions=[*requested.decisions])
-    plan = requested
+    platform = context.platform
+    if platform is None:
+        from zerotune.platform import detect_platform  # which imports torch, and takes seconds
+
+        platform = detect_platform()
+    uses_deepspeed = platform.deepspeed.available and context.uses_deepspeed
     if not uses_deepspeed:
-        plan = _without_deepspeed(plan, platform, asked=asked, log=log)
-    for each in FIRST:
-        plan = _repaired(plan, each(plan, context), log)
-    case = Case(plan=_without_inactive_offload(plan), context=context)
-    plan = _repaired(case.plan, check_case(case, rules=REPAIRS), log)
-    # Repairs concern neither batch nor precision.
+        asked = not context.uses_deepspeed
+        requested = _without_deepspeed(requested, platform, asked=asked, log=log)
+    context = attrs.evolve(context, platform=platform, uses_deepspeed=uses_deepspeed)
+    return Case(plan=requested, context=context)
+
+
+def filled(requested: DeepSpeedPlan, plan: DeepSpeedPlan, case: Case, log: Log) -> ResolvedPlan:
+    """What will run.
+
+    Args:
+        requested: The plan as the user wrote it.
+        plan: The same, prepared and repaired.
+        case: As it was before repairs, which concern neither batch nor precision.
+        log: What was decided so far.
+    """
+    context = case.context
     precision, why = case.precision
-    filler = Filler(stage=int(plan.stage), context=context, precision=precision, decisions=[*why])
-    if not uses_deepspeed and precision == "fp16":
+    if not context.uses_deepspeed and precision == "fp16":
         plan = _without_host_optimizer(plan, log)
-    plan = _filled(plan, filler, case)
+    filler = Filler(case=case, stage=int(plan.stage), decisions=[*log.decisions, *why])
     return ResolvedPlan(
         requested=requested,
-        plan=plan,
-        platform=platform,
+        plan=_filled_in(plan, filler),
+        platform=context.machine,
         world_size=context.world_size,
         model=context.model,
         run=context.run,
-        uses_deepspeed=uses_deepspeed,
-        precision=filler.precision,
-        decisions=(*log.decisions, *filler.decisions),
+        uses_deepspeed=context.uses_deepspeed,
+        precision=precision,
+        decisions=filler.decisions,
     )
-
-
-def _this_machine() -> Platform:
-    from zerotune.platform import detect_platform  # which imports torch, and takes seconds
-
-    return detect_platform()
 
 
 def _without_deepspeed(
@@ -158,7 +1204,8 @@ def _without_host_optimizer(plan: DeepSpeedPlan, log: Log) -> DeepSpeedPlan:
     return attrs.evolve(plan, zero_optimization=None)
 
 
-def _without_inactive_offload(plan: DeepSpeedPlan) -> DeepSpeedPlan:
+def without_inactive_offload(plan: DeepSpeedPlan) -> DeepSpeedPlan:
+    """``plan`` without the sections that offload nothing."""
     zero = plan.zero_optimization
     if zero is None:
         return plan
@@ -169,30 +1216,18 @@ def _without_inactive_offload(plan: DeepSpeedPlan) -> DeepSpeedPlan:
     return attrs.evolve(plan, zero_optimization=zero)
 
 
-def _repaired(plan: DeepSpeedPlan, findings: Iterable[Finding], log: Log) -> DeepSpeedPlan:
-    """``plan`` with what the rules make of it; what they refuse is raised."""
-    findings = tuple(findings)
-    raise_all([finding.as_error() for finding in findings if finding.severity == "error"])
-    for finding in findings:
-        log.decisions.append(finding.as_decision())
-        if finding.after is not UNSET:
-            plan = _put(plan, finding.key.split("."), finding.after)
-    return plan
-
-
-def _put(section: SectionT, path: list[str], value: Any) -> SectionT:
-    """``section`` with the setting at ``path`` changed."""
-    name, *below = path
-    new = _put(getattr(section, name), below, value) if below else value
-    return evolved(section, **{name: new})
-
-
-def _filled(plan: DeepSpeedPlan, filler: Filler, case: Case) -> DeepSpeedPlan:
-    context = case.context
-    batch, why = case.batch
+def _filled_in(plan: DeepSpeedPlan, filler: Filler) -> DeepSpeedPlan:
+    context = filler.case.context
+    batch, why = filler.case.batch
     filler.decisions.extend(why)
-    clipping = _clipping(plan, filler, context.run)
-    bf16, fp16 = fill_precision(plan, filler.precision, filler)
+    norm, reason = clipping(plan, context.run)
+    written = plan.gradient_clipping
+    if written is None or isinstance(written, str):
+        filler.decide(CLIPPING, written, norm, reason)
+    else:
+        stands = "number stands before that of the run"
+        overruled(filler, CLIPPING, context.run.gradient_clipping, written, stands)
+    bf16, fp16 = fill_precision(plan, filler)
     zero, aio = None if context.uses_deepspeed else plan.zero_optimization, None
     if context.uses_deepspeed:
         zero = fill_zero(plan.zero_optimization or ZeroSection(), filler, plan.aio)
@@ -204,7 +1239,7 @@ def _filled(plan: DeepSpeedPlan, filler: Filler, case: Case) -> DeepSpeedPlan:
     plan = evolved(
         plan,
         **{TRAIN: batch.train, MICRO: batch.micro, ACCUMULATION: batch.accumulation},
-        gradient_clipping=clipping,
+        gradient_clipping=norm,
         bf16=bf16,
         fp16=fp16,
         zero_optimization=zero,
@@ -216,28 +1251,11 @@ def _filled(plan: DeepSpeedPlan, filler: Filler, case: Case) -> DeepSpeedPlan:
     for name in ("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"):
         if getattr(plan, name) == AUTO:
             plan = filler.drop(plan, "", name, "follows from the optimizer")
-    _refuse_automatic(plan)
-    return plan
-
-
-def _refuse_automatic(plan: DeepSpeedPlan) -> None:
-    left = attrs.evolve(plan, optimizer=None, scheduler=None).to_dict()
-    for path in automatic_paths(left):
+    for path in automatic_paths(attrs.evolve(plan, optimizer=None, scheduler=None).to_dict()):
         raise UnresolvedPlanError(
             "zerotune does not fill in this key", key=path, value=AUTO, fix="write a value"
         )
-
-
-def _clipping(plan: DeepSpeedPlan, filler: Filler, run: RunFacts) -> float:
-    key = "gradient_clipping"
-    written = plan.gradient_clipping
-    norm, reason = clipping(plan, run)
-    if written is None or isinstance(written, str):
-        filler.decide(key, written, norm, reason)
-    else:
-        stands = "number stands before that of the run"
-        overruled(filler, key, run.gradient_clipping, written, stands)
-    return norm
+    return plan
 
 
 # -- The dict DeepSpeed receives.
@@ -274,9 +1292,6 @@ def render(resolved: ResolvedPlan, *, folders: bool = True) -> dict[str, Any]:
     Args:
         resolved: The plan.
         folders: ``False`` leaves the swap folders out and does not ask for them.
-
-    Raises:
-        UnresolvedPlanError: Something is still ``"auto"`` or missing.
     """
     config = written(resolved)
     _render_folders(resolved, config, folders=folders)
@@ -285,7 +1300,9 @@ def render(resolved: ResolvedPlan, *, folders: bool = True) -> dict[str, Any]:
             "is still automatic in the rendered configuration",
             key=path,
             value=AUTO,
-            fix=_fix_for(path),
+            fix="settle it with zerotune.optim.OptimizerResolver().apply(resolved_plan)"
+            if path.startswith(("optimizer", "scheduler"))
+            else "write a value; zerotune does not fill in this key",
         )
     return config
 
@@ -365,9 +1382,3 @@ def _render_folders(resolved: ResolvedPlan, config: dict[str, Any], *, folders: 
                 key=f"zero_optimization.offload_{part}.nvme_path",
                 fix="write a path, or use zerotune.offload.OffloadManager, which leases one",
             )
-
-
-def _fix_for(path: str) -> str:
-    if path.startswith(("optimizer", "scheduler")):
-        return "settle it with zerotune.optim.OptimizerResolver().apply(resolved_plan)"
-    return "write a value; zerotune does not fill in this key"

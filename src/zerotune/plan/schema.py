@@ -13,11 +13,12 @@ import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from importlib.resources import files
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import attrs
 
 from zerotune._util.text import as_number, did_you_mean
+from zerotune.decisions import Decision
 from zerotune.plan.model import is_auto, join
 
 HANDLING: Final = "x-zerotune"
@@ -136,16 +137,14 @@ def passed_schema() -> Mapping[str, Any]:
     return properties
 
 
-class Fault(NamedTuple):
-    """One value that a schema refuses."""
-
-    path: str
-    value: Any
-    reason: str
-    fix: str
+_REFUSED: Final = "DeepSpeed refuses this value"
 
 
-def faults(value: Any, schema: Mapping[str, Any], path: str) -> list[Fault]:
+def _fault(path: str, value: Any, fix: str, reason: str = _REFUSED) -> Decision:
+    return Decision(key=path, before=value, after=value, reason=reason, fix=fix, severity="error")
+
+
+def faults(value: Any, schema: Mapping[str, Any], path: str) -> list[Decision]:
     """Everything in ``value`` that DeepSpeed would refuse; empty: it takes it."""
     branches = schema.get("anyOf")
     if branches is None:
@@ -154,10 +153,10 @@ def faults(value: Any, schema: Mapping[str, Any], path: str) -> list[Fault]:
     if [] in found:
         return []
     if isinstance(value, Mapping):
-        inside = [each for each in found if all(fault.path != path for fault in each)]
+        inside = [each for each in found if all(fault.key != path for fault in each)]
         if inside:
             return inside[0]
-    return [Fault(path, value, "DeepSpeed refuses this value", f"write {_words(schema)}")]
+    return [_fault(path, value, f"write {_words(schema)}")]
 
 
 def _bounds(schema: Mapping[str, Any]) -> dict[str, Any]:
@@ -175,7 +174,7 @@ _TRUTHS: Final = frozenset(
 )
 
 
-def _faults(value: Any, schema: Mapping[str, Any], path: str) -> Iterator[Fault]:
+def _faults(value: Any, schema: Mapping[str, Any], path: str) -> Iterator[Decision]:
     if "const" in schema:
         allowed = value == schema["const"] or (schema["const"] == "auto" and is_auto(value))
     elif "enum" in schema:
@@ -188,17 +187,16 @@ def _faults(value: Any, schema: Mapping[str, Any], path: str) -> Iterator[Fault]
     else:
         allowed = True
     if not allowed:
-        reason = "DeepSpeed refuses this value"
-        yield Fault(path, value, reason, f"write {_words(schema)}")
+        yield _fault(path, value, f"write {_words(schema)}")
         return
     number = as_number(int(value) if isinstance(value, bool) else value)
     for keyword, (_, within) in _COMPARED.items():
         if keyword in schema and number is not None and not within(number, schema[keyword]):
-            yield Fault(path, value, "is out of DeepSpeed's range", f"write {_words(schema)}")
+            yield _fault(path, value, f"write {_words(schema)}", "is out of DeepSpeed's range")
     yield from _faults_inside(value, schema, path)
 
 
-def _faults_inside(value: Any, schema: Mapping[str, Any], path: str) -> Iterator[Fault]:
+def _faults_inside(value: Any, schema: Mapping[str, Any], path: str) -> Iterator[Decision]:
     if isinstance(value, list | tuple) and "items" in schema:
         for index, item in enumerate(value):
             yield from faults(item, schema["items"], f"{path}[{index}]")
@@ -211,7 +209,7 @@ def _faults_inside(value: Any, schema: Mapping[str, Any], path: str) -> Iterator
         elif schema.get("additionalProperties") is False:
             guesses = " or ".join(map(repr, did_you_mean(name, sorted(known), count=2)))
             fix = f"did you mean {guesses}?" if guesses else "remove it"
-            yield Fault(join(path, name), item, "DeepSpeed does not know this key here", fix)
+            yield _fault(join(path, name), item, fix, "DeepSpeed does not know this key here")
 
 
 def _is_of_type(value: Any, kind: str) -> bool:
@@ -231,7 +229,7 @@ def _is_of_type(value: Any, kind: str) -> bool:
     return isinstance(value, types[kind])
 
 
-_NAMES: Final = {
+_TYPE_WORDS: Final = {
     "boolean": "true or false",
     "integer": "an integer",
     "number": "a number",
@@ -253,5 +251,5 @@ def _words(schema: Mapping[str, Any]) -> str:
     written = schema.get("type", ())
     types = [written] if isinstance(written, str) else written
     bounds = [f"{words} {schema[key]}" for key, (words, _) in _COMPARED.items() if key in schema]
-    names = " or ".join(_NAMES[each] for each in types) or "something else"
+    names = " or ".join(_TYPE_WORDS[each] for each in types) or "something else"
     return f"{names} of {' and '.join(bounds)}" if bounds else names

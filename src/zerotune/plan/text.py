@@ -12,9 +12,9 @@ from typing_extensions import override
 from zerotune._util.palette import ROOM, component_colours
 from zerotune._util.table import Block, Line, Page, Table, plain_value
 from zerotune._util.text import common_unit, counted, format_size
+from zerotune.decisions import Decision, worst_first
 from zerotune.errors import UNSET
 from zerotune.plan.advise import Advice, Budget, Candidate, machine_needs
-from zerotune.plan.fill import DEEPSPEED_DEFAULT
 from zerotune.plan.memory.estimate import (
     PHASES,
     PLACES,
@@ -26,12 +26,11 @@ from zerotune.plan.memory.estimate import (
 )
 from zerotune.plan.memory.time import swap_traffic
 from zerotune.plan.model import Context, DeepSpeedPlan, ResolvedPlan
+from zerotune.plan.resolve import DEEPSPEED_DEFAULT
 from zerotune.plan.rules import check_plan
 
 if TYPE_CHECKING:
-    from zerotune.decisions import Decision
     from zerotune.plan.memory.time import StepTime
-    from zerotune.plan.rules import Finding
     from zerotune.platform import Platform
 
 
@@ -122,7 +121,7 @@ def _decision_lines(decisions: Iterable[Decision]) -> Iterator[Block]:
         yield Table(rows=tuple((one.key, str(one.after)) for one in defaults))
 
 
-def _finding_lines(findings: Iterable[Finding]) -> Iterator[Line]:
+def _finding_lines(findings: Iterable[Decision]) -> Iterator[Line]:
     every = tuple(findings)
     if every:
         yield Line("findings:", style="title")
@@ -131,13 +130,15 @@ def _finding_lines(findings: Iterable[Finding]) -> Iterator[Line]:
         yield Line(text, indent=2, mark=f"[{one.severity}]", style=one.severity)
 
 
-_DECISION: Final = ("severity", "key", "before", "after", "reason")
-_FINDING: Final = ("severity", "rule", "key", "value", "reason", "fix")
+_DECISION: Final = {name: name for name in ("severity", "key", "before", "after")} | {
+    "reason": "why"
+}
+_FINDING: Final = {name: name for name in ("severity", "rule", "key", "value", "reason", "fix")}
 
 
-def _records(records: Iterable[object], names: Sequence[str]) -> list[dict[str, Any]]:
-    """The named attributes of each record as plain data."""
-    values = [{name: getattr(one, name) for name in names} for one in records]
+def _records(records: Iterable[Decision], names: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Attributes of each record as plain data, by the names that they have there."""
+    values = [{name: getattr(one, names[name]) for name in names} for one in records]
     return [
         {name: None if value is UNSET else plain_value(value) for name, value in one.items()}
         for one in values
@@ -151,7 +152,7 @@ def shown_and_defaults(
     every = [decision for decision in decisions if decision.told]
     shown = [decision for decision in every if decision.reason != DEEPSPEED_DEFAULT]
     defaults = [decision for decision in every if decision.reason == DEEPSPEED_DEFAULT]
-    return sorted(shown, key=lambda decision: decision.severity != "warning"), defaults
+    return worst_first(shown), defaults
 
 
 def _plan_rows(plan: DeepSpeedPlan) -> list[Setting]:

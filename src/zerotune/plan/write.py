@@ -14,7 +14,7 @@ import attrs
 
 from zerotune._util.files import sync, write_atomically
 from zerotune._util.text import as_number, is_integer, is_number
-from zerotune.decisions import Decision, Severity
+from zerotune.decisions import Decision, Log
 from zerotune.errors import InvalidValueError, PlanFileError, PlanSyntaxError
 from zerotune.plan.accelerate import (
     FILE,
@@ -222,18 +222,18 @@ def format_of(path: Path) -> str:
 def deepspeed_document(plan: DeepSpeedPlan, *, lossy: Collection[str] = ()) -> PlanDocument:
     """DeepSpeed's own JSON; what a launcher's file says of training is said in its words."""
     where = "DeepSpeed's own configuration"
-    decisions: list[Decision] = []
-    plan = _settled_inside(plan, where, decisions)
-    plan = _precision_inside(plan, f"{where} says it itself", decisions)
+    log = Log()
+    plan = _settled_inside(plan, where, log)
+    plan = _precision_inside(plan, f"{where} says it itself", log)
     launched, config = _launch_settings(plan), plan.to_dict()
     if INIT_FLAG in launched and not _says_nothing(plan, INIT_FLAG, launched[INIT_FLAG]):
         flag = config[INIT_FLAG] = launched.pop(INIT_FLAG)
         if not flag:  # True is accelerate's default at stage 3.
             reason = "accelerate does not read it in this file: launch with --zero3_init_flag false"
-            decisions.append(_launch_decision(INIT_FLAG, flag, flag, reason, "warning"))
+            log.decide(f"launch.{INIT_FLAG}", flag, flag, reason, "warning")
     text = _json(config, indent=2)
-    decisions += _dropped(plan, launched, f"{where} has no place for it", lossy)
-    return PlanDocument(format="deepspeed", text=text, decisions=decisions)
+    _drop(plan, launched, f"{where} has no place for it", lossy, log)
+    return PlanDocument(format="deepspeed", text=text, decisions=log.decisions)
 
 
 # -- What a format has no place for.
@@ -296,10 +296,10 @@ def _launch_settings(plan: DeepSpeedPlan) -> dict[str, Any]:
     return {key: value for key, value in launched.items() if key not in _WHERE_READ}
 
 
-def _dropped(
-    plan: DeepSpeedPlan, left: Mapping[str, Any], why: str, lossy: Collection[str]
-) -> list[Decision]:
-    """One decision for each setting that is left over; what says something must be in ``lossy``."""
+def _drop(
+    plan: DeepSpeedPlan, left: Mapping[str, Any], why: str, lossy: Collection[str], log: Log
+) -> None:
+    """Record each setting that is left over; what says something must be in ``lossy``."""
     parts = (plan.train_micro_batch_size_per_gpu, plan.gradient_accumulation_steps)
     shares = is_integer(plan.train_batch_size) and not all(map(is_integer, parts))
     # Needed to solve the batch sizes that are written.
@@ -321,13 +321,14 @@ def _dropped(
             fix=f"{keep}say that it may be lost: --lossy {names} on the command line,"
             f" lossy={names.split(',')} in Python",
         )
-    started = "it says how processes are started, not what they train: tell the launcher"
-    dropped = [_launch_decision(key, value, None, why, "warning") for key, value in lost.items()]
-    dropped += [_launch_decision(key, left[key], None, started) for key in starts]
+    for key, value in lost.items():
+        log.decide(f"launch.{key}", value, None, why, "warning")
+    for key in starts:
+        started = "it says how processes are started, not what they train: tell the launcher"
+        log.decide(f"launch.{key}", left[key], None, started)
     if unsaid:
         reason = "dropped: these are the launcher's defaults"
-        dropped.append(Decision(key="launch", before=", ".join(unsaid), after=None, reason=reason))
-    return dropped
+        log.decide("launch", ", ".join(unsaid), None, reason)
 
 
 def _says_nothing(plan: DeepSpeedPlan, key: str, value: Any) -> bool:
@@ -345,15 +346,13 @@ def _says_nothing(plan: DeepSpeedPlan, key: str, value: Any) -> bool:
 # -- What stands beside a configuration, said inside it.
 
 
-def _settled_inside(plan: DeepSpeedPlan, where: str, decisions: list[Decision]) -> DeepSpeedPlan:
+def _settled_inside(plan: DeepSpeedPlan, where: str, log: Log) -> DeepSpeedPlan:
     for settle in (_batch_settings_inside, _swap_folders_inside, _automatic_precision_inside):
-        plan = settle(plan, where, decisions)
+        plan = settle(plan, where, log)
     return plan
 
 
-def _batch_settings_inside(
-    plan: DeepSpeedPlan, where: str, decisions: list[Decision]
-) -> DeepSpeedPlan:
+def _batch_settings_inside(plan: DeepSpeedPlan, where: str, log: Log) -> DeepSpeedPlan:
     """Move what a trainer's file says beside its configuration into the configuration."""
     for key in ("gradient_accumulation_steps", "gradient_clipping"):
         launched = getattr(plan.launch, key) if plan.launch else None
@@ -370,13 +369,11 @@ def _batch_settings_inside(
             reason = f"{where} has one place for it; written as {key}"
         else:
             reason = f"{where} has one place for it, and {key} = {written} stands before it"
-        decisions.append(_launch_decision(key, launched, after, reason))
+        log.decide(f"launch.{key}", launched, after, reason)
     return plan
 
 
-def _swap_folders_inside(
-    plan: DeepSpeedPlan, where: str, decisions: list[Decision]
-) -> DeepSpeedPlan:
+def _swap_folders_inside(plan: DeepSpeedPlan, where: str, log: Log) -> DeepSpeedPlan:
     """Write a trainer's swap folders as ``nvme_path``, before which they stand."""
     launch = plan.launch
     if launch is None:
@@ -394,19 +391,17 @@ def _swap_folders_inside(
         plan = evolved(plan, zero_optimization=evolved(zero, **{f"offload_{part}": inside}))
         reason = f"{where} calls it nvme_path"
         path = f"zero_optimization.offload_{part}.nvme_path"
-        decisions.append(Decision(key=path, before=section.nvme_path, after=folder, reason=reason))
+        log.decide(path, section.nvme_path, folder, reason)
     for name in ("offload_param_path", "offload_optimizer_path"):
         written = getattr(launch, name)
         if written is not None:
             reason = f"{where} names swap folders where something is swapped, and only there"
-            decisions.append(_launch_decision(name, written, None, reason))
+            log.decide(f"launch.{name}", written, None, reason)
     bare = evolved(launch, offload_param_path=None, offload_optimizer_path=None)
     return evolved(plan, launch=bare)
 
 
-def _automatic_precision_inside(
-    plan: DeepSpeedPlan, where: str, decisions: list[Decision]
-) -> DeepSpeedPlan:
+def _automatic_precision_inside(plan: DeepSpeedPlan, where: str, log: Log) -> DeepSpeedPlan:
     launch = plan.launch
     if launch is None or launch.mixed_precision != AUTO:
         return plan
@@ -417,11 +412,11 @@ def _automatic_precision_inside(
     if bf16 is None and fp16 not in (True, AUTO):
         plan = evolved(plan, bf16=evolved(plan.bf16 or Bf16Section(), enabled=AUTO))
         reason += '; bf16.enabled = "auto" leaves it open for zerotune, and is fp32 in accelerate'
-    decisions.append(_launch_decision("mixed_precision", AUTO, None, reason, "warning"))
+    log.decide("launch.mixed_precision", AUTO, None, reason, "warning")
     return plan
 
 
-def _precision_inside(plan: DeepSpeedPlan, why: str, decisions: list[Decision]) -> DeepSpeedPlan:
+def _precision_inside(plan: DeepSpeedPlan, why: str, log: Log) -> DeepSpeedPlan:
     """Settle the precision in the configuration; one that DeepSpeed lacks stays beside it."""
     launch = plan.launch
     asked = launch.mixed_precision if launch else None
@@ -437,27 +432,19 @@ def _precision_inside(plan: DeepSpeedPlan, why: str, decisions: list[Decision]) 
     plan = evolved(plan, launch=attrs.evolve(launch, mixed_precision=None))
     if written.get(asked) is True:
         reason = f"{why}; the configuration's own {asked}.enabled says the same"
-        decisions.append(_launch_decision("mixed_precision", asked, None, reason))
+        log.decide("launch.mixed_precision", asked, None, reason)
         return plan
     if stands:
         reason = f"{why}, and the configuration's own precision stands before it"
-        decisions.append(_launch_decision("mixed_precision", asked, None, reason, "warning"))
+        log.decide("launch.mixed_precision", asked, None, reason, "warning")
         return plan
     for name, beside in (("bf16", Bf16Section()), ("fp16", FP16_BESIDE)):
         if name == asked or written[name] == AUTO:
             section = getattr(plan, name) or beside
             plan = evolved(plan, **{name: evolved(section, enabled=name == asked)})
     reason = f"{why}; the configuration's own bf16 and fp16 say the same"
-    decisions.append(_launch_decision("mixed_precision", asked, None, reason))
+    log.decide("launch.mixed_precision", asked, None, reason)
     return plan
-
-
-def _launch_decision(
-    key: str, before: Any, after: Any, reason: str, severity: Severity = "note"
-) -> Decision:
-    return Decision(
-        key=f"launch.{key}", before=before, after=after, reason=reason, severity=severity
-    )
 
 
 def _write_with_backup(path: Path, text: str) -> Path | None:
@@ -499,15 +486,15 @@ def accelerate_document(plan: DeepSpeedPlan, *, lossy: Collection[str] = ()) -> 
     CPU, accumulation, clipping above 0, saving 16-bit weights. The paths of NVMe folders are
     not among them, because ``accelerate launch`` loses those.
     """
-    decisions: list[Decision] = []
-    plan = _settled_inside(plan, "accelerate", decisions)
+    log = Log()
+    plan = _settled_inside(plan, "accelerate", log)
     without = _without_deepspeed(plan)
     block = {} if without else _as_block(plan)
     refused: dict[str, Any] = {}
     content: dict[str, Any] = {"distributed_type": without or "DEEPSPEED"}
     launched = plan.launch.to_dict() if plan.launch else {}
     if block is None:
-        plan = _precision_inside(plan, f"accelerate refuses it beside a {FILE}", decisions)
+        plan = _precision_inside(plan, f"accelerate refuses it beside a {FILE}", log)
         block = {FILE: _config_text(plan)}
         refuse_long_yaml(block[FILE], key=f"deepspeed_config.{FILE}")
         launched = plan.launch.to_dict() if plan.launch else {}
@@ -518,7 +505,7 @@ def accelerate_document(plan: DeepSpeedPlan, *, lossy: Collection[str] = ()) -> 
         if open_keys:
             reason = "accelerate's own keys leave to the script what is not written"
             reason = f"{reason}: {', '.join(open_keys)}"
-            decisions.append(Decision(key=open_keys[0], before=None, after=AUTO, reason=reason))
+            log.decide(open_keys[0], None, AUTO, reason)
     for key, value in launched.items():
         if key in _WHERE_READ:
             continue
@@ -528,9 +515,9 @@ def accelerate_document(plan: DeepSpeedPlan, *, lossy: Collection[str] = ()) -> 
             content[key] = "no" if (key, value) == ("mixed_precision", "fp32") else value
         else:
             refused[key] = value
-    decisions += _dropped(plan, refused, "accelerate refuses it there", lossy)
+    _drop(plan, refused, "accelerate refuses it there", lossy, log)
     content["deepspeed_config"] = block
-    return PlanDocument(format="accelerate", text=_yaml(content), decisions=decisions)
+    return PlanDocument(format="accelerate", text=_yaml(content), decisions=log.decisions)
 
 
 def _without_deepspeed(plan: DeepSpeedPlan) -> str | None:
@@ -666,7 +653,7 @@ def trainer_document(
     The settings beside it that a plan knows (precision, accumulation, clipping) are changed only
     where the plan says something else.
     """
-    decisions: list[Decision] = []
+    log = Log()
     text = None if existing is None else read_text(existing)
     before, sentences = ({}, []) if text is None else parse_json(text, source=str(existing))
     if not isinstance(before, Mapping):
@@ -679,18 +666,14 @@ def trainer_document(
     wrapper = wrapper_of(content) or _WRAPPER
     beside = _put_config(plan, content, wrapper, existing)
     dashes = wrapper[: len(wrapper) - len(undashed(wrapper))]
-    left = _put_launch(plan, content, dashes, decisions)
-    decisions += _dropped(plan, left, "a trainer's file has no place for it", lossy)
+    left = _put_launch(plan, content, dashes, log)
+    _drop(plan, left, "a trainer's file has no place for it", lossy, log)
     if text is None or content != before:
         text = _json(content, indent=2)
         if sentences:
             lost, reason = "; ".join(sentences), "JSON cannot hold it, so it is only in the .bak"
-            decisions.append(
-                Decision(
-                    key=str(existing), before=lost, after=None, reason=reason, severity="warning"
-                )
-            )
-    return PlanDocument(format="trainer", text=text, decisions=decisions, beside=beside)
+            log.decide(str(existing), lost, None, reason, "warning")
+    return PlanDocument(format="trainer", text=text, decisions=log.decisions, beside=beside)
 
 
 def _put_config(
@@ -718,7 +701,7 @@ def _put_config(
 
 
 def _put_launch(
-    plan: DeepSpeedPlan, content: dict[str, Any], dashes: str, decisions: list[Decision]
+    plan: DeepSpeedPlan, content: dict[str, Any], dashes: str, log: Log
 ) -> dict[str, Any]:
     """Put the launch settings where ``content`` has them; return those without a place."""
     launched = _launch_settings(plan)
@@ -726,7 +709,7 @@ def _put_launch(
     micro, reason = plan.train_micro_batch_size_per_gpu, "the plan says so"
     for key in [key for key in content if undashed(key) in MICRO_KEYS]:
         if is_integer(micro) and as_number(content[key]) != micro:
-            decisions.append(Decision(key=key, before=content[key], after=micro, reason=reason))
+            log.decide(key, content[key], micro, reason)
             content[key] = micro
     for setting, new_key in _NEW_KEYS.items():
         if setting not in launched:
@@ -738,7 +721,7 @@ def _put_launch(
             if content.get(key) == value and type(content.get(key)) is type(value):
                 continue
             if key in content:
-                decisions.append(Decision(key=key, before=content[key], after=value, reason=reason))
+                log.decide(key, content[key], value, reason)
             content[key] = value
     return launched
 

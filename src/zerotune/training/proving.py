@@ -44,8 +44,8 @@ from zerotune.diffusion.activations import ActivationOffload, StreamTransfers
 from zerotune.ema import EMAShadow
 from zerotune.errors import ZeroTuneError
 from zerotune.optim import OptimizerResolver
-from zerotune.plan.fill import pins_natively
 from zerotune.plan.model import DeepSpeedPlan, ModelFacts
+from zerotune.plan.resolve import pins_natively
 from zerotune.platform import Platform, detect_platform
 from zerotune.platform.facts import DEEPSPEED_NAMES
 

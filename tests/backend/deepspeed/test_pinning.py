@@ -14,8 +14,8 @@ import torch
 from tests.support.ranks import ranks, run_ranks
 from zerotune.backend.deepspeed import pinning
 from zerotune.plan import DeepSpeedPlan, ModelFacts
-from zerotune.plan.fill import SETTING, pins_exactly, pins_natively
 from zerotune.plan.memory.estimate import Workload
+from zerotune.plan.resolve import SETTING, pins_exactly, pins_natively
 from zerotune.platform import GIB, HostMemory, Platform, detect_platform
 
 

@@ -17,8 +17,8 @@ from zerotune._util.text import format_size
 from zerotune.backend.ops import building
 from zerotune.backend.proof import why_unproven
 from zerotune.decisions import Decision
-from zerotune.plan.fill import ROUNDING, SETTING, THRESHOLD, pins_natively
 from zerotune.plan.model import ResolvedPlan, pins
+from zerotune.plan.resolve import ROUNDING, SETTING, THRESHOLD, pins_natively
 from zerotune.platform.detect import MachineProbe, first_line, host_memory
 
 PINNING_KEY: Final = f"torch.{SETTING}"

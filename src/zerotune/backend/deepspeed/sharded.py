@@ -36,8 +36,8 @@ from zerotune.backend.step.adams import SlabStep
 from zerotune.backend.stored import make_room, stored_weight, waiting
 from zerotune.decisions import Decision
 from zerotune.errors import EngineError
-from zerotune.plan.fill import LEAF_CLASSES, LEAF_MODULE
 from zerotune.plan.model import ResolvedPlan
+from zerotune.plan.resolve import LEAF_CLASSES, LEAF_MODULE
 from zerotune.platform import detect_platform
 
 _STAGE_3: Final = "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3"

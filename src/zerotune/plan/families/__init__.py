@@ -107,17 +107,12 @@ def facts_from_json(data: Mapping[str, Any]) -> ModelFacts:
         activations=ActivationFacts(
             **{kind: ActivationCost(**cost) for kind, cost in costs.items() if cost is not None}
         ),
-        arithmetic=_arithmetic(work),
+        arithmetic=ArithmeticFacts(
+            **{kind: PassWork(**one) for kind, one in work.items() if one is not None}
+        ),
         blocks=tuple(BlockFacts(**block) for block in data["blocks"]),
         frames_per_latent=data.get("frames_per_latent"),
     )
-
-
-def _arithmetic(work: Mapping[str, Mapping[str, float] | None]) -> ArithmeticFacts:
-    passes = {
-        kind: PassWork(**dict[str, Any](one)) for kind, one in work.items() if one is not None
-    }
-    return ArithmeticFacts(**passes)
 
 
 def family(name: str) -> ModelFacts:
@@ -169,15 +164,3 @@ def _facts_of(model: ModelFacts | str | object) -> ModelFacts:
         fix="pass ModelFacts, a module, or the name of a family such as 'sdxl'; for a diffusers"
         " configuration use zerotune.model_facts",
     )
-
-
-__all__ = [
-    "ModelFamily",
-    "as_facts",
-    "facts_from_json",
-    "facts_to_json",
-    "family",
-    "family_names",
-    "family_of",
-    "model_family",
-]

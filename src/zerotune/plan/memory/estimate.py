@@ -16,10 +16,8 @@ from typing_extensions import override
 from zerotune._util.table import Page, Readable
 from zerotune._util.text import is_integer
 from zerotune.errors import InvalidValueError, UnresolvedPlanError
-from zerotune.optimizers.catalogue import entry_of
-from zerotune.optimizers.entries import ADAM
+from zerotune.optimizers.catalogue import ADAM, entry_of
 from zerotune.plan.families import as_facts, model_family
-from zerotune.plan.fill import Swapping, pins_exactly, pins_natively, sub_groups
 from zerotune.plan.model import (
     AioSection,
     Context,
@@ -30,7 +28,8 @@ from zerotune.plan.model import (
     ZeroSection,
     pins,
 )
-from zerotune.plan.resolve import resolve
+from zerotune.plan.resolve import AIO_BLOCK, Swapping, pins_exactly, pins_natively, sub_groups
+from zerotune.plan.rules import resolve
 
 if TYPE_CHECKING:
     from zerotune.plan.memory.time import Rates, StepTime, SwapTraffic
@@ -682,9 +681,6 @@ def _share_of(case: Costing, precision: str) -> str:
 # ``parameter_offload.py``, ``runtime/swap_tensor``) and measured on the CPU accelerator.
 
 
-_AIO_BLOCK = 1024**2
-
-
 def stage_3(case: Costing, zero: ZeroSection, aio: AioSection | None) -> Iterator[MemoryItem]:
     """Everything is partitioned; parameters and optimizer may lie in host memory or in files."""
     yield from _weights(case, zero, aio)
@@ -746,7 +742,7 @@ def _weights(case: Costing, zero: ZeroSection, aio: AioSection | None) -> Iterat
 def _weights_in_files(
     case: Costing, section: OffloadSection, aio: AioSection | None
 ) -> Iterator[MemoryItem]:
-    block = aio.block_size if aio is not None and isinstance(aio.block_size, int) else _AIO_BLOCK
+    block = aio.block_size if aio is not None and isinstance(aio.block_size, int) else AIO_BLOCK
     swapping = Swapping(
         model=case.model, world_size=case.ranks, element_bytes=case.element, block_bytes=block
     )
@@ -909,9 +905,6 @@ def estimate_resolved(resolved: ResolvedPlan, workload: Workload) -> MemoryEstim
     Args:
         resolved: A plan that was resolved with its model.
         workload: Batch, resolution and what runs beside the optimizer.
-
-    Raises:
-        UnresolvedPlanError: The plan was resolved without a model.
     """
     model = resolved.model
     if model is None:
@@ -946,9 +939,6 @@ def sample_size(
         facts: Of the model.
         resolution: Side in pixels, or height and width.
         frames: Of a clip.
-
-    Raises:
-        InvalidValueError: A size that cannot be, or frames of a model of images.
     """
     if isinstance(model, str):
         known = model_family(model)
@@ -968,11 +958,7 @@ def sample_size(
 
 
 def sides(resolution: int | tuple[int, int] | None) -> tuple[int | None, int | None]:
-    """Height and width in pixels of a resolution as people write it.
-
-    Raises:
-        InvalidValueError: Neither a side nor a pair of sides of at least 8 pixels.
-    """
+    """Height and width in pixels of a resolution as people write it."""
     if resolution is None:
         return None, None
     pair: Any = (resolution, resolution) if isinstance(resolution, int) else resolution

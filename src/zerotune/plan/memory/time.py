@@ -33,7 +33,7 @@ def _check_rate(_instance: object, attribute: Any, value: Any) -> None:
         )  # fmt: skip
 
 
-def _rate() -> Any:
+def _rate_field() -> Any:
     return attrs.field(validator=_check_rate)
 
 
@@ -41,47 +41,47 @@ def _rate() -> Any:
 class Rates:
     """What a machine reaches, per second; of one process that has the machine for itself."""
 
-    products: float = _rate()
+    products: float = _rate_field()
     """Floating-point operations of matrix products in bf16 or fp16, forward and backward; a product
     and a sum are two."""
-    products_fp32: float = _rate()
+    products_fp32: float = _rate_field()
     """The same in fp32."""
-    convolutions: float = _rate()
+    convolutions: float = _rate_field()
     """Floating-point operations of convolutions in bf16 or fp16."""
-    convolutions_fp32: float = _rate()
+    convolutions_fp32: float = _rate_field()
     """The same in fp32."""
-    attention: float = _rate()
+    attention: float = _rate_field()
     """Floating-point operations of attention in bf16 or fp16."""
-    attention_fp32: float = _rate()
+    attention_fp32: float = _rate_field()
     """The same in fp32."""
-    product_calls: float = _rate()
+    product_calls: float = _rate_field()
     """Matrix products of next to no size in bf16 or fp16, one after another."""
-    product_calls_fp32: float = _rate()
+    product_calls_fp32: float = _rate_field()
     """The same in fp32."""
-    attention_calls: float = _rate()
+    attention_calls: float = _rate_field()
     """Attention of next to no size in bf16 or fp16, passes of both ways together."""
-    attention_calls_fp32: float = _rate()
+    attention_calls_fp32: float = _rate_field()
     """The same in fp32."""
-    device_memory: float = _rate()
+    device_memory: float = _rate_field()
     """Bytes that norms, activations and sums in bf16 or fp16 read and write on the device. Less
     than in fp32 where a processor works element by element."""
-    device_memory_fp32: float = _rate()
+    device_memory_fp32: float = _rate_field()
     """The same in fp32."""
-    to_host: float = _rate()
+    to_host: float = _rate_field()
     """Bytes from the device to page-locked memory."""
-    to_device: float = _rate()
+    to_device: float = _rate_field()
     """Bytes the other way."""
-    host_memory: float = _rate()
+    host_memory: float = _rate_field()
     """Bytes that a copy in host memory reads and writes."""
-    new_memory: float = _rate()
+    new_memory: float = _rate_field()
     """Bytes of host memory written for the first time since it was allocated."""
-    operators: float = _rate()
+    operators: float = _rate_field()
     """Operators that are begun, one after another; products and attention are not among them."""
-    host_step: float = _rate()
+    host_step: float = _rate_field()
     """Bytes that an optimizer in host memory reads and writes."""
-    disk_read: float = _rate()
+    disk_read: float = _rate_field()
     """Bytes from swap files."""
-    disk_write: float = _rate()
+    disk_write: float = _rate_field()
     """Bytes to swap files."""
     measured: frozenset[str] = frozenset()
     """Names of those that were measured on this machine; the others are catalogued."""
@@ -243,7 +243,7 @@ def known_rates(platform: Platform, *, file: Path | None = None) -> Rates:
         file: Where measured rates are; ``rates_file()`` by default.
     """
     rates, key = catalogued_rates(platform), hardware_key(platform)
-    found = _stored(file or rates_file()).get(key)
+    found = _stored_rates(file or rates_file()).get(key)
     if not isinstance(found, Mapping):
         return rates
     usable = {name: found[name] for name in RATE_NAMES if _is_rate(found.get(name))}
@@ -267,12 +267,12 @@ def store_rates(
 
     path = file or rates_file()
     path.parent.mkdir(parents=True, exist_ok=True)
-    stored = dict(_stored(path)) | {hardware_key(platform): dict(found)}
+    stored = dict(_stored_rates(path)) | {hardware_key(platform): dict(found)}
     write_atomically(path, json.dumps(stored, indent=1, sort_keys=True).encode())
     return path
 
 
-def _stored(path: Path) -> Mapping[str, Any]:
+def _stored_rates(path: Path) -> Mapping[str, Any]:
     try:
         found = json_of(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -412,15 +412,14 @@ def step_traffic(estimate: MemoryEstimate) -> StepTraffic:
         ema=12 * owned if ema else 0,
         swap=swap,
         chain=0 if one_pass or not on_host else round(_chain(case) * away),
-        on_device=round((_update(case) + _cast(case)) * (stays if on_host else owned)),
+        # Gradients are widened, read for their norm, scaled; weights are cast.
+        on_device=round(
+            (_update(case) + 4 * case.master_bytes + 2 * case.element)
+            * (stays if on_host else owned)
+        ),
         new_in_backward=in_backward,
         new_in_step=in_step,
     )
-
-
-def _cast(case: Costing) -> float:
-    # Gradients are widened, read for their norm, scaled; weights are cast.
-    return 4 * case.master_bytes + 2 * case.element
 
 
 def _chain(case: Costing) -> float:
@@ -607,7 +606,7 @@ def step_time(estimate: MemoryEstimate, rates: Rates) -> StepTime | None:
     if model is None or model.arithmetic is None or work.height is None:
         return None
     case = Costing(resolved=estimate.resolved, model=model, workload=work)
-    parts = [*_passes(case, model.arithmetic, rates), *_moved(case, estimate, rates)]
+    parts = [*_pass_parts(case, model.arithmetic, rates), *_moved(case, estimate, rates)]
     notes = ("what ranks send each other is left out",) if case.ranks > 1 else ()
     kept = tuple(part for part in parts if part.seconds > 0)
     return StepTime(parts=kept, rates=rates, notes=notes, hides=_hides(case))
@@ -621,7 +620,7 @@ def _hides(case: Costing) -> bool:
     return case.may_hide and alone and case.steps_in_one_pass and not in_files and not case.stays
 
 
-def _passes(case: Costing, facts: ArithmeticFacts, rates: Rates) -> Iterator[TimePart]:
+def _pass_parts(case: Costing, facts: ArithmeticFacts, rates: Rates) -> Iterator[TimePart]:
     yield from _computed(case, facts.forward, rates, "forward", "the forward pass")
     yield from _computed(case, facts.backward, rates, "backward", "the backward pass")
     if case.workload.gradient_checkpointing and facts.recomputed is not None:
