@@ -9,7 +9,6 @@ from tests.support.needs import needs
 
 
 @pytest.mark.deepspeed
-@pytest.mark.world_size(2)
 def test_the_second_day_goes_well(tmp_path):
     for module in ("skimage", "sklearn", "transformers"):
         needs(module)

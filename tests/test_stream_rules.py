@@ -8,16 +8,18 @@ from __future__ import annotations
 import _thread
 import contextlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.ranks import run_ranks
 from tests.support.runs import Case, start, unet_loss
 from zerotune.backend.step.pending import Piece, StreamUpload
-from zerotune.backend.streams import RecordedStream, Recorder
+from zerotune.backend.streams import RecordedStream, Recorder, host_name, learn
 from zerotune.diffusion import ActivationOffload
 from zerotune.diffusion.activations import StreamTransfers
 from zerotune.ema import BackgroundEMA, EMAShadow
@@ -27,6 +29,59 @@ from zerotune.training.step import on_device
 pytestmark = pytest.mark.device
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+# -- What a recorder sees of other threads and of the allocator.
+
+
+class InThread(TorchDispatchMode):
+    """A recorder, in another thread than it was entered in."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._recorder.__torch_dispatch__(func, types, args, kwargs)
+
+
+@contextlib.contextmanager
+def threads_of(recorder: Recorder) -> Iterator[None]:
+    """Watch threads that begin inside the block: each knows what its maker knew."""
+    start, join, run = threading.Thread.start, threading.Thread.join, threading.Thread.run
+    begun: dict[threading.Thread, dict[str, int]] = {}
+    ended: dict[threading.Thread, dict[str, int]] = {}
+
+    def started(thread: threading.Thread) -> None:
+        begun[thread] = dict(recorder.clock(host_name()))
+        recorder._tick(host_name())
+        start(thread)
+
+    def running(thread: threading.Thread) -> None:
+        learn(recorder.clock(host_name()), begun.get(thread, {}))
+        with InThread(recorder):
+            run(thread)
+        ended[thread] = dict(recorder.clock(host_name()))
+
+    def joined(thread: threading.Thread, timeout: float | None = None) -> None:
+        join(thread, timeout)
+        if not thread.is_alive():
+            learn(recorder.clock(host_name()), ended.get(thread, {}))
+
+    with mock.patch.multiple(threading.Thread, start=started, join=joined, run=running):
+        yield
+
+
+def busy(recorder: Recorder) -> set[str]:
+    """Streams and threads that have read or written something."""
+    return {name for name, clock in recorder._clocks.items() if clock.get(name)}
+
+
+def keep(recorder: Recorder, tensor: torch.Tensor, stream: RecordedStream) -> None:
+    """``tensor.record_stream(stream)``."""
+    recorder._of(tensor).kept_for.add(stream.name)
+    if recorder.real is not None:
+        torch.ops.aten.record_stream(tensor, stream.real)
 
 
 # -- The recorder itself.
@@ -129,7 +184,7 @@ def test_a_thread_of_autograd_knows_what_its_caller_knows() -> None:
     _thread.start_new_thread(as_autograd, ())
     assert over.acquire(timeout=60)
     assert recorder.faults == []
-    assert recorder.busy == {f"the host's {threading.main_thread().name}"}
+    assert busy(recorder) == {f"the host's {threading.main_thread().name}"}
 
 
 # -- Activations.
@@ -212,7 +267,7 @@ def average(kind: type[BackgroundEMA], recorder: Recorder) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ema = EMAShadow(decay=0.9)
     background = kind(shadow=ema, optimizer=optimizer)
-    with recorder, recorder.threads(), background.attach(model):
+    with recorder, threads_of(recorder), background.attach(model):
         for _ in range(3):
             model(torch.ones(2, 8)).square().mean().backward()
             optimizer.step()
@@ -257,7 +312,7 @@ def gradients(waits: bool, overlap: bool) -> dict[str, Any]:
         setattr(accelerator, name, getattr(recorder, name))
 
     def record_stream(tensor: torch.Tensor, stream: RecordedStream) -> None:
-        recorder.keep(tensor, stream)
+        keep(recorder, tensor, stream)
 
     torch.Tensor.record_stream = record_stream  # type: ignore[method-assign,assignment]
     if DEVICE == "cpu":
@@ -288,7 +343,7 @@ def gradients(waits: bool, overlap: bool) -> dict[str, Any]:
                 slab.grad.mul_(1.0)  # The step does it in C++, which nobody sees.
         engine.step()
     found = {"faults": list(recorder.faults), "waits": passes, "copies": recorder.copies}
-    found["busy"] = recorder.busy
+    found["busy"] = busy(recorder)
     found["parameters"] = sum(1 for _ in engine.module.parameters())
     engine.close()
     return found

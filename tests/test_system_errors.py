@@ -7,8 +7,6 @@ import pytest
 from tests.refused import refused
 from tests.support.ranks import run_ranks
 
-NOTHING_THERE = ("read leases", "read clean", "write metrics")
-
 
 def judged(found):
     """Errors that are not ours, and those that lack the path or a fix."""

@@ -91,7 +91,7 @@ class Decision:
         return f"{self.reason}; {self.fix}" if self.fix else self.reason
 
     @property
-    def told(self) -> bool:
+    def is_shown(self) -> bool:
         """Whether reports show it: what stays as it was is on record only, warnings excepted."""
         return self.severity != "note" or self.before != self.after
 
@@ -113,7 +113,9 @@ class Decision:
         if not self.is_choice and self.before == self.after:
             return str(self.as_error())
         name = "".join(both_names(self.key, self.written))
-        return f"{name}: {_shown(self.before)} -> {_shown(self.after)} ({self.why})"
+        return (
+            f"{name}: {_readable_value(self.before)} -> {_readable_value(self.after)} ({self.why})"
+        )
 
 
 def worst_first(records: Iterable[Decision]) -> list[Decision]:
@@ -121,7 +123,7 @@ def worst_first(records: Iterable[Decision]) -> list[Decision]:
     return sorted(records, key=lambda one: SEVERITIES.index(one.severity))
 
 
-def _shown(value: Any) -> str:
+def _readable_value(value: Any) -> str:
     return "unset" if value is None else shorten(value, _LONGEST_SHOWN)
 
 
@@ -254,4 +256,4 @@ def announce(decisions: Iterable[Decision], *, rank: int | None = None) -> None:
 
 def render_decisions(decisions: Sequence[Decision]) -> str:
     """Decisions as aligned text lines, warnings first."""
-    return "\n".join(f"  [{one.severity}] {one}" for one in worst_first(decisions) if one.told)
+    return "\n".join(f"  [{one.severity}] {one}" for one in worst_first(decisions) if one.is_shown)

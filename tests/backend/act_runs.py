@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import random
 import sys
 import threading
@@ -41,6 +40,7 @@ from tests.backend.acts import (
     Oops,
 )
 from tests.support.ranks import RanksFailed, run_ranks
+from tests.support.runs import build
 from zerotune.errors import ZeroTuneError
 
 State = dict[str, np.ndarray[Any, Any]]
@@ -153,9 +153,7 @@ class Context:
 def begin(kind: Kind, mode: Mode, model: torch.nn.Module) -> Any:
     """The engine of a kind."""
     from zerotune.backend import plain
-    from zerotune.backend.build import build_engine
-    from zerotune.optim.resolver import OptimizerResolver
-    from zerotune.plan.model import DeepSpeedPlan, ModelFacts
+    from zerotune.plan.model import DeepSpeedPlan
 
     plan = DeepSpeedPlan.build(
         stage=kind.stage or 0, offload=kind.offload, micro_batch_size=2, gradient_clipping=0.5,
@@ -165,18 +163,12 @@ def begin(kind: Kind, mode: Mode, model: torch.nn.Module) -> Any:
             "warmup_min_lr": 1e-4, "warmup_max_lr": 4e-3, "warmup_num_steps": 9}},
         **({"stage3_param_persistence_threshold": 20} if kind.stage == 3 else {}),
     )  # fmt: skip
-    resolved = plan.resolve(
-        model=ModelFacts.from_module(model),
-        world_size=int(os.environ.get("WORLD_SIZE", "1")),
-        hidden=mode.hidden,
-        deepspeed=kind.stage is not None,
-        host_step=mode.host_step,
-    )
+    context = {"deepspeed": kind.stage is not None, "host_step": mode.host_step}
     with pytest.MonkeyPatch.context() as patch:
         if kind.apart:
             # The model as on a device: its weights lie elsewhere than those that are stepped.
             patch.setattr(plain, "_has_memory_of_its_own", lambda _: True)
-        return build_engine(model=model, plan=OptimizerResolver().apply(resolved))
+        return build(model, plan, hidden=mode.hidden, **context)
 
 
 @contextmanager

@@ -12,8 +12,7 @@ from hypothesis import given
 
 from tests.support.ranks import ranks
 from tests.support.runs import Case, start
-from zerotune.backend.optimizers import AdamWBF16States
-from zerotune.backend.optimizers.adamw_bf16_states import round_stochastically
+from zerotune.backend.optimizers.adamw_bf16_states import AdamWBF16States, round_stochastically
 
 EVERY = torch.arange(2**16, dtype=torch.int32)
 """Each draw of 16 bits once."""
@@ -171,7 +170,6 @@ def states_of(engine: Any) -> dict[str, tuple[str, list[float]]]:
 )
 @ranks(1)
 def test_moments_carry_over_between_fp32_and_bf16(saved, resumed, tmp_path: Path):
-    """Ten steps under one optimizer and stage, ten more under another; and twenty under one."""
     from zerotune.checkpoint import load_checkpoint, save_checkpoint
 
     with engine_of(*saved) as engine:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +9,11 @@ import pytest
 import torch
 
 from tests.support.ranks import ranks
+from tests.support.runs import build
 from zerotune.backend import plain
-from zerotune.backend.build import build_engine
 from zerotune.checkpoint import load_checkpoint, save_checkpoint
 from zerotune.ema import EMAShadow
 from zerotune.errors import EngineError
-from zerotune.optim.resolver import OptimizerResolver
-from zerotune.plan import ModelFacts
 from zerotune.plan.model import DeepSpeedPlan
 
 pytestmark = pytest.mark.deepspeed
@@ -45,16 +42,11 @@ def begin(
         micro_batch_size=2,
         gradient_clipping=0.5,
         optimizer={"type": optimizer, "params": {"lr": 2e-3, **arguments}},
-    ).resolve(
-        model=ModelFacts.from_module(model),
-        world_size=int(os.environ.get("WORLD_SIZE", "1")),
-        hidden=hidden,
-        deepspeed=stage is not None,
     )
     with pytest.MonkeyPatch.context() as patch:
         # The model as on a device: its weights lie elsewhere than those that are stepped.
         patch.setattr(plain, "_has_memory_of_its_own", lambda _: apart)
-        return build_engine(model=model, plan=OptimizerResolver().apply(plan))
+        return build(model, plan, hidden=hidden, deepspeed=stage is not None)
 
 
 def train(engine: Any, ema: Any, *steps: int) -> list[float]:
@@ -138,7 +130,7 @@ def test_a_checkpoint_of_it_continues_under_deepspeed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("optimizer", ["AdamW", "AdamWBF16States"])
 @ranks(1)
 def test_weights_may_move_to_channels_last_and_back(optimizer: str, offload: str) -> None:
-    """torch's fused step pairs weights and moments by address, whatever their strides are."""
+    # torch's fused step pairs weights and moments by address, whatever their strides are.
     engine = begin(offload, optimizer=optimizer, last=False, weight_decay=0.01)
     reference = net(last=False)
     ordinary = torch.optim.AdamW(reference.parameters(), lr=2e-3, foreach=False)

@@ -70,7 +70,6 @@ def _everywhere():
     return {frozenset(os.sched_getaffinity(task)) for task in tasks}
 
 
-@pytest.mark.world_size(2)
 @pytest.mark.parametrize("environ", [{}, TORCHRUN])
 def test_two_ranks_take_a_core_each_and_give_it_back(environ):
     first, second = run_ranks(_rank, environ, world_size=2)

@@ -24,7 +24,6 @@ def check(ranks, cases):
 
 
 @pytest.mark.deepspeed
-@pytest.mark.world_size(2)
 def test_the_next_step_is_as_if_the_window_had_not_been():
     check(run_ranks(differences, CASES, world_size=2), CASES)
 

@@ -58,24 +58,13 @@ def test_nonsense_from_a_launcher_is_named(name: str, value: str) -> None:
     assert caught.value.key == name
 
 
-def missing_rank() -> str:
+@ranks(2)
+def test_a_barrier_names_the_rank_that_did_not_come() -> None:
     group = ProcessGroup(backend="gloo", timeout_s=30)
     if group.rank == 1:
-        return "stayed away"
-    try:
+        return
+    with pytest.raises(CollectiveError, match=r"(?s)save a checkpoint.*Ranks? 1 failed.*Fix:"):
         group.barrier("save a checkpoint", timeout_s=2)
-    except CollectiveError as error:
-        return str(error)
-    return "passed"
-
-
-@pytest.mark.world_size(2)
-def test_a_barrier_names_the_rank_that_did_not_come() -> None:
-    message, other = run_ranks(missing_rank, world_size=2)
-    assert other == "stayed away"
-    assert "save a checkpoint" in message
-    assert re.search(r"Ranks? 1 failed", message)
-    assert "Fix:" in message
 
 
 def losing_a_machine(folder: str, lost: int) -> None:
@@ -108,7 +97,6 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.world_size(3)
 @pytest.mark.parametrize(("lost", "world_size"), [(0, 2), (1, 3)])
 def test_a_rank_lost_with_its_machine_is_named(lost: int, world_size: int, tmp_path: Path) -> None:
     with pytest.raises(RanksFailed, match=f"rank {lost}: died with exit code -9"):
@@ -134,7 +122,6 @@ def late(folder: str) -> None:
         told.write_text(str(error))
 
 
-@pytest.mark.world_size(3)
 def test_a_barrier_waits_for_nobody_once_a_process_has_ended(tmp_path: Path) -> None:
     with pytest.raises(RanksFailed, match=r"rank 2: died with exit code 3$"):
         run_ranks(late, str(tmp_path), world_size=3)
@@ -162,7 +149,6 @@ def parted(folder: str) -> None:
         os.kill(int((told / "lost").read_text()), signal.SIGKILL)
 
 
-@pytest.mark.world_size(3)
 def test_a_barrier_ends_once_another_rank_tells_who_is_lost(tmp_path: Path) -> None:
     with pytest.raises(RanksFailed, match=r"rank 1: died with exit code -9$"):
         run_ranks(parted, str(tmp_path), world_size=3)
@@ -192,7 +178,6 @@ def lost_on_the_way(folder: str, place: str, machines: bool, later: bool) -> Non
     (here / "told").write_text(str(caught.value))
 
 
-@pytest.mark.world_size(2)
 @pytest.mark.parametrize(
     ("place", "machines", "later"),
     [
@@ -251,7 +236,6 @@ def threads() -> list[str]:
         return [thread.name for thread in threading.enumerate()]
 
 
-@pytest.mark.world_size(2)
 def test_processes_of_one_machine_need_no_signs_of_life() -> None:
     for names in run_ranks(threads, world_size=2):
         assert "zerotune-pulse" not in names

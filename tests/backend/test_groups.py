@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
 import torch
 
 from tests.support.models import HostileNet
-from tests.support.ranks import ranks, run_ranks
+from tests.support.ranks import ranks
+from tests.support.runs import build
 from zerotune.backend.optimizers.client import CurveScheduler, parameter_groups
 from zerotune.errors import EngineError, VerificationError
 from zerotune.optim import OptimizerResolver, ParameterGroup, ParameterGroups
 from zerotune.optimizers.choices import GroupChoice, OptimizerChoice, SchedulerChoice
 from zerotune.optimizers.curves import lr_at
-from zerotune.plan.model import DeepSpeedPlan, ModelFacts
+from zerotune.plan.model import DeepSpeedPlan
 
 SCHEDULE = {
     "type": "WarmupLR",
@@ -27,9 +27,6 @@ STAGES = [(0, "none"), (1, "none"), (2, "cpu"), (3, "none"), (3, "cpu")]
 def engine_with_groups(
     stage: int, offload: str, *, deepspeed: bool = True, optimizer: str = "AdamW", sub: int = 20
 ) -> Any:
-    from zerotune.backend.build import build_engine
-
-    model = HostileNet(scalar=False)
     groups = ParameterGroups(
         rules=[ParameterGroup(name="second", patterns="second", lr_scale=0.1)]
     ).without_decay_on_norms_and_biases()
@@ -41,12 +38,9 @@ def engine_with_groups(
         optimizer={"type": optimizer, "params": {"lr": 1e-2, "weight_decay": 0.1}},
         scheduler=SCHEDULE,
         **zero,
-    ).resolve(
-        model=ModelFacts.from_module(model),
-        world_size=int(os.environ.get("WORLD_SIZE", "1")),
-        deepspeed=deepspeed,
     )
-    return build_engine(model=model, plan=OptimizerResolver(groups=groups).apply(plan))
+    resolver = OptimizerResolver(groups=groups)
+    return build(HostileNet(scalar=False), plan, resolver=resolver, deepspeed=deepspeed)
 
 
 def train(engine: Any, steps: int = 6) -> tuple[list[float], dict[str, list[float]]]:
@@ -67,7 +61,7 @@ def train(engine: Any, steps: int = 6) -> tuple[list[float], dict[str, list[floa
 
 
 @pytest.mark.deepspeed
-@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.world_size(2))])
+@pytest.mark.parametrize("world_size", [1, 2])
 @ranks()
 def test_groups_keep_rate_and_decay_under_every_stage(world_size: int) -> None:
     results = {}
@@ -89,8 +83,9 @@ def test_groups_keep_rate_and_decay_under_every_stage(world_size: int) -> None:
         assert "NOT" not in text, name
 
 
-def lose_a_group() -> str:
-    """DeepSpeed with one group's arguments taken away behind the plan's back."""
+@pytest.mark.deepspeed
+@ranks(1)
+def test_groups_that_do_not_arrive_are_noticed(monkeypatch) -> None:
     import deepspeed
 
     original = deepspeed.initialize
@@ -100,21 +95,11 @@ def lose_a_group() -> str:
         kwargs["model_parameters"] = [p for group in groups for p in group["params"]]
         return original(**kwargs)
 
-    deepspeed.initialize = initialize
-    try:
-        engine_with_groups(2, "none").close()
-    except VerificationError as error:
-        return str(error)
-    finally:
-        deepspeed.initialize = original
-    return "not noticed"
-
-
-@pytest.mark.deepspeed
-def test_groups_that_do_not_arrive_are_noticed() -> None:
-    (message,) = run_ranks(lose_a_group)
-    assert "optimizer.param_groups should be 4 but 1 runs" in message
-    assert "weight_decay should be 0.0 but 0.1 runs" in message
+    monkeypatch.setattr(deepspeed, "initialize", initialize)
+    with pytest.raises(VerificationError) as noticed:
+        engine_with_groups(2, "none")
+    assert "optimizer.param_groups should be 4 but 1 runs" in str(noticed.value)
+    assert "weight_decay should be 0.0 but 0.1 runs" in str(noticed.value)
 
 
 def choice_of(*names: str) -> OptimizerChoice:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -16,12 +15,9 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from tests.support.ranks import compile_io, ranks, run_ranks
-from tests.support.runs import PLAIN, Case, start
-from zerotune.backend.build import build_engine
+from tests.support.runs import PLAIN, Case, build, start
 from zerotune.backend.distributed import ProcessGroup
 from zerotune.errors import CollectiveError, EngineError
-from zerotune.optim.resolver import OptimizerResolver
-from zerotune.plan import ModelFacts
 from zerotune.plan.model import DeepSpeedPlan
 
 pytestmark = pytest.mark.deepspeed
@@ -36,20 +32,14 @@ def small() -> torch.nn.Module:
 
 def hidden(*, deepspeed: bool = True, timeout_s: float = 600.0) -> Any:
     """An engine that takes its steps in a thread; of several ranks, through groups of its own."""
-    model = small()
     plan = DeepSpeedPlan.build(
         stage=2 if deepspeed else 0,
         offload="cpu",
         precision="bf16" if deepspeed else "fp32",
         micro_batch_size=2,
         optimizer={"type": "AdamW", "params": {"lr": 1e-3}},
-    ).resolve(
-        model=ModelFacts.from_module(model),
-        world_size=int(os.environ.get("WORLD_SIZE", "1")),
-        hidden=True,
-        deepspeed=deepspeed,
     )
-    return build_engine(model=model, plan=OptimizerResolver().apply(plan), timeout_s=timeout_s)
+    return build(small(), plan, timeout_s=timeout_s, hidden=True, deepspeed=deepspeed)
 
 
 def train(engine: Any, steps: int = 2) -> None:

@@ -91,7 +91,6 @@ def test_host_memory_is_what_was_estimated(case):
     check(result)
 
 
-@pytest.mark.world_size(2)
 def test_two_ranks_take_what_was_estimated():
     for result in run_ranks(measure, Case(stage=3), world_size=2):
         check(result)
@@ -183,7 +182,6 @@ def exchange(numel: int) -> tuple[int, int]:
     return most, 2 * numel * group.world_size
 
 
-@pytest.mark.world_size(2)
 def test_an_exchange_takes_what_it_brings():
     for taken, brought in run_ranks(exchange, 8 * 2**20, world_size=2):
         assert taken == pytest.approx(brought, rel=0.05)
@@ -299,7 +297,6 @@ def pass_of(model: Any, given: dict[str, Any], backward: Any) -> float:
 )
 @ranks(1)
 def test_activations_of_few_layers_are_what_was_estimated(name):
-    """MiB that a step needs at its most, and as estimated: all kept, and blocks recomputed."""
     import diffusers
 
     from zerotune.diffusion.facts import example_inputs, model_facts

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.support.ranks import ranks, run_ranks
+from tests.support.runs import build
 from zerotune.backend.optimizers.classes import orthogonalise
 
 pytestmark = pytest.mark.deepspeed
@@ -74,17 +75,15 @@ def test_deepspeed_refuses_stage_3_as_it_is_configured_by_default() -> None:
 
 @ranks(1)
 def test_ours_updates_the_hidden_convolution_alone_at_stage_3() -> None:
-    from zerotune.backend.build import build_engine
-    from zerotune.optim import OptimizerResolver
-    from zerotune.plan.model import DeepSpeedPlan, ModelFacts
+    from zerotune.plan.model import DeepSpeedPlan
 
     model = Net()
     plan = DeepSpeedPlan.build(
         stage=3,
         precision="fp32",
         optimizer={"type": "Muon", "params": {"lr": 0.02, "adam_lr": 1e-3}},
-    ).resolve(model=ModelFacts.from_module(model))
-    with build_engine(model=model, plan=OptimizerResolver().apply(plan)) as engine:
+    )
+    with build(model, plan) as engine:
         engine.backward(engine(torch.ones(1, 1, 5, 5)).pow(2).sum())
         engine.step()
         assert [
@@ -147,7 +146,6 @@ REPORTS = [
 def test_defects_reported_upstream_are_gone_from_0_19_8(
     stage: int, offload: str, partitioned: bool
 ) -> None:
-    """What DeepSpeed's Muon takes off the hidden matrix in its first step, over the rate."""
     import os
     from contextlib import nullcontext
 
@@ -197,9 +195,8 @@ def test_defects_reported_upstream_are_gone_from_0_19_8(
 def test_ours_takes_an_orthogonal_step_wherever_deepspeeds_did_not(
     stage: int, offload: str
 ) -> None:
-    from zerotune.backend.build import build_engine
     from zerotune.optim import OptimizerResolver
-    from zerotune.plan.model import DeepSpeedPlan, ModelFacts
+    from zerotune.plan.model import DeepSpeedPlan
 
     model = Matrices()
     whole = {"stage3_param_persistence_threshold": 0} if stage == 3 else {}
@@ -210,9 +207,9 @@ def test_ours_takes_an_orthogonal_step_wherever_deepspeeds_did_not(
         gradient_clipping=0.0,
         optimizer={"type": "Muon", "params": {"lr": LR, "adam_lr": 1e-3, "weight_decay": 0.0}},
         **whole,
-    ).resolve(model=ModelFacts.from_module(model))
+    )
     resolver = OptimizerResolver(overrides={"scheduler.type": None})
-    with build_engine(model=model, plan=resolver.apply(plan)) as engine:
+    with build(model, plan, resolver=resolver) as engine:
         partitioned = hasattr(model.hidden.weight, "ds_id")
         losses, weights = [], []
         for _ in range(20):

@@ -93,7 +93,6 @@ def test_a_cross_section_matches_the_optimizer_alone() -> None:
     assert_equal(results)
 
 
-@pytest.mark.world_size(2)
 def test_optimizers_that_need_whole_parameters_get_them_from_split_ones() -> None:
     for results in run_ranks(train_all, SPLIT, world_size=2):
         assert_equal(results)

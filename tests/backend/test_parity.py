@@ -55,7 +55,6 @@ def test_one_process_matches_the_plain_engine(case: Case) -> None:
     assert worst(losses, reference(1)) < TOLERANCE
 
 
-@pytest.mark.world_size(2)
 @pytest.mark.parametrize(
     "case",
     [case if case in TWO else pytest.param(case, marks=pytest.mark.nightly) for case in CASES],

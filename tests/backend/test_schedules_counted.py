@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.support.ranks import ranks
+from tests.support.runs import build
 from zerotune.optimizers.choices import SchedulerChoice
 from zerotune.optimizers.curves import lr_at
 
@@ -23,30 +24,22 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.world_size(2))])
+@pytest.mark.parametrize("world_size", [1, 2])
 @ranks()
 def test_rates_after_fifty_steps(world_size: int) -> None:
-    """Learning rate for the update after ``STEPS`` optimizer steps."""
-    from zerotune.backend.build import build_engine
-    from zerotune.backend.distributed import Launch
-    from zerotune.optim.resolver import OptimizerResolver
-    from zerotune.plan.model import DeepSpeedPlan, ModelFacts
+    from zerotune.plan.model import DeepSpeedPlan
 
     found = {}
     for name, params in SCHEDULES.items():
         for accumulation in [1, 4]:
-            model = torch.nn.Linear(3, 1)
             plan = DeepSpeedPlan.build(
                 stage=2,
                 precision="fp32",
                 gradient_accumulation_steps=accumulation,
                 optimizer={"type": "AdamW", "params": {"lr": 1e-3}},
                 scheduler={"type": name, "params": params},
-            ).resolve(
-                model=ModelFacts.from_module(model),
-                world_size=Launch.from_environment().world_size,
             )
-            with build_engine(model=model, plan=OptimizerResolver().apply(plan)) as engine:
+            with build(torch.nn.Linear(3, 1), plan) as engine:
                 for _ in range(STEPS * accumulation):
                     engine.backward(engine(torch.ones(2, 3)).pow(2).mean())
                     engine.step()

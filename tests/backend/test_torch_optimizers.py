@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from tests.support.ranks import ranks
-from zerotune.backend.optimizers import Lamb, Lion, Muon
-from zerotune.backend.optimizers.classes import orthogonalise
+from zerotune.backend.optimizers.classes import Lamb, Lion, Muon, orthogonalise
 
 
 def steps(optimizer_class, gradients, start, **arguments):

@@ -148,7 +148,6 @@ def test_a_replaced_setting_is_noticed_in_the_running_engine() -> None:
 @pytest.mark.parametrize("trained", [False, True])
 @ranks(1)
 def test_weights_in_half_precision_do_not_start_under_an_fp32_plan(trained: bool) -> None:
-    """What each place says of weights in bf16, all of them or the frozen ones."""
     cast = [Case(stage=3), Case(stage=2, precision="bf16")]
     places = [Case(deepspeed=False), Case(stage=0), Case(stage=2), *cast]
     found = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +9,11 @@ import pytest
 import torch
 
 from tests.support.ranks import RanksFailed, ranks, run_ranks
-from zerotune.backend.build import build_engine
+from tests.support.runs import build
 from zerotune.checkpoint.export.model import ModelFolderReader, export_model
 from zerotune.checkpoint.load import load_checkpoint
 from zerotune.checkpoint.save import save_checkpoint
 from zerotune.ema import EMAModel, EMAShadow
-from zerotune.optim.resolver import OptimizerResolver
-from zerotune.plan import ModelFacts
 from zerotune.plan.model import DeepSpeedPlan
 
 pytestmark = pytest.mark.deepspeed
@@ -50,13 +47,8 @@ def begin(stage: int, offload: str, *, hidden: bool, empty: bool = True) -> Any:
         micro_batch_size=2,
         gradient_clipping=0.5,
         optimizer={"type": "AdamW", "params": {"lr": 2e-3, "weight_decay": 0.01}},
-    ).resolve(
-        model=ModelFacts.from_module(model),
-        world_size=int(os.environ.get("WORLD_SIZE", "1")),
-        hidden=hidden,
-        deepspeed=stage != PLAIN,
     )
-    return build_engine(model=model, plan=OptimizerResolver().apply(plan))
+    return build(model, plan, hidden=hidden, deepspeed=stage != PLAIN)
 
 
 def train(engine: Any, *steps: int) -> list[float]:

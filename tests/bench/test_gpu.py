@@ -198,7 +198,17 @@ def test_pieces_come_in_the_order_of_what_they_teach() -> None:
     assert all(one.limit_s <= 240 for one in found), "the longest fits into ten minutes twice"
 
 
+def test_one_piece_of_it_runs_here(tmp_path: Path) -> None:
+    main(["--quick", "--minutes", "9", "--output", str(tmp_path), "--piece", "rates"])
+    (stored,) = tmp_path.glob("*-quick.json")
+    (entry,) = json.loads(stored.read_text())["pieces"].values()
+    assert entry["state"] == "done", entry
+    assert entry["result"]["host_copy_bytes_per_second"] > 1e8
+    assert "| rates |" in (tmp_path / f"{stored.stem}.md").read_text()
+
+
 @pytest.mark.deepspeed
+@pytest.mark.nightly
 def test_the_whole_of_it_runs_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--quick", "--minutes", "9", "--output", str(tmp_path)]
     assert main(arguments) == 0

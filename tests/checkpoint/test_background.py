@@ -16,7 +16,6 @@ from tests.support.runs import Case
 @pytest.mark.deepspeed
 @ranks(2)
 def test_training_goes_on_while_a_checkpoint_is_written(tmp_path):
-    """Save in the background, train on, and load what was saved."""
     from zerotune.checkpoint import BackgroundSaver, load_checkpoint, verify_checkpoint
     from zerotune.checkpoint import tensors as tensorfile
 

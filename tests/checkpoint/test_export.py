@@ -42,7 +42,6 @@ def test_plain_diffusers_loads_what_was_exported(name, world_size, tmp_path):
 
 @ranks(1)
 def test_the_trainer_exports_the_average_or_the_trained_weights(tmp_path):
-    """What ``Trainer.export`` writes and refuses."""
     from zerotune import DeepSpeedPlan, Trainer
     from zerotune.ema import EMAShadow
     from zerotune.training.averages import Averages

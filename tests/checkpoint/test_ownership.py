@@ -235,7 +235,6 @@ def test_what_cannot_be_taken_is_one_error_of_ours(tmp_path, way):
     assert not (tmp_path / "other").exists()
 
 
-@pytest.mark.world_size(2)
 def test_a_job_started_twice_is_told_on_every_rank_before_its_first_step(tmp_path):
     with RootHold(tmp_path):
         told = run_ranks(faulty.saving_where_another_does, str(tmp_path), world_size=2)

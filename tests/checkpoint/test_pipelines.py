@@ -17,7 +17,6 @@ from zerotune.ema import EMAShadow, EMAShadows
 
 @ranks(2)
 def test_an_export_takes_the_names_of_averages(tmp_path):
-    """Exports of averages that are named, as ``Trainer.export`` takes them."""
     from diffusers import DDPMPipeline, DDPMScheduler
 
     folder, base = tmp_path, tmp_path / "base"

@@ -114,7 +114,6 @@ def test_failed_saves_leave_nothing_but_the_good_checkpoint(refused):
 
 @ranks(1)
 def test_another_model_is_explained_by_name(refused, refused_in):
-    """Load a checkpoint of ``BufferedNet`` into a model that differs in every way."""
     folder = refused_in / "good"
 
     class Another(HostileNet):

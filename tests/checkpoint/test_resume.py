@@ -157,7 +157,6 @@ def test_a_save_brings_each_sub_group_in_from_nvme_once(world_size, tmp_path):
 )
 @ranks(1)
 def test_a_run_begins_anew_from_a_checkpoint_of_before_its_first_step(case, tmp_path):
-    """Losses from a checkpoint of before the first step, and again once it was trained on."""
     folder = tmp_path / "start"
     engine = hostile(case, seed=0)
     ema = shadow_of(engine)

@@ -138,7 +138,6 @@ def encode_slowly(folder, images, target, timeout_s):
         first.close()
 
 
-@pytest.mark.world_size(2)
 def test_a_slow_rank_is_waited_for_longer_than_a_collective(images, sdxl, tmp_path):
     found = run_ranks(encode_slowly, str(sdxl), images, str(tmp_path / "cache"), None, world_size=2)
     assert found == [3, 3]

@@ -111,7 +111,6 @@ def test_the_figure_is_the_same_on_any_number_of_ranks(world_size):
 
 
 @pytest.mark.deepspeed
-@pytest.mark.world_size(2)
 def test_stage_3_on_two_ranks_gives_the_bare_models_figures_and_trains_on():
     bare = validate(tiny_unet()).by_quantile
     case = Case(stage=3, micro_batch=4, overrides=PARTITIONED)

@@ -17,6 +17,9 @@ from zerotune.diffusion import LoKr, LoRA
 needs("peft")
 
 STEPS, HALF = 12, 6
+LENGTHS = pytest.mark.parametrize(
+    ("steps", "half"), [(4, 2), pytest.param(STEPS, HALF, marks=pytest.mark.nightly)]
+)
 TEXT = Adapted(kind="text", checkpointing=True)
 """A U-Net and its text encoder, both with adapters, in one engine."""
 DORA = Adapted(kind="sd3", lora=LoRA(rank=4, alpha=8, dora=True))
@@ -25,17 +28,18 @@ LOKR = Adapted(lora=LoKr(rank=2, alpha=4, targets=("to_q", "conv1")), checkpoint
 WIDE = Adapted(lora=LoRA(rank=16, targets=("attn2.to_k", "attn2.to_v")), wide=2048)
 """Adapters of more than 1 MiB together: DeepSpeed swaps nothing smaller."""
 CLOSE = 5e-5
-_plain: dict[str, list[float]] = {}
+_plain: dict[tuple[str, int], list[float]] = {}
 
 
 def plain_losses(adapted, folder, steps=STEPS, half=HALF):
     """Of one process without DeepSpeed; its results are checked too."""
-    if repr(adapted) not in _plain:
+    key = repr(adapted), steps
+    if key not in _plain:
         case, place = case_for(PLAIN, 1), str(folder / "plain")
         (found,) = run_ranks(follow, case, adapted, place, steps, half)
         check_files(found)
-        _plain[repr(adapted)] = found["losses"]
-    return _plain[repr(adapted)]
+        _plain[key] = found["losses"]
+    return _plain[key]
 
 
 def on_nvme(folder, world_size, precision="fp32"):
@@ -72,21 +76,22 @@ def check_partitioned(results):
 
 
 @pytest.mark.deepspeed
-def test_the_stage_that_is_advised_for_adapters_trains_them(tmp_path):
+@LENGTHS
+def test_the_stage_that_is_advised_for_adapters_trains_them(steps, half, tmp_path):
     chosen = DeepSpeedPlan.advise("sdxl", lora=16, vram="24GiB", ram="64GiB").resolved
     assert (chosen.stage, chosen.precision) == (0, "bf16")
     case = case_for(Case(stage=chosen.stage, precision=chosen.precision), 1)
-    (found,) = run_ranks(follow, case, Adapted(), str(tmp_path), STEPS, HALF)
+    (found,) = run_ranks(follow, case, Adapted(), str(tmp_path), steps, half)
     check_files(found, exact=False)
     assert found["dtypes"] == {"torch.bfloat16"}
 
 
 @pytest.mark.deepspeed
-@pytest.mark.world_size(2)
-def test_a_unet_and_its_encoder_go_on_from_stage_2_to_stage_3(tmp_path):
-    expected = plain_losses(TEXT, tmp_path)
+@LENGTHS
+def test_a_unet_and_its_encoder_go_on_from_stage_2_to_stage_3(steps, half, tmp_path):
+    expected = plain_losses(TEXT, tmp_path, steps, half)
     case = case_for(Case(stage=2, offload="cpu"), 1)
-    (first,) = run_ranks(follow, case, TEXT, str(tmp_path), STEPS, HALF)
+    (first,) = run_ranks(follow, case, TEXT, str(tmp_path), steps, half)
     check_losses(first["losses"], expected)
     check_files(first)
     assert first["file"][2] == ("unet", "text_encoder")
@@ -95,16 +100,15 @@ def test_a_unet_and_its_encoder_go_on_from_stage_2_to_stage_3(tmp_path):
     weights = tmp_path / "half" / "weights-00001-of-00001.safetensors"
     assert 0 < weights.stat().st_size - 4 * first["file"][1] < 40_000
     case = case_for(Case(stage=3, offload="cpu", offload_param="cpu", overrides=(WHOLE,)), 2)
-    results = run_ranks(go_on, case, TEXT, str(tmp_path), STEPS, HALF, world_size=2)
-    check_losses(results[0]["losses"], expected[HALF:])
+    results = run_ranks(go_on, case, TEXT, str(tmp_path), steps, half, world_size=2)
+    check_losses(results[0]["losses"], expected[half:])
     check_files(results[0])
     check_partitioned(results)
 
 
 @pytest.mark.deepspeed
-@pytest.mark.world_size(2)
 def test_dora_on_a_transformer_at_stage_3(tmp_path):
-    expected = plain_losses(DORA, tmp_path)
+    expected = plain_losses(DORA, tmp_path, STEPS, HALF)
     case = case_for(Case(stage=3, overrides=(WHOLE,)), 2)
     results = run_ranks(follow, case, DORA, str(tmp_path), STEPS, HALF, world_size=2)
     check_losses(results[0]["losses"], expected)
@@ -114,11 +118,11 @@ def test_dora_on_a_transformer_at_stage_3(tmp_path):
 
 
 @pytest.mark.deepspeed
-@pytest.mark.world_size(2)
-def test_kronecker_factors_at_stage_3(tmp_path):
-    expected = plain_losses(LOKR, tmp_path, 4, 2)
+@LENGTHS
+def test_kronecker_factors_at_stage_3(steps, half, tmp_path):
+    expected = plain_losses(LOKR, tmp_path, steps, half)
     case = case_for(Case(stage=3, offload="cpu", offload_param="cpu", overrides=(WHOLE,)), 2)
-    results = run_ranks(follow, case, LOKR, str(tmp_path), 4, 2, world_size=2)
+    results = run_ranks(follow, case, LOKR, str(tmp_path), steps, half, world_size=2)
     check_losses(results[0]["losses"], expected)
     check_files(results[0])
     check_partitioned(results)
@@ -127,7 +131,7 @@ def test_kronecker_factors_at_stage_3(tmp_path):
 @pytest.mark.deepspeed
 @pytest.mark.nvme
 def test_the_adapters_states_lie_on_nvme(tmp_path):
-    expected = plain_losses(WIDE, tmp_path)
+    expected = plain_losses(WIDE, tmp_path, STEPS, HALF)
     results = run_ranks(follow, on_nvme(tmp_path, 1), WIDE, str(tmp_path), STEPS, HALF)
     check_losses(results[0]["losses"], expected)
     check_files(results[0])

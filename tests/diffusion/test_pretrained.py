@@ -200,7 +200,7 @@ def trained(case: Case, model: Any, steps: int = 2) -> tuple[list[float], dict[s
     return losses, weights, told
 
 
-@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.world_size(2))])
+@pytest.mark.parametrize("world_size", [1, 2])
 @ranks()
 def test_engines_train_the_same_bits_from_weights_that_waited(sharded, world_size):
     cases = ENGINES[world_size]
@@ -235,7 +235,6 @@ def adapted(folder: str) -> list[bool]:
     return [losses == late, same, weights.keys() == late_weights.keys()]
 
 
-@pytest.mark.world_size(2)
 def test_adapters_go_beside_weights_that_wait(single):
     needs("peft")
     for rank in run_ranks(adapted, str(single), world_size=2):
@@ -286,7 +285,6 @@ def partitioning(folder: str) -> tuple[int, int, int]:
 
 
 @needs_mallinfo
-@pytest.mark.world_size(2)
 def test_no_rank_ever_holds_more_than_its_share_and_one_tensor(tmp_path):
     with torch.device("meta"):
         model = wide_unet()

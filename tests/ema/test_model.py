@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from diffusers.training_utils import EMAModel as Theirs
 
 from tests.ema.test_shadow import move, weights
 from tests.support.models import HostileNet, tiny_unet
-from tests.support.ranks import run_ranks
+from tests.support.ranks import ranks
 from tests.support.runs import Case, start
 from zerotune.ema import EMAModel, FileStore
 from zerotune.errors import CollectiveError, EMAError, InvalidValueError
@@ -293,32 +292,24 @@ def test_an_average_is_another_after_each_step_that_moves_the_weights():
 
 
 @pytest.mark.deepspeed
-@pytest.mark.world_size(2)
 @pytest.mark.parametrize("call", ["copy_to", "state_dict", "save_pretrained"])
+@ranks(2)
 def test_a_call_on_one_rank_names_the_others(call, tmp_path):
-    main, _ = run_ranks(called_on_rank_0, call, str(tmp_path / "ema"), world_size=2)
-    assert main.startswith("CollectiveError")
-    assert "EMAModel." in main
-    assert "every rank must call it" in main
-    assert "rank 1" in main or "[1]" in main
-    assert not (tmp_path / "ema").exists()
-
-
-def called_on_rank_0(call: str, folder: str) -> str:
     engine = start(Case(stage=2), tiny_unet())
     kinds = {"model_cls": UNet2DModel, "model_config": engine.module.config}
     ema = EMAModel(engine, decay=0.9, **kinds)
-    said, over = "", Path(f"{folder}.over")
+    folder, over = tmp_path / "ema", tmp_path / "over"
     if engine.group.is_main:
         engine.group._timeout = timedelta(seconds=1.5)
         arguments = {"copy_to": (engine.module.parameters(),), "save_pretrained": (folder,)}
-        try:
+        with pytest.raises(
+            CollectiveError, match=r"EMAModel\..*every rank must call it"
+        ) as refused:
             getattr(ema, call)(*arguments.get(call, ()))
-        except CollectiveError as error:
-            said = f"{type(error).__name__}: {error}"
+        assert "rank 1" in str(refused.value) or "[1]" in str(refused.value)
         over.touch()
     deadline = time.monotonic() + 60
     while not over.exists() and time.monotonic() < deadline:
         time.sleep(0.02)
     engine.__exit__(SystemExit, SystemExit(), None)
-    return said
+    assert not folder.exists()

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from tests.support.errors import error_of
 from zerotune.ema import EMAShadow
-from zerotune.errors import ZeroTuneError
 
 MICRO, ACCUMULATION = 4, 2
 DECAY = 0.9
@@ -67,21 +67,13 @@ def looking(save: Any, seen: dict[str, Any]) -> Any:
         seen["swap"] = {part: Path(at).is_dir() for part, at in engine.plan.nvme_paths.items()}
         seen["decisions"] = [str(decision) for decision in engine.decisions]
         if deepspeed._is_gradient_accumulation_boundary is not None:
-            seen["second step"] = refusal(engine.step)
+            seen["second step"] = error_of(engine.step)
             deepspeed.set_gradient_accumulation_boundary(False)
-            seen["open window"] = refusal(lambda: save(path, engine=engine, shadows=shadows))
+            seen["open window"] = error_of(lambda: save(path, engine=engine, shadows=shadows))
             deepspeed.set_gradient_accumulation_boundary(True)
         return save(path, engine=engine, shadows=shadows)
 
     return look_and_save
-
-
-def refusal(call: Any) -> str:
-    try:
-        call()
-    except ZeroTuneError as error:
-        return str(error)
-    return "not refused"
 
 
 def fabric_on_the_cpu(script: Any) -> None:
@@ -204,60 +196,7 @@ def swapped_in_silence() -> str:
         accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=CONFIG))
         optimizer = torch.optim.RMSprop(model.parameters(), lr=1e-3)
         model, optimizer = accelerator.prepare(model, optimizer)
-        return refusal(lambda: run.attach(model))
-
-
-def client_optimizer_in_accelerate() -> dict[str, Any]:
-    """The same through what the plan hands over; and what is no engine."""
-    from accelerate import Accelerator
-    from examples.embedding.accelerate_before import CONFIG, new_model
-
-    from zerotune import DeepSpeedPlan
-    from zerotune.training import EmbeddedPlan
-
-    asked = {"optimizer": {"type": "RMSprop", "params": {"lr": 1e-3}}, "scheduler": SCHEDULE}
-    model = new_model()
-    with EmbeddedPlan(model=model, plan=DeepSpeedPlan.from_dict(CONFIG | asked)) as run:
-        seen = {"not an engine": refusal(lambda: run.attach(model))}
-        seen["not attached"] = refusal(lambda: run.engine)
-        accelerator = Accelerator(**run.accelerator_arguments())
-        optimizer, lr_scheduler = run.accelerate_optimizer(model)
-        model, optimizer, lr_scheduler = accelerator.prepare(model, optimizer, lr_scheduler)
-        engine = run.attach(model)
-        lrs = []
-        for batch in batches(MICRO)[: 3 * ACCUMULATION]:
-            with accelerator.accumulate(model):
-                accelerator.backward(objective(model, batch, None))
-                optimizer.step()
-                lr_scheduler.step()
-            lrs.append(lr_scheduler.get_last_lr()[0])
-        return seen | {
-            "optimizer": type(model.basic_optimizer).__name__,
-            "lrs": lrs[1::ACCUMULATION],
-            "explained": engine.explain(),
-        }
-
-
-def left_without_closing(root: str) -> tuple[int, int]:
-    """Swap folders while a script runs, and after it ended without ``close``."""
-    import atexit
-
-    from examples.embedding.accelerate_before import CONFIG, new_model
-
-    from zerotune import DeepSpeedPlan, OffloadManager
-    from zerotune.training import EmbeddedPlan
-
-    zero = {"stage": 3, "offload_optimizer": {"device": "nvme"}}
-    config = CONFIG | {"zero_optimization": zero, "optimizer": {"type": "AdamW"}}
-    run = EmbeddedPlan(
-        model=new_model(),
-        plan=DeepSpeedPlan.from_dict(config),
-        offload=OffloadManager(root=root),
-    )
-    during = sum(path.is_dir() for path in Path(root).iterdir())
-    assert Path(run.plan.nvme_paths["optimizer"]).parent == Path(root)
-    atexit._run_exitfuncs()
-    return during, sum(path.is_dir() for path in Path(root).iterdir())
+        return error_of(lambda: run.attach(model))
 
 
 def as_diffusers_writes_them(
@@ -275,42 +214,6 @@ def as_diffusers_writes_them(
         "losses": losses,
         "average": {name: average[name].numpy() for name in sorted(average)},
     }
-
-
-def what_the_script_lost() -> dict[str, Any]:
-    """What ``prepare`` of an embedded accelerator puts in place, and what is refused."""
-    from diffusers.training_utils import EMAModel as Foreign
-    from examples.embedding import diffusers_after as script
-
-    from zerotune.ema import EMAModel
-    from zerotune.plan import RunFacts
-    from zerotune.training import EmbeddedPlan
-
-    facts = RunFacts.from_arguments(script.parse_args([]))
-    model = script.new_model()
-    with EmbeddedPlan(model=model, plan=script.CONFIG, run=facts) as run:
-        accelerator = run.accelerator(gradient_accumulation_steps=7)
-        accelerator.register_save_state_pre_hook(lambda *_: None)
-        ema, late = EMAModel(model, decay=0.9), EMAModel(model)
-        late.step()
-        foreign = Foreign(model.parameters())
-        other = EMAModel(torch.nn.Linear(2, 2))
-        seen = {"early": refusal(lambda: accelerator.register_for_checkpointing(ema))}
-        frozen = torch.nn.Linear(2, 2)
-        seen["two"] = refusal(lambda: accelerator.prepare(model, frozen))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
-        model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
-        register = accelerator.register_for_checkpointing
-        seen |= {
-            "foreign": refusal(lambda: register(foreign)),
-            "again": refusal(lambda: run.attach(model)),
-            "other": refusal(lambda: register(other)),
-            "lr": run.engine.lr,
-            "accumulation": accelerator.gradient_accumulation_steps,
-            "explained": run.engine.explain(),
-        }
-        return seen | {"late": refusal(lambda: register(late))}
 
 
 def ended_as_diffusers_do(folder: str) -> dict[str, Any]:
@@ -345,7 +248,7 @@ def ended_as_diffusers_do(folder: str) -> dict[str, Any]:
         seen: dict[str, Any] = {
             "hidden": tuple(hidden.shape),
             "sample_size": ending.config.sample_size,
-            "saved": refusal(lambda: ending.save_pretrained(path / "ending")),
+            "saved": error_of(lambda: ending.save_pretrained(path / "ending")),
             "written": sorted(path.glob("ending/*.safetensors")),
             "explained": run.engine.explain(),
         }
@@ -355,47 +258,3 @@ def ended_as_diffusers_do(folder: str) -> dict[str, Any]:
         exported = export_model(path / "exported", engine=run.engine)
     loaded = UNet2DModel.from_pretrained(exported)
     return seen | {"exported": {tuple(t.shape) for t in loaded.state_dict().values()}}
-
-
-def attached_to_another_model(kind: str) -> str:
-    """What is said where a trainer prepares another model than the plan was made of."""
-    from zerotune.training import EmbeddedPlan
-
-    def build(width: int = 8) -> torch.nn.Sequential:
-        return torch.nn.Sequential(torch.nn.Linear(4, width), torch.nn.Linear(width, 1))
-
-    model = build(16 if kind == "wider" else 8)
-    if kind == "deeper":
-        model.append(torch.nn.Linear(1, 1))
-    model[0].requires_grad_(kind != "frozen")
-    with EmbeddedPlan(model=build(), plan={"train_batch_size": 1}) as run:
-        accelerator = run.accelerator()
-        optimizer = torch.optim.AdamW(model.parameters())
-        return refusal(lambda: accelerator.prepare(model, optimizer))
-
-
-def schedules_compared(scripts: list[tuple[int, int]]) -> list[str]:
-    """What is said of a script's warm-up, of so many steps, beside the plan's of 5."""
-    from diffusers.optimization import get_scheduler
-
-    from zerotune.backend.deepspeed.external import _rescheduled
-    from zerotune.training import EmbeddedPlan
-
-    model = torch.nn.Linear(2, 2)
-    plan = {
-        "train_batch_size": 1,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-        "scheduler": SCHEDULE,
-    }
-    with EmbeddedPlan(model=model, plan=plan) as run:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        return [
-            str(
-                _rescheduled(
-                    run.plan,
-                    get_scheduler("constant_with_warmup", optimizer, num_warmup_steps=steps),
-                    each_step=processes,
-                )
-            )
-            for steps, processes in scripts
-        ]

@@ -15,24 +15,24 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests.examples.embedded import (
     ACCUMULATION,
     MICRO,
+    SCHEDULE,
     as_diffusers_writes_them,
-    attached_to_another_model,
-    client_optimizer_in_accelerate,
+    batches,
     ended_as_diffusers_do,
     gone_on_in_a_trainer,
-    left_without_closing,
     new_trainer,
+    objective,
     run_script,
     saved_by_accelerate,
-    schedules_compared,
     swapped_in_silence,
     uninterrupted,
-    what_the_script_lost,
 )
+from tests.support.errors import error_of
 from tests.support.needs import needs
 from tests.support.ranks import free_port, ranks, run_ranks
 from zerotune.checkpoint import convert, verify_checkpoint
@@ -110,7 +110,7 @@ def test_the_accelerate_script_trains_as_it_did_before(checkpoint, tmp_path):
 @engine_runs
 @pytest.mark.parametrize(
     "world_size",
-    [1, pytest.param(2, marks=[pytest.mark.world_size(2), pytest.mark.nightly])],
+    [1, pytest.param(2, marks=pytest.mark.nightly)],
 )
 def test_the_script_of_diffusers_trains_saves_and_resumes_as_before(world_size, tmp_path):
     env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
@@ -144,7 +144,6 @@ def mean_over_ranks(results: list[dict[str, Any]]) -> list[float]:
 
 
 @engine_runs
-@pytest.mark.world_size(2)
 def test_the_script_of_diffusers_in_bf16_on_two_processes(tmp_path):
     given = ("--max_train_steps", str(BEFORE), "--mixed_precision", "bf16")
     script = ("after", str(tmp_path), *given)
@@ -159,22 +158,44 @@ def test_the_script_of_diffusers_in_bf16_on_two_processes(tmp_path):
 
 
 @engine_runs
+@ranks(1)
 def test_what_an_accelerator_of_the_plan_puts_in_place_is_said():
-    (seen,) = run_ranks(what_the_script_lost)
-    for said in ("SGD(lr=0.5)", "ConstantLR", "pre_hook", "Accelerator.gradient_accumulation"):
-        assert said in seen["explained"]
-    assert seen["accumulation"] == 2
-    assert "no engine is attached yet" in seen["early"]
-    assert "['UNet2DModel', 'Linear']" in seen["two"]
-    assert ".to(accelerator.device)" in seen["two"]
-    assert "attached already" in seen["again"]
-    assert "'EMAModel'" in seen["foreign"]
-    assert "other parameters than the engine's" in seen["other"]
-    assert "has averaged the model already" in seen["late"]
+    from diffusers.training_utils import EMAModel as Foreign
+    from examples.embedding import diffusers_after as script
+
+    from zerotune.ema import EMAModel
+    from zerotune.plan import RunFacts
+    from zerotune.training import EmbeddedPlan
+
+    facts = RunFacts.from_arguments(script.parse_args([]))
+    model = script.new_model()
+    with EmbeddedPlan(model=model, plan=script.CONFIG, run=facts) as run:
+        accelerator = run.accelerator(gradient_accumulation_steps=7)
+        accelerator.register_save_state_pre_hook(lambda *_: None)
+        register = accelerator.register_for_checkpointing
+        ema, late = EMAModel(model, decay=0.9), EMAModel(model)
+        late.step()
+        foreign = Foreign(model.parameters())
+        other = EMAModel(torch.nn.Linear(2, 2))
+        assert "no engine is attached yet" in error_of(lambda: register(ema))
+        two = error_of(lambda: accelerator.prepare(model, torch.nn.Linear(2, 2)))
+        assert "['UNet2DModel', 'Linear']" in two
+        assert ".to(accelerator.device)" in two
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
+        model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
+        assert "'EMAModel'" in error_of(lambda: register(foreign))
+        assert "attached already" in error_of(lambda: run.attach(model))
+        assert "other parameters than the engine's" in error_of(lambda: register(other))
+        assert accelerator.gradient_accumulation_steps == 2
+        explained = run.engine.explain()
+        for said in ("SGD(lr=0.5)", "ConstantLR", "pre_hook", "Accelerator.gradient_accumulation"):
+            assert said in explained
+        assert "has averaged the model already" in error_of(lambda: register(late))
 
 
 @engine_runs
-@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.world_size(2))])
+@pytest.mark.parametrize("world_size", [1, 2])
 def test_the_ending_of_a_script_at_stage_3_writes_no_empty_tensors(world_size, tmp_path):
     needs("transformers")
     for seen in run_ranks(ended_as_diffusers_do, str(tmp_path), world_size=world_size):
@@ -196,17 +217,47 @@ def test_the_ending_of_a_script_at_stage_3_writes_no_empty_tensors(world_size, t
         ("frozen", "in the plan's and frozen, of shape (8, 4) in this one"),
     ],
 )
+@ranks(1)
 def test_another_model_than_the_plans_is_refused(kind, difference):
-    assert difference in run_ranks(attached_to_another_model, kind)[0]
+    from zerotune.training import EmbeddedPlan
+
+    def made(width: int = 8) -> torch.nn.Sequential:
+        return torch.nn.Sequential(torch.nn.Linear(4, width), torch.nn.Linear(width, 1))
+
+    model = made(16 if kind == "wider" else 8)
+    if kind == "deeper":
+        model.append(torch.nn.Linear(1, 1))
+    model[0].requires_grad_(kind != "frozen")
+    with EmbeddedPlan(model=made(), plan={"train_batch_size": 1}) as run:
+        accelerator = run.accelerator()
+        optimizer = torch.optim.AdamW(model.parameters())
+        assert difference in error_of(lambda: accelerator.prepare(model, optimizer))
 
 
 @engine_runs
+@ranks(1)
 def test_a_scripts_schedule_is_compared_with_the_plans():
-    # The plan's own, multiplied by accumulation, and multiplied by processes that step it as often.
-    same, longer, ranks = run_ranks(schedules_compared, [(5, 1), (10, 1), (10, 2)])[0]
-    assert "LambdaLR" in same
-    assert "differ" not in same + ranks
-    assert "at optimizer step 5 the script's rate is 0.005 and the plan's 0.01" in longer
+    from diffusers.optimization import get_scheduler
+
+    from zerotune.backend.deepspeed.external import _rescheduled
+    from zerotune.training import EmbeddedPlan
+
+    model = torch.nn.Linear(2, 2)
+    adamw = {"type": "AdamW", "params": {"lr": 1e-2}}
+    plan = {"train_batch_size": 1, "optimizer": adamw, "scheduler": SCHEDULE}
+    with EmbeddedPlan(model=model, plan=plan) as run:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+        def said(steps: int, processes: int) -> str:
+            """Of a warm-up of so many steps, beside the plan's of 5."""
+            script = get_scheduler("constant_with_warmup", optimizer, num_warmup_steps=steps)
+            return str(_rescheduled(run.plan, script, each_step=processes))
+
+        assert "LambdaLR" in said(5, 1)
+        assert "differ" not in said(5, 1)
+        # The plan's own, multiplied by accumulation, and by processes that step it as often.
+        assert "at optimizer step 5 the script's rate is 0.005 and the plan's 0.01" in said(10, 1)
+        assert "differ" not in said(10, 2)
 
 
 @pytest.fixture
@@ -242,7 +293,7 @@ def test_an_embedded_checkpoint_is_resumed_by_a_trainer(checkpoint):
 @engine_runs
 @pytest.mark.parametrize(
     ("zero", "world_size"),
-    [(CPU, 1), pytest.param(SHARDED, 2, marks=pytest.mark.world_size(2))],
+    [(CPU, 1), (SHARDED, 2)],
 )
 def test_accelerates_own_save_state_is_converted_and_resumed(zero, world_size, tmp_path):
     env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
@@ -283,7 +334,6 @@ def resumed_script(name: str, steps: int, folder: str, zero: dict[str, Any], res
 
 
 @engine_runs
-@pytest.mark.world_size(2)
 @pytest.mark.parametrize("kind", ["accelerate", "deepspeed"])
 def test_two_processes_at_stage_3(kind, tmp_path):
     script = (f"{kind}_after", BEFORE, str(tmp_path / "end"), SHARDED)
@@ -311,23 +361,58 @@ def test_accelerates_silent_swap_is_found_and_named():
 
 
 @engine_runs
+@ranks(1)
 def test_accelerate_runs_the_optimizer_that_the_plan_hands_over():
-    (seen,) = run_ranks(client_optimizer_in_accelerate)
-    assert seen["optimizer"] == "RMSprop"
-    assert seen["lrs"] == pytest.approx([1e-3 * step / 5 for step in (1, 2, 3)])
-    assert "scheduler.type = 'CurveScheduler' [ok]" in seen["explained"]
-    assert "is no DeepSpeed engine" in seen["not an engine"]
-    assert "no engine is attached yet" in seen["not attached"]
+    from accelerate import Accelerator
+    from examples.embedding.accelerate_before import CONFIG, new_model
+
+    from zerotune import DeepSpeedPlan
+    from zerotune.training import EmbeddedPlan
+
+    asked = {"optimizer": {"type": "RMSprop", "params": {"lr": 1e-3}}, "scheduler": SCHEDULE}
+    model = new_model()
+    with EmbeddedPlan(model=model, plan=DeepSpeedPlan.from_dict(CONFIG | asked)) as run:
+        assert "is no DeepSpeed engine" in error_of(lambda: run.attach(model))
+        assert "no engine is attached yet" in error_of(lambda: run.engine)
+        accelerator = Accelerator(**run.accelerator_arguments())
+        optimizer, lr_scheduler = run.accelerate_optimizer(model)
+        model, optimizer, lr_scheduler = accelerator.prepare(model, optimizer, lr_scheduler)
+        engine = run.attach(model)
+        lrs = []
+        for batch in batches(MICRO)[: 3 * ACCUMULATION]:
+            with accelerator.accumulate(model):
+                accelerator.backward(objective(model, batch, None))
+                optimizer.step()
+                lr_scheduler.step()
+            lrs.append(lr_scheduler.get_last_lr()[0])
+        assert lrs[1::ACCUMULATION] == pytest.approx([1e-3 * step / 5 for step in (1, 2, 3)])
+        assert type(model.basic_optimizer).__name__ == "RMSprop"
+        assert "scheduler.type = 'CurveScheduler' [ok]" in engine.explain()
 
 
 @engine_runs
 @pytest.mark.nvme
+@ranks(1)
 def test_the_swap_folder_goes_with_the_script(tmp_path):
-    assert run_ranks(left_without_closing, str(tmp_path)) == [(1, 0)]
+    """The script ends without ``close``."""
+    import atexit
+
+    from examples.embedding.accelerate_before import CONFIG, new_model
+
+    from zerotune import DeepSpeedPlan, OffloadManager
+    from zerotune.training import EmbeddedPlan
+
+    zero = {"stage": 3, "offload_optimizer": {"device": "nvme"}}
+    config = CONFIG | {"zero_optimization": zero, "optimizer": {"type": "AdamW"}}
+    plan, manager = DeepSpeedPlan.from_dict(config), OffloadManager(root=tmp_path)
+    run = EmbeddedPlan(model=new_model(), plan=plan, offload=manager)
+    assert Path(run.plan.nvme_paths["optimizer"]).parent == tmp_path
+    assert sum(path.is_dir() for path in tmp_path.iterdir()) == 1
+    atexit._run_exitfuncs()
+    assert not any(path.is_dir() for path in tmp_path.iterdir())
 
 
 @engine_runs
-@pytest.mark.world_size(2)
 @pytest.mark.parametrize(
     ("launcher", "script", "stage"),
     [
@@ -335,7 +420,7 @@ def test_the_swap_folder_goes_with_the_script(tmp_path):
         # accelerate starts torchrun itself, so this shows little more, for as long.
         pytest.param(
             *(["torch.distributed.run", "--nproc-per-node", "2"], "deepspeed_after", 2),
-            marks=pytest.mark.slow,
+            marks=pytest.mark.nightly,
         ),
     ],
 )

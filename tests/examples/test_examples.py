@@ -23,7 +23,9 @@ SMOKE = ["--steps", "4", "--batch-size", "8", "--per-class", "2"]
 EASY = ["--require", "0"]
 CASES = [
     pytest.param(["--no-deepspeed"], id="plain"),
-    pytest.param(["--stage", "0", *EASY], id="stage-0", marks=pytest.mark.deepspeed),
+    pytest.param(
+        ["--stage", "0", *EASY], id="stage-0", marks=[pytest.mark.deepspeed, pytest.mark.nightly]
+    ),
     pytest.param(
         ["--stage", "1", "--offload", "none", "--accumulation", "2", *EASY],
         id="stage-1-accumulating",
@@ -73,23 +75,23 @@ def test_the_demo_saves_resumes_and_draws_under_every_plan(arguments, tmp_path):
         assert losses == pytest.approx(_losses.setdefault("first", losses), rel=5e-5)
 
 
+def on_two_ranks(arguments: list[str]) -> str:
+    results = run_ranks(saying, digits, arguments, world_size=2)
+    assert [code for code, _ in results] == [0, 0]
+    return "".join(said for _, said in results)
+
+
+def under_torchrun(arguments: list[str]) -> str:
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    return launch([*launcher, str(EXAMPLES / "digits.py"), *arguments])
+
+
 @pytest.mark.deepspeed
-@pytest.mark.world_size(2)
-def test_the_demo_under_torchrun(tmp_path):
-    output = launch(
-        [
-            *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-            *(
-                str(EXAMPLES / "digits.py"),
-                *SMOKE,
-                *EASY,
-                "--stage",
-                "3",
-                "--output",
-                str(tmp_path),
-            ),
-        ]
-    )
+@pytest.mark.parametrize(
+    "start", [on_two_ranks, pytest.param(under_torchrun, marks=pytest.mark.nightly)]
+)
+def test_the_demo_on_two_processes(start, tmp_path):
+    output = start([*SMOKE, *EASY, "--stage", "3", "--output", str(tmp_path)])
     check_results(tmp_path)
     assert losses_of(tmp_path)
     assert "DeepSpeed, 2 processes" in output

@@ -67,7 +67,12 @@ def plan(name: str) -> list[str]:
 @pytest.mark.deepspeed
 @pytest.mark.parametrize(
     ("model", "chosen", "ranks"),
-    [("sdxl", "sdxl", 2), ("sd15", "sdxl", 1), ("sd3", "sd3", 2), ("sd3", "sd3", 1)],
+    [
+        ("sd15", "sdxl", 1),
+        ("sd3", "sd3", 2),
+        pytest.param("sdxl", "sdxl", 2, marks=pytest.mark.nightly),
+        pytest.param("sd3", "sd3", 1, marks=pytest.mark.nightly),
+    ],
 )
 def test_all_weights_are_trained_and_the_pipeline_loads(
     model, chosen, ranks, models, photos, tmp_path
@@ -89,7 +94,11 @@ def test_all_weights_are_trained_and_the_pipeline_loads(
 @pytest.mark.deepspeed
 @pytest.mark.parametrize(
     ("model", "chosen", "ranks"),
-    [("sdxl", "sdxl-lora", 1), ("flux", "flux-lora", 2), ("flux", "flux-lora", 1)],
+    [
+        ("sdxl", "sdxl-lora", 1),
+        ("flux", "flux-lora", 1),
+        pytest.param("flux", "flux-lora", 2, marks=pytest.mark.nightly),
+    ],
 )
 def test_adapters_are_trained_and_load_in_the_pipeline(
     model, chosen, ranks, models, photos, tmp_path
@@ -163,7 +172,7 @@ def run_each(commands: list[list[str]], exported: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.deepspeed
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.nightly)])
 def test_pixel_art(ranks, models, photos, tmp_path):
     arguments = [str(models("sdxl")), str(photos), str(tmp_path), *SMALL, "--side", "16"]
     (losses, *_) = run_ranks(run, "pixel_art", arguments, world_size=ranks)

@@ -25,7 +25,7 @@ from zerotune.offload import (
 )
 from zerotune.offload.cleaning import Users
 from zerotune.offload.lease import DRAFT_PREFIX, LOCK_FILE, lease_name, making_in
-from zerotune.offload.root import BENCH_PREFIX, PROBE_PREFIX
+from zerotune.offload.root import PROBE_PREFIX
 
 CLEANER = """
 import sys
@@ -276,7 +276,7 @@ def test_an_interrupted_clean_up_is_finished_by_the_next(tmp_path, dead, monkeyp
 
 
 class TestUnfinished:
-    @pytest.mark.parametrize("prefix", [DRAFT_PREFIX, BENCH_PREFIX])
+    @pytest.mark.parametrize("prefix", [DRAFT_PREFIX, PROBE_PREFIX])
     def test_what_a_dead_process_was_making_goes(self, tmp_path, prefix):
         (tmp_path / f"{prefix}abc").mkdir()
         (tmp_path / f"{prefix}abc" / "file").write_bytes(b"x" * 5000)

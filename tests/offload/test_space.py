@@ -180,7 +180,6 @@ def disk(tmp_path, mounted):
 @pytest.mark.nvme
 @ranks(1)
 def test_a_disk_that_another_program_fills_stops_the_run_with_a_checkpoint(tmp_path, disk):
-    """Another program fills the disk before the first step, and again once all is written."""
     out = tmp_path / "out"
     from zerotune import SaveEvery, Trainer
     from zerotune.training import Callback

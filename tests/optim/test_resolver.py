@@ -216,15 +216,16 @@ def test_overrides_can_change_the_types(resolve):
     assert resolution.scheduler is None
 
 
-@pytest.mark.parametrize("key", ["zero_optimization.stage", "optimizer.foo", "scheduler.foo"])
-def test_an_override_that_leads_nowhere_is_refused(resolve, key):
-    with pytest.raises(UnknownKeyError, match=key):
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        *[(key, key) for key in ("zero_optimization.stage", "optimizer.foo", "scheduler.foo")],
+        ("bettas", "did you mean betas"),
+    ],
+)
+def test_an_override_that_leads_nowhere_is_refused(resolve, key, message):
+    with pytest.raises(UnknownKeyError, match=message):
         resolve("AdamW", ADAMW, overrides={key: 1})
-
-
-def test_a_misspelt_override_is_refused(resolve):
-    with pytest.raises(UnknownKeyError, match="did you mean betas"):
-        resolve("AdamW", ADAMW, overrides={"bettas": (0.9, 0.99)})
 
 
 def test_bf16_states_are_said_to_be_bf16(resolve, decisions_for):

@@ -110,7 +110,7 @@ def test_schedules(deepspeed_module, name):
 
 @pytest.mark.parametrize("name", ["AdamWBF16States", "Lion", "Lamb", "Muon"])
 def test_own_entries(name):
-    from zerotune.backend.optimizers import CLASSES
+    from zerotune.backend.optimizers.client import CLASSES
 
     entry, real = OPTIMIZERS[name], inspect.signature(CLASSES[name].__init__).parameters
     taken = {p.name for p in entry.parameters if p.accepts(name)} - {"muon_lr", "adam_lr"}

@@ -46,11 +46,6 @@ def test_integer_check_refuses_an_integral_float_that_read_accepts():
         Integer().check(2.0, "key")
 
 
-def test_integer_without_auto_refuses_it():
-    with pytest.raises(InvalidValueError):
-        Integer(auto=False).read("auto", "num_machines")
-
-
 @pytest.mark.parametrize(
     ("written", "read"), [(1, 1), (0.5, 0.5), ("1e-4", 1e-4), ("auto", "auto")]
 )
@@ -58,15 +53,21 @@ def test_numbers(written, read):
     assert Number().read(written, "key")[0] == read
 
 
-@pytest.mark.parametrize("written", [math.nan, math.inf, -0.1, True, "x", {}, 10**400])
-def test_numbers_refuse_what_is_not_finite(written):
-    with pytest.raises(InvalidValueError):
-        Number().read(written, "gradient_clipping")
-
-
-def test_number_above_its_maximum_names_the_range():
-    with pytest.raises(InvalidValueError, match="at most 1"):
-        Number(maximum=1.0).read(1.5, "ratio")
+@pytest.mark.parametrize(
+    ("kind", "written", "message"),
+    [
+        (Integer(auto=False), "auto", None),
+        *((Number(), bad, None) for bad in (math.nan, math.inf, -0.1, True, "x", {}, 10**400)),
+        (Number(maximum=1.0), 1.5, "at most 1"),
+        *((Boolean(), bad, "true or false") for bad in ("maybe", 2, 1.0, [], {})),
+        *((Choice(choices=("none", "cpu")), bad, "'none', 'cpu'") for bad in ("tpu", 3, [], True)),
+        (Folder(), 3, None),
+        (Text(), "  ", "is empty"),
+    ],
+)
+def test_what_a_kind_refuses(kind, written, message):
+    with pytest.raises(InvalidValueError, match=message):
+        kind.read(written, "key")
 
 
 @pytest.mark.parametrize(
@@ -77,12 +78,6 @@ def test_booleans(written, read):
     assert Boolean().read(written, "key")[0] == read
 
 
-@pytest.mark.parametrize("written", ["maybe", 2, 1.0, [], {}])
-def test_booleans_refuse_other_words(written):
-    with pytest.raises(InvalidValueError, match="true or false"):
-        Boolean().read(written, "overlap_comm")
-
-
 def test_choices_accept_any_case_synonyms_and_what_yaml_makes_of_no():
     kind = Choice(choices=("none", "cpu"), synonyms={"no": "none"}, null="none")
     assert kind.read("CPU", "device") == ("cpu", "written as DeepSpeed spells it")
@@ -91,27 +86,14 @@ def test_choices_accept_any_case_synonyms_and_what_yaml_makes_of_no():
     assert kind.read("cpu", "device") == ("cpu", None)
 
 
-@pytest.mark.parametrize("written", ["tpu", 3, [], True])
-def test_choices_refuse_others_and_list_what_there_is(written):
-    with pytest.raises(InvalidValueError, match="'none', 'cpu'"):
-        Choice(choices=("none", "cpu")).read(written, "device")
-
-
 @pytest.mark.parametrize("written", ["", "none", " None "])
 def test_a_blank_folder_is_not_given(written):
     assert Folder().read(written, "nvme_path")[0] is None
 
 
-def test_folders_accept_paths_and_refuse_numbers():
+def test_folders_accept_paths_and_text_is_stripped():
     assert Folder().read(Path("/mnt/nvme"), "nvme_path") == ("/mnt/nvme", None)
-    with pytest.raises(InvalidValueError):
-        Folder().read(3, "nvme_path")
-
-
-def test_text_is_stripped_and_must_not_be_empty():
     assert Text().read(" AdamW ", "type") == ("AdamW", "surrounding blanks removed")
-    with pytest.raises(InvalidValueError, match="is empty"):
-        Text().read("  ", "type")
 
 
 def test_free_objects_must_be_json():

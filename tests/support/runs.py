@@ -34,11 +34,23 @@ class Case:
 PLAIN = Case(deepspeed=False)
 
 
-def start(case: Case, model: Any) -> Any:
-    """A verified engine for ``case``."""
+def build(
+    model: Any, plan: Any, *, resolver: Any = None, timeout_s: float = 600.0, **context: Any
+) -> Any:
+    """An engine of a plan that is resolved for this model, in this rank."""
     from zerotune.backend.build import build_engine
     from zerotune.optim.resolver import OptimizerResolver
-    from zerotune.plan.model import DeepSpeedPlan, ModelFacts
+    from zerotune.plan.model import ModelFacts
+
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    resolved = plan.resolve(model=ModelFacts.from_module(model), world_size=world_size, **context)
+    settled = (resolver or OptimizerResolver()).apply(resolved)
+    return build_engine(model=model, plan=settled, timeout_s=timeout_s)
+
+
+def start(case: Case, model: Any) -> Any:
+    """A verified engine for ``case``."""
+    from zerotune.plan.model import DeepSpeedPlan
 
     optimizer = case.optimizer
     if isinstance(optimizer, str):
@@ -64,12 +76,7 @@ def start(case: Case, model: Any) -> Any:
         },
         **dict(case.overrides),
     )
-    resolved = plan.resolve(
-        model=ModelFacts.from_module(model),
-        world_size=int(os.environ.get("WORLD_SIZE", "1")),
-        deepspeed=case.deepspeed,
-    )
-    return build_engine(model=model, plan=OptimizerResolver().apply(resolved))
+    return build(model, plan, deepspeed=case.deepspeed)
 
 
 def unet_loss(engine: Any, step: int) -> Any:

@@ -8,20 +8,14 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 
-from tests.checkpoint.refusals import failing_write
+from tests.support.errors import error_of
 from zerotune import DeepSpeedPlan, ImageTensors, Trainer, prepare
-from zerotune.backend.distributed import ProcessGroup
 from zerotune.checkpoint import export_adapters, export_merged, export_pipeline
-from zerotune.checkpoint.save import Writing
-from zerotune.ema import EMAShadow
-from zerotune.errors import ZeroTuneError
 from zerotune.training import SaveEvery, SaveEveryInBackground, Watchdog
 from zerotune.training.watchdog import EXIT_CODE
 
@@ -43,29 +37,6 @@ def small(*, channels: int = 1, count: int = 24, lr: float = 1e-2, **changes: An
         "timeout_s": TIMEOUT_S,
     }
     return Trainer(**(options | changes))
-
-
-def told(work: Any) -> str:
-    try:
-        work()
-    except ZeroTuneError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
-def alone(folder: str, caller: int, what: str) -> tuple[str, float]:
-    """``if trainer.is_main: trainer.save(...)``."""
-    # What is tried alone is not to wait for long; the start may, where much else runs.
-    trainer = small(ema=EMAShadow(decay=0.9), timeout_s=60.0)
-    trainer.fit(steps=1)
-    trainer.engine.group._timeout = timedelta(seconds=TIMEOUT_S)
-    began, over = time.monotonic(), Path(f"{folder}.over")
-    if trainer.engine.group.rank != caller:
-        wait_for(over.exists)
-        return "", 0.0
-    error = told(needing_all(trainer, Path(folder))[what])
-    over.touch()
-    return error, time.monotonic() - began
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
@@ -94,55 +65,10 @@ def needing_all(trainer: Trainer, root: Path) -> dict[str, Any]:
     }
 
 
-class _Came(Exception):
-    """A rank came to a barrier."""
-
-
-def first_meetings() -> dict[str, str]:
-    """Where rank 0 first waits for the others, in whatever needs them."""
-    trainer = small(ema=EMAShadow(decay=0.9))
-    found = {}
-
-    def come(_: Any, purpose: str, **__: Any) -> None:
-        raise _Came(purpose)
-
-    if trainer.is_main:
-        for name, call in needing_all(trainer, Path("nowhere")).items():
-            with mock.patch.object(ProcessGroup, "barrier", come):
-                try:
-                    call()
-                except _Came as came:
-                    found[name] = str(came)
-    trainer.engine.group.barrier("the end")
-    return found
-
-
-def slow_background(folder: str, slow: int) -> tuple[str, float]:
-    """One rank's disk takes longer than the ranks wait for each other."""
-    root, rank = Path(folder), int(os.environ["RANK"])
-    every = SaveEveryInBackground(steps=1, root=root)
-    trainer = small(callbacks=[every], timeout_s=60.0, watchdog=False)
-    trainer.running.timeout_s = ALONE_S
-    write = Writing._write
-
-    def delayed(writing: Writing) -> Any:
-        if rank == slow:
-            time.sleep(4 * ALONE_S)
-        return write(writing)
-
-    began = time.monotonic()
-    with mock.patch.object(Writing, "_write", delayed):
-        error = told(lambda: trainer.fit(steps=1))
-    seconds = time.monotonic() - began
-    (root / f"told-{rank}").touch()
-    wait_for((root / f"told-{slow}").exists)
-    return error, seconds
-
-
 def saving_where_another_does(root: str) -> tuple[str, int]:
     """What a job is told whose folder of checkpoints may be another's, and how far it comes."""
     with small(callbacks=[SaveEvery(steps=2, root=root, keep=1)]) as trainer:
-        error = told(lambda: trainer.fit(steps=2))
+        error = error_of(lambda: trainer.fit(steps=2))
         return error, trainer.step
 
 
@@ -172,7 +98,7 @@ def losing(folder: str, lost: int, number: int, watched: bool) -> None:
     timeout_s = 20.0 if watched else TIMEOUT_S
     trainer = small(objective=loss, watchdog=watchdog, timeout_s=timeout_s)
     began = time.monotonic()
-    error = told(lambda: trainer.fit(steps=50))
+    error = error_of(lambda: trainer.fit(steps=50))
     (Path(folder) / "told").write_text(f"{time.monotonic() - began:.1f} {error}")
     put_away(folder)
 
@@ -201,26 +127,7 @@ def losing_in_a_loop(folder: str, stage: int | None) -> None:
             engine.backward((engine(torch.zeros(4, 1, 4, 4)) - 1).pow(2).mean())
             engine.step()
 
-    (Path(folder) / "told").write_text(told(loop))
-
-
-def missing_at_the_start(missing: int, deepspeed: bool) -> tuple[str, float]:
-    """One rank never builds its trainer."""
-    if int(os.environ["RANK"]) == missing:
-        time.sleep(2 * TIMEOUT_S)
-        return "", 0.0
-    began = time.monotonic()
-    return told(lambda: small(deepspeed=deepspeed)), time.monotonic() - began
-
-
-def failing_to_write(folder: str) -> str:
-    """The disk of rank 1 fails while a checkpoint is saved."""
-    rank = int(os.environ["RANK"])
-    logging.getLogger("zerotune").addHandler(logging.FileHandler(Path(folder) / f"rank{rank}.log"))
-    saver = SaveEvery(steps=1, root=Path(folder) / "checkpoints")
-    trainer = small(callbacks=[saver])
-    with failing_write(0) if rank == 1 else contextlib.nullcontext():
-        return told(lambda: trainer.fit(steps=2))
+    (Path(folder) / "told").write_text(error_of(loop))
 
 
 def put_away(folder: str) -> None:

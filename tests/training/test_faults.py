@@ -3,41 +3,48 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import signal
 import subprocess
 import sys
 import threading
+import time
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from tests.checkpoint.refusals import failing_write
 from tests.offload.plans import swapping_plan
+from tests.support.errors import error_of
 from tests.support.ranks import RanksFailed, free_port, ranks, run_ranks
 from tests.training import failing_run, faulty
-from tests.training.faulty import small, told
+from tests.training.faulty import ALONE_S, TIMEOUT_S, needing_all, small, wait_for
 from tests.training.test_loop import clean_environment
-from zerotune.checkpoint.save import PendingCheckpoint
+from zerotune.backend.distributed import ProcessGroup
+from zerotune.checkpoint.save import PendingCheckpoint, Writing
+from zerotune.ema import EMAShadow
 from zerotune.offload import OffloadManager
+from zerotune.training import SaveEvery, SaveEveryInBackground
 from zerotune.training.setup import leased
 from zerotune.training.watchdog import EXIT_CODE, Beat, Position, _aged, _message, _stuck
 
 
 @ranks(2)
 def test_a_rank_that_differs_is_told_in_what():
-    """One rank has another model, rate or data."""
     rank = int(os.environ["RANK"])
     swapping = swapping_plan(world_size=2, lr=1e-2 * (1 + rank))
     with contextlib.ExitStack() as resources:
-        found = {"swap": told(lambda: leased(swapping, OffloadManager(), resources, 30.0))}
+        found = {"swap": error_of(lambda: leased(swapping, OffloadManager(), resources, 30.0))}
     found |= {
-        "model": told(lambda: small(channels=1 + rank)),
-        "lr": told(lambda: small(lr=1e-2 * (1 + rank))),
+        "model": error_of(lambda: small(channels=1 + rank)),
+        "lr": error_of(lambda: small(lr=1e-2 * (1 + rank))),
     }
     with small(count=24 + 4 * rank) as trainer:
-        found["data"] = told(lambda: trainer.fit(epochs=1))
+        found["data"] = error_of(lambda: trainer.fit(epochs=1))
     assert found["model"].startswith("CollectiveError: model: the ranks disagree (weight: ")
     assert "rank 0: 'torch.float32 [1, 1, 3, 3]'" in found["model"]
     assert "rank 1: 'torch.float32 [2, 2, 3, 3]'" in found["model"]
@@ -52,17 +59,15 @@ def test_a_rank_that_differs_is_told_in_what():
 @pytest.mark.deepspeed
 @ranks(2)
 def test_a_rank_that_differs_under_deepspeed_is_told_in_what():
-    """The same, found before DeepSpeed starts."""
     rank = int(os.environ["RANK"])
-    assert told(lambda: small(channels=1 + rank, deepspeed=True)).startswith(
+    assert error_of(lambda: small(channels=1 + rank, deepspeed=True)).startswith(
         "CollectiveError: model: the ranks disagree (weight: "
     )
-    assert "(config.optimizer.params.lr: rank 0: 0.01, rank 1: 0.02)" in told(
+    assert "(config.optimizer.params.lr: rank 0: 0.01, rank 1: 0.02)" in error_of(
         lambda: small(lr=1e-2 * (1 + rank), deepspeed=True)
     )
 
 
-@pytest.mark.world_size(2)
 @pytest.mark.parametrize(
     ("caller", "what", "purpose"),
     [
@@ -72,22 +77,38 @@ def test_a_rank_that_differs_under_deepspeed_is_told_in_what():
         (1, "export", "exporting to"),
     ],
 )
+@ranks(2)
 def test_a_call_on_one_rank_only_is_told_who_is_missing(tmp_path, caller, what, purpose):
-    results = run_ranks(faulty.alone, str(tmp_path), caller, what, world_size=2)
-    error, seconds = results[caller]
-    start = f"CollectiveError: rank {caller}: not every rank came to '{purpose}"
-    assert error.startswith(start)
-    assert f"within {faulty.TIMEOUT_S:g} s" in error
+    """``if trainer.is_main: trainer.save(...)``."""
+    # What is tried alone is not to wait for long; the start may, where much else runs.
+    trainer = small(ema=EMAShadow(decay=0.9), timeout_s=60.0)
+    trainer.fit(steps=1)
+    trainer.engine.group._timeout = timedelta(seconds=TIMEOUT_S)
+    began, over = time.monotonic(), Path(f"{tmp_path}.over")
+    if trainer.engine.group.rank != caller:
+        wait_for(over.exists)
+        return
+    error = error_of(needing_all(trainer, tmp_path)[what])
+    over.touch()
+    assert time.monotonic() - began < 2 * TIMEOUT_S
+    assert error.startswith(f"CollectiveError: rank {caller}: not every rank came to '{purpose}")
+    assert f"within {TIMEOUT_S:g} s" in error
     assert f"Rank {1 - caller} failed to come: rank {1 - caller} last came to" in error
     assert "not inside `if rank == 0`" in error
-    assert seconds < 2 * faulty.TIMEOUT_S
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.world_size(2)
-def test_whatever_needs_all_ranks_begins_at_a_barrier_that_says_what_it_is():
-    found = run_ranks(faulty.first_meetings, world_size=2)[0]
-    for name, begins in {
+class Came(Exception):
+    """A rank came to a barrier."""
+
+
+@ranks(2)
+def test_whatever_needs_all_ranks_begins_at_a_barrier_that_says_what_it_is(monkeypatch):
+    trainer = small(ema=EMAShadow(decay=0.9))
+    if not trainer.is_main:
+        trainer.engine.group.barrier("the end")
+        return
+    begins = {
         "save": "saving checkpoint nowhere/step",
         "resume": "resuming from nowhere/there",
         "roll back": "loading checkpoint nowhere/there",
@@ -99,22 +120,45 @@ def test_whatever_needs_all_ranks_begins_at_a_barrier_that_says_what_it_is():
         "run on an average": "running on averaged weights",
         "gather an average": "gathering the weights",
         "save in the background": "saving in nowhere",
-    }.items():
-        assert found.pop(name).startswith(begins), name
-    assert not found
+    }
+
+    def come(_, purpose, **__):
+        raise Came(purpose)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ProcessGroup, "barrier", come)
+        calls = needing_all(trainer, Path("nowhere"))
+        assert calls.keys() == begins.keys()
+        for name, call in calls.items():
+            with pytest.raises(Came, match=f"^{begins[name]}"):
+                call()
+    trainer.engine.group.barrier("the end")
 
 
-@pytest.mark.world_size(2)
-def test_a_background_save_waits_for_a_rank_no_longer_than_the_trainer_does(tmp_path):
-    found = run_ranks(faulty.slow_background, str(tmp_path), 1, world_size=2)
-    error, seconds = found[0]
-    assert error.startswith("CollectiveError: rank 0: not every rank came to 'write the weights'")
-    assert f"within {faulty.ALONE_S:g} s" in error
-    assert seconds < 4 * faulty.ALONE_S + 10
-    assert found[1][0].startswith("CollectiveError: "), "the slow one is told that it was given up"
+@ranks(2)
+def test_a_background_save_waits_for_a_rank_no_longer_than_the_trainer_does(tmp_path, monkeypatch):
+    rank, write = int(os.environ["RANK"]), Writing._write
+    every = SaveEveryInBackground(steps=1, root=tmp_path)
+    trainer = small(callbacks=[every], timeout_s=60.0, watchdog=False)
+    trainer.running.timeout_s = ALONE_S
+
+    def delayed(writing):
+        time.sleep(4 * ALONE_S if rank == 1 else 0)
+        return write(writing)
+
+    monkeypatch.setattr(Writing, "_write", delayed)
+    began = time.monotonic()
+    error = error_of(lambda: trainer.fit(steps=1))
+    seconds = time.monotonic() - began
+    (tmp_path / f"told-{rank}").touch()
+    wait_for((tmp_path / "told-1").exists)
+    assert error.startswith("CollectiveError: "), "the slow one is told that it was given up"
+    if rank == 0:
+        assert "rank 0: not every rank came to 'write the weights'" in error
+        assert f"within {ALONE_S:g} s" in error
+        assert seconds < 4 * ALONE_S + 10
 
 
-@pytest.mark.world_size(2)
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_rank_that_is_killed_is_named_and_not_the_survivor(tmp_path, lost):
     with pytest.raises(RanksFailed, match=f"rank {lost}: died with exit code -9"):
@@ -130,7 +174,6 @@ def test_a_rank_that_is_killed_is_named_and_not_the_survivor(tmp_path, lost):
     assert f"rank {1 - lost} failed" not in log
 
 
-@pytest.mark.world_size(2)
 @pytest.mark.parametrize("stage", [None, pytest.param(2, marks=pytest.mark.deepspeed)])
 def test_a_rank_that_is_killed_is_named_in_a_loop_of_ones_own(tmp_path, stage):
     with pytest.raises(RanksFailed, match=r"^rank 1: died with exit code -9$"):
@@ -140,7 +183,6 @@ def test_a_rank_that_is_killed_is_named_in_a_loop_of_ones_own(tmp_path, stage):
     assert f"Rank 1 failed to come: rank 1 has ended (process {pid})" in error
 
 
-@pytest.mark.world_size(2)
 @pytest.mark.parametrize("lost", [0, 1])
 def test_the_watchdog_finds_a_stopped_rank_without_its_last_word(tmp_path, lost):
     with pytest.raises(RanksFailed, match=f"rank {1 - lost}: died with exit code {EXIT_CODE}"):
@@ -151,7 +193,6 @@ def test_the_watchdog_finds_a_stopped_rank_without_its_last_word(tmp_path, lost)
     assert "kill -CONT" in message
 
 
-@pytest.mark.world_size(3)
 def test_no_watchdog_takes_another_one_that_ended_its_rank_for_the_fault(tmp_path):
     with pytest.raises(RanksFailed):
         run_ranks(faulty.losing, str(tmp_path), 1, faulty.STOP, True, world_size=3)
@@ -161,39 +202,46 @@ def test_no_watchdog_takes_another_one_that_ended_its_rank_for_the_fault(tmp_pat
 
 
 @pytest.mark.deepspeed
-@pytest.mark.world_size(2)
 @pytest.mark.parametrize(("missing", "deepspeed"), [(0, False), (1, False), (0, True), (1, True)])
+@ranks(2)
 def test_a_rank_that_never_starts_is_named(missing, deepspeed):
-    results = run_ranks(faulty.missing_at_the_start, missing, deepspeed, world_size=2)
-    error, seconds = results[1 - missing]
+    if int(os.environ["RANK"]) == missing:
+        time.sleep(2 * TIMEOUT_S)
+        return
+    began = time.monotonic()
+    error = error_of(lambda: small(deepspeed=deepspeed))
+    assert time.monotonic() - began < TIMEOUT_S + 10
     assert error.startswith(f"CollectiveError: rank {1 - missing}: not every rank came to the st")
     assert f"Rank {missing} failed to come: rank {missing} " in error
-    assert seconds < faulty.TIMEOUT_S + 10
 
 
-@pytest.mark.world_size(2)
 def test_a_stopped_rank_is_named_without_a_watchdog(tmp_path):
     with pytest.raises(RanksFailed, match="rank 0: died with exit code -9"):
         run_ranks(faulty.losing, str(tmp_path), 0, faulty.STOP, False, world_size=2)
     pid = (tmp_path / "pid").read_text()
     seconds, error = (tmp_path / "told").read_text().split(" ", 1)
-    assert float(seconds) < faulty.TIMEOUT_S + 10
+    assert float(seconds) < TIMEOUT_S + 10
     assert f"Rank 0 failed to come: rank 0 is stopped (process {pid})" in error
 
 
-@pytest.mark.world_size(2)
+@ranks(2)
 def test_a_rank_that_is_told_of_another_ones_failure_has_not_failed_itself(tmp_path):
-    first, second = run_ranks(faulty.failing_to_write, str(tmp_path), world_size=2)
-    assert "rank 1 reports: " in first
-    assert "rank 1 reports: " not in second
-    assert "No space left on device" in first
-    logs = [(tmp_path / f"rank{rank}.log").read_text() for rank in range(2)]
-    assert "rank 0 gave up: CheckpointError" in logs[0]
-    assert "rank 1 failed: CheckpointError" in logs[1]
-    assert not any("rank 0 failed" in log for log in logs)
+    rank, log = int(os.environ["RANK"]), tmp_path / f"{os.environ['RANK']}.log"
+    logging.getLogger("zerotune").addHandler(logging.FileHandler(log))
+    trainer = small(callbacks=[SaveEvery(steps=1, root=tmp_path / "checkpoints")])
+    with failing_write(0) if rank == 1 else contextlib.nullcontext():
+        error = error_of(lambda: trainer.fit(steps=2))
+    text = log.read_text()
+    if rank == 0:
+        assert "rank 1 reports: " in error
+        assert "No space left on device" in error
+        assert "rank 0 gave up: CheckpointError" in text
+    else:
+        assert "rank 1 reports: " not in error
+        assert "rank 1 failed: CheckpointError" in text
+    assert "rank 0 failed" not in text
 
 
-@pytest.mark.world_size(2)
 @pytest.mark.parametrize("ending", ["closing", "without closing"])
 def test_an_error_under_torchrun_gives_the_swap_folder_back(tmp_path, ending):
     root = tmp_path / "swap"

@@ -20,11 +20,11 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.support.errors import error_of
 from tests.support.ranks import free_port, ranks
 from tests.training import interrupted
 from tests.training.workers import Losses, dataset, plan, regression, trainer
 from zerotune.ema import BackgroundEMA, EMAShadow, EMAShadows
-from zerotune.errors import ZeroTuneError
 from zerotune.training import (
     Callback,
     MetricsFile,
@@ -70,14 +70,6 @@ def poison(trainer: Any) -> None:
 
 def send(number: int) -> Any:
     return lambda _: os.kill(os.getpid(), number)
-
-
-def told(work: Any) -> str:
-    try:
-        work()
-    except ZeroTuneError as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
 
 
 @contextmanager
@@ -160,7 +152,6 @@ def test_a_signal_to_one_rank_ends_all_after_the_same_step(world_size, number, r
         assert running.fit(steps=6).losses == whole[2:], "resumed bit for bit"
 
 
-@pytest.mark.world_size(2)
 def test_a_signal_to_a_child_of_torchrun_ends_the_job_with_exit_code_0(tmp_path):
     process = subprocess.Popen(
         command(tmp_path, 10**6), env=clean_environment(), stderr=subprocess.PIPE, text=True
@@ -201,7 +192,6 @@ def clean_environment() -> dict[str, str]:
 
 @ranks(1)
 def test_handlers_of_the_script_stay_and_a_second_signal_interrupts(tmp_path):
-    """Handlers of the script's own, signals named outright, and a second signal."""
     caught: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: caught.append(number))
     with trainer(False, callbacks=[At(1, send(signal.SIGTERM))]) as running:
@@ -229,23 +219,22 @@ def test_handlers_of_the_script_stay_and_a_second_signal_interrupts(tmp_path):
 
 @ranks(1)
 def test_when_to_stop(tmp_path):
-    """Every way to say when to stop, and to save on the way."""
     with trainer(False) as running:  # 22 samples, 8 in a step
         assert running.fit(epochs=1).steps == math.ceil(22 / 8)
         assert running.fit(epochs=2).steps == math.ceil(44 / 8)
         assert running.fit(epochs=9, steps=7).steps == 7
         # A second, so that a run which does not see that it is over ends all the same.
         assert running.fit(steps=3, time_limit=1).steps == 7, "there is nothing left to do"
-        assert told(running.fit).startswith("InvalidValueError: fit: nothing says when to stop")
-        assert told(lambda: running.fit(time_limit=-1)).startswith(
+        assert error_of(running.fit).startswith("InvalidValueError: fit: nothing says when to stop")
+        assert error_of(lambda: running.fit(time_limit=-1)).startswith(
             "InvalidValueError: fit(time_limit) = -1"
         )
-        assert told(lambda: running.fit(steps=1.5)).startswith(
+        assert error_of(lambda: running.fit(steps=1.5)).startswith(
             "InvalidValueError: fit(steps) = 1.5"
         )
     batches = [{"images": torch.zeros(8, 1, 8, 8), "labels": torch.zeros(8).long()}]
     with trainer(False, data=batches) as running:
-        assert told(lambda: running.fit(epochs=1)).startswith(
+        assert error_of(lambda: running.fit(epochs=1)).startswith(
             "DataError: fit(epochs) = 1: RepeatedBatches does not"
         )
     losses = Losses()
@@ -263,7 +252,7 @@ def test_when_to_stop(tmp_path):
         assert running.fit(steps=3).stopped is None, "a request holds for one fit"
     minutes = losses.events
     assert sorted(path.name for path in (tmp_path / "minutes").iterdir()) == ["step-00000003"]
-    assert told(lambda: SaveEvery(root=tmp_path)).startswith("InvalidValueError: SaveEvery = ")
+    assert error_of(lambda: SaveEvery(root=tmp_path)).startswith("InvalidValueError: SaveEvery = ")
     assert time_seen.steps == time_steps >= 1
     (warning,) = time_warned
     assert "nothing was saved; SaveEvery or" in warning
@@ -273,7 +262,6 @@ def test_when_to_stop(tmp_path):
 
 @ranks(1)
 def test_a_run_that_was_killed_at_its_end_keeps_no_more_than_asked(tmp_path):
-    """A run with nothing left to do, in the folder where it was killed between save and prune."""
     root, seen = tmp_path, {}
     for kind in (SaveEvery, SaveEveryInBackground):
         own = root / kind.__name__
@@ -291,8 +279,6 @@ def test_a_run_that_was_killed_at_its_end_keeps_no_more_than_asked(tmp_path):
 
 @ranks(1)
 def test_several_averages_in_the_background(tmp_path):
-    """Several EMAs in the background, saved in the background, and taken up again."""
-
     def emas() -> EMAShadows:
         return EMAShadows(shadows={"fast": EMAShadow(decay=0.5), "slow": EMAShadow(decay=0.9)})
 
@@ -306,7 +292,7 @@ def test_several_averages_in_the_background(tmp_path):
             ema: running.sample(labels=labels, steps=2, ema=ema)
             for ema in (True, "fast", "slow", False)
         }
-        other = told(lambda: running.sample(count=1, ema="medium"))
+        other = error_of(lambda: running.sample(count=1, ema="medium"))
         running.export(tmp_path / "slow", weights="slow")
         expected = shadows(running)
         explained = running.explain()
@@ -362,11 +348,11 @@ def test_steps_that_are_not_finite_are_dropped_on_all_ranks(tmp_path):
         applied = [line.applied for line in read_metrics(metrics.path)]
         assert applied == [True, True, False, False, True, True]
     with trainer(False, objective=poisoned({1, 2, 3}), non_finite=policy) as running:
-        message = told(lambda: running.fit(steps=6))
+        message = error_of(lambda: running.fit(steps=6))
         assert "at step 3 on rank(s) 1" in message
         assert "number 3 in a row" in message
     with trainer(False, objective=poisoned({2}, gradient=True)) as running:
-        message = told(lambda: running.fit(steps=3))
+        message = error_of(lambda: running.fit(steps=3))
         assert message.startswith("TrainingError: gradient norm = ")
         assert "not finite at step 2" in message
         assert "the weights are still those of the step before" in message
@@ -416,7 +402,7 @@ def test_what_is_not_finite_is_neither_saved_nor_gone_back_to(tmp_path):
     for name, non_finite in (("raised", None), ("skipped", SkipNonFinite())):
         callbacks = [Once(2, poison), SaveEvery(steps=1, root=tmp_path / name, keep=1)]
         with trainer(False, callbacks=callbacks, non_finite=non_finite) as running:
-            message = told(lambda: running.fit(steps=3))
+            message = error_of(lambda: running.fit(steps=3))
         assert message.startswith("TrainingError: weights = nan: not finite at step 2")
         assert "the weights have been changed by it" in message
     assert [path.name for path in root.iterdir()] == ["step-00000001"], "no good one went"
@@ -433,7 +419,7 @@ def test_what_is_not_finite_is_neither_saved_nor_gone_back_to(tmp_path):
         assert str(running.decisions[-1]).startswith("step: 3 -> 1 (not finite at step 3")
     policy = RollBackNonFinite(root=tmp_path / "x", after=1)
     with trainer(False, objective=poisoned({1, 2}), non_finite=policy) as running:
-        message = told(lambda: running.fit(steps=3))
+        message = error_of(lambda: running.fit(steps=3))
         assert "holds no checkpoint to go back to" in message
 
 
@@ -445,9 +431,9 @@ def test_trackers_get_all_there_is_from_one_rank(tmp_path):
         running.fit(steps=2)
         losses = running.fit(steps=4).losses
         running.show("drawn", torch.linspace(-1, 1, 2 * 3 * 4 * 4).view(2, 3, 4, 4))
-    assert "accelerate knows" in told(lambda: with_tracker("tensorbored"))
-    assert "pip install clearml" in told(lambda: with_tracker("clearml"))
-    assert "needs a tracker" in told(Trackers)
+    assert "accelerate knows" in error_of(lambda: with_tracker("tensorbored"))
+    assert "pip install clearml" in error_of(lambda: with_tracker("clearml"))
+    assert "needs a tracker" in error_of(Trackers)
     with warnings_of_zerotune() as lines:
         assert with_tracker(Failing()) == 2, "training goes on"
     if running.is_main:
@@ -515,7 +501,7 @@ def test_training_at_stage_3_goes_on_as_if_nobody_had_looked(tmp_path):
         running.callbacks = (ValidationImages(every=1, folder=taken, labels=labels, steps=1),)
         if running.is_main:
             taken.write_text("a file where the folder should be")
-        message = told(lambda: running.fit(steps=5))
+        message = error_of(lambda: running.fit(steps=5))
         assert "taken" in message, "a full disk of rank 0 is an error on every rank"
     assert [step for step, _ in drawn.images] == [0, 2, 4]
     first, second, third = (images for _, images in drawn.images)

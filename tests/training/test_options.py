@@ -25,7 +25,6 @@ from zerotune.training.trainer import Running
 @pytest.mark.deepspeed
 @ranks(1)
 def test_profiling_and_recomputing_leave_every_loss_as_it_is(tmp_path):
-    """The same run plainly and with everything that watches it; every loss must be the same."""
     found: dict[str, Any] = {}
     with workers.trainer(True, workers.plan(2, "cpu")) as running:
         found["plain"] = running.fit(steps=4).losses

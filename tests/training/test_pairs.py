@@ -15,7 +15,6 @@ from tests.training.pairs import PAIRS, STAGES, alone, page_example, together
 @pytest.mark.deepspeed
 @ranks(2)
 def test_two_models_in_turn_are_bit_for_bit_what_they_are_alone():
-    """For each pair whether losses and weights are those of the two trained alone."""
     before = os.environ.get("LOCAL_RANK")
     found = []
     for pair in PAIRS:
@@ -34,7 +33,6 @@ def test_two_models_in_turn_are_bit_for_bit_what_they_are_alone():
 
 
 @pytest.mark.deepspeed
-@pytest.mark.world_size(2)
 def test_a_model_is_trained_through_another_that_stays_as_it_is():
     ranks = run_ranks(pairs.adversaries, world_size=2)
     for found in ranks:
@@ -47,7 +45,6 @@ def test_a_model_is_trained_through_another_that_stays_as_it_is():
 @pytest.mark.deepspeed
 @ranks(1)
 def test_the_example_of_the_page_trains_u_nets_at_every_stage():
-    """The page's example at every stage."""
     found = [page_example(stage) for stage in STAGES]
     assert len(found) == len(pairs.STAGES)
     assert len(set(found[0])) == 6

@@ -8,8 +8,8 @@ import pytest
 
 from stress.faults.resuming import Resumed
 from tests.checkpoint.crafted import sign
+from tests.support.errors import error_of
 from tests.support.ranks import run_ranks
-from tests.training.faulty import told
 from zerotune.checkpoint.manifest import MANIFEST
 
 STRANGE = {
@@ -37,7 +37,7 @@ def strange(root):
         good = json.dumps(content)
         change(content["extra"]["trainer"])
         sign(folder, content)
-        found[name] = told(lambda t=trainer, f=folder: t.resume(f)), resumed.unchanged(kind)
+        found[name] = error_of(lambda t=trainer, f=folder: t.resume(f)), resumed.unchanged(kind)
         sign(folder, json.loads(good))
         trainer.resume(folder)
         trainer.fit(steps=3)

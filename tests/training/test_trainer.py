@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from PIL import Image
 
+from tests.support.errors import error_of
 from tests.support.models import tiny_unet
 from tests.support.ranks import ranks, run_ranks
 from tests.training import workers
-from tests.training.workers import Losses, _message, regression, trainer
+from tests.training.workers import Losses, dataset, plan, regression, trainer
+from zerotune import DataStream, EMAShadow, OffloadManager, prepare
 from zerotune.errors import ZeroTuneError
 from zerotune.training import read_metrics
 
 ENGINES = [
     pytest.param(True, 1, marks=pytest.mark.deepspeed),
-    pytest.param(True, 2, marks=[pytest.mark.deepspeed, pytest.mark.world_size(2)]),
+    pytest.param(True, 2, marks=pytest.mark.deepspeed),
     pytest.param(False, 1),
-    pytest.param(False, 2, marks=pytest.mark.world_size(2)),
+    (False, 2),
 ]
 _first_losses: dict[int, list[float]] = {}
 
@@ -140,7 +144,6 @@ def test_accumulating_four_micro_batches_equals_one_big_batch(deepspeed, stage):
 
 @ranks(2)
 def test_a_loss_that_is_not_finite_stops_every_rank_before_the_weights_change():
-    """A loss that is not finite in the third step on the last rank."""
     calls = []
 
     def poisoned(engine, batch, generator):
@@ -180,45 +183,81 @@ def test_checkpoints_on_the_way(tmp_path):
         assert names == ["step-00000006", "step-00000007"]
 
 
+@ranks(1)
 def test_mistakes_have_one_clear_error_each():
-    (found,) = run_ranks(workers.mistakes)
-    assert found["no data"].startswith("DataError: data = None: there is nothing to train on")
-    assert "'images': 3" in found["batch size"]
-    assert "drop_last=True" in found["batch size"]
-    assert "function has no scheduler" in found["no scheduler"]
-    assert found["not data"].startswith("DataError: data = 'int'")
-    assert found["no checkpoint"].startswith("CheckpointError")
-    assert all("Fix: " in message for message in found.values())
+    with trainer(False, data=None) as running:
+        no_data = error_of(lambda: running.fit(steps=1))
+    halves = [{"images": torch.zeros(3, 1, 8, 8), "labels": torch.zeros(3).long()}]
+    with trainer(False, data=halves) as running:
+        batch_size = error_of(lambda: running.fit(steps=1))
+    with trainer(False, objective=regression) as running:
+        no_scheduler = error_of(lambda: running.sample(count=1))
+    not_data = error_of(lambda: trainer(False, data=7))
+    with trainer(False) as running:
+        no_checkpoint = error_of(lambda: running.resume("nowhere"))
+    assert no_data.startswith("DataError: data = None: there is nothing to train on")
+    assert "'images': 3" in batch_size
+    assert "drop_last=True" in batch_size
+    assert "function has no scheduler" in no_scheduler
+    assert not_data.startswith("DataError: data = 'int'")
+    assert no_checkpoint.startswith("CheckpointError")
+    for message in (no_data, batch_size, no_scheduler, not_data, no_checkpoint):
+        assert "Fix: " in message
 
 
 @pytest.mark.deepspeed
-@pytest.mark.world_size(2)
+@ranks(2)
 def test_the_memory_of_stage_3_is_what_the_ranks_really_hold():
-    found = run_ranks(workers.memory_at, 3, "cpu", world_size=2)
+    with trainer(True, plan(stage=3, offload="cpu"), ema=EMAShadow(decay=0.5)) as running:
+        running.fit(steps=1)
+        found = running.engine.group.gather(workers.memory(running))
     _check_memory(found, replicated=False, separate_master=True)
     assert found[0]["parts"]["buckets"] > 0
 
 
 @pytest.mark.deepspeed
+@ranks(1)
 def test_prepare_in_a_loop_of_ones_own_twice_in_one_process(tmp_path):
-    (result,) = run_ranks(workers.raw_loop, "cpu", str(tmp_path))
-    assert result["applied"]
-    assert result["losses"][0] == result["losses"][1]
-    assert result["during"] == result["after"] == []
-    assert not result["initialized"]
+    during = raw_loop("cpu", tmp_path)
+    assert during == list(tmp_path.iterdir()) == []
+    assert not dist.is_initialized()
 
 
 @pytest.mark.deepspeed
 @pytest.mark.nvme
-@pytest.mark.world_size(2)
+@ranks(2)
 def test_prepare_leases_one_swap_folder_for_all_ranks_and_always_gives_it_back(tmp_path):
-    for result in run_ranks(workers.raw_loop_then_failing, str(tmp_path), world_size=2):
-        assert len(result["during"]) == 1, "one folder of the run, not one per rank"
-        assert result["during"][0].startswith("zerotune-")
-        assert result["losses"][0] == result["losses"][1]
-        assert result["initialized"], "a launcher's group lasts as long as its process"
-        assert result["error"] == "the user's own"
+    (name,) = raw_loop("nvme", tmp_path)  # One of the run, not one per rank.
+    assert name.startswith("zerotune-")
+    assert dist.is_initialized(), "a launcher's group lasts as long as its process"
+    wanted, manager = plan(stage=3, offload="nvme"), OffloadManager(root=tmp_path)
+    with (
+        pytest.raises(KeyError, match="the user's own"),
+        prepare(model=tiny_unet(), plan=wanted, offload=manager),
+    ):
+        raise KeyError("the user's own")
+    dist.barrier()
     assert list(tmp_path.iterdir()) == []
+
+
+def raw_loop(offload: str, root: Path) -> list[str]:
+    """``prepare``, twice, in a loop of one's own; the swap folders while it runs."""
+    wanted, losses = plan(stage=3 if offload == "nvme" else 2, offload=offload), []
+    for _ in range(2):
+        with prepare(model=tiny_unet(), plan=wanted, offload=OffloadManager(root=root)) as engine:
+            stream = DataStream(
+                dataset(),
+                micro_batch_size=engine.plan.micro_batch_size,
+                rank=engine.group.rank,
+                world_size=engine.group.world_size,
+            )
+            engine.backward(regression(engine, next(stream), None))
+            assert engine.step().applied
+            losses.append(regression(engine, next(stream), None).item())
+            during = sorted(path.name for path in root.iterdir())
+        engine.close()
+    assert losses[0] == losses[1]
+    return during
 
 
 @ranks(1)
@@ -239,16 +278,16 @@ def test_closing_one_engine_leaves_the_other_its_process_group():
 @pytest.mark.parametrize("deepspeed", [False, pytest.param(True, marks=pytest.mark.deepspeed)])
 @ranks(1)
 def test_a_start_that_fails_leaves_nothing_behind(deepspeed):
-    """Nothing is trainable: the engine finds out when it has started the process group."""
+    # Nothing is trainable: the engine finds out when it has started the process group.
     import os
 
     import torch.distributed as dist
 
     model = tiny_unet().requires_grad_(False)
-    message = _message(lambda: trainer(deepspeed, model=model))
+    message = error_of(lambda: trainer(deepspeed, model=model))
     initialized = dist.is_initialized()
     local_rank = os.environ.get("LOCAL_RANK")
-    assert message != "no error"
+    assert message
     assert "Fix: " in message
     assert not initialized
     assert local_rank is None

@@ -19,7 +19,6 @@ def logs(folder):
 
 
 @pytest.mark.deepspeed
-@pytest.mark.world_size(2)
 def test_a_rank_that_leaves_a_block_out_at_stage_3_is_named_with_its_module(tmp_path):
     with pytest.raises(RanksFailed) as failed:
         run_ranks(diagnosed.diverging, str(tmp_path), world_size=2)
@@ -32,7 +31,6 @@ def test_a_rank_that_leaves_a_block_out_at_stage_3_is_named_with_its_module(tmp_
         assert "rank 1 is in forward of blocks.3 at step 3" in last, "it left blocks.2 out"
 
 
-@pytest.mark.world_size(2)
 def test_a_rank_that_sleeps_is_told_from_the_one_that_waits_for_it(tmp_path):
     with pytest.raises(RanksFailed, match=f"died with exit code {EXIT_CODE}"):
         run_ranks(diagnosed.waiting, str(tmp_path), world_size=2)
@@ -41,7 +39,6 @@ def test_a_rank_that_sleeps_is_told_from_the_one_that_waits_for_it(tmp_path):
         assert re.search(r"rank 1 is in forward at step 2 \(.*diagnosed.py:\d+ in sleepy\)", text)
 
 
-@pytest.mark.world_size(2)
 def test_a_store_that_went_with_rank_0_is_not_asked_again_before_its_loss_is_told(tmp_path):
     with pytest.raises(RanksFailed, match="rank 0: died with exit code -9"):
         run_ranks(diagnosed.left_behind, str(tmp_path), world_size=2)
@@ -50,7 +47,6 @@ def test_a_store_that_went_with_rank_0_is_not_asked_again_before_its_loss_is_tol
     assert [name for name, waits in asked if waits or ".tell." in name] == [], "takes seconds each"
 
 
-@pytest.mark.world_size(2)
 def test_a_rank_that_moves_is_waited_for():
     first, second = run_ranks(diagnosed.slow_but_alive, world_size=2)
     assert first == second

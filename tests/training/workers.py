@@ -17,7 +17,6 @@ from zerotune import (
     MetricsFile,
     Trainer,
 )
-from zerotune.errors import ZeroTuneError
 from zerotune.training import Callback
 
 FAMILY = ClassConditional(null_label=10, dropout=0.2)
@@ -165,30 +164,6 @@ def accumulate(deepspeed: bool, stage: int, accumulation: int) -> tuple[list[flo
         return list(report.losses), weights(running)["master"]
 
 
-def mistakes() -> dict[str, str]:
-    """One message per wrong use; every rank of a run sees the same."""
-    found = {}
-    with trainer(False, data=None) as running:
-        found["no data"] = _message(lambda: running.fit(steps=1))
-    halves = [{"images": torch.zeros(3, 1, 8, 8), "labels": torch.zeros(3).long()}]
-    with trainer(False, data=halves) as running:
-        found["batch size"] = _message(lambda: running.fit(steps=1))
-    with trainer(False, objective=regression) as running:
-        found["no scheduler"] = _message(lambda: running.sample(count=1))
-    found["not data"] = _message(lambda: trainer(False, data=7))
-    with trainer(False) as running:
-        found["no checkpoint"] = _message(lambda: running.resume("nowhere"))
-    return found
-
-
-def _message(work: Any) -> str:
-    try:
-        work()
-    except ZeroTuneError as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
-
-
 def memory(running: Trainer) -> dict[str, Any]:
     """What the bookkeeping says, and what really lies there. Collective."""
     master = running.engine.master_weights
@@ -211,55 +186,3 @@ def parts_during_a_step(estimate: Any) -> dict[str, int]:
         for item in estimate.at(place, "optimizer step"):
             parts[item.component] = parts.get(item.component, 0) + item.nbytes
     return parts
-
-
-def memory_at(stage: int, offload: str) -> dict[str, Any]:
-    with trainer(True, plan(stage=stage, offload=offload), ema=EMAShadow(decay=0.5)) as running:
-        running.fit(steps=1)
-        return memory(running)
-
-
-def raw_loop(offload: str, root: str) -> dict[str, Any]:
-    """``prepare`` in a loop of one's own; two engines, one after the other."""
-    import torch.distributed as dist
-
-    import zerotune
-
-    wanted = plan(stage=3 if offload == "nvme" else 2, offload=offload)
-    found: dict[str, Any] = {"losses": []}
-    for _ in range(2):
-        with zerotune.prepare(
-            model=tiny_unet(), plan=wanted, offload=zerotune.OffloadManager(root=root)
-        ) as engine:
-            stream = zerotune.DataStream(
-                dataset(),
-                micro_batch_size=engine.plan.micro_batch_size,
-                rank=engine.group.rank,
-                world_size=engine.group.world_size,
-            )
-            engine.backward(regression(engine, next(stream), None))
-            found["applied"] = engine.step().applied
-            loss = regression(engine, next(stream), None).item()
-            found["losses"].append(loss)
-            found["during"] = sorted(path.name for path in Path(root).iterdir())
-        engine.close()
-        found["initialized"] = dist.is_initialized()
-    found["after"] = sorted(path.name for path in Path(root).iterdir())
-    return found
-
-
-def raw_loop_then_failing(root: str) -> dict[str, Any]:
-    """An exception inside the block also gives the swap folder back."""
-    import zerotune
-
-    found = raw_loop("nvme", root)
-    try:
-        with zerotune.prepare(
-            model=tiny_unet(),
-            plan=plan(stage=3, offload="nvme"),
-            offload=zerotune.OffloadManager(root=root),
-        ):
-            raise KeyError("the user's own")
-    except KeyError as error:
-        found["error"] = error.args[0]
-    return found

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _MARKUP: Final = str.maketrans(
     {"&": "&amp;", "<": "&lt;", "\n": "<br>", **{mark: f"\\{mark}" for mark in "\\|*[]`"}}
 )
-_STYLES: Final[Mapping[str, str]] = {
+_RICH_STYLES: Final[Mapping[str, str]] = {
     "title": "bold",
     "error": "bold red",
     "warning": "yellow",
@@ -67,7 +67,7 @@ class Line:
         from rich.table import Table as Grid
         from rich.text import Text
 
-        style, lead = _STYLES.get(self.style, ""), self._lead
+        style, lead = _RICH_STYLES.get(self.style, ""), self._lead
         if not lead:
             return Text(self.text, style)
         grid = Grid.grid()
@@ -131,7 +131,7 @@ class Table:
         grid = Grid(
             box=None,
             show_header=bool(self.head),
-            header_style=_STYLES["title"],
+            header_style=_RICH_STYLES["title"],
             pad_edge=False,
             padding=(0, self.gap, 0, 0),
         )
@@ -143,7 +143,7 @@ class Table:
                 overflow="fold",
             )
         for row in self.rows:
-            grid.add_row(*map(Text, row), style=_STYLES.get(self.style(row), ""))
+            grid.add_row(*map(Text, row), style=_RICH_STYLES.get(self.style(row), ""))
         return Padding(grid, (0, 0, 0, self.indent), expand=False)
 
     def markdown(self) -> str:

@@ -116,12 +116,6 @@ def recall(model: torch.nn.Module, adapter: str) -> AdapterFacts | None:
     return record
 
 
-def adapter_config(model: torch.nn.Module, adapter: str) -> dict[str, Any]:
-    """Peft's configuration of an adapter, as plain data."""
-    config: dict[str, Any] = peft_config(model, adapter).to_dict()
-    return config
-
-
 def peft_config(model: Any, adapter: str) -> Any:
     """Peft's configuration object of an adapter."""
     return model.peft_config[adapter]
@@ -432,10 +426,13 @@ PUBLISHED: Final[Mapping[str, Published]] = {
 _TEXT_ENCODERS: Final = Published("StableDiffusionXLPipeline", ("kohya",))
 
 
+def _publication(model: torch.nn.Module, component: str) -> Published | None:
+    return _TEXT_ENCODERS if component in _ENCODERS else PUBLISHED.get(type(model).__name__)
+
+
 def published(model: torch.nn.Module, form: Layout, component: str) -> Published:
     """What is known of a model's names in a format."""
-    kind = type(model).__name__
-    known = _TEXT_ENCODERS if component in _ENCODERS else PUBLISHED.get(kind)
+    kind, known = type(model).__name__, _publication(model, component)
     if known is not None and form in known.layouts:
         return known
     others = [] if known is None else [repr(each) for each in known.layouts]
@@ -475,18 +472,18 @@ def write_lora(
         dtype: Of the tensors.
     """
     known = published(model, form, component)
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for theirs, ours in {known.theirs(layer): None for layer in layers}:
         factors = _joined_factors([layers.get(each) for each in ours], ours, outputs)
         if form == "comfyui":
             factors = factors.scaled()
         stem = _their_stem(theirs, form, component)
         down, up = ("lora_down", "lora_up") if form == "kohya" else ("lora_A", "lora_B")
-        found[f"{stem}.{down}.weight"] = factors.down.to(dtype)
-        found[f"{stem}.{up}.weight"] = factors.up.to(dtype)
+        tensors[f"{stem}.{down}.weight"] = factors.down.to(dtype)
+        tensors[f"{stem}.{up}.weight"] = factors.up.to(dtype)
         if form == "kohya":
-            found[f"{stem}.alpha"] = torch.tensor(factors.scale * factors.rank)
-    return found
+            tensors[f"{stem}.alpha"] = torch.tensor(factors.scale * factors.rank)
+    return tensors
 
 
 def write_lycoris(
@@ -504,7 +501,7 @@ def write_lycoris(
     at all: there the scale goes into the first one.
     """
     known = published(model, form, component)
-    found: dict[str, torch.Tensor] = {}
+    written: dict[str, torch.Tensor] = {}
     for layer, tensors in layers.items():
         theirs, ours = known.theirs(layer)
         if len(ours) > 1:
@@ -520,10 +517,10 @@ def write_lycoris(
         )
         for kind, tensor in tensors.items():
             whole = rank is None and kind == "lokr_w1"
-            found[f"{stem}.{kind}"] = (tensor * scale if whole else tensor).to(dtype)
+            written[f"{stem}.{kind}"] = (tensor * scale if whole else tensor).to(dtype)
         if rank is not None:
-            found[f"{stem}.alpha"] = torch.tensor(scale * rank)
-    return found
+            written[f"{stem}.alpha"] = torch.tensor(scale * rank)
+    return written
 
 
 def _their_stem(theirs: str, form: Layout, component: str) -> str:
@@ -562,12 +559,9 @@ def _joined_factors(
     there = [part for part in parts if part is not None]
     if len(parts) == 1:
         return there[0]
-    scales = {part.scale for part in there}
-    if len(scales) > 1:
-        there, parts = (
-            [part.scaled() for part in there],
-            [None if part is None else part.scaled() for part in parts],
-        )
+    if len({part.scale for part in there}) > 1:
+        parts = [None if part is None else part.scaled() for part in parts]
+        there = [part for part in parts if part is not None]
     # Ranks are made alike and layers that are not trained get zeros, so that whoever splits the
     # factors finds the blocks again.
     rank = max(part.rank for part in there)
@@ -582,7 +576,7 @@ def _joined_factors(
             first, top = index * rank, sum(rows[:index])
             down[first : first + part.rank] = part.down
             up[top : top + rows[index], first : first + part.rank] = part.up
-    return Factors(down=down, up=up, scale=there[0].scale if len(scales) == 1 else 1.0)
+    return Factors(down=down, up=up, scale=there[0].scale)
 
 
 # -- Reading.
@@ -615,8 +609,7 @@ def read_others(
         component: What a pipeline calls the model.
         pipeline: The pipeline or its class; that of the model's class when not given.
     """
-    kind = type(model).__name__
-    known = _TEXT_ENCODERS if component in _ENCODERS else PUBLISHED.get(kind)
+    kind, known = type(model).__name__, _publication(model, component)
     if known is None and pipeline is None:
         raise CheckpointMismatchError(
             f"is not in diffusers' names, and no other names of {kind} are known",
@@ -757,22 +750,22 @@ def _dense(factors: Factors, dtype: torch.dtype) -> Factors:
 def _factors(read: Read, component: str) -> dict[str, Factors]:
     """What a converter gave, by the layers of a component."""
     utils = importlib.import_module("diffusers.utils.state_dict_utils")
-    own = {
+    state = {
         key.removeprefix(f"{component}."): tensor
         for key, tensor in read.tensors.items()
         if key.startswith(f"{component}.")
     }
     if component in _ENCODERS:
-        own = utils.convert_state_dict_to_peft(utils.convert_state_dict_to_diffusers(own))
-    elif not any("lora_A" in key for key in own):
-        own = utils.convert_unet_state_dict_to_peft(own)
+        state = utils.convert_state_dict_to_peft(utils.convert_state_dict_to_diffusers(state))
+    elif not any("lora_A" in key for key in state):
+        state = utils.convert_unet_state_dict_to_peft(state)
     alphas = _alphas(read.alphas or {}, component)
     found = {}
-    for key, down in own.items():
+    for key, down in state.items():
         layer, kind = _layer_and_kind(key)
         if kind == "lora_A.weight":
             alpha = alphas.get(layer, down.shape[0])
-            up = own[f"{layer}.lora_B.weight"]
+            up = state[f"{layer}.lora_B.weight"]
             found[layer] = Factors(down=down, up=up, scale=alpha / down.shape[0])
     return found
 

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -87,15 +87,15 @@ def diagnose_build(output: str) -> Diagnosis | None:
 
 _MODULE: Final = "the Python module {} is missing"
 _TOOLKIT: Final = "install the CUDA toolkit torch was built for and set CUDA_HOME"
-_LIBRARIES: Final = {
+_LIBRARY_FIXES: Final = {
     "aio": "install libaio-dev",
     "cuda": "install the NVIDIA driver, or name its stub library's folder in LIBRARY_PATH",
     "cudart": _TOOLKIT,
     "gomp": "install the OpenMP library of your compiler",
     "": "install the package that holds lib{}",
 }
-_PROGRAMS: Final = {"nvcc": _TOOLKIT, "": "install {}, or name another in CXX"}
-_HEADERS: Final = {
+_PROGRAM_FIXES: Final = {"nvcc": _TOOLKIT, "": "install {}, or name another in CXX"}
+_HEADER_FIXES: Final = {
     "Python.h": "install the Python headers (python3-dev)",
     "libaio.h": "install libaio-dev",
     "cuda_runtime.h": _TOOLKIT,
@@ -115,19 +115,19 @@ _CAUSES: Final[tuple[tuple[str, str, str | Mapping[str, str] | None], ...]] = (
     (
         r"fatal error: '?([^\s':]+)'?(?::| file) [Nn]o(?:t found| such file)",
         "the header {} is missing",
-        _HEADERS,
+        _HEADER_FIXES,
     ),
-    (r"cannot find -l(\S+?)(?::|\s|$)", "the linker cannot find the library {}", _LIBRARIES),
-    (r"library not found for -l(\S+)", "the linker cannot find the library {}", _LIBRARIES),
+    (r"cannot find -l(\S+?)(?::|\s|$)", "the linker cannot find the library {}", _LIBRARY_FIXES),
+    (r"library not found for -l(\S+)", "the linker cannot find the library {}", _LIBRARY_FIXES),
     (
         r"(?:^|\s)([^\s:]+): (?:command )?not found\s*$",
         "the program {} is missing",
-        _PROGRAMS,
+        _PROGRAM_FIXES,
     ),
     (
         r"No such file or directory: '((?:[^']*/)?(?:ninja|nvcc|hipcc|c\+\+|g\+\+))'",
         "the program {} is missing",
-        _PROGRAMS,
+        _PROGRAM_FIXES,
     ),
     (
         r"unrecognized command[- ]line option .?(-std=[\w+]+)",
@@ -369,20 +369,15 @@ def _install_cuda() -> str:
 SILENT_FOR: Final = 5.0
 """Seconds of waiting after which it is said what is waited for."""
 _AGAIN_AFTER: Final = 60.0
-_ENDING: Final = 0.2
+_BEFORE_REMOVAL: Final = 0.2
 """Seconds between two looks at torch's lock, which it closes a moment before it removes it."""
 _OPENING: Final = 1.0
 """Seconds for which a new file may not yet count as open."""
-_log = logging.getLogger("zerotune")
+logger = logging.getLogger("zerotune")
 
 
 class LivingLock:
-    """torch's ``FileBaton``, for as long as its process lives.
-
-    Args:
-        lock_file_path: The lock of a build folder.
-        wait_seconds: Between two looks at somebody else's.
-    """
+    """torch's ``FileBaton`` on a build folder, for as long as its process lives."""
 
     def __init__(self, lock_file_path: str, wait_seconds: float = 0.1, **_: Any) -> None:
         self._path = Path(lock_file_path)
@@ -402,14 +397,14 @@ class LivingLock:
             if lock is not None and time.monotonic() >= announced:
                 announced = time.monotonic() + _AGAIN_AFTER
                 found = lock.diagnose()
-                _log.warning(
+                logger.warning(
                     "op %s: waiting for its lock for %.0f s: %s (%s). Fix: %s.",
                     folder.name, time.monotonic() - began, found.cause, lock.path, found.fix,
                 )  # fmt: skip
             time.sleep(self._wait_seconds)
         if built_library(folder) is None or why_stale(folder) is not None:
             # Ninja then takes minutes without a word.
-            _log.warning(
+            logger.warning(
                 "op %s: compiling it into %s, once; this takes one to three minutes on few cores",
                 folder.name, folder,
             )  # fmt: skip
@@ -460,42 +455,24 @@ def _host_and_process(path: Path) -> list[str]:
 def remove_if_dead(path: Path) -> None:
     """Remove a lock whose process is gone; the kernel has unlocked or closed it then."""
     record = _host_and_process(path)
-    if not record:
-        _remove_closed(path)
-        return
     # Another host's lock may be invisible from here on a shared file system.
-    if len(record) != 2 or record[0] != socket.gethostname():
+    if record and (len(record) != 2 or record[0] != socket.gethostname()):
         return
-    try:
-        found = os.open(path, os.O_RDWR)
-    except OSError:
-        return
-    try:
-        fcntl.flock(found, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        _take_over(path, found, f"process {record[1]}")
-    except OSError:
-        return
-    finally:
-        os.close(found)
-
-
-def _remove_closed(path: Path) -> None:
-    """Remove torch's own lock, which its maker keeps open, where nobody has it open."""
-    try:
-        if filesystem_kind(path.parent.resolve()) not in LOCAL_FILESYSTEMS:
+    with suppress(OSError):
+        if not record and filesystem_kind(path.parent.resolve()) not in LOCAL_FILESYSTEMS:
             return
-        found = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    except OSError:
-        return
-    try:
-        if time.time() - os.fstat(found).st_mtime > _OPENING and _is_alone(found):
-            time.sleep(_ENDING)
-            if _is_alone(found):
-                _take_over(path, found, "the process")
-    except OSError:
-        return
-    finally:
-        os.close(found)
+        descriptor = os.open(path, os.O_RDWR if record else os.O_RDONLY | os.O_NONBLOCK)
+        try:
+            if record:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _take_over(path, descriptor, f"process {record[1]}")
+            # Torch's own, which its maker keeps open.
+            elif time.time() - os.fstat(descriptor).st_mtime > _OPENING and _is_alone(descriptor):
+                time.sleep(_BEFORE_REMOVAL)
+                if _is_alone(descriptor):
+                    _take_over(path, descriptor, "the process")
+        finally:
+            os.close(descriptor)
 
 
 def _is_alone(descriptor: int) -> bool:
@@ -518,7 +495,7 @@ def _is_alone(descriptor: int) -> bool:
 def _take_over(path: Path, descriptor: int, who: str) -> None:
     if os.path.samestat(os.fstat(descriptor), path.stat()):
         path.unlink()
-        _log.warning(
+        logger.warning(
             "op %s: %s died while it compiled it; its lock is taken over", path.parent.name, who
         )
 
@@ -646,7 +623,7 @@ def op_report(*, toolchain: Toolchain | None = None) -> tuple[OpStatus, ...]:
     accelerator = _deepspeeds_accelerator()
     with same_ninja():
         found = toolchain or detect_toolchain()
-        return tuple(_status(op, accelerator, found) for op in _OPS)
+        return tuple(_op_status(op, accelerator, found) for op in _OPS)
 
 
 def build_op(name: str) -> OpStatus:
@@ -675,7 +652,7 @@ def build_op(name: str) -> OpStatus:
         folders = _build_folders(op, accelerator)
         for folder in folders:
             remove_if_dead(folder / "lock")
-        before = _status(op, accelerator, toolchain)
+        before = _op_status(op, accelerator, toolchain)
         # Torch waits for the end of another process that builds it.
         if before.state != "locked" or any(
             lock.abandoned for lock in map(BuildLock.on, folders) if lock is not None
@@ -683,7 +660,7 @@ def build_op(name: str) -> OpStatus:
             before.check_usable()
         with naming_the_cause(op.name):
             accelerator.create_op_builder(op.builder).load(verbose=False)
-        return _status(op, accelerator, toolchain)
+        return _op_status(op, accelerator, toolchain)
 
 
 @contextmanager
@@ -731,7 +708,7 @@ def _deepspeeds_accelerator() -> Any:
         logger.removeFilter(keep_back)
 
 
-def _status(op: _Op, accelerator: Any, toolchain: Toolchain) -> OpStatus:
+def _op_status(op: _Op, accelerator: Any, toolchain: Toolchain) -> OpStatus:
     builder = _builder(op.builder, accelerator)
     if builder is None:
         cause = f"DeepSpeed has no implementation for its {accelerator._name} accelerator"

@@ -76,7 +76,7 @@ _REPORTED: Final = (
     "ZEROTUNE_",
 )  # fmt: skip
 """Beginnings of the environment variables that a report shows."""
-_log = logging.getLogger("zerotune")
+logger = logging.getLogger("zerotune")
 
 
 # -- What a proof is of.
@@ -271,7 +271,7 @@ def store_proof(proof: Proof) -> Path | None:
             report.unlink(missing_ok=True)
         write_atomically(path, json.dumps(proof.to_dict(), indent=1).encode())
     except OSError as error:
-        _log.warning("the proof cannot be kept: %s", error)
+        logger.warning("the proof cannot be kept: %s", error)
         _unsaved[proof.combination] = proof
         return None
     _unsaved.pop(proof.combination, None)
@@ -389,7 +389,7 @@ def _prove_here(accelerator: Accelerator, *, anew: bool) -> None:
         _unsaved.pop(combination, None)
         with contextlib.suppress(OSError):
             proof_path(combination).unlink(missing_ok=True)
-        _log.warning(
+        logger.warning(
             "first start on %s: its fast paths are proven, which takes up to half a minute and "
             "what imports and compilers take (%s=off|ask)", combination.device, VARIABLE,
         )  # fmt: skip

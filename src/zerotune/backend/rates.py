@@ -43,27 +43,29 @@ def measure_rates(
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         device = torch.device("cpu") if accelerator is None else accelerator
     with torch.no_grad():
-        timer = _Timer(device=device, seconds=0.25 * scale, now=now)
-        return dict(_measured(device, timer, scale))
+        return dict(_each_rate(_Timer(device=device, scale=scale, now=now)))
 
 
-def _measured(device: torch.device, timer: _Timer, scale: float) -> Iterator[tuple[str, float]]:
+def _each_rate(timer: _Timer) -> Iterator[tuple[str, float]]:
     for suffix, dtype in (("_fp32", torch.float32), ("", torch.bfloat16)):
-        products = _products(device, dtype, timer, scale)
-        attention = _attention(device, dtype, timer, scale)
+        products = _products(timer, dtype)
+        attention = _attention_rate(timer, dtype)
         yield f"products{suffix}", products
-        yield f"convolutions{suffix}", _convolutions(device, dtype, timer, scale)
+        yield f"convolutions{suffix}", _convolution_rate(timer, dtype)
         yield f"attention{suffix}", attention
-        yield f"device_memory{suffix}", _simple(device, dtype, timer, scale)
-        yield f"product_calls{suffix}", _product_calls(device, dtype, timer, products)
-        yield f"attention_calls{suffix}", _attention_calls(device, dtype, timer, attention)
-    if device.type != "cpu":
-        yield from _bus(device, timer, scale)
+        yield f"device_memory{suffix}", _simple(timer, dtype)
+        yield f"product_calls{suffix}", _product_calls(timer, dtype, products)
+        yield f"attention_calls{suffix}", _attention_calls(timer, dtype, attention)
+    if not timer.on_cpu:
+        there = torch.ones(max(1, int(32 * timer.scale)) * _MIB // 4, device=timer.device)
+        here = torch.empty(there.shape, pin_memory=True)
+        yield "to_host", there.nbytes / timer(lambda: here.copy_(there, non_blocking=True))
+        yield "to_device", there.nbytes / timer(lambda: there.copy_(here, non_blocking=True))
     on_host = attrs.evolve(timer, device=torch.device("cpu"))
-    yield "host_memory", copy_rate(scale=scale, now=timer.now)
+    yield "host_memory", copy_rate(scale=timer.scale, now=timer.now)
     yield "new_memory", _new_memory(on_host)
-    yield "operators", _operators(device, timer)
-    yield "host_step", _host_step(scale, on_host)
+    yield "operators", _operator_rate(timer)
+    yield "host_step", _host_step(on_host)
 
 
 @attrs.frozen(kw_only=True)
@@ -71,38 +73,49 @@ class _Timer:
     """Seconds of a call, the best of those that fit into a time."""
 
     device: torch.device
-    seconds: float
+    scale: float
+    """Share of the usual sizes and times."""
     now: Callable[[], float]
     others: torch.Tensor = attrs.field(factory=lambda: torch.zeros(12 * _MIB))
     """What a processor's caches hold before each call: a model comes back to a layer only after
     all others."""
 
+    @property
+    def on_cpu(self) -> bool:
+        return self.device.type == "cpu"
+
+    def sized(self, number: int, least: int = 16) -> int:
+        return max(least, int(number * self.scale))
+
+    def randn(self, count: int, *shape: int, dtype: torch.dtype) -> list[torch.Tensor]:
+        return [torch.randn(shape, device=self.device, dtype=dtype) for _ in range(count)]
+
     def __call__(self, act: Callable[[], object]) -> float:
         self._once(act)
-        best, until = float("inf"), self.now() + self.seconds
+        best, until = float("inf"), self.now() + 0.25 * self.scale
         while best == float("inf") or self.now() < until:
             best = min(best, self._once(act))
         return best
 
     def _once(self, act: Callable[[], object]) -> float:
-        repeats = 1 if self.device.type == "cpu" else 10
-        if self.device.type == "cpu":
+        repeats = 1 if self.on_cpu else 10
+        if self.on_cpu:
             self.others.add_(1)
         begun = self.now()
         for _ in range(repeats):
             act()
-        if self.device.type != "cpu":
+        if not self.on_cpu:
             torch.accelerator.synchronize(self.device)
         return (self.now() - begun) / repeats
 
 
-def _products(device: torch.device, dtype: torch.dtype, timer: _Timer, scale: float) -> float:
-    rows, width = (8192, 1280) if device.type != "cpu" else (256, 768)
-    rows, width = max(16, int(rows * scale)), max(16, int(width * scale))
-    given = torch.randn(rows, width, device=device, dtype=dtype)
+def _products(timer: _Timer, dtype: torch.dtype) -> float:
+    rows, width = (8192, 1280) if not timer.on_cpu else (256, 768)
+    rows, width = timer.sized(rows), timer.sized(width)
+    (inputs,) = timer.randn(1, rows, width, dtype=dtype)
     # As many as no cache holds: each is read from memory, as in a model.
     shapes = [(4 * width, width), (width, 4 * width)] * 3
-    weights = [torch.randn(shape, device=device, dtype=dtype) for shape in shapes]
+    weights = [weight for shape in shapes for weight in timer.randn(1, *shape, dtype=dtype)]
 
     def forward(value: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
         for weight in weights:
@@ -110,33 +123,31 @@ def _products(device: torch.device, dtype: torch.dtype, timer: _Timer, scale: fl
         return value
 
     flops = 3 * 2 * rows * sum(weight.numel() for weight in weights)
-    return flops / timer(_both_ways(forward, given, *weights))
+    return flops / timer(_both_ways(forward, inputs, *weights))
 
 
-def _convolutions(device: torch.device, dtype: torch.dtype, timer: _Timer, scale: float) -> float:
+def _convolution_rate(timer: _Timer, dtype: torch.dtype) -> float:
     # The levels of a U-Net, each of half the side and twice the channels. Torch takes other ways on
     # processors for a single image.
-    batches, channels, side = ((2,), 320, 128) if device.type != "cpu" else ((1, 2), 64, 32)
-    channels = max(16, int(channels * scale))
+    batches, channels, side = ((2,), 320, 128) if not timer.on_cpu else ((1, 2), 64, 32)
+    channels = timer.sized(channels)
     forward = functools.partial(torch.nn.functional.conv2d, padding=1)
     passes, flops = [], 0
     for batch, k in itertools.product(batches, (1, 2, 4)):
         here, c = side // k, channels * k
-        image = torch.randn(batch, c, here, here, device=device, dtype=dtype)
-        weight = torch.randn(c, c, 3, 3, device=device, dtype=dtype)
+        (image,) = timer.randn(1, batch, c, here, here, dtype=dtype)
+        (weight,) = timer.randn(1, c, c, 3, 3, dtype=dtype)
         passes.append(_both_ways(forward, image, weight))
         flops += 3 * 18 * c**2 * batch * here**2
     return flops / timer(lambda: [act() for act in passes])
 
 
-def _attention(device: torch.device, dtype: torch.dtype, timer: _Timer, scale: float) -> float:
-    heads, length, width = (64, 4096, 64) if device.type != "cpu" else (8, 512, 64)
-    length = max(64, int(length * scale))
+def _attention_rate(timer: _Timer, dtype: torch.dtype) -> float:
+    heads, length, width = (64, 4096, 64) if not timer.on_cpu else (8, 512, 64)
+    length = timer.sized(length, least=64)
     # As models hand it over: heads lie beside each other in a token.
-    query, key, value = (
-        torch.randn(1, length, heads, width, device=device, dtype=dtype).transpose(1, 2)
-        for _ in range(3)
-    )
+    tokens = timer.randn(3, 1, length, heads, width, dtype=dtype)
+    query, key, value = (each.transpose(1, 2) for each in tokens)
     attend = torch.nn.functional.scaled_dot_product_attention
     # Four in the forward pass, ten in the backward pass, which computes the first again.
     return 14 * heads * length**2 * width / timer(_both_ways(attend, query, key, value))
@@ -154,12 +165,12 @@ def _both_ways(forward: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> C
     return act
 
 
-def _simple(device: torch.device, dtype: torch.dtype, timer: _Timer, scale: float) -> float:
+def _simple(timer: _Timer, dtype: torch.dtype) -> float:
     """Bytes per second of what stands between products: norms, activations, sums; both ways."""
-    tokens, width = (8192, 1280) if device.type != "cpu" else (512, 640)
-    tokens = max(1, int(tokens * scale / 32)) * 32
-    given, other = (torch.randn(tokens, width, device=device, dtype=dtype) for _ in range(2))
-    scaled, shift = (torch.randn(width, device=device, dtype=dtype) for _ in range(2))
+    tokens, width = (8192, 1280) if not timer.on_cpu else (512, 640)
+    tokens = max(1, int(tokens * timer.scale / 32)) * 32
+    given, other = timer.randn(2, tokens, width, dtype=dtype)
+    scaled, shift = timer.randn(2, width, dtype=dtype)
     functions = torch.nn.functional
 
     def forward(given: torch.Tensor, other: torch.Tensor, *modulation: torch.Tensor) -> Any:
@@ -170,7 +181,7 @@ def _simple(device: torch.device, dtype: torch.dtype, timer: _Timer, scale: floa
         return other + functions.gelu(value, approximate="tanh")
 
     act = _both_ways(forward, given, other, scaled, shift)
-    with _Counter() as counter:
+    with _OperatorCounter() as counter:
         act()
     return float(counter.moved) / timer(act)
 
@@ -180,7 +191,7 @@ def moves_memory(func: Any) -> bool:
     return not func.is_view and not func._opname.startswith(("empty", "new_empty", "detach"))
 
 
-class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _OperatorCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts operators, views included, and the bytes that go through those that are none."""
 
     def __init__(self) -> None:
@@ -197,45 +208,41 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
-_LAYERS: Final = 20
+_SMALL_LAYERS: Final = 20
 """In a row: what they take together is more than what a clock is off."""
-_LEAST: Final = 0.05
+_LEAST_CALL_SHARE: Final = 0.05
 """Share of their time that is no arithmetic, where noise says it were less."""
 
 
-def _operators(device: torch.device, timer: _Timer) -> float:
+def _operator_rate(timer: _Timer) -> float:
     """Operators per second of modules that have next to nothing to compute, both ways."""
     kinds = (torch.nn.SiLU, lambda: torch.nn.LayerNorm(4), lambda: torch.nn.Unflatten(1, (2, 2)),
              torch.nn.Flatten)  # fmt: skip
-    model = torch.nn.Sequential(*(kind() for _ in range(_LAYERS) for kind in kinds)).to(device)
-    seconds, names = _begun(model, torch.ones(4, 4, device=device), timer)
+    model = torch.nn.Sequential(*(kind() for _ in range(_SMALL_LAYERS) for kind in kinds))
+    seconds, names = _small_layers(timer, model, torch.ones(4, 4), torch.float32)
     return len(names) / seconds
 
 
-def _product_calls(
-    device: torch.device, dtype: torch.dtype, timer: _Timer, products: float
-) -> float:
+def _product_calls(timer: _Timer, dtype: torch.dtype, products: float) -> float:
     """Products per second, of what they take besides arithmetic."""
     # No two alike, as in a model: a processor takes longer where each is another one.
-    rows, widths = 256, range(64, 64 + 16 * (_LAYERS + 1), 16)
+    rows, widths = 256, range(64, 64 + 16 * (_SMALL_LAYERS + 1), 16)
     layers = (torch.nn.Linear(*pair) for pair in itertools.pairwise(widths))
-    model = torch.nn.Sequential(*layers).to(device, dtype)
-    seconds, names = _begun(model, torch.ones(rows, widths[0], device=device, dtype=dtype), timer)
+    model = torch.nn.Sequential(*layers)
+    seconds, names = _small_layers(timer, model, torch.ones(rows, widths[0]), dtype)
     flops = 6 * rows * sum(a * b for a, b in itertools.pairwise(widths))
     calls = sum("mm" in name for name in names)
-    return calls / max(seconds - flops / products, _LEAST * seconds)
+    return calls / max(seconds - flops / products, _LEAST_CALL_SHARE * seconds)
 
 
-def _attention_calls(
-    device: torch.device, dtype: torch.dtype, timer: _Timer, attention: float
-) -> float:
+def _attention_calls(timer: _Timer, dtype: torch.dtype, attention: float) -> float:
     """The same of attention: of short texts, say, which a model attends to in each block."""
     batch, heads, length, width = 2, 4, 64, 64
-    model = torch.nn.Sequential(*(_Attention() for _ in range(_LAYERS)))
-    given = torch.ones(batch, heads, length, width, device=device, dtype=dtype)
-    seconds, _ = _begun(model, given, timer)
-    flops = 14 * batch * heads * length**2 * width * _LAYERS
-    return 2 * _LAYERS / max(seconds - flops / attention, _LEAST * seconds)
+    model = torch.nn.Sequential(*(_Attention() for _ in range(_SMALL_LAYERS)))
+    given = torch.ones(batch, heads, length, width)
+    seconds, _ = _small_layers(timer, model, given, dtype)
+    flops = 14 * batch * heads * length**2 * width * _SMALL_LAYERS
+    return 2 * _SMALL_LAYERS / max(seconds - flops / attention, _LEAST_CALL_SHARE * seconds)
 
 
 class _Attention(torch.nn.Module):
@@ -245,21 +252,15 @@ class _Attention(torch.nn.Module):
         return torch.nn.functional.scaled_dot_product_attention(given, given, given)
 
 
-def _begun(
-    model: torch.nn.Module, given: torch.Tensor, timer: _Timer
+def _small_layers(
+    timer: _Timer, model: torch.nn.Module, given: torch.Tensor, dtype: torch.dtype
 ) -> tuple[float, Sequence[str]]:
     """Seconds of small layers in a row, both ways, and the operators they consist of."""
+    model, given = model.to(timer.device, dtype), given.to(timer.device, dtype)
     act = _both_ways(lambda given, *_weights: model(given), given, *model.parameters())
-    with _Counter() as counter:
+    with _OperatorCounter() as counter:
         act()
     return timer(act), counter.names
-
-
-def _bus(device: torch.device, timer: _Timer, scale: float) -> Iterator[tuple[str, float]]:
-    there = torch.ones(max(1, int(32 * scale)) * _MIB // 4, device=device)
-    here = torch.empty(there.shape, pin_memory=True)
-    yield "to_host", there.nbytes / timer(lambda: here.copy_(there, non_blocking=True))
-    yield "to_device", there.nbytes / timer(lambda: there.copy_(here, non_blocking=True))
 
 
 def copy_rate(*, scale: float = 1.0, now: Callable[[], float] = time.perf_counter) -> float:
@@ -285,8 +286,8 @@ def _new_memory(timer: _Timer) -> float:
     return size / timer(write)
 
 
-def _host_step(scale: float, timer: _Timer) -> float:
-    count = max(2**12, int(2**23 * scale))
+def _host_step(timer: _Timer) -> float:
+    count = timer.sized(2**23, least=2**12)
     weight, first, second, gradient = (torch.full((count,), 0.5) for _ in range(4))
     try:
         op = load_host_step()
@@ -302,6 +303,6 @@ def _host_step(scale: float, timer: _Timer) -> float:
     )  # fmt: skip
 
     def step() -> None:
-        op.adam(weight=weight, exp_avg=first, exp_avg_sq=second, gradient=gradient, numbers=numbers)
+        op.step(numbers, weight=weight, exp_avg=first, exp_avg_sq=second, gradient=gradient)
 
     return 28 * count / timer(step)

@@ -55,7 +55,7 @@ _BOUNDS: Final = {
 }
 
 _DIALECT: Final = "https://json-schema.org/draft/2020-12/schema"
-_PRECISION_NAMES: Final = ("fp32", "fp16", "bf16")
+_SCHEMA_PRECISIONS: Final = ("fp32", "fp16", "bf16")
 
 _SECTION_MODELS: Final[Mapping[str, tuple[str, str]]] = {
     "zero_optimization": ("deepspeed.runtime.zero.config", "DeepSpeedZeroConfig"),
@@ -154,7 +154,7 @@ def plan_schema() -> dict[str, Any]:
 def _special_sections(config: Any) -> dict[str, Schema]:
     lr_schedules = importlib.import_module("deepspeed.runtime.lr_schedules")
     timers = importlib.import_module("deepspeed.utils.config")
-    communication = with_auto(any_of({"enum": list(_PRECISION_NAMES)}, {"type": "null"}))
+    communication = with_auto(any_of({"enum": list(_SCHEMA_PRECISIONS)}, {"type": "null"}))
     optimizer = _named_choice(config.DEEPSPEED_OPTIMIZERS)
     optimizer["properties"]["legacy_fusion"] = of_default(config.LEGACY_FUSION_DEFAULT)
     efficiency = of_default(config.get_data_efficiency_config({}))
@@ -216,7 +216,7 @@ def _checkpoint_section() -> Schema:
 
 def _data_types_section() -> Schema:
     entries: dict[str, Schema] = {
-        key: {"enum": [*_PRECISION_NAMES, None], "default": default}
+        key: {"enum": [*_SCHEMA_PRECISIONS, None], "default": default}
         for key, default in _recorded(_CONFIG, "data_types_params").items()
     }
     if "keep_in_fp32_modules" in entries:

@@ -64,11 +64,7 @@ def read_at(descriptor: int, into: memoryview, offset: int) -> int:
 
 
 class OpensFiles(Closable):
-    """Holds the files it opens, each once, until it is closed.
-
-    Args:
-        mode: ``os.O_RDONLY`` or ``os.O_WRONLY``.
-    """
+    """Holds the files it opens (``os.O_RDONLY`` or ``os.O_WRONLY``), each once, until closed."""
 
     def __init__(self, mode: int) -> None:
         self._mode = mode
@@ -113,7 +109,7 @@ def read_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
         if not isinstance(entries, dict):
             raise TypeError("a header that is no object")
         metadata = {str(key): str(text) for key, text in entries.pop("__metadata__", {}).items()}
-        tensors = _described(entries, begin=8 + size, end=nbytes)
+        tensors = _tensor_entries(entries, begin=8 + size, end=nbytes)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointCorruptError(
             f"cannot be read as safetensors ({error})", key=str(path), fix="use another checkpoint"
@@ -121,7 +117,7 @@ def read_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     return tensors, metadata
 
 
-def _described(entries: Mapping[str, Any], *, begin: int, end: int) -> dict[str, StoredTensor]:
+def _tensor_entries(entries: Mapping[str, Any], *, begin: int, end: int) -> dict[str, StoredTensor]:
     """Tensors of a header, one behind the other from where it ends to the end of the file."""
     tensors = {}
     for name, entry in entries.items():

@@ -95,13 +95,13 @@ class RecordedStream:
 
     def wait_event(self, event: RecordedEvent) -> None:
         """What comes after on this stream waits."""
-        _learn(self._recorder.clock(self.name), event.clock)
+        learn(self._recorder.clock(self.name), event.clock)
         if self.real is not None:
             self.real.wait_event(event._real)
 
     def wait_stream(self, other: RecordedStream) -> None:
         """What comes after on this stream waits for all that is queued on the other."""
-        _learn(self._recorder.clock(self.name), self._recorder.clock(other.name))
+        learn(self._recorder.clock(self.name), self._recorder.clock(other.name))
         if self.real is not None:
             self.real.wait_stream(other.real)
 
@@ -121,9 +121,7 @@ class RecordedStream:
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Stands in for the streams of a device, and watches all that torch does.
 
-    Args:
-        otherwise: Where tensors lie that nobody has said anything of, without a GPU.
-        simulated: Whether to leave a GPU alone that is there.
+    Without a GPU, or ``simulated``, tensors lie ``otherwise`` unless somebody says where.
     """
 
     def __init__(self, *, otherwise: Place = "device", simulated: bool = False) -> None:
@@ -180,17 +178,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in tensors:
             self._of(tensor).place = place
 
-    def keep(self, tensor: torch.Tensor, stream: RecordedStream) -> None:
-        """``tensor.record_stream(stream)``."""
-        self._of(tensor).kept_for.add(stream.name)
-        if self.real is not None:
-            torch.ops.aten.record_stream(tensor, stream.real)
-
-    @property
-    def busy(self) -> set[str]:
-        """Streams and threads that have read or written something."""
-        return {name for name, clock in self._clocks.items() if clock.get(name)}
-
     @contextmanager
     def page_locking(self) -> Iterator[None]:
         """Have ``is_pinned`` tell what the recorder knows; a GPU knows it itself."""
@@ -204,35 +191,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         with mock.patch.object(torch.Tensor, "is_pinned", is_pinned):
             yield
 
-    @contextmanager
-    def threads(self) -> Iterator[None]:
-        """Watch threads that begin inside the block: each knows what its maker knew."""
-        start, join, run = threading.Thread.start, threading.Thread.join, threading.Thread.run
-        recorder = self
-
-        def started(thread: threading.Thread) -> None:
-            thread._known = dict(recorder.clock(_host()))  # type: ignore[attr-defined]
-            recorder._tick(_host())
-            start(thread)
-
-        def running(thread: threading.Thread) -> None:
-            _learn(recorder.clock(_host()), getattr(thread, "_known", {}))
-            with _InThread(recorder):
-                run(thread)
-            thread._left = dict(recorder.clock(_host()))  # type: ignore[attr-defined]
-
-        def joined(thread: threading.Thread, timeout: float | None = None) -> None:
-            join(thread, timeout)
-            if not thread.is_alive():
-                _learn(recorder.clock(_host()), getattr(thread, "_left", {}))
-
-        with (
-            mock.patch.object(threading.Thread, "start", started),
-            mock.patch.object(threading.Thread, "join", joined),
-            mock.patch.object(threading.Thread, "run", running),
-        ):
-            yield
-
     # -- Clocks.
 
     def clock(self, name: str) -> Clock:
@@ -242,7 +200,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def host_waits(self, what: str, clock: Clock) -> None:
         """The host knows from now on what the device has done."""
         self.waits.append(what)
-        _learn(self.clock(_host()), clock)
+        learn(self.clock(host_name()), clock)
 
     def _tick(self, name: str) -> int:
         clock = self.clock(name)
@@ -267,7 +225,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         read, written = _operands(func, args, kwargs)
         name = func._schema.name
         known = [self._of(tensor) for tensor in (*read, *written)]
-        made = [each for each in _tensors(out) if self._key(each) not in self._memory]
+        made = [each for each in _tensors_in(out) if self._key(each) not in self._memory]
         places = {memory.place for memory in known}
         for tensor in made:
             memory = self._of(tensor)
@@ -291,17 +249,17 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not places:
             return
         on_device = "device" in places
-        timeline = self.current_stream().name if on_device else _host()
+        timeline = self.current_stream().name if on_device else host_name()
         if on_device:
             # Work is queued by the host, after all that it knows.
-            _learn(self.clock(timeline), self.clock(_host()))
+            learn(self.clock(timeline), self.clock(host_name()))
         now = self._tick(timeline)
         touched: tuple[tuple[Doing, Any], ...] = (("read", read), ("written", written))
         for what, tensors in touched:
             for tensor in tensors:
                 self._access(name, tensor, _Access(what, *_bytes(tensor), timeline, now))
         crossing = on_device and len(places) > 1 and copies
-        if crossing and _does_not_wait(args, kwargs):
+        if crossing and kwargs.get("non_blocking", len(args) > 2 and args[2]):
             self.copies += 1
             if "pageable" in places:
                 self.faults.append(f"{name} of pageable memory is declared not to wait")
@@ -353,18 +311,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return int(tensor.untyped_storage()._cdata)
 
 
-class _InThread(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A recorder, in another thread than it was entered in."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._recorder = recorder
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self._recorder.__torch_dispatch__(func, types, args, kwargs)
-
-
-def _host() -> str:
+def host_name() -> str:
+    """The timeline of the thread that asks."""
     thread = threading.current_thread()
     if isinstance(thread, threading._DummyThread):
         # Autograd's own, for a device: whoever has called ``backward`` waits for it.
@@ -372,7 +320,8 @@ def _host() -> str:
     return f"the host's {thread.name}"
 
 
-def _learn(clock: Clock, other: Clock) -> None:
+def learn(clock: Clock, other: Clock) -> None:
+    """Have one timeline know what another one knows."""
     for name, time in other.items():
         clock[name] = max(time, clock.get(name, 0))
 
@@ -385,10 +334,6 @@ def _bytes(tensor: torch.Tensor) -> tuple[int, int]:
     return low, low + int(last + 1) * tensor.itemsize
 
 
-def _does_not_wait(args: Any, kwargs: Any) -> bool:
-    return bool(kwargs.get("non_blocking", args[2] if len(args) > 2 else False))
-
-
 def _operands(func: Any, args: Any, kwargs: Any) -> tuple[list[Any], list[Any]]:
     """Tensors that are read and that are written; of views neither."""
     if func.is_view:
@@ -398,13 +343,13 @@ def _operands(func: Any, args: Any, kwargs: Any) -> tuple[list[Any], list[Any]]:
     for index, argument in enumerate(func._schema.arguments):
         value = args[index] if index < len(args) else kwargs.get(argument.name)
         target = argument.alias_info is not None and argument.alias_info.is_write
-        (written if target else read).extend(_tensors(value))
+        (written if target else read).extend(_tensors_in(value))
     return read, written
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
+def _tensors_in(value: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, (tuple, list)):
-        return [tensor for each in value for tensor in _tensors(each)]
+        return [tensor for each in value for tensor in _tensors_in(each)]
     return []

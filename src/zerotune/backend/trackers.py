@@ -23,11 +23,7 @@ _TRACKER_PACKAGES: Final = {"comet_ml": "comet-ml"}
 
 
 class Tracker:
-    """One tracker; a failure of its service ends the tracking, not the training.
-
-    Args:
-        inner: accelerate's ``GeneralTracker``, started.
-    """
+    """One of accelerate's; a failure of its service ends the tracking, not the training."""
 
     def __init__(self, inner: Any) -> None:
         self._inner: Any = inner

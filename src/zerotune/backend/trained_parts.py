@@ -140,21 +140,19 @@ def components(
                 f"the parts are {', '.join(model.names)}", key="component", value=name
             )
         return {n: (f"{n}.", part) for n, part in model.items() if name in (None, n)}
-    return {name or _component_of(model): ("", model)}
-
-
-def _component_of(model: torch.nn.Module) -> str:
     kind = type(model).__name__
-    if kind.startswith("UNet"):
-        return "unet"
-    if "Transformer" in kind:
-        return "transformer"
-    raise InvalidValueError(
-        "the class does not tell what a pipeline calls this model",
-        key="component",
-        value=kind,
-        fix='name it: component="text_encoder" (or "text_encoder_2", "transformer", ...)',
-    )
+    if name is None:
+        name = (
+            "unet" if kind.startswith("UNet") else "transformer" if "Transformer" in kind else None
+        )
+    if name is None:
+        raise InvalidValueError(
+            "the class does not tell what a pipeline calls this model",
+            key="component",
+            value=kind,
+            fix='name it: component="text_encoder" (or "text_encoder_2", "transformer", ...)',
+        )
+    return {name: ("", model)}
 
 
 # -- A model that another one is trained through, for a while.

@@ -93,7 +93,7 @@ class Field:
         return f"{self.store}-{self.path}".replace(".", "-").replace("_", "-")
 
 
-def _chosen(path: str, label: str, *choices: tuple[str, Any, str]) -> Field:
+def _segments(path: str, label: str, *choices: tuple[str, Any, str]) -> Field:
     """A choice of one setting among labels, each with its value and a hint."""
     options = tuple(
         Option(label=name, sets={path: value}, hint=hint) for name, value, hint in choices
@@ -115,7 +115,7 @@ def _precision_field() -> Field:
 
 
 def _offload_fields(section: str, what: str, whose: str, stages: str) -> tuple[Field, Field]:
-    device = _chosen(
+    device = _segments(
         f"{ZERO}.{section}.device",
         f"{what} on",
         ("GPU", "none", "not offloaded"),
@@ -162,7 +162,7 @@ def page_fields() -> Mapping[str, Any]:
     stages = ((str(number), number, name) for number, (name, _) in STAGES.items())
     return {
         "stages": STAGES,
-        "stage": _chosen(
+        "stage": _segments(
             f"{ZERO}.stage", "ZeRO stage", *stages, ("auto", "auto", "Decided at start")
         ),
         "precision": _precision_field(),
@@ -193,19 +193,7 @@ def page_fields() -> Mapping[str, Any]:
         ),
         "setup": _workload_fields(),
         "clip_families": [name for name in family_names() if model_family(name).frames is not None],
-        "machine": (
-            attrs.evolve(
-                _setup_field(
-                    "this_machine",
-                    "Plan for",
-                    options={"a machine I describe": False, "this machine": True},
-                ),
-                kind="choice",
-            ),
-            _setup_field("vram", "VRAM per GPU, GiB"),
-            _setup_field("ram", "RAM, GiB"),
-            _setup_field("nvme", "NVMe, GiB", "0: no swap files."),
-        ),
+        "machine": _machine_fields(),
     }
 
 
@@ -240,6 +228,16 @@ def _workload_fields() -> tuple[Field, ...]:
             options={"yes, recompute": True, "no, keep all": False},
         ),
         _setup_field("total_steps", "Steps of the run", "For schedules that leave it open."),
+    )
+
+
+def _machine_fields() -> tuple[Field, ...]:
+    choices = (("a machine I describe", False, ""), ("this machine", True, ""))
+    return (
+        attrs.evolve(_segments("this_machine", "Plan for", *choices), store="setup"),
+        _setup_field("vram", "VRAM per GPU, GiB"),
+        _setup_field("ram", "RAM, GiB"),
+        _setup_field("nvme", "NVMe, GiB", "0: no swap files."),
     )
 
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import re
 from collections.abc import Collection, MutableMapping
+from contextlib import suppress
 from http.cookies import CookieError, SimpleCookie
 from typing import Any, Final
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs
 
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse, RedirectResponse, Response
@@ -24,6 +26,7 @@ LARGEST_BODY: Final = 1 << 20
 PATIENCE_S: Final = 20.0
 """Seconds in which the body of a request must have come."""
 COOKIE: Final = "zerotune_builder"
+_PORT: Final = re.compile(r"(?<=.):[0-9]+\Z")
 _MOST_FIELDS: Final = 20
 """Of an address that is searched for the token."""
 
@@ -31,7 +34,7 @@ _POLICY: Final = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
     "connect-src 'self'; form-action 'none'; frame-ancestors 'none'; base-uri 'none'"
 )
-_HEADERS: Final = {
+_SAFETY_HEADERS: Final = {
     "content-security-policy": _POLICY,
     "x-content-type-options": "nosniff",
     "x-frame-options": "DENY",
@@ -86,11 +89,12 @@ class Guard:
 
     def _refusal(self, scope: Scope) -> Response | None:
         headers = Headers(scope=scope)
-        host = headers.get("host", "")
-        if len(headers.getlist("host")) != 1 or _name(host) not in self._hosts:
+        host = headers.get("host", "").lower()
+        name = _PORT.sub("", host)
+        if len(headers.getlist("host")) != 1 or name not in self._hosts:
             return _refuse(421, "this host name is not one the builder was started for")
         origin = headers.get("origin")
-        if origin is not None and not _same(origin, host):
+        if origin is not None and origin.lower() not in (f"http://{host}", f"https://{host}"):
             return _refuse(403, "requests from other sites are refused")
         site = headers.get("sec-fetch-site", "same-origin")
         navigation = headers.get("sec-fetch-mode") == "navigate" and scope["method"] in _READING
@@ -115,8 +119,10 @@ class Guard:
         scheme, _, given = headers.get("authorization", "").partition(" ")
         if scheme.lower() == "bearer" and self._is_token(given.strip()):
             return None
-        if self._is_token(_cookie(headers.get("cookie", ""))):
-            return None
+        with suppress(CookieError):
+            cookie = SimpleCookie(headers.get("cookie", "")).get(COOKIE)
+            if cookie is not None and self._is_token(cookie.value):
+                return None
         try:
             query = scope.get("query_string", b"").decode("latin-1")
             asked = parse_qs(query, max_num_fields=_MOST_FIELDS)
@@ -141,30 +147,6 @@ class Guard:
     def _is_token(self, given: str = "") -> bool:
         token = self._token or ""
         return bool(given) and hmac.compare_digest(given.encode(), token.encode())
-
-
-def _name(host: str) -> str:
-    """The name in a ``Host`` header, without its port."""
-    name, _, port = host.lower().rpartition(":")
-    if not name or not port.isdecimal():
-        return host.lower()
-    return name
-
-
-def _same(origin: str, host: str) -> bool:
-    try:
-        parts = urlsplit(origin)
-    except ValueError:
-        return False
-    return parts.scheme in {"http", "https"} and parts.netloc.lower() == host.lower()
-
-
-def _cookie(header: str) -> str:
-    try:
-        cookie = SimpleCookie(header).get(COOKIE)
-    except CookieError:
-        return ""
-    return "" if cookie is None else cookie.value
 
 
 def _refuse(status: int, reason: str) -> Response:
@@ -201,7 +183,7 @@ def _with_headers(send: Send) -> Send:
         if message["type"] == "http.response.start":
             headers = list(message.get("headers", []))
             present = {name for name, _ in headers}
-            extra = {**_HEADERS, "cache-control": "no-cache"}
+            extra = {**_SAFETY_HEADERS, "cache-control": "no-cache"}
             headers.extend(
                 (name.encode(), value.encode())
                 for name, value in extra.items()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -152,19 +152,14 @@ def _plan_of(native: NativeCheckpoint) -> PlanRecord:
 def _write_checkpoint(
     final: Path,
     *,
-    origin: str,
     shapes: Mapping[str, tuple[int, ...]],
     pieces: Callable[[], Iterator[Piece]],
-    state: EngineState = _FRESH,
-    plan: PlanRecord | None = None,
-    model: Mapping[str, Any] | None = None,
-    aliases: Mapping[str, str] | None = None,
-    frozen: Sequence[TensorRecord] = (),
     states: tuple[str, ...] = (),
     counters: Mapping[str, Counters] | None = None,
     buffers: Mapping[str, torch.Tensor] | None = None,
+    **fields: Any,
 ) -> Path:
-    """Write a checkpoint of what one process reads."""
+    """Write a checkpoint of what one process reads; ``fields`` are further ones of the manifest."""
     buffers = buffers or {}
     whole = tuple(
         Part(name=name, start=0, numel=torch.Size(shape).numel()) for name, shape in shapes.items()
@@ -178,22 +173,18 @@ def _write_checkpoint(
         metadata={"format": "pt", "rank": "0"},
     )
     filing = Filing.of([contents.share()], shapes)
+    fields = {"plan": None, "state": _FRESH, **fields}
     draft = Manifest(
         created=now(),
         versions=versions(),
-        origin=origin,
         world_size=1,
-        plan=plan,
-        state=state,
-        model=model,
         parameters=filing.parameters,
-        frozen=frozen,
-        aliases=aliases or {},
         buffers=[tensor_record(name, buffer) for name, buffer in buffers.items()],
         files=(),
         shadows=(),
         rng=False,
         extra={},
+        **fields,
     )
     return Writing(
         group=ProcessGroup.alone(),

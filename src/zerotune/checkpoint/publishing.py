@@ -96,7 +96,7 @@ class Card:
                 )
 
     def _choices(self) -> str:
-        lines = [f"- {_without_paths(str(each))}" for each in self.decisions if each.told]
+        lines = [f"- {_without_paths(str(each))}" for each in self.decisions if each.is_shown]
         return "\n".join(["## Chosen automatically", "", *dict.fromkeys(lines)]) if lines else ""
 
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 import os
 import re
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -160,11 +161,7 @@ class Writing:
         self._writer: TensorWriter | None = None
 
     def run(self) -> Path:
-        """Write, read back and publish. Collective over the group's control channel.
-
-        Returns:
-            The checkpoint.
-        """
+        """Write, read back and publish. Collective over the group's control channel."""
         group = self._group
         try:
             self._folder = together(group, "make the folder", self._stage)[0]
@@ -380,24 +377,20 @@ class PendingCheckpoint:
     """A checkpoint that is being written."""
 
     def __init__(self, writing: Writing) -> None:
-        self._path = Path()
-        self._error: BaseException | None = None
-        self._writing: Writing | None = writing
-        # What ``Thread.join`` says is wrong once a signal has interrupted it (CPython 3.10 - 3.12).
-        self._over = threading.Event()
-        # Not a daemon: an interpreter that exits waits for the checkpoint.
-        self._thread = threading.Thread(target=self._run, name="zerotune-checkpoint")
-        self._thread.start()
+        # No daemon: an interpreter that exits waits for the checkpoint.
+        pool = ThreadPoolExecutor(1, thread_name_prefix="zerotune-checkpoint")
+        self._written = pool.submit(writing.run)
+        pool.shutdown(wait=False)
 
     @property
     def done(self) -> bool:
         """Whether it is finished, or has failed."""
-        return self._over.is_set()
+        return self._written.done()
 
     @property
     def failed(self) -> bool:
         """Whether it has failed; ``wait`` tells why."""
-        return self._error is not None
+        return self.done and self._written.exception() is not None
 
     def wait(self, *, timeout_s: float | None = None) -> Path:
         """Wait until it is written, read back and published.
@@ -412,22 +405,10 @@ class PendingCheckpoint:
             CheckpointError: It was not finished in time, or has failed.
             ZeroTuneError: What has failed, here or on another rank.
         """
-        if not self._over.wait(timeout_s):
+        wait_for([self._written], timeout_s)
+        if not self.done:
             raise CheckpointError(f"is still being written after {timeout_s:g} s", key="wait()")
-        if self._error is not None:
-            raise self._error
-        return self._path
-
-    def _run(self) -> None:
-        try:
-            if self._writing is not None:
-                self._path = self._writing.run()
-        except BaseException as error:  # noqa: BLE001 - raised by wait(), in the caller's thread
-            self._error = error
-        finally:
-            # The copies of weights and states are as large as what was copied.
-            self._writing = None
-            self._over.set()
+        return self._written.result()
 
 
 class BackgroundSaver(Closable):

@@ -303,11 +303,7 @@ def _element_bytes(tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[memoryv
 
 
 def confirm(folder: Path, file: TensorFile, written: Iterable[Written]) -> FileRecord:
-    """Read a finished file once: is every byte there, and as it was meant?
-
-    Returns:
-        Its record for the manifest.
-    """
+    """Read a finished file once: is every byte there, and as it was meant?"""
     path = folder / file.name
     header = Written(file=file.name, offset=0, nbytes=len(file.header), crc=zlib.crc32(file.header))
     digest, position = hashlib.sha256(), 0

@@ -21,7 +21,7 @@ from zerotune.errors import ZeroTuneError
 if TYPE_CHECKING:
     from zerotune._util.table import Page
 
-_MODULES: Final = (
+_COMMANDS: Final = (
     "zerotune.cli.init",
     "zerotune.cli.doctor",
     "zerotune.cli.plan",
@@ -140,8 +140,8 @@ def _parser(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(
         title="commands", metavar="COMMAND", required=True, parser_class=LazyParser
     )
-    named = [module for module in _MODULES if argv and module.endswith(f".{argv[0]}")]
-    for module in named or _MODULES:
+    named = [module for module in _COMMANDS if argv and module.endswith(f".{argv[0]}")]
+    for module in named or _COMMANDS:
         command = cast(Command, importlib.import_module(module))
         subparser = commands.add_parser(
             command.NAME, help=command.SUMMARY, description=command.SUMMARY

@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import math
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from zerotune._util.text import counted, disk_size
-from zerotune.cli import add_commands, print_json, print_page
+from zerotune.cli import add_commands, print_json, print_page, print_text
 from zerotune.errors import MissingDependencyError
 
 if TYPE_CHECKING:
@@ -103,11 +102,9 @@ def _verify(arguments: argparse.Namespace) -> int:
         files = [{"file": each.key, "reason": each.reason} for each in damage]
         print_json({"path": str(folder), "whole": not damage, "damage": files})
     elif damage:
-        sys.stdout.writelines(f"{each.key}: {each.reason}\n" for each in damage)
+        print_text("\n".join(f"{each.key}: {each.reason}" for each in damage))
     else:
-        sys.stdout.write(
-            f"{counted(len(manifest.files), 'file')}, {disk_size(manifest.nbytes)}: whole\n"
-        )
+        print_text(f"{counted(len(manifest.files), 'file')}, {disk_size(manifest.nbytes)}: whole")
     return 1 if damage else 0
 
 
@@ -124,7 +121,7 @@ def _convert_checkpoint(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json({"source": str(arguments.path), "written": str(written)})
     else:
-        sys.stdout.write(f"written to {written}\n")
+        print_text(f"written to {written}")
     return 0
 
 
@@ -134,6 +131,13 @@ def _contents_page(manifest: Manifest) -> Page:
     elements = sum(math.prod(record.shape) for record in manifest.parameters)
     states = sorted({state for record in manifest.parameters for state in record.states})
     versions = ", ".join(f"{name} {number}" for name, number in sorted(manifest.versions.items()))
+    plan, saved_under = manifest.plan, "no plan: weights alone"
+    if plan is not None:
+        kind = "without DeepSpeed" if plan.engine == "plain" else f"stage {plan.stage}"
+        saved_under = (
+            f"{kind}, offload {plan.offload_optimizer}, {plan.precision}, "
+            f"{plan.optimizer['name']}, {manifest.world_size} process(es)"
+        )
     frozen = [("frozen", f"{len(manifest.frozen):,}, not in it")] if manifest.frozen else []
     contents = (
         ("written by", f"{manifest.origin}, {manifest.created}"),
@@ -143,22 +147,11 @@ def _contents_page(manifest: Manifest) -> Page:
         *frozen,
         ("states", ", ".join(states) or "none"),
         ("shadows", ", ".join(manifest.shadows) or "none"),
-        ("saved under", _plan(manifest)),
+        ("saved under", saved_under),
         ("versions", versions),
         ("size", disk_size(manifest.nbytes)),
     )
     files = tuple((file.name, disk_size(file.nbytes)) for file in manifest.files)
     return Page(
         blocks=(Table(rows=contents, widths=(11,), gap=1, indent=0), Table(rows=files, align="lr"))
-    )
-
-
-def _plan(manifest: Manifest) -> str:
-    plan = manifest.plan
-    if plan is None:
-        return "no plan: weights alone"
-    kind = "without DeepSpeed" if plan.engine == "plain" else f"stage {plan.stage}"
-    return (
-        f"{kind}, offload {plan.offload_optimizer}, {plan.precision}, {plan.optimizer['name']}, "
-        f"{manifest.world_size} process(es)"
     )

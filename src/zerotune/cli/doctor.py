@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 NAME: Final = "doctor"
 SUMMARY: Final = "Show what this machine can train with, and why not where it cannot."
 
-_STYLES: Final = {
+_STATE_STYLES: Final = {
     "installed": "good",
     "built": "good",
     "buildable": "pending",
@@ -34,8 +34,8 @@ _STYLES: Final = {
     "blocked": "bad",
     "absent": "faint",
 }
-_LABEL: Final = 15
-_PATH: Final = 20
+_LABEL_CHARACTERS: Final = 15
+_PATH_CHARACTERS: Final = 20
 
 
 @attrs.frozen(kw_only=True)
@@ -257,16 +257,24 @@ def _rate_rows(rates: Rates) -> list[tuple[str, str]]:
 
 def _print(checkup: Checkup, rates: Rates | None = None) -> None:
     platform = checkup.platform
+    memory, lockable = platform.host_memory, platform.memlock_limit
+    container = memory.cgroup_limit
     names = ("python", "torch", "deepspeed", "accelerate", "diffusers")
     versions = [(name, platform.versions.get(name, "not installed")) for name in names]
     sections = {
         "Platform": _table(_platform_rows(platform)),
-        "Memory": _table(_memory_rows(platform)),
+        "Memory": _table(
+            [
+                ("RAM", f"{_gib(memory.total)}, {_gib(memory.available)} available"),
+                ("container limit", "none" if container is None else _gib(container)),
+                ("lockable", "no limit" if lockable is None else _gib(lockable)),
+            ]
+        ),
         "Versions": _table([*versions, ("torch built for", platform.torch_build or "unknown")]),
         "Toolchain": _table(_toolchain_rows(checkup.toolchain)),
         "DeepSpeed ops": _ops_table(checkup.ops),
         "Own op": _ops_table([] if checkup.own_op is None else [checkup.own_op]),
-        "Fast paths": _table(_proof_rows(platform), label=_PATH),
+        "Fast paths": _table(_proof_rows(platform), label=_PATH_CHARACTERS),
         "Rates": _table([] if rates is None else _rate_rows(rates)),
         "Decisions": _table((one.severity, str(one)) for one in platform.decisions),
     }
@@ -279,7 +287,7 @@ def _print(checkup: Checkup, rates: Rates | None = None) -> None:
     print_page(Page(blocks=tuple(blocks)))
 
 
-def _table(rows: Iterable[tuple[str, str]], *, label: int = _LABEL) -> Table:
+def _table(rows: Iterable[tuple[str, str]], *, label: int = _LABEL_CHARACTERS) -> Table:
     return Table(rows=tuple(rows), widths=(label,), gap=1)
 
 
@@ -292,9 +300,9 @@ def _ops_table(ops: Iterable[OpStatus]) -> Table:
                 rows.append(("", "", detail))
     return Table(
         rows=tuple(rows),
-        widths=(_LABEL, 10),
+        widths=(_LABEL_CHARACTERS, 10),
         gap=1,
-        style=lambda row: _STYLES.get(row[1], ""),
+        style=lambda row: _STATE_STYLES.get(row[1], ""),
     )
 
 
@@ -321,17 +329,12 @@ def _platform_rows(platform: Platform) -> list[tuple[str, str]]:
     ]
 
 
-def _memory_rows(platform: Platform) -> list[tuple[str, str]]:
-    memory = platform.host_memory
-    container, lockable = memory.cgroup_limit, platform.memlock_limit
-    return [
-        ("RAM", f"{_gib(memory.total)}, {_gib(memory.available)} available"),
-        ("container limit", "none" if container is None else _gib(container)),
-        ("lockable", "no limit" if lockable is None else _gib(lockable)),
-    ]
-
-
 def _toolchain_rows(toolchain: Toolchain) -> list[tuple[str, str]]:
+    def presence(answer: bool | None) -> str:
+        if answer is None:
+            return "unknown without a compiler"
+        return "found" if answer else "absent"
+
     libaio = toolchain.libaio
     tools = {"c++": toolchain.cxx, "ninja": toolchain.ninja, "nvcc": toolchain.nvcc}
     return [
@@ -339,15 +342,9 @@ def _toolchain_rows(toolchain: Toolchain) -> list[tuple[str, str]]:
             (name, f"{tool.version or 'does not run'} ({tool.path})" if tool else "absent")
             for name, tool in tools.items()
         ),
-        ("Python.h", _presence(toolchain.python_headers)),
-        ("libaio", f"header {_presence(libaio.header)}, library {_presence(libaio.library)}"),
+        ("Python.h", presence(toolchain.python_headers)),
+        ("libaio", f"header {presence(libaio.header)}, library {presence(libaio.library)}"),
     ]
-
-
-def _presence(answer: bool | None) -> str:
-    if answer is None:
-        return "unknown without a compiler"
-    return "found" if answer else "absent"
 
 
 def _gib(size: int) -> str:

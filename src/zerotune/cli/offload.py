@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import attrs
 
+from zerotune._util.text import format_size
 from zerotune.cli import add_commands, print_json, print_page, print_text
-
-if TYPE_CHECKING:
-    from zerotune.offload import CleanupReport, FoundLease
 
 NAME: Final = "offload"
 SUMMARY: Final = "Show or clean up a swap root."
@@ -80,10 +77,16 @@ def _show_status(arguments: argparse.Namespace) -> int:
             }
         )
     else:
-        rows = [_lease_row(lease) for lease in leases]
-        rows += [(one.path.name, one.kind, _size(one.nbytes), "", one.reason) for one in strays]
-        _print_rows(("folder", "state", "on disk", "owner", "why"), rows, empty="nothing here")
-        sys.stdout.write(f"{_size(report.freed)} can be freed by `zerotune offload clean`\n")
+        rows: list[tuple[str, ...]] = []
+        for one in leases:
+            owners = (f"{r.owner.host}:{r.owner.pid} (rank {r.rank})" for r in one.records)
+            size = format_size(one.size)
+            rows.append((one.path.name, one.state, size, ", ".join(owners), one.reason))
+        for other in strays:
+            size = format_size(other.nbytes)
+            rows.append((other.path.name, other.kind, size, "", other.reason))
+        _print_rows(("folder", "state", "on disk", "owner", "why"), rows)
+        print_text(f"{format_size(report.freed)} can be freed by `zerotune offload clean`")
     return 1 if report.removed or strays else 0
 
 
@@ -94,44 +97,27 @@ def _clean_root(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(report.to_dict())
     else:
-        _print_report(report)
+        groups = (
+            ("would go" if report.dry_run else "removed", report.removed),
+            ("kept", report.kept),
+            ("failed", report.failures),
+        )
+        rows = [
+            (one.path.name, f"{what} ({one.kind})", format_size(one.nbytes), one.reason)
+            for what, entries in groups
+            for one in entries
+        ]
+        _print_rows(("folder", "outcome", "bytes", "why"), rows)
+        verb = "would be freed" if report.dry_run else "freed"
+        print_text(f"{format_size(report.freed)} {verb}")
     return 1 if report.failures or any(one.kind == "bare" for one in report.kept) else 0
 
 
-def _lease_row(lease: FoundLease) -> tuple[str, ...]:
-    owners = ", ".join(
-        f"{record.owner.host}:{record.owner.pid} (rank {record.rank})" for record in lease.records
-    )
-    return lease.path.name, lease.state, _size(lease.size), owners, lease.reason
-
-
-def _print_report(report: CleanupReport) -> None:
-    groups = (
-        ("would go" if report.dry_run else "removed", report.removed),
-        ("kept", report.kept),
-        ("failed", report.failures),
-    )
-    rows = [
-        (one.path.name, f"{what} ({one.kind})", _size(one.nbytes), one.reason)
-        for what, entries in groups
-        for one in entries
-    ]
-    _print_rows(("folder", "outcome", "bytes", "why"), rows, empty="nothing here")
-    verb = "would be freed" if report.dry_run else "freed"
-    sys.stdout.write(f"{_size(report.freed)} {verb}\n")
-
-
-def _print_rows(head: tuple[str, ...], rows: Iterable[tuple[str, ...]], *, empty: str) -> None:
+def _print_rows(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> None:
     from zerotune._util.table import Page, Table
 
     table = Table(head=head, rows=tuple(rows), indent=0)
     if table.rows:
         print_page(Page(blocks=(table,)))
-    elif empty:
-        print_text(empty)
-
-
-def _size(nbytes: int) -> str:
-    from zerotune._util.text import format_size
-
-    return format_size(nbytes)
+    else:
+        print_text("nothing here")

@@ -256,7 +256,7 @@ def _problems_of(file: str, *, world_size: int) -> list[Decision]:
         return refused
     inspection = plan.inspect(
         RuleContext(world_size=world_size),
-        settle=_settled,
+        settle=_settle_written,
         # The rules look at the file alone, resolving needs a machine: one that can do everything.
         resolve_in=RuleContext(
             world_size=world_size,
@@ -273,7 +273,7 @@ def _problems_of(file: str, *, world_size: int) -> list[Decision]:
     return [*problems, *(each for each in later if each.key not in keys)]
 
 
-def _settled(resolved: ResolvedPlan) -> ResolvedPlan:
+def _settle_written(resolved: ResolvedPlan) -> ResolvedPlan:
     if resolved.plan.optimizer is None and resolved.plan.scheduler is None:
         return resolved
     # A quarter of the command's time, so only where there is something to look at.
@@ -402,23 +402,18 @@ def _explain(arguments: argparse.Namespace) -> int:
                     key=f"--{name.replace('_', '-')}",
                     fix="add --family NAME, or leave it out",
                 )
-        return _explain_plan(plan, arguments)
+        platform = _described_machine(arguments)
+        summary = plan.summary(world_size=arguments.world_size, platform=platform)
+        if arguments.json:
+            print_json(summary)
+        elif arguments.markdown:
+            print_text(plan.explain_markdown(world_size=arguments.world_size, platform=platform))
+        else:
+            from zerotune.plan.text import plan_page
+
+            print_page(plan_page(plan, world_size=arguments.world_size, platform=platform))
+        return int(any(finding["severity"] == "error" for finding in summary["findings"]))
     return _explain_cost(plan, arguments)
-
-
-def _explain_plan(plan: DeepSpeedPlan, arguments: argparse.Namespace) -> int:
-    platform = _described_machine(arguments)
-    summary = plan.summary(world_size=arguments.world_size, platform=platform)
-    if arguments.json:
-        print_json(summary)
-    elif arguments.markdown:
-        print_text(plan.explain_markdown(world_size=arguments.world_size, platform=platform))
-    else:
-        from zerotune.plan.text import plan_page
-
-        print_page(plan_page(plan, world_size=arguments.world_size, platform=platform))
-    errors = [finding for finding in summary["findings"] if finding["severity"] == "error"]
-    return 1 if errors else 0
 
 
 def _explain_cost(plan: DeepSpeedPlan, arguments: argparse.Namespace) -> int:

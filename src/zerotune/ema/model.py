@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from zerotune._util.files import sync, system_errors
 from zerotune.backend.deepspeed.external import is_deepspeed, master_weights_of, unwrapped
+from zerotune.backend.distributed import together
 from zerotune.backend.layouts import full_shape
 from zerotune.backend.master_weights import MasterWeights
 from zerotune.ema.decay import RampDecay, WarmupDecay
@@ -344,21 +345,15 @@ class EMAModel:
         settings = {name: getattr(self, name) for name in _SETTINGS}
         model.register_to_config(**settings, optimization_step=self.optimization_step)
         self.copy_to(model.parameters())
-        failure, master = None, self._tracked.master
-        try:
-            # Replicas each take themselves for the only process.
-            several = dist.is_available() and dist.is_initialized() and master.replicated
-            if (dist.get_rank() if several else master.group.rank) == 0:
-                write_folder(Path(path), model.save_pretrained)
-        except EMAError as error:
-            failure = error
-        # None goes on before all is written, or failed, here or elsewhere.
-        outcomes = master.group.gather(failure, purpose="EMAModel.save_pretrained()")
-        if failure is not None:
-            raise failure
-        for rank, other in enumerate(outcomes):
-            if other is not None:
-                raise other.passed_on(rank)
+        master = self._tracked.master
+        # Replicas each take themselves for the only process.
+        several = dist.is_available() and dist.is_initialized() and master.replicated
+        writes = (dist.get_rank() if several else master.group.rank) == 0
+        together(
+            master.group,
+            "EMAModel.save_pretrained()",
+            lambda: write_folder(Path(path), model.save_pretrained) if writes else None,
+        )
 
     @classmethod
     def from_pretrained(cls, path: str | Path, model_cls: Any, foreach: bool = False) -> Self:

@@ -20,7 +20,7 @@ from zerotune._util.text import counted, disk_size, listing, whole
 from zerotune.backend.deepspeed.external import master_weights_of
 from zerotune.backend.master_weights import Follower
 from zerotune.ema.decay import DecaySchedule, as_schedule, decay_of_update
-from zerotune.ema.store import ShadowStore, as_store, copy_of, room_for
+from zerotune.ema.store import ShadowStore, as_store, room_for
 from zerotune.errors import EMAError, InvalidValueError
 
 if TYPE_CHECKING:
@@ -108,7 +108,8 @@ class EMAShadow(Readable):
         if self._master is not None:
             raise EMAError("is attached already", key="EMAShadow", fix="make one shadow per engine")
         master = master_weights_of(source)
-        tensors = copy_of(master, self._store)
+        tensors = room_for(master, self._store)
+        self._copy_weights(master, tensors)
         check_complete(master, tensors)
         self._tensors = tensors
         self._master = master
@@ -173,10 +174,9 @@ class EMAShadow(Readable):
         # While a warm-up keeps the weights still, an update proves nothing; asking each time
         # would double the cost of a long one.
         early = update <= _CHECKED_UPDATES or update & (update - 1) == 0
-        checked = early and self._checked < _CHECKED_UPDATES
-        watch = UpdateWatch(decay=decay) if checked else None
+        watched = early and self._checked < _CHECKED_UPDATES
         return ShadowUpdate(
-            tensors=self._tensors, decay=decay, watch=watch, done=self._count_checked
+            tensors=self._tensors, decay=decay, watched=watched, done=self._count_checked
         )
 
     @contextmanager
@@ -272,8 +272,7 @@ class EMAShadow(Readable):
         Raises:
             EMAError: Not attached, or swapped in.
         """
-        for fragment in self._ready("begin_anew()").read():
-            self._of(fragment).copy_(fragment.value)
+        self._copy_weights(self._ready("begin_anew()"), self._tensors)
         self._steps = self._checked = 0
 
     @property
@@ -361,6 +360,19 @@ class EMAShadow(Readable):
             update_every=self._update_every,
             start_after=self._start_after,
         )
+
+    @staticmethod
+    @torch.no_grad()
+    def _copy_weights(master: MasterWeights, into: Mapping[str, torch.Tensor]) -> None:
+        for fragment in master.read():
+            part = into[fragment.address.key]
+            if fragment.value.numel() != part.numel():
+                raise EMAError(
+                    f"holds {fragment.value.numel()} elements instead of {part.numel()}",
+                    key=fragment.address.key,
+                    fix="report this with the model's class and the plan",
+                )
+            part.copy_(fragment.value)
 
     def _count_checked(self, proved: bool) -> None:
         self._checked += proved
@@ -488,42 +500,68 @@ class EMAShadows(Mapping[str, "EMAShadow"]):
 # -- One update, fragment by fragment, whoever iterates over the fragments.
 
 
-@attrs.frozen(kw_only=True, eq=False)
+@attrs.define(kw_only=True, eq=False)
 class ShadowUpdate:
-    """Takes in the fragments of one step."""
+    """Takes in the fragments of one step.
 
-    _tensors: Mapping[str, torch.Tensor] = attrs.field(alias="tensors")
+    A watched one is measured: with decay ``d`` it must leave ``d`` times the distance between
+    shadow and weights, but for rounding.
+    """
+
+    tensors: Mapping[str, torch.Tensor]
     """The shadow, by the fragments' keys."""
-    _decay: float = attrs.field(alias="decay")
-    _watch: UpdateWatch | None = attrs.field(alias="watch")
-    """Measures whether the shadow comes closer; ``None`` to trust it."""
-    _done: Callable[[bool], None] = attrs.field(alias="done")
+    decay: float
+    watched: bool
+    done: Callable[[bool], None]
     """Called at the end with whether the update proved that the shadow follows."""
+    _before: float = attrs.field(default=0.0, init=False)
+    _after: float = attrs.field(default=0.0, init=False)
+    _norm: float = attrs.field(default=0.0, init=False)
+    """Squares of both distances and of the weights."""
 
     @torch.no_grad()
     def take(self, fragment: Fragment) -> None:
         """Move the fragment's part of the shadow towards the weights."""
-        shadow = self._tensors[fragment.address.key]
+        shadow = self.tensors[fragment.address.key]
         value = fragment.value.to(shadow.device)
-        if self._watch is not None:
-            self._watch.before(shadow, value)
-        shadow.lerp_(value, 1.0 - self._decay)
-        if self._watch is not None:
-            self._watch.after(shadow, value)
+        if self.watched:
+            self._before += squared_distance(shadow, value)
+            self._norm += squared_norm(value)
+        shadow.lerp_(value, 1.0 - self.decay)
+        if self.watched:
+            self._after += squared_distance(shadow, value)
 
     @property
     def follower(self) -> Follower | None:
         """The update as something that moves with an optimizer's step; ``None``: it cannot."""
-        tensors = self._tensors.values()
-        if self._watch is not None or not all(
-            each.device.type == "cpu" and each.is_contiguous() for each in tensors
+        if self.watched or not all(
+            each.device.type == "cpu" and each.is_contiguous() for each in self.tensors.values()
         ):
             return None
-        return Follower(tensors=self._tensors, weight=1.0 - self._decay)
+        return Follower(tensors=self.tensors, weight=1.0 - self.decay)
 
     def finish(self) -> None:
-        """Judge the update."""
-        self._done(self._watch is not None and self._watch.verdict())
+        """Judge the update.
+
+        It proves nothing where the weights have not moved enough to be seen: a warm-up begins with
+        a learning rate of zero.
+        """
+        before, after = math.sqrt(self._before), math.sqrt(self._after)
+        allowed = self.decay * before + _ROUNDING_STEP * math.sqrt(self._norm)
+        if not math.isfinite(after + before):
+            raise EMAError(
+                "the weights or the shadow are not finite",
+                key="ema.step()",
+                fix="clip gradients or lower the learning rate, and make the shadow anew",
+            )
+        if after > allowed:
+            raise EMAError(
+                f"an update of decay {self.decay:.6g} took the shadow from {before:.4g} to "
+                f"{after:.4g} away from the weights; {allowed:.4g} was expected",
+                key="ema.step()",
+                fix="let nothing else write to the shadow or to the weights during the update",
+            )
+        self.done(self.watched and allowed < before)
 
 
 def update_together(*shadows: EMAShadow) -> None:
@@ -558,50 +596,7 @@ def apply_updates(master: MasterWeights, updates: Sequence[ShadowUpdate]) -> Non
         update.finish()
 
 
-# -- Is the shadow complete, and does it follow the weights?
-
-
-class UpdateWatch:
-    """Measures one update of a shadow that must bring it closer to the weights.
-
-    An update of decay ``d`` leaves ``d`` times the distance, but for rounding.
-    """
-
-    def __init__(self, *, decay: float) -> None:
-        self._decay = decay
-        self._before = self._after = self._norm = 0.0
-
-    def before(self, shadow: torch.Tensor, value: torch.Tensor) -> None:
-        """Measure a fragment that is about to be updated."""
-        self._before += squared_distance(shadow, value)
-        self._norm += squared_norm(value)
-
-    def after(self, shadow: torch.Tensor, value: torch.Tensor) -> None:
-        """Measure a fragment that has been updated."""
-        self._after += squared_distance(shadow, value)
-
-    def verdict(self) -> bool:
-        """Whether the update proves that the shadow follows the weights.
-
-        ``False`` when it proves nothing, because the weights have not moved enough to be seen: a
-        warm-up begins with a learning rate of zero.
-        """
-        before, after = math.sqrt(self._before), math.sqrt(self._after)
-        allowed = self._decay * before + _ROUNDING_STEP * math.sqrt(self._norm)
-        if not math.isfinite(after + before):
-            raise EMAError(
-                "the weights or the shadow are not finite",
-                key="ema.step()",
-                fix="clip gradients or lower the learning rate, and make the shadow anew",
-            )
-        if after > allowed:
-            raise EMAError(
-                f"an update of decay {self._decay:.6g} took the shadow from {before:.4g} to "
-                f"{after:.4g} away from the weights; {allowed:.4g} was expected",
-                key="ema.step()",
-                fix="let nothing else write to the shadow or to the weights during the update",
-            )
-        return allowed < before
+# -- Is the shadow complete?
 
 
 def check_complete(master: MasterWeights, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -95,7 +95,14 @@ class FileStore:
         if numel == 0:
             return torch.empty(0, dtype=torch.float32)
         try:
-            return self._mapped(numel)
+            descriptor, path = tempfile.mkstemp(prefix="ema-", suffix=".shadow", dir=self.folder)
+            try:
+                # A sparse file would kill the process with SIGBUS when the disk fills up later.
+                os.posix_fallocate(descriptor, 0, numel * _BYTES)
+                return torch.from_file(path, shared=True, size=numel, dtype=torch.float32)
+            finally:
+                os.close(descriptor)
+                Path(path).unlink()
         except (OSError, ValueError) as error:
             raise EMAError(
                 f"{disk_size(numel * _BYTES)} for the shadow could not be had: "
@@ -104,16 +111,6 @@ class FileStore:
                 value=str(self.folder),
                 fix="name an existing folder that can be written, on a disk with that much room",
             ) from error
-
-    def _mapped(self, numel: int) -> torch.Tensor:
-        descriptor, path = tempfile.mkstemp(prefix="ema-", suffix=".shadow", dir=self.folder)
-        try:
-            # A sparse file would kill the process with SIGBUS when the disk fills up later.
-            os.posix_fallocate(descriptor, 0, numel * _BYTES)
-            return torch.from_file(path, shared=True, size=numel, dtype=torch.float32)
-        finally:
-            os.close(descriptor)
-            Path(path).unlink()
 
     def __str__(self) -> str:
         return f"in a mapped file in {self.folder}"
@@ -139,19 +136,3 @@ def room_for(master: MasterWeights, store: ShadowStore) -> dict[str, torch.Tenso
     buffer = store.allocate(master.numel, device=master.device)
     parts = torch.split(buffer, [address.numel for address in master.addresses])
     return {a.key: part for a, part in zip(master.addresses, parts, strict=True)}
-
-
-@torch.no_grad()
-def copy_of(master: MasterWeights, store: ShadowStore) -> dict[str, torch.Tensor]:
-    """This rank's fragments as they are now, by their keys."""
-    tensors = room_for(master, store)
-    for fragment in master.read():
-        part = tensors[fragment.address.key]
-        if fragment.value.numel() != part.numel():
-            raise EMAError(
-                f"holds {fragment.value.numel()} elements instead of {part.numel()}",
-                key=fragment.address.key,
-                fix="report this with the model's class and the plan",
-            )
-        part.copy_(fragment.value)
-    return tensors

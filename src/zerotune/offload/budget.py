@@ -107,9 +107,6 @@ def fit_host_memory(
 
     Pinning is given up only for a single rank, and where the user did not write ``pin_memory``:
     several ranks would each decide by what they happen to see.
-
-    Returns:
-        The plan to run, and what was compared or changed.
     """
     if resolved.model is None:
         why = "the plan was resolved without a model, so the host memory it needs is not known"
@@ -149,9 +146,9 @@ def _unpinned(resolved: ResolvedPlan, *, only_automatic: bool) -> ResolvedPlan:
         return resolved
     for name in _PINNED_SECTIONS:
         section = getattr(zero, name)
-        own = getattr(getattr(written, name, None), "pin_memory", None)
+        asked = getattr(getattr(written, name, None), "pin_memory", None)
         if section is not None and section.pin_memory is True:
-            if only_automatic and own not in (None, AUTO):
+            if only_automatic and asked not in (None, AUTO):
                 continue
             zero = evolved(zero, **{name: evolved(section, pin_memory=False)})
     plan = attrs.evolve(resolved.plan, zero_optimization=zero)
@@ -176,29 +173,31 @@ def _pinning_given_up(
     )
 
 
-def _alternatives(resolved: ResolvedPlan, found: HostBudget) -> Iterator[tuple[str, int]]:
+def _alternatives(resolved: ResolvedPlan, budget: HostBudget) -> Iterator[tuple[str, int]]:
     """What could be changed, and the bytes per rank it then takes; only what saves something."""
     ways: dict[str, Callable[[], HostBudget]] = {
-        "pin_memory: false": lambda: _budget_like(_unpinned(resolved, only_automatic=False), found),
-        f"{BACKEND_VARIABLE}=native": lambda: _budget_like(
-            resolved, found, {BACKEND_VARIABLE: "native"}
+        "pin_memory: false": lambda: _budget_like(
+            _unpinned(resolved, only_automatic=False), budget
         ),
-        "stage 3 with the optimizer on NVMe": lambda: _budget_like(_on_nvme(resolved), found),
+        f"{BACKEND_VARIABLE}=native": lambda: _budget_like(
+            resolved, budget, {BACKEND_VARIABLE: "native"}
+        ),
+        "stage 3 with the optimizer on NVMe": lambda: _budget_like(_on_nvme(resolved), budget),
     }
     for what, count in ways.items():
         try:
             other = count()
         except PlanError:
             continue
-        if other.per_rank < found.per_rank:
+        if other.per_rank < budget.per_rank:
             enough = "" if other.fits and other.lock_fits else " (not enough alone)"
             yield what + enough, other.per_rank
 
 
 def _budget_like(
-    resolved: ResolvedPlan, found: HostBudget, environ: Mapping[str, str] | None = None
+    resolved: ResolvedPlan, budget: HostBudget, environ: Mapping[str, str] | None = None
 ) -> HostBudget:
-    return host_budget(resolved, ranks=found.ranks, held=found.held, environ=environ)
+    return host_budget(resolved, ranks=budget.ranks, held=budget.held, environ=environ)
 
 
 def _on_nvme(resolved: ResolvedPlan) -> ResolvedPlan:

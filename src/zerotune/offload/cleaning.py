@@ -36,7 +36,7 @@ from zerotune.offload.lease import (
     run_id_of,
     try_lock,
 )
-from zerotune.offload.root import BENCH_PREFIX, PROBE_PREFIX
+from zerotune.offload.root import PROBE_PREFIX
 
 Kind = Literal["lease", "unfinished", "bare"]
 
@@ -183,7 +183,7 @@ class _Sweep:
                 self._each(root, name, "lease", self._lease)
             elif is_bare(name):
                 self._each(root, name, "bare", self._bare)
-        prefixes = (DRAFT_PREFIX, PROBE_PREFIX, BENCH_PREFIX, DEEP_PREFIX)
+        prefixes = (DRAFT_PREFIX, PROBE_PREFIX, DEEP_PREFIX)
         unfinished = [name for name in names if name.startswith(prefixes)]
         if unfinished:
             self._unfinished(root, unfinished)
@@ -237,19 +237,19 @@ class _Sweep:
     def _bare(self, root: int, name: str, removed: Removed) -> tuple[bool, int, str]:
         folder = _open_inside(root, name)
         try:
-            found = survey(folder)
+            swap = survey(folder)
         finally:
             os.close(folder)
         if not self.adopt:
             reason = "DeepSpeed's own layout, leased by nobody; adopt=True removes it when unused"
-            return False, found.nbytes, reason
+            return False, swap.nbytes, reason
         if self.dry_run:
-            doubt = doubt_about(found, self.kind)
+            doubt = doubt_about(swap, self.kind)
         else:
             doubt = remove_bare(root, name, kind=self.kind, removed=removed)
         if doubt is not None:
-            return False, found.nbytes, doubt
-        size = found.nbytes if self.dry_run else removed.freed
+            return False, swap.nbytes, doubt
+        size = swap.nbytes if self.dry_run else removed.freed
         return True, size, "DeepSpeed's own layout, in use by no process"
 
     def _unfinished(self, root: int, names: list[str]) -> None:
@@ -358,26 +358,23 @@ def _walk_bare(
                 os.close(child)
 
 
-def doubt_about(found: BareSwap, kind: str | None) -> str | None:
+def doubt_about(swap: BareSwap, kind: str | None) -> str | None:
     """Why these files may be in use or somebody's own, or ``None`` when neither can be."""
-    if found.foreign is not None:
-        return f"holds {found.foreign}, which is not a swap file of DeepSpeed"
+    if swap.foreign is not None:
+        return f"holds {swap.foreign}, which is not a swap file of DeepSpeed"
     if locality_of(kind) not in ("local", "memory", "overlay"):
         return f"other machines may be using it through {kind or 'an unknown file system'}"
     try:
-        return users_of(found.files, last_written=found.last_written).doubt()
+        return users_of(swap.files, last_written=swap.last_written).doubt()
     except OSError as error:
         return f"it cannot be seen which processes use it ({error.strerror or error})"
 
 
 def remove_bare(root: int, name: str, *, kind: str | None, removed: Removed) -> str | None:
-    """Remove a folder of DeepSpeed's own layout if nobody can be using it.
+    """Remove a folder of DeepSpeed's own layout if nobody can be using it, else say why not.
 
     It is first moved to a name that nobody knows, so that a run which starts meanwhile makes a
     new one; then looked at once more, so that a run which started just before is noticed.
-
-    Returns:
-        Why it was kept, or ``None`` when it is gone.
     """
     with _locked_against_cleaners(root, name) as folder:
         if folder is None:

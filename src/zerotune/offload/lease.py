@@ -120,15 +120,9 @@ _LEAVE_PATIENCE: Final = 0.5
 _directories_held: weakref.WeakSet[SwapDirectory] = weakref.WeakSet()
 
 
-@attrs.frozen(kw_only=True)
-class Removal:
-    """How a folder was left."""
-
-    outcome: Literal["removed", "held", "gone"]
-    """``"removed"``; ``"held"``: another rank still holds it and will remove it; ``"gone"``:
-    somebody else had deleted it."""
-    freed: int = 0
-    """Bytes on disk that were freed."""
+Removal = Literal["removed", "held", "gone"]
+"""How a folder was left. ``"held"``: another rank still holds it and will remove it; ``"gone"``:
+somebody else had deleted it."""
 
 
 class SwapDirectory:
@@ -183,10 +177,10 @@ class SwapDirectory:
     def leave_and_remove(self) -> Removal:
         """Drop this rank's hold and remove the folder if it was the last."""
         if self._lock is None:
-            return Removal(outcome="held")
+            return "held"
         try:
             if not try_lock(self._lock, exclusive=True, patience=_LEAVE_PATIENCE):
-                return Removal(outcome="held")
+                return "held"
             return _remove_own(self.path, self._lock)
         except OSError as error:
             raise _lease_error(self.path, "cannot be removed", error) from error
@@ -322,12 +316,11 @@ def making_in(root: Path) -> Iterator[None]:
 
 def _remove_own(path: Path, lock: int) -> Removal:
     if os.fstat(lock).st_nlink == 0:
-        return Removal(outcome="gone")
+        return "gone"
     try:
         folder = open_folder(path)
     except FileNotFoundError:
-        return Removal(outcome="gone")
-    removed = Removed()
+        return "gone"
     try:
         try:
             present = os.stat(LOCK_FILE, dir_fd=folder, follow_symlinks=False)
@@ -340,12 +333,12 @@ def _remove_own(path: Path, lock: int) -> Removal:
                 value=str(path),
                 fix="look at what is there and delete it by hand if it is yours",
             )
-        dismantle(folder, removed)
+        dismantle(folder, Removed())
     finally:
         os.close(folder)
     with suppress(FileNotFoundError):
         path.rmdir()
-    return Removal(outcome="removed", freed=removed.freed)
+    return "removed"
 
 
 def dismantle(folder: int, removed: Removed) -> None:
@@ -426,8 +419,8 @@ def find_leases(root: Path) -> tuple[FoundLease, ...]:
     with system_errors(OffloadError, root, "the swap root cannot be listed"):
         paths = sorted(root.iterdir())
     kind = filesystem_kind(root.resolve())
-    found = (_inspect(path, run_id_of(path.name), kind) for path in paths)
-    return tuple(lease for lease in found if lease is not None)
+    leases = (_inspect(path, run_id_of(path.name), kind) for path in paths)
+    return tuple(lease for lease in leases if lease is not None)
 
 
 def find_lease(path: Path) -> FoundLease | None:
@@ -532,9 +525,6 @@ def release(
     """Leave after a run that ended well; its maker removes each folder once all are out.
 
     Without ``barrier`` the last rank to leave removes it.
-
-    Returns:
-        What went otherwise than planned, and what failed.
     """
     if barrier is not None:
         for directory in directories:
@@ -554,7 +544,7 @@ def release(
         # Without a barrier another rank may be in still, or may have removed the folder first.
         if barrier is None and directory.ranks > 1:
             continue
-        if removal.outcome == "gone":
+        if removal == "gone":
             decisions.append(
                 Decision(
                     key="offload.release",
@@ -565,7 +555,7 @@ def release(
                     severity="warning",
                 )
             )
-        elif removal.outcome == "held":
+        elif removal == "held":
             decisions.append(_left_behind(directory.path, "another process still holds it"))
     return tuple(decisions), tuple(errors)
 

@@ -76,7 +76,7 @@ class Lease(Readable):
     @override
     def page(self) -> Page:
         """Its folders, and every decision about them."""
-        lines = (str(decision) for decision in self.decisions if decision.told)
+        lines = (str(decision) for decision in self.decisions if decision.is_shown)
         return Page(
             title=f"Lease {self.run_id or 'of nothing'}: {self.brief()}",
             blocks=tuple(Line(line, indent=2) for line in lines),

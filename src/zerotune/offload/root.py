@@ -125,8 +125,6 @@ def _named_roots(
 
 PROBE_PREFIX: Final = ".zerotune-probe-"
 """Of a file that is written for a moment; its maker holds the root meanwhile."""
-BENCH_PREFIX: Final = ".zerotune-bench-"
-"""The same, of a folder that lasts as long as a measurement."""
 
 _MOST_PATH_BYTES: Final = 4096
 # "/zerotune-<28>/zero_stage_3/optimizer/rank<N>/<id>_gradient_<offset>_<length>.tensor.swp" with

@@ -125,9 +125,6 @@ def check_space(
     """Compare what a run will write with what is free.
 
     What other living runs on the same roots have said they will still write counts as taken.
-
-    Returns:
-        What was compared.
     """
     if needs is None:
         return (

@@ -104,8 +104,8 @@ class Situation:
         version = self.versions.get(package)
         if version is None and package in (self.packages or ()):
             version = installed_version(package)
-        found = release_of(version or "")
-        return bool(found) and found < release
+        installed = release_of(version or "")
+        return bool(installed) and installed < release
 
     def __str__(self) -> str:
         if not self.uses_deepspeed:
@@ -467,10 +467,10 @@ def _handed_over(entry: OptimizerEntry, situation: Situation) -> Capability:
     source = implementation_of(entry, {}, situation).source
     if source == "deepspeed":
         return Capability(status="works")
-    own = source == "zerotune"
-    reason = f"zerotune's own implementation runs: {_OWN[entry.name]}" if own else ""
+    ours = source == "zerotune"
+    reason = f"zerotune's own implementation runs: {_OWN[entry.name]}" if ours else ""
     if not situation.sharded:
-        return Capability(status="works with" if own else "works", reason=reason)
+        return Capability(status="works with" if ours else "works", reason=reason)
     if situation.allow_untested is False:
         return _cannot(
             "it is not on DeepSpeed's list of optimizers tested with ZeRO, and the configuration "

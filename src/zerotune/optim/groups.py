@@ -257,12 +257,7 @@ def group_parameters(
     choice: OptimizerChoice,
     entry: OptimizerEntry,
 ) -> tuple[tuple[GroupChoice, ...], tuple[Decision, ...]]:
-    """Put every trainable parameter into the first group that picks it.
-
-    Returns:
-        Groups that are not empty, in the order of their rules, ``"rest"`` last; and a decision
-        that names them with their sizes.
-    """
+    """Put every trainable parameter into the first group that picks it."""
     if model is None:
         raise OptimizerError(
             "parameter groups need the names of the parameters",
@@ -306,12 +301,12 @@ def same_group(
 
 def describe(group: GroupChoice) -> str:
     """One line: size and own arguments."""
-    own = ", ".join(
+    arguments = ", ".join(
         f"{key} {value:g}" if isinstance(value, float) else f"{key} {value}"
         for key, value in group.params.items()
     )
     noun = "parameter" if len(group.parameters) == 1 else "parameters"
-    return f"{group.name}: {len(group.parameters)} {noun}, {group.numel:,} elements, {own}"
+    return f"{group.name}: {len(group.parameters)} {noun}, {group.numel:,} elements, {arguments}"
 
 
 def _check_matches(groups: ParameterGroups, model: ModelFacts) -> None:
@@ -364,11 +359,11 @@ def _group(
     entry: OptimizerEntry,
 ) -> GroupChoice:
     section = f"{KEY}.{rule.name}"
-    known = [name for name in entry.parameter_names if name in choice.params]
+    accepted = [name for name in entry.parameter_names if name in choice.params]
     log = Log()
-    reject_unknown(rule.params, known, log, section=section, owner=entry.name)
+    reject_unknown(rule.params, accepted, log, section=section, owner=entry.name)
     raise_all(log.mistakes)
-    own: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     for key, value in rule.params.items():
         parameter = entry.parameter(key)
         if parameter is None or key not in _PER_GROUP:
@@ -378,11 +373,11 @@ def _group(
                 value=value,
                 fix="write it under optimizer.params",
             )
-        own[key] = check(parameter, value, section=section)
+        arguments[key] = check(parameter, value, section=section)
     if rule.lr_scale is not None:
-        own["lr"] = choice.lr * rule.lr_scale
+        arguments["lr"] = choice.lr * rule.lr_scale
     shown = {key: choice.params[key] for key in ("lr", "weight_decay") if key in choice.params}
-    return same_group(parameters, rule.name, {**shown, **own})
+    return same_group(parameters, rule.name, {**shown, **arguments})
 
 
 def _groups_decision(chosen: Sequence[GroupChoice]) -> Decision:
@@ -512,10 +507,10 @@ def muon_groups(
         scale = float(group.params.get("lr", choice.lr)) / choice.lr
         for kind, lr in (("muon", muon_lr), ("adam", adam_lr)):
             members = [facts[n] for n in group.parameters if (n in selected) is (kind == "muon")]
-            own = {**group.params, "lr": lr * scale, "use_muon": kind == "muon"}
+            arguments = {**group.params, "lr": lr * scale, "use_muon": kind == "muon"}
             name = ", ".join(part for part in (group.name, kind) if part)
             if members:
-                groups.append(same_group(members, name, own))
+                groups.append(same_group(members, name, arguments))
     settled = attrs.evolve(choice, params=params, groups=tuple(groups))
     return settled, (*decisions, *_convolutions_decision(facts, selected), _groups_decision(groups))
 

@@ -320,18 +320,20 @@ def _schedule_request(
 
 def _suggestions(run: RunFacts, schedule: ScheduleRequest | None) -> dict[str, Suggestion]:
     """What the run, or failing that the schedule, says about the optimizer's arguments."""
-    found = {
+    suggestions = {
         name: Suggestion(value=getattr(run, name), source=f"the run ({name})")
         for name in ("lr", "betas", "eps", "weight_decay")
         if getattr(run, name) is not None
     }
     peak = None if schedule is None or schedule.entry.peak is None else schedule.entry.peak
-    if "lr" not in found and schedule is not None and peak is not None:
+    if "lr" not in suggestions and schedule is not None and peak is not None:
         value = as_number(schedule.params.get(peak))
         # A peak out of range is refused under its own name, not under the optimizer's.
         if value is not None and value > 0:
-            found["lr"] = Suggestion(value=value, source=f"scheduler.params.{peak}", yields=True)
-    return found
+            suggestions["lr"] = Suggestion(
+                value=value, source=f"scheduler.params.{peak}", yields=True
+            )
+    return suggestions
 
 
 # -- The schedule, and what is said about the states.

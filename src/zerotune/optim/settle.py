@@ -186,9 +186,9 @@ def _respell_decay(request: Request, log: Log) -> Request:
 
 def _without_foreign(request: Request, log: Log) -> Request:
     """Leave out arguments that belong to other optimizers."""
-    known = request.entry.parameter_names
+    accepted = request.entry.parameter_names
     for key, value in request.params.items():
-        if key not in known:
+        if key not in accepted:
             log.decide(
                 f"{OPTIMIZER}.{key}",
                 value,
@@ -196,8 +196,8 @@ def _without_foreign(request: Request, log: Log) -> Request:
                 f"{request.entry.name} has no such argument; left out",
                 "warning",
             )
-    own = {key: value for key, value in request.params.items() if key in known}
-    return attrs.evolve(request, params=own)
+    kept = {key: value for key, value in request.params.items() if key in accepted}
+    return attrs.evolve(request, params=kept)
 
 
 def _still_meant(
@@ -498,11 +498,7 @@ class ScheduleRequest:
 def settle_schedule(
     request: ScheduleRequest, optimizer: OptimizerChoice, run: RunFacts
 ) -> tuple[SchedulerChoice, tuple[Decision, ...]]:
-    """Settle on a schedule.
-
-    Returns:
-        The choice, every argument explicit, and why.
-    """
+    """Settle on a schedule."""
     entry = request.entry
     filled = _complete_schedule(request, optimizer, run)
     if request.written is None:
@@ -622,17 +618,19 @@ def _follow_override(
 def _schedule_suggestions(
     entry: SchedulerEntry, optimizer: OptimizerChoice, run: RunFacts
 ) -> dict[str, Suggestion]:
-    found: dict[str, Suggestion] = {}
+    suggestions: dict[str, Suggestion] = {}
     if entry.peak is not None:
         # A peak that differs from the optimizer's lr gets a decision of its own.
-        found[entry.peak] = Suggestion(value=optimizer.lr, source="the optimizer's lr", yields=True)
+        suggestions[entry.peak] = Suggestion(
+            value=optimizer.lr, source="the optimizer's lr", yields=True
+        )
     if run.warmup_steps is not None:
         warmup = Suggestion(value=run.warmup_steps, source="the run (warmup_steps)")
-        found |= dict.fromkeys(("warmup_num_steps", "num_warmup_steps"), warmup)
+        suggestions |= dict.fromkeys(("warmup_num_steps", "num_warmup_steps"), warmup)
     if run.total_steps is not None:
         total = Suggestion(value=run.total_steps, source="the run (total_steps)")
-        found |= dict.fromkeys(("total_num_steps", "num_training_steps"), total)
-    return {key: value for key, value in found.items() if key in entry.parameter_names}
+        suggestions |= dict.fromkeys(("total_num_steps", "num_training_steps"), total)
+    return {key: value for key, value in suggestions.items() if key in entry.parameter_names}
 
 
 def _default_warmup(filled: Filled, run: RunFacts) -> None:
@@ -853,14 +851,16 @@ def fill(parameters: Collection[Parameter], sources: Sources) -> Filled:
 
 
 def reject_unknown(
-    written: Mapping[str, Any], known: Collection[str], log: Log, *, section: str, owner: str
+    written: Mapping[str, Any], accepted: Collection[str], log: Log, *, section: str, owner: str
 ) -> None:
     """Refuse arguments that ``owner`` does not have, with the closest names, and all that exist."""
     for key, value in written.items():
-        if key in known:
+        if key in accepted:
             continue
-        close = did_you_mean(str(key), known)
-        there_are = f"write one of {', '.join(known)}" if known else "remove it: there are none"
+        close = did_you_mean(str(key), accepted)
+        there_are = (
+            f"write one of {', '.join(accepted)}" if accepted else "remove it: there are none"
+        )
         log.refuse(
             UnknownKeyError(
                 f"{owner} has no argument of this name",

@@ -139,16 +139,7 @@ def translate(
     around = _known(around, log)
     log.attempt(_use_deepspeed, around, log)
     if _names_file(block):
-        written = around.get("mixed_precision")
-        if written is not None:
-            log.decide(
-                key="launch.mixed_precision",
-                before=written,
-                after="kept",
-                reason=f"accelerate refuses it beside a {FILE}, unless --mixed_precision is given"
-                ' too; zerotune fills "auto" from it',
-                severity="warning",
-            )
+        _note_precision_beside_file(around, log)
     return Translated(
         config=config,
         launch=read_launch({**around, **launched}, log),
@@ -264,28 +255,11 @@ def _split(
     """Launch settings, DeepSpeed configuration, and name and folder of the file it came from."""
     launched = {key: block[key] for key in block if key in LAUNCH_IN_BLOCK}
     config = {key: block[key] for key in block if key in DEEPSPEED_IN_BLOCK}
-    if str(config.get(STEPS)).lower() == AUTO:
-        log.decide(
-            key=STEPS,
-            before=AUTO,
-            after="kept",
-            reason="accelerate itself fails on it: Accelerator() makes a number of it, unless the"
-            " script gives a gradient_accumulation_plugin; leave the key out",
-            severity="warning",
-        )
+    _warn_of_automatic_steps(config, log)
     inline = {key: block[key] for key in block if key not in known_keys.ACCELERATE_BLOCK}
     source, inside = None, None
     if _names_file(block):
-        beside = sorted(key for key in block if key in ZERO_IN_BLOCK | DEEPSPEED_IN_BLOCK)
-        if beside:
-            log.refuse(
-                PlanConflictError(
-                    f"accelerate refuses other settings beside the file: {', '.join(beside)}",
-                    key=f"{BLOCK}.{FILE}",
-                    value=block[FILE],
-                    fix="write them in the file, and remove them here",
-                )
-            )
+        log.attempt(_refuse_beside_file, block)
         key = f"{BLOCK}.{FILE}"
         config, source, inside = read_config_file(block[FILE], folder, key, log)
         if inside is not None and (is_accelerate(config) or _is_same(source, of)):
@@ -312,12 +286,35 @@ def _split(
     return launched, config, source, inside
 
 
+def _warn_of_automatic_steps(config: Mapping[str, Any], log: Log) -> None:
+    if str(config.get(STEPS)).lower() == AUTO:
+        log.decide(
+            key=STEPS,
+            before=AUTO,
+            after="kept",
+            reason="accelerate itself fails on it: Accelerator() makes a number of it, unless the"
+            " script gives a gradient_accumulation_plugin; leave the key out",
+            severity="warning",
+        )
+
+
 def _is_same(one: str, other: str) -> bool:
     return Path(one).resolve() == Path(other).resolve()
 
 
 def _names_file(block: Mapping[Any, Any]) -> bool:
     return block.get(FILE) not in (None, "none", "")
+
+
+def _refuse_beside_file(block: Mapping[Any, Any]) -> None:
+    beside = sorted(key for key in block if key in ZERO_IN_BLOCK | DEEPSPEED_IN_BLOCK)
+    if beside:
+        raise PlanConflictError(
+            f"accelerate refuses other settings beside the file: {', '.join(beside)}",
+            key=f"{BLOCK}.{FILE}",
+            value=block[FILE],
+            fix="write them in the file, and remove them here",
+        )
 
 
 def read_config_file(
@@ -412,6 +409,19 @@ def _use_deepspeed(around: dict[Any, Any], log: Log) -> None:
         reason=f"accelerate refuses a file without it; there is a {BLOCK}, so it is read",
         severity="warning",
     )
+
+
+def _note_precision_beside_file(around: Mapping[Any, Any], log: Log) -> None:
+    written = around.get("mixed_precision")
+    if written is not None:
+        log.decide(
+            key="launch.mixed_precision",
+            before=written,
+            after="kept",
+            reason=f"accelerate refuses it beside a {FILE}, unless --mixed_precision is given"
+            ' too; zerotune fills "auto" from it',
+            severity="warning",
+        )
 
 
 def _known(around: Mapping[Any, Any], log: Log) -> dict[Any, Any]:
@@ -563,7 +573,7 @@ def _from_file(
 ) -> Translated:
     _refuse_fields_beside_file(environ, written)
     config, source, folder = read_config_file(written, None, _FILE_VARIABLE, log)
-    config = _filled(config, block, log)
+    config = _fill_automatic(config, block, log)
     around: dict[str, Any] = dict(launched)
     precision = environ.get(_PRECISION_VARIABLE)
     if precision is not None and not _is_default_precision(precision, config):
@@ -586,7 +596,7 @@ def _refuse_fields_beside_file(environ: Mapping[str, str], written: str) -> None
         )
 
 
-def _filled(config: dict[str, Any], block: dict[str, str], log: Log) -> dict[str, Any]:
+def _fill_automatic(config: dict[str, Any], block: dict[str, str], log: Log) -> dict[str, Any]:
     """Fill what the file leaves ``"auto"``; the file's own words stand, as in accelerate."""
     config = copy.deepcopy(config)
     for key, value in block.items():

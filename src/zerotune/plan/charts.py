@@ -156,11 +156,11 @@ def draw_panels(heading: str, panels: Sequence[Panel]) -> Any:
     if panels:
         places = figure.subplots(len(panels), 1, squeeze=False)
         for axes, panel in zip(places[:, 0], panels, strict=True):
-            _draw(axes, panel)
+            _draw_panel(axes, panel)
     return figure
 
 
-def _draw(axes: Any, panel: Panel) -> None:
+def _draw_panel(axes: Any, panel: Panel) -> None:
     end = 0.0
     for name, value, colour in panel.parts:
         label = f"{name} {value:.{panel.decimals}f}"

@@ -59,7 +59,7 @@ def inspect(
         if refusal.key not in {*told, *(one.key for one in refusals)}:
             refusals.append(refusal)
     found = Inspection(findings=findings, refusals=tuple(refusals))
-    return _besides(found, mistakes) if mistakes else found
+    return _besides_mistakes(found, mistakes) if mistakes else found
 
 
 def _settled_apart(
@@ -78,7 +78,7 @@ def _settled_apart(
             return
 
 
-def _besides(found: Inspection, mistakes: Collection[ZeroTuneError]) -> Inspection:
+def _besides_mistakes(found: Inspection, mistakes: Collection[ZeroTuneError]) -> Inspection:
     """What is refused besides ``mistakes``, and not because of what they took away."""
     keys = [error.key for error in mistakes if error.key]
     sections = {key.partition(".")[0] for key in keys}

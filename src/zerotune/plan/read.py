@@ -236,14 +236,17 @@ def _unwrapped(
         )
     plan = plan_from_mapping(written, log, source=source, folder=folder)
     plan = log.attempt(_with_micro_batch, plan, config, log) or plan
+    return with_launch(plan, read_launch({**beside, **_launch_beside(config, log)}, log))
+
+
+def _launch_beside(config: Mapping[Any, Any], log: Log) -> dict[str, Any]:
+    """Launch settings that a trainer's file says under its own names."""
     settings = [key for key in config if undashed(key) in TRAINER_KEYS and config[key] is not None]
-    written_as = {TRAINER_KEYS[undashed(key)]: key for key in settings}
-    around = {
-        name: AUTO if str(config[key]).strip().lower() == AUTO else config[key]
-        for name, key in written_as.items()
-    }
-    log.names.update({f"launch.{name}": key for name, key in written_as.items()})
-    return with_launch(plan, read_launch({**beside, **around}, log))
+    names = {TRAINER_KEYS[undashed(key)]: key for key in settings}
+    log.names.update({f"launch.{name}": key for name, key in names.items()})
+    values = {name: config[key] for name, key in names.items()}
+    automatic = {name for name, value in values.items() if str(value).strip().lower() == AUTO}
+    return {name: AUTO if name in automatic else value for name, value in values.items()}
 
 
 def _named_in_block(
@@ -410,7 +413,7 @@ SHORT_NAMES: Final = {
 ``zero_optimization`` may be written without its section too, and ``mixed_precision`` (or
 ``precision``) sets ``bf16.enabled`` and ``fp16.enabled`` together."""
 
-_PRECISION_NAMES: Final = ("mixed_precision", "precision")
+_BOTH_PRECISIONS: Final = ("mixed_precision", "precision")
 _NVME_PATH: Final = "nvme_path"
 _PRECISION_KIND: Final = Choice(choices=(*PRECISIONS, AUTO), synonyms=PRECISION_SYNONYMS)
 _OVERRIDDEN: Final = "overridden by the caller"
@@ -486,7 +489,7 @@ def _flattened(overrides: Mapping[Any, Any], prefix: str, depth: int) -> Iterato
 
 
 def _written_out(plan: DeepSpeedPlan, name: str, value: Any) -> list[tuple[str, Any]]:
-    if name in _PRECISION_NAMES:
+    if name in _BOTH_PRECISIONS:
         return _precision_settings(plan, name, value)
     if name == _NVME_PATH:
         return _swap_folders(plan, value)

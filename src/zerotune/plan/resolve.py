@@ -1101,7 +1101,7 @@ def prepared(requested: DeepSpeedPlan, context: Context, log: Log) -> Case:
     uses_deepspeed = platform.deepspeed.available and context.uses_deepspeed
     if not uses_deepspeed:
         asked = not context.uses_deepspeed
-        requested = _without_deepspeed(requested, platform, asked=asked, log=log)
+        requested = _for_plain_engine(requested, platform, asked=asked, log=log)
     context = attrs.evolve(context, platform=platform, uses_deepspeed=uses_deepspeed)
     return Case(plan=requested, context=context)
 
@@ -1133,7 +1133,7 @@ def filled(requested: DeepSpeedPlan, plan: DeepSpeedPlan, case: Case, log: Log) 
     )
 
 
-def _without_deepspeed(
+def _for_plain_engine(
     plan: DeepSpeedPlan, platform: Platform, *, asked: bool, log: Log
 ) -> DeepSpeedPlan:
     support = platform.deepspeed

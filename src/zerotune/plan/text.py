@@ -64,7 +64,7 @@ def plan_page(
     return Page(
         title=f"Plan from {plan.source}",
         blocks=(
-            _settings_table(_plan_rows(plan)),
+            _settings_table(_asked_rows(plan)),
             *_decision_lines(plan.decisions),
             *_finding_lines(findings),
         ),
@@ -130,17 +130,18 @@ def _finding_lines(findings: Iterable[Decision]) -> Iterator[Line]:
         yield Line(text, indent=2, mark=f"[{one.severity}]", style=one.severity)
 
 
-_DECISION: Final = {name: name for name in ("severity", "key", "before", "after")} | {
-    "reason": "why"
-}
-_FINDING: Final = {name: name for name in ("severity", "rule", "key", "value", "reason", "fix")}
+_DECISION: Final = ("severity", "key", "before", "after", "why")
+_FINDING: Final = ("severity", "rule", "key", "value", "reason", "fix")
 
 
-def _records(records: Iterable[Decision], names: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Attributes of each record as plain data, by the names that they have there."""
-    values = [{name: getattr(one, names[name]) for name in names} for one in records]
+def _record_data(records: Iterable[Decision], names: Sequence[str]) -> list[dict[str, Any]]:
+    """The named attributes of each record as plain data, why it is so as its reason."""
+    values = [{name: getattr(one, name) for name in names} for one in records]
     return [
-        {name: None if value is UNSET else plain_value(value) for name, value in one.items()}
+        {
+            "reason" if name == "why" else name: None if value is UNSET else plain_value(value)
+            for name, value in one.items()
+        }
         for one in values
     ]
 
@@ -149,13 +150,13 @@ def shown_and_defaults(
     decisions: Iterable[Decision],
 ) -> tuple[list[Decision], list[Decision]]:
     """Decisions to show, warnings first, and those that write DeepSpeed's own defaults."""
-    every = [decision for decision in decisions if decision.told]
+    every = [decision for decision in decisions if decision.is_shown]
     shown = [decision for decision in every if decision.reason != DEEPSPEED_DEFAULT]
     defaults = [decision for decision in every if decision.reason == DEEPSPEED_DEFAULT]
     return worst_first(shown), defaults
 
 
-def _plan_rows(plan: DeepSpeedPlan) -> list[Setting]:
+def _asked_rows(plan: DeepSpeedPlan) -> list[Setting]:
     """What a plan asks for, as pairs of a label and a value in words."""
     return [
         ("ZeRO stage", f"{plan.stage}: {_PARTITIONED[plan.stage]}"),
@@ -249,8 +250,8 @@ def plan_data(
             name: section and _as_data(section.type, section.params)
             for name, section in (("optimizer", plan.optimizer), ("scheduler", plan.scheduler))
         },
-        "decisions": _records(plan.decisions, _DECISION),
-        "findings": _records(findings, _FINDING),
+        "decisions": _record_data(plan.decisions, _DECISION),
+        "findings": _record_data(findings, _FINDING),
     }
 
 
@@ -268,7 +269,7 @@ def resolved_data(resolved: ResolvedPlan) -> dict[str, Any]:
         **{name: getattr(resolved, name) for name in _RESOLVED},
         "optimizer": choice and _as_data(choice.name, choice.params),
         "scheduler": schedule and _as_data(schedule.name, schedule.params),
-        "decisions": _records(resolved.decisions, _DECISION),
+        "decisions": _record_data(resolved.decisions, _DECISION),
     }
 
 

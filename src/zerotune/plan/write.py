@@ -232,7 +232,7 @@ def deepspeed_document(plan: DeepSpeedPlan, *, lossy: Collection[str] = ()) -> P
             reason = "accelerate does not read it in this file: launch with --zero3_init_flag false"
             log.decide(f"launch.{INIT_FLAG}", flag, flag, reason, "warning")
     text = _json(config, indent=2)
-    _drop(plan, launched, f"{where} has no place for it", lossy, log)
+    _drop_rest(plan, launched, f"{where} has no place for it", lossy, log)
     return PlanDocument(format="deepspeed", text=text, decisions=log.decisions)
 
 
@@ -296,7 +296,7 @@ def _launch_settings(plan: DeepSpeedPlan) -> dict[str, Any]:
     return {key: value for key, value in launched.items() if key not in _WHERE_READ}
 
 
-def _drop(
+def _drop_rest(
     plan: DeepSpeedPlan, left: Mapping[str, Any], why: str, lossy: Collection[str], log: Log
 ) -> None:
     """Record each setting that is left over; what says something must be in ``lossy``."""
@@ -321,10 +321,10 @@ def _drop(
             fix=f"{keep}say that it may be lost: --lossy {names} on the command line,"
             f" lossy={names.split(',')} in Python",
         )
+    started = "it says how processes are started, not what they train: tell the launcher"
     for key, value in lost.items():
         log.decide(f"launch.{key}", value, None, why, "warning")
     for key in starts:
-        started = "it says how processes are started, not what they train: tell the launcher"
         log.decide(f"launch.{key}", left[key], None, started)
     if unsaid:
         reason = "dropped: these are the launcher's defaults"
@@ -488,7 +488,7 @@ def accelerate_document(plan: DeepSpeedPlan, *, lossy: Collection[str] = ()) -> 
     """
     log = Log()
     plan = _settled_inside(plan, "accelerate", log)
-    without = _without_deepspeed(plan)
+    without = _other_launcher(plan)
     block = {} if without else _as_block(plan)
     refused: dict[str, Any] = {}
     content: dict[str, Any] = {"distributed_type": without or "DEEPSPEED"}
@@ -515,12 +515,12 @@ def accelerate_document(plan: DeepSpeedPlan, *, lossy: Collection[str] = ()) -> 
             content[key] = "no" if (key, value) == ("mixed_precision", "fp32") else value
         else:
             refused[key] = value
-    _drop(plan, refused, "accelerate refuses it there", lossy, log)
+    _drop_rest(plan, refused, "accelerate refuses it there", lossy, log)
     content["deepspeed_config"] = block
     return PlanDocument(format="accelerate", text=_yaml(content), decisions=log.decisions)
 
 
-def _without_deepspeed(plan: DeepSpeedPlan) -> str | None:
+def _other_launcher(plan: DeepSpeedPlan) -> str | None:
     """What the plan of a file of accelerate says that trains with something else than DeepSpeed."""
     written = plan.launch.distributed_type if plan.launch else None
     other = written is not None and written.upper() != "DEEPSPEED" and not plan.to_dict()
@@ -667,7 +667,7 @@ def trainer_document(
     beside = _put_config(plan, content, wrapper, existing)
     dashes = wrapper[: len(wrapper) - len(undashed(wrapper))]
     left = _put_launch(plan, content, dashes, log)
-    _drop(plan, left, "a trainer's file has no place for it", lossy, log)
+    _drop_rest(plan, left, "a trainer's file has no place for it", lossy, log)
     if text is None or content != before:
         text = _json(content, indent=2)
         if sentences:

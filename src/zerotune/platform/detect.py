@@ -497,7 +497,7 @@ def _cuda_devices(torch: Any) -> tuple[tuple[Device, ...], str | None]:
                 return (), first_line(error)
             return (), "the driver reports no device"
         try:
-            found = [
+            properties = [
                 torch.cuda.get_device_properties(index)
                 for index in range(torch.cuda.device_count())
             ]
@@ -510,7 +510,7 @@ def _cuda_devices(torch: Any) -> tuple[tuple[Device, ...], str | None]:
             total_memory=int(device.total_memory),
             capability=(int(device.major), int(device.minor)) if is_nvidia else None,
         )
-        for device in found
+        for device in properties
     ), None
 
 

@@ -21,15 +21,6 @@ DEEPSPEED_NAMES: Final[Mapping[Accelerator, str]] = MappingProxyType(
 )
 """DeepSpeed's name of each accelerator; ROCm builds of torch present themselves as CUDA."""
 
-_SYNTHETIC_NAMES: Final[Mapping[Accelerator, str]] = MappingProxyType(
-    {
-        "cuda": "Synthetic CUDA device",
-        "rocm": "Synthetic ROCm device",
-        "mps": "Synthetic Apple GPU",
-        "xpu": "Synthetic XPU device",
-    }
-)
-
 
 @attrs.frozen(kw_only=True)
 class Device:
@@ -177,8 +168,9 @@ class Platform:
         """
         _check_known_accelerator(None, None, accelerator)
         is_mac = accelerator == "mps"
+        names = {"mps": "Apple GPU", "rocm": "ROCm device"}
         device = Device(
-            name=_SYNTHETIC_NAMES.get(accelerator, ""),
+            name=f"Synthetic {names.get(accelerator, f'{accelerator.upper()} device')}",
             total_memory=vram,
             capability=(8, 9) if accelerator == "cuda" else None,
         )

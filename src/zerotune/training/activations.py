@@ -180,10 +180,10 @@ def _sample(data: Any) -> Mapping[str, Any]:
     if not hasattr(source, "__getitem__") or not hasattr(source, "__len__") or not len(source):
         return {}
     try:
-        found = source[0]
+        first = source[0]
     except (LookupError, TypeError, ValueError, OSError):
         return {}
-    return found if isinstance(found, Mapping) else {}
+    return first if isinstance(first, Mapping) else {}
 
 
 # -- Whether blocks are recomputed in the backward pass.
@@ -254,12 +254,12 @@ def _needed(engine: Engine, data: Any) -> tuple[bool, str]:
             f"the {format_size(room)} left over are more than any model keeps for "
             f"{positions} positions of its input"
         )
-    known = known_activations(model, data, batch=plan.micro_batch_size, checkpointed=False)
-    if known.facts is None:
-        return False, f"activations are not known: {known.why}"
+    measured = known_activations(model, data, batch=plan.micro_batch_size, checkpointed=False)
+    if measured.facts is None:
+        return False, f"activations are not known: {measured.why}"
     element = 4 if plan.precision == "fp32" else 2
-    keeps = known.facts.full.nbytes(batch=1, pixels=1, element_bytes=element)
-    words = f"a pass over {size[0]} x {size[1]} pixels ({known.why}) keeps {format_size(keeps)}"
+    keeps = measured.facts.full.nbytes(batch=1, pixels=1, element_bytes=element)
+    words = f"a pass over {size[0]} x {size[1]} pixels ({measured.why}) keeps {format_size(keeps)}"
     return keeps > room, f"{words}, and {format_size(room)} are left over"
 
 
@@ -280,11 +280,7 @@ def _room(engine: Engine) -> int:
 def keep_activations(
     engine: Engine, *, advice: Advice | None, activations: ActivationOffload | None
 ) -> tuple[Decision, ...]:
-    """Switch on what is to be recomputed and offloaded, until the engine is closed.
-
-    Returns:
-        What the advice decided.
-    """
+    """Switch on what is to be recomputed and offloaded, until the engine is closed."""
     model: Any = engine.module
     if advice is not None and activations is None:
         if advice.activation_offload:

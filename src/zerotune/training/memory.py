@@ -65,8 +65,8 @@ def expected_memory(
     places = list(emas)
     height, width = size or (None, None)
     if plan.model is not None and activations is not None:
-        known = attrs.evolve(plan.model, activations=activations, arithmetic=arithmetic)
-        plan = attrs.evolve(plan, model=known)
+        model = attrs.evolve(plan.model, activations=activations, arithmetic=arithmetic)
+        plan = attrs.evolve(plan, model=model)
     workload = Workload(
         batch=plan.micro_batch_size,
         height=height,
@@ -236,10 +236,10 @@ def advising(situation: Callable[[], Situation]) -> Iterator[None]:
     try:
         yield
     except (MemoryError, RuntimeError, OSError) as error:
-        found = out_of_memory(error)
-        if found is None or isinstance(error, OutOfMemoryError):
+        cause = out_of_memory(error)
+        if cause is None or isinstance(error, OutOfMemoryError):
             raise
-        raise _memory_error(found, situation()) from error
+        raise _memory_error(cause, situation()) from error
 
 
 def out_of_memory(error: BaseException) -> BaseException | None:
@@ -253,8 +253,8 @@ def out_of_memory(error: BaseException) -> BaseException | None:
         seen.add(id(current))
         if isinstance(current, MemoryError | torch.OutOfMemoryError):
             return current
-        own = type(current).__module__.startswith("zerotune.")
-        plain = isinstance(current, RuntimeError | OSError) and not own
+        ours = type(current).__module__.startswith("zerotune.")
+        plain = isinstance(current, RuntimeError | OSError) and not ours
         if plain and _OUT_OF_MEMORY.search(str(current)):
             return current
         current = current.__cause__ or current.__context__
@@ -320,12 +320,12 @@ class Limits:
         elif plan.platform.vram is not None:
             device = plan.platform.vram
         memory = detect_platform(log=False).host_memory
-        own = host_now()
-        host = min(memory.limit, memory.available + own * plan.world_size)
+        held = host_now()
+        host = min(memory.limit, memory.available + held * plan.world_size)
         process = _process_limit()
         if process is not None:
             host = min(host, process * plan.world_size)
-        left = memory.available if process is None else min(memory.available, process - own)
+        left = memory.available if process is None else min(memory.available, process - held)
         return cls(
             device=device,
             device_free=free,
@@ -362,10 +362,10 @@ def _what_would_fit(
         return "see DeepSpeedPlan.advise(model) for the plan that fits", None
     counted = _place_counted(plan, place)
     has = limits.host // plan.world_size if counted == "host" else limits.device or 0
-    own = estimate.peak(counted).nbytes
-    if own < has // 2:
+    peak = estimate.peak(counted).nbytes
+    if peak < has // 2:
         return (
-            f"the plan needs {format_size(own)} of {format_size(has)} there are for this rank, "
+            f"the plan needs {format_size(peak)} of {format_size(has)} there are for this rank, "
             "so something outside of it took the memory: look at other processes, at the "
             "objective, at what is kept from step to step, and at the batch"
         ), None
@@ -382,11 +382,11 @@ def _what_would_fit(
     failure: PlanError | None = None
     for disk in (0, free_disk):
         try:
-            found = _fitting(plan, estimate, less, disk=disk)
+            fitting = _fitting(plan, estimate, less, disk=disk)
         except PlanError as error:
             failure = error
         else:
-            return _advice_words(found), found.plan
+            return _advice_words(fitting), fitting.plan
     fix = failure.fix if isinstance(failure, NothingFitsError) else None
     return f"no plan fits this machine: {fix or failure}; or train a smaller batch", None
 
@@ -415,17 +415,17 @@ def _fitting(plan: ResolvedPlan, estimate: MemoryEstimate, limits: Limits, *, di
     )
 
 
-def _advice_words(found: Advice) -> str:
-    more = ", gradient_checkpointing=True" if found.gradient_checkpointing else ""
-    if found.activation_offload:
+def _advice_words(advice: Advice) -> str:
+    more = ", gradient_checkpointing=True" if advice.gradient_checkpointing else ""
+    if advice.activation_offload:
         more = ", activations=ActivationOffload()"
     needs = ", ".join(
         f"{format_size(nbytes)} {where}"
-        for where, nbytes in (("device", found.estimate.device), ("host", found.estimate.host))
+        for where, nbytes in (("device", advice.estimate.device), ("host", advice.estimate.host))
         if nbytes
     )
-    call = build_call(found.plan)
-    return f"{found.chosen.title} needs {needs} per rank: Trainer(plan={call}{more})"
+    call = build_call(advice.plan)
+    return f"{advice.chosen.title} needs {needs} per rank: Trainer(plan={call}{more})"
 
 
 def build_call(plan: DeepSpeedPlan) -> str:

@@ -273,12 +273,12 @@ def _prove_activations(bench: Bench) -> None:
 
     wanted = [_chain_gradients(bench, model, kept, step) for step in range(_STEPS_TAKEN)]
     with bench.judged():
-        found = [
+        offloaded = [
             _chain_gradients(bench, model, offload.checkpoint, step) for step in range(_STEPS_TAKEN)
         ]
     if not offload.counts.stored:
         raise DifferenceError("no activation left the device")
-    for step, (mine, theirs) in enumerate(zip(found, wanted, strict=True)):
+    for step, (mine, theirs) in enumerate(zip(offloaded, wanted, strict=True)):
         for name in theirs:
             if not torch.equal(mine[name], theirs[name]):
                 raise DifferenceError(

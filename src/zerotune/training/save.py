@@ -95,9 +95,9 @@ class SaveEvery(Callback):
                 remove_leftovers(self._root)
             return () if self._hold is None else self._hold.decisions
 
-        found = together(trainer.engine.group, f"take {self._root} for checkpoints", take)[0]
-        announce(found, rank=trainer.engine.group.rank)
-        trainer.decisions += found
+        decisions = together(trainer.engine.group, f"take {self._root} for checkpoints", take)[0]
+        announce(decisions, rank=trainer.engine.group.rank)
+        trainer.decisions += decisions
 
     def on_fit_end(self, trainer: RunView) -> None:  # noqa: ARG002
         """Give the folder up."""
@@ -227,9 +227,6 @@ def seed_everything(seed: int, *, rank: int) -> torch.Generator:
     """Seed python, numpy and torch, and give this rank's generator for the objective.
 
     Ranks get different numbers, so that noise and dropout differ between them.
-
-    Returns:
-        A CPU generator.
     """
     random.seed(derive_seed(seed, "python", rank))
     np.random.seed(derive_seed(seed, "numpy", rank) % 2**32)

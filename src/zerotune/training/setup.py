@@ -363,15 +363,3 @@ def _dict_instead(batch: Any) -> str:
             "ImageTensors(images=…, labels=…)"
         )
     return 'return {"images": …}, images (c, h, w) in [-1, 1], or give ImageTensors(images=…)'
-
-
-def needed(stream: BatchStream | None) -> BatchStream:
-    """The stream, for training."""
-    if stream is None:
-        raise DataError(
-            "there is nothing to train on",
-            key="data",
-            value=None,
-            fix="Trainer(data=...): a dataset or an iterable of batches",
-        )
-    return stream

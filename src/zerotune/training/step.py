@@ -379,24 +379,24 @@ class RollBackNonFinite:
 
     def settle(self, trainer: RunView, metrics: StepMetrics) -> None:
         """Go back when it is time."""
-        found = self._latest
-        if found is None or found.step != metrics.step:
+        latest = self._latest
+        if latest is None or latest.step != metrics.step:
             self._in_a_row = 0 if metrics.applied else self._in_a_row
             return
-        if self._in_a_row < self._after and not found.weights_changed:
+        if self._in_a_row < self._after and not latest.weights_changed:
             return
         if self.rolled_back == self._most:
-            raise found.error(because=f", after going back {self._most} times")
+            raise latest.error(because=f", after going back {self._most} times")
         group = trainer.engine.group
         look = f"look for a checkpoint in {self._root}"
         path = together(group, look, lambda: self._newest(group.is_main))[0]
         if path is None:
-            raise found.error(
+            raise latest.error(
                 because=f", and {self._root} holds no checkpoint to go back to that is finite"
             )
         self.rolled_back += 1
         self._in_a_row, self._latest = 0, None
-        trainer.roll_back(path, reason=str(found))
+        trainer.roll_back(path, reason=str(latest))
 
     def _newest(self, is_main: bool) -> Path | None:
         return finite_checkpoint(self._root) if is_main else None

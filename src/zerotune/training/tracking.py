@@ -123,7 +123,7 @@ class Trackers(Callback):
 
 def _step_values(trainer: RunView, metrics: StepMetrics) -> dict[str, float]:
     seconds = metrics.seconds
-    found: dict[str, float | None] = {
+    values: dict[str, float | None] = {
         "train/loss": metrics.loss,
         "train/lr": metrics.lr,
         "train/grad_norm": metrics.grad_norm,
@@ -138,12 +138,12 @@ def _step_values(trainer: RunView, metrics: StepMetrics) -> dict[str, float]:
         else metrics.device_peak / 2**30,
         **{f"time/{phase}": spent for phase, spent in metrics.phases.items()},
     }
-    return {name: value for name, value in found.items() if value is not None}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _hyperparameters(trainer: RunView) -> dict[str, Scalar]:
     plan = trainer.engine.plan
-    found: dict[str, Scalar | None] = {
+    settings: dict[str, Scalar | None] = {
         "model": type(trainer.engine.module).__name__,
         "objective": type(trainer.objective).__name__,
         "engine": type(trainer.engine).__name__,
@@ -160,7 +160,7 @@ def _hyperparameters(trainer: RunView) -> dict[str, Scalar]:
         "lr": plan.optimizer.lr if plan.optimizer else None,
         "scheduler": plan.scheduler.name if plan.scheduler else None,
     }
-    return {name: value for name, value in found.items() if value is not None}
+    return {name: value for name, value in settings.items() if value is not None}
 
 
 def _pixels(images: torch.Tensor) -> torch.Tensor:

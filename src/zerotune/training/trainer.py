@@ -19,7 +19,7 @@ from zerotune.backend.cpu_threads import cpu_threads
 from zerotune.checkpoint import export_model, load_checkpoint, save_checkpoint
 from zerotune.decisions import Decision, announce, render_decisions
 from zerotune.diffusion.objective import FlowMatchingObjective
-from zerotune.errors import CheckpointNotFiniteError, TrainingError
+from zerotune.errors import CheckpointNotFiniteError, DataError, TrainingError
 from zerotune.plan.advise import Advice
 from zerotune.plan.text import describe, running_page
 from zerotune.training.activations import (
@@ -43,7 +43,7 @@ from zerotune.training.profile import Operator, Profile, Profiler
 from zerotune.training.progress import ProgressBar
 from zerotune.training.report import Record, Report, copy_rate
 from zerotune.training.save import resumed, rolled_back, seed_everything, trainer_state
-from zerotune.training.setup import as_stream, check_objective, needed, prepare
+from zerotune.training.setup import as_stream, check_objective, prepare
 from zerotune.training.step import NonFinite, NonFinitePolicy, RaiseNonFinite, StepClock, TrainStep
 from zerotune.training.stop import Goal, StopBeforeDiskFills, Stopping, with_signals
 from zerotune.training.validate import SampleOptions, draw
@@ -423,10 +423,17 @@ class Trainer(Closing, Readable):
         self.averages.close()
 
     def _train_step(self) -> TrainStep:
+        if self.stream is None:
+            raise DataError(
+                "there is nothing to train on",
+                key="data",
+                value=None,
+                fix="Trainer(data=...): a dataset or an iterable of batches",
+            )
         return TrainStep(
             engine=self.engine,
             objective=self.objective,
-            stream=needed(self.stream),
+            stream=self.stream,
             generator=self._generator,
             ema=self.averages,
             non_finite=self.non_finite,
@@ -445,7 +452,7 @@ class Trainer(Closing, Readable):
 
     def _judge_weights(self, metrics: StepMetrics, error: CheckpointNotFiniteError) -> None:
         """A save has found what no loss has shown yet; every rank is told."""
-        found = NonFinite(
+        spoiled = NonFinite(
             step=metrics.step,
             what="weights",
             value=math.nan,
@@ -454,7 +461,7 @@ class Trainer(Closing, Readable):
             weights_changed=True,
         )
         try:
-            self.non_finite.judge(found)
+            self.non_finite.judge(spoiled)
         except TrainingError as refusal:
             raise refusal from error
         self.non_finite.settle(self, metrics)
@@ -559,17 +566,17 @@ class Running:
             self._activations = known_activations(
                 self._engine.module, self._data, batch=plan.micro_batch_size
             )
-        known = self._activations or Activations()
+        activations = self._activations or Activations()
         emas: list[EMAPlace] = [
             "host" if shadow.device.type == "cpu" else "device" for shadow in shadows
         ]
         return expected_memory(
             plan,
             emas=emas,
-            activations=known.facts,
-            arithmetic=known.arithmetic,
-            size=known.size,
-            frames=known.frames,
+            activations=activations.facts,
+            arithmetic=activations.arithmetic,
+            size=activations.size,
+            frames=activations.frames,
             gradient_checkpointing=recomputes(self._engine.module),
         )
 

@@ -100,11 +100,11 @@ def look(
     a GPU runs in threads of its own; their modules count too.
     """
     frames = sys._current_frames()
-    own = threading.get_ident()
+    watcher = threading.get_ident()
     stack = list(_outwards(frames.get(thread)))
     module = _module_at_work(stack, names)
     for ident, frame in frames.items():
-        if module is None and ident not in (thread, own):
+        if module is None and ident not in (thread, watcher):
             module = _module_at_work(list(_outwards(frame)), names)
     position = Position(step=step, phase=phase, module=module, line=_line(stack))
     return position, hash(tuple((frame.f_code, frame.f_lasti) for frame in stack))
@@ -339,8 +339,8 @@ class _Watch:
 
         def exchange() -> tuple[dict[int, Beat], bool]:
             self._store.set(keys[self._rank], json.dumps(attrs.asdict(mine)))
-            known = {rank: key for rank, key in keys.items() if self._store.check([key])}
-            fields = {rank: json.loads(self._store.get(key)) for rank, key in known.items()}
+            answered = {rank: key for rank, key in keys.items() if self._store.check([key])}
+            fields = {rank: json.loads(self._store.get(key)) for rank, key in answered.items()}
             beats = {
                 rank: Beat(**each | {"position": Position(**each["position"])})
                 for rank, each in fields.items()

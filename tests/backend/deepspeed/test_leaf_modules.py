@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.diffusion.test_activations import flux, inputs, text_unet
-from tests.support.ranks import ranks, run_ranks
+from tests.support.ranks import ranks
 from tests.support.runs import Case, start
 from zerotune.backend.deepspeed.sharded import LEAF_KEY as KEY
 from zerotune.backend.deepspeed.sharded import leaf_modules
@@ -52,25 +52,16 @@ def test_u_nets_train_the_same_with_whole_blocks() -> None:
     assert ours["warned"] == ["note"]
 
 
-def force(make: Any, classes: list[str]) -> tuple[list[str], str]:
-    model = make()
-    override = ("leaf_module", {"classes": classes})
-    engine = start(Case(stage=3, overrides=(PARTITIONED, override)), model)
-    warned = [d.severity for d in engine.decisions if d.key == KEY]
-    loss = engine(**inputs(model), return_dict=False)[0].float().pow(2).mean()
-    try:
-        engine.backward(loss)
-    except RuntimeError as error:
-        return warned, str(error)
-    return warned, ""
-
-
 @pytest.mark.deepspeed
+@ranks(1)
 def test_blocks_called_with_keywords_cannot_be_whole() -> None:
     # Why they are no leaf modules of their own accord: a change here would let them be.
-    ((warned, error),) = run_ranks(force, flux, ["FluxTransformerBlock"])
-    assert warned == ["warning"]
-    assert "must match" in error
+    model, override = flux(), ("leaf_module", {"classes": ["FluxTransformerBlock"]})
+    engine = start(Case(stage=3, overrides=(PARTITIONED, override)), model)
+    assert [d.severity for d in engine.decisions if d.key == KEY] == ["warning"]
+    loss = engine(**inputs(model), return_dict=False)[0].float().pow(2).mean()
+    with pytest.raises(RuntimeError, match="must match"):
+        engine.backward(loss)
 
 
 def twice(make: Any, *overrides: tuple[str, Any]) -> tuple[list[float], int]:
@@ -91,28 +82,19 @@ def twice(make: Any, *overrides: tuple[str, Any]) -> tuple[list[float], int]:
     return losses, leaves
 
 
-def both_twice(make: Any) -> tuple[Any, Any]:
-    return twice(make), twice(make, OFF)
-
-
 @pytest.mark.deepspeed
+@ranks(1)
 def test_whole_blocks_may_be_called_twice_before_one_backward_pass() -> None:
-    (((ours, leaves), (layerwise, none)),) = run_ranks(both_twice, text_unet)
+    (ours, leaves), (layerwise, none) = twice(text_unet), twice(text_unet, OFF)
     assert (leaves, none) == (18, 0)
     assert ours == layerwise
     assert ours[-1] < ours[0]
 
 
-def blame(make: Any) -> str:
-    try:
-        twice(make, ("leaf_module", {"classes": ["Transformer2DModel"]}))
-    except EngineError as error:
-        return str(error)
-    return ""
-
-
 @pytest.mark.deepspeed
+@ranks(1)
 def test_leaf_modules_that_the_plan_names_are_named_where_they_fail() -> None:
-    (message,) = run_ranks(blame, text_unet)
-    assert "leaf_module.classes = ['Transformer2DModel']" in message
-    assert "an empty list" in message
+    with pytest.raises(
+        EngineError, match=r"(?s)leaf_module\.classes = \['Transformer2DModel'\].*an empty list"
+    ):
+        twice(text_unet, ("leaf_module", {"classes": ["Transformer2DModel"]}))

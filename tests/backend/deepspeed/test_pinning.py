@@ -11,7 +11,7 @@ import attrs
 import pytest
 import torch
 
-from tests.support.ranks import ranks, run_ranks
+from tests.support.ranks import ranks
 from zerotune.backend.deepspeed import pinning
 from zerotune.plan import DeepSpeedPlan, ModelFacts
 from zerotune.plan.memory.estimate import Workload
@@ -110,41 +110,32 @@ def old_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.deepspeed
-def test_where_torch_cannot_deepspeed_page_locks_itself_while_the_engine_lives() -> None:
-    limit = detect_platform(log=False).memlock_limit
-    if limit is not None and limit < 4 * 2**20:
-        pytest.skip(f"this process may lock {limit} bytes only")
-    ((told, before, during, exact, after, refused, left),) = run_ranks(pin_on_old_torch)
-    assert (told.after, told.severity) == ("native", "note")
-    assert (before, during, after) == (None, "native", None)
-    assert "not enough memory: 2.00 MiB are to be page-locked, 1.00 MiB are free" in refused
-    assert left == [], "nothing of DeepSpeed is changed after it"
-    assert exact, "the block is as large as what was asked for, and counts as page-locked"
-
-
-def pin_on_old_torch() -> Any:
+@ranks(1)
+def test_where_torch_cannot_deepspeed_page_locks_itself_while_the_engine_lives(monkeypatch) -> None:
     from deepspeed.accelerator import get_accelerator
     from deepspeed.utils.pin_memory import get_native_pinned_memory
 
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        old_torch(monkeypatch)
-        monkeypatch.setattr(pinning, "why_unproven", lambda *_, **__: None)
-        plan = resolved()
-        plan = attrs.evolve(plan, platform=old_platform())
-        before = os.environ.get("DS_PIN_MEMORY_BACKEND")
-        with ExitStack() as resources:
-            (told,) = pinning.pin_exactly(plan, resources=resources)
-            block = get_accelerator().pin_memory(torch.zeros(3 * 2**18))
-            exact = block.untyped_storage().nbytes() < 4 * 2**20
-            exact = exact and get_accelerator().is_pinned(block)
-            during = os.environ.get("DS_PIN_MEMORY_BACKEND")
-            little = HostMemory(total=2**20, available=2**20)
-            monkeypatch.setattr(pinning, "host_memory", lambda *_, **__: little)
-            with pytest.raises(MemoryError) as refused:
-                get_accelerator().pin_memory(torch.zeros(2**19))
-        left = [name for name in vars(get_native_pinned_memory()) if name == "_new_locked"]
-        after = os.environ.get("DS_PIN_MEMORY_BACKEND")
-        return told, before, during, exact, after, str(refused.value), left
+    limit = detect_platform(log=False).memlock_limit
+    if limit is not None and limit < 4 * 2**20:
+        pytest.skip(f"this process may lock {limit} bytes only")
+    old_torch(monkeypatch)
+    monkeypatch.setattr(pinning, "why_unproven", lambda *_, **__: None)
+    plan = attrs.evolve(resolved(), platform=old_platform())
+    assert "DS_PIN_MEMORY_BACKEND" not in os.environ
+    with ExitStack() as resources:
+        (decision,) = pinning.pin_exactly(plan, resources=resources)
+        assert (decision.after, decision.severity) == ("native", "note")
+        block = get_accelerator().pin_memory(torch.zeros(3 * 2**18))
+        assert block.untyped_storage().nbytes() < 4 * 2**20, "as large as what was asked for"
+        assert get_accelerator().is_pinned(block)
+        assert os.environ["DS_PIN_MEMORY_BACKEND"] == "native"
+        little = HostMemory(total=2**20, available=2**20)
+        monkeypatch.setattr(pinning, "host_memory", lambda *_, **__: little)
+        few = r"not enough memory: 2\.00 MiB are to be page-locked, 1\.00 MiB are free"
+        with pytest.raises(MemoryError, match=few):
+            get_accelerator().pin_memory(torch.zeros(2**19))
+    assert "_new_locked" not in vars(get_native_pinned_memory()), "nothing of DeepSpeed is changed"
+    assert "DS_PIN_MEMORY_BACKEND" not in os.environ
 
 
 def test_what_deepspeed_may_not_lock_is_left_to_torch_and_said_so(
@@ -200,7 +191,6 @@ def test_the_estimate_follows_the_torch_installed(version: str | None, exact: bo
 @pytest.mark.deepspeed
 @ranks(1)
 def test_a_gpu_pins_exactly() -> None:
-    """What page-locking 5 MiB takes on this machine, and whether its device knows of it."""
     from deepspeed.accelerator import get_accelerator
 
     def rounded() -> int:

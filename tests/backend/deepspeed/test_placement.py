@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -96,7 +97,7 @@ def test_the_engine_is_built_through_the_host(case: Case) -> None:
 @pytest.mark.deepspeed
 @ranks(1)
 def test_freed_weights_are_given_back_before_the_flat_block_is_taken() -> None:
-    """Else the allocator holds them as small blocks, beside the large one: twice the weights."""
+    # Else the allocator holds them as small blocks, beside the large one: twice the weights.
     from deepspeed.accelerator import get_accelerator
 
     model = HostileNet(scalar=False)
@@ -108,30 +109,27 @@ def test_freed_weights_are_given_back_before_the_flat_block_is_taken() -> None:
     assert 0 in seen, f"the cache was emptied only while weights were held: {seen}"
 
 
-def order_of_devices() -> list[Any]:
+@pytest.mark.deepspeed
+@ranks(2)
+def test_each_rank_takes_its_own_device_before_anything_is_placed(monkeypatch) -> None:
     from deepspeed.accelerator import get_accelerator
 
     accelerator = type(get_accelerator())
     asked, calls = accelerator.current_device_name, []
-    accelerator.set_device = lambda _self, index: calls.append(index)
 
     def current(self: Any) -> str:
         calls.append("read")
         return str(asked(self))
 
-    accelerator.current_device_name = current
     pin = engines.pin_exactly
-    engines.pin_exactly = lambda plan, **more: calls.append("pin") or pin(plan, **more)  # type: ignore
+    monkeypatch.setattr(accelerator, "set_device", lambda _self, index: calls.append(index))
+    monkeypatch.setattr(accelerator, "current_device_name", current)
+    pinned = lambda plan, **more: calls.append("pin") or pin(plan, **more)  # noqa: E731
+    monkeypatch.setattr(engines, "pin_exactly", pinned)
     start(Case(stage=2, offload="cpu"), HostileNet(scalar=False)).close()
-    return calls
-
-
-@pytest.mark.deepspeed
-@pytest.mark.world_size(2)
-def test_each_rank_takes_its_own_device_before_anything_is_placed() -> None:
-    for rank, calls in enumerate(run_ranks(order_of_devices, world_size=2)):
-        assert {"pin", "read"} <= set(calls)
-        assert calls[0] == rank, f"the device was used before it was chosen: {calls[:4]}"
+    assert {"pin", "read"} <= set(calls)
+    rank = int(os.environ["RANK"])
+    assert calls[0] == rank, f"the device was used before it was chosen: {calls[:4]}"
 
 
 def train_as_deepspeed_does(case: Case, steps: int) -> list[float]:
@@ -140,7 +138,6 @@ def train_as_deepspeed_does(case: Case, steps: int) -> list[float]:
 
 
 @pytest.mark.deepspeed
-@pytest.mark.world_size(2)
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_training_is_the_same_bit_for_bit(precision: str) -> None:
     case = Case(stage=2, offload="cpu", precision=precision)

@@ -128,36 +128,28 @@ def test_the_step_in_one_pass_asks_once_as_well() -> None:
     assert [applied for applied, _ in found["outcomes"]] == [True, True, False, True, True]
 
 
-def dropped() -> list[bool]:
-    """A window with a gradient that is not finite is dropped; its flag must not outlive it."""
+@pytest.mark.deepspeed
+@ranks(1)
+def test_a_dropped_window_leaves_no_flag_behind() -> None:
     engine = begin(CASES[0], tiny_unet(), False)
+    # It has a gradient that is not finite.
     engine.backward(unet_loss(engine, 0) * torch.inf)
     engine.discard()
     engine.backward(unet_loss(engine, 1))
-    applied = [engine.step().applied]
+    assert engine.step().applied
     engine.close()
-    return applied
 
 
 @pytest.mark.deepspeed
-def test_a_dropped_window_leaves_no_flag_behind() -> None:
-    assert run_ranks(dropped) == [[True]]
-
-
-def unknown() -> list[Any]:
+@ranks(1)
+def test_an_unknown_deepspeed_is_left_alone_and_said_so(monkeypatch) -> None:
     replaced = (*partitioned.FLAGS.replaced, "moved_elsewhere")
-    partitioned.FLAGS = attrs.evolve(partitioned.FLAGS, replaced=replaced)  # type: ignore[misc]
+    monkeypatch.setattr(partitioned, "FLAGS", attrs.evolve(partitioned.FLAGS, replaced=replaced))
     engine = begin(attrs.evolve(CASES[0], stage=1), HostileNet(scalar=False), False)
-    found = [decision for decision in engine.decisions if decision.key == KEY]
-    engine.close()
-    return found
-
-
-@pytest.mark.deepspeed
-def test_an_unknown_deepspeed_is_left_alone_and_said_so() -> None:
-    ((decision,),) = run_ranks(unknown)
+    (decision,) = [decision for decision in engine.decisions if decision.key == KEY]
     assert decision.after == "per parameter"
     assert "DeepSpeed's moved_elsewhere" in decision.reason
+    engine.close()
 
 
 def test_numbers_are_the_same_after_one_read() -> None:

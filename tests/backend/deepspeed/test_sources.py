@@ -10,6 +10,7 @@ import torch
 
 from tests.backend.step.test_hidden_step import Web, begin, loss_of
 from tests.support.ranks import ranks, run_ranks
+from tests.support.runs import build
 
 pytestmark = pytest.mark.deepspeed
 
@@ -34,7 +35,6 @@ def test_the_installed_release_is_on_file():
 @pytest.mark.parametrize("stage", [2, 3])
 @ranks(1)
 def test_a_later_release_takes_its_own_step(stage):
-    """An engine of a DeepSpeed whose step does one thing more."""
     from deepspeed.runtime.zero import stage3, stage_1_and_2
 
     kind = {
@@ -59,9 +59,7 @@ def test_a_later_release_takes_its_own_step(stage):
 
 
 def timers(host_step: bool) -> list[str]:
-    from zerotune.backend.build import build_engine
-    from zerotune.optim.resolver import OptimizerResolver
-    from zerotune.plan.model import DeepSpeedPlan, ModelFacts
+    from zerotune.plan.model import DeepSpeedPlan
 
     model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Linear(64, 8))
     plan = DeepSpeedPlan.from_dict({
@@ -69,10 +67,7 @@ def timers(host_step: bool) -> list[str]:
         "bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "wall_clock_breakdown": True,
     })  # fmt: skip
-    resolved = plan.resolve(
-        model=ModelFacts.from_module(model), world_size=1, hidden=False, host_step=host_step
-    )
-    engine = build_engine(model=model, plan=OptimizerResolver().apply(resolved))
+    engine = build(model, plan, hidden=False, host_step=host_step)
     engine.backward(engine(torch.randn(2, 8, dtype=engine.dtype)).float().square().mean())
     engine.step()
     found = sorted(

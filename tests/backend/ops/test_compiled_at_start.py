@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.ranks import ranks, run_ranks
+from tests.support.runs import build
 
 pytestmark = pytest.mark.deepspeed
 
@@ -17,14 +18,10 @@ def started() -> bool:
     """Start an engine; whether DeepSpeed loaded its op for exchange in shared memory."""
     import torch
 
-    from zerotune import DeepSpeedPlan, ModelFacts, OptimizerResolver, build_engine
-    from zerotune.backend.distributed import Launch
+    from zerotune import DeepSpeedPlan
 
-    model = torch.nn.Linear(8, 8)
-    world_size = Launch.from_environment().world_size
     plan = DeepSpeedPlan.build(stage=2, offload="cpu", precision="fp32", optimizer="AdamW")
-    resolved = plan.resolve(model=ModelFacts.from_module(model), world_size=world_size)
-    with build_engine(model=model, plan=OptimizerResolver().apply(resolved)):
+    with build(torch.nn.Linear(8, 8), plan):
         from deepspeed.comm import comm
 
         return comm.cdb.shm_comm_op is not None
@@ -34,7 +31,6 @@ def test_one_process_compiles_nothing_for_exchange_in_shared_memory():
     assert run_ranks(started) == [False]
 
 
-@pytest.mark.world_size(2)
 def test_two_processes_keep_it():
     assert run_ranks(started, world_size=2) == [True, True]
 

@@ -127,7 +127,6 @@ def test_a_resumed_run_has_the_powers_of_an_uninterrupted_one():
 
 @ranks(1)
 def test_norms_are_those_of_fp64():
-    """Sums of squares of the op and of torch in fp64."""
     from zerotune.backend.step.kernel import load_host_step
 
     op, found = load_host_step(), []
@@ -223,7 +222,7 @@ def test_the_source_is_one_file_wherever_it_was_installed(tmp_path, monkeypatch)
         source = tmp_path / place / "host_step.cpp"
         source.parent.mkdir()
         source.write_text("int one();")
-        monkeypatch.setattr(kernel, "_SOURCE", source)
+        monkeypatch.setattr(kernel, "_CPP", source)
         path = kernel._source_in(folder)
         found.append((path, path.stat().st_mtime_ns))
     assert found[0] == found[1], "ninja would build again"

@@ -320,7 +320,6 @@ def test_caches_hold_latents_with_frames(make, root, tmp_path):
 @pytest.mark.deepspeed
 @ranks(1)
 def test_a_folder_of_frames_trains_wan_and_shows_what_it_learns(root, tmp_path):
-    """Folders of frames to caches, two steps of a clips' model at stage 2, and previews."""
     model = wan(tmp_path / "wan")
     loaded = load_pretrained(model, frozen_dtype="fp32")
     before = {name: p.detach().clone() for name, p in loaded.model.named_parameters()}

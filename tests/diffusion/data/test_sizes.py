@@ -164,7 +164,6 @@ def test_a_place_that_cannot_be_written_does_no_harm(few, looked, tmp_path, monk
         assert "cannot be written (Not a directory)" in told.reason
 
 
-@pytest.mark.world_size(3)
 def test_ranks_share_the_work(few, looked, tmp_path):
     place = {"XDG_CACHE_HOME": str(tmp_path / ".user-cache")}
     found = run_ranks(workers.open_counted, str(few), str(Counting.log), world_size=3, env=place)

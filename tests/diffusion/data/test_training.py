@@ -28,7 +28,6 @@ def in_order(ranks):
     return [batch for step in zip(*ranks, strict=True) for batch in step]
 
 
-@pytest.mark.world_size(2)
 def test_a_folder_trains_on_two_ranks_and_goes_on_with_one(folder, tmp_path):
     checkpoint = str(tmp_path / "checkpoint")
     before = in_order(run_ranks(workers.train, str(folder), checkpoint, False, 5, world_size=2))
@@ -50,7 +49,6 @@ def test_a_stream_without_buckets_refuses_them(folder):
 
 @ranks(1)
 def test_the_validation_loss_takes_the_datasets_that_training_takes(folder, tmp_path):
-    """The held-out losses of images, and of a cache of them, before and after a step."""
     cache = tmp_path / "cache"
     images = pictures(folder)
     settings = CacheSettings(kind="latents", model="pixels", dtype="float32")

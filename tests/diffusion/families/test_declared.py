@@ -30,7 +30,6 @@ from zerotune.errors import DataError, InvalidValueError
 TIMES = torch.tensor([731.25, 12.5])
 PROMPTS = ["a cat", "the dog ran"]
 EDITS = ["qwen-image-edit", "qwen-image-edit-plus"]
-DRAWN = [name for name in MAKERS if name not in EDITS and "flux2" not in name]
 
 
 @pytest.fixture(scope="module")

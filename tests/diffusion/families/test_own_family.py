@@ -43,7 +43,6 @@ def test_its_texts_and_scheduler_are_those_of_the_pipeline(folder):
 
 
 @pytest.mark.deepspeed
-@pytest.mark.world_size(2)
 def test_it_trains_at_stage_3_and_draws_what_plain_diffusers_draws(folder, tmp_path):
     ranks = run_ranks(train_and_draw, str(folder), str(tmp_path / "out"), world_size=2)
     first, second = ranks

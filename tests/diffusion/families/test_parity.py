@@ -1,7 +1,7 @@
 """A cross-section of the families' runs; ``test_matrix`` has them all.
 
 Each family, stage and number of ranks occurs, with and without offload and checkpointing, all
-parameters trained and adapters alone.
+parameters trained and adapters alone; in the suite one of each kind of model.
 """
 
 from __future__ import annotations
@@ -28,12 +28,16 @@ RUNS = [
     ("flux", Case(stage=1, offload="cpu"), 2, [FULL]),
     ("flux", Case(stage=3, offload="cpu", overrides=WHOLE), 1, [LORA, CHECKPOINTED]),
 ]
+IN_THE_SUITE = ("sd15-z1-none-none-fp32-1", "sd3-z3-none-none-fp32-2", "flux-z3-cpu-none-fp32-1")
 
 
 @pytest.mark.parametrize(
     ("family", "case", "world_size", "variants"),
-    RUNS,
-    ids=[f"{family}-{case}-{world_size}" for family, case, world_size, _ in RUNS],
+    [
+        pytest.param(*run, id=name, marks=() if name in IN_THE_SUITE else pytest.mark.nightly)
+        for run in RUNS
+        for name in [f"{run[0]}-{run[1]}-{run[2]}"]
+    ],
 )
 def test_losses_are_those_of_the_plain_engine(
     folders, tmp_path, family, case, world_size, variants

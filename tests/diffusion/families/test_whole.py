@@ -20,7 +20,6 @@ def expected(folders):
 
 
 @pytest.mark.deepspeed
-@pytest.mark.world_size(2)
 @pytest.mark.parametrize(("zero_init", "world_size"), [(False, 1), (True, 2)])
 def test_frozen_parts_are_whole_and_right(folders, expected, zero_init, world_size):
     paths = {name: str(folders[name]) for name in expected}

@@ -47,7 +47,7 @@ from zerotune.backend.engine import (
 )
 from zerotune.backend.layouts import full_shape, gradient_norm, require_trainable
 from zerotune.backend.master_weights import MasterWeights
-from zerotune.backend.optimizers import ShardAware
+from zerotune.backend.optimizers.classes import ShardAware
 from zerotune.backend.optimizers.client import chosen_optimizer, scheduler_class
 from zerotune.backend.proof import prove_offload
 from zerotune.backend.stored import check_has_weights, dtype_at_rest

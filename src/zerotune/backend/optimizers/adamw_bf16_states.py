@@ -102,13 +102,7 @@ class TensorNoise:
     _cuts: int = attrs.field(alias="cuts")
 
     def of(self, moment: int, start: int, stop: int) -> torch.Tensor:
-        """int32 from 0 to 65,535, for elements that lie within one chunk.
-
-        Args:
-            moment: 0 or 1.
-            start: First element.
-            stop: One past the last.
-        """
+        """int32 from 0 to 65,535 for moment 0 or 1, of elements that lie within one chunk."""
         # Chunks may share bits with other chunks: an element's errors cancel over the steps as
         # long as its own bits are new at each step.
         cut = self._cuts + 2 * (start // self.size) + moment + 1

@@ -5,16 +5,21 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import torch
 
-from zerotune.backend.optimizers import CLASSES
+from zerotune.backend.optimizers.adamw_bf16_states import AdamWBF16States
+from zerotune.backend.optimizers.classes import Lamb, Lion, Muon
 from zerotune.errors import EngineError, MissingDependencyError, OptimizerError
 from zerotune.optimizers.choices import OptimizerChoice, SchedulerChoice
 from zerotune.optimizers.curves import betas_at, lr_at
 from zerotune.plan.model import ResolvedPlan
 
+CLASSES: Final[Mapping[str, type[torch.optim.Optimizer]]] = {
+    kind.__name__: kind for kind in (AdamWBF16States, Lion, Lamb, Muon)
+}
+"""What zerotune implements, by ``OptimizerChoice.implementation``."""
 Named = Sequence[tuple[str, torch.nn.Parameter]]
 
 

@@ -24,7 +24,7 @@ from zerotune.backend.step.kernel import AdamNumbers, Average, HostStepOp, Torch
 
 _VECTOR: Final = 16
 """Elements of the widest vectors; what is left over, DeepSpeed and torch update one by one."""
-_MOMENTS: Final = ("exp_avg", "exp_avg_sq")
+_ADAM_MOMENTS: Final = ("exp_avg", "exp_avg_sq")
 TORCH_ADAMS: Final = (torch.optim.Adam, torch.optim.AdamW)
 
 Vectors = Callable[[slice, Sequence[Average]], None]
@@ -47,12 +47,9 @@ class SlabStep:
     """Updates the last elements, whose fmas the compiler of the other op chose."""
 
     def run(self, start: int, stop: int, averages: Sequence[Average] = ()) -> None:
-        """Update elements ``start`` to ``stop``, each exactly once a step.
+        """Update elements from ``start`` to before ``stop``, each exactly once a step.
 
-        Args:
-            start: First element.
-            stop: One past the last.
-            averages: Shadows of exactly these elements.
+        The averages are shadows of exactly these elements.
         """
         middle = max(start, min(stop, self.weight.numel() // _VECTOR * _VECTOR))
         if start < middle:
@@ -100,12 +97,7 @@ class _Begun:
 
 
 class Stepper(ABC):
-    """Begins the steps of an optimizer in host memory, whose groups and states stay its own.
-
-    Args:
-        op: The compiled functions.
-        adam: The optimizer.
-    """
+    """Begins the steps of an optimizer in host memory, whose groups and states stay its own."""
 
     _state_dtype: torch.dtype = torch.float32
 
@@ -138,13 +130,13 @@ class Stepper(ABC):
             out: As ``SlabStep.out``.
         """
         state = self._adam.state[slab]
-        for name in _MOMENTS:
+        for name in _ADAM_MOMENTS:
             if name not in state:
                 state[name] = torch.zeros_like(slab.data, dtype=self._state_dtype)
         out = None if out is None else out.data.view(-1)
         flat = {
             "weight": slab.data.view(-1),
-            **{name: state[name].view(-1) for name in _MOMENTS},
+            **{name: state[name].view(-1) for name in _ADAM_MOMENTS},
             "gradient": gradient.data.view(-1),
             "out": out,
         }
@@ -193,15 +185,13 @@ class HostBF16Adam(Stepper):
             for each, bits in chunks(part):
                 inside = slice(each.start - part.start, each.stop - part.start)
                 followers = [attrs.evolve(a, shadow=a.shadow[inside]) for a in averages]
-                self._op.adam_bf16(
-                    numbers=numbers, noise=(bits[0], bits[1]), averages=followers, **begun.at(each)
-                )
+                self._op.step(numbers, noise=bits, averages=followers, **begun.at(each))
 
         def tail(part: slice) -> None:
             for each, bits in chunks(part):
                 update_chunk(
                     begun.flat["weight"][each], begun.scaled_gradient(each),
-                    [begun.flat[name][each] for name in _MOMENTS],
+                    [begun.flat[name][each] for name in _ADAM_MOMENTS],
                     noise=bits, taken=begun.taken, group=begun.group,
                     wide=[torch.empty(each.stop - each.start) for _ in range(2)],
                 )  # fmt: skip
@@ -250,9 +240,7 @@ class HostTorchAdam(Stepper):
             )  # fmt: skip
 
         return (
-            lambda part, averages: self._op.adam_torch(
-                numbers=numbers, averages=averages, **begun.at(part)
-            ),
+            lambda part, averages: self._op.step(numbers, averages=averages, **begun.at(part)),
             tail,
         )
 
@@ -285,13 +273,11 @@ class HostAdam(Stepper):
                 adam.ds_opt_adam.adam_update(
                     adam.opt_id, begun.taken + 1, group["lr"], *group["betas"], group["eps"],
                     group["weight_decay"], group["bias_correction"],
-                    flat["weight"][part], gradient, *(flat[name][part] for name in _MOMENTS),
+                    flat["weight"][part], gradient, *(flat[name][part] for name in _ADAM_MOMENTS),
                 )  # fmt: skip
 
         return (
-            lambda part, averages: self._op.adam(
-                numbers=numbers, averages=averages, **begun.at(part)
-            ),
+            lambda part, averages: self._op.step(numbers, averages=averages, **begun.at(part)),
             tail,
         )
 
@@ -377,9 +363,13 @@ def torch_rounds_alike(op: HostStepOp) -> bool:
         theirs[0], gradient, theirs[1:], wide=torch.empty(2, numel).unbind(), noise=noise.unbind(),
         taken=6, group=group,
     )  # fmt: skip
-    flat = {"weight": weight, **dict(zip(_MOMENTS, moments, strict=True)), "gradient": gradient}
+    flat = {
+        "weight": weight,
+        **dict(zip(_ADAM_MOMENTS, moments, strict=True)),
+        "gradient": gradient,
+    }
     begun = _Begun(slab=weight, flat=flat, group=group, taken=6, factor=1.0)
-    op.adam_bf16(numbers=_torch_numbers(begun), noise=(noise[0], noise[1]), **flat)
+    op.step(_torch_numbers(begun), noise=noise.unbind(), **flat)
     return all(map(torch.equal, theirs, (weight, *moments)))
 
 

@@ -52,12 +52,7 @@ class DeferredSteps(ABC):
     A thread of its own takes it behind the next forward, averages join it, or whoever uses a
     weight first takes what it needs.
 
-    Args:
-        op: The compiled functions.
-        adam: The optimizer whose steps these are: a DeepSpeedCPUAdam, torch's, or our own.
-        module: The model.
-        layout: Where the optimizer has its weights.
-        group: The processes that train together.
+    ``adam`` is the optimizer whose steps these are: a DeepSpeedCPUAdam, torch's, or our own.
     """
 
     def __init__(
@@ -227,17 +222,14 @@ class DeferredSteps(ABC):
         """Why this step cannot be left for later."""
         if self._optimizer._optimizer_step_post_hooks or _global_optimizer_post_hooks:
             return "hooks after the optimizer's step read the weights that it has written"
-        self._watch_compiler()
-        if not self._waits_for_compiled():
-            return _CALL_COMPILED
-        if self._viewed():
-            return _VIEWED
-        return None
-
-    def _watch_compiler(self) -> None:
-        # Importing it takes seconds, and nobody compiles without.
+        # Importing the compiler takes seconds, and nobody compiles without.
         if self._watch is None and "torch._dynamo" in sys.modules:
             self._watch = CompilerWatch(self._found_compiling)
+        if not self._waits_for_compiled():
+            return _CALL_COMPILED
+        # Somebody else's view of the weights would show old values.
+        uses = self._uses().items()
+        return _VIEWED if any(n > self._storages.get(key, 0) for key, n in uses) else None
 
     def _found_compiling(self) -> None:
         """Something is being compiled that may use the weights, by whoever does that."""
@@ -245,11 +237,6 @@ class DeferredSteps(ABC):
         if self._at_once is None:
             self._record(_COMPILED)
         self.take_at_once(_COMPILED)
-
-    def _viewed(self) -> bool:
-        """Whether somebody else holds a view of the weights, who would read old values there."""
-        counts = self._uses()
-        return any(count > self._storages.get(key, 0) for key, count in counts.items())
 
     def _uses(self) -> dict[int, int]:
         """By storage of the written tensors: how many other tensors and arrays share it."""
@@ -388,10 +375,9 @@ def op_or_reason(
 
     Args:
         plan: Whether that is wanted.
-        group: The processes that train together.
-        obstacle: What stands in the way on this rank.
-        rounds_alike: Whether this build of torch rounds as they do; ``None``: none of its own
-            arithmetic is met.
+        group: The ranks.
+        obstacle: What stands in the way on this one.
+        rounds_alike: Whether torch rounds as they do; ``None`` where its arithmetic is not met.
     """
     op: HostStepOp | None = None
     if not plan.host_step:
@@ -502,8 +488,7 @@ _VIEWED: Final = (
 class CompilerWatch:
     """Tells when torch begins to compile something that ``_enter_compiled`` has not announced.
 
-    Args:
-        call: Called before what is compiled is looked at.
+    ``call`` is called before what is compiled is looked at.
     """
 
     _inside = threading.local()
@@ -529,22 +514,19 @@ class CompilerWatch:
 
 def _enter_compiled(module: torch.nn.Module, _inputs: Any) -> None:
     """Wait for the weights of a module whose forward is compiled."""
-    if torch.compiler.is_compiling():
-        return
-    for parameter in module.parameters():
-        land(parameter)
-    CompilerWatch.enter(1)
+    if not torch.compiler.is_compiling():
+        for parameter in module.parameters():
+            land(parameter)
+        CompilerWatch.enter(1)
 
 
 def _leave_compiled(_module: torch.nn.Module, _inputs: Any, _output: Any) -> None:
-    if torch.compiler.is_compiling():
-        return
-    CompilerWatch.enter(-1)
+    if not torch.compiler.is_compiling():
+        CompilerWatch.enter(-1)
 
 
 def _land_direct(module: torch.nn.Module, _inputs: Any) -> None:
     # What compiles from outside has settled the step before it looks at this.
-    if torch.compiler.is_compiling():
-        return
-    for parameter in module.parameters(recurse=False):
-        land(parameter)
+    if not torch.compiler.is_compiling():
+        for parameter in module.parameters(recurse=False):
+            land(parameter)

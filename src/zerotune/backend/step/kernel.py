@@ -16,7 +16,7 @@ import threading
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import attrs
 import torch
@@ -37,8 +37,8 @@ from zerotune.platform.toolchain import Toolchain, detect_toolchain
 
 NAME: Final = "host_step"
 PURPOSE: Final = "Adam and AdamW in host memory in one pass: clip, update, EMA, cast"
-_SOURCE: Final = Path(__file__).with_name("host_step.cpp")
-_FLAGS: Final = (
+_CPP: Final = Path(__file__).with_name("host_step.cpp")
+_CXX_FLAGS: Final = (
     "-O3",
     "-fopenmp",
     # Every fma is written out; another one would round differently from DeepSpeed's Adam.
@@ -50,9 +50,9 @@ _ARCHITECTURE: Final = {
     "x86_64": ("-march=native", "-mprefer-vector-width=512"),
     "AMD64": ("-march=native", "-mprefer-vector-width=512"),
 }
-_MOST_WHOLE: Final = 2
+_NONE_SPARED_UP_TO: Final = 2
 """Cores of which none is spared."""
-_KINDS: Final = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
+_DTYPE_CODES: Final = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 
 
 @attrs.frozen(kw_only=True)
@@ -114,8 +114,8 @@ def _structure(numbers: type[attrs.AttrsInstance]) -> type[ctypes.Structure]:
     return type(numbers.__name__, (ctypes.Structure,), {"_fields_": fields})
 
 
-_ADAM: Final = _structure(AdamNumbers)
-_TORCH_ADAM: Final = _structure(TorchAdamNumbers)
+_ADAM_STRUCTURE: Final = _structure(AdamNumbers)
+_TORCH_ADAM_STRUCTURE: Final = _structure(TorchAdamNumbers)
 
 
 class _Average(ctypes.Structure):
@@ -126,9 +126,6 @@ class HostStepOp:
     """The compiled functions, called with tensors.
 
     Calls let go of the interpreter's lock. Every tensor is 1-D, contiguous and on the CPU.
-
-    Args:
-        library: The compiled library.
     """
 
     def __init__(self, *, library: Path) -> None:
@@ -145,7 +142,7 @@ class HostStepOp:
     @staticmethod
     def beside(threads: int) -> int:
         """Of so many threads, those that a pass computes on beside something else."""
-        return threads - 1 if threads > _MOST_WHOLE else threads
+        return threads - 1 if threads > _NONE_SPARED_UP_TO else threads
 
     def spare_a_core(self) -> None:
         """Have later calls from this thread leave a core to what runs beside them.
@@ -156,85 +153,52 @@ class HostStepOp:
 
     def knows(self, dtype: torch.dtype) -> bool:
         """Whether gradients and weights may have this dtype."""
-        kind = _KINDS.get(dtype, 0)
+        kind = _DTYPE_CODES.get(dtype, 0)
         return bool(kind and self._library.zerotune_knows(ctypes.c_int32(kind)))
 
-    def adam(
+    def step(
         self,
+        numbers: AdamNumbers | TorchAdamNumbers,
         *,
         weight: torch.Tensor,
         exp_avg: torch.Tensor,
         exp_avg_sq: torch.Tensor,
         gradient: torch.Tensor,
-        numbers: AdamNumbers,
+        noise: Sequence[torch.Tensor] = (),
         averages: Sequence[Average] = (),
         out: torch.Tensor | None = None,
     ) -> None:
         """Update fp32 weights and moments, then the averages and the cast of the weights.
 
         Args:
+            numbers: Of this step; rounded as DeepSpeed's Adam does, or as torch's.
             weight: fp32.
-            exp_avg: fp32.
-            exp_avg_sq: fp32.
+            exp_avg: fp32; bf16 where there is noise.
+            exp_avg_sq: As ``exp_avg``.
             gradient: fp32, bf16 or fp16.
-            numbers: Of this step.
+            noise: For each moment int32 from 0 to 65,535, as many as there are weights, by which
+                it is rounded by chance; with ``TorchAdamNumbers`` only.
             averages: Shadows, as long as ``weight``.
             out: Receives the weights in its own dtype.
         """
-        self._library.zerotune_adam(
-            *_streams(weight, exp_avg, exp_avg_sq, gradient),
-            ctypes.byref(_ADAM(*attrs.astuple(numbers))),
-            *_followed_by(averages, out, self.threads),
+        if isinstance(numbers, AdamNumbers):
+            name, structure = "zerotune_adam", _ADAM_STRUCTURE
+        else:
+            name, structure = f"zerotune_adam_{'bf16' if noise else 'torch'}", _TORCH_ADAM_STRUCTURE
+        shadows = (_Average * max(len(averages), 1))(
+            *(_Average(average.shadow.data_ptr(), average.weight) for average in averages)
         )
-
-    def adam_torch(
-        self,
-        *,
-        weight: torch.Tensor,
-        exp_avg: torch.Tensor,
-        exp_avg_sq: torch.Tensor,
-        gradient: torch.Tensor,
-        numbers: TorchAdamNumbers,
-        averages: Sequence[Average] = (),
-        out: torch.Tensor | None = None,
-    ) -> None:
-        """As ``adam``, with the roundings of torch's own AdamW."""
-        self._library.zerotune_adam_torch(
-            *_streams(weight, exp_avg, exp_avg_sq, gradient),
-            ctypes.byref(_TORCH_ADAM(*attrs.astuple(numbers))),
-            *_followed_by(averages, out, self.threads),
-        )
-
-    def adam_bf16(
-        self,
-        *,
-        weight: torch.Tensor,
-        exp_avg: torch.Tensor,
-        exp_avg_sq: torch.Tensor,
-        gradient: torch.Tensor,
-        noise: tuple[torch.Tensor, torch.Tensor],
-        numbers: TorchAdamNumbers,
-        averages: Sequence[Average] = (),
-        out: torch.Tensor | None = None,
-    ) -> None:
-        """As ``adam``, with moments that are rounded by chance.
-
-        Args:
-            weight: fp32.
-            exp_avg: bf16.
-            exp_avg_sq: bf16.
-            gradient: fp32, bf16 or fp16.
-            noise: For each moment int32 from 0 to 65,535, as many as there are weights.
-            numbers: Of this step.
-            averages: Shadows, as long as ``weight``.
-            out: Receives the weights in its own dtype.
-        """
-        self._library.zerotune_adam_bf16(
-            *_streams(weight, exp_avg, exp_avg_sq, gradient),
-            _pointer(noise[0]),
-            _pointer(noise[1]),
-            ctypes.byref(_TORCH_ADAM(*attrs.astuple(numbers))),
-            *_followed_by(averages, out, self.threads),
+        getattr(self._library, name)(
+            ctypes.c_int64(weight.numel()),
+            *map(_pointer, (weight, exp_avg, exp_avg_sq, gradient)),
+            ctypes.c_int32(_DTYPE_CODES[gradient.dtype]),
+            *map(_pointer, noise),
+            ctypes.byref(structure(*attrs.astuple(numbers))),
+            ctypes.c_int32(len(averages)),
+            shadows,
+            _pointer(out),
+            ctypes.c_int32(0 if out is None else _DTYPE_CODES[out.dtype]),
+            ctypes.c_int32(self.threads),
         )
 
     def take(self, source: torch.Tensor, *, into: torch.Tensor | None = None) -> float:
@@ -250,36 +214,11 @@ class HostStepOp:
         total: float = self._library.zerotune_take(
             ctypes.c_int64(source.numel()),
             _pointer(source),
-            ctypes.c_int32(_KINDS[source.dtype]),
+            ctypes.c_int32(_DTYPE_CODES[source.dtype]),
             _pointer(into),
             ctypes.c_int32(self.threads),
         )
         return total
-
-
-def _streams(
-    weight: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, gradient: torch.Tensor
-) -> tuple[Any, ...]:
-    """The first arguments of an update: what it goes through."""
-    return (
-        ctypes.c_int64(weight.numel()),
-        *map(_pointer, (weight, exp_avg, exp_avg_sq, gradient)),
-        ctypes.c_int32(_KINDS[gradient.dtype]),
-    )
-
-
-def _followed_by(
-    averages: Sequence[Average], out: torch.Tensor | None, threads: int
-) -> tuple[Any, ...]:
-    """The last arguments of an update: averages, cast, threads."""
-    list_of = _Average * max(len(averages), 1)
-    return (
-        ctypes.c_int32(len(averages)),
-        list_of(*(_Average(a.shadow.data_ptr(), a.weight) for a in averages)),
-        _pointer(out),
-        ctypes.c_int32(0 if out is None else _KINDS[out.dtype]),
-        ctypes.c_int32(threads),
-    )
 
 
 def _pointer(tensor: torch.Tensor | None) -> ctypes.c_void_p:
@@ -294,7 +233,7 @@ def load_host_step() -> HostStepOp:
         if status.state != "locked":
             status.check_usable()
         with naming_the_cause(NAME):
-            return HostStepOp(library=_compiled())
+            return HostStepOp(library=_compiled_library())
 
 
 def host_step_status(*, toolchain: Toolchain | None = None) -> OpStatus:
@@ -314,7 +253,7 @@ def host_step_status(*, toolchain: Toolchain | None = None) -> OpStatus:
     return OpStatus.of(NAME, PURPOSE, state, found, library=library)
 
 
-def _compiled() -> Path:
+def _compiled_library() -> Path:
     from torch.utils import cpp_extension
 
     name, folder = _build_name(), build_folder(_build_name())
@@ -332,18 +271,18 @@ def _compiled() -> Path:
 
 def _source_in(folder: Path) -> Path:
     """The source beside what is made of it: ninja builds again whatever comes from elsewhere."""
-    path = folder / _SOURCE.name
-    if not path.exists() or path.read_bytes() != _SOURCE.read_bytes():
-        write_atomically(path, _SOURCE.read_bytes())
+    path = folder / _CPP.name
+    if not path.exists() or path.read_bytes() != _CPP.read_bytes():
+        write_atomically(path, _CPP.read_bytes())
     return path
 
 
 def _flags() -> list[str]:
-    return [*_FLAGS, *_ARCHITECTURE.get(platform.machine(), ("-mcpu=native",))]
+    return [*_CXX_FLAGS, *_ARCHITECTURE.get(platform.machine(), ("-mcpu=native",))]
 
 
 @cache
 def _build_name() -> str:
     """Named after its source: another version is another library, never a stale one."""
-    digest = hashlib.sha256(_SOURCE.read_bytes() + " ".join(_flags()).encode())
+    digest = hashlib.sha256(_CPP.read_bytes() + " ".join(_flags()).encode())
     return f"zerotune_{NAME}_{digest.hexdigest()[:12]}"

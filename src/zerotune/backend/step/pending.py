@@ -88,24 +88,20 @@ def divide(
         least: Elements of a part.
     """
     size = max(least or LEAST_EXCHANGED, sum(sizes) // (parts or _PARTS_ALONE), 1)
-    closed: dict[bool, list[Part]] = {True: [], False: []}
-    open_: dict[bool, list[tuple[Piece, str | None]]] = {True: [], False: []}
-
-    def close(early: bool) -> None:
-        if open_[early]:
-            pieces = tuple(piece for piece, _ in open_[early])
-            names = frozenset(name for _, name in open_[early] if name is not None)
-            closed[early].append(Part(pieces=pieces, names=names))
-            open_[early].clear()
-
-    for piece, name in _pieces_of(addresses, sizes, size):
-        early = name in first
-        open_[early].append((piece, name))
-        if sum(each.numel for each, _ in open_[early]) >= size:
-            close(early)
+    every = list(_pieces_of(addresses, sizes, size))
+    cut: list[Part] = []
     for early in (True, False):
-        close(early)
-    return (*closed[True], *closed[False])
+        pieces: list[Piece] = []
+        names: set[str] = set()
+        wanted = [(piece, name) for piece, name in every if (name in first) is early]
+        for index, (piece, name) in enumerate(wanted):
+            pieces.append(piece)
+            names.update(() if name is None else (name,))
+            if sum(each.numel for each in pieces) >= size or index + 1 == len(wanted):
+                cut.append(Part(pieces=tuple(pieces), names=frozenset(names)))
+                pieces.clear()
+                names.clear()
+    return tuple(cut)
 
 
 def _pieces_of(
@@ -308,11 +304,9 @@ class PendingStep:
         upload.begin()
 
     def hold(self, name: str, tensor: torch.Tensor) -> None:
-        """Have every use of a tensor wait until it is written.
+        """Have every use of a parameter's weights wait until they are written.
 
-        Args:
-            name: Of the parameter whose weights it holds; one without elements is not written.
-            tensor: Empty from now on; it has its memory again when it is written.
+        The tensor is empty until then. One without elements is not written.
         """
         if name not in self._writers:
             return

@@ -21,7 +21,6 @@ from zerotune.backend.adapters import (
     AdapterParameter,
     Factors,
     Layout,
-    adapter_config,
     adapter_layers,
     compare,
     fingerprint,
@@ -324,7 +323,7 @@ class AdapterOutline:
                 fix='layout="diffusers" holds all of them',
             )
         for component, (_, module, adapter) in self.adapters.items():
-            config = adapter_config(module, adapter)
+            config = peft_config(module, adapter).to_dict()
             kind = str(getattr(config["peft_type"], "value", config["peft_type"]))
             kind = {"LORA": "LoRA", "LOKR": "LoKr", "LOHA": "LoHa"}.get(kind, kind)
             kind = "DoRA" if kind == "LoRA" and config.get("use_dora") else kind
@@ -352,7 +351,7 @@ def portable_config(module: torch.nn.Module, adapter: str) -> dict[str, Any]:
     usual = type(peft_config(module, adapter))().to_dict()
     return {
         key: sorted(value) if isinstance(value, (set, frozenset)) else value
-        for key, value in adapter_config(module, adapter).items()
+        for key, value in peft_config(module, adapter).to_dict().items()
         if key in _ALWAYS or (key not in _OF_THE_RUN and value != usual.get(key))
     }
 

@@ -85,9 +85,6 @@ def meet(
         weights: As in ``export_model``.
         timeout_s: Seconds to wait; the group's timeout when not given.
         purpose: What is begun, for messages.
-
-    Returns:
-        The weights that are meant.
     """
     label = weights if isinstance(weights, str) or weights is None else type(weights).__name__
     engine.group.barrier(f"{purpose} {os.fspath(path)}", timeout_s=timeout_s)
@@ -119,11 +116,7 @@ def export_together(
     weights: Gatherable,
     others: Iterable[tuple[str, torch.Tensor]] = (),
 ) -> T:
-    """Gather tensors on all ranks and write them on rank 0. Collective.
-
-    Returns:
-        What ``publish`` of the draft returned, on every rank.
-    """
+    """Gather tensors on all ranks and write them on rank 0. Collective."""
     drafts: list[Draft[T]] = []
     failures: list[Exception] = []
 

@@ -18,10 +18,10 @@ from zerotune._util.files import system_errors
 from zerotune.backend.adapters import (
     BASE,
     AdapterParameter,
-    adapter_config,
     adapter_layers,
     adapter_settings,
     find_adapters,
+    peft_config,
     trained_adapter,
 )
 from zerotune.backend.dtypes import checked_dtype
@@ -350,7 +350,7 @@ class _Merged:
                 name: float(getattr(m, "scaling", {}).get(adapter, 1.0))
                 for name, m in adapter_layers(module)
             },
-            settings=adapter_config(module, adapter),
+            settings=peft_config(module, adapter).to_dict(),
         )
 
     def specs(self, dtype: torch.dtype) -> list[TensorSpec]:
