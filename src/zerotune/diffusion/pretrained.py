@@ -284,11 +284,12 @@ def _missing_package(kind: type[TextToImage], error: Exception) -> MissingDepend
         return MissingDependencyError(
             f"the processor of {kind.pipeline} reads images, and transformers makes none without "
             "torchvision",
+            key="torchvision",
             fix="pip install torchvision; parts=False trains from caches without it",
         )
     if isinstance(error, ImportError):
         return MissingDependencyError(
-            "text encoders come with transformers", fix="pip install transformers"
+            "text encoders come with it", key="transformers", fix="pip install transformers"
         )
     return None
 
