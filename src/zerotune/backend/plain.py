@@ -495,7 +495,7 @@ class PlainStep(DeferredSteps):
     def _step(self, _adam: torch.optim.Optimizer, _closure: None = None) -> None:
         self.settle()
         slabs = self._layout.tensors
-        if (reason := _strided(slabs)) is not None:
+        if (reason := _strided([*slabs, *self._parameters.values()])) is not None:
             self._record(reason, key=KEY, before="one pass", after="the optimizer's own")
             self._step_as_upstream(slabs)
             return
@@ -529,6 +529,8 @@ class PlainStep(DeferredSteps):
                 slab.grad.mul_(self.factor)
         # Its hooks run around this step already.
         type(self._optimizer).step.__wrapped__(self._optimizer)  # type: ignore[attr-defined]
+        if self._host is not None:
+            self._host.upload()
 
 
 def _has_memory_of_its_own(device: torch.device) -> bool:
