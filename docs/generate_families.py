@@ -14,7 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
 
-from zerotune.diffusion.families.declared import (
+from zerotune.diffusion.models.declared import (
     AuraFlow,
     Chroma,
     Flux,

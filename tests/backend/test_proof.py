@@ -318,14 +318,27 @@ def test_one_pass_stays_without_a_proof_and_goes_with_a_failed_one() -> None:
         model=ModelFacts.from_shapes([("weight", (64, 64))])
     )
 
-    def chosen() -> Any:
-        return deferred.op_or_reason(plan, ProcessGroup.alone(), obstacle=None, rounds_alike=None)
+    step = SimpleNamespace(
+        why_at_once=lambda: "asked for",
+        take_at_once=lambda _reason: None,
+        settle_for_states=lambda: None,
+        hidden=False,
+    )
 
-    assert not isinstance(chosen(), str)
+    def chosen() -> tuple[Any, str]:
+        taken, decisions = deferred.take_over(
+            plan, ProcessGroup.alone(), adam=None, usual="its own", obstacle=None,
+            rounds_alike=None, make=lambda **_: step, reason="faster",  # type: ignore[arg-type]
+        )  # fmt: skip
+        return taken, decisions[0].reason
+
+    assert chosen() == (step, "faster")
     store_proof(passed(exchange="has nothing to do with it"))
-    assert not isinstance(chosen(), str)
+    assert chosen() == (step, "faster")
     store_proof(passed(one_pass="stage 3: a weight differs"))
-    assert "one pass failed on this device (stage 3: a weight differs)" in chosen()
+    taken, reason = chosen()
+    assert taken is None
+    assert "one pass failed on this device (stage 3: a weight differs)" in reason
 
 
 # -- The variable, and the first start.

@@ -357,7 +357,7 @@ def test_blocks_that_do_not_run_are_counted_all_the_same(monkeypatch):
             whole, few, calls = whole_and_few(model, count, monkeypatch)
             assert few == whole
             ran.append(calls)
-    assert ran == [7 + 6, 20 + 6]  # All of them once, forwards.
+    assert ran == [2 * 7 + 6, 2 * 20 + 6]  # All of them twice, forwards.
 
 
 @pytest.mark.parametrize("odd", [0, 3, 6, 9])
@@ -384,7 +384,7 @@ def test_a_step_of_few_blocks_is_measured_as_one_of_all(name, monkeypatch, tmp_p
     whole, few, calls = whole_and_few(model, lambda: measure_step(model), monkeypatch)
     assert few == whole
     # Four sizes: kept whole, recomputed (forwards and backwards) and offloaded (likewise).
-    assert calls == (4 * 5 * 6 + 9) * len(longer)  # Once all of them, forwards.
+    assert calls == (4 * 5 * 6 + 2 * 9) * len(longer)  # Twice all of them, forwards.
 
 
 def test_the_work_of_counting_does_not_grow_with_the_depth(monkeypatch, tmp_path):
@@ -398,8 +398,8 @@ def test_the_work_of_counting_does_not_grow_with_the_depth(monkeypatch, tmp_path
             patched.setattr(passes._Counts, "_count", counted_calls(count, seen))
             measure_step(model)
         operators.append(seen["calls"])
-    # One forward pass of all blocks is among the twenty passes, forwards and backwards.
-    assert operators[1] < 1.5 * operators[0]
+    # Two forward passes of all blocks are among the passes, forwards and backwards.
+    assert operators[1] < 1.7 * operators[0]
 
 
 def counted_calls(function, seen):

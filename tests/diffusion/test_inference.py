@@ -7,7 +7,7 @@ import time
 import pytest
 
 from tests.support.ranks import ranks
-from zerotune.diffusion.inference import shared
+from zerotune.diffusion.sampling import shared
 from zerotune.errors import CollectiveError
 
 

@@ -22,8 +22,14 @@ def exports(
         package: The package's ``__name__``.
         file: Its ``__file__``.
     """
-    homes, own = _listed(Path(file).with_suffix(".pyi"))
-    names = [*homes, *own]
+    homes: dict[str, str] = {}
+    declared: list[str] = []
+    for node in ast.parse(Path(file).with_suffix(".pyi").read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ImportFrom) and node.module:
+            homes |= {alias.name: node.module for alias in node.names}
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            declared.append(node.target.id)
+    names = [*homes, *declared]
 
     def load(name: str) -> Any:
         if name not in homes:
@@ -33,15 +39,3 @@ def exports(
         return value
 
     return names, lambda: sorted(names), load
-
-
-def _listed(stub: Path) -> tuple[dict[str, str], list[str]]:
-    """For each name that a stub imports its module, and the names it declares itself."""
-    homes: dict[str, str] = {}
-    own: list[str] = []
-    for node in ast.parse(stub.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.ImportFrom) and node.module:
-            homes |= {alias.name: node.module for alias in node.names}
-        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            own.append(node.target.id)
-    return homes, own

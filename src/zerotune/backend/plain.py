@@ -40,14 +40,12 @@ from zerotune.backend.step.adams import (
     TORCH_ADAMS,
     HostTorchAdam,
     no_step,
-    torch_rounds_alike,
     torch_rounds_alike_in_fp32,
 )
 from zerotune.backend.step.deferred import (
     KEY,
     DeferredSteps,
-    op_or_reason,
-    take_steps,
+    take_over,
 )
 from zerotune.backend.stored import bring_weights, check_has_weights
 from zerotune.backend.upstream import require_accelerate
@@ -165,33 +163,32 @@ class PlainEngine(StartedEngine):
         adam = self._torch_optimizer
         if plan.offload_optimizer == "none" or not isinstance(adam, _ADAMS):
             return ()
-        ours = isinstance(adam, AdamWBF16States)
-        usual = "AdamWBF16States' own" if ours else "torch's fused"
-        op = op_or_reason(
+        obstacle = _strided(self._parameters)
+        if obstacle is None and not isinstance(adam, AdamWBF16States):
+            obstacle = HostTorchAdam.obstacle(adam)
+        self._pass, decided = take_over(
             plan,
             self._group,
-            obstacle=_strided(self._parameters) or (None if ours else HostTorchAdam.obstacle(adam)),
-            rounds_alike=torch_rounds_alike if ours else torch_rounds_alike_in_fp32,
-        )
-        if isinstance(op, str):
-            _fuse(adam)
-            return (Decision(key=KEY, before=usual, after=usual, reason=op),)
-        self._pass = self._host_step = PlainStep(
-            op=op,
             adam=adam,
-            module=self._module,
-            layout=layout,
-            group=self._group,
-            host=self._host,
-        )
-        return take_steps(
-            self._pass,
-            plan,
-            before=usual,
+            usual="torch's fused",
+            obstacle=obstacle,
+            rounds_alike=torch_rounds_alike_in_fp32,
+            make=partial(
+                PlainStep,
+                adam=adam,
+                module=self._module,
+                layout=layout,
+                group=self._group,
+                host=self._host,
+            ),
             reason="clipping, Adam and the averages go over host memory once, not once each; the "
             "bits of torch's fused Adam, whose loop over tensors rounds square roots otherwise in "
             "the last one",
         )
+        self._host_step = self._pass
+        if self._pass is None:
+            _fuse(adam)
+        return decided
 
     @property
     @override
@@ -498,7 +495,7 @@ class PlainStep(DeferredSteps):
     def _step(self, _adam: torch.optim.Optimizer, _closure: None = None) -> None:
         self.settle()
         slabs = self._layout.tensors
-        if (reason := _strided(slabs)) is not None:
+        if (reason := _strided([*slabs, *self._parameters.values()])) is not None:
             self._record(reason, key=KEY, before="one pass", after="the optimizer's own")
             self._step_as_upstream(slabs)
             return
@@ -532,6 +529,8 @@ class PlainStep(DeferredSteps):
                 slab.grad.mul_(self.factor)
         # Its hooks run around this step already.
         type(self._optimizer).step.__wrapped__(self._optimizer)  # type: ignore[attr-defined]
+        if self._host is not None:
+            self._host.upload()
 
 
 def _has_memory_of_its_own(device: torch.device) -> bool:

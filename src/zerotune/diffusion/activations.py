@@ -473,12 +473,11 @@ class ActivationOffload(Closable):
         return saved
 
     def _worth_it(self, tensor: torch.Tensor) -> bool:
-        return (
-            tensor.requires_grad
-            and not _is_weight(tensor)
-            # What is expanded takes less memory than its copy would.
-            and not _is_expanded(tensor)
-        )
+        weight = tensor.is_leaf or (tensor._base is not None and tensor._base.is_leaf)
+        dimensions = zip(tensor.shape, tensor.stride(), strict=True)
+        # What is expanded takes less memory than its copy would.
+        expanded = any(size > 1 and stride == 0 for size, stride in dimensions)
+        return tensor.requires_grad and not weight and not expanded
 
     def _store(self, call: _Call) -> None:
         for saved in call.saved():
@@ -622,13 +621,3 @@ class _Ticket:
 
     def __init__(self, *, call: _Call, saved: _Saved) -> None:
         self.call, self.saved = call, saved
-
-
-def _is_expanded(tensor: torch.Tensor) -> bool:
-    dimensions = zip(tensor.shape, tensor.stride(), strict=True)
-    return any(size > 1 and stride == 0 for size, stride in dimensions)
-
-
-def _is_weight(tensor: torch.Tensor) -> bool:
-    """A parameter, or a view of one such as a transposed weight."""
-    return tensor.is_leaf or (tensor._base is not None and tensor._base.is_leaf)

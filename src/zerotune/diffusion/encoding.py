@@ -19,11 +19,11 @@ from zerotune.diffusion.data.cache import (
     cache_texts,
     check_edits,
 )
-from zerotune.diffusion.families.pipeline_family import PipelineFamily
+from zerotune.diffusion.models.pipeline_family import PipelineFamily
 
 if TYPE_CHECKING:
     from zerotune.diffusion.data.preparation import PreparedImages
-    from zerotune.diffusion.families.text_to_image import TextToImage
+    from zerotune.diffusion.models.pipeline_family import TextToImage
 
 
 class Ranks(Protocol):
@@ -74,7 +74,7 @@ def encode_dataset(
         CollectiveError: A rank did not come in time.
     """
     with ExitStack() as resources:
-        chosen = ranks or _launched(resources)
+        chosen = ranks or _launched_ranks(resources)
         place = os.environ.get("LOCAL_RANK", chosen.rank)
         default = f"cuda:{place}" if torch.cuda.is_available() else "cpu"
         return _encode(
@@ -89,7 +89,7 @@ def encode_dataset(
         )
 
 
-def _launched(resources: ExitStack) -> Ranks:
+def _launched_ranks(resources: ExitStack) -> Ranks:
     if not dist.is_initialized() and Launch.from_environment().world_size == 1:
         return ProcessGroup.alone()
     # One that a launcher asked for lasts: the engine joins it later.
@@ -111,7 +111,11 @@ def _encode(
     shown: bool,
     timeout_s: float,
 ) -> CachedImages:
-    _check(images, family)  # Before the first latent.
+    # Before the first latent.
+    if family.reads_references:
+        check_edits(images)
+    else:
+        images.augmentation.check_countable()
     latents = TensorCache(folder, settings=family.latent_settings())
     texts = TensorCache(folder, settings=family.text_settings())
     shared: dict[str, Any] = {
@@ -154,13 +158,6 @@ def _encode(
                 **shared,
             )
     return CachedImages(images, latents=latents, texts=texts)
-
-
-def _check(images: PreparedImages, family: TextToImage) -> None:
-    if family.reads_references:
-        check_edits(images)
-    else:
-        images.augmentation.check_countable()
 
 
 class _Bar:

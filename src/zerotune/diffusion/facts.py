@@ -21,7 +21,8 @@ import torch
 from zerotune._util.files import write_atomically
 from zerotune._util.text import json_of
 from zerotune.diffusion.activations import ActivationOffload
-from zerotune.diffusion.families.declared import family_of_model
+from zerotune.diffusion.models.declared import family_of_model
+from zerotune.diffusion.models.pipeline import Blueprint
 from zerotune.diffusion.passes import (
     KINDS,
     CountedTransfers,
@@ -30,7 +31,6 @@ from zerotune.diffusion.passes import (
     counting,
     sizes_only,
 )
-from zerotune.diffusion.pipeline import Blueprint
 from zerotune.errors import InvalidValueError, MissingDependencyError
 from zerotune.plan.families import facts_from_json, facts_to_json, family_of
 from zerotune.plan.model import (
@@ -45,9 +45,9 @@ from zerotune.plan.model import (
 )
 
 if TYPE_CHECKING:
-    from zerotune.diffusion.families.pipeline_family import PipelineFamily
+    from zerotune.diffusion.models.pipeline_family import PipelineFamily
 
-_log = logging.getLogger("zerotune")
+_facts_log = logging.getLogger("zerotune")
 _CLIP_TOKENS: Final = 77
 _T5_TOKENS: Final = 256
 _FLUX_TOKENS: Final = 512
@@ -64,9 +64,6 @@ def example_inputs(module: torch.nn.Module) -> Callable[..., Mapping[str, Any]]:
     Text takes as many tokens as the family's pipelines use at most: 77 for CLIP, 333 for SD3,
     512 for Flux. Those of a declared family are what its pipeline gives its model; of one of clips
     the function takes ``frames`` too, 1 when not given.
-
-    Raises:
-        InvalidValueError: A class whose arguments are not known.
     """
     name = type(module).__name__
     if (family := family_of_model(module)) is not None:
@@ -149,7 +146,7 @@ def _captured_inputs(
     return make
 
 
-def _empty(*shape: int) -> torch.Tensor:
+def _meta_tensor(*shape: int) -> torch.Tensor:
     return torch.empty(shape, dtype=torch.bfloat16, device="meta")
 
 
@@ -161,7 +158,7 @@ def _unet(config: Any, batch: int, height: int, width: int) -> dict[str, Any]:
     # An unconditional model of three channels works on pixels, others on latents.
     factor = 1 if config.in_channels == 3 else _LATENT
     arguments: dict[str, Any] = {
-        "sample": _empty(batch, config.in_channels, height // factor, width // factor),
+        "sample": _meta_tensor(batch, config.in_channels, height // factor, width // factor),
         "timestep": _times(batch),
     }
     if config.num_class_embeds:
@@ -171,15 +168,15 @@ def _unet(config: Any, batch: int, height: int, width: int) -> dict[str, Any]:
 
 def _conditional_unet(config: Any, batch: int, height: int, width: int) -> dict[str, Any]:
     arguments: dict[str, Any] = {
-        "sample": _empty(batch, config.in_channels, height // _LATENT, width // _LATENT),
+        "sample": _meta_tensor(batch, config.in_channels, height // _LATENT, width // _LATENT),
         "timestep": _times(batch),
-        "encoder_hidden_states": _empty(batch, _CLIP_TOKENS, config.cross_attention_dim),
+        "encoder_hidden_states": _meta_tensor(batch, _CLIP_TOKENS, config.cross_attention_dim),
     }
     if config.addition_embed_type == "text_time":
         pooled = config.projection_class_embeddings_input_dim - 6 * config.addition_time_embed_dim
         arguments["added_cond_kwargs"] = {
-            "text_embeds": _empty(batch, pooled),
-            "time_ids": _empty(batch, 6),
+            "text_embeds": _meta_tensor(batch, pooled),
+            "time_ids": _meta_tensor(batch, 6),
         }
     return arguments
 
@@ -187,9 +184,11 @@ def _conditional_unet(config: Any, batch: int, height: int, width: int) -> dict[
 def _sd3(config: Any, batch: int, height: int, width: int) -> dict[str, Any]:
     tokens = _CLIP_TOKENS + _T5_TOKENS
     return {
-        "hidden_states": _empty(batch, config.in_channels, height // _LATENT, width // _LATENT),
-        "encoder_hidden_states": _empty(batch, tokens, config.joint_attention_dim),
-        "pooled_projections": _empty(batch, config.pooled_projection_dim),
+        "hidden_states": _meta_tensor(
+            batch, config.in_channels, height // _LATENT, width // _LATENT
+        ),
+        "encoder_hidden_states": _meta_tensor(batch, tokens, config.joint_attention_dim),
+        "pooled_projections": _meta_tensor(batch, config.pooled_projection_dim),
         "timestep": _times(batch),
     }
 
@@ -197,12 +196,12 @@ def _sd3(config: Any, batch: int, height: int, width: int) -> dict[str, Any]:
 def _flux(config: Any, batch: int, height: int, width: int) -> dict[str, Any]:
     patches = (height // (2 * _LATENT)) * (width // (2 * _LATENT))
     arguments = {
-        "hidden_states": _empty(batch, patches, config.in_channels),
-        "encoder_hidden_states": _empty(batch, _FLUX_TOKENS, config.joint_attention_dim),
-        "pooled_projections": _empty(batch, config.pooled_projection_dim),
+        "hidden_states": _meta_tensor(batch, patches, config.in_channels),
+        "encoder_hidden_states": _meta_tensor(batch, _FLUX_TOKENS, config.joint_attention_dim),
+        "pooled_projections": _meta_tensor(batch, config.pooled_projection_dim),
         "timestep": _times(batch),
-        "img_ids": _empty(patches, 3),
-        "txt_ids": _empty(_FLUX_TOKENS, 3),
+        "img_ids": _meta_tensor(patches, 3),
+        "txt_ids": _meta_tensor(_FLUX_TOKENS, 3),
     }
     if config.guidance_embeds:
         arguments["guidance"] = _times(batch)
@@ -264,7 +263,7 @@ def model_facts(
 
 def count_facts(config: Mapping[str, Any]) -> ModelFacts:
     """Count the facts of a configuration, whether they are known or not."""
-    _log.info("counting the activations of %s", config.get("_class_name"))
+    _facts_log.info("counting the activations of %s", config.get("_class_name"))
     return _facts_of_module(_from_config(config), inputs=None, activations=True)
 
 
@@ -303,11 +302,7 @@ def _facts_of_module(
 
 
 def configuration_digest(config: Mapping[str, Any]) -> str:
-    """A digest of a diffusers configuration; what it leaves out has its class's defaults.
-
-    Raises:
-        InvalidValueError: It names no model class.
-    """
+    """A digest of a diffusers configuration; what it leaves out has its class's defaults."""
     kind = _class_of(config)
     arguments = inspect.signature(kind.__init__).parameters.values()
     # Published files have null and false for each other.
@@ -336,7 +331,7 @@ def _remember(config: Mapping[str, Any], facts: ModelFacts) -> ModelFacts:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, json.dumps(facts_to_json(facts)).encode())
     except OSError as error:
-        _log.info("the facts of %s are not remembered: %s", facts.name, error)
+        _facts_log.info("the facts of %s are not remembered: %s", facts.name, error)
     return facts
 
 
@@ -366,23 +361,22 @@ def measure_step(
     Args:
         module: A module on the ``meta`` device; left in bf16 and without checkpointing.
         inputs: As in ``model_facts``.
-
-    Raises:
-        InvalidValueError: The model's inputs are not known.
     """
     make = inputs or _clips_for(module, example_inputs(module))
     module.to(torch.bfloat16)
     arguments = [make(batch, side, side) for batch, side in _POINTS]
     with counting(module) as count:
         full, again = both_passes(module, arguments, count)
-        offloaded, host = (None, None) if again is None else _offloaded(module, arguments, count)
+        offloaded, host = (
+            (None, None) if again is None else _measure_offload(module, arguments, count)
+        )
     kept = ActivationFacts(
         full=_moments(full),
         checkpointed=None if again is None else _moments(again),
         offloaded=offloaded,
         offloaded_host=host,
     )
-    return kept, _arithmetic(full, again)
+    return kept, _fit_arithmetic(full, again)
 
 
 _LATENTS: Final = 4
@@ -398,26 +392,26 @@ def _clips_for(module: torch.nn.Module, make: Callable[..., Mapping[str, Any]]) 
     return lambda batch, height, width: make(batch, height // 2, width // 2, frames=frames)
 
 
-def _arithmetic(full: Sequence[Pass], again: Sequence[Pass] | None) -> ArithmeticFacts:
+def _fit_arithmetic(full: Sequence[Pass], again: Sequence[Pass] | None) -> ArithmeticFacts:
     recomputed = None
     if again is not None:
         pairs = list(zip(again, full, strict=True))
-        recomputed = _work(
+        recomputed = _fit_work(
             [{k: more.backward[k] - less.backward[k] for k in KINDS} for more, less in pairs]
         )
     return ArithmeticFacts(
-        forward=_work([one.forward for one in full]),
-        backward=_work([one.backward for one in full]),
+        forward=_fit_work([one.forward for one in full]),
+        backward=_fit_work([one.backward for one in full]),
         recomputed=recomputed,
     )
 
 
-def _work(counts: Sequence[Mapping[str, int]]) -> PassWork:
+def _fit_work(counts: Sequence[Mapping[str, int]]) -> PassWork:
     amounts = {kind: _amount([one[kind] for one in counts]) for kind in KINDS}
     return PassWork(**dict[str, Any](amounts))
 
 
-def _offloaded(
+def _measure_offload(
     module: torch.nn.Module, arguments: Sequence[Mapping[str, Any]], count: Callable[..., Pass]
 ) -> tuple[ActivationCost, ActivationCost] | tuple[None, None]:
     """What is left on the device, and what the host takes, when block inputs are offloaded."""
@@ -440,13 +434,6 @@ def _offloaded(
     return _moments(passes, tensors, spans), attrs.evolve(host, small=small)
 
 
-def _key_sizes() -> tuple[np.ndarray, ...]:
-    """Batches and pixels at which the moment that needs most is looked for."""
-    grid = [(batch, side * side) for batch in (1, 2, 4, 8, 16, 32, 64) for side in _SIDES]
-    batches, pixels = np.asarray(grid, dtype=float).T
-    return batches, batches * pixels
-
-
 _SIDES: Final = (64, 128, 256, 512, 768, 1024, 1536, 2048, 4096)
 _NEARLY: Final = 0.995
 """Share of the peak that the moments kept must reach at every size."""
@@ -462,7 +449,10 @@ def _moments(
         # Which operators run depends on the size, so moments cannot be compared.
         return _fit([one.peak for one in passes])
     live = _planes(np.asarray([one.live for one in passes], dtype=float).T)
-    batches, positions = _key_sizes()
+    # Batches and pixels at which the moment that needs most is looked for.
+    grid = [(batch, side * side) for batch in (1, 2, 4, 8, 16, 32, 64) for side in _SIDES]
+    batches, pixels = np.asarray(grid, dtype=float).T
+    positions = batches * pixels
     sizes = np.stack([np.ones_like(batches), batches, positions])
     totals = live @ sizes
     if tensors is not None:

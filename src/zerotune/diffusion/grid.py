@@ -58,7 +58,7 @@ def images_to_grid(
     pixels = ((images.float().cpu().clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
     height, width = (side * upscale for side in pixels.shape[2:])
     rows = -(-len(pixels) // columns)
-    margin = _margin(row_labels, height)
+    margin = _label_margin(row_labels, height)
     canvas = Pillow.new(
         "L" if pixels.shape[1] == 1 else "RGB",
         (margin + columns * (width + gap) + gap, rows * (height + gap) + gap),
@@ -144,7 +144,7 @@ class MP4:
             kind = "libx264" if "libx264" in av.codecs_available else "mpeg4"
             rate = Fraction(self.fps).limit_denominator(1001)
             stream = container.add_stream(kind, rate=rate, options={"crf": "18"})
-            pictures = [_even(frame.convert("RGB")) for frame in frames]
+            pictures = [_even_sides(frame.convert("RGB")) for frame in frames]
             stream.width, stream.height = pictures[0].size
             stream.pix_fmt = "yuv420p"
             for picture in pictures:
@@ -190,7 +190,7 @@ def _format_decision(after: str, reason: str) -> Decision:
     return Decision(key="validation.clips", before=None, after=after, reason=reason)
 
 
-def _even(picture: Image) -> Image:
+def _even_sides(picture: Image) -> Image:
     # Half as many pixels hold the colors: both sides must be even.
     width, height = picture.size
     if width % 2 == 0 and height % 2 == 0:
@@ -207,7 +207,7 @@ def _font_size(height: int) -> int:
     return max(10, height // 2)
 
 
-def _margin(labels: Sequence[str], height: int) -> int:
+def _label_margin(labels: Sequence[str], height: int) -> int:
     longest = max((len(label) for label in labels), default=0)
     return 0 if longest == 0 else round(0.7 * _font_size(height) * longest) + 8
 

@@ -9,10 +9,9 @@ import torch
 
 from zerotune.diffusion.data.order import derive_seed
 from zerotune.diffusion.data.streams import Batch
-from zerotune.diffusion.family import Denoiser
-from zerotune.diffusion.inference import equal_share, evaluating, group_of, shared
-from zerotune.diffusion.noise import DrawnNoise
-from zerotune.diffusion.objective import LevelObjective, Objective
+from zerotune.diffusion.models.family import Denoiser
+from zerotune.diffusion.objective import DrawnNoise, LevelObjective, Objective
+from zerotune.diffusion.sampling import equal_share, evaluating, group_of, shared
 from zerotune.errors import DataError, InvalidValueError
 
 QUANTILES = (0.1, 0.3, 0.5, 0.7, 0.9)
@@ -30,7 +29,7 @@ class FixedNoise:
     def draw(self, clean: torch.Tensor, generator: torch.Generator) -> DrawnNoise:  # noqa: ARG002
         """Standard normal values; the generator is left alone."""
         rows = [
-            torch.randn(clean.shape[1:], generator=_generator(self.seed, self.index, row))
+            torch.randn(clean.shape[1:], generator=_noise_generator(self.seed, self.index, row))
             for row in range(len(clean))
         ]
         noise = torch.stack(rows).to(clean.device)
@@ -79,7 +78,7 @@ def validation_loss(
         CollectiveError: The ranks were given different arguments.
     """
     levels = tuple(sorted(set(quantiles)))
-    able = _check(objective, batches, levels)
+    able = _check_levels(objective, batches, levels)
     group = group_of(model)
     if group is not None:
         group.agree((len(batches), seed, levels), "validation loss")
@@ -89,7 +88,7 @@ def validation_loss(
             able, model, batches, mine=equal_share(len(batches), group), seed=seed, at=levels
         )
 
-    return _merged(shared(group, "validation loss", work), levels)
+    return _mean_losses(shared(group, "validation loss", work), levels)
 
 
 def _errors(
@@ -106,26 +105,24 @@ def _errors(
     with evaluating(model):
         for index in mine:
             held_out = batches[index]
-            samples = _count(held_out, index)
+            samples = _count_samples(held_out, index)
             batch = {name: value.to(model.device) for name, value in held_out.items()}
             losses = objective.losses_at(
                 model,
                 batch,
                 quantiles=at,
                 noise=FixedNoise(seed=seed, index=index),
-                generator=_generator(seed, index, "conditioning"),
+                generator=_noise_generator(seed, index, "conditioning"),
             )
-            found[index] = _BatchLosses(losses=losses.tolist(), samples=samples)
+            found[index] = losses.tolist(), samples
     return found
 
 
-@attrs.frozen(kw_only=True)
-class _BatchLosses:
-    losses: list[float]
-    samples: int
+_BatchLosses = tuple[list[float], int]
+"""A batch's loss at each level, and its samples."""
 
 
-def _check(
+def _check_levels(
     objective: Objective, batches: Sequence[Batch], levels: tuple[float, ...]
 ) -> LevelObjective:
     if not isinstance(objective, LevelObjective):
@@ -149,7 +146,7 @@ def _check(
     return objective
 
 
-def _count(batch: Batch, index: int) -> int:
+def _count_samples(batch: Batch, index: int) -> int:
     counts = {len(value) for value in batch.values()}
     if len(counts) != 1 or counts == {0}:
         raise DataError(
@@ -161,13 +158,13 @@ def _count(batch: Batch, index: int) -> int:
     return counts.pop()
 
 
-def _merged(parts: list[dict[int, _BatchLosses]], levels: tuple[float, ...]) -> HeldOutLoss:
+def _mean_losses(parts: list[dict[int, _BatchLosses]], levels: tuple[float, ...]) -> HeldOutLoss:
     # In the order of the batches, so that the last digit is the same for any number of ranks.
     every = {index: losses for part in parts for index, losses in part.items()}
     ordered = [every[index] for index in sorted(every)]
-    samples = sum(batch.samples for batch in ordered)
+    samples = sum(count for _, count in ordered)
     means = [
-        sum(batch.losses[place] * batch.samples for batch in ordered) / samples
+        sum(losses[place] * count for losses, count in ordered) / samples
         for place in range(len(levels))
     ]
     return HeldOutLoss(
@@ -177,5 +174,5 @@ def _merged(parts: list[dict[int, _BatchLosses]], levels: tuple[float, ...]) -> 
     )
 
 
-def _generator(seed: int, *parts: object) -> torch.Generator:
+def _noise_generator(seed: int, *parts: object) -> torch.Generator:
     return torch.Generator().manual_seed(derive_seed(seed, "validation", *parts))

@@ -70,14 +70,14 @@ def _as_targets(targets: Any) -> Any:
     return targets if targets is None or isinstance(targets, str) else tuple(targets)
 
 
-def _probability(_instance: object, attribute: Any, value: float) -> None:
+def _check_dropout(_instance: object, attribute: Any, value: float) -> None:
     if not 0.0 <= value < 1.0:
         raise InvalidValueError(
             "is a probability below 1", key=f"LoRA.{attribute.name}", value=value
         )
 
 
-def _initialization(_instance: object, attribute: Any, value: Any) -> None:
+def _check_initialization(_instance: object, attribute: Any, value: Any) -> None:
     if value not in _INITIALIZATIONS or (not isinstance(value, (bool, str))):
         raise InvalidValueError(
             "changes the base weights, or needs data before training",
@@ -87,7 +87,7 @@ def _initialization(_instance: object, attribute: Any, value: Any) -> None:
         )
 
 
-def _name(instance: object, attribute: Any, value: str) -> None:
+def _check_adapter_name(instance: object, attribute: Any, value: str) -> None:
     if not re.fullmatch(r"[A-Za-z0-9_-]+", value):
         raise InvalidValueError(
             "may hold letters, digits, - and _",
@@ -106,7 +106,7 @@ class Adapters:
     ``lora_targets`` go here."""
     exclude: tuple[str, ...] | str | None = attrs.field(default=None, converter=_as_targets)
     """Layers to leave out, written like ``targets``."""
-    name: str = attrs.field(default="default", validator=_name)
+    name: str = attrs.field(default="default", validator=_check_adapter_name)
     """What the adapter is called in the model; files do not hold it."""
 
     peft_names: ClassVar[Mapping[str, str]]
@@ -153,13 +153,13 @@ class _Ranked(Adapters):
 class LoRA(_Ranked):
     """What kind of adapters, and where: a product of two factors beside a weight."""
 
-    dropout: float = attrs.field(default=0.0, validator=_probability)
+    dropout: float = attrs.field(default=0.0, validator=_check_dropout)
     """Share of an adapter's inputs set to zero in training."""
     dora: bool = False
     """Weight-decomposed adapters (Liu et al. 2024): a trained magnitude per output."""
     rslora: bool = False
     """Scale by ``alpha / sqrt(rank)`` (Kalajdzievski 2023), for high ranks."""
-    init: bool | str = attrs.field(default=True, validator=_initialization)
+    init: bool | str = attrs.field(default=True, validator=_check_initialization)
     """peft's ``init_lora_weights``: ``True``, ``False``, ``"gaussian"`` or ``"orthogonal"``.
     Drawn from torch's global generator."""
 
@@ -216,7 +216,7 @@ class OFT(Adapters):
         return super().settings() | {"r": 0}
 
 
-_KINDS: Final = {kind().kind: kind for kind in (LoRA, LoKr, LoHa, OFT)}
+_ADAPTER_KINDS: Final = {kind().kind: kind for kind in (LoRA, LoKr, LoHa, OFT)}
 """By the name of peft's configuration."""
 
 _NOT_TRAINED: Final = frozenset(
@@ -231,23 +231,20 @@ def as_adapters(lora: Any) -> Adapters:
     Args:
         lora: Adapters, peft's ``LoraConfig``, ``LoKrConfig``, ``LoHaConfig`` or ``OFTConfig``, or
             ``None`` for ``LoRA()``.
-
-    Raises:
-        InvalidValueError: It is none of these, or a field of it has no counterpart.
     """
     if lora is None:
         return LoRA()
     if isinstance(lora, Adapters):
         return lora
     theirs = type(lora).__name__
-    if theirs not in _KINDS:
+    if theirs not in _ADAPTER_KINDS:
         raise InvalidValueError(
             "is no kind of adapters that can be trained",
             key="lora",
             value=theirs,
-            fix=f"such as LoRA(rank=16); peft's own may be {', '.join(_KINDS)}",
+            fix=f"such as LoRA(rank=16); peft's own may be {', '.join(_ADAPTER_KINDS)}",
         )
-    kind = _KINDS[theirs]
+    kind = _ADAPTER_KINDS[theirs]
     adapters = kind(
         targets=_as_written(lora.target_modules),
         exclude=_as_written(lora.exclude_modules),
@@ -311,7 +308,7 @@ def add_lora(
             fix='add_lora(parts["unet"], ...) for each part',
         )
     _require_no_adapters(model)
-    config = _config(model, wanted)
+    config = _checked_config(model, wanted)
     model.requires_grad_(False)
     decisions = _read_for_magnitudes(model) if isinstance(wanted, LoRA) and wanted.dora else ()
     add = getattr(model, "add_adapter", None)
@@ -321,7 +318,14 @@ def add_lora(
         else:
             _peft().inject_adapter_in_model(config, model, adapter_name=wanted.name)
     if not wanted.targets:
-        decisions += (_default_decision(config.target_modules),)
+        decisions += (
+            Decision(
+                key="LoRA.targets",
+                before=None,
+                after=sorted(config.target_modules),
+                reason="the attention projections this model has",
+            ),
+        )
     return _train_only(model, wanted.name, base_dtype=base_dtype, decisions=decisions)
 
 
@@ -341,11 +345,7 @@ def _read_for_magnitudes(model: torch.nn.Module) -> tuple[Decision, ...]:
 
 
 def _require_no_adapters(model: torch.nn.Module) -> None:
-    """Refuse a model that has adapters: only those added last would be active.
-
-    Raises:
-        InvalidValueError: It has some.
-    """
+    """Refuse a model that has adapters: only those added last would be active."""
     there = list(getattr(model, "peft_config", None) or ())
     if there:
         raise InvalidValueError(
@@ -356,13 +356,8 @@ def _require_no_adapters(model: torch.nn.Module) -> None:
         )
 
 
-def _config(model: torch.nn.Module, lora: Adapters) -> Any:
-    """Peft's configuration for these adapters in this model.
-
-    Raises:
-        InvalidValueError: A target, exclusion or pattern matches no layer.
-        MissingDependencyError: peft is not installed.
-    """
+def _checked_config(model: torch.nn.Module, lora: Adapters) -> Any:
+    """Peft's configuration for these adapters in this model."""
     kind = type(lora).__name__
     targets = lora.targets or _default_targets(model)
     _require_matches(model, targets, key=f"{kind}.targets")
@@ -386,15 +381,6 @@ def _peft_config(lora: Adapters, targets: tuple[str, ...] | str | None) -> Any:
 
 def _for_peft(targets: tuple[str, ...] | str | None) -> list[str] | str | None:
     return list(targets) if isinstance(targets, tuple) else targets
-
-
-def _default_decision(targets: Any) -> Decision:
-    return Decision(
-        key="LoRA.targets",
-        before=None,
-        after=sorted(targets),
-        reason="the attention projections this model has",
-    )
 
 
 def _train_only(
@@ -454,11 +440,7 @@ def _cast_base(model: torch.nn.Module, dtype: torch.dtype) -> tuple[Decision, ..
 
 
 def _peft() -> ModuleType:
-    """The package.
-
-    Raises:
-        MissingDependencyError: It is not installed.
-    """
+    """The package."""
     try:
         return importlib.import_module("peft")
     except ImportError as error:
@@ -512,7 +494,7 @@ def load_adapters(
     ((part, (_, module)),) = components(model, component).items()
     try:
         with standing_in(module):
-            expected, decisions = _load(module, Path(path), part, name, pipeline)
+            expected, decisions = _load_file(module, Path(path), part, name, pipeline)
     except (ValueError, RuntimeError, KeyError, TypeError) as error:
         raise CheckpointMismatchError(
             f"does not fit {type(model).__name__} ({error})", key=os.fspath(path)
@@ -527,7 +509,7 @@ def load_adapters(
     return facts
 
 
-def _load(
+def _load_file(
     module: Any, path: Path, component: str, name: str, pipeline: Any
 ) -> tuple[int, tuple[Decision, ...]]:
     """Put a file's adapters into a model.
@@ -538,10 +520,12 @@ def _load(
     if (path / PEFT_CONFIG).is_file():
         return _load_peft(module, path, name), ()
     file = find_adapters(path)
-    state, metadata = _stored(file)
+    state, metadata = _read_tensors(file)
     own = [key for key in state if key.startswith(f"{component}.") and _IN_FILES.search(key)]
     if own:
-        _load_own(module, {key: state[key] for key in own}, metadata, component, name)
+        settings = adapter_settings(metadata, component)
+        header = settings and {f"{component}.{key}": value for key, value in settings.items()}
+        _load_named(module, {key: state[key] for key in own}, component, name, metadata=header)
         return len(own), ()
     parts = {key.split(".")[0] for key in state if _IN_FILES.search(key)}
     if parts and parts <= _COMPONENTS:
@@ -552,13 +536,14 @@ def _load(
         )
     read = read_others(state, model=module, component=component, pipeline=pipeline)
     count = _load_read(module, read, component, name)
-    told = Decision(
-        key="adapters.format",
-        before=f"names of others ({next(iter(state), None)}, …)",
-        after="diffusers",
-        reason=f"converted by {read.reader}",
+    return count, (
+        Decision(
+            key="adapters.format",
+            before=f"names of others ({next(iter(state), None)}, …)",
+            after="diffusers",
+            reason=f"converted by {read.reader}",
+        ),
     )
-    return count, (told,)
 
 
 _IN_FILES: Final = re.compile(r"\.(lora_|lokr_|hada_|oft_|lora\.|[a-z_]+_lora\.)")
@@ -567,7 +552,7 @@ _COMPONENTS: Final = frozenset(
 )
 
 
-def _stored(file: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+def _read_tensors(file: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     from safetensors import safe_open
 
     with safe_open(str(file), framework="pt") as opened:
@@ -575,40 +560,22 @@ def _stored(file: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         return {key: opened.get_tensor(key) for key in keys}, opened.metadata() or {}
 
 
-def _load_own(
-    module: Any,
-    state: dict[str, torch.Tensor],
-    header: dict[str, str],
-    component: str,
-    name: str,
+def _load_named(
+    module: Any, state: dict[str, torch.Tensor], component: str, name: str, **settings: Any
 ) -> None:
     """A component's tensors in diffusers' names."""
-    settings = adapter_settings(header, component)
     if hasattr(module, "load_lora_adapter"):
-        told = None
-        if settings is not None:
-            told = {f"{component}.{key}": value for key, value in settings.items()}
-        module.load_lora_adapter(state, prefix=component, adapter_name=name, metadata=told)
+        module.load_lora_adapter(state, prefix=component, adapter_name=name, **settings)
         return
-    _load_encoder(module, state, component, name, settings=settings)
-
-
-def _load_encoder(
-    module: Any,
-    state: dict[str, torch.Tensor],
-    component: str,
-    name: str,
-    *,
-    alphas: dict[str, Any] | None = None,
-    settings: dict[str, Any] | None = None,
-) -> None:
     from diffusers.loaders import StableDiffusionLoraLoaderMixin
 
-    told = None
-    if settings is not None:
-        told = {f"{component}.{key}": value for key, value in settings.items()}
     StableDiffusionLoraLoaderMixin.load_lora_into_text_encoder(
-        state, alphas, module, prefix=component, adapter_name=name, metadata=told
+        state,
+        settings.pop("network_alphas", None),
+        module,
+        prefix=component,
+        adapter_name=name,
+        **settings,
     )
 
 
@@ -618,12 +585,7 @@ def _load_read(module: Any, read: Read, component: str, name: str) -> int:
     if any(".hada_" in key for key in state):
         return _load_loha(module, state, component, name)
     state = baked_lokr(state)
-    if not hasattr(module, "load_lora_adapter"):
-        _load_encoder(module, state, component, name, alphas=read.alphas)
-    else:
-        module.load_lora_adapter(
-            state, prefix=component, network_alphas=read.alphas, adapter_name=name
-        )
+    _load_named(module, state, component, name, network_alphas=read.alphas)
     return sum(".alpha" not in key for key in state)
 
 
@@ -650,7 +612,7 @@ def _load_loha(module: Any, state: dict[str, torch.Tensor], component: str, name
 def _load_peft(module: Any, folder: Path, name: str) -> int:
     """A folder of peft's."""
     config = _peft().PeftConfig.from_pretrained(str(folder))
-    state, _ = _stored(folder / PEFT_FILE)
+    state, _ = _read_tensors(folder / PEFT_FILE)
     own = {key.removeprefix("base_model.model."): tensor for key, tensor in state.items()}
     _inject(module, config, own, name)
     return len(own)
@@ -675,13 +637,9 @@ def _inject(module: Any, config: Any, state: dict[str, torch.Tensor], name: str)
 
 
 def _default_targets(model: torch.nn.Module) -> tuple[str, ...]:
-    """The attention projections a model has.
-
-    Raises:
-        InvalidValueError: It has none.
-    """
-    names = list(_layers(model))
-    found = tuple(target for target in ATTENTION_PROJECTIONS if _matches(target, names))
+    """The attention projections a model has."""
+    names = list(_adaptable_layers(model))
+    found = tuple(target for target in ATTENTION_PROJECTIONS if _ends_match(target, names))
     if not found:
         raise InvalidValueError(
             f"{type(model).__name__} has no attention projections that are known",
@@ -706,27 +664,20 @@ def _require_matches(
         targets: Ends of names, or one regular expression for whole names.
         key: What they are, for messages.
         written: How the user wrote the expression.
-
-    Raises:
-        InvalidValueError: One matches nothing.
     """
-    names = list(_layers(model))
+    names = list(_adaptable_layers(model))
     if isinstance(targets, str):
         pattern = _regular_expression(targets, key=key)
         if not any(re.fullmatch(pattern, name) for name in names):
             raise _no_match(key, written or targets, names)
         return
     for target in targets:
-        if not _matches(target, names):
+        if not _ends_match(target, names):
             raise _no_match(key, target, names)
 
 
 def _regular_expression(text: str, *, key: str) -> str:
-    """A regular expression that compiles.
-
-    Raises:
-        InvalidValueError: It does not.
-    """
+    """A regular expression that compiles."""
     try:
         re.compile(text)
     except re.error as error:
@@ -736,11 +687,11 @@ def _regular_expression(text: str, *, key: str) -> str:
     return text
 
 
-def _layers(model: torch.nn.Module) -> Iterator[str]:
+def _adaptable_layers(model: torch.nn.Module) -> Iterator[str]:
     return (name for name, module in model.named_modules() if isinstance(module, _ADAPTABLE))
 
 
-def _matches(target: str, names: list[str]) -> bool:
+def _ends_match(target: str, names: list[str]) -> bool:
     return any(name == target or name.endswith(f".{target}") for name in names)
 
 

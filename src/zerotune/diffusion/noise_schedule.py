@@ -55,9 +55,6 @@ def adding_scheduler(scheduler: Any) -> Any:
 
     Euler, DPM-Solver and their like count noise in another way and know no velocity: DDPM of the
     same configuration stands in, as in diffusers' own training scripts.
-
-    Raises:
-        InvalidValueError: It is no scheduler of denoising diffusion, or DDPM has no such schedule.
     """
     if not hasattr(scheduler, "alphas_cumprod"):
         raise InvalidValueError(
@@ -231,16 +228,12 @@ class NoiseLevels:
         return NoiseLevels(sigmas=self.sigmas[index], timesteps=self.timesteps[index])
 
     def part(self, share: tuple[float, float]) -> NoiseLevels:
-        """The levels above the first and up to the second bound.
-
-        Raises:
-            InvalidValueError: There are none.
-        """
+        """The levels above the first and up to the second bound."""
         if share == (0.0, 1.0):
             return self
         within = (self.sigmas > share[0]) & (self.sigmas <= share[1])
         if not bool(within.any()):
-            raise _empty(share)
+            raise _no_levels(share)
         return NoiseLevels(sigmas=self.sigmas[within], timesteps=self.timesteps[within])
 
 
@@ -280,18 +273,14 @@ def check_range(_instance: object, attribute: Any, value: tuple[float, float]) -
 
 
 def bounds(steps: int, share: tuple[float, float]) -> tuple[int, int]:
-    """First and last-but-one-past time step of a share of ``steps``.
-
-    Raises:
-        InvalidValueError: No step lies in it.
-    """
+    """First and last-but-one-past time step of a share of ``steps``."""
     low, high = round(share[0] * steps), round(share[1] * steps)
     if low == high:
-        raise _empty(share)
+        raise _no_levels(share)
     return low, high
 
 
-def _empty(share: tuple[float, float]) -> InvalidValueError:
+def _no_levels(share: tuple[float, float]) -> InvalidValueError:
     return InvalidValueError(
         "no noise level of the schedule lies in it",
         key="timestep_range",

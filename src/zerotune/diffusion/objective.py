@@ -16,9 +16,7 @@ import torch
 
 from zerotune.decisions import Decision, announce
 from zerotune.diffusion.data.preparation import LOSS_MASKS, shrunk
-from zerotune.diffusion.families.unconditional import Unconditional
-from zerotune.diffusion.family import Conditioning, Denoiser, Family
-from zerotune.diffusion.noise import DrawnNoise, GaussianNoise, Noise
+from zerotune.diffusion.models.family import Conditioning, Denoiser, Family, Unconditional
 from zerotune.diffusion.noise_schedule import (
     NoiseLevels,
     ResolutionShift,
@@ -36,10 +34,101 @@ from zerotune.errors import DataError, InvalidValueError
 if TYPE_CHECKING:
     from diffusers import DDPMScheduler, FlowMatchEulerDiscreteScheduler
 
+
+@attrs.frozen(kw_only=True, eq=False)
+class DrawnNoise:
+    """The noise of one batch, shaped as its samples."""
+
+    target: torch.Tensor
+    """What the model has to find."""
+    added: torch.Tensor
+    """What its input is made of; the same but for ``InputPerturbation``."""
+
+
+@runtime_checkable
+class Noise(Protocol):
+    """Draws the noise of a batch. Any object with this method will do."""
+
+    def draw(self, clean: torch.Tensor, generator: torch.Generator) -> DrawnNoise:
+        """Noise on the device of ``clean``.
+
+        Args:
+            clean: Noise-free samples (b, c, h, w), fp32.
+            generator: A CPU generator, the only source of randomness.
+        """
+        ...
+
+
+def _check_strength(_instance: object, attribute: Any, value: float) -> None:
+    if not 0.0 <= value < float("inf"):
+        raise InvalidValueError(
+            "is no strength of noise",
+            key=attribute.name,
+            value=value,
+            fix="write a number that is not negative, such as 0.1",
+        )
+
+
+@attrs.frozen(kw_only=True)
+class GaussianNoise:
+    """Independent standard normal values."""
+
+    def draw(self, clean: torch.Tensor, generator: torch.Generator) -> DrawnNoise:
+        """One value for each of ``clean``."""
+        noise = _normal_like(clean.shape, clean, generator)
+        return DrawnNoise(target=noise, added=noise)
+
+
+@attrs.frozen(kw_only=True)
+class OffsetNoise:
+    """Noise with a common shift per sample and channel, so that brightness is learned too.
+
+    Source: ``noise_offset`` of diffusers' ``examples/text_to_image/train_text_to_image.py``.
+    """
+
+    strength: float = attrs.field(default=0.1, validator=_check_strength)
+    """Standard deviation of the shift."""
+    noise: Noise = attrs.field(factory=GaussianNoise)
+    """What is shifted."""
+
+    def draw(self, clean: torch.Tensor, generator: torch.Generator) -> DrawnNoise:
+        """The shifted noise."""
+        drawn = self.noise.draw(clean, generator)
+        shape = (*clean.shape[:2], *(1,) * (clean.ndim - 2))
+        offset = self.strength * _normal_like(shape, clean, generator)
+        return DrawnNoise(target=drawn.target + offset, added=drawn.added + offset)
+
+
+@attrs.frozen(kw_only=True)
+class InputPerturbation:
+    """More noise in the model's input than it has to find, which makes it forgive its own errors.
+
+    Source: ``input_perturbation`` of diffusers' ``examples/text_to_image/train_text_to_image.py``,
+    after https://arxiv.org/abs/2301.11706.
+    """
+
+    strength: float = attrs.field(default=0.1, validator=_check_strength)
+    """Standard deviation of what is not to be found."""
+    noise: Noise = attrs.field(factory=GaussianNoise)
+    """What is perturbed."""
+
+    def draw(self, clean: torch.Tensor, generator: torch.Generator) -> DrawnNoise:
+        """The noise, and what is added in its place."""
+        drawn = self.noise.draw(clean, generator)
+        more = self.strength * _normal_like(clean.shape, clean, generator)
+        return DrawnNoise(target=drawn.target, added=drawn.added + more)
+
+
+def _normal_like(
+    shape: tuple[int, ...], clean: torch.Tensor, generator: torch.Generator
+) -> torch.Tensor:
+    return torch.randn(shape, generator=generator).to(clean.device)
+
+
 LOSS_WEIGHTS = "loss_weights"
 """Key of a batch: what each sample's loss is multiplied by, (b,)."""
 
-_ROUNDING = 1e-5
+_SIGMA_ROUNDING = 1e-5
 
 _PREDICTIONS = ("epsilon", "v_prediction", "sample")
 
@@ -389,7 +478,7 @@ def _check_weighting(weighting: str) -> None:
 
 def _check_flow(scheduler: Any, *, shifted: bool) -> None:
     flows = hasattr(scheduler, "sigmas") and not hasattr(scheduler, "alphas_cumprod")
-    if not flows or float(scheduler.sigmas.max()) > 1.0 + _ROUNDING:
+    if not flows or float(scheduler.sigmas.max()) > 1.0 + _SIGMA_ROUNDING:
         raise InvalidValueError(
             "flow matching needs a scheduler with sigmas from 1 to 0",
             key="scheduler",
@@ -432,13 +521,10 @@ def mean_error(
 
     Returns:
         A scalar, fp32, on the device of ``prediction``.
-
-    Raises:
-        DataError: Weights or masks of the batch are of another shape.
     """
     predicted, target = prediction.float(), target.to(prediction.device).float()
     each = _sample_weights(batch, weights, like=predicted)
-    mask = _mask(batch, like=predicted)
+    mask = _mask_of(batch, like=predicted)
     if each is None and mask is None:
         return torch.nn.functional.mse_loss(predicted, target)
     squared = (predicted - target) ** 2
@@ -477,7 +563,7 @@ def _masks_over(
     return {**batch, LOSS_MASKS: shrunk(mask.float(), clean.shape[-2:])}
 
 
-def _mask(batch: Mapping[str, torch.Tensor], *, like: torch.Tensor) -> torch.Tensor | None:
+def _mask_of(batch: Mapping[str, torch.Tensor], *, like: torch.Tensor) -> torch.Tensor | None:
     mask = batch.get(LOSS_MASKS)
     if mask is None:
         return None

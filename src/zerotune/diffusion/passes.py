@@ -86,8 +86,10 @@ def counting(module: torch.nn.Module) -> Iterator[Callable[..., Pass]]:
     def count(arguments: Mapping[str, Any], transfers: CountedTransfers | None = None) -> Pass:
         nonlocal checked
         if repeats and not checked:
-            with _running(module, arguments, counts := _Counts(module)):
-                pass
+            # Twice: models keep tables of their first call.
+            for counts in (_Counts(module), _Counts(module)):
+                with _counted_forward(module, arguments, counts):
+                    pass
         for shown in (repeats, []):
             with contextlib.ExitStack() as stack:
                 for repeat in shown:
@@ -151,7 +153,7 @@ def _trace(
     with contextlib.ExitStack() as stack:
         for repeat in repeats:
             stack.enter_context(repeat.watched(counts))
-        loss = stack.enter_context(_running(module, arguments, counts))
+        loss = stack.enter_context(_counted_forward(module, arguments, counts))
         forward, first = Counter(counts.work), len(counts.live)
         loss.backward()
     trace = _Trace(
@@ -177,7 +179,7 @@ def _trace(
 
 
 @contextlib.contextmanager
-def _running(
+def _counted_forward(
     module: torch.nn.Module, arguments: Mapping[str, Any], counts: _Counts
 ) -> Iterator[Any]:
     """Run a forward pass, and be counted inside; gives the loss."""
@@ -311,10 +313,13 @@ class _Repeat:
                 self.forward.append(mark())
 
         def leave(block: Any, _arguments: Any, output: Any) -> None:
-            # The first of its outputs that has its gradient; blocks are recomputed after that.
+            def begin(_gradient: Any) -> None:
+                # The first of its outputs that has one; blocks are recomputed after that.
+                self.backward.setdefault(block, mark())
+
             for leaf in () if self.backward else tree_leaves(output):
                 if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                    leaf.register_hook(lambda _: self.backward.setdefault(block, mark()) and None)
+                    leaf.register_hook(begin)  # type: ignore[no-untyped-call]
 
         hooks = [block.register_forward_pre_hook(enter) for block in self.every]
         hooks += [block.register_forward_hook(leave) for block in self.every]
@@ -484,21 +489,21 @@ class _UncompiledMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return False
 
 
-class SizesOnly(_UncompiledMode):
+class SizesOnly(_UncompiledMode):  # type: ignore[no-untyped-call]
     """Whatever meets a tensor without data has none either; all else is computed."""
 
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = kwargs or {}
-        places = {tensor.is_meta for tensor in _tensors((args, named))}
+        places = {tensor.is_meta for tensor in _tensors_in((args, named))}
         if True in places:
             if "device" in named:
                 named = {**named, "device": _META}
             if False in places:
-                args, named = tree_map(_without_data, (args, named))
+                args, named = tree_map(_to_meta, (args, named))
         return func(*args, **named)
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
+def _tensors_in(value: Any) -> list[torch.Tensor]:
     """The tensors of an operator's arguments or results; ``tree_leaves`` takes its time."""
     if isinstance(value, torch.Tensor):
         return [value]
@@ -507,11 +512,11 @@ def _tensors(value: Any) -> list[torch.Tensor]:
         if isinstance(inner, torch.Tensor):
             found.append(inner)
         elif isinstance(inner, (tuple, list, dict)) and inner:
-            found += _tensors(inner)
+            found += _tensors_in(inner)
     return found
 
 
-def _without_data(leaf: Any) -> Any:
+def _to_meta(leaf: Any) -> Any:
     return leaf.to(_META) if isinstance(leaf, torch.Tensor) and not leaf.is_meta else leaf
 
 
@@ -527,12 +532,12 @@ def sizes_only() -> Iterator[None]:
         symbolic.meta_nonzero_assume_all_nonzero = before
 
 
-class _Counts(_UncompiledMode):
+class _Counts(_UncompiledMode):  # type: ignore[no-untyped-call]
     """Counts the storages that live, those of a model's own tensors left out."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._known = {_key(tensor) for tensor in (*module.parameters(), *module.buffers())}
+        self._known = {_storage_key(tensor) for tensor in (*module.parameters(), *module.buffers())}
         self._sizes: dict[int, int] = {}
         self._now = 0
         self.live: list[int] = []
@@ -540,19 +545,20 @@ class _Counts(_UncompiledMode):
         self.work = dict.fromkeys((*KINDS, *CALLS.values()), 0)
 
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, outcome = kwargs or {}, None
-        if _makes_new(func):
-            key = func, _key_of(args), _key_of(kwargs)
-            outcome = _OUTCOMES.get(key)
+        kwargs = kwargs or {}
+        key = (func, _key_of(args), _key_of(kwargs)) if _makes_new(func) else None
+        outcome = None if key is None else _OUTCOMES.get(key)
         if outcome is not None:
             result = outcome.again()
         else:
             result = func(*args, **kwargs)
             if not func.is_view:
                 outcome = _Outcome.of(func, args, kwargs, result)
-            if _makes_new(func) and outcome.results is not None:
-                _OUTCOMES[key] = outcome
-        for tensor in _tensors(result) if isinstance(result, (torch.Tensor, tuple, list)) else ():
+                if key is not None and outcome.results is not None:
+                    if len(_OUTCOMES) >= _MOST_OUTCOMES:
+                        _OUTCOMES.clear()
+                    _OUTCOMES[key] = outcome
+        for tensor in _tensors_in([result]):
             self._count(tensor)
         if outcome is not None and outcome.kind is not None:
             self.computes(outcome.kind, outcome.amount)
@@ -604,14 +610,14 @@ class _Outcome:
             kind = "convolutions" if "convolution" in func._opname else "products"
             amount = formula(*args, **kwargs, out_val=result)
         elif moves_memory(func):
-            kind, amount = "moved", sum(one.nbytes for one in _tensors((args, kwargs, [result])))
+            kind, amount = "moved", sum(one.nbytes for one in _tensors_in((args, kwargs, [result])))
         single = isinstance(result, torch.Tensor)
         every = (result,) if single else result
         results = None
         if isinstance(every, tuple) and all(one is None or _is_whole(one) for one in every):
-            made = [_key(one) for one in every if one is not None]
-            given = {_key(one) for one in _tensors((args, kwargs))}
-            lacks = all(one.is_meta for one in _tensors((args, kwargs)))
+            made = [_storage_key(one) for one in every if one is not None]
+            given = {_storage_key(one) for one in _tensors_in((args, kwargs))}
+            lacks = all(one.is_meta for one in _tensors_in((args, kwargs)))
             if given and lacks and len({*made}) == len(made) and not given & {*made}:
                 results = tuple(
                     None if one is None else (one.shape, one.stride(), one.dtype) for one in every
@@ -733,5 +739,5 @@ def _nbytes(value: Any) -> int:
     return int(value.nbytes) if isinstance(value, torch.Tensor) else 0
 
 
-def _key(tensor: torch.Tensor) -> int:
+def _storage_key(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)

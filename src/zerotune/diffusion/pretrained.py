@@ -27,15 +27,13 @@ from zerotune.backend.stored import (
 )
 from zerotune.backend.unpartitioned import unpartitioned
 from zerotune.decisions import Decision, announce
-from zerotune.diffusion.families.declared import DECLARED
-from zerotune.diffusion.families.pipeline_family import PipelineFamily
-from zerotune.diffusion.families.probe import probe, probe_texts
-from zerotune.diffusion.families.text_to_image import TextToImage
-from zerotune.diffusion.families.unconditional import ClassConditional, Unconditional
-from zerotune.diffusion.family import Family
+from zerotune.diffusion.models.declared import DECLARED
+from zerotune.diffusion.models.family import ClassConditional, Family, Unconditional
+from zerotune.diffusion.models.pipeline import Blueprint, FrozenParts, PipelineModel, pipeline_class
+from zerotune.diffusion.models.pipeline_family import PipelineFamily, TextToImage
+from zerotune.diffusion.models.probe import probe, probe_texts
 from zerotune.diffusion.noise_schedule import adds_noise, ddpm_of
 from zerotune.diffusion.objective import DenoisingObjective, FlowMatchingObjective
-from zerotune.diffusion.pipeline import Blueprint, FrozenParts, PipelineModel, pipeline_class
 from zerotune.errors import CheckpointCorruptError, InvalidValueError, MissingDependencyError
 from zerotune.plan.model import ResolvedPlan
 
@@ -47,7 +45,7 @@ if TYPE_CHECKING:
 FAMILIES: Final[dict[str, type[TextToImage]]] = {family.pipeline: family for family in DECLARED}
 """Families by the class of their diffusers pipeline."""
 
-_INDEX: Final = "model_index.json"
+_PIPELINE_INDEX: Final = "model_index.json"
 _UNUSED: Final = ("safety_checker", "feature_extractor", "image_encoder")
 """Neither latents, nor embeddings, nor images need these; exports copy them from the folder."""
 
@@ -161,12 +159,14 @@ def load_pretrained(
         MissingDependencyError: Text encoders without transformers installed, or a quantization
             without its package.
     """
-    folder = _folder(source, revision=revision, variant=variant, local_files_only=local_files_only)
+    folder = _local_folder(
+        source, revision=revision, variant=variant, local_files_only=local_files_only
+    )
     loading = _Loading(plan=plan, dtype=dtype, variant=variant, quantization=quantization)
-    if not (folder / _INDEX).is_file():
+    if not (folder / _PIPELINE_INDEX).is_file():
         return _bare_model(folder, loading=loading, settings=settings)
-    index = _read(folder / _INDEX)
-    kind = family or _family(index, folder)
+    index = _read_json(folder / _PIPELINE_INDEX)
+    kind = family or _family_class(index, folder)
     options: dict[str, Any] = {"variant": variant, "local_files_only": True}
     _check_left_out(leave_out, index, kind.component)
     scheduler, replaced = _training_scheduler(folder, flow_matching=kind.flow_matching)
@@ -176,7 +176,7 @@ def load_pretrained(
         )
         loaded = None
         if parts:
-            options |= _left_out(index, leave_out) | _precision(_dtype(frozen_dtype))
+            options |= _left_out(index, leave_out) | _dtype_option(_dtype(frozen_dtype))
             loaded = _frozen(folder, kind, model.config, options)
         if issubclass(kind, PipelineFamily):
             settings["blueprint"] = Blueprint.read(folder, pipeline_class(kind.pipeline))
@@ -197,7 +197,7 @@ def load_pretrained(
     )
 
 
-def _folder(source: str | os.PathLike[str], **options: Any) -> Path:
+def _local_folder(source: str | os.PathLike[str], **options: Any) -> Path:
     path = Path(source)
     if path.is_dir():
         return path
@@ -210,17 +210,17 @@ def _folder(source: str | os.PathLike[str], **options: Any) -> Path:
             f"is neither a folder nor a pipeline that could be had from the hub ({_first(error)})",
             key="source",
             value=os.fspath(source),
-            fix=f"give a folder that holds {_INDEX}, or a hub id such as "
+            fix=f"give a folder that holds {_PIPELINE_INDEX}, or a hub id such as "
             "stabilityai/stable-diffusion-xl-base-1.0",
         ) from error
 
 
-def _family(index: dict[str, Any], folder: Path) -> type[TextToImage]:
+def _family_class(index: dict[str, Any], folder: Path) -> type[TextToImage]:
     name = str(index.get("_class_name"))
     if name not in FAMILIES:
         raise InvalidValueError(
             f"no family is known for this pipeline; known are {', '.join(FAMILIES)}",
-            key=f"{folder / _INDEX}: _class_name",
+            key=f"{folder / _PIPELINE_INDEX}: _class_name",
             value=name,
             fix="write a family (a page, see docs/families.md) and pass family=",
         )
@@ -255,7 +255,7 @@ def _component_class(folder: Path, index: dict[str, Any], name: str) -> Any:
     if kind is None:
         raise InvalidValueError(
             "the pipeline has no such model",
-            key=f"{folder / _INDEX}: {name}",
+            key=f"{folder / _PIPELINE_INDEX}: {name}",
             value=entry,
             fix="download the whole pipeline",
         )
@@ -273,22 +273,23 @@ def _frozen(
             folder, **{kind.component: None}, **options
         )
     except (ImportError, AttributeError, OSError, ValueError) as error:
-        raise _missing(kind, error) or _unreadable(folder, error) from error
+        raise _missing_package(kind, error) or _not_loaded(folder, error) from error
     # The pipeline asks its model for sizes while it encodes texts.
     setattr(pipeline, kind.component, PipelineModel(config=config))
     return FrozenParts(pipeline)
 
 
-def _missing(kind: type[TextToImage], error: Exception) -> MissingDependencyError | None:
+def _missing_package(kind: type[TextToImage], error: Exception) -> MissingDependencyError | None:
     if kind.reads_references and find_spec("torchvision") is None:
         return MissingDependencyError(
             f"the processor of {kind.pipeline} reads images, and transformers makes none without "
             "torchvision",
+            key="torchvision",
             fix="pip install torchvision; parts=False trains from caches without it",
         )
     if isinstance(error, ImportError):
         return MissingDependencyError(
-            "text encoders come with transformers", fix="pip install transformers"
+            "text encoders come with it", key="transformers", fix="pip install transformers"
         )
     return None
 
@@ -318,7 +319,7 @@ def _training_scheduler(folder: Path, *, flow_matching: bool) -> tuple[Any, tupl
     try:
         config = kind.load_config(folder, subfolder="scheduler", local_files_only=True)
     except OSError as error:
-        raise _unreadable(folder / "scheduler", error) from error
+        raise _not_loaded(folder / "scheduler", error) from error
     stored = config.get("_class_name", kind.__name__)
     if stored == kind.__name__:
         return kind.from_config(config), ()
@@ -341,11 +342,7 @@ def _training_scheduler(folder: Path, *, flow_matching: bool) -> tuple[Any, tupl
 def _same_noise(
     config: dict[str, Any], stored: str, file: Path
 ) -> tuple[Any, tuple[Decision, ...]]:
-    """What adds the noise that the scheduler of a folder takes away: DDPM, or that scheduler.
-
-    Raises:
-        InvalidValueError: Its noise is not that of denoising diffusion, or cannot be compared.
-    """
+    """What adds the noise that the scheduler of a folder takes away: DDPM, or that scheduler."""
     import diffusers
 
     kind = getattr(diffusers, stored, None)
@@ -389,10 +386,10 @@ def _other_noise(reason: str, stored: str, file: Path) -> InvalidValueError:
 def _bare_model(folder: Path, *, loading: _Loading, settings: dict[str, Any]) -> Pretrained:
     from diffusers import DDPMScheduler, UNet2DModel
 
-    config = _read(folder / "config.json")
+    config = _read_json(folder / "config.json")
     if config.get("_class_name") != "UNet2DModel":
         raise InvalidValueError(
-            f"there is neither {_INDEX} nor the config.json of a UNet2DModel",
+            f"there is neither {_PIPELINE_INDEX} nor the config.json of a UNet2DModel",
             key="source",
             value=str(folder),
             fix="give the folder of a whole pipeline",
@@ -436,7 +433,7 @@ class _Loading:
         try:
             files = weight_files(place, variant=self.variant)
         except CheckpointCorruptError as error:
-            raise _unreadable(place, error) from error
+            raise _not_loaded(place, error) from error
         if not files:
             return self._read_for_plan(kind, folder, name)
         model = _left_in_files(kind, place, files, dtype=_dtype(self.dtype or "fp32"))
@@ -519,15 +516,17 @@ class _Loading:
                 local_files_only=True,
                 output_loading_info=True,
                 **options,
-                **_precision(dtype),
+                **_dtype_option(dtype),
                 **quantization,
             )
         except (OSError, ValueError, RuntimeError) as error:
             if quantization:
                 raise _not_quantized(self.quantization, error) from error
-            raise _unreadable(place, error) from error
+            raise _not_loaded(place, error) from error
         if not quantization:
-            _check_names(place, missing=told["missing_keys"], unexpected=told["unexpected_keys"])
+            _check_weight_names(
+                place, missing=told["missing_keys"], unexpected=told["unexpected_keys"]
+            )
         return model
 
 
@@ -550,7 +549,7 @@ def _left_in_files(kind: Any, place: Path, files: Sequence[Path], *, dtype: torc
             model = kind.from_config(config)
         found = _stored_weights(files)
     except (OSError, ValueError, CheckpointCorruptError) as error:
-        raise _unreadable(place, error) from error
+        raise _not_loaded(place, error) from error
     # Old files call some weights otherwise; the model's class renames them in place.
     rename = getattr(model, "_fix_state_dict_keys_on_load", None)
     if rename is not None:
@@ -589,7 +588,7 @@ def _check_fit(
 ) -> None:
     there = {id(state[name]) for name in found if name in state}
     ignored = getattr(kind, "_keys_to_ignore_on_load_unexpected", None) or ()
-    _check_names(
+    _check_weight_names(
         place,
         # A tied weight may be stored under one of its names.
         missing=[name for name, tensor in state.items() if id(tensor) not in there],
@@ -609,7 +608,7 @@ def _check_fit(
             )
 
 
-def _check_names(place: Path, *, missing: Sequence[str], unexpected: Sequence[str]) -> None:
+def _check_weight_names(place: Path, *, missing: Sequence[str], unexpected: Sequence[str]) -> None:
     for names, what in ((missing, "lacks weights of the model"), (unexpected, "holds others")):
         if names:
             raise InvalidValueError(
@@ -620,15 +619,15 @@ def _check_names(place: Path, *, missing: Sequence[str], unexpected: Sequence[st
             )
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> dict[str, Any]:
     try:
         content: dict[str, Any] = json_of(path.read_text())
     except (OSError, ValueError) as error:
-        raise _unreadable(path, error) from error
+        raise _not_loaded(path, error) from error
     return content
 
 
-def _unreadable(path: Path, error: Exception) -> InvalidValueError:
+def _not_loaded(path: Path, error: Exception) -> InvalidValueError:
     return InvalidValueError(
         f"cannot be loaded ({_first(error)})",
         key="source",
@@ -642,7 +641,7 @@ def _first(error: Exception) -> str:
     return lines[0] if lines else type(error).__name__
 
 
-def _precision(dtype: torch.dtype) -> dict[str, torch.dtype]:
+def _dtype_option(dtype: torch.dtype) -> dict[str, torch.dtype]:
     import diffusers
 
     renamed = Version(diffusers.__version__) >= Version("0.42")

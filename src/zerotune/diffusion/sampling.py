@@ -3,25 +3,116 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
-from typing import Any
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol, TypeVar, cast
 
 import attrs
 import torch
 
 from zerotune._util.text import whole
-from zerotune.diffusion.families.unconditional import Unconditional
-from zerotune.diffusion.family import (
+from zerotune.diffusion.models.family import (
     Conditioning,
     Denoiser,
     Drawing,
     Family,
     LabelFamily,
     PromptFamily,
+    Unconditional,
 )
-from zerotune.diffusion.inference import equal_share, evaluating, group_of, shared
 from zerotune.diffusion.noise_schedule import ResolutionShift
-from zerotune.errors import InvalidValueError
+from zerotune.errors import CollectiveError, InvalidValueError
+
+T = TypeVar("T")
+
+
+def evaluating(model: Any) -> AbstractContextManager[None]:
+    """No gradients and evaluation mode inside of it; what was before is back afterwards.
+
+    Args:
+        model: An ``Engine`` or a ``torch.nn.Module``.
+    """
+    if hasattr(model, "evaluating"):
+        return cast("AbstractContextManager[None]", model.evaluating())
+    return _module_evaluating(model)
+
+
+@contextmanager
+def _module_evaluating(module: torch.nn.Module) -> Iterator[None]:
+    training = module.training
+    module.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        module.train(training)
+
+
+class Gathering(Protocol):
+    """The processes that share the work."""
+
+    def gather(self, value: Any) -> list[Any]:
+        """The value of every rank, in rank order, on every rank."""
+        ...
+
+
+class Group(Gathering, Protocol):
+    """Those of an engine, which know their places and compare what they were given."""
+
+    rank: int
+    world_size: int
+
+    def agree(self, value: Any, what: str) -> None:
+        """Check that every rank holds the same value."""
+        ...
+
+
+def shared(group: Gathering | None, purpose: str, work: Callable[[], T]) -> list[T]:
+    """Each rank's part of some work, in rank order, on every rank.
+
+    A rank that fails still comes to the exchange, so that the others learn of it there and do
+    not wait. Where the work is a collective itself, as a forward pass at stage 3 is, they wait in
+    it until the group's timeout.
+
+    Args:
+        group: The processes; ``None`` is this one alone.
+        purpose: What is done, for the message.
+        work: This rank's part.
+    """
+    if group is None:
+        return [work()]
+    result: T | None = None
+    failure: Exception | None = None
+    try:
+        result = work()
+    except Exception as error:  # noqa: BLE001 - raised again below, once the others know
+        failure = error
+    told = None if failure is None else f"{type(failure).__name__}: {failure}"
+    outcomes = group.gather((result, told))
+    if failure is not None:
+        raise failure
+    for rank, (_, why) in enumerate(outcomes):
+        if why is not None:
+            raise CollectiveError(f"rank {rank} reports {why}", key=purpose)
+    return [part for part, _ in outcomes]
+
+
+def group_of(model: Any) -> Group | None:
+    """The processes of an engine; ``None`` for a model on its own."""
+    return cast("Group | None", getattr(model, "group", None))
+
+
+def equal_share(count: int, group: Group | None) -> list[int]:
+    """Numbers below ``count`` that this rank works on: equally many on every rank.
+
+    At stage 3 each forward pass is a collective, so a rank without work of its own repeats the
+    last number; what is computed twice counts once.
+    """
+    rank, world_size = (0, 1) if group is None else (group.rank, group.world_size)
+    each = math.ceil(count / world_size)
+    return [min(number, count - 1) for number in range(rank * each, (rank + 1) * each)]
+
 
 _LARGEST_SEED = 2**63 - 1
 
@@ -102,11 +193,12 @@ def sample(
         )
     else:
         _unfitting("labels or count", labels=labels, shape=shape)
-    wanted = _count(labels, prompts, count)
+    wanted = _count_images(labels, prompts, count)
     whole(steps, key="steps", fix="write 1")
     if batch_size is not None:
         whole(batch_size, key="batch_size", fix="write 1")
-    seeds = _seeds(generator, wanted)
+    generator = torch.Generator().manual_seed(0) if generator is None else generator
+    seeds: list[int] = torch.randint(_LARGEST_SEED, (wanted,), generator=generator).tolist()
     group = group_of(model)
     mine = equal_share(wanted, group)
     chunk = batch_size or len(mine)
@@ -127,7 +219,9 @@ def sample(
         )
         draw = _from_prompts(model, family, request)
     else:
-        loop = _loop(model, family, scheduler, shape, steps=steps, guidance_scale=guidance_scale)
+        loop = _new_loop(
+            model, family, scheduler, shape, steps=steps, guidance_scale=guidance_scale
+        )
         draw = _from_labels(loop, labels, seeds)
 
     def work() -> torch.Tensor:
@@ -171,7 +265,7 @@ def _from_prompts(model: Denoiser, family: Family, request: Drawing) -> _Draw:
     return draw
 
 
-def _loop(
+def _new_loop(
     model: Denoiser,
     family: Family,
     scheduler: Any,
@@ -204,17 +298,13 @@ def _loop(
 def _from_labels(loop: _Loop, labels: torch.Tensor | None, seeds: list[int]) -> _Draw:
     def draw(picked: list[int]) -> torch.Tensor:
         chosen = None if labels is None else labels.cpu()[picked]
-        return _draw(loop, chosen, [seeds[index] for index in picked])
+        return _draw_labels(loop, chosen, [seeds[index] for index in picked])
 
     return draw
 
 
 def shape_of(model: Any) -> tuple[int, int, int]:
-    """(c, h, w) of a sample, from a diffusers model's configuration.
-
-    Raises:
-        InvalidValueError: The model has no such configuration.
-    """
+    """(c, h, w) of a sample, from a diffusers model's configuration."""
     module = getattr(model, "module", model)
     config = getattr(module, "config", {})
     size, channels = config.get("sample_size"), config.get("in_channels")
@@ -229,7 +319,9 @@ def shape_of(model: Any) -> tuple[int, int, int]:
     return int(channels), int(height), int(width)
 
 
-def _count(labels: torch.Tensor | None, prompts: Sequence[str] | None, count: int | None) -> int:
+def _count_images(
+    labels: torch.Tensor | None, prompts: Sequence[str] | None, count: int | None
+) -> int:
     listed = labels if prompts is None else prompts
     if listed is not None and count not in (None, len(listed)):
         raise InvalidValueError(
@@ -254,21 +346,18 @@ def _unfitting(belongs_to: str, **arguments: Any) -> None:
             )
 
 
-def _seeds(generator: torch.Generator | None, count: int) -> list[int]:
-    generator = torch.Generator().manual_seed(0) if generator is None else generator
-    drawn: list[int] = torch.randint(_LARGEST_SEED, (count,), generator=generator).tolist()
-    return drawn
-
-
-def _draw(drawing: _Loop, labels: torch.Tensor | None, seeds: list[int]) -> torch.Tensor:
+def _draw_labels(drawing: _Loop, labels: torch.Tensor | None, seeds: list[int]) -> torch.Tensor:
     model, family = drawing.model, drawing.family
     scheduler = type(drawing.scheduler).from_config(drawing.scheduler.config)
-    scheduler.set_timesteps(drawing.steps, device=model.device, **_shift(scheduler, drawing.shape))
+    shift = {}
+    if scheduler.config.get("use_dynamic_shifting", False):
+        shift["mu"] = ResolutionShift().mu((1, *drawing.shape), scheduler.config)
+    scheduler.set_timesteps(drawing.steps, device=model.device, **shift)
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     images = torch.stack([torch.randn(drawing.shape, generator=g) for g in generators])
     images = images.to(model.device) * float(getattr(scheduler, "init_noise_sigma", 1.0))
     conditioning = family.condition_on(labels)
-    unknown = _unknown(drawing, conditioning)
+    unknown = _unconditional_of(drawing, conditioning)
     # Stochastic schedulers add noise at each step; it must come from the same seeds.
     noise = (
         {"generator": generators}
@@ -284,14 +373,7 @@ def _draw(drawing: _Loop, labels: torch.Tensor | None, seeds: list[int]) -> torc
     return images.float().cpu()
 
 
-def _shift(scheduler: Any, shape: tuple[int, ...]) -> dict[str, float]:
-    """What a schedule that depends on the image's size must be told, as in training."""
-    if not scheduler.config.get("use_dynamic_shifting", False):
-        return {}
-    return {"mu": ResolutionShift().mu((1, *shape), scheduler.config)}
-
-
-def _unknown(drawing: _Loop, conditioning: Conditioning) -> Conditioning | None:
+def _unconditional_of(drawing: _Loop, conditioning: Conditioning) -> Conditioning | None:
     if drawing.guidance_scale == 1.0:
         return None
     unknown = drawing.family.without_condition(conditioning)

@@ -25,7 +25,7 @@ from zerotune.diffusion.data import (
     ImageTensors,
     RepeatedBatches,
 )
-from zerotune.diffusion.families.unconditional import Unconditional
+from zerotune.diffusion.models.family import Unconditional
 from zerotune.errors import DataError, InvalidValueError
 from zerotune.offload import OffloadManager
 from zerotune.optim import OptimizerResolver

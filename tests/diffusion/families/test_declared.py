@@ -23,8 +23,8 @@ from zerotune.diffusion import (
     load_pretrained,
     sample,
 )
-from zerotune.diffusion.families.probe import probe
-from zerotune.diffusion.pipeline import Blueprint
+from zerotune.diffusion.models.pipeline import Blueprint
+from zerotune.diffusion.models.probe import probe
 from zerotune.errors import DataError, InvalidValueError
 
 TIMES = torch.tensor([731.25, 12.5])
@@ -233,8 +233,8 @@ def plain_images(folder, name, *, steps, guidance, size, told):
     negative = {"negative_prompt": ["ugly"] * 2} if guidance != told["unguided"] else {}
     given = {"num_frames": 5} if told["clips"] else {}
     told["guidance"] = {told["guided_by"]: guidance}
-    if told["told_guidance"]:
-        told["guidance"][told["told_guidance"]] = 1.0
+    if told["embedded_guidance_arg"]:
+        told["guidance"][told["embedded_guidance_arg"]] = 1.0
     if told["references"] is not None:
         given |= {"image": told["references"] / 2 + 0.5, "max_area": size[0] * size[1]}
     output = pipe(
@@ -258,7 +258,7 @@ def test_images_are_those_of_plain_diffusers(folders, name):
             2, 3, side, side, generator=torch.Generator().manual_seed(5)
         ).tanh()
     told = {
-        "references": references, "told_guidance": family.told_guidance,
+        "references": references, "embedded_guidance_arg": family.embedded_guidance_arg,
         "clips": family.clips, "guided_by": family.guided_by,
         "unguided": family.unguided,
         "arguments": family.arguments,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from zerotune.diffusion.families.declared import DECLARED
+from zerotune.diffusion.models.declared import DECLARED
 
 DOCS = Path(__file__).parents[3] / "docs"
 

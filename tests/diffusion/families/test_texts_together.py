@@ -10,8 +10,8 @@ from PIL import Image
 from tests.support import declared_pipelines
 from zerotune.diffusion import encode_dataset, load_pretrained
 from zerotune.diffusion.data import AspectBuckets, BucketStream, ImageFolder, PreparedImages
-from zerotune.diffusion.families.pipeline_family import PipelineFamily
-from zerotune.diffusion.families.probe import probe_texts
+from zerotune.diffusion.models.pipeline_family import PipelineFamily
+from zerotune.diffusion.models.probe import probe_texts
 from zerotune.errors import DataError
 
 SHORT, LONG = "a cat", "a cat on the wall of a large house in the sun"

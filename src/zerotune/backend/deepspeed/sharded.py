@@ -666,28 +666,21 @@ def _leaf_classes(plan: ResolvedPlan) -> list[str]:
     return [classes] if isinstance(classes, str) else [str(name) for name in classes]
 
 
-class ReplacedLinear:
-    """``torch.nn.functional.linear``, which stage 3 replaces for the whole process."""
+_linear: Final[list[Any]] = []
+"""What ``torch.nn.functional.linear`` was before stage 3: once for each engine that is open."""
 
-    def __init__(self) -> None:
-        self._users = 0
-        self._before: Any = None
 
-    def lend(self) -> None:
-        """Let DeepSpeed replace it, until ``put_back`` was called as often."""
-        if self._users == 0:
-            self._before = functional.linear
-        self._users += 1
-
-    def put_back(self) -> None:
-        """Restore it when the last user calls this."""
-        self._users -= 1
+@contextmanager
+def lending_linear() -> Iterator[None]:
+    """Restore ``torch.nn.functional.linear``, which DeepSpeed replaces, after the last engine."""
+    _linear.append(_linear[0] if _linear else functional.linear)
+    try:
+        yield
+    finally:
+        before = _linear.pop()
         # What somebody else has put there since is not DeepSpeed's.
-        if self._users == 0 and functional.linear.__module__.startswith("deepspeed."):
-            functional.linear = self._before
-
-
-linear: Final = ReplacedLinear()
+        if not _linear and functional.linear.__module__.startswith("deepspeed."):
+            functional.linear = before
 
 
 @contextmanager

@@ -17,7 +17,7 @@ import torch
 from zerotune._util.environment import held
 from zerotune.backend.deepspeed.door import check_upstream
 from zerotune.backend.deepspeed.partitioned import flat_through_host
-from zerotune.backend.deepspeed.sharded import linear, shard_from_host
+from zerotune.backend.deepspeed.sharded import lending_linear, shard_from_host
 from zerotune.backend.distributed import (
     Launch,
     ProcessGroup,
@@ -199,8 +199,7 @@ def initialize(
     deepspeed_groups.join()
     resources.callback(deepspeed_groups.leave)
     if plan.stage == 3:
-        linear.lend()
-        resources.callback(linear.put_back)
+        resources.enter_context(lending_linear())
     try:
         with (
             compiling(plan),

@@ -35,8 +35,7 @@ from zerotune.backend.distributed import ProcessGroup
 from zerotune.backend.layouts import UNDER_WAY
 from zerotune.backend.master_weights import MasterLayout
 from zerotune.backend.optimizers.adamw_bf16_states import AdamWBF16States
-from zerotune.backend.step.adams import torch_rounds_alike
-from zerotune.backend.step.deferred import KEY, DeferredSteps, op_or_reason, take_steps
+from zerotune.backend.step.deferred import DeferredSteps, take_over
 from zerotune.decisions import Decision
 from zerotune.errors import EngineError
 from zerotune.plan.model import ResolvedPlan
@@ -193,30 +192,25 @@ class OptimizerWrapper(ABC):
             What takes the steps now, ``None`` where DeepSpeed does, and what was decided: nothing
             where the optimizer is neither a DeepSpeedCPUAdam nor an AdamWBF16States.
         """
-        ours = isinstance(self.inner, AdamWBF16States)
-        if self.step_kind is None or not (ours or type(self.inner).__name__ == "DeepSpeedCPUAdam"):
+        adam, kind = self.inner, self.step_kind
+        ours = isinstance(adam, AdamWBF16States)
+        if kind is None or not (ours or type(adam).__name__ == "DeepSpeedCPUAdam"):
             return None, ()
-        usual = "AdamWBF16States' own" if ours else "DeepSpeed's"
-        op = op_or_reason(
+        step, decided = take_over(
             plan,
             group,
-            obstacle=self._obstacle(self.step_kind),
-            rounds_alike=torch_rounds_alike if ours else None,
-        )
-        if isinstance(op, str):
-            return None, (Decision(key=KEY, before=usual, after=usual, reason=op),)
-        step = self.step_kind(
-            wrapper=self.raw, op=op, module=self.engine.module, layout=self.layout, group=group
-        )
-        step.install()
-        step.know_views()
-        decided = take_steps(
-            step,
-            plan,
-            before=usual,
+            adam=adam,
+            usual="DeepSpeed's",
+            obstacle=self._obstacle(kind),
+            rounds_alike=None,
+            make=functools.partial(
+                kind, wrapper=self.raw, module=self.engine.module, layout=self.layout, group=group
+            ),
             reason="clipping, Adam and the cast of the weights go over host memory once, not once "
             "each, and gradients stay in the dtype they arrive in; the same bits",
         )
+        if step is None:
+            return None, decided
         dtype = step.gradient_dtype
         if (plan.gradient_accumulation_steps or 1) > 1:
             wide = '; {"data_types": {"grad_accum_dtype": "fp32"}} adds up in fp32'
@@ -272,6 +266,8 @@ class HostStep(DeferredSteps):
         super().__init__(adam=wrapper.optimizer, **base)
         self._wrapper = wrapper
         self._home = sys.modules[type(wrapper).__module__]
+        self.install()
+        self.know_views()
 
     @property
     @override

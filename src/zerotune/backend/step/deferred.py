@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks
@@ -19,7 +19,14 @@ from zerotune.backend.layouts import trainable_parameters
 from zerotune.backend.master_weights import Follower, MasterLayout
 from zerotune.backend.optimizers.adamw_bf16_states import AdamWBF16States
 from zerotune.backend.proof import FastPath, why_disproven, why_unproven
-from zerotune.backend.step.adams import HostAdam, HostBF16Adam, HostTorchAdam, SlabStep, Stepper
+from zerotune.backend.step.adams import (
+    HostAdam,
+    HostBF16Adam,
+    HostTorchAdam,
+    SlabStep,
+    Stepper,
+    torch_rounds_alike,
+)
 from zerotune.backend.step.kernel import HostStepOp, load_host_step
 from zerotune.backend.step.pending import (
     Exchange,
@@ -43,6 +50,7 @@ KEY: Final = "optimizer.step"
 HIDDEN_KEY: Final = "optimizer.step.hidden"
 THREADS_KEY: Final = "optimizer.step.threads"
 
+S = TypeVar("S", bound="DeferredSteps")
 _ROUNDS_OTHERWISE: Final = "this build of torch rounds otherwise than the op host_step"
 
 
@@ -364,21 +372,32 @@ class DeferredSteps(ABC):
         return ()
 
 
-def op_or_reason(
+def take_over(
     plan: ResolvedPlan,
     group: ProcessGroup,
     *,
+    adam: Any,
+    usual: str,
     obstacle: str | None,
     rounds_alike: Callable[[HostStepOp], bool] | None,
-) -> HostStepOp | str:
-    """The compiled functions that every rank can take steps with, or why not. Collective.
+    make: Callable[..., S],
+    reason: str,
+) -> tuple[S | None, tuple[Decision, ...]]:
+    """Have an Adam's steps taken in one pass, and say by whom, when and on what. Collective.
 
     Args:
-        plan: Whether that is wanted.
-        group: The ranks.
-        obstacle: What stands in the way on this one.
-        rounds_alike: Whether torch rounds as they do; ``None`` where its arithmetic is not met.
+        plan: Whether that is wanted, and whether steps may return before their pass is taken.
+        group: The processes that train together.
+        adam: The optimizer.
+        usual: What takes its steps otherwise, unless it is our own.
+        obstacle: What stands in the way on this rank.
+        rounds_alike: Whether this build of torch rounds as the compiled functions do; ``None``:
+            none of its own arithmetic is met.
+        make: Installs what takes the steps, given ``op``.
+        reason: Why that is better.
     """
+    if isinstance(adam, AdamWBF16States):
+        usual, rounds_alike = "AdamWBF16States' own", torch_rounds_alike
     op: HostStepOp | None = None
     if not plan.host_step:
         obstacle = "the plan was resolved with host_step=False"
@@ -393,40 +412,31 @@ def op_or_reason(
             obstacle = None if alike else _ROUNDS_OTHERWISE
     elsewhere = group.any(obstacle is not None, purpose="choose who takes the steps")
     if op is None or elsewhere:
-        return obstacle or "another rank cannot take it so"
-    return op
-
-
-def take_steps(
-    step: DeferredSteps, plan: ResolvedPlan, *, before: str, reason: str
-) -> tuple[Decision, ...]:
-    """Have steps taken from now on, and say by whom, when and on what. Collective.
-
-    Args:
-        step: What takes them; installed.
-        plan: Whether they may return before their pass is taken.
-        before: What would take them otherwise.
-        reason: Why that does not.
-    """
+        obstacle = obstacle or "another rank cannot take it so"
+        return None, (Decision(key=KEY, before=usual, after=usual, reason=obstacle),)
+    step = make(op=op)
     step.settle_for_states()
-    when = choose_when(step, plan)
+    who = Decision(key=KEY, before=usual, after="one pass", reason=reason)
+    return step, (who, choose_when(step, plan), _shares_cores(step))
+
+
+def _shares_cores(step: DeferredSteps) -> Decision:
+    """Say what a pass computes on, and what is left to the forward beside it."""
     threads, read = torch.get_num_threads(), MachineProbe().read_text
     cores = describe_cpus(read_cpus(read, affinity_here()), quota=cpu_quota(read))
     taken = step.op.beside(threads) if step.hidden else threads
     if not step.hidden:
-        why = "nothing else computes while the pass is taken"
+        reason = "nothing else computes while the pass is taken"
     elif taken < threads:
-        why = "one is left to what the next forward does on the host"
+        reason = "one is left to what the next forward does on the host"
     else:
-        why = "shared with the next forward: a pass on one of two takes longer than both on two"
-    why = (
-        f"{why}; {cores} for this process; it follows torch's threads, which a trainer sets to "
-        "what data workers and other ranks leave (threads)"
-    )
-    return (
-        Decision(key=KEY, before=before, after="one pass", reason=reason),
-        when,
-        Decision(key=THREADS_KEY, before=threads, after=taken, reason=why),
+        reason = "shared with the next forward: a pass on one of two takes longer than both on two"
+    return Decision(
+        key=THREADS_KEY,
+        before=threads,
+        after=taken,
+        reason=f"{reason}; {cores} for this process; it follows torch's threads, which a trainer "
+        "sets to what data workers and other ranks leave (threads)",
     )
 
 

@@ -21,6 +21,8 @@ from zerotune.diffusion.data.clips import WholeClip as WholeClip
 from zerotune.diffusion.data.folder import ImageFolder as ImageFolder
 from zerotune.diffusion.data.folder import MetadataFile as MetadataFile
 from zerotune.diffusion.data.folder import TextBeside as TextBeside
+from zerotune.diffusion.data.hugging_face import DatasetImages as DatasetImages
+from zerotune.diffusion.data.hugging_face import HuggingFaceImages as HuggingFaceImages
 from zerotune.diffusion.data.images import AlphaOnColor as AlphaOnColor
 from zerotune.diffusion.data.images import BrokenImage as BrokenImage
 from zerotune.diffusion.data.images import DropAlpha as DropAlpha
@@ -53,9 +55,7 @@ from zerotune.diffusion.data.streams import BucketStream as BucketStream
 from zerotune.diffusion.data.streams import Captions as Captions
 from zerotune.diffusion.data.streams import DataStream as DataStream
 from zerotune.diffusion.data.streams import ImageTensors as ImageTensors
+from zerotune.diffusion.data.streams import PriorPreservation as PriorPreservation
 from zerotune.diffusion.data.streams import RepeatedBatches as RepeatedBatches
 from zerotune.diffusion.data.streams import stack_samples as stack_samples
 from zerotune.diffusion.data.tar_shards import TarShards as TarShards
-from zerotune.diffusion.data.tools.hugging_face import DatasetImages as DatasetImages
-from zerotune.diffusion.data.tools.hugging_face import HuggingFaceImages as HuggingFaceImages
-from zerotune.diffusion.data.tools.priors import PriorPreservation as PriorPreservation

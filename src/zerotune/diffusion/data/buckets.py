@@ -200,7 +200,7 @@ class AspectBuckets:
         placements = tuple(placed[size] for size in sizes)
         return BucketAssignment(
             placements=placements,
-            decisions=(*_merged(counts, kept, minimum), *_enlarged(placements)),
+            decisions=(*_merged_buckets(counts, kept, minimum), *_enlarged_images(placements)),
         )
 
 
@@ -215,7 +215,9 @@ def place_in(size: Size, bucket: Bucket) -> Placement:
     return Placement(bucket=bucket, original=size, resized=resized)
 
 
-def _merged(counts: dict[Bucket, int], kept: list[Bucket], minimum: int) -> Iterable[Decision]:
+def _merged_buckets(
+    counts: dict[Bucket, int], kept: list[Bucket], minimum: int
+) -> Iterable[Decision]:
     gone = sorted(set(counts) - set(kept))
     if gone:
         yield Decision(
@@ -227,7 +229,7 @@ def _merged(counts: dict[Bucket, int], kept: list[Bucket], minimum: int) -> Iter
         )
 
 
-def _enlarged(placements: Sequence[Placement]) -> Iterable[Decision]:
+def _enlarged_images(placements: Sequence[Placement]) -> Iterable[Decision]:
     scales = [placement.scale for placement in placements if placement.scale > 1]
     if scales:
         yield Decision(

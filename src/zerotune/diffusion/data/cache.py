@@ -11,7 +11,7 @@ import json
 import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any, Final
 
@@ -95,11 +95,11 @@ def hash_weights(module: torch.nn.Module) -> str:
     digest = hashlib.sha256()
     for name, tensor in sorted(module.state_dict().items()):
         digest.update(f"{name}:{tuple(tensor.shape)}:{tensor.dtype}\n".encode())
-        digest.update(_bytes_of(tensor))
+        digest.update(_tensor_bytes(tensor))
     return digest.hexdigest()[:32]
 
 
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
+def _tensor_bytes(tensor: torch.Tensor) -> memoryview:
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     # An empty tensor cannot be seen as bytes.
     content: Any = flat.view(torch.uint8).numpy() if flat.numel() else b""
@@ -110,7 +110,7 @@ def _checksum(name: str, tensor: torch.Tensor) -> str:
     """Of a stored tensor, under its name: bits, type and shape."""
     # A CRC: it finds every single flipped bit, at five times the speed of blake2b.
     label = f"{name}:{tuple(tensor.shape)}:{tensor.dtype}\n"
-    return f"{zlib.crc32(_bytes_of(tensor), zlib.crc32(label.encode())):08x}"
+    return f"{zlib.crc32(_tensor_bytes(tensor), zlib.crc32(label.encode())):08x}"
 
 
 def hash_key(*parts: object) -> str:
@@ -219,17 +219,17 @@ class TensorCache:
             file = self._opened(path)
             tensors = {name: file.get_tensor(f"{key}/{name}") for name in sums}
         except (SafetensorError, OSError) as error:
-            raise _damaged(path, key, f"cannot be read ({error})") from error
+            raise _damaged_entry(path, key, f"cannot be read ({error})") from error
         for name, tensor in tensors.items():
             if _checksum(f"{key}/{name}", tensor) != sums[name]:
-                raise _damaged(path, f"{key}/{name}", "is not what was written")
+                raise _damaged_entry(path, f"{key}/{name}", "is not what was written")
         return tensors
 
     def _opened(self, path: Path) -> Any:
         if path not in self._open:
             if len(self._open) >= _MOST_OPEN:
                 del self._open[next(iter(self._open))]
-            self._open[path] = _opened(path)
+            self._open[path] = _open_tensors(path)
         return self._open[path]
 
     def _describe(self) -> None:
@@ -240,7 +240,7 @@ class TensorCache:
 
     def _index(self, path: Path) -> None:
         try:
-            with _opened(path) as file:
+            with _open_tensors(path) as file:
                 metadata = file.metadata() or {}
                 names = list(file.keys())
             sums = json_of(metadata.get("checksums", "null"))
@@ -275,12 +275,12 @@ class TensorCache:
         announce((decision,))
 
 
-def _opened(path: Path) -> Any:
+def _open_tensors(path: Path) -> Any:
     check_regular(path)
     return safe_open(path, framework="pt")
 
 
-def _damaged(path: Path, entry: str, reason: str) -> DataError:
+def _damaged_entry(path: Path, entry: str, reason: str) -> DataError:
     return DataError(
         f"the entry {entry} {reason}",
         key=str(path),
@@ -370,23 +370,20 @@ def cache_latents(
         tensors = stack_named([tensors for tensors, _ in loaded])
         encoded = _encoded(tensors, encode, encode_references or encode)
         corners = torch.tensor([corner for _, corner in loaded])
-        return _by_key(keys, {**encoded, _CORNER: corners})
+        return _rows_by_key(keys, {**encoded, _CORNER: corners})
 
-    share = _share(shapes, cache, rank=rank, world_size=world_size, barrier=barrier)
-    batches = _of_one_size(share, bucket, batch_size)
-    _fill(batches, compute, cache=cache, shard_size=shard_size, progress=progress)
-    _finish(cache, release=release, barrier=barrier)
-
-
-def _of_one_size(
-    keys: Iterable[str], bucket: Callable[[str], Any], batch_size: int
-) -> list[list[str]]:
-    ordered = sorted(keys, key=lambda key: (bucket(key), key))
-    return [
-        same
-        for size in dict.fromkeys(bucket(key) for key in ordered)
-        for same in _chunks([key for key in ordered if bucket(key) == size], batch_size)
-    ]
+    _compute_missing(
+        shapes,
+        compute,
+        bucket=bucket,
+        cache=cache,
+        batch_size=batch_size,
+        shard_size=shard_size,
+        ranks=(rank, world_size),
+        progress=progress,
+        release=release,
+        barrier=barrier,
+    )
 
 
 def _encoded(
@@ -424,12 +421,20 @@ def cache_texts(
     texts = {text_key(text): text for text in (*captions, "")}
 
     def compute(keys: list[str]) -> dict[str, dict[str, torch.Tensor]]:
-        return _by_key(keys, encode([texts[key] for key in keys]))
+        return _rows_by_key(keys, encode([texts[key] for key in keys]))
 
-    share = _share(texts, cache, rank=rank, world_size=world_size, barrier=barrier)
-    batches = list(_chunks(sorted(share), batch_size))
-    _fill(batches, compute, cache=cache, shard_size=shard_size, progress=progress)
-    _finish(cache, release=release, barrier=barrier)
+    _compute_missing(
+        texts,
+        compute,
+        bucket=None,
+        cache=cache,
+        batch_size=batch_size,
+        shard_size=shard_size,
+        ranks=(rank, world_size),
+        progress=progress,
+        release=release,
+        barrier=barrier,
+    )
 
 
 def cache_edits(
@@ -479,24 +484,27 @@ def cache_edits(
         wanted = [found[key] for key in keys]
         loaded = [dataset.tensors(index, flipped=flipped)[0] for _, index, flipped in wanted]
         edited = torch.stack([tensors[REFERENCE_IMAGES] for tensors in loaded])
-        return _by_key(keys, encode([text for text, _, _ in wanted], edited))
+        return _rows_by_key(keys, encode([text for text, _, _ in wanted], edited))
 
     def bucket(key: str) -> Any:
         return dataset.assignment.placements[found[key][1]].bucket
 
-    share = _share(found, cache, rank=rank, world_size=world_size, barrier=barrier)
-    batches = _of_one_size(share, bucket, batch_size)
-    _fill(batches, compute, cache=cache, shard_size=shard_size, progress=progress)
-    _finish(cache, release=release, barrier=barrier)
+    _compute_missing(
+        found,
+        compute,
+        bucket=bucket,
+        cache=cache,
+        batch_size=batch_size,
+        shard_size=shard_size,
+        ranks=(rank, world_size),
+        progress=progress,
+        release=release,
+        barrier=barrier,
+    )
 
 
 def check_edits(dataset: PreparedImages) -> None:
-    """Refuse images without references, and captions that cannot be counted.
-
-    Raises:
-        DataError: The former.
-        InvalidValueError: The latter.
-    """
+    """Refuse images without references, and captions that cannot be counted."""
     dataset.augmentation.check_countable()
     if REFERENCE not in dataset.companions:
         raise DataError(
@@ -593,11 +601,7 @@ class CachedImages:
 
 
 def _check_reproducible(preparation: Preparation) -> None:
-    """Refuse what differs from process to process: keys are made of its ``repr``.
-
-    Raises:
-        InvalidValueError: A ``repr`` holds a memory address.
-    """
+    """Refuse what differs from process to process: keys are made of its ``repr``."""
     for name, part in attrs.asdict(preparation, recurse=False).items():
         if not is_reproducible(repr(part)):
             raise InvalidValueError(
@@ -610,14 +614,21 @@ def _check_reproducible(preparation: Preparation) -> None:
             )
 
 
-def _share(
+def _compute_missing(
     keys: Iterable[str],
-    cache: TensorCache,
+    compute: Callable[[list[str]], dict[str, dict[str, torch.Tensor]]],
     *,
-    rank: int,
-    world_size: int,
+    bucket: Callable[[str], Any] | None,
+    cache: TensorCache,
+    batch_size: int,
+    shard_size: int,
+    ranks: tuple[int, int],
+    progress: Progress | None,
+    release: Callable[[], None] | None,
     barrier: Callable[[], None] | None,
-) -> list[str]:
+) -> None:
+    """Compute this rank's share of what the cache lacks, in batches of one bucket."""
+    rank, world_size = ranks
     if barrier is None and world_size > 1:
         raise InvalidValueError(
             "ranks must wait for each other before they read",
@@ -629,17 +640,40 @@ def _share(
     cache.refresh()
     # By the key and not by what is missing: a rank that looks later finds less missing, and
     # dividing that anew would leave gaps.
-    return [key for key in keys if int(key, 16) % world_size == rank and key not in cache]
+    mine = [key for key in keys if int(key, 16) % world_size == rank and key not in cache]
+    place = bucket or (lambda _key: 0)
+    batches = [
+        batch
+        for _, alike in groupby(sorted(mine, key=lambda key: (place(key), key)), key=place)
+        for batch in _chunked_keys(alike, batch_size)
+    ]
+    report = progress or (lambda _done, _total: None)
+    done = 0
+    report(done, len(mine))
+    waiting: dict[str, dict[str, torch.Tensor]] = {}
+    for batch in batches:
+        with torch.no_grad():
+            waiting |= compute(batch)
+        done += len(batch)
+        if len(waiting) >= shard_size or done == len(mine):
+            cache.write(waiting)
+            waiting = {}
+        report(done, len(mine))
+    if release is not None:
+        release()
+    if barrier is not None:
+        barrier()
+        cache.refresh()
 
 
-def _chunks(keys: Iterable[str], size: int) -> Iterator[list[str]]:
+def _chunked_keys(keys: Iterable[str], size: int) -> Iterator[list[str]]:
     whole(size, key="batch_size", fix="write 1")
     waiting = iter(keys)
     while chunk := list(islice(waiting, size)):
         yield chunk
 
 
-def _by_key(
+def _rows_by_key(
     keys: list[str], encoded: Mapping[str, torch.Tensor]
 ) -> dict[str, dict[str, torch.Tensor]]:
     for name, tensor in encoded.items():
@@ -654,38 +688,3 @@ def _by_key(
         key: {name: tensor.detach().cpu().clone() for name, tensor in row_of(encoded, row).items()}
         for row, key in enumerate(keys)
     }
-
-
-def _fill(
-    batches: Sequence[list[str]],
-    compute: Callable[[list[str]], dict[str, dict[str, torch.Tensor]]],
-    *,
-    cache: TensorCache,
-    shard_size: int,
-    progress: Progress | None,
-) -> None:
-    report = progress or (lambda _done, _total: None)
-    total, done = sum(map(len, batches)), 0
-    report(0, total)
-    waiting: dict[str, dict[str, torch.Tensor]] = {}
-    for keys in batches:
-        with torch.no_grad():
-            waiting |= compute(keys)
-        done += len(keys)
-        if len(waiting) >= shard_size or done == total:
-            cache.write(waiting)
-            waiting = {}
-        report(done, total)
-
-
-def _finish(
-    cache: TensorCache,
-    *,
-    release: Callable[[], None] | None,
-    barrier: Callable[[], None] | None,
-) -> None:
-    if release is not None:
-        release()
-    if barrier is not None:
-        barrier()
-        cache.refresh()

@@ -45,8 +45,7 @@ from zerotune.diffusion.data.preparation import (
     PreparedImages,
     all_to_pixels,
 )
-from zerotune.diffusion.data.sizes import SizeIndex, stamp_of
-from zerotune.diffusion.data.sources import ImageItem, scan, worded
+from zerotune.diffusion.data.sources import ImageItem, SizeIndex, scan, stamp_of, worded
 from zerotune.errors import DataError, InvalidValueError
 
 if TYPE_CHECKING:
@@ -168,14 +167,6 @@ def _container(path: Path) -> Iterator[tuple[Any, Any]]:
         yield container, container.streams.video[0]
 
 
-def _video_errors(*, videos: bool) -> tuple[type[Exception], ...]:
-    """What PyAV raises for files that hold no whole video, where there are any."""
-    if not videos:
-        return ()
-    known: type[Exception] = need("av", package="av", extra="video").error.FFmpegError
-    return (known,)
-
-
 class ClipCheck(Protocol):
     """How closely clips are looked at when a source is opened."""
 
@@ -212,7 +203,7 @@ class FirstFrame:
         return size, count
 
 
-_CHECKS: Final = {"whole": WholeClip, "first": FirstFrame}
+_CLIP_CHECKS: Final = {"whole": WholeClip, "first": FirstFrame}
 
 
 # -- The source.
@@ -280,7 +271,7 @@ class ClipFolder:
         check: ClipCheck | Literal["whole", "first"] | None = None,
         on_broken: OnBroken | None = None,
     ) -> None:
-        place, rate = Path(root), _rate(frame_rate, key="frame_rate")
+        place, rate = Path(root), _checked_rate(frame_rate, key="frame_rate")
         with system_errors(DataError, place, "clips cannot be read from it"):
             there = place.is_dir()
         if not there:
@@ -288,10 +279,12 @@ class ClipFolder:
                 "is no folder", key="root", value=os.fspath(root), fix="name a folder of clips"
             )
         policy = broken_policy(on_broken)
-        looker: ClipCheck = named_policy(check, _CHECKS, key="check", method="look")
+        looker: ClipCheck = named_policy(check, _CLIP_CHECKS, key="check", method="look")
         found, strays = _clips_in(place)
         videos = any(isinstance(files, Path) for files in found.values())
-        self._errors: tuple[type[Exception], ...] = _video_errors(videos=videos)
+        self._errors: tuple[type[Exception], ...] = ()
+        if videos:
+            self._errors = (need("av", package="av", extra="video").error.FFmpegError,)
         chosen, decisions = (captions, ()) if captions else caption_files(place)
         words = chosen.read(place, found)
         index = SizeIndex("clips", str(place.resolve()), looker, count=3)
@@ -404,7 +397,7 @@ def _rate_decision(rate: Fraction, folders: int) -> tuple[Decision, ...]:
     )
 
 
-def _rate(value: float | Fraction, *, key: str) -> Fraction:
+def _checked_rate(value: float | Fraction, *, key: str) -> Fraction:
     if not 0 < value < float("inf"):
         raise InvalidValueError("is no rate", key=key, value=value, fix="write frames per second")
     return Fraction(value).limit_denominator(_FINEST)
@@ -448,7 +441,7 @@ def _rising(lengths: Iterable[int]) -> tuple[int, ...]:
 
 
 def _frames_per_second(value: float | Fraction) -> Fraction:
-    return _rate(value, key="ClipBuckets.fps")
+    return _checked_rate(value, key="ClipBuckets.fps")
 
 
 def _check_lengths(instance: ClipBuckets, attribute: Any, value: tuple[int, ...]) -> None:
@@ -572,7 +565,7 @@ class ClipBuckets:
                 f"some of their frames come twice ({slow[0]}, …)",
                 severity="warning",
             )
-        spans = [numbers[-1] - numbers[0] + 1 for numbers in map(_numbers, placements)]
+        spans = [numbers[-1] - numbers[0] + 1 for numbers in map(_frame_numbers, placements)]
         there = sum(item.frames for item in items)
         if sum(spans) < there:
             yield Decision(
@@ -584,7 +577,7 @@ class ClipBuckets:
             )
 
 
-def _numbers(placement: Placement) -> tuple[int, ...]:
+def _frame_numbers(placement: Placement) -> tuple[int, ...]:
     return cast("ClipPlacement", placement).numbers
 
 
@@ -633,6 +626,6 @@ class PreparedClips(PreparedImages):
         """One clip (3, frames, h, w) in [-1, 1], and left and top of its crop as shown."""
         placement = self.assignment.placements[index]
         source: Any = self.source
-        frames = source.frames(index, _numbers(placement))
+        frames = source.frames(index, _frame_numbers(placement))
         tensors, corner = all_to_pixels(frames, placement, self.preparation, flipped=flipped)
         return torch.stack(tensors, dim=1), corner

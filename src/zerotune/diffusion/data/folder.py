@@ -23,15 +23,17 @@ from zerotune.diffusion.data.images import (
     broken_policy,
     image_check,
 )
-from zerotune.diffusion.data.sizes import SizeIndex, Stamp, stamp_of
 from zerotune.diffusion.data.sources import (
     MASK,
     REFERENCE,
     CaptionText,
     EncodedSource,
+    SizeIndex,
+    Stamp,
     WholeText,
     Words,
     caption_text,
+    stamp_of,
 )
 from zerotune.errors import DataError
 
@@ -46,19 +48,12 @@ def parse_jsonl(text: str, *, source: str, file: str, caption: str) -> dict[str,
         source: Name of the file, for messages.
         file: Key that holds the image's path, relative to the metadata file.
         caption: Key that holds the caption, or a list of several.
-
-    Raises:
-        DataError: A line that is no object, lacks a key or repeats a file with other words.
     """
     return _collect(_json_rows(text, source), source=source, file=file, caption=caption)
 
 
 def parse_csv(text: str, *, source: str, file: str, caption: str) -> dict[str, Words]:
-    """Captions by file name from comma-separated values with a header; like ``parse_jsonl``.
-
-    Raises:
-        DataError: A malformed line, a missing column, or a file repeated with other words.
-    """
+    """Captions by file name from comma-separated values with a header; like ``parse_jsonl``."""
     return _collect(_csv_rows(text, source), source=source, file=file, caption=caption)
 
 
@@ -70,9 +65,9 @@ def _json_rows(text: str, source: str) -> Iterator[tuple[int, dict[str, Any]]]:
         try:
             row = json_of(line)
         except ValueError as error:
-            raise _bad(source, number, f"is not JSON ({error})") from None
+            raise _bad_line(source, number, f"is not JSON ({error})") from None
         if not isinstance(row, dict):
-            raise _bad(source, number, "is no JSON object")
+            raise _bad_line(source, number, "is no JSON object")
         yield number, row
 
 
@@ -84,10 +79,10 @@ def _csv_rows(text: str, source: str) -> Iterator[tuple[int, dict[str, Any]]]:
             if not row:
                 continue
             if len(row) != len(header):
-                raise _bad(source, reader.line_num, f"has {len(row)} of {len(header)} columns")
+                raise _bad_line(source, reader.line_num, f"has {len(row)} of {len(header)} columns")
             yield reader.line_num, dict(zip(header, row, strict=True))
     except csv.Error as error:
-        raise _bad(source, reader.line_num, f"is not CSV ({error})") from None
+        raise _bad_line(source, reader.line_num, f"is not CSV ({error})") from None
 
 
 def _collect(
@@ -95,32 +90,26 @@ def _collect(
 ) -> dict[str, Words]:
     captions: dict[str, Words] = {}
     for number, row in rows:
-        for column, fits in ((file, _is_text), (caption, _is_words)):
-            if not fits(row.get(column)):
-                raise _bad(source, number, f"has no text {column!r} (it has {sorted(row)})")
-        name = _inside(row[file], source, number)
+        for column in (file, caption):
+            value = row.get(column)
+            several = value if column == caption and isinstance(value, list) else [value]
+            if not all(isinstance(each, str) for each in several):
+                raise _bad_line(source, number, f"has no text {column!r} (it has {sorted(row)})")
+        name = _path_beside(row[file], source, number)
         if captions.get(name, row[caption]) != row[caption]:
-            raise _bad(source, number, f"gives {name!r} a second caption")
+            raise _bad_line(source, number, f"gives {name!r} a second caption")
         captions[name] = row[caption]
     return captions
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _is_words(value: Any) -> bool:
-    return _is_text(value) or (isinstance(value, list) and all(map(_is_text, value)))
-
-
-def _inside(name: str, source: str, number: int) -> str:
+def _path_beside(name: str, source: str, number: int) -> str:
     path = PurePosixPath(name.replace("\\", "/"))
     if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in name:
-        raise _bad(source, number, f"names {name!r}, which does not lie beside this file")
+        raise _bad_line(source, number, f"names {name!r}, which does not lie beside this file")
     return str(path)
 
 
-def _bad(source: str, number: int, reason: str) -> DataError:
+def _bad_line(source: str, number: int, reason: str) -> DataError:
     return DataError(
         f"line {number} {reason}",
         key=source,
@@ -161,7 +150,7 @@ class TextBeside:
             whole = place.with_name(place.name + self.suffix)
             beside = whole if place.is_dir() else place.with_suffix(self.suffix)
             if beside.is_file():
-                found[name] = self.words.captions(_text(beside))
+                found[name] = self.words.captions(_read_utf8(beside))
         return found
 
 
@@ -185,7 +174,7 @@ class MetadataFile:
         if not path.is_file():
             raise DataError("is not there", key=self.name, fix=f"put it into {root.name}")
         parse = parse_csv if path.suffix == ".csv" else parse_jsonl
-        return parse(_text(path), source=self.name, file=self.file, caption=self.caption)
+        return parse(_read_utf8(path), source=self.name, file=self.file, caption=self.caption)
 
 
 class ImageFolder(EncodedSource):
@@ -300,16 +289,15 @@ def caption_files(root: Path) -> tuple[CaptionFiles, tuple[Decision, ...]]:
     """Where the captions of a folder are, and why."""
     for name in ("metadata.jsonl", "metadata.csv"):
         if (root / name).is_file():
-            reason = f"{name} is in the folder"
-            return MetadataFile(name=name), (_chosen(name, reason),)
-    return TextBeside(), (_chosen(".txt", "there is no metadata.jsonl or metadata.csv"),)
+            after, reason = name, f"{name} is in the folder"
+            break
+    else:
+        after, reason = ".txt", "there is no metadata.jsonl or metadata.csv"
+    decision = Decision(key="data.captions", before=None, after=after, reason=reason)
+    return TextBeside() if after == ".txt" else MetadataFile(name=after), (decision,)
 
 
-def _chosen(after: str, reason: str) -> Decision:
-    return Decision(key="data.captions", before=None, after=after, reason=reason)
-
-
-def _text(path: Path) -> str:
+def _read_utf8(path: Path) -> str:
     try:
         with system_errors(DataError, path, "captions cannot be read from it"):
             return path.read_text(encoding="utf-8-sig")

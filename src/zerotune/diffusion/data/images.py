@@ -118,9 +118,6 @@ def named_policy(
         kinds: What makes a policy, by name.
         key: Where it was given.
         method: What an object must have.
-
-    Raises:
-        InvalidValueError: It is neither.
     """
     if value is None or (isinstance(value, str) and value in kinds):
         return kinds[value or next(iter(kinds))]()
@@ -193,11 +190,7 @@ def image_check(check: Check | None) -> ImageCheck:
 
 
 def pillow(module: str) -> ModuleType:
-    """A module of Pillow.
-
-    Raises:
-        MissingDependencyError: Pillow is not installed.
-    """
+    """A module of Pillow."""
     return need(f"PIL.{module}", package="pillow")
 
 
@@ -208,9 +201,6 @@ def need(module: str, *, package: str, extra: str = "data") -> ModuleType:
         module: Its name.
         package: What it is installed as.
         extra: Which of zerotune's extras brings it.
-
-    Raises:
-        MissingDependencyError: The package is not installed.
     """
     try:
         return importlib.import_module(module)
@@ -228,9 +218,6 @@ def decode(file: Path | bytes) -> Image:
     """An image as people see it: upright by its EXIF orientation, 8 bits, RGB or RGBA.
 
     Images of 16 bits are scaled to 8, where Pillow would clip them to white.
-
-    Raises:
-        OSError: It cannot be read, or is truncated.
     """
     with _open(file) as image:
         image.load()
@@ -268,22 +255,14 @@ def write_broken(broken: Iterable[BrokenImage], path: str | os.PathLike[str]) ->
 
 @contextmanager
 def reading(file: Path) -> Iterator[IO[bytes]]:
-    """A file that belongs to the data, opened.
-
-    Raises:
-        DataError: It cannot be read.
-    """
+    """A file that belongs to the data, opened."""
     purpose = "belongs to the data and cannot be read"
     with system_errors(DataError, file, purpose), reading_regular(file) as opened:
         yield opened
 
 
 def bytes_of(file: Path | bytes) -> bytes:
-    """What is in a file that belongs to the data.
-
-    Raises:
-        DataError: It cannot be read.
-    """
+    """What is in a file that belongs to the data."""
     if isinstance(file, bytes):
         return file
     with reading(file) as opened:

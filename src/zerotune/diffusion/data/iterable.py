@@ -139,7 +139,7 @@ class StreamedImages:
         Raises:
             DataError: The stream gives other samples, or fewer; or this is no saved place.
         """
-        waiting = {_draw(each) for each in saved(state, "waiting", list)}
+        waiting = {_saved_draw(each) for each in saved(state, "waiting", list)}
         epoch, count = saved(state, "epoch", int, most=_MOST_EPOCHS), saved(state, "count", int)
         last = saved(state, "last", str)
         self._waiting, self._iterator, self.broken = {}, None, []
@@ -150,11 +150,11 @@ class StreamedImages:
         while (self._epoch, self._count) < target:
             sample = self._take()
             if (self._epoch, self._count) > target:
-                raise _other(f"ends before sample {count} of epoch {epoch}")
+                raise _other_samples(f"ends before sample {count} of epoch {epoch}")
             if (self._epoch, self._count - 1) in waiting:
                 self._receive(sample)
         if last and (sample is None or self._digest(sample) != last):
-            raise _other("gives other samples than before")
+            raise _other_samples("gives other samples than before")
         self._last = last
 
     def _assemble(self) -> list[_Arrived]:
@@ -250,7 +250,7 @@ class StreamedImages:
         return hashlib.sha256(encoded + "\0".join(all_of(words)).encode()).hexdigest()[:16]
 
 
-def _draw(found: Any) -> tuple[int, int]:
+def _saved_draw(found: Any) -> tuple[int, int]:
     """Epoch and number of a sample that waited, as they were saved."""
     if not isinstance(found, list | tuple) or len(found) != 2:
         raise no_place("state.waiting", found)
@@ -259,7 +259,7 @@ def _draw(found: Any) -> tuple[int, int]:
     return epoch, saved(by_name, "index", int, of="state.waiting")
 
 
-def _other(reason: str) -> DataError:
+def _other_samples(reason: str) -> DataError:
     return DataError(
         reason,
         key="samples",

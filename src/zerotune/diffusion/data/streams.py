@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar, runtime_checkable
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_MOST: Final = 2**63 - 1
+_MOST_INT64: Final = 2**63 - 1
 _MOST_BATCHES: Final = 10**9
 """More than any run takes; they are read one by one."""
 _LOOKED_AT: Final = 64
@@ -88,11 +89,7 @@ class ImageTensors(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 
 def check_float(images: torch.Tensor, *, key: str) -> None:
-    """Refuse images of whole numbers, such as 0 to 255.
-
-    Raises:
-        DataError: They are.
-    """
+    """Refuse images of whole numbers, such as 0 to 255."""
     if not images.is_floating_point():
         raise DataError(
             "images are floating-point numbers in [-1, 1]",
@@ -163,9 +160,6 @@ def stack_named(rows: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.T
 
     All of a name are of one shape, but for those that come with a mask: they, and their masks, are
     padded with zeros to the longest. ``row_of`` takes that away again.
-
-    Raises:
-        DataError: Shapes differ without a mask.
     """
     batch = {}
     for name in rows[0] if rows else ():
@@ -173,7 +167,7 @@ def stack_named(rows: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.T
         if name + _MASK in rows[0] or (
             name.endswith(_MASK) and name.removesuffix(_MASK) in rows[0]
         ):
-            tensors = _padded(tensors)
+            tensors = _pad_rows(tensors)
         shapes = sorted({tuple(tensor.shape) for tensor in tensors})
         if len(shapes) > 1:
             raise DataError(
@@ -198,7 +192,7 @@ def row_of(batch: Mapping[str, torch.Tensor], index: int) -> dict[str, torch.Ten
     return row
 
 
-def _padded(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _pad_rows(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     longest = max(len(tensor) for tensor in tensors)
     return [
         torch.cat([tensor, tensor.new_zeros(longest - len(tensor), *tensor.shape[1:])])
@@ -356,7 +350,7 @@ class DataStream(_OrderedStream):
         length = saved(state, "length", int)
         order = attrs.evolve(
             self._order,
-            seed=saved(state, "seed", int, least=-_MOST),
+            seed=saved(state, "seed", int, least=-_MOST_INT64),
             shuffle=saved(state, "shuffle", bool),
         )
         position = saved(state, "position", int)
@@ -512,7 +506,7 @@ class BucketStream(_OrderedStream):
             )
         order = attrs.evolve(
             self._order,
-            seed=saved(state, "seed", int, least=-_MOST),
+            seed=saved(state, "seed", int, least=-_MOST_INT64),
             shuffle=saved(state, "shuffle", bool),
             micro_batch_size=saved(state, "micro_batch_size", int, least=1),
             origin=self._origin(saved(state, "origin", list)),
@@ -617,7 +611,13 @@ class RepeatedBatches:
 
 
 def saved(
-    state: Any, key: Any, kind: type[T], *, least: int = 0, most: int = _MOST, of: str = "state"
+    state: Any,
+    key: Any,
+    kind: type[T],
+    *,
+    least: int = 0,
+    most: int = _MOST_INT64,
+    of: str = "state",
 ) -> T:
     """A field of a stream's saved state, which may have been altered since.
 
@@ -628,9 +628,6 @@ def saved(
         least: Of a whole number.
         most: Of a whole number.
         of: What ``state`` is, for the message.
-
-    Raises:
-        DataError: It is missing or something else.
     """
     value: Any = state.get(key, UNSET) if isinstance(state, Mapping) else UNSET
     if isinstance(value, int) and kind is int:
@@ -666,3 +663,113 @@ def check_rank(rank: int, world_size: int) -> None:
         raise InvalidValueError(
             f"lies between 0 and {world_size - 1}", key="rank", value=rank, fix="pass both"
         )
+
+
+_PRIOR_WEIGHTS = "loss_weights"
+
+
+class PriorPreservation:
+    """Micro batches of instance samples followed by prior samples, weighted as DreamBooth does.
+
+    The mean over such a batch is ``instance_loss + weight * prior_loss``, each the mean over its
+    own samples. The plan's micro batch size is that of both streams together; they need not be
+    equally large. The two take their samples from streams of their own, each with its own epochs::
+
+        data = PriorPreservation(
+            instances=DataStream(photos, micro_batch_size=2),
+            priors=DataStream(class_images, micro_batch_size=2),
+        )
+
+    Args:
+        instances: What is learned.
+        priors: What the model drew of the class before it was trained.
+        weight: How much the prior counts.
+
+    Raises:
+        InvalidValueError: The weight is negative or not finite.
+
+    Source: ``with_prior_preservation`` of diffusers' ``examples/dreambooth/train_dreambooth.py``,
+    after https://arxiv.org/abs/2208.12242.
+    """
+
+    def __init__(self, *, instances: BatchStream, priors: BatchStream, weight: float = 1.0) -> None:
+        if not (math.isfinite(weight) and weight >= 0):
+            raise InvalidValueError(
+                "is no weight of a loss", key="weight", value=weight, fix="write 1.0"
+            )
+        self._instances, self._priors, self._weight = instances, priors, weight
+
+    @property
+    def epoch(self) -> float:
+        """Epochs of the instances consumed."""
+        instances: Any = self._instances
+        return float(instances.epoch)
+
+    def __iter__(self) -> PriorPreservation:
+        return self
+
+    def __next__(self) -> Batch:
+        instance, prior = next(self._instances), next(self._priors)
+        if instance.keys() != prior.keys():
+            raise DataError(
+                f"instances have {sorted(instance)}, priors {sorted(prior)}",
+                key="priors",
+                value=sorted(instance.keys() ^ prior.keys()),
+                fix="let both datasets give the same keys",
+            )
+        weights = self._weights(instance, prior)
+        joined = {name: _join_prior(name, instance[name], prior[name]) for name in instance}
+        if _PRIOR_WEIGHTS in joined:
+            weights = weights * joined[_PRIOR_WEIGHTS]
+        return {**joined, _PRIOR_WEIGHTS: weights}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The places of both streams."""
+        return {"instances": self._instances.state_dict(), "priors": self._priors.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue both streams.
+
+        Raises:
+            DataError: The state is not that of two streams.
+        """
+        if not isinstance(state, Mapping):
+            raise no_place("state", state)
+        if not {"instances", "priors"} <= state.keys():
+            raise DataError(
+                "was saved without prior preservation",
+                key="state",
+                value=sorted(state),
+                fix="give the data the run was started with, or leave its state out",
+            )
+        before = self._instances.state_dict()
+        self._instances.load_state_dict(state["instances"])
+        try:
+            self._priors.load_state_dict(state["priors"])
+        except DataError:
+            self._instances.load_state_dict(before)
+            raise
+
+    def _weights(self, instance: Batch, prior: Batch) -> torch.Tensor:
+        """What turns a mean over all samples into the sum of two means."""
+        ours, theirs = _samples_in(instance), _samples_in(prior)
+        both = float(ours + theirs)
+        return torch.tensor([both / ours] * ours + [self._weight * both / theirs] * theirs)
+
+
+def _samples_in(batch: Batch) -> int:
+    return len(next(iter(batch.values())))
+
+
+def _join_prior(name: str, instance: Any, prior: Any) -> Any:
+    if isinstance(instance, Captions) and isinstance(prior, Captions):
+        return Captions((*instance, *prior))
+    shapes = [tuple(getattr(value, "shape", ()))[1:] for value in (instance, prior)]
+    if shapes[0] != shapes[1] or type(instance) is not type(prior):
+        raise DataError(
+            f"samples of instances and priors do not fit together: {shapes[0]} and {shapes[1]}",
+            key=f"batch[{name!r}]",
+            value=(type(instance).__name__, type(prior).__name__),
+            fix="bring both to one size, with buckets of the same single size for instance",
+        )
+    return torch.cat([instance, prior])

@@ -22,14 +22,16 @@ from zerotune.diffusion.data.images import (
     image_check,
     reading,
 )
-from zerotune.diffusion.data.sizes import SizeIndex, Stamp, stamp_of
 from zerotune.diffusion.data.sources import (
     MASK,
     REFERENCE,
     CaptionText,
     EncodedSource,
+    SizeIndex,
+    Stamp,
     Words,
     caption_text,
+    stamp_of,
 )
 from zerotune.errors import DataError
 
@@ -83,7 +85,7 @@ class TarShards(EncodedSource):
         policy, closely, reader = broken_policy(on_broken), image_check(check), caption_text(words)
         samples: dict[str, dict[str, _Member]] = {}
         for shard in map(Path, shards):
-            for key, ending, member in _index(shard):
+            for key, ending, member in _index_shard(shard):
                 endings = samples.setdefault(f"{shard.name}/{key}", {})
                 if ending in endings:
                     raise DataError(
@@ -106,7 +108,7 @@ class TarShards(EncodedSource):
         self._scan(
             self._images,
             lambda name: self._images[name].read(),
-            lambda name: _caption(name, samples, caption, caption_key, reader),
+            lambda name: _member_caption(name, samples, caption, caption_key, reader),
             check=closely,
             on_broken=policy,
             index=SizeIndex("shards", paths, masks, references, closely),
@@ -150,7 +152,7 @@ def _pictures(endings: Mapping[str, _Member], before: str) -> _Member | None:
     return None
 
 
-def _index(shard: Path) -> Iterator[tuple[str, str, _Member]]:
+def _index_shard(shard: Path) -> Iterator[tuple[str, str, _Member]]:
     try:
         check_regular(shard)
         # "r:" refuses compressed archives, in which nothing can be found without reading all.
@@ -173,7 +175,7 @@ def _index(shard: Path) -> Iterator[tuple[str, str, _Member]]:
         ) from error
 
 
-def _caption(
+def _member_caption(
     name: str,
     samples: dict[str, dict[str, _Member]],
     ending: str,

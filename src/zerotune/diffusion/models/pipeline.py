@@ -20,11 +20,11 @@ from zerotune._util.text import json_of
 from zerotune.backend.unpartitioned import check_whole, unpartitioned
 from zerotune.diffusion.data.cache import hash_weights
 from zerotune.diffusion.data.streams import row_of, stack_named
-from zerotune.diffusion.family import Denoiser
-from zerotune.diffusion.latents import LatentSpace
+from zerotune.diffusion.models.family import Denoiser
+from zerotune.diffusion.models.latents import LatentSpace
 from zerotune.errors import DataError, MissingDependencyError
 
-_EXACT: Final = (
+_KEPT_EXACT: Final = (
     "timestep",
     "timesteps",
     "time_ids",
@@ -189,11 +189,7 @@ class FrozenParts:
 
 
 def pipeline_class(name: str) -> Any:
-    """A pipeline of diffusers.
-
-    Raises:
-        MissingDependencyError: transformers is not installed, and all pipelines of texts need it.
-    """
+    """A pipeline of diffusers."""
     import diffusers
 
     if not diffusers.utils.is_transformers_available():
@@ -358,10 +354,10 @@ class PipelineModel(torch.nn.Module):
         model: Any = self._model
         names = inspect.signature(getattr(model, "module", model).forward).parameters
         arguments = [
-            value if name in _EXACT else _cast(value, model.dtype)
+            value if name in _KEPT_EXACT else _cast_floats(value, model.dtype)
             for name, value in zip(names, args, strict=False)
         ]
-        output = model(*arguments, **_cast(kwargs, model.dtype))
+        output = model(*arguments, **_cast_floats(kwargs, model.dtype))
         prediction = output[0] if isinstance(output, tuple) else output.sample
         if isinstance(prediction, list):
             return ([one.float() for one in prediction],)
@@ -374,11 +370,12 @@ class PipelineModel(torch.nn.Module):
         return getattr(module, name)
 
 
-def _cast(value: Any, dtype: torch.dtype) -> Any:
+def _cast_floats(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, torch.Tensor):
         return value.to(dtype) if value.is_floating_point() else value
     if isinstance(value, Mapping):
         return {
-            name: inner if name in _EXACT else _cast(inner, dtype) for name, inner in value.items()
+            name: inner if name in _KEPT_EXACT else _cast_floats(inner, dtype)
+            for name, inner in value.items()
         }
-    return [_cast(inner, dtype) for inner in value] if isinstance(value, list) else value
+    return [_cast_floats(inner, dtype) for inner in value] if isinstance(value, list) else value

@@ -15,14 +15,13 @@ from zerotune._util.text import validated, whole
 from zerotune.diffusion.data.cache import EDITS, CacheSettings, hash_key
 from zerotune.diffusion.data.preparation import REFERENCE_IMAGES
 from zerotune.diffusion.data.streams import row_of, stack_named
-from zerotune.diffusion.families.base import config_of
-from zerotune.diffusion.families.pipeline_family import PipelineFamily
-from zerotune.diffusion.family import Conditioning, Denoiser, Drawing
-from zerotune.diffusion.latents import Packing, Tokens
-from zerotune.diffusion.pipeline import Blueprint, FrozenParts, PipelineModel
+from zerotune.diffusion.models.family import Conditioning, Denoiser, Drawing, config_of
+from zerotune.diffusion.models.latents import Packing, Tokens
+from zerotune.diffusion.models.pipeline import Blueprint, FrozenParts, PipelineModel
+from zerotune.diffusion.models.pipeline_family import PipelineFamily
 from zerotune.errors import DataError
 
-_MASKED = ("prompt_embeds", "prompt_attention_mask")
+_WITH_MASK = ("prompt_embeds", "prompt_attention_mask")
 _POOLED = ("prompt_embeds", "pooled_prompt_embeds")
 _POOLED_PAIRS = (
     "prompt_embeds",
@@ -61,7 +60,7 @@ class StableDiffusion(PipelineFamily):
         """None: CLIP's texts have one length."""
         return {}
 
-    def adjust(self, pipe: Any, told: dict[str, Any]) -> None:  # noqa: ARG002
+    def adjust(self, pipe: Any, call_kwargs: dict[str, Any]) -> None:  # noqa: ARG002
         """Take sides that the VAE takes."""
         _take_any_size(pipe)
 
@@ -128,10 +127,10 @@ class StableDiffusionXL(PipelineFamily):
         sizes = {_TIME_IDS: conditioning[_TIME_IDS].to(device)}
         return super()._call_kwargs(noisy, conditioning, device) | sizes
 
-    def adjust(self, pipe: Any, told: dict[str, Any]) -> None:
+    def adjust(self, pipe: Any, call_kwargs: dict[str, Any]) -> None:
         """Give the model each sample's own sizes; the pipeline takes one for all."""
         _take_any_size(pipe)
-        sizes = told.pop(_TIME_IDS, None)
+        sizes = call_kwargs.pop(_TIME_IDS, None)
 
         def put_in_place(_model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             added = {**kwargs["added_cond_kwargs"], _TIME_IDS: sizes}
@@ -201,7 +200,7 @@ class Flux(PipelineFamily):
     )
     packing: ClassVar[Packing] = Tokens(2)
     guided_by: ClassVar[str | None] = "true_cfg_scale"
-    told_guidance: ClassVar[str | None] = "guidance_scale"
+    embedded_guidance_arg: ClassVar[str | None] = "guidance_scale"
     by_class: ClassVar[bool] = True
 
 
@@ -246,7 +245,7 @@ class Flux2(PipelineFamily):
     encoded: ClassVar[tuple[str, ...]] = ("prompt_embeds", "text_ids")
     packing: ClassVar[Packing] = Tokens(1, packs=False)
     guided_by: ClassVar[str | None] = None
-    told_guidance: ClassVar[str | None] = "guidance_scale"
+    embedded_guidance_arg: ClassVar[str | None] = "guidance_scale"
 
 
 class Flux2Klein(Flux2):
@@ -254,7 +253,7 @@ class Flux2Klein(Flux2):
 
     pipeline: ClassVar[str] = "Flux2KleinPipeline"
     guided_by: ClassVar[str | None] = "guidance_scale"
-    told_guidance: ClassVar[str | None] = None
+    embedded_guidance_arg: ClassVar[str | None] = None
 
 
 class Wan(PipelineFamily):
@@ -334,7 +333,7 @@ class Sana(PipelineFamily):
     pipeline: ClassVar[str] = "SanaPipeline"
     model: ClassVar[str] = "SanaTransformer2DModel"
     usual_scale: ClassVar[int] = 32
-    text_tensors: ClassVar[tuple[str, ...]] = _MASKED
+    text_tensors: ClassVar[tuple[str, ...]] = _WITH_MASK
     arguments: ClassVar[Mapping[str, Any]] = _UNBINNED
 
 
@@ -343,7 +342,7 @@ class Lumina2(PipelineFamily):
 
     pipeline: ClassVar[str] = "Lumina2Pipeline"
     model: ClassVar[str] = "Lumina2Transformer2DModel"
-    text_tensors: ClassVar[tuple[str, ...]] = _MASKED
+    text_tensors: ClassVar[tuple[str, ...]] = _WITH_MASK
 
 
 class LTXVideo(PipelineFamily):
@@ -353,7 +352,7 @@ class LTXVideo(PipelineFamily):
     model: ClassVar[str] = "LTXVideoTransformer3DModel"
     usual_scale: ClassVar[int] = 32
     usual_frames: ClassVar[int] = 8
-    text_tensors: ClassVar[tuple[str, ...]] = _MASKED
+    text_tensors: ClassVar[tuple[str, ...]] = _WITH_MASK
     packing: ClassVar[Packing] = Tokens(1)
     clips: ClassVar[bool] = True
 
@@ -371,7 +370,7 @@ class HunyuanVideo(PipelineFamily):
     )
     clips: ClassVar[bool] = True
     guided_by: ClassVar[str | None] = "true_cfg_scale"
-    told_guidance: ClassVar[str | None] = "guidance_scale"
+    embedded_guidance_arg: ClassVar[str | None] = "guidance_scale"
 
 
 class Chroma(PipelineFamily):
@@ -379,7 +378,7 @@ class Chroma(PipelineFamily):
 
     pipeline: ClassVar[str] = "ChromaPipeline"
     model: ClassVar[str] = "ChromaTransformer2DModel"
-    text_tensors: ClassVar[tuple[str, ...]] = _MASKED
+    text_tensors: ClassVar[tuple[str, ...]] = _WITH_MASK
     encoded: ClassVar[tuple[str, ...]] = (
         "prompt_embeds",
         "text_ids",
@@ -421,7 +420,7 @@ class AuraFlow(PipelineFamily):
 
     pipeline: ClassVar[str] = "AuraFlowPipeline"
     model: ClassVar[str] = "AuraFlowTransformer2DModel"
-    text_tensors: ClassVar[tuple[str, ...]] = _MASKED
+    text_tensors: ClassVar[tuple[str, ...]] = _WITH_MASK
     one_by_one: ClassVar[bool] = True
 
 
@@ -429,7 +428,7 @@ class PixArtAlpha(PipelineFamily):
     """PixArt-alpha: denoising; the variance that its transformer also predicts is left as it is."""
 
     pipeline: ClassVar[str] = "PixArtAlphaPipeline"
-    text_tensors: ClassVar[tuple[str, ...]] = _MASKED
+    text_tensors: ClassVar[tuple[str, ...]] = _WITH_MASK
     flow_matching: ClassVar[bool] = False
     arguments: ClassVar[Mapping[str, Any]] = {**_UNBINNED, "clean_caption": False}
 
@@ -507,24 +506,28 @@ class HiDream(PipelineFamily):
     )
     packing: ClassVar[Packing] = _Patches()
 
-    def adjust(self, pipe: Any, told: dict[str, Any]) -> None:
+    def adjust(self, pipe: Any, call_kwargs: dict[str, Any]) -> None:
         """The pipeline brings every image to the area of its ``default_sample_size``."""
-        side = math.sqrt(told["height"] * told["width"]) / pipe.vae_scale_factor
+        side = math.sqrt(call_kwargs["height"] * call_kwargs["width"]) / pipe.vae_scale_factor
         pipe.default_sample_size = side * _ROUNDED_UP
 
     def encode_with(
-        self, pipeline: Any, device: torch.device, told: Mapping[str, Any], prefix: str = ""
+        self,
+        pipeline: Any,
+        device: torch.device,
+        prompts: Mapping[str, Any],
+        prefix: str = "",
     ) -> dict[str, Tensor]:
         """Batch first, LLaMA's layers too."""
-        found = super().encode_with(pipeline, device, told, prefix)
+        found = super().encode_with(pipeline, device, prompts, prefix)
         return found | {"prompt_embeds_llama3": found["prompt_embeds_llama3"].transpose(0, 1)}
 
-    def told_texts(
+    def text_kwargs(
         self, texts: Mapping[str, Tensor], device: torch.device, prefix: str = ""
     ) -> dict[str, Any]:
         """Layers first."""
         layers = {"prompt_embeds_llama3": texts["prompt_embeds_llama3"].transpose(0, 1)}
-        return super().told_texts({**texts, **layers}, device, prefix)
+        return super().text_kwargs({**texts, **layers}, device, prefix)
 
     def example_text(self, name: str, config: Any, batch: int) -> Tensor:
         """As the four encoders give them."""
@@ -670,13 +673,13 @@ class QwenImageEdit(QwenImage):
         own = {**usual.settings, "reference_area": self.reference_area}
         return attrs.evolve(usual, settings=own)
 
-    def told_reference(self, latents: Tensor) -> _Picture:
+    def reference_input(self, latents: Tensor) -> _Picture:
         """Latents in the place of a PIL image."""
         return _Picture(latents=latents, scale=self._space().scale)
 
-    def adjust(self, pipe: Any, told: dict[str, Any]) -> None:
+    def adjust(self, pipe: Any, call_kwargs: dict[str, Any]) -> None:
         """Let the pipeline take the picture's latents, and the model know their size."""
-        picture: _Picture = told["image"]
+        picture: _Picture = call_kwargs["image"]
         pipe.image_processor = picture
         pipe.transformer.register_forward_pre_hook(picture.put_in_place, with_kwargs=True)
 

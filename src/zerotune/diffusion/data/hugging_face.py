@@ -18,8 +18,7 @@ from zerotune.diffusion.data.images import (
     image_check,
     need,
 )
-from zerotune.diffusion.data.sizes import SizeIndex, Stamp, stamp_of
-from zerotune.diffusion.data.sources import EncodedSource, Words
+from zerotune.diffusion.data.sources import EncodedSource, SizeIndex, Stamp, Words, stamp_of
 from zerotune.errors import DataError
 
 if TYPE_CHECKING:
@@ -151,11 +150,7 @@ class DatasetImages(EncodedSource):
 
 
 def _taker(key: str, how: Any, sample: Any) -> Callable[[Any], Any]:
-    """What takes something out of samples like this one.
-
-    Raises:
-        DataError: There is no such place, or it is none.
-    """
+    """What takes something out of samples like this one."""
     if callable(how):
         return cast("Callable[[Any], Any]", how)
     places: Any = list(sample) if isinstance(sample, Mapping) else ()

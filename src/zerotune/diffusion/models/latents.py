@@ -68,9 +68,6 @@ class LatentSpace:
         Returns:
             (b, c, height / scale, width / scale), with latent frames before the height for clips,
             fp32, on the VAE's device.
-
-        Raises:
-            DataError: A clip has frames that the VAE would leave out.
         """
         pixels = images.to(self._device, self._vae.dtype)
         single = self._of_clips and pixels.ndim == 4

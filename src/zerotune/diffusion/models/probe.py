@@ -21,14 +21,14 @@ from zerotune.diffusion.passes import sizes_only
 from zerotune.errors import DataError, InvalidValueError, ZeroTuneError
 
 if TYPE_CHECKING:
-    from zerotune.diffusion.families.pipeline_family import PipelineFamily
+    from zerotune.diffusion.models.pipeline_family import PipelineFamily
 
-_SAMPLES: Final = 2
+_PROBED_SAMPLES: Final = 2
 _TIMES: Final = (900.0, 100.0)
-_SIDE: Final = 16
+_PROBED_SIDE: Final = 16
 """Of the latents: even in patches, and small."""
-_TEXTS: Final = ("a", "a cat on a wall " * 6)
-_ROUNDING: Final = 0.05
+_PROBED_TEXTS: Final = ("a", "a cat on a wall " * 6)
+_BATCH_ROUNDING: Final = 0.05
 
 
 @attrs.define(eq=False)
@@ -56,11 +56,6 @@ def probe(family: PipelineFamily, model: torch.nn.Module) -> tuple[Decision, ...
 
     Returns:
         A warning where the model cannot be tried without weights.
-
-    Raises:
-        InvalidValueError: The pipeline calls its model more than once or with a doubled batch,
-            does not pass on a time step for each sample, predicts another shape, or no gradient
-            reaches the first or the last block.
     """
     kind: Any = type(model)
     with unpartitioned(), torch.device("meta"):
@@ -68,17 +63,26 @@ def probe(family: PipelineFamily, model: torch.nn.Module) -> tuple[Decision, ...
     witness = Witness(module)
     try:
         with sizes_only():
-            latents, conditioning = family.example(module, batch=_SAMPLES, side=_SIDE)
+            latents, conditioning = family.example(module, batch=_PROBED_SAMPLES, side=_PROBED_SIDE)
             output = family.predict(witness, latents, torch.tensor(_TIMES), conditioning)
             output.sum().backward()  # type: ignore[no-untyped-call]
     except ZeroTuneError as error:
-        raise _refused(family, str(error)) from error
+        raise _not_trainable(family, str(error)) from error
     except (NotImplementedError, RuntimeError) as error:
         if "meta" not in str(error).lower():
-            raise _refused(family, f"{type(error).__name__}: {error}") from error
-        return (_untried(family, error),)
+            raise _not_trainable(family, f"{type(error).__name__}: {error}") from error
+        return (
+            Decision(
+                key="family",
+                before="tried without weights",
+                after="not tried",
+                reason=f"{family.pipeline} looks at numbers that a model without weights has not "
+                f"({str(error).splitlines()[0]}); the first prediction shows whether it fits",
+                severity="warning",
+            ),
+        )
     except (TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
-        raise _refused(family, f"{type(error).__name__}: {error}") from error
+        raise _not_trainable(family, f"{type(error).__name__}: {error}") from error
     _check_calls(family, witness)
     _check_gradients(family, module)
     return ()
@@ -98,9 +102,9 @@ def probe_texts(family: PipelineFamily) -> tuple[PipelineFamily, tuple[Decision,
     if family.reads_references or not any(name.startswith("text_encoder") for name in encoders):
         return family, ()
     decisions: tuple[Decision, ...] = ()
-    alone = [row_of(family.encode_texts([text]), 0) for text in _TEXTS]
-    together = family.encode_texts(list(_TEXTS))
-    if not all(_same(row_of(together, n), row) for n, row in enumerate(alone)):
+    alone = [row_of(family.encode_texts([text]), 0) for text in _PROBED_TEXTS]
+    together = family.encode_texts(list(_PROBED_TEXTS))
+    if not all(_same_embeddings(row_of(together, n), row) for n, row in enumerate(alone)):
         family = attrs.evolve(family, texts_alone=True)
         decisions += (
             Decision(
@@ -127,32 +131,34 @@ def probe_texts(family: PipelineFamily) -> tuple[PipelineFamily, tuple[Decision,
     return family, decisions
 
 
-def _same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+def _same_embeddings(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
     for name, tensor in other.items():
         if one[name].shape != tensor.shape:
             return False
         # Half precision rounds otherwise in a batch than alone.
         apart = (one[name].float() - tensor.float()).norm()
-        if apart > _ROUNDING * tensor.float().norm():
+        if apart > _BATCH_ROUNDING * tensor.float().norm():
             return False
     return True
 
 
 def _check_calls(family: PipelineFamily, witness: Witness) -> None:
     single = family.calls_one_by_one()
-    wanted = _SAMPLES if single else 1
+    wanted = _PROBED_SAMPLES if single else 1
     if len(witness.calls) != wanted:
-        raise _refused(family, f"its model is called {len(witness.calls)} times in one step")
-    rows = 1 if single else _SAMPLES
+        raise _not_trainable(family, f"its model is called {len(witness.calls)} times in one step")
+    rows = 1 if single else _PROBED_SAMPLES
     for call in witness.calls:
-        found = _rows(call)
+        found = _rows_of_call(call)
         if found != rows:
-            raise _refused(family, f"its model is given {found} samples of {rows}: guidance is on")
+            raise _not_trainable(
+                family, f"its model is given {found} samples of {rows}: guidance is on"
+            )
     if not single and not _tells_samples_apart(witness.calls[0]):
-        raise _refused(family, "its model is not told a time step for each sample")
+        raise _not_trainable(family, "its model is not told a time step for each sample")
 
 
-def _rows(call: tuple[Any, Mapping[str, Any]]) -> int:
+def _rows_of_call(call: tuple[Any, Mapping[str, Any]]) -> int:
     """How many samples a call has: of its first argument, whatever that is called."""
     arguments = [*call[0], *call[1].values()]
     for value in arguments:
@@ -169,7 +175,7 @@ def _tells_samples_apart(call: tuple[Any, Any]) -> bool:
         isinstance(leaf, Tensor)
         and not leaf.is_meta
         and leaf.ndim > 0
-        and len(leaf) == _SAMPLES
+        and len(leaf) == _PROBED_SAMPLES
         and not torch.equal(leaf[0], leaf[1])
         for leaf in tree_leaves(call)
     )
@@ -183,26 +189,15 @@ def _check_gradients(family: PipelineFamily, module: torch.nn.Module) -> None:
     for which, block in blocks:
         trained = list(block.parameters())
         if trained and all(parameter.grad is None for parameter in trained):
-            raise _refused(
+            raise _not_trainable(
                 family, f"no gradient reaches the {which} block of {type(module).__name__}"
             )
 
 
-def _refused(family: PipelineFamily, reason: str) -> InvalidValueError:
+def _not_trainable(family: PipelineFamily, reason: str) -> InvalidValueError:
     return InvalidValueError(
         f"cannot be trained through its pipeline: {reason}",
         key="family",
         value=f"{type(family).__name__} ({family.pipeline})",
         fix="name in the declaration what differs, or write predict by hand (docs/families.md)",
-    )
-
-
-def _untried(family: PipelineFamily, error: Exception) -> Decision:
-    return Decision(
-        key="family",
-        before="tried without weights",
-        after="not tried",
-        reason=f"{family.pipeline} looks at numbers that a model without weights has not "
-        f"({str(error).splitlines()[0]}); the first prediction shows whether it fits",
-        severity="warning",
     )

@@ -1,0 +1,923 @@
+"""Text-to-image families: VAE, text encoders, and a diffusers pipeline that predicts and draws.
+
+The pipeline's own ``__call__`` runs, without its ``no_grad``, with the engine in the place of its
+model and a scheduler of one step, whose time is that of each sample. What it hands its scheduler
+is the prediction, with its graph. Scaling of times, signs, position ids, masks, guidance embeddings
+and reference images are so diffusers' own code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, ClassVar, Final
+
+import attrs
+import torch
+from torch import Tensor
+
+from zerotune._util.text import probability, validated
+from zerotune.diffusion.data.cache import EDITS, TEXTS, CacheSettings
+from zerotune.diffusion.data.preparation import REFERENCE_IMAGES
+from zerotune.diffusion.data.streams import row_of, stack_named
+from zerotune.diffusion.models.family import (
+    Conditioning,
+    Denoiser,
+    Drawing,
+    config_of,
+    images_of,
+    parameters_of,
+    take,
+)
+from zerotune.diffusion.models.latents import LatentSpace, Packing, Tokens, Unpacked
+from zerotune.diffusion.models.pipeline import Blueprint, FrozenParts, PipelineModel, pipeline_class
+from zerotune.diffusion.noise_schedule import drawing_scheduler
+from zerotune.errors import DataError, InvalidValueError
+from zerotune.plan.model import latent_frames
+
+NEGATIVE: Final = "negative_"
+
+_NONE: Final[Mapping[str, Any]] = MappingProxyType({})
+
+
+@attrs.frozen(kw_only=True)
+class _UsualSpace:
+    """Sizes of the latents of a VAE that is not there."""
+
+    scale: int
+    frames: int
+
+    def latent_frames(self, frames: int) -> int:
+        """Latent frames of a clip."""
+        return latent_frames(frames, per_latent=self.frames)
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class TextToImage(ABC):
+    """A family of latent text-to-image models. Subclass it to add one.
+
+    A batch holds ``latents`` (b, c, h, w) and the tensors of ``text_tensors``, as caches give
+    them, or ``images`` (b, 3, height, width) in [-1, 1] and ``captions``, which are then encoded
+    as they come. Both may be mixed.
+
+    A subclass names its pipeline, and says how texts are encoded (``embed``) and how the model is
+    called (``predict``).
+    """
+
+    pipeline: ClassVar[str]
+    """Class in diffusers that loads, draws and exports."""
+    component: ClassVar[str]
+    """Name of the trained model in the pipeline."""
+    text_tensors: ClassVar[tuple[str, ...]]
+    """What ``embed`` gives, as the pipeline's arguments are called."""
+    lora_targets: ClassVar[tuple[str, ...]]
+    """Modules that get adapters by default, as in diffusers' training scripts."""
+    flow_matching: ClassVar[bool] = False
+    """Whether these models learn velocities along straight lines, or noise."""
+    reads_references: ClassVar[bool] = False
+    """Whether texts are encoded together with the image that is edited."""
+
+    usual_scale: ClassVar[int] = 8
+    """Pixels per latent pixel where no VAE tells."""
+    usual_frames: ClassVar[int] = 1
+    """Frames per latent frame where no VAE tells."""
+    packing: ClassVar[Packing] = Unpacked()
+    """How the pipeline wants its latents."""
+    clips: ClassVar[bool] = False
+    """Whether latents have frames: (b, c, frames, h, w)."""
+    listed: ClassVar[bool] = False
+    """Whether the pipeline takes one tensor per text, each of its own length."""
+    guided_by: ClassVar[str | None] = "guidance_scale"
+    """The argument of guidance that calls the model twice; ``None`` where there is none."""
+    unguided: ClassVar[float] = 1.0
+    """Its value without guidance."""
+    embedded_guidance_arg: ClassVar[str | None] = None
+    """The argument of the guidance that a distilled model takes as an input."""
+    reference: ClassVar[str | None] = None
+    """The argument that takes ``reference_latents``."""
+    by_class: ClassVar[bool] = False
+    """Whether the pipeline's class decides the call, so that the family may be made by hand."""
+    arguments: ClassVar[Mapping[str, Any]] = _NONE
+    """Further keyword arguments of the call."""
+
+    parts: FrozenParts | None = None
+    """VAE and text encoders. Not needed to train from caches; needed to draw images."""
+    dropout: float = attrs.field(default=0.0, validator=validated(probability))
+    """Share of samples trained on the empty text, for guidance without a classifier."""
+    parts_device: torch.device | None = None
+    """Where the parts encode what comes uncached; the batch's device when not given."""
+    guidance: float = 1.0
+    """Guidance that a distilled model takes as an input in training."""
+    blueprint: Blueprint | None = None
+    """The pipeline without weights; that of ``parts`` when not given."""
+
+    @abstractmethod
+    def embed(
+        self, parts: FrozenParts, captions: Sequence[str], device: torch.device
+    ) -> dict[str, Tensor]:
+        """Embeddings of captions by ``text_tensors``, batch first, through the pipeline."""
+
+    def embed_negative(
+        self, parts: FrozenParts, texts: Sequence[str], device: torch.device
+    ) -> dict[str, Tensor]:
+        """As ``embed``, of negative prompts: some pipelines give prompts instructions."""
+        return self.embed(parts, texts, device)
+
+    @abstractmethod
+    def predict(
+        self, model: Denoiser, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning
+    ) -> Tensor:
+        """The model's output, shaped as ``noisy``."""
+
+    def clean(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """The latents of a batch (b, c, h, w), fp32; images are encoded."""
+        if "latents" in batch:
+            return batch["latents"].float()
+        images = images_of(batch)
+        return self.encode_images(images, device=images.device)["latents"].to(images.device)
+
+    def conditioning(self, batch: Mapping[str, Tensor], generator: torch.Generator) -> Conditioning:
+        """Embeddings of a batch's texts, some of them replaced by those of the empty text."""
+        first = self.text_tensors[0]
+        texts = {n: take(batch, n) for n in self.text_tensors} if first in batch else None
+        if texts is None:
+            captions: Sequence[str] = take(batch, "captions")  # type: ignore[assignment]
+            texts = self.texts_of(batch, captions)
+        if self.dropout == 0:
+            return texts
+        count = len(texts[first])
+        dropped = torch.rand(count, generator=generator) < self.dropout
+        if self.parts is None:
+            raise DataError(
+                "the empty text cannot be encoded without text encoders",
+                key="dropout",
+                value=self.dropout,
+                fix="load them, or drop captions in the data: Augmentation(caption_dropout=...)",
+            )
+        known = self.empty_texts_of(batch, device=texts[first].device)
+        empty = {name: value.to(texts[name]) for name, value in known.items()}
+        if not bool(dropped.any()):
+            return texts
+        empties = len(empty[first])
+        rows = [
+            row_of(empty, n % empties) if gone else row_of(texts, n)
+            for n, gone in enumerate(dropped)
+        ]
+        return stack_named(rows)
+
+    def texts_of(self, batch: Mapping[str, Any], captions: Sequence[str]) -> dict[str, Tensor]:
+        """Embeddings of captions of a batch, or of other texts in their place."""
+        return self.encode_texts(captions, device=self.clean_device(batch))
+
+    def empty_texts_of(
+        self,
+        batch: Mapping[str, Any],  # noqa: ARG002
+        *,
+        device: torch.device,
+    ) -> dict[str, Tensor]:
+        """What dropped texts of a batch become, (1, …), or (b, …) where samples differ in it."""
+        return self.unconditional(device=device)
+
+    def clean_device(self, batch: Mapping[str, Any]) -> torch.device:
+        """Where the tensors of a batch lie."""
+        for value in batch.values():
+            if isinstance(value, Tensor):
+                return value.device
+        return torch.device("cpu")
+
+    def encode_texts(
+        self,
+        captions: Sequence[str],
+        *,
+        device: torch.device | None = None,
+        references: Tensor | None = None,
+    ) -> dict[str, Tensor]:
+        """Embeddings of captions on ``device``, batch first.
+
+        Args:
+            captions: The texts.
+            device: Where they are encoded.
+            references: Images that are edited (b, 3, height, width) in [-1, 1], for families that
+                read them together with their texts (``reads_references``).
+
+        Raises:
+            DataError: The family was made without its frozen parts, or it reads references and
+                there are none.
+        """
+        parts = self._needed("captions")
+        self._bring(parts, device, list(parts.text_encoders))
+        with torch.no_grad():
+            where = next(next(iter(parts.text_encoders.values())).parameters()).device
+            if not self.reads_references:
+                return self.embed(parts, list(captions), where)
+            if references is None:
+                raise self.no_references("reference_images")
+            return self.embed_edits(parts, list(captions), references, where)
+
+    def embed_edits(
+        self,
+        parts: FrozenParts,
+        captions: Sequence[str],
+        references: Tensor,
+        device: torch.device,
+    ) -> dict[str, Tensor]:
+        """As ``embed``, of captions and the images they belong to, where they are read together."""
+        raise NotImplementedError
+
+    def no_references(self, key: str) -> DataError:
+        """What a family that edits says where there is nothing to edit."""
+        return DataError(
+            f"{type(self).__name__} edits images, and there are none beside the captions",
+            key=key,
+            value=None,
+            fix="let the dataset yield reference_images (b, 3, height, width), or cache latents "
+            "and texts with encode_dataset",
+        )
+
+    def encode_images(
+        self, images: Tensor, *, device: torch.device | None = None
+    ) -> dict[str, Tensor]:
+        """``{"latents": …}`` of images (b, 3, height, width) in [-1, 1], for a cache."""
+        parts = self._needed("images")
+        self._bring(parts, device, ["vae"])
+        return {"latents": parts.encode_images(images)}
+
+    def at_shown_size(self, images: Tensor) -> Tensor:
+        """Images that are edited (b, 3, height, width) in the size the model is shown them in."""
+        return images
+
+    def encode_references(
+        self, images: Tensor, *, device: torch.device | None = None
+    ) -> dict[str, Tensor]:
+        """``{"latents": …}`` of images that are edited, for a cache."""
+        return self.encode_images(self.at_shown_size(images), device=device)
+
+    def remembered(self, texts: Sequence[str], *, device: torch.device) -> dict[str, Tensor]:
+        """Embeddings of few texts that come again and again, computed once each."""
+        parts = self._needed("captions")
+        encoded = parts.remember(texts, lambda t: self.embed(parts, t, device), device=device)
+        return {name: value.to(device) for name, value in encoded.items()}
+
+    def unconditional(self, *, device: torch.device) -> dict[str, Tensor]:
+        """What dropped texts become: the pipeline's empty negative prompt, (1, …)."""
+        return self.remembered_negative([""], device=device)
+
+    def remembered_negative(
+        self, texts: Sequence[str], *, device: torch.device
+    ) -> dict[str, Tensor]:
+        """Embeddings of negative prompts, computed once each."""
+        parts = self._needed("captions")
+        encoded = parts.remember(
+            texts, lambda t: self.embed_negative(parts, t, device), device=device, kind=NEGATIVE
+        )
+        return {name: value.to(device) for name, value in encoded.items()}
+
+    def latent_settings(self) -> CacheSettings:
+        """What cached latents depend on."""
+        parts = self._needed("images")
+        return CacheSettings(
+            kind="latents",
+            model=parts.hash(["vae"]),
+            dtype=str(parts.vae.dtype),
+            settings=parts.vae_settings(),
+        )
+
+    def text_settings(self) -> CacheSettings:
+        """What cached embeddings depend on."""
+        parts = self._needed("captions")
+        encoders = parts.text_encoders
+        return CacheSettings(
+            kind=EDITS if self.reads_references else TEXTS,
+            model=parts.hash(list(encoders)),
+            dtype=str(next(iter(encoders.values())).dtype),
+            settings={"family": type(self).__name__, **self.embedding_settings()},
+        )
+
+    def embedding_settings(self) -> dict[str, Any]:
+        """Settings of ``embed`` beyond the encoders' weights, of JSON types."""
+        return {}
+
+    def known_blueprint(self) -> Blueprint:
+        """The pipeline without weights.
+
+        Raises:
+            DataError: The family was made by hand, without one.
+        """
+        if self.blueprint is not None:
+            return self.blueprint
+        if self.parts is not None:
+            return Blueprint.of(self.parts.pipeline)
+        if self.by_class:
+            return Blueprint.usual(pipeline_class(self.pipeline))
+        raise DataError(
+            f"{type(self).__name__} does not know its pipeline",
+            key="blueprint",
+            value=None,
+            fix="load it: load_pretrained(folder).family, also with parts=False",
+        )
+
+    def _space(self) -> LatentSpace | _UsualSpace:
+        vae = self.known_blueprint().vae
+        if vae is None:
+            return _UsualSpace(scale=self.usual_scale, frames=self.usual_frames)
+        return LatentSpace(vae)
+
+    def _around(self, blueprint: Blueprint, model: Denoiser, scheduler: Any, **others: Any) -> Any:
+        stand_in = PipelineModel(config=config_of(model), model=model)
+        return blueprint.around(**{self.component: stand_in, "scheduler": scheduler, **others})
+
+    def objective_settings(self) -> dict[str, Any]:
+        """Settings of the objective that these models were made with."""
+        return {}
+
+    def text_kwargs(
+        self, texts: Mapping[str, Tensor], device: torch.device, prefix: str = ""
+    ) -> dict[str, Any]:
+        """The pipeline's arguments of texts.
+
+        Args:
+            texts: By ``text_tensors``, batch first.
+            device: Where they go.
+            prefix: ``"negative_"`` for negative prompts.
+        """
+        # fp32: pipelines keep latents, and time steps, in the precision of their texts.
+        moved = {
+            name: value.to(device, torch.float32 if value.is_floating_point() else value.dtype)
+            for name, value in texts.items()
+        }
+        if self.listed:
+            rows = zip(moved["prompt_embeds"], moved["prompt_embeds_mask"].bool(), strict=True)
+            return {f"{prefix}prompt_embeds": [row[mask] for row, mask in rows]}
+        return {f"{prefix}{name}": value for name, value in moved.items()}
+
+    def reference_input(self, latents: Tensor) -> Any:
+        """What the pipeline is given as the image that is edited.
+
+        Args:
+            latents: (b, c, h, w).
+        """
+        return latents
+
+    def adjust(self, pipe: Any, call_kwargs: dict[str, Any]) -> None:  # noqa: B027 - few need it
+        """Prepare a new pipeline for the keyword arguments of its call (``height``, …)."""
+
+    def sized(self, size: Mapping[str, int]) -> dict[str, int]:
+        """Keyword arguments of the call for a size in pixels and frames."""
+        return dict(size)
+
+    # -- Drawing.
+
+    def draw(self, model: Denoiser, drawing: Drawing) -> Tensor:
+        """Images (n, 3, height, width) of prompts, or clips (n, 3, frames, height, width).
+
+        Raises:
+            DataError: The family was made without its frozen parts.
+        """
+        parts = self._needed("prompts")
+        scheduler = drawing_scheduler(
+            drawing.scheduler or parts.pipeline.scheduler,
+            None if drawing.scheduler else drawing.trained_with,
+        )
+        pipe = self.drawing_pipeline(parts, model, scheduler)
+        size = self._drawn_size(pipe, drawing)
+        call_kwargs = {**self.drawing_arguments(drawing, device=model.device), **size}
+        self.adjust(pipe, call_kwargs)
+        last = _LastStep()
+        with parts.on(model.device, self.drawing_parts):
+            pipe(
+                **call_kwargs,
+                num_inference_steps=drawing.steps,
+                generator=[torch.Generator().manual_seed(seed) for seed in drawing.seeds],
+                output_type="latent",
+                **last.listening(type(pipe).__call__),
+            )
+        latents = last.latents
+        with parts.on(model.device, ["vae"]):
+            return parts.decode_latents(
+                self.packing.unpack(latents, self._shape_of(latents, size, len(drawing.prompts)))
+            )
+
+    @property
+    def drawing_parts(self) -> tuple[str, ...]:
+        """Parts that compute while images are drawn, beside the VAE at the end."""
+        return ()
+
+    def drawing_pipeline(self, parts: FrozenParts, model: Denoiser, scheduler: Any) -> Any:
+        """The pipeline that draws."""
+        return self._around(Blueprint.of(parts.pipeline), model, scheduler)
+
+    def drawing_arguments(self, drawing: Drawing, *, device: torch.device) -> dict[str, Any]:
+        """Keyword arguments of the pipeline for prompts and guidance.
+
+        A model distilled for guidance takes it as an input; with a negative prompt it takes the one
+        of its training, and is guided by two predictions.
+        """
+        kwargs = {
+            **self.arguments,
+            **self.text_kwargs(self.drawn_texts(drawing.prompts, drawing, device=device), device),
+        }
+        if self.reference is not None:
+            kwargs[self.reference] = self.reference_input(self._drawn_references(drawing, device))
+        scale = drawing.guidance_scale
+        if self.embedded_guidance_arg is not None:
+            kwargs[self.embedded_guidance_arg] = self.guidance if drawing.negative_prompt else scale
+        if self.guided_by is None:
+            return kwargs
+        guided = scale != 1.0 and (
+            self.embedded_guidance_arg is None or bool(drawing.negative_prompt)
+        )
+        kwargs[self.guided_by] = scale if guided else self.unguided
+        if guided:
+            texts = [drawing.negative_prompt] * len(drawing.prompts)
+            negative = self.drawn_texts(texts, drawing, device=device, negative=True)
+            kwargs |= self.text_kwargs(negative, device, prefix=NEGATIVE)
+            if "negative_prompt" in parameters_of(self.known_blueprint().kind.__call__):
+                kwargs["negative_prompt"] = None  # Sana's has a text of its own.
+        return kwargs
+
+    def drawn_texts(
+        self,
+        texts: Sequence[str],
+        drawing: Drawing,  # noqa: ARG002
+        *,
+        device: torch.device,
+        negative: bool = False,
+    ) -> dict[str, Tensor]:
+        """Embeddings of prompts, or of negative ones, computed once each."""
+        encoded = self.remembered_negative if negative else self.remembered
+        return encoded(texts, device=device)
+
+    def drawn_references(self, drawing: Drawing) -> Tensor:
+        """The images that are edited.
+
+        Raises:
+            DataError: There are none.
+        """
+        if drawing.references is None:
+            raise DataError(
+                f"{type(self).__name__} edits images, and none were given",
+                key="references",
+                value=None,
+                fix="pass references=, images (n, 3, height, width) in [-1, 1]",
+            )
+        return drawing.references
+
+    def _drawn_references(self, drawing: Drawing, device: torch.device) -> Tensor:
+        shown = self.at_shown_size(self.drawn_references(drawing))
+        parts = self._needed("references")
+        with parts.on(device, ["vae"]):
+            return parts.encode_images(shown).to(device)
+
+    def _drawn_size(self, pipe: Any, drawing: Drawing) -> dict[str, int]:
+        taken = parameters_of(type(pipe).__call__)
+        config = getattr(pipe, self.component).config
+        side = getattr(pipe, "default_sample_size", getattr(config, "sample_size", 0)) or 0
+        sides = (side, side) if isinstance(side, int) else side
+        size = {
+            name: int(taken[name].default or each * pipe.vae_scale_factor or 1024)
+            for name, each in zip(("height", "width"), sides, strict=True)
+        }
+        if drawing.size is not None:
+            size = {"height": drawing.size[0], "width": drawing.size[1]}
+        if self.clips:
+            size["num_frames"] = drawing.frames or int(taken["num_frames"].default)
+        return self.sized(size)
+
+    def _shape_of(self, latents: Tensor, size: Mapping[str, int], count: int) -> tuple[int, ...]:
+        space = self._space()
+        frames = (space.latent_frames(size["num_frames"]),) if self.clips else ()
+        sides = (*frames, size["height"] // space.scale, size["width"] // space.scale)
+        channels = latents.numel() // (count * int(torch.Size(sides).numel()))
+        return (count, channels, *sides)
+
+    def _needed(self, what: str) -> FrozenParts:
+        if self.parts is None:
+            raise DataError(
+                f"{type(self).__name__} has neither VAE nor text encoders, so {what} cannot be "
+                "used",
+                key="parts",
+                value=None,
+                fix=f"load them: {type(self).__name__}(parts=...), or load_pretrained(folder)",
+            )
+        return self.parts
+
+    def _bring(self, parts: FrozenParts, device: torch.device | None, names: Sequence[str]) -> None:
+        # Only what computes now: a T5 of 9 GiB need not wait on the device for the VAE.
+        wanted = self.parts_device or device
+        if wanted is not None:
+            parts.to(wanted, names)
+
+
+class _LastStep:
+    """Keeps what the last step gave: pipelines differ in what they call latents at the end."""
+
+    latents: Tensor
+
+    def listening(self, call: Any) -> dict[str, Any]:
+        """The argument with which a pipeline tells of its steps."""
+        if "callback_on_step_end" in parameters_of(call):
+            return {"callback_on_step_end": self._stepped}
+        return {"callback": self._called}
+
+    def _stepped(self, _pipe: Any, _step: int, _time: Any, tensors: Mapping[str, Any]) -> Any:
+        self.latents = tensors["latents"]
+        return {}
+
+    def _called(self, _step: int, _time: Any, latents: Tensor) -> None:
+        self.latents = latents
+
+
+REFERENCES: Final = "reference_latents"
+"""Key of a batch: latents (b, c, h, w) of the images that are edited."""
+
+_TEXT_WIDTHS: Final = (
+    "joint_attention_dim",
+    "text_dim",
+    "text_embed_dim",
+    "caption_channels",
+    "cap_feat_dim",
+    "cross_attention_dim",
+)
+"""Keys of configurations of diffusers' models."""
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class PipelineFamily(TextToImage):
+    """A family that its diffusers pipeline describes. Subclass it and name what differs.
+
+    Any pipeline will do that takes ``latents`` and ``prompt_embeds`` and gives its scheduler what
+    its model predicts. ``load_pretrained`` tries it once, on the ``meta`` device, and refuses with
+    the reason.
+    """
+
+    component: ClassVar[str] = "transformer"
+    text_tensors: ClassVar[tuple[str, ...]] = ("prompt_embeds",)
+    lora_targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0")
+    flow_matching: ClassVar[bool] = True
+
+    model: ClassVar[str] = ""
+    """Class of the trained model in diffusers; needed for ``model_facts`` of a configuration."""
+    encoded: ClassVar[tuple[str, ...]] = ()
+    """What ``encode_prompt`` returns, in order, where that is not ``text_tensors`` and then the
+    same of negative prompts."""
+    text_width: ClassVar[str | None] = None
+    """The key of the model's configuration that says how wide texts are, where it is none of the
+    usual ones."""
+    one_by_one: ClassVar[bool] = False
+    """Whether the pipeline takes one time step for all samples: they are then called in turn."""
+
+    max_sequence_length: int | None = None
+    """Tokens of a text; what the pipeline's ``__call__`` takes when not given."""
+    texts_alone: bool = False
+    """Encode texts one by one; ``load_pretrained`` sets it where the pipeline pads to the longest,
+    so that an embedding would depend on the texts beside it."""
+
+    # -- Texts.
+
+    def embed(
+        self, parts: FrozenParts, captions: Sequence[str], device: torch.device
+    ) -> dict[str, Tensor]:
+        """What the pipeline's ``encode_prompt`` makes of captions, told what ``__call__`` tells."""
+        singles = [[caption] for caption in captions] if self.texts_alone else [list(captions)]
+        found = [
+            self.encode_with(
+                parts.pipeline, device, {"prompt": texts, "do_classifier_free_guidance": False}
+            )
+            for texts in singles
+        ]
+        return stack_named([row_of(each, 0) for each in found]) if self.texts_alone else found[0]
+
+    def embed_negative(
+        self, parts: FrozenParts, texts: Sequence[str], device: torch.device
+    ) -> dict[str, Tensor]:
+        """What the pipeline makes of negative prompts: some give prompts instructions."""
+        if "negative_prompt" not in parameters_of(parts.pipeline.encode_prompt):
+            return self.embed(parts, texts, device)
+        prompts = {
+            "prompt": list(texts),
+            "negative_prompt": list(texts),
+            "do_classifier_free_guidance": True,
+        }
+        return self.encode_with(parts.pipeline, device, prompts, prefix=NEGATIVE)
+
+    def encode_with(
+        self,
+        pipeline: Any,
+        device: torch.device,
+        prompts: Mapping[str, Any],
+        prefix: str = "",
+    ) -> dict[str, Tensor]:
+        """What ``encode_prompt`` makes of texts, by ``text_tensors``, batch first.
+
+        Args:
+            pipeline: Whose.
+            device: Where.
+            prompts: What to encode.
+            prefix: ``"negative_"`` for what it makes of negative prompts.
+        """
+        encode = pipeline.encode_prompt
+        known = {**self._prompt_arguments(pipeline), "device": device, **prompts}
+        results = encode(**{n: v for n, v in known.items() if n in parameters_of(encode)})
+        results = results if isinstance(results, tuple) else (results,)
+        usual = (*self.text_tensors, *(f"{NEGATIVE}{name}" for name in self.text_tensors))
+        names = self.encoded or usual
+        named = dict(zip(names, results, strict=False))
+        if self.listed:
+            return _pad_with_mask(named[f"{prefix}prompt_embeds"])
+        return {name: _text_tensor(named, name, prefix) for name in self.text_tensors}
+
+    def embedding_settings(self) -> dict[str, Any]:
+        """The length of texts."""
+        pipeline = self._needed("captions").pipeline
+        length = self._prompt_arguments(pipeline).get("max_sequence_length")
+        # Only where it is so: other caches stay what they are.
+        alone = {"texts_alone": True} if self.texts_alone else {}
+        return {"max_sequence_length": length, **alone}
+
+    def _prompt_arguments(self, pipeline: Any) -> dict[str, Any]:
+        # Defaults of encode_prompt differ from those it is called with (Wan: 226 and 512 tokens).
+        taken = parameters_of(pipeline.encode_prompt)
+        known = {
+            name: parameter.default
+            for name, parameter in parameters_of(type(pipeline).__call__).items()
+            if name in taken and parameter.default is not inspect.Parameter.empty
+        }
+        known |= {name: value for name, value in self.arguments.items() if name in taken}
+        if self.max_sequence_length is not None:
+            known["max_sequence_length"] = self.max_sequence_length
+        return known
+
+    # -- Samples.
+
+    def clean(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """The latents of a batch (b, c, [frames,] h, w), fp32; images and clips are encoded."""
+        latents = super().clean(batch)
+        return latents.unsqueeze(2) if self.clips and latents.ndim == 4 else latents
+
+    def conditioning(self, batch: Mapping[str, Tensor], generator: torch.Generator) -> Conditioning:
+        """Embeddings of a batch's texts, and latents of the images that are edited."""
+        texts = super().conditioning(batch, generator)
+        if self.reference is None:
+            return texts
+        return {**texts, REFERENCES: self._references(batch)}
+
+    def _references(self, batch: Mapping[str, Tensor]) -> Tensor:
+        if REFERENCES in batch:
+            return batch[REFERENCES].float()
+        images = batch.get(REFERENCE_IMAGES)
+        if images is None:
+            raise DataError(
+                f"{type(self).__name__} edits images, and the batch has none, only {sorted(batch)}",
+                key=f"batch[{REFERENCES!r}]",
+                fix="let the dataset yield reference_images (b, 3, height, width) or their latents",
+            )
+        return self.encode_references(images, device=images.device)["latents"].to(images.device)
+
+    # -- The prediction.
+
+    def predict(
+        self, model: Denoiser, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning
+    ) -> Tensor:
+        """What the pipeline's ``__call__`` gives its scheduler in one step, shaped as ``noisy``.
+
+        Raises:
+            DataError: The pipeline called its model more than once, or predicts another shape.
+        """
+        if not self.calls_one_by_one():
+            return self.in_one_call(model, noisy, timesteps[None], conditioning)
+        singles = [
+            self.in_one_call(
+                model,
+                noisy[index : index + 1],
+                timesteps[index : index + 1],
+                {name: value[index : index + 1] for name, value in conditioning.items()},
+            )
+            for index in range(len(noisy))
+        ]
+        return torch.cat(singles)
+
+    def calls_one_by_one(self) -> bool:
+        """Whether the samples of a batch are called in turn."""
+        return self.one_by_one
+
+    def in_one_call(
+        self, model: Denoiser, noisy: Tensor, steps: Tensor, conditioning: Conditioning
+    ) -> Tensor:
+        """The prediction of one call of the pipeline.
+
+        Args:
+            model: What predicts.
+            noisy: As for ``predict``.
+            steps: What the pipeline's loop is over: (1, b), or (1,) for one time for all samples.
+            conditioning: As for ``predict``.
+        """
+        blueprint = self.known_blueprint()
+        scheduler = _OneStep(blueprint.scheduler.config, steps.to(model.device))
+        pipe = self.predicting_pipeline(model, scheduler)
+        call_kwargs = self._call_kwargs(noisy, conditioning, model.device)
+        self.adjust(pipe, call_kwargs)
+        try:
+            # The function below ``torch.no_grad``.
+            call: Any = type(pipe).__call__
+            inspect.unwrap(call)(pipe, **call_kwargs)
+        except _Predicted as found:
+            prediction = found.prediction
+            found.__traceback__ = None  # Its frames hold the graph.
+        else:
+            raise DataError(
+                "the pipeline's call ended without a step of its scheduler",
+                key=type(self).__name__,
+                fix="write predict by hand (docs/families.md)",
+            )
+        return self._as_latents(prediction, noisy)
+
+    def _as_latents(self, prediction: Tensor, noisy: Tensor) -> Tensor:
+        wanted, found = tuple(noisy.shape), None
+        with contextlib.suppress(RuntimeError, ValueError):
+            found = self.packing.unpack(prediction, wanted)
+        if found is not None and tuple(found.shape) == wanted:
+            return found
+        raise DataError(
+            f"the pipeline predicts {tuple(prediction.shape)} for latents of {wanted}",
+            key=f"{self.pipeline}.scheduler.step",
+            fix="name the packing of its latents; learned variance and guidance are not trained",
+        )
+
+    def _call_kwargs(
+        self, noisy: Tensor, conditioning: Conditioning, device: torch.device
+    ) -> dict[str, Any]:
+        """The arguments of the pipeline for one step without guidance."""
+        self._check_sides(noisy.shape)
+        texts = {n: v for n, v in conditioning.items() if n in self.text_tensors}
+        call_kwargs = {
+            "latents": self.packing.pack(noisy.to(device)),
+            "num_inference_steps": 1,
+            "output_type": "latent",
+            **self.text_kwargs(texts, device),
+            **self._size_of(tuple(noisy.shape)),
+            **self.arguments,
+        }
+        if self.guided_by is not None:
+            call_kwargs[self.guided_by] = self.unguided
+        if self.embedded_guidance_arg is not None:
+            call_kwargs[self.embedded_guidance_arg] = self.guidance
+        if self.reference is not None:
+            call_kwargs[self.reference] = self.reference_input(conditioning[REFERENCES].to(device))
+        return call_kwargs
+
+    def _check_sides(self, shape: Sequence[int]) -> None:
+        if any(side % self._patch for side in shape[-2:]):
+            raise DataError(
+                f"{self.pipeline} packs latents into patches of {self._patch} by {self._patch}",
+                key="latents",
+                value=tuple(shape[-2:]),
+                fix="use buckets whose sides are divisible by "
+                f"{self._patch * self._space().scale} pixels",
+            )
+
+    @property
+    def _patch(self) -> int:
+        return self.packing.patch if isinstance(self.packing, Tokens) else 1
+
+    def _size_of(self, shape: tuple[int, ...]) -> dict[str, int]:
+        """Height, width and frames of samples with latents of this shape."""
+        space = self._space()
+        size = {"height": shape[-2] * space.scale, "width": shape[-1] * space.scale}
+        if self.clips:
+            size["num_frames"] = (shape[2] - 1) * space.frames + 1
+        return self.sized(size)
+
+    def _channels(self, config: Any) -> int:
+        vae = self.known_blueprint().vae
+        return (
+            int(config.in_channels) // self._patch**2 if vae is None else LatentSpace(vae).channels
+        )
+
+    def predicting_pipeline(self, model: Denoiser, scheduler: Any) -> Any:
+        """The pipeline whose call is the prediction."""
+        return self._around(self.known_blueprint(), model, scheduler)
+
+    # -- Examples.
+
+    def example(
+        self, model: Any, *, batch: int, side: int | tuple[int, int], frames: int = 2
+    ) -> tuple[Tensor, Conditioning]:
+        """Latents and conditioning of the shapes that a model takes, without data but for masks.
+
+        Args:
+            model: A diffusers model; its configuration says how wide texts are.
+            batch: Samples.
+            side: Height and width of the latents, or both in one.
+            frames: Latent frames of a clip.
+        """
+        config = config_of(model)
+        sides = (side, side) if isinstance(side, int) else side
+        shape = (batch, self._channels(config), *((frames,) if self.clips else ()), *sides)
+        latents = torch.empty(shape, device="meta")
+        known = {name: self.example_text(name, config, batch) for name in self.text_tensors}
+        if self.reference is not None:
+            known[REFERENCES] = torch.empty_like(latents)
+        return latents, known
+
+    def example_text(self, name: str, config: Any, batch: int) -> Tensor:
+        """A tensor of texts as the model takes it; masks are ones, all else is without data."""
+        if name.endswith("mask"):
+            return torch.ones(batch, self.tokens(), dtype=torch.bool)
+        if name.startswith("pooled"):
+            return torch.empty(batch, config.pooled_projection_dim, device="meta")
+        return torch.empty(batch, self.tokens(), self._width(config), device="meta")
+
+    def _width(self, config: Any) -> int:
+        for name in (self.text_width,) if self.text_width else _TEXT_WIDTHS:
+            if config.get(name) is not None:
+                return int(config[name])
+        raise InvalidValueError(
+            "the model's configuration does not say how wide texts are",
+            key=f"{type(self).__name__}.text_width",
+            value=self.text_width,
+            fix=f"name the key of its configuration; tried were {', '.join(_TEXT_WIDTHS)}",
+        )
+
+    def tokens(self) -> int:
+        """Of a text, padded."""
+        usual = parameters_of(self.known_blueprint().kind.__call__).get("max_sequence_length")
+        return self.max_sequence_length or (usual.default if usual is not None else 0) or 64
+
+
+# -- A scheduler of one step.
+
+
+class _Predicted(Exception):  # noqa: N818 - no error: it ends the pipeline's call
+    def __init__(self, prediction: Tensor) -> None:
+        super().__init__("the pipeline's prediction")
+        self.prediction = prediction
+
+
+class _OneStep:
+    """Looks like a scheduler to a pipeline; its one step is the time of each sample.
+
+    Args:
+        config: Of the pipeline's own scheduler.
+        steps: (1, b), or (1,) for pipelines that take one time for all.
+    """
+
+    order = 1
+    init_noise_sigma = 1.0
+
+    def __init__(self, config: Any, steps: Tensor) -> None:
+        # Pipelines of U-Nets warn of other values, which matter to the steps of a whole drawing.
+        sampling = {"steps_offset": 1, "clip_sample": False}
+        self.config = type(config)({**config, **{n: v for n, v in sampling.items() if n in config}})
+        self.timesteps = steps
+        self.sigmas = torch.tensor([1.0, 0.0])
+
+    def set_timesteps(
+        self,
+        num_inference_steps: int | None = None,
+        device: Any = None,
+        *,
+        timesteps: Any = None,
+        sigmas: Any = None,
+        **_: Any,
+    ) -> None:
+        """They stay what they are."""
+
+    def set_begin_index(self, begin_index: int = 0) -> None:
+        """There is one."""
+
+    def scale_model_input(self, sample: Tensor, timestep: Any = None) -> Tensor:  # noqa: ARG002
+        """Flow matching scales nothing."""
+        return sample
+
+    def step(self, model_output: Tensor, *_: Any, **__: Any) -> Any:
+        """End the pipeline's call with its prediction."""
+        raise _Predicted(model_output)
+
+
+# -- Small helpers.
+
+
+def _pad_with_mask(texts: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Texts of unequal length, padded, with their mask."""
+    ones = [torch.ones(len(text), dtype=torch.long, device=text.device) for text in texts]
+    pairs = zip(texts, ones, strict=True)
+    return stack_named([{"prompt_embeds": t, "prompt_embeds_mask": mask} for t, mask in pairs])
+
+
+def _text_tensor(named: Mapping[str, Any], name: str, prefix: str) -> Tensor:
+    """A result of ``encode_prompt``; a mask that is left out, since nothing is masked, is ones."""
+    found = named.get(prefix + name)
+    if found is None and name.endswith("mask"):
+        embeds: Tensor = named[f"{prefix}prompt_embeds"]
+        return torch.ones(embeds.shape[:2], dtype=torch.long, device=embeds.device)
+    if not isinstance(found, Tensor):
+        raise InvalidValueError(
+            "encode_prompt gave no such tensor",
+            key=f"text_tensors: {name}",
+            value=type(found).__name__,
+            fix="name what it returns, in order: encoded = (...)",
+        )
+    return found
