@@ -59,14 +59,17 @@ def held() -> tuple[int, int, int]:
 
 
 def held_at_last() -> tuple[int, int, int]:
-    """What is held once it changes no more: threads of a closed group end by themselves."""
-    before, now = None, held()
-    for _ in range(100):
-        if before == now:
-            break
+    """What is held once it has not changed for a second.
+
+    Threads of a closed group end by themselves, and a connection when the other rank's has ended.
+    """
+    if dist.is_initialized():
+        dist.barrier()
+    reads = [held()]
+    while len(reads) < 100 and (len(reads) < 4 or len(set(reads[-4:])) > 1):
         time.sleep(0.3)
-        before, now = now, held()
-    return now
+        reads.append(held())
+    return reads[-1]
 
 
 def counts(case: Case | None) -> list[tuple[int, int, int]]:
