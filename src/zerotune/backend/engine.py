@@ -279,6 +279,29 @@ class StartedEngine(Engine):
         return named.keys() & set().union(*claims)
 
 
+class CountingEngine(StartedEngine):
+    """A started engine that counts its steps itself."""
+
+    _global_step = _micro_step = _skipped_steps = 0
+
+    @property
+    def _at_boundary(self) -> bool:
+        """Whether the micro batch under way is the last of its group."""
+        return (self._micro_step + 1) % self._plan.gradient_accumulation_steps == 0
+
+    def _count_discarded(self) -> None:
+        """Count the window under way as a skipped step."""
+        count = self._plan.gradient_accumulation_steps
+        self._micro_step = (self._micro_step // count + 1) * count
+        self._global_step += 1
+        self._skipped_steps += 1
+
+    def _count_from(self, state: EngineState) -> None:
+        self._global_step = state.global_step
+        self._micro_step = state.micro_step
+        self._skipped_steps = state.skipped_steps
+
+
 def check_not_gone(module: torch.nn.Module) -> None:
     """Refuse a module whose engine was closed and could not restore its weights."""
     for each in module.modules():

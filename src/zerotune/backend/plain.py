@@ -19,8 +19,8 @@ from zerotune.backend.checks import Checks, check_alike, expected_groups
 from zerotune.backend.distributed import Launch, ProcessGroup, communication_backend, meeting
 from zerotune.backend.dtypes import DTYPES, check_model_dtype
 from zerotune.backend.engine import (
+    CountingEngine,
     EngineState,
-    StartedEngine,
     StepOutcome,
     check_not_gone,
     naming_the_lost,
@@ -79,7 +79,7 @@ _ALIGNED: Final = 16
 """Elements of 64 bytes: where a parameter may begin in a block of host memory."""
 
 
-class PlainEngine(StartedEngine):
+class PlainEngine(CountingEngine):
     """An ``Engine`` without ZeRO: the parameters are the fp32 master weights.
 
     bf16 and fp16 run as autocast over fp32 weights. Several processes run as
@@ -137,7 +137,6 @@ class PlainEngine(StartedEngine):
         schedule = curve(plan)
         self._scheduler = None if schedule is None else schedule(self._torch_optimizer)
         self._master_weights = MasterWeights(layout=layout, group=self._group, device=self.device)
-        self._global_step = self._micro_step = self._skipped_steps = 0
         self._micro_batch: AbstractContextManager[Any] | None = None
         self._checks().raise_if_failed(engine="accelerate")
         announce(self.decisions, rank=self._group.rank)
@@ -227,9 +226,7 @@ class PlainEngine(StartedEngine):
         self._master_weights.settle()
         self._close_micro_batch()
         self._zero_grad()
-        self._global_step = state.global_step
-        self._micro_step = state.micro_step
-        self._skipped_steps = state.skipped_steps
+        self._count_from(state)
         if self._scheduler is not None:
             self._scheduler.load_state_dict(state.scheduler)
         if (scaler := self._accelerator.scaler) is not None:
@@ -275,10 +272,7 @@ class PlainEngine(StartedEngine):
         self._master_weights.settle()
         self._close_micro_batch()
         self._zero_grad()
-        count = self._plan.gradient_accumulation_steps
-        self._micro_step = (self._micro_step // count + 1) * count
-        self._global_step += 1
-        self._skipped_steps += 1
+        self._count_discarded()
 
     @override
     def _release(self) -> None:
@@ -288,10 +282,6 @@ class PlainEngine(StartedEngine):
                 self._pass.close()
         finally:
             self._accelerator.free_memory()
-
-    @property
-    def _at_boundary(self) -> bool:
-        return (self._micro_step + 1) % self._plan.gradient_accumulation_steps == 0
 
     def _open_micro_batch(self) -> None:
         # Not accelerate's own accumulation: its counters are shared by the whole process, and

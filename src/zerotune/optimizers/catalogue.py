@@ -351,6 +351,14 @@ _OTHERS: Final = (
     ),
 )
 
+_OF_SGD: Final = (
+    lr(1e-3),
+    number("momentum", 0.0),
+    number("dampening", 0.0),
+    weight_decay(),
+    flag("nesterov"),
+)
+
 _MUP_FAMILY: Final = (
     *(
         OptimizerEntry(
@@ -371,13 +379,7 @@ _MUP_FAMILY: Final = (
         name="MuSGD",
         family="deepspeed",
         summary="SGD with maximal-update parametrisation",
-        parameters=(
-            lr(1e-3),
-            number("momentum", 0.0),
-            number("dampening", 0.0),
-            weight_decay(),
-            flag("nesterov"),
-        ),
+        parameters=_OF_SGD,
         conditional_states={"momentum": "momentum_buffer"},
         requires=(_MUP,),
         package="mup",
@@ -428,11 +430,7 @@ TORCH_ENTRIES: Final[tuple[OptimizerEntry, ...]] = (
         family="torch",
         summary="Stochastic gradient descent, with or without momentum",
         parameters=(
-            lr(1e-3),
-            number("momentum", 0.0),
-            number("dampening", 0.0),
-            weight_decay(),
-            flag("nesterov"),
+            *_OF_SGD,
             *torch_switches("maximize", "foreach", "fused"),
         ),
         conditional_states={"momentum": "momentum_buffer"},

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from zerotune.backend.checks import Checks, RunningGroup, check_alike, expected_groups
+from zerotune.backend.checks import Checks, RunningGroup, expected_groups
 from zerotune.backend.deepspeed.door import wrapper_of
 from zerotune.backend.deepspeed.pinning import pin_exactly
 from zerotune.backend.deepspeed.sharded import (
@@ -27,30 +27,30 @@ from zerotune.backend.deepspeed.sharded import (
     restored,
 )
 from zerotune.backend.deepspeed.start import (
-    check_plan,
-    check_shapes,
-    check_world,
     initialize,
     initialize_arguments,
-    join,
+    join_checked,
     read_weights,
 )
 from zerotune.backend.deepspeed.wrapper import OptimizerWrapper
-from zerotune.backend.dtypes import check_model_dtype, check_quantized
+from zerotune.backend.dtypes import check_quantized
 from zerotune.backend.engine import (
     Engine,
     EngineState,
     StartedEngine,
     StepOutcome,
-    check_not_gone,
     naming_the_lost,
 )
-from zerotune.backend.layouts import full_shape, gradient_norm, require_trainable
+from zerotune.backend.layouts import full_shape, gradient_norm
 from zerotune.backend.master_weights import MasterWeights
 from zerotune.backend.optimizers.classes import ShardAware
-from zerotune.backend.optimizers.client import chosen_optimizer, scheduler_class
+from zerotune.backend.optimizers.client import (
+    chosen_optimizer,
+    continue_schedule,
+    scheduler_class,
+)
 from zerotune.backend.proof import prove_offload
-from zerotune.backend.stored import check_has_weights, dtype_at_rest
+from zerotune.backend.stored import dtype_at_rest
 from zerotune.decisions import Decision, announce
 from zerotune.errors import EngineError
 from zerotune.plan.model import ResolvedPlan
@@ -131,17 +131,7 @@ class ZeROEngine(Engine):
         engine.micro_steps = state.micro_step
         engine.skipped_steps = state.skipped_steps
         engine.global_samples = state.global_step * engine.train_batch_size()
-        schedule = engine.lr_scheduler
-        if schedule is not None:
-            # Of the optimizer step that it stands right after; -1 before the first.
-            position, running = (
-                int(each.get("last_batch_iteration", -1))
-                for each in (state.scheduler, schedule.state_dict())
-            )
-            # Before a first step there is nothing to set, unless this engine has taken some.
-            if max(position, running) >= 0:
-                # Loading only the position would leave the learning rate as it is.
-                schedule.step(position)
+        continue_schedule(engine.lr_scheduler, state.scheduler)
         for name, value in state.loss_scaler.items():
             if hasattr(self._wrapper.scaler, name):
                 setattr(self._wrapper.scaler, name, value)
@@ -321,16 +311,10 @@ class DeepSpeedEngine(StartedEngine, ZeROEngine):
 
     @override
     def _start(self, model: torch.nn.Module, plan: ResolvedPlan, timeout_s: float) -> None:
-        check_plan(plan)
-        check_not_gone(model)
-        check_has_weights(model)
         self._plan, self._module = plan, model
-        deepspeed, self._group = join(plan, self.resources, timeout_s=timeout_s)
-        check_world(plan, self._group)
-        check_alike(plan, model, self._group)
-        named = require_trainable(model)
-        check_shapes(plan, model)
-        check_model_dtype(model, plan)
+        deepspeed, self._group, named = join_checked(
+            plan, model, self.resources, timeout_s=timeout_s
+        )
         check_quantized(model, plan)
         rounds = Decision(
             key="model.dtype",

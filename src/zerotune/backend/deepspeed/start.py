@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from zerotune._util.environment import held
+from zerotune.backend.checks import check_alike
 from zerotune.backend.deepspeed.door import check_upstream
 from zerotune.backend.deepspeed.partitioned import flat_through_host
 from zerotune.backend.deepspeed.sharded import lending_linear, shard_from_host
@@ -24,8 +25,9 @@ from zerotune.backend.distributed import (
     communication_backend,
     deepspeed_groups,
 )
-from zerotune.backend.dtypes import DTYPES
-from zerotune.backend.layouts import full_shape, trainable_parameters
+from zerotune.backend.dtypes import DTYPES, check_model_dtype
+from zerotune.backend.engine import check_not_gone
+from zerotune.backend.layouts import Named, full_shape, require_trainable, trainable_parameters
 from zerotune.backend.ops import building
 from zerotune.backend.optimizers.client import (
     build_client_optimizer,
@@ -33,7 +35,7 @@ from zerotune.backend.optimizers.client import (
     own_scheduler,
     parameter_groups,
 )
-from zerotune.backend.stored import bring_weights, waiting
+from zerotune.backend.stored import bring_weights, check_has_weights, waiting
 from zerotune.backend.upstream import quiet_deepspeed, require_deepspeed
 from zerotune.decisions import Decision
 from zerotune.errors import EngineError, PlatformError
@@ -124,6 +126,26 @@ def join(
     )
     resources.callback(group.close)
     return deepspeed, group
+
+
+def join_checked(
+    plan: ResolvedPlan, model: torch.nn.Module, resources: ExitStack, *, timeout_s: float
+) -> tuple[ModuleType, ProcessGroup, Named]:
+    """``join``, and check plan and model before anything is made of them. Collective.
+
+    Returns:
+        DeepSpeed, the group, and the trainable parameters by name.
+    """
+    check_plan(plan)
+    check_not_gone(model)
+    check_has_weights(model)
+    deepspeed, group = join(plan, resources, timeout_s=timeout_s)
+    check_world(plan, group)
+    check_alike(plan, model, group)
+    named = require_trainable(model)
+    check_shapes(plan, model)
+    check_model_dtype(model, plan)
+    return deepspeed, group, named
 
 
 def read_weights(

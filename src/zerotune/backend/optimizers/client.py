@@ -191,6 +191,20 @@ def own_scheduler(plan: ResolvedPlan) -> Callable[[torch.optim.Optimizer], Curve
     return curve(plan)
 
 
+def continue_schedule(schedule: Any, saved: Mapping[str, Any]) -> None:
+    """Move a schedule that runs under DeepSpeed, if any, and its rates to where one was saved."""
+    if schedule is None:
+        return
+    # Of the optimizer step that it stands right after; -1 before the first.
+    position, running = (
+        int(each.get("last_batch_iteration", -1)) for each in (saved, schedule.state_dict())
+    )
+    # Before a first step there is nothing to set, unless this engine has taken some.
+    if max(position, running) >= 0:
+        # Loading only the position would leave the learning rate as it is.
+        schedule.step(position)
+
+
 def scheduler_class(plan: ResolvedPlan) -> str | None:
     """Name of the class that steps the schedule under DeepSpeed."""
     if plan.scheduler is None:

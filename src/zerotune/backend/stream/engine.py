@@ -13,27 +13,30 @@ import torch
 from typing_extensions import override
 
 from zerotune._util.text import format_size
-from zerotune.backend.checks import Checks, RunningGroup, check_alike, expected_groups
-from zerotune.backend.deepspeed.start import check_plan, check_shapes, check_world, compiling, join
-from zerotune.backend.dtypes import DTYPES, check_model_dtype
+from zerotune.backend.checks import Checks, RunningGroup, expected_groups
+from zerotune.backend.deepspeed.start import (
+    compiling,
+    join_checked,
+)
+from zerotune.backend.dtypes import DTYPES
 from zerotune.backend.engine import (
+    CountingEngine,
     EngineState,
-    StartedEngine,
     StepOutcome,
-    check_not_gone,
     naming_the_lost,
 )
-from zerotune.backend.layouts import Named, require_trainable
+from zerotune.backend.layouts import Named
 from zerotune.backend.master_weights import MasterWeights
 from zerotune.backend.optimizers.client import (
     chosen_optimizer,
+    continue_schedule,
     own_scheduler,
     parameter_groups,
     scheduler_class,
 )
 from zerotune.backend.proof import prove_offload
 from zerotune.backend.step.kernel import load_host_step
-from zerotune.backend.stored import bring_weights, check_has_weights
+from zerotune.backend.stored import bring_weights
 from zerotune.backend.stream.lanes import Lane
 from zerotune.backend.stream.layout import StreamLayout
 from zerotune.backend.stream.passes import Passes
@@ -50,7 +53,7 @@ _OF_ADAM = ("lr", "bias_correction", "betas", "eps", "weight_decay", "amsgrad")
 _CASTABLE = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class StreamEngine(StartedEngine):
+class StreamEngine(CountingEngine):
     """An ``Engine`` that keeps a window of units on the device and all weights in host memory.
 
     Args:
@@ -65,18 +68,12 @@ class StreamEngine(StartedEngine):
 
     @override
     def _start(self, model: torch.nn.Module, plan: ResolvedPlan, timeout_s: float) -> None:
-        check_plan(plan)
-        check_not_gone(model)
-        check_has_weights(model)
         self._plan, self._module = plan, model
-        deepspeed, self._group = join(plan, self.resources, timeout_s=timeout_s)
-        check_world(plan, self._group)
-        check_alike(plan, model, self._group)
-        check_shapes(plan, model)
-        check_model_dtype(model, plan)
+        deepspeed, self._group, named = join_checked(
+            plan, model, self.resources, timeout_s=timeout_s
+        )
         self._device = torch.device(deepspeed.accelerator.get_accelerator().current_device_name())
         proven = prove_offload(plan, self._group)
-        named = require_trainable(model)
         bring_weights(model, dtype=DTYPES[plan.precision])
         self._cast(model)
         members = _members(plan, named)
@@ -89,7 +86,6 @@ class StreamEngine(StartedEngine):
         )
         self._build_optimizer(deepspeed, plan, named, members)
         self._stream(needs)
-        self._global_step = self._micro_step = self._skipped_steps = 0
         self._spoiled = False
         self._decisions = (*proven, *self._describe())
         self._checks().raise_if_failed(engine="zerotune")
@@ -170,13 +166,13 @@ class StreamEngine(StartedEngine):
         return streamed if isinstance(streamed, Streaming) else Streaming()
 
     @property
+    @override
     def device(self) -> torch.device:
-        """Where batches must lie."""
         return self._device
 
     @property
+    @override
     def dtype(self) -> torch.dtype:
-        """Precision of the weights in the forward pass."""
         return DTYPES[self._plan.precision]
 
     @property
@@ -185,13 +181,13 @@ class StreamEngine(StartedEngine):
         return self._residency.counts
 
     @property
+    @override
     def lr(self) -> float:
-        """Learning rate of the first group for the next optimizer step."""
         return float(self._adam.param_groups[0]["lr"])
 
     @property
+    @override
     def state(self) -> EngineState:
-        """Counters and scheduler, to be saved."""
         return EngineState(
             global_step=self._global_step,
             micro_step=self._micro_step,
@@ -200,23 +196,15 @@ class StreamEngine(StartedEngine):
             loss_scaler={},
         )
 
+    @override
     def load_state(self, state: EngineState) -> None:
-        """Restore counters and scheduler, with the learning rate it implies.
-
-        Gradients of a micro batch that was never closed, because of an error perhaps, are dropped.
-        """
         self._steps.forget_all()
         self._spoiled = False
-        self._global_step = state.global_step
-        self._micro_step = state.micro_step
-        self._skipped_steps = state.skipped_steps
-        position = int(state.scheduler.get("last_batch_iteration", -1))
-        if self._scheduler is not None:
-            before = int(self._scheduler.state_dict()["last_batch_iteration"])
-            if max(position, before) >= 0:
-                self._scheduler.step(position)
+        self._count_from(state)
+        continue_schedule(self._scheduler, state.scheduler)
         self._steps.replay(state.global_step - state.skipped_steps)
 
+    @override
     @naming_the_lost
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward pass; each unit comes before it is called."""
@@ -225,6 +213,7 @@ class StreamEngine(StartedEngine):
             self._check_before_forward()
         return self._module(*args, **kwargs)
 
+    @override
     @naming_the_lost
     def backward(self, loss: torch.Tensor) -> None:
         """Back-propagate a scalar loss, divided by the accumulation steps.
@@ -257,6 +246,7 @@ class StreamEngine(StartedEngine):
                 fix="resume from the last checkpoint; with clipping, steps wait for all gradients",
             )
 
+    @override
     @naming_the_lost
     def step(self) -> StepOutcome:
         """Close a micro batch; update the weights when it is the last of its group.
@@ -294,6 +284,7 @@ class StreamEngine(StartedEngine):
         for hook in list(self._adam._optimizer_step_post_hooks.values()):
             hook(self._adam, (), {})
 
+    @override
     def discard(self) -> None:
         """Drop the accumulation window under way; it counts as a skipped step.
 
@@ -301,10 +292,7 @@ class StreamEngine(StartedEngine):
             EngineError: Units have been stepped in its backward pass.
         """
         self._steps.forget()
-        count = self._plan.gradient_accumulation_steps
-        self._micro_step = (self._micro_step // count + 1) * count
-        self._global_step += 1
-        self._skipped_steps += 1
+        self._count_discarded()
 
     @override
     def _release(self) -> None:
@@ -325,10 +313,6 @@ class StreamEngine(StartedEngine):
                     release_weight(member)
                 unit.give_back()
 
-    @property
-    def _at_boundary(self) -> bool:
-        return (self._micro_step + 1) % self._plan.gradient_accumulation_steps == 0
-
     def _describe(self) -> tuple[Decision, ...]:
         streamed = [unit for unit in self._units if not unit.resident]
         total = sum(unit.nbytes for unit in streamed)
@@ -344,6 +328,7 @@ class StreamEngine(StartedEngine):
             ),
         )
 
+    @override
     def _checks(self) -> Checks:
         plan, checks = self._plan, Checks()
         choice = chosen_optimizer(plan)
