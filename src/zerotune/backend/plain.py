@@ -120,12 +120,10 @@ class PlainEngine(CountingEngine):
         self._wrapped = self._accelerator.prepare_model(model)
         named = self._place(named, plan)
         self._torch_optimizer = build_client_optimizer(choice, named)
-        _check_contiguous(named, self._torch_optimizer)
-        self._torch_optimizer.register_step_pre_hook(
-            _lay_alike
-            if isinstance(self._torch_optimizer, _ELEMENT_BY_ELEMENT)
-            else lambda optimizer, *_: _check_contiguous(named, optimizer)
-        )
+        is_any_order_right = isinstance(self._torch_optimizer, _ELEMENT_BY_ELEMENT)
+        prepare = _lay_alike if is_any_order_right else partial(_check_contiguous, named)
+        prepare(self._torch_optimizer)
+        self._torch_optimizer.register_step_pre_hook(prepare)
         self._expected_groups = expected_groups(choice, named, self._torch_optimizer)
         layout = ParameterLayout(
             module=model,
@@ -534,9 +532,9 @@ def _strided(parameters: Iterable[torch.Tensor]) -> str | None:
     return "some weights are not contiguous (channels_last), and the pass goes over flat ones"
 
 
-def _check_contiguous(named: Named, optimizer: torch.optim.Optimizer) -> None:
+def _check_contiguous(named: Named, optimizer: torch.optim.Optimizer, *_: Any) -> None:
     for name, parameter in named:
-        if not parameter.is_contiguous() and not isinstance(optimizer, _ELEMENT_BY_ELEMENT):
+        if not parameter.is_contiguous():
             raise EngineError(
                 f"{type(optimizer).__name__} cannot step a parameter with a strided layout",
                 key=name,
