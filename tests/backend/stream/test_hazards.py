@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from tests.backend.stream.streaming import Run, differences, train
+from tests.support.ranks import ranks
 from zerotune.backend.stream import lanes, passes, residency, steps, units
 from zerotune.errors import EngineError
 from zerotune.plan.model import Streaming
 
-pytestmark = pytest.mark.deepspeed
+pytestmark = [pytest.mark.deepspeed, ranks(1)]
 
 CLIPPED = Run(family="web", checkpointing="on", accumulation=2, steps=4)
 WHOLE_GRAPH = Run(family="web", accumulation=2, steps=4)
@@ -41,36 +42,35 @@ def streamed(run: Run) -> dict[str, Any]:
     return train(run, streamed=Streaming(window=2), seed=3)
 
 
-def is_seen(good: dict[Run, dict[str, Any]], run: Run) -> bool:
+def without_fault(monkeypatch: pytest.MonkeyPatch, run: Run) -> dict[str, Any]:
+    """What a run leaves; from here on an evicted unit is NaN."""
+    good = streamed(run)
+    spoil_evicted(monkeypatch)
+    return good
+
+
+def is_seen(good: dict[str, Any], run: Run) -> bool:
     """Whether a run leaves something else, or does not come to an end."""
     try:
-        return bool(differences(good[run], streamed(run)))
+        return bool(differences(good, streamed(run)))
     except EngineError:
         return True
 
 
-@pytest.fixture(scope="module")
-def good():
-    return {run: streamed(run) for run in (CLIPPED, WHOLE_GRAPH, EAGER)}
-
-
-@pytest.fixture(autouse=True)
-def evicted_is_nan(monkeypatch, good):
-    spoil_evicted(monkeypatch)
-
-
 @pytest.mark.parametrize("run", [CLIPPED, EAGER], ids=str)
-def test_without_a_fault_nothing_evicted_is_used(good, run):
-    assert not differences(good[run], streamed(run))
+def test_without_a_fault_nothing_evicted_is_used(monkeypatch, run):
+    assert not differences(without_fault(monkeypatch, run), streamed(run))
 
 
-def test_a_copy_to_the_device_that_is_not_waited_for(good, monkeypatch):
+def test_a_copy_to_the_device_that_is_not_waited_for(monkeypatch):
+    good = without_fault(monkeypatch, CLIPPED)
     monkeypatch.setattr(lanes.Copy, "receive", lambda _: None)
     assert is_seen(good, CLIPPED)
 
 
 @pytest.mark.parametrize("run", [CLIPPED, EAGER], ids=str)
-def test_a_pass_that_is_not_waited_for(good, monkeypatch, run):
+def test_a_pass_that_is_not_waited_for(monkeypatch, run):
+    good = without_fault(monkeypatch, run)
     original = lanes.Lane.submit
 
     def submit(self: Any, copy: Any, *, wait: Any = None, then: Any = None) -> Any:
@@ -87,13 +87,15 @@ def test_a_pass_that_is_not_waited_for(good, monkeypatch, run):
     assert is_seen(good, run)
 
 
-def test_gradients_that_are_not_waited_for(good, monkeypatch):
+def test_gradients_that_are_not_waited_for(monkeypatch):
+    good = without_fault(monkeypatch, EAGER)
     monkeypatch.setattr(lanes.Copy, "finish", lambda _: None)
     monkeypatch.setattr(passes.UnitPass, "is_ready", property(lambda _: True))
     assert is_seen(good, EAGER)
 
 
-def test_a_unit_that_is_released_before_its_last_gradient(good, monkeypatch):
+def test_a_unit_that_is_released_before_its_last_gradient(monkeypatch):
+    good = without_fault(monkeypatch, WHOLE_GRAPH)
     original = residency.Residency._enter_backward
 
     def enter(self: Any, call: Any, gradient: torch.Tensor) -> None:
@@ -106,7 +108,8 @@ def test_a_unit_that_is_released_before_its_last_gradient(good, monkeypatch):
     assert is_seen(good, WHOLE_GRAPH)
 
 
-def test_a_step_before_the_last_micro_batch(good, monkeypatch):
+def test_a_step_before_the_last_micro_batch(monkeypatch):
+    spoil_evicted(monkeypatch)
     original = steps.StreamedSteps.begin_backward
 
     def begin(self: Any, *, is_last: bool) -> None:
@@ -117,7 +120,8 @@ def test_a_step_before_the_last_micro_batch(good, monkeypatch):
         streamed(EAGER)
 
 
-def test_weights_that_are_not_fetched_again_after_a_step(good, monkeypatch):
+def test_weights_that_are_not_fetched_again_after_a_step(monkeypatch):
+    good = without_fault(monkeypatch, CLIPPED)
     monkeypatch.setattr(
         units.Unit, "is_current", property(lambda unit: unit.is_here and unit.loaded is not None)
     )

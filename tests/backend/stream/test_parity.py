@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 
 from tests.backend.stream.streaming import Run, differences, train
+from tests.support.ranks import ranks
 from zerotune.plan.model import Streaming
 
-pytestmark = pytest.mark.deepspeed
+# DeepSpeed keeps for the whole process what its first engine made.
+pytestmark = [pytest.mark.deepspeed, ranks(1)]
 
 WHOLE = os.environ.get("ZEROTUNE_MATRIX") == "1"
 ALL = 99

@@ -13,10 +13,12 @@ import pytest
 import torch
 
 from tests.backend.stream.streaming import Run, advance, loss_of, make_model, start, train
+from tests.support.ranks import ranks
 from zerotune.errors import EngineError
 from zerotune.plan.model import Streaming
 
-pytestmark = pytest.mark.deepspeed
+# DeepSpeed keeps for the whole process what its first engine made.
+pytestmark = [pytest.mark.deepspeed, ranks(1)]
 
 RUN = Run(family="web", steps=3, clipping=0.5)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +9,12 @@ import pytest
 import torch
 
 from tests.backend.stream.streaming import Run, advance, contents, make_model, start
+from tests.support.ranks import ranks
 from zerotune.checkpoint import load_checkpoint, save_checkpoint
 from zerotune.ema import EMAShadow
 from zerotune.plan.model import Streaming
 
-# DeepSpeed gathers at stage 3 by a name that torch has another one for.
-pytestmark = [pytest.mark.deepspeed, pytest.mark.filterwarnings("ignore::FutureWarning")]
+pytestmark = [pytest.mark.deepspeed, ranks(1)]
 
 ENGINES: dict[str, dict[str, Any]] = {
     "streamed": {"streamed": Streaming(window=2)},
@@ -58,23 +57,16 @@ def same(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
         assert not differing, when
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    """A checkpoint of three steps by run and engine."""
-
-    @functools.cache
-    def save(run: Run, engine_name: str) -> Path:
-        folder = tmp_path_factory.mktemp("saved") / "step"
-        train(run, engine_name, range(3), save=folder)
-        return folder
-
-    return save
+def saved(folder: Path, run: Run, engine_name: str) -> Path:
+    """A checkpoint of three steps."""
+    train(run, engine_name, range(3), save=folder / engine_name)
+    return folder / engine_name
 
 
 @pytest.mark.parametrize("run", [FULL, EAGER, ADAPTERS], ids=str)
-def test_a_resumed_run_is_the_uninterrupted_one(saved, run):
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, run):
     whole = train(run, "stage 2", range(6))
-    resumed = train(run, "streamed", range(3, 6), resume=saved(run, "streamed"))
+    resumed = train(run, "streamed", range(3, 6), resume=saved(tmp_path, run, "streamed"))
     assert whole["losses"][-len(resumed["losses"]) :] == resumed["losses"]
     assert all(
         all(map(torch.equal, whole["contents"][name], resumed["contents"][name]))
@@ -84,12 +76,12 @@ def test_a_resumed_run_is_the_uninterrupted_one(saved, run):
 
 @pytest.mark.parametrize("run", [FULL, ADAPTERS], ids=str)
 @pytest.mark.parametrize("target", ENGINES)
-def test_its_checkpoints_are_those_of_stage_2(saved, run, target):
-    mine = train(run, target, range(3, 5), resume=saved(run, "streamed"))
-    same(mine, train(run, target, range(3, 5), resume=saved(run, "stage 2")))
+def test_its_checkpoints_are_those_of_stage_2(tmp_path, run, target):
+    mine = train(run, target, range(3, 5), resume=saved(tmp_path, run, "streamed"))
+    same(mine, train(run, target, range(3, 5), resume=saved(tmp_path, run, "stage 2")))
 
 
 @pytest.mark.parametrize("source", ["stage 3", "plain", "streamed at stage 3"])
-def test_checkpoints_of_others_resume_streamed_as_at_stage_2(saved, source):
-    mine = train(FULL, "streamed", range(3, 5), resume=saved(FULL, source))
-    same(mine, train(FULL, "stage 2", range(3, 5), resume=saved(FULL, source)))
+def test_checkpoints_of_others_resume_streamed_as_at_stage_2(tmp_path, source):
+    mine = train(FULL, "streamed", range(3, 5), resume=saved(tmp_path, FULL, source))
+    same(mine, train(FULL, "stage 2", range(3, 5), resume=saved(tmp_path, FULL, source)))

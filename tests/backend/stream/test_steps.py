@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import attrs
@@ -17,14 +16,15 @@ from tests.backend.stream.streaming import (
     make_model,
     start,
 )
-from tests.support.ranks import run_ranks
+from tests.support.ranks import ranks
 from zerotune.backend.stream import steps
 from zerotune.backend.stream.engine import why_not_streamed
 from zerotune.errors import EngineError
 from zerotune.plan.model import DeepSpeedPlan, ModelFacts, Streaming
 from zerotune.platform import Platform
 
-pytestmark = pytest.mark.deepspeed
+# DeepSpeed keeps for the whole process what its first engine made.
+pytestmark = [pytest.mark.deepspeed, ranks(1)]
 
 CLIPPED = Run(family="web", clipping=0.05)
 EAGER = Run(family="web", clipping=0.0)
@@ -241,25 +241,20 @@ def test_on_a_device_a_plan_that_does_not_ask_is_not_streamed_and_the_reason_is_
     assert (said.key, said.after, said.reason) == ("streamed", False, "because")
 
 
-def _on_two_ranks() -> tuple[str, list[str]]:
+@ranks(2)
+def test_on_two_ranks_deepspeed_trains_and_says_so():
     run = Run(family="web", steps=1, scheduler=False)
     model = make_model(run)
     plan = DeepSpeedPlan.build(stage=2, offload="cpu", precision="bf16", micro_batch_size=2)
     from zerotune.backend.build import build_engine
     from zerotune.optim.resolver import OptimizerResolver
 
-    world = int(os.environ["WORLD_SIZE"])
-    ready = plan.resolve(model=ModelFacts.from_module(model), world_size=world, streamed=True)
+    ready = plan.resolve(model=ModelFacts.from_module(model), world_size=2, streamed=True)
     with build_engine(model=model, plan=OptimizerResolver().apply(ready)) as engine:
         engine.backward(loss_of(run, engine, engine.group.rank))
         engine.step()
-        return type(engine).__name__, [d.reason for d in engine.decisions if d.key == "streamed"]
-
-
-def test_on_two_ranks_deepspeed_trains_and_says_so():
-    for name, said in run_ranks(_on_two_ranks, world_size=2):
-        assert name == "DeepSpeedEngine"
-        assert len(said) == 1
+        assert type(engine).__name__ == "DeepSpeedEngine"
+        assert len([d for d in engine.decisions if d.key == "streamed"]) == 1
 
 
 def test_a_model_without_repeated_blocks_is_trained_by_deepspeed():

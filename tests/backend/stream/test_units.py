@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.backend.stream.streaming import Run, Web, flux, make_model, qwen, start, unet
+from tests.support.ranks import ranks
 from zerotune.backend.stream.units import ALIGNED, find_units, make_units
 from zerotune.errors import EngineError, InvalidValueError
 from zerotune.plan.families import family
@@ -130,6 +131,7 @@ def test_what_is_shared_with_something_outside_stays_on_the_device():
 
 
 @pytest.mark.deepspeed
+@ranks(1)
 def test_adapters_stay_on_the_device_and_the_base_is_streamed():
     run = Run(family="web", lora=True)
     with start(run, make_model(run), streamed=True) as engine:
