@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import attrs
@@ -17,7 +18,7 @@ from tests.backend.stream.streaming import (
     start,
 )
 from tests.support.ranks import ranks
-from zerotune.backend.stream import steps
+from zerotune.backend.stream import passes, steps
 from zerotune.backend.stream.engine import why_not_streamed
 from zerotune.errors import EngineError
 from zerotune.plan.model import DeepSpeedPlan, ModelFacts, Streaming
@@ -69,6 +70,15 @@ def test_a_gradient_that_is_nowhere_finite_skips_the_step_as_zero_2_does(run):
     (mine, weights), (theirs, their_weights) = train(Streaming(window=2)), train(None)
     assert mine == theirs
     assert all(all(map(torch.equal, weights[n], their_weights[n])) for n in weights)
+
+
+def test_passes_of_the_step_before_do_not_count_in_a_step_that_is_skipped(monkeypatch):
+    original = passes.UnitPass.take
+    monkeypatch.setattr(passes.UnitPass, "take", lambda each: (time.sleep(0.05), original(each)))
+    with begin(EAGER) as engine:
+        advance(EAGER, engine, range(1))
+        engine.backward(loss_of(EAGER, engine, 2) * float("nan"))
+        assert not engine.step().applied
 
 
 @pytest.mark.parametrize("run", [CLIPPED, Run(family="web", clipping=0.0, accumulation=2)], ids=str)
@@ -138,8 +148,6 @@ def test_steps_that_met_a_bad_gradient_too_late_are_not_gone_on_with_until_a_res
 
 
 def test_an_error_in_a_pass_ends_every_call_after_it(monkeypatch):
-    from zerotune.backend.stream import passes
-
     def fail(self: Any) -> None:
         raise MemoryError("no more")
 

@@ -37,8 +37,10 @@ from zerotune.backend.optimizers.client import (
 from zerotune.backend.proof import prove_offload
 from zerotune.backend.step.kernel import load_host_step
 from zerotune.backend.stored import bring_weights
+from zerotune.backend.stream.flat import FlatOrder
 from zerotune.backend.stream.lanes import Lane
 from zerotune.backend.stream.layout import StreamLayout
+from zerotune.backend.stream.memory import HostMemory
 from zerotune.backend.stream.passes import Passes
 from zerotune.backend.stream.residency import Residency, StreamCounts
 from zerotune.backend.stream.steps import StreamedSteps
@@ -76,15 +78,20 @@ class StreamEngine(CountingEngine):
         proven = prove_offload(plan, self._group)
         bring_weights(model, dtype=DTYPES[plan.precision])
         self._cast(model)
-        members = _members(plan, named)
+        self._order = FlatOrder(
+            _members(plan, named),
+            sizes={name: parameter.numel() for name, parameter in named},
+            world_size=self._group.world_size,
+        )
+        self._memory = HostMemory(pin=self._device.type != "cpu" and _pins(plan))
         self._units, needs = make_units(
             model,
             find_units(model, self._streaming.units),
-            groups={name: index for index, group in enumerate(members) for name in group},
+            order=self._order,
             device=self._device,
-            pin=self._device.type != "cpu" and _pins(plan),
+            memory=self._memory,
         )
-        self._build_optimizer(deepspeed, plan, named, members)
+        self._build_optimizer(deepspeed, plan, named)
         self._stream(needs)
         self._spoiled = False
         self._decisions = (*proven, *self._describe())
@@ -99,9 +106,7 @@ class StreamEngine(CountingEngine):
             if parameter.dtype in _CASTABLE:
                 parameter.data = parameter.data.to(self.dtype)
 
-    def _build_optimizer(
-        self, deepspeed: Any, plan: ResolvedPlan, named: Named, members: list[list[str]]
-    ) -> None:
+    def _build_optimizer(self, deepspeed: Any, plan: ResolvedPlan, named: Named) -> None:
         choice = chosen_optimizer(plan)
         slabs = [slab for unit in self._units for slab in unit.slabs]
         groups: list[dict[str, Any]] = []
@@ -114,7 +119,6 @@ class StreamEngine(CountingEngine):
             self._adam = deepspeed.ops.adam.DeepSpeedCPUAdam(
                 groups, **params, adamw_mode=choice.weight_decay_mode != "l2"
             )
-        self._members = members
         self._expected_groups = expected_groups(choice, named, None)
         self._scheduler = self._make_scheduler(deepspeed, plan)
 
@@ -136,7 +140,7 @@ class StreamEngine(CountingEngine):
         trained = [unit for unit in self._units if unit.slabs]
         self._steps = StreamedSteps(
             units=trained,
-            order=self._members,
+            order=self._order,
             adam=self._adam,
             op=op,
             lane=self._lanes[1],
@@ -308,10 +312,9 @@ class StreamEngine(CountingEngine):
 
     def _give_back(self) -> None:
         for unit in self._units:
-            if not unit.resident:
-                for member in unit.members:
-                    release_weight(member)
-                unit.give_back()
+            for member in unit.members if not unit.resident else ():
+                release_weight(member)
+            unit.give_back(self._memory)
 
     def _describe(self) -> tuple[Decision, ...]:
         streamed = [unit for unit in self._units if not unit.resident]

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from queue import SimpleQueue
 
+import attrs
 import torch
 
 from zerotune.backend.master_weights import Follower
@@ -90,31 +91,26 @@ class UnitPass:
 
     def _catch_up(self, coming: Averages) -> None:
         for slab, step in self._steps:
-            for member in slab.members:
-                part = _part(slab, member.span)
+            for part in slab.parts:
                 for average in coming:
-                    average.tensors[_key(member)].lerp_(step.weight[part], average.weight)
+                    average.tensors[part.key].lerp_(step.weight[part.place], average.weight)
 
 
 def _run(slab: UnitSlab, step: SlabStep, coming: Averages) -> None:
-    if not coming and step.whole is None:
+    if not coming and not any(part.singles for part in slab.parts):
         step.run(0, step.weight.numel())
         return
     # What lies between the parameters is zero, and stays so; among the last elements it would make
     # whole vectors of them.
-    for member in slab.members:
-        part, key = _part(slab, member.span), _key(member)
-        averages = [Average(shadow=each.tensors[key], weight=each.weight) for each in coming]
-        step.run(part.start, part.stop, averages)
-
-
-def _part(slab: UnitSlab, span: slice) -> slice:
-    return slice(span.start - slab.span.start, span.stop - slab.span.start)
-
-
-def _key(member: object) -> str:
-    name, numel = member.name, member.parameter.numel()  # type: ignore[attr-defined]
-    return f"{name}[0:{numel}]"
+    one_by_one = attrs.evolve(step, whole=0)
+    for part in slab.parts:
+        for run, is_single in part.runs():
+            inside = slice(run.start - part.offset, run.stop - part.offset)
+            averages = [
+                Average(shadow=each.tensors[part.key][inside], weight=each.weight)
+                for each in coming
+            ]
+            (one_by_one if is_single else step).run(run.start, run.stop, averages)
 
 
 class Passes:

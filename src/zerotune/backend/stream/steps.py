@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -21,10 +21,11 @@ from zerotune.backend.master_weights import Follower
 from zerotune.backend.step.adams import HostAdam
 from zerotune.backend.step.kernel import HostStepOp
 from zerotune.backend.step.pending import hold, release
+from zerotune.backend.stream.flat import FlatOrder
 from zerotune.backend.stream.lanes import Copy, Lane
 from zerotune.backend.stream.passes import Passes, UnitPass
 from zerotune.backend.stream.residency import Residency
-from zerotune.backend.stream.units import Member, Unit
+from zerotune.backend.stream.units import Unit
 from zerotune.errors import EngineError
 
 
@@ -38,12 +39,22 @@ class _Window:
     """The newest copy to the host, after which all earlier ones are complete."""
     on_host: set[int] = attrs.field(factory=set)
     """Members that have a gradient there."""
-    squares: dict[int, float] = attrs.field(factory=dict)
-    """Sums of squares of whole gradients."""
+    squares: dict[tuple[int, int], float] = attrs.field(factory=dict)
+    """Sums of squares of gradients, by member and by the rank that has them at ZeRO-2."""
     expected: int = 0
     """Gradients that may still come in this micro batch, and have."""
     taken: bool = False
     """Its pass has begun."""
+
+
+@attrs.define(eq=False)
+class _Tally:
+    """What the passes of one step have met; those of the step before may still be taken."""
+
+    is_finite: bool = True
+    """Every gradient so far."""
+    stepped: int = 0
+    """Units."""
 
 
 class StreamedSteps:
@@ -51,7 +62,7 @@ class StreamedSteps:
 
     Args:
         units: Those that are trained.
-        order: Names of the parameters by group, as ZeRO adds up their norms.
+        order: Of the parameters at ZeRO-2, by which it adds up their norms.
         adam: A DeepSpeedCPUAdam over the units' slabs.
         op: The compiled functions.
         lane: Copies from the device.
@@ -63,7 +74,7 @@ class StreamedSteps:
         self,
         *,
         units: Sequence[Unit],
-        order: Sequence[Sequence[str]],
+        order: FlatOrder,
         adam: Any,
         op: HostStepOp,
         lane: Lane,
@@ -75,13 +86,20 @@ class StreamedSteps:
         self._stepper = HostAdam(op=op, adam=adam)
         self._windows = {unit: _Window() for unit in units}
         places = {m.name: (u, i) for u in units for i, m in enumerate(u.members)}
-        self._order = [[places[name] for name in group] for group in order]
-        self._whole = _vectors(units, order)
+        self._order = [[places[name] for name in group] for group in order.groups]
+        self._world_size = order.world_size
+        self._parts = {
+            unit: {
+                unit.members.index(part.member): (slab, part)
+                for slab in unit.slabs
+                for part in slab.parts
+            }
+            for unit in units
+        }
         self._held: list[Unit] = []
         self._is_last = False
         self._under_way = False
-        self._is_finite = True
-        self._stepped = 0
+        self._tally = _Tally()
         self._lock = threading.RLock()
         self.residency = cast(Residency, None)
         """Set once there is one, before the first pass."""
@@ -149,13 +167,18 @@ class StreamedSteps:
         window = self._windows[unit]
         window.on_host.update(came)
         for index in came:
-            window.squares[index] = self._op.take(self._gradient(unit, index))
+            for rank, square in self._squares(unit, index):
+                window.squares[index, rank] = square
+
+    def _squares(self, unit: Unit, index: int) -> Iterator[tuple[int, float]]:
+        """Sums of squares of a gradient in host memory, by the rank that has it at ZeRO-2."""
+        slab, part = self._parts[unit][index]
+        for rank, fragment in part.fragments:
+            yield rank, self._op.take(slab.gradient[fragment])
 
     def _gradient(self, unit: Unit, index: int) -> torch.Tensor:
-        member = unit.members[index]
-        slab = next(slab for slab in unit.slabs if slab.group == member.group)
-        start = slab.start_of(member)
-        return slab.gradient[start : start + member.parameter.numel()]
+        slab, part = self._parts[unit][index]
+        return slab.gradient[part.place]
 
     def end_backward(self) -> None:
         """Every gradient of this micro batch has come."""
@@ -189,7 +212,7 @@ class StreamedSteps:
                 window.landed.finish()
         if self._under_way:
             self._passes.settle()
-            if self._stepped:
+            if self._tally.stepped:
                 return False
             for unit, window in self._windows.items():
                 for slab in unit.slabs if window.taken else ():
@@ -200,7 +223,7 @@ class StreamedSteps:
     def forget_all(self) -> None:
         """Begin a window anew, whatever was done with the last one."""
         self._windows = {unit: _Window() for unit in self._units}
-        self._under_way, self._is_finite, self._stepped = False, True, 0
+        self._under_way, self._tally = False, _Tally()
 
     # -- Steps.
 
@@ -215,11 +238,14 @@ class StreamedSteps:
                 window.landed.finish()
         norms = []
         for group in self._order:
-            found = (self._windows[unit].squares.get(index) for unit, index in group)
-            total = sum(math.sqrt(square) ** 2 for square in found if square is not None)
+            total = torch.zeros(1)
+            for rank in range(self._world_size):
+                found = (self._windows[unit].squares.get((index, rank)) for unit, index in group)
+                # In fp32 among ranks.
+                total += sum(math.sqrt(square) ** 2 for square in found if square is not None)
             if not math.isfinite(total):
                 return math.inf
-            norms.append(torch.tensor(torch.tensor(total).item() ** 0.5))
+            norms.append(torch.tensor(total.item() ** 0.5))
         return float(torch.linalg.vector_norm(torch.stack(norms)))
 
     def step(self, norm: float) -> None:
@@ -236,7 +262,7 @@ class StreamedSteps:
             self._windows[unit] = _Window()
             if unit.resident:
                 self._hold(unit)
-        self._under_way, self._stepped = False, 0
+        self._under_way, self._tally = False, _Tally()
         self.residency.rewind()
 
     def _begin(self, unit: Unit, *, factor: float, rank: int | None = None) -> None:
@@ -255,25 +281,25 @@ class StreamedSteps:
                 factor=factor,
                 out=unit.host.data[slab.span],
             )
-            steps.append((slab, attrs.evolve(step, whole=self._whole.get((unit, slab.group)))))
+            steps.append((slab, step))
         unit_pass = UnitPass(
             unit=unit,
             steps=steps,
             averages=self._passes.averages,
-            check=partial(self._check, unit, window),
+            check=partial(self._check, unit, window, self._tally),
             landed=window.landed,
             rank=self._units.index(unit) if rank is None else rank,
         )
         self._passes.submit(unit_pass)
 
-    def _check(self, unit: Unit, window: _Window) -> bool:
+    def _check(self, unit: Unit, window: _Window, tally: _Tally) -> bool:
         """Clear the gradients that nobody gave; whether the unit may be stepped with the others."""
-        for index in range(len(unit.members)):
+        for index in self._parts[unit]:
             if index not in window.on_host:
                 self._gradient(unit, index).zero_()
-        self._is_finite = self._is_finite and all(map(math.isfinite, window.squares.values()))
-        self._stepped += self._is_finite
-        return self._is_finite
+        tally.is_finite = tally.is_finite and all(map(math.isfinite, window.squares.values()))
+        tally.stepped += tally.is_finite
+        return tally.is_finite
 
     def _factor(self, norm: float) -> float:
         """What ZeRO-2 multiplies gradients by, with its roundings."""
@@ -364,31 +390,3 @@ def used_after_step(unit: Unit) -> EngineError:
         value="gradient_clipping=0",
         fix="clip gradients, so that steps wait for the whole backward pass",
     )
-
-
-def _vectors(units: Sequence[Unit], order: Sequence[Sequence[str]]) -> dict[tuple[Unit, int], int]:
-    """Where the elements of a slab begin that ZeRO-2 steps one by one: its last few of each group.
-
-    DeepSpeed's Adam takes whole vectors of a group's flat weights; the compiler chose the roundings
-    of what is left.
-    """
-    members: dict[str, tuple[Unit, Member]] = {m.name: (u, m) for u in units for m in u.members}
-    found: dict[tuple[Unit, int], int] = {}
-    for group, names in enumerate(order):
-        total = sum(members[name][1].parameter.numel() for name in names)
-        padded = total + total % _ALIGNMENT
-        left = padded % _VECTOR - (padded - total)
-        for name in reversed(names):
-            if left <= 0:
-                break
-            unit, member = members[name]
-            numel = member.parameter.numel()
-            slab = next(slab for slab in unit.slabs if slab.group == group)
-            found[unit, group] = slab.start_of(member) + max(0, numel - left)
-            left -= numel
-    return found
-
-
-_VECTOR = 16
-_ALIGNMENT = 2
-"""Elements to a multiple of which DeepSpeed pads a group for one rank."""
