@@ -115,7 +115,7 @@ def spoil(engine: Any) -> None:
 
     def complete(self: Any, unit: Any) -> None:
         if unit.name == "blocks.0":
-            self._passes.settle()
+            self.passes.settle()
         original(self, unit)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -221,7 +221,7 @@ def resolved(streamed: Any = True, *, world_size: int = 1, **build: Any) -> Any:
         ({"stage": 1}, "stage 2 or 3"),
         ({"offload": "none"}, "not in host memory"),
         ({"precision": "fp16"}, "loss scale"),
-        ({"world_size": 2}, "one process streams"),
+        ({"world_size": 2, "extra": {"communication_data_type": "fp32"}}, "communication_data_type"),
     ],
     ids=str,
 )

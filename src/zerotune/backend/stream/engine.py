@@ -70,7 +70,7 @@ class StreamEngine(CountingEngine):
 
     @override
     def _start(self, model: torch.nn.Module, plan: ResolvedPlan, timeout_s: float) -> None:
-        self._plan, self._module = plan, model
+        self._plan, self._module, self._timeout_s = plan, model, timeout_s
         deepspeed, self._group, named = join_checked(
             plan, model, self.resources, timeout_s=timeout_s
         )
@@ -83,7 +83,18 @@ class StreamEngine(CountingEngine):
             sizes={name: parameter.numel() for name, parameter in named},
             world_size=self._group.world_size,
         )
-        self._memory = HostMemory(pin=self._device.type != "cpu" and _pins(plan))
+        needs = self._lay_out(model)
+        self._build_optimizer(deepspeed, plan, named)
+        self._stream(needs)
+        self._spoiled = False
+        self._decisions = (*proven, *self._describe())
+        self._checks().raise_if_failed(engine="zerotune")
+        announce(self.decisions, rank=self._group.rank)
+
+    def _lay_out(self, model: torch.nn.Module) -> Any:
+        """Give every parameter its place; the units that each module needs."""
+        self._page_locks = self._device.type != "cpu" and _pins(self._plan)
+        self._memory = self._make_memory(pin=self._page_locks)
         self._units, needs = make_units(
             model,
             find_units(model, self._streaming.units),
@@ -91,12 +102,10 @@ class StreamEngine(CountingEngine):
             device=self._device,
             memory=self._memory,
         )
-        self._build_optimizer(deepspeed, plan, named)
-        self._stream(needs)
-        self._spoiled = False
-        self._decisions = (*proven, *self._describe())
-        self._checks().raise_if_failed(engine="zerotune")
-        announce(self.decisions, rank=self._group.rank)
+        return needs
+
+    def _make_memory(self, *, pin: bool) -> HostMemory:
+        return HostMemory(pin=pin)
 
     def _cast(self, model: torch.nn.Module) -> None:
         """Round weights as DeepSpeed does, which leaves buffers as they are."""
@@ -135,17 +144,16 @@ class StreamEngine(CountingEngine):
         """Set going what moves weights and gradients."""
         streams = None if self._device.type == "cpu" else torch.get_device_module(self._device)
         op = load_host_step()
-        self._passes = Passes(op=op, spare=streams is not None)
         self._lanes = [Lane(name, device=self._device, streams=streams) for name in ("in", "out")]
         trained = [unit for unit in self._units if unit.slabs]
-        self._steps = StreamedSteps(
+        self._steps = self._make_steps(
             units=trained,
             order=self._order,
             adam=self._adam,
             op=op,
             lane=self._lanes[1],
-            passes=self._passes,
             clipping=self._plan.gradient_clipping,
+            spare=streams is not None,
         )
         self._capacity = _capacity(self._streaming, self._units)
         self._residency = self._steps.residency = Residency(
@@ -154,7 +162,7 @@ class StreamEngine(CountingEngine):
             needs=needs,
             capacity=self._capacity,
             lane=self._lanes[0],
-            hurry=self._passes.hurry,
+            hurry=self._steps.passes.hurry,
             before=self._steps.land_all,
         )
         for unit in self._units:
@@ -163,6 +171,9 @@ class StreamEngine(CountingEngine):
         self._steps.refresh()
         layout = StreamLayout(units=trained, optimizer=self._adam, steps=self._steps)
         self._master_weights = MasterWeights(layout=layout, group=self._group, device=self.device)
+
+    def _make_steps(self, *, spare: bool, **steps: Any) -> StreamedSteps:
+        return StreamedSteps(passes=Passes(op=steps["op"], spare=spare), **steps)
 
     @property
     def _streaming(self) -> Streaming:
@@ -305,10 +316,14 @@ class StreamEngine(CountingEngine):
             for end in (*(lane.close for lane in self._lanes), self._steps.close):
                 ending.callback(end)
             ending.callback(self._residency.close)
-            ending.callback(self._passes.close)
+            ending.callback(self._steps.passes.close)
+            ending.callback(self._part)
             self._steps.forget_all()
             self._steps.land_all()
-            self._passes.settle()
+            self._steps.settle()
+
+    def _part(self) -> None:
+        """Others are waited for no more, nor do they wait for this rank."""
 
     def _give_back(self) -> None:
         for unit in self._units:

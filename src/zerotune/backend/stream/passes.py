@@ -32,6 +32,7 @@ class UnitPass:
         averages: Those that follow this step, as they come.
         landed: Gradients on their way to the host; ``None``: they are there.
         check: Called once they are there; whether to step.
+        written: Done once the pass is taken.
         rank: When it is taken: the lower, the sooner.
     """
 
@@ -43,6 +44,7 @@ class UnitPass:
         averages: Averages,
         landed: Copy | None,
         check: Callable[[], bool],
+        written: Future[None],
         rank: int,
     ) -> None:
         self.unit, self.rank, self._landed, self._check = unit, rank, landed, check
@@ -50,9 +52,8 @@ class UnitPass:
         self._followed = 0
         # Somebody may still be copying what the step before has written.
         self._reading = unit.loading
-        self.written: Future[None] = Future()
+        self.written = unit.written = written
         unit.version += 1
-        unit.written = self.written
 
     @property
     def is_ready(self) -> bool:
@@ -194,6 +195,7 @@ class Passes:
         self._is_closing = True
         self._signal()
         self._thread.join()
+        self._newest, self.averages = [], []
 
     def _signal(self) -> None:
         self._signals.put(None)

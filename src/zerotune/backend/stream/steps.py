@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import Any, cast
 
@@ -82,7 +83,7 @@ class StreamedSteps:
         clipping: float,
     ) -> None:
         self._units, self._adam, self._op = units, adam, op
-        self._lane, self._passes, self._clipping = lane, passes, clipping
+        self._lane, self.passes, self._clipping = lane, passes, clipping
         self._stepper = HostAdam(op=op, adam=adam)
         self._windows = {unit: _Window() for unit in units}
         places = {m.name: (u, i) for u in units for i, m in enumerate(u.members)}
@@ -211,14 +212,18 @@ class StreamedSteps:
             if window.landed is not None:
                 window.landed.finish()
         if self._under_way:
-            self._passes.settle()
-            if self._tally.stepped:
+            self.passes.settle()
+            if self._any_stepped():
                 return False
             for unit, window in self._windows.items():
                 for slab in unit.slabs if window.taken else ():
                     self._adam.state[slab.master]["step"] -= 1
         self.forget_all()
         return True
+
+    def _any_stepped(self) -> bool:
+        """Whether a unit was stepped with the window's gradients."""
+        return self._tally.stepped > 0
 
     def forget_all(self) -> None:
         """Begin a window anew, whatever was done with the last one."""
@@ -269,7 +274,7 @@ class StreamedSteps:
         window = self._windows[unit]
         window.taken = True
         if not self._under_way:
-            self._passes.begin_step()
+            self.passes.begin_step()
             self._under_way = True
         groups = self._adam.param_groups
         steps = []
@@ -285,12 +290,17 @@ class StreamedSteps:
         unit_pass = UnitPass(
             unit=unit,
             steps=steps,
-            averages=self._passes.averages,
+            averages=self.passes.averages,
             check=partial(self._check, unit, window, self._tally),
             landed=window.landed,
+            written=self._to_be_written(unit),
             rank=self._units.index(unit) if rank is None else rank,
         )
-        self._passes.submit(unit_pass)
+        self.passes.submit(unit_pass)
+
+    def _to_be_written(self, unit: Unit) -> Future[None]:  # noqa: ARG002 - of several ranks
+        """What is done once the next pass has written a unit."""
+        return Future()
 
     def _check(self, unit: Unit, window: _Window, tally: _Tally) -> bool:
         """Clear the gradients that nobody gave; whether the unit may be stepped with the others."""
@@ -326,11 +336,11 @@ class StreamedSteps:
                 value="gradient_clipping=0",
                 fix="call engine.step() first, or clip gradients",
             )
-        self._passes.settle()
+        self.passes.settle()
 
     def follow(self, followers: Sequence[Follower]) -> bool:
         """Have averages move with the newest step; whether there is one under way."""
-        return not self._under_way and self._passes.follow(followers)
+        return not self._under_way and self.passes.follow(followers)
 
     # -- What stays on the device.
 
