@@ -206,6 +206,7 @@ def start(
     streamed: Streaming | bool | None,
     stage: int = 2,
     deepspeed: bool = True,
+    timeout_s: float = 600.0,
 ) -> Any:
     scheduler = {"type": "WarmupLR", "params": {
         "warmup_min_lr": 1e-4, "warmup_max_lr": 2e-3, "warmup_num_steps": 9}}  # fmt: skip
@@ -222,7 +223,7 @@ def start(
         world_size=Launch.from_environment().world_size,
     )
     resolver = OptimizerResolver(groups=ParameterGroups.no_decay() if run.groups else None)
-    return build_engine(model=model, plan=resolver.apply(resolved))
+    return build_engine(model=model, plan=resolver.apply(resolved), timeout_s=timeout_s)
 
 
 def loss_of(run: Run, engine: Any, seed: int) -> torch.Tensor:

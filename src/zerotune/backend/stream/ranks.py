@@ -18,9 +18,10 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from zerotune._util.proc import ProcessIdentity
+from zerotune._util.text import format_size
 from zerotune.backend.checks import check_alike
 from zerotune.backend.deepspeed.start import join
-from zerotune.backend.stream.engine import StreamEngine
+from zerotune.backend.stream.engine import KEY, StreamEngine
 from zerotune.backend.stream.lanes import Copy
 from zerotune.backend.stream.memory import HostMemory
 from zerotune.backend.stream.passes import Passes
@@ -34,6 +35,7 @@ from zerotune.backend.stream.sharing import (
 )
 from zerotune.backend.stream.steps import StreamedSteps
 from zerotune.backend.stream.units import Unit
+from zerotune.decisions import Decision
 from zerotune.plan.model import ResolvedPlan
 
 
@@ -192,6 +194,22 @@ class SharedStreamEngine(StreamEngine):
         self.resources.callback(self._meeting.close)
         passes = SharedPasses(meeting=self._meeting, op=steps["op"], spare=spare)
         return SharedSteps(meeting=self._meeting, passes=passes, **steps)
+
+    @override
+    def _describe(self) -> tuple[Decision, ...]:
+        nbytes = sum(unit.nbytes for unit in self._units)
+        locked = ", page-locked" if self._page_locks else ""
+        return (
+            *super()._describe(),
+            Decision(
+                key=f"{KEY}.ranks",
+                before=None,
+                after=f"{self._group.world_size} ranks share one copy of the weights, "
+                f"{format_size(nbytes)}{locked}",
+                reason="each rank adds up, steps and averages its share of every unit; sums are "
+                "in the order of the ranks, which of two has the bits of any other",
+            ),
+        )
 
     @override
     def _part(self) -> None:

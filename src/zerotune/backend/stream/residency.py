@@ -285,6 +285,8 @@ class Residency:
         for hook in self._hooks:
             hook.remove()
         self._inside.leave_all()
+        # Its nodes have hooks that have this, which no collector of garbage sees.
+        self._shared = {}
         for unit in self._streamed:
             if unit.loading is not None:
                 unit.loading.finish()

@@ -269,7 +269,7 @@ class Meeting(Closable):
 
     def stage(self, unit: Unit) -> torch.Tensor:
         """Where this rank puts gradients, laid out as the unit is."""
-        return self.stages(unit)[self._rank]
+        return self._tables.stages[self._rank, : unit.nbytes].view(unit.host.dtype)
 
     def stages(self, unit: Unit) -> Sequence[torch.Tensor]:
         """Where each rank does."""
@@ -380,7 +380,7 @@ class Meeting(Closable):
     def close(self) -> None:
         if self._memory.is_open:
             self.leave()
-            del self._tables
+            del self._tables, self._units
         self._memory.close()
 
     def _count(self, counter: int) -> None:
