@@ -299,7 +299,7 @@ def lose_a_rank() -> str:
 
 
 def test_a_killed_rank_is_named():
-    with pytest.raises(RanksFailed, match=r"(?s)rank 1 has ended.*rank 1 has ended"):
+    with pytest.raises(RanksFailed, match=r"rank 1 has ended"):
         run_ranks(lose_a_rank, world_size=2)
 
 

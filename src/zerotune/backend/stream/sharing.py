@@ -292,7 +292,7 @@ class Meeting(Closable):
         members[self._rank] = 0
         members[self._rank, list(came)] = 1
         self._count(_LANDED)
-        self._wait(counters, f"come to {self._name(index)}")
+        self._wait(counters, self._name(index))
         if bool((units != index).any()) or bool((members != members[0]).any()):
             self._fail_with(self._unlike(units.tolist(), members))
 

@@ -381,9 +381,13 @@ class StreamedSteps:
         self._held.remove(unit)
 
     def close(self) -> None:
-        """Take gradients no more."""
+        """Take gradients no more, and let go of what could not be brought to the device."""
         for hook in self._hooks:
             hook.remove()
+        for unit in self._held:
+            for member in unit.members:
+                release(member.parameter)
+        self._held = []
 
 
 def _watch(parameter: Any, call: Callable[[torch.Tensor], None]) -> Any:

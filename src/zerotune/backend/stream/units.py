@@ -189,8 +189,10 @@ class Unit:
 
     def give_back(self, memory: HostMemory) -> None:
         """Leave parameters that are not on the device with their weights in host memory."""
+        stays = self.resident and self.is_current
         self.host = memory.keep(self.host)
-        for member in self.members if not self.resident else ():
+        self.loading = self.written = None
+        for member in self.members if not stays else ():
             member.parameter.data = self.of_member(member)
 
 
