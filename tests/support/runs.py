@@ -24,6 +24,7 @@ class Case:
     optimizer: Any = "AdamW"
     lr: float = 1e-3
     overrides: tuple[tuple[str, Any], ...] = ()
+    streamed: Any = None
 
     def __str__(self) -> str:
         if not self.deepspeed:
@@ -76,7 +77,7 @@ def start(case: Case, model: Any) -> Any:
         },
         **dict(case.overrides),
     )
-    return build(model, plan, deepspeed=case.deepspeed)
+    return build(model, plan, deepspeed=case.deepspeed, streamed=case.streamed)
 
 
 def unet_loss(engine: Any, step: int) -> Any:
