@@ -640,7 +640,9 @@ def time_data(time: StepTime) -> dict[str, Any]:
     return {
         "seconds": time.seconds,
         "hidden_seconds": time.hidden_seconds,
+        "eager_seconds": time.eager_seconds,
         "expected_seconds": time.expected,
+        "schedule": time.schedule,
         "phases": time.phases,
         "bound": time.bound.what,
         "origin": time.origin,

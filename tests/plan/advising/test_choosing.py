@@ -70,8 +70,8 @@ def test_the_fastest_that_fits_is_chosen_by_prediction():
     slow_host = Rates(**even | {"host_step": 1e9, "host_memory": 1e9})
     options = {"vram": "80GiB", "ram": "512GiB", "ema": "host", "precision": "bf16"}
     advice = DeepSpeedPlan.advise("sd35-medium", rates=slow_host, **options)
-    assert advice.chosen.time.seconds <= 1.02 * min(
-        one.time.seconds for one in (advice.chosen, *advice.runners_up)
+    assert advice.chosen.time.expected <= 1.05 * min(
+        one.time.expected for one in (advice.chosen, *advice.runners_up)
     )
     for one in advice.candidates:
         assert one.time.seconds > 0
