@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
@@ -13,6 +13,7 @@ from zerotune._util.table import Page, Readable
 from zerotune._util.text import format_size, is_number, parse_size
 from zerotune.decisions import Decision
 from zerotune.errors import InvalidValueError, NothingFitsError
+from zerotune.optimizers.catalogue import ADAM, entry_of
 from zerotune.plan.families import as_facts
 from zerotune.plan.memory.estimate import (
     PLACES,
@@ -33,8 +34,10 @@ from zerotune.plan.model import (
     ModelFacts,
     OffloadSection,
     ResolvedPlan,
+    Streaming,
     ZeroSection,
 )
+from zerotune.plan.resolve import with_streaming
 from zerotune.plan.rules import resolve
 
 if TYPE_CHECKING:
@@ -85,6 +88,8 @@ class Candidate:
     """Whether the inputs of recomputed blocks wait in host memory (``ActivationOffload``)."""
     time: StepTime | None = None
     """What a step is predicted to take; ``None``: the model's arithmetic is not known."""
+    streamed: Streaming | None = None
+    """How its weights are streamed, for ``plan.resolve(streamed=...)``; ``None``: they are not."""
 
     def __repr__(self) -> str:
         return f"<Candidate: {self.title}, {'fits' if self.fits else 'does not fit'}>"
@@ -125,10 +130,16 @@ class Advice(Readable):
         return self.chosen.activation_offload
 
     @property
+    def streamed(self) -> Streaming | None:
+        """How weights are to be streamed, for ``plan.resolve(streamed=...)``; ``None``: not."""
+        return self.chosen.streamed
+
+    @property
     def decisions(self) -> tuple[Decision, ...]:
         """What the advice says beside the plan itself."""
         reason = f"{self.chosen.title}: {self.chosen.reason}"
         return (
+            Decision(key="streamed", before=None, after=self.streamed or False, reason=reason),
             Decision(
                 key="gradient checkpointing",
                 before=None,
@@ -216,11 +227,15 @@ class Layout:
     pinned: bool = True
     fills_device: bool = False
     """Whether as much of the optimizer stays on the device as fits beside all else."""
+    streams: bool = False
+    """Whether weights pass through the device unit by unit; as many stay as fit."""
 
     @property
     def title(self) -> str:
         """In words."""
         places = {"cpu": "in host memory", "nvme": "on NVMe"}
+        if self.streams:
+            return STREAMED
         words = [f"ZeRO-{self.stage}" if self.stage else "no partitioning"]
         if self.optimizer == self.parameters != "none":
             words.append(f"optimizer and parameters {places[self.optimizer]}")
@@ -234,6 +249,7 @@ class Layout:
         return ", ".join(words)
 
 
+STREAMED: Final = "weights streamed, optimizer in host memory"
 LEVELS: Final[tuple[tuple[Layout, ...], ...]] = (
     tuple(Layout(stage=stage) for stage in range(4)),
     (
@@ -247,6 +263,7 @@ LEVELS: Final[tuple[tuple[Layout, ...], ...]] = (
     ),
     (Layout(stage=3, optimizer="cpu", parameters="cpu"),),
     (Layout(stage=3, optimizer="cpu", parameters="cpu", pinned=False),),
+    (Layout(stage=2, optimizer="cpu", streams=True),),
     (Layout(stage=3, optimizer="nvme"),),
     (Layout(stage=3, optimizer="nvme", parameters="cpu"),),
     (Layout(stage=3, optimizer="nvme", parameters="nvme"),),
@@ -257,6 +274,7 @@ more time than what is partitioned, recomputing activations less than either."""
 ACTIVATION_OFFLOAD: Final = frozenset({"cuda", "rocm", "xpu"})
 """Accelerators with memory of their own and streams to copy on."""
 
+_OPT_IN: Final = "fits; chosen with streamed=True only, since nothing proves it on a device yet"
 _SUGGESTED_BASE: Final = "nf4"
 _SUGGESTED_RANK: Final = 16
 
@@ -288,6 +306,8 @@ class Request:
     """How fast the machine is."""
     prefer: Preference
     """What is chosen of all that fits."""
+    streamed: bool
+    """Whether a plan that streams weights may be chosen."""
 
     @property
     def context(self) -> Context:
@@ -314,6 +334,7 @@ def advise(
     base_dtype: str | None,
     rates: Rates | None,
     prefer: Preference,
+    streamed: bool,
 ) -> Advice:
     """See ``DeepSpeedPlan.advise``."""
     if prefer not in PREFERENCES:
@@ -345,6 +366,7 @@ def advise(
         plan=plan,
         rates=known_rates(platform) if rates is None else rates,
         prefer=prefer,
+        streamed=streamed,
     )
     return _choose(request)
 
@@ -380,7 +402,7 @@ was measured by more than that, either way, in half of the cases of `bench predi
 
 def _choose(request: Request) -> Advice:
     candidates = list(_candidates(request))
-    fitting = [one for one in candidates if one.fits]
+    fitting = _eligible(request, candidates)
     if not fitting:
         raise _nothing_fits(request, candidates)
     timed = [one.time.expected for one in fitting if one.time is not None]
@@ -390,9 +412,22 @@ def _choose(request: Request) -> Advice:
         first = next(one for one in fitting if one.time is not None and one.time.expected <= limit)
         if first is not fitting[0]:
             reason = "predicted to be the fastest that fits"
-    chosen = attrs.evolve(first, reason=reason)
+    chosen = attrs.evolve(first, reason=f"{reason}{_without_clipping(first)}")
     listed = tuple(chosen if one is first else one for one in candidates)
     return Advice(budget=request.budget, chosen=chosen, candidates=listed)
+
+
+def _eligible(request: Request, candidates: Iterable[Candidate]) -> list[Candidate]:
+    """Those that may be chosen."""
+    return [one for one in candidates if one.fits and (request.streamed or one.streamed is None)]
+
+
+def _without_clipping(candidate: Candidate) -> str:
+    """What clipping costs where weights are streamed."""
+    time = candidate.time
+    if candidate.streamed is None or time is None or time.schedule == "eager":
+        return ""
+    return f"; {time.eager_seconds:.2f} s with gradient_clipping 0"
 
 
 def _candidates(request: Request) -> Iterator[Candidate]:
@@ -402,12 +437,22 @@ def _candidates(request: Request) -> Iterator[Candidate]:
     ]
     for level in LEVELS:
         plans = {each: _laid_out(request, each) for each in level if _sensible(request, each)}
-        resolved = {layout: resolve(plan, request.context) for layout, plan in plans.items()}
+        resolved = {layout: _resolved(request, layout, plan) for layout, plan in plans.items()}
         for work in choices:
             for layout, plan in plans.items():
-                estimate = estimate_resolved(resolved[layout], work)
-                found = _fill_device(request, layout, estimate) if layout.fills_device else None
-                yield _judged(request, layout, *(found or (plan, estimate)))
+                if layout.streams and not resolved[layout].streamed:
+                    continue
+                found = plan, estimate_resolved(resolved[layout], work)
+                if layout.fills_device:
+                    found = _fill_device(request, layout, found[1])
+                elif layout.streams:
+                    found = plan, _keep_units(request, found[1])
+                yield _judged(request, layout, *found)
+
+
+def _resolved(request: Request, layout: Layout, plan: DeepSpeedPlan) -> ResolvedPlan:
+    resolved = resolve(plan, request.context)
+    return with_streaming(attrs.evolve(resolved, streamed=True)) if layout.streams else resolved
 
 
 def _fill_device(
@@ -447,6 +492,15 @@ def _fill_device(
     return best
 
 
+def _keep_units(request: Request, estimate: MemoryEstimate) -> MemoryEstimate:
+    """The estimate with as many units on the device as there is room for."""
+    case = Costing(resolved=estimate.resolved, model=request.model, workload=estimate.workload)
+    room = request.budget.usable("device") - estimate.device + case.streamed_capacity
+    memory = max(0, min(room, case.element * request.model.streamed.total))
+    streamed = attrs.evolve(estimate.resolved, streamed=Streaming(memory=memory))
+    return estimate_resolved(streamed, estimate.workload)
+
+
 def _activations(request: Request) -> Iterator[tuple[bool, bool]]:
     """Whether blocks are recomputed, and their inputs offloaded: what costs least time first."""
     yield False, False
@@ -461,10 +515,17 @@ def _activations(request: Request) -> Iterator[tuple[bool, bool]]:
 def _sensible(request: Request, layout: Layout) -> bool:
     if layout.fills_device and request.plan.optimizer_name != "AdamW":
         return False
+    if layout.streams and not _can_stream(request):
+        return False
     # The CPU accelerator has no memory of its own to spare, and nothing to pin.
     if request.platform.accelerator == "cpu":
         return layout.pinned and "cpu" not in (layout.parameters, layout.optimizer)
     return True
+
+
+def _can_stream(request: Request) -> bool:
+    adam = entry_of(request.plan.optimizer_name).name in ADAM
+    return adam and bool(request.model.units) and not request.model.storages
 
 
 def _laid_out(request: Request, layout: Layout, *, ratio: float | None = None) -> DeepSpeedPlan:
@@ -502,7 +563,7 @@ def _judged(
         sizes = [f"{item.component} ({format_size(item.nbytes)})" for item in peak.items[:2]]
         when = f"{_PLACE_WORDS[peak.place]} is needed most {_PHASE_WORDS[peak.phase]}"
         reasons.append(f"{when}, for {' and '.join(sizes)}")
-    return Candidate(
+    candidate = Candidate(
         title=layout.title,
         plan=plan,
         estimate=estimate,
@@ -512,7 +573,11 @@ def _judged(
         shortfalls=shortfalls,
         reason="; ".join(reasons) or "also fits; more offload than needed, or slower",
         time=step_time(estimate, request.rates),
+        streamed=estimate.resolved.streaming,
     )
+    if shortfalls or candidate.streamed is None or request.streamed:
+        return candidate
+    return attrs.evolve(candidate, reason=f"{_OPT_IN}{_without_clipping(candidate)}")
 
 
 def _nothing_fits(request: Request, candidates: list[Candidate]) -> NothingFitsError:
@@ -522,7 +587,9 @@ def _nothing_fits(request: Request, candidates: list[Candidate]) -> NothingFitsE
             for place, over in one.shortfalls.items()
         )
 
-    nearest = min(candidates, key=distance)
+    nearest = min(
+        (one for one in candidates if request.streamed or one.streamed is None), key=distance
+    )
     needs = machine_needs(nearest.estimate)
     missing = ", ".join(
         f"{format_size(over)} of {_PLACE_WORDS[place]}"
@@ -540,9 +607,20 @@ def _nothing_fits(request: Request, candidates: list[Candidate]) -> NothingFitsE
         value=f"{format_size(request.budget.device)} device,"
         f" {format_size(request.budget.host)} host, {format_size(request.budget.nvme)} nvme",
         fix=f"provide {enough};{smaller} more ranks or NVMe for swap files lower the need"
+        + _streamed_weights(candidates)
         + _smaller_states(request, nearest)
         + _adapters(request),
     )
+
+
+def _streamed_weights(candidates: Iterable[Candidate]) -> str:
+    """Whether it would fit to stream weights, where that was not asked for."""
+    fitting = [one for one in candidates if one.fits and one.streamed is not None]
+    if not fitting:
+        return ""
+    seconds = min((one.time.expected for one in fitting if one.time is not None), default=None)
+    step = "" if seconds is None else f", {seconds:.2f} s per step"
+    return f"; streamed weights fit: streamed=True (--streamed){step}"
 
 
 def _smaller_states(request: Request, nearest: Candidate) -> str:
@@ -564,7 +642,7 @@ def _adapters(request: Request) -> str:
         except InvalidValueError:  # It has no layers that adapters usually go to.
             return ""
         adapted = attrs.evolve(request, model=model)
-        fitting = next((one for one in _candidates(adapted) if one.fits), None)
+        fitting = next(iter(_eligible(adapted, _candidates(adapted))), None)
         if fitting is not None:
             named, option = f"lora={_SUGGESTED_RANK}", f"--lora {_SUGGESTED_RANK}"
             if base_dtype is not None:

@@ -393,6 +393,8 @@ def step_traffic(estimate: MemoryEstimate) -> StepTraffic:
     if model is None:
         return StepTraffic(gradients=0, parameters=0, weights=0, optimizer=0, ema=0, swap=swap)
     case = Costing(resolved=resolved, model=model, workload=estimate.workload)
+    if case.streaming is not None:
+        return _streamed_traffic(case, estimate)
     owned, kept = case.owned, case.model.weight_bytes(case.element, ranks=case.ranks)
     over_bus = not case.on_cpu and resolved.offload_optimizer != "none"
     on_host = case.on_cpu or resolved.offload_optimizer != "none"
@@ -401,7 +403,7 @@ def step_traffic(estimate: MemoryEstimate) -> StepTraffic:
     stays = sum(case.stays)
     away = owned - stays
     passes = 2 * resolved.gradient_accumulation_steps
-    ema = any(item.component == "EMA" and item.place == "host" for item in estimate.items)
+    ema = _averages_on_host(estimate)
     uploaded = case.element if resolved.uses_deepspeed else 4
     one_pass = case.steps_in_one_pass
     in_backward, in_step = _allocated(case) if case.on_cpu else (0, 0)
@@ -411,7 +413,7 @@ def step_traffic(estimate: MemoryEstimate) -> StepTraffic:
         weights=uploaded * away if over_bus and not params_away else 0,
         optimizer=round(_update(case) * away) if on_host else 0,
         # Within the pass it reads no master weight of its own.
-        ema=(8 if _hides(case) else 12) * owned if ema else 0,
+        ema=(12 if _schedule(case) == "in turn" else 8) * owned if ema else 0,
         swap=swap,
         chain=0 if one_pass or not on_host else round(_chain(case) * away),
         # Gradients are widened, read for their norm, scaled; weights are cast.
@@ -421,6 +423,36 @@ def step_traffic(estimate: MemoryEstimate) -> StepTraffic:
         ),
         new_in_backward=in_backward,
         new_in_step=in_step,
+    )
+
+
+def _averages_on_host(estimate: MemoryEstimate) -> bool:
+    return any(item.component == "EMA" and item.place == "host" for item in estimate.items)
+
+
+def _streamed_traffic(case: Costing, estimate: MemoryEstimate) -> StepTraffic:
+    """Of weights that are streamed.
+
+    What a pass has used last is still there when the pass that goes back begins; what is on the
+    device when a step ends was written by the step, and comes again.
+    """
+    units, element = case.model.streamed, case.element
+    accumulated = case.resolved.gradient_accumulation_steps
+    trained = sum(units.trained)
+    absent = element * units.total - case.streamed_capacity
+    written = round(case.streamed_capacity * trained / (units.total or 1))
+    stepped = trained + units.resident_trained
+    # Micro batches after the first are added up on the device.
+    added = (accumulated - 1) * element * stepped
+    part = stepped / case.ranks
+    return StepTraffic(
+        gradients=accumulated * element * stepped,
+        parameters=2 * accumulated * absent + written + added,
+        weights=element * units.resident_trained,
+        # Its gradient stays in the weights' precision, and is read for its norm before.
+        optimizer=round((_update(case) - case.master_bytes + 2 * element) * part),
+        ema=round(8 * part) if _averages_on_host(estimate) else 0,
+        swap=swap_traffic(estimate),
     )
 
 
@@ -663,17 +695,20 @@ def step_time(estimate: MemoryEstimate, rates: Rates) -> StepTime | None:
         parts=kept,
         rates=rates,
         notes=notes,
-        schedule="hidden" if _hides(case) else "in turn",
+        schedule=_schedule(case),
         micro_batches=case.resolved.gradient_accumulation_steps,
     )
 
 
-def _hides(case: Costing) -> bool:
-    """Whether Adam in host memory is taken behind the next forward, where that is proven."""
+def _schedule(case: Costing) -> Schedule:
+    """When Adam in host memory works."""
     resolved = case.resolved
+    if case.streaming is not None:
+        return "hidden" if resolved.gradient_clipping > 0 else "eager"
     in_files = "nvme" in (resolved.offload_optimizer, resolved.offload_param)
     alone = resolved.stage == 3 or case.ranks == 1
-    return case.may_hide and alone and case.steps_in_one_pass and not in_files and not case.stays
+    steps = case.steps_in_one_pass and not in_files and not case.stays
+    return "hidden" if case.may_hide and alone and steps else "in turn"
 
 
 def _pass_parts(case: Costing, facts: ArithmeticFacts, rates: Rates) -> Iterator[TimePart]:
@@ -687,7 +722,7 @@ def _pass_parts(case: Costing, facts: ArithmeticFacts, rates: Rates) -> Iterator
         if case.checks_gradients:
             _, each = _PER_CHECKED[stage == 3, case.element]
             yield _looked_after(case, rates, "backward", "gradients checked", each)
-        if stage == 3:
+        if stage == 3 and case.streaming is None:
             yield _looked_after(case, rates, "forward", "parameters gathered", _PER_GATHERED)
 
 
@@ -779,9 +814,11 @@ def _amounts(case: Costing, estimate: MemoryEstimate) -> Iterator[_Moved]:
     traffic, waiting = step_traffic(estimate), _waiting(case)
     half, swap = traffic.parameters / 2, traffic.swap
     memory = "host_memory" if case.on_cpu else "device_memory_fp32"
-    yield "forward", "device", "parameters to the device", half, "to_device"
+    # DeepSpeed waits for what it fetches; units are fetched ahead.
+    fetches: Lane = "device" if case.streaming is None else "in"
+    yield "forward", fetches, "parameters to the device", half, "to_device"
     yield "forward", "out", "activations to the host", waiting, "to_host"
-    yield "backward", "device", "parameters to the device", half, "to_device"
+    yield "backward", fetches, "parameters to the device", half, "to_device"
     yield "backward", "in", "activations to the device", waiting, "to_device"
     yield "backward", "out", "gradients to the host", traffic.gradients, "to_host"
     yield "backward", "device", "gradients put into buckets", _gradients_in_memory(case), memory
@@ -815,7 +852,7 @@ def _checked(case: Costing) -> float:
 
 def _gradients_in_memory(case: Costing) -> float:
     """Bytes that are read and written when gradients are put into buckets and out of them."""
-    if not case.resolved.uses_deepspeed:
+    if not case.resolved.uses_deepspeed or case.streaming is not None:
         return 0.0
     # Into a bucket, averaged there, and out again, with a norm.
     return 7 * case.element * case.trained * case.resolved.gradient_accumulation_steps
