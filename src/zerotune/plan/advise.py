@@ -13,7 +13,7 @@ from zerotune._util.table import Page, Readable
 from zerotune._util.text import format_size, is_number, parse_size
 from zerotune.decisions import Decision
 from zerotune.errors import InvalidValueError, NothingFitsError
-from zerotune.optimizers.catalogue import ADAM, entry_of
+from zerotune.optimizers.catalogue import OPTIMIZERS, entry_of
 from zerotune.plan.families import as_facts
 from zerotune.plan.memory.estimate import (
     PLACES,
@@ -33,6 +33,7 @@ from zerotune.plan.model import (
     DeepSpeedPlan,
     ModelFacts,
     OffloadSection,
+    OptimizerSection,
     ResolvedPlan,
     Streaming,
     ZeroSection,
@@ -235,7 +236,7 @@ class Layout:
         """In words."""
         places = {"cpu": "in host memory", "nvme": "on NVMe"}
         if self.streams:
-            return STREAMED
+            return "weights streamed, optimizer in host memory"
         words = [f"ZeRO-{self.stage}" if self.stage else "no partitioning"]
         if self.optimizer == self.parameters != "none":
             words.append(f"optimizer and parameters {places[self.optimizer]}")
@@ -249,7 +250,7 @@ class Layout:
         return ", ".join(words)
 
 
-STREAMED: Final = "weights streamed, optimizer in host memory"
+STREAMING: Final = (Layout(stage=2, optimizer="cpu", streams=True),)
 LEVELS: Final[tuple[tuple[Layout, ...], ...]] = (
     tuple(Layout(stage=stage) for stage in range(4)),
     (
@@ -263,7 +264,7 @@ LEVELS: Final[tuple[tuple[Layout, ...], ...]] = (
     ),
     (Layout(stage=3, optimizer="cpu", parameters="cpu"),),
     (Layout(stage=3, optimizer="cpu", parameters="cpu", pinned=False),),
-    (Layout(stage=2, optimizer="cpu", streams=True),),
+    STREAMING,
     (Layout(stage=3, optimizer="nvme"),),
     (Layout(stage=3, optimizer="nvme", parameters="cpu"),),
     (Layout(stage=3, optimizer="nvme", parameters="nvme"),),
@@ -271,6 +272,7 @@ LEVELS: Final[tuple[tuple[Layout, ...], ...]] = (
 """From least to most offload, each level in the order of stages. What leaves the device costs
 more time than what is partitioned, recomputing activations less than either."""
 
+STREAMED: Final = STREAMING[0].title
 ACTIVATION_OFFLOAD: Final = frozenset({"cuda", "rocm", "xpu"})
 """Accelerators with memory of their own and streams to copy on."""
 
@@ -430,12 +432,14 @@ def _without_clipping(candidate: Candidate) -> str:
     return f"; {time.eager_seconds:.2f} s with gradient_clipping 0"
 
 
-def _candidates(request: Request) -> Iterator[Candidate]:
+def _candidates(
+    request: Request, levels: Iterable[tuple[Layout, ...]] = LEVELS
+) -> Iterator[Candidate]:
     choices = [
         attrs.evolve(request.workload, gradient_checkpointing=recomputed, activation_offload=away)
         for recomputed, away in _activations(request)
     ]
-    for level in LEVELS:
+    for level in levels:
         plans = {each: _laid_out(request, each) for each in level if _sensible(request, each)}
         resolved = {layout: _resolved(request, layout, plan) for layout, plan in plans.items()}
         for work in choices:
@@ -524,8 +528,8 @@ def _sensible(request: Request, layout: Layout) -> bool:
 
 
 def _can_stream(request: Request) -> bool:
-    adam = entry_of(request.plan.optimizer_name).name in ADAM
-    return adam and bool(request.model.units) and not request.model.storages
+    steps = entry_of(request.plan.optimizer_name).streams
+    return steps and bool(request.model.units) and not request.model.storages
 
 
 def _laid_out(request: Request, layout: Layout, *, ratio: float | None = None) -> DeepSpeedPlan:
@@ -607,20 +611,31 @@ def _nothing_fits(request: Request, candidates: list[Candidate]) -> NothingFitsE
         value=f"{format_size(request.budget.device)} device,"
         f" {format_size(request.budget.host)} host, {format_size(request.budget.nvme)} nvme",
         fix=f"provide {enough};{smaller} more ranks or NVMe for swap files lower the need"
-        + _streamed_weights(candidates)
+        + _streamed_weights(request)
         + _smaller_states(request, nearest)
         + _adapters(request),
     )
 
 
-def _streamed_weights(candidates: Iterable[Candidate]) -> str:
-    """Whether it would fit to stream weights, where that was not asked for."""
-    fitting = [one for one in candidates if one.fits and one.streamed is not None]
-    if not fitting:
-        return ""
-    seconds = min((one.time.expected for one in fitting if one.time is not None), default=None)
-    step = "" if seconds is None else f", {seconds:.2f} s per step"
-    return f"; streamed weights fit: streamed=True (--streamed){step}"
+def _streamed_weights(request: Request) -> str:
+    """What would fit if weights were streamed, with the states that are asked for or smaller."""
+    streams = [entry for entry in OPTIMIZERS.values() if entry.streams and entry.name != "Adam"]
+    asked = request.plan.optimizer_name
+    kept = entry_of(asked).streamed_bytes_per_weight()
+    lean = [entry for entry in streams if entry.streamed_bytes_per_weight() < kept]
+    lean.sort(key=lambda entry: -entry.streamed_bytes_per_weight())
+    names = [*([] if request.streamed else [asked]), *(entry.name for entry in lean)]
+    for name in names if entry_of(asked).streams else ():
+        plan = attrs.evolve(request.plan, optimizer=OptimizerSection(type=name))
+        trying = attrs.evolve(request, plan=plan, streamed=True)
+        fitting = [one for one in _candidates(trying, (STREAMING,)) if one.fits]
+        if not fitting:
+            continue
+        seconds = min((one.time.expected for one in fitting if one.time is not None), default=None)
+        step = "" if seconds is None else f", {seconds:.2f} s per step"
+        smaller = "" if name == asked else f"optimizer={name!r} and "
+        return f"; streamed weights fit: {smaller}streamed=True (--streamed){step}"
+    return ""
 
 
 def _smaller_states(request: Request, nearest: Candidate) -> str:
