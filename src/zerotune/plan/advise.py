@@ -26,6 +26,7 @@ from zerotune.plan.memory.estimate import (
     count,
     estimate_resolved,
     sample_size,
+    with_units_kept,
 )
 from zerotune.plan.memory.time import Rates, StepTime, known_rates, step_time
 from zerotune.plan.model import (
@@ -450,7 +451,8 @@ def _candidates(
                 if layout.fills_device:
                     found = _fill_device(request, layout, found[1])
                 elif layout.streams:
-                    found = plan, _keep_units(request, found[1])
+                    kept = with_units_kept(found[1], request.budget.usable("device"))
+                    found = plan, estimate_resolved(kept, work)
                 yield _judged(request, layout, *found)
 
 
@@ -494,15 +496,6 @@ def _fill_device(
             break
         kept, best = kept + 1, more
     return best
-
-
-def _keep_units(request: Request, estimate: MemoryEstimate) -> MemoryEstimate:
-    """The estimate with as many units on the device as there is room for."""
-    case = Costing(resolved=estimate.resolved, model=request.model, workload=estimate.workload)
-    room = request.budget.usable("device") - estimate.device + case.streamed_capacity
-    memory = max(0, min(room, case.element * request.model.streamed.total))
-    streamed = attrs.evolve(estimate.resolved, streamed=Streaming(memory=memory))
-    return estimate_resolved(streamed, estimate.workload)
 
 
 def _activations(request: Request) -> Iterator[tuple[bool, bool]]:

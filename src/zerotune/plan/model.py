@@ -3008,6 +3008,22 @@ class ResolvedPlan(Readable):
         )
         return attrs.evolve(self, streamed=False, decisions=(*self.decisions, decision))
 
+    def with_units_kept(self, workload: Workload, *, reserve: float = 0.05) -> ResolvedPlan:
+        """This plan, if it streams weights, with as many units on the device as there is room for.
+
+        Args:
+            workload: What runs beside them.
+            reserve: Share of the device's memory to keep free.
+
+        Raises:
+            UnresolvedPlanError: The plan was resolved without a model.
+        """
+        from zerotune.plan.memory import estimate
+
+        vram = min((device.total_memory for device in self.platform.devices), default=0)
+        usable = int(vram * (1 - reserve))
+        return estimate.with_units_kept(self.estimate(workload), usable)
+
     def with_nvme_path(
         self,
         *,

@@ -233,6 +233,13 @@ def test_streamed_weights_are_offered_and_chosen_only_where_they_are_asked_for()
     )
     assert again.estimate(asked.estimate.workload).items == asked.estimate.items
     assert "weights streamed" in again.brief()
+    kept = asked.plan.resolve(
+        platform=asked.resolved.platform, model=asked.resolved.model, streamed=True
+    ).with_units_kept(asked.estimate.workload)
+    assert kept.streamed == asked.streamed
+    decision = kept.decisions[-1]
+    assert (decision.key, decision.after) == ("streamed.memory", asked.streamed.memory)
+    assert "of 22.80 GiB that may be used, all else takes" in decision.reason
 
 
 def test_as_many_units_stay_on_the_device_as_fit():

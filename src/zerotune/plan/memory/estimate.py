@@ -14,7 +14,8 @@ import attrs
 from typing_extensions import override
 
 from zerotune._util.table import Page, Readable
-from zerotune._util.text import is_integer
+from zerotune._util.text import format_size, is_integer
+from zerotune.decisions import Decision
 from zerotune.errors import InvalidValueError, UnresolvedPlanError
 from zerotune.optimizers.catalogue import ADAM, entry_of
 from zerotune.plan.families import as_facts, model_family
@@ -891,6 +892,34 @@ def streamed(case: Costing) -> Iterator[MemoryItem]:
         note = "the largest gradient, and what it is added to"
         yield case.item("temporaries", case.device, 2 * element * case.largest, BACKWARD, note)
     yield from _streamed_on_host(case, [*units.units, units.resident_trained])
+
+
+def with_units_kept(estimate: MemoryEstimate, usable: int) -> ResolvedPlan:
+    """A plan that streams weights, with as many units on the device as there is room for.
+
+    Args:
+        estimate: Of the plan, whatever it keeps.
+        usable: Bytes of the device.
+    """
+    resolved = estimate.resolved
+    if resolved.model is None or resolved.streaming is None:
+        return resolved
+    case = Costing(resolved=resolved, model=resolved.model, workload=estimate.workload)
+    others = estimate.device - case.streamed_capacity
+    total = case.element * resolved.model.streamed.total
+    memory = max(0, min(usable - others, total))
+    decision = Decision(
+        key="streamed.memory",
+        before=resolved.streaming.memory,
+        after=memory,
+        reason=f"of {format_size(usable)} that may be used, all else takes {format_size(others)}; "
+        f"units are {format_size(total)}",
+    )
+    return attrs.evolve(
+        resolved,
+        streamed=attrs.evolve(resolved.streaming, memory=memory),
+        decisions=(*resolved.decisions, decision),
+    )
 
 
 def _streamed_on_host(case: Costing, blocks: list[int]) -> Iterator[MemoryItem]:
