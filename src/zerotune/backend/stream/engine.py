@@ -45,7 +45,7 @@ from zerotune.backend.stream.steps import StreamedSteps
 from zerotune.backend.stream.units import Unit, find_units, make_units
 from zerotune.backend.stream.weights import release_weight, stream_weight
 from zerotune.decisions import Decision, announce
-from zerotune.errors import EngineError, PlatformError
+from zerotune.errors import PlatformError
 from zerotune.plan.model import ModelFacts, ResolvedPlan, Streaming, pins
 
 KEY = "streamed"
@@ -86,7 +86,6 @@ class StreamEngine(CountingEngine):
         )
         self._build_optimizer(deepspeed, plan, named, members)
         self._stream(needs)
-        self._spoiled = False
         self._decisions = (*proven, *self._describe())
         self._checks().raise_if_failed(engine="zerotune")
         announce(self.decisions, rank=self._group.rank)
@@ -182,6 +181,11 @@ class StreamEngine(CountingEngine):
 
     @property
     @override
+    def steps_in_backward(self) -> bool:
+        return self._steps.is_eager
+
+    @property
+    @override
     def lr(self) -> float:
         return float(self._adam.param_groups[0]["lr"])
 
@@ -199,7 +203,6 @@ class StreamEngine(CountingEngine):
     @override
     def load_state(self, state: EngineState) -> None:
         self._steps.forget_all()
-        self._spoiled = False
         self._count_from(state)
         continue_schedule(self._scheduler, state.scheduler)
         self._steps.replay(state.global_step - state.skipped_steps)
@@ -209,7 +212,7 @@ class StreamEngine(CountingEngine):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward pass; each unit comes before it is called."""
         if torch.is_grad_enabled():
-            self._check_goes_on()
+            self._steps.check_whole()
             self._check_before_forward()
         return self._module(*args, **kwargs)
 
@@ -220,7 +223,7 @@ class StreamEngine(CountingEngine):
 
         With clipping off, units are stepped in the last backward pass of their window.
         """
-        self._check_goes_on()
+        self._steps.check_whole()
         if self._at_boundary and self._steps.is_eager and not self._steps.under_way:
             self._check_before_step(self._global_step)
             for hook in list(self._adam._optimizer_step_pre_hooks.values()):
@@ -230,21 +233,6 @@ class StreamEngine(CountingEngine):
         scaled.backward()
         # Not autograd's own callback, which also runs at the end of a reentrant checkpoint's pass.
         self._steps.end_backward()
-
-    def _check_goes_on(self) -> None:
-        """Can another pass begin?
-
-        Raises:
-            EngineError: Some units were stepped and others not.
-        """
-        if self._spoiled:
-            raise EngineError(
-                "a gradient was not finite after some weights had been stepped in the backward "
-                "pass, so that the weights are of no step",
-                key="engine",
-                value="gradient_clipping=0",
-                fix="resume from the last checkpoint; with clipping, steps wait for all gradients",
-            )
 
     @override
     @naming_the_lost
@@ -263,11 +251,11 @@ class StreamEngine(CountingEngine):
         norm = self._steps.norm()
         self._global_step += 1
         if not math.isfinite(norm):
-            self._spoiled = not self._steps.take_back()
-            if self._spoiled:
-                self._steps.forget_all()
-            self._skipped_steps += not self._spoiled
-            return StepOutcome(applied=self._spoiled, boundary=True, grad_norm=norm)
+            dropped = self._steps.take_back()
+            if not dropped:
+                self._steps.spoil()
+            self._skipped_steps += dropped
+            return StepOutcome(applied=not dropped, boundary=True, grad_norm=norm)
         self._run_step(norm)
         if self._scheduler is not None:
             self._scheduler.step()
