@@ -235,7 +235,7 @@ def test_on_a_device_a_plan_that_does_not_ask_is_not_streamed_and_the_reason_is_
     from zerotune.optim.resolver import OptimizerResolver
 
     plan = OptimizerResolver().apply(resolved(None))
-    assert "no check proves it" in (why_not_streamed(plan, make_model(CLIPPED)) or "")
+    assert "keeps weights on the device" in (why_not_streamed(plan, make_model(CLIPPED)) or "")
     plan = OptimizerResolver().apply(resolved(True))
     assert why_not_streamed(plan, make_model(CLIPPED)) is None
     said = plan.without_streaming("because").decisions[-1]

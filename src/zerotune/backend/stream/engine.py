@@ -34,7 +34,7 @@ from zerotune.backend.optimizers.client import (
     parameter_groups,
     scheduler_class,
 )
-from zerotune.backend.proof import prove_offload
+from zerotune.backend.proof import prove_offload, why_unproven
 from zerotune.backend.step.kernel import load_host_step
 from zerotune.backend.stored import bring_weights
 from zerotune.backend.stream.lanes import Lane
@@ -47,6 +47,7 @@ from zerotune.backend.stream.weights import release_weight, stream_weight
 from zerotune.decisions import Decision, announce
 from zerotune.errors import PlatformError
 from zerotune.plan.model import ModelFacts, ResolvedPlan, Streaming, pins
+from zerotune.plan.resolve import streaming_obstacle
 
 KEY = "streamed"
 _OF_ADAM = ("lr", "bias_correction", "betas", "eps", "weight_decay", "amsgrad")
@@ -374,6 +375,18 @@ def _capacity(streaming: Streaming, units: list[Unit]) -> int:
     return min(wanted, sum(sizes))
 
 
+def _why_not_by_default(plan: ResolvedPlan) -> str | None:
+    """Why a plan that says nothing of it is not streamed, if so."""
+    if plan.platform.accelerator == "cpu":
+        return "host and device are one memory"
+    if plan.offload_param != "cpu":
+        return "the plan keeps weights on the device; plan.resolve(streamed=True) asks for it"
+    if (obstacle := streaming_obstacle(plan)) is not None:
+        return obstacle
+    unproven = why_unproven("streaming", accelerator=plan.platform.accelerator)
+    return unproven and f"{unproven}; plan.resolve(streamed=True) asks for it all the same"
+
+
 def why_not_streamed(plan: ResolvedPlan, model: torch.nn.Module) -> str | None:
     """Why a model's weights are not streamed, if so.
 
@@ -381,8 +394,8 @@ def why_not_streamed(plan: ResolvedPlan, model: torch.nn.Module) -> str | None:
         plan: A resolved plan with its optimizer chosen.
         model: What is trained.
     """
-    if plan.streamed is None:
-        return "no check proves it on a device yet; plan.resolve(streamed=True) asks for it"
+    if plan.streamed is None and (obstacle := _why_not_by_default(plan)) is not None:
+        return obstacle
     choice = chosen_optimizer(plan)
     if choice.implementation != "DeepSpeedCPUAdam":
         return f"{choice.implementation} does not step unit by unit; Adam and AdamW do"
