@@ -1,0 +1,255 @@
+"""Streamed weights: what of bus and host pass hides behind simulated arithmetic, and real steps.
+
+Arithmetic, copies and passes take times that are given, by sleeps that leave the cores to others;
+everything between them is the engine that trains.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from bench.ema import Stack
+from bench.runner import Benchmark, Case, Goal, Measured, alternate, timed
+from bench.workers import Worker, resolved, together
+
+RESIDENT, WAITS, HIDDEN = "arithmetic alone", "waits", "weights on the device, hidden step"
+STREAMED, EAGER = "streamed, hidden step", "streamed, eager steps"
+PLAIN, ALL_HERE, ZERO_2 = "plain engine with offload", "streamed, all units stay", "ZeRO-2"
+REAL: Final = "real steps on the CPU"
+REGIMES: Final[Mapping[str, tuple[float, float, float, float, float]]] = {
+    "host pass of half the arithmetic": (0.30, 0.90, 0.23, 0.23, 0.60),
+    "host pass of nine tenths of it": (0.30, 0.90, 0.23, 0.23, 1.08),
+    "host pass of twice the arithmetic": (0.30, 0.90, 0.23, 0.23, 2.40),
+    "a bus of 1.5 times the forward pass": (0.30, 0.90, 0.45, 0.45, 0.60),
+}
+"""Seconds of a step: forward, backward, weights to the device once, gradients off it, host pass."""
+_MODES: Final[Mapping[str, Mapping[str, Any]]] = {
+    RESIDENT: {"window": 999, "clipping": 1.0, "free": True},
+    WAITS: {"window": 2, "clipping": 1.0, "ahead": 0, "waits": True},
+    HIDDEN: {"window": 999, "clipping": 1.0},
+    STREAMED: {"window": 3, "clipping": 1.0},
+    EAGER: {"window": 3, "clipping": 0.0},
+}
+
+
+def cases(quick: bool) -> Sequence[Case]:
+    blocks, rounds = (4, 2) if quick else (24, 7)
+    scale = 0.02 if quick else 1.0
+    chosen = list(REGIMES)[:1] if quick else list(REGIMES)
+    size = {"layers": 2, "width": 64, "rounds": 2, "steps": 1}
+    real = size if quick else {"layers": 24, "width": 1410, "rounds": 15, "steps": 2}
+    return (
+        *(
+            Case(
+                name,
+                simulated,
+                {
+                    "blocks": blocks,
+                    "rounds": rounds,
+                    "times": [seconds * scale for seconds in REGIMES[name]],
+                },
+            )
+            for name in chosen
+        ),
+        Case(REAL, real_steps, real),
+    )
+
+
+def simulated(settings: Mapping[str, Any], _scratch: Path) -> Measured:
+    """Steps of a chain of blocks, in five ways."""
+    made = {name: (Simulated, {**settings, **mode}) for name, mode in _MODES.items()}
+    with together(made) as workers:
+        samples = alternate(
+            {name: _step_of(worker) for name, worker in workers.items()},
+            rounds=settings["rounds"],
+            # The order of units is learned in the first.
+            warm_up=3,
+        )
+    forward, backward, weights, gradients, host = settings["times"]
+    bound = max(max(forward, weights) + max(backward, weights, gradients), host)
+    taken = samples[EAGER]["seconds"]
+    samples[EAGER]["times_the_bound"] = [seconds / bound for seconds in taken]
+    names = ("forward", "backward", "weights", "gradients", "host")
+    facts = {
+        "bound, seconds": bound,
+        **dict(zip((f"{name}, seconds" for name in names), settings["times"], strict=True)),
+    }
+    return Measured(samples=samples, baseline=WAITS, facts=facts)
+
+
+def _step_of(worker: Worker) -> Callable[[], dict[str, float]]:
+    return lambda: dict(worker.call("step"))
+
+
+class Simulated:
+    """A chain of small blocks under the engine, with times of a large one."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        from zerotune.backend.build import build_engine
+        from zerotune.plan.model import Streaming
+
+        self._settings = settings
+        count = settings["blocks"]
+        forward, backward, *rest = (seconds / count for seconds in settings["times"])
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(_Block(forward, backward) for _ in range(count)))
+        plan = resolved(
+            model,
+            {
+                "stage": 2, "offload": "cpu", "precision": "bf16",
+                "gradient_clipping": settings["clipping"],
+            },
+            batch=2,
+            streamed=Streaming(units=("_Block",), window=settings["window"]),
+        )  # fmt: skip
+        self._engine: Any = build_engine(model=model, plan=plan)
+        self._x_bc = torch.randn(2, 16).bfloat16()
+        if not settings.get("free"):
+            pace(*rest, ahead=settings.get("ahead"))
+
+    def step(self) -> dict[str, float]:
+        """Seconds of a step, and units that were not on their way when they were needed."""
+        engine, late = self._engine, self._engine.counts.late
+        began = time.perf_counter()
+        loss = engine(self._x_bc).float().square().mean()
+        engine.backward(loss)
+        engine.step()
+        if self._settings.get("waits"):
+            engine.master_weights.settle()
+        return {
+            "seconds": time.perf_counter() - began,
+            "late_fetches": float(engine.counts.late - late),
+        }
+
+
+def pace(weights: float, gradients: float, host: float, *, ahead: int | None = None) -> None:
+    """Have each unit's copies and its pass take so many seconds in this process.
+
+    Args:
+        weights: To the device.
+        gradients: Off it.
+        host: Of the pass.
+        ahead: Units that are fetched before they are needed.
+    """
+    from zerotune.backend.stream import passes, residency, steps
+
+    changed: Any = residency
+    if ahead is not None:
+        changed._AHEAD = ahead
+    changed._copy = _slowed(changed._copy, weights)
+    land: Any = steps.StreamedSteps
+    land._land = _slowed(land._land, gradients)
+    take: Any = passes.UnitPass
+    take.take = _slowed(take.take, host)
+
+
+def _slowed(function: Callable[..., Any], seconds: float) -> Callable[..., Any]:
+    def slow(*args: Any) -> Any:
+        time.sleep(seconds)
+        return function(*args)
+
+    return slow
+
+
+class _Block(torch.nn.Module):
+    """A few weights, whose passes take a while on no core of ours."""
+
+    def __init__(self, forward: float, backward: float) -> None:
+        super().__init__()
+        self.inner, self._times = torch.nn.Linear(16, 16), (forward, backward)
+
+    def forward(self, x_bc: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = _Elsewhere.apply(x_bc + self.inner(x_bc), *self._times)  # type: ignore[no-untyped-call]
+        return found
+
+
+class _Elsewhere(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, x_bc: torch.Tensor, forward: float, backward: float
+    ) -> torch.Tensor:
+        ctx.seconds = backward
+        time.sleep(forward)
+        return x_bc.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        time.sleep(ctx.seconds)
+        return gradients[0], None, None
+
+
+def real_steps(settings: Mapping[str, Any], _scratch: Path) -> Measured:
+    """Whole steps of a model of many weights, with everything in the memory there is."""
+    made = {
+        PLAIN: (RealSteps, {**settings, "deepspeed": False}),
+        ALL_HERE: (RealSteps, {**settings, "streamed": True}),
+        ZERO_2: (RealSteps, dict(settings)),
+    }
+    with together(made) as workers:
+        samples = alternate(
+            {name: _step_of(worker) for name, worker in workers.items()},
+            rounds=settings["rounds"],
+            warm_up=3,
+        )
+    return Measured(samples=samples, baseline=PLAIN)
+
+
+class RealSteps:
+    """Steps of ``Stack`` under an engine with the optimizer in host memory."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        from zerotune.backend.build import build_engine
+        from zerotune.plan.model import Streaming
+
+        torch.manual_seed(0)
+        self._count, width = settings["steps"], settings["width"]
+        model = Stack(settings["layers"], width)
+        plan = resolved(
+            model,
+            {"stage": 2, "offload": "cpu", "precision": "bf16", "gradient_clipping": 1.0},
+            batch=2,
+            deepspeed=settings.get("deepspeed", True),
+            streamed=Streaming(units=("Linear",), window=999)
+            if settings.get("streamed")
+            else False,
+        )
+        self._engine: Any = build_engine(model=model, plan=plan)
+        self._x_bc = torch.randn(2, width).to(self._engine.dtype)
+
+    def step(self) -> dict[str, float]:
+        """Seconds of a step, with all that it leaves to be done."""
+        return {"seconds": timed(self._steps)()["seconds"] / self._count}
+
+    def _steps(self) -> None:
+        for _ in range(self._count):
+            self._engine.backward(self._engine(self._x_bc).float().square().mean())
+            self._engine.step()
+            self._engine.master_weights.settle()
+
+
+BENCHMARK = Benchmark(
+    name="stream",
+    title="streamed weights beside simulated arithmetic, buses and passes, and in real steps",
+    cases=cases,
+    ours=(STREAMED, EAGER, ALL_HERE),
+    goals=(
+        *(
+            goal
+            for case in REGIMES
+            for goal in (
+                Goal(f"{case}: at most 1.10 of the bound", case, EAGER, "times_the_bound", 1.10),
+                Goal(f"{case}: no late fetch", case, EAGER, "late_fetches", 0.0),
+                Goal(f"{case}: at most 0.60 of waits", case, EAGER, "seconds", 0.60, WAITS),
+                Goal(f"{case}: at most 0.85 of the hidden step", case, EAGER, "seconds", 0.85,
+                     HIDDEN),
+            )
+        ),
+        Goal("all units on the device: at most 1.03 of the plain engine", REAL, ALL_HERE,
+             "seconds", 1.03, PLAIN),
+    ),
+)  # fmt: skip
