@@ -97,7 +97,8 @@ class Simulated:
         count = settings["blocks"]
         forward, backward, *rest = (seconds / count for seconds in settings["times"])
         torch.manual_seed(0)
-        model = torch.nn.Sequential(*(_Block(forward, backward) for _ in range(count)))
+        blocks = [_Block(str(index), forward, backward) for index in range(count)]
+        model = torch.nn.Sequential(*blocks)
         plan = resolved(
             model,
             {
@@ -127,6 +128,33 @@ class Simulated:
         }
 
 
+class Recorded(Simulated):
+    """The same, and what each lane did when, from the first whole step on."""
+
+    def timeline(self, steps: int) -> list[tuple[str, str, float, float]]:
+        """Lane, block, begin and end of everything in some steps, in seconds since the first."""
+        for _ in range(3):
+            self.step()
+        self._engine.master_weights.settle()
+        hosts = {unit.host.data_ptr(): unit.name for unit in self._engine._units}
+        SPANS.clear()
+        for _ in range(steps):
+            self.step()
+        self._engine.master_weights.settle()
+        first = min(began for _, _, began, _ in SPANS)
+        return [
+            (lane, hosts[int(name)] if lane == IN else name, began - first, end - first)
+            for lane, name, began, end in SPANS
+        ]
+
+
+FORWARD, BACKWARD, IN, OUT, PASS = (
+    "forward", "backward", "weights to the device", "gradients off it", "host pass",
+)  # fmt: skip
+SPANS: Final[list[tuple[str, str, float, float]]] = []
+"""What took time in this process: lane, block, begin, end."""
+
+
 def pace(weights: float, gradients: float, host: float, *, ahead: int | None = None) -> None:
     """Have each unit's copies and its pass take so many seconds in this process.
 
@@ -141,27 +169,35 @@ def pace(weights: float, gradients: float, host: float, *, ahead: int | None = N
     changed: Any = residency
     if ahead is not None:
         changed._AHEAD = ahead
-    changed._copy = _slowed(changed._copy, weights)
+    changed._copy = _slowed(changed._copy, IN, weights, lambda host, _: str(host.data_ptr()))
     land: Any = steps.StreamedSteps
-    land._land = _slowed(land._land, gradients)
+    land._land = _slowed(land._land, OUT, gradients, lambda _self, unit, _came: unit.name)
     take: Any = passes.UnitPass
-    take.take = _slowed(take.take, host)
+    take.take = _slowed(take.take, PASS, host, lambda taken: taken.unit.name)
 
 
-def _slowed(function: Callable[..., Any], seconds: float) -> Callable[..., Any]:
+def _slowed(
+    function: Callable[..., Any], lane: str, seconds: float, name: Callable[..., str]
+) -> Callable[..., Any]:
     def slow(*args: Any) -> Any:
-        time.sleep(seconds)
+        _spend(lane, name(*args), seconds)
         return function(*args)
 
     return slow
 
 
+def _spend(lane: str, name: str, seconds: float) -> None:
+    began = time.perf_counter()
+    time.sleep(seconds)
+    SPANS.append((lane, name, began, time.perf_counter()))
+
+
 class _Block(torch.nn.Module):
     """A few weights, whose passes take a while on no core of ours."""
 
-    def __init__(self, forward: float, backward: float) -> None:
+    def __init__(self, name: str, forward: float, backward: float) -> None:
         super().__init__()
-        self.inner, self._times = torch.nn.Linear(16, 16), (forward, backward)
+        self.inner, self._times = torch.nn.Linear(16, 16), (name, forward, backward)
 
     def forward(self, x_bc: torch.Tensor) -> torch.Tensor:
         found: torch.Tensor = _Elsewhere.apply(x_bc + self.inner(x_bc), *self._times)  # type: ignore[no-untyped-call]
@@ -171,16 +207,16 @@ class _Block(torch.nn.Module):
 class _Elsewhere(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, x_bc: torch.Tensor, forward: float, backward: float
+        ctx: Any, x_bc: torch.Tensor, name: str, forward: float, backward: float
     ) -> torch.Tensor:
-        ctx.seconds = backward
-        time.sleep(forward)
+        ctx.name, ctx.seconds = name, backward
+        _spend(FORWARD, name, forward)
         return x_bc.clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        time.sleep(ctx.seconds)
-        return gradients[0], None, None
+        _spend(BACKWARD, ctx.name, ctx.seconds)
+        return gradients[0], None, None, None
 
 
 def real_steps(settings: Mapping[str, Any], _scratch: Path) -> Measured:
