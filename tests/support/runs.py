@@ -23,8 +23,8 @@ class Case:
     nvme_path: str | None = None
     optimizer: Any = "AdamW"
     lr: float = 1e-3
-    overrides: tuple[tuple[str, Any], ...] = ()
     streamed: Any = None
+    overrides: tuple[tuple[str, Any], ...] = ()
 
     def __str__(self) -> str:
         if not self.deepspeed:

@@ -24,8 +24,9 @@ from zerotune._util.closing import Closable
 from zerotune._util.proc import ENDED
 from zerotune.backend.distributed import ProcessGroup, together
 from zerotune.backend.stream.memory import HostMemory
-from zerotune.backend.stream.units import ALIGNED, Unit
+from zerotune.backend.stream.units import Unit
 from zerotune.errors import CollectiveError, EngineError
+from zerotune.plan.model import UNIT_ALIGNED
 
 _PAUSE_S: Final = 20e-6, 1e-3
 """Shortest and longest pause between two looks at a counter."""
@@ -151,7 +152,7 @@ class SharedHostMemory(HostMemory, Closable):
         cls, model: torch.nn.Module, group: ProcessGroup, *, pin: bool
     ) -> SharedHostMemory:
         """For all parameters of a model, in any units."""
-        sizes = (_paged((p.numel() + ALIGNED) * p.element_size()) for p in model.parameters())
+        sizes = (_paged((p.numel() + UNIT_ALIGNED) * p.element_size()) for p in model.parameters())
         return cls(group, nbytes=sum(sizes), pin=pin)
 
     @override
@@ -177,8 +178,8 @@ class SharedHostMemory(HostMemory, Closable):
 
     @override
     def share(self, span: slice) -> slice:
-        vectors = -(-(span.stop - span.start) // ALIGNED)
-        size = -(-vectors // self._group.world_size) * ALIGNED
+        vectors = -(-(span.stop - span.start) // UNIT_ALIGNED)
+        size = -(-vectors // self._group.world_size) * UNIT_ALIGNED
         start = span.start + self._group.rank * size
         return slice(min(start, span.stop), min(start + size, span.stop))
 
