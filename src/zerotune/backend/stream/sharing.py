@@ -14,7 +14,8 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import Final, NoReturn
+from copy import copy
+from typing import Final
 
 import attrs
 import torch
@@ -266,7 +267,7 @@ class Meeting(Closable):
         self._tables = _Tables(**tensors)
         if pin:
             self._memory.lock(self._tables.stages[self._rank])
-        self._error: BaseException | None = None
+        self._error: EngineError | None = None
 
     def stage(self, unit: Unit) -> torch.Tensor:
         """Where this rank puts gradients, laid out as the unit is."""
@@ -385,8 +386,7 @@ class Meeting(Closable):
         self._memory.close()
 
     def _count(self, counter: int) -> None:
-        if self._error is not None:
-            raise self._error
+        self._raise()
         self._tables.counters[self._rank, counter] += 1
 
     def _wait(self, counters: torch.Tensor, purpose: str, at_least: int | None = None) -> None:
@@ -394,8 +394,7 @@ class Meeting(Closable):
         began = looked = time.monotonic()
         pause, longest = _PAUSE_S
         while late := [rank for rank, each in enumerate(counters.tolist()) if each < count]:
-            if self._error is not None:
-                raise self._error
+            self._raise()
             now = time.monotonic()
             self._look(late, purpose, processes=now - looked >= _LOOK_S)
             if now - looked >= _LOOK_S:
@@ -420,7 +419,7 @@ class Meeting(Closable):
         if gone:
             self._missing(purpose, gone)
 
-    def _failed(self, rank: int) -> NoReturn:
+    def _failed(self, rank: int) -> None:
         text = bytes(self._tables.reasons[rank].tolist()).rstrip(b"\0").decode(errors="replace")
         self._fail_with(
             EngineError(
@@ -431,7 +430,7 @@ class Meeting(Closable):
             )
         )
 
-    def _missing(self, purpose: str, absent: Mapping[int, str]) -> NoReturn:
+    def _missing(self, purpose: str, absent: Mapping[int, str]) -> None:
         states = "; ".join(f"rank {rank} {state}" for rank, state in sorted(absent.items()))
         self._fail_with(
             CollectiveError(
@@ -442,10 +441,15 @@ class Meeting(Closable):
             )
         )
 
-    def _fail_with(self, error: EngineError) -> NoReturn:
+    def _fail_with(self, error: EngineError) -> None:
         """What is raised once is raised by everything after it: the ranks are apart."""
         self._error = self._error or error
-        raise self._error
+        self._raise()
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            # Another one each time: what was raised holds what it has passed through.
+            raise copy(self._error)
 
 
 class WrittenByAll(Future[None]):

@@ -444,6 +444,7 @@ class StreamedSteps:
             for member in unit.members:
                 release(member.parameter)
         self._held = []
+        self._leaving.clear()
 
 
 def _is_same(one: Follower, other: Follower) -> bool:
