@@ -25,11 +25,11 @@ from zerotune.optim.settle import (
     Policy,
     Request,
     ScheduleRequest,
+    ScheduleSettling,
     Settled,
+    Settling,
     Suggestion,
     per_group_schedule,
-    settle,
-    settle_schedule,
 )
 from zerotune.optimizers.catalogue import (
     DEFAULT_OPTIMIZER,
@@ -128,14 +128,14 @@ class OptimizerResolver:
         log = Log()
         schedule = log.attempt(_schedule_request, resolved, overrides)
         settled = log.whole(
-            lambda: settle(
-                _request(resolved, overrides),
-                situation,
+            lambda: Settling(
+                asked=_request(resolved, overrides),
+                situation=situation,
                 overrides=_below(_OPTIMIZER_PARAMS, overrides),
                 suggestions=_suggestions(resolved.run, schedule),
                 policy=self.on_unsupported,
                 table=self.table,
-            )
+            ).settled()
         )
         choice, grouping = self._grouped(settled, resolved)
         scheduler, why = _settle_schedule(schedule, attrs.evolve(settled, choice=choice), resolved)
@@ -346,7 +346,8 @@ def _settle_schedule(
     if request is None or (own_pace and request.written is None):
         overridden = request is None and resolved.plan.scheduler is not None
         return None, (_without_schedule(settled, resolved, overridden=overridden),)
-    scheduler, decisions = settle_schedule(request, settled.choice, resolved.run)
+    settling = ScheduleSettling(request=request, optimizer=settled.choice, run=resolved.run)
+    scheduler, decisions = settling.settled()
     scheduler, own_curve = per_group_schedule(scheduler, settled.choice)
     return scheduler, (*decisions, *own_curve)
 
