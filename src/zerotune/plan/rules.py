@@ -49,7 +49,6 @@ from zerotune.plan.resolve import (
     pins_natively,
     prepared,
     rehearses_in_bf16,
-    swaps_parameters,
     without_inactive_offload,
 )
 from zerotune.plan.schema import faults, passed_schema
@@ -1094,7 +1093,7 @@ def nvme_param_prefetch(case: Case, this: Rule) -> Findings:
     written = integer(zero.stage3_prefetch_bucket_size) if zero else None
     if zero is None or not written or plan.stage != 3 or plan.offload_param_device != "nvme":
         return
-    if swaps_parameters(zero, case, plan.aio):
+    if case.swaps_parameters(zero, plan.aio):
         yield this.finding("zero_optimization.stage3_prefetch_bucket_size", written, after=0)
 
 
