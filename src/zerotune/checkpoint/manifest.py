@@ -200,6 +200,31 @@ class Manifest:
             raise _damaged_manifest(str(path), f"cannot be read ({error})") from error
         return cls.from_json(text, source=str(path))
 
+    def _check_names(self) -> None:
+        for what, names in {
+            "files": [file.name for file in self.files],
+            "parameters": [record.name for record in self.parameters],
+            "buffers": [record.name for record in self.buffers],
+            "shadows": list(self.shadows),
+            **{f"states of {record.name}": list(record.states) for record in self.parameters},
+        }.items():
+            if len(set(names)) < len(names):
+                raise ValueError(f"{what} holds a name twice")
+        for record in self.parameters:
+            for name in record.scalars:
+                # The optimizer would keep it for ever, under whatever key.
+                if not name.isidentifier() or name in ("step", *record.states):
+                    raise ValueError(
+                        f"{record.name!r} has a number {shorten(name)}, which no state is"
+                    )
+        for file in self.files:
+            name = file.name
+            plain = Path(name).name == name and name not in ("", ".", "..", MANIFEST)
+            if not plain or not name.isprintable():
+                raise ValueError(f"{name!r} is not a plain file name")
+            if file.kind not in _FILE_KINDS:
+                raise ValueError(f"{name} is of a kind that no file has, {shorten(file.kind)}")
+
 
 def _content_digest(content: Mapping[str, Any]) -> str:
     text = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
@@ -230,7 +255,7 @@ _MOST_DIMENSIONS: Final = 64
 def _manifest_of(content: dict[str, Any]) -> Manifest:
     del content["format"], content["version"]
     manifest: Manifest = _field_value(Manifest, content, "the manifest")
-    _check_manifest_names(manifest)
+    manifest._check_names()
     records: list[ParameterRecord | TensorRecord] = [*manifest.parameters, *manifest.frozen]
     for record in (*records, *manifest.buffers):
         if len(record.shape) > _MOST_DIMENSIONS or math.prod(record.shape) > _MOST_INTEGER // 8:
@@ -275,30 +300,6 @@ def _record_of(kind: type[Any], value: Any, where: str) -> Any:
     if unknown := [name for name in value if name not in fields]:
         raise ValueError(f"{where} has {shorten(unknown[0])}, which this zerotune does not know")
     return kind(**{n: _field_value(hints[n], each, f"{where}.{n}") for n, each in value.items()})
-
-
-def _check_manifest_names(manifest: Manifest) -> None:
-    for what, names in {
-        "files": [file.name for file in manifest.files],
-        "parameters": [record.name for record in manifest.parameters],
-        "buffers": [record.name for record in manifest.buffers],
-        "shadows": list(manifest.shadows),
-        **{f"states of {record.name}": list(record.states) for record in manifest.parameters},
-    }.items():
-        if len(set(names)) < len(names):
-            raise ValueError(f"{what} holds a name twice")
-    for record in manifest.parameters:
-        for name in record.scalars:
-            # The optimizer would keep it for ever, under whatever key.
-            if not name.isidentifier() or name in ("step", *record.states):
-                raise ValueError(f"{record.name!r} has a number {shorten(name)}, which no state is")
-    for file in manifest.files:
-        name = file.name
-        plain = Path(name).name == name and name not in ("", ".", "..", MANIFEST)
-        if not plain or not name.isprintable():
-            raise ValueError(f"{name!r} is not a plain file name")
-        if file.kind not in _FILE_KINDS:
-            raise ValueError(f"{name} is of a kind that no file has, {shorten(file.kind)}")
 
 
 def _check_state(state: EngineState) -> None:

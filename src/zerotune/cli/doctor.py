@@ -110,6 +110,37 @@ class Checkup:
         data["verdict"] = {"healthy": self.healthy, "text": self.verdict}
         return data
 
+    def _print(self, rates: Rates | None = None) -> None:
+        platform = self.platform
+        memory, lockable = platform.host_memory, platform.memlock_limit
+        container = memory.cgroup_limit
+        names = ("python", "torch", "deepspeed", "accelerate", "diffusers")
+        versions = [(name, platform.versions.get(name, "not installed")) for name in names]
+        sections = {
+            "Platform": _table(_platform_rows(platform)),
+            "Memory": _table(
+                [
+                    ("RAM", f"{_gib(memory.total)}, {_gib(memory.available)} available"),
+                    ("container limit", "none" if container is None else _gib(container)),
+                    ("lockable", "no limit" if lockable is None else _gib(lockable)),
+                ]
+            ),
+            "Versions": _table([*versions, ("torch built for", platform.torch_build or "unknown")]),
+            "Toolchain": _table(_toolchain_rows(self.toolchain)),
+            "DeepSpeed ops": _ops_table(self.ops),
+            "Own op": _ops_table([] if self.own_op is None else [self.own_op]),
+            "Fast paths": _table(_proof_rows(platform), label=_PATH_CHARACTERS),
+            "Rates": _table([] if rates is None else _rate_rows(rates)),
+            "Decisions": _table((one.severity, str(one)) for one in platform.decisions),
+        }
+        blocks: list[Block] = []
+        for title, table in sections.items():
+            if table.rows:
+                blocks += [Line(title, style="title"), table, Line("")]
+        style = "passed" if self.healthy else "failed"
+        blocks.append(Line(f"Verdict: {self.verdict}", style=style))
+        print_page(Page(blocks=tuple(blocks)))
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
@@ -180,7 +211,7 @@ def run(arguments: argparse.Namespace) -> int:
         more = {"rates": {"origin": rates.origin, **by_name}, "proof": _proof_data(platform)}
         print_json(checkup.to_dict() | more)
     else:
-        _print(checkup, rates if arguments.rates else None)
+        checkup._print(rates if arguments.rates else None)
     if arguments.rates:
         sys.stderr.write(f"rates kept in {rates_file}\n")
     return 0 if checkup.healthy and proven else 1
@@ -253,38 +284,6 @@ def _rate_rows(rates: Rates) -> list[tuple[str, str]]:
         label = "  in fp32" if name.endswith("_fp32") else name.replace("_", " ")
         rows.append((label, f"{value}, {rates.source(name)}"))
     return [("origin", rates.origin), *rows]
-
-
-def _print(checkup: Checkup, rates: Rates | None = None) -> None:
-    platform = checkup.platform
-    memory, lockable = platform.host_memory, platform.memlock_limit
-    container = memory.cgroup_limit
-    names = ("python", "torch", "deepspeed", "accelerate", "diffusers")
-    versions = [(name, platform.versions.get(name, "not installed")) for name in names]
-    sections = {
-        "Platform": _table(_platform_rows(platform)),
-        "Memory": _table(
-            [
-                ("RAM", f"{_gib(memory.total)}, {_gib(memory.available)} available"),
-                ("container limit", "none" if container is None else _gib(container)),
-                ("lockable", "no limit" if lockable is None else _gib(lockable)),
-            ]
-        ),
-        "Versions": _table([*versions, ("torch built for", platform.torch_build or "unknown")]),
-        "Toolchain": _table(_toolchain_rows(checkup.toolchain)),
-        "DeepSpeed ops": _ops_table(checkup.ops),
-        "Own op": _ops_table([] if checkup.own_op is None else [checkup.own_op]),
-        "Fast paths": _table(_proof_rows(platform), label=_PATH_CHARACTERS),
-        "Rates": _table([] if rates is None else _rate_rows(rates)),
-        "Decisions": _table((one.severity, str(one)) for one in platform.decisions),
-    }
-    blocks: list[Block] = []
-    for title, table in sections.items():
-        if table.rows:
-            blocks += [Line(title, style="title"), table, Line("")]
-    style = "passed" if checkup.healthy else "failed"
-    blocks.append(Line(f"Verdict: {checkup.verdict}", style=style))
-    print_page(Page(blocks=tuple(blocks)))
 
 
 def _table(rows: Iterable[tuple[str, str]], *, label: int = _LABEL_CHARACTERS) -> Table:

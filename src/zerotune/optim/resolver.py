@@ -71,7 +71,32 @@ class OptimizerResolution:
 
     def explain(self) -> str:
         """What will run and why, as text."""
-        return _explanation(self)
+        return self._explanation()
+
+    def _explanation(self) -> str:
+        """A resolution as text: what runs, its schedule at a few steps, and every decision."""
+        optimizer, scheduler = self.optimizer, self.scheduler
+        builder = _BUILDER.get(optimizer.source, f"of the package {optimizer.package}")
+        decay = optimizer.weight_decay_mode
+        blocks: list[Block] = [
+            Line(f"optimizer: {optimizer.name}, runs as {optimizer.implementation} ({builder})"),
+            Line(f"on {self.situation}", indent=2),
+            *([] if decay is None else [Line(f"weight decay: {_DECAY[decay]}", indent=2)]),
+            Line(f"states per parameter: {', '.join(self.states) or 'none'}", indent=2),
+            _arguments(optimizer.params),
+        ]
+        if optimizer.groups:
+            blocks.append(Line("parameter groups, the first match wins:"))
+            blocks += [Line(describe(group), indent=2) for group in optimizer.groups]
+        if scheduler is None:
+            blocks.append(Line("scheduler: none, the learning rate stays constant"))
+        else:
+            summary = SCHEDULERS[scheduler.name].summary.lower()
+            blocks.append(Line(f"scheduler: {scheduler.name}, {summary}"))
+            blocks += [_arguments(scheduler.params), *_curve(scheduler, optimizer.lr)]
+        if self.decisions:
+            blocks += [Line("decisions:"), Line(render_decisions(self.decisions))]
+        return Page(blocks=tuple(blocks)).text()
 
 
 @attrs.frozen(kw_only=True)
@@ -389,32 +414,6 @@ def _not_saved(settled: Settled) -> tuple[Decision, ...]:
 
 
 # -- As text.
-
-
-def _explanation(resolution: OptimizerResolution) -> str:
-    """A resolution as text: what runs, its schedule at a few steps, and every decision."""
-    optimizer, scheduler = resolution.optimizer, resolution.scheduler
-    builder = _BUILDER.get(optimizer.source, f"of the package {optimizer.package}")
-    decay = optimizer.weight_decay_mode
-    blocks: list[Block] = [
-        Line(f"optimizer: {optimizer.name}, runs as {optimizer.implementation} ({builder})"),
-        Line(f"on {resolution.situation}", indent=2),
-        *([] if decay is None else [Line(f"weight decay: {_DECAY[decay]}", indent=2)]),
-        Line(f"states per parameter: {', '.join(resolution.states) or 'none'}", indent=2),
-        _arguments(optimizer.params),
-    ]
-    if optimizer.groups:
-        blocks.append(Line("parameter groups, the first match wins:"))
-        blocks += [Line(describe(group), indent=2) for group in optimizer.groups]
-    if scheduler is None:
-        blocks.append(Line("scheduler: none, the learning rate stays constant"))
-    else:
-        summary = SCHEDULERS[scheduler.name].summary.lower()
-        blocks.append(Line(f"scheduler: {scheduler.name}, {summary}"))
-        blocks += [_arguments(scheduler.params), *_curve(scheduler, optimizer.lr)]
-    if resolution.decisions:
-        blocks += [Line("decisions:"), Line(render_decisions(resolution.decisions))]
-    return Page(blocks=tuple(blocks)).text()
 
 
 _BUILDER: Final = {

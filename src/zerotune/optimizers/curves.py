@@ -326,6 +326,32 @@ class ScheduleCurve:
         """Number of optimizer steps."""
         return len(self.rates[0])
 
+    def _figure(self) -> Any:
+        try:
+            from matplotlib.backends.backend_agg import FigureCanvasAgg
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise MissingDependencyError(
+                f"matplotlib could not be imported ({error})",
+                key="plot_schedule",
+                fix="pip install 'zerotune[plot]'",
+            ) from error
+        figure = Figure(figsize=(7, 3.6), layout="constrained")
+        FigureCanvasAgg(figure)
+        axes = figure.add_subplot()
+        labels: dict[tuple[float, ...], list[str]] = {}
+        for name, rates in zip(self.groups, self.rates, strict=True):
+            labels.setdefault(rates, []).append(name)
+        for rates, names in labels.items():
+            axes.step(range(self.steps), rates, where="post", label=" and ".join(names))
+        axes.set(xlabel="optimizer step", ylabel="learning rate", title=self.name)
+        axes.set_ylim(bottom=0)
+        axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 2))
+        axes.grid(visible=True, alpha=0.3)
+        if len(self.groups) > 1:
+            axes.legend()
+        return figure
+
 
 def schedule_curve(
     optimizer: OptimizerChoice, scheduler: SchedulerChoice | None, steps: int
@@ -361,35 +387,8 @@ def plot_curve(curve: ScheduleCurve, path: str | os.PathLike[str]) -> Path:
         MissingDependencyError: matplotlib is not installed.
     """
     target = Path(path)
-    figure = _draw_curve(curve)
+    figure = curve._figure()
     with drafted(target) as draft:
         figure.savefig(draft, format="png", dpi=150)
         sync(draft)
     return target
-
-
-def _draw_curve(curve: ScheduleCurve) -> Any:
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"matplotlib could not be imported ({error})",
-            key="plot_schedule",
-            fix="pip install 'zerotune[plot]'",
-        ) from error
-    figure = Figure(figsize=(7, 3.6), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    labels: dict[tuple[float, ...], list[str]] = {}
-    for name, rates in zip(curve.groups, curve.rates, strict=True):
-        labels.setdefault(rates, []).append(name)
-    for rates, names in labels.items():
-        axes.step(range(curve.steps), rates, where="post", label=" and ".join(names))
-    axes.set(xlabel="optimizer step", ylabel="learning rate", title=curve.name)
-    axes.set_ylim(bottom=0)
-    axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 2))
-    axes.grid(visible=True, alpha=0.3)
-    if len(curve.groups) > 1:
-        axes.legend()
-    return figure

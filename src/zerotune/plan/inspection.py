@@ -30,6 +30,22 @@ class Inspection:
     settled: tuple[Decision, ...] = ()
     """What settling the optimizer and the schedule decided."""
 
+    def _besides(self, mistakes: Collection[ZeroTuneError]) -> Inspection:
+        """What is refused besides ``mistakes``, and not because of what they took away."""
+        keys = [error.key for error in mistakes if error.key]
+        sections = {key.partition(".")[0] for key in keys}
+        findings = [
+            finding
+            for finding in self.findings
+            if finding.severity == "error"
+            and not any(f"{finding.key}.".startswith(f"{key}.") for key in keys)
+            and not any(f"{key}.".startswith(f"{finding.key}.") for key in keys)
+        ]
+        refusals = [
+            refusal for refusal in self.refusals if refusal.key.partition(".")[0] not in sections
+        ]
+        return Inspection(findings=tuple(findings), refusals=tuple(refusals))
+
 
 def inspect(
     plan: DeepSpeedPlan,
@@ -59,13 +75,11 @@ def inspect(
         if refusal.key not in {*told, *(one.key for one in refusals)}:
             refusals.append(refusal)
     found = Inspection(findings=findings, refusals=tuple(refusals))
-    return _besides_mistakes(found, mistakes) if mistakes else found
+    return found._besides(mistakes) if mistakes else found
 
 
 def _settled_apart(
-    plan: DeepSpeedPlan,
-    context: Context,
-    settle: Callable[[ResolvedPlan], ResolvedPlan],
+    plan: DeepSpeedPlan, context: Context, settle: Callable[[ResolvedPlan], ResolvedPlan]
 ) -> Iterator[Decision]:
     """What is wrong with the optimizer, and with the schedule, wherever they would run."""
     both = DeepSpeedPlan(optimizer=plan.optimizer, scheduler=plan.scheduler)
@@ -76,20 +90,3 @@ def _settled_apart(
             yield from (Decision.of(each, rule="optimizer") for each in error.each())
         else:
             return
-
-
-def _besides_mistakes(found: Inspection, mistakes: Collection[ZeroTuneError]) -> Inspection:
-    """What is refused besides ``mistakes``, and not because of what they took away."""
-    keys = [error.key for error in mistakes if error.key]
-    sections = {key.partition(".")[0] for key in keys}
-    findings = [
-        finding
-        for finding in found.findings
-        if finding.severity == "error"
-        and not any(f"{finding.key}.".startswith(f"{key}.") for key in keys)
-        and not any(f"{key}.".startswith(f"{finding.key}.") for key in keys)
-    ]
-    refusals = [
-        refusal for refusal in found.refusals if refusal.key.partition(".")[0] not in sections
-    ]
-    return Inspection(findings=tuple(findings), refusals=tuple(refusals))
