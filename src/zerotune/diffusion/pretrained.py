@@ -393,7 +393,7 @@ class _Loading:
             raise _not_loaded(place, error) from error
         if not files:
             return self._read_for_plan(kind, name)
-        model = _left_in_files(kind, place, files, dtype=_dtype(self.dtype or "fp32"))
+        model = self._left_in_files(kind, place, files)
         model.register_to_config(_name_or_path=str(self.folder))
         names = f"{files[0].name}" + (f" and {len(files) - 1} more" if files[1:] else "")
         return model, (
@@ -510,36 +510,35 @@ class _Loading:
             )
         return model
 
+    def _left_in_files(self, kind: Any, place: Path, files: Sequence[Path]) -> Any:
+        """A model whose parameters know where their values are, and whose buffers have theirs."""
+        from diffusers.models.modeling_utils import no_init_weights
 
-def _left_in_files(kind: Any, place: Path, files: Sequence[Path], *, dtype: torch.dtype) -> Any:
-    """A model whose parameters know where their values are, and whose buffers have theirs."""
-    from diffusers.models.modeling_utils import no_init_weights
-
-    try:
-        config = kind.load_config(place, local_files_only=True)
-        with no_init_weights(), without_weights():
-            model = kind.from_config(config)
-        found = _stored_weights(files)
-    except (OSError, ValueError, CheckpointCorruptError) as error:
-        raise _not_loaded(place, error) from error
-    # Old files call some weights otherwise; the model's class renames them in place.
-    rename = getattr(model, "_fix_state_dict_keys_on_load", None)
-    if rename is not None:
-        rename(found)
-    state = model.state_dict(keep_vars=True)
-    _check_fit(place, kind, state, found)
-    kept = getattr(kind, "_keep_in_fp32_modules", None) or ()
-    for name, tensor in state.items():
-        weight = found.get(name)
-        if weight is None:
-            continue
-        if not isinstance(tensor, torch.nn.Parameter):
-            weight.read_into(tensor.view(-1))
-        elif stored_weight(tensor) is None:
-            if tensor.is_floating_point() and not set(kept) & set(name.split(".")):
-                tensor.data = tensor.data.to(dtype)
-            leave_in_file(tensor, weight)
-    return model
+        try:
+            config = kind.load_config(place, local_files_only=True)
+            with no_init_weights(), without_weights():
+                model = kind.from_config(config)
+            found = _stored_weights(files)
+        except (OSError, ValueError, CheckpointCorruptError) as error:
+            raise _not_loaded(place, error) from error
+        # Old files call some weights otherwise; the model's class renames them in place.
+        rename = getattr(model, "_fix_state_dict_keys_on_load", None)
+        if rename is not None:
+            rename(found)
+        state = model.state_dict(keep_vars=True)
+        _check_fit(place, kind, state, found)
+        kept = getattr(kind, "_keep_in_fp32_modules", None) or ()
+        for name, tensor in state.items():
+            weight = found.get(name)
+            if weight is None:
+                continue
+            if not isinstance(tensor, torch.nn.Parameter):
+                weight.read_into(tensor.view(-1))
+            elif stored_weight(tensor) is None:
+                if tensor.is_floating_point() and not set(kept) & set(name.split(".")):
+                    tensor.data = tensor.data.to(_dtype(self.dtype or "fp32"))
+                leave_in_file(tensor, weight)
+        return model
 
 
 def _stored_weights(files: Sequence[Path]) -> dict[str, StoredWeight]:

@@ -565,6 +565,23 @@ class Swapping:
 
         return max(PARAM_BUFFERS, 2 + max(map(with_owners, list(owned)), default=0))
 
+    def buffer_need(self, zero: ZeroSection) -> tuple[int, str]:
+        """Elements one buffer must hold, and what that is; 0 when nothing is known to swap."""
+        largest, ranks = self.largest, self.world_size
+        if largest is None:
+            return 0, ""
+        part = partition(largest, ranks)
+        optimizer = zero.offload_optimizer
+        if optimizer is None or optimizer.device != "nvme" or optimizer.fast_init is not True:
+            shape = " x ".join(str(size) for size in largest.shape) or "a scalar"
+            shared = f" shared by {ranks} ranks" if ranks > 1 else ""
+            return part, f"the largest partition, {largest.name} ({shape}){shared}"
+        group = largest_sub_group(self.model, ranks, elements(zero.sub_group_size))
+        return max(part, group), (
+            "the largest sub-group, because fast_init of offload_optimizer passes whole sub-groups"
+            f" (sub_group_size {zero.sub_group_size}) through these buffers"
+        )
+
 
 def sub_groups(model: ModelFacts, world_size: int, sub_group_size: int) -> tuple[int, ...]:
     """Elements of one rank's part of each sub-group: it closes once it reaches its size."""
@@ -608,37 +625,6 @@ def optimizer_buffers(section: OffloadSection) -> int:
     """
     overlapped = (section.pipeline_read is True) + (section.pipeline_write is True)
     return OPTIMIZER_BUFFERS * (1 + overlapped)
-
-
-def _buffer_need(swapping: Swapping | None, zero: ZeroSection) -> tuple[int, str]:
-    """Elements one buffer must hold, and what that is; 0 when nothing is known to swap."""
-    largest = swapping.largest if swapping else None
-    if swapping is None or largest is None:
-        return 0, ""
-    part = partition(largest, swapping.world_size)
-    what = f"the largest partition, {_describe(largest, swapping.world_size)}"
-    optimizer = zero.offload_optimizer
-    if optimizer is None or optimizer.device != "nvme" or optimizer.fast_init is not True:
-        return part, what
-    group = largest_sub_group(swapping.model, swapping.world_size, elements(zero.sub_group_size))
-    return max(part, group), (
-        "the largest sub-group, because fast_init of offload_optimizer passes whole sub-groups"
-        f" (sub_group_size {zero.sub_group_size}) through these buffers"
-    )
-
-
-def _default_size(swapping: Swapping | None) -> tuple[int, str]:
-    if swapping is None:
-        return PARAM_BUFFER, "elements; no model was given, so DeepSpeed's default"
-    parts = swapping.model.parts(swapping.world_size)
-    why = "elements; no parameter of this model is large enough to leave host memory"
-    return max(1, *parts, 1), why
-
-
-def _describe(parameter: ParameterFacts, world_size: int) -> str:
-    shape = " x ".join(str(size) for size in parameter.shape) or "a scalar"
-    shared = f" shared by {world_size} ranks" if world_size > 1 else ""
-    return f"{parameter.name} ({shape}){shared}"
 
 
 def elements(value: Any) -> int:
@@ -777,7 +763,7 @@ class Filler(Log):
     ) -> OffloadSection:
         """Every key of ``offload_param`` on NVMe."""
         swapping = self.case.swapping(self.aio)
-        need, what = _buffer_need(swapping, zero)
+        need, what = swapping.buffer_need(zero) if swapping else (0, "")
         written = section.buffer_size
         if isinstance(written, int) and written < need:
             raise InvalidValueError(
@@ -786,7 +772,12 @@ class Filler(Log):
                 value=written,
                 fix=f'write at least {need}, or "{AUTO}"',
             )
-        size, why = (need, f"elements of {what}") if need else _default_size(swapping)
+        size, why = need, f"elements of {what}"
+        if swapping is None:
+            size, why = PARAM_BUFFER, "elements; no model was given, so DeepSpeed's default"
+        elif not need:
+            size = max(1, *swapping.model.parts(swapping.world_size), 1)
+            why = "elements; no parameter of this model is large enough to leave host memory"
         section = self.fill(section, path, "buffer_size", size, why)
         section = self.fill(
             section,
