@@ -22,7 +22,7 @@ SUMMARY: Final = "Show, verify or convert checkpoints."
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the commands below ``checkpoint``."""
-    add_commands(parser, show=_Show, verify=_Verify, convert=_Convert)
+    add_commands(parser, show=_Show, verify=_Verify, convert=_ConvertCheckpoint)
 
 
 def _add_path(parser: argparse.ArgumentParser) -> None:
@@ -30,7 +30,7 @@ def _add_path(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
 
 
-class _Convert(Below):
+class _ConvertCheckpoint(Below):
     summary: ClassVar[str] = (
         "A checkpoint into a diffusers model folder, or other formats into a checkpoint."
     )

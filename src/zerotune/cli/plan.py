@@ -24,7 +24,7 @@ SUMMARY: Final = "Check, convert and explain DeepSpeed configurations."
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the commands below ``plan``."""
-    add_commands(parser, check=_Check, convert=_Convert, explain=_Explain, advise=_Advise)
+    add_commands(parser, check=_Check, convert=_ConvertPlan, explain=_Explain, advise=_Advise)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -285,7 +285,7 @@ def _open_run(plan: DeepSpeedPlan) -> Any:
 # -- convert
 
 
-class _Convert(Below):
+class _ConvertPlan(Below):
     summary: ClassVar[str] = (
         "Write a configuration in another format, without changing what trains."
     )

@@ -76,7 +76,7 @@ def example_inputs(module: torch.nn.Module) -> Callable[..., Mapping[str, Any]]:
             fix="pass inputs=, a function from batch, height and width to keyword arguments",
         )
     make, config = _MAKERS[name], module.config
-    return lambda batch, height, width: make(_Inputs(config, batch, height, width))
+    return lambda batch, height, width: make(_ForwardInputs(config, batch, height, width))
 
 
 def latent_scale(module: torch.nn.Module) -> int:
@@ -147,7 +147,7 @@ def _captured_inputs(
 
 
 @attrs.frozen
-class _Inputs:
+class _ForwardInputs:
     """Arguments of models whose pipelines need not be there: without data, by hand."""
 
     config: Any
@@ -213,11 +213,11 @@ class _Inputs:
         return torch.empty(self.batch, device="meta")
 
 
-_MAKERS: Final[dict[str, Callable[[_Inputs], dict[str, Any]]]] = {
-    "UNet2DModel": _Inputs.unet,
-    "UNet2DConditionModel": _Inputs.conditional_unet,
-    "SD3Transformer2DModel": _Inputs.sd3,
-    "FluxTransformer2DModel": _Inputs.flux,
+_MAKERS: Final[dict[str, Callable[[_ForwardInputs], dict[str, Any]]]] = {
+    "UNet2DModel": _ForwardInputs.unet,
+    "UNet2DConditionModel": _ForwardInputs.conditional_unet,
+    "SD3Transformer2DModel": _ForwardInputs.sd3,
+    "FluxTransformer2DModel": _ForwardInputs.flux,
 }
 
 

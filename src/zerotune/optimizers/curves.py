@@ -62,11 +62,6 @@ def lr_at(choice: SchedulerChoice | None, step: int, base_lr: float) -> float:
 
     Returns:
         The learning rate, equal to DeepSpeed's to the last bit.
-
-    Raises:
-        InvalidValueError: ``step`` is negative.
-        OptimizerError: The schedule is none of DeepSpeed's five and none of diffusers'.
-        UnresolvedPlanError: ``choice.params`` lacks an argument.
     """
     _check_step(step)
     if choice is None:
@@ -95,10 +90,6 @@ def betas_at(
 
     Returns:
         The betas in ``param_groups``; ``None`` when ``betas`` is ``None``.
-
-    Raises:
-        InvalidValueError: ``step`` is negative.
-        UnresolvedPlanError: ``choice.params`` lacks an argument.
     """
     _check_step(step)
     if choice is None or choice.name != "OneCycle" or betas is None:
@@ -382,9 +373,6 @@ def plot_curve(curve: ScheduleCurve, path: str | os.PathLike[str]) -> Path:
 
     Returns:
         The path.
-
-    Raises:
-        MissingDependencyError: matplotlib is not installed.
     """
     target = Path(path)
     figure = curve._figure()

@@ -107,11 +107,6 @@ def plot_memory(
 
     Returns:
         ``path``.
-
-    Raises:
-        InvalidValueError: Another ending.
-        MissingDependencyError: matplotlib is not installed.
-        PlanFileError: The file cannot be written.
     """
     kind = Path(path).suffix.lower().removeprefix(".") or _FORMATS[0]
     if kind not in _FORMATS:

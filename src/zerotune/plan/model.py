@@ -655,9 +655,6 @@ def read_section(cls: type[SectionT], raw: Any, *, key: str, log: Log) -> Sectio
         raw: What was written; must be a mapping.
         key: Path of the section (``"zero_optimization"``); ``""`` for the whole plan.
         log: Receives mistakes, and one decision per normalised value.
-
-    Raises:
-        InvalidValueError: It is no mapping.
     """
     _require_object(raw, key)
     kinds = {attribute.name: attribute.metadata["kind"] for attribute in modelled(cls)}
@@ -1704,11 +1701,7 @@ ATTENTION_PROJECTIONS: Final = (
 
 
 def check_storage(storage: str | None) -> None:
-    """Whether weights are kept in this.
-
-    Raises:
-        InvalidValueError: They are not, or only in the plan's precision.
-    """
+    """Whether weights are kept in this."""
     if storage is None or storage in STORAGES:
         return
     raise InvalidValueError(

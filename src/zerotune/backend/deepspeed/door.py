@@ -42,11 +42,7 @@ UPSTREAM: Final = (
 
 
 def wrapper_of(engine: Any) -> OptimizerWrapper:
-    """What is known of the optimizer of a ``deepspeed.DeepSpeedEngine``.
-
-    Raises:
-        UnsupportedEngineError: DeepSpeed wraps it in a class that zerotune does not know.
-    """
+    """What is known of the optimizer of a ``deepspeed.DeepSpeedEngine``."""
     name = type(engine.optimizer).__name__
     if name in _WRAPPERS:
         return _WRAPPERS[name](engine)

@@ -47,10 +47,6 @@ def master_weights_of(source: Any) -> MasterWeights:
         source: A zerotune engine, a ``MasterWeights``, a ``deepspeed.DeepSpeedEngine`` of one's
             own loop (also as ``accelerate.prepare`` or Fabric's ``setup`` returns it), or a
             ``torch.nn.Module`` whose trainable parameters are fp32.
-
-    Raises:
-        EngineError: It is none of these, or its parameters are no fp32 master weights.
-        UnsupportedEngineError: A DeepSpeed engine with an optimizer zerotune does not know.
     """
     if isinstance(source, MasterWeights):
         return source
@@ -72,11 +68,7 @@ def master_weights_of(source: Any) -> MasterWeights:
 
 
 def deepspeed_engine_of(source: Any) -> Any:
-    """The ``deepspeed.DeepSpeedEngine`` in what a trainer returned for a model.
-
-    Raises:
-        EngineError: There is none.
-    """
+    """The ``deepspeed.DeepSpeedEngine`` in what a trainer returned for a model."""
     engine = unwrapped(getattr(source, "deepspeed_engine", source))
     if is_deepspeed(engine):
         return engine
