@@ -192,6 +192,16 @@ def validated(check: Callable[..., object], **bounds: Any) -> Callable[[Any, Any
     return validate
 
 
+def release_of(version: str) -> tuple[int, ...]:
+    """Numbers of a release: ``"0.19.8+cpu"`` is ``(0, 19, 8)``; ``()`` where it is no version."""
+    from packaging.version import InvalidVersion, Version
+
+    try:
+        return Version(version).release
+    except InvalidVersion:
+        return ()
+
+
 # -- Amounts of memory.
 
 _UNIT_PREFIXES: Final = "kmgtp"

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 import attrs
 
-from zerotune._util.environment import installed_version, release_of
+from zerotune._util.environment import installed_version
+from zerotune._util.text import release_of
 from zerotune.optimizers.catalogue import ADAM, DEFAULT_OPTIMIZER, OptimizerEntry
 from zerotune.optimizers.choices import OptimizerChoice, OptimizerSource, WeightDecay
 

@@ -42,9 +42,9 @@ if TYPE_CHECKING:
 
     from zerotune.plan.advise import Advice, Preference
     from zerotune.plan.diff import PlanDifference
-    from zerotune.plan.inspection import Inspection
     from zerotune.plan.memory.estimate import EMAPlace, MemoryEstimate, Workload
     from zerotune.plan.memory.time import Rates
+    from zerotune.plan.rules import Inspection
     from zerotune.plan.write import SavedPlan
     from zerotune.platform import Platform
 
@@ -2426,11 +2426,9 @@ class DeepSpeedPlan(Readable, Section):
             mistakes: What reading refused, where this plan is what is left without it: then
                 only what is refused besides is told.
         """
-        from zerotune.plan import inspection
+        from zerotune.plan import rules
 
-        return inspection.inspect(
-            self, context, settle=settle, resolve_in=resolve_in, mistakes=mistakes
-        )
+        return rules.inspect(self, context, settle=settle, resolve_in=resolve_in, mistakes=mistakes)
 
     @override
     def brief(self) -> str:

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import attrs
 
-from zerotune._util.environment import release_of
-from zerotune._util.text import is_number
+from zerotune._util.text import is_number, release_of
 from zerotune.decisions import Decision, Log, Severity, precedence
 from zerotune.errors import InvalidValueError, PlanConflictError, PlanError, UnresolvedPlanError
 from zerotune.plan.model import (

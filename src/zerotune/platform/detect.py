@@ -16,8 +16,9 @@ from typing import Any, Final, Protocol
 
 import attrs
 
-from zerotune._util.environment import installed_version, release_of
+from zerotune._util.environment import installed_version
 from zerotune._util.proc import CAP_IPC_LOCK, has_capability, parse_mount
+from zerotune._util.text import release_of
 from zerotune.decisions import Decision, Severity, announce
 from zerotune.errors import PlatformError
 from zerotune.platform.facts import (

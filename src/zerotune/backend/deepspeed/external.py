@@ -14,9 +14,8 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from typing_extensions import override
 
 from zerotune.backend.checks import check_alike, expected_groups
-from zerotune.backend.deepspeed.door import wrapper_of
 from zerotune.backend.deepspeed.engine import ZeROEngine
-from zerotune.backend.deepspeed.start import check_plan, check_world
+from zerotune.backend.deepspeed.start import check_plan, check_world, wrapper_of
 from zerotune.backend.distributed import ProcessGroup
 from zerotune.backend.engine import EngineState, StepOutcome
 from zerotune.backend.layouts import ParameterLayout, full_shape, trainable_parameters
