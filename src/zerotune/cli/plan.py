@@ -507,6 +507,11 @@ class _Advise(Below):
             default=PREFERENCES[0],
             help="what to choose of all that fits; by predicted seconds per step when not given",
         )
+        parser.add_argument(
+            "--streamed",
+            action="store_true",
+            help="also choose among plans that stream weights, which are listed anyway",
+        )
         _add_workload(parser)
         _add_output(parser)
         parser.add_argument("--all", action="store_true", help="show every candidate, not five")
@@ -534,6 +539,7 @@ class _Advise(Below):
                 base_dtype=self.arguments.base_dtype,
                 optimizer=optimizer,
                 prefer=self.arguments.prefer,
+                streamed=self.arguments.streamed,
             )
         except NothingFitsError as error:
             self._report_nothing(error, machine)
@@ -562,6 +568,8 @@ class _Advise(Below):
                 tell(str(decision))
             kept = "".join(f", what it replaced in {backup}" for backup in saved.backups)
             tell(f"the plan is in {self.arguments.output}{kept}")
+            if advice.streamed is not None:
+                tell(f"its weights are streamed by plan.resolve(streamed={advice.streamed!r})")
 
     def _report_nothing(self, error: NothingFitsError, machine: Mapping[str, Any]) -> None:
         from zerotune.plan.text import WIDTH, candidate_data, nearest_budget, nearest_page

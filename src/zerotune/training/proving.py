@@ -31,13 +31,15 @@ from zerotune.backend.proof import COMMAND, VARIABLE, Combination, Outcome, Proo
 from zerotune.backend.step.adams import SlabStep, torch_rounds_alike
 from zerotune.backend.step.kernel import load_host_step
 from zerotune.backend.step.pending import Piece, StreamUpload, Upload
+from zerotune.backend.stream.lanes import Lane
+from zerotune.backend.stream.passes import UnitPass
 from zerotune.backend.streams import Recorder
 from zerotune.backend.upstream import require_accelerate, require_deepspeed
 from zerotune.diffusion.activations import ActivationOffload, StreamTransfers
 from zerotune.ema import EMAShadow
 from zerotune.errors import ZeroTuneError
 from zerotune.optim import OptimizerResolver
-from zerotune.plan.model import DeepSpeedPlan, ModelFacts
+from zerotune.plan.model import DeepSpeedPlan, ModelFacts, Streaming
 from zerotune.plan.resolve import pins_natively
 from zerotune.platform import Platform, detect_platform
 from zerotune.platform.facts import DEEPSPEED_NAMES
@@ -101,6 +103,8 @@ class Run:
     stage: int
     hidden: bool
     host_step: bool = True
+    clipping: float = 0.5
+    streamed: bool = False
 
     def __str__(self) -> str:
         return "the plain engine" if self.stage == _PLAIN_ENGINE else f"stage {self.stage}"
@@ -304,7 +308,7 @@ class Bench:
         ema = EMAShadow(decay=0.9).attach(engine)
         losses: list[torch.Tensor] = []
         try:
-            with self._late(model) if run.hidden else nullcontext():
+            with self._late(model) if run.hidden or run.streamed else nullcontext():
                 for step in range(_STEPS_TAKEN):
                     generator = torch.Generator().manual_seed(17 * step + engine.group.rank)
                     x = torch.randn(4, _FEATURES, generator=generator).to(
@@ -312,9 +316,12 @@ class Bench:
                     )
                     loss = engine(x).float().square().mean()
                     losses.append(loss.detach())
+                    ema.expect_step()
                     engine.backward(loss)
                     engine.step()
                     ema.step()
+            if run.streamed and not engine.counts.evicted:
+                raise DifferenceError("no weight left the device")
             left = {f"loss {step}": float(loss).hex() for step, loss in enumerate(losses)}
             for fragment in engine.master_weights.read():
                 left[f"weight {fragment.address.key}"] = _tensor_digest(fragment.value)
@@ -339,7 +346,7 @@ class Bench:
             offload="cpu",
             precision="bf16" if platform.bf16 else "fp32",
             micro_batch_size=4,
-            gradient_clipping=0.5,
+            gradient_clipping=run.clipping,
             optimizer={"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.01}},
             **overrides,
         )
@@ -350,6 +357,7 @@ class Bench:
             deepspeed=run.stage != _PLAIN_ENGINE,
             hidden=run.hidden,
             host_step=run.host_step,
+            streamed=run.streamed and Streaming(units=("Sequential",), window=2),
         )
         return build_engine(model=model, plan=OptimizerResolver().apply(resolved), timeout_s=60.0)
 
@@ -371,6 +379,17 @@ class Bench:
                 stack.callback(module.register_forward_pre_hook(lambda *_: self.delay()).remove)
             stack.enter_context(mock.patch.object(SlabStep, "run", slow(SlabStep.run)))
             stack.enter_context(mock.patch.object(Upload, "send", slow(Upload.send)))
+            stack.enter_context(mock.patch.object(UnitPass, "take", slow(UnitPass.take)))
+            queue = Lane._queue
+
+            def queue_late(lane: Lane, copy: Callable[[], None], ready: Any) -> Any:
+                def late() -> None:
+                    self.delay()  # on the lane's own stream too
+                    copy()
+
+                return queue(lane, late, ready)
+
+            stack.enter_context(mock.patch.object(Lane, "_queue", queue_late))
             yield
 
     def compare_steps(self, mine: Mapping[str, bool], theirs: Mapping[str, bool]) -> None:
@@ -379,6 +398,16 @@ class Bench:
         for stage in stages:
             first, second = Run(stage=stage, **mine), Run(stage=stage, **theirs)
             _check_equal(self.left_by(first), self.left_by(second), where=str(first))
+
+    def prove_streaming(self) -> None:
+        """What is trained with streamed weights is what ZeRO-2 with CPU offload trains."""
+        if not self.platform.deepspeed.available:
+            raise NotRunError("DeepSpeed, which it is compared with, does not run here")
+        for clipping in (0.5, 0.0):
+            run = Run(stage=2, hidden=False, clipping=clipping)
+            streamed = attrs.evolve(run, streamed=True)
+            where = "streamed, " + ("with clipping" if clipping else "stepped in the backward pass")
+            _check_equal(self.left_by(streamed), self.left_by(run), where=where)
 
     def prove_exchange(self) -> float:
         """The same where ranks exchange weights beside their other collectives; its seconds."""
@@ -513,6 +542,7 @@ CHECKS: Final[Sequence[Check]] = (
     Check(name="hidden step", run=_hidden_as_taken_at_once, needs_ops=True),
     Check(name="one pass", run=_one_pass_as_in_a_chain, needs_ops=True),
     Check(name="exchange", run=Bench.prove_exchange, needs_ops=True),
+    Check(name="streaming", run=Bench.prove_streaming, needs_ops=True),
 )
 
 
