@@ -11,7 +11,7 @@ import attrs
 
 from zerotune._util.environment import installed_versions
 from zerotune._util.palette import component_colours
-from zerotune._util.text import as_number, parse_memory, whole
+from zerotune._util.text import as_number, as_sentence, parse_memory, whole
 from zerotune.builder.forms import (
     FormState,
     Reading,
@@ -52,7 +52,7 @@ def message_data(one: Decision) -> dict[str, str]:
     return {
         "severity": one.severity,
         "key": one.key,
-        "text": _as_sentence(one.reason),
+        "text": as_sentence(one.reason),
         "fix": one.fix,
         "rule": one.rule,
         "change": change if one.is_choice and one.before is not UNSET else "",
@@ -72,12 +72,6 @@ def told_of(
 
 def _stopped(reason: str) -> Decision:
     return Decision(key="", before=UNSET, after=UNSET, reason=reason, severity="error")
-
-
-def _as_sentence(reason: str) -> str:
-    text = reason.strip()
-    text = f"{text[:1].upper()}{text[1:]}"
-    return text if text.endswith((".", "?", "!")) else f"{text}."
 
 
 def _shown_value(value: Any) -> str:

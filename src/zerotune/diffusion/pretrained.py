@@ -36,6 +36,7 @@ from zerotune.diffusion.noise_schedule import adds_noise, ddpm_of
 from zerotune.diffusion.objective import DenoisingObjective, FlowMatchingObjective
 from zerotune.errors import CheckpointCorruptError, InvalidValueError, MissingDependencyError
 from zerotune.plan.model import ResolvedPlan
+from zerotune.platform.detect import first_line
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -203,7 +204,8 @@ def _local_folder(source: str | os.PathLike[str], **options: Any) -> Path:
         return Path(DiffusionPipeline.download(str(source), **options))
     except (OSError, ValueError) as error:
         raise InvalidValueError(
-            f"is neither a folder nor a pipeline that could be had from the hub ({_first(error)})",
+            "is neither a folder nor a pipeline that could be had from the hub "
+            f"({first_line(error)})",
             key="source",
             value=os.fspath(source),
             fix=f"give a folder that holds {_PIPELINE_INDEX}, or a hub id such as "
@@ -446,7 +448,7 @@ class _Loading:
             model = self._read_now(kind, name, _dtype(dtype), quantization_config=self.quantization)
         except ImportError as error:
             raise MissingDependencyError(
-                f"the quantization needs a package ({_first(error)})",
+                f"the quantization needs a package ({first_line(error)})",
                 key="quantization",
                 value=told,
                 fix="pip install 'zerotune[optimizers]', which has bitsandbytes and torchao",
@@ -497,7 +499,7 @@ class _Loading:
         except (OSError, ValueError, RuntimeError) as error:
             if quantization:
                 raise InvalidValueError(
-                    f"the model cannot be read with it ({_first(error)})",
+                    f"the model cannot be read with it ({first_line(error)})",
                     key="quantization",
                     value=type(self.quantization).__name__,
                     fix="diffusers quantizes with bitsandbytes on a GPU only; TorchAoConfig "
@@ -600,16 +602,11 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _not_loaded(path: Path, error: Exception) -> InvalidValueError:
     return InvalidValueError(
-        f"cannot be loaded ({_first(error)})",
+        f"cannot be loaded ({first_line(error)})",
         key="source",
         value=str(path),
         fix="download the pipeline again, or name the variant whose files are there",
     )
-
-
-def _first(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
 
 
 def _dtype_option(dtype: torch.dtype) -> dict[str, torch.dtype]:

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import attrs
 
-from zerotune._util.text import did_you_mean
+from zerotune._util.text import as_texts, did_you_mean
 from zerotune.decisions import Decision, Log, raise_all
 from zerotune.errors import InvalidValueError, OptimizerError
 from zerotune.optim.settle import check, reject_unknown
@@ -81,17 +81,13 @@ REST: Final = "rest"
 """Name of the group of all that no rule picks."""
 
 
-def _all_patterns(value: str | Iterable[str]) -> tuple[str, ...]:
-    return (value,) if isinstance(value, str) else tuple(value)
-
-
 @attrs.frozen(kw_only=True)
 class ParameterGroup:
     """One rule: what it picks, and what the picked parameters get."""
 
     name: str = attrs.field()
     """What the group is called in reports."""
-    patterns: tuple[str, ...] = attrs.field(default=("*",), converter=_all_patterns)
+    patterns: tuple[str, ...] = attrs.field(default=("*",), converter=as_texts)
     """Globs, module names or ``"re:…"``; one that matches is enough. All, when not given."""
     max_ndim: int | None = None
     """Only parameters of at most so many dimensions: 1 picks biases and the weights of norms."""

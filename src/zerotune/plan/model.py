@@ -26,7 +26,15 @@ import attrs
 from typing_extensions import override
 
 from zerotune._util.table import Page, Readable
-from zerotune._util.text import as_number, did_you_mean, is_integer, is_number, parse_size, whole
+from zerotune._util.text import (
+    as_number,
+    as_texts,
+    did_you_mean,
+    is_integer,
+    is_number,
+    parse_size,
+    whole,
+)
 from zerotune.decisions import Decision, Log, Names, announce
 from zerotune.errors import (
     InvalidValueError,
@@ -2788,10 +2796,6 @@ class Context:
 # -- What will run: nothing automatic left, tied to a platform, a world size and a model.
 
 
-def _as_units(units: Any) -> tuple[str, ...]:
-    return (units,) if isinstance(units, str) else tuple(units)
-
-
 def _as_memory(size: int | float | str | None) -> int | None:
     return None if size is None else parse_size(size, key="streamed.memory")
 
@@ -2800,7 +2804,7 @@ def _as_memory(size: int | float | str | None) -> int | None:
 class Streaming:
     """How weights are streamed: what comes to the device at once, and how much of it stays."""
 
-    units: tuple[str, ...] = attrs.field(default=(), converter=_as_units)
+    units: tuple[str, ...] = attrs.field(default=(), converter=as_texts)
     """Classes or dotted names of the modules that come as a whole; the blocks that a model
     repeats when not given."""
     window: int = attrs.field(default=3)

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import attrs
 
-from zerotune._util.text import as_number, format_size, is_integer, is_number
+from zerotune._util.text import as_number, as_sentence, format_size, is_integer, is_number
 from zerotune.decisions import Decision, Log, Severity, name_of, raise_all, worst_first
 from zerotune.errors import UNSET, PlanConflictError, PlanError, ZeroTuneError
 from zerotune.optimizers.catalogue import ONE_BIT, clipping_in_optimizer, entry_of
@@ -95,7 +95,7 @@ class Rule:
         """Why, and what to do about it, for the documentation."""
         first, _, last = ", ".join(map(str, self.stages)).rpartition(", ")
         words = _Names(stage=f"{first} or {last}" if first else last)
-        fix, reason = (_sentence(each.format_map(words)) for each in (self.fix, self.reason))
+        fix, reason = (as_sentence(each.format_map(words)) for each in (self.fix, self.reason))
         # A reason with words of a finding says more than the summary only beside its value.
         reason = "" if "``" in reason else reason
         return " ".join(filter(None, (fix, reason, self.remark)))
@@ -132,10 +132,6 @@ class Rule:
     def refused(self, error: PlanError) -> Decision:
         """A finding made from an error."""
         return Decision.of(error, rule=self.id, severity=self.severity)
-
-
-def _sentence(text: str) -> str:
-    return f"{text[:1].upper()}{text[1:]}." if text else ""
 
 
 def rule(

@@ -381,7 +381,7 @@ class PlatformProbe(Protocol):
     def processor(self) -> str:
         """Name of the CPU, or an empty string."""
         if self.system() == "Darwin":
-            return _sysctl("machdep.cpu.brand_string")
+            return _mac_processor()
         for line in (self.read_text("/proc/cpuinfo") or "").splitlines():
             key, _, value = line.partition(":")
             if key.strip() == "model name":
@@ -521,12 +521,16 @@ def first_line(error: BaseException) -> str:
     return lines[0] if lines else type(error).__name__
 
 
-def _sysctl(name: str) -> str:
+def _mac_processor() -> str:
     import subprocess
 
     try:
         done = subprocess.run(
-            ["sysctl", "-n", name], capture_output=True, text=True, timeout=5, check=False
+            ["sysctl", "-n", "machdep.cpu.brand_string"],
+            capture_output=True,
+            text=True,
+            timeout=5,
+            check=False,
         )
     except (OSError, subprocess.SubprocessError):
         return ""
