@@ -52,9 +52,7 @@ def browser() -> Iterator[Any]:
             pytest.fail(f"CI lacks a component it should have: {message}", pytrace=False)
         pytest.skip(message)
     with playwright.sync_playwright() as started:
-        launched = started.chromium.launch(
-            executable_path=program, args=["--no-sandbox", "--disable-gpu"]
-        )
+        launched = started.chromium.launch(executable_path=program, args=["--no-sandbox"])
         yield launched
         launched.close()
 
