@@ -415,7 +415,7 @@ def _is_in_place(unit: Unit, member: Member) -> bool:
     if isinstance(parameter, Awaited):
         return True
     storage = parameter.untyped_storage()._cdata, unit.flat.untyped_storage()._cdata
-    return storage[0] == storage[1] and parameter.storage_offset() == member.span.start
+    return storage[0] == storage[1] and bool(parameter.storage_offset() == member.span.start)
 
 
 def _replaced(member: Member) -> EngineError:

@@ -68,7 +68,7 @@ class StreamedWeight:
                 return _refuse_other(args[0], args[1])
             if func in _MOVES and (kept := _stays(func, args, kwargs)) is not None:
                 return kept
-            if func is torch.Tensor.__repr__:
+            if func is _REPR:
                 return func(_copied(args[0]), *args[1:], **kwargs)
             if func in _VIEWS:
                 return func(_home(args[0]).weights(), *args[1:], **kwargs)
@@ -256,6 +256,7 @@ def _attributes(*names: str) -> Iterator[Any]:
                 yield getattr(attribute, method)
 
 
+_REPR: Final[Any] = torch.Tensor.__repr__
 _SET_DATA: Final[Any] = cast(Any, torch.Tensor.data).__set__
 _VIEWS: Final = frozenset(
     (
