@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import os
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -90,16 +91,20 @@ def nothing_leaks() -> Iterator[None]:
             thread.join(_ENDING_S)
     new = {t.name for t in set(threading.enumerate()) - threads if t.is_alive() and not t.daemon}
     assert not new, f"the test left threads running: {sorted(new)}"
-    _no_process_group()
+    _torch_as_it_was()
 
 
-def _no_process_group() -> None:
-    import sys
+def _torch_as_it_was() -> None:
+    """One test's process group or grad mode would fail every later test of its process."""
+    if "torch" not in sys.modules:
+        return
+    import torch
+    import torch.distributed as dist
 
-    if "torch" in sys.modules:
-        import torch.distributed as dist
-
-        assert not (dist.is_available() and dist.is_initialized()), "a process group was left"
+    assert not (dist.is_available() and dist.is_initialized()), "a process group was left"
+    with_gradients = torch.is_grad_enabled()
+    torch.set_grad_enabled(True)
+    assert with_gradients, "gradients were left switched off"
 
 
 @pytest.fixture

@@ -248,6 +248,8 @@ def test_ctrl_c_at_any_time_lets_nobody_wait_for_ever(threaded):
             assert ended == "settled" or not threaded, "no signal reaches the thread"
     finally:
         signal.signal(signal.SIGALRM, before)
+        # torch.no_grad itself, interrupted between switching and entering, does not switch back.
+        torch.set_grad_enabled(True)
     assert interrupted == 80
 
 
