@@ -118,6 +118,9 @@ class OptimizerStates:
     def create(self, names: tuple[str, ...]) -> None:
         """Make zero-filled states, as the optimizer itself would at its first step."""
         state, dtype = self._writable, getattr(self._optimizer, "state_dtype", None)
+        if dtype is None and not self._key.is_floating_point():
+            # Low halves of split master weights.
+            dtype = torch.float32
         for name in names:
             state.setdefault(name, torch.zeros_like(self._key.data, dtype=dtype))
         state.setdefault("step", self._counter(0))
@@ -343,6 +346,10 @@ class MasterLayout(ABC):
     def tensors(self) -> Sequence[torch.Tensor]:
         """The flat tensors as the optimizer's groups hold them; their data may lie on NVMe."""
 
+    def masters_of(self, address: FragmentAddress, part: slice) -> torch.Tensor:
+        """Some fp32 weights of a fragment that is in memory, 1-D; not to be written."""
+        return _narrow(self.tensors[address.slab].reshape(-1), address)[part]
+
     def settle(self) -> None:  # noqa: B027 - most layouts have no such steps
         """Return once a step under way has written every weight and state."""
 
@@ -501,7 +508,7 @@ class MasterWeights:
             if weights is not None:
                 start = chance.randrange(max(1, address.numel - _COMPARED_ELEMENTS))
                 part = slice(start, min(start + _COMPARED_ELEMENTS, address.numel))
-                master = _narrow(self._layout.tensors[address.slab].reshape(-1), address)[part]
+                master = self._layout.masters_of(address, part)
                 pairs.append((address, weights[part], master.to(weights.dtype)))
         if not pairs:
             return

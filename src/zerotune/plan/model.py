@@ -2720,6 +2720,13 @@ def _check_window(_instance: object, _attribute: Any, value: Any) -> None:
     whole(value, key="streamed.window", least=2, fix="write 3: one in use, one coming, one going")
 
 
+def _check_switch(_instance: object, attribute: Any, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise InvalidValueError(
+            "is true or false", key=f"streamed.{attribute.name}", value=value, fix="write True"
+        )
+
+
 def _as_memory(size: int | float | str | None) -> int | None:
     return None if size is None else parse_size(size, key="streamed.memory")
 
@@ -2736,6 +2743,11 @@ class Streaming:
     memory: int | None = attrs.field(default=None, converter=_as_memory)
     """Bytes of the device that units may take, instead of a window; ``"6GiB"`` will do. They get
     twice the largest at least."""
+    split_masters: bool = attrs.field(default=False, kw_only=True, validator=_check_switch)
+    """Whether a master weight is the bf16 weight and its own low 16 bits, which saves 2 bytes of
+    host memory per trained weight (Apex and Transformer Engine: ``store_param_remainders``). Those
+    that lie halfway between two bf16 numbers, one in 131,072, may change by one unit in the last
+    place."""
 
 
 @attrs.frozen(kw_only=True, repr=False)

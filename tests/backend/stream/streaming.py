@@ -168,9 +168,12 @@ class Run:
     steps: int = 6
     scheduler: bool = True
     evaluate: bool = False
+    optimizer: str = "AdamW"
 
     def __str__(self) -> str:
-        parts = [self.family, "lora" if self.lora else "full", f"checkpoints-{self.checkpointing}"]
+        optimizer = "" if self.optimizer == "AdamW" else f" {self.optimizer}"
+        kind = "lora" if self.lora else "full"
+        parts = [f"{self.family}{optimizer}", kind, f"checkpoints-{self.checkpointing}"]
         return "-".join([*parts, f"x{self.accumulation}", f"clip{self.clipping}"])
 
 
@@ -211,7 +214,7 @@ def start(
     plan = DeepSpeedPlan.build(
         stage=stage, offload="cpu", precision=run.precision, micro_batch_size=BATCH,
         gradient_clipping=run.clipping, gradient_accumulation_steps=run.accumulation,
-        optimizer={"type": "AdamW", "params": {"lr": 2e-3, "weight_decay": 0.01}},
+        optimizer={"type": run.optimizer, "params": {"lr": 2e-3, "weight_decay": 0.01}},
         scheduler=scheduler if run.scheduler else None,
     )  # fmt: skip
     resolved = plan.resolve(

@@ -118,6 +118,15 @@ _ADAM_STRUCTURE: Final = _structure(AdamNumbers)
 _TORCH_ADAM_STRUCTURE: Final = _structure(TorchAdamNumbers)
 
 
+class _Kept(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("weight", "high", "low", "exp_avg", "exp_avg_sq")),
+        ("moments", ctypes.c_int32),
+        ("noise", ctypes.c_uint32),
+        ("position", ctypes.c_int64),
+    ]
+
+
 class _Average(ctypes.Structure):
     _fields_ = [("shadow", ctypes.c_void_p), ("weight", ctypes.c_float)]
 
@@ -160,11 +169,14 @@ class HostStepOp:
         self,
         numbers: AdamNumbers | TorchAdamNumbers,
         *,
-        weight: torch.Tensor,
+        weight: torch.Tensor | None = None,
+        high: torch.Tensor | None = None,
+        low: torch.Tensor | None = None,
         exp_avg: torch.Tensor,
         exp_avg_sq: torch.Tensor,
         gradient: torch.Tensor,
-        noise: Sequence[torch.Tensor] = (),
+        noise: int = 0,
+        position: int = 0,
         averages: Sequence[Average] = (),
         out: torch.Tensor | None = None,
     ) -> None:
@@ -172,27 +184,36 @@ class HostStepOp:
 
         Args:
             numbers: Of this step; rounded as DeepSpeed's Adam does, or as torch's.
-            weight: fp32.
-            exp_avg: fp32; bf16 where there is noise.
+            weight: fp32; ``None`` where the weights are split into ``high`` and ``low``.
+            high: bf16, the weights rounded to nearest.
+            low: int16, their low halves (``SplitMasters``).
+            exp_avg: fp32; with ``TorchAdamNumbers`` bf16 too, which is rounded by chance.
             exp_avg_sq: As ``exp_avg``.
             gradient: fp32, bf16 or fp16.
-            noise: For each moment int32 from 0 to 65,535, as many as there are weights, by which
-                it is rounded by chance; with ``TorchAdamNumbers`` only.
-            averages: Shadows, as long as ``weight``.
+            noise: What the chance is drawn from, a number of 32 bits (``noise_key``).
+            position: Of the first element in that noise.
+            averages: Shadows, as long as the weights.
             out: Receives the weights in its own dtype.
         """
         if isinstance(numbers, AdamNumbers):
             name, structure = "zerotune_adam", _ADAM_STRUCTURE
         else:
-            name, structure = f"zerotune_adam_{'bf16' if noise else 'torch'}", _TORCH_ADAM_STRUCTURE
+            name, structure = "zerotune_adam_torch", _TORCH_ADAM_STRUCTURE
+        kept = _Kept(
+            *(None if t is None else t.data_ptr() for t in (weight, high, low)),
+            *(t.data_ptr() for t in (exp_avg, exp_avg_sq)),
+            _DTYPE_CODES[exp_avg.dtype],
+            noise,
+            position,
+        )
         shadows = (_Average * max(len(averages), 1))(
             *(_Average(average.shadow.data_ptr(), average.weight) for average in averages)
         )
         getattr(self._library, name)(
-            ctypes.c_int64(weight.numel()),
-            *map(_pointer, (weight, exp_avg, exp_avg_sq, gradient)),
+            ctypes.c_int64(gradient.numel()),
+            ctypes.byref(kept),
+            _pointer(gradient),
             ctypes.c_int32(_DTYPE_CODES[gradient.dtype]),
-            *map(_pointer, noise),
             ctypes.byref(structure(*attrs.astuple(numbers))),
             ctypes.c_int32(len(averages)),
             shadows,

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from typing_extensions import override
 
-from zerotune.backend.layouts import ResidentLayout, whole
-from zerotune.backend.master_weights import Follower, FragmentAddress
+from zerotune.backend.layouts import whole
+from zerotune.backend.master_weights import (
+    Follower,
+    FragmentAddress,
+    MasterLayout,
+    OptimizerStates,
+    Slab,
+)
+from zerotune.backend.step.masters import SplitMasters
 from zerotune.backend.stream.steps import StreamedSteps
 from zerotune.backend.stream.units import Member, Unit
 
 
-class StreamLayout(ResidentLayout):
+class StreamLayout(MasterLayout):
     """fp32 slabs in host memory, beside the weights that the model computes with.
 
     Args:
@@ -27,22 +35,55 @@ class StreamLayout(ResidentLayout):
     def __init__(
         self, *, units: Sequence[Unit], optimizer: torch.optim.Optimizer, steps: StreamedSteps
     ) -> None:
-        self._units, self._steps = units, steps
-        slabs = [slab for unit in units for slab in unit.slabs]
+        self._units, self._steps, self._optimizer = units, steps, optimizer
+        self._slabs = [slab for unit in units for slab in unit.slabs]
         addresses = tuple(
             whole(member.name, member.parameter, slab=index, offset=slab.start_of(member))
-            for index, slab in enumerate(slabs)
+            for index, slab in enumerate(self._slabs)
             for member in slab.members
         )
         self._places: dict[str, tuple[Unit, Member]] = {
             member.name: (unit, member) for unit in units for member in unit.members
         }
         super().__init__(
-            optimizer=optimizer,
-            slabs=[slab.master for slab in slabs],
             addresses=addresses,
             order=tuple((address.name, address.shape) for address in addresses),
         )
+
+    @property
+    @override
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self._optimizer
+
+    @property
+    @override
+    def tensors(self) -> Sequence[torch.Tensor]:
+        return [slab.key for slab in self._slabs]
+
+    @override
+    def masters_of(self, address: FragmentAddress, part: slice) -> torch.Tensor:
+        first, stop, _ = part.indices(address.numel)
+        masters = self._slabs[address.slab].masters
+        return masters.read(slice(address.offset + first, address.offset + stop))
+
+    @override
+    @contextmanager
+    def reading(self, slab: int) -> Iterator[Slab]:
+        each = self._slabs[slab]
+        yield Slab(value=each.masters.read(), states=OptimizerStates(self._optimizer, each.key))
+
+    @override
+    @contextmanager
+    def writing(self, slab: int) -> Iterator[Slab]:
+        with self.reading(slab) as opened:
+            try:
+                yield opened
+            finally:
+                self._slabs[slab].masters.write(opened.value)
+
+    @override
+    def states_at_rest(self, slab: int) -> OptimizerStates:
+        return OptimizerStates(self._optimizer, self._slabs[slab].key)
 
     @override
     def settle(self) -> None:
@@ -57,11 +98,14 @@ class StreamLayout(ResidentLayout):
         unit, member = self._places[address.name]
         if unit.resident and unit.is_current:
             return member.parameter.data.reshape(-1)
-        return unit.host[member.span]
+        # Split, it is the upper half of the master weight itself.
+        split = any(isinstance(slab.masters, SplitMasters) for slab in unit.slabs)
+        return None if split else unit.host[member.span]
 
     @override
     def refresh(self) -> None:
         for unit in self._units:
             for slab in unit.slabs:
-                unit.host[slab.span].copy_(slab.master.data)
+                if not isinstance(slab.masters, SplitMasters):
+                    unit.host[slab.span].copy_(slab.masters.read())
         self._steps.refresh()

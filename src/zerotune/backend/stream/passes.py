@@ -91,14 +91,14 @@ class UnitPass:
     def _catch_up(self, coming: Averages) -> None:
         for slab, step in self._steps:
             for member in slab.members:
-                part = _part(slab, member.span)
+                weight = step.masters.read(_part(slab, member.span))
                 for average in coming:
-                    average.tensors[_key(member)].lerp_(step.weight[part], average.weight)
+                    average.tensors[_key(member)].lerp_(weight, average.weight)
 
 
 def _run(slab: UnitSlab, step: SlabStep, coming: Averages) -> None:
     if not coming and step.whole is None:
-        step.run(0, step.weight.numel())
+        step.run(0, step.masters.numel)
         return
     # What lies between the parameters is zero, and stays so; among the last elements it would make
     # whole vectors of them.

@@ -12,14 +12,16 @@ import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any, cast
 
 import attrs
 import torch
 
 from zerotune.backend.master_weights import Follower
-from zerotune.backend.step.adams import HostAdam
+from zerotune.backend.step.adams import stepper_of
 from zerotune.backend.step.kernel import HostStepOp
+from zerotune.backend.step.masters import SplitMasters
 from zerotune.backend.step.pending import hold, release
 from zerotune.backend.stream.lanes import Copy, Lane
 from zerotune.backend.stream.passes import Passes, UnitPass
@@ -52,7 +54,7 @@ class StreamedSteps:
     Args:
         units: Those that are trained.
         order: Names of the parameters by group, as ZeRO adds up their norms.
-        adam: A DeepSpeedCPUAdam over the units' slabs.
+        adam: An Adam that ``stepper_of`` knows, over the keys of the units' slabs.
         op: The compiled functions.
         lane: Copies from the device.
         passes: Takes the passes.
@@ -72,11 +74,12 @@ class StreamedSteps:
     ) -> None:
         self._units, self._adam, self._op = units, adam, op
         self._lane, self._passes, self._clipping = lane, passes, clipping
-        self._stepper = HostAdam(op=op, adam=adam)
+        self._stepper = stepper_of(adam)(op=op, adam=adam)
         self._windows = {unit: _Window() for unit in units}
         places = {m.name: (u, i) for u in units for i, m in enumerate(u.members)}
         self._order = [[places[name] for name in group] for group in order]
         self._whole = _vectors(units, order)
+        self._group_offsets = _offsets(units, order)
         self._held: list[Unit] = []
         self._is_last = False
         self._under_way = False
@@ -193,7 +196,7 @@ class StreamedSteps:
                 return False
             for unit, window in self._windows.items():
                 for slab in unit.slabs if window.taken else ():
-                    self._adam.state[slab.master]["step"] -= 1
+                    self._adam.state[slab.key]["step"] -= 1
         self.forget_all()
         return True
 
@@ -249,11 +252,13 @@ class StreamedSteps:
         steps = []
         for slab in unit.slabs:
             step = self._stepper.begin(
-                slab.master,
+                slab.key,
                 gradient=slab.gradient,
                 group=groups[slab.group],
                 factor=factor,
-                out=unit.host.data[slab.span],
+                out=None if isinstance(slab.masters, SplitMasters) else unit.host.data[slab.span],
+                masters=slab.masters,
+                places=[(slab.start_of(m), self._group_offsets[m.name]) for m in slab.members],
             )
             steps.append((slab, attrs.evolve(step, whole=self._whole.get((unit, slab.group)))))
         unit_pass = UnitPass(
@@ -387,6 +392,17 @@ def _vectors(units: Sequence[Unit], order: Sequence[Sequence[str]]) -> dict[tupl
             found[unit, group] = slab.start_of(member) + max(0, numel - left)
             left -= numel
     return found
+
+
+def _offsets(units: Sequence[Unit], order: Sequence[Sequence[str]]) -> dict[str, int]:
+    """Where each parameter begins among the elements of its group, as in ZeRO-2's flat weights."""
+    numels = {m.name: m.parameter.numel() for unit in units for m in unit.members}
+    starts = (accumulate((numels[name] for name in names), initial=0) for names in order)
+    return {
+        name: at
+        for names, every in zip(order, starts, strict=True)
+        for name, at in zip(names, every, strict=False)
+    }
 
 
 _VECTOR = 16

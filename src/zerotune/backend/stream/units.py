@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 import attrs
 import torch
 
+from zerotune.backend.step.masters import Masters, SplitMasters, WholeMasters
 from zerotune.errors import EngineError
 from zerotune.plan.resolve import LEAF_CLASSES
 
@@ -43,8 +44,10 @@ class UnitSlab:
     span: slice
     """Its elements in the unit's flat tensors."""
     members: tuple[Member, ...]
-    master: torch.nn.Parameter
-    """fp32, flat, in host memory."""
+    key: torch.nn.Parameter
+    """Flat, what the optimizer's groups hold: the fp32 weights, or their low halves."""
+    masters: Masters
+    """The fp32 weights."""
     gradient: torch.Tensor
     """Flat, in host memory, in the dtype of the weights."""
 
@@ -65,6 +68,7 @@ class Unit:
         device: Where the model computes.
         pin: Whether to page-lock the host's memory.
         resident: Whether the weights stay on the device.
+        split: Whether the master weights are those in bf16 and their low halves.
     """
 
     def __init__(
@@ -75,6 +79,7 @@ class Unit:
         device: torch.device,
         pin: bool,
         resident: bool = False,
+        split: bool = False,
     ) -> None:
         self.name, self.resident = name, resident
         dtype = members[0][1].dtype
@@ -85,7 +90,7 @@ class Unit:
             flat, parameter = self.flat[member.span], member.parameter
             self.host[member.span].copy_(parameter.data.reshape(-1))
             parameter.data = flat.view(parameter.shape)
-        self.slabs = tuple(self._slabs(pin)) if members[0][2] is not None else ()
+        self.slabs = tuple(self._slabs(pin, split)) if members[0][2] is not None else ()
         self._storage = self.flat.untyped_storage()
         self._storage.resize_(0)
         self.is_here = False
@@ -101,17 +106,19 @@ class Unit:
         self.version = 0
         """Counts what has been written to the host's weights by passes and edits."""
 
-    def _slabs(self, pin: bool) -> Iterator[UnitSlab]:
+    def _slabs(self, pin: bool, split: bool) -> Iterator[UnitSlab]:
         for group in dict.fromkeys(member.group for member in self.members):
             members = tuple(member for member in self.members if member.group == group)
             start = members[0].span.start
             after = [m.span.start for m in self.members if m.span.start > members[-1].span.start]
             span = slice(start, min(after, default=self.numel))
+            key, masters = _masters(self.host.data[span], split)
             yield UnitSlab(
                 group=group or 0,
                 span=span,
                 members=members,
-                master=torch.nn.Parameter(self.host[span].float()),
+                key=key,
+                masters=masters,
                 gradient=torch.zeros(span.stop - span.start, dtype=self.host.dtype, pin_memory=pin),
             )
 
@@ -150,6 +157,15 @@ class Unit:
             member.parameter.data = self.of_member(member)
 
 
+def _masters(weights: torch.Tensor, split: bool) -> tuple[torch.nn.Parameter, Masters]:
+    """Master weights of a slab, which are equal to its weights, and what the optimizer holds."""
+    if split:
+        low = torch.nn.Parameter(torch.zeros_like(weights, dtype=torch.int16), requires_grad=False)
+        return low, SplitMasters(high=weights, low=low.data)
+    key = torch.nn.Parameter(weights.float())
+    return key, WholeMasters(key.data)
+
+
 def _laid_out(
     members: Sequence[tuple[str, torch.nn.Parameter, int | None]],
 ) -> tuple[tuple[Member, ...], int]:
@@ -169,13 +185,14 @@ def make_units(
     groups: Mapping[str, int],
     device: torch.device,
     pin: bool,
+    split: bool = False,
 ) -> tuple[list[Unit], dict[torch.nn.Module, list[Unit]]]:
     """Lay a model's parameters out in units; frozen ones outside of all just move to the device.
 
     Of a module the larger kind is streamed: its frozen base, or what of it is trained. The rest of
     what is trained, and what a module shares with others outside, stays on the device. ``groups``
-    has the index of the optimizer's group by the name of each trained parameter.
-    Returned are the units, resident ones last, and those that each module needs.
+    has the index of the optimizer's group by the name of each trained parameter; ``split`` is that
+    of ``Unit``. Returned are the units, resident ones last, and those that each module needs.
     """
     names = {id(p): name for name, p in model.named_parameters()}
     outside = _outside(model, modules)
@@ -184,7 +201,9 @@ def make_units(
 
     def add(name: str, parameters: Sequence[torch.nn.Parameter], *, resident: bool) -> None:
         members = [(names[id(p)], p, groups.get(names[id(p)])) for p in parameters]
-        unit = Unit(name=name, members=members, device=device, pin=pin, resident=resident)
+        unit = Unit(
+            name=name, members=members, device=device, pin=pin, resident=resident, split=split
+        )
         units.append(unit)
         owner.update((id(p), unit) for p in parameters)
 
