@@ -20,6 +20,12 @@ from torch.optim.adam import adam as torch_adam
 from torch.optim.adamw import adamw as torch_adamw
 from typing_extensions import override
 
+from zerotune.backend.optimizers.adamw_8bit_states import (
+    BLOCK,
+    AdamW8BitStates,
+    codebook,
+    scale_of,
+)
 from zerotune.backend.optimizers.adamw_bf16_states import (
     AdamWBF16States,
     Noise,
@@ -27,7 +33,13 @@ from zerotune.backend.optimizers.adamw_bf16_states import (
     noise_key,
     update_chunk,
 )
-from zerotune.backend.step.kernel import AdamNumbers, Average, HostStepOp, TorchAdamNumbers
+from zerotune.backend.step.kernel import (
+    AdamNumbers,
+    Average,
+    CodedMoment,
+    HostStepOp,
+    TorchAdamNumbers,
+)
 from zerotune.backend.step.masters import Masters, WholeMasters
 
 _VECTOR: Final = 16
@@ -99,6 +111,8 @@ class _Begun:
     index: int
     """Of the group."""
     places: Places
+    state: Mapping[str, Any]
+    """What the optimizer keeps for the slab."""
     taken: int
     """Steps before this one."""
     factor: float
@@ -117,6 +131,8 @@ class Stepper(ABC):
     """Begins the steps of an optimizer in host memory, whose groups and states stay its own."""
 
     _state_dtype: torch.dtype = torch.float32
+    _has_tail: bool = True
+    """Whether somebody else's compiler chose the fmas of elements that fill no vector."""
 
     def __init__(self, *, op: HostStepOp, adam: Any) -> None:
         self._op = op
@@ -153,9 +169,7 @@ class Stepper(ABC):
             places: Those of its elements; behind the slab of its group begun before when not given.
         """
         state = self._adam.state[slab]
-        for name in _ADAM_MOMENTS:
-            if name not in state:
-                state[name] = torch.zeros_like(slab.data, dtype=self._state_dtype)
+        self._create_states(state, slab)
         out = None if out is None else out.data.view(-1)
         masters = masters or WholeMasters(slab.data.view(-1))
         index = next(i for i, each in enumerate(self._adam.param_groups) if each is group)
@@ -168,10 +182,17 @@ class Stepper(ABC):
         vectors, tail = self._update(
             _Begun(
                 flat=flat, group=dict(group), index=index, taken=self._count(state), factor=factor,
-                places=places or [(0, self._noise.place(index, masters.numel))],
+                places=places or [(0, self._noise.place(index, masters.numel))], state=state,
             )
         )  # fmt: skip
-        return SlabStep(masters=masters, out=out, vectors=vectors, tail=tail)
+        whole = None if self._has_tail else masters.numel
+        return SlabStep(masters=masters, out=out, vectors=vectors, tail=tail, whole=whole)
+
+    def _create_states(self, state: dict[str, Any], slab: torch.Tensor) -> None:
+        """Make the moments before the first step."""
+        for name in _ADAM_MOMENTS:
+            if name not in state:
+                state[name] = torch.zeros_like(slab.data, dtype=self._state_dtype)
 
     def _count(self, state: dict[str, Any]) -> int:
         """Count a step; those before it."""
@@ -221,6 +242,35 @@ class HostBF16Adam(Stepper):
                 )  # fmt: skip
 
         return vectors, tail
+
+
+class Host8BitAdam(Stepper):
+    """Bit for bit what an AdamW8BitStates does itself; parts begin where blocks do."""
+
+    _has_tail = False
+
+    @override
+    def _create_states(self, state: dict[str, Any], slab: torch.Tensor) -> None:
+        AdamW8BitStates.create_states(state, slab.numel())
+
+    @override
+    def _update(self, begun: _Begun) -> tuple[Vectors, Tail]:
+        numbers = _torch_numbers(begun)
+
+        def moment(name: str, part: slice) -> CodedMoment:
+            blocks = slice(part.start // BLOCK, -(-part.stop // BLOCK))
+            return CodedMoment(
+                codes=begun.state[name][part],
+                scales=begun.state[scale_of(name)][blocks],
+                book=codebook(signed=name == "exp_avg"),
+            )
+
+        def vectors(part: slice, averages: Sequence[Average]) -> None:
+            tensors: dict[str, Any] = begun.at(part)
+            tensors.update({name: moment(name, part) for name in _ADAM_MOMENTS})
+            self._op.step(numbers, averages=averages, **tensors)
+
+        return vectors, lambda _part, _weight: None
 
 
 class HostTorchAdam(Stepper):
@@ -331,9 +381,11 @@ class HostAdam(Stepper):
 
 
 def stepper_of(adam: torch.optim.Optimizer) -> type[Stepper]:
-    """What begins the steps of a DeepSpeedCPUAdam, an AdamWBF16States, or one of torch's Adams."""
+    """What begins the steps of a DeepSpeedCPUAdam, of one of our own Adams, or of torch's."""
     if isinstance(adam, AdamWBF16States):
         return HostBF16Adam
+    if isinstance(adam, AdamW8BitStates):
+        return Host8BitAdam
     return HostAdam if type(adam).__name__ == "DeepSpeedCPUAdam" else HostTorchAdam
 
 
@@ -399,7 +451,7 @@ def torch_rounds_alike(op: HostStepOp) -> bool:
         **dict(zip(_ADAM_MOMENTS, moments, strict=True)),
         "gradient": gradient,
     }
-    begun = _Begun(flat=flat, group=group, index=0, taken=6, factor=1.0, places=[(0, 0)])
+    begun = _Begun(flat=flat, group=group, index=0, taken=6, factor=1.0, places=[(0, 0)], state={})
     op.step(_torch_numbers(begun), noise=noise_key(6, 0), **flat)
     return all(map(torch.equal, theirs, (weight, *moments)))
 

@@ -18,6 +18,9 @@ constexpr int64_t SUMMED = 1024;
 
 enum Kind : int32_t { NONE = 0, FP32 = 1, BF16 = 2, FP16 = 3 };
 
+// Codes of one byte that share a scale.
+constexpr int64_t CODED = 256;
+
 inline float from_bf16(uint16_t x)
 {
     uint32_t bits = static_cast<uint32_t>(x) << 16;
@@ -105,6 +108,13 @@ struct Average {
     float weight;
 };
 
+// What codes of one byte stand for.
+struct Codes {
+    const float* values;    // of all 256 codes, in order
+    const float* middles;   // between each and the next; infinite behind the last
+    const uint8_t* lowest;  // by a number's upper half: the lowest code of the numbers that have it
+};
+
 // How the weights and moments of a slab are kept in memory.
 struct Kept {
     float* weight;      // null where it is split into …
@@ -115,6 +125,16 @@ struct Kept {
     int32_t moments;    // FP32, or BF16: rounded by chance
     uint32_t noise;     // what the chance is drawn from
     int64_t position;   // of the first element in the noise
+};
+
+// Moments as codes, and the largest number of each block of them.
+struct Coded {
+    uint8_t* first;
+    float* first_scale;
+    Codes first_codes;
+    uint8_t* second;
+    float* second_scale;
+    Codes second_codes;
 };
 
 }  // extern "C"
@@ -299,6 +319,59 @@ void update_as(int64_t n, WEIGHTS w, MOMENTS m, const void* g, const TorchAdam& 
     else update_torch<KIND, true>(n, w, m, g, a);
 }
 
+// AdamW where nothing is contracted, so that any chain of single operations has the same bits.
+template <int KIND, typename WEIGHTS>
+void update_plainly(int64_t n, WEIGHTS weights, WideMoments moments, const void* gradients,
+                    const TorchAdam a)
+{
+    const auto* __restrict g = static_cast<const typename Number<KIND>::type*>(gradients);
+    const float beta1 = 1.0f - a.first;
+#pragma omp simd
+    for (int64_t i = 0; i < n; i++) {
+        const float grad = Number<KIND>::get(g[i]) * a.factor;
+        const float first = moments.first(i) * beta1 + grad * a.first;
+        const float second = moments.second(i) * a.beta2 + grad * grad * a.second;
+        const float below = __builtin_sqrtf(second) / a.root + a.eps;
+        weights.put(i, weights.get(i) * a.decay + a.step_size * first / below);
+        moments.put(i, first, second);
+    }
+}
+
+void decode(int64_t n, const uint8_t* __restrict codes, float scale, const Codes& by,
+            float* __restrict x)
+{
+    const float* __restrict values = by.values;
+#pragma omp simd
+    for (int64_t i = 0; i < n; i++) x[i] = values[codes[i]] * scale;
+}
+
+// The nearest codes; the largest number, which is the block's scale.
+float encode(int64_t n, const float* __restrict x, const Codes& by, uint8_t* __restrict codes)
+{
+    float largest = 0.0f;
+#pragma omp simd reduction(max : largest)
+    for (int64_t i = 0; i < n; i++) largest = std::fabs(x[i]) > largest ? std::fabs(x[i]) : largest;
+    const float scale = largest > 0.0f ? largest : 1.0f;
+    const float* __restrict middles = by.middles;
+    const uint8_t* __restrict lowest = by.lowest;
+    // In turns, so that all but the two look-ups are vectors.
+    float shares[CODED], ends[CODED];
+    int32_t low[CODED];
+#pragma omp simd
+    for (int64_t i = 0; i < n; i++) {
+        shares[i] = x[i] / scale;
+        uint32_t bits;
+        std::memcpy(&bits, &shares[i], sizeof(bits));
+        low[i] = static_cast<int32_t>(bits >> 16);
+    }
+    for (int64_t i = 0; i < n; i++) low[i] = lowest[low[i]];
+    for (int64_t i = 0; i < n; i++) ends[i] = middles[low[i]];
+#pragma omp simd
+    for (int64_t i = 0; i < n; i++)
+        codes[i] = static_cast<uint8_t>(low[i] + (shares[i] > ends[i] ? 1 : 0));
+    return largest;
+}
+
 template <int KIND>
 void cast(int64_t n, const float* __restrict w, void* out)
 {
@@ -352,24 +425,24 @@ void finish(int64_t start, int64_t size, const float* w, int32_t averages, const
 }
 
 // All blocks of n elements, by their start and size.
-template <typename EACH>
+template <int64_t SIZE = BLOCK, typename EACH>
 void in_blocks(int64_t n, int32_t threads, const EACH& each)
 {
-    const int64_t blocks = (n + BLOCK - 1) / BLOCK;
+    const int64_t blocks = (n + SIZE - 1) / SIZE;
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
     for (int64_t block = 0; block < blocks; block++) {
-        const int64_t start = block * BLOCK;
-        each(start, n - start < BLOCK ? n - start : BLOCK);
+        const int64_t start = block * SIZE;
+        each(start, n - start < SIZE ? n - start : SIZE);
     }
 }
 
 // Have `each` go over all blocks of weights, however these are kept, and what follows it.
-template <typename EACH>
+template <int64_t SIZE = BLOCK, typename EACH>
 void step(int64_t n, const Kept& kept, int32_t averages, const Average* into, void* out,
           int32_t out_kind, int32_t threads, const EACH& each)
 {
-    in_blocks(n, threads, [&](int64_t start, int64_t size) {
-        float buffer[BLOCK];
+    in_blocks<SIZE>(n, threads, [&](int64_t start, int64_t size) {
+        float buffer[SIZE];
         float* w = kept.weight == nullptr ? buffer : kept.weight + start;
         if (kept.weight != nullptr) each(start, size, WholeWeights{w});
         else each(start, size, SplitWeights{w, kept.high + start, kept.low + start});
@@ -429,6 +502,27 @@ void zerotune_adam_torch(int64_t n, const Kept* kept, const void* g, int32_t gra
         else FOR_KIND(gradient_kind, UPDATE_WIDE)
     };
     step(n, *kept, averages, into, out, out_kind, threads, each);
+}
+
+// As zerotune_adam_torch with decoupled decay, on moments of one byte each.
+void zerotune_adam_coded(int64_t n, const Kept* kept, const void* g, int32_t gradient_kind,
+                         const TorchAdam* adam, int32_t averages, const Average* into, void* out,
+                         int32_t out_kind, int32_t threads, const Coded* coded)
+{
+    const auto each = [=](int64_t start, int64_t size, auto weights) {
+        const char* gradients = at(g, start, gradient_kind);
+        float m[CODED], v[CODED];
+        float& first_scale = coded->first_scale[start / CODED];
+        float& second_scale = coded->second_scale[start / CODED];
+        decode(size, coded->first + start, first_scale, coded->first_codes, m);
+        decode(size, coded->second + start, second_scale, coded->second_codes, v);
+#define UPDATE_PLAINLY(KIND)                                                                       \
+    update_plainly<KIND>(size, weights, WideMoments{m, v}, gradients, *adam)
+        FOR_KIND(gradient_kind, UPDATE_PLAINLY)
+        first_scale = encode(size, m, coded->first_codes, coded->first + start);
+        second_scale = encode(size, v, coded->second_codes, coded->second + start);
+    };
+    step<CODED>(n, *kept, averages, into, out, out_kind, threads, each);
 }
 
 // Copy n numbers of one kind into `target`, unless that is null, and sum up their squares.

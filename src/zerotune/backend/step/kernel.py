@@ -13,10 +13,10 @@ import ctypes
 import hashlib
 import platform
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import attrs
 import torch
@@ -33,6 +33,7 @@ from zerotune.backend.ops import (
     missing_ninja,
     naming_the_cause,
 )
+from zerotune.backend.optimizers.adamw_8bit_states import Codebook
 from zerotune.platform.toolchain import Toolchain, detect_toolchain
 
 NAME: Final = "host_step"
@@ -127,6 +128,31 @@ class _Kept(ctypes.Structure):
     ]
 
 
+class _Codes(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_void_p) for name in ("values", "middles", "lowest")]
+
+
+class _Coded(ctypes.Structure):
+    _fields_ = [
+        (f"{moment}{part}", kind)
+        for moment in ("first", "second")
+        for part, kind in (
+            ("", ctypes.c_void_p), ("_scale", ctypes.c_void_p), ("_codes", _Codes),
+        )
+    ]  # fmt: skip
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class CodedMoment:
+    """A moment of one byte per weight."""
+
+    codes: torch.Tensor
+    """uint8, from the beginning of a block on."""
+    scales: torch.Tensor
+    """fp32: of its blocks."""
+    book: Codebook
+
+
 class _Average(ctypes.Structure):
     _fields_ = [("shadow", ctypes.c_void_p), ("weight", ctypes.c_float)]
 
@@ -172,8 +198,8 @@ class HostStepOp:
         weight: torch.Tensor | None = None,
         high: torch.Tensor | None = None,
         low: torch.Tensor | None = None,
-        exp_avg: torch.Tensor,
-        exp_avg_sq: torch.Tensor,
+        exp_avg: torch.Tensor | CodedMoment,
+        exp_avg_sq: torch.Tensor | CodedMoment,
         gradient: torch.Tensor,
         noise: int = 0,
         position: int = 0,
@@ -187,7 +213,8 @@ class HostStepOp:
             weight: fp32; ``None`` where the weights are split into ``high`` and ``low``.
             high: bf16, the weights rounded to nearest.
             low: int16, their low halves (``SplitMasters``).
-            exp_avg: fp32; with ``TorchAdamNumbers`` bf16 too, which is rounded by chance.
+            exp_avg: fp32; with ``TorchAdamNumbers`` bf16 too, which is rounded by chance, or coded,
+                where ``l2`` must be 0.
             exp_avg_sq: As ``exp_avg``.
             gradient: fp32, bf16 or fp16.
             noise: What the chance is drawn from, a number of 32 bits (``noise_key``).
@@ -199,10 +226,15 @@ class HostStepOp:
             name, structure = "zerotune_adam", _ADAM_STRUCTURE
         else:
             name, structure = "zerotune_adam_torch", _TORCH_ADAM_STRUCTURE
+        coded: tuple[Any, ...] = ()
+        moments: list[Any] = [exp_avg, exp_avg_sq]
+        if isinstance(exp_avg, CodedMoment):
+            name = "zerotune_adam_coded"
+            coded = (ctypes.byref(_Coded(*(part for each in moments for part in _parts(each)))),)
         kept = _Kept(
             *(None if t is None else t.data_ptr() for t in (weight, high, low)),
-            *(t.data_ptr() for t in (exp_avg, exp_avg_sq)),
-            _DTYPE_CODES[exp_avg.dtype],
+            *(None if coded else t.data_ptr() for t in moments),
+            0 if coded else _DTYPE_CODES[moments[0].dtype],
             noise,
             position,
         )
@@ -220,6 +252,7 @@ class HostStepOp:
             _pointer(out),
             ctypes.c_int32(0 if out is None else _DTYPE_CODES[out.dtype]),
             ctypes.c_int32(self.threads),
+            *coded,
         )
 
     def take(self, source: torch.Tensor, *, into: torch.Tensor | None = None) -> float:
@@ -240,6 +273,13 @@ class HostStepOp:
             ctypes.c_int32(self.threads),
         )
         return total
+
+
+def _parts(moment: CodedMoment) -> Iterator[Any]:
+    book = moment.book
+    yield moment.codes.data_ptr()
+    yield moment.scales.data_ptr()
+    yield _Codes(*(t.data_ptr() for t in (book.values, book.middles, book.lowest)))
 
 
 def _pointer(tensor: torch.Tensor | None) -> ctypes.c_void_p:

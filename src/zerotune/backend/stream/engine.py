@@ -27,6 +27,7 @@ from zerotune.backend.engine import (
 )
 from zerotune.backend.layouts import Named
 from zerotune.backend.master_weights import MasterWeights
+from zerotune.backend.optimizers.adamw_8bit_states import AdamW8BitStates
 from zerotune.backend.optimizers.adamw_bf16_states import AdamWBF16States
 from zerotune.backend.optimizers.client import (
     CLASSES,
@@ -49,7 +50,7 @@ from zerotune.backend.stream.steps import StreamedSteps
 from zerotune.backend.stream.units import Unit, find_units, make_units
 from zerotune.backend.stream.weights import release_weight, stream_weight
 from zerotune.decisions import Decision, announce
-from zerotune.errors import EngineError, PlatformError
+from zerotune.errors import EngineError, OptimizerError, PlatformError
 from zerotune.optimizers.catalogue import OPTIMIZERS, entry_of
 from zerotune.plan.model import ModelFacts, ResolvedPlan, Streaming, pins
 
@@ -437,3 +438,18 @@ def why_not_streamed(plan: ResolvedPlan, model: torch.nn.Module) -> str | None:
     if choice.implementation == AdamWBF16States.__name__ and not torch_rounds_alike(op):
         return ROUNDS_OTHERWISE
     return None
+
+
+def require_other_engine(plan: ResolvedPlan) -> None:
+    """Whether another engine can step with the plan's optimizer.
+
+    Raises:
+        OptimizerError: It steps streamed weights only.
+    """
+    if chosen_optimizer(plan).implementation == AdamW8BitStates.__name__:
+        raise OptimizerError(
+            "keeps its moments beside streamed weights only, and these are not streamed",
+            key="optimizer.type",
+            value=AdamW8BitStates.__name__,
+            fix="plan.resolve(streamed=True), or AdamW8bit of bitsandbytes",
+        )

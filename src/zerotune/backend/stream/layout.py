@@ -80,6 +80,7 @@ class StreamLayout(MasterLayout):
                 yield opened
             finally:
                 self._slabs[slab].masters.write(opened.value)
+                opened.states.write_back()
 
     @override
     def states_at_rest(self, slab: int) -> OptimizerStates:

@@ -260,7 +260,9 @@ class StreamedSteps:
                 masters=slab.masters,
                 places=[(slab.start_of(m), self._group_offsets[m.name]) for m in slab.members],
             )
-            steps.append((slab, attrs.evolve(step, whole=self._whole.get((unit, slab.group)))))
+            if step.whole is None:
+                step = attrs.evolve(step, whole=self._whole.get((unit, slab.group)))
+            steps.append((slab, step))
         unit_pass = UnitPass(
             unit=unit,
             steps=steps,

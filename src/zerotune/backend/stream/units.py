@@ -17,8 +17,9 @@ from zerotune.plan.resolve import LEAF_CLASSES
 if TYPE_CHECKING:
     from zerotune.backend.stream.lanes import Copy
 
-ALIGNED: Final = 16
-"""Elements of the step's widest vectors: where each parameter begins in a flat tensor."""
+ALIGNED: Final = 256
+"""Where each parameter begins in a flat tensor: with a block of 8-bit moments, and so with a vector
+of the step."""
 NamedModules = list[tuple[str, torch.nn.Module]]
 Kind = tuple[bool, torch.dtype]
 """Whether parameters are trained, and their dtype."""
