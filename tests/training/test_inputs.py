@@ -186,7 +186,7 @@ def test_a_loss_that_cannot_be_back_propagated_is_answered(loss: Any, words: str
 def test_a_decay_is_an_average_and_one_callback_is_several() -> None:
     average, callback = as_ema(0.99), ProgressBar()
     assert isinstance(average, EMAShadow)
-    assert average.decay == 0.99
+    assert "ConstantDecay(decay=0.99)" in repr(average)
     assert as_callbacks(callback) == (callback,)
     assert as_callbacks([callback]) == (callback,)
 
