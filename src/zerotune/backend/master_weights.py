@@ -372,6 +372,9 @@ class MasterLayout(ABC):
         """Have averages move with a step under way; whether there is one they can move with."""
         return False
 
+    def expect(self, followers: Sequence[Follower]) -> None:  # noqa: B027 - of most layouts
+        """See ``MasterWeights.expect``."""
+
     def in_model(self, address: FragmentAddress) -> torch.Tensor | None:  # noqa: ARG002
         """What the model computes with of a fragment, 1-D.
 
@@ -479,11 +482,15 @@ class MasterWeights:
 
         What is read or written through zerotune waits by itself; this is for those who look at
         DeepSpeed's own buffers.
-
-        Raises:
-            BaseException: What the step failed with, if it did.
         """
         self._layout.settle()
+
+    def expect(self, followers: Sequence[Follower]) -> None:
+        """Have averages move with the next step, where that begins in the backward pass.
+
+        Elsewhere nothing happens. Once the step is applied, ``follow`` must be given the same.
+        """
+        self._layout.expect(followers)
 
     def follow(self, followers: Sequence[Follower]) -> bool:
         """Have averages move with a step under way, which has every weight in its hands anyway.
@@ -507,9 +514,6 @@ class MasterWeights:
 
         Args:
             sample: Which: another number, other weights. Not collective.
-
-        Raises:
-            EngineError: They differ; names the parameter.
         """
         self.settle()
         if self._layout.edited:
@@ -614,10 +618,6 @@ class MasterWeights:
 
         Returns:
             A function that ends it.
-
-        Raises:
-            UnsupportedEngineError: The weights change outside the optimizer's step too, being
-                swapped to NVMe, or nobody knows the optimizer.
         """
         if self._layout.swapped_out:
             raise UnsupportedEngineError(
@@ -656,9 +656,6 @@ class MasterWeights:
 
         Yields:
             Name and full fp32 tensor in the parameter's shape, on the CPU.
-
-        Raises:
-            CollectiveError: A rank did not come; the message names it.
         """
         self._group.barrier("gathering the weights")
         fragments = self.read()

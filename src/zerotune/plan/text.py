@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any, Final
@@ -75,10 +76,7 @@ def resolved_page(resolved: ResolvedPlan) -> Page:
     """What will run, and every decision with its reason."""
     return Page(
         title=f"Resolved plan from {resolved.requested.source}",
-        blocks=(
-            _settings_table(_resolved_rows(resolved)),
-            *_decision_lines(resolved.decisions),
-        ),
+        blocks=(_settings_table(_resolved_rows(resolved)), *_decision_lines(resolved.decisions)),
     )
 
 
@@ -146,9 +144,7 @@ def _record_data(records: Iterable[Decision], names: Sequence[str]) -> list[dict
     ]
 
 
-def shown_and_defaults(
-    decisions: Iterable[Decision],
-) -> tuple[list[Decision], list[Decision]]:
+def shown_and_defaults(decisions: Iterable[Decision]) -> tuple[list[Decision], list[Decision]]:
     """Decisions to show, warnings first, and those that write DeepSpeed's own defaults."""
     every = [decision for decision in decisions if decision.is_shown]
     shown = [decision for decision in every if decision.reason != DEEPSPEED_DEFAULT]
@@ -224,9 +220,11 @@ def describe(resolved: ResolvedPlan) -> str:
     parts = [f"ZeRO-{resolved.stage}" if resolved.stage else "no partitioning"]
     if not resolved.uses_deepspeed:
         parts = ["plain engine"]
+    if resolved.streamed:
+        parts = ["weights streamed"]
     if resolved.offload_optimizer != "none":
         parts.append(f"optimizer {_WHERE[resolved.offload_optimizer]}")
-    if resolved.offload_param != "none":
+    if resolved.offload_param != "none" and not resolved.streamed:
         parts.append(f"parameters {_WHERE[resolved.offload_param]}")
     return ", ".join([*parts, resolved.precision, _ranks(resolved.world_size)])
 
@@ -338,6 +336,24 @@ class Fit:
         rest = f"{left / size:.2f} free" if left >= 0 else f"over by {-left / size:.2f}"
         return f"{self.needed / size:.2f} of {self.available / size:.2f} {name}, {rest}"
 
+    def _html_bar(self, estimate: MemoryEstimate, words: str) -> str:
+        full = max(self.needed, self.available or 0, 1)
+        held = merged(estimate.peak(self.place).items)
+        colours = component_colours(name for name, _ in held)
+        pieces = "".join(
+            f'<span title="{escape(name)}: {format_size(size)}" style="display:inline-block;'
+            f'height:1.2em;width:{100 * size / full:.2f}%;background:{colours[name]}"></span>'
+            for name, size in held
+        )
+        key = ", ".join(
+            f'<span style="color:{colours[name]}">&#9632;</span> {escape(name)}' for name, _ in held
+        )
+        return (
+            f'<p style="margin:.4em 0 0"><b>{PLACE_NAMES[self.place]}</b> {escape(words)}</p>'
+            f'<div style="width:36em;max-width:100%;background:{ROOM};line-height:0">{pieces}</div>'
+            f'<p style="margin:0;font-size:smaller">{key}</p>'
+        )
+
 
 def fits(estimate: MemoryEstimate, budget: RankBudget | None = None) -> tuple[Fit, ...]:
     """Every place that is used or limited, with its peak and its budget."""
@@ -383,28 +399,9 @@ class MemoryTable(Table):
         """One row per place, a coloured piece per component, sizes on it as it is pointed at."""
         unit = estimate_unit(self.estimate, self.budget)
         return "".join(
-            _html_bar(self.estimate, fit, fit.words(unit))
+            fit._html_bar(self.estimate, fit.words(unit))
             for fit in fits(self.estimate, self.budget)
         )
-
-
-def _html_bar(estimate: MemoryEstimate, fit: Fit, words: str) -> str:
-    full = max(fit.needed, fit.available or 0, 1)
-    held = merged(estimate.peak(fit.place).items)
-    colours = component_colours(name for name, _ in held)
-    pieces = "".join(
-        f'<span title="{escape(name)}: {format_size(size)}" style="display:inline-block;'
-        f'height:1.2em;width:{100 * size / full:.2f}%;background:{colours[name]}"></span>'
-        for name, size in held
-    )
-    key = ", ".join(
-        f'<span style="color:{colours[name]}">&#9632;</span> {escape(name)}' for name, _ in held
-    )
-    return (
-        f'<p style="margin:.4em 0 0"><b>{PLACE_NAMES[fit.place]}</b> {escape(words)}</p>'
-        f'<div style="width:36em;max-width:100%;background:{ROOM};line-height:0">{pieces}</div>'
-        f'<p style="margin:0;font-size:smaller">{key}</p>'
-    )
 
 
 def merged(items: Sequence[MemoryItem]) -> list[tuple[str, int]]:
@@ -428,11 +425,7 @@ DURING: Final[Mapping[Phase, str]] = {
     "checkpoint": "while a checkpoint is written",
 }
 """Each phase as an end of a sentence."""
-PLACE_NAMES: Final[Mapping[Place, str]] = {
-    "device": "device",
-    "host": "host",
-    "nvme": "NVMe",
-}
+PLACE_NAMES: Final[Mapping[Place, str]] = {"device": "device", "host": "host", "nvme": "NVMe"}
 """Each place as it is written in a sentence."""
 
 
@@ -627,6 +620,7 @@ def candidate_data(candidate: Candidate) -> dict[str, Any]:
         "fits": candidate.fits,
         "gradient_checkpointing": candidate.gradient_checkpointing,
         "activation_offload": candidate.activation_offload,
+        "streamed": None if candidate.streamed is None else attrs.asdict(candidate.streamed),
         "needs": places_of(candidate.estimate),
         "shortfalls": dict(_shortfalls(candidate)),
         "reason": candidate.reason,
@@ -640,7 +634,9 @@ def time_data(time: StepTime) -> dict[str, Any]:
     return {
         "seconds": time.seconds,
         "hidden_seconds": time.hidden_seconds,
+        "eager_seconds": time.eager_seconds,
         "expected_seconds": time.expected,
+        "schedule": time.schedule,
         "phases": time.phases,
         "bound": time.bound.what,
         "origin": time.origin,
@@ -771,11 +767,22 @@ def foremost(advice: Advice, most: int) -> tuple[Candidate, ...]:
 
     others = [one for one in advice.candidates if one is not advice.chosen]
     fitting = [one for one in others if one.fits]
+    streamed = _fastest_streamed(advice, fitting)
     short = sorted((one for one in others if _shortfalls(one)), key=lacking)
     # What almost fits tells as much as what also fits: room for one is kept.
-    fitting = fitting[: most - 1 - bool(short)]
-    kept = [advice.chosen, *fitting, *short][:most]
+    fitting = fitting[: most - 1 - bool(short) - len(streamed)]
+    kept = [advice.chosen, *streamed, *fitting, *short][:most]
     return tuple(one for one in advice.candidates if any(one is other for other in kept))
+
+
+def _fastest_streamed(advice: Advice, fitting: Iterable[Candidate]) -> list[Candidate]:
+    """The one that streams weights and is faster than the choice, where there is one."""
+
+    def seconds(one: Candidate) -> float:
+        return math.inf if one.time is None else one.time.expected
+
+    streamed = min((one for one in fitting if one.streamed), key=seconds, default=advice.chosen)
+    return [streamed] if seconds(streamed) < seconds(advice.chosen) else []
 
 
 def _title(candidate: Candidate) -> str:

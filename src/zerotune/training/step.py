@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import attrs
 import torch
@@ -85,6 +85,8 @@ class StepClock:
 
 class _Following(Protocol):
     def step(self) -> None: ...
+
+    def expect_step(self) -> None: ...
 
 
 def on_device(batch: Batch, device: torch.device) -> Batch:
@@ -167,17 +169,24 @@ class TrainStep:
                 batch = self._next_batch()
             with clock.phase("forward"):
                 loss = self._objective(engine, batch, self._generator)
+                check_loss(loss)
+            total += loss.detach().float()
+            is_last = index == count - 1
+            # Before the weights change: a step on a bad loss could not be taken back.
+            if is_last and engine.steps_in_backward:
+                mean = self._mean(float(total) / count)
+                if not math.isfinite(mean):
+                    return self._dropped(mean)
+                if self._ema is not None:
+                    self._ema.expect_step()
             with clock.phase("backward"):
                 engine.backward(loss)
-                total += loss.detach().float()
                 del loss  # With its graph, before the optimizer needs memory of its own.
-                if index == count - 1:
-                    # Before the weights change: a step on a bad loss could not be taken back.
+                if is_last and not engine.steps_in_backward:
                     mean = self._mean(float(total) / count)
             with clock.phase("optimizer"):
-                if index == count - 1 and not math.isfinite(mean):
-                    engine.discard()
-                    return mean, StepOutcome(applied=False, boundary=True)
+                if is_last and not math.isfinite(mean):
+                    return self._dropped(mean)
                 outcome = engine.step()
         if not outcome.boundary:
             raise TrainingError(
@@ -188,6 +197,11 @@ class TrainStep:
             )
         self._check_gradient(outcome)
         return mean, outcome
+
+    def _dropped(self, mean: float) -> tuple[float, StepOutcome]:
+        """Give up a window whose loss is not finite."""
+        self._engine.discard()
+        return mean, StepOutcome(applied=False, boundary=True)
 
     def _next_batch(self) -> Batch:
         batch = next(self._stream)
@@ -244,6 +258,29 @@ class TrainStep:
                 weights_changed=weights_changed,
             )
         )
+
+
+def check_loss(loss: Any) -> None:
+    """Whether an objective returned what can be back-propagated: one number with a graph.
+
+    Raises:
+        TrainingError: It returned something else.
+    """
+    if not isinstance(loss, torch.Tensor):
+        why, fix = "gives no tensor", "return the loss as a tensor of one number"
+        value: Any = type(loss).__name__
+        if isinstance(loss, float | int):
+            fix += ", not loss.item() or float(loss)"
+    elif loss.numel() != 1:
+        why, fix = "gives more than one number", "return loss.mean()"
+        value = f"a tensor of shape {tuple(loss.shape)}"
+    elif not loss.requires_grad:
+        why, value = "gives a loss that no weight had a part in", "a tensor without gradient"
+        fix = "compute it from the output of model(...), without torch.no_grad() or detach(), "
+        fix += "and train at least one weight"
+    else:
+        return
+    raise TrainingError(why, key="objective", value=value, fix=fix)
 
 
 # -- What happens when a loss or a gradient is NaN or infinite: raise, skip, or roll back.

@@ -67,28 +67,33 @@ class StreamLayout(MasterLayout):
         return masters.read(slice(address.offset + first, address.offset + stop))
 
     @override
+    def settle(self) -> None:
+        self._steps.settle()
+
+    @override
     @contextmanager
     def reading(self, slab: int) -> Iterator[Slab]:
-        each = self._slabs[slab]
-        yield Slab(value=each.masters.read(), states=OptimizerStates(self._optimizer, each.key))
+        self._steps.check_whole()
+        yield self._opened(slab)
 
     @override
     @contextmanager
     def writing(self, slab: int) -> Iterator[Slab]:
-        with self.reading(slab) as opened:
-            try:
-                yield opened
-            finally:
-                self._slabs[slab].masters.write(opened.value)
-                opened.states.write_back()
+        # What lies there may be of no step: a checkpoint is loaded over it.
+        opened = self._opened(slab)
+        try:
+            yield opened
+        finally:
+            self._slabs[slab].masters.write(opened.value)
+            opened.states.write_back()
+
+    def _opened(self, slab: int) -> Slab:
+        each = self._slabs[slab]
+        return Slab(value=each.masters.read(), states=OptimizerStates(self._optimizer, each.key))
 
     @override
-    def states_at_rest(self, slab: int) -> OptimizerStates:
-        return OptimizerStates(self._optimizer, self._slabs[slab].key)
-
-    @override
-    def settle(self) -> None:
-        self._steps.settle()
+    def expect(self, followers: Sequence[Follower]) -> None:
+        self._steps.expect(followers)
 
     @override
     def follow(self, followers: Sequence[Follower]) -> bool:

@@ -55,11 +55,7 @@ def family_names() -> tuple[str, ...]:
 
 @cache
 def model_family(name: str) -> ModelFamily:
-    """A family by name.
-
-    Raises:
-        InvalidValueError: No such family.
-    """
+    """A family by name."""
     entry = _FOLDER / f"{name}{_SUFFIX}"
     if name not in family_names():
         raise InvalidValueError(
@@ -92,6 +88,7 @@ def facts_to_json(facts: ModelFacts) -> dict[str, Any]:
         value = getattr(facts, part)
         data[part] = None if value is None else attrs.asdict(value)
     data["blocks"] = [attrs.asdict(block) for block in facts.blocks]
+    data["units"] = list(facts.units)
     data["parameters"] = [[each.name, list(each.shape)] for each in facts.parameters]
     return data
 
@@ -111,6 +108,7 @@ def facts_from_json(data: Mapping[str, Any]) -> ModelFacts:
             **{kind: PassWork(**one) for kind, one in work.items() if one is not None}
         ),
         blocks=tuple(BlockFacts(**block) for block in data["blocks"]),
+        units=tuple(data["units"]),
         frames_per_latent=data.get("frames_per_latent"),
     )
 
@@ -133,9 +131,6 @@ def as_facts(
         model: Any of these.
         lora: Rank of adapters that are trained in place of the model; ``None``: the model is.
         base_dtype: What the frozen model beside adapters is quantized to, such as ``"nf4"``.
-
-    Raises:
-        InvalidValueError: None of these, or adapters that cannot be.
     """
     facts = _facts_of(model)
     if lora is not None:
