@@ -85,7 +85,7 @@ def _spread(of_blocks: torch.Tensor, numel: int) -> torch.Tensor:
 def _largest(numbers: torch.Tensor) -> torch.Tensor:
     """Of each block, by magnitude."""
     padded = torch.nn.functional.pad(numbers.abs(), (0, -numbers.numel() % BLOCK))
-    return padded.view(-1, BLOCK).amax(dim=1)
+    return padded.view(padded.numel() // BLOCK, BLOCK).amax(dim=1)
 
 
 @cache

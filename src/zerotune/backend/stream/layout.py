@@ -8,7 +8,6 @@ from contextlib import contextmanager
 import torch
 from typing_extensions import override
 
-from zerotune.backend.layouts import whole
 from zerotune.backend.master_weights import (
     Follower,
     FragmentAddress,
@@ -30,24 +29,33 @@ class StreamLayout(MasterLayout):
         steps: What takes the steps.
     """
 
-    replicated = True
-
     def __init__(
         self, *, units: Sequence[Unit], optimizer: torch.optim.Optimizer, steps: StreamedSteps
     ) -> None:
         self._units, self._steps, self._optimizer = units, steps, optimizer
         self._slabs = [slab for unit in units for slab in unit.slabs]
         addresses = tuple(
-            whole(member.name, member.parameter, slab=index, offset=slab.start_of(member))
+            FragmentAddress(
+                name=part.member.name,
+                shape=tuple(part.member.parameter.shape),
+                start=part.span.start,
+                numel=part.span.stop - part.span.start,
+                slab=index,
+                offset=part.offset,
+            )
             for index, slab in enumerate(self._slabs)
-            for member in slab.members
+            for part in slab.parts
         )
         self._places: dict[str, tuple[Unit, Member]] = {
             member.name: (unit, member) for unit in units for member in unit.members
         }
         super().__init__(
             addresses=addresses,
-            order=tuple((address.name, address.shape) for address in addresses),
+            order=tuple(
+                (member.name, tuple(member.parameter.shape))
+                for slab in self._slabs
+                for member in slab.members
+            ),
         )
 
     @property
@@ -103,10 +111,10 @@ class StreamLayout(MasterLayout):
     def in_model(self, address: FragmentAddress) -> torch.Tensor | None:
         unit, member = self._places[address.name]
         if unit.resident and unit.is_current:
-            return member.parameter.data.reshape(-1)
+            return member.parameter.data.reshape(-1)[address.start : address.stop]
         # Split, it is the upper half of the master weight itself.
         split = any(isinstance(slab.masters, SplitMasters) for slab in unit.slabs)
-        return None if split else unit.host[member.span]
+        return None if split else unit.host[member.span][address.start : address.stop]
 
     @override
     def refresh(self) -> None:
