@@ -344,7 +344,8 @@ def _(engine, model, context):
     inject_adapter_in_model(LoraConfig(r=2, target_modules=["mix"]), model)
 
 
-@act("parametrize with weight_norm", at=(3,), kinds=WHOLE)
+# A streamed weight cannot be made another Parameter: torch refuses it, and the run goes on.
+@act("parametrize with weight_norm", at=(3,), kinds=OWN)
 def _(engine, model, context):
     torch.nn.utils.parametrizations.weight_norm(model.mix)
 
@@ -555,8 +556,9 @@ def _(engine, model, context):
 
 @act("read the masters")
 def _(engine, model, context):
-    for fragment in engine.master_weights.read():
-        context.look(fragment.value)
+    # In any order: each engine has its own.
+    fragments = engine.master_weights.read()
+    context.look(sorted((f.address.key, float(f.value.double().sum())) for f in fragments))
 
 
 # -- Copies.
@@ -603,7 +605,8 @@ def _(engine, model, context):
         context.look(value)
 
 
-@act("pickle a layer", kinds=WHOLE)
+# The hooks that bring streamed weights cannot be pickled: pickle says so.
+@act("pickle a layer", kinds=OWN)
 def _(engine, model, context):
     other = pickle.loads(pickle.dumps(model.later)), pickle.loads(pickle.dumps(model.state_dict()))
     for value in (*other[0].state_dict().values(), *other[1].values()):

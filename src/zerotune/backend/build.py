@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from zerotune.backend.deepspeed.engine import DeepSpeedEngine
 from zerotune.backend.plain import PlainEngine
-from zerotune.backend.stream.engine import StreamEngine, why_not_streamed
+from zerotune.backend.stream.engine import StreamEngine, require_other_engine, why_not_streamed
 from zerotune.backend.stream.ranks import SharedStreamEngine, why_not_together
 from zerotune.decisions import announce
 
@@ -38,13 +38,15 @@ def build_engine(*, model: torch.nn.Module, plan: ResolvedPlan, timeout_s: float
     kind = DeepSpeedEngine if plan.uses_deepspeed else PlainEngine
     if plan.uses_deepspeed and plan.streamed is not False:
         obstacle = why_not_streamed(plan, model)
-        if plan.streamed and plan.world_size > 1:
-            obstacle = why_not_together(plan, model, obstacle=obstacle, timeout_s=timeout_s)
         # A device that waits for steps that a host keeps.
         might = plan.platform.accelerator != "cpu" and plan.offload_optimizer == "cpu"
+        if plan.streamed and plan.world_size > 1:
+            obstacle = why_not_together(plan, model, obstacle=obstacle, timeout_s=timeout_s)
         if obstacle is None:
             kind = StreamEngine if plan.world_size == 1 else SharedStreamEngine
         elif plan.streamed or might:
             plan = plan.without_streaming(obstacle)
             announce(plan.decisions[-1:])
+    if kind not in (StreamEngine, SharedStreamEngine):
+        require_other_engine(plan)
     return kind(model=model, plan=plan, timeout_s=timeout_s)

@@ -99,9 +99,8 @@ class SharedMemory(Closable):
 
     def lock(self, tensor: torch.Tensor) -> None:
         """Page-lock what ``tensor`` returned, for copies to and from a device of CUDA or ROCm."""
-        cuda: Any = torch.cuda
-        locked = cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
-        cuda.check_error(int(locked))
+        cudart: Any = torch.cuda.cudart
+        torch.cuda.check_error(int(cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)))
         self._locked.append(tensor)
 
     def apart(self) -> mmap.mmap:
@@ -120,9 +119,9 @@ class SharedMemory(Closable):
     @override
     def close(self) -> None:
         """Lock nothing more. The memory goes with the last tensor."""
+        cudart: Any = torch.cuda.cudart
         for tensor in self._locked:
-            cuda: Any = torch.cuda
-            cuda.check_error(int(cuda.cudart().cudaHostUnregister(tensor.data_ptr())))
+            torch.cuda.check_error(int(cudart().cudaHostUnregister(tensor.data_ptr())))
         self._locked = []
         if self.is_open:
             os.close(self._fd)

@@ -70,6 +70,9 @@ class StreamedWeight:
                 return kept
             if func is _REPR:
                 return func(_copied(args[0]), *args[1:], **kwargs)
+            if func == _DATA:
+                # What is written through it must count as a write to the host's weights.
+                return _home(args[0]).weights().detach()
             if func in _VIEWS:
                 return func(_home(args[0]).weights(), *args[1:], **kwargs)
             return _use(func, args, kwargs)
@@ -256,11 +259,11 @@ def _attributes(*names: str) -> Iterator[Any]:
                 yield getattr(attribute, method)
 
 
+_DATA: Final[Any] = cast(Any, torch.Tensor.data).__get__
 _REPR: Final[Any] = torch.Tensor.__repr__
 _SET_DATA: Final[Any] = cast(Any, torch.Tensor.data).__set__
 _VIEWS: Final = frozenset(
     (
-        cast(Any, torch.Tensor.data).__get__,
         torch.Tensor.detach,
         torch.detach,
         torch.Tensor.data_ptr,
