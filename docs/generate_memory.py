@@ -6,15 +6,19 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import attrs
+
+from zerotune._util.text import parse_size
 from zerotune.errors import NothingFitsError
 from zerotune.plan import DeepSpeedPlan
 from zerotune.plan.advise import Advice
-from zerotune.plan.families import model_family
+from zerotune.plan.families import family_names, model_family
 
 TARGET = Path(__file__).parent / "fits.md"
 
@@ -22,6 +26,12 @@ INTRODUCTION = """\
 Full fine-tuning with AdamW in bf16 with fp32 master weights, one GPU, 1024 x 1024 pixels, batch 1,
 EMA in host memory; clips in the size that is named. Estimates of zerotune's memory model, not
 measurements; [the memory page](memory.md) says what they are checked against."""
+
+STREAMING = """\
+Predicted seconds of a step on 24 GiB with more and more host memory, no EMA: of the fastest plan
+that fits without [streaming weights](engines.md#streamed-weights), then of the fastest that
+streams them; a dash where none fits. Gradients are clipped. Streaming has to be asked for
+(`streamed=True`), and has not been measured on a GPU."""
 
 FAMILIES = {
     "sdxl": "SDXL U-Net, 2.6 billion parameters",
@@ -41,6 +51,7 @@ OTHERS = (
 """Those that share a table."""
 LARGER = ("80GiB", "48GiB", "24GiB", "16GiB")
 CARDS = ("80GiB", "48GiB", "24GiB", "16GiB", "12GiB", "10GiB", "8GiB", "6GiB")
+STREAMED_HOSTS = ("64GiB", "128GiB", "192GiB", "256GiB")
 RANK = 16
 HOSTS = {"64GiB": "0", "128GiB": "0", "512GiB": "0", "128GiB and NVMe": "2TB"}
 STAGES = {
@@ -75,6 +86,7 @@ def page() -> str:
     for family, title in ADAPTED.items():
         parts += [f"## {title}", _advice(family, lora=RANK, cards=CARDS[1::2])]
     parts += ["## Flux.2, Krea 2, and models of clips", _others()]
+    parts += ["## Streamed weights", STREAMING, _streamed()]
     return "\n\n".join(parts) + "\n"
 
 
@@ -150,6 +162,41 @@ def _others() -> str:
         rows.append(f"| {' | '.join(cells)} |")
     subject = f"adapters of rank {RANK} with 128 GiB of host memory"
     return f"What `advise` chooses for {subject}:\n\n" + "\n".join(rows)
+
+
+def _streamed() -> str:
+    """Every family, all of its weights and adapters, with and without streaming."""
+    rows = [
+        "| model | trained | " + " | ".join(f"host {host}" for host in STREAMED_HOSTS) + " |",
+        "|---|---|" + "--:|" * len(STREAMED_HOSTS),
+    ]
+    for name in family_names():
+        for lora in (None, RANK):
+            cells = _streamed_cells(name, lora)
+            trained = "all weights" if lora is None else "adapters"
+            rows.append(f"| {name} | {trained} | {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def _streamed_cells(name: str, lora: int | None) -> list[str]:
+    try:
+        advice = DeepSpeedPlan.advise(
+            name, vram="24GiB", ram="4TiB", precision="bf16", lora=lora, streamed=True
+        )
+    except NothingFitsError:
+        return ["- / -"] * len(STREAMED_HOSTS)
+    return [_seconds(advice, host) for host in STREAMED_HOSTS]
+
+
+def _seconds(advice: Advice, host: str) -> str:
+    """Of the fastest that fit in less host memory than was advised for."""
+    budget = attrs.evolve(advice.budget, host=parse_size(host, key="ram"))
+    seconds: dict[bool, float] = {}
+    for one in (advice.chosen, *advice.runners_up):
+        if one.time is not None and one.estimate.host <= budget.usable("host"):
+            is_streamed = one.streamed is not None
+            seconds[is_streamed] = min(seconds.get(is_streamed, math.inf), one.time.expected)
+    return " / ".join(f"{seconds[key]:.2f}" if key in seconds else "-" for key in (False, True))
 
 
 def _cell(advice: Advice) -> str:

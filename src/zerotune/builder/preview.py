@@ -575,6 +575,9 @@ def advise(state: FormState, machines: Machines) -> dict[str, Any]:
     except NothingFitsError as error:
         nearest = _offered_form(error.nearest, state, setup)
         return {"fits": False, "reason": error.reason, "fix": error.fix, "nearest": nearest}
+    # A configuration file cannot say that weights are streamed.
+    kept = tuple(one for one in advice.candidates if one.streamed is None)
+    advice = attrs.evolve(advice, candidates=kept)
     shown = foremost(advice, FOREMOST)
 
     def offered(candidate: Candidate) -> dict[str, Any]:

@@ -502,6 +502,11 @@ def _advise_arguments(parser: argparse.ArgumentParser) -> None:
         default=PREFERENCES[0],
         help="what to choose of all that fits; by predicted seconds per step when not given",
     )
+    parser.add_argument(
+        "--streamed",
+        action="store_true",
+        help="also choose among plans that stream weights, which are listed anyway",
+    )
     _add_workload(parser)
     _add_output(parser)
     parser.add_argument("--all", action="store_true", help="show every candidate, not five")
@@ -530,6 +535,7 @@ def _advise(arguments: argparse.Namespace) -> int:
             base_dtype=arguments.base_dtype,
             optimizer=optimizer,
             prefer=arguments.prefer,
+            streamed=arguments.streamed,
         )
     except NothingFitsError as error:
         _report_nothing(error, machine, arguments)
@@ -574,6 +580,8 @@ def _report_advice(advice: Advice, arguments: argparse.Namespace) -> None:
             tell(str(decision))
         kept = "".join(f", what it replaced in {backup}" for backup in saved.backups)
         tell(f"the plan is in {arguments.output}{kept}")
+        if advice.streamed is not None:
+            tell(f"its weights are streamed by plan.resolve(streamed={advice.streamed!r})")
 
 
 def _report_nothing(

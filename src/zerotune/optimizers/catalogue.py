@@ -161,6 +161,8 @@ class OptimizerEntry(Entry):
     """Its own arguments that mean one of AdamW's, for a fallback."""
     lr_scale: str | None = None
     """How its usual learning rate differs from AdamW's; ``None`` when it does not."""
+    streams: bool = False
+    """Whether it steps streamed weights unit by unit in host memory."""
 
     def states_for(self, params: Mapping[str, Any]) -> tuple[str, ...]:
         """Names of the fp32 states per parameter that ``params`` lead to.
@@ -180,6 +182,24 @@ class OptimizerEntry(Entry):
         if self.fp32_per_weight is not None:
             return self.fp32_per_weight
         return float(len(self.states_for(params or {})))
+
+    def streamed_bytes_per_weight(
+        self,
+        params: Mapping[str, Any] | None = None,
+        *,
+        split_masters: bool = False,
+        gradients: bool = True,
+    ) -> float:
+        """Bytes of host memory per trained weight that is streamed in bf16.
+
+        Args:
+            params: The optimizer's arguments.
+            split_masters: Whether only the low 16 bits of the master weights are kept, beside the
+                bf16 weights.
+            gradients: Whether the bf16 gradients of all weights are kept at a time.
+        """
+        masters = 2 if split_masters else 4
+        return 2 + masters + 4 * self.states_per_weight(params) + (2 if gradients else 0)
 
 
 # -- The optimizers themselves.
@@ -260,6 +280,7 @@ _ADAM_FAMILY: Final = (
         states=("exp_avg", "exp_avg_sq"),
         conditional_states={"amsgrad": "max_exp_avg_sq"},
         adam_like=True,
+        streams=True,
     ),
     OptimizerEntry(
         name="Adam",
@@ -269,6 +290,7 @@ _ADAM_FAMILY: Final = (
         states=("exp_avg", "exp_avg_sq"),
         conditional_states={"amsgrad": "max_exp_avg_sq"},
         adam_like=True,
+        streams=True,
     ),
 )
 
@@ -667,6 +689,7 @@ OWN_ENTRIES: Final[tuple[OptimizerEntry, ...]] = (
         states=("exp_avg", "exp_avg_sq"),
         fp32_per_weight=1.0,
         adam_like=True,
+        streams=True,
     ),
 )
 

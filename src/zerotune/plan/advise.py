@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
@@ -13,6 +13,7 @@ from zerotune._util.table import Page, Readable
 from zerotune._util.text import format_size, is_number, parse_size
 from zerotune.decisions import Decision
 from zerotune.errors import InvalidValueError, NothingFitsError
+from zerotune.optimizers.catalogue import OPTIMIZERS, entry_of
 from zerotune.plan.families import as_facts
 from zerotune.plan.memory.estimate import (
     PLACES,
@@ -25,6 +26,7 @@ from zerotune.plan.memory.estimate import (
     count,
     estimate_resolved,
     sample_size,
+    with_units_kept,
 )
 from zerotune.plan.memory.time import Rates, StepTime, known_rates, step_time
 from zerotune.plan.model import (
@@ -32,9 +34,12 @@ from zerotune.plan.model import (
     DeepSpeedPlan,
     ModelFacts,
     OffloadSection,
+    OptimizerSection,
     ResolvedPlan,
+    Streaming,
     ZeroSection,
 )
+from zerotune.plan.resolve import with_streaming
 from zerotune.plan.rules import resolve
 
 if TYPE_CHECKING:
@@ -85,6 +90,8 @@ class Candidate:
     """Whether the inputs of recomputed blocks wait in host memory (``ActivationOffload``)."""
     time: StepTime | None = None
     """What a step is predicted to take; ``None``: the model's arithmetic is not known."""
+    streamed: Streaming | None = None
+    """How its weights are streamed, for ``plan.resolve(streamed=...)``; ``None``: they are not."""
 
     def __repr__(self) -> str:
         return f"<Candidate: {self.title}, {'fits' if self.fits else 'does not fit'}>"
@@ -125,10 +132,16 @@ class Advice(Readable):
         return self.chosen.activation_offload
 
     @property
+    def streamed(self) -> Streaming | None:
+        """How weights are to be streamed, for ``plan.resolve(streamed=...)``; ``None``: not."""
+        return self.chosen.streamed
+
+    @property
     def decisions(self) -> tuple[Decision, ...]:
         """What the advice says beside the plan itself."""
         reason = f"{self.chosen.title}: {self.chosen.reason}"
         return (
+            Decision(key="streamed", before=None, after=self.streamed or False, reason=reason),
             Decision(
                 key="gradient checkpointing",
                 before=None,
@@ -216,11 +229,15 @@ class Layout:
     pinned: bool = True
     fills_device: bool = False
     """Whether as much of the optimizer stays on the device as fits beside all else."""
+    streams: bool = False
+    """Whether weights pass through the device unit by unit; as many stay as fit."""
 
     @property
     def title(self) -> str:
         """In words."""
         places = {"cpu": "in host memory", "nvme": "on NVMe"}
+        if self.streams:
+            return "weights streamed, optimizer in host memory"
         words = [f"ZeRO-{self.stage}" if self.stage else "no partitioning"]
         if self.optimizer == self.parameters != "none":
             words.append(f"optimizer and parameters {places[self.optimizer]}")
@@ -234,6 +251,7 @@ class Layout:
         return ", ".join(words)
 
 
+STREAMING: Final = (Layout(stage=2, optimizer="cpu", streams=True),)
 LEVELS: Final[tuple[tuple[Layout, ...], ...]] = (
     tuple(Layout(stage=stage) for stage in range(4)),
     (
@@ -247,6 +265,7 @@ LEVELS: Final[tuple[tuple[Layout, ...], ...]] = (
     ),
     (Layout(stage=3, optimizer="cpu", parameters="cpu"),),
     (Layout(stage=3, optimizer="cpu", parameters="cpu", pinned=False),),
+    STREAMING,
     (Layout(stage=3, optimizer="nvme"),),
     (Layout(stage=3, optimizer="nvme", parameters="cpu"),),
     (Layout(stage=3, optimizer="nvme", parameters="nvme"),),
@@ -254,9 +273,11 @@ LEVELS: Final[tuple[tuple[Layout, ...], ...]] = (
 """From least to most offload, each level in the order of stages. What leaves the device costs
 more time than what is partitioned, recomputing activations less than either."""
 
+STREAMED: Final = STREAMING[0].title
 ACTIVATION_OFFLOAD: Final = frozenset({"cuda", "rocm", "xpu"})
 """Accelerators with memory of their own and streams to copy on."""
 
+_OPT_IN: Final = "fits; chosen with streamed=True only, since nothing proves it on a device yet"
 _SUGGESTED_BASE: Final = "nf4"
 _SUGGESTED_RANK: Final = 16
 
@@ -288,6 +309,8 @@ class Request:
     """How fast the machine is."""
     prefer: Preference
     """What is chosen of all that fits."""
+    streamed: bool
+    """Whether a plan that streams weights may be chosen."""
 
     @property
     def context(self) -> Context:
@@ -314,6 +337,7 @@ def advise(
     base_dtype: str | None,
     rates: Rates | None,
     prefer: Preference,
+    streamed: bool,
 ) -> Advice:
     """See ``DeepSpeedPlan.advise``."""
     if prefer not in PREFERENCES:
@@ -345,6 +369,7 @@ def advise(
         plan=plan,
         rates=known_rates(platform) if rates is None else rates,
         prefer=prefer,
+        streamed=streamed,
     )
     return _choose(request)
 
@@ -373,13 +398,14 @@ def _memory_budget(
     return Budget(device=device, host=host, nvme=nvme, reserve=float(reserve))
 
 
-_ALIKE: Final = 1.02
-"""Predictions that are as near as this say nothing, so that the least offload goes first."""
+_ALIKE: Final = 1.05
+"""Predictions as near as this say nothing, so that the least offload goes first; they missed what
+was measured by more than that, either way, in half of the cases of `bench prediction`."""
 
 
 def _choose(request: Request) -> Advice:
     candidates = list(_candidates(request))
-    fitting = [one for one in candidates if one.fits]
+    fitting = _eligible(request, candidates)
     if not fitting:
         raise _nothing_fits(request, candidates)
     timed = [one.time.expected for one in fitting if one.time is not None]
@@ -389,24 +415,50 @@ def _choose(request: Request) -> Advice:
         first = next(one for one in fitting if one.time is not None and one.time.expected <= limit)
         if first is not fitting[0]:
             reason = "predicted to be the fastest that fits"
-    chosen = attrs.evolve(first, reason=reason)
+    chosen = attrs.evolve(first, reason=f"{reason}{_without_clipping(first)}")
     listed = tuple(chosen if one is first else one for one in candidates)
     return Advice(budget=request.budget, chosen=chosen, candidates=listed)
 
 
-def _candidates(request: Request) -> Iterator[Candidate]:
+def _eligible(request: Request, candidates: Iterable[Candidate]) -> list[Candidate]:
+    """Those that may be chosen."""
+    return [one for one in candidates if one.fits and (request.streamed or one.streamed is None)]
+
+
+def _without_clipping(candidate: Candidate) -> str:
+    """What clipping costs where weights are streamed."""
+    time = candidate.time
+    if candidate.streamed is None or time is None or time.schedule == "eager":
+        return ""
+    return f"; {time.eager_seconds:.2f} s with gradient_clipping 0"
+
+
+def _candidates(
+    request: Request, levels: Iterable[tuple[Layout, ...]] = LEVELS
+) -> Iterator[Candidate]:
     choices = [
         attrs.evolve(request.workload, gradient_checkpointing=recomputed, activation_offload=away)
         for recomputed, away in _activations(request)
     ]
-    for level in LEVELS:
+    for level in levels:
         plans = {each: _laid_out(request, each) for each in level if _sensible(request, each)}
-        resolved = {layout: resolve(plan, request.context) for layout, plan in plans.items()}
+        resolved = {layout: _resolved(request, layout, plan) for layout, plan in plans.items()}
         for work in choices:
             for layout, plan in plans.items():
-                estimate = estimate_resolved(resolved[layout], work)
-                found = _fill_device(request, layout, estimate) if layout.fills_device else None
-                yield _judged(request, layout, *(found or (plan, estimate)))
+                if layout.streams and not resolved[layout].streamed:
+                    continue
+                found = plan, estimate_resolved(resolved[layout], work)
+                if layout.fills_device:
+                    found = _fill_device(request, layout, found[1])
+                elif layout.streams:
+                    kept = with_units_kept(found[1], request.budget.usable("device"))
+                    found = plan, estimate_resolved(kept, work)
+                yield _judged(request, layout, *found)
+
+
+def _resolved(request: Request, layout: Layout, plan: DeepSpeedPlan) -> ResolvedPlan:
+    resolved = resolve(plan, request.context)
+    return with_streaming(attrs.evolve(resolved, streamed=True)) if layout.streams else resolved
 
 
 def _fill_device(
@@ -460,10 +512,17 @@ def _activations(request: Request) -> Iterator[tuple[bool, bool]]:
 def _sensible(request: Request, layout: Layout) -> bool:
     if layout.fills_device and request.plan.optimizer_name != "AdamW":
         return False
+    if layout.streams and not _can_stream(request):
+        return False
     # The CPU accelerator has no memory of its own to spare, and nothing to pin.
     if request.platform.accelerator == "cpu":
         return layout.pinned and "cpu" not in (layout.parameters, layout.optimizer)
     return True
+
+
+def _can_stream(request: Request) -> bool:
+    steps = entry_of(request.plan.optimizer_name).streams
+    return steps and bool(request.model.units) and not request.model.storages
 
 
 def _laid_out(request: Request, layout: Layout, *, ratio: float | None = None) -> DeepSpeedPlan:
@@ -501,7 +560,7 @@ def _judged(
         sizes = [f"{item.component} ({format_size(item.nbytes)})" for item in peak.items[:2]]
         when = f"{_PLACE_WORDS[peak.place]} is needed most {_PHASE_WORDS[peak.phase]}"
         reasons.append(f"{when}, for {' and '.join(sizes)}")
-    return Candidate(
+    candidate = Candidate(
         title=layout.title,
         plan=plan,
         estimate=estimate,
@@ -511,7 +570,11 @@ def _judged(
         shortfalls=shortfalls,
         reason="; ".join(reasons) or "also fits; more offload than needed, or slower",
         time=step_time(estimate, request.rates),
+        streamed=estimate.resolved.streaming,
     )
+    if shortfalls or candidate.streamed is None or request.streamed:
+        return candidate
+    return attrs.evolve(candidate, reason=f"{_OPT_IN}{_without_clipping(candidate)}")
 
 
 def _nothing_fits(request: Request, candidates: list[Candidate]) -> NothingFitsError:
@@ -521,7 +584,9 @@ def _nothing_fits(request: Request, candidates: list[Candidate]) -> NothingFitsE
             for place, over in one.shortfalls.items()
         )
 
-    nearest = min(candidates, key=distance)
+    nearest = min(
+        (one for one in candidates if request.streamed or one.streamed is None), key=distance
+    )
     needs = machine_needs(nearest.estimate)
     missing = ", ".join(
         f"{format_size(over)} of {_PLACE_WORDS[place]}"
@@ -539,9 +604,31 @@ def _nothing_fits(request: Request, candidates: list[Candidate]) -> NothingFitsE
         value=f"{format_size(request.budget.device)} device,"
         f" {format_size(request.budget.host)} host, {format_size(request.budget.nvme)} nvme",
         fix=f"provide {enough};{smaller} more ranks or NVMe for swap files lower the need"
+        + _streamed_weights(request)
         + _smaller_states(request, nearest)
         + _adapters(request),
     )
+
+
+def _streamed_weights(request: Request) -> str:
+    """What would fit if weights were streamed, with the states that are asked for or smaller."""
+    streams = [entry for entry in OPTIMIZERS.values() if entry.streams and entry.name != "Adam"]
+    asked = request.plan.optimizer_name
+    kept = entry_of(asked).streamed_bytes_per_weight()
+    lean = [entry for entry in streams if entry.streamed_bytes_per_weight() < kept]
+    lean.sort(key=lambda entry: -entry.streamed_bytes_per_weight())
+    names = [*([] if request.streamed else [asked]), *(entry.name for entry in lean)]
+    for name in names if entry_of(asked).streams else ():
+        plan = attrs.evolve(request.plan, optimizer=OptimizerSection(type=name))
+        trying = attrs.evolve(request, plan=plan, streamed=True)
+        fitting = [one for one in _candidates(trying, (STREAMING,)) if one.fits]
+        if not fitting:
+            continue
+        seconds = min((one.time.expected for one in fitting if one.time is not None), default=None)
+        step = "" if seconds is None else f", {seconds:.2f} s per step"
+        smaller = "" if name == asked else f"optimizer={name!r} and "
+        return f"; streamed weights fit: {smaller}streamed=True (--streamed){step}"
+    return ""
 
 
 def _smaller_states(request: Request, nearest: Candidate) -> str:
@@ -563,7 +650,7 @@ def _adapters(request: Request) -> str:
         except InvalidValueError:  # It has no layers that adapters usually go to.
             return ""
         adapted = attrs.evolve(request, model=model)
-        fitting = next((one for one in _candidates(adapted) if one.fits), None)
+        fitting = next(iter(_eligible(adapted, _candidates(adapted))), None)
         if fitting is not None:
             named, option = f"lora={_SUGGESTED_RANK}", f"--lora {_SUGGESTED_RANK}"
             if base_dtype is not None:

@@ -16,6 +16,7 @@ import math
 import os
 import re
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -1740,6 +1741,8 @@ class ModelFacts:
     """What a training step computes; ``None``: not known."""
     blocks: tuple[BlockFacts, ...] = ()
     """Its innermost repeated modules, as far as they are known."""
+    units: tuple[str, ...] = ()
+    """Dotted names of the modules whose weights are streamed, each as a whole."""
     frames_per_latent: int | None = None
     """Frames of a clip that each of its latents after the first stands for; ``None``: it is trained
     on images."""
@@ -1767,6 +1770,7 @@ class ModelFacts:
                 _read_parameter(name, parameter) for name, parameter in module.named_parameters()
             ],
             blocks=_blocks(module),
+            units=repeated_modules(module),
         )
 
     @classmethod
@@ -1888,8 +1892,114 @@ class ModelFacts:
         return tuple([-(-each.numel // ranks) for each in self.trainable])
 
     @cached_property
+    def streamed(self) -> StreamedFacts:
+        """What streaming moves of it, and what stays on the device."""
+        return _streamed_facts(self)
+
+    @cached_property
     def _parts(self) -> dict[int, tuple[int, ...]]:
         return {}
+
+
+UNIT_ALIGNED: Final = 16
+"""Elements of the step's widest vectors: where each parameter begins in a streamed unit."""
+
+
+@attrs.frozen(kw_only=True)
+class StreamedFacts:
+    """Elements that streaming moves and keeps, each parameter's rounded up to ``UNIT_ALIGNED``."""
+
+    trained: tuple[int, ...]
+    """Of each streamed unit whose weights are trained."""
+    frozen: tuple[int, ...]
+    """Of each streamed unit whose weights are not."""
+    resident_trained: int
+    """Of what is trained and stays on the device."""
+    resident_frozen: int
+    """Of what is frozen and stays on the device; as many as there are."""
+
+    @cached_property
+    def units(self) -> tuple[int, ...]:
+        """Of each streamed unit."""
+        return (*self.trained, *self.frozen)
+
+    @cached_property
+    def total(self) -> int:
+        """Of all streamed units."""
+        return sum(self.units)
+
+
+def _streamed_facts(model: ModelFacts) -> StreamedFacts:
+    units, elements = set(model.units), {name: [0, 0] for name in model.units}
+    rest = [0, 0]
+    for each in model.parameters:
+        aligned = -(-each.numel // UNIT_ALIGNED) * UNIT_ALIGNED if each.numel else 0
+        name = each.name
+        while name and name not in units:
+            name = name.rpartition(".")[0]
+        if name:
+            elements[name][each.trainable] += aligned
+        else:
+            rest[each.trainable] += aligned if each.trainable else each.numel
+    # Of each unit the larger kind is streamed.
+    kinds = [(frozen, trained) for frozen, trained in elements.values() if frozen or trained]
+    return StreamedFacts(
+        trained=tuple(trained for frozen, trained in kinds if trained > frozen),
+        frozen=tuple(frozen for frozen, trained in kinds if frozen >= trained),
+        resident_trained=rest[1] + sum(trained for frozen, trained in kinds if frozen >= trained),
+        resident_frozen=rest[0] + sum(frozen for frozen, trained in kinds if trained > frozen),
+    )
+
+
+UNET_BLOCKS: Final = frozenset({"BasicTransformerBlock", "ResnetBlock2D"})
+"""Blocks of diffusers' U-Nets."""
+
+
+def repeated_modules(module: Any) -> tuple[str, ...]:
+    """Dotted names of the modules that a model is built of, of nested ones the outermost.
+
+    They are the blocks that diffusers calls repeated and those of U-Nets, else modules of one class
+    that stand in a row.
+
+    Args:
+        module: A ``torch.nn.Module``.
+    """
+    classes = set(UNET_BLOCKS)
+    for part in module.modules():
+        classes.update(getattr(part, "_repeated_blocks", None) or ())
+    return outermost_modules(module, classes) or outermost_modules(module, _in_a_row(module))
+
+
+def outermost_modules(module: Any, wanted: Collection[str]) -> tuple[str, ...]:
+    """Dotted names of the modules with weights that are wanted, of nested ones the outermost.
+
+    Args:
+        module: A ``torch.nn.Module``; never one of them itself.
+        wanted: Dotted names, or names of classes.
+    """
+    found: list[str] = []
+    inside: set[int] = {id(module)}
+    for name, part in module.named_modules():
+        if id(part) in inside or not (name in wanted or type(part).__name__ in wanted):
+            continue
+        if any(math.prod(getattr(p, "ds_shape", p.shape)) for p in part.parameters()):
+            found.append(name)
+            inside.update(id(each) for each in part.modules())
+    return tuple(found)
+
+
+def _in_a_row(module: Any) -> set[str]:
+    """Classes that are no layers of torch's and stand more than once in a list."""
+    classes: set[str] = set()
+    for part in module.modules():
+        if type(part).__name__ in ("ModuleList", "Sequential"):
+            counts = Counter(type(child) for child in part.children())
+            classes.update(
+                kind.__name__
+                for kind, count in counts.items()
+                if count > 1 and not kind.__module__.startswith("torch.nn.")
+            )
+    return classes
 
 
 def _blocks(module: Any) -> tuple[BlockFacts, ...]:
@@ -2536,6 +2646,7 @@ class DeepSpeedPlan(Readable, Section):
         base_dtype: str | None = None,
         rates: Rates | None = None,
         prefer: Preference = "fastest",
+        streamed: bool = False,
     ) -> Advice:
         """The fastest plan that fits, by prediction.
 
@@ -2564,6 +2675,8 @@ class DeepSpeedPlan(Readable, Section):
             rates: How fast it is; as measured by ``zerotune doctor --rates``, or catalogued.
             prefer: ``"least offload"``: with the lowest stage, whatever it takes; so it is also
                 where the arithmetic of the model is not known.
+            streamed: Whether a plan that streams weights may be chosen. Such plans are listed
+                anyway; ``plan.resolve(streamed=advice.streamed)`` makes one run.
 
         Raises:
             NothingFitsError: No plan fits; holds the nearest.
@@ -2594,6 +2707,7 @@ class DeepSpeedPlan(Readable, Section):
             base_dtype=base_dtype,
             rates=rates,
             prefer=prefer,
+            streamed=streamed,
         )
 
     def estimate(
@@ -2737,6 +2851,21 @@ class Streaming:
     """Bytes of the device that units may take, instead of a window; ``"6GiB"`` will do. They get
     twice the largest at least."""
 
+    def capacity(self, sizes: Collection[int]) -> int:
+        """Bytes of the device that units may take at a time.
+
+        Args:
+            sizes: Bytes of each unit.
+        """
+        largest = max(sizes, default=0)
+        wanted = self.window * largest
+        if self.memory is not None:
+            # The backward pass enters a unit before the one behind it is through.
+            wanted = max(self.memory, 2 * largest)
+        if len(set(sizes)) == 1:
+            wanted -= wanted % largest
+        return min(wanted, sum(sizes))
+
 
 @attrs.frozen(kw_only=True, repr=False)
 class ResolvedPlan(Readable):
@@ -2783,6 +2912,13 @@ class ResolvedPlan(Readable):
             run=self.run,
             uses_deepspeed=self.uses_deepspeed,
         )
+
+    @property
+    def streaming(self) -> Streaming | None:
+        """How weights are streamed; ``None``: they are not."""
+        if isinstance(self.streamed, Streaming):
+            return self.streamed
+        return Streaming() if self.streamed else None
 
     @property
     def stage(self) -> int:
@@ -2871,6 +3007,22 @@ class ResolvedPlan(Readable):
             severity="warning" if asked else "note",
         )
         return attrs.evolve(self, streamed=False, decisions=(*self.decisions, decision))
+
+    def with_units_kept(self, workload: Workload, *, reserve: float = 0.05) -> ResolvedPlan:
+        """This plan, if it streams weights, with as many units on the device as there is room for.
+
+        Args:
+            workload: What runs beside them.
+            reserve: Share of the device's memory to keep free.
+
+        Raises:
+            UnresolvedPlanError: The plan was resolved without a model.
+        """
+        from zerotune.plan.memory import estimate
+
+        vram = min((device.total_memory for device in self.platform.devices), default=0)
+        usable = int(vram * (1 - reserve))
+        return estimate.with_units_kept(self.estimate(workload), usable)
 
     def with_nvme_path(
         self,

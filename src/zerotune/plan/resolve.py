@@ -28,6 +28,7 @@ from zerotune.plan.model import (
     FP16_BESIDE,
     PRECISION_SYNONYMS,
     PRECISIONS,
+    UNET_BLOCKS,
     AioSection,
     Bf16Section,
     BlockFacts,
@@ -454,7 +455,7 @@ SUB_GROUP_NVME: Final = 50_000_000
 """Smaller, because the swap pool pins ``buffer_count`` buffers of the largest sub-group."""
 PARAM_BUFFER: Final = 100_000_000
 PARAM_BUFFERS: Final = 5
-LEAF_CLASSES: Final = frozenset({"BasicTransformerBlock", "ResnetBlock2D"})
+LEAF_CLASSES: Final = UNET_BLOCKS
 """Blocks that diffusers calls with positional inputs. DeepSpeed sees no others of a leaf module:
 called with keywords, its weights are gone in the backward pass (0.19.8)."""
 SMALLEST_SWAP_BYTES: Final = 1024**2

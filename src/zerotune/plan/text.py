@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any, Final
@@ -224,9 +225,11 @@ def describe(resolved: ResolvedPlan) -> str:
     parts = [f"ZeRO-{resolved.stage}" if resolved.stage else "no partitioning"]
     if not resolved.uses_deepspeed:
         parts = ["plain engine"]
+    if resolved.streamed:
+        parts = ["weights streamed"]
     if resolved.offload_optimizer != "none":
         parts.append(f"optimizer {_WHERE[resolved.offload_optimizer]}")
-    if resolved.offload_param != "none":
+    if resolved.offload_param != "none" and not resolved.streamed:
         parts.append(f"parameters {_WHERE[resolved.offload_param]}")
     return ", ".join([*parts, resolved.precision, _ranks(resolved.world_size)])
 
@@ -627,6 +630,7 @@ def candidate_data(candidate: Candidate) -> dict[str, Any]:
         "fits": candidate.fits,
         "gradient_checkpointing": candidate.gradient_checkpointing,
         "activation_offload": candidate.activation_offload,
+        "streamed": None if candidate.streamed is None else attrs.asdict(candidate.streamed),
         "needs": places_of(candidate.estimate),
         "shortfalls": dict(_shortfalls(candidate)),
         "reason": candidate.reason,
@@ -640,7 +644,9 @@ def time_data(time: StepTime) -> dict[str, Any]:
     return {
         "seconds": time.seconds,
         "hidden_seconds": time.hidden_seconds,
+        "eager_seconds": time.eager_seconds,
         "expected_seconds": time.expected,
+        "schedule": time.schedule,
         "phases": time.phases,
         "bound": time.bound.what,
         "origin": time.origin,
@@ -771,11 +777,22 @@ def foremost(advice: Advice, most: int) -> tuple[Candidate, ...]:
 
     others = [one for one in advice.candidates if one is not advice.chosen]
     fitting = [one for one in others if one.fits]
+    streamed = _fastest_streamed(advice, fitting)
     short = sorted((one for one in others if _shortfalls(one)), key=lacking)
     # What almost fits tells as much as what also fits: room for one is kept.
-    fitting = fitting[: most - 1 - bool(short)]
-    kept = [advice.chosen, *fitting, *short][:most]
+    fitting = fitting[: most - 1 - bool(short) - len(streamed)]
+    kept = [advice.chosen, *streamed, *fitting, *short][:most]
     return tuple(one for one in advice.candidates if any(one is other for other in kept))
+
+
+def _fastest_streamed(advice: Advice, fitting: Iterable[Candidate]) -> list[Candidate]:
+    """The one that streams weights and is faster than the choice, where there is one."""
+
+    def seconds(one: Candidate) -> float:
+        return math.inf if one.time is None else one.time.expected
+
+    streamed = min((one for one in fitting if one.streamed), key=seconds, default=advice.chosen)
+    return [streamed] if seconds(streamed) < seconds(advice.chosen) else []
 
 
 def _title(candidate: Candidate) -> str:

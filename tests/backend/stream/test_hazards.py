@@ -12,6 +12,7 @@ from tests.backend.stream.streaming import Run, differences, train
 from tests.support.ranks import ranks
 from zerotune.backend.stream import lanes, passes, residency, steps, units
 from zerotune.errors import EngineError
+from zerotune.plan.memory.estimate import GRADIENTS_UNDER_WAY
 from zerotune.plan.model import Streaming
 
 pytestmark = [pytest.mark.deepspeed, ranks(1)]
@@ -126,3 +127,25 @@ def test_weights_that_are_not_fetched_again_after_a_step(monkeypatch):
         units.Unit, "is_current", property(lambda unit: unit.is_here and unit.loaded is not None)
     )
     assert is_seen(good, CLIPPED)
+
+
+@pytest.mark.parametrize("run", [CLIPPED, EAGER], ids=str)
+def test_gradients_of_a_few_units_wait_on_the_device(monkeypatch, run):
+    under_way, most = set(), []
+    land = steps.StreamedSteps._land
+    complete = steps.StreamedSteps._complete
+
+    def slowly(self: Any, unit: Any, came: Any) -> None:
+        time.sleep(0.005)
+        land(self, unit, came)
+        under_way.discard(unit)
+
+    def counted(self: Any, unit: Any) -> None:
+        under_way.add(unit)
+        complete(self, unit)
+        most.append(len(under_way))
+
+    monkeypatch.setattr(steps.StreamedSteps, "_land", slowly)
+    monkeypatch.setattr(steps.StreamedSteps, "_complete", counted)
+    train(run, streamed=True)
+    assert max(most) == GRADIENTS_UNDER_WAY

@@ -7,10 +7,10 @@ import torch
 
 from tests.backend.stream.streaming import Run, Web, flux, make_model, qwen, start, unet
 from tests.support.ranks import ranks
-from zerotune.backend.stream.units import ALIGNED, find_units, make_units
+from zerotune.backend.stream.units import find_units, make_units
 from zerotune.errors import EngineError, InvalidValueError
 from zerotune.plan.families import family
-from zerotune.plan.model import Streaming
+from zerotune.plan.model import UNIT_ALIGNED, Streaming
 
 
 def names(model: torch.nn.Module, named: tuple[str, ...] = ()) -> list[str]:
@@ -48,6 +48,7 @@ def test_all_of_sdxl_but_two_percent():
     units = sum(p.numel() for _, module in found for p in module.parameters())
     total = sum(p.numel() for p in model.parameters())
     assert total == family("sdxl").numel
+    assert tuple(name for name, _ in found) == family("sdxl").units
     assert len(found) == 87
     assert 1 - units / total < 0.022
 
@@ -109,7 +110,7 @@ def test_every_parameter_has_one_place_and_its_values():
     assert sorted(member.name for _, member in members) == sorted(weights)
     for unit, member in members:
         assert torch.equal(unit.of_member(member), weights[member.name])
-        assert member.span.start % ALIGNED == 0
+        assert member.span.start % UNIT_ALIGNED == 0
 
 
 def test_a_tied_weight_belongs_to_one_unit_and_both_modules_need_it():

@@ -11,7 +11,13 @@ from zerotune.errors import InvalidValueError, UnresolvedPlanError
 from zerotune.plan.families import family
 from zerotune.plan.families.__init__ import as_facts
 from zerotune.plan.memory.estimate import Workload, power_of_two, sides
-from zerotune.plan.model import ActivationCost, ActivationFacts, DeepSpeedPlan, ModelFacts
+from zerotune.plan.model import (
+    ActivationCost,
+    ActivationFacts,
+    DeepSpeedPlan,
+    ModelFacts,
+    Streaming,
+)
 from zerotune.platform import Platform
 
 GIB = 2**30
@@ -339,3 +345,49 @@ def test_no_part_is_negative_and_every_place_is_counted(sizes, ranks, stage, off
     training = held(estimate, "weights", "device") + held(estimate, "gathered weights", "device")
     assert training * 8 * ranks >= model.numel * 2
     assert estimate.device >= GIB // 2
+
+
+def blocks_of(sizes, rest):
+    """A model of blocks with one weight each, and one outside."""
+    shapes = [(f"blocks.{index}.weight", (size,)) for index, size in enumerate(sizes)]
+    facts = ModelFacts.from_shapes([*shapes, ("out.weight", (rest,))])
+    return attrs.evolve(facts, units=tuple(f"blocks.{index}" for index in range(len(sizes))))
+
+
+@pytest.mark.parametrize(
+    ("streaming", "capacity"),
+    [(Streaming(), 3 * 4096), (Streaming(memory=1), 2 * 4096), (Streaming(memory=9000), 2 * 4096),
+     (Streaming(memory="1GiB"), 5 * 4096)],
+)  # fmt: skip
+def test_streamed_weights_by_hand(streaming, capacity):
+    # Weights of 2040 elements take 2048, in 2 bytes; 100 outside of the blocks take 112.
+    plan = DeepSpeedPlan.build(
+        stage=2, offload="cpu", precision="bf16", gradient_accumulation_steps=2
+    )
+    model = blocks_of([2040] * 5, 100)
+    resolved = plan.resolve(platform=CUDA, model=model, streamed=streaming)
+    items = {
+        (item.place, item.component): item.nbytes
+        for item in resolved.estimate(Workload(ema="host", exact_pinning=True)).items
+    }
+    count = 5 * 2048 + 112
+    assert items["device", "weights"] == 2 * 112
+    assert items["device", "streamed weights"] == capacity
+    assert items["device", "gradients"] == 2 * (3 * 2048 + 112)
+    assert items["device", "temporaries"] == 2 * 2 * 2040
+    assert items["host", "weights"] == items["host", "gradients"] == 2 * count
+    assert items["host", "master weights"] == 4 * count
+    assert items["host", "optimizer states"] == 8 * count
+    assert items["host", "EMA"] == 4 * (5 * 2040 + 100)
+
+
+def test_of_adapters_the_frozen_base_is_streamed():
+    plan = DeepSpeedPlan.build(stage=2, offload="cpu", precision="bf16")
+    resolved = plan.resolve(platform=CUDA, model=as_facts("flux", lora=16), streamed=True)
+    units = resolved.model.streamed
+    assert (len(units.frozen), units.trained) == (57, ())
+    assert units.resident_trained == pytest.approx(resolved.model.trainable_numel, rel=1e-3)
+    estimate = resolved.estimate(Workload(exact_pinning=True))
+    host = sum(item.nbytes for item in estimate.items if item.place == "host" and
+               item.component not in ("runtime", "checkpoint"))  # fmt: skip
+    assert host == 2 * units.total + 16 * units.resident_trained

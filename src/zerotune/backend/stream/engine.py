@@ -370,11 +370,7 @@ def _pins(plan: ResolvedPlan) -> bool:
 
 def _capacity(streaming: Streaming, units: list[Unit]) -> int:
     """Bytes of the device that streamed units may take."""
-    sizes = [unit.nbytes for unit in units if not unit.resident]
-    largest, window = max(sizes, default=0), streaming.window * max(sizes, default=0)
-    # The backward pass enters a unit before the last has all of its gradients.
-    wanted = window if streaming.memory is None else max(streaming.memory, 2 * largest)
-    return min(wanted, sum(sizes))
+    return streaming.capacity([unit.nbytes for unit in units if not unit.resident])
 
 
 def _why_not_by_default(plan: ResolvedPlan) -> str | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
@@ -26,6 +27,7 @@ from zerotune.backend.stream.passes import Passes, UnitPass
 from zerotune.backend.stream.residency import Residency
 from zerotune.backend.stream.units import Member, Unit
 from zerotune.errors import EngineError
+from zerotune.plan.memory.estimate import GRADIENTS_UNDER_WAY
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -77,6 +79,7 @@ class StreamedSteps:
         places = {m.name: (u, i) for u in units for i, m in enumerate(u.members)}
         self._order = [[places[name] for name in group] for group in order]
         self._whole = _vectors(units, order)
+        self._leaving: deque[Copy] = deque()
         self._held: list[Unit] = []
         self._is_last = False
         self._under_way = False
@@ -134,6 +137,10 @@ class StreamedSteps:
         window.landed = self._lane.submit(
             partial(self._land, unit, came), then=partial(self._take_squares, unit, came)
         )
+        self._leaving.append(window.landed)
+        if len(self._leaving) > GRADIENTS_UNDER_WAY:
+            # The host runs ahead of the device, which has no room for the gradients of all units.
+            self._leaving.popleft().finish()
         if self.is_eager and self._is_last:
             self._begin(unit, factor=1.0)
 

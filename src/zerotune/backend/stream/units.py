@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import attrs
 import torch
 
 from zerotune.errors import EngineError
-from zerotune.plan.resolve import LEAF_CLASSES
+from zerotune.plan.model import UNIT_ALIGNED, outermost_modules, repeated_modules
 
 if TYPE_CHECKING:
     from zerotune.backend.stream.lanes import Copy
 
-ALIGNED: Final = 16
-"""Elements of the step's widest vectors: where each parameter begins in a flat tensor."""
 NamedModules = list[tuple[str, torch.nn.Module]]
 Kind = tuple[bool, torch.dtype]
 """Whether parameters are trained, and their dtype."""
@@ -158,7 +155,7 @@ def _laid_out(
     for name, parameter, group in sorted(members, key=lambda member: member[2] or 0):
         span = slice(at, at + parameter.numel())
         placed.append(Member(name=name, parameter=parameter, span=span, group=group))
-        at += -(-parameter.numel() // ALIGNED) * ALIGNED
+        at += -(-parameter.numel() // UNIT_ALIGNED) * UNIT_ALIGNED
     return tuple(placed), at
 
 
@@ -253,10 +250,7 @@ def find_units(model: torch.nn.Module, named: Sequence[str] = ()) -> NamedModule
     """
     if named:
         return _named(model, named)
-    classes = set(LEAF_CLASSES)
-    for module in model.modules():
-        classes.update(getattr(module, "_repeated_blocks", None) or ())
-    return _outermost(model, classes) or _outermost(model, _in_a_row(model))
+    return [(name, model.get_submodule(name)) for name in repeated_modules(model)]
 
 
 def _named(model: torch.nn.Module, named: Sequence[str]) -> NamedModules:
@@ -268,34 +262,8 @@ def _named(model: torch.nn.Module, named: Sequence[str]) -> NamedModules:
                 value=each,
                 fix=f"such as {_examples(model)}",
             )
-    return _outermost(model, named)
+    return [(name, model.get_submodule(name)) for name in outermost_modules(model, named)]
 
 
 def _examples(model: torch.nn.Module) -> str:
     return ", ".join(repr(type(part).__name__) for _, part in find_units(model)[:1]) or "'Block'"
-
-
-def _outermost(model: torch.nn.Module, wanted: Collection[str]) -> NamedModules:
-    found: NamedModules = []
-    inside: set[int] = {id(model)}
-    for name, part in model.named_modules():
-        if id(part) in inside or not (name in wanted or type(part).__name__ in wanted):
-            continue
-        if any(p.numel() for p in part.parameters()):
-            found.append((name, part))
-            inside.update(id(each) for each in part.modules())
-    return found
-
-
-def _in_a_row(model: torch.nn.Module) -> set[str]:
-    """Classes that are no layers of torch's and stand more than once in a list."""
-    classes: set[str] = set()
-    for part in model.modules():
-        if isinstance(part, (torch.nn.ModuleList, torch.nn.Sequential)):
-            counts = Counter(type(child) for child in part)
-            classes.update(
-                kind.__name__
-                for kind, count in counts.items()
-                if count > 1 and not kind.__module__.startswith("torch.nn.")
-            )
-    return classes

@@ -92,6 +92,7 @@ def facts_to_json(facts: ModelFacts) -> dict[str, Any]:
         value = getattr(facts, part)
         data[part] = None if value is None else attrs.asdict(value)
     data["blocks"] = [attrs.asdict(block) for block in facts.blocks]
+    data["units"] = list(facts.units)
     data["parameters"] = [[each.name, list(each.shape)] for each in facts.parameters]
     return data
 
@@ -111,6 +112,7 @@ def facts_from_json(data: Mapping[str, Any]) -> ModelFacts:
             **{kind: PassWork(**one) for kind, one in work.items() if one is not None}
         ),
         blocks=tuple(BlockFacts(**block) for block in data["blocks"]),
+        units=tuple(data["units"]),
         frames_per_latent=data.get("frames_per_latent"),
     )
 

@@ -14,7 +14,8 @@ import attrs
 from typing_extensions import override
 
 from zerotune._util.table import Page, Readable
-from zerotune._util.text import is_integer
+from zerotune._util.text import format_size, is_integer
+from zerotune.decisions import Decision
 from zerotune.errors import InvalidValueError, UnresolvedPlanError
 from zerotune.optimizers.catalogue import ADAM, entry_of
 from zerotune.plan.families import as_facts, model_family
@@ -25,6 +26,7 @@ from zerotune.plan.model import (
     ModelFacts,
     OffloadSection,
     ResolvedPlan,
+    Streaming,
     ZeroSection,
     pins,
 )
@@ -273,7 +275,21 @@ class Costing:
     def flattens_on_host(self) -> bool:
         """Whether weights pass through one block of host memory (``flat_through_host``)."""
         through = self.resolved.stage in (1, 2) and self.resolved.offload_optimizer != "none"
-        return through and self.resolved.uses_deepspeed and not self.on_cpu
+        return (
+            through and self.resolved.uses_deepspeed and not self.on_cpu and self.streaming is None
+        )
+
+    @cached_property
+    def streaming(self) -> Streaming | None:
+        """How weights are streamed; ``None``: they are not."""
+        return self.resolved.streaming
+
+    @cached_property
+    def streamed_capacity(self) -> int:
+        """Bytes of the device that streamed units take."""
+        if self.streaming is None:
+            return 0
+        return self.streaming.capacity([self.element * one for one in self.model.streamed.units])
 
     @property
     def ranks(self) -> int:
@@ -852,6 +868,79 @@ def _optimizer_in_files(case: Costing, section: OffloadSection | None) -> Iterat
     )
 
 
+# -- Memory of streamed weights: a window of units on the device, everything in host memory.
+#
+# Read in ``zerotune.backend.stream``, and counted in its passes on the CPU.
+
+
+GRADIENTS_UNDER_WAY: Final = 2
+"""Units whose gradients are on their way to the host, beside the one whose gradients come."""
+
+
+def streamed(case: Costing) -> Iterator[MemoryItem]:
+    """Units pass through the device; their weights, masters and states lie in host memory."""
+    units, element, precision = case.model.streamed, case.element, case.resolved.precision
+    resident = units.resident_trained + units.resident_frozen
+    yield case.item("weights", case.device, element * resident, note=f"{precision}, of no unit")
+    capacity = case.streamed_capacity
+    note = f"room for {capacity / (element * units.total or 1):.0%} of {len(units.units)} units"
+    yield case.item("streamed weights", case.device, capacity, TRAINING, note)
+    coming = (1 + GRADIENTS_UNDER_WAY) * max(units.trained, default=0) + units.resident_trained
+    note = "of units, until they are on the host"
+    yield case.item("gradients", case.device, element * coming, BACKWARD, note)
+    if (case.resolved.gradient_accumulation_steps or 1) > 1:
+        note = "the largest gradient, and what it is added to"
+        yield case.item("temporaries", case.device, 2 * element * case.largest, BACKWARD, note)
+    yield from _streamed_on_host(case, [*units.units, units.resident_trained])
+
+
+def with_units_kept(estimate: MemoryEstimate, usable: int) -> ResolvedPlan:
+    """A plan that streams weights, with as many units on the device as there is room for.
+
+    Args:
+        estimate: Of the plan, whatever it keeps.
+        usable: Bytes of the device.
+    """
+    resolved = estimate.resolved
+    if resolved.model is None or resolved.streaming is None:
+        return resolved
+    case = Costing(resolved=resolved, model=resolved.model, workload=estimate.workload)
+    others = estimate.device - case.streamed_capacity
+    total = case.element * resolved.model.streamed.total
+    memory = max(0, min(usable - others, total))
+    decision = Decision(
+        key="streamed.memory",
+        before=resolved.streaming.memory,
+        after=memory,
+        reason=f"of {format_size(usable)} that may be used, all else takes {format_size(others)}; "
+        f"units are {format_size(total)}",
+    )
+    return attrs.evolve(
+        resolved,
+        streamed=attrs.evolve(resolved.streaming, memory=memory),
+        decisions=(*resolved.decisions, decision),
+    )
+
+
+def _streamed_on_host(case: Costing, blocks: list[int]) -> Iterator[MemoryItem]:
+    zero, units, element = case.resolved.plan.zero_optimization, case.model.streamed, case.element
+    pin = zero is not None and pins(zero.offload_optimizer) and not case.on_cpu
+    trained = [*units.trained, units.resident_trained]
+    count = sum(trained) / case.ranks
+
+    def locked(component: str, sizes: Iterable[float], note: str) -> MemoryItem:
+        wanted = [element * size / case.ranks for size in sizes]
+        if pin:
+            return case.pinned(component, wanted, note=note, by_torch=True)
+        return case.item(component, "host", sum(wanted), note=note)
+
+    yield locked("weights", blocks, _share_of(case, case.resolved.precision))
+    yield locked("gradients", trained, _share_of(case, case.resolved.precision))
+    yield case.item("master weights", "host", 4 * count, note=_share_of(case, "fp32"))
+    nbytes = case.state_bytes * case.states * count
+    yield case.item("optimizer states", "host", nbytes, TRAINING, _share_of(case, "fp32"))
+
+
 # -- From a resolved plan and a workload to what it needs.
 
 
@@ -1001,7 +1090,9 @@ def _items(case: Costing) -> Iterator[MemoryItem]:
 def _engine_items(case: Costing) -> Iterator[MemoryItem]:
     plan = case.resolved.plan
     zero = plan.zero_optimization
-    if not case.resolved.uses_deepspeed or zero is None:
+    if case.streaming is not None:
+        yield from streamed(case)
+    elif not case.resolved.uses_deepspeed or zero is None:
         yield from plain(case)
     elif zero.stage == 0:
         yield from stage_0(case)

@@ -346,7 +346,8 @@ def swap_traffic(estimate: MemoryEstimate) -> SwapTraffic:
 #   weight, states and the weight: ``(3m + 2 s k + e) N``;
 # - of what an offload ratio below 1 leaves on the device, gradients and weights do not cross the
 #   bus in fp32, and the optimizer works in the device's memory;
-# - an EMA in host memory reads master weight and shadow and writes the shadow: ``12 N``.
+# - an EMA in host memory reads master weight and shadow and writes the shadow: ``12 N``; within a
+#   hidden pass ``8 N``.
 
 
 @attrs.frozen(kw_only=True)
@@ -392,6 +393,8 @@ def step_traffic(estimate: MemoryEstimate) -> StepTraffic:
     if model is None:
         return StepTraffic(gradients=0, parameters=0, weights=0, optimizer=0, ema=0, swap=swap)
     case = Costing(resolved=resolved, model=model, workload=estimate.workload)
+    if case.streaming is not None:
+        return _streamed_traffic(case, estimate)
     owned, kept = case.owned, case.model.weight_bytes(case.element, ranks=case.ranks)
     over_bus = not case.on_cpu and resolved.offload_optimizer != "none"
     on_host = case.on_cpu or resolved.offload_optimizer != "none"
@@ -400,7 +403,7 @@ def step_traffic(estimate: MemoryEstimate) -> StepTraffic:
     stays = sum(case.stays)
     away = owned - stays
     passes = 2 * resolved.gradient_accumulation_steps
-    ema = any(item.component == "EMA" and item.place == "host" for item in estimate.items)
+    ema = _averages_on_host(estimate)
     uploaded = case.element if resolved.uses_deepspeed else 4
     one_pass = case.steps_in_one_pass
     in_backward, in_step = _allocated(case) if case.on_cpu else (0, 0)
@@ -409,7 +412,8 @@ def step_traffic(estimate: MemoryEstimate) -> StepTraffic:
         parameters=passes * kept if params_away and not case.on_cpu else 0,
         weights=uploaded * away if over_bus and not params_away else 0,
         optimizer=round(_update(case) * away) if on_host else 0,
-        ema=12 * owned if ema else 0,
+        # Within the pass it reads no master weight of its own.
+        ema=(12 if _schedule(case) == "in turn" else 8) * owned if ema else 0,
         swap=swap,
         chain=0 if one_pass or not on_host else round(_chain(case) * away),
         # Gradients are widened, read for their norm, scaled; weights are cast.
@@ -419,6 +423,36 @@ def step_traffic(estimate: MemoryEstimate) -> StepTraffic:
         ),
         new_in_backward=in_backward,
         new_in_step=in_step,
+    )
+
+
+def _averages_on_host(estimate: MemoryEstimate) -> bool:
+    return any(item.component == "EMA" and item.place == "host" for item in estimate.items)
+
+
+def _streamed_traffic(case: Costing, estimate: MemoryEstimate) -> StepTraffic:
+    """Of weights that are streamed.
+
+    What a pass has used last is still there when the pass that goes back begins; what is on the
+    device when a step ends was written by the step, and comes again.
+    """
+    units, element = case.model.streamed, case.element
+    accumulated = case.resolved.gradient_accumulation_steps
+    trained = sum(units.trained)
+    absent = element * units.total - case.streamed_capacity
+    written = round(case.streamed_capacity * trained / (units.total or 1))
+    stepped = trained + units.resident_trained
+    # Micro batches after the first are added up on the device.
+    added = (accumulated - 1) * element * stepped
+    part = stepped / case.ranks
+    return StepTraffic(
+        gradients=accumulated * element * stepped,
+        parameters=2 * accumulated * absent + written + added,
+        weights=element * units.resident_trained,
+        # Its gradient stays in the weights' precision, and is read for its norm before.
+        optimizer=round((_update(case) - case.master_bytes + 2 * element) * part),
+        ema=round(8 * part) if _averages_on_host(estimate) else 0,
+        swap=swap_traffic(estimate),
     )
 
 
@@ -482,23 +516,26 @@ def _update(case: Costing) -> float:
 
 # -- How long a training step takes: what is computed, what is moved, and what of it overlaps.
 #
-# Phases follow one another. Within a phase the device computes, bytes cross the bus, host memory
-# and the disk are read and written beside each other, and the slowest of these lanes counts:
+# A step is a handful of lanes. What shares a lane adds up; lanes run beside each other, and of a
+# phase the slowest counts. Phases follow one another, but for an optimizer in host memory, which
+# engines take at other times (``Schedule``):
 #
 # - gradients cross the bus while the backward pass computes, and activations in both passes;
 # - parameters in host memory do not: DeepSpeed waits on the host for each that it fetches;
-# - an optimizer in host memory begins when all gradients are there, and weights go back when it has
-#   ended (`StepTime.hidden_seconds`: as if it ran beside the next step's passes);
-# - with NVMe, states are read and written around the optimizer; an EMA follows it.
+# - what crosses the bus goes through host memory too, where optimizer and averages work;
+# - with NVMe, states are read and written around the optimizer.
 
 
-Lane = Literal["device", "bus", "host", "disk"]
-"""What works while something happens."""
+Lane = Literal["device", "in", "out", "host", "calls", "disk"]
+"""What works while something happens: the device computes; the bus brings bytes to it and takes
+them away, both at a time; host memory is read and written; a core begins the device's operators."""
 StepPhase = Literal["forward", "backward", "optimizer", "weights", "ema"]
-"""When it happens; one phase begins when the one before has ended."""
-_PASSES: Final = ("forward", "backward")
-_BESIDE: Final = 0.15
-"""Of a step whose optimizer is hidden: what it takes of cores, memory and bus meanwhile."""
+"""What something belongs to."""
+Schedule = Literal["in turn", "hidden", "eager"]
+"""When an optimizer in host memory works: between the passes; beside the next forward pass; or
+beside the last backward pass too, where each gradient is stepped as it comes."""
+_PASSES: Final[tuple[StepPhase, ...]] = ("forward", "backward")
+_AFTER: Final[tuple[StepPhase, ...]] = ("optimizer", "weights", "ema")
 _PER_GRADIENT: Final[Mapping[int, int]] = {0: 5, 1: 12, 2: 12, 3: 12}
 """By stage: operators, views included, that DeepSpeed begins for the gradient of each parameter.
 Counted in backward passes of DeepSpeed 0.19.8 beside those of the plain engine."""
@@ -527,6 +564,26 @@ class TimePart:
 
 
 @attrs.frozen(kw_only=True)
+class _Stretch:
+    """A part of the passes, one after the other, and what runs beside all of it."""
+
+    phases: tuple[StepPhase, ...]
+    share: float = 1.0
+    """Of these phases."""
+    beside: tuple[StepPhase, ...] = ()
+
+    def seconds(self, lanes: Mapping[StepPhase, Mapping[Lane, float]]) -> float:
+        """How long it takes: as its phases one by one, or as the lane that has most to do."""
+        one_by_one = sum(self.share * max(lanes[phase].values()) for phase in self.phases)
+        total: dict[Lane, float] = {}
+        for share, phases in ((self.share, self.phases), (1.0, self.beside)):
+            for phase in phases:
+                for lane, seconds in lanes[phase].items():
+                    total[lane] = total.get(lane, 0.0) + share * seconds
+        return max(one_by_one, *total.values())
+
+
+@attrs.frozen(kw_only=True)
 class StepTime:
     """What one optimizer step takes, by phase. Made by ``step_time``."""
 
@@ -535,41 +592,66 @@ class StepTime:
     """What the arithmetic and the bytes were divided by."""
     notes: tuple[str, ...] = ()
     """What is not in the numbers, and why."""
-    hides: bool = False
-    """Whether the plan has the optimizer run beside the next passes."""
+    schedule: Schedule = "in turn"
+    """When the plan's optimizer works."""
+    micro_batches: int = 1
+    """Forward passes of a step; the optimizer works beside one of them."""
 
     @property
     def phases(self) -> dict[str, float]:
-        """Seconds of each phase, in order: of its slowest lane."""
-        lanes: dict[str, dict[str, float]] = {}
+        """Seconds of each phase by itself, in order: of its slowest lane."""
+        return {phase: max(lanes.values()) for phase, lanes in self._lanes.items() if lanes}
+
+    @property
+    def _lanes(self) -> dict[StepPhase, dict[Lane, float]]:
+        found: dict[StepPhase, dict[Lane, float]] = {}
         for part in self.parts:
-            phase = lanes.setdefault(part.phase, {})
-            phase[part.lane] = phase.get(part.lane, 0.0) + part.seconds
-        return {phase: max(found.values()) for phase, found in lanes.items()}
+            lanes = found.setdefault(part.phase, {})
+            lanes[part.lane] = lanes.get(part.lane, 0.0) + part.seconds
+        return found
+
+    def scheduled(self, schedule: Schedule) -> float:
+        """Seconds of a step whose optimizer works when ``schedule`` says.
+
+        An optimizer on the device is taken in turn.
+        """
+        lanes = self._lanes
+        on_host = any(lane in ("host", "disk") for lane in lanes.get("optimizer", ()))
+        if schedule == "in turn" or not on_host:
+            return sum(self.phases.values())
+        first, after = 1 / self.micro_batches, tuple(phase for phase in _AFTER if phase in lanes)
+        beside = _PASSES if schedule == "eager" else _PASSES[:1]
+        found = {phase: lanes.get(phase) or {"device": 0.0} for phase in (*_PASSES, *after)}
+        stretches = [_Stretch(phases=beside, share=first, beside=after)]
+        for phase in _PASSES:
+            share = 1 - first if phase in beside else 1.0
+            stretches.append(_Stretch(phases=(phase,), share=share))
+        return sum(stretch.seconds(found) for stretch in stretches)
 
     @property
     def seconds(self) -> float:
-        """Seconds of a step."""
-        return sum(self.phases.values())
+        """Seconds of a step whose phases all follow one another."""
+        return self.scheduled("in turn")
 
     @property
     def hidden_seconds(self) -> float:
-        """Seconds of a step whose optimizer and averages run beside the next passes."""
-        passes = sum(self.phases.get(name, 0.0) for name in _PASSES)
-        lanes: dict[str, float] = {}
-        for part in self.parts:
-            if part.phase not in _PASSES:
-                # Weights go back while the next ones are computed.
-                lanes[part.lane] = lanes.get(part.lane, 0.0) + part.seconds
-        on_host = any(p.lane in ("host", "disk") for p in self.parts if p.phase == "optimizer")
-        return max(passes, *lanes.values()) if on_host else self.seconds
+        """Seconds of a step whose optimizer and averages run beside the next forward pass."""
+        return self.scheduled("hidden")
+
+    @property
+    def eager_seconds(self) -> float:
+        """Seconds of a step whose optimizer and averages run beside both passes."""
+        return self.scheduled("eager")
+
+    @property
+    def hides(self) -> bool:
+        """Whether the plan's optimizer runs beside the passes."""
+        return self.schedule != "in turn"
 
     @property
     def expected(self) -> float:
-        """Seconds of a step as the plan takes it, hidden or not."""
-        if not self.hides:
-            return self.seconds
-        return min(self.seconds, (1 + _BESIDE) * self.hidden_seconds)
+        """Seconds of a step as the plan takes it."""
+        return self.scheduled(self.schedule)
 
     @property
     def bound(self) -> TimePart:
@@ -609,15 +691,24 @@ def step_time(estimate: MemoryEstimate, rates: Rates) -> StepTime | None:
     parts = [*_pass_parts(case, model.arithmetic, rates), *_moved(case, estimate, rates)]
     notes = ("what ranks send each other is left out",) if case.ranks > 1 else ()
     kept = tuple(part for part in parts if part.seconds > 0)
-    return StepTime(parts=kept, rates=rates, notes=notes, hides=_hides(case))
+    return StepTime(
+        parts=kept,
+        rates=rates,
+        notes=notes,
+        schedule=_schedule(case),
+        micro_batches=case.resolved.gradient_accumulation_steps,
+    )
 
 
-def _hides(case: Costing) -> bool:
-    """Whether Adam in host memory is taken behind the next forward, where that is proven."""
+def _schedule(case: Costing) -> Schedule:
+    """When Adam in host memory works."""
     resolved = case.resolved
+    if case.streaming is not None:
+        return "hidden" if resolved.gradient_clipping > 0 else "eager"
     in_files = "nvme" in (resolved.offload_optimizer, resolved.offload_param)
     alone = resolved.stage == 3 or case.ranks == 1
-    return case.may_hide and alone and case.steps_in_one_pass and not in_files and not case.stays
+    steps = case.steps_in_one_pass and not in_files and not case.stays
+    return "hidden" if case.may_hide and alone and steps else "in turn"
 
 
 def _pass_parts(case: Costing, facts: ArithmeticFacts, rates: Rates) -> Iterator[TimePart]:
@@ -631,7 +722,7 @@ def _pass_parts(case: Costing, facts: ArithmeticFacts, rates: Rates) -> Iterator
         if case.checks_gradients:
             _, each = _PER_CHECKED[stage == 3, case.element]
             yield _looked_after(case, rates, "backward", "gradients checked", each)
-        if stage == 3:
+        if stage == 3 and case.streaming is None:
             yield _looked_after(case, rates, "forward", "parameters gathered", _PER_GATHERED)
 
 
@@ -640,7 +731,7 @@ def _looked_after(case: Costing, rates: Rates, phase: StepPhase, what: str, each
     begun = each * (trained if phase == "backward" else len(case.model.parameters))
     return TimePart(
         phase=phase,
-        lane="device" if case.on_cpu else "host",
+        lane="device" if case.on_cpu else "calls",
         what=what,
         seconds=case.resolved.gradient_accumulation_steps * begun / rates.operators,
         rate="operators",
@@ -667,7 +758,7 @@ def _computed(
     yield TimePart(
         phase=phase,
         # A device computes while the next operators are begun.
-        lane="device" if case.on_cpu else "host",
+        lane="device" if case.on_cpu else "calls",
         what=f"{what}: operators begun",
         seconds=shared * times * work.operators / rates.operators,
         rate="operators",
@@ -695,6 +786,7 @@ def _sharing(case: Costing) -> int:
     return case.workload.ranks_per_machine or case.ranks
 
 
+_BUS: Final = frozenset({"to_host", "to_device"})
 _Moved = tuple[StepPhase, Lane, str, float, str]
 """Phase, lane, what in words, bytes, and the name of the rate."""
 
@@ -706,17 +798,29 @@ def _moved(case: Costing, estimate: MemoryEstimate, rates: Rates) -> Iterator[Ti
         shared = ranks if lane in ("host", "disk") or rate == "new_memory" else 1
         seconds = shared * nbytes / getattr(rates, rate)
         yield TimePart(phase=phase, lane=lane, what=what, seconds=seconds, rate=rate)
+        if rate in _BUS:
+            # Memory gives at least what the bus was seen to take of it.
+            through = ranks * nbytes / max(rates.host_memory, getattr(rates, rate))
+            yield TimePart(
+                phase=phase,
+                lane="host",
+                what=f"{what}, through host memory",
+                seconds=through,
+                rate="host_memory",
+            )
 
 
 def _amounts(case: Costing, estimate: MemoryEstimate) -> Iterator[_Moved]:
     traffic, waiting = step_traffic(estimate), _waiting(case)
     half, swap = traffic.parameters / 2, traffic.swap
     memory = "host_memory" if case.on_cpu else "device_memory_fp32"
-    yield "forward", "device", "parameters to the device", half, "to_device"
-    yield "forward", "bus", "activations to the host", waiting, "to_host"
-    yield "backward", "device", "parameters to the device", half, "to_device"
-    yield "backward", "bus", "activations to the device", waiting, "to_device"
-    yield "backward", "bus", "gradients to the host", traffic.gradients, "to_host"
+    # DeepSpeed waits for what it fetches; units are fetched ahead.
+    fetches: Lane = "device" if case.streaming is None else "in"
+    yield "forward", fetches, "parameters to the device", half, "to_device"
+    yield "forward", "out", "activations to the host", waiting, "to_host"
+    yield "backward", fetches, "parameters to the device", half, "to_device"
+    yield "backward", "in", "activations to the device", waiting, "to_device"
+    yield "backward", "out", "gradients to the host", traffic.gradients, "to_host"
     yield "backward", "device", "gradients put into buckets", _gradients_in_memory(case), memory
     yield "backward", "device", "gradients checked", _checked(case), memory
     new = traffic.new_in_backward, traffic.new_in_step
@@ -726,7 +830,7 @@ def _amounts(case: Costing, estimate: MemoryEstimate) -> Iterator[_Moved]:
     yield "optimizer", "device", "the optimizer", traffic.on_device, "device_memory_fp32"
     yield "optimizer", "disk", "swap files read", swap.read, "disk_read"
     yield "optimizer", "disk", "swap files written", swap.written, "disk_write"
-    yield "weights", "bus", "weights to the device", traffic.weights, "to_device"
+    yield "weights", "in", "weights to the device", traffic.weights, "to_device"
     yield "ema", "host", "the average", traffic.ema, "host_memory"
 
 
@@ -748,7 +852,7 @@ def _checked(case: Costing) -> float:
 
 def _gradients_in_memory(case: Costing) -> float:
     """Bytes that are read and written when gradients are put into buckets and out of them."""
-    if not case.resolved.uses_deepspeed:
+    if not case.resolved.uses_deepspeed or case.streaming is not None:
         return 0.0
     # Into a bucket, averaged there, and out again, with a norm.
     return 7 * case.element * case.trained * case.resolved.gradient_accumulation_steps
