@@ -42,11 +42,7 @@ from zerotune.backend.step.adams import (
     no_step,
     torch_rounds_alike_in_fp32,
 )
-from zerotune.backend.step.deferred import (
-    KEY,
-    DeferredSteps,
-    take_over,
-)
+from zerotune.backend.step.deferred import KEY, DeferredSteps, take_over
 from zerotune.backend.stored import bring_weights, check_has_weights
 from zerotune.backend.upstream import require_accelerate
 from zerotune.decisions import Decision, announce
@@ -142,7 +138,7 @@ class PlainEngine(CountingEngine):
     def _place(self, named: Named, plan: ResolvedPlan) -> Named:
         """The master weights by name, in host memory where the plan wants them there."""
         self._host = None
-        if plan.offload_optimizer == "cpu" and _has_memory_of_its_own(self.device):
+        if plan.offload_optimizer == "cpu" and self.device.type != "cpu":
             zero = plan.plan.zero_optimization
             self._host = HostWeights(
                 named,
@@ -244,12 +240,14 @@ class PlainEngine(CountingEngine):
     @naming_the_lost
     def backward(self, loss: torch.Tensor) -> None:
         self._master_weights.settle()
+        self._unfinished = True
         self._open_micro_batch()
         self._accelerator.backward(loss / self._plan.gradient_accumulation_steps)
 
     @override
     @naming_the_lost
     def step(self) -> StepOutcome:
+        self._check_backward()
         boundary, grad_norm, applied = self._at_boundary, None, False
         if boundary:
             self._check_before_step(self._global_step)
@@ -263,6 +261,7 @@ class PlainEngine(CountingEngine):
             if applied and self._scheduler is not None:
                 self._scheduler.step()
         self._micro_step += 1
+        self._unfinished = False
         return StepOutcome(applied=applied, boundary=boundary, grad_norm=grad_norm)
 
     @override
@@ -270,6 +269,7 @@ class PlainEngine(CountingEngine):
         self._master_weights.settle()
         self._close_micro_batch()
         self._zero_grad()
+        self._unfinished = False
         self._count_discarded()
 
     @override
@@ -519,10 +519,6 @@ class PlainStep(DeferredSteps):
         type(self._optimizer).step.__wrapped__(self._optimizer)  # type: ignore[attr-defined]
         if self._host is not None:
             self._host.upload()
-
-
-def _has_memory_of_its_own(device: torch.device) -> bool:
-    return device.type != "cpu"
 
 
 def _strided(parameters: Iterable[torch.Tensor]) -> str | None:
