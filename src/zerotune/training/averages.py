@@ -89,11 +89,11 @@ class Averages:
             )
         return self.shadows[name]
 
-    def chosen(self, weights: str | EMAShadow | None) -> EMAShadow | None:
+    def chosen(self, weights: Any) -> EMAShadow | None:
         """Whose weights to export: ``"trained"`` is nobody's, ``None`` the first there is."""
         if weights is None or weights == "trained":
             return self.named(weights is None)
-        return self.named(str(weights) if weights in (True, False) else weights)
+        return self.named(weights if isinstance(weights, str | EMAShadow) else repr(weights))
 
     def swapped_in(self, name: str | bool) -> AbstractContextManager[None]:
         """Run the model on averaged weights inside the block. Collective."""
