@@ -930,10 +930,15 @@ def _streamed_on_host(case: Costing, blocks: list[int]) -> Iterator[MemoryItem]:
 
     def locked(component: str, sizes: Iterable[float], note: str) -> MemoryItem:
         wanted = [element * size / case.ranks for size in sizes]
-        if pin:
-            return case.pinned(component, wanted, note=note, by_torch=True)
-        return case.item(component, "host", sum(wanted), note=note)
+        if not pin:
+            return case.item(component, "host", sum(wanted), note=note)
+        if case.ranks > 1:
+            return case.locked(component, sum(wanted), note)
+        return case.pinned(component, wanted, note=note, by_torch=True)
 
+    if case.ranks > 1:
+        note = "the largest unit's gradients, which all ranks add up"
+        yield case.item("staging", "host", element * max(units.trained, default=0), note=note)
     yield locked("weights", blocks, _share_of(case, case.resolved.precision))
     yield locked("gradients", trained, _share_of(case, case.resolved.precision))
     yield case.item("master weights", "host", 4 * count, note=_share_of(case, "fp32"))
