@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 NAMES = (
-    "ema", "data", "memory", "checkpoint", "step", "overhead", "prediction",
+    "ema", "data", "memory", "checkpoint", "step", "overhead", "prediction", "stream",
 )  # fmt: skip
 """Shortest first."""
 

@@ -21,6 +21,7 @@ from stress.faults.killing import HostKills, Kills
 from stress.faults.nans import NaNs
 from stress.faults.ranks import RankFaults
 from stress.faults.signals import Signals
+from stress.faults.trainee import STREAMED
 
 CLASSES: dict[str, Callable[[], Faults]] = {
     "cache bits": CacheBits,
@@ -30,6 +31,7 @@ CLASSES: dict[str, Callable[[], Faults]] = {
     "host optimizers": partial(Checkpoints, "damage", "manifest", "header", cases=IN_HOST_MEMORY),
     "kills": Kills,
     "kills in a host step": HostKills,
+    "kills of streamed runs": partial(HostKills, tuple(STREAMED)),
     "NaN": NaNs,
     "rank faults": RankFaults,
     "agents per machine": partial(RankFaults, torchrun=True, machines=True),

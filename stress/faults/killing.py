@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -143,13 +144,18 @@ class Kills:
 
 
 class HostKills:
-    """Kills of runs whose optimizer and average step in host memory in one pass."""
+    """Kills of runs whose optimizer and average step in host memory in one pass.
 
-    def __init__(self) -> None:
+    Args:
+        kinds: Of runs.
+    """
+
+    def __init__(self, kinds: Sequence[str] = tuple(IN_HOST_MEMORY)) -> None:
+        self._kinds = kinds
         self._expected: dict[str, dict[int, float]] = {}
 
     def inject(self, work: Path, chance: random.Random) -> None:
-        kind = chance.choice(tuple(IN_HOST_MEMORY))
+        kind = chance.choice(self._kinds)
         if kind not in self._expected:
             self._expected[kind] = Victim(work / "swap", work / "alone", param=kind).losses()
         phase = chance.choice(PHASES)

@@ -12,10 +12,13 @@ from tests.offload.engines import net_loss, plan_for, wide_net
 from zerotune import DeepSpeedPlan
 from zerotune.offload import OffloadManager
 from zerotune.plan import ModelFacts, ResolvedPlan
+from zerotune.plan.model import Streaming
 
 STEPS = 4
 IN_HOST_MEMORY = {"plain": (False, False), "plain, hidden": (False, True), "hidden": (True, True)}
 """Where AdamW runs in one pass with an average: with DeepSpeed, and behind the next forward."""
+STREAMED = {"streamed": 1.0, "streamed, stepped in the backward pass": 0.0}
+"""Clipping of runs whose weights are streamed."""
 
 
 def quietly(_: str) -> None:
@@ -34,21 +37,22 @@ def train(
     """Train to the end from the last checkpoint, if there is one; losses by step.
 
     ``tell`` hears of each stage: ``start``, ``ready``, ``step N``, ``saving N``, ``end``.
-    ``param`` is where parameters are, with the optimizer on NVMe, or one of ``IN_HOST_MEMORY``;
-    then the last of the losses is a sum of all weights and averages.
+    ``param`` is where parameters are, with the optimizer on NVMe, or one of ``IN_HOST_MEMORY``
+    or ``STREAMED``; then the last of the losses is a sum of all weights and averages.
     """
     import zerotune
 
     tell("start")
     model = wide_net(seed)
-    if param in IN_HOST_MEMORY:
+    in_host_memory = param in IN_HOST_MEMORY or param in STREAMED
+    if in_host_memory:
         plan: Any = plan_in_host_memory(param, model)
     else:
         plan = plan_for(param=param, precision="bf16" if param == "nvme" else "fp32")
     losses: dict[int, float] = {}
     shadows: dict[str, Any] = {}
     with zerotune.prepare(model=model, plan=plan, offload=OffloadManager(root=root)) as engine:
-        if param in IN_HOST_MEMORY:
+        if in_host_memory:
             shadows["ema"] = zerotune.EMAShadow(decay=0.9).attach(engine)
         last = zerotune.latest_checkpoint(checkpoints) if Path(checkpoints).is_dir() else None
         if last is not None:
@@ -57,6 +61,8 @@ def train(
         while (step := engine.state.global_step) < STEPS:
             loss = net_loss(engine, step, engine.group.rank)
             losses[step] = float(loss.detach())
+            for shadow in shadows.values():
+                shadow.expect_step()
             engine.backward(loss)
             engine.step()
             for shadow in shadows.values():
@@ -66,7 +72,7 @@ def train(
                 tell(f"saving {step}")
                 folder = f"{checkpoints}/step-{step:08d}"
                 zerotune.save_checkpoint(folder, engine=engine, shadows=shadows)
-        if param in IN_HOST_MEMORY:
+        if in_host_memory:
             averages = shadows["ema"].state_dict().values()
             weights = (fragment.value for fragment in engine.master_weights.read())
             losses[STEPS] = sum(float(each.double().sum()) for each in (*averages, *weights))
@@ -78,7 +84,7 @@ def plan_in_host_memory(kind: str, model: torch.nn.Module) -> ResolvedPlan:
     """A plan whose optimizer steps in host memory."""
     from zerotune.backend import plain
 
-    deepspeed, hidden = IN_HOST_MEMORY[kind]
+    deepspeed, hidden = IN_HOST_MEMORY.get(kind, (True, False))
     if hidden and not deepspeed:
         # The model as on a device: its weights lie elsewhere than those that are stepped.
         plain._has_memory_of_its_own = lambda _: True
@@ -87,8 +93,15 @@ def plan_in_host_memory(kind: str, model: torch.nn.Module) -> ResolvedPlan:
         offload="cpu",
         precision="bf16",
         micro_batch_size=2,
+        gradient_clipping=STREAMED.get(kind, 1.0),
         optimizer={"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.01}},
-    ).resolve(model=ModelFacts.from_module(model), world_size=1, hidden=hidden, deepspeed=deepspeed)
+    ).resolve(
+        model=ModelFacts.from_module(model),
+        world_size=1,
+        hidden=hidden,
+        deepspeed=deepspeed,
+        streamed=kind in STREAMED and Streaming(units=("Linear",), window=2),
+    )
 
 
 def tell_and_train(pipe: Any, *args: Any, **options: Any) -> None:

@@ -37,6 +37,9 @@ from zerotune.backend.proof import (
 from zerotune.backend.step import deferred
 from zerotune.backend.step.adams import SlabStep
 from zerotune.backend.step.pending import StreamUpload, Upload
+from zerotune.backend.stream import engine as streaming
+from zerotune.backend.stream import lanes, passes
+from zerotune.backend.stream.engine import why_not_streamed
 from zerotune.diffusion import activations
 from zerotune.diffusion.activations import (
     ActivationOffload,
@@ -45,6 +48,7 @@ from zerotune.diffusion.activations import (
     transfers_for,
 )
 from zerotune.errors import InvalidValueError
+from zerotune.optim import OptimizerResolver
 from zerotune.plan import DeepSpeedPlan, ModelFacts
 from zerotune.platform import Platform, detect_platform
 from zerotune.training import proving
@@ -670,6 +674,63 @@ def test_a_planted_fault_of_a_hidden_step_is_caught() -> None:
     assert part.passed is False
     assert "loss" in part.detail
     assert "weight" in part.evidence, "the report has all that differs"
+
+
+def faulty_streaming() -> list[Outcome]:
+    """What the check of streamed weights says of faults in their passes and averages."""
+    lane, take = lanes.Lane.submit, passes.UnitPass.take
+
+    def waits_for_no_pass(self: Any, copy: Any, *, wait: Any = None, then: Any = None) -> Any:
+        return lane(self, copy, then=then)
+
+    def forgets_averages(self: Any) -> None:
+        self.averages = []
+        take(self)
+
+    faults = (
+        (lanes.Lane, "submit", lane),
+        (lanes.Lane, "submit", waits_for_no_pass),
+        (passes.UnitPass, "take", forgets_averages),
+    )
+    (check,) = (each for each in proving.CHECKS if each.name == "streaming")
+    outcomes = []
+    bench = proving.Bench.on(detect_platform(log=False), recorded=False)
+    for where, name, fault in faults:
+        for run in [run for run in bench.left if run.streamed]:
+            del bench.left[run]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(where, name, fault)
+            outcomes.append(proving.run_check(check, [bench]))
+    return outcomes
+
+
+@pytest.mark.deepspeed
+def test_a_planted_fault_of_streamed_weights_is_caught() -> None:
+    ((right, *wrong),) = run_ranks(faulty_streaming)
+    assert right.passed, right
+    assert [outcome.passed for outcome in wrong] == [False] * 2, wrong
+
+
+def test_weights_are_streamed_by_default_where_that_is_proven_and_they_are_in_host_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(streaming, "load_host_step", lambda: None)
+    card = Platform.synthetic("cuda", vram=2**34, ram=2**40)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+
+    def why_not(**build: Any) -> str | None:
+        plan = DeepSpeedPlan.build(precision="bf16", offload="cpu", **build)
+        settled = OptimizerResolver().apply(plan.resolve(platform=card))
+        return why_not_streamed(settled, model)
+
+    monkeypatch.setattr(streaming, "find_units", lambda *_: [("0", model[0])])
+    in_host_memory = {"stage": 3, "offload_param": "cpu"}
+    assert "nothing is proven yet" in str(why_not(**in_host_memory))
+    store_proof(passed(streaming="weights differ"))
+    assert "the check of streaming failed" in str(why_not(**in_host_memory))
+    store_proof(passed())
+    assert why_not(**in_host_memory) is None
+    assert "keeps weights on the device" in str(why_not(stage=2))
 
 
 def test_a_check_that_breaks_is_a_failure_with_its_traceback(

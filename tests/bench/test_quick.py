@@ -87,6 +87,15 @@ def test_step(tmp_path):
 
 
 @pytest.mark.deepspeed
+def test_stream(tmp_path):
+    cases = measured("stream", tmp_path)
+    assert [len(case["contestants"]) for case in cases.values()] == [5, 3]
+    late = next(iter(cases.values()))["contestants"]
+    assert late["waits"]["late_fetches"]["median"] > 0, "it fetches when it needs"
+    assert late["streamed, eager steps"]["late_fetches"]["median"] == 0
+
+
+@pytest.mark.deepspeed
 def test_prediction(tmp_path):
     (case,) = measured("prediction", tmp_path).values()
     assert case["facts"]["threads"] == 1

@@ -23,6 +23,7 @@ class Case:
     nvme_path: str | None = None
     optimizer: Any = "AdamW"
     lr: float = 1e-3
+    streamed: Any = None
     overrides: tuple[tuple[str, Any], ...] = ()
 
     def __str__(self) -> str:
@@ -76,7 +77,7 @@ def start(case: Case, model: Any) -> Any:
         },
         **dict(case.overrides),
     )
-    return build(model, plan, deepspeed=case.deepspeed)
+    return build(model, plan, deepspeed=case.deepspeed, streamed=case.streamed)
 
 
 def unet_loss(engine: Any, step: int) -> Any:

@@ -21,8 +21,10 @@ import attrs
 import torch
 
 from zerotune.backend.deepspeed.sharded import named_leaf_modules
+from zerotune.backend.stream.units import find_units
 from zerotune.decisions import Decision, announce
 from zerotune.errors import EngineError, InvalidValueError, VerificationError
+from zerotune.plan.model import Streaming
 
 if TYPE_CHECKING:
     from zerotune.backend.engine import Engine
@@ -195,6 +197,10 @@ def _regions(
     if names is None:
         names = tuple(getattr(model, "_repeated_blocks", None) or ())
         why = "the model's repeated blocks, each compiled once for all of its kind"
+    if not names and plan.streamed:
+        streaming = plan.streamed if isinstance(plan.streamed, Streaming) else Streaming()
+        units = [module for _, module in find_units(model, streaming.units)]
+        return units, "the units that are streamed, so that no hook breaks their graph"
     if not names:
         return [model], "the whole model in one graph"
     found = _outermost(model, frozenset(names))

@@ -121,6 +121,11 @@ class Engine(Closing):
         """Where batches must lie."""
 
     @property
+    def steps_in_backward(self) -> bool:
+        """Whether the last backward pass of a window changes weights already."""
+        return False
+
+    @property
     @abstractmethod
     def dtype(self) -> torch.dtype:
         """Precision of the weights in the forward pass; floating-point inputs should have it.

@@ -350,6 +350,9 @@ class MasterLayout(ABC):
         """Have averages move with a step under way; whether there is one they can move with."""
         return False
 
+    def expect(self, followers: Sequence[Follower]) -> None:  # noqa: B027 - of most layouts
+        """See ``MasterWeights.expect``."""
+
     def in_model(self, address: FragmentAddress) -> torch.Tensor | None:  # noqa: ARG002
         """What the model computes with of a fragment, 1-D.
 
@@ -462,6 +465,13 @@ class MasterWeights:
             BaseException: What the step failed with, if it did.
         """
         self._layout.settle()
+
+    def expect(self, followers: Sequence[Follower]) -> None:
+        """Have averages move with the next step, where that begins in the backward pass.
+
+        Elsewhere nothing happens. Once the step is applied, ``follow`` must be given the same.
+        """
+        self._layout.expect(followers)
 
     def follow(self, followers: Sequence[Follower]) -> bool:
         """Have averages move with a step under way, which has every weight in its hands anyway.

@@ -42,7 +42,7 @@ VARIABLE: Final = "ZEROTUNE_PROOF"
 COMMAND: Final = "zerotune doctor --prove"
 Setting = Literal["first", "off", "ask", "always"]
 FastPath = Literal[
-    "one pass", "hidden step", "exchange", "activation offload", "native page-locking"
+    "one pass", "hidden step", "exchange", "activation offload", "native page-locking", "streaming"
 ]
 
 _PROOF_FORMAT: Final = 1
@@ -54,6 +54,7 @@ PATHS: Final[Mapping[FastPath, tuple[str, ...]]] = {
     "exchange": (*_BEHIND_THE_FORWARD, "exchange"),
     "activation offload": ("page-locked copies", "activations"),
     "native page-locking": ("native page-locking",),
+    "streaming": (*_IN_HOST_MEMORY, "page-locked copies", "streaming"),
 }
 """The checks that a fast path stands on."""
 _NONE_YET: Final = (

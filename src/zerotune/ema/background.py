@@ -92,6 +92,9 @@ class BackgroundEMA(Closable):
         self._master = master
         return self
 
+    def expect_step(self) -> None:
+        """Nothing: it reads the weights after the step, in a thread of its own."""
+
     def step(self) -> None:
         """Begin to take in the weights after one applied optimizer step.
 

@@ -156,6 +156,17 @@ class EMAShadow(Readable):
         """
         update_together(self)
 
+    def expect_step(self) -> None:
+        """Announce that ``step`` follows the optimizer's next step, if that is applied.
+
+        Where units are stepped in the backward pass, the shadow then moves with them; elsewhere
+        nothing happens. Before the backward pass; ``Trainer`` calls it.
+
+        Raises:
+            EMAError: Not attached.
+        """
+        expect_together(self)
+
     def begin_update(self) -> ShadowUpdate | None:
         """Count one optimizer step; what is to be done with the fragments, if anything.
 
@@ -168,9 +179,13 @@ class EMAShadow(Readable):
         """
         self._ready("step()", settled=False)
         self._steps += 1
-        if self._steps % self._update_every:
+        return self.update_of(self._steps)
+
+    def update_of(self, step: int) -> ShadowUpdate | None:
+        """What is to be done with the fragments after so many steps, if anything."""
+        if step % self._update_every:
             return None
-        decay, update = self._decay_at(self._steps), self._steps // self._update_every
+        decay, update = self._decay_at(step), step // self._update_every
         # While a warm-up keeps the weights still, an update proves nothing; asking each time
         # would double the cost of a long one.
         early = update <= _CHECKED_UPDATES or update & (update - 1) == 0
@@ -470,6 +485,10 @@ class EMAShadows(Mapping[str, "EMAShadow"]):
         """Take in the weights after one applied optimizer step; see ``EMAShadow.step``."""
         update_together(*self._shadows.values())
 
+    def expect_step(self) -> None:
+        """Announce that ``step`` follows; see ``EMAShadow.expect_step``."""
+        expect_together(*self._shadows.values())
+
     @property
     def shadows(self) -> tuple[EMAShadow, ...]:
         """All of them, in the order given."""
@@ -574,6 +593,14 @@ def update_together(*shadows: EMAShadow) -> None:
     master = shadows[0].source
     if not joined(master, updates):
         apply_updates(master, updates)
+
+
+def expect_together(*shadows: EMAShadow) -> None:
+    """Announce one step of several shadows of the same weights, where it can move with theirs."""
+    updates = [u for s in shadows if (u := s.update_of(s.steps + 1)) is not None]
+    followers = [each for update in updates if (each := update.follower) is not None]
+    if len(followers) == len(updates):
+        shadows[0].source.expect(followers)
 
 
 def joined(master: MasterWeights, updates: Sequence[ShadowUpdate]) -> bool:

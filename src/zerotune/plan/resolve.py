@@ -1136,12 +1136,12 @@ def filled(requested: DeepSpeedPlan, plan: DeepSpeedPlan, case: Case, log: Log) 
 
 def with_streaming(resolved: ResolvedPlan) -> ResolvedPlan:
     """The plan with ``streamed`` switched off, and why, where it is asked for and cannot be."""
-    if not resolved.streamed or (obstacle := _streaming_obstacle(resolved)) is None:
+    if not resolved.streamed or (obstacle := streaming_obstacle(resolved)) is None:
         return resolved
     return resolved.without_streaming(obstacle)
 
 
-def _streaming_obstacle(resolved: ResolvedPlan) -> str | None:
+def streaming_obstacle(resolved: ResolvedPlan) -> str | None:
     """Why a plan's weights cannot be streamed, as far as the plan tells."""
     accumulated = resolved.plan.to_dict().get("data_types", {}).get("grad_accum_dtype")
     obstacles = {

@@ -44,6 +44,11 @@ class Averages:
         if self._ema is not None:
             self._ema.step()
 
+    def expect_step(self) -> None:
+        """Announce that ``step`` follows the optimizer's next step, if that is applied."""
+        if self._ema is not None:
+            self._ema.expect_step()
+
     def named(self, name: str | bool) -> EMAShadow | None:
         """The shadow of a name; ``True`` is the first there is, ``False`` none."""
         if name is False:

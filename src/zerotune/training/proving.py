@@ -38,13 +38,15 @@ from zerotune.backend.proof import (
 from zerotune.backend.step.adams import SlabStep, torch_rounds_alike
 from zerotune.backend.step.kernel import load_host_step
 from zerotune.backend.step.pending import Piece, StreamUpload, Upload
+from zerotune.backend.stream.lanes import Lane
+from zerotune.backend.stream.passes import UnitPass
 from zerotune.backend.streams import Recorder
 from zerotune.backend.upstream import require_accelerate, require_deepspeed
 from zerotune.diffusion.activations import ActivationOffload, StreamTransfers
 from zerotune.ema import EMAShadow
 from zerotune.errors import ZeroTuneError
 from zerotune.optim import OptimizerResolver
-from zerotune.plan.model import DeepSpeedPlan, ModelFacts
+from zerotune.plan.model import DeepSpeedPlan, ModelFacts, Streaming
 from zerotune.plan.resolve import pins_natively
 from zerotune.platform import Platform, detect_platform
 from zerotune.platform.facts import DEEPSPEED_NAMES
@@ -108,6 +110,8 @@ class Run:
     stage: int
     hidden: bool
     host_step: bool = True
+    clipping: float = 0.5
+    streamed: bool = False
 
     def __str__(self) -> str:
         return "the plain engine" if self.stage == _PLAIN_ENGINE else f"stage {self.stage}"
@@ -339,15 +343,18 @@ def _take(bench: Bench, run: Run) -> dict[str, str]:
     ema = EMAShadow(decay=0.9).attach(engine)
     losses: list[torch.Tensor] = []
     try:
-        with _late(bench, model) if run.hidden else nullcontext():
+        with _late(bench, model) if run.hidden or run.streamed else nullcontext():
             for step in range(_STEPS_TAKEN):
                 generator = torch.Generator().manual_seed(17 * step + engine.group.rank)
                 x = torch.randn(4, _FEATURES, generator=generator).to(engine.device, engine.dtype)
                 loss = engine(x).float().square().mean()
                 losses.append(loss.detach())
+                ema.expect_step()
                 engine.backward(loss)
                 engine.step()
                 ema.step()
+        if run.streamed and not engine.counts.evicted:
+            raise DifferenceError("no weight left the device")
         left = {f"loss {step}": float(loss).hex() for step, loss in enumerate(losses)}
         for fragment in engine.master_weights.read():
             left[f"weight {fragment.address.key}"] = _tensor_digest(fragment.value)
@@ -373,7 +380,7 @@ def _small_engine(bench: Bench, model: torch.nn.Module, run: Run) -> Any:
         offload="cpu",
         precision="bf16" if platform.bf16 else "fp32",
         micro_batch_size=4,
-        gradient_clipping=0.5,
+        gradient_clipping=run.clipping,
         optimizer={"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.01}},
         **overrides,
     )
@@ -384,6 +391,7 @@ def _small_engine(bench: Bench, model: torch.nn.Module, run: Run) -> Any:
         deepspeed=run.stage != _PLAIN_ENGINE,
         hidden=run.hidden,
         host_step=run.host_step,
+        streamed=run.streamed and Streaming(units=("Sequential",), window=2),
     )
     return build_engine(model=model, plan=OptimizerResolver().apply(resolved), timeout_s=60.0)
 
@@ -406,6 +414,14 @@ def _late(bench: Bench, model: torch.nn.Module) -> Iterator[None]:
             stack.callback(module.register_forward_pre_hook(lambda *_: bench.delay()).remove)
         stack.enter_context(mock.patch.object(SlabStep, "run", slow(SlabStep.run)))
         stack.enter_context(mock.patch.object(Upload, "send", slow(Upload.send)))
+        stack.enter_context(mock.patch.object(UnitPass, "take", slow(UnitPass.take)))
+        queue = Lane._queue
+
+        def queue_late(lane: Lane, copy: Callable[[], None], ready: Any) -> Any:
+            # On the lane's own stream too.
+            return queue(lane, lambda: (bench.delay(), copy())[1], ready)
+
+        stack.enter_context(mock.patch.object(Lane, "_queue", queue_late))
         yield
 
 
@@ -427,6 +443,17 @@ def _compare_steps(bench: Bench, mine: Mapping[str, bool], theirs: Mapping[str, 
     for stage in stages:
         first, second = Run(stage=stage, **mine), Run(stage=stage, **theirs)
         _check_equal(_left_by(bench, first), _left_by(bench, second), where=str(first))
+
+
+def _prove_streaming(bench: Bench) -> None:
+    """What is trained with streamed weights is what ZeRO-2 with CPU offload trains."""
+    if not bench.platform.deepspeed.available:
+        raise NotRunError("DeepSpeed, which it is compared with, does not run here")
+    for clipping in (0.5, 0.0):
+        run = Run(stage=2, hidden=False, clipping=clipping)
+        streamed = attrs.evolve(run, streamed=True)
+        where = "streamed, " + ("with clipping" if clipping else "stepped in the backward pass")
+        _check_equal(_left_by(bench, streamed), _left_by(bench, run), where=where)
 
 
 # -- Several ranks.
@@ -534,6 +561,7 @@ CHECKS: Final[Sequence[Check]] = (
     Check(name="hidden step", run=_hidden_as_taken_at_once, needs_ops=True),
     Check(name="one pass", run=_one_pass_as_in_a_chain, needs_ops=True),
     Check(name="exchange", run=_prove_exchange, needs_ops=True),
+    Check(name="streaming", run=_prove_streaming, needs_ops=True),
 )
 
 

@@ -86,6 +86,8 @@ class StepClock:
 class _Following(Protocol):
     def step(self) -> None: ...
 
+    def expect_step(self) -> None: ...
+
 
 def on_device(batch: Batch, device: torch.device) -> Batch:
     """A batch where the engine needs it; only what is page-locked is copied behind other work."""
@@ -167,17 +169,23 @@ class TrainStep:
                 batch = self._next_batch()
             with clock.phase("forward"):
                 loss = self._objective(engine, batch, self._generator)
+            total += loss.detach().float()
+            is_last = index == count - 1
+            # Before the weights change: a step on a bad loss could not be taken back.
+            if is_last and engine.steps_in_backward:
+                mean = self._mean(float(total) / count)
+                if not math.isfinite(mean):
+                    return self._dropped(mean)
+                if self._ema is not None:
+                    self._ema.expect_step()
             with clock.phase("backward"):
                 engine.backward(loss)
-                total += loss.detach().float()
                 del loss  # With its graph, before the optimizer needs memory of its own.
-                if index == count - 1:
-                    # Before the weights change: a step on a bad loss could not be taken back.
+                if is_last and not engine.steps_in_backward:
                     mean = self._mean(float(total) / count)
             with clock.phase("optimizer"):
-                if index == count - 1 and not math.isfinite(mean):
-                    engine.discard()
-                    return mean, StepOutcome(applied=False, boundary=True)
+                if is_last and not math.isfinite(mean):
+                    return self._dropped(mean)
                 outcome = engine.step()
         if not outcome.boundary:
             raise TrainingError(
@@ -188,6 +196,11 @@ class TrainStep:
             )
         self._check_gradient(outcome)
         return mean, outcome
+
+    def _dropped(self, mean: float) -> tuple[float, StepOutcome]:
+        """Give up a window whose loss is not finite."""
+        self._engine.discard()
+        return mean, StepOutcome(applied=False, boundary=True)
 
     def _next_batch(self) -> Batch:
         batch = next(self._stream)

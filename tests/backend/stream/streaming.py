@@ -15,6 +15,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from zerotune.backend.build import build_engine
+from zerotune.backend.compilation import Compilation, Compiled
 from zerotune.ema import EMAShadow
 from zerotune.optim import ParameterGroups
 from zerotune.optim.resolver import OptimizerResolver
@@ -100,7 +101,7 @@ class Block(torch.nn.Module):
         super().__init__()
         self.a = torch.nn.Linear(width, 2 * width)
         self.b = torch.nn.Linear(2 * width, width)
-        self.n = torch.nn.LayerNorm(width)
+        self.n = torch.nn.RMSNorm(width)
 
     def forward(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
         y = self.b(torch.nn.functional.gelu(self.a(self.n(x))))
@@ -168,9 +169,12 @@ class Run:
     steps: int = 6
     scheduler: bool = True
     evaluate: bool = False
+    compiled: str = ""
+    """The back end that compiles the blocks."""
 
     def __str__(self) -> str:
         parts = [self.family, "lora" if self.lora else "full", f"checkpoints-{self.checkpointing}"]
+        parts += [self.compiled] if self.compiled else []
         return "-".join([*parts, f"x{self.accumulation}", f"clip{self.clipping}"])
 
 
@@ -221,6 +225,14 @@ def start(
     return build_engine(model=model, plan=resolver.apply(resolved))
 
 
+def compile_blocks(run: Run, engine: Any) -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    blocks = ("Block",) if run.family == "web" and not engine.plan.streamed else None
+    wanted = Compilation(backend=run.compiled, blocks=blocks)
+    Compiled(wanted, model=engine.module, plan=engine.plan).apply(engine)
+
+
 def loss_of(run: Run, engine: Any, seed: int) -> torch.Tensor:
     random_ = torch.Generator().manual_seed(seed)
     out = engine(**FAMILIES[run.family][1](random_, engine.dtype))
@@ -267,9 +279,13 @@ def contents(engine: Any, ema: Any = None) -> dict[str, list[torch.Tensor]]:
 def train(run: Run, *, streamed: Any = None, seed: int | None = None, **how: Any) -> dict[str, Any]:
     """Everything that a run leaves."""
     with delays(seed), start(run, make_model(run), streamed=streamed, **how) as engine:
+        if run.compiled:
+            compile_blocks(run, engine)
         ema = EMAShadow(decay=0.9).attach(engine)
         kept: dict[str, Any] = advance(run, engine, range(run.steps), ema)
         kept["contents"] = contents(engine, ema)
+        if run.compiled:
+            kept["compiled"] = dict(torch._dynamo.utils.counters["stats"])
         kept["engine"], kept["counts"] = type(engine).__name__, getattr(engine, "counts", None)
         kept["decisions"] = engine.decisions
         units = getattr(engine, "_units", ())
@@ -305,7 +321,7 @@ def delays(seed: int | None) -> Iterator[None]:
 
 def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
     """Where two runs differ in a bit."""
-    found = [name for name in ("losses", "norms") if one[name] != other[name]]
+    found = [n for n in ("losses", "norms", "compiled") if one.get(n) != other.get(n)]
     mine, theirs = one["contents"], other["contents"]
     found += sorted(mine.keys() ^ theirs.keys())
     for name in sorted(mine.keys() & theirs.keys()):

@@ -19,6 +19,7 @@ from tests.backend.stream.streaming import (
 from tests.support.ranks import ranks
 from zerotune.backend.stream import steps
 from zerotune.backend.stream.engine import why_not_streamed
+from zerotune.ema import EMAShadow
 from zerotune.errors import EngineError
 from zerotune.plan.model import DeepSpeedPlan, ModelFacts, Streaming
 from zerotune.platform import Platform
@@ -234,7 +235,7 @@ def test_on_a_device_a_plan_that_does_not_ask_is_not_streamed_and_the_reason_is_
     from zerotune.optim.resolver import OptimizerResolver
 
     plan = OptimizerResolver().apply(resolved(None))
-    assert "no check proves it" in (why_not_streamed(plan, make_model(CLIPPED)) or "")
+    assert "keeps weights on the device" in (why_not_streamed(plan, make_model(CLIPPED)) or "")
     plan = OptimizerResolver().apply(resolved(True))
     assert why_not_streamed(plan, make_model(CLIPPED)) is None
     said = plan.without_streaming("because").decisions[-1]
@@ -281,3 +282,53 @@ def test_prepare_starts_it_from_a_resolved_plan():
         assert type(engine).__name__ == "StreamEngine"
         assert advance(run, engine, range(2))["losses"]
         assert "6 units" in engine.explain()
+
+
+# -- Averages that move during the backward pass.
+
+
+def averaged(*, expected: bool, streamed: Any = True, every: int = 1, steps: int = 9) -> Any:
+    """Averages of a run with eager steps; how many passes had moved them before ``ema.step()``."""
+    moved: list[int] = []
+    with begin(EAGER, streamed) as engine:
+        ema = EMAShadow(decay=0.9, update_every=every).attach(engine)
+        for step in range(steps):
+            loss = loss_of(EAGER, engine, step)
+            if expected:
+                ema.expect_step()
+            engine.backward(loss)
+            if streamed:
+                engine._passes.settle()
+                moved.append(sum(len(each.averages) for each in engine._passes._newest))
+            assert engine.step().applied
+            ema.step()
+        return contents(engine, ema), moved
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_averages_move_in_the_backward_pass_as_after_the_step(every):
+    (mine, moved), (later, never), (theirs, _) = (
+        averaged(expected=True, every=every),
+        averaged(expected=False, every=every),
+        averaged(expected=False, streamed=None, every=every),
+    )
+    assert mine.keys() == theirs.keys()
+    for other in (later, theirs):
+        assert all(all(map(torch.equal, mine[name], other[name])) for name in mine)
+    assert not any(never)
+    # The first updates of each are measured, which is done after the step.
+    assert all(moved[8 if every == 1 else 5 :: every]) == (every == 1)
+
+
+def test_averages_that_were_expected_and_never_stepped_are_an_error():
+    with begin(EAGER) as engine:
+        ema = EMAShadow(decay=0.9).attach(engine)
+        for step in range(8):
+            engine.backward(loss_of(EAGER, engine, step))
+            engine.step()
+            ema.step()
+        ema.expect_step()
+        engine.backward(loss_of(EAGER, engine, 8))
+        engine.step()
+        with pytest.raises(EngineError, match="were not stepped after it"):
+            engine.backward(loss_of(EAGER, engine, 9))

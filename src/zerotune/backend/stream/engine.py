@@ -34,7 +34,7 @@ from zerotune.backend.optimizers.client import (
     parameter_groups,
     scheduler_class,
 )
-from zerotune.backend.proof import prove_offload
+from zerotune.backend.proof import prove_offload, why_unproven
 from zerotune.backend.step.kernel import load_host_step
 from zerotune.backend.stored import bring_weights
 from zerotune.backend.stream.lanes import Lane
@@ -45,8 +45,9 @@ from zerotune.backend.stream.steps import StreamedSteps
 from zerotune.backend.stream.units import Unit, find_units, make_units
 from zerotune.backend.stream.weights import release_weight, stream_weight
 from zerotune.decisions import Decision, announce
-from zerotune.errors import EngineError, PlatformError
+from zerotune.errors import PlatformError
 from zerotune.plan.model import ModelFacts, ResolvedPlan, Streaming, pins
+from zerotune.plan.resolve import streaming_obstacle
 
 KEY = "streamed"
 _OF_ADAM = ("lr", "bias_correction", "betas", "eps", "weight_decay", "amsgrad")
@@ -86,7 +87,6 @@ class StreamEngine(CountingEngine):
         )
         self._build_optimizer(deepspeed, plan, named, members)
         self._stream(needs)
-        self._spoiled = False
         self._decisions = (*proven, *self._describe())
         self._checks().raise_if_failed(engine="zerotune")
         announce(self.decisions, rank=self._group.rank)
@@ -182,6 +182,11 @@ class StreamEngine(CountingEngine):
 
     @property
     @override
+    def steps_in_backward(self) -> bool:
+        return self._steps.is_eager
+
+    @property
+    @override
     def lr(self) -> float:
         return float(self._adam.param_groups[0]["lr"])
 
@@ -199,7 +204,6 @@ class StreamEngine(CountingEngine):
     @override
     def load_state(self, state: EngineState) -> None:
         self._steps.forget_all()
-        self._spoiled = False
         self._count_from(state)
         continue_schedule(self._scheduler, state.scheduler)
         self._steps.replay(state.global_step - state.skipped_steps)
@@ -209,7 +213,7 @@ class StreamEngine(CountingEngine):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward pass; each unit comes before it is called."""
         if torch.is_grad_enabled():
-            self._check_goes_on()
+            self._steps.check_whole()
             self._check_before_forward()
         return self._module(*args, **kwargs)
 
@@ -220,7 +224,7 @@ class StreamEngine(CountingEngine):
 
         With clipping off, units are stepped in the last backward pass of their window.
         """
-        self._check_goes_on()
+        self._steps.check_whole()
         if self._at_boundary and self._steps.is_eager and not self._steps.under_way:
             self._check_before_step(self._global_step)
             for hook in list(self._adam._optimizer_step_pre_hooks.values()):
@@ -230,21 +234,6 @@ class StreamEngine(CountingEngine):
         scaled.backward()
         # Not autograd's own callback, which also runs at the end of a reentrant checkpoint's pass.
         self._steps.end_backward()
-
-    def _check_goes_on(self) -> None:
-        """Can another pass begin?
-
-        Raises:
-            EngineError: Some units were stepped and others not.
-        """
-        if self._spoiled:
-            raise EngineError(
-                "a gradient was not finite after some weights had been stepped in the backward "
-                "pass, so that the weights are of no step",
-                key="engine",
-                value="gradient_clipping=0",
-                fix="resume from the last checkpoint; with clipping, steps wait for all gradients",
-            )
 
     @override
     @naming_the_lost
@@ -263,11 +252,11 @@ class StreamEngine(CountingEngine):
         norm = self._steps.norm()
         self._global_step += 1
         if not math.isfinite(norm):
-            self._spoiled = not self._steps.take_back()
-            if self._spoiled:
-                self._steps.forget_all()
-            self._skipped_steps += not self._spoiled
-            return StepOutcome(applied=self._spoiled, boundary=True, grad_norm=norm)
+            dropped = self._steps.take_back()
+            if not dropped:
+                self._steps.spoil()
+            self._skipped_steps += dropped
+            return StepOutcome(applied=not dropped, boundary=True, grad_norm=norm)
         self._run_step(norm)
         if self._scheduler is not None:
             self._scheduler.step()
@@ -382,6 +371,18 @@ def _capacity(streaming: Streaming, units: list[Unit]) -> int:
     return streaming.capacity([unit.nbytes for unit in units if not unit.resident])
 
 
+def _why_not_by_default(plan: ResolvedPlan) -> str | None:
+    """Why a plan that says nothing of it is not streamed, if so."""
+    if plan.platform.accelerator == "cpu":
+        return "host and device are one memory"
+    if plan.offload_param != "cpu":
+        return "the plan keeps weights on the device; plan.resolve(streamed=True) asks for it"
+    if (obstacle := streaming_obstacle(plan)) is not None:
+        return obstacle
+    unproven = why_unproven("streaming", accelerator=plan.platform.accelerator)
+    return unproven and f"{unproven}; plan.resolve(streamed=True) asks for it all the same"
+
+
 def why_not_streamed(plan: ResolvedPlan, model: torch.nn.Module) -> str | None:
     """Why a model's weights are not streamed, if so.
 
@@ -389,8 +390,8 @@ def why_not_streamed(plan: ResolvedPlan, model: torch.nn.Module) -> str | None:
         plan: A resolved plan with its optimizer chosen.
         model: What is trained.
     """
-    if plan.streamed is None:
-        return "no check proves it on a device yet; plan.resolve(streamed=True) asks for it"
+    if plan.streamed is None and (obstacle := _why_not_by_default(plan)) is not None:
+        return obstacle
     choice = chosen_optimizer(plan)
     if choice.implementation != "DeepSpeedCPUAdam":
         return f"{choice.implementation} does not step unit by unit; Adam and AdamW do"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from typing_extensions import override
 
 from zerotune.backend.layouts import ResidentLayout, whole
-from zerotune.backend.master_weights import Follower, FragmentAddress
+from zerotune.backend.master_weights import Follower, FragmentAddress, Slab
 from zerotune.backend.stream.steps import StreamedSteps
 from zerotune.backend.stream.units import Member, Unit
 
@@ -47,6 +48,20 @@ class StreamLayout(ResidentLayout):
     @override
     def settle(self) -> None:
         self._steps.settle()
+
+    @override
+    def reading(self, slab: int) -> AbstractContextManager[Slab]:
+        self._steps.check_whole()
+        return super().reading(slab)
+
+    @override
+    def writing(self, slab: int) -> AbstractContextManager[Slab]:
+        # What lies there may be of no step: a checkpoint is loaded over it.
+        return super().reading(slab)
+
+    @override
+    def expect(self, followers: Sequence[Follower]) -> None:
+        self._steps.expect(followers)
 
     @override
     def follow(self, followers: Sequence[Follower]) -> bool:

@@ -85,6 +85,10 @@ class StreamedSteps:
         self._under_way = False
         self._is_finite = True
         self._stepped = 0
+        self._expected: list[Follower] = []
+        self._moved: list[Follower] = []
+        self.is_spoiled = False
+        """Whether some units were stepped and others not, by a step that could not be ended."""
         self._lock = threading.RLock()
         self.residency = cast(Residency, None)
         """Set once there is one, before the first pass."""
@@ -108,6 +112,7 @@ class StreamedSteps:
 
     def begin_backward(self, *, is_last: bool) -> None:
         """A backward pass begins: ``is_last`` of its window."""
+        self._check_claimed()
         self._is_last = is_last
 
     def _arrived(self, unit: Unit, index: int, parameter: torch.Tensor) -> None:
@@ -208,6 +213,27 @@ class StreamedSteps:
         """Begin a window anew, whatever was done with the last one."""
         self._windows = {unit: _Window() for unit in self._units}
         self._under_way, self._is_finite, self._stepped = False, True, 0
+        self._expected, self._moved, self.is_spoiled = [], [], False
+
+    def spoil(self) -> None:
+        """Give up a step that has written some units, and cannot write the others."""
+        self.forget_all()
+        self.is_spoiled = True
+
+    def check_whole(self) -> None:
+        """Are all weights of one step?
+
+        Raises:
+            EngineError: Some units were stepped and others not.
+        """
+        if self.is_spoiled:
+            raise EngineError(
+                "a gradient was not finite after some weights had been stepped in the backward "
+                "pass, so that the weights are of no step",
+                key="engine",
+                value="gradient_clipping=0",
+                fix="resume from the last checkpoint; with clipping, steps wait for all gradients",
+            )
 
     # -- Steps.
 
@@ -244,6 +270,7 @@ class StreamedSteps:
             if unit.resident:
                 self._hold(unit)
         self._under_way, self._stepped = False, 0
+        self._expected, self._moved = [], self._expected
         self.residency.rewind()
 
     def _begin(self, unit: Unit, *, factor: float, rank: int | None = None) -> None:
@@ -251,6 +278,7 @@ class StreamedSteps:
         window.taken = True
         if not self._under_way:
             self._passes.begin_step()
+            self._passes.averages.extend(self._expected)
             self._under_way = True
         groups = self._adam.param_groups
         steps = []
@@ -309,9 +337,30 @@ class StreamedSteps:
             )
         self._passes.settle()
 
+    # -- Averages.
+
+    def expect(self, followers: Sequence[Follower]) -> None:
+        """Have averages move with the next step from its first pass on; ``follow`` must come."""
+        self._check_claimed()
+        if self.is_eager and not self._under_way:
+            others = (f for f in self._expected if not any(map(partial(_is_same, f), followers)))
+            self._expected = [*others, *followers]
+
     def follow(self, followers: Sequence[Follower]) -> bool:
         """Have averages move with the newest step; whether there is one under way."""
-        return not self._under_way and self._passes.follow(followers)
+        if self._under_way:
+            return False
+        moved = [f for f in self._moved if any(map(partial(_is_same, f), followers))]
+        if not moved:
+            return self._passes.follow(followers)
+        if len(moved) < len(followers):
+            raise _other_averages()
+        self._moved = [f for f in self._moved if f not in moved]
+        return True
+
+    def _check_claimed(self) -> None:
+        if self._moved:
+            raise _other_averages()
 
     # -- What stays on the device.
 
@@ -355,6 +404,19 @@ class StreamedSteps:
         """Take gradients no more."""
         for hook in self._hooks:
             hook.remove()
+
+
+def _is_same(one: Follower, other: Follower) -> bool:
+    return one.tensors is other.tensors and one.weight == other.weight
+
+
+def _other_averages() -> EngineError:
+    return EngineError(
+        "averages have moved with a step in the backward pass, and were not stepped after it",
+        key="ema.expect_step",
+        value="gradient_clipping=0",
+        fix="call ema.step() after every applied step that expect_step() came before",
+    )
 
 
 def _watch(parameter: Any, call: Callable[[torch.Tensor], None]) -> Any:

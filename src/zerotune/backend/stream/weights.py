@@ -9,8 +9,10 @@ memory of another unit.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -193,27 +195,53 @@ class Inside(threading.local):
     """The calls of units that this thread is in."""
 
     def __init__(self) -> None:
-        self._entered: list[tuple[torch.nn.Module, Any]] = []
+        self._entered: list[tuple[torch.nn.Module, ExitStack]] = []
 
     def enter(self, module: torch.nn.Module) -> None:
         """A call begins."""
-        plain = torch._C.DisableTorchFunctionSubclass()
-        plain.__enter__()
-        self._entered.append((module, plain))
+        around = ExitStack()
+        around.enter_context(torch._C.DisableTorchFunctionSubclass())
+        if _is_compiled(module):
+            around.callback(_stream_again, _released(module))
+        self._entered.append((module, around))
 
     def leave(self, module: torch.nn.Module) -> None:
         """A call ends, with those inside it that never ended."""
         if any(module is each for each, _ in self._entered):
             while True:
-                entered, plain = self._entered.pop()
-                plain.__exit__(None, None, None)
+                entered, around = self._entered.pop()
+                around.close()
                 if entered is module:
                     return
 
     def leave_all(self) -> None:
         """No call is under way: what ended without a word has ended."""
         while self._entered:
-            self._entered.pop()[1].__exit__(None, None, None)
+            self._entered.pop()[1].close()
+
+
+def _is_compiled(module: torch.nn.Module) -> bool:
+    # Importing the compiler takes seconds, and nobody compiles without.
+    return "torch._dynamo" in sys.modules and any(
+        hasattr(vars(part).get("forward"), "_torchdynamo_orig_callable")
+        for part in module.modules()
+    )
+
+
+def _released(module: torch.nn.Module) -> list[Any]:
+    """Parameters that are of their own class again, as compilers want them.
+
+    A compiler asks for the class, whatever this thread has switched off.
+    """
+    found: list[Any] = [p for p in module.parameters() if isinstance(p, StreamedWeight)]
+    for parameter in found:
+        parameter.__class__ = parameter._home.kind
+    return found
+
+
+def _stream_again(parameters: list[Any]) -> None:
+    for parameter in parameters:
+        parameter.__class__ = _streamed(parameter._home.kind)
 
 
 def _attributes(*names: str) -> Iterator[Any]:

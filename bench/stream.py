@@ -1,0 +1,297 @@
+"""Streamed weights: what of bus and host pass hides behind simulated arithmetic, and real steps.
+
+Arithmetic, copies and passes take times that are given, by sleeps that leave the cores to others;
+everything between them is the engine that trains.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from bench.ema import Stack
+from bench.runner import Benchmark, Case, Goal, Measured, alternate, timed
+from bench.workers import Worker, resolved, together
+
+RESIDENT, WAITS, HIDDEN = "arithmetic alone", "waits", "weights on the device, hidden step"
+STREAMED, EAGER = "streamed, hidden step", "streamed, eager steps"
+PLAIN, ALL_HERE, ZERO_2 = "plain engine with offload", "streamed, all units stay", "ZeRO-2"
+REAL: Final = "real steps on the CPU"
+REGIMES: Final[Mapping[str, tuple[float, float, float, float, float]]] = {
+    "host pass of half the arithmetic": (0.30, 0.90, 0.23, 0.23, 0.60),
+    "host pass of nine tenths of it": (0.30, 0.90, 0.23, 0.23, 1.08),
+    "host pass of twice the arithmetic": (0.30, 0.90, 0.23, 0.23, 2.40),
+    "a bus of 1.5 times the forward pass": (0.30, 0.90, 0.45, 0.45, 0.60),
+}
+"""Seconds of a step: forward, backward, weights to the device once, gradients off it, host pass."""
+_MODES: Final[Mapping[str, Mapping[str, Any]]] = {
+    RESIDENT: {"window": 999, "clipping": 1.0, "free": True},
+    WAITS: {"window": 2, "clipping": 1.0, "ahead": 0, "waits": True},
+    HIDDEN: {"window": 999, "clipping": 1.0},
+    STREAMED: {"window": 3, "clipping": 1.0},
+    EAGER: {"window": 3, "clipping": 0.0},
+}
+
+
+def cases(quick: bool) -> Sequence[Case]:
+    blocks, rounds = (4, 2) if quick else (24, 6)
+    scale = 0.02 if quick else 1.0
+    chosen = list(REGIMES)[:1] if quick else list(REGIMES)
+    size = {"layers": 2, "width": 64, "rounds": 2, "steps": 1}
+    real = size if quick else {"layers": 24, "width": 1410, "rounds": 15, "steps": 2}
+    return (
+        *(
+            Case(
+                name,
+                simulated,
+                {
+                    "blocks": blocks,
+                    "rounds": rounds,
+                    "steps": 2,
+                    "times": [seconds * scale for seconds in REGIMES[name]],
+                },
+            )
+            for name in chosen
+        ),
+        Case(REAL, real_steps, real),
+    )
+
+
+def simulated(settings: Mapping[str, Any], _scratch: Path) -> Measured:
+    """Steps of a chain of blocks, in five ways."""
+    made = {name: (Simulated, {**settings, **mode}) for name, mode in _MODES.items()}
+    with together(made) as workers:
+        samples = alternate(
+            {name: _steps_of(worker) for name, worker in workers.items()},
+            rounds=settings["rounds"],
+        )
+    forward, backward, weights, gradients, host = settings["times"]
+    bound = max(max(forward, weights) + max(backward, weights, gradients), host)
+    taken = samples[EAGER]["seconds"]
+    samples[EAGER]["times_the_bound"] = [seconds / bound for seconds in taken]
+    names = ("forward", "backward", "weights", "gradients", "host")
+    facts = {
+        "bound, seconds": bound,
+        **dict(zip((f"{name}, seconds" for name in names), settings["times"], strict=True)),
+    }
+    return Measured(samples=samples, baseline=WAITS, facts=facts)
+
+
+def _steps_of(worker: Worker) -> Callable[[], dict[str, float]]:
+    return lambda: dict(worker.call("steps"))
+
+
+class Simulated:
+    """A chain of small blocks under the engine, with times of a large one."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        from zerotune.backend.build import build_engine
+        from zerotune.plan.model import Streaming
+
+        self._settings = settings
+        count = settings["blocks"]
+        forward, backward, *rest = (seconds / count for seconds in settings["times"])
+        torch.manual_seed(0)
+        blocks = [_Block(str(index), forward, backward) for index in range(count)]
+        model = torch.nn.Sequential(*blocks)
+        plan = resolved(
+            model,
+            {
+                "stage": 2, "offload": "cpu", "precision": "bf16",
+                "gradient_clipping": settings["clipping"],
+            },
+            batch=2,
+            streamed=Streaming(units=("_Block",), window=settings["window"]),
+        )  # fmt: skip
+        self._engine: Any = build_engine(model=model, plan=plan)
+        self._x_bc = torch.randn(2, 16).bfloat16()
+        if not settings.get("free"):
+            pace(*rest, ahead=settings.get("ahead"))
+
+    def steps(self) -> dict[str, float]:
+        """Seconds of a step, and units that were not on their way when they were needed."""
+        # Behind which nothing is left of what was done while others had their turn.
+        self.step()
+        count, counts = self._settings["steps"], self._engine.counts
+        late, began = counts.late, time.perf_counter()
+        for _ in range(count):
+            self.step()
+        return {
+            "seconds": (time.perf_counter() - began) / count,
+            "late_fetches": (counts.late - late) / count,
+        }
+
+    def step(self) -> None:
+        """One, which leaves its passes to the next where it need not wait."""
+        engine = self._engine
+        engine.backward(engine(self._x_bc).float().square().mean())
+        engine.step()
+        if self._settings.get("waits"):
+            engine.master_weights.settle()
+
+
+class Recorded(Simulated):
+    """The same, and what each lane did when, from the first whole step on."""
+
+    def timeline(self, steps: int) -> list[tuple[str, str, float, float]]:
+        """Lane, block, begin and end of everything in some steps, in seconds since the first."""
+        for _ in range(3):
+            self.step()
+        self._engine.master_weights.settle()
+        hosts = {unit.host.data_ptr(): unit.name for unit in self._engine._units}
+        SPANS.clear()
+        for _ in range(steps):
+            self.step()
+        self._engine.master_weights.settle()
+        first = min(began for _, _, began, _ in SPANS)
+        return [
+            (lane, hosts[int(name)] if lane == IN else name, began - first, end - first)
+            for lane, name, began, end in SPANS
+        ]
+
+
+FORWARD, BACKWARD, IN, OUT, PASS = (
+    "forward", "backward", "weights to the device", "gradients off it", "host pass",
+)  # fmt: skip
+SPANS: Final[list[tuple[str, str, float, float]]] = []
+"""What took time in this process: lane, block, begin, end."""
+
+
+def pace(weights: float, gradients: float, host: float, *, ahead: int | None = None) -> None:
+    """Have each unit's copies and its pass take so many seconds in this process.
+
+    Args:
+        weights: To the device.
+        gradients: Off it.
+        host: Of the pass.
+        ahead: Units that are fetched before they are needed.
+    """
+    from zerotune.backend.stream import passes, residency, steps
+
+    changed: Any = residency
+    if ahead is not None:
+        changed._AHEAD = ahead
+    changed._copy = _slowed(changed._copy, IN, weights, lambda host, _: str(host.data_ptr()))
+    land: Any = steps.StreamedSteps
+    land._land = _slowed(land._land, OUT, gradients, lambda _self, unit, _came: unit.name)
+    take: Any = passes.UnitPass
+    take.take = _slowed(take.take, PASS, host, lambda taken: taken.unit.name)
+
+
+def _slowed(
+    function: Callable[..., Any], lane: str, seconds: float, name: Callable[..., str]
+) -> Callable[..., Any]:
+    def slow(*args: Any) -> Any:
+        _spend(lane, name(*args), seconds)
+        return function(*args)
+
+    return slow
+
+
+def _spend(lane: str, name: str, seconds: float) -> None:
+    began = time.perf_counter()
+    time.sleep(seconds)
+    SPANS.append((lane, name, began, time.perf_counter()))
+
+
+class _Block(torch.nn.Module):
+    """A few weights, whose passes take a while on no core of ours."""
+
+    def __init__(self, name: str, forward: float, backward: float) -> None:
+        super().__init__()
+        self.inner, self._times = torch.nn.Linear(16, 16), (name, forward, backward)
+
+    def forward(self, x_bc: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = _Elsewhere.apply(x_bc + self.inner(x_bc), *self._times)  # type: ignore[no-untyped-call]
+        return found
+
+
+class _Elsewhere(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, x_bc: torch.Tensor, name: str, forward: float, backward: float
+    ) -> torch.Tensor:
+        ctx.name, ctx.seconds = name, backward
+        _spend(FORWARD, name, forward)
+        return x_bc.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        _spend(BACKWARD, ctx.name, ctx.seconds)
+        return gradients[0], None, None, None
+
+
+def real_steps(settings: Mapping[str, Any], _scratch: Path) -> Measured:
+    """Whole steps of a model of many weights, with everything in the memory there is."""
+    made = {
+        PLAIN: (RealSteps, {**settings, "deepspeed": False}),
+        ALL_HERE: (RealSteps, {**settings, "streamed": True}),
+        ZERO_2: (RealSteps, dict(settings)),
+    }
+    with together(made) as workers:
+        samples = alternate(
+            {name: _steps_of(worker) for name, worker in workers.items()},
+            rounds=settings["rounds"],
+            warm_up=3,
+        )
+    return Measured(samples=samples, baseline=PLAIN)
+
+
+class RealSteps:
+    """Steps of ``Stack`` under an engine with the optimizer in host memory."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        from zerotune.backend.build import build_engine
+        from zerotune.plan.model import Streaming
+
+        torch.manual_seed(0)
+        self._count, width = settings["steps"], settings["width"]
+        model = Stack(settings["layers"], width)
+        plan = resolved(
+            model,
+            {"stage": 2, "offload": "cpu", "precision": "bf16", "gradient_clipping": 1.0},
+            batch=2,
+            deepspeed=settings.get("deepspeed", True),
+            streamed=Streaming(units=("Linear",), window=999)
+            if settings.get("streamed")
+            else False,
+        )
+        self._engine: Any = build_engine(model=model, plan=plan)
+        self._x_bc = torch.randn(2, width).to(self._engine.dtype)
+
+    def steps(self) -> dict[str, float]:
+        """Seconds of a step, with all that it leaves to be done."""
+        return {"seconds": timed(self._steps)()["seconds"] / self._count}
+
+    def _steps(self) -> None:
+        for _ in range(self._count):
+            self._engine.backward(self._engine(self._x_bc).float().square().mean())
+            self._engine.step()
+            self._engine.master_weights.settle()
+
+
+BENCHMARK = Benchmark(
+    name="stream",
+    title="streamed weights beside simulated arithmetic, buses and passes, and in real steps",
+    cases=cases,
+    ours=(STREAMED, EAGER, ALL_HERE),
+    goals=(
+        *(
+            goal
+            for case in REGIMES
+            for goal in (
+                Goal(f"{case}: at most 1.10 of the bound", case, EAGER, "times_the_bound", 1.10),
+                Goal(f"{case}: no late fetch", case, EAGER, "late_fetches", 0.0),
+                Goal(f"{case}: at most 0.60 of waits", case, EAGER, "seconds", 0.60, WAITS),
+                Goal(f"{case}: at most 0.85 of the hidden step", case, EAGER, "seconds", 0.85,
+                     HIDDEN),
+            )
+        ),
+        Goal("all units on the device: at most 1.03 of the plain engine", REAL, ALL_HERE,
+             "seconds", 1.03, PLAIN),
+    ),
+)  # fmt: skip

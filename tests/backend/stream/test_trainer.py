@@ -1,0 +1,132 @@
+"""Steps that begin in the backward pass, in a trainer: averages, and what is not finite."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.backend.stream.streaming import Web, contents
+from tests.support.ranks import ranks
+from zerotune import EMAShadow, Trainer
+from zerotune.checkpoint import latest_checkpoint, save_checkpoint
+from zerotune.errors import EngineError, TrainingError
+from zerotune.plan.model import DeepSpeedPlan, ModelFacts, Streaming
+from zerotune.training import RaiseNonFinite, RollBackNonFinite, SaveEvery, SkipNonFinite
+
+# DeepSpeed keeps for the whole process what its first engine made.
+pytestmark = [pytest.mark.deepspeed, ranks(1)]
+
+STEPS, BAD = 8, 5
+PLAN = DeepSpeedPlan.build(
+    stage=2, offload="cpu", precision="bf16", micro_batch_size=4, gradient_clipping=0.0,
+    gradient_accumulation_steps=2, optimizer={"type": "AdamW", "params": {"lr": 1e-3}},
+)  # fmt: skip
+
+
+class Objective:
+    """Losses of a web, one of which is not finite, or has a gradient that is not."""
+
+    def __init__(self, wrong: str = "") -> None:
+        self.wrong, self.calls = wrong, 0
+
+    def __call__(self, engine: Any, batch: Any, _generator: Any) -> torch.Tensor:
+        self.calls += 1
+        is_bad = self.calls == 2 * BAD
+        hook = None
+        if is_bad and self.wrong == "gradient":
+            hook = engine.module.inp.register_forward_hook(spoiling(engine))
+        out = engine(batch["x"].to(engine.dtype)).float()
+        if hook is not None:
+            hook.remove()
+        loss = (out - 0.5).square().mean()
+        # Every gradient of it is finite.
+        return loss + float("inf") if is_bad and self.wrong == "loss" else loss
+
+
+def spoiling(engine: Any) -> Any:
+    """Have the last gradient be NaN, when all blocks have been stepped."""
+
+    def spoil(gradient: torch.Tensor) -> torch.Tensor:
+        if hasattr(engine, "_passes"):
+            engine._passes.settle()
+        return gradient * float("nan")
+
+    def hook(_module: Any, _args: Any, output: torch.Tensor) -> None:
+        output.register_hook(spoil)
+
+    return hook
+
+
+def trainer(tmp_path: Path, wrong: str, policy: Any = None, streamed: Any = True) -> Trainer:
+    torch.manual_seed(0)
+    model, chance = Web(), torch.Generator().manual_seed(3)
+    batches = [{"x": torch.randn(4, 8, generator=chance)} for _ in range(2 * STEPS + 8)]
+    return Trainer(
+        model=model,
+        plan=PLAN.resolve(model=ModelFacts.from_module(model), streamed=streamed),
+        data=batches,
+        objective=Objective(wrong),
+        ema=EMAShadow(decay=0.9),
+        non_finite=policy,
+        callbacks=[SaveEvery(steps=2, root=tmp_path)],
+    )
+
+
+def left(run: Trainer) -> dict[str, list[torch.Tensor]]:
+    return contents(run.engine, run.averages.shadows["ema"])
+
+
+def same(one: dict[str, list[torch.Tensor]], other: dict[str, list[torch.Tensor]]) -> bool:
+    return one.keys() == other.keys() and all(
+        len(one[n]) == len(other[n]) and all(map(torch.equal, one[n], other[n])) for n in one
+    )
+
+
+def test_a_trained_model_and_its_average_are_those_of_zero_2(tmp_path):
+    kept = []
+    for streamed in (Streaming(window=2), None):
+        with trainer(tmp_path / str(bool(streamed)), "", streamed=streamed) as run:
+            run.fit(steps=STEPS)
+            kept.append(left(run))
+            assert type(run.engine).__name__ == ("StreamEngine" if streamed else "DeepSpeedEngine")
+    assert same(*kept)
+
+
+def test_a_loss_that_is_not_finite_is_skipped_before_any_weight_changes(tmp_path):
+    kept = []
+    for streamed in (Streaming(window=2), None):
+        with trainer(tmp_path / str(bool(streamed)), "loss", SkipNonFinite(), streamed) as run:
+            run.fit(steps=STEPS)
+            kept.append(left(run))
+            assert run.engine.state.skipped_steps == 1
+    assert same(*kept)
+
+
+@pytest.mark.parametrize("policy", [RaiseNonFinite, SkipNonFinite])
+def test_a_gradient_that_comes_too_late_stops_the_run_and_is_never_saved(tmp_path, policy):
+    with trainer(tmp_path, "gradient", policy()) as run:
+        with pytest.raises(TrainingError, match="weights have been changed"):
+            run.fit(steps=STEPS)
+        assert run.step == BAD
+        assert latest_checkpoint(tmp_path).name.endswith(f"{BAD - 1}")
+        with pytest.raises(EngineError, match="the weights are of no step"):
+            save_checkpoint(tmp_path / "spoiled", engine=run.engine)
+        with pytest.raises(EngineError, match="the weights are of no step"):
+            run.fit(steps=STEPS)
+
+
+def test_a_gradient_that_comes_too_late_goes_back_to_the_last_checkpoint(tmp_path):
+    with trainer(tmp_path, "gradient", RollBackNonFinite(root=tmp_path)) as run:
+        run.fit(steps=BAD - 1)
+        good = left(run)
+        taken: list[Any] = []
+        resume = run.roll_back
+        run.roll_back = lambda *a, **k: (resume(*a, **k), taken.append(left(run)))  # type: ignore[method-assign]
+        run.fit(steps=STEPS)
+        assert run.step == STEPS
+        assert len(taken) == 1
+        assert same(taken[0], good)
+        assert not same(left(run), good)
