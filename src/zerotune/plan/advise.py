@@ -277,7 +277,7 @@ STREAMED: Final = STREAMING[0].title
 ACTIVATION_OFFLOAD: Final = frozenset({"cuda", "rocm", "xpu"})
 """Accelerators with memory of their own and streams to copy on."""
 
-_OPT_IN: Final = "fits; chosen with streamed=True only, since nothing proves it on a device yet"
+_OPT_IN: Final = "fits; chosen with streamed=True only: `zerotune doctor --prove` proves its bits"
 _SUGGESTED_BASE: Final = "nf4"
 _SUGGESTED_RANK: Final = 16
 
