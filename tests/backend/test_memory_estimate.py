@@ -229,7 +229,6 @@ SHALLOW = {
                 "approximator_hidden_dim": 512},
     ),
 }  # fmt: skip
-IN_THE_SUITE = ("qwen-image", "wan")
 
 
 class AfterEachOperator(TorchDispatchMode):
@@ -290,10 +289,7 @@ def pass_of(model: Any, given: dict[str, Any], backward: Any) -> float:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        name if name in IN_THE_SUITE else pytest.param(name, marks=pytest.mark.nightly)
-        for name in SHALLOW
-    ],
+    [pytest.param(name, marks=() if name == "wan" else pytest.mark.nightly) for name in SHALLOW],
 )
 @ranks(1)
 def test_activations_of_few_layers_are_what_was_estimated(name):

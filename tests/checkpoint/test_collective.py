@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,28 +14,23 @@ import pytest
 
 from tests.checkpoint.refusals import failing_write, told
 from tests.checkpoint.runs import hostile
-from tests.support.ranks import RanksFailed, run_ranks
+from tests.support.ranks import RanksFailed, ranks, run_ranks
 from tests.support.runs import PLAIN
 
 
-def save_alone(folder: str, saver: int) -> tuple[str, float]:
-    """Only rank ``saver`` saves; the other goes on with something else."""
+@pytest.mark.parametrize("saver", [0, 1])
+@ranks(2)
+def test_a_save_on_one_rank_only_names_the_missing_one(tmp_path, saver):
     from zerotune.checkpoint import save_checkpoint
 
-    engine = hostile(PLAIN, seed=0)
-    began = time.monotonic()
-    error, over = "", Path(f"{folder}.over")
-    if engine.group.rank == saver:
-        error = told(lambda: save_checkpoint(folder, engine=engine, timeout_s=2))
-        over.touch()
-    while not over.exists() and time.monotonic() < began + 60:
-        time.sleep(0.02)
-    return error, time.monotonic() - began
-
-
-def check_alone(tmp_path: Path, saver: int) -> None:
-    results = run_ranks(save_alone, str(tmp_path / "step"), saver, world_size=2)
-    error, seconds = results[saver]
+    engine, began, over = hostile(PLAIN, seed=0), time.monotonic(), tmp_path / "over"
+    if engine.group.rank != saver:
+        while not over.exists() and time.monotonic() < began + 60:
+            time.sleep(0.02)
+        return
+    error = told(lambda: save_checkpoint(tmp_path / "step", engine=engine, timeout_s=2))
+    seconds, left = time.monotonic() - began, list(tmp_path.iterdir())
+    over.touch()
     assert error.startswith("CollectiveError: ")
     assert "saving checkpoint" in error
     assert "within 2 s" in error
@@ -42,15 +38,7 @@ def check_alone(tmp_path: Path, saver: int) -> None:
     assert re.search(missing, error), "the missing rank must be named"
     assert "on every rank, not inside `if rank == 0`" in error
     assert seconds < 8
-    assert [path.name for path in tmp_path.iterdir()] == ["step.over"], "the test's own"
-
-
-def test_a_save_on_the_main_rank_only_names_the_missing_one(tmp_path):
-    check_alone(tmp_path, saver=0)
-
-
-def test_a_save_on_another_rank_only_names_the_main_one(tmp_path):
-    check_alone(tmp_path, saver=1)
+    assert left == []
 
 
 def save_with_a_dying_rank(root: str) -> None:
@@ -83,67 +71,50 @@ def test_a_rank_that_dies_while_saving_is_named(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step", "told.txt"]
 
 
-def trouble(root: str) -> dict[str, Any]:
-    """One rank fails or disagrees; the engines go on, and a later save works."""
+@ranks(2)
+def test_trouble_on_one_rank_is_told_on_both(tmp_path):
     from zerotune.checkpoint import load_checkpoint, save_checkpoint
 
     engine = hostile(PLAIN, seed=0)
-    rank, folder = engine.group.rank, Path(root) / "step"
-    found: dict[str, Any] = {}
+    rank, folder = engine.group.rank, tmp_path / "step"
 
     def save(path: Path = folder, **arguments: Any) -> Path:
         return save_checkpoint(path, engine=engine, **arguments)
 
-    found["extra"] = told(lambda: save(extra={"rank": rank}))
-    found["path"] = told(lambda: save(folder / str(rank)))
-    found["bad extra"] = told(lambda: save(extra={"set": {1}} if rank else {}))
-    if rank == 1:
-        with failing_write(3_000):
-            found["full"] = told(save)
-    else:
-        found["full"] = told(save)
-    if rank == 1:
-        with mock.patch("pathlib.Path.is_dir", return_value=False):
-            found["not shared"] = told(save)
-    else:
-        found["not shared"] = told(save)
+    extra = told(lambda: save(extra={"rank": rank}))
+    assert "CollectiveError: arguments of save_checkpoint" in extra
+    assert "{'rank': 0}" in extra
+    assert "{'rank': 1}" in extra
+    path = told(lambda: save(folder / str(rank)))
+    assert "CollectiveError: arguments of save_checkpoint" in path
+    bad = told(lambda: save(extra={"set": {1}} if rank else {}))
+    reports = ("rank 1 reports: ", "")[rank]
+    assert bad.startswith(f"CheckpointError: extra.set = {{1}}: {reports}JSON")
+    with failing_write(3_000) if rank else nullcontext():
+        full = told(save)
+    assert ("rank 1 reports: OSError", "No space left on device")[rank] in full
+    with mock.patch("pathlib.Path.is_dir", return_value=False) if rank else nullcontext():
+        shared = told(save)
+    assert ("rank 1 reports: rank 0 made this folder", "does not see it")[rank] in shared
     # Rank 0 clears up after it has told the others.
     engine.group.barrier("looking at what is left")
-    found["left"] = [path.name for path in Path(root).iterdir()]
+    assert list(tmp_path.iterdir()) == []
+    engine.group.barrier("looked at what is left")
     save()
-    found["files"] = sorted(path.name for path in folder.iterdir())
-    found["sizes"] = [
-        (folder / f"rank-{index:05d}-of-00002.safetensors").stat().st_size for index in range(2)
+    assert sorted(each.name for each in folder.iterdir()) == [
+        "manifest.json",
+        "rank-00000-of-00002.safetensors",
+        "rank-00001-of-00002.safetensors",
+        "weights-00001-of-00001.safetensors",
     ]
     engine.group.barrier("damaging a file")
+    file = folder / "rank-00001-of-00002.safetensors"
     if rank == 0:
-        (folder / "rank-00001-of-00002.safetensors").write_bytes(b"x" * found["sizes"][1])
+        file.write_bytes(b"x" * file.stat().st_size)
     engine.group.barrier("damaged a file")
-    found["corrupt"] = told(lambda: load_checkpoint(folder, engine=engine))
+    corrupt = told(lambda: load_checkpoint(folder, engine=engine))
+    assert "rank-00001-of-00002.safetensors: " in corrupt
+    if rank == 0:
+        assert corrupt.startswith("CheckpointCorruptError: ")
+        assert "rank 1 reports: was altered" in corrupt
     engine.close()
-    return found
-
-
-def test_trouble_on_one_rank_is_told_on_both(tmp_path):
-    first, second = run_ranks(trouble, str(tmp_path), world_size=2)
-    for found in (first, second):
-        assert "CollectiveError: arguments of save_checkpoint" in found["extra"]
-        assert "{'rank': 0}" in found["extra"]
-        assert "{'rank': 1}" in found["extra"]
-        assert "CollectiveError: arguments of save_checkpoint" in found["path"]
-        assert found["left"] == []
-        assert found["files"] == [
-            "manifest.json",
-            "rank-00000-of-00002.safetensors",
-            "rank-00001-of-00002.safetensors",
-            "weights-00001-of-00001.safetensors",
-        ]
-        assert "rank-00001-of-00002.safetensors: " in found["corrupt"]
-    assert second["bad extra"].startswith("CheckpointError: extra.set = {1}: JSON cannot")
-    assert first["bad extra"].startswith("CheckpointError: extra.set = {1}: rank 1 reports: JSON")
-    assert "No space left on device" in second["full"]
-    assert "rank 1 reports: OSError" in first["full"]
-    assert "does not see it" in second["not shared"]
-    assert "rank 1 reports: rank 0 made this folder" in first["not shared"]
-    assert first["corrupt"].startswith("CheckpointCorruptError: ")
-    assert "rank 1 reports: was altered" in first["corrupt"]

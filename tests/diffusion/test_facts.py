@@ -375,7 +375,10 @@ def test_blocks_that_are_not_called_alike_all_run(odd, monkeypatch):
     assert few == whole
 
 
-@pytest.mark.parametrize("name", ["hunyuan-video", "lumina2"])
+@pytest.mark.parametrize(
+    "name",
+    ["chroma", *(pytest.param(n, marks=pytest.mark.nightly) for n in ("hunyuan-video", "lumina2"))],
+)
 def test_a_step_of_few_blocks_is_measured_as_one_of_all(name, monkeypatch, tmp_path):
     config, _ = declared(name, tmp_path / name)
     longer = {key: 9 for key in ("num_layers", "num_single_layers") if key in config}

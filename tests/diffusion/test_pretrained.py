@@ -219,26 +219,23 @@ def test_engines_train_the_same_bits_from_weights_that_waited(sharded, world_siz
             assert f"tensors read in {case.precision}, {how}" in told
 
 
-def adapted(folder: str) -> list[bool]:
+@ranks(2)
+def test_adapters_go_beside_weights_that_wait(single):
+    needs("peft")
     from zerotune.diffusion import LoRA, add_lora
 
     case = Case(stage=3, offload="cpu", precision="bf16")
     found = []
     for plan in (None, PLAN):
-        model = load_pretrained(folder, plan=plan).model
+        model = load_pretrained(single, plan=plan).model
         torch.manual_seed(1)
         facts = add_lora(model, LoRA(rank=2, init="gaussian"))
         assert facts.tensors > 0
         found.append(trained(case, model))
     (losses, weights, _), (late, late_weights, _) = found
-    same = all(torch.equal(weights[name], late_weights[name]) for name in weights)
-    return [losses == late, same, weights.keys() == late_weights.keys()]
-
-
-def test_adapters_go_beside_weights_that_wait(single):
-    needs("peft")
-    for rank in run_ranks(adapted, str(single), world_size=2):
-        assert rank == [True, True, True]
+    assert losses == late
+    assert weights.keys() == late_weights.keys()
+    assert all(torch.equal(weights[name], late_weights[name]) for name in weights)
 
 
 def test_magnitudes_need_the_base_weights_and_read_them(single):

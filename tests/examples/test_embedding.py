@@ -417,13 +417,11 @@ def test_the_swap_folder_goes_with_the_script(tmp_path):
     ("launcher", "script", "stage"),
     [
         ([*ACCELERATE, "--num_processes", "2"], "accelerate_after", 2),
-        # accelerate starts torchrun itself, so this shows little more, for as long.
-        pytest.param(
-            *(["torch.distributed.run", "--nproc-per-node", "2"], "deepspeed_after", 2),
-            marks=pytest.mark.nightly,
-        ),
+        (["torch.distributed.run", "--nproc-per-node", "2"], "deepspeed_after", 2),
     ],
 )
+# In the suite they run on two ranks, and another script under the launchers.
+@pytest.mark.nightly
 def test_the_scripts_under_their_launchers(launcher, script, stage, tmp_path):
     folder = tmp_path / "end"
     paths = [str(SCRIPTS.parents[1] / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]

@@ -190,7 +190,14 @@ def launch(folder, *arguments):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", LAUNCHED)
+@pytest.mark.parametrize(
+    "name",
+    [
+        # Each costs four processes; what runs without a launcher is compared for every file above.
+        pytest.param(name, marks=() if "for diffusers" in name else pytest.mark.nightly)
+        for name in LAUNCHED
+    ],
+)
 def test_a_launched_file_has_the_same_losses_after_conversion(name, tmp_path):
     text, steps = LAUNCHED[name]
     processes = yaml.safe_load(text).get("num_processes", 1)

@@ -8,7 +8,13 @@ from pathlib import Path
 import attrs
 import pytest
 
-from zerotune.platform.toolchain import LocalMachine, detect_toolchain, parse_version
+from zerotune.platform.toolchain import (
+    LibAio,
+    LocalMachine,
+    detect_compilers,
+    detect_toolchain,
+    parse_version,
+)
 
 needs_compiler = pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
 
@@ -87,6 +93,19 @@ def test_a_complete_machine():
     assert found.nvcc.version == "12.8"
     assert found.python_headers
     assert found.libaio.usable
+
+
+def test_looking_for_compilers_compiles_nothing():
+    class Idle(FakeMachine):
+        def run(self, command, source=""):
+            assert command[-1] == "--version"
+            return super().run(command, source)
+
+    machine = Idle(programs={"c++": GCC, "ninja": "1.11.1"})
+    unknown = LibAio(header=None, library=None)
+    assert detect_compilers(machine).libaio == unknown
+    whole = attrs.evolve(detect_toolchain(FakeMachine(programs=machine.programs)), libaio=unknown)
+    assert detect_compilers(machine) == whole
 
 
 def test_cxx_names_the_compiler():

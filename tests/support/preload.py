@@ -20,6 +20,9 @@ install_importhook(get_config())
 on_cpu = torch.version.cuda is None and torch.version.hip is None
 
 with contextlib.suppress(ImportError):
+    from zerotune.backend.deepspeed.door import digests
+    from zerotune.backend.ops import build_op, op_report
+    from zerotune.backend.step.kernel import host_step_status, load_host_step
     from zerotune.backend.upstream import quiet_deepspeed, require_deepspeed
     from zerotune.platform import detect_platform
 
@@ -34,6 +37,14 @@ with contextlib.suppress(ImportError):
         import deepspeed.module_inject.auto_ep_config
         import deepspeed.module_inject.auto_ep_layer
         import deepspeed.runtime.zero.muon.muon_optimizer
+
+        # Each engine compares them with those it knows.
+        digests()
+        # Each engine that offloads loads these, and asks ninja and compilers first.
+        if all(op.state == "built" for op in op_report() if op.name == "cpu_adam"):
+            build_op("cpu_adam")
+        if host_step_status().state == "built":
+            load_host_step()
 
 if on_cpu:
     # What fails here fails again in the children that need it, where it is seen.

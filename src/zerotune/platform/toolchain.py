@@ -93,8 +93,15 @@ class LocalMachine:
 def detect_toolchain(machine: LocalMachine | None = None) -> Toolchain:
     """Find the compilers and libraries DeepSpeed's kernels are built with."""
     machine = machine or LocalMachine()
-    compiler = shlex.split(machine.environ().get("CXX", "c++")) or ["c++"]
-    cxx = _tool(machine, compiler)
+    compilers = detect_compilers(machine)
+    if compilers.cxx is None:
+        return compilers
+    return attrs.evolve(compilers, libaio=_libaio(machine, _cxx(machine)))
+
+
+def detect_compilers(machine: LocalMachine | None = None) -> Toolchain:
+    """Find the compilers alone: nothing is compiled, and whether libaio is there stays unknown."""
+    machine = machine or LocalMachine()
     ninja = _tool(machine, ["ninja"])
     environ, nvcc = machine.environ(), machine.which("nvcc")
     # As torch looks for it: the environment, else nvcc's, else the default place.
@@ -103,14 +110,18 @@ def detect_toolchain(machine: LocalMachine | None = None) -> Toolchain:
     home = home or ("/usr/local/cuda" if machine.exists("/usr/local/cuda") else None)
     beside_python = str(Path(sys.executable).parent / "ninja")
     return Toolchain(
-        cxx=cxx,
+        cxx=_tool(machine, _cxx(machine)),
         nvcc=None if home is None else _tool(machine, [f"{home}/bin/nvcc"]),
         cuda_home=home,
         ninja=ninja,
         hidden_ninja=beside_python if ninja is None and machine.exists(beside_python) else None,
         python_headers=machine.exists(f"{sysconfig.get_path('include')}/Python.h"),
-        libaio=LibAio(header=None, library=None) if cxx is None else _libaio(machine, compiler),
+        libaio=LibAio(header=None, library=None),
     )
+
+
+def _cxx(machine: LocalMachine) -> list[str]:
+    return shlex.split(machine.environ().get("CXX", "c++")) or ["c++"]
 
 
 def _tool(machine: LocalMachine, command: Sequence[str]) -> Tool | None:

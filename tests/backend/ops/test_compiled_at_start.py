@@ -41,9 +41,13 @@ def test_a_lock_that_may_be_another_machines_is_named_by_the_start(tmp_path: Pat
     lock.parent.mkdir()
     lock.touch()
     os.utime(lock, (0, time.time() - 3600))
+    from deepspeed.ops.op_builder.builder import OpBuilder
+
     from zerotune.backend import ops
     from zerotune.errors import PlatformError
 
+    # As in a process that has not loaded it yet.
+    OpBuilder._loaded_ops.clear()
     os.environ["TORCH_EXTENSIONS_DIR"] = str(tmp_path)
     ops.filesystem_kind = lambda _folder: "nfs4"
     with pytest.raises(PlatformError) as refused:

@@ -223,8 +223,7 @@ def look(engine: Any, emas: Any, step: int) -> Any:
     [
         (PLAIN, 1),
         (1, 1),
-        (2, 1),
-        (3, 1),
+        *(pytest.param(stage, 1, marks=pytest.mark.nightly) for stage in (2, 3)),
         (2, 2),
         (3, 2),
     ],

@@ -103,6 +103,12 @@ CASES = [
 ]
 
 
+def both(
+    case: Case, drop: tuple[int, ...] = (), added_up: str | None = None
+) -> list[dict[str, Any]]:
+    return [train(case, host_step, drop, added_up) for host_step in (True, False)]
+
+
 def same(
     case: Case,
     *,
@@ -111,10 +117,9 @@ def same(
     added_up: str | None = None,
 ) -> list[dict[str, Any]]:
     """Assert that both steps leave the same; what the one in one pass left, by rank."""
-    mine = run_ranks(train, case, True, drop, added_up, world_size=world_size)
-    theirs = run_ranks(train, case, False, drop, added_up, world_size=world_size)
+    found = run_ranks(both, case, drop, added_up, world_size=world_size)
     usual = "DeepSpeed's" if case.deepspeed else "torch's fused"
-    for one, other in zip(mine, theirs, strict=True):
+    for one, other in found:
         assert one["decisions"] == ["one pass"]
         assert other["decisions"] == [
             "AdamWBF16States' own" if case.optimizer == "AdamWBF16States" else usual
@@ -122,7 +127,7 @@ def same(
         assert one["explained"]
         for name in ("losses", "norms", "master", "ema", "model"):
             assert one[name] == other[name], name
-    return mine
+    return [one for one, _ in found]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -187,7 +192,7 @@ def plainly(cases: list[tuple[Case, bool]]) -> list[list[dict[str, Any]]]:
         with pytest.MonkeyPatch.context() as patch:
             # As where the model has a memory of its own.
             patch.setattr(plain, "_has_memory_of_its_own", lambda _, apart=apart: apart)
-            found.append([train(case, host_step, (1,)) for host_step in (True, False)])
+            found.append(both(case, (1,)))
     found[0].append(train(attrs.evolve(cases[0][0], offload="none"), True, (1,)))
     return found
 

@@ -87,12 +87,18 @@ class Upstream:
         if "instrument_w_nvtx" in getattr(function, "__qualname__", ""):
             # DeepSpeed's decorator for profilers, the same source around every method.
             function = inspect.getclosurevars(cast(Any, function)).nonlocals["func"]
-        try:
-            source = inspect.getsource(cast(Any, function))
-        except (OSError, TypeError):
-            return None
-        lines = (line.strip() for line in source.splitlines())
-        return hashlib.sha256("\n".join(line for line in lines if line).encode()).hexdigest()
+        return None if function is None else source_digest(function)
+
+
+@functools.cache
+def source_digest(function: Any) -> str | None:
+    """SHA-256 of a function's source, read once; ``None`` where there is none to read."""
+    try:
+        source = inspect.getsource(function)
+    except (OSError, TypeError):
+        return None
+    lines = (line.strip() for line in source.splitlines())
+    return hashlib.sha256("\n".join(line for line in lines if line).encode()).hexdigest()
 
 
 @functools.cache

@@ -33,7 +33,7 @@ from zerotune.backend.ops import (
     missing_ninja,
     naming_the_cause,
 )
-from zerotune.platform.toolchain import Toolchain, detect_toolchain
+from zerotune.platform.toolchain import Toolchain, detect_compilers
 
 NAME: Final = "host_step"
 PURPOSE: Final = "Adam and AdamW in host memory in one pass: clip, update, EMA, cast"
@@ -246,7 +246,7 @@ def host_step_status(*, toolchain: Toolchain | None = None) -> OpStatus:
     library, lock = built_library(folder), BuildLock.on(folder)
     if lock is not None:
         return OpStatus.of(NAME, PURPOSE, "locked", lock.diagnose(), library=library)
-    tools = toolchain or detect_toolchain()
+    tools = toolchain or detect_compilers()
     # torch asks for ninja even where there is nothing to compile.
     found = missing_ninja(tools) or (missing_compiler(tools) if library is None else None)
     state: OpState = "blocked" if found else "buildable" if library is None else "built"
