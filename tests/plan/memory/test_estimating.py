@@ -391,3 +391,12 @@ def test_of_adapters_the_frozen_base_is_streamed():
     host = sum(item.nbytes for item in estimate.items if item.place == "host" and
                item.component not in ("runtime", "checkpoint"))  # fmt: skip
     assert host == 2 * units.total + 16 * units.resident_trained
+
+
+def test_units_that_are_named_are_counted():
+    facts = blocks_of([2048] * 4, 0)
+    assert facts.streamed.trained == (2048,) * 4
+    assert facts.streamed_by(["blocks"]).trained == (4 * 2048,)
+    assert facts.streamed_by(["blocks.1", "blocks.3"]).trained == (2048, 2048)
+    assert facts.streamed_by(["blocks.1"]).resident_trained == 3 * 2048
+    assert facts.streamed_by(["Block"]) == facts.streamed, "a class is known to the model alone"

@@ -26,6 +26,7 @@ from zerotune.plan.model import (
     ModelFacts,
     OffloadSection,
     ResolvedPlan,
+    StreamedFacts,
     Streaming,
     ZeroSection,
     pins,
@@ -285,11 +286,16 @@ class Costing:
         return self.resolved.streaming
 
     @cached_property
+    def streamed(self) -> StreamedFacts:
+        """What streaming moves of the model, and what stays on the device."""
+        return self.model.streamed_by(() if self.streaming is None else self.streaming.units)
+
+    @cached_property
     def streamed_capacity(self) -> int:
         """Bytes of the device that streamed units take."""
         if self.streaming is None:
             return 0
-        return self.streaming.capacity([self.element * one for one in self.model.streamed.units])
+        return self.streaming.capacity([self.element * one for one in self.streamed.units])
 
     @property
     def ranks(self) -> int:
@@ -879,7 +885,7 @@ GRADIENTS_UNDER_WAY: Final = 2
 
 def streamed(case: Costing) -> Iterator[MemoryItem]:
     """Units pass through the device; their weights, masters and states lie in host memory."""
-    units, element, precision = case.model.streamed, case.element, case.resolved.precision
+    units, element, precision = case.streamed, case.element, case.resolved.precision
     resident = units.resident_trained + units.resident_frozen
     yield case.item("weights", case.device, element * resident, note=f"{precision}, of no unit")
     capacity = case.streamed_capacity
@@ -906,7 +912,7 @@ def with_units_kept(estimate: MemoryEstimate, usable: int) -> ResolvedPlan:
         return resolved
     case = Costing(resolved=resolved, model=resolved.model, workload=estimate.workload)
     others = estimate.device - case.streamed_capacity
-    total = case.element * resolved.model.streamed.total
+    total = case.element * case.streamed.total
     memory = max(0, min(usable - others, total))
     decision = Decision(
         key="streamed.memory",
@@ -923,7 +929,7 @@ def with_units_kept(estimate: MemoryEstimate, usable: int) -> ResolvedPlan:
 
 
 def _streamed_on_host(case: Costing, blocks: list[int]) -> Iterator[MemoryItem]:
-    zero, units, element = case.resolved.plan.zero_optimization, case.model.streamed, case.element
+    zero, units, element = case.resolved.plan.zero_optimization, case.streamed, case.element
     pin = zero is not None and pins(zero.offload_optimizer) and not case.on_cpu
     trained = [*units.trained, units.resident_trained]
     count = sum(trained) / case.ranks
@@ -1175,6 +1181,8 @@ def _around_the_engine(case: Costing) -> Iterator[MemoryItem]:
 
 def _notes(case: Costing) -> Iterator[str]:
     work = case.workload
+    if case.streaming is not None and not case.streamed.units:
+        yield "no unit is known: which modules of this class are streamed the model itself tells"
     if work.height is None:
         yield "activations are left out: no resolution was given"
     elif case.model.activations is None:

@@ -438,7 +438,7 @@ def _streamed_traffic(case: Costing, estimate: MemoryEstimate) -> StepTraffic:
     What a pass has used last is still there when the pass that goes back begins; what is on the
     device when a step ends was written by the step, and comes again.
     """
-    units, element = case.model.streamed, case.element
+    units, element = case.streamed, case.element
     accumulated = case.resolved.gradient_accumulation_steps
     trained = sum(units.trained)
     absent = element * units.total - case.streamed_capacity
