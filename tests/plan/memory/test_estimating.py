@@ -381,6 +381,20 @@ def test_streamed_weights_by_hand(streaming, capacity):
     assert items["host", "EMA"] == 4 * (5 * 2040 + 100)
 
 
+def test_ranks_of_a_machine_share_streamed_weights_by_hand():
+    plan = DeepSpeedPlan.build(stage=2, offload="cpu", precision="bf16")
+    model = blocks_of([2048] * 5, 112)
+    resolved = plan.resolve(platform=CUDA, model=model, world_size=2, streamed=True)
+    estimate = resolved.estimate(Workload())
+    items = {(item.place, item.component): item.nbytes for item in estimate.items}
+    half = (5 * 2048 + 112) // 2
+    assert items["device", "streamed weights"] == 2 * 3 * 2048, "each device has a window"
+    assert items["host", "weights"] == items["host", "gradients"] == 2 * half
+    assert items["host", "master weights"] == 4 * half
+    assert items["host", "optimizer states"] == 8 * half
+    assert items["host", "staging"] == 2 * 2048
+
+
 def test_of_adapters_the_frozen_base_is_streamed():
     plan = DeepSpeedPlan.build(stage=2, offload="cpu", precision="bf16")
     resolved = plan.resolve(platform=CUDA, model=as_facts("flux", lora=16), streamed=True)
