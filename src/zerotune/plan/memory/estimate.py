@@ -290,6 +290,11 @@ class Costing:
         """What streaming moves of the model, and what stays on the device."""
         return self.model.streamed_by(() if self.streaming is None else self.streaming.units)
 
+    @property
+    def splits_masters(self) -> bool:
+        """Whether a streamed master weight is a weight of the forward pass and a low half."""
+        return self.streaming is not None and self.streaming.split_masters
+
     @cached_property
     def streamed_capacity(self) -> int:
         """Bytes of the device that streamed units take."""
@@ -947,9 +952,10 @@ def _streamed_on_host(case: Costing, blocks: list[int]) -> Iterator[MemoryItem]:
         yield case.item("staging", "host", element * max(units.trained, default=0), note=note)
     yield locked("weights", blocks, _share_of(case, case.resolved.precision))
     yield locked("gradients", trained, _share_of(case, case.resolved.precision))
-    yield case.item("master weights", "host", 4 * count, note=_share_of(case, "fp32"))
+    master, note = (2, "their low halves") if case.splits_masters else (4, "fp32")
+    yield case.item("master weights", "host", master * count, note=_share_of(case, note))
     nbytes = case.state_bytes * case.states * count
-    yield case.item("optimizer states", "host", nbytes, TRAINING, _share_of(case, "fp32"))
+    yield case.item("optimizer states", "host", nbytes, TRAINING, _share_of(case, ""))
 
 
 # -- From a resolved plan and a workload to what it needs.

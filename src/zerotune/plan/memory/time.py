@@ -445,6 +445,8 @@ def _streamed_traffic(case: Costing, estimate: MemoryEstimate) -> StepTraffic:
     written = round(case.streamed_capacity * trained / (units.total or 1))
     stepped = trained + units.resident_trained
     # Micro batches after the first are added up on the device.
+    # Of a split master weight the weight itself is read, and written anyway.
+    saved = 2 if case.splits_masters else 0
     back = (accumulated - 1) * element * stepped
     part = stepped / case.ranks
     return StepTraffic(
@@ -452,7 +454,7 @@ def _streamed_traffic(case: Costing, estimate: MemoryEstimate) -> StepTraffic:
         parameters=2 * accumulated * absent + written + back,
         weights=element * units.resident_trained,
         # Its gradient stays in the weights' precision, and is read for its norm before.
-        optimizer=round((_update(case) - case.master_bytes + 2 * element) * part),
+        optimizer=round((_update(case) - case.master_bytes + 2 * element - saved) * part),
         ema=round(8 * part) if _averages_on_host(estimate) else 0,
         swap=swap_traffic(estimate),
         # Each rank's gradients of its share, and their sum.
