@@ -252,7 +252,7 @@ class TestOutput:
             versions={"torch": "2.9.0"},
             decisions=(warning,),
         )
-        doctor._print(checkup(described))
+        checkup(described)._print()
         return capsys.readouterr().out
 
     def test_it_is_plain_when_it_goes_to_a_file(self, printed):

@@ -1,6 +1,6 @@
 """Adds the installed DeepSpeed to the releases whose replaced methods were read and tested.
 
-Read what has changed in the methods that ``zerotune.backend.deepspeed.door`` names, run the
+Read what has changed in the methods that ``zerotune.backend.deepspeed.start`` names, run the
 tests of engines, and then ``python -m tools.deepspeed_sources``.
 """
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 import zerotune
-from zerotune.backend.deepspeed.door import digests
+from zerotune.backend.deepspeed.start import digests
 from zerotune.backend.upstream import require_deepspeed
 
 FILE: Final = Path(zerotune.__file__).parent / "backend" / "data" / "sources.json"

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from zerotune._util.environment import installed_version, installed_versions, release_of
+from zerotune._util.environment import installed_version, installed_versions
+from zerotune._util.text import release_of
 
 
 @pytest.mark.parametrize(

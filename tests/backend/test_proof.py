@@ -272,8 +272,8 @@ def test_copies_that_are_waited_for_give_the_same_gradients_and_a_decision() -> 
     def plain(block: torch.nn.Module, x: torch.Tensor) -> Any:
         return block(x)
 
-    wanted = proving._chain_gradients(bench, model, plain, 0)
-    found = proving._chain_gradients(bench, model, offload.checkpoint, 0)
+    wanted = bench.chain_gradients(model, plain, 0)
+    found = bench.chain_gradients(model, offload.checkpoint, 0)
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
     assert offload.counts.stored > 3
     (decision,) = offload.decisions

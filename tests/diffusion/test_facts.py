@@ -201,7 +201,7 @@ def test_a_catalogued_configuration_is_neither_built_nor_counted(counted, monkey
     def built(_config):
         raise AssertionError("it was built")
 
-    monkeypatch.setattr(counting, "_from_config", built)
+    monkeypatch.setattr(counting._Configuration, "build", built)
     for config, name in [
         ({"_class_name": "QwenImageTransformer2DModel"}, "qwen-image"),
         ({"_class_name": "WanTransformer3DModel"}, "wan-14b"),
@@ -244,7 +244,7 @@ def test_a_configuration_is_counted_once(counted):
 
 def test_what_is_remembered_damaged_is_counted_again(counted, monkeypatch, tmp_path):
     first = model_facts(UNET)
-    for file in counting._facts_file(counting.configuration_digest(UNET)).parent.iterdir():
+    for file in counting._Configuration(UNET).file.parent.iterdir():
         file.write_text('{"name": 3}')
     assert model_facts(UNET) == first
     assert len(counted) == 2

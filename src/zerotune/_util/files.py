@@ -65,9 +65,7 @@ def of_system(
     where = error.filename2 or error.filename
     inside = "" if where is None or str(where) == os.fspath(path) else f": {where}"
     return kind(
-        f"{purpose} ({error.strerror or error}{inside})",
-        key=os.fspath(path),
-        fix=fix_of(error),
+        f"{purpose} ({error.strerror or error}{inside})", key=os.fspath(path), fix=fix_of(error)
     )
 
 

@@ -192,6 +192,28 @@ def validated(check: Callable[..., object], **bounds: Any) -> Callable[[Any, Any
     return validate
 
 
+def as_sentence(text: str) -> str:
+    """A text with a capital at its beginning and a stop at its end."""
+    text = text.strip()
+    text = f"{text[:1].upper()}{text[1:]}"
+    return text if text.endswith((".", "?", "!")) or not text else f"{text}."
+
+
+def as_texts(value: str | Iterable[str]) -> tuple[str, ...]:
+    """Several texts, or the only one."""
+    return (value,) if isinstance(value, str) else tuple(value)
+
+
+def release_of(version: str) -> tuple[int, ...]:
+    """Numbers of a release: ``"0.19.8+cpu"`` is ``(0, 19, 8)``; ``()`` where it is no version."""
+    from packaging.version import InvalidVersion, Version
+
+    try:
+        return Version(version).release
+    except InvalidVersion:
+        return ()
+
+
 # -- Amounts of memory.
 
 _UNIT_PREFIXES: Final = "kmgtp"

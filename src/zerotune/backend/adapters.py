@@ -224,6 +224,31 @@ class Factors:
         """The same with a scale of 1."""
         return attrs.evolve(self, up=self.up * self.scale, scale=1.0)
 
+    def _same_product(self, trained: Factors, dtype: torch.dtype) -> bool | None:
+        """Whether two products are the same to the last bit; ``None``: they are not even close.
+
+        Readers may move a part of the scale from one factor to the other.
+        """
+        if self.down.shape != trained.down.shape or self.up.shape != trained.up.shape:
+            return None
+        moved = 1.0
+        if trained.down.numel():
+            largest = int(trained.down.abs().argmax())
+            moved = float(self.down.flatten()[largest] / trained.down.flatten()[largest])
+        scale = trained.scale / (moved * self.scale) if moved else 0.0
+        pairs = ((self.down, trained.down * moved), (self.up, trained.up * scale))
+        if all(torch.equal(each, other) for each, other in pairs):
+            return True
+        close = _CLOSE_STEPS * torch.finfo(dtype).eps
+        near = all((each - other).abs().max() <= close * other.abs().max() for each, other in pairs)
+        return False if near else None
+
+    def _dense(self, dtype: torch.dtype) -> Factors:
+        """Both factors as the file holds them, without ranks that do nothing."""
+        down, up = self.down.to(dtype).float(), self.up.to(dtype).float()
+        used = up.transpose(0, 1).flatten(1).any(dim=1)
+        return attrs.evolve(self, down=down[used], up=up[:, used])
+
 
 @attrs.frozen
 class Published:
@@ -276,6 +301,19 @@ class Published:
                 name = f"{_COMFYUI}{name}.{_TO_COMFYUI.get(kind, kind)}"
             respelled[name] = tensor
         return respelled
+
+    def _their_names(self, model: torch.nn.Module, separator: str) -> dict[str, str]:
+        """Our name of each layer that is one of theirs, by their name."""
+        found = {}
+        for name, module in model.named_modules():
+            if name and getattr(module, "weight", None) is not None:
+                try:
+                    theirs, ours = self.theirs(name)
+                except CheckpointMismatchError:
+                    continue
+                if len(ours) == 1:
+                    found[theirs.replace(".", separator)] = name
+        return found
 
 
 def _numbered(layer: str, separator: str = ".") -> tuple[str, str | None]:
@@ -593,6 +631,28 @@ class Read:
     reader: str
     """Who converted it."""
 
+    def _factors(self, component: str) -> dict[str, Factors]:
+        """What a converter gave, by the layers of a component."""
+        utils = importlib.import_module("diffusers.utils.state_dict_utils")
+        state = {
+            key.removeprefix(f"{component}."): tensor
+            for key, tensor in self.tensors.items()
+            if key.startswith(f"{component}.")
+        }
+        if component in _ENCODERS:
+            state = utils.convert_state_dict_to_peft(utils.convert_state_dict_to_diffusers(state))
+        elif not any("lora_A" in key for key in state):
+            state = utils.convert_unet_state_dict_to_peft(state)
+        alphas = _alphas(self.alphas or {}, component)
+        found = {}
+        for key, down in state.items():
+            layer, kind = _layer_and_kind(key)
+            if kind == "lora_A.weight":
+                alpha = alphas.get(layer, down.shape[0])
+                up = state[f"{layer}.lora_B.weight"]
+                found[layer] = Factors(down=down, up=up, scale=alpha / down.shape[0])
+        return found
+
 
 def read_others(
     state: Mapping[str, torch.Tensor],
@@ -668,7 +728,7 @@ def _plain_lycoris(
     kinds = {_layer_and_kind(key)[1].split("_")[0] for key in state}
     if not kinds & {"lokr", "hada"}:
         return None
-    names = {**_their_names(known, model, "."), **_their_names(known, model, "_")}
+    names = {**known._their_names(model, "."), **known._their_names(model, "_")}
     found = {}
     for key, tensor in state.items():
         layer, kind = _layer_and_kind(key)
@@ -683,20 +743,6 @@ def _plain_lycoris(
 _LAYER_PREFIXES: Final = (_COMFYUI, _KOHYA, "lycoris_", *_ENCODERS.values(), "lora_te_")
 
 
-def _their_names(known: Published, model: torch.nn.Module, separator: str) -> dict[str, str]:
-    """Our name of each layer that is one of theirs, by their name."""
-    found = {}
-    for name, module in model.named_modules():
-        if name and getattr(module, "weight", None) is not None:
-            try:
-                theirs, ours = known.theirs(name)
-            except CheckpointMismatchError:
-                continue
-            if len(ours) == 1:
-                found[theirs.replace(".", separator)] = name
-    return found
-
-
 def compare(
     read: Read, layers: Mapping[str, Factors], *, component: str, dtype: torch.dtype
 ) -> bool:
@@ -704,13 +750,13 @@ def compare(
 
     Columns of zeros, which joined layers have, do nothing and are left out.
     """
-    there = _factors(read, component)
+    there = read._factors(component)
     exact = True
     for name, factors in layers.items():
         found = there.pop(name, None)
         if found is None:
             raise _differs(name, f"is not read back by {read.reader}")
-        same = _same_product(_dense(found, dtype), _dense(factors, dtype), dtype)
+        same = found._dense(dtype)._same_product(factors._dense(dtype), dtype)
         if same is None:
             raise _differs(name, f"is read back otherwise by {read.reader}")
         exact = exact and same
@@ -718,56 +764,6 @@ def compare(
         if bool(extra.up.any()) and bool(extra.down.any()):
             raise _differs(name, f"is read back by {read.reader} and was not trained")
     return exact
-
-
-def _same_product(found: Factors, trained: Factors, dtype: torch.dtype) -> bool | None:
-    """Whether two products are the same to the last bit; ``None``: they are not even close.
-
-    Readers may move a part of the scale from one factor to the other.
-    """
-    if found.down.shape != trained.down.shape or found.up.shape != trained.up.shape:
-        return None
-    moved = 1.0
-    if trained.down.numel():
-        largest = int(trained.down.abs().argmax())
-        moved = float(found.down.flatten()[largest] / trained.down.flatten()[largest])
-    scale = trained.scale / (moved * found.scale) if moved else 0.0
-    pairs = ((found.down, trained.down * moved), (found.up, trained.up * scale))
-    if all(torch.equal(each, other) for each, other in pairs):
-        return True
-    close = _CLOSE_STEPS * torch.finfo(dtype).eps
-    near = all((each - other).abs().max() <= close * other.abs().max() for each, other in pairs)
-    return False if near else None
-
-
-def _dense(factors: Factors, dtype: torch.dtype) -> Factors:
-    """Both factors as the file holds them, without ranks that do nothing."""
-    down, up = factors.down.to(dtype).float(), factors.up.to(dtype).float()
-    used = up.transpose(0, 1).flatten(1).any(dim=1)
-    return attrs.evolve(factors, down=down[used], up=up[:, used])
-
-
-def _factors(read: Read, component: str) -> dict[str, Factors]:
-    """What a converter gave, by the layers of a component."""
-    utils = importlib.import_module("diffusers.utils.state_dict_utils")
-    state = {
-        key.removeprefix(f"{component}."): tensor
-        for key, tensor in read.tensors.items()
-        if key.startswith(f"{component}.")
-    }
-    if component in _ENCODERS:
-        state = utils.convert_state_dict_to_peft(utils.convert_state_dict_to_diffusers(state))
-    elif not any("lora_A" in key for key in state):
-        state = utils.convert_unet_state_dict_to_peft(state)
-    alphas = _alphas(read.alphas or {}, component)
-    found = {}
-    for key, down in state.items():
-        layer, kind = _layer_and_kind(key)
-        if kind == "lora_A.weight":
-            alpha = alphas.get(layer, down.shape[0])
-            up = state[f"{layer}.lora_B.weight"]
-            found[layer] = Factors(down=down, up=up, scale=alpha / down.shape[0])
-    return found
 
 
 def _alphas(given: Mapping[str, Any], component: str) -> dict[str, float]:

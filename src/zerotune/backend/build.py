@@ -36,14 +36,11 @@ def build_engine(*, model: torch.nn.Module, plan: ResolvedPlan, timeout_s: float
     kind = DeepSpeedEngine if plan.uses_deepspeed else PlainEngine
     if plan.uses_deepspeed and plan.streamed is not False:
         obstacle = why_not_streamed(plan, model)
+        # A device that waits for steps that a host keeps.
+        might = plan.platform.accelerator != "cpu" and plan.offload_optimizer == "cpu"
         if obstacle is None:
             kind = StreamEngine
-        elif plan.streamed or _might_stream(plan):
+        elif plan.streamed or might:
             plan = plan.without_streaming(obstacle)
             announce(plan.decisions[-1:])
     return kind(model=model, plan=plan, timeout_s=timeout_s)
-
-
-def _might_stream(plan: ResolvedPlan) -> bool:
-    """Whether a device waits for weights or steps that a host keeps."""
-    return plan.platform.accelerator != "cpu" and plan.offload_optimizer == "cpu"

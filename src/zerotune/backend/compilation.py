@@ -24,7 +24,6 @@ from zerotune.backend.deepspeed.sharded import named_leaf_modules
 from zerotune.backend.stream.units import find_units
 from zerotune.decisions import Decision, announce
 from zerotune.errors import EngineError, InvalidValueError, VerificationError
-from zerotune.plan.model import Streaming
 
 if TYPE_CHECKING:
     from zerotune.backend.engine import Engine
@@ -68,6 +67,71 @@ class Compilation:
             )
         return cls(**wanted)
 
+    def _regions(
+        self, model: torch.nn.Module, plan: ResolvedPlan
+    ) -> tuple[list[torch.nn.Module], str]:
+        if plan.stage == 3:
+            return self._leaf_modules(model, plan)
+        names, why = self.blocks, "asked for"
+        if names is None:
+            names = tuple(getattr(model, "_repeated_blocks", None) or ())
+            why = "the model's repeated blocks, each compiled once for all of its kind"
+        if not names and (streaming := plan.streaming) is not None:
+            units = [module for _, module in find_units(model, streaming.units)]
+            return units, "the units that are streamed, so that no hook breaks their graph"
+        if not names:
+            return [model], "the whole model in one graph"
+        found = _outermost(model, frozenset(names))
+        if not found:
+            raise EngineError(
+                f"{type(model).__name__} has no blocks of these classes",
+                key=f"{KEY}.blocks",
+                value=names,
+                fix=f"name some of {_repeated_classes(model)}",
+            )
+        return found, why
+
+    def _leaf_modules(
+        self, model: torch.nn.Module, plan: ResolvedPlan
+    ) -> tuple[list[torch.nn.Module], str]:
+        leaves = named_leaf_modules(plan, model)
+        found = [one for one in leaves if not self.blocks or type(one).__name__ in self.blocks]
+        if found:
+            return (
+                found,
+                "the plan's leaf modules, gathered whole, so that no hook breaks their graph",
+            )
+        have = sorted({type(one).__name__ for one in leaves})
+        raise EngineError(
+            "at stage 3 every module gathers its own weights but leaf modules, so only those can "
+            f"be compiled, and the plan has {f'only {have}' if have else 'none for this model'}",
+            key=KEY,
+            value=self,
+            fix='name blocks that are called with positional inputs in the plan: {"leaf_module": '
+            f'{{"classes": [...]}}}} of zero_optimization, such as {_repeated_classes(model)}',
+        )
+
+    def _check_toolchain(self, plan: ResolvedPlan) -> None:
+        reason = None
+        dynamo: Any = torch._dynamo
+        if not dynamo.is_dynamo_supported():
+            reason, fix = (
+                "torch cannot compile on this Python or system",
+                "use another, or no compile",
+            )
+        elif self.backend == "inductor" and plan.platform.accelerator == "cpu":
+            compiler = os.environ.get("CXX", "g++")
+            if shutil.which(compiler) is None and shutil.which("clang++") is None:
+                reason = f"inductor writes C++ for the CPU, and there is no {compiler}"
+                fix = "install a C++ compiler (apt install g++)"
+        elif self.backend == "inductor" and importlib.util.find_spec("triton") is None:
+            reason, fix = (
+                "inductor writes Triton kernels, and triton is missing",
+                "pip install triton",
+            )
+        if reason is not None:
+            raise EngineError(reason, key=KEY, value=self, fix=f"{fix}, or use compile=False")
+
 
 class Compiled:
     """A model whose forward passes are compiled; undone by ``undo``.
@@ -79,9 +143,9 @@ class Compiled:
     """
 
     def __init__(self, wanted: Compilation, *, model: torch.nn.Module, plan: ResolvedPlan) -> None:
-        _check_toolchain(wanted, plan)
+        wanted._check_toolchain(plan)
         self._wanted = wanted
-        self._regions, chosen = _regions(wanted, model, plan)
+        self._regions, chosen = wanted._regions(model, plan)
         self._gathered = plan.stage == 3
         self._undo = contextlib.ExitStack()
         self._before = _graphs_and_breaks()
@@ -188,50 +252,6 @@ def _graphs_and_breaks() -> tuple[int, int]:
     return int(counters["stats"]["unique_graphs"]), sum(counters["graph_break"].values())
 
 
-def _regions(
-    wanted: Compilation, model: torch.nn.Module, plan: ResolvedPlan
-) -> tuple[list[torch.nn.Module], str]:
-    if plan.stage == 3:
-        return _leaf_modules(wanted, model, plan)
-    names, why = wanted.blocks, "asked for"
-    if names is None:
-        names = tuple(getattr(model, "_repeated_blocks", None) or ())
-        why = "the model's repeated blocks, each compiled once for all of its kind"
-    if not names and plan.streamed:
-        streaming = plan.streamed if isinstance(plan.streamed, Streaming) else Streaming()
-        units = [module for _, module in find_units(model, streaming.units)]
-        return units, "the units that are streamed, so that no hook breaks their graph"
-    if not names:
-        return [model], "the whole model in one graph"
-    found = _outermost(model, frozenset(names))
-    if not found:
-        raise EngineError(
-            f"{type(model).__name__} has no blocks of these classes",
-            key=f"{KEY}.blocks",
-            value=names,
-            fix=f"name some of {_repeated_classes(model)}",
-        )
-    return found, why
-
-
-def _leaf_modules(
-    wanted: Compilation, model: torch.nn.Module, plan: ResolvedPlan
-) -> tuple[list[torch.nn.Module], str]:
-    leaves = named_leaf_modules(plan, model)
-    found = [one for one in leaves if not wanted.blocks or type(one).__name__ in wanted.blocks]
-    if found:
-        return found, "the plan's leaf modules, gathered whole, so that no hook breaks their graph"
-    have = sorted({type(one).__name__ for one in leaves})
-    raise EngineError(
-        "at stage 3 every module gathers its own weights but leaf modules, so only those can be "
-        f"compiled, and the plan has {f'only {have}' if have else 'none for this model'}",
-        key=KEY,
-        value=wanted,
-        fix='name blocks that are called with positional inputs in the plan: {"leaf_module": '
-        f'{{"classes": [...]}}}} of zero_optimization, such as {_repeated_classes(model)}',
-    )
-
-
 def _outermost(module: torch.nn.Module, names: frozenset[str]) -> list[torch.nn.Module]:
     if type(module).__name__ in names:
         return [module]
@@ -247,19 +267,3 @@ def _repeated_classes(model: torch.nn.Module) -> list[str]:
         and any(True for _ in module.children())
     ]
     return sorted({kind for kind in kinds if kinds.count(kind) > 1})[:6]
-
-
-def _check_toolchain(wanted: Compilation, plan: ResolvedPlan) -> None:
-    reason = None
-    dynamo: Any = torch._dynamo
-    if not dynamo.is_dynamo_supported():
-        reason, fix = "torch cannot compile on this Python or system", "use another, or no compile"
-    elif wanted.backend == "inductor" and plan.platform.accelerator == "cpu":
-        compiler = os.environ.get("CXX", "g++")
-        if shutil.which(compiler) is None and shutil.which("clang++") is None:
-            reason = f"inductor writes C++ for the CPU, and there is no {compiler}"
-            fix = "install a C++ compiler (apt install g++)"
-    elif wanted.backend == "inductor" and importlib.util.find_spec("triton") is None:
-        reason, fix = "inductor writes Triton kernels, and triton is missing", "pip install triton"
-    if reason is not None:
-        raise EngineError(reason, key=KEY, value=wanted, fix=f"{fix}, or use compile=False")

@@ -460,9 +460,6 @@ class MasterWeights:
 
         What is read or written through zerotune waits by itself; this is for those who look at
         DeepSpeed's own buffers.
-
-        Raises:
-            BaseException: What the step failed with, if it did.
         """
         self._layout.settle()
 
@@ -495,9 +492,6 @@ class MasterWeights:
 
         Args:
             sample: Which: another number, other weights. Not collective.
-
-        Raises:
-            EngineError: They differ; names the parameter.
         """
         self.settle()
         if self._layout.edited:
@@ -602,10 +596,6 @@ class MasterWeights:
 
         Returns:
             A function that ends it.
-
-        Raises:
-            UnsupportedEngineError: The weights change outside the optimizer's step too, being
-                swapped to NVMe, or nobody knows the optimizer.
         """
         if self._layout.swapped_out:
             raise UnsupportedEngineError(
@@ -644,9 +634,6 @@ class MasterWeights:
 
         Yields:
             Name and full fp32 tensor in the parameter's shape, on the CPU.
-
-        Raises:
-            CollectiveError: A rank did not come; the message names it.
         """
         self._group.barrier("gathering the weights")
         fragments = self.read()

@@ -615,10 +615,6 @@ def op_report(*, toolchain: Toolchain | None = None) -> tuple[OpStatus, ...]:
 
     Args:
         toolchain: Compilers and libraries; those of this machine by default.
-
-    Raises:
-        MissingDependencyError: deepspeed is not installed.
-        PlatformError: deepspeed cannot be imported.
     """
     accelerator = _deepspeeds_accelerator()
     with same_ninja():
@@ -631,12 +627,6 @@ def build_op(name: str) -> OpStatus:
 
     Args:
         name: One of ``OP_NAMES``.
-
-    Raises:
-        InvalidValueError: There is no such op.
-        MissingDependencyError: deepspeed is not installed.
-        PlatformError: The op cannot be used here, or compiling or loading it failed; the reason
-            is the root cause, not the compiler's whole output.
     """
     op = next((op for op in _OPS if op.name == name), None)
     if op is None:

@@ -42,11 +42,7 @@ from zerotune.backend.step.adams import (
     no_step,
     torch_rounds_alike_in_fp32,
 )
-from zerotune.backend.step.deferred import (
-    KEY,
-    DeferredSteps,
-    take_over,
-)
+from zerotune.backend.step.deferred import KEY, DeferredSteps, take_over
 from zerotune.backend.stored import bring_weights, check_has_weights
 from zerotune.backend.upstream import require_accelerate
 from zerotune.decisions import Decision, announce
@@ -142,7 +138,7 @@ class PlainEngine(CountingEngine):
     def _place(self, named: Named, plan: ResolvedPlan) -> Named:
         """The master weights by name, in host memory where the plan wants them there."""
         self._host = None
-        if plan.offload_optimizer == "cpu" and _has_memory_of_its_own(self.device):
+        if plan.offload_optimizer == "cpu" and self.device.type != "cpu":
             zero = plan.plan.zero_optimization
             self._host = HostWeights(
                 named,
@@ -519,10 +515,6 @@ class PlainStep(DeferredSteps):
         type(self._optimizer).step.__wrapped__(self._optimizer)  # type: ignore[attr-defined]
         if self._host is not None:
             self._host.upload()
-
-
-def _has_memory_of_its_own(device: torch.device) -> bool:
-    return device.type != "cpu"
 
 
 def _strided(parameters: Iterable[torch.Tensor]) -> str | None:

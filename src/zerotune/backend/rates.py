@@ -43,34 +43,12 @@ def measure_rates(
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         device = torch.device("cpu") if accelerator is None else accelerator
     with torch.no_grad():
-        return dict(_each_rate(_Timer(device=device, scale=scale, now=now)))
-
-
-def _each_rate(timer: _Timer) -> Iterator[tuple[str, float]]:
-    for suffix, dtype in (("_fp32", torch.float32), ("", torch.bfloat16)):
-        products = _products(timer, dtype)
-        attention = _attention_rate(timer, dtype)
-        yield f"products{suffix}", products
-        yield f"convolutions{suffix}", _convolution_rate(timer, dtype)
-        yield f"attention{suffix}", attention
-        yield f"device_memory{suffix}", _simple(timer, dtype)
-        yield f"product_calls{suffix}", _product_calls(timer, dtype, products)
-        yield f"attention_calls{suffix}", _attention_calls(timer, dtype, attention)
-    if not timer.on_cpu:
-        there = torch.ones(max(1, int(32 * timer.scale)) * _MIB // 4, device=timer.device)
-        here = torch.empty(there.shape, pin_memory=True)
-        yield "to_host", there.nbytes / timer(lambda: here.copy_(there, non_blocking=True))
-        yield "to_device", there.nbytes / timer(lambda: there.copy_(here, non_blocking=True))
-    on_host = attrs.evolve(timer, device=torch.device("cpu"))
-    yield "host_memory", copy_rate(scale=timer.scale, now=timer.now)
-    yield "new_memory", _new_memory(on_host)
-    yield "operators", _operator_rate(timer)
-    yield "host_step", _host_step(on_host)
+        return dict(_Rates(device=device, scale=scale, now=now).measured())
 
 
 @attrs.frozen(kw_only=True)
-class _Timer:
-    """Seconds of a call, the best of those that fit into a time."""
+class _Rates:
+    """Measures each rate by the seconds of a call, the best of those that fit into a time."""
 
     device: torch.device
     scale: float
@@ -108,49 +86,156 @@ class _Timer:
             torch.accelerator.synchronize(self.device)
         return (self.now() - begun) / repeats
 
+    def measured(self) -> Iterator[tuple[str, float]]:
+        for suffix, dtype in (("_fp32", torch.float32), ("", torch.bfloat16)):
+            products = self._products(dtype)
+            attention = self._attention_rate(dtype)
+            yield f"products{suffix}", products
+            yield f"convolutions{suffix}", self._convolution_rate(dtype)
+            yield f"attention{suffix}", attention
+            yield f"device_memory{suffix}", self._simple_rate(dtype)
+            yield f"product_calls{suffix}", self._product_calls(dtype, products)
+            yield f"attention_calls{suffix}", self._attention_calls(dtype, attention)
+        if not self.on_cpu:
+            there = torch.ones(max(1, int(32 * self.scale)) * _MIB // 4, device=self.device)
+            here = torch.empty(there.shape, pin_memory=True)
+            yield "to_host", there.nbytes / self(lambda: here.copy_(there, non_blocking=True))
+            yield "to_device", there.nbytes / self(lambda: there.copy_(here, non_blocking=True))
+        on_host = attrs.evolve(self, device=torch.device("cpu"))
+        yield "host_memory", copy_rate(scale=self.scale, now=self.now)
+        yield "new_memory", on_host._new_memory()
+        yield "operators", self._operator_rate()
+        yield "host_step", on_host._host_step()
 
-def _products(timer: _Timer, dtype: torch.dtype) -> float:
-    rows, width = (8192, 1280) if not timer.on_cpu else (256, 768)
-    rows, width = timer.sized(rows), timer.sized(width)
-    (inputs,) = timer.randn(1, rows, width, dtype=dtype)
-    # As many as no cache holds: each is read from memory, as in a model.
-    shapes = [(4 * width, width), (width, 4 * width)] * 3
-    weights = [weight for shape in shapes for weight in timer.randn(1, *shape, dtype=dtype)]
+    def _products(self, dtype: torch.dtype) -> float:
+        rows, width = (8192, 1280) if not self.on_cpu else (256, 768)
+        rows, width = self.sized(rows), self.sized(width)
+        (inputs,) = self.randn(1, rows, width, dtype=dtype)
+        # As many as no cache holds: each is read from memory, as in a model.
+        shapes = [(4 * width, width), (width, 4 * width)] * 3
+        weights = [weight for shape in shapes for weight in self.randn(1, *shape, dtype=dtype)]
 
-    def forward(value: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
-        for weight in weights:
-            value = torch.nn.functional.linear(value, weight)
-        return value
+        def forward(value: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+            for weight in weights:
+                value = torch.nn.functional.linear(value, weight)
+            return value
 
-    flops = 3 * 2 * rows * sum(weight.numel() for weight in weights)
-    return flops / timer(_both_ways(forward, inputs, *weights))
+        flops = 3 * 2 * rows * sum(weight.numel() for weight in weights)
+        return flops / self(_both_ways(forward, inputs, *weights))
 
+    def _convolution_rate(self, dtype: torch.dtype) -> float:
+        # The levels of a U-Net, each of half the side and twice the channels. Torch takes other
+        # ways on processors for a single image.
+        batches, channels, side = ((2,), 320, 128) if not self.on_cpu else ((1, 2), 64, 32)
+        channels = self.sized(channels)
+        forward = functools.partial(torch.nn.functional.conv2d, padding=1)
+        passes, flops = [], 0
+        for batch, k in itertools.product(batches, (1, 2, 4)):
+            here, c = side // k, channels * k
+            (image,) = self.randn(1, batch, c, here, here, dtype=dtype)
+            (weight,) = self.randn(1, c, c, 3, 3, dtype=dtype)
+            passes.append(_both_ways(forward, image, weight))
+            flops += 3 * 18 * c**2 * batch * here**2
+        return flops / self(lambda: [act() for act in passes])
 
-def _convolution_rate(timer: _Timer, dtype: torch.dtype) -> float:
-    # The levels of a U-Net, each of half the side and twice the channels. Torch takes other ways on
-    # processors for a single image.
-    batches, channels, side = ((2,), 320, 128) if not timer.on_cpu else ((1, 2), 64, 32)
-    channels = timer.sized(channels)
-    forward = functools.partial(torch.nn.functional.conv2d, padding=1)
-    passes, flops = [], 0
-    for batch, k in itertools.product(batches, (1, 2, 4)):
-        here, c = side // k, channels * k
-        (image,) = timer.randn(1, batch, c, here, here, dtype=dtype)
-        (weight,) = timer.randn(1, c, c, 3, 3, dtype=dtype)
-        passes.append(_both_ways(forward, image, weight))
-        flops += 3 * 18 * c**2 * batch * here**2
-    return flops / timer(lambda: [act() for act in passes])
+    def _attention_rate(self, dtype: torch.dtype) -> float:
+        heads, length, width = (64, 4096, 64) if not self.on_cpu else (8, 512, 64)
+        length = self.sized(length, least=64)
+        # As models hand it over: heads lie beside each other in a token.
+        tokens = self.randn(3, 1, length, heads, width, dtype=dtype)
+        query, key, value = (each.transpose(1, 2) for each in tokens)
+        attend = torch.nn.functional.scaled_dot_product_attention
+        # Four in the forward pass, ten in the backward pass, which computes the first again.
+        return 14 * heads * length**2 * width / self(_both_ways(attend, query, key, value))
 
+    def _simple_rate(self, dtype: torch.dtype) -> float:
+        """Bytes per second of what stands between products: norms, activations, sums; both ways."""
+        tokens, width = (8192, 1280) if not self.on_cpu else (512, 640)
+        tokens = max(1, int(tokens * self.scale / 32)) * 32
+        given, other = self.randn(2, tokens, width, dtype=dtype)
+        scaled, shift = self.randn(2, width, dtype=dtype)
+        functions = torch.nn.functional
 
-def _attention_rate(timer: _Timer, dtype: torch.dtype) -> float:
-    heads, length, width = (64, 4096, 64) if not timer.on_cpu else (8, 512, 64)
-    length = timer.sized(length, least=64)
-    # As models hand it over: heads lie beside each other in a token.
-    tokens = timer.randn(3, 1, length, heads, width, dtype=dtype)
-    query, key, value = (each.transpose(1, 2) for each in tokens)
-    attend = torch.nn.functional.scaled_dot_product_attention
-    # Four in the forward pass, ten in the backward pass, which computes the first again.
-    return 14 * heads * length**2 * width / timer(_both_ways(attend, query, key, value))
+        def forward(given: torch.Tensor, other: torch.Tensor, *modulation: torch.Tensor) -> Any:
+            image = given.view(1, tokens // 16, width // 8, 128)
+            image = functions.silu(functions.group_norm(image, tokens // 32))
+            value = image.view(tokens, width) + other
+            value = functions.layer_norm(value, (width,)) * modulation[0] + modulation[1]
+            return other + functions.gelu(value, approximate="tanh")
+
+        act = _both_ways(forward, given, other, scaled, shift)
+        with _OperatorCounter() as counter:
+            act()
+        return float(counter.moved) / self(act)
+
+    def _operator_rate(self) -> float:
+        """Operators per second of modules that have next to nothing to compute, both ways."""
+        nn = torch.nn
+        kinds = nn.SiLU, lambda: nn.LayerNorm(4), lambda: nn.Unflatten(1, (2, 2)), nn.Flatten
+        model = nn.Sequential(*(kind() for _ in range(_SMALL_LAYERS) for kind in kinds))
+        seconds, names = self._small_layers(model, torch.ones(4, 4), torch.float32)
+        return len(names) / seconds
+
+    def _product_calls(self, dtype: torch.dtype, products: float) -> float:
+        """Products per second, of what they take besides arithmetic."""
+        # No two alike, as in a model: a processor takes longer where each is another one.
+        rows, widths = 256, range(64, 64 + 16 * (_SMALL_LAYERS + 1), 16)
+        layers = (torch.nn.Linear(*pair) for pair in itertools.pairwise(widths))
+        model = torch.nn.Sequential(*layers)
+        seconds, names = self._small_layers(model, torch.ones(rows, widths[0]), dtype)
+        flops = 6 * rows * sum(a * b for a, b in itertools.pairwise(widths))
+        calls = sum("mm" in name for name in names)
+        return calls / max(seconds - flops / products, _LEAST_CALL_SHARE * seconds)
+
+    def _attention_calls(self, dtype: torch.dtype, attention: float) -> float:
+        """The same of attention: of short texts, say, which a model attends to in each block."""
+        batch, heads, length, width = 2, 4, 64, 64
+        model = torch.nn.Sequential(*(_Attention() for _ in range(_SMALL_LAYERS)))
+        given = torch.ones(batch, heads, length, width)
+        seconds, _ = self._small_layers(model, given, dtype)
+        flops = 14 * batch * heads * length**2 * width * _SMALL_LAYERS
+        return 2 * _SMALL_LAYERS / max(seconds - flops / attention, _LEAST_CALL_SHARE * seconds)
+
+    def _small_layers(
+        self, model: torch.nn.Module, given: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[float, Sequence[str]]:
+        """Seconds of small layers in a row, both ways, and the operators they consist of."""
+        model, given = model.to(self.device, dtype), given.to(self.device, dtype)
+        act = _both_ways(lambda given, *_weights: model(given), given, *model.parameters())
+        with _OperatorCounter() as counter:
+            act()
+        return self(act), counter.names
+
+    def _new_memory(self) -> float:
+        size = 64 * _MIB
+
+        def write() -> None:
+            # From the system itself: the C library may have a block of this size to use again.
+            block = mmap.mmap(-1, size, access=mmap.ACCESS_COPY)
+            torch.frombuffer(block, dtype=torch.uint8).fill_(1)
+
+        return size / self(write)
+
+    def _host_step(self) -> float:
+        count = self.sized(2**23, least=2**12)
+        weight, first, second, gradient = (torch.full((count,), 0.5) for _ in range(4))
+        try:
+            op = load_host_step()
+        except PlatformError:
+            # Without a compiler there is no Adam in host memory but torch's own.
+            parameter = torch.nn.Parameter(weight)
+            parameter.grad = gradient
+            adam = torch.optim.AdamW([parameter], fused=True)
+            return 28 * count / self(adam.step)
+        numbers = AdamNumbers(
+            factor=1.0, beta1=0.9, beta2=0.999, one_minus_beta1=0.1, one_minus_beta2=0.001,
+            inverse_root=1.0, eps=1e-8, step_size=-1e-3, decay=0.0, decays=0,
+        )  # fmt: skip
+
+        def step() -> None:
+            op.step(numbers, weight=weight, exp_avg=first, exp_avg_sq=second, gradient=gradient)
+
+        return 28 * count / self(step)
 
 
 def _both_ways(forward: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> Callable[[], object]:
@@ -163,27 +248,6 @@ def _both_ways(forward: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> C
         return torch.autograd.grad(output, leaves, output.detach())
 
     return act
-
-
-def _simple(timer: _Timer, dtype: torch.dtype) -> float:
-    """Bytes per second of what stands between products: norms, activations, sums; both ways."""
-    tokens, width = (8192, 1280) if not timer.on_cpu else (512, 640)
-    tokens = max(1, int(tokens * timer.scale / 32)) * 32
-    given, other = timer.randn(2, tokens, width, dtype=dtype)
-    scaled, shift = timer.randn(2, width, dtype=dtype)
-    functions = torch.nn.functional
-
-    def forward(given: torch.Tensor, other: torch.Tensor, *modulation: torch.Tensor) -> Any:
-        image = given.view(1, tokens // 16, width // 8, 128)
-        image = functions.silu(functions.group_norm(image, tokens // 32))
-        value = image.view(tokens, width) + other
-        value = functions.layer_norm(value, (width,)) * modulation[0] + modulation[1]
-        return other + functions.gelu(value, approximate="tanh")
-
-    act = _both_ways(forward, given, other, scaled, shift)
-    with _OperatorCounter() as counter:
-        act()
-    return float(counter.moved) / timer(act)
 
 
 def moves_memory(func: Any) -> bool:
@@ -214,53 +278,11 @@ _LEAST_CALL_SHARE: Final = 0.05
 """Share of their time that is no arithmetic, where noise says it were less."""
 
 
-def _operator_rate(timer: _Timer) -> float:
-    """Operators per second of modules that have next to nothing to compute, both ways."""
-    kinds = (torch.nn.SiLU, lambda: torch.nn.LayerNorm(4), lambda: torch.nn.Unflatten(1, (2, 2)),
-             torch.nn.Flatten)  # fmt: skip
-    model = torch.nn.Sequential(*(kind() for _ in range(_SMALL_LAYERS) for kind in kinds))
-    seconds, names = _small_layers(timer, model, torch.ones(4, 4), torch.float32)
-    return len(names) / seconds
-
-
-def _product_calls(timer: _Timer, dtype: torch.dtype, products: float) -> float:
-    """Products per second, of what they take besides arithmetic."""
-    # No two alike, as in a model: a processor takes longer where each is another one.
-    rows, widths = 256, range(64, 64 + 16 * (_SMALL_LAYERS + 1), 16)
-    layers = (torch.nn.Linear(*pair) for pair in itertools.pairwise(widths))
-    model = torch.nn.Sequential(*layers)
-    seconds, names = _small_layers(timer, model, torch.ones(rows, widths[0]), dtype)
-    flops = 6 * rows * sum(a * b for a, b in itertools.pairwise(widths))
-    calls = sum("mm" in name for name in names)
-    return calls / max(seconds - flops / products, _LEAST_CALL_SHARE * seconds)
-
-
-def _attention_calls(timer: _Timer, dtype: torch.dtype, attention: float) -> float:
-    """The same of attention: of short texts, say, which a model attends to in each block."""
-    batch, heads, length, width = 2, 4, 64, 64
-    model = torch.nn.Sequential(*(_Attention() for _ in range(_SMALL_LAYERS)))
-    given = torch.ones(batch, heads, length, width)
-    seconds, _ = _small_layers(timer, model, given, dtype)
-    flops = 14 * batch * heads * length**2 * width * _SMALL_LAYERS
-    return 2 * _SMALL_LAYERS / max(seconds - flops / attention, _LEAST_CALL_SHARE * seconds)
-
-
 class _Attention(torch.nn.Module):
     """Of a value to itself."""
 
     def forward(self, given: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.scaled_dot_product_attention(given, given, given)
-
-
-def _small_layers(
-    timer: _Timer, model: torch.nn.Module, given: torch.Tensor, dtype: torch.dtype
-) -> tuple[float, Sequence[str]]:
-    """Seconds of small layers in a row, both ways, and the operators they consist of."""
-    model, given = model.to(timer.device, dtype), given.to(timer.device, dtype)
-    act = _both_ways(lambda given, *_weights: model(given), given, *model.parameters())
-    with _OperatorCounter() as counter:
-        act()
-    return timer(act), counter.names
 
 
 def copy_rate(*, scale: float = 1.0, now: Callable[[], float] = time.perf_counter) -> float:
@@ -273,36 +295,3 @@ def copy_rate(*, scale: float = 1.0, now: Callable[[], float] = time.perf_counte
         target.copy_(source)
         best = min(best, now() - begun)
     return 2 * source.nbytes / best
-
-
-def _new_memory(timer: _Timer) -> float:
-    size = 64 * _MIB
-
-    def write() -> None:
-        # From the system itself: the C library may have a block of this size to use again.
-        block = mmap.mmap(-1, size, access=mmap.ACCESS_COPY)
-        torch.frombuffer(block, dtype=torch.uint8).fill_(1)
-
-    return size / timer(write)
-
-
-def _host_step(timer: _Timer) -> float:
-    count = timer.sized(2**23, least=2**12)
-    weight, first, second, gradient = (torch.full((count,), 0.5) for _ in range(4))
-    try:
-        op = load_host_step()
-    except PlatformError:
-        # Without a compiler there is no Adam in host memory but torch's own.
-        parameter = torch.nn.Parameter(weight)
-        parameter.grad = gradient
-        adam = torch.optim.AdamW([parameter], fused=True)
-        return 28 * count / timer(adam.step)
-    numbers = AdamNumbers(
-        factor=1.0, beta1=0.9, beta2=0.999, one_minus_beta1=0.1, one_minus_beta2=0.001,
-        inverse_root=1.0, eps=1e-8, step_size=-1e-3, decay=0.0, decays=0,
-    )  # fmt: skip
-
-    def step() -> None:
-        op.step(numbers, weight=weight, exp_avg=first, exp_avg_sq=second, gradient=gradient)
-
-    return 28 * count / timer(step)

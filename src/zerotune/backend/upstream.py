@@ -19,10 +19,6 @@ def require_deepspeed(*, accelerator: str) -> ModuleType:
 
     Args:
         accelerator: DeepSpeed's name of it (``"cuda"``, ``"cpu"``, …).
-
-    Raises:
-        MissingDependencyError: DeepSpeed is not installed or does not import.
-        UnsupportedEngineError: It is too old, or was imported for another accelerator.
     """
     with environment(DS_ACCELERATOR=accelerator):
         deepspeed = require(
@@ -63,9 +59,6 @@ def require(
         fix: How to get it.
         name: What people call it; ``module`` when not given.
         key: The setting that asks for it; ``module`` when not given.
-
-    Raises:
-        MissingDependencyError: It is not installed or does not import.
     """
     try:
         return importlib.import_module(module)

@@ -11,7 +11,7 @@ import attrs
 
 from zerotune._util.environment import installed_versions
 from zerotune._util.palette import component_colours
-from zerotune._util.text import as_number, parse_memory, whole
+from zerotune._util.text import as_number, as_sentence, parse_memory, whole
 from zerotune.builder.forms import (
     FormState,
     Reading,
@@ -24,14 +24,7 @@ from zerotune.decisions import Decision, worst_first
 from zerotune.errors import UNSET, InvalidValueError, NothingFitsError, ZeroTuneError
 from zerotune.optim import OPTIMIZERS, OptimizerResolver
 from zerotune.optim.capability import Situation, installed_packages, missing_package
-from zerotune.plan import (
-    AUTO,
-    Candidate,
-    DeepSpeedPlan,
-    ResolvedPlan,
-    RunFacts,
-    plan_document,
-)
+from zerotune.plan import AUTO, Candidate, DeepSpeedPlan, ResolvedPlan, RunFacts, plan_document
 from zerotune.plan.families import as_facts, family_names, model_family
 from zerotune.plan.memory.estimate import EMAPlace, Workload, sample_size
 from zerotune.plan.model import OFFLOAD_DEVICES, PRECISIONS
@@ -59,7 +52,7 @@ def message_data(one: Decision) -> dict[str, str]:
     return {
         "severity": one.severity,
         "key": one.key,
-        "text": _as_sentence(one.reason),
+        "text": as_sentence(one.reason),
         "fix": one.fix,
         "rule": one.rule,
         "change": change if one.is_choice and one.before is not UNSET else "",
@@ -79,12 +72,6 @@ def told_of(
 
 def _stopped(reason: str) -> Decision:
     return Decision(key="", before=UNSET, after=UNSET, reason=reason, severity="error")
-
-
-def _as_sentence(reason: str) -> str:
-    text = reason.strip()
-    text = f"{text[:1].upper()}{text[1:]}"
-    return text if text.endswith((".", "?", "!")) else f"{text}."
 
 
 def _shown_value(value: Any) -> str:
@@ -251,6 +238,95 @@ class Preview:
     readable: DeepSpeedPlan | None = None
     """What is left of it without the settings that are wrong."""
 
+    def _outputs(self) -> dict[str, Any]:
+        # Whatever is wrong, what is written can be read and repaired as text.
+        outputs: dict[str, Any] = {"json": {"text": _as_json(self.written), "messages": []}}
+        leased = [
+            Decision(
+                key=f"zero_optimization.offload_{part}.nvme_path",
+                before=UNSET,
+                after=UNSET,
+                reason="zerotune leases a folder for each run; without zerotune, write one",
+            )
+            for part, folder in (self.resolved.nvme_paths if self.resolved else {}).items()
+            if folder is None
+        ]
+        if self.plan is not None:
+            for format_, name in _TEXT_FORMATS:
+                plan = self.plan
+                if format_ == "accelerate":
+                    plan = launchable(plan, processes=self.setup.world_size)
+                try:
+                    document = plan_document(plan, format_, lossy=told_as_lost(plan))
+                except ZeroTuneError as error:
+                    outputs[name] = {"text": None, "messages": [message_data(Decision.of(error))]}
+                    continue
+                notes = [*map(message_data, document.decisions), *map(message_data, leased)]
+                outputs[name] = {"text": document.text, "messages": notes}
+        if self.running:
+            text = _as_json(self.running)
+            outputs["running"] = {"text": text, "messages": list(map(message_data, leased))}
+        return outputs
+
+    def _effective(self) -> dict[str, Any]:
+        """What is used where the form says nothing, by path."""
+        found = dict(_leaf_values(self.running, ""))
+        if self.setup.family:
+            known = model_family(self.setup.family)
+            found["setup.resolution"] = known.resolution
+            found["setup.frames"] = known.frames
+        return found
+
+    def _memory(self, machines: Machines) -> dict[str, Any]:
+        resolved, setup = self.resolved, self.setup
+        if resolved is None:
+            return {"reason": "Nothing is estimated until the plan can run."}
+        if resolved.model is None:
+            return {"reason": "Choose a model family to see what training needs."}
+        try:
+            estimate = resolved.estimate(
+                Workload(
+                    batch=resolved.micro_batch_size,
+                    **sample_size(
+                        setup.family,
+                        resolved.model,
+                        resolution=setup.resolution,
+                        frames=setup.frames_of_clips,
+                    ),
+                    gradient_checkpointing=setup.gradient_checkpointing,
+                    activation_offload=setup.activation_offload,
+                    ema=setup.ema,
+                )
+            )
+            return {"subject": subject(estimate), **_memory_bars(estimate, machines.sizes(setup))}
+        except ZeroTuneError as error:
+            return {"reason": str(error)}
+        except (OverflowError, RecursionError):
+            return {"reason": _TOO_LARGE}
+
+    def _optimizers(self) -> list[dict[str, Any]]:
+        resolved, plan = self.resolved, self.plan or self.readable
+        if resolved is not None:
+            stage, precision = resolved.stage, resolved.precision
+        elif plan is None or any(
+            message.severity == "error" and message.key in _DECISIVE for message in self.messages
+        ):
+            return []
+        else:
+            stage = plan.stage if isinstance(plan.stage, int) else 2
+            precision = "bf16" if plan.precision == AUTO else plan.precision
+        offload = plan.offload_optimizer_device if plan else "none"
+        found = capabilities(
+            self.platform,
+            stage=stage,
+            offload=offload if offload in OFFLOAD_DEVICES and stage > 0 else "none",
+            precision=precision,
+        )
+        if resolved is None:
+            # Nothing will run, so no class does the update.
+            return [{**each, "implementation": None} for each in found]
+        return found
+
 
 def understand(state: FormState, machines: Machines) -> Preview:
     """Read a form, check it and resolve it; raises nothing."""
@@ -293,10 +369,10 @@ def preview_data(
         "runs": resolved is not None,
         "title": describe(resolved) if resolved is not None else None,
         "messages": [message_data(message) for message in preview.messages],
-        "outputs": _outputs(preview),
-        "effective": _effective(preview),
-        "memory": _memory(preview, machines),
-        "optimizers": _optimizers(preview),
+        "outputs": preview._outputs(),
+        "effective": preview._effective(),
+        "memory": preview._memory(machines),
+        "optimizers": preview._optimizers(),
         "changes": None if plan is None or applied is None else applied.diff(plan).to_dict(),
     }
 
@@ -357,37 +433,6 @@ def _assumed_run(plan: DeepSpeedPlan, setup: Setup) -> tuple[RunFacts, list[Deci
     return run, assumed
 
 
-def _outputs(preview: Preview) -> dict[str, Any]:
-    # Whatever is wrong, what is written can be read and repaired as text.
-    outputs: dict[str, Any] = {"json": {"text": _as_json(preview.written), "messages": []}}
-    leased = [
-        Decision(
-            key=f"zero_optimization.offload_{part}.nvme_path",
-            before=UNSET,
-            after=UNSET,
-            reason="zerotune leases a folder for each run; without zerotune, write one",
-        )
-        for part, folder in (preview.resolved.nvme_paths if preview.resolved else {}).items()
-        if folder is None
-    ]
-    if preview.plan is not None:
-        for format_, name in _TEXT_FORMATS:
-            plan = preview.plan
-            if format_ == "accelerate":
-                plan = launchable(plan, processes=preview.setup.world_size)
-            try:
-                document = plan_document(plan, format_, lossy=told_as_lost(plan))
-            except ZeroTuneError as error:
-                outputs[name] = {"text": None, "messages": [message_data(Decision.of(error))]}
-                continue
-            notes = [*map(message_data, document.decisions), *map(message_data, leased)]
-            outputs[name] = {"text": document.text, "messages": notes}
-    if preview.running:
-        text = _as_json(preview.running)
-        outputs["running"] = {"text": text, "messages": list(map(message_data, leased))}
-    return outputs
-
-
 def _as_json(config: Mapping[str, Any]) -> str:
     return json.dumps(config, indent=2, allow_nan=False) + "\n"
 
@@ -402,50 +447,12 @@ def _running_config(resolved: ResolvedPlan) -> dict[str, Any]:
     return config
 
 
-def _effective(preview: Preview) -> dict[str, Any]:
-    """What is used where the form says nothing, by path."""
-    found = dict(_leaf_values(preview.running, ""))
-    if preview.setup.family:
-        known = model_family(preview.setup.family)
-        found["setup.resolution"] = known.resolution
-        found["setup.frames"] = known.frames
-    return found
-
-
 def _leaf_values(value: Any, path: str) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield from _leaf_values(item, f"{path}.{key}" if path else str(key))
     else:
         yield path, value
-
-
-def _memory(preview: Preview, machines: Machines) -> dict[str, Any]:
-    resolved, setup = preview.resolved, preview.setup
-    if resolved is None:
-        return {"reason": "Nothing is estimated until the plan can run."}
-    if resolved.model is None:
-        return {"reason": "Choose a model family to see what training needs."}
-    try:
-        estimate = resolved.estimate(
-            Workload(
-                batch=resolved.micro_batch_size,
-                **sample_size(
-                    setup.family,
-                    resolved.model,
-                    resolution=setup.resolution,
-                    frames=setup.frames_of_clips,
-                ),
-                gradient_checkpointing=setup.gradient_checkpointing,
-                activation_offload=setup.activation_offload,
-                ema=setup.ema,
-            ),
-        )
-        return {"subject": subject(estimate), **_memory_bars(estimate, machines.sizes(setup))}
-    except ZeroTuneError as error:
-        return {"reason": str(error)}
-    except (OverflowError, RecursionError):
-        return {"reason": _TOO_LARGE}
 
 
 def _memory_bars(estimate: Any, sizes: Mapping[str, int | None]) -> dict[str, Any]:
@@ -471,30 +478,6 @@ def _memory_bars(estimate: Any, sizes: Mapping[str, int | None]) -> dict[str, An
         for fit in fits(estimate, rank_budget(limits, estimate))
     ]
     return {"bars": bars, "notes": list(estimate.notes)}
-
-
-def _optimizers(preview: Preview) -> list[dict[str, Any]]:
-    resolved, plan = preview.resolved, preview.plan or preview.readable
-    if resolved is not None:
-        stage, precision = resolved.stage, resolved.precision
-    elif plan is None or any(
-        message.severity == "error" and message.key in _DECISIVE for message in preview.messages
-    ):
-        return []
-    else:
-        stage = plan.stage if isinstance(plan.stage, int) else 2
-        precision = "bf16" if plan.precision == AUTO else plan.precision
-    offload = plan.offload_optimizer_device if plan else "none"
-    found = capabilities(
-        preview.platform,
-        stage=stage,
-        offload=offload if offload in OFFLOAD_DEVICES and stage > 0 else "none",
-        precision=precision,
-    )
-    if resolved is None:
-        # Nothing will run, so no class does the update.
-        return [{**each, "implementation": None} for each in found]
-    return found
 
 
 def capabilities(

@@ -178,11 +178,14 @@ class Manifest:
                 raise _damaged_manifest(
                     source, "was altered after it was written (its hash differs)"
                 )
-            return _manifest_of(content)
+            del content["format"], content["version"]
+            manifest: Manifest = _field_value(Manifest, content, "the manifest")
+            manifest._check()
         except (ValueError, RecursionError) as error:
             raise _damaged_manifest(
                 source, f"is no manifest as zerotune writes it: {error}"
             ) from None
+        return manifest
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
@@ -199,6 +202,60 @@ class Manifest:
         except (OSError, UnicodeDecodeError) as error:
             raise _damaged_manifest(str(path), f"cannot be read ({error})") from error
         return cls.from_json(text, source=str(path))
+
+    def _check(self) -> None:
+        self._check_names()
+        records: list[ParameterRecord | TensorRecord] = [*self.parameters, *self.frozen]
+        for record in (*records, *self.buffers):
+            if len(record.shape) > _MOST_DIMENSIONS or math.prod(record.shape) > _MOST_INTEGER // 8:
+                raise ValueError(f"{record.name!r} has a shape that no tensor has")
+        for what in ("optimizer", "scheduler"):
+            choice = getattr(self.plan, what, None)
+            named = choice is None or isinstance(choice.get("name"), str)
+            if not named or (choice is not None and not isinstance(choice.get("params"), dict)):
+                raise ValueError(f"plan.{what} has no name with params")
+        self._check_state()
+
+    def _check_names(self) -> None:
+        for what, names in {
+            "files": [file.name for file in self.files],
+            "parameters": [record.name for record in self.parameters],
+            "buffers": [record.name for record in self.buffers],
+            "shadows": list(self.shadows),
+            **{f"states of {record.name}": list(record.states) for record in self.parameters},
+        }.items():
+            if len(set(names)) < len(names):
+                raise ValueError(f"{what} holds a name twice")
+        for record in self.parameters:
+            for name in record.scalars:
+                # The optimizer would keep it for ever, under whatever key.
+                if not name.isidentifier() or name in ("step", *record.states):
+                    raise ValueError(
+                        f"{record.name!r} has a number {shorten(name)}, which no state is"
+                    )
+        for file in self.files:
+            name = file.name
+            plain = Path(name).name == name and name not in ("", ".", "..", MANIFEST)
+            if not plain or not name.isprintable():
+                raise ValueError(f"{name!r} is not a plain file name")
+            if file.kind not in _FILE_KINDS:
+                raise ValueError(f"{name} is of a kind that no file has, {shorten(file.kind)}")
+
+    def _check_state(self) -> None:
+        if (
+            self.state.global_step > _MOST_STEPS
+            or self.state.skipped_steps > self.state.global_step
+        ):
+            raise ValueError("state counts steps that no run has taken")
+        position = self.state.scheduler.get(_SCHEDULE_POSITION, 0)
+        if type(position) is not int or not -1 - _MOST_STEPS <= position <= _MOST_STEPS:
+            raise ValueError(f"state.scheduler.{_SCHEDULE_POSITION} cannot be {shorten(position)}")
+        for name, number in self.state.loss_scaler.items():
+            _field_value(float | None, float(number) if type(number) is bool else number, name)
+            if isinstance(number, (int, float)) and abs(number) > _MOST_INTEGER:
+                raise ValueError(f"state.loss_scaler.{name} cannot be {shorten(number)}")
+            if name in _SCALES and not (number is not None and number > 0):
+                raise ValueError(f"state.loss_scaler.{name} cannot be {shorten(number)}")
 
 
 def _content_digest(content: Mapping[str, Any]) -> str:
@@ -225,23 +282,6 @@ _MOST_INTEGER: Final = 2**63 - 1
 _MOST_STEPS: Final = 10**9
 """More than any run takes; resuming repeats what an optimizer counts."""
 _MOST_DIMENSIONS: Final = 64
-
-
-def _manifest_of(content: dict[str, Any]) -> Manifest:
-    del content["format"], content["version"]
-    manifest: Manifest = _field_value(Manifest, content, "the manifest")
-    _check_manifest_names(manifest)
-    records: list[ParameterRecord | TensorRecord] = [*manifest.parameters, *manifest.frozen]
-    for record in (*records, *manifest.buffers):
-        if len(record.shape) > _MOST_DIMENSIONS or math.prod(record.shape) > _MOST_INTEGER // 8:
-            raise ValueError(f"{record.name!r} has a shape that no tensor has")
-    for what in ("optimizer", "scheduler"):
-        choice = getattr(manifest.plan, what, None)
-        named = choice is None or isinstance(choice.get("name"), str)
-        if not named or (choice is not None and not isinstance(choice.get("params"), dict)):
-            raise ValueError(f"plan.{what} has no name with params")
-    _check_state(manifest.state)
-    return manifest
 
 
 def _field_value(hint: Any, value: Any, where: str) -> Any:
@@ -275,41 +315,3 @@ def _record_of(kind: type[Any], value: Any, where: str) -> Any:
     if unknown := [name for name in value if name not in fields]:
         raise ValueError(f"{where} has {shorten(unknown[0])}, which this zerotune does not know")
     return kind(**{n: _field_value(hints[n], each, f"{where}.{n}") for n, each in value.items()})
-
-
-def _check_manifest_names(manifest: Manifest) -> None:
-    for what, names in {
-        "files": [file.name for file in manifest.files],
-        "parameters": [record.name for record in manifest.parameters],
-        "buffers": [record.name for record in manifest.buffers],
-        "shadows": list(manifest.shadows),
-        **{f"states of {record.name}": list(record.states) for record in manifest.parameters},
-    }.items():
-        if len(set(names)) < len(names):
-            raise ValueError(f"{what} holds a name twice")
-    for record in manifest.parameters:
-        for name in record.scalars:
-            # The optimizer would keep it for ever, under whatever key.
-            if not name.isidentifier() or name in ("step", *record.states):
-                raise ValueError(f"{record.name!r} has a number {shorten(name)}, which no state is")
-    for file in manifest.files:
-        name = file.name
-        plain = Path(name).name == name and name not in ("", ".", "..", MANIFEST)
-        if not plain or not name.isprintable():
-            raise ValueError(f"{name!r} is not a plain file name")
-        if file.kind not in _FILE_KINDS:
-            raise ValueError(f"{name} is of a kind that no file has, {shorten(file.kind)}")
-
-
-def _check_state(state: EngineState) -> None:
-    if state.global_step > _MOST_STEPS or state.skipped_steps > state.global_step:
-        raise ValueError("state counts steps that no run has taken")
-    position = state.scheduler.get(_SCHEDULE_POSITION, 0)
-    if type(position) is not int or not -1 - _MOST_STEPS <= position <= _MOST_STEPS:
-        raise ValueError(f"state.scheduler.{_SCHEDULE_POSITION} cannot be {shorten(position)}")
-    for name, number in state.loss_scaler.items():
-        _field_value(float | None, float(number) if type(number) is bool else number, name)
-        if isinstance(number, (int, float)) and abs(number) > _MOST_INTEGER:
-            raise ValueError(f"state.loss_scaler.{name} cannot be {shorten(number)}")
-        if name in _SCALES and not (number is not None and number > 0):
-            raise ValueError(f"state.loss_scaler.{name} cannot be {shorten(number)}")

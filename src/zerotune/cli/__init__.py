@@ -12,8 +12,9 @@ import io
 import json
 import os
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final, Protocol, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol, cast
 
 from zerotune._util.environment import installed_version
 from zerotune.errors import ZeroTuneError
@@ -57,8 +58,22 @@ def tell(text: str) -> None:
     sys.stderr.write(f"zerotune: {text}\n")
 
 
-Below = tuple[str, Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]
-"""A command below another one: summary, what adds its arguments, and what it does."""
+class Below(ABC):
+    """A command below another one."""
+
+    summary: ClassVar[str]
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments = arguments
+
+    @staticmethod
+    @abstractmethod
+    def configure(parser: argparse.ArgumentParser) -> None:
+        """Add its arguments."""
+
+    @abstractmethod
+    def run(self) -> int:
+        """Do the work and return the exit status."""
 
 
 class LazyParser(argparse.ArgumentParser):
@@ -74,15 +89,15 @@ class LazyParser(argparse.ArgumentParser):
         return super().parse_known_args(*args, **kwargs)
 
 
-def add_commands(parser: argparse.ArgumentParser, **commands: Below) -> None:
-    """Add commands below one, each with its summary, its arguments and what it does."""
+def add_commands(parser: argparse.ArgumentParser, **commands: type[Below]) -> None:
+    """Add commands below one, by name."""
     below = parser.add_subparsers(
         title="commands", metavar="COMMAND", required=True, parser_class=LazyParser
     )
-    for name, (summary, add_arguments, act) in commands.items():
-        command = below.add_parser(name, help=summary, description=summary)
-        command.configure = add_arguments
-        command.set_defaults(act=act)
+    for name, kind in commands.items():
+        command = below.add_parser(name, help=kind.summary, description=kind.summary)
+        command.configure = kind.configure
+        command.set_defaults(command=kind)
 
 
 class Command(Protocol):
@@ -133,8 +148,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
     """The parser of the command that ``argv`` names, else of all of them."""
     parser = argparse.ArgumentParser(
-        prog="zerotune",
-        description="ZeRO-offloaded diffusion training around DeepSpeed.",
+        prog="zerotune", description="ZeRO-offloaded diffusion training around DeepSpeed."
     )
     parser.add_argument("--version", action=_ShowVersion, nargs=0, help="show the version")
     commands = parser.add_subparsers(

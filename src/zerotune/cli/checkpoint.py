@@ -6,10 +6,10 @@ import argparse
 import importlib.util
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, ClassVar, Final
 
 from zerotune._util.text import counted, disk_size
-from zerotune.cli import add_commands, print_json, print_page, print_text
+from zerotune.cli import Below, add_commands, print_json, print_page, print_text
 from zerotune.errors import MissingDependencyError
 
 if TYPE_CHECKING:
@@ -22,16 +22,7 @@ SUMMARY: Final = "Show, verify or convert checkpoints."
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the commands below ``checkpoint``."""
-    add_commands(
-        parser,
-        show=("What a checkpoint holds; reads its manifest alone.", _add_path, _show_contents),
-        verify=("Compare every file with its size and hash.", _add_path, _verify),
-        convert=(
-            "A checkpoint into a diffusers model folder, or other formats into a checkpoint.",
-            _conversion_arguments,
-            _convert_checkpoint,
-        ),
-    )
+    add_commands(parser, show=_Show, verify=_Verify, convert=_ConvertCheckpoint)
 
 
 def _add_path(parser: argparse.ArgumentParser) -> None:
@@ -39,23 +30,50 @@ def _add_path(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
 
 
-def _conversion_arguments(parser: argparse.ArgumentParser) -> None:
-    from zerotune.plan.model import PRECISIONS
+class _ConvertCheckpoint(Below):
+    summary: ClassVar[str] = (
+        "A checkpoint into a diffusers model folder, or other formats into a checkpoint."
+    )
 
-    _add_path(parser)
-    parser.add_argument("target", type=Path, metavar="TARGET", help="what to write; must not exist")
-    parser.add_argument(
-        "--shadow", metavar="NAME", help="write this EMA shadow instead of the trained weights"
-    )
-    parser.add_argument(
-        "--dtype",
-        choices=PRECISIONS,
-        default="fp32",
-        help="precision of a model folder (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--base", type=Path, metavar="MODEL", help="the model folder that frozen weights come from"
-    )
+    @staticmethod
+    def configure(parser: argparse.ArgumentParser) -> None:
+        from zerotune.plan.model import PRECISIONS
+
+        _add_path(parser)
+        parser.add_argument(
+            "target", type=Path, metavar="TARGET", help="what to write; must not exist"
+        )
+        parser.add_argument(
+            "--shadow", metavar="NAME", help="write this EMA shadow instead of the trained weights"
+        )
+        parser.add_argument(
+            "--dtype",
+            choices=PRECISIONS,
+            default="fp32",
+            help="precision of a model folder (default: %(default)s)",
+        )
+        parser.add_argument(
+            "--base",
+            type=Path,
+            metavar="MODEL",
+            help="the model folder that frozen weights come from",
+        )
+
+    def run(self) -> int:
+        from zerotune.checkpoint import convert
+
+        written = convert(
+            self.arguments.path,
+            self.arguments.target,
+            shadow=self.arguments.shadow,
+            dtype=self.arguments.dtype,
+            base=self.arguments.base,
+        )
+        if self.arguments.json:
+            print_json({"source": str(self.arguments.path), "written": str(written)})
+        else:
+            print_text(f"written to {written}")
+        return 0
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -73,56 +91,51 @@ def run(arguments: argparse.Namespace) -> int:
             key="torch",
             fix="pip install torch",
         )
-    return int(arguments.act(arguments))
+    return int(arguments.command(arguments).run())
 
 
-def _show_contents(arguments: argparse.Namespace) -> int:
-    from zerotune.checkpoint.folders import find_checkpoint
+class _Show(Below):
+    summary: ClassVar[str] = "What a checkpoint holds; reads its manifest alone."
 
-    folder, manifest = find_checkpoint(arguments.path)
-    if arguments.json:
-        import attrs
+    configure = staticmethod(_add_path)
 
-        content = attrs.asdict(manifest)
-        # The text of a run's generators and the like is for the run, not for a reader.
-        content["extra"] = sorted(manifest.extra)
-        print_json({"path": str(folder), "nbytes": manifest.nbytes, **content})
-    else:
-        print_page(_contents_page(manifest))
-    return 0
+    def run(self) -> int:
+        from zerotune.checkpoint.folders import find_checkpoint
 
+        folder, manifest = find_checkpoint(self.arguments.path)
+        if self.arguments.json:
+            import attrs
 
-def _verify(arguments: argparse.Namespace) -> int:
-    from zerotune.checkpoint.folders import find_checkpoint
-    from zerotune.checkpoint.verify import find_damage
-
-    folder, manifest = find_checkpoint(arguments.path)
-    damage = find_damage(folder, manifest)
-    if arguments.json:
-        files = [{"file": each.key, "reason": each.reason} for each in damage]
-        print_json({"path": str(folder), "whole": not damage, "damage": files})
-    elif damage:
-        print_text("\n".join(f"{each.key}: {each.reason}" for each in damage))
-    else:
-        print_text(f"{counted(len(manifest.files), 'file')}, {disk_size(manifest.nbytes)}: whole")
-    return 1 if damage else 0
+            content = attrs.asdict(manifest)
+            # The text of a run's generators and the like is for the run, not for a reader.
+            content["extra"] = sorted(manifest.extra)
+            print_json({"path": str(folder), "nbytes": manifest.nbytes, **content})
+        else:
+            print_page(_contents_page(manifest))
+        return 0
 
 
-def _convert_checkpoint(arguments: argparse.Namespace) -> int:
-    from zerotune.checkpoint import convert
+class _Verify(Below):
+    summary: ClassVar[str] = "Compare every file with its size and hash."
 
-    written = convert(
-        arguments.path,
-        arguments.target,
-        shadow=arguments.shadow,
-        dtype=arguments.dtype,
-        base=arguments.base,
-    )
-    if arguments.json:
-        print_json({"source": str(arguments.path), "written": str(written)})
-    else:
-        print_text(f"written to {written}")
-    return 0
+    configure = staticmethod(_add_path)
+
+    def run(self) -> int:
+        from zerotune.checkpoint.folders import find_checkpoint
+        from zerotune.checkpoint.verify import find_damage
+
+        folder, manifest = find_checkpoint(self.arguments.path)
+        damage = find_damage(folder, manifest)
+        if self.arguments.json:
+            files = [{"file": each.key, "reason": each.reason} for each in damage]
+            print_json({"path": str(folder), "whole": not damage, "damage": files})
+        elif damage:
+            print_text("\n".join(f"{each.key}: {each.reason}" for each in damage))
+        else:
+            print_text(
+                f"{counted(len(manifest.files), 'file')}, {disk_size(manifest.nbytes)}: whole"
+            )
+        return 1 if damage else 0
 
 
 def _contents_page(manifest: Manifest) -> Page:

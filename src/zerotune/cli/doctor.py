@@ -110,6 +110,82 @@ class Checkup:
         data["verdict"] = {"healthy": self.healthy, "text": self.verdict}
         return data
 
+    def _print(self, rates: Rates | None = None) -> None:
+        platform = self.platform
+        memory, lockable = platform.host_memory, platform.memlock_limit
+        container = memory.cgroup_limit
+        names = ("python", "torch", "deepspeed", "accelerate", "diffusers")
+        versions = [(name, platform.versions.get(name, "not installed")) for name in names]
+        sections = {
+            "Platform": _table(self._platform_rows()),
+            "Memory": _table(
+                [
+                    ("RAM", f"{_gib(memory.total)}, {_gib(memory.available)} available"),
+                    ("container limit", "none" if container is None else _gib(container)),
+                    ("lockable", "no limit" if lockable is None else _gib(lockable)),
+                ]
+            ),
+            "Versions": _table([*versions, ("torch built for", platform.torch_build or "unknown")]),
+            "Toolchain": _table(self._toolchain_rows()),
+            "DeepSpeed ops": _ops_table(self.ops),
+            "Own op": _ops_table([] if self.own_op is None else [self.own_op]),
+            "Fast paths": _table(_proof_rows(platform), label=_PATH_CHARACTERS),
+            "Rates": _table([] if rates is None else _rate_rows(rates)),
+            "Decisions": _table((one.severity, str(one)) for one in platform.decisions),
+        }
+        blocks: list[Block] = []
+        for title, table in sections.items():
+            if table.rows:
+                blocks += [Line(title, style="title"), table, Line("")]
+        style = "passed" if self.healthy else "failed"
+        blocks.append(Line(f"Verdict: {self.verdict}", style=style))
+        print_page(Page(blocks=tuple(blocks)))
+
+    def _platform_rows(self) -> list[tuple[str, str]]:
+        cores = (
+            f"{self.platform.physical_cores} physical, {self.platform.logical_cores} logical, "
+            f"{self.platform.usable_cores} usable"
+        )
+        processor = f", {self.platform.processor}" if self.platform.processor else ""
+        devices = []
+        for index, device in enumerate(self.platform.devices):
+            major_minor = ".".join(map(str, device.capability or ()))
+            capability = f", capability {major_minor}" if major_minor else ""
+            memory = _gib(device.total_memory)
+            devices.append((f"device {index}", f"{device.name}, {memory}{capability}"))
+        bf16, fp16 = (
+            "yes" if works else "no" for works in (self.platform.bf16, self.platform.fp16)
+        )
+        return [
+            ("system", f"{self.platform.system} {self.platform.machine}{processor}"),
+            ("cores", cores),
+            ("accelerator", self.platform.accelerator),
+            *devices,
+            ("precision", f"bf16 {bf16}, fp16 {fp16}"),
+            ("DeepSpeed", self.platform.deepspeed.reason),
+        ]
+
+    def _toolchain_rows(self) -> list[tuple[str, str]]:
+        def presence(answer: bool | None) -> str:
+            if answer is None:
+                return "unknown without a compiler"
+            return "found" if answer else "absent"
+
+        libaio = self.toolchain.libaio
+        tools = {
+            "c++": self.toolchain.cxx,
+            "ninja": self.toolchain.ninja,
+            "nvcc": self.toolchain.nvcc,
+        }
+        return [
+            *(
+                (name, f"{tool.version or 'does not run'} ({tool.path})" if tool else "absent")
+                for name, tool in tools.items()
+            ),
+            ("Python.h", presence(self.toolchain.python_headers)),
+            ("libaio", f"header {presence(libaio.header)}, library {presence(libaio.library)}"),
+        ]
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
@@ -180,7 +256,7 @@ def run(arguments: argparse.Namespace) -> int:
         more = {"rates": {"origin": rates.origin, **by_name}, "proof": _proof_data(platform)}
         print_json(checkup.to_dict() | more)
     else:
-        _print(checkup, rates if arguments.rates else None)
+        checkup._print(rates if arguments.rates else None)
     if arguments.rates:
         sys.stderr.write(f"rates kept in {rates_file}\n")
     return 0 if checkup.healthy and proven else 1
@@ -255,38 +331,6 @@ def _rate_rows(rates: Rates) -> list[tuple[str, str]]:
     return [("origin", rates.origin), *rows]
 
 
-def _print(checkup: Checkup, rates: Rates | None = None) -> None:
-    platform = checkup.platform
-    memory, lockable = platform.host_memory, platform.memlock_limit
-    container = memory.cgroup_limit
-    names = ("python", "torch", "deepspeed", "accelerate", "diffusers")
-    versions = [(name, platform.versions.get(name, "not installed")) for name in names]
-    sections = {
-        "Platform": _table(_platform_rows(platform)),
-        "Memory": _table(
-            [
-                ("RAM", f"{_gib(memory.total)}, {_gib(memory.available)} available"),
-                ("container limit", "none" if container is None else _gib(container)),
-                ("lockable", "no limit" if lockable is None else _gib(lockable)),
-            ]
-        ),
-        "Versions": _table([*versions, ("torch built for", platform.torch_build or "unknown")]),
-        "Toolchain": _table(_toolchain_rows(checkup.toolchain)),
-        "DeepSpeed ops": _ops_table(checkup.ops),
-        "Own op": _ops_table([] if checkup.own_op is None else [checkup.own_op]),
-        "Fast paths": _table(_proof_rows(platform), label=_PATH_CHARACTERS),
-        "Rates": _table([] if rates is None else _rate_rows(rates)),
-        "Decisions": _table((one.severity, str(one)) for one in platform.decisions),
-    }
-    blocks: list[Block] = []
-    for title, table in sections.items():
-        if table.rows:
-            blocks += [Line(title, style="title"), table, Line("")]
-    style = "passed" if checkup.healthy else "failed"
-    blocks.append(Line(f"Verdict: {checkup.verdict}", style=style))
-    print_page(Page(blocks=tuple(blocks)))
-
-
 def _table(rows: Iterable[tuple[str, str]], *, label: int = _LABEL_CHARACTERS) -> Table:
     return Table(rows=tuple(rows), widths=(label,), gap=1)
 
@@ -304,47 +348,6 @@ def _ops_table(ops: Iterable[OpStatus]) -> Table:
         gap=1,
         style=lambda row: _STATE_STYLES.get(row[1], ""),
     )
-
-
-def _platform_rows(platform: Platform) -> list[tuple[str, str]]:
-    cores = (
-        f"{platform.physical_cores} physical, {platform.logical_cores} logical, "
-        f"{platform.usable_cores} usable"
-    )
-    processor = f", {platform.processor}" if platform.processor else ""
-    devices = []
-    for index, device in enumerate(platform.devices):
-        major_minor = ".".join(map(str, device.capability or ()))
-        capability = f", capability {major_minor}" if major_minor else ""
-        memory = _gib(device.total_memory)
-        devices.append((f"device {index}", f"{device.name}, {memory}{capability}"))
-    bf16, fp16 = ("yes" if works else "no" for works in (platform.bf16, platform.fp16))
-    return [
-        ("system", f"{platform.system} {platform.machine}{processor}"),
-        ("cores", cores),
-        ("accelerator", platform.accelerator),
-        *devices,
-        ("precision", f"bf16 {bf16}, fp16 {fp16}"),
-        ("DeepSpeed", platform.deepspeed.reason),
-    ]
-
-
-def _toolchain_rows(toolchain: Toolchain) -> list[tuple[str, str]]:
-    def presence(answer: bool | None) -> str:
-        if answer is None:
-            return "unknown without a compiler"
-        return "found" if answer else "absent"
-
-    libaio = toolchain.libaio
-    tools = {"c++": toolchain.cxx, "ninja": toolchain.ninja, "nvcc": toolchain.nvcc}
-    return [
-        *(
-            (name, f"{tool.version or 'does not run'} ({tool.path})" if tool else "absent")
-            for name, tool in tools.items()
-        ),
-        ("Python.h", presence(toolchain.python_headers)),
-        ("libaio", f"header {presence(libaio.header)}, library {presence(libaio.library)}"),
-    ]
 
 
 def _gib(size: int) -> str:

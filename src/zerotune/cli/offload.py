@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Final
+from typing import ClassVar, Final
 
 import attrs
 
 from zerotune._util.text import format_size
-from zerotune.cli import add_commands, print_json, print_page, print_text
+from zerotune.cli import Below, add_commands, print_json, print_page, print_text
 
 NAME: Final = "offload"
 SUMMARY: Final = "Show or clean up a swap root."
@@ -18,19 +18,7 @@ SUMMARY: Final = "Show or clean up a swap root."
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    add_commands(
-        parser,
-        status=(
-            "List the leases in a root and who holds them; changes nothing.",
-            _add_root,
-            _show_status,
-        ),
-        clean=(
-            "Remove what runs that are provably dead left behind.",
-            _cleaning_arguments,
-            _clean_root,
-        ),
-    )
+    add_commands(parser, status=_Status, clean=_Clean)
 
 
 def _add_root(parser: argparse.ArgumentParser) -> None:
@@ -38,14 +26,45 @@ def _add_root(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
 
 
-def _cleaning_arguments(parser: argparse.ArgumentParser) -> None:
-    _add_root(parser)
-    parser.add_argument("--dry-run", action="store_true", help="only show what would be removed")
-    parser.add_argument(
-        "--adopt",
-        action="store_true",
-        help="also remove DeepSpeed's own zero_stage_* folders, where no process can be using them",
-    )
+class _Clean(Below):
+    summary: ClassVar[str] = "Remove what runs that are provably dead left behind."
+
+    @staticmethod
+    def configure(parser: argparse.ArgumentParser) -> None:
+        _add_root(parser)
+        parser.add_argument(
+            "--dry-run", action="store_true", help="only show what would be removed"
+        )
+        parser.add_argument(
+            "--adopt",
+            action="store_true",
+            help="also remove DeepSpeed's own zero_stage_* folders, where no process can be using "
+            "them",
+        )
+
+    def run(self) -> int:
+        from zerotune.offload import cleanup_stale_swap
+
+        report = cleanup_stale_swap(
+            self.arguments.root, dry_run=self.arguments.dry_run, adopt=self.arguments.adopt
+        )
+        if self.arguments.json:
+            print_json(report.to_dict())
+        else:
+            groups = (
+                ("would go" if report.dry_run else "removed", report.removed),
+                ("kept", report.kept),
+                ("failed", report.failures),
+            )
+            rows = [
+                (one.path.name, f"{what} ({one.kind})", format_size(one.nbytes), one.reason)
+                for what, entries in groups
+                for one in entries
+            ]
+            _print_rows(("folder", "outcome", "bytes", "why"), rows)
+            verb = "would be freed" if report.dry_run else "freed"
+            print_text(f"{format_size(report.freed)} {verb}")
+        return 1 if report.failures or any(one.kind == "bare" for one in report.kept) else 0
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -55,62 +74,44 @@ def run(arguments: argparse.Namespace) -> int:
         0 when all is well; 1 when ``status`` sees something dead, ``clean`` could not remove
         something, or DeepSpeed's own folders lie about unowned.
     """
-    return int(arguments.act(arguments))
+    return int(arguments.command(arguments).run())
 
 
-def _show_status(arguments: argparse.Namespace) -> int:
-    from zerotune.offload import cleanup_stale_swap, find_leases
+class _Status(Below):
+    summary: ClassVar[str] = "List the leases in a root and who holds them; changes nothing."
 
-    report = cleanup_stale_swap(arguments.root, dry_run=True)
-    leases = find_leases(arguments.root)
-    strays = [one for one in (*report.removed, *report.kept) if one.kind != "lease"]
-    if arguments.json:
-        print_json(
-            {
-                "root": str(arguments.root),
-                "leases": [
-                    {**attrs.asdict(one), "path": str(one.path), "reserved": one.reserved}
-                    for one in leases
-                ],
-                "others": [{**attrs.asdict(one), "path": str(one.path)} for one in strays],
-                "reclaimable": report.freed,
-            }
-        )
-    else:
-        rows: list[tuple[str, ...]] = []
-        for one in leases:
-            owners = (f"{r.owner.host}:{r.owner.pid} (rank {r.rank})" for r in one.records)
-            size = format_size(one.size)
-            rows.append((one.path.name, one.state, size, ", ".join(owners), one.reason))
-        for other in strays:
-            size = format_size(other.nbytes)
-            rows.append((other.path.name, other.kind, size, "", other.reason))
-        _print_rows(("folder", "state", "on disk", "owner", "why"), rows)
-        print_text(f"{format_size(report.freed)} can be freed by `zerotune offload clean`")
-    return 1 if report.removed or strays else 0
+    configure = staticmethod(_add_root)
 
+    def run(self) -> int:
+        from zerotune.offload import cleanup_stale_swap, find_leases
 
-def _clean_root(arguments: argparse.Namespace) -> int:
-    from zerotune.offload import cleanup_stale_swap
-
-    report = cleanup_stale_swap(arguments.root, dry_run=arguments.dry_run, adopt=arguments.adopt)
-    if arguments.json:
-        print_json(report.to_dict())
-    else:
-        groups = (
-            ("would go" if report.dry_run else "removed", report.removed),
-            ("kept", report.kept),
-            ("failed", report.failures),
-        )
-        rows = [
-            (one.path.name, f"{what} ({one.kind})", format_size(one.nbytes), one.reason)
-            for what, entries in groups
-            for one in entries
-        ]
-        _print_rows(("folder", "outcome", "bytes", "why"), rows)
-        verb = "would be freed" if report.dry_run else "freed"
-        print_text(f"{format_size(report.freed)} {verb}")
-    return 1 if report.failures or any(one.kind == "bare" for one in report.kept) else 0
+        report = cleanup_stale_swap(self.arguments.root, dry_run=True)
+        leases = find_leases(self.arguments.root)
+        strays = [one for one in (*report.removed, *report.kept) if one.kind != "lease"]
+        if self.arguments.json:
+            print_json(
+                {
+                    "root": str(self.arguments.root),
+                    "leases": [
+                        {**attrs.asdict(one), "path": str(one.path), "reserved": one.reserved}
+                        for one in leases
+                    ],
+                    "others": [{**attrs.asdict(one), "path": str(one.path)} for one in strays],
+                    "reclaimable": report.freed,
+                }
+            )
+        else:
+            rows: list[tuple[str, ...]] = []
+            for one in leases:
+                owners = (f"{r.owner.host}:{r.owner.pid} (rank {r.rank})" for r in one.records)
+                size = format_size(one.size)
+                rows.append((one.path.name, one.state, size, ", ".join(owners), one.reason))
+            for other in strays:
+                size = format_size(other.nbytes)
+                rows.append((other.path.name, other.kind, size, "", other.reason))
+            _print_rows(("folder", "state", "on disk", "owner", "why"), rows)
+            print_text(f"{format_size(report.freed)} can be freed by `zerotune offload clean`")
+        return 1 if report.removed or strays else 0
 
 
 def _print_rows(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> None:

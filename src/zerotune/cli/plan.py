@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Final, get_args
 
-from zerotune.cli import add_commands, print_json, print_page, print_text, tell
+from zerotune.cli import Below, add_commands, print_json, print_page, print_text, tell
 from zerotune.errors import InvalidValueError, PlanFileError, PlanSyntaxError
 
 if TYPE_CHECKING:
@@ -24,40 +24,19 @@ SUMMARY: Final = "Check, convert and explain DeepSpeed configurations."
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the commands below ``plan``."""
-    add_commands(
-        parser,
-        check=(
-            "Say what is wrong with a configuration; needs neither torch nor DeepSpeed.",
-            _check_arguments,
-            _check_plan,
-        ),
-        convert=(
-            "Write a configuration in another format, without changing what trains.",
-            _convert_arguments,
-            _convert_plan,
-        ),
-        explain=(
-            "Show what a plan means and, for a model, what will run and what it needs.",
-            _explain_arguments,
-            _explain,
-        ),
-        advise=(
-            "Find the fastest plan that fits a model into this much memory.",
-            _advise_arguments,
-            _advise,
-        ),
-    )
+    add_commands(parser, check=_Check, convert=_ConvertPlan, explain=_Explain, advise=_Advise)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command that was named."""
     size = getattr(arguments, "max_size", None)
+    command = arguments.command(arguments)
     if size is None:
-        return int(arguments.act(arguments))
+        return int(command.run())
     from zerotune.plan.source import reading_at_most
 
     with reading_at_most(size, key="--max-size"):
-        return int(arguments.act(arguments))
+        return int(command.run())
 
 
 # -- What the commands share.
@@ -81,9 +60,7 @@ def at_least_one(text: str) -> int:
 def _add_file(parser: argparse.ArgumentParser) -> None:
     """Add the file to read, and how large it may be."""
     parser.add_argument(
-        "file",
-        metavar="FILE",
-        help="DeepSpeed JSON, a trainer's config.json, or accelerate's YAML",
+        "file", metavar="FILE", help="DeepSpeed JSON, a trainer's config.json, or accelerate's YAML"
     )
     parser.add_argument(
         "--max-size", metavar="SIZE", help="largest file to read; 16MiB, of YAML 128KiB, by default"
@@ -172,56 +149,98 @@ _ASSUMED_LR: Final = 1e-4
 _ASSUMED_STEPS: Final = 10_000
 
 
-def _check_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
-    _add_file(parser)
-    parser.add_argument(
-        "--world-size",
-        type=at_least_one,
-        default=1,
-        metavar="N",
-        help="processes that train together",
+class _Check(Below):
+    summary: ClassVar[str] = (
+        "Say what is wrong with a configuration; needs neither torch nor DeepSpeed."
     )
-    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
-    parser.add_argument("--strict", action="store_true", help="fail on warnings too")
 
-
-def _check_plan(arguments: argparse.Namespace) -> int:
-    """Check; 0 when nothing is wrong, 1 when something is, 2 for a file that cannot be read."""
-    from zerotune.decisions import SEVERITIES, Decision, worst_first
-
-    status = 1
-    try:
-        problems = _problems_of(arguments.file, world_size=arguments.world_size)
-    except (PlanFileError, PlanSyntaxError) as error:
-        if not arguments.json:
-            raise
-        problems, status = [Decision.of(each, rule="file") for each in error.each()], 2
-    problems = worst_first(problems)
-    counts = {name: sum(p.severity == name for p in problems) for name in SEVERITIES}
-    if arguments.json:
-        print_json(
-            {
-                "file": arguments.file,
-                "world_size": arguments.world_size,
-                **{f"{name}s": count for name, count in counts.items()},
-                "findings": [_problem_data(problem) for problem in problems],
-            }
+    @staticmethod
+    def configure(parser: argparse.ArgumentParser) -> None:
+        _add_file(parser)
+        parser.add_argument(
+            "--world-size",
+            type=at_least_one,
+            default=1,
+            metavar="N",
+            help="processes that train together",
         )
-    else:
-        from zerotune._util.table import Line, Page
-        from zerotune._util.text import counted
+        parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+        parser.add_argument("--strict", action="store_true", help="fail on warnings too")
 
-        summary = ", ".join(counted(count, name) for name, count in counts.items() if count)
-        ranks = counted(arguments.world_size, "process", "processes")
-        lines = (
-            Line(f"{one.rule}: {_problem_text(one)}", mark=f"[{one.severity}]", style=one.severity)
-            for one in problems
+    def run(self) -> int:
+        """Check; 0 when nothing is wrong, 1 when something is, 2 for a file that cannot be read."""
+        from zerotune.decisions import SEVERITIES, Decision, worst_first
+
+        status = 1
+        try:
+            problems = self._problems()
+        except (PlanFileError, PlanSyntaxError) as error:
+            if not self.arguments.json:
+                raise
+            problems, status = [Decision.of(each, rule="file") for each in error.each()], 2
+        problems = worst_first(problems)
+        counts = {name: sum(p.severity == name for p in problems) for name in SEVERITIES}
+        if self.arguments.json:
+            print_json(
+                {
+                    "file": self.arguments.file,
+                    "world_size": self.arguments.world_size,
+                    **{f"{name}s": count for name, count in counts.items()},
+                    "findings": [_problem_data(problem) for problem in problems],
+                }
+            )
+        else:
+            from zerotune._util.table import Line, Page
+            from zerotune._util.text import counted
+
+            summary = ", ".join(counted(count, name) for name, count in counts.items() if count)
+            ranks = counted(self.arguments.world_size, "process", "processes")
+            lines = (
+                Line(
+                    f"{one.rule}: {_problem_text(one)}",
+                    mark=f"[{one.severity}]",
+                    style=one.severity,
+                )
+                for one in problems
+            )
+            title = f"{self.arguments.file}: {summary or 'nothing to report'} at {ranks}"
+            print_page(Page(title=title, blocks=tuple(lines)))
+        failed = counts["error"] or (self.arguments.strict and counts["warning"])
+        return status if failed else 0
+
+    def _problems(self) -> list[Decision]:
+        """Everything that is wrong with the plan."""
+        import attrs
+
+        from zerotune.decisions import Decision, raise_all
+        from zerotune.plan import RuleContext, read
+        from zerotune.platform import Platform
+
+        world_size = self.arguments.world_size
+        plan, mistakes = read.read_partly(lambda log: read.load_plan(self.arguments.file, log))
+        if any(isinstance(error, PlanFileError | PlanSyntaxError) for error in mistakes):
+            raise_all(mistakes)
+        refused = [Decision.of(error, rule="read") for error in mistakes]
+        if plan is None:
+            return refused
+        inspection = plan.inspect(
+            RuleContext(world_size=world_size),
+            settle=_settle_written,
+            # The rules look at the file alone, resolving needs a machine: one that can do
+            # everything.
+            resolve_in=RuleContext(
+                world_size=world_size,
+                platform=Platform.synthetic("cuda", device_count=world_size),
+                run=_open_run(plan),
+            ),
+            mistakes=mistakes,
         )
-        title = f"{arguments.file}: {summary or 'nothing to report'} at {ranks}"
-        print_page(Page(title=title, blocks=tuple(lines)))
-    failed = counts["error"] or (arguments.strict and counts["warning"])
-    return status if failed else 0
+        read_as = (attrs.evolve(one, rule="read") for one in plan.decisions)
+        problems = [*refused, *read_as, *inspection.findings]
+        keys = {problem.key for problem in problems}
+        settled = (one for one in inspection.settled if one.severity == "warning")
+        later = [*inspection.refusals, *(attrs.evolve(one, rule="optimizer") for one in settled)]
+        return [*problems, *(each for each in later if each.key not in keys)]
 
 
 def _problem_text(one: Decision) -> str:
@@ -238,39 +257,6 @@ def _problem_data(one: Decision) -> dict[str, Any]:
         "line": getattr(one.error, "line", None),
         "column": getattr(one.error, "column", None),
     }
-
-
-def _problems_of(file: str, *, world_size: int) -> list[Decision]:
-    """Everything that is wrong with the plan in ``file``."""
-    import attrs
-
-    from zerotune.decisions import Decision, raise_all
-    from zerotune.plan import RuleContext, read
-    from zerotune.platform import Platform
-
-    plan, mistakes = read.read_partly(lambda log: read.load_plan(file, log))
-    if any(isinstance(error, PlanFileError | PlanSyntaxError) for error in mistakes):
-        raise_all(mistakes)
-    refused = [Decision.of(error, rule="read") for error in mistakes]
-    if plan is None:
-        return refused
-    inspection = plan.inspect(
-        RuleContext(world_size=world_size),
-        settle=_settle_written,
-        # The rules look at the file alone, resolving needs a machine: one that can do everything.
-        resolve_in=RuleContext(
-            world_size=world_size,
-            platform=Platform.synthetic("cuda", device_count=world_size),
-            run=_open_run(plan),
-        ),
-        mistakes=mistakes,
-    )
-    read_as = (attrs.evolve(one, rule="read") for one in plan.decisions)
-    problems = [*refused, *read_as, *inspection.findings]
-    keys = {problem.key for problem in problems}
-    settled = (one for one in inspection.settled if one.severity == "warning")
-    later = [*inspection.refusals, *(attrs.evolve(one, rule="optimizer") for one in settled)]
-    return [*problems, *(each for each in later if each.key not in keys)]
 
 
 def _settle_written(resolved: ResolvedPlan) -> ResolvedPlan:
@@ -299,55 +285,59 @@ def _open_run(plan: DeepSpeedPlan) -> Any:
 # -- convert
 
 
-def _convert_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
-    from zerotune.plan.write import FORMATS
-
-    _add_file(parser)
-    parser.add_argument("--to", choices=FORMATS, required=True, help="format to write")
-    parser.add_argument(
-        "-o",
-        "--output",
-        metavar="OUT",
-        help="file to write, its predecessor kept as OUT.bak; printed when left out",
-    )
-    parser.add_argument(
-        "--num-processes",
-        type=at_least_one,
-        default=1,
-        metavar="N",
-        help="what an accelerate YAML starts where FILE does not say it; 1 by default",
-    )
-    parser.add_argument(
-        "--lossy",
-        metavar="KEYS",
-        default="",
-        help="launch settings that may be lost where the format has no place for them"
-        " (num_processes,gpu_ids)",
+class _ConvertPlan(Below):
+    summary: ClassVar[str] = (
+        "Write a configuration in another format, without changing what trains."
     )
 
+    @staticmethod
+    def configure(parser: argparse.ArgumentParser) -> None:
+        from zerotune.plan.write import FORMATS
 
-def _convert_plan(arguments: argparse.Namespace) -> int:
-    """Convert; 0 also when what ``--lossy`` names was lost, which is said on stderr."""
-    from zerotune.plan import DeepSpeedPlan
-    from zerotune.plan.write import launchable, plan_document
+        _add_file(parser)
+        parser.add_argument("--to", choices=FORMATS, required=True, help="format to write")
+        parser.add_argument(
+            "-o",
+            "--output",
+            metavar="OUT",
+            help="file to write, its predecessor kept as OUT.bak; printed when left out",
+        )
+        parser.add_argument(
+            "--num-processes",
+            type=at_least_one,
+            default=1,
+            metavar="N",
+            help="what an accelerate YAML starts where FILE does not say it; 1 by default",
+        )
+        parser.add_argument(
+            "--lossy",
+            metavar="KEYS",
+            default="",
+            help="launch settings that may be lost where the format has no place for them"
+            " (num_processes,gpu_ids)",
+        )
 
-    plan = DeepSpeedPlan.load(arguments.file)
-    if arguments.to == "accelerate":
-        plan = launchable(plan, processes=arguments.num_processes)
-    lossy = arguments.lossy.split(",")
-    if arguments.output is None:
-        document = plan_document(plan, arguments.to, lossy=lossy)
-        _tell_decisions((*plan.decisions, *document.decisions))
-        print_text(document.text)
+    def run(self) -> int:
+        """Convert; 0 also when what ``--lossy`` names was lost, which is said on stderr."""
+        from zerotune.plan import DeepSpeedPlan
+        from zerotune.plan.write import launchable, plan_document
+
+        plan = DeepSpeedPlan.load(self.arguments.file)
+        if self.arguments.to == "accelerate":
+            plan = launchable(plan, processes=self.arguments.num_processes)
+        lossy = self.arguments.lossy.split(",")
+        if self.arguments.output is None:
+            document = plan_document(plan, self.arguments.to, lossy=lossy)
+            _tell_decisions((*plan.decisions, *document.decisions))
+            print_text(document.text)
+            return 0
+        saved = plan.save(self.arguments.output, format=self.arguments.to, lossy=lossy)
+        _tell_decisions((*plan.decisions, *saved.decisions))
+        for path in saved.paths:
+            tell(f"wrote {path}")
+        for backup in saved.backups:
+            tell(f"kept {backup}")
         return 0
-    saved = plan.save(arguments.output, format=arguments.to, lossy=lossy)
-    _tell_decisions((*plan.decisions, *saved.decisions))
-    for path in saved.paths:
-        tell(f"wrote {path}")
-    for backup in saved.backups:
-        tell(f"kept {backup}")
-    return 0
 
 
 def _tell_decisions(decisions: Iterable[Decision]) -> None:
@@ -370,93 +360,100 @@ _NEED_A_MODEL: Final = (
 )
 
 
-def _explain_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
-    from zerotune.plan.families import family_names
-    from zerotune.platform.facts import ACCELERATORS
-
-    _add_file(parser)
-    model = parser.add_argument_group("model")
-    families = ", ".join(family_names())
-    model.add_argument("--family", metavar="NAME", help=f"cost the plan for this model: {families}")
-    _add_sample(model)
-    model.add_argument(
-        "--no-gradient-checkpointing", action="store_true", help="keep every activation"
+class _Explain(Below):
+    summary: ClassVar[str] = (
+        "Show what a plan means and, for a model, what will run and what it needs."
     )
-    machine = add_machine(parser, "this one, unless something of it is given")
-    machine.add_argument("--accelerator", choices=ACCELERATORS, help="what it trains on")
-    _add_workload(parser)
-    _add_output(parser)
 
+    @staticmethod
+    def configure(parser: argparse.ArgumentParser) -> None:
+        from zerotune.plan.families import family_names
+        from zerotune.platform.facts import ACCELERATORS
 
-def _explain(arguments: argparse.Namespace) -> int:
-    """Explain; 1 when the rules find an error or memory does not suffice, else 0."""
-    from zerotune.plan import DeepSpeedPlan
-
-    plan = DeepSpeedPlan.load(arguments.file)
-    if arguments.family is None:
-        for name in _NEED_A_MODEL:
-            if getattr(arguments, name) not in (None, False):
-                raise InvalidValueError(
-                    "means nothing without --family NAME",
-                    key=f"--{name.replace('_', '-')}",
-                    fix="add --family NAME, or leave it out",
-                )
-        platform = _described_machine(arguments)
-        summary = plan.summary(world_size=arguments.world_size, platform=platform)
-        if arguments.json:
-            print_json(summary)
-        elif arguments.markdown:
-            print_text(plan.explain_markdown(world_size=arguments.world_size, platform=platform))
-        else:
-            from zerotune.plan.text import plan_page
-
-            print_page(plan_page(plan, world_size=arguments.world_size, platform=platform))
-        return int(any(finding["severity"] == "error" for finding in summary["findings"]))
-    return _explain_cost(plan, arguments)
-
-
-def _explain_cost(plan: DeepSpeedPlan, arguments: argparse.Namespace) -> int:
-    import attrs
-
-    from zerotune.plan.text import WIDTH, estimate_page, fits, rank_budget, resolved_page
-    from zerotune.platform import detect_platform
-
-    sizes: dict[str, int | None] = {**sizes_of(arguments)}
-    platform = _described_machine(arguments)
-    if platform is None:
-        platform = detect_platform(log=False)
-        sizes = {"vram": platform.vram, "ram": platform.host_memory.limit, **sizes}
-    given = {name: getattr(arguments, name) for name in ("batch", "resolution", "frames")}
-    estimate = plan.estimate(
-        arguments.family,
-        platform=platform,
-        world_size=arguments.world_size,
-        ema=arguments.ema,
-        lora=arguments.lora,
-        base_dtype=arguments.base_dtype,
-        gradient_checkpointing=not arguments.no_gradient_checkpointing,
-        **{name: value for name, value in given.items() if value is not None},
-    )
-    budget = rank_budget(_by_place(sizes), estimate)
-    every = fits(estimate, budget)
-    _draw_chart(estimate, budget, arguments)
-    if arguments.json:
-        print_json(
-            {
-                "resolved": estimate.resolved.summary(),
-                "estimate": estimate.to_dict(),
-                "fits": [{**attrs.asdict(fit), "fits": fit.fits} for fit in every],
-            }
+        _add_file(parser)
+        model = parser.add_argument_group("model")
+        families = ", ".join(family_names())
+        model.add_argument(
+            "--family", metavar="NAME", help=f"cost the plan for this model: {families}"
         )
-    elif arguments.markdown:
-        print_text(estimate.resolved.explain_markdown())
-        print_text("\n" + estimate_page(estimate, budget=budget).markdown())
-    else:
-        print_page(resolved_page(estimate.resolved))
-        print_text("")
-        print_page(estimate_page(estimate, budget=budget), width=WIDTH)
-    return 0 if all(fit.fits for fit in every) else 1
+        _add_sample(model)
+        model.add_argument(
+            "--no-gradient-checkpointing", action="store_true", help="keep every activation"
+        )
+        machine = add_machine(parser, "this one, unless something of it is given")
+        machine.add_argument("--accelerator", choices=ACCELERATORS, help="what it trains on")
+        _add_workload(parser)
+        _add_output(parser)
+
+    def run(self) -> int:
+        """Explain; 1 when the rules find an error or memory does not suffice, else 0."""
+        from zerotune.plan import DeepSpeedPlan
+
+        plan = DeepSpeedPlan.load(self.arguments.file)
+        if self.arguments.family is None:
+            for name in _NEED_A_MODEL:
+                if getattr(self.arguments, name) not in (None, False):
+                    raise InvalidValueError(
+                        "means nothing without --family NAME",
+                        key=f"--{name.replace('_', '-')}",
+                        fix="add --family NAME, or leave it out",
+                    )
+            platform = _described_machine(self.arguments)
+            summary = plan.summary(world_size=self.arguments.world_size, platform=platform)
+            if self.arguments.json:
+                print_json(summary)
+            elif self.arguments.markdown:
+                print_text(
+                    plan.explain_markdown(world_size=self.arguments.world_size, platform=platform)
+                )
+            else:
+                from zerotune.plan.text import plan_page
+
+                print_page(plan_page(plan, world_size=self.arguments.world_size, platform=platform))
+            return int(any(finding["severity"] == "error" for finding in summary["findings"]))
+        return self._explain_cost(plan)
+
+    def _explain_cost(self, plan: DeepSpeedPlan) -> int:
+        import attrs
+
+        from zerotune.plan.text import WIDTH, estimate_page, fits, rank_budget, resolved_page
+        from zerotune.platform import detect_platform
+
+        sizes: dict[str, int | None] = {**sizes_of(self.arguments)}
+        platform = _described_machine(self.arguments)
+        if platform is None:
+            platform = detect_platform(log=False)
+            sizes = {"vram": platform.vram, "ram": platform.host_memory.limit, **sizes}
+        given = {name: getattr(self.arguments, name) for name in ("batch", "resolution", "frames")}
+        estimate = plan.estimate(
+            self.arguments.family,
+            platform=platform,
+            world_size=self.arguments.world_size,
+            ema=self.arguments.ema,
+            lora=self.arguments.lora,
+            base_dtype=self.arguments.base_dtype,
+            gradient_checkpointing=not self.arguments.no_gradient_checkpointing,
+            **{name: value for name, value in given.items() if value is not None},
+        )
+        budget = rank_budget(_by_place(sizes), estimate)
+        every = fits(estimate, budget)
+        _draw_chart(estimate, budget, self.arguments)
+        if self.arguments.json:
+            print_json(
+                {
+                    "resolved": estimate.resolved.summary(),
+                    "estimate": estimate.to_dict(),
+                    "fits": [{**attrs.asdict(fit), "fits": fit.fits} for fit in every],
+                }
+            )
+        elif self.arguments.markdown:
+            print_text(estimate.resolved.explain_markdown())
+            print_text("\n" + estimate_page(estimate, budget=budget).markdown())
+        else:
+            print_page(resolved_page(estimate.resolved))
+            print_text("")
+            print_page(estimate_page(estimate, budget=budget), width=WIDTH)
+        return 0 if all(fit.fits for fit in every) else 1
 
 
 def _by_place(sizes: Mapping[str, int | None]) -> dict[Place, int]:
@@ -482,66 +479,110 @@ def _described_machine(arguments: argparse.Namespace) -> Platform | None:
 # -- advise
 
 
-def _advise_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
-    from zerotune.plan.advise import PREFERENCES
-    from zerotune.plan.families import family_names
-    from zerotune.plan.model import AUTO, PRECISIONS
+class _Advise(Below):
+    summary: ClassVar[str] = "Find the fastest plan that fits a model into this much memory."
 
-    parser.add_argument(
-        "--family", metavar="NAME", required=True, help=f"the model: {', '.join(family_names())}"
-    )
-    add_machine(parser)
-    training = parser.add_argument_group("training")
-    _add_sample(training)
-    training.add_argument("--optimizer", default="AdamW", metavar="NAME", help="AdamW by default")
-    training.add_argument("--precision", choices=(AUTO, *PRECISIONS), default=AUTO)
-    parser.add_argument(
-        "--prefer",
-        choices=PREFERENCES,
-        default=PREFERENCES[0],
-        help="what to choose of all that fits; by predicted seconds per step when not given",
-    )
-    parser.add_argument(
-        "--streamed",
-        action="store_true",
-        help="also choose among plans that stream weights, which are listed anyway",
-    )
-    _add_workload(parser)
-    _add_output(parser)
-    parser.add_argument("--all", action="store_true", help="show every candidate, not five")
-    parser.add_argument("-o", "--output", metavar="FILE", help="save the plan; .json or .yaml")
+    @staticmethod
+    def configure(parser: argparse.ArgumentParser) -> None:
+        from zerotune.plan.advise import PREFERENCES
+        from zerotune.plan.families import family_names
+        from zerotune.plan.model import AUTO, PRECISIONS
 
-
-def _advise(arguments: argparse.Namespace) -> int:
-    """Advise; 0 when something fits, else 1."""
-    from zerotune.errors import NothingFitsError
-    from zerotune.optimizers.catalogue import parse_optimizer_name
-    from zerotune.plan import DeepSpeedPlan
-
-    optimizer = parse_optimizer_name(arguments.optimizer, key="--optimizer").canonical
-    machine = machine_of(arguments)
-    try:
-        advice = DeepSpeedPlan.advise(
-            arguments.family,
-            **machine,
-            batch=arguments.batch or 1,
-            resolution=arguments.resolution,
-            frames=arguments.frames,
-            world_size=arguments.world_size,
-            precision=arguments.precision,
-            ema=arguments.ema,
-            lora=arguments.lora,
-            base_dtype=arguments.base_dtype,
-            optimizer=optimizer,
-            prefer=arguments.prefer,
-            streamed=arguments.streamed,
+        parser.add_argument(
+            "--family",
+            metavar="NAME",
+            required=True,
+            help=f"the model: {', '.join(family_names())}",
         )
-    except NothingFitsError as error:
-        _report_nothing(error, machine, arguments)
-        return 1
-    _report_advice(advice, arguments)
-    return 0
+        add_machine(parser)
+        training = parser.add_argument_group("training")
+        _add_sample(training)
+        training.add_argument(
+            "--optimizer", default="AdamW", metavar="NAME", help="AdamW by default"
+        )
+        training.add_argument("--precision", choices=(AUTO, *PRECISIONS), default=AUTO)
+        parser.add_argument(
+            "--prefer",
+            choices=PREFERENCES,
+            default=PREFERENCES[0],
+            help="what to choose of all that fits; by predicted seconds per step when not given",
+        )
+        parser.add_argument(
+            "--streamed",
+            action="store_true",
+            help="also choose among plans that stream weights, which are listed anyway",
+        )
+        _add_workload(parser)
+        _add_output(parser)
+        parser.add_argument("--all", action="store_true", help="show every candidate, not five")
+        parser.add_argument("-o", "--output", metavar="FILE", help="save the plan; .json or .yaml")
+
+    def run(self) -> int:
+        """Advise; 0 when something fits, else 1."""
+        from zerotune.errors import NothingFitsError
+        from zerotune.optimizers.catalogue import parse_optimizer_name
+        from zerotune.plan import DeepSpeedPlan
+
+        optimizer = parse_optimizer_name(self.arguments.optimizer, key="--optimizer").canonical
+        machine = machine_of(self.arguments)
+        try:
+            advice = DeepSpeedPlan.advise(
+                self.arguments.family,
+                **machine,
+                batch=self.arguments.batch or 1,
+                resolution=self.arguments.resolution,
+                frames=self.arguments.frames,
+                world_size=self.arguments.world_size,
+                precision=self.arguments.precision,
+                ema=self.arguments.ema,
+                lora=self.arguments.lora,
+                base_dtype=self.arguments.base_dtype,
+                optimizer=optimizer,
+                prefer=self.arguments.prefer,
+                streamed=self.arguments.streamed,
+            )
+        except NothingFitsError as error:
+            self._report_nothing(error, machine)
+            return 1
+        self._report(advice)
+        return 0
+
+    def _report(self, advice: Advice) -> None:
+        from zerotune.plan.text import FOREMOST, WIDTH, advice_page, places_of, rank_budget
+
+        _draw_chart(
+            advice.estimate, rank_budget(places_of(advice.budget), advice.estimate), self.arguments
+        )
+        if self.arguments.json:
+            print_json(advice.to_dict())
+        elif self.arguments.markdown:
+            print_text(advice.explain_markdown())
+        else:
+            most = None if self.arguments.all else FOREMOST
+            print_page(advice_page(advice, most=most), width=WIDTH)
+            if most is not None and len(advice.candidates) > most:
+                print_text(f"  --all shows {len(advice.candidates) - most} more")
+        if self.arguments.output:
+            saved = advice.plan.save(self.arguments.output)
+            for decision in saved.decisions:
+                tell(str(decision))
+            kept = "".join(f", what it replaced in {backup}" for backup in saved.backups)
+            tell(f"the plan is in {self.arguments.output}{kept}")
+            if advice.streamed is not None:
+                tell(f"its weights are streamed by plan.resolve(streamed={advice.streamed!r})")
+
+    def _report_nothing(self, error: NothingFitsError, machine: Mapping[str, Any]) -> None:
+        from zerotune.plan.text import WIDTH, candidate_data, nearest_budget, nearest_page
+
+        nearest = error.nearest
+        budget = _by_place({**machine, "vram": machine["vram"] or 0})
+        _draw_chart(nearest.estimate, nearest_budget(nearest, budget=budget), self.arguments)
+        if self.arguments.json:
+            print_json({"fits": False, "reason": str(error), "nearest": candidate_data(nearest)})
+        else:
+            print_text(str(error))
+            print_text("")
+            print_page(nearest_page(nearest, budget=budget), width=WIDTH)
 
 
 def machine_of(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -559,42 +600,3 @@ def machine_of(arguments: argparse.Namespace) -> dict[str, Any]:
             tell(f"--{name} not given: planning {words or _ON_PROCESSOR}")
             machine[name] = size
     return {**machine, "platform": platform}
-
-
-def _report_advice(advice: Advice, arguments: argparse.Namespace) -> None:
-    from zerotune.plan.text import FOREMOST, WIDTH, advice_page, places_of, rank_budget
-
-    _draw_chart(advice.estimate, rank_budget(places_of(advice.budget), advice.estimate), arguments)
-    if arguments.json:
-        print_json(advice.to_dict())
-    elif arguments.markdown:
-        print_text(advice.explain_markdown())
-    else:
-        most = None if arguments.all else FOREMOST
-        print_page(advice_page(advice, most=most), width=WIDTH)
-        if most is not None and len(advice.candidates) > most:
-            print_text(f"  --all shows {len(advice.candidates) - most} more")
-    if arguments.output:
-        saved = advice.plan.save(arguments.output)
-        for decision in saved.decisions:
-            tell(str(decision))
-        kept = "".join(f", what it replaced in {backup}" for backup in saved.backups)
-        tell(f"the plan is in {arguments.output}{kept}")
-        if advice.streamed is not None:
-            tell(f"its weights are streamed by plan.resolve(streamed={advice.streamed!r})")
-
-
-def _report_nothing(
-    error: NothingFitsError, machine: Mapping[str, Any], arguments: argparse.Namespace
-) -> None:
-    from zerotune.plan.text import WIDTH, candidate_data, nearest_budget, nearest_page
-
-    nearest = error.nearest
-    budget = _by_place({**machine, "vram": machine["vram"] or 0})
-    _draw_chart(nearest.estimate, nearest_budget(nearest, budget=budget), arguments)
-    if arguments.json:
-        print_json({"fits": False, "reason": str(error), "nearest": candidate_data(nearest)})
-    else:
-        print_text(str(error))
-        print_text("")
-        print_page(nearest_page(nearest, budget=budget), width=WIDTH)

@@ -76,7 +76,7 @@ def example_inputs(module: torch.nn.Module) -> Callable[..., Mapping[str, Any]]:
             fix="pass inputs=, a function from batch, height and width to keyword arguments",
         )
     make, config = _MAKERS[name], module.config
-    return lambda batch, height, width: make(config, batch, height, width)
+    return lambda batch, height, width: make(_ForwardInputs(config, batch, height, width))
 
 
 def latent_scale(module: torch.nn.Module) -> int:
@@ -146,73 +146,78 @@ def _captured_inputs(
     return make
 
 
-def _meta_tensor(*shape: int) -> torch.Tensor:
-    return torch.empty(shape, dtype=torch.bfloat16, device="meta")
+@attrs.frozen
+class _ForwardInputs:
+    """Arguments of models whose pipelines need not be there: without data, by hand."""
 
+    config: Any
+    batch: int
+    height: int
+    width: int
+    """Pixels."""
 
-def _times(batch: int) -> torch.Tensor:
-    return torch.empty(batch, device="meta")
+    def unet(self) -> dict[str, Any]:
+        # An unconditional model of three channels works on pixels, others on latents.
+        in_pixels = self.config.in_channels == 3
+        arguments = {"sample": self._image(1 if in_pixels else _LATENT), "timestep": self._times}
+        if self.config.num_class_embeds:
+            labels = torch.empty(self.batch, dtype=torch.long, device="meta")
+            arguments["class_labels"] = labels
+        return arguments
 
-
-def _unet(config: Any, batch: int, height: int, width: int) -> dict[str, Any]:
-    # An unconditional model of three channels works on pixels, others on latents.
-    factor = 1 if config.in_channels == 3 else _LATENT
-    arguments: dict[str, Any] = {
-        "sample": _meta_tensor(batch, config.in_channels, height // factor, width // factor),
-        "timestep": _times(batch),
-    }
-    if config.num_class_embeds:
-        arguments["class_labels"] = torch.empty(batch, dtype=torch.long, device="meta")
-    return arguments
-
-
-def _conditional_unet(config: Any, batch: int, height: int, width: int) -> dict[str, Any]:
-    arguments: dict[str, Any] = {
-        "sample": _meta_tensor(batch, config.in_channels, height // _LATENT, width // _LATENT),
-        "timestep": _times(batch),
-        "encoder_hidden_states": _meta_tensor(batch, _CLIP_TOKENS, config.cross_attention_dim),
-    }
-    if config.addition_embed_type == "text_time":
-        pooled = config.projection_class_embeddings_input_dim - 6 * config.addition_time_embed_dim
-        arguments["added_cond_kwargs"] = {
-            "text_embeds": _meta_tensor(batch, pooled),
-            "time_ids": _meta_tensor(batch, 6),
+    def conditional_unet(self) -> dict[str, Any]:
+        config = self.config
+        arguments: dict[str, Any] = {
+            "sample": self._image(),
+            "timestep": self._times,
+            "encoder_hidden_states": self._each(_CLIP_TOKENS, config.cross_attention_dim),
         }
-    return arguments
+        if config.addition_embed_type == "text_time":
+            sizes = 6 * config.addition_time_embed_dim
+            arguments["added_cond_kwargs"] = {
+                "text_embeds": self._each(config.projection_class_embeddings_input_dim - sizes),
+                "time_ids": self._each(6),
+            }
+        return arguments
+
+    def sd3(self) -> dict[str, Any]:
+        return {"hidden_states": self._image(), **self._texts(_CLIP_TOKENS + _T5_TOKENS)}
+
+    def flux(self) -> dict[str, Any]:
+        patches = (self.height // (2 * _LATENT)) * (self.width // (2 * _LATENT))
+        arguments = {
+            "hidden_states": self._each(patches, self.config.in_channels),
+            **self._texts(_FLUX_TOKENS),
+            "img_ids": torch.empty(patches, 3, dtype=torch.bfloat16, device="meta"),
+            "txt_ids": torch.empty(_FLUX_TOKENS, 3, dtype=torch.bfloat16, device="meta"),
+        }
+        if self.config.guidance_embeds:
+            arguments["guidance"] = self._times
+        return arguments
+
+    def _texts(self, tokens: int) -> dict[str, torch.Tensor]:
+        return {
+            "encoder_hidden_states": self._each(tokens, self.config.joint_attention_dim),
+            "pooled_projections": self._each(self.config.pooled_projection_dim),
+            "timestep": self._times,
+        }
+
+    def _image(self, factor: int = _LATENT) -> torch.Tensor:
+        return self._each(self.config.in_channels, self.height // factor, self.width // factor)
+
+    def _each(self, *shape: int) -> torch.Tensor:
+        return torch.empty((self.batch, *shape), dtype=torch.bfloat16, device="meta")
+
+    @property
+    def _times(self) -> torch.Tensor:
+        return torch.empty(self.batch, device="meta")
 
 
-def _sd3(config: Any, batch: int, height: int, width: int) -> dict[str, Any]:
-    tokens = _CLIP_TOKENS + _T5_TOKENS
-    return {
-        "hidden_states": _meta_tensor(
-            batch, config.in_channels, height // _LATENT, width // _LATENT
-        ),
-        "encoder_hidden_states": _meta_tensor(batch, tokens, config.joint_attention_dim),
-        "pooled_projections": _meta_tensor(batch, config.pooled_projection_dim),
-        "timestep": _times(batch),
-    }
-
-
-def _flux(config: Any, batch: int, height: int, width: int) -> dict[str, Any]:
-    patches = (height // (2 * _LATENT)) * (width // (2 * _LATENT))
-    arguments = {
-        "hidden_states": _meta_tensor(batch, patches, config.in_channels),
-        "encoder_hidden_states": _meta_tensor(batch, _FLUX_TOKENS, config.joint_attention_dim),
-        "pooled_projections": _meta_tensor(batch, config.pooled_projection_dim),
-        "timestep": _times(batch),
-        "img_ids": _meta_tensor(patches, 3),
-        "txt_ids": _meta_tensor(_FLUX_TOKENS, 3),
-    }
-    if config.guidance_embeds:
-        arguments["guidance"] = _times(batch)
-    return arguments
-
-
-_MAKERS: Final[dict[str, Callable[[Any, int, int, int], dict[str, Any]]]] = {
-    "UNet2DModel": _unet,
-    "UNet2DConditionModel": _conditional_unet,
-    "SD3Transformer2DModel": _sd3,
-    "FluxTransformer2DModel": _flux,
+_MAKERS: Final[dict[str, Callable[[_ForwardInputs], dict[str, Any]]]] = {
+    "UNet2DModel": _ForwardInputs.unet,
+    "UNet2DConditionModel": _ForwardInputs.conditional_unet,
+    "SD3Transformer2DModel": _ForwardInputs.sd3,
+    "FluxTransformer2DModel": _ForwardInputs.flux,
 }
 
 
@@ -255,27 +260,116 @@ def model_facts(
     if isinstance(source, torch.nn.Module):
         facts = _facts_of_module(source, inputs=inputs, activations=activations)
     else:
-        config = _configuration(source)
-        facts = _facts_of_config(config, inputs=inputs, activations=activations)
-        facts = attrs.evolve(facts, name=str(config["_class_name"]))
+        config = _Configuration.read(source)
+        facts = config.facts(inputs=inputs, activations=activations)
+        facts = attrs.evolve(facts, name=str(config.content["_class_name"]))
     return facts if name is None else attrs.evolve(facts, name=name)
 
 
 def count_facts(config: Mapping[str, Any]) -> ModelFacts:
     """Count the facts of a configuration, whether they are known or not."""
-    _facts_log.info("counting the activations of %s", config.get("_class_name"))
-    return _facts_of_module(_from_config(config), inputs=None, activations=True)
+    return _Configuration(config).count()
 
 
-def _facts_of_config(
-    config: Mapping[str, Any], *, inputs: MakeInputs | None, activations: bool
-) -> ModelFacts:
-    facts = None if inputs is not None else _remembered(config)
-    if facts is not None:
-        return facts if activations else attrs.evolve(facts, activations=None, arithmetic=None)
-    if activations and inputs is None:
-        return _remember(config, count_facts(config))
-    return _facts_of_module(_from_config(config), inputs=inputs, activations=activations)
+def configuration_digest(config: Mapping[str, Any]) -> str:
+    """A digest of a diffusers configuration; what it leaves out has its class's defaults."""
+    return _Configuration(config).digest
+
+
+@attrs.frozen
+class _Configuration:
+    """A diffusers configuration, whose facts are catalogued, remembered or counted."""
+
+    content: Mapping[str, Any]
+
+    @classmethod
+    def read(cls, source: Mapping[str, Any] | str | os.PathLike[str]) -> _Configuration:
+        if isinstance(source, Mapping):
+            return cls(source)
+        path = Path(source)
+        file = path / "config.json" if path.is_dir() else path
+        try:
+            config = json_of(file.read_text())
+        except (OSError, ValueError) as error:
+            raise InvalidValueError(
+                f"cannot be read as a diffusers configuration: {error}",
+                key="source",
+                value=str(source),
+                fix="pass the folder of a model, its config.json, or a mapping",
+            ) from error
+        return cls(config if isinstance(config, Mapping) else {})
+
+    @property
+    def kind(self) -> Any:
+        import diffusers
+
+        name = self.content.get("_class_name")
+        kind = getattr(diffusers, name, None) if isinstance(name, str) else None
+        if kind is None or not hasattr(kind, "from_config"):
+            raise InvalidValueError(
+                "is not a model class of diffusers",
+                key="_class_name",
+                value=name,
+                fix='write the class, such as "UNet2DConditionModel"',
+            )
+        return kind
+
+    def build(self) -> torch.nn.Module:
+        with torch.device("meta"):
+            module: torch.nn.Module = self.kind.from_config(dict(self.content))
+        return module
+
+    @property
+    def digest(self) -> str:
+        kind = self.kind
+        arguments = inspect.signature(kind.__init__).parameters.values()
+        # Published files have null and false for each other.
+        full = {
+            each.name: self.content.get(each.name, each.default) or None
+            for each in arguments
+            if each.default is not inspect.Parameter.empty
+        }
+        text = json.dumps([kind.__name__, full], sort_keys=True, default=repr)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def facts(self, *, inputs: MakeInputs | None, activations: bool) -> ModelFacts:
+        """As ``model_facts``; what is counted is remembered."""
+        facts = None if inputs is not None else self._known()
+        if facts is not None:
+            return facts if activations else attrs.evolve(facts, activations=None, arithmetic=None)
+        if not activations or inputs is not None:
+            return _facts_of_module(self.build(), inputs=inputs, activations=activations)
+        facts, path = self.count(), self.file
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, json.dumps(facts_to_json(facts)).encode())
+        except OSError as error:
+            _facts_log.info("the facts of %s are not remembered: %s", facts.name, error)
+        return facts
+
+    def count(self) -> ModelFacts:
+        """Count them, whether they are known or not."""
+        _facts_log.info("counting the activations of %s", self.content.get("_class_name"))
+        return _facts_of_module(self.build(), inputs=None, activations=True)
+
+    def _known(self) -> ModelFacts | None:
+        if (catalogued := family_of(self.digest)) is not None:
+            return catalogued.facts
+        try:
+            return facts_from_json(json_of(self.file.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError, KeyError, AttributeError):
+            return None
+
+    @property
+    def file(self) -> Path:
+        """Where facts are kept that this very code counted with this torch and this diffusers."""
+        import diffusers
+
+        code = hashlib.sha256(f"{self.digest} {torch.__version__} {diffusers.__version__}".encode())
+        for source in sorted(Path(__file__).parent.rglob("*.py")):
+            code.update(source.read_bytes())
+        cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+        return Path(cache) / "zerotune" / "facts" / f"{code.hexdigest()}.json"
 
 
 def _facts_of_module(
@@ -296,54 +390,6 @@ def _facts_of_module(
         return facts
     kept, computed = measure_step(module, inputs=inputs)
     return attrs.evolve(facts, activations=kept, arithmetic=computed)
-
-
-# -- Facts that are known: catalogued with the package, or counted before.
-
-
-def configuration_digest(config: Mapping[str, Any]) -> str:
-    """A digest of a diffusers configuration; what it leaves out has its class's defaults."""
-    kind = _class_of(config)
-    arguments = inspect.signature(kind.__init__).parameters.values()
-    # Published files have null and false for each other.
-    full = {
-        each.name: config.get(each.name, each.default) or None
-        for each in arguments
-        if each.default is not inspect.Parameter.empty
-    }
-    text = json.dumps([kind.__name__, full], sort_keys=True, default=repr)
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _remembered(config: Mapping[str, Any]) -> ModelFacts | None:
-    digest = configuration_digest(config)
-    if (catalogued := family_of(digest)) is not None:
-        return catalogued.facts
-    try:
-        return facts_from_json(json_of(_facts_file(digest).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        return None
-
-
-def _remember(config: Mapping[str, Any], facts: ModelFacts) -> ModelFacts:
-    path = _facts_file(configuration_digest(config))
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, json.dumps(facts_to_json(facts)).encode())
-    except OSError as error:
-        _facts_log.info("the facts of %s are not remembered: %s", facts.name, error)
-    return facts
-
-
-def _facts_file(digest: str) -> Path:
-    """Where facts are kept that this very code counted with this torch and this diffusers."""
-    import diffusers
-
-    code = hashlib.sha256(f"{digest} {torch.__version__} {diffusers.__version__}".encode())
-    for source in sorted(Path(__file__).parent.rglob("*.py")):
-        code.update(source.read_bytes())
-    cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(cache) / "zerotune" / "facts" / f"{code.hexdigest()}.json"
 
 
 def measure_activations(
@@ -522,41 +568,3 @@ def _fit(peaks: Sequence[float]) -> ActivationCost:
     )
     base, per_sample, per_pixel = (max(0.0, float(value)) for value in solution)
     return ActivationCost(base=base, per_sample=per_sample, per_pixel=per_pixel)
-
-
-def _configuration(source: Mapping[str, Any] | str | os.PathLike[str]) -> Mapping[str, Any]:
-    if isinstance(source, Mapping):
-        return source
-    path = Path(source)
-    file = path / "config.json" if path.is_dir() else path
-    try:
-        config = json_of(file.read_text())
-    except (OSError, ValueError) as error:
-        raise InvalidValueError(
-            f"cannot be read as a diffusers configuration: {error}",
-            key="source",
-            value=str(source),
-            fix="pass the folder of a model, its config.json, or a mapping",
-        ) from error
-    return config if isinstance(config, Mapping) else {}
-
-
-def _class_of(config: Mapping[str, Any]) -> Any:
-    import diffusers
-
-    name = config.get("_class_name")
-    kind = getattr(diffusers, name, None) if isinstance(name, str) else None
-    if kind is None or not hasattr(kind, "from_config"):
-        raise InvalidValueError(
-            "is not a model class of diffusers",
-            key="_class_name",
-            value=name,
-            fix='write the class, such as "UNet2DConditionModel"',
-        )
-    return kind
-
-
-def _from_config(config: Mapping[str, Any]) -> torch.nn.Module:
-    with torch.device("meta"):
-        module: torch.nn.Module = _class_of(config).from_config(dict(config))
-    return module

@@ -10,7 +10,7 @@ import dataclasses
 import importlib
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, Final
@@ -36,11 +36,7 @@ from zerotune.backend.dtypes import checked_dtype, is_torchao
 from zerotune.backend.stored import bring_weights, standing_in
 from zerotune.backend.trained_parts import TrainedParts, components
 from zerotune.decisions import Decision, announce
-from zerotune.errors import (
-    CheckpointMismatchError,
-    InvalidValueError,
-    MissingDependencyError,
-)
+from zerotune.errors import CheckpointMismatchError, InvalidValueError, MissingDependencyError
 from zerotune.plan.model import ATTENTION_PROJECTIONS, ModelFacts
 
 if TYPE_CHECKING:
@@ -70,32 +66,6 @@ def _as_targets(targets: Any) -> Any:
     return targets if targets is None or isinstance(targets, str) else tuple(targets)
 
 
-def _check_dropout(_instance: object, attribute: Any, value: float) -> None:
-    if not 0.0 <= value < 1.0:
-        raise InvalidValueError(
-            "is a probability below 1", key=f"LoRA.{attribute.name}", value=value
-        )
-
-
-def _check_initialization(_instance: object, attribute: Any, value: Any) -> None:
-    if value not in _INITIALIZATIONS or (not isinstance(value, (bool, str))):
-        raise InvalidValueError(
-            "changes the base weights, or needs data before training",
-            key=f"LoRA.{attribute.name}",
-            value=value,
-            fix=f"one of {list(_INITIALIZATIONS)}",
-        )
-
-
-def _check_adapter_name(instance: object, attribute: Any, value: str) -> None:
-    if not re.fullmatch(r"[A-Za-z0-9_-]+", value):
-        raise InvalidValueError(
-            "may hold letters, digits, - and _",
-            key=f"{type(instance).__name__}.{attribute.name}",
-            value=value,
-        )
-
-
 @attrs.frozen(kw_only=True)
 class Adapters:
     """What all kinds of adapters have."""
@@ -106,11 +76,18 @@ class Adapters:
     ``lora_targets`` go here."""
     exclude: tuple[str, ...] | str | None = attrs.field(default=None, converter=_as_targets)
     """Layers to leave out, written like ``targets``."""
-    name: str = attrs.field(default="default", validator=_check_adapter_name)
+    name: str = attrs.field(default="default")
     """What the adapter is called in the model; files do not hold it."""
 
     peft_names: ClassVar[Mapping[str, str]]
     """What peft's configuration calls the fields, without the layers."""
+
+    @name.validator
+    def _check_name(self, _attribute: Any, value: str) -> None:
+        if not re.fullmatch(r"[A-Za-z0-9_-]+", value):
+            raise InvalidValueError(
+                "may hold letters, digits, - and _", key=f"{type(self).__name__}.name", value=value
+            )
 
     @property
     def kind(self) -> str:
@@ -121,6 +98,29 @@ class Adapters:
         """Arguments of peft's configuration, without the layers."""
         found = {theirs: getattr(self, name) for name, theirs in self.peft_names.items()}
         return {name: dict(v) if isinstance(v, dict) else v for name, v in found.items()}
+
+    def config_in(self, model: torch.nn.Module) -> Any:
+        """Peft's configuration for these adapters in this model."""
+        layers, kind = _Layers.of(model), type(self).__name__
+        targets = self.targets or layers.projections()
+        layers.require(targets, key=f"{kind}.targets")
+        if self.exclude:
+            layers.require(self.exclude, key=f"{kind}.exclude")
+        settings = self.settings()
+        for key in ("rank_pattern", "alpha_pattern"):
+            for expression in settings.get(key, ()):
+                inside = _regular_expression(rf"(.*\.)?({expression})", key=f"{kind}.{key}")
+                layers.require(inside, key=f"{kind}.{key}", written=expression)
+        return self.config(targets)
+
+    def config(self, targets: tuple[str, ...] | str | None) -> Any:
+        """Peft's configuration for these adapters at ``targets``."""
+        target, exclude = (
+            list(layers) if isinstance(layers, tuple) else layers
+            for layers in (targets, self.exclude)
+        )
+        kind = getattr(_peft(), self.kind)
+        return kind(target_modules=target, exclude_modules=exclude, **self.settings())
 
 
 @attrs.frozen(kw_only=True)
@@ -153,13 +153,13 @@ class _Ranked(Adapters):
 class LoRA(_Ranked):
     """What kind of adapters, and where: a product of two factors beside a weight."""
 
-    dropout: float = attrs.field(default=0.0, validator=_check_dropout)
+    dropout: float = attrs.field(default=0.0)
     """Share of an adapter's inputs set to zero in training."""
     dora: bool = False
     """Weight-decomposed adapters (Liu et al. 2024): a trained magnitude per output."""
     rslora: bool = False
     """Scale by ``alpha / sqrt(rank)`` (Kalajdzievski 2023), for high ranks."""
-    init: bool | str = attrs.field(default=True, validator=_check_initialization)
+    init: bool | str = attrs.field(default=True)
     """peft's ``init_lora_weights``: ``True``, ``False``, ``"gaussian"`` or ``"orthogonal"``.
     Drawn from torch's global generator."""
 
@@ -171,6 +171,21 @@ class LoRA(_Ranked):
         "rslora": "use_rslora",
         "init": "init_lora_weights",
     }
+
+    @dropout.validator
+    def _check_dropout(self, _attribute: Any, value: float) -> None:
+        if not 0.0 <= value < 1.0:
+            raise InvalidValueError("is a probability below 1", key="LoRA.dropout", value=value)
+
+    @init.validator
+    def _check_init(self, _attribute: Any, value: Any) -> None:
+        if value not in _INITIALIZATIONS or (not isinstance(value, (bool, str))):
+            raise InvalidValueError(
+                "changes the base weights, or needs data before training",
+                key="LoRA.init",
+                value=value,
+                fix=f"one of {list(_INITIALIZATIONS)}",
+            )
 
     @property
     def kind(self) -> str:
@@ -250,7 +265,7 @@ def as_adapters(lora: Any) -> Adapters:
         exclude=_as_written(lora.exclude_modules),
         **{name: getattr(lora, field) for name, field in kind.peft_names.items()},
     )
-    kept = _peft_config(adapters, adapters.targets)
+    kept = adapters.config(adapters.targets)
     for field in dataclasses.fields(kept):
         value, default = getattr(lora, field.name), getattr(kept, field.name)
         if field.name not in _NOT_TRAINED and value != default:
@@ -308,7 +323,7 @@ def add_lora(
             fix='add_lora(parts["unet"], ...) for each part',
         )
     _require_no_adapters(model)
-    config = _checked_config(model, wanted)
+    config = wanted.config_in(model)
     model.requires_grad_(False)
     decisions = _read_for_magnitudes(model) if isinstance(wanted, LoRA) and wanted.dora else ()
     add = getattr(model, "add_adapter", None)
@@ -354,33 +369,6 @@ def _require_no_adapters(model: torch.nn.Module) -> None:
             value=there,
             fix="fold them in (merge_adapters), or load the model anew",
         )
-
-
-def _checked_config(model: torch.nn.Module, lora: Adapters) -> Any:
-    """Peft's configuration for these adapters in this model."""
-    kind = type(lora).__name__
-    targets = lora.targets or _default_targets(model)
-    _require_matches(model, targets, key=f"{kind}.targets")
-    if lora.exclude:
-        _require_matches(model, lora.exclude, key=f"{kind}.exclude")
-    settings = lora.settings()
-    for key in ("rank_pattern", "alpha_pattern"):
-        for expression in settings.get(key, ()):
-            inside = _regular_expression(rf"(.*\.)?({expression})", key=f"{kind}.{key}")
-            _require_matches(model, inside, key=f"{kind}.{key}", written=expression)
-    return _peft_config(lora, targets)
-
-
-def _peft_config(lora: Adapters, targets: tuple[str, ...] | str | None) -> Any:
-    return getattr(_peft(), lora.kind)(
-        target_modules=_for_peft(targets),
-        exclude_modules=_for_peft(lora.exclude),
-        **lora.settings(),
-    )
-
-
-def _for_peft(targets: tuple[str, ...] | str | None) -> list[str] | str | None:
-    return list(targets) if isinstance(targets, tuple) else targets
 
 
 def _train_only(
@@ -494,7 +482,8 @@ def load_adapters(
     ((part, (_, module)),) = components(model, component).items()
     try:
         with standing_in(module):
-            expected, decisions = _load_file(module, Path(path), part, name, pipeline)
+            file = _AdapterFile(module=module, path=Path(path), component=part, name=name)
+            expected, decisions = file.load(pipeline)
     except (ValueError, RuntimeError, KeyError, TypeError) as error:
         raise CheckpointMismatchError(
             f"does not fit {type(model).__name__} ({error})", key=os.fspath(path)
@@ -509,41 +498,123 @@ def load_adapters(
     return facts
 
 
-def _load_file(
-    module: Any, path: Path, component: str, name: str, pipeline: Any
-) -> tuple[int, tuple[Decision, ...]]:
-    """Put a file's adapters into a model.
+@attrs.frozen(kw_only=True)
+class _AdapterFile:
+    """Adapters in a file, and the model they go to."""
 
-    Returns:
-        How many tensors there are for the model, and what was done with them.
-    """
-    if (path / PEFT_CONFIG).is_file():
-        return _load_peft(module, path, name), ()
-    file = find_adapters(path)
-    state, metadata = _read_tensors(file)
-    own = [key for key in state if key.startswith(f"{component}.") and _IN_FILES.search(key)]
-    if own:
-        settings = adapter_settings(metadata, component)
-        header = settings and {f"{component}.{key}": value for key, value in settings.items()}
-        _load_named(module, {key: state[key] for key in own}, component, name, metadata=header)
-        return len(own), ()
-    parts = {key.split(".")[0] for key in state if _IN_FILES.search(key)}
-    if parts and parts <= _COMPONENTS:
-        raise CheckpointMismatchError(
-            f"has nothing for {component!r}, only for {sorted(parts)}",
-            key=str(file),
-            fix="name the component=",
+    module: Any
+    path: Path
+    component: str
+    """What the file calls the model."""
+    name: str
+    """What the adapter will be called in the model."""
+
+    def load(self, pipeline: Any) -> tuple[int, tuple[Decision, ...]]:
+        """Put a file's adapters into a model.
+
+        Returns:
+            How many tensors there are for the model, and what was done with them.
+        """
+        if (self.path / PEFT_CONFIG).is_file():
+            return self._load_peft(), ()
+        file = find_adapters(self.path)
+        state, metadata = _read_tensors(file)
+        own = [
+            key for key in state if key.startswith(f"{self.component}.") and _IN_FILES.search(key)
+        ]
+        if own:
+            settings = adapter_settings(metadata, self.component)
+            header = settings and {
+                f"{self.component}.{key}": value for key, value in settings.items()
+            }
+            self._load_named({key: state[key] for key in own}, metadata=header)
+            return len(own), ()
+        parts = {key.split(".")[0] for key in state if _IN_FILES.search(key)}
+        if parts and parts <= _COMPONENTS:
+            raise CheckpointMismatchError(
+                f"has nothing for {self.component!r}, only for {sorted(parts)}",
+                key=str(file),
+                fix="name the component=",
+            )
+        read = read_others(state, model=self.module, component=self.component, pipeline=pipeline)
+        count = self._load_read(read)
+        return count, (
+            Decision(
+                key="adapters.format",
+                before=f"names of others ({next(iter(state), None)}, …)",
+                after="diffusers",
+                reason=f"converted by {read.reader}",
+            ),
         )
-    read = read_others(state, model=module, component=component, pipeline=pipeline)
-    count = _load_read(module, read, component, name)
-    return count, (
-        Decision(
-            key="adapters.format",
-            before=f"names of others ({next(iter(state), None)}, …)",
-            after="diffusers",
-            reason=f"converted by {read.reader}",
-        ),
-    )
+
+    def _load_named(self, state: dict[str, torch.Tensor], **settings: Any) -> None:
+        """A component's tensors in diffusers' names."""
+        if hasattr(self.module, "load_lora_adapter"):
+            self.module.load_lora_adapter(
+                state, prefix=self.component, adapter_name=self.name, **settings
+            )
+            return
+        from diffusers.loaders import StableDiffusionLoraLoaderMixin
+
+        StableDiffusionLoraLoaderMixin.load_lora_into_text_encoder(
+            state,
+            settings.pop("network_alphas", None),
+            self.module,
+            prefix=self.component,
+            adapter_name=self.name,
+            **settings,
+        )
+
+    def _load_read(self, read: Read) -> int:
+        """What diffusers' converters gave, or LoKr and LoHa in the layers' names."""
+        state = {key: t for key, t in read.tensors.items() if key.startswith(f"{self.component}.")}
+        if any(".hada_" in key for key in state):
+            return self._load_loha(state)
+        state = baked_lokr(state)
+        self._load_named(state, network_alphas=read.alphas)
+        return sum(".alpha" not in key for key in state)
+
+    def _load_loha(self, state: dict[str, torch.Tensor]) -> int:
+        own = {key.removeprefix(f"{self.component}."): tensor for key, tensor in state.items()}
+        ranks = {
+            key.removesuffix(".hada_w1_b"): int(t.shape[0])
+            for key, t in own.items()
+            if key.endswith(".hada_w1_b")
+        }
+        alphas = {
+            layer: float(own.pop(f"{layer}.alpha", torch.tensor(rank)))
+            for layer, rank in ranks.items()
+        }
+        config = _peft().LoHaConfig(
+            target_modules=list(ranks),
+            rank_pattern={f"^{layer}": rank for layer, rank in ranks.items()},
+            alpha_pattern={f"^{layer}": alpha for layer, alpha in alphas.items()},
+            use_effective_conv2d=any("hada_t1" in key for key in own),
+        )
+        self._inject(config, own)
+        return len(own)
+
+    def _load_peft(self) -> int:
+        """A folder of peft's."""
+        config = _peft().PeftConfig.from_pretrained(str(self.path))
+        state, _ = _read_tensors(self.path / PEFT_FILE)
+        own = {key.removeprefix("base_model.model."): tensor for key, tensor in state.items()}
+        self._inject(config, own)
+        return len(own)
+
+    def _inject(self, config: Any, state: dict[str, torch.Tensor]) -> None:
+        add = getattr(self.module, "add_adapter", None)
+        if add is not None:
+            add(config, adapter_name=self.name)
+        else:
+            _peft().inject_adapter_in_model(config, self.module, adapter_name=self.name)
+        result = _peft().set_peft_model_state_dict(self.module, state, adapter_name=self.name)
+        if result.unexpected_keys:
+            raise CheckpointMismatchError(
+                f"has {len(result.unexpected_keys)} tensors that the model has no place for",
+                key=result.unexpected_keys[0],
+                fix="load it onto the model it was trained with",
+            )
 
 
 _IN_FILES: Final = re.compile(r"\.(lora_|lokr_|hada_|oft_|lora\.|[a-z_]+_lora\.)")
@@ -560,120 +631,74 @@ def _read_tensors(file: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         return {key: opened.get_tensor(key) for key in keys}, opened.metadata() or {}
 
 
-def _load_named(
-    module: Any, state: dict[str, torch.Tensor], component: str, name: str, **settings: Any
-) -> None:
-    """A component's tensors in diffusers' names."""
-    if hasattr(module, "load_lora_adapter"):
-        module.load_lora_adapter(state, prefix=component, adapter_name=name, **settings)
-        return
-    from diffusers.loaders import StableDiffusionLoraLoaderMixin
-
-    StableDiffusionLoraLoaderMixin.load_lora_into_text_encoder(
-        state,
-        settings.pop("network_alphas", None),
-        module,
-        prefix=component,
-        adapter_name=name,
-        **settings,
-    )
-
-
-def _load_read(module: Any, read: Read, component: str, name: str) -> int:
-    """What diffusers' converters gave, or LoKr and LoHa in the layers' names."""
-    state = {key: t for key, t in read.tensors.items() if key.startswith(f"{component}.")}
-    if any(".hada_" in key for key in state):
-        return _load_loha(module, state, component, name)
-    state = baked_lokr(state)
-    _load_named(module, state, component, name, network_alphas=read.alphas)
-    return sum(".alpha" not in key for key in state)
-
-
-def _load_loha(module: Any, state: dict[str, torch.Tensor], component: str, name: str) -> int:
-    own = {key.removeprefix(f"{component}."): tensor for key, tensor in state.items()}
-    ranks = {
-        key.removesuffix(".hada_w1_b"): int(t.shape[0])
-        for key, t in own.items()
-        if key.endswith(".hada_w1_b")
-    }
-    alphas = {
-        layer: float(own.pop(f"{layer}.alpha", torch.tensor(rank))) for layer, rank in ranks.items()
-    }
-    config = _peft().LoHaConfig(
-        target_modules=list(ranks),
-        rank_pattern={f"^{layer}": rank for layer, rank in ranks.items()},
-        alpha_pattern={f"^{layer}": alpha for layer, alpha in alphas.items()},
-        use_effective_conv2d=any("hada_t1" in key for key in own),
-    )
-    _inject(module, config, own, name)
-    return len(own)
-
-
-def _load_peft(module: Any, folder: Path, name: str) -> int:
-    """A folder of peft's."""
-    config = _peft().PeftConfig.from_pretrained(str(folder))
-    state, _ = _read_tensors(folder / PEFT_FILE)
-    own = {key.removeprefix("base_model.model."): tensor for key, tensor in state.items()}
-    _inject(module, config, own, name)
-    return len(own)
-
-
-def _inject(module: Any, config: Any, state: dict[str, torch.Tensor], name: str) -> None:
-    add = getattr(module, "add_adapter", None)
-    if add is not None:
-        add(config, adapter_name=name)
-    else:
-        _peft().inject_adapter_in_model(config, module, adapter_name=name)
-    result = _peft().set_peft_model_state_dict(module, state, adapter_name=name)
-    if result.unexpected_keys:
-        raise CheckpointMismatchError(
-            f"has {len(result.unexpected_keys)} tensors that the model has no place for",
-            key=result.unexpected_keys[0],
-            fix="load it onto the model it was trained with",
-        )
-
-
 # -- Layers that adapters can go to, and what was meant when a name matches none.
 
 
-def _default_targets(model: torch.nn.Module) -> tuple[str, ...]:
-    """The attention projections a model has."""
-    names = list(_adaptable_layers(model))
-    found = tuple(target for target in ATTENTION_PROJECTIONS if _ends_match(target, names))
-    if not found:
-        raise InvalidValueError(
-            f"{type(model).__name__} has no attention projections that are known",
-            key="LoRA.targets",
-            value=None,
-            fix=f"name the layers to adapt, such as {_endings(names)[:_CLOSE]}",
+@attrs.frozen
+class _Layers:
+    """Dotted names of the layers that can be adapted."""
+
+    names: list[str]
+    model: str
+    """The model's class."""
+
+    @classmethod
+    def of(cls, model: torch.nn.Module) -> _Layers:
+        """Those of a model."""
+        every = model.named_modules()
+        found = [name for name, module in every if isinstance(module, _ADAPTABLE)]
+        return cls(found, type(model).__name__)
+
+    @property
+    def endings(self) -> list[str]:
+        """Ends of names that mean a kind of layer: the last part, or two where it is a number."""
+        found: dict[str, None] = {}
+        for name in self.names:
+            parts = name.split(".")
+            found[".".join(parts[-2:] if parts[-1].isdigit() else parts[-1:])] = None
+        return list(found)
+
+    def projections(self) -> tuple[str, ...]:
+        """The attention projections."""
+        found = tuple(target for target in ATTENTION_PROJECTIONS if self._has(target))
+        if not found:
+            raise InvalidValueError(
+                f"{self.model} has no attention projections that are known",
+                key="LoRA.targets",
+                value=None,
+                fix=f"name the layers to adapt, such as {self.endings[:_CLOSE]}",
+            )
+        return found
+
+    def require(
+        self, targets: tuple[str, ...] | str, *, key: str, written: str | None = None
+    ) -> None:
+        """Check that each of some targets matches a layer.
+
+        Args:
+            targets: Ends of names, or one regular expression for whole names.
+            key: What they are, for messages.
+            written: How the user wrote the expression.
+        """
+        if isinstance(targets, str):
+            pattern = _regular_expression(targets, key=key)
+            if not any(re.fullmatch(pattern, name) for name in self.names):
+                raise self._no_match(key, written or targets)
+            return
+        for target in targets:
+            if not self._has(target):
+                raise self._no_match(key, target)
+
+    def _has(self, target: str) -> bool:
+        return any(name == target or name.endswith(f".{target}") for name in self.names)
+
+    def _no_match(self, key: str, target: str) -> InvalidValueError:
+        endings = self.endings
+        close = did_you_mean(target, endings, count=_CLOSE, cutoff=0.5, by=str)
+        fix = f"did you mean {' or '.join(map(repr, close))}?" if close else f"there are {endings}"
+        return InvalidValueError(
+            "matches no layer that can be adapted", key=key, value=target, fix=fix
         )
-    return found
-
-
-def _require_matches(
-    model: torch.nn.Module,
-    targets: tuple[str, ...] | str,
-    *,
-    key: str,
-    written: str | None = None,
-) -> None:
-    """Check that each of some targets matches a layer that can be adapted.
-
-    Args:
-        model: The model.
-        targets: Ends of names, or one regular expression for whole names.
-        key: What they are, for messages.
-        written: How the user wrote the expression.
-    """
-    names = list(_adaptable_layers(model))
-    if isinstance(targets, str):
-        pattern = _regular_expression(targets, key=key)
-        if not any(re.fullmatch(pattern, name) for name in names):
-            raise _no_match(key, written or targets, names)
-        return
-    for target in targets:
-        if not _ends_match(target, names):
-            raise _no_match(key, target, names)
 
 
 def _regular_expression(text: str, *, key: str) -> str:
@@ -685,29 +710,3 @@ def _regular_expression(text: str, *, key: str) -> str:
             f"is no regular expression ({error})", key=key, value=text
         ) from error
     return text
-
-
-def _adaptable_layers(model: torch.nn.Module) -> Iterator[str]:
-    return (name for name, module in model.named_modules() if isinstance(module, _ADAPTABLE))
-
-
-def _ends_match(target: str, names: list[str]) -> bool:
-    return any(name == target or name.endswith(f".{target}") for name in names)
-
-
-def _endings(names: list[str]) -> list[str]:
-    """Ends of names that mean a kind of layer: the last part, or two where that is a number."""
-    found: dict[str, None] = {}
-    for name in names:
-        parts = name.split(".")
-        found[".".join(parts[-2:] if parts[-1].isdigit() else parts[-1:])] = None
-    return list(found)
-
-
-def _no_match(key: str, target: str, names: list[str]) -> InvalidValueError:
-    endings = _endings(names)
-    close = did_you_mean(target, endings, count=_CLOSE, cutoff=0.5, by=str)
-    known = f"did you mean {' or '.join(map(repr, close))}?" if close else f"there are {endings}"
-    return InvalidValueError(
-        "matches no layer that can be adapted", key=key, value=target, fix=known
-    )

@@ -180,13 +180,6 @@ class Shift(Protocol):
         ...
 
 
-def _check_patch(_instance: object, attribute: Any, value: int) -> None:
-    if value < 1:
-        raise InvalidValueError(
-            "is no size of a patch", key=attribute.name, value=value, fix="write 2, as SD3 and Flux"
-        )
-
-
 @attrs.frozen(kw_only=True)
 class ResolutionShift:
     """The shift of the SD3 and Flux pipelines: linear in the number of image tokens.
@@ -195,9 +188,15 @@ class ResolutionShift:
     out here because importing it loads the pipeline and transformers.
     """
 
-    patch_size: int = attrs.field(default=2, validator=_check_patch)
+    patch_size: int = attrs.field(default=2)
     """Side of a token in latent pixels: the transformer's ``patch_size``, or 2 where the pipeline
     packs latents, as Flux does."""
+
+    @patch_size.validator
+    def _check_patch(self, _attribute: Any, value: int) -> None:
+        if value < 1:
+            fix = "write 2, as SD3 and Flux"
+            raise InvalidValueError("is no size of a patch", key="patch_size", value=value, fix=fix)
 
     def mu(self, shape: tuple[int, ...], config: Any) -> float:
         """The logarithm of the shift, for all tokens of one sample."""

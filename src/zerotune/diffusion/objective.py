@@ -244,17 +244,6 @@ def _new_ddpm() -> Any:
     return DDPMScheduler()
 
 
-def _check_gamma(_instance: object, attribute: Any, value: float | None) -> None:
-    """Refuse a gamma that would turn the loss off or make no sense."""
-    if value is not None and not (math.isfinite(value) and value > 0):
-        raise InvalidValueError(
-            "is no signal-to-noise ratio to clip at",
-            key=attribute.name,
-            value=value,
-            fix="write 5.0 as the paper does, or None for no weighting",
-        )
-
-
 @attrs.frozen(kw_only=True, eq=False)
 class DenoisingObjective(_SchedulerObjective):
     """Denoising diffusion: DDPM's forward process, mean squared error.
@@ -272,7 +261,7 @@ class DenoisingObjective(_SchedulerObjective):
     """How a batch becomes the model's inputs."""
     noise: Noise = attrs.field(factory=GaussianNoise)
     """What is added: ``OffsetNoise``, ``InputPerturbation``, one inside the other, or your own."""
-    snr_gamma: float | None = attrs.field(default=None, validator=_check_gamma)
+    snr_gamma: float | None = attrs.field(default=None)
     """Clip of min-SNR weighting, 5 in its paper; ``None``: all time steps weigh the same."""
     timestep_range: tuple[float, float] = attrs.field(default=(0.0, 1.0), validator=check_range)
     """Part of the schedule that is trained, from little noise to much: ``(0.0, 0.2)`` for a
@@ -280,6 +269,16 @@ class DenoisingObjective(_SchedulerObjective):
     _adding: Any = attrs.field(
         init=False, default=attrs.Factory(lambda self: adding_scheduler(self.scheduler), True)
     )
+
+    @snr_gamma.validator
+    def _check_gamma(self, _attribute: Any, value: float | None) -> None:
+        if value is not None and not (math.isfinite(value) and value > 0):
+            raise InvalidValueError(
+                "is no signal-to-noise ratio to clip at",
+                key="snr_gamma",
+                value=value,
+                fix="write 5.0 as the paper does, or None for no weighting",
+            )
 
     def __attrs_post_init__(self) -> None:
         if self._prediction not in _PREDICTIONS:
@@ -394,9 +393,9 @@ class FlowMatchingObjective(_SchedulerObjective):
     given."""
 
     def __attrs_post_init__(self) -> None:
-        _check_density(self.density)
-        _check_weighting(self.weighting)
-        _check_flow(self.scheduler, shifted=self.resolution_shift is not None)
+        self._check_density()
+        self._check_weighting()
+        self._check_scheduler()
 
     def __call__(
         self, model: Denoiser, batch: Mapping[str, torch.Tensor], generator: torch.Generator
@@ -406,6 +405,57 @@ class FlowMatchingObjective(_SchedulerObjective):
         levels = self.levels(tuple(inputs.clean.shape))
         drawn = levels.take(self._draw(len(inputs.clean), len(levels), generator))
         return self._loss(model, inputs, drawn, self._weights(drawn.sigmas))
+
+    def _check_density(self) -> None:
+        if self.density in _DENSITIES:
+            return
+        weighting = self.density in _WEIGHTINGS
+        fix = f'write density="uniform", weighting="{self.density}"'
+        raise InvalidValueError(
+            "is a weighting of the loss" if weighting else f"is none of {', '.join(_DENSITIES)}",
+            key="density",
+            value=self.density,
+            fix=fix if weighting else 'write "uniform"',
+        )
+
+    def _check_weighting(self) -> None:
+        if self.weighting in _WEIGHTINGS:
+            return
+        density = self.weighting in _DENSITIES
+        fix = f'write density="{self.weighting}", weighting="none"'
+        raise InvalidValueError(
+            "is a density of time steps" if density else f"is none of {', '.join(_WEIGHTINGS)}",
+            key="weighting",
+            value=self.weighting,
+            fix=fix if density else 'write "none"',
+        )
+
+    def _check_scheduler(self) -> None:
+        scheduler: Any = self.scheduler
+        flows = hasattr(scheduler, "sigmas") and not hasattr(scheduler, "alphas_cumprod")
+        if not flows or float(scheduler.sigmas.max()) > 1.0 + _SIGMA_ROUNDING:
+            raise InvalidValueError(
+                "flow matching needs a scheduler with sigmas from 1 to 0",
+                key="scheduler",
+                value=type(scheduler).__name__,
+                fix="use FlowMatchEulerDiscreteScheduler, or DenoisingObjective",
+            )
+        if scheduler.config.get("invert_sigmas", False):
+            raise InvalidValueError(
+                "the model counts time from noise to data, which this objective does not",
+                key="scheduler.invert_sigmas",
+                value=True,
+                fix="invert the time steps in the family's predict, and pass invert_sigmas=False",
+            )
+        if self.resolution_shift is not None and not scheduler.config.get(
+            "use_dynamic_shifting", False
+        ):
+            raise InvalidValueError(
+                "the scheduler does not shift by resolution, so sampling would not either",
+                key="resolution_shift",
+                value=True,
+                fix="give the scheduler use_dynamic_shifting=True, or leave resolution_shift out",
+            )
 
     def levels(self, shape: tuple[int, ...]) -> NoiseLevels:
         """The noise levels that batches of samples of this shape (b, c, h, w) are trained on."""
@@ -450,55 +500,6 @@ class FlowMatchingObjective(_SchedulerObjective):
         )
         # A logit-normal sigmoid rounds to exactly 1 in fp32 once in a while.
         return (u * levels).long().clamp(0, levels - 1)
-
-
-def _check_density(density: str) -> None:
-    if density in _DENSITIES:
-        return
-    weighting = density in _WEIGHTINGS
-    raise InvalidValueError(
-        "is a weighting of the loss" if weighting else f"is none of {', '.join(_DENSITIES)}",
-        key="density",
-        value=density,
-        fix=f'write density="uniform", weighting="{density}"' if weighting else 'write "uniform"',
-    )
-
-
-def _check_weighting(weighting: str) -> None:
-    if weighting in _WEIGHTINGS:
-        return
-    density = weighting in _DENSITIES
-    raise InvalidValueError(
-        "is a density of time steps" if density else f"is none of {', '.join(_WEIGHTINGS)}",
-        key="weighting",
-        value=weighting,
-        fix=f'write density="{weighting}", weighting="none"' if density else 'write "none"',
-    )
-
-
-def _check_flow(scheduler: Any, *, shifted: bool) -> None:
-    flows = hasattr(scheduler, "sigmas") and not hasattr(scheduler, "alphas_cumprod")
-    if not flows or float(scheduler.sigmas.max()) > 1.0 + _SIGMA_ROUNDING:
-        raise InvalidValueError(
-            "flow matching needs a scheduler with sigmas from 1 to 0",
-            key="scheduler",
-            value=type(scheduler).__name__,
-            fix="use FlowMatchEulerDiscreteScheduler, or DenoisingObjective",
-        )
-    if scheduler.config.get("invert_sigmas", False):
-        raise InvalidValueError(
-            "the model counts time from noise to data, which this objective does not",
-            key="scheduler.invert_sigmas",
-            value=True,
-            fix="invert the time steps in the family's predict, and pass invert_sigmas=False",
-        )
-    if shifted and not scheduler.config.get("use_dynamic_shifting", False):
-        raise InvalidValueError(
-            "the scheduler does not shift by resolution, so sampling would not either",
-            key="resolution_shift",
-            value=True,
-            fix="give the scheduler use_dynamic_shifting=True, or leave resolution_shift out",
-        )
 
 
 # -- The error of a batch, weighted where something asks for it.

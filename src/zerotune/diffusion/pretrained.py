@@ -36,6 +36,7 @@ from zerotune.diffusion.noise_schedule import adds_noise, ddpm_of
 from zerotune.diffusion.objective import DenoisingObjective, FlowMatchingObjective
 from zerotune.errors import CheckpointCorruptError, InvalidValueError, MissingDependencyError
 from zerotune.plan.model import ResolvedPlan
+from zerotune.platform.detect import first_line
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -162,22 +163,22 @@ def load_pretrained(
     folder = _local_folder(
         source, revision=revision, variant=variant, local_files_only=local_files_only
     )
-    loading = _Loading(plan=plan, dtype=dtype, variant=variant, quantization=quantization)
+    loading = _Loading(
+        folder=folder, plan=plan, dtype=dtype, variant=variant, quantization=quantization
+    )
     if not (folder / _PIPELINE_INDEX).is_file():
-        return _bare_model(folder, loading=loading, settings=settings)
-    index = _read_json(folder / _PIPELINE_INDEX)
-    kind = family or _family_class(index, folder)
-    options: dict[str, Any] = {"variant": variant, "local_files_only": True}
-    _check_left_out(leave_out, index, kind.component)
-    scheduler, replaced = _training_scheduler(folder, flow_matching=kind.flow_matching)
+        return loading.bare_model(settings)
+    stored = _StoredPipeline(folder=folder, index=_read_json(folder / _PIPELINE_INDEX))
+    kind = family or stored.family()
+    stored.check_left_out(leave_out, kind.component)
+    scheduler, replaced = stored.training_scheduler(flow_matching=kind.flow_matching)
     with unpartitioned():
-        model, read = loading.model(
-            _component_class(folder, index, kind.component), folder, kind.component
-        )
+        model, read = loading.model(stored.class_of(kind.component), kind.component)
         loaded = None
         if parts:
-            options |= _left_out(index, leave_out) | _dtype_option(_dtype(frozen_dtype))
-            loaded = _frozen(folder, kind, model.config, options)
+            options = {"variant": variant, "local_files_only": True}
+            options |= stored.left_out(leave_out) | _dtype_option(_dtype(frozen_dtype))
+            loaded = stored.frozen(kind, model.config, options)
         if issubclass(kind, PipelineFamily):
             settings["blueprint"] = Blueprint.read(folder, pipeline_class(kind.pipeline))
     chosen = kind(parts=loaded, **settings)
@@ -189,11 +190,7 @@ def load_pretrained(
             decisions += found
     announce(decisions)
     return Pretrained(
-        model=model.train(),
-        family=chosen,
-        scheduler=scheduler,
-        folder=folder,
-        decisions=decisions,
+        model=model.train(), family=chosen, scheduler=scheduler, folder=folder, decisions=decisions
     )
 
 
@@ -207,7 +204,8 @@ def _local_folder(source: str | os.PathLike[str], **options: Any) -> Path:
         return Path(DiffusionPipeline.download(str(source), **options))
     except (OSError, ValueError) as error:
         raise InvalidValueError(
-            f"is neither a folder nor a pipeline that could be had from the hub ({_first(error)})",
+            "is neither a folder nor a pipeline that could be had from the hub "
+            f"({first_line(error)})",
             key="source",
             value=os.fspath(source),
             fix=f"give a folder that holds {_PIPELINE_INDEX}, or a hub id such as "
@@ -215,83 +213,141 @@ def _local_folder(source: str | os.PathLike[str], **options: Any) -> Path:
         ) from error
 
 
-def _family_class(index: dict[str, Any], folder: Path) -> type[TextToImage]:
-    name = str(index.get("_class_name"))
-    if name not in FAMILIES:
-        raise InvalidValueError(
-            f"no family is known for this pipeline; known are {', '.join(FAMILIES)}",
-            key=f"{folder / _PIPELINE_INDEX}: _class_name",
-            value=name,
-            fix="write a family (a page, see docs/families.md) and pass family=",
-        )
-    return FAMILIES[name]
+@attrs.frozen(kw_only=True)
+class _StoredPipeline:
+    """A pipeline's folder."""
 
+    folder: Path
+    index: dict[str, Any]
+    """Its ``model_index.json``."""
 
-def _check_left_out(names: Sequence[str], index: dict[str, Any], component: str) -> None:
-    known = [n for n, entry in index.items() if isinstance(entry, list) and n != component]
-    for name in names:
-        if name not in known:
+    def family(self) -> type[TextToImage]:
+        name = str(self.index.get("_class_name"))
+        if name not in FAMILIES:
             raise InvalidValueError(
-                "is not a frozen part of this pipeline",
-                key="leave_out",
+                f"no family is known for this pipeline; known are {', '.join(FAMILIES)}",
+                key=f"{self.folder / _PIPELINE_INDEX}: _class_name",
                 value=name,
-                fix=f"its parts are {', '.join(known)}",
+                fix="write a family (a page, see docs/families.md) and pass family=",
             )
+        return FAMILIES[name]
 
+    def check_left_out(self, names: Sequence[str], component: str) -> None:
+        known = [n for n, entry in self.index.items() if isinstance(entry, list) and n != component]
+        for name in names:
+            if name not in known:
+                raise InvalidValueError(
+                    "is not a frozen part of this pipeline",
+                    key="leave_out",
+                    value=name,
+                    fix=f"its parts are {', '.join(known)}",
+                )
 
-def _left_out(index: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    # What the pipeline was saved without must be left out in so many words.
-    absent = [name for name, entry in index.items() if entry == [None, None]]
-    unused = [name for name in _UNUSED if name in index]
-    quiet = {"requires_safety_checker": False} if "requires_safety_checker" in index else {}
-    return dict.fromkeys((*absent, *unused, *names)) | quiet
-
-
-def _component_class(folder: Path, index: dict[str, Any], name: str) -> Any:
-    import diffusers
-
-    entry = index.get(name)
-    kind = getattr(diffusers, entry[1], None) if isinstance(entry, list) else None
-    if kind is None:
-        raise InvalidValueError(
-            "the pipeline has no such model",
-            key=f"{folder / _PIPELINE_INDEX}: {name}",
-            value=entry,
-            fix="download the whole pipeline",
+    def left_out(self, names: Sequence[str]) -> dict[str, Any]:
+        # What the pipeline was saved without must be left out in so many words.
+        absent = [name for name, entry in self.index.items() if entry == [None, None]]
+        unused = [name for name in _UNUSED if name in self.index]
+        quiet = (
+            {"requires_safety_checker": False} if "requires_safety_checker" in self.index else {}
         )
-    return kind
+        return dict.fromkeys((*absent, *unused, *names)) | quiet
 
+    def class_of(self, name: str) -> Any:
+        import diffusers
 
-def _frozen(
-    folder: Path,
-    kind: type[TextToImage],
-    config: Any,
-    options: dict[str, Any],
-) -> FrozenParts:
-    try:
-        pipeline = pipeline_class(kind.pipeline).from_pretrained(
-            folder, **{kind.component: None}, **options
+        entry = self.index.get(name)
+        kind = getattr(diffusers, entry[1], None) if isinstance(entry, list) else None
+        if kind is None:
+            raise InvalidValueError(
+                "the pipeline has no such model",
+                key=f"{self.folder / _PIPELINE_INDEX}: {name}",
+                value=entry,
+                fix="download the whole pipeline",
+            )
+        return kind
+
+    def frozen(self, kind: type[TextToImage], config: Any, options: dict[str, Any]) -> FrozenParts:
+        try:
+            pipeline = pipeline_class(kind.pipeline).from_pretrained(
+                self.folder, **{kind.component: None}, **options
+            )
+        except (ImportError, AttributeError, OSError, ValueError) as error:
+            if kind.reads_references and find_spec("torchvision") is None:
+                raise MissingDependencyError(
+                    f"the processor of {kind.pipeline} reads images, and transformers makes none "
+                    "without torchvision",
+                    key="torchvision",
+                    fix="pip install torchvision; parts=False trains from caches without it",
+                ) from error
+            if isinstance(error, ImportError):
+                raise MissingDependencyError(
+                    "text encoders come with it", key="transformers", fix="pip install transformers"
+                ) from error
+            raise _not_loaded(self.folder, error) from error
+        # The pipeline asks its model for sizes while it encodes texts.
+        setattr(pipeline, kind.component, PipelineModel(config=config))
+        return FrozenParts(pipeline)
+
+    def training_scheduler(self, *, flow_matching: bool) -> tuple[Any, tuple[Decision, ...]]:
+        from diffusers import DDPMScheduler, FlowMatchEulerDiscreteScheduler
+
+        kind = FlowMatchEulerDiscreteScheduler if flow_matching else DDPMScheduler
+        # The stored one may be for drawing, such as Euler's; its settings are the model's.
+        try:
+            config = kind.load_config(self.folder, subfolder="scheduler", local_files_only=True)
+        except OSError as error:
+            raise _not_loaded(self.folder / "scheduler", error) from error
+        stored = config.get("_class_name", kind.__name__)
+        if stored == kind.__name__:
+            return kind.from_config(config), ()
+        if not flow_matching:
+            return self._same_noise(config, stored)
+        taken = inspect.signature(kind.__init__).parameters
+        known = {name: value for name, value in config.items() if name in taken}
+        shift = config.get("flow_shift", known.get("shift"))
+        if shift is None:
+            return kind.from_config(known), ()
+        decision = Decision(
+            key="scheduler",
+            before=f"{stored}, flow_shift={shift:g}",
+            after=f"{kind.__name__}, shift={shift:g}",
+            reason="the former only samples; training draws its noise levels with the same shift",
         )
-    except (ImportError, AttributeError, OSError, ValueError) as error:
-        raise _missing_package(kind, error) or _not_loaded(folder, error) from error
-    # The pipeline asks its model for sizes while it encodes texts.
-    setattr(pipeline, kind.component, PipelineModel(config=config))
-    return FrozenParts(pipeline)
+        return kind.from_config(known | {"shift": float(shift)}), (decision,)
 
+    def _same_noise(self, config: dict[str, Any], stored: str) -> tuple[Any, tuple[Decision, ...]]:
+        """What adds the noise that the folder's scheduler takes away: DDPM, or that scheduler."""
+        import diffusers
 
-def _missing_package(kind: type[TextToImage], error: Exception) -> MissingDependencyError | None:
-    if kind.reads_references and find_spec("torchvision") is None:
-        return MissingDependencyError(
-            f"the processor of {kind.pipeline} reads images, and transformers makes none without "
-            "torchvision",
-            key="torchvision",
-            fix="pip install torchvision; parts=False trains from caches without it",
-        )
-    if isinstance(error, ImportError):
-        return MissingDependencyError(
-            "text encoders come with it", key="transformers", fix="pip install transformers"
-        )
-    return None
+        kind = getattr(diffusers, stored, None)
+        own: Any = None if kind is None else kind.from_config(config)
+        ddpm = ddpm_of(own) if hasattr(own, "alphas_cumprod") else None
+        why = ""
+        if kind is None:
+            why = "diffusers has no such scheduler"
+        elif not hasattr(own, "alphas_cumprod"):
+            why = "it has no alphas_cumprod: its noise is none of denoising diffusion"
+        elif ddpm is None and not adds_noise(own):
+            why = "it only samples, and DDPM has no such noise schedule"
+        if why:
+            raise InvalidValueError(
+                f"{why}, so training would add other noise than the model was made with",
+                key=f"{self.folder / 'scheduler' / 'scheduler_config.json'}: _class_name",
+                value=stored,
+                fix="train a model with a schedule of DDPM's; if this one has DDPM's, write "
+                "DDPMScheduler and its betas into the file",
+            )
+        before, after = stored, "DDPMScheduler"
+        reason = "both have the same noise schedule, and the latter is the forward process"
+        if ddpm is None:
+            before, after, middle = after, before, len(own.alphas_cumprod) // 2
+            share = float(own.alphas_cumprod[middle])
+            reason = (
+                "DDPM of the same settings has another noise schedule, so the folder's own is "
+                f"trained with (alphas_cumprod[{middle}] is {share:.4g})"
+            )
+        decision = Decision(key="scheduler", before=before, after=after, reason=reason)
+        return own if ddpm is None else ddpm, (decision,)
 
 
 def _spare_the_vae(parts: FrozenParts) -> tuple[Decision, ...]:
@@ -311,102 +367,6 @@ def _spare_the_vae(parts: FrozenParts) -> tuple[Decision, ...]:
     )
 
 
-def _training_scheduler(folder: Path, *, flow_matching: bool) -> tuple[Any, tuple[Decision, ...]]:
-    from diffusers import DDPMScheduler, FlowMatchEulerDiscreteScheduler
-
-    kind = FlowMatchEulerDiscreteScheduler if flow_matching else DDPMScheduler
-    # The stored scheduler may be one for drawing, such as Euler's; its settings are the model's.
-    try:
-        config = kind.load_config(folder, subfolder="scheduler", local_files_only=True)
-    except OSError as error:
-        raise _not_loaded(folder / "scheduler", error) from error
-    stored = config.get("_class_name", kind.__name__)
-    if stored == kind.__name__:
-        return kind.from_config(config), ()
-    if not flow_matching:
-        return _same_noise(config, stored, folder / "scheduler" / "scheduler_config.json")
-    taken = inspect.signature(kind.__init__).parameters
-    known = {name: value for name, value in config.items() if name in taken}
-    shift = config.get("flow_shift", known.get("shift"))
-    if shift is None:
-        return kind.from_config(known), ()
-    decision = Decision(
-        key="scheduler",
-        before=f"{stored}, flow_shift={shift:g}",
-        after=f"{kind.__name__}, shift={shift:g}",
-        reason="the former only samples; training draws its noise levels with the same shift",
-    )
-    return kind.from_config(known | {"shift": float(shift)}), (decision,)
-
-
-def _same_noise(
-    config: dict[str, Any], stored: str, file: Path
-) -> tuple[Any, tuple[Decision, ...]]:
-    """What adds the noise that the scheduler of a folder takes away: DDPM, or that scheduler."""
-    import diffusers
-
-    kind = getattr(diffusers, stored, None)
-    own: Any = None if kind is None else kind.from_config(config)
-    if not hasattr(own, "alphas_cumprod"):
-        raise _other_noise(
-            "diffusers has no such scheduler"
-            if kind is None
-            else "it has no alphas_cumprod: its noise is none of denoising diffusion",
-            stored,
-            file,
-        )
-    ddpm = ddpm_of(own)
-    if ddpm is not None:
-        reason = "both have the same noise schedule, and the latter is the forward process"
-        return ddpm, (_scheduler_decision(stored, "DDPMScheduler", reason),)
-    if not adds_noise(own):
-        raise _other_noise("it only samples, and DDPM has no such noise schedule", stored, file)
-    middle = len(own.alphas_cumprod) // 2
-    reason = (
-        "DDPM of the same settings has another noise schedule, so the folder's own is trained "
-        f"with (alphas_cumprod[{middle}] is {float(own.alphas_cumprod[middle]):.4g})"
-    )
-    return own, (_scheduler_decision("DDPMScheduler", stored, reason),)
-
-
-def _scheduler_decision(before: str, after: str, reason: str) -> Decision:
-    return Decision(key="scheduler", before=before, after=after, reason=reason)
-
-
-def _other_noise(reason: str, stored: str, file: Path) -> InvalidValueError:
-    return InvalidValueError(
-        f"{reason}, so training would add other noise than the model was made with",
-        key=f"{file}: _class_name",
-        value=stored,
-        fix="train a model with a schedule of DDPM's; if this one has DDPM's, write DDPMScheduler "
-        "and its betas into the file",
-    )
-
-
-def _bare_model(folder: Path, *, loading: _Loading, settings: dict[str, Any]) -> Pretrained:
-    from diffusers import DDPMScheduler, UNet2DModel
-
-    config = _read_json(folder / "config.json")
-    if config.get("_class_name") != "UNet2DModel":
-        raise InvalidValueError(
-            f"there is neither {_PIPELINE_INDEX} nor the config.json of a UNet2DModel",
-            key="source",
-            value=str(folder),
-            fix="give the folder of a whole pipeline",
-        )
-    with unpartitioned():
-        model, decisions = loading.model(UNet2DModel, folder)
-    announce(decisions)
-    family = ClassConditional(**settings) if config.get("num_class_embeds") else Unconditional()
-    return Pretrained(
-        model=model.train(),
-        family=family,
-        scheduler=DDPMScheduler(),
-        folder=folder,
-        decisions=decisions,
-    )
-
-
 # -- The weights of the trained model: read whole, or left in their files for the engine.
 
 
@@ -414,30 +374,29 @@ def _bare_model(folder: Path, *, loading: _Loading, settings: dict[str, Any]) ->
 class _Loading:
     """How the trained model is to be loaded."""
 
+    folder: Path
     plan: DeepSpeedPlan | ResolvedPlan | None
     dtype: str | None
     variant: str | None
     quantization: Any
 
-    def model(
-        self, kind: Any, folder: Path, name: str | None = None
-    ) -> tuple[Any, tuple[Decision, ...]]:
-        """A model of this class from a folder, or from the subfolder of that name."""
-        place = folder if name is None else folder / name
+    def model(self, kind: Any, name: str | None = None) -> tuple[Any, tuple[Decision, ...]]:
+        """A model of this class from the folder, or from its subfolder of that name."""
+        place = self.folder / (name or "")
         if self.dtype is not None:
             _dtype(self.dtype)
         if self.quantization is not None:
-            return self._quantized(kind, folder, name)
+            return self._quantized(kind, name)
         if self.plan is None:
-            return self._read_now(kind, folder, name, _dtype(self.dtype or "fp32")), ()
+            return self._read_now(kind, name, _dtype(self.dtype or "fp32")), ()
         try:
             files = weight_files(place, variant=self.variant)
         except CheckpointCorruptError as error:
             raise _not_loaded(place, error) from error
         if not files:
-            return self._read_for_plan(kind, folder, name)
-        model = _left_in_files(kind, place, files, dtype=_dtype(self.dtype or "fp32"))
-        model.register_to_config(_name_or_path=str(folder))
+            return self._read_for_plan(kind, name)
+        model = self._left_in_files(kind, place, files)
+        model.register_to_config(_name_or_path=str(self.folder))
         names = f"{files[0].name}" + (f" and {len(files) - 1} more" if files[1:] else "")
         return model, (
             Decision(
@@ -448,9 +407,31 @@ class _Loading:
             ),
         )
 
-    def _quantized(
-        self, kind: Any, folder: Path, name: str | None
-    ) -> tuple[Any, tuple[Decision, ...]]:
+    def bare_model(self, settings: dict[str, Any]) -> Pretrained:
+        """A U-Net without a pipeline."""
+        from diffusers import DDPMScheduler, UNet2DModel
+
+        config = _read_json(self.folder / "config.json")
+        if config.get("_class_name") != "UNet2DModel":
+            raise InvalidValueError(
+                f"there is neither {_PIPELINE_INDEX} nor the config.json of a UNet2DModel",
+                key="source",
+                value=str(self.folder),
+                fix="give the folder of a whole pipeline",
+            )
+        with unpartitioned():
+            model, decisions = self.model(UNet2DModel)
+        announce(decisions)
+        family = ClassConditional(**settings) if config.get("num_class_embeds") else Unconditional()
+        return Pretrained(
+            model=model.train(),
+            family=family,
+            scheduler=DDPMScheduler(),
+            folder=self.folder,
+            decisions=decisions,
+        )
+
+    def _quantized(self, kind: Any, name: str | None) -> tuple[Any, tuple[Decision, ...]]:
         """The model with its linear layers quantized by diffusers, frozen."""
         told = type(self.quantization).__name__
         if told == "GGUFQuantizationConfig":
@@ -464,12 +445,10 @@ class _Loading:
         precision = "bf16" if self.plan is None else self.plan.precision
         dtype = self.dtype or (precision if precision in DTYPES else "bf16")
         try:
-            model = self._read_now(
-                kind, folder, name, _dtype(dtype), quantization_config=self.quantization
-            )
+            model = self._read_now(kind, name, _dtype(dtype), quantization_config=self.quantization)
         except ImportError as error:
             raise MissingDependencyError(
-                f"the quantization needs a package ({_first(error)})",
+                f"the quantization needs a package ({first_line(error)})",
                 key="quantization",
                 value=told,
                 fix="pip install 'zerotune[optimizers]', which has bitsandbytes and torchao",
@@ -486,13 +465,11 @@ class _Loading:
             ),
         )
 
-    def _read_for_plan(
-        self, kind: Any, folder: Path, name: str | None
-    ) -> tuple[Any, tuple[Decision, ...]]:
+    def _read_for_plan(self, kind: Any, name: str | None) -> tuple[Any, tuple[Decision, ...]]:
         """The model of files that cannot be read in parts, rounded as DeepSpeed will round it."""
         rounds = isinstance(self.plan, ResolvedPlan) and self.plan.uses_deepspeed
         chosen = self.dtype or (self.plan.precision if self.plan and rounds else "fp32")
-        model = self._read_now(kind, folder, name, _dtype(chosen))
+        model = self._read_now(kind, name, _dtype(chosen))
         return model, (
             Decision(
                 key="model.weights",
@@ -505,13 +482,13 @@ class _Loading:
         )
 
     def _read_now(
-        self, kind: Any, folder: Path, name: str | None, dtype: torch.dtype, **quantization: Any
+        self, kind: Any, name: str | None, dtype: torch.dtype, **quantization: Any
     ) -> Any:
-        place = folder if name is None else folder / name
+        place = self.folder / (name or "")
         options = {} if name is None else {"subfolder": name}
         try:
             model, told = kind.from_pretrained(
-                folder,
+                self.folder,
                 variant=self.variant,
                 local_files_only=True,
                 output_loading_info=True,
@@ -521,7 +498,13 @@ class _Loading:
             )
         except (OSError, ValueError, RuntimeError) as error:
             if quantization:
-                raise _not_quantized(self.quantization, error) from error
+                raise InvalidValueError(
+                    f"the model cannot be read with it ({first_line(error)})",
+                    key="quantization",
+                    value=type(self.quantization).__name__,
+                    fix="diffusers quantizes with bitsandbytes on a GPU only; TorchAoConfig "
+                    "quantizes anywhere",
+                ) from error
             raise _not_loaded(place, error) from error
         if not quantization:
             _check_weight_names(
@@ -529,45 +512,35 @@ class _Loading:
             )
         return model
 
+    def _left_in_files(self, kind: Any, place: Path, files: Sequence[Path]) -> Any:
+        """A model whose parameters know where their values are, and whose buffers have theirs."""
+        from diffusers.models.modeling_utils import no_init_weights
 
-def _not_quantized(quantization: Any, error: Exception) -> InvalidValueError:
-    return InvalidValueError(
-        f"the model cannot be read with it ({_first(error)})",
-        key="quantization",
-        value=type(quantization).__name__,
-        fix="diffusers quantizes with bitsandbytes on a GPU only; TorchAoConfig quantizes anywhere",
-    )
-
-
-def _left_in_files(kind: Any, place: Path, files: Sequence[Path], *, dtype: torch.dtype) -> Any:
-    """A model whose parameters know where their values are, and whose buffers have theirs."""
-    from diffusers.models.modeling_utils import no_init_weights
-
-    try:
-        config = kind.load_config(place, local_files_only=True)
-        with no_init_weights(), without_weights():
-            model = kind.from_config(config)
-        found = _stored_weights(files)
-    except (OSError, ValueError, CheckpointCorruptError) as error:
-        raise _not_loaded(place, error) from error
-    # Old files call some weights otherwise; the model's class renames them in place.
-    rename = getattr(model, "_fix_state_dict_keys_on_load", None)
-    if rename is not None:
-        rename(found)
-    state = model.state_dict(keep_vars=True)
-    _check_fit(place, kind, state, found)
-    kept = getattr(kind, "_keep_in_fp32_modules", None) or ()
-    for name, tensor in state.items():
-        weight = found.get(name)
-        if weight is None:
-            continue
-        if not isinstance(tensor, torch.nn.Parameter):
-            weight.read_into(tensor.view(-1))
-        elif stored_weight(tensor) is None:
-            if tensor.is_floating_point() and not set(kept) & set(name.split(".")):
-                tensor.data = tensor.data.to(dtype)
-            leave_in_file(tensor, weight)
-    return model
+        try:
+            config = kind.load_config(place, local_files_only=True)
+            with no_init_weights(), without_weights():
+                model = kind.from_config(config)
+            found = _stored_weights(files)
+        except (OSError, ValueError, CheckpointCorruptError) as error:
+            raise _not_loaded(place, error) from error
+        # Old files call some weights otherwise; the model's class renames them in place.
+        rename = getattr(model, "_fix_state_dict_keys_on_load", None)
+        if rename is not None:
+            rename(found)
+        state = model.state_dict(keep_vars=True)
+        _check_fit(place, kind, state, found)
+        kept = getattr(kind, "_keep_in_fp32_modules", None) or ()
+        for name, tensor in state.items():
+            weight = found.get(name)
+            if weight is None:
+                continue
+            if not isinstance(tensor, torch.nn.Parameter):
+                weight.read_into(tensor.view(-1))
+            elif stored_weight(tensor) is None:
+                if tensor.is_floating_point() and not set(kept) & set(name.split(".")):
+                    tensor.data = tensor.data.to(_dtype(self.dtype or "fp32"))
+                leave_in_file(tensor, weight)
+        return model
 
 
 def _stored_weights(files: Sequence[Path]) -> dict[str, StoredWeight]:
@@ -629,16 +602,11 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _not_loaded(path: Path, error: Exception) -> InvalidValueError:
     return InvalidValueError(
-        f"cannot be loaded ({_first(error)})",
+        f"cannot be loaded ({first_line(error)})",
         key="source",
         value=str(path),
         fix="download the pipeline again, or name the variant whose files are there",
     )
-
-
-def _first(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
 
 
 def _dtype_option(dtype: torch.dtype) -> dict[str, torch.dtype]:

@@ -222,7 +222,7 @@ def sample(
         loop = _new_loop(
             model, family, scheduler, shape, steps=steps, guidance_scale=guidance_scale
         )
-        draw = _from_labels(loop, labels, seeds)
+        draw = loop.from_labels(labels, seeds)
 
     def work() -> torch.Tensor:
         with evaluating(model):
@@ -242,6 +242,69 @@ class _Loop:
     shape: tuple[int, ...]
     steps: int
     guidance_scale: float
+
+    def from_labels(self, labels: torch.Tensor | None, seeds: list[int]) -> _Draw:
+        def draw(picked: list[int]) -> torch.Tensor:
+            chosen = None if labels is None else labels.cpu()[picked]
+            return self._draw(chosen, [seeds[index] for index in picked])
+
+        return draw
+
+    def _draw(self, labels: torch.Tensor | None, seeds: list[int]) -> torch.Tensor:
+        model, family = self.model, self.family
+        scheduler = type(self.scheduler).from_config(self.scheduler.config)
+        shift = {}
+        if scheduler.config.get("use_dynamic_shifting", False):
+            shift["mu"] = ResolutionShift().mu((1, *self.shape), scheduler.config)
+        scheduler.set_timesteps(self.steps, device=model.device, **shift)
+        generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+        images = torch.stack([torch.randn(self.shape, generator=g) for g in generators])
+        images = images.to(model.device) * float(getattr(scheduler, "init_noise_sigma", 1.0))
+        conditioning = family.condition_on(labels)
+        unknown = self._unconditional(conditioning)
+        # Stochastic schedulers add noise at each step; it must come from the same seeds.
+        noise = (
+            {"generator": generators}
+            if "generator" in inspect.signature(scheduler.step).parameters
+            else {}
+        )
+        for timestep in scheduler.timesteps:
+            scaled = images
+            if hasattr(scheduler, "scale_model_input"):
+                scaled = scheduler.scale_model_input(images, timestep)
+            prediction = self._predict(scaled, timestep, conditioning, unknown)
+            images = scheduler.step(prediction, timestep, images, **noise).prev_sample
+        return images.float().cpu()
+
+    def _unconditional(self, conditioning: Conditioning) -> Conditioning | None:
+        if self.guidance_scale == 1.0:
+            return None
+        unknown = self.family.without_condition(conditioning)
+        if unknown is None:
+            raise InvalidValueError(
+                "guidance needs a model that also knows the unconditional case",
+                key="guidance_scale",
+                value=self.guidance_scale,
+                fix="train with ClassConditional(null_label=..., dropout=0.1), or use 1.0",
+            )
+        return unknown
+
+    def _predict(
+        self,
+        images: torch.Tensor,
+        timestep: torch.Tensor,
+        conditioning: Conditioning,
+        unknown: Conditioning | None,
+    ) -> torch.Tensor:
+        family, model = self.family, self.model
+        if unknown is None:
+            times = timestep.expand(len(images))
+            return family.predict(model, images, times, conditioning).float()
+        both = {name: torch.cat([value, unknown[name]]) for name, value in conditioning.items()}
+        doubled = torch.cat([images, images])
+        output = family.predict(model, doubled, timestep.expand(len(doubled)), both).float()
+        known, without = output.chunk(2)
+        return without + self.guidance_scale * (known - without)
 
 
 def _from_prompts(model: Denoiser, family: Family, request: Drawing) -> _Draw:
@@ -266,11 +329,7 @@ def _from_prompts(model: Denoiser, family: Family, request: Drawing) -> _Draw:
 
 
 def _new_loop(
-    model: Denoiser,
-    family: Family,
-    scheduler: Any,
-    shape: tuple[int, ...] | None,
-    **settings: Any,
+    model: Denoiser, family: Family, scheduler: Any, shape: tuple[int, ...] | None, **settings: Any
 ) -> _Loop:
     if not isinstance(family, LabelFamily):
         raise InvalidValueError(
@@ -287,20 +346,8 @@ def _new_loop(
             fix="pass the objective's scheduler, or another of diffusers",
         )
     return _Loop(
-        model=model,
-        family=family,
-        scheduler=scheduler,
-        shape=shape or shape_of(model),
-        **settings,
+        model=model, family=family, scheduler=scheduler, shape=shape or shape_of(model), **settings
     )
-
-
-def _from_labels(loop: _Loop, labels: torch.Tensor | None, seeds: list[int]) -> _Draw:
-    def draw(picked: list[int]) -> torch.Tensor:
-        chosen = None if labels is None else labels.cpu()[picked]
-        return _draw_labels(loop, chosen, [seeds[index] for index in picked])
-
-    return draw
 
 
 def shape_of(model: Any) -> tuple[int, int, int]:
@@ -344,62 +391,3 @@ def _unfitting(belongs_to: str, **arguments: Any) -> None:
             raise InvalidValueError(
                 f"only goes with {belongs_to}", key=name, value=value, fix="leave it out"
             )
-
-
-def _draw_labels(drawing: _Loop, labels: torch.Tensor | None, seeds: list[int]) -> torch.Tensor:
-    model, family = drawing.model, drawing.family
-    scheduler = type(drawing.scheduler).from_config(drawing.scheduler.config)
-    shift = {}
-    if scheduler.config.get("use_dynamic_shifting", False):
-        shift["mu"] = ResolutionShift().mu((1, *drawing.shape), scheduler.config)
-    scheduler.set_timesteps(drawing.steps, device=model.device, **shift)
-    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-    images = torch.stack([torch.randn(drawing.shape, generator=g) for g in generators])
-    images = images.to(model.device) * float(getattr(scheduler, "init_noise_sigma", 1.0))
-    conditioning = family.condition_on(labels)
-    unknown = _unconditional_of(drawing, conditioning)
-    # Stochastic schedulers add noise at each step; it must come from the same seeds.
-    noise = (
-        {"generator": generators}
-        if "generator" in inspect.signature(scheduler.step).parameters
-        else {}
-    )
-    for timestep in scheduler.timesteps:
-        scaled = images
-        if hasattr(scheduler, "scale_model_input"):
-            scaled = scheduler.scale_model_input(images, timestep)
-        prediction = _predict(drawing, scaled, timestep, conditioning, unknown)
-        images = scheduler.step(prediction, timestep, images, **noise).prev_sample
-    return images.float().cpu()
-
-
-def _unconditional_of(drawing: _Loop, conditioning: Conditioning) -> Conditioning | None:
-    if drawing.guidance_scale == 1.0:
-        return None
-    unknown = drawing.family.without_condition(conditioning)
-    if unknown is None:
-        raise InvalidValueError(
-            "guidance needs a model that also knows the unconditional case",
-            key="guidance_scale",
-            value=drawing.guidance_scale,
-            fix="train with ClassConditional(null_label=..., dropout=0.1), or use 1.0",
-        )
-    return unknown
-
-
-def _predict(
-    drawing: _Loop,
-    images: torch.Tensor,
-    timestep: torch.Tensor,
-    conditioning: Conditioning,
-    unknown: Conditioning | None,
-) -> torch.Tensor:
-    family, model = drawing.family, drawing.model
-    if unknown is None:
-        times = timestep.expand(len(images))
-        return family.predict(model, images, times, conditioning).float()
-    both = {name: torch.cat([value, unknown[name]]) for name, value in conditioning.items()}
-    doubled = torch.cat([images, images])
-    output = family.predict(model, doubled, timestep.expand(len(doubled)), both).float()
-    known, without = output.chunk(2)
-    return without + drawing.guidance_scale * (known - without)

@@ -65,6 +65,41 @@ class HostBudget:
             f"already; {format_size(self.available)} available"
         )
 
+    def _pinning_given_up(self, after: HostBudget, resolved: ResolvedPlan) -> tuple[Decision, ...]:
+        zero = resolved.plan.zero_optimization
+        return tuple(
+            Decision(
+                key=f"zero_optimization.{name}.pin_memory",
+                before=True,
+                after=False,
+                reason=f"page-locked it takes more host memory than there is ({self}); unpinned: "
+                f"{format_size(after.per_rank)}; copies to the device become slower",
+                severity="warning",
+            )
+            for name in _PINNED_SECTIONS
+            if getattr(getattr(zero, name), "pin_memory", None) is True
+        )
+
+    def _alternatives(self, resolved: ResolvedPlan) -> Iterator[tuple[str, int]]:
+        """What could be changed to save something, and the bytes per rank it then takes."""
+        ways: dict[str, Callable[[], HostBudget]] = {
+            "pin_memory: false": lambda: _budget_like(
+                _unpinned(resolved, only_automatic=False), self
+            ),
+            f"{BACKEND_VARIABLE}=native": lambda: _budget_like(
+                resolved, self, {BACKEND_VARIABLE: "native"}
+            ),
+            "stage 3 with the optimizer on NVMe": lambda: _budget_like(_on_nvme(resolved), self),
+        }
+        for what, count in ways.items():
+            try:
+                other = count()
+            except PlanError:
+                continue
+            if other.per_rank < self.per_rank:
+                enough = "" if other.fits and other.lock_fits else " (not enough alone)"
+                yield what + enough, other.per_rank
+
 
 def host_budget(
     resolved: ResolvedPlan,
@@ -128,8 +163,8 @@ def fit_host_memory(
     if resolved.world_size == 1 and unpinned != resolved:
         fitting = host_budget(unpinned, ranks=ranks, held=held)
         if fitting.fits:
-            return unpinned, _pinning_given_up(budget, fitting, resolved)
-    others = [f"{what}: {format_size(size)}" for what, size in _alternatives(resolved, budget)]
+            return unpinned, budget._pinning_given_up(fitting, resolved)
+    others = [f"{what}: {format_size(size)}" for what, size in budget._alternatives(resolved)]
     raise OffloadError(
         f"the plan needs more host memory than there is: {budget}",
         key=KEY,
@@ -153,45 +188,6 @@ def _unpinned(resolved: ResolvedPlan, *, only_automatic: bool) -> ResolvedPlan:
             zero = evolved(zero, **{name: evolved(section, pin_memory=False)})
     plan = attrs.evolve(resolved.plan, zero_optimization=zero)
     return attrs.evolve(resolved, plan=plan)
-
-
-def _pinning_given_up(
-    before: HostBudget, after: HostBudget, resolved: ResolvedPlan
-) -> tuple[Decision, ...]:
-    zero = resolved.plan.zero_optimization
-    return tuple(
-        Decision(
-            key=f"zero_optimization.{name}.pin_memory",
-            before=True,
-            after=False,
-            reason=f"page-locked it takes more host memory than there is ({before}); unpinned: "
-            f"{format_size(after.per_rank)}; copies to the device become slower",
-            severity="warning",
-        )
-        for name in _PINNED_SECTIONS
-        if getattr(getattr(zero, name), "pin_memory", None) is True
-    )
-
-
-def _alternatives(resolved: ResolvedPlan, budget: HostBudget) -> Iterator[tuple[str, int]]:
-    """What could be changed, and the bytes per rank it then takes; only what saves something."""
-    ways: dict[str, Callable[[], HostBudget]] = {
-        "pin_memory: false": lambda: _budget_like(
-            _unpinned(resolved, only_automatic=False), budget
-        ),
-        f"{BACKEND_VARIABLE}=native": lambda: _budget_like(
-            resolved, budget, {BACKEND_VARIABLE: "native"}
-        ),
-        "stage 3 with the optimizer on NVMe": lambda: _budget_like(_on_nvme(resolved), budget),
-    }
-    for what, count in ways.items():
-        try:
-            other = count()
-        except PlanError:
-            continue
-        if other.per_rank < budget.per_rank:
-            enough = "" if other.fits and other.lock_fits else " (not enough alone)"
-            yield what + enough, other.per_rank
 
 
 def _budget_like(

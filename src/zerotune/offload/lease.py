@@ -102,6 +102,73 @@ class LeaseRecord(OwnerRecord):
         """
         self.write_to(folder / f"rank{self.rank}.json")
 
+    def _join(self, path: Path) -> int | None:
+        """Hold the folder another rank made; ``None`` when there is none."""
+        try:
+            folder = open_folder(path)
+        except FileNotFoundError:
+            return None
+        try:
+            lock = open_regular(LOCK_FILE, os.O_RDWR | os.O_NOFOLLOW, within=folder)
+        finally:
+            os.close(folder)
+        try:
+            # Only a probe of another run takes the exclusive lock here, and lets go at once.
+            if not try_lock(lock, exclusive=False, patience=_JOIN_PATIENCE):
+                raise OffloadError(
+                    "is locked by a process that is removing it",
+                    key="offload.root",
+                    value=str(path),
+                    fix="start the run again",
+                )
+            if os.fstat(lock).st_nlink == 0:
+                raise FileNotFoundError(errno.ENOENT, "it was removed meanwhile", str(path))
+            self._check_same_plan(path)
+            self.write(path)
+        except BaseException:
+            os.close(lock)
+            raise
+        return lock
+
+    def _check_same_plan(self, path: Path) -> None:
+        for file in sorted(path.glob("rank*.json")):
+            other = LeaseRecord.read(file)
+            if other.plan_digest != self.plan_digest:
+                raise OffloadError(
+                    f"rank {self.rank} has another plan than rank {other.rank}, whose record this "
+                    f"is: digest {self.plan_digest[:12]} instead of {other.plan_digest[:12]}, and "
+                    "a record tells no more of a plan",
+                    key="lease record",
+                    value=str(file),
+                    fix="give every rank the same configuration and arguments; the message says "
+                    "what differs where OffloadManager.share returns all that rank 0 passed",
+                )
+
+    def _create(self, root: Path, path: Path) -> int | None:
+        """Make the folder, complete and locked before its name appears.
+
+        Returns:
+            The lock's descriptor, or ``None`` when another rank was faster.
+        """
+        with making_in(root):
+            draft = Path(tempfile.mkdtemp(prefix=DRAFT_PREFIX, dir=root))
+            lock = -1
+            try:
+                flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+                lock = os.open(draft / LOCK_FILE, flags, 0o600)
+                try_lock(lock, exclusive=False)
+                self.write(draft)
+                draft.rename(path)
+            except BaseException as error:
+                if lock >= 0:
+                    os.close(lock)
+                # The draft has a random name of this process's own, so nobody else can be inside.
+                shutil.rmtree(draft)
+                if isinstance(error, OSError) and error.errno in {errno.ENOTEMPTY, errno.EEXIST}:
+                    return None
+                raise
+        return lock
+
 
 # -- Ownership of one run's folder inside a swap root.
 #
@@ -148,12 +215,12 @@ class SwapDirectory:
         """Make the run's folder, or join it when another rank of this node has made it."""
         path = root / lease_name(record.run_id)
         try:
-            lock = _join(path, record)
+            lock = record._join(path)
             created = lock is None
             if lock is None:
-                lock = _create(root, path, record)
+                lock = record._create(root, path)
             if lock is None:
-                created, lock = False, _join(path, record)
+                created, lock = False, record._join(path)
         except OSError as error:
             raise _lease_error(path, "cannot be made or joined", error) from error
         if lock is None:
@@ -221,76 +288,6 @@ def _lease_error(path: Path, what: str, error: OSError) -> OffloadError:
         value=str(path),
         fix="check the permissions and the free space of the swap root",
     )
-
-
-def _join(path: Path, record: LeaseRecord) -> int | None:
-    """Hold the folder another rank made; ``None`` when there is none."""
-    try:
-        folder = open_folder(path)
-    except FileNotFoundError:
-        return None
-    try:
-        lock = open_regular(LOCK_FILE, os.O_RDWR | os.O_NOFOLLOW, within=folder)
-    finally:
-        os.close(folder)
-    try:
-        # Only a probe of another run takes the exclusive lock here, and lets go at once.
-        if not try_lock(lock, exclusive=False, patience=_JOIN_PATIENCE):
-            raise OffloadError(
-                "is locked by a process that is removing it",
-                key="offload.root",
-                value=str(path),
-                fix="start the run again",
-            )
-        if os.fstat(lock).st_nlink == 0:
-            raise FileNotFoundError(errno.ENOENT, "it was removed meanwhile", str(path))
-        _check_same_plan(path, record)
-        record.write(path)
-    except BaseException:
-        os.close(lock)
-        raise
-    return lock
-
-
-def _check_same_plan(path: Path, record: LeaseRecord) -> None:
-    for file in sorted(path.glob("rank*.json")):
-        other = LeaseRecord.read(file)
-        if other.plan_digest != record.plan_digest:
-            raise OffloadError(
-                f"rank {record.rank} has another plan than rank {other.rank}, whose record this "
-                f"is: digest {record.plan_digest[:12]} instead of {other.plan_digest[:12]}, and a "
-                "record tells no more of a plan",
-                key="lease record",
-                value=str(file),
-                fix="give every rank the same configuration and arguments; the message says what "
-                "differs where OffloadManager.share returns all that rank 0 passed",
-            )
-
-
-def _create(root: Path, path: Path, record: LeaseRecord) -> int | None:
-    """Make the folder, complete and locked before its name appears.
-
-    Returns:
-        The lock's descriptor, or ``None`` when another rank was faster.
-    """
-    with making_in(root):
-        draft = Path(tempfile.mkdtemp(prefix=DRAFT_PREFIX, dir=root))
-        lock = -1
-        try:
-            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-            lock = os.open(draft / LOCK_FILE, flags, 0o600)
-            try_lock(lock, exclusive=False)
-            record.write(draft)
-            draft.rename(path)
-        except BaseException as error:
-            if lock >= 0:
-                os.close(lock)
-            # The draft has a random name of this process's own, so nobody else can be inside.
-            shutil.rmtree(draft)
-            if isinstance(error, OSError) and error.errno in {errno.ENOTEMPTY, errno.EEXIST}:
-                return None
-            raise
-    return lock
 
 
 @contextmanager

@@ -87,6 +87,27 @@ class Lease(Readable):
         """The parameters' folder, else the optimizer's; ``None`` when nothing goes to NVMe."""
         return self.paths.get("param", self.paths.get("optimizer"))
 
+    def _carrying(self) -> Lease:
+        """Let the plan carry the lease's decisions, so that an engine's explanation shows them."""
+        decisions = (*self.plan.decisions, *self.decisions)
+        self.plan = attrs.evolve(self.plan, decisions=decisions)
+        return self
+
+    def _close(self, directories: _Directories, barrier: Barrier | None) -> None:
+        try:
+            decisions, errors = release(directories, barrier)
+        except BaseException:
+            self._note(abandon(directories))
+            raise
+        self._note((*decisions, *(kept_after(error) for error in errors)))
+        if errors:
+            raise errors[0]
+
+    def _note(self, decisions: tuple[Decision, ...]) -> None:
+        self.decisions = (*self.decisions, *decisions)
+        # These are a rank's own problems, which rank 0 knows nothing of, so any rank says them.
+        announce(decisions, rank=0)
+
 
 # -- What the ranks of a run tell each other before they share a lease.
 
@@ -258,7 +279,7 @@ class OffloadManager:
         }
         targets = tuple(target for target, device in devices.items() if device == "nvme")
         if not targets:
-            lease = _carrying(Lease(plan=resolved, decisions=(*fitted, *self._unused())))
+            lease = Lease(plan=resolved, decisions=(*fitted, *self._unused()))._carrying()
             announce(lease.decisions, rank=rank)
             yield lease
             return
@@ -267,21 +288,21 @@ class OffloadManager:
         owner = os.getpid()
         lease, directories = self._open(resolved, targets, rank, self._share or share)
         lease.decisions = (*fitted, *lease.decisions)
-        _carrying(lease)
+        lease._carrying()
         announce(lease.decisions, rank=rank)
         try:
             yield lease
         except BaseException as error:
             if os.getpid() == owner:
                 gone = deleted_under(directories)
-                _note(lease, abandon(directories))
+                lease._note(abandon(directories))
                 if gone is not None and isinstance(error, Exception):
                     # DeepSpeed only asserts that its file opened; say what happened to it.
                     raise gone from error
             raise
         # A forked child that runs out of the block must not touch its parent's lease.
         if os.getpid() == owner:
-            _close(lease, directories, barrier)
+            lease._close(directories, barrier)
 
     def _open(
         self, resolved: ResolvedPlan, targets: tuple[Target, ...], rank: int, share: Share | None
@@ -387,13 +408,6 @@ class OffloadManager:
         )
 
 
-def _carrying(lease: Lease) -> Lease:
-    """Let the plan carry the lease's decisions, so that an engine's explanation shows them."""
-    decisions = (*lease.plan.decisions, *lease.decisions)
-    lease.plan = attrs.evolve(lease.plan, decisions=decisions)
-    return lease
-
-
 def _given_path(root: str | os.PathLike[str] | None, name: str) -> str | None:
     if root is None:
         return None
@@ -419,20 +433,3 @@ def _path_decisions(resolved: ResolvedPlan, paths: Mapping[Target, Path]) -> tup
         )
         for target, path in paths.items()
     )
-
-
-def _close(lease: Lease, directories: _Directories, barrier: Barrier | None) -> None:
-    try:
-        decisions, errors = release(directories, barrier)
-    except BaseException:
-        _note(lease, abandon(directories))
-        raise
-    _note(lease, (*decisions, *(kept_after(error) for error in errors)))
-    if errors:
-        raise errors[0]
-
-
-def _note(lease: Lease, decisions: tuple[Decision, ...]) -> None:
-    lease.decisions = (*lease.decisions, *decisions)
-    # These are a rank's own problems, which rank 0 knows nothing of, so any rank says them.
-    announce(decisions, rank=0)

@@ -43,6 +43,30 @@ class Roots:
     param: str | None = None
     optimizer: str | None = None
 
+    def _named(
+        self, target: Target, resolved: ResolvedPlan, environ: Mapping[str, str]
+    ) -> Iterator[tuple[str, str | None, bool]]:
+        """Setting, its path, and whether it speaks of ``target`` itself; the first one wins."""
+        order: tuple[Target, ...] = (target,) if target == "param" else ("optimizer", "param")
+        # What names no target comes between this target's own setting and the other's.
+        levels = (target, None, *order[1:])
+        for part in levels:
+            if part is None:
+                yield "OffloadManager.root", self.root, True
+            else:
+                path = getattr(self, part)
+                yield f"OffloadManager.offload_{part}_path", path, part == target
+        launch = resolved.requested.launch
+        for part in order:
+            path = getattr(launch, f"offload_{part}_path", None)
+            yield f"offload_{part}_path", path, part == target
+        for part in dict.fromkeys((target, "param", "optimizer")):
+            key = f"zero_optimization.offload_{part}.nvme_path"
+            yield key, resolved.nvme_paths.get(part), part == target
+        for part in levels:
+            name = ROOT_VARIABLE if part is None else PATH_VARIABLES[part]
+            yield name, environ.get(name), part in (None, target)
+
 
 @attrs.frozen(kw_only=True)
 class RootChoice:
@@ -56,6 +80,55 @@ class RootChoice:
     """Whether nobody asked for it, so that zerotune took the temporary folder."""
     passed_over: tuple[str, ...] = ()
     """``setting = path`` of what named another folder and had to stand back."""
+
+    def _make(self) -> Path:
+        given = Path(self.path).expanduser()
+        if given.is_symlink():
+            if not given.exists():
+                raise self._unusable("is a symbolic link to nothing; is its disk mounted?")
+            # Whoever may change the link could move the next run's clean-up to any folder.
+            raise self._unusable(
+                f"is a symbolic link (to {given.readlink()}), and a swap root must be the folder "
+                "itself",
+                fix=f"give {given.resolve()}",
+            )
+        if given.exists() and not given.is_dir():
+            raise self._unusable("is a file, not a folder")
+        path = given.resolve()
+        length = len(os.fsencode(path)) + _ROOM_FOR_SWAP_FILES
+        if length > _MOST_PATH_BYTES:
+            raise self._unusable(
+                f"is too long: the swap files inside would have paths of {length} bytes, and the "
+                f"system takes {_MOST_PATH_BYTES}"
+            )
+        given.mkdir(parents=True, exist_ok=True, mode=0o700 if self.fallback else 0o777)
+        if self.fallback:
+            # Anybody may have made this name in a shared temporary folder.
+            facts = given.lstat()
+            if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.getuid():
+                raise self._unusable("belongs to somebody else")
+        return path
+
+    def _made(self, path: Path, kind: str | None, free: int) -> Decision:
+        reason = f"taken from {self.key}"
+        if self.passed_over:
+            reason = f"{reason}, which comes before {' and '.join(self.passed_over)}"
+        if self.fallback:
+            asked = ", ".join((ROOT_VARIABLE, *PATH_VARIABLES.values()))
+            reason = (
+                f"nothing names a swap root (argument root, offload_param_path, nvme_path, "
+                f"{asked}), so the temporary folder is used"
+            )
+        return Decision(
+            key="offload.root",
+            before=None if self.fallback else self.path,
+            after=str(path),
+            reason=f"{reason}; {kind or 'unknown file system'}, {disk_size(free)} free",
+            severity="warning" if self.fallback else "note",
+        )
+
+    def _unusable(self, reason: str, *, fix: str = _FIX) -> OffloadError:
+        return OffloadError(reason, key=self.key, value=self.path, fix=fix)
 
 
 def choose_root(
@@ -75,7 +148,7 @@ def choose_root(
     """
     named = [
         (key, path, speaks_of_target)
-        for key, path, speaks_of_target in _named_roots(target, arguments, resolved, environ)
+        for key, path, speaks_of_target in arguments._named(target, resolved, environ)
         if path is not None and path.strip() and path.strip().lower() != "none"
     ]
     if not named:
@@ -94,31 +167,6 @@ def choose_root(
         f"{k} = {p}" for k, p, speaks_of_target in named[1:] if speaks_of_target and p != path
     )
     return RootChoice(path=path, key=key, passed_over=tuple(others))
-
-
-def _named_roots(
-    target: Target, arguments: Roots, resolved: ResolvedPlan, environ: Mapping[str, str]
-) -> Iterator[tuple[str, str | None, bool]]:
-    """Setting, its path, and whether it speaks of ``target`` itself; the first one wins."""
-    order: tuple[Target, ...] = (target,) if target == "param" else ("optimizer", "param")
-    # What names no target comes between this target's own setting and the other's.
-    levels = (target, None, *order[1:])
-    for part in levels:
-        if part is None:
-            yield "OffloadManager.root", arguments.root, True
-        else:
-            path = getattr(arguments, part)
-            yield f"OffloadManager.offload_{part}_path", path, part == target
-    launch = resolved.requested.launch
-    for part in order:
-        path = getattr(launch, f"offload_{part}_path", None)
-        yield f"offload_{part}_path", path, part == target
-    for part in dict.fromkeys((target, "param", "optimizer")):
-        key = f"zero_optimization.offload_{part}.nvme_path"
-        yield key, resolved.nvme_paths.get(part), part == target
-    for part in levels:
-        name = ROOT_VARIABLE if part is None else PATH_VARIABLES[part]
-        yield name, environ.get(name), part in (None, target)
 
 
 # -- Whether it can be used.
@@ -157,7 +205,7 @@ class SwapRoot:
 def check_root(choice: RootChoice) -> SwapRoot:
     """Make the folder if needed and prove that swap files can be written to it."""
     try:
-        path = _make_root(choice)
+        path = choice._make()
         with making_in(path):
             _write_probe(path)
         space = os.statvfs(path)
@@ -167,7 +215,7 @@ def check_root(choice: RootChoice) -> SwapRoot:
             raise
         # RuntimeError: a loop of symlinks (before Python 3.13); ValueError: a NUL in the path.
         reason = getattr(error, "strerror", None) or error
-        raise _unusable(choice, f"cannot be used ({reason})") from error
+        raise choice._unusable(f"cannot be used ({reason})") from error
     kind, rotational = filesystem_kind(path), is_rotational(path)
     free = space.f_bavail * space.f_frsize
     remarks: dict[str, str | None] = {
@@ -182,7 +230,7 @@ def check_root(choice: RootChoice) -> SwapRoot:
         free_inodes=space.f_favail,
         rotational=rotational,
         decisions=(
-            _choice_made(choice, path, kind, free),
+            choice._made(path, kind, free),
             *(
                 Decision(key=key, before=None, after=str(path), reason=reason, severity="warning")
                 for key, reason in remarks.items()
@@ -190,37 +238,6 @@ def check_root(choice: RootChoice) -> SwapRoot:
             ),
         ),
     )
-
-
-def _make_root(choice: RootChoice) -> Path:
-    given = Path(choice.path).expanduser()
-    if given.is_symlink():
-        if not given.exists():
-            raise _unusable(choice, "is a symbolic link to nothing; is its disk mounted?")
-        # Whoever may change the link could move the next run's clean-up to any folder.
-        raise _unusable(
-            choice,
-            f"is a symbolic link (to {given.readlink()}), and a swap root must be the folder "
-            "itself",
-            fix=f"give {given.resolve()}",
-        )
-    if given.exists() and not given.is_dir():
-        raise _unusable(choice, "is a file, not a folder")
-    path = given.resolve()
-    length = len(os.fsencode(path)) + _ROOM_FOR_SWAP_FILES
-    if length > _MOST_PATH_BYTES:
-        raise _unusable(
-            choice,
-            f"is too long: the swap files inside would have paths of {length} bytes, and the "
-            f"system takes {_MOST_PATH_BYTES}",
-        )
-    given.mkdir(parents=True, exist_ok=True, mode=0o700 if choice.fallback else 0o777)
-    if choice.fallback:
-        # Anybody may have made this name in a shared temporary folder.
-        facts = given.lstat()
-        if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.getuid():
-            raise _unusable(choice, "belongs to somebody else")
-    return path
 
 
 def _write_probe(path: Path) -> None:
@@ -235,25 +252,6 @@ def _write_probe(path: Path) -> None:
     finally:
         os.close(descriptor)
         probe.unlink()
-
-
-def _choice_made(choice: RootChoice, path: Path, kind: str | None, free: int) -> Decision:
-    reason = f"taken from {choice.key}"
-    if choice.passed_over:
-        reason = f"{reason}, which comes before {' and '.join(choice.passed_over)}"
-    if choice.fallback:
-        asked = ", ".join((ROOT_VARIABLE, *PATH_VARIABLES.values()))
-        reason = (
-            f"nothing names a swap root (argument root, offload_param_path, nvme_path, {asked}), "
-            "so the temporary folder is used"
-        )
-    return Decision(
-        key="offload.root",
-        before=None if choice.fallback else choice.path,
-        after=str(path),
-        reason=f"{reason}; {kind or 'unknown file system'}, {disk_size(free)} free",
-        severity="warning" if choice.fallback else "note",
-    )
 
 
 def _about_filesystem(kind: str | None) -> str | None:
@@ -275,10 +273,6 @@ def _about_owner(facts: os.stat_result) -> str | None:
     if facts.st_mode & 0o022 and not facts.st_mode & stat.S_ISVTX:
         return "other users may write here and so delete this run's folder; chmod +t keeps them off"
     return None
-
-
-def _unusable(choice: RootChoice, reason: str, *, fix: str = _FIX) -> OffloadError:
-    return OffloadError(reason, key=choice.key, value=choice.path, fix=fix)
 
 
 # -- The ``aio`` settings that DeepSpeed's tuner found for its disk, from a file in it.

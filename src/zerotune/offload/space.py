@@ -54,6 +54,42 @@ class SwapNeeds:
         """What these targets need together."""
         return sum((self.files.get(target, SwapFiles()) for target in targets), SwapFiles())
 
+    def _check_disk(
+        self, folders: Mapping[Path, list[Target]], *, ranks: int, run_id: str
+    ) -> Decision:
+        path = next(iter(folders))
+        per_rank = self.of(*(target for targets in folders.values() for target in targets))
+        wanted = per_rank.times(ranks)
+        nbytes = int(wanted.nbytes * _SLACK)
+        files = wanted.count + _FOLDERS * (ranks + 1)
+        space = os.statvfs(path)
+        free = space.f_bavail * space.f_frsize
+        others = sum(_still_to_come(folder, run_id) for folder in folders)
+        said = f"{disk_size(nbytes)} for {ranks} rank(s), {disk_size(per_rank.nbytes)} each"
+        taken = f", {disk_size(others)} of it spoken for by other runs" if others else ""
+        if nbytes > free - others:
+            raise OffloadError(
+                f"the plan swaps {said}, and {disk_size(free)} ({free} bytes) are free{taken}: "
+                f"{disk_size(nbytes + others - free)} are missing",
+                key="offload.root",
+                value=str(path),
+                fix="free that much (`zerotune offload clean` shows what dead runs left), give a "
+                "root on a larger disk, or offload to cpu",
+            )
+        if space.f_files and files > space.f_favail:
+            raise OffloadError(
+                f"the plan makes {files} files and folders, and {space.f_favail} can still be made",
+                key="offload.root",
+                value=str(path),
+                fix="delete small files, or give a root on another file system",
+            )
+        return Decision(
+            key="offload.space",
+            before=None,
+            after=str(path),
+            reason=f"the plan swaps {said}; {disk_size(free)} are free{taken}",
+        )
+
 
 def swap_needs(resolved: ResolvedPlan) -> SwapNeeds | None:
     """Bytes and files that DeepSpeed swaps, per rank, at most.
@@ -107,9 +143,7 @@ class _SwapCounter:
         element = 2 if half else 4
         size = None if zero is None else zero.sub_group_size
         numels = sub_groups(
-            self.model,
-            self.resolved.world_size,
-            size if is_integer(size) else SUB_GROUP_NVME,
+            self.model, self.resolved.world_size, size if is_integer(size) else SUB_GROUP_NVME
         )
         choice = self.resolved.optimizer
         name, params = (None, None) if choice is None else (choice.name, choice.params)
@@ -141,44 +175,7 @@ def check_space(
         disk = disks.setdefault(root.path.stat().st_dev, {})
         disk.setdefault(root.path, []).append(target)
     return tuple(
-        _check_disk(folders, needs, ranks=ranks, run_id=run_id) for folders in disks.values()
-    )
-
-
-def _check_disk(
-    folders: Mapping[Path, list[Target]], needs: SwapNeeds, *, ranks: int, run_id: str
-) -> Decision:
-    path = next(iter(folders))
-    per_rank = needs.of(*(target for targets in folders.values() for target in targets))
-    wanted = per_rank.times(ranks)
-    nbytes = int(wanted.nbytes * _SLACK)
-    files = wanted.count + _FOLDERS * (ranks + 1)
-    space = os.statvfs(path)
-    free = space.f_bavail * space.f_frsize
-    others = sum(_still_to_come(folder, run_id) for folder in folders)
-    said = f"{disk_size(nbytes)} for {ranks} rank(s), {disk_size(per_rank.nbytes)} each"
-    taken = f", {disk_size(others)} of it spoken for by other runs" if others else ""
-    if nbytes > free - others:
-        raise OffloadError(
-            f"the plan swaps {said}, and {disk_size(free)} ({free} bytes) are free{taken}: "
-            f"{disk_size(nbytes + others - free)} are missing",
-            key="offload.root",
-            value=str(path),
-            fix="free that much (`zerotune offload clean` shows what dead runs left), give a root "
-            "on a larger disk, or offload to cpu",
-        )
-    if space.f_files and files > space.f_favail:
-        raise OffloadError(
-            f"the plan makes {files} files and folders, and {space.f_favail} can still be made",
-            key="offload.root",
-            value=str(path),
-            fix="delete small files, or give a root on another file system",
-        )
-    return Decision(
-        key="offload.space",
-        before=None,
-        after=str(path),
-        reason=f"the plan swaps {said}; {disk_size(free)} are free{taken}",
+        needs._check_disk(folders, ranks=ranks, run_id=run_id) for folders in disks.values()
     )
 
 

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 import attrs
 
-from zerotune._util.environment import installed_version, release_of
+from zerotune._util.environment import installed_version
+from zerotune._util.text import release_of
 from zerotune.optimizers.catalogue import ADAM, DEFAULT_OPTIMIZER, OptimizerEntry
 from zerotune.optimizers.choices import OptimizerChoice, OptimizerSource, WeightDecay
 
@@ -113,6 +114,109 @@ class Situation:
         place = f"stage {self.stage}, optimizer offload {self.offload}, {self.precision}"
         return f"DeepSpeed on {self.accelerator}, {place}"
 
+    def _has_kernel(self, entry: OptimizerEntry) -> bool:
+        """Whether DeepSpeed's own kernel of it is used: only Lion's is.
+
+        Lamb's asks for fp16, Muon's is not the same algorithm at every stage (docs/optimizers.md).
+        """
+        if entry.name != "Lion" or not self.uses_deepspeed:
+            return False
+        if self.offloaded:
+            return self.accelerator in _CPU_KERNELS["Lion"]
+        return self.accelerator == "cuda"
+
+    def _deepspeed_class(
+        self, entry: OptimizerEntry, params: Mapping[str, Any], decay: WeightDecay | None
+    ) -> str:
+        if entry.name in ADAM:
+            if params.get("torch_adam"):
+                return _torch_class(entry, decay)
+            if self.offloaded:
+                return "ZenFlowCPUAdam" if self.zenflow else "DeepSpeedCPUAdam"
+            return "FusedAdam"
+        return (_OFFLOADED_CLASS if self.offloaded else _RESIDENT_CLASS)[entry.name]
+
+    def _obstacles(self, entry: OptimizerEntry) -> Iterator[Capability]:
+        """Why it cannot run, the weightiest reason first."""
+        if entry.refusal is not None:
+            yield _cannot(entry.refusal, entry.instead)
+        if (package := missing_package(entry, self)) is not None:
+            yield _cannot(
+                f"the package {package} is not installed (pip install 'zerotune[{entry.extra}]')"
+            )
+        # CPU kernels came to bitsandbytes with 0.50 (its PR #1901).
+        if entry.name == "AdamW8bit" and self.before("bitsandbytes", 0, 50):
+            if self.offloaded:
+                yield _cannot(
+                    "the kernels of bitsandbytes before 0.50 update states on the GPU, and offload "
+                    "keeps them in host memory"
+                )
+            elif self.accelerator != "cuda":
+                yield _cannot("the kernels of bitsandbytes before 0.50 are CUDA's")
+        if self.offload == "nvme" and entry.name == _BF16_STATES:
+            yield _cannot(
+                "DeepSpeed swaps states in the weights' dtype, so they would be fp32 again"
+            )
+        if self.offload == "nvme" and entry.name in LOW_BIT:
+            yield _cannot(
+                "DeepSpeed swaps states as if they had the weights' size and dtype; with 8-bit "
+                "states on NVMe the engine ran, and the loss did not fall",
+                f"{entry.name} with offload to the CPU",
+            )
+        if self.sharded:
+            yield from self._obstacles_in_parts(entry)
+        if entry.name == "Adagrad" and self.offloaded:
+            accelerator = self.accelerator
+            if accelerator not in _CPU_KERNELS["Adagrad"]:
+                yield _cannot(
+                    f"DeepSpeed has no CPU kernel of it for the {accelerator} accelerator"
+                )
+
+    def _obstacles_in_parts(self, entry: OptimizerEntry) -> Iterator[Capability]:
+        """Numbers of all weights together, or of whole matrices; ZeRO hands over parts."""
+        if entry.own_schedule and self.stage == 3:
+            yield _cannot(
+                "it keeps numbers that belong to all weights together, and stage 3 steps one "
+                "sub-group at a time",
+                f"{entry.name} at stage 2",
+            )
+        elif entry.name == "Prodigy" and self.world_size > 1:
+            yield _cannot(
+                "each rank would find a learning rate of its own from its part of the weights",
+                "Prodigy at stage 0",
+            )
+        if entry.name == "Adafactor":
+            yield _cannot(
+                "it factors the second moment of matrices, and ZeRO hands it flat partitions, on "
+                "which it would be another algorithm without the saving"
+            )
+
+    def _handed_over(self, entry: OptimizerEntry) -> Capability:
+        """It works; what DeepSpeed does not build itself goes in as a client optimizer."""
+        source = implementation_of(entry, {}, self).source
+        if source == "deepspeed":
+            return Capability(status="works")
+        ours = source == "zerotune"
+        reason = f"zerotune's own implementation runs: {_OWN[entry.name]}" if ours else ""
+        if not self.sharded:
+            return Capability(status="works with" if ours else "works", reason=reason)
+        if self.allow_untested is False:
+            return _cannot(
+                "it is not on DeepSpeed's list of optimizers tested with ZeRO, and the "
+                "configuration says zero_allow_untested_optimizer: false"
+            )
+        config: dict[str, Any] = {"zero_allow_untested_optimizer": True}
+        parts = [reason, "it is not on DeepSpeed's list of optimizers tested with ZeRO"]
+        if entry.package == "torchao.optim":
+            parts.append(TORCHAO_BLOCKS)
+        if self.offloaded:
+            config["zero_force_ds_cpu_optimizer"] = False
+            if entry.name != _BF16_STATES:
+                parts.append("offloaded, torch updates it on the CPU without a vectorised kernel")
+        return Capability(
+            status="works with", reason="; ".join(part for part in parts if part), config=config
+        )
+
 
 OPTIONAL_PACKAGES: Final = ("mup", "bitsandbytes", "torchao", "prodigyopt", "schedulefree")
 
@@ -147,12 +251,12 @@ def implementation_of(
     source: OptimizerSource
     if entry.package is not None:
         source, name = "package", entry.implementation or entry.name
-    elif entry.name in _OWN and not _has_kernel(entry, situation):
+    elif entry.name in _OWN and not situation._has_kernel(entry):
         source, name = "zerotune", entry.name
     elif entry.family == "torch" or not situation.uses_deepspeed:
         source, name = "torch", _torch_class(entry, decay)
     else:
-        source, name = "deepspeed", _deepspeed_class(entry, params, situation, decay)
+        source, name = "deepspeed", situation._deepspeed_class(entry, params, decay)
     return OptimizerChoice(
         name=entry.name,
         params={},
@@ -185,18 +289,6 @@ _CPU_KERNELS: Final[Mapping[str, frozenset[str]]] = {
 """Accelerators on which DeepSpeed updates their states in host memory."""
 
 
-def _has_kernel(entry: OptimizerEntry, situation: Situation) -> bool:
-    """Whether DeepSpeed's own kernel of it is used: only Lion's is.
-
-    Lamb's asks for fp16, Muon's is not the same algorithm at every stage (docs/optimizers.md).
-    """
-    if entry.name != "Lion" or not situation.uses_deepspeed:
-        return False
-    if situation.offloaded:
-        return situation.accelerator in _CPU_KERNELS["Lion"]
-    return situation.accelerator == "cuda"
-
-
 def decay_mode(entry: OptimizerEntry, params: Mapping[str, Any]) -> WeightDecay | None:
     """How ``entry`` with ``params`` decays weights; ``None`` when it is not Adam-like."""
     # The classes of packages do not tell, so it could not be verified.
@@ -224,26 +316,8 @@ def _torch_class(entry: OptimizerEntry, decay: WeightDecay | None) -> str:
     return entry.name
 
 
-def _deepspeed_class(
-    entry: OptimizerEntry,
-    params: Mapping[str, Any],
-    situation: Situation,
-    decay: WeightDecay | None,
-) -> str:
-    if entry.name in ADAM:
-        if params.get("torch_adam"):
-            return _torch_class(entry, decay)
-        if situation.offloaded:
-            return "ZenFlowCPUAdam" if situation.zenflow else "DeepSpeedCPUAdam"
-        return "FusedAdam"
-    return (_OFFLOADED_CLASS if situation.offloaded else _RESIDENT_CLASS)[entry.name]
-
-
 _OFFLOADED_CLASS: Final = {"Adagrad": "DeepSpeedCPUAdagrad", "Lion": "DeepSpeedCPULion"}
-_RESIDENT_CLASS: Final = {
-    "Adagrad": "Adagrad",
-    "Lion": "FusedLion",
-}
+_RESIDENT_CLASS: Final = {"Adagrad": "Adagrad", "Lion": "FusedLion"}
 
 
 # -- What was really run, cell by cell. ``python -m tools.capabilities`` starts the real engine
@@ -373,7 +447,7 @@ def capability_of(
     entry: OptimizerEntry, situation: Situation, table: CapabilityTable | None = None
 ) -> Capability:
     """Whether the optimizer of ``entry`` can run in ``situation``."""
-    answer = next(_obstacles(entry, situation), None) or _handed_over(entry, situation)
+    answer = next(situation._obstacles(entry), None) or situation._handed_over(entry)
     if answer.runs:
         name = implementation_of(entry, {}, situation).implementation
         answer = attrs.evolve(answer, implementation=name)
@@ -407,83 +481,3 @@ TORCHAO_BLOCKS: Final = (
 
 def _cannot(reason: str, alternative: str | None = DEFAULT_OPTIMIZER, **kwargs: Any) -> Capability:
     return Capability(status="cannot", reason=reason, alternative=alternative, **kwargs)
-
-
-def _obstacles(entry: OptimizerEntry, situation: Situation) -> Iterator[Capability]:
-    """Why it cannot run, the weightiest reason first."""
-    if entry.refusal is not None:
-        yield _cannot(entry.refusal, entry.instead)
-    if (package := missing_package(entry, situation)) is not None:
-        yield _cannot(
-            f"the package {package} is not installed (pip install 'zerotune[{entry.extra}]')"
-        )
-    # CPU kernels came to bitsandbytes with 0.50 (its PR #1901).
-    if entry.name == "AdamW8bit" and situation.before("bitsandbytes", 0, 50):
-        if situation.offloaded:
-            yield _cannot(
-                "the kernels of bitsandbytes before 0.50 update states on the GPU, and offload "
-                "keeps them in host memory"
-            )
-        elif situation.accelerator != "cuda":
-            yield _cannot("the kernels of bitsandbytes before 0.50 are CUDA's")
-    if situation.offload == "nvme" and entry.name == _BF16_STATES:
-        yield _cannot("DeepSpeed swaps states in the weights' dtype, so they would be fp32 again")
-    if situation.offload == "nvme" and entry.name in LOW_BIT:
-        yield _cannot(
-            "DeepSpeed swaps states as if they had the weights' size and dtype; with 8-bit states "
-            "on NVMe the engine ran, and the loss did not fall",
-            f"{entry.name} with offload to the CPU",
-        )
-    if situation.sharded:
-        yield from _obstacles_in_parts(entry, situation)
-    if entry.name == "Adagrad" and situation.offloaded:
-        accelerator = situation.accelerator
-        if accelerator not in _CPU_KERNELS["Adagrad"]:
-            yield _cannot(f"DeepSpeed has no CPU kernel of it for the {accelerator} accelerator")
-
-
-def _obstacles_in_parts(entry: OptimizerEntry, situation: Situation) -> Iterator[Capability]:
-    """Numbers that belong to all weights together, or to whole matrices; ZeRO hands over parts."""
-    if entry.own_schedule and situation.stage == 3:
-        yield _cannot(
-            "it keeps numbers that belong to all weights together, and stage 3 steps one "
-            "sub-group at a time",
-            f"{entry.name} at stage 2",
-        )
-    elif entry.name == "Prodigy" and situation.world_size > 1:
-        yield _cannot(
-            "each rank would find a learning rate of its own from its part of the weights",
-            "Prodigy at stage 0",
-        )
-    if entry.name == "Adafactor":
-        yield _cannot(
-            "it factors the second moment of matrices, and ZeRO hands it flat partitions, on which "
-            "it would be another algorithm without the saving"
-        )
-
-
-def _handed_over(entry: OptimizerEntry, situation: Situation) -> Capability:
-    """It works; what DeepSpeed does not build itself goes in as a client optimizer."""
-    source = implementation_of(entry, {}, situation).source
-    if source == "deepspeed":
-        return Capability(status="works")
-    ours = source == "zerotune"
-    reason = f"zerotune's own implementation runs: {_OWN[entry.name]}" if ours else ""
-    if not situation.sharded:
-        return Capability(status="works with" if ours else "works", reason=reason)
-    if situation.allow_untested is False:
-        return _cannot(
-            "it is not on DeepSpeed's list of optimizers tested with ZeRO, and the configuration "
-            "says zero_allow_untested_optimizer: false"
-        )
-    config: dict[str, Any] = {"zero_allow_untested_optimizer": True}
-    parts = [reason, "it is not on DeepSpeed's list of optimizers tested with ZeRO"]
-    if entry.package == "torchao.optim":
-        parts.append(TORCHAO_BLOCKS)
-    if situation.offloaded:
-        config["zero_force_ds_cpu_optimizer"] = False
-        if entry.name != _BF16_STATES:
-            parts.append("offloaded, torch updates it on the CPU without a vectorised kernel")
-    return Capability(
-        status="works with", reason="; ".join(part for part in parts if part), config=config
-    )

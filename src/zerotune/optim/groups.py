@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import attrs
 
-from zerotune._util.text import did_you_mean
+from zerotune._util.text import as_texts, did_you_mean
 from zerotune.decisions import Decision, Log, raise_all
 from zerotune.errors import InvalidValueError, OptimizerError
 from zerotune.optim.settle import check, reject_unknown
@@ -81,17 +81,13 @@ REST: Final = "rest"
 """Name of the group of all that no rule picks."""
 
 
-def _all_patterns(value: str | Iterable[str]) -> tuple[str, ...]:
-    return (value,) if isinstance(value, str) else tuple(value)
-
-
 @attrs.frozen(kw_only=True)
 class ParameterGroup:
     """One rule: what it picks, and what the picked parameters get."""
 
     name: str = attrs.field()
     """What the group is called in reports."""
-    patterns: tuple[str, ...] = attrs.field(default=("*",), converter=_all_patterns)
+    patterns: tuple[str, ...] = attrs.field(default=("*",), converter=as_texts)
     """Globs, module names or ``"re:…"``; one that matches is enough. All, when not given."""
     max_ndim: int | None = None
     """Only parameters of at most so many dimensions: 1 picks biases and the weights of norms."""
@@ -144,6 +140,30 @@ class ParameterGroup:
         if self.max_ndim is not None and len(shape) > self.max_ndim:
             return False
         return any(matches(pattern, name) for pattern in self.patterns)
+
+    def _group_of(
+        self, parameters: Sequence[ParameterFacts], choice: OptimizerChoice, entry: OptimizerEntry
+    ) -> GroupChoice:
+        section = f"{KEY}.{self.name}"
+        accepted = [name for name in entry.parameter_names if name in choice.params]
+        log = Log()
+        reject_unknown(self.params, accepted, log, section=section, owner=entry.name)
+        raise_all(log.mistakes)
+        arguments: dict[str, Any] = {}
+        for key, value in self.params.items():
+            parameter = entry.parameter(key)
+            if parameter is None or key not in _PER_GROUP:
+                raise InvalidValueError(
+                    "the class reads it once for all groups",
+                    key=f"{section}.{key}",
+                    value=value,
+                    fix="write it under optimizer.params",
+                )
+            arguments[key] = check(parameter, value, section=section)
+        if self.lr_scale is not None:
+            arguments["lr"] = choice.lr * self.lr_scale
+        shown = {key: choice.params[key] for key in ("lr", "weight_decay") if key in choice.params}
+        return same_group(parameters, self.name, {**shown, **arguments})
 
 
 @attrs.frozen(kw_only=True)
@@ -236,6 +256,26 @@ class ParameterGroups:
             split.append(attrs.evolve(rule, optional=True))
         return ParameterGroups(rules=[*split, _NO_DECAY])
 
+    def _check_matches(self, model: ModelFacts) -> None:
+        trainable = [parameter.name for parameter in model.trainable]
+        frozen = [parameter.name for parameter in model.parameters if not parameter.trainable]
+        for rule in self.rules:
+            for pattern in rule.patterns:
+                if any(matches(pattern, name) for name in trainable):
+                    continue
+                if any(matches(pattern, name) for name in frozen):
+                    reason, fix = "it matches frozen parameters only", "let them require gradients"
+                else:
+                    close = closest_names(pattern, trainable)
+                    reason = "it matches no parameter of the model"
+                    parts = dict.fromkeys(name.partition(".")[0] for name in trainable)
+                    fix = f"the model's parts are {', '.join(parts)}"
+                    if close:
+                        fix = f"did you mean {' or '.join(close)}?"
+                raise OptimizerError(
+                    reason, key=f"{KEY}.{rule.name}.patterns", value=pattern, fix=fix
+                )
+
 
 _NO_DECAY = ParameterGroup(name="no decay", max_ndim=1, params={"weight_decay": 0.0}, optional=True)
 
@@ -271,7 +311,7 @@ def group_parameters(
             value=entry.name,
             fix="leave the groups out, or use another optimizer",
         )
-    _check_matches(groups, model)
+    groups._check_matches(model)
     taken: dict[str, list[ParameterFacts]] = {rule.name: [] for rule in groups.rules}
     taken[REST] = []
     for each in model.trainable:
@@ -280,7 +320,7 @@ def group_parameters(
     _check_empty(groups.rules, taken, model)
     rest = ParameterGroup(name=REST)
     chosen = tuple(
-        _group(rule, taken[rule.name], choice, entry)
+        rule._group_of(taken[rule.name], choice, entry)
         for rule in (*groups.rules, rest)
         if taken[rule.name]
     )
@@ -309,25 +349,6 @@ def describe(group: GroupChoice) -> str:
     return f"{group.name}: {len(group.parameters)} {noun}, {group.numel:,} elements, {arguments}"
 
 
-def _check_matches(groups: ParameterGroups, model: ModelFacts) -> None:
-    trainable = [parameter.name for parameter in model.trainable]
-    frozen = [parameter.name for parameter in model.parameters if not parameter.trainable]
-    for rule in groups.rules:
-        for pattern in rule.patterns:
-            if any(matches(pattern, name) for name in trainable):
-                continue
-            if any(matches(pattern, name) for name in frozen):
-                reason, fix = "it matches frozen parameters only", "let them require gradients"
-            else:
-                close = closest_names(pattern, trainable)
-                reason = "it matches no parameter of the model"
-                parts = dict.fromkeys(name.partition(".")[0] for name in trainable)
-                fix = f"the model's parts are {', '.join(parts)}"
-                if close:
-                    fix = f"did you mean {' or '.join(close)}?"
-            raise OptimizerError(reason, key=f"{KEY}.{rule.name}.patterns", value=pattern, fix=fix)
-
-
 def _check_empty(
     rules: Sequence[ParameterGroup],
     taken: Mapping[str, Sequence[ParameterFacts]],
@@ -350,34 +371,6 @@ def _check_empty(
             value=rule.patterns,
             fix="put it before them: the first match wins" if rivals else "leave max_ndim out",
         )
-
-
-def _group(
-    rule: ParameterGroup,
-    parameters: Sequence[ParameterFacts],
-    choice: OptimizerChoice,
-    entry: OptimizerEntry,
-) -> GroupChoice:
-    section = f"{KEY}.{rule.name}"
-    accepted = [name for name in entry.parameter_names if name in choice.params]
-    log = Log()
-    reject_unknown(rule.params, accepted, log, section=section, owner=entry.name)
-    raise_all(log.mistakes)
-    arguments: dict[str, Any] = {}
-    for key, value in rule.params.items():
-        parameter = entry.parameter(key)
-        if parameter is None or key not in _PER_GROUP:
-            raise InvalidValueError(
-                "the class reads it once for all groups",
-                key=f"{section}.{key}",
-                value=value,
-                fix="write it under optimizer.params",
-            )
-        arguments[key] = check(parameter, value, section=section)
-    if rule.lr_scale is not None:
-        arguments["lr"] = choice.lr * rule.lr_scale
-    shown = {key: choice.params[key] for key in ("lr", "weight_decay") if key in choice.params}
-    return same_group(parameters, rule.name, {**shown, **arguments})
 
 
 def _groups_decision(chosen: Sequence[GroupChoice]) -> Decision:

@@ -25,11 +25,11 @@ from zerotune.optim.settle import (
     Policy,
     Request,
     ScheduleRequest,
+    ScheduleSettling,
     Settled,
+    Settling,
     Suggestion,
     per_group_schedule,
-    settle,
-    settle_schedule,
 )
 from zerotune.optimizers.catalogue import (
     DEFAULT_OPTIMIZER,
@@ -50,7 +50,7 @@ from zerotune.plan.model import is_auto
 from zerotune.plan.read import SHORT_NAMES, settings_by_path
 
 if TYPE_CHECKING:
-    from zerotune.plan.model import ResolvedPlan, RunFacts
+    from zerotune.plan.model import ResolvedPlan
     from zerotune.platform import Platform
 
 
@@ -70,8 +70,29 @@ class OptimizerResolution:
     """Every automatic choice."""
 
     def explain(self) -> str:
-        """What will run and why, as text."""
-        return _explanation(self)
+        """What runs, its schedule at a few steps, and every decision, as text."""
+        optimizer, scheduler = self.optimizer, self.scheduler
+        builder = _BUILDER.get(optimizer.source, f"of the package {optimizer.package}")
+        decay = optimizer.weight_decay_mode
+        blocks: list[Block] = [
+            Line(f"optimizer: {optimizer.name}, runs as {optimizer.implementation} ({builder})"),
+            Line(f"on {self.situation}", indent=2),
+            *([] if decay is None else [Line(f"weight decay: {_DECAY[decay]}", indent=2)]),
+            Line(f"states per parameter: {', '.join(self.states) or 'none'}", indent=2),
+            _arguments(optimizer.params),
+        ]
+        if optimizer.groups:
+            blocks.append(Line("parameter groups, the first match wins:"))
+            blocks += [Line(describe(group), indent=2) for group in optimizer.groups]
+        if scheduler is None:
+            blocks.append(Line("scheduler: none, the learning rate stays constant"))
+        else:
+            summary = SCHEDULERS[scheduler.name].summary.lower()
+            blocks.append(Line(f"scheduler: {scheduler.name}, {summary}"))
+            blocks += [_arguments(scheduler.params), *_curve(scheduler, optimizer.lr)]
+        if self.decisions:
+            blocks += [Line("decisions:"), Line(render_decisions(self.decisions))]
+        return Page(blocks=tuple(blocks)).text()
 
 
 @attrs.frozen(kw_only=True)
@@ -124,21 +145,20 @@ class OptimizerResolver:
             InvalidValueError: An argument of the wrong type or out of range.
         """
         overrides = settings_by_path(self.overrides, _override_paths) if self.overrides else {}
-        situation = Situation.of(resolved)
-        log = Log()
-        schedule = log.attempt(_schedule_request, resolved, overrides)
+        asked, situation, log = _Asked(resolved, overrides), Situation.of(resolved), Log()
+        schedule = log.attempt(asked.schedule)
         settled = log.whole(
-            lambda: settle(
-                _request(resolved, overrides),
-                situation,
-                overrides=_below(_OPTIMIZER_PARAMS, overrides),
-                suggestions=_suggestions(resolved.run, schedule),
+            lambda: Settling(
+                asked=asked.optimizer(),
+                situation=situation,
+                overrides=asked.below(_OPTIMIZER_PARAMS),
+                suggestions=asked.suggestions(schedule),
                 policy=self.on_unsupported,
                 table=self.table,
-            )
+            ).settled()
         )
         choice, grouping = self._grouped(settled, resolved)
-        scheduler, why = _settle_schedule(schedule, attrs.evolve(settled, choice=choice), resolved)
+        scheduler, why = asked.settle_schedule(schedule, attrs.evolve(settled, choice=choice))
         return OptimizerResolution(
             optimizer=choice,
             scheduler=scheduler,
@@ -277,97 +297,101 @@ def _override_paths(name: str, value: Any) -> list[tuple[str, Any]]:
     return [(path, value)]
 
 
-def _below(prefix: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        path.removeprefix(prefix): value
-        for path, value in overrides.items()
-        if path.startswith(prefix)
-    }
+@attrs.frozen
+class _Asked:
+    """What a plan asks for, under the overrides."""
 
+    resolved: ResolvedPlan
+    overrides: Mapping[str, Any]
 
-def _request(resolved: ResolvedPlan, overrides: Mapping[str, Any]) -> Request:
-    section = resolved.plan.optimizer
-    written = overrides.get(OPTIMIZER_TYPE, None if section is None else section.type)
-    configured = written is not None and not is_auto(written)
-    return Request(
-        name=parse_optimizer_name(written if configured else DEFAULT_OPTIMIZER),
-        params={} if section is None else dict(section.params or {}),
-        configured=configured,
-    )
+    def below(self, prefix: str) -> dict[str, Any]:
+        return {
+            path.removeprefix(prefix): value
+            for path, value in self.overrides.items()
+            if path.startswith(prefix)
+        }
 
+    def optimizer(self) -> Request:
+        section = self.resolved.plan.optimizer
+        written = self.overrides.get(OPTIMIZER_TYPE, None if section is None else section.type)
+        configured = written is not None and not is_auto(written)
+        return Request(
+            name=parse_optimizer_name(written if configured else DEFAULT_OPTIMIZER),
+            params={} if section is None else dict(section.params or {}),
+            configured=configured,
+        )
 
-def _schedule_request(
-    resolved: ResolvedPlan, overrides: Mapping[str, Any]
-) -> ScheduleRequest | None:
-    section = resolved.plan.scheduler
-    written = overrides.get(SCHEDULER_TYPE, UNSET)
-    if written is None:
-        return None
-    if written is UNSET:
-        if section is None and not _below(_SCHEDULER_PARAMS, overrides):
+    def schedule(self) -> ScheduleRequest | None:
+        section = self.resolved.plan.scheduler
+        written = self.overrides.get(SCHEDULER_TYPE, UNSET)
+        if written is None:
             return None
-        written = None if section is None else section.type
-    if is_auto(written):
-        written = None
-    return ScheduleRequest(
-        name=DEFAULT_SCHEDULER if written is None else normalise_scheduler_name(written),
-        params={} if section is None else dict(section.params or {}),
-        written=written,
-        overrides=_below(_SCHEDULER_PARAMS, overrides),
-        lr_overridden=f"{_OPTIMIZER_PARAMS}lr" in overrides,
-    )
+        if written is UNSET:
+            if section is None and not self.below(_SCHEDULER_PARAMS):
+                return None
+            written = None if section is None else section.type
+        if is_auto(written):
+            written = None
+        return ScheduleRequest(
+            name=DEFAULT_SCHEDULER if written is None else normalise_scheduler_name(written),
+            params={} if section is None else dict(section.params or {}),
+            written=written,
+            overrides=self.below(_SCHEDULER_PARAMS),
+            lr_overridden=f"{_OPTIMIZER_PARAMS}lr" in self.overrides,
+        )
 
+    def suggestions(self, schedule: ScheduleRequest | None) -> dict[str, Suggestion]:
+        """What the run, or failing that the schedule, says about the optimizer's arguments."""
+        run = self.resolved.run
+        suggestions = {
+            name: Suggestion(value=getattr(run, name), source=f"the run ({name})")
+            for name in ("lr", "betas", "eps", "weight_decay")
+            if getattr(run, name) is not None
+        }
+        peak = None if schedule is None or schedule.entry.peak is None else schedule.entry.peak
+        if "lr" not in suggestions and schedule is not None and peak is not None:
+            value = as_number(schedule.params.get(peak))
+            # A peak out of range is refused under its own name, not under the optimizer's.
+            if value is not None and value > 0:
+                suggestions["lr"] = Suggestion(
+                    value=value, source=f"scheduler.params.{peak}", yields=True
+                )
+        return suggestions
 
-def _suggestions(run: RunFacts, schedule: ScheduleRequest | None) -> dict[str, Suggestion]:
-    """What the run, or failing that the schedule, says about the optimizer's arguments."""
-    suggestions = {
-        name: Suggestion(value=getattr(run, name), source=f"the run ({name})")
-        for name in ("lr", "betas", "eps", "weight_decay")
-        if getattr(run, name) is not None
-    }
-    peak = None if schedule is None or schedule.entry.peak is None else schedule.entry.peak
-    if "lr" not in suggestions and schedule is not None and peak is not None:
-        value = as_number(schedule.params.get(peak))
-        # A peak out of range is refused under its own name, not under the optimizer's.
-        if value is not None and value > 0:
-            suggestions["lr"] = Suggestion(
-                value=value, source=f"scheduler.params.{peak}", yields=True
-            )
-    return suggestions
+    def settle_schedule(
+        self, request: ScheduleRequest | None, settled: Settled
+    ) -> tuple[SchedulerChoice | None, tuple[Decision, ...]]:
+        own_pace = settled.entry.own_schedule
+        if request is None or (own_pace and request.written is None):
+            overridden = request is None and self.resolved.plan.scheduler is not None
+            return None, (self._without_schedule(settled, overridden=overridden),)
+        settling = ScheduleSettling(
+            request=request, optimizer=settled.choice, run=self.resolved.run
+        )
+        scheduler, decisions = settling.settled()
+        scheduler, own_curve = per_group_schedule(scheduler, settled.choice)
+        return scheduler, (*decisions, *own_curve)
+
+    def _without_schedule(self, settled: Settled, *, overridden: bool) -> Decision:
+        """Why there is no schedule, which in DeepSpeed means a constant learning rate."""
+        section, warmup = self.resolved.plan.scheduler, self.resolved.run.warmup_steps
+        key: str = SCHEDULER_TYPE
+        before: Any = section.type if section and overridden else None
+        severity: Severity = "warning" if overridden else "note"
+        if overridden:
+            reason = "overrides ask for no schedule: the learning rate stays constant"
+        elif settled.entry.own_schedule:
+            reason = f"no scheduler is configured, and {settled.choice.name} sets its own pace"
+        elif warmup:
+            key, before, severity = "run.warmup_steps", warmup, "warning"
+            reason = "no scheduler is configured, so the learning rate stays constant and nothing "
+            reason += 'warms up; write scheduler.type = "WarmupLR", or "auto"'
+        else:
+            reason = "no scheduler is configured: the learning rate stays constant, as in DeepSpeed"
+        return Decision(key=key, before=before, after=None, reason=reason, severity=severity)
 
 
 # -- The schedule, and what is said about the states.
-
-
-def _settle_schedule(
-    request: ScheduleRequest | None, settled: Settled, resolved: ResolvedPlan
-) -> tuple[SchedulerChoice | None, tuple[Decision, ...]]:
-    own_pace = settled.entry.own_schedule
-    if request is None or (own_pace and request.written is None):
-        overridden = request is None and resolved.plan.scheduler is not None
-        return None, (_without_schedule(settled, resolved, overridden=overridden),)
-    scheduler, decisions = settle_schedule(request, settled.choice, resolved.run)
-    scheduler, own_curve = per_group_schedule(scheduler, settled.choice)
-    return scheduler, (*decisions, *own_curve)
-
-
-def _without_schedule(settled: Settled, resolved: ResolvedPlan, *, overridden: bool) -> Decision:
-    """Why there is no schedule, which in DeepSpeed means a constant learning rate."""
-    section, warmup = resolved.plan.scheduler, resolved.run.warmup_steps
-    key: str = SCHEDULER_TYPE
-    before: Any = section.type if section and overridden else None
-    severity: Severity = "warning" if overridden else "note"
-    if overridden:
-        reason = "overrides ask for no schedule: the learning rate stays constant"
-    elif settled.entry.own_schedule:
-        reason = f"no scheduler is configured, and {settled.choice.name} sets its own pace"
-    elif warmup:
-        key, before, severity = "run.warmup_steps", warmup, "warning"
-        reason = "no scheduler is configured, so the learning rate stays constant and nothing "
-        reason += 'warms up; write scheduler.type = "WarmupLR", or "auto"'
-    else:
-        reason = "no scheduler is configured: the learning rate stays constant, as in DeepSpeed"
-    return Decision(key=key, before=before, after=None, reason=reason, severity=severity)
 
 
 def _not_saved(settled: Settled) -> tuple[Decision, ...]:
@@ -388,32 +412,6 @@ def _not_saved(settled: Settled) -> tuple[Decision, ...]:
 
 
 # -- As text.
-
-
-def _explanation(resolution: OptimizerResolution) -> str:
-    """A resolution as text: what runs, its schedule at a few steps, and every decision."""
-    optimizer, scheduler = resolution.optimizer, resolution.scheduler
-    builder = _BUILDER.get(optimizer.source, f"of the package {optimizer.package}")
-    decay = optimizer.weight_decay_mode
-    blocks: list[Block] = [
-        Line(f"optimizer: {optimizer.name}, runs as {optimizer.implementation} ({builder})"),
-        Line(f"on {resolution.situation}", indent=2),
-        *([] if decay is None else [Line(f"weight decay: {_DECAY[decay]}", indent=2)]),
-        Line(f"states per parameter: {', '.join(resolution.states) or 'none'}", indent=2),
-        _arguments(optimizer.params),
-    ]
-    if optimizer.groups:
-        blocks.append(Line("parameter groups, the first match wins:"))
-        blocks += [Line(describe(group), indent=2) for group in optimizer.groups]
-    if scheduler is None:
-        blocks.append(Line("scheduler: none, the learning rate stays constant"))
-    else:
-        summary = SCHEDULERS[scheduler.name].summary.lower()
-        blocks.append(Line(f"scheduler: {scheduler.name}, {summary}"))
-        blocks += [_arguments(scheduler.params), *_curve(scheduler, optimizer.lr)]
-    if resolution.decisions:
-        blocks += [Line("decisions:"), Line(render_decisions(resolution.decisions))]
-    return Page(blocks=tuple(blocks)).text()
 
 
 _BUILDER: Final = {

@@ -101,223 +101,301 @@ class Settled:
     """Learning rates of Muon's two kinds of groups, where somebody wrote them."""
 
 
-def settle(
-    request: Request,
-    situation: Situation,
-    *,
-    overrides: Mapping[str, Any],
-    suggestions: Mapping[str, Suggestion],
-    policy: Policy,
-    table: CapabilityTable | None = None,
-) -> Settled:
-    """Settle on an optimizer."""
-    log = Log()
-    asked = _respell_decay(request, log)
+@attrs.define(kw_only=True)
+class Settling:
+    """The way from what is asked for to one choice of optimizer."""
 
-    def completed() -> tuple[Request, Capability, Filled]:
-        _check_request(asked, overrides, situation, policy, log)
-        request, capability = _runnable(asked, situation, policy, log, table)
-        request = _without_foreign(request, log)
-        left = _still_meant(overrides, request.entry, log)
-        return request, capability, _complete(request, left, suggestions)
+    asked: Request
+    situation: Situation
+    overrides: Mapping[str, Any]
+    """Those that still have a meaning, after a fallback as well."""
+    suggestions: Mapping[str, Suggestion]
+    policy: Policy
+    table: CapabilityTable | None = None
+    log: Log = attrs.field(init=False, factory=Log)
+    request: Request = attrs.field(init=False)
+    """What can be had here."""
+    capability: Capability = attrs.field(init=False)
+    filled: Filled = attrs.field(init=False)
 
-    request, capability, filled = log.whole(completed)
-    _keep_decay_meaning(request, filled)
-    _match_bf16_states(situation, filled)
-    implementation = implementation_of(request.entry, filled.values, situation)
-    params = _constructor_arguments(request, implementation, filled, policy)
-    _record_name(asked, request, implementation, log)
-    _record_capability(request, situation, capability, log)
-    return Settled(
-        choice=attrs.evolve(implementation, params=params),
-        entry=request.entry,
-        decisions=(*log.decisions, *filled.decisions),
-        rates={key: filled.values[key] for key in GROUP_RATES if key in filled.values},
-    )
-
-
-# -- What is asked for.
-
-
-def _check_request(
-    asked: Request,
-    overrides: Mapping[str, Any],
-    situation: Situation,
-    policy: Policy,
-    log: Log,
-) -> None:
-    """Refuse arguments of no optimizer; under ``"error"`` those of others, and overrides, too."""
-    entry = asked.entry
-    foreign = () if policy == "error" else _EVERY_ARGUMENT
-    for given, others in ((asked.params, foreign), (overrides, ())):
-        if (misplaced := clipping_in_optimizer(given)) is not None:
-            log.refuse(misplaced)
-        judged = {k: v for k, v in given.items() if k != "max_grad_norm" and k not in others}
-        reject_unknown(judged, entry.parameter_names, log, section=OPTIMIZER, owner=entry.name)
-    package = missing_package(entry, situation)
-    if package is not None and entry.family == "package":
-        # Who asks for an optimizer of an optional package wants that one.
-        raise MissingDependencyError(
-            f"{entry.name} is in the package {package}, which is not installed",
-            key=OPTIMIZER_TYPE,
-            value=asked.name.written,
-            fix=f"pip install 'zerotune[{entry.extra}]'",
+    def settled(self) -> Settled:
+        """Settle on an optimizer."""
+        self._respell_decay()
+        self.log.whole(self._complete)
+        self._keep_decay_meaning()
+        if self.situation.bf16_states and self.filled.values.get("fp32_optimizer_states"):
+            # DeepSpeed does so anyway.
+            reason = "bf16.bf16_optimizer_states keeps the states in bf16"
+            self.filled.change(OPTIMIZER, "fp32_optimizer_states", False, reason)
+        entry, values = self.request.entry, self.filled.values
+        implementation = implementation_of(entry, values, self.situation)
+        params = self._constructor_arguments(implementation)
+        self._record_name(implementation)
+        self._record_capability()
+        return Settled(
+            choice=attrs.evolve(implementation, params=params),
+            entry=entry,
+            decisions=(*self.log.decisions, *self.filled.decisions),
+            rates={key: values[key] for key in GROUP_RATES if key in values},
         )
 
+    def _complete(self) -> None:
+        self._check_request()
+        self._find_runnable()
+        self._leave_out_foreign()
+        self._fill()
 
-def _respell_decay(request: Request, log: Log) -> Request:
-    """DeepSpeed's classes and torch spell ``adam_w_mode`` in their own ways."""
-    params = dict(request.params)
-    if request.entry.name not in ADAM:
-        return request
-    for spelling in DECAY_SPELLINGS[1:]:
-        if spelling in params:
-            value = params.pop(spelling)
-            log.decide(
-                f"{OPTIMIZER}.{spelling}",
-                value,
-                None,
-                "DeepSpeed's configuration calls it adam_w_mode",
+    def _check_request(self) -> None:
+        """Refuse arguments of no optimizer; under ``"error"`` those of others and overrides too."""
+        entry = self.asked.entry
+        foreign = () if self.policy == "error" else _EVERY_ARGUMENT
+        for given, others in ((self.asked.params, foreign), (self.overrides, ())):
+            if (misplaced := clipping_in_optimizer(given)) is not None:
+                self.log.refuse(misplaced)
+            judged = {k: v for k, v in given.items() if k != "max_grad_norm" and k not in others}
+            reject_unknown(
+                judged, entry.parameter_names, self.log, section=OPTIMIZER, owner=entry.name
             )
-            params.setdefault("adam_w_mode", value)
-    name = attrs.evolve(request.name, canonical=request.name.under(params))
-    return attrs.evolve(request, name=name, params=params)
+        package = missing_package(entry, self.situation)
+        if package is not None and entry.family == "package":
+            # Who asks for an optimizer of an optional package wants that one.
+            raise MissingDependencyError(
+                f"{entry.name} is in the package {package}, which is not installed",
+                key=OPTIMIZER_TYPE,
+                value=self.asked.name.written,
+                fix=f"pip install 'zerotune[{entry.extra}]'",
+            )
 
+    def _respell_decay(self) -> None:
+        """DeepSpeed's classes and torch spell ``adam_w_mode`` in their own ways."""
+        params = dict(self.asked.params)
+        if self.asked.entry.name not in ADAM:
+            return
+        for spelling in DECAY_SPELLINGS[1:]:
+            if spelling in params:
+                value = params.pop(spelling)
+                self.log.decide(
+                    f"{OPTIMIZER}.{spelling}",
+                    value,
+                    None,
+                    "DeepSpeed's configuration calls it adam_w_mode",
+                )
+                params.setdefault("adam_w_mode", value)
+        name = attrs.evolve(self.asked.name, canonical=self.asked.name.under(params))
+        self.asked = attrs.evolve(self.asked, name=name, params=params)
 
-def _without_foreign(request: Request, log: Log) -> Request:
-    """Leave out arguments that belong to other optimizers."""
-    accepted = request.entry.parameter_names
-    for key, value in request.params.items():
-        if key not in accepted:
-            log.decide(
+    def _leave_out_foreign(self) -> None:
+        """Leave out arguments that belong to other optimizers, and overrides of such."""
+        accepted = self.request.entry.parameter_names
+        for key, value in self.request.params.items():
+            if key not in accepted:
+                self.log.decide(
+                    f"{OPTIMIZER}.{key}",
+                    value,
+                    None,
+                    f"{self.request.entry.name} has no such argument; left out",
+                    "warning",
+                )
+        for key in self.overrides.keys() - set(accepted):
+            self.log.decide(
                 f"{OPTIMIZER}.{key}",
-                value,
+                self.overrides[key],
                 None,
-                f"{request.entry.name} has no such argument; left out",
+                f"an override that {self.request.entry.name} has no argument for",
                 "warning",
             )
-    kept = {key: value for key, value in request.params.items() if key in accepted}
-    return attrs.evolve(request, params=kept)
+        kept = {key: value for key, value in self.request.params.items() if key in accepted}
+        self.overrides = {key: value for key, value in self.overrides.items() if key in accepted}
+        self.request = attrs.evolve(self.request, params=kept)
 
-
-def _still_meant(
-    overrides: Mapping[str, Any], entry: OptimizerEntry, log: Log
-) -> Mapping[str, Any]:
-    """The overrides that still have a meaning after a fallback to ``entry``."""
-    for key in overrides.keys() - set(entry.parameter_names):
-        log.decide(
-            f"{OPTIMIZER}.{key}",
-            overrides[key],
-            None,
-            f"an override that {entry.name} has no argument for",
-            "warning",
-        )
-    return {key: value for key, value in overrides.items() if entry.parameter(key)}
-
-
-# -- What can be had here.
-
-
-def _runnable(
-    request: Request,
-    situation: Situation,
-    policy: Policy,
-    log: Log,
-    table: CapabilityTable | None,
-) -> tuple[Request, Capability]:
-    capability = capability_of(request.entry, situation, table)
-    if capability.runs:
-        return request, capability
-    name = request.name
-    if policy == "error" or request.entry.family == "package":
-        # AdamW in its place is for names of DeepSpeed's configuration: with Prodigy's lr of 1, or
-        # without the memory that 8-bit states save, it would be no help.
-        raise OptimizerError(
-            f"{name.canonical} cannot run on {situation}: {capability.reason}",
-            key=OPTIMIZER_TYPE,
-            value=name.written,
-            fix=f"use {capability.alternative}",
-        )
-    log.decide(
-        OPTIMIZER_TYPE,
-        name.written,
-        DEFAULT_OPTIMIZER,
-        _why(request, situation, capability),
-        "warning",
-    )
-    fallback = attrs.evolve(
-        request,
-        name=OptimizerName(canonical=DEFAULT_OPTIMIZER, written=name.written),
-        params=_translate(request, log),
-    )
-    return fallback, capability_of(fallback.entry, situation, table)
-
-
-def _why(request: Request, situation: Situation, capability: Capability) -> str:
-    name = request.name.canonical
-    text = f"{name} cannot run on {situation}: {capability.reason}"
-    if capability.alternative not in (None, DEFAULT_OPTIMIZER):
-        text += f"; nearer than {DEFAULT_OPTIMIZER} would be {capability.alternative}"
-    if request.entry.lr_scale and "lr" in request.params:
-        text += (
-            f"; the learning rate is kept, although {name}'s is usually "
-            f"{request.entry.lr_scale} than {DEFAULT_OPTIMIZER}'s: check it"
-        )
-    return text
-
-
-def _translate(request: Request, log: Log) -> dict[str, Any]:
-    """The arguments that mean the same to AdamW; the others are dropped, each with a note."""
-    renamed = request.entry.renamed
-    params: dict[str, Any] = {}
-    for key, value in request.params.items():
-        if key in _TRANSLATABLE:
-            params.setdefault(key, value)
-        elif key in renamed:
-            params[renamed[key]] = value
-            log.decide(
-                f"{OPTIMIZER}.{key}",
-                value,
-                None,
-                f"{DEFAULT_OPTIMIZER} takes it as {renamed[key]}",
+    def _find_runnable(self) -> None:
+        """Fall back to AdamW where another optimizer cannot run."""
+        self.request, name = self.asked, self.asked.name
+        self.capability = capability = capability_of(self.asked.entry, self.situation, self.table)
+        if capability.runs:
+            return
+        if self.policy == "error" or self.asked.entry.family == "package":
+            # AdamW in its place is for names of DeepSpeed's configuration: with Prodigy's lr of 1,
+            # or without the memory that 8-bit states save, it would be no help.
+            raise OptimizerError(
+                f"{name.canonical} cannot run on {self.situation}: {capability.reason}",
+                key=OPTIMIZER_TYPE,
+                value=name.written,
+                fix=f"use {capability.alternative}",
             )
-        else:
-            log.decide(
-                f"{OPTIMIZER}.{key}",
-                value,
-                None,
-                f"an argument of {request.name.canonical} that {DEFAULT_OPTIMIZER} does not have",
+        self.log.decide(OPTIMIZER_TYPE, name.written, DEFAULT_OPTIMIZER, self._why(), "warning")
+        fallback = OptimizerName(canonical=DEFAULT_OPTIMIZER, written=name.written)
+        self.request = attrs.evolve(self.asked, name=fallback, params=self._translate())
+        self.capability = capability_of(self.request.entry, self.situation, self.table)
+
+    def _why(self) -> str:
+        name = self.asked.name.canonical
+        text = f"{name} cannot run on {self.situation}: {self.capability.reason}"
+        if self.capability.alternative not in (None, DEFAULT_OPTIMIZER):
+            text += f"; nearer than {DEFAULT_OPTIMIZER} would be {self.capability.alternative}"
+        if self.asked.entry.lr_scale and "lr" in self.asked.params:
+            text += (
+                f"; the learning rate is kept, although {name}'s is usually "
+                f"{self.asked.entry.lr_scale} than {DEFAULT_OPTIMIZER}'s: check it"
             )
-    return params
+        return text
 
+    def _translate(self) -> dict[str, Any]:
+        """The arguments that mean the same to AdamW; the others are dropped, each with a note."""
+        renamed = self.asked.entry.renamed
+        params: dict[str, Any] = {}
+        for key, value in self.asked.params.items():
+            if key in _TRANSLATABLE:
+                params.setdefault(key, value)
+            elif key in renamed:
+                params[renamed[key]] = value
+                self.log.decide(
+                    f"{OPTIMIZER}.{key}",
+                    value,
+                    None,
+                    f"{DEFAULT_OPTIMIZER} takes it as {renamed[key]}",
+                )
+            else:
+                self.log.decide(
+                    f"{OPTIMIZER}.{key}",
+                    value,
+                    None,
+                    f"an argument of {self.asked.name.canonical} that {DEFAULT_OPTIMIZER} does not "
+                    "have",
+                )
+        return params
 
-# -- Complete arguments.
-
-
-def _complete(
-    request: Request, overrides: Mapping[str, Any], suggestions: Mapping[str, Suggestion]
-) -> Filled:
-    entry = request.entry
-    sources = Sources(
-        owner=entry.name,
-        section=OPTIMIZER,
-        written=request.params,
-        overrides=overrides,
-        suggestions={key: value for key, value in suggestions.items() if entry.parameter(key)},
-        plain_defaults=not request.params or request.name.origin == "torch",
-    )
-    filled = fill(entry.parameters, sources)
-    if "lr" in filled.defaulted:
-        filled.defaulted.discard("lr")
-        filled.decide(
-            f"{OPTIMIZER}.lr",
-            None,
-            filled.values["lr"],
-            f"neither the configuration nor the run says it; zerotune's default for {entry.name}",
-            "warning" if request.configured else "note",
+    def _fill(self) -> None:
+        entry = self.request.entry
+        sources = Sources(
+            owner=entry.name,
+            section=OPTIMIZER,
+            written=self.request.params,
+            overrides=self.overrides,
+            suggestions={
+                key: value for key, value in self.suggestions.items() if entry.parameter(key)
+            },
+            plain_defaults=not self.request.params or self.request.name.origin == "torch",
         )
-    _check_together(entry, filled.values)
-    return filled
+        self.filled = filled = sources.fill(entry.parameters)
+        if "lr" in filled.defaulted:
+            filled.defaulted.discard("lr")
+            filled.decide(
+                f"{OPTIMIZER}.lr",
+                None,
+                filled.values["lr"],
+                "neither the configuration nor the run says it; zerotune's default for "
+                f"{entry.name}",
+                "warning" if self.request.configured else "note",
+            )
+        _check_together(entry, filled.values)
+
+    def _keep_decay_meaning(self) -> None:
+        """``Adam`` and ``adam_w_mode`` mean in DeepSpeed what few people expect."""
+        values, entry = self.filled.values, self.request.entry
+        if entry.name == "AdamW" and values["adam_w_mode"] is False:
+            reason = (
+                "adam_w_mode has no effect on AdamW, whose decay is decoupled; write type Adam "
+            )
+            reason += "with adam_w_mode false for L2 decay"
+            self.filled.change(OPTIMIZER, "adam_w_mode", True, reason, "warning")
+        if entry.name != "Adam" or "adam_w_mode" not in self.filled.defaulted:
+            return
+        if self.request.name.origin == "torch":
+            reason = "torch.optim.Adam decays weights by L2"
+            self.filled.change(OPTIMIZER, "adam_w_mode", False, reason)
+            return
+        reason = "DeepSpeed's Adam runs AdamW's decoupled decay unless adam_w_mode is false; write "
+        reason += "type AdamW, or adam_w_mode false for Adam's L2 decay"
+        # Without decay the two are the same algorithm.
+        severity: Severity = "warning" if values["weight_decay"] > 0 else "note"
+        self.filled.change(OPTIMIZER, "adam_w_mode", True, reason, severity)
+
+    def _constructor_arguments(self, implementation: OptimizerChoice) -> dict[str, Any]:
+        """What the class that really runs takes; the rest goes, audibly when somebody wrote it."""
+        entry = self.request.entry
+        kept: dict[str, Any] = {}
+        for key, value in self.filled.values.items():
+            parameter = entry.parameter(key)
+            if key in CONFIGURATION_ONLY:
+                taken = implementation.source == "deepspeed"
+            else:
+                accepted = parameter is not None and parameter.accepts(
+                    implementation.implementation
+                )
+                taken = accepted and key not in GROUP_RATES
+            if taken:
+                kept[key] = value
+            elif key not in self.filled.defaulted and key not in CONFIGURATION_ONLY | GROUP_RATES:
+                self._drop_argument(parameter, implementation, value)
+        self.filled.record_defaults(OPTIMIZER, entry.name, self.filled.defaulted & kept.keys())
+        return kept
+
+    def _drop_argument(
+        self, parameter: Parameter | None, implementation: OptimizerChoice, value: Any
+    ) -> None:
+        if parameter is None or value == parameter.default:
+            return
+        key = f"{OPTIMIZER}.{parameter.name}"
+        reason = (
+            f"{implementation.implementation}, which does the update here, has no such argument "
+            f"({', '.join(sorted(parameter.only))} would)"
+        )
+        if self.policy == "error":
+            fix = 'set "torch_adam": true' if parameter.name == "amsgrad" else "leave it out"
+            raise OptimizerError(reason, key=key, value=value, fix=fix)
+        self.filled.decide(key, value, None, reason, "warning")
+
+    def _record_name(self, implementation: OptimizerChoice) -> None:
+        name, canonical = self.asked.name, self.asked.name.canonical
+        if not self.asked.configured:
+            self.log.decide(
+                OPTIMIZER_TYPE,
+                None,
+                canonical,
+                f"no optimizer is configured; {canonical} is the default",
+            )
+        if self.request.name.canonical != canonical:
+            return
+        if name.implementation:
+            self.log.decide(
+                OPTIMIZER_TYPE,
+                name.written,
+                canonical,
+                f"it names a class, and the engine picks the class itself: {canonical} runs as "
+                f"{implementation.implementation} here",
+                "warning",
+            )
+        elif self.asked.configured and name.written != canonical:
+            self.log.decide(
+                OPTIMIZER_TYPE,
+                name.written,
+                canonical,
+                f"another spelling; it runs as {implementation.implementation} here",
+            )
+
+    def _record_capability(self) -> None:
+        if "own implementation" in self.capability.reason:
+            self.log.decide(
+                "optimizer.implementation",
+                self.request.name.canonical,
+                f"zerotune's {self.request.name.canonical}",
+                self.capability.reason,
+            )
+        written = {
+            "zero_allow_untested_optimizer": self.situation.allow_untested,
+            "zero_force_ds_cpu_optimizer": self.situation.force_cpu,
+        }
+        for key, value in self.capability.config.items():
+            if written.get(key) == value:
+                continue
+            self.log.decide(
+                key,
+                written.get(key),
+                value,
+                f"{self.request.name.canonical} needs it: {self.capability.reason}",
+                "warning",
+            )
 
 
 def _check_together(entry: OptimizerEntry, values: Mapping[str, Any]) -> None:
@@ -334,134 +412,6 @@ def _check_together(entry: OptimizerEntry, values: Mapping[str, Any]) -> None:
             key=f"{OPTIMIZER}.etas",
             value=values["etas"],
             fix="write for example [0.5, 1.2]",
-        )
-
-
-def _keep_decay_meaning(request: Request, filled: Filled) -> None:
-    """``Adam`` and ``adam_w_mode`` mean in DeepSpeed what few people expect."""
-    values, entry = filled.values, request.entry
-    if entry.name == "AdamW" and values["adam_w_mode"] is False:
-        reason = "adam_w_mode has no effect on AdamW, whose decay is decoupled; write type Adam "
-        reason += "with adam_w_mode false for L2 decay"
-        filled.change(OPTIMIZER, "adam_w_mode", True, reason, "warning")
-    if entry.name != "Adam" or "adam_w_mode" not in filled.defaulted:
-        return
-    if request.name.origin == "torch":
-        reason = "torch.optim.Adam decays weights by L2"
-        filled.change(OPTIMIZER, "adam_w_mode", False, reason)
-        return
-    reason = "DeepSpeed's Adam runs AdamW's decoupled decay unless adam_w_mode is false; write "
-    reason += "type AdamW, or adam_w_mode false for Adam's L2 decay"
-    # Without decay the two are the same algorithm.
-    severity: Severity = "warning" if values["weight_decay"] > 0 else "note"
-    filled.change(OPTIMIZER, "adam_w_mode", True, reason, severity)
-
-
-def _match_bf16_states(situation: Situation, filled: Filled) -> None:
-    """Say what DeepSpeed does anyway when the plan keeps optimizer states in bf16."""
-    if situation.bf16_states and filled.values.get("fp32_optimizer_states"):
-        reason = "bf16.bf16_optimizer_states keeps the states in bf16"
-        filled.change(OPTIMIZER, "fp32_optimizer_states", False, reason)
-
-
-def _constructor_arguments(
-    request: Request, implementation: OptimizerChoice, filled: Filled, policy: Policy
-) -> dict[str, Any]:
-    """What the class that really runs takes; the rest goes, audibly when somebody wrote it."""
-    entry = request.entry
-    kept: dict[str, Any] = {}
-    for key, value in filled.values.items():
-        parameter = entry.parameter(key)
-        if key in CONFIGURATION_ONLY:
-            taken = implementation.source == "deepspeed"
-        else:
-            accepted = parameter is not None and parameter.accepts(implementation.implementation)
-            taken = accepted and key not in GROUP_RATES
-        if taken:
-            kept[key] = value
-        elif key not in filled.defaulted and key not in CONFIGURATION_ONLY | GROUP_RATES:
-            _drop_argument(parameter, implementation, value, filled, policy)
-    filled.record_defaults(OPTIMIZER, entry.name, filled.defaulted & kept.keys())
-    return kept
-
-
-def _drop_argument(
-    parameter: Parameter | None,
-    implementation: OptimizerChoice,
-    value: Any,
-    filled: Filled,
-    policy: Policy,
-) -> None:
-    if parameter is None or value == parameter.default:
-        return
-    key = f"{OPTIMIZER}.{parameter.name}"
-    reason = (
-        f"{implementation.implementation}, which does the update here, has no such argument "
-        f"({', '.join(sorted(parameter.only))} would)"
-    )
-    if policy == "error":
-        fix = 'set "torch_adam": true' if parameter.name == "amsgrad" else "leave it out"
-        raise OptimizerError(reason, key=key, value=value, fix=fix)
-    filled.decide(key, value, None, reason, "warning")
-
-
-# -- What is said about it.
-
-
-def _record_name(
-    asked: Request, request: Request, implementation: OptimizerChoice, log: Log
-) -> None:
-    name, canonical = asked.name, asked.name.canonical
-    if not asked.configured:
-        log.decide(
-            OPTIMIZER_TYPE,
-            None,
-            canonical,
-            f"no optimizer is configured; {canonical} is the default",
-        )
-    if request.name.canonical != canonical:
-        return
-    if name.implementation:
-        log.decide(
-            OPTIMIZER_TYPE,
-            name.written,
-            canonical,
-            f"it names a class, and the engine picks the class itself: {canonical} runs as "
-            f"{implementation.implementation} here",
-            "warning",
-        )
-    elif asked.configured and name.written != canonical:
-        log.decide(
-            OPTIMIZER_TYPE,
-            name.written,
-            canonical,
-            f"another spelling; it runs as {implementation.implementation} here",
-        )
-
-
-def _record_capability(
-    request: Request, situation: Situation, capability: Capability, log: Log
-) -> None:
-    if "own implementation" in capability.reason:
-        log.decide(
-            "optimizer.implementation",
-            request.name.canonical,
-            f"zerotune's {request.name.canonical}",
-            capability.reason,
-        )
-    written = {
-        "zero_allow_untested_optimizer": situation.allow_untested,
-        "zero_force_ds_cpu_optimizer": situation.force_cpu,
-    }
-    for key, value in capability.config.items():
-        if written.get(key) == value:
-            continue
-        log.decide(
-            key,
-            written.get(key),
-            value,
-            f"{request.name.canonical} needs it: {capability.reason}",
-            "warning",
         )
 
 
@@ -495,33 +445,205 @@ class ScheduleRequest:
         return SCHEDULERS[self.name]
 
 
-def settle_schedule(
-    request: ScheduleRequest, optimizer: OptimizerChoice, run: RunFacts
-) -> tuple[SchedulerChoice, tuple[Decision, ...]]:
-    """Settle on a schedule."""
-    entry = request.entry
-    filled = _complete_schedule(request, optimizer, run)
-    if request.written is None:
-        reason = f"no scheduler is named; {entry.name} is the default"
-        filled.decide(SCHEDULER_TYPE, None, entry.name, reason)
-    elif request.written != entry.name:
-        filled.decide(SCHEDULER_TYPE, request.written, entry.name, "another spelling")
-    _no_warmup(entry, filled, asked=request.written is not None)
-    _compare_peak(entry, optimizer, filled)
-    _compare_lengths(filled)
-    if entry.name == "OneCycle":
-        _check_one_cycle(optimizer, filled)
-    filled.record_defaults(SCHEDULER, entry.name, filled.defaulted)
-    if entry.source == "zerotune":
-        filled.decide(
-            SCHEDULER_TYPE,
-            entry.name,
-            entry.name,
-            "DeepSpeed has no such class; zerotune steps diffusers' curve, once for each "
-            "optimizer step",
+@attrs.define(kw_only=True)
+class ScheduleSettling:
+    """The way from what is asked for to one choice of schedule."""
+
+    request: ScheduleRequest
+    optimizer: OptimizerChoice
+    run: RunFacts
+    filled: Filled = attrs.field(init=False)
+
+    def settled(self) -> tuple[SchedulerChoice, tuple[Decision, ...]]:
+        """Settle on a schedule."""
+        self._complete()
+        entry, written, filled = self.request.entry, self.request.written, self.filled
+        if written is None:
+            reason = f"no scheduler is named; {entry.name} is the default"
+            filled.decide(SCHEDULER_TYPE, None, entry.name, reason)
+        elif written != entry.name:
+            filled.decide(SCHEDULER_TYPE, written, entry.name, "another spelling")
+        self._no_warmup()
+        peak = self.optimizer.lr if entry.peak is None else filled.values[entry.peak]
+        if peak != self.optimizer.lr:
+            reason = f"{entry.name} sets the learning rate from {entry.peak} and ignores the "
+            reason += "optimizer's"
+            filled.decide("optimizer.params.lr", self.optimizer.lr, peak, reason, "warning")
+        self._compare_lengths()
+        if entry.name == "OneCycle":
+            self._check_one_cycle()
+        filled.record_defaults(SCHEDULER, entry.name, filled.defaulted)
+        if entry.source == "zerotune":
+            reason = "DeepSpeed has no such class; zerotune steps diffusers' curve, once for each "
+            filled.decide(SCHEDULER_TYPE, entry.name, entry.name, f"{reason}optimizer step")
+        choice = SchedulerChoice(name=entry.name, params=filled.values, source=entry.source)
+        return choice, tuple(filled.decisions)
+
+    def _complete(self) -> None:
+        entry, log = self.request.entry, Log()
+
+        def completed() -> Filled:
+            params = self._scalars()
+            for given in (params, self.request.overrides):
+                reject_unknown(
+                    given, entry.parameter_names, log, section=SCHEDULER, owner=entry.name
+                )
+            sources = Sources(
+                owner=entry.name,
+                section=SCHEDULER,
+                written=self._follow_override(params, log),
+                overrides=self.request.overrides,
+                suggestions=self._schedule_suggestions(),
+            )
+            return sources.fill(entry.parameters)
+
+        self.filled = log.whole(completed)
+        self.filled.decisions[:0] = log.decisions
+        if self.request.written is None and "warmup_num_steps" in self.filled.defaulted:
+            self._default_warmup()
+
+    def _scalars(self) -> dict[str, Any]:
+        """Unpack lists of one value per parameter group: there is one group."""
+        params = self.request.params
+        start = params.get("last_batch_iteration", -1)
+        if start != -1:
+            raise InvalidValueError(
+                "a schedule is continued by resuming from a checkpoint, which knows the step",
+                key=f"{SCHEDULER}.last_batch_iteration",
+                value=start,
+                fix="leave it out",
+            )
+        plain: dict[str, Any] = {}
+        for key, value in params.items():
+            if key == "last_batch_iteration":
+                continue
+            if isinstance(value, (list, tuple)):
+                if len(value) != 1:
+                    raise InvalidValueError(
+                        f"one value per parameter group, and {self.optimizer.name} has one group",
+                        key=f"{SCHEDULER}.{key}",
+                        value=value,
+                        fix="write one number",
+                    )
+                plain[key] = value[0]
+            else:
+                plain[key] = value
+        return plain
+
+    def _follow_override(self, params: dict[str, Any], log: Log) -> dict[str, Any]:
+        """An overridden learning rate would be in vain if the schedule kept its own peak."""
+        peak = self.request.entry.peak
+        if (
+            not self.request.lr_overridden
+            or peak != "warmup_max_lr"
+            or peak in self.request.overrides
+        ):
+            return params
+        written = params.get(peak)
+        if written is None or is_auto(written) or written == self.optimizer.lr:
+            return params
+        log.decide(
+            f"{SCHEDULER}.{peak}",
+            written,
+            self.optimizer.lr,
+            "follows the learning rate given to OptimizerResolver(overrides=…)",
+            "warning",
         )
-    choice = SchedulerChoice(name=entry.name, params=filled.values, source=entry.source)
-    return choice, tuple(filled.decisions)
+        return {**params, peak: self.optimizer.lr}
+
+    def _schedule_suggestions(self) -> dict[str, Suggestion]:
+        entry, run = self.request.entry, self.run
+        suggestions: dict[str, Suggestion] = {}
+        if entry.peak is not None:
+            # A peak that differs from the optimizer's lr gets a decision of its own.
+            suggestions[entry.peak] = Suggestion(
+                value=self.optimizer.lr, source="the optimizer's lr", yields=True
+            )
+        if run.warmup_steps is not None:
+            warmup = Suggestion(value=run.warmup_steps, source="the run (warmup_steps)")
+            suggestions |= dict.fromkeys(("warmup_num_steps", "num_warmup_steps"), warmup)
+        if run.total_steps is not None:
+            total = Suggestion(value=run.total_steps, source="the run (total_steps)")
+            suggestions |= dict.fromkeys(("total_num_steps", "num_training_steps"), total)
+        return {key: value for key, value in suggestions.items() if key in entry.parameter_names}
+
+    def _default_warmup(self) -> None:
+        """Length of the warm-up nobody asked for."""
+        if self.run.total_steps is None:
+            steps, reason = DEFAULT_WARMUP, "the run does not say how long it is"
+        else:
+            steps = min(DEFAULT_WARMUP, self.run.total_steps // WARMUP_SHARE)
+            # DeepSpeed's shortest warm-up keeps two updates at the minimum.
+            steps = 0 if steps < 2 else steps
+            reason = f"5 % of the run's {self.run.total_steps} steps, at most {DEFAULT_WARMUP}"
+        self.filled.change(SCHEDULER, "warmup_num_steps", steps, reason)
+
+    def _no_warmup(self) -> None:
+        """DeepSpeed refuses 0 warm-up steps, and its 1 still means two updates at the minimum."""
+        entry, values = self.request.entry, self.filled.values
+        if values.get("warmup_num_steps") != 0:
+            return
+        values["warmup_num_steps"] = 1
+        reason = "DeepSpeed refuses 0; 1 is its shortest"
+        if entry.name == "WarmupDecayLR":
+            reason += ", and holds warmup_min_lr for the first two updates"
+        severity: Severity = "note" if self.request.written is None else "warning"
+        self.filled.decide(f"{SCHEDULER}.warmup_num_steps", 0, 1, reason, severity)
+        floor = {"WarmupLR": "warmup_min_lr", "WarmupCosineLR": "warmup_min_ratio"}.get(entry.name)
+        if floor is None:
+            return
+        peak = values["warmup_max_lr"] if entry.name == "WarmupLR" else 1.0
+        reason = "no warm-up: the schedule starts at its peak"
+        if entry.name == "WarmupCosineLR":
+            reason += "; DeepSpeed still runs the very first update at 0"
+        self.filled.change(SCHEDULER, floor, peak, reason, "note")
+
+    def _compare_lengths(self) -> None:
+        values = self.filled.values
+        key = "total_num_steps" if "total_num_steps" in values else "num_training_steps"
+        total, warmup = (
+            values.get(key),
+            values.get("warmup_num_steps", values.get("num_warmup_steps")),
+        )
+        if values.get("lr_end") is not None and total == warmup:
+            raise InvalidValueError(
+                "polynomial divides by the steps after the warm-up, and there are none",
+                key=f"{SCHEDULER}.{key}",
+                value=total,
+                fix="make the schedule longer than its warm-up",
+            )
+        if total is not None and warmup is not None and total < warmup:
+            self.filled.decide(
+                f"{SCHEDULER}.{key}",
+                total,
+                total,
+                f"kept, but the warm-up of {warmup} steps is longer than the whole schedule",
+                "warning",
+            )
+
+    def _check_one_cycle(self) -> None:
+        values = self.filled.values
+        betas = self.optimizer.params.get("betas")
+        if values["cycle_momentum"] and betas is None:
+            reason = f"{self.optimizer.name} has no betas, and DeepSpeed cycles nothing else"
+            self.filled.change(SCHEDULER, "cycle_momentum", False, reason)
+        elif values["cycle_momentum"]:
+            self.filled.decide(
+                "optimizer.params.betas",
+                betas,
+                (values["cycle_min_mom"], ONE_CYCLE_BETA2),
+                "OneCycle cycles the first beta and sets the second to 0.99; write cycle_momentum "
+                "false to keep the optimizer's",
+                "warning",
+            )
+        if values["decay_step_size"] == 0 and values["decay_lr_rate"] > 0:
+            self.filled.decide(
+                f"{SCHEDULER}.decay_lr_rate",
+                values["decay_lr_rate"],
+                values["decay_lr_rate"],
+                "kept, but DeepSpeed does not decay while decay_step_size is 0",
+                "warning",
+            )
 
 
 def per_group_schedule(
@@ -539,191 +661,6 @@ def per_group_schedule(
         "for all of them; zerotune steps the same curve, scaled for each group",
     )
     return attrs.evolve(choice, source="zerotune"), (decision,)
-
-
-def _complete_schedule(
-    request: ScheduleRequest, optimizer: OptimizerChoice, run: RunFacts
-) -> Filled:
-    entry = request.entry
-    log = Log()
-
-    def completed() -> Filled:
-        params = _scalars(request.params, optimizer)
-        for given in (params, request.overrides):
-            reject_unknown(given, entry.parameter_names, log, section=SCHEDULER, owner=entry.name)
-        sources = Sources(
-            owner=entry.name,
-            section=SCHEDULER,
-            written=_follow_override(request, params, optimizer, log),
-            overrides=request.overrides,
-            suggestions=_schedule_suggestions(entry, optimizer, run),
-        )
-        return fill(entry.parameters, sources)
-
-    filled = log.whole(completed)
-    filled.decisions[:0] = log.decisions
-    if request.written is None:
-        _default_warmup(filled, run)
-    return filled
-
-
-def _scalars(params: Mapping[str, Any], optimizer: OptimizerChoice) -> dict[str, Any]:
-    """Unpack lists of one value per parameter group: there is one group."""
-    start = params.get("last_batch_iteration", -1)
-    if start != -1:
-        raise InvalidValueError(
-            "a schedule is continued by resuming from a checkpoint, which knows the step",
-            key=f"{SCHEDULER}.last_batch_iteration",
-            value=start,
-            fix="leave it out",
-        )
-    plain: dict[str, Any] = {}
-    for key, value in params.items():
-        if key == "last_batch_iteration":
-            continue
-        if isinstance(value, (list, tuple)):
-            if len(value) != 1:
-                raise InvalidValueError(
-                    f"one value per parameter group, and {optimizer.name} has one group",
-                    key=f"{SCHEDULER}.{key}",
-                    value=value,
-                    fix="write one number",
-                )
-            plain[key] = value[0]
-        else:
-            plain[key] = value
-    return plain
-
-
-def _follow_override(
-    request: ScheduleRequest, params: dict[str, Any], optimizer: OptimizerChoice, log: Log
-) -> dict[str, Any]:
-    """An overridden learning rate would be in vain if the schedule kept its own peak."""
-    peak = request.entry.peak
-    if not request.lr_overridden or peak != "warmup_max_lr" or peak in request.overrides:
-        return params
-    written = params.get(peak)
-    if written is None or is_auto(written) or written == optimizer.lr:
-        return params
-    log.decide(
-        f"{SCHEDULER}.{peak}",
-        written,
-        optimizer.lr,
-        "follows the learning rate given to OptimizerResolver(overrides=…)",
-        "warning",
-    )
-    return {**params, peak: optimizer.lr}
-
-
-def _schedule_suggestions(
-    entry: SchedulerEntry, optimizer: OptimizerChoice, run: RunFacts
-) -> dict[str, Suggestion]:
-    suggestions: dict[str, Suggestion] = {}
-    if entry.peak is not None:
-        # A peak that differs from the optimizer's lr gets a decision of its own.
-        suggestions[entry.peak] = Suggestion(
-            value=optimizer.lr, source="the optimizer's lr", yields=True
-        )
-    if run.warmup_steps is not None:
-        warmup = Suggestion(value=run.warmup_steps, source="the run (warmup_steps)")
-        suggestions |= dict.fromkeys(("warmup_num_steps", "num_warmup_steps"), warmup)
-    if run.total_steps is not None:
-        total = Suggestion(value=run.total_steps, source="the run (total_steps)")
-        suggestions |= dict.fromkeys(("total_num_steps", "num_training_steps"), total)
-    return {key: value for key, value in suggestions.items() if key in entry.parameter_names}
-
-
-def _default_warmup(filled: Filled, run: RunFacts) -> None:
-    """Length of the warm-up nobody asked for."""
-    if "warmup_num_steps" not in filled.defaulted:
-        return
-    if run.total_steps is None:
-        steps, reason = DEFAULT_WARMUP, "the run does not say how long it is"
-    else:
-        steps = min(DEFAULT_WARMUP, run.total_steps // WARMUP_SHARE)
-        # DeepSpeed's shortest warm-up keeps two updates at the minimum.
-        steps = 0 if steps < 2 else steps
-        reason = f"5 % of the run's {run.total_steps} steps, at most {DEFAULT_WARMUP}"
-    filled.change(SCHEDULER, "warmup_num_steps", steps, reason)
-
-
-def _no_warmup(entry: SchedulerEntry, filled: Filled, *, asked: bool) -> None:
-    """DeepSpeed refuses 0 warm-up steps, and its 1 still means two updates at the minimum."""
-    values = filled.values
-    if values.get("warmup_num_steps") != 0:
-        return
-    values["warmup_num_steps"] = 1
-    reason = "DeepSpeed refuses 0; 1 is its shortest"
-    if entry.name == "WarmupDecayLR":
-        reason += ", and holds warmup_min_lr for the first two updates"
-    severity: Severity = "warning" if asked else "note"
-    filled.decide(f"{SCHEDULER}.warmup_num_steps", 0, 1, reason, severity)
-    floor = {"WarmupLR": "warmup_min_lr", "WarmupCosineLR": "warmup_min_ratio"}.get(entry.name)
-    if floor is None:
-        return
-    peak = values["warmup_max_lr"] if entry.name == "WarmupLR" else 1.0
-    reason = "no warm-up: the schedule starts at its peak"
-    if entry.name == "WarmupCosineLR":
-        reason += "; DeepSpeed still runs the very first update at 0"
-    filled.change(SCHEDULER, floor, peak, reason, "note")
-
-
-def _compare_peak(entry: SchedulerEntry, optimizer: OptimizerChoice, filled: Filled) -> None:
-    if entry.peak is None or filled.values[entry.peak] == optimizer.lr:
-        return
-    filled.decide(
-        "optimizer.params.lr",
-        optimizer.lr,
-        filled.values[entry.peak],
-        f"{entry.name} sets the learning rate from {entry.peak} and ignores the optimizer's",
-        "warning",
-    )
-
-
-def _compare_lengths(filled: Filled) -> None:
-    values = filled.values
-    key = "total_num_steps" if "total_num_steps" in values else "num_training_steps"
-    total, warmup = values.get(key), values.get("warmup_num_steps", values.get("num_warmup_steps"))
-    if values.get("lr_end") is not None and total == warmup:
-        raise InvalidValueError(
-            "polynomial divides by the steps after the warm-up, and there are none",
-            key=f"{SCHEDULER}.{key}",
-            value=total,
-            fix="make the schedule longer than its warm-up",
-        )
-    if total is not None and warmup is not None and total < warmup:
-        filled.decide(
-            f"{SCHEDULER}.{key}",
-            total,
-            total,
-            f"kept, but the warm-up of {warmup} steps is longer than the whole schedule",
-            "warning",
-        )
-
-
-def _check_one_cycle(optimizer: OptimizerChoice, filled: Filled) -> None:
-    values = filled.values
-    betas = optimizer.params.get("betas")
-    if values["cycle_momentum"] and betas is None:
-        reason = f"{optimizer.name} has no betas, and DeepSpeed cycles nothing else"
-        filled.change(SCHEDULER, "cycle_momentum", False, reason)
-    elif values["cycle_momentum"]:
-        filled.decide(
-            "optimizer.params.betas",
-            betas,
-            (values["cycle_min_mom"], ONE_CYCLE_BETA2),
-            "OneCycle cycles the first beta and sets the second to 0.99; write cycle_momentum "
-            "false to keep the optimizer's",
-            "warning",
-        )
-    if values["decay_step_size"] == 0 and values["decay_lr_rate"] > 0:
-        filled.decide(
-            f"{SCHEDULER}.decay_lr_rate",
-            values["decay_lr_rate"],
-            values["decay_lr_rate"],
-            "kept, but DeepSpeed does not decay while decay_step_size is 0",
-            "warning",
-        )
 
 
 # -- How each argument of an optimizer or a schedule gets a value.
@@ -805,6 +742,69 @@ class Sources:
     plain_defaults: bool = False
     """Use ``Parameter.default`` for unwritten keys too, not what DeepSpeed's class would use."""
 
+    def fill(self, parameters: Collection[Parameter]) -> Filled:
+        """Give every parameter a checked value; optional ones that nobody wrote are left out."""
+        filled = Filled()
+        for parameter in parameters:
+            filled.attempt(self._fill_one, parameter, filled)
+        raise_all(filled.mistakes)
+        return filled
+
+    def _fill_one(self, parameter: Parameter, filled: Filled) -> None:
+        name, key = parameter.name, f"{self.section}.{parameter.name}"
+        written = self.written.get(name, UNSET)
+        explicit = UNSET if is_auto(written) else written
+        rival = self.suggestions.get(name)
+        said = precedence(
+            nothing=UNSET,
+            override=self.overrides.get(name, UNSET),
+            written=explicit,
+            run=UNSET if rival is None else rival.value,
+        )
+        if not said:
+            if not parameter.optional:
+                filled.values[name] = self._default(parameter, filled)
+            return
+        value, reason = read(parameter, said[0][0], section=self.section)
+        before, severity, who = None if written is UNSET else written, _NOTE, said[0][1]
+        if who == OVERRIDE:
+            wins = "given to OptimizerResolver(overrides=…), which wins over the configuration"
+            reason = None if before == value else wins
+            severity = _NOTE if explicit is UNSET else "warning"
+        elif who != WRITTEN and rival is not None:
+            before, reason = before and AUTO, f"taken from {rival.source}"
+        if reason is not None:
+            filled.decide(key, before, value, reason, severity)
+        if who == WRITTEN and rival is not None and not rival.yields:
+            other = check(parameter, rival.value, section=self.section)
+            if other != value:
+                wins = f"the configuration's explicit value wins over the one from {rival.source}"
+                filled.decide(
+                    key, other, value, f'{wins}; write "auto" to let that one in', "warning"
+                )
+        filled.values[name] = value
+
+    def _default(self, parameter: Parameter, filled: Filled) -> Any:
+        key, owner = f"{self.section}.{parameter.name}", self.owner
+        automatic = parameter.name in self.written
+        plain = automatic or self.plain_defaults
+        value = parameter.default if plain else parameter.unwritten
+        if value is UNSET:
+            fact = _RUN_FACT.get(parameter.name)
+            raise OptimizerError(
+                f"{owner} needs it, and neither the configuration nor the run says it",
+                key=key,
+                **({"value": AUTO} if automatic else {}),
+                fix=f"write a number, or give the run RunFacts({fact}=…)"
+                if fact
+                else "write a number",
+            )
+        if automatic:
+            filled.decide(key, AUTO, value, f"the run does not say; zerotune's default for {owner}")
+        else:
+            filled.defaulted.add(parameter.name)
+        return value
+
 
 @attrs.define(kw_only=True)
 class Filled(Log):
@@ -837,19 +837,6 @@ class Filled(Log):
             )
 
 
-def fill(parameters: Collection[Parameter], sources: Sources) -> Filled:
-    """Give every parameter a value.
-
-    Returns:
-        Checked values. Optional parameters nobody wrote are left out.
-    """
-    filled = Filled()
-    for parameter in parameters:
-        filled.attempt(_fill_one, parameter, sources, filled)
-    raise_all(filled.mistakes)
-    return filled
-
-
 def reject_unknown(
     written: Mapping[str, Any], accepted: Collection[str], log: Log, *, section: str, owner: str
 ) -> None:
@@ -869,59 +856,6 @@ def reject_unknown(
                 fix=f"did you mean {' or '.join(close)}?" if close else there_are,
             )
         )
-
-
-def _fill_one(parameter: Parameter, sources: Sources, filled: Filled) -> None:
-    name, key = parameter.name, f"{sources.section}.{parameter.name}"
-    written = sources.written.get(name, UNSET)
-    explicit = UNSET if is_auto(written) else written
-    rival = sources.suggestions.get(name)
-    said = precedence(
-        nothing=UNSET,
-        override=sources.overrides.get(name, UNSET),
-        written=explicit,
-        run=UNSET if rival is None else rival.value,
-    )
-    if not said:
-        if not parameter.optional:
-            filled.values[name] = _default(parameter, sources, filled)
-        return
-    value, reason = read(parameter, said[0][0], section=sources.section)
-    before, severity, who = None if written is UNSET else written, _NOTE, said[0][1]
-    if who == OVERRIDE:
-        wins = "given to OptimizerResolver(overrides=…), which wins over the configuration"
-        reason = None if before == value else wins
-        severity = _NOTE if explicit is UNSET else "warning"
-    elif who != WRITTEN and rival is not None:
-        before, reason = before and AUTO, f"taken from {rival.source}"
-    if reason is not None:
-        filled.decide(key, before, value, reason, severity)
-    if who == WRITTEN and rival is not None and not rival.yields:
-        other = check(parameter, rival.value, section=sources.section)
-        if other != value:
-            wins = f"the configuration's explicit value wins over the one from {rival.source}"
-            filled.decide(key, other, value, f'{wins}; write "auto" to let that one in', "warning")
-    filled.values[name] = value
-
-
-def _default(parameter: Parameter, sources: Sources, filled: Filled) -> Any:
-    key, owner = f"{sources.section}.{parameter.name}", sources.owner
-    automatic = parameter.name in sources.written
-    plain = automatic or sources.plain_defaults
-    value = parameter.default if plain else parameter.unwritten
-    if value is UNSET:
-        fact = _RUN_FACT.get(parameter.name)
-        raise OptimizerError(
-            f"{owner} needs it, and neither the configuration nor the run says it",
-            key=key,
-            **({"value": AUTO} if automatic else {}),
-            fix=f"write a number, or give the run RunFacts({fact}=…)" if fact else "write a number",
-        )
-    if automatic:
-        filled.decide(key, AUTO, value, f"the run does not say; zerotune's default for {owner}")
-    else:
-        filled.defaulted.add(parameter.name)
-    return value
 
 
 _NOTE: Final[Severity] = "note"

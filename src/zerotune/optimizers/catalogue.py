@@ -856,10 +856,6 @@ def parse_optimizer_name(name: Any, *, key: str = OPTIMIZER_TYPE) -> OptimizerNa
     Args:
         name: The name as written.
         key: Where it was written, for the message.
-
-    Raises:
-        OptimizerError: Nobody knows the name.
-        InvalidValueError: ``name`` is not text, or empty.
     """
     if not isinstance(name, str) or not name.strip():
         raise InvalidValueError(

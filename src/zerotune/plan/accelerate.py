@@ -128,44 +128,255 @@ def translate(
             " `accelerate config`",
         )
     around = {key: value for key, value in content.items() if key != BLOCK}
-    if not _is_unused(around):
-        log.names.update(_names(block, spelled or {}))
-    around, block = _launchable(around, log), _launchable(block, log)
-    if _is_unused(around):
-        return _unused(around, block, source, log)
-    launched, config, config_source, inside = _split(
-        block, folder, log, source, of_file=spelled is None
+    translation = _Translation(
+        around=around, block=block, source=source, folder=folder, spelled=spelled, log=log
     )
-    around = _known(around, log)
-    log.attempt(_use_deepspeed, around, log)
-    if _names_file(block):
-        _note_precision_beside_file(around, log)
-    return Translated(
-        config=config,
-        launch=read_launch({**around, **launched}, log),
-        source=config_source or source,
-        folder=inside or folder,
-    )
+    return translation.translated()
 
 
-def _names(block: Mapping[Any, Any], spelled: Mapping[str, str]) -> dict[str, str]:
-    """What accelerate calls each setting, by its path in a plan."""
+@attrs.define(kw_only=True)
+class _Translation:
+    """Settings of accelerate while they are translated."""
 
-    def name(key: str, *, inside: bool) -> str:
-        return spelled.get(key) or (f"{BLOCK}.{key}" if inside else key)
+    around: dict[Any, Any]
+    """What stands beside the block."""
+    block: Mapping[Any, Any]
+    source: str
+    folder: Path | None
+    spelled: Mapping[str, str] | None
+    log: Log
 
-    settings = [*known_keys.LAUNCH, *(each.name for each in modelled(LaunchSection))]
-    names = {f"launch.{key}": name(key, inside=key in LAUNCH_IN_BLOCK) for key in settings}
-    if _names_file(block):
-        return names
-    for key, path in _BLOCK_PLACES.items():
-        # Messages name what lies inside an offload section without what lies around it.
-        for shown in (path, path[1:]) if len(path) > 2 else (path,):
-            names[".".join(shown)] = name(key, inside=True)
-    own = {key: f"{BLOCK}.{key}" for key in block if key in plan_keys()}
-    if "zero_optimization" in own:
-        names = {path: name for path, name in names.items() if not path.startswith("zero_")}
-    return {**names, **own}
+    def translated(self) -> Translated:
+        unused = self._is_unused()
+        if not unused:
+            self.log.names.update(self._names(self.spelled or {}))
+        self.around = _launchable(self.around, self.log)
+        self.block = _launchable(self.block, self.log)
+        if unused:
+            return self._unused()
+        launched, config, source, folder = self._split()
+        self.around = self._known()
+        self.log.attempt(self._use_deepspeed)
+        if self._names_file():
+            self._note_precision_beside_file()
+        return Translated(
+            config=config,
+            launch=read_launch({**self.around, **launched}, self.log),
+            source=source or self.source,
+            folder=folder or self.folder,
+        )
+
+    def _names(self, spelled: Mapping[str, str]) -> dict[str, str]:
+        """What accelerate calls each setting, by its path in a plan."""
+
+        def name(key: str, *, inside: bool) -> str:
+            return spelled.get(key) or (f"{BLOCK}.{key}" if inside else key)
+
+        settings = [*known_keys.LAUNCH, *(each.name for each in modelled(LaunchSection))]
+        names = {f"launch.{key}": name(key, inside=key in LAUNCH_IN_BLOCK) for key in settings}
+        if self._names_file():
+            return names
+        for key, path in _BLOCK_PLACES.items():
+            # Messages name what lies inside an offload section without what lies around it.
+            for shown in (path, path[1:]) if len(path) > 2 else (path,):
+                names[".".join(shown)] = name(key, inside=True)
+        own = {key: f"{BLOCK}.{key}" for key in self.block if key in plan_keys()}
+        if "zero_optimization" in own:
+            names = {path: name for path, name in names.items() if not path.startswith("zero_")}
+        return {**names, **own}
+
+    def _is_unused(self) -> bool:
+        """Whether accelerate starts something else than DeepSpeed, and looks at no block of it."""
+        written = self.around.get("distributed_type")
+        if isinstance(written, str):
+            return written.upper() != "DEEPSPEED"
+        return written is False  # as YAML reads NO
+
+    def _unused(self) -> Translated:
+        """No DeepSpeed: what stands around the block, without the block."""
+        written = (
+            "NO" if self.around["distributed_type"] is False else self.around["distributed_type"]
+        )
+        self.log.decide(
+            key=BLOCK,
+            before=dict(self.block),
+            after="stage 0",
+            reason=f"distributed_type is {written}, so that accelerate does not look at it:"
+            f" {WITHOUT_DEEPSPEED}. Write distributed_type: DEEPSPEED to use it",
+            severity="warning",
+        )
+        self.around["distributed_type"] = written
+        return Translated(
+            config={}, launch=read_launch(self._known(), self.log), source=self.source, folder=None
+        )
+
+    def _zero(self) -> dict[str, Any]:
+        """``zero_optimization`` as accelerate's own keys say it."""
+        zero: dict[str, Any] = {"stage": self.block.get("zero_stage")}
+        if zero["stage"] is None:
+            zero["stage"] = DEFAULT_STAGE
+            self.log.decide(
+                key="zero_optimization.stage",
+                before=None,
+                after=DEFAULT_STAGE,
+                reason="accelerate's default where no zero_stage is written",
+            )
+        for part in ("optimizer", "param"):
+            section = {
+                name: self.block[f"offload_{part}_{name}"]
+                for name in ("device", "nvme_path")
+                if f"offload_{part}_{name}" in self.block
+            }
+            if section:
+                zero[f"offload_{part}"] = section
+        if self.block.get("zero3_save_16bit_model") is not None:
+            zero[GATHER] = self.block["zero3_save_16bit_model"]
+        return zero
+
+    def _split(self) -> tuple[dict[str, Any], dict[str, Any], str | None, Path | None]:
+        """Launch settings, DeepSpeed configuration, name and folder of the file it came from."""
+        launched = {key: self.block[key] for key in self.block if key in LAUNCH_IN_BLOCK}
+        config = {key: self.block[key] for key in self.block if key in DEEPSPEED_IN_BLOCK}
+        if str(config.get(STEPS)).lower() == AUTO:
+            self.log.decide(
+                key=STEPS,
+                before=AUTO,
+                after="kept",
+                reason="accelerate itself fails on it: Accelerator() makes a number of it, unless"
+                " the script gives a gradient_accumulation_plugin; leave the key out",
+                severity="warning",
+            )
+        inline = {
+            key: self.block[key] for key in self.block if key not in known_keys.ACCELERATE_BLOCK
+        }
+        source, inside = None, None
+        if self._names_file():
+            config, source, inside = self._named_file()
+            if inside is None:  # the settings themselves, which are no name of a file
+                del launched[FILE]
+        else:
+            launched.pop(FILE, None)
+            if ZERO_IN_BLOCK & self.block.keys() or "zero_optimization" not in inline:
+                config["zero_optimization"] = self._zero()
+            self._lost_by_accelerate()
+        if inline:
+            for name, value in inline.items():
+                self.log.attempt(_merge, config, name, value, self.log)
+            self.log.decide(
+                key=BLOCK,
+                before=f"DeepSpeed's own keys {', '.join(map(str, inline))}",
+                after="kept",
+                reason="accelerate would discard them in silence",
+                severity="warning",
+            )
+        if not self._names_file():
+            said = {key: value for key, value in config.items() if value is not None}
+            config = {**dict.fromkeys(OF_THE_SCRIPT, AUTO), **said}
+        return launched, config, source, inside
+
+    def _named_file(self) -> tuple[dict[str, Any], str, Path | None]:
+        self.log.attempt(self._refuse_beside_file)
+        key, written = f"{BLOCK}.{FILE}", self.block[FILE]
+        config, source, inside = read_config_file(written, self.folder, key, self.log)
+        if inside is not None:
+            is_itself = Path(source).resolve() == Path(self.source).resolve()
+            if is_itself or is_accelerate(config):
+                raise InvalidValueError(
+                    "names this file itself" if is_itself else "names another file of accelerate",
+                    key=key,
+                    value=written,
+                    fix="name a JSON with a DeepSpeed configuration, or write zero_stage in its "
+                    "place",
+                )
+        return config, source, inside
+
+    def _names_file(self) -> bool:
+        return self.block.get(FILE) not in (None, "none", "")
+
+    def _refuse_beside_file(self) -> None:
+        beside = sorted(key for key in self.block if key in ZERO_IN_BLOCK | DEEPSPEED_IN_BLOCK)
+        if beside:
+            raise PlanConflictError(
+                f"accelerate refuses other settings beside the file: {', '.join(beside)}",
+                key=f"{BLOCK}.{FILE}",
+                value=self.block[FILE],
+                fix="write them in the file, and remove them here",
+            )
+
+    def _lost_by_accelerate(self) -> None:
+        for part in ("optimizer", "param") if self.spelled is None else ():
+            name = f"offload_{part}_nvme_path"
+            path = self.block.get(name)
+            if isinstance(path, str) and path.strip().lower() not in ("", "none"):
+                self.log.decide(
+                    key=f"zero_optimization.offload_{part}.nvme_path",
+                    before=path,
+                    after=path,
+                    reason="`accelerate launch` does not pass this path on and would swap into a"
+                    ' folder called "none"; zerotune keeps it',
+                )
+        clipping = self.block.get("gradient_clipping")
+        if isinstance(clipping, int | float) and clipping == 0:
+            self.log.decide(
+                key="gradient_clipping",
+                before=clipping,
+                after=0,
+                reason="accelerate takes 0 for not written, and DeepSpeed then clips at its own"
+                " default; zerotune does not clip",
+                severity="warning",
+            )
+
+    def _use_deepspeed(self) -> None:
+        written = self.around.get("distributed_type")
+        if isinstance(written, str):
+            return
+        if written is not None:
+            raise InvalidValueError(
+                "must be text", key="distributed_type", value=written, fix="write DEEPSPEED"
+            )
+        self.around["distributed_type"] = "DEEPSPEED"
+        self.log.decide(
+            key="launch.distributed_type",
+            before=None,
+            after="DEEPSPEED",
+            reason=f"accelerate refuses a file without it; there is a {BLOCK}, so it is read",
+            severity="warning",
+        )
+
+    def _note_precision_beside_file(self) -> None:
+        written = self.around.get("mixed_precision")
+        if written is not None:
+            self.log.decide(
+                key="launch.mixed_precision",
+                before=written,
+                after="kept",
+                reason=f"accelerate refuses it beside a {FILE}, unless --mixed_precision is given"
+                ' too; zerotune fills "auto" from it',
+                severity="warning",
+            )
+
+    def _known(self) -> dict[Any, Any]:
+        """The settings beside the block that are known; accelerate's refusals are recorded."""
+        known = {attribute.name for attribute in modelled(LaunchSection)} | known_keys.LAUNCH
+        passed = {
+            f"launch.{name}" for name in (*known, *LaunchSection.aliases)
+        } | self.log.also_known
+        kept: dict[Any, Any] = {}
+        for key, value in self.around.items():
+            name = key if isinstance(key, str) else repr(key)
+            if f"launch.{name}" not in passed:
+                self.log.refuse(unknown_key(name, value, name, known))
+                continue
+            kept[key] = value
+            if name not in TOP_LEVEL:
+                self.log.decide(
+                    key=f"launch.{name}",
+                    before=value,
+                    after="kept",
+                    reason=f"accelerate refuses this key outside of {BLOCK}",
+                    severity="warning",
+                )
+        return kept
 
 
 def _launchable(settings: Mapping[Any, Any], log: Log) -> dict[Any, Any]:
@@ -192,131 +403,6 @@ def _launchable(settings: Mapping[Any, Any], log: Log) -> dict[Any, Any]:
     return kept
 
 
-def _is_unused(around: Mapping[Any, Any]) -> bool:
-    """Whether accelerate starts something else than DeepSpeed, and looks at no block of it."""
-    written = around.get("distributed_type")
-    if isinstance(written, str):
-        return written.upper() != "DEEPSPEED"
-    return written is False  # as YAML reads NO
-
-
-def _unused(
-    around: dict[Any, Any],
-    block: Mapping[Any, Any],
-    source: str,
-    log: Log,
-) -> Translated:
-    """No DeepSpeed: what stands around the block, without the block."""
-    written = "NO" if around["distributed_type"] is False else around["distributed_type"]
-    log.decide(
-        key=BLOCK,
-        before=dict(block),
-        after="stage 0",
-        reason=f"distributed_type is {written}, so that accelerate does not look at it:"
-        f" {WITHOUT_DEEPSPEED}. Write distributed_type: DEEPSPEED to use it",
-        severity="warning",
-    )
-    around = _known({**around, "distributed_type": written}, log)
-    return Translated(config={}, launch=read_launch(around, log), source=source, folder=None)
-
-
-def zero_from_block(block: Mapping[Any, Any], log: Log) -> dict[str, Any]:
-    """``zero_optimization`` as accelerate's own keys say it."""
-    zero: dict[str, Any] = {"stage": block.get("zero_stage")}
-    if zero["stage"] is None:
-        zero["stage"] = DEFAULT_STAGE
-        log.decide(
-            key="zero_optimization.stage",
-            before=None,
-            after=DEFAULT_STAGE,
-            reason="accelerate's default where no zero_stage is written",
-        )
-    for part in ("optimizer", "param"):
-        section = {
-            name: block[f"offload_{part}_{name}"]
-            for name in ("device", "nvme_path")
-            if f"offload_{part}_{name}" in block
-        }
-        if section:
-            zero[f"offload_{part}"] = section
-    if block.get("zero3_save_16bit_model") is not None:
-        zero[GATHER] = block["zero3_save_16bit_model"]
-    return zero
-
-
-def _split(
-    block: Mapping[Any, Any],
-    folder: Path | None,
-    log: Log,
-    of: str,
-    *,
-    of_file: bool,
-) -> tuple[dict[str, Any], dict[str, Any], str | None, Path | None]:
-    """Launch settings, DeepSpeed configuration, and name and folder of the file it came from."""
-    launched = {key: block[key] for key in block if key in LAUNCH_IN_BLOCK}
-    config = {key: block[key] for key in block if key in DEEPSPEED_IN_BLOCK}
-    _warn_of_automatic_steps(config, log)
-    inline = {key: block[key] for key in block if key not in known_keys.ACCELERATE_BLOCK}
-    source, inside = None, None
-    if _names_file(block):
-        log.attempt(_refuse_beside_file, block)
-        key = f"{BLOCK}.{FILE}"
-        config, source, inside = read_config_file(block[FILE], folder, key, log)
-        if inside is not None and (is_accelerate(config) or _is_same(source, of)):
-            raise InvalidValueError(
-                "names this file itself"
-                if _is_same(source, of)
-                else "names another file of accelerate",
-                key=key,
-                value=block[FILE],
-                fix="name a JSON with a DeepSpeed configuration, or write zero_stage in its place",
-            )
-        if inside is None:  # the settings themselves, which are no name of a file
-            del launched[FILE]
-    else:
-        launched.pop(FILE, None)
-        if ZERO_IN_BLOCK & block.keys() or "zero_optimization" not in inline:
-            config["zero_optimization"] = zero_from_block(block, log)
-        _lost_by_accelerate(block, log, of_file=of_file)
-    if inline:
-        config = _with_inline(config, inline, log)
-    if not _names_file(block):
-        said = {key: value for key, value in config.items() if value is not None}
-        config = {**dict.fromkeys(OF_THE_SCRIPT, AUTO), **said}
-    return launched, config, source, inside
-
-
-def _warn_of_automatic_steps(config: Mapping[str, Any], log: Log) -> None:
-    if str(config.get(STEPS)).lower() == AUTO:
-        log.decide(
-            key=STEPS,
-            before=AUTO,
-            after="kept",
-            reason="accelerate itself fails on it: Accelerator() makes a number of it, unless the"
-            " script gives a gradient_accumulation_plugin; leave the key out",
-            severity="warning",
-        )
-
-
-def _is_same(one: str, other: str) -> bool:
-    return Path(one).resolve() == Path(other).resolve()
-
-
-def _names_file(block: Mapping[Any, Any]) -> bool:
-    return block.get(FILE) not in (None, "none", "")
-
-
-def _refuse_beside_file(block: Mapping[Any, Any]) -> None:
-    beside = sorted(key for key in block if key in ZERO_IN_BLOCK | DEEPSPEED_IN_BLOCK)
-    if beside:
-        raise PlanConflictError(
-            f"accelerate refuses other settings beside the file: {', '.join(beside)}",
-            key=f"{BLOCK}.{FILE}",
-            value=block[FILE],
-            fix="write them in the file, and remove them here",
-        )
-
-
 def read_config_file(
     written: Any, folder: Path | None, key: str, log: Log
 ) -> tuple[dict[str, Any], str, Path | None]:
@@ -335,24 +421,6 @@ def read_config_file(
     return dict(named.value), named.source, named.folder
 
 
-def _with_inline(
-    config: dict[str, Any],
-    inline: dict[str, Any],
-    log: Log,
-) -> dict[str, Any]:
-    merged = dict(config)
-    for key, value in inline.items():
-        log.attempt(_merge, merged, key, value, log)
-    log.decide(
-        key=BLOCK,
-        before=f"DeepSpeed's own keys {', '.join(map(str, inline))}",
-        after="kept",
-        reason="accelerate would discard them in silence",
-        severity="warning",
-    )
-    return merged
-
-
 def _merge(merged: dict[str, Any], key: Any, value: Any, log: Log) -> None:
     if not isinstance(key, str):
         raise InvalidValueError(
@@ -368,82 +436,6 @@ def _merge(merged: dict[str, Any], key: Any, value: Any, log: Log) -> None:
             fix="keep one of the two forms",
         )
     merged[key] = value
-
-
-def _lost_by_accelerate(block: Mapping[Any, Any], log: Log, *, of_file: bool) -> None:
-    for part in ("optimizer", "param") if of_file else ():
-        name = f"offload_{part}_nvme_path"
-        if isinstance(block.get(name), str) and block[name].strip().lower() not in ("", "none"):
-            log.decide(
-                key=f"zero_optimization.offload_{part}.nvme_path",
-                before=block[name],
-                after=block[name],
-                reason="`accelerate launch` does not pass this path on and would swap into a"
-                ' folder called "none"; zerotune keeps it',
-            )
-    clipping = block.get("gradient_clipping")
-    if isinstance(clipping, int | float) and clipping == 0:
-        log.decide(
-            key="gradient_clipping",
-            before=clipping,
-            after=0,
-            reason="accelerate takes 0 for not written, and DeepSpeed then clips at its own"
-            " default; zerotune does not clip",
-            severity="warning",
-        )
-
-
-def _use_deepspeed(around: dict[Any, Any], log: Log) -> None:
-    written = around.get("distributed_type")
-    if isinstance(written, str):
-        return
-    if written is not None:
-        raise InvalidValueError(
-            "must be text", key="distributed_type", value=written, fix="write DEEPSPEED"
-        )
-    around["distributed_type"] = "DEEPSPEED"
-    log.decide(
-        key="launch.distributed_type",
-        before=None,
-        after="DEEPSPEED",
-        reason=f"accelerate refuses a file without it; there is a {BLOCK}, so it is read",
-        severity="warning",
-    )
-
-
-def _note_precision_beside_file(around: Mapping[Any, Any], log: Log) -> None:
-    written = around.get("mixed_precision")
-    if written is not None:
-        log.decide(
-            key="launch.mixed_precision",
-            before=written,
-            after="kept",
-            reason=f"accelerate refuses it beside a {FILE}, unless --mixed_precision is given"
-            ' too; zerotune fills "auto" from it',
-            severity="warning",
-        )
-
-
-def _known(around: Mapping[Any, Any], log: Log) -> dict[Any, Any]:
-    """What of the settings beside the block somebody knows; accelerate's refusals are recorded."""
-    known = {attribute.name for attribute in modelled(LaunchSection)} | known_keys.LAUNCH
-    passed = {f"launch.{name}" for name in (*known, *LaunchSection.aliases)} | log.also_known
-    kept: dict[Any, Any] = {}
-    for key, value in around.items():
-        name = key if isinstance(key, str) else repr(key)
-        if f"launch.{name}" not in passed:
-            log.refuse(unknown_key(name, value, name, known))
-            continue
-        kept[key] = value
-        if name not in TOP_LEVEL:
-            log.decide(
-                key=f"launch.{name}",
-                before=value,
-                after="kept",
-                reason=f"accelerate refuses this key outside of {BLOCK}",
-                severity="warning",
-            )
-    return kept
 
 
 def plan_keys() -> frozenset[str]:
@@ -513,9 +505,23 @@ def translate_environment(environ: Mapping[str, str], log: Log) -> Translated:
         for variables in (_BLOCK_VARIABLES, _LAUNCH_VARIABLES)
     )
     written = environ.get(_FILE_VARIABLE, "none")
-    if written.strip().lower() in ("", "none"):
-        return _with_parallelism(_from_block(block, launched, environ, log), environ)
-    return _with_parallelism(_from_file(written, block, launched, environ, log), environ)
+    if written.strip().lower() not in ("", "none"):
+        _refuse_fields_beside_file(environ, written)
+        config, source, folder = read_config_file(written, None, _FILE_VARIABLE, log)
+        config = _fill_automatic(config, block, log)
+        around: dict[str, Any] = dict(launched)
+        precision = environ.get(_PRECISION_VARIABLE)
+        if precision is not None and not _is_default_precision(precision, config):
+            around["mixed_precision"] = precision
+        log.names.update({f"launch.{key}": _SPELLED[key] for key in around})
+        launch = read_launch(around, log)
+        found = Translated(config=config, launch=launch, source=source, folder=folder)
+        return _with_parallelism(found, environ)
+    settings: dict[str, Any] = {"distributed_type": "DEEPSPEED", BLOCK: {**block, **launched}}
+    if _PRECISION_VARIABLE in environ:
+        settings["mixed_precision"] = environ[_PRECISION_VARIABLE]
+    found = translate(settings, log, source=_FROM_ENVIRONMENT, spelled=_SPELLED)
+    return _with_parallelism(found, environ)
 
 
 def _with_parallelism(found: Translated, environ: Mapping[str, str]) -> Translated:
@@ -530,18 +536,6 @@ def _with_parallelism(found: Translated, environ: Mapping[str, str]) -> Translat
         return found
     extra = {**found.launch.extra, "parallelism_config": written}
     return attrs.evolve(found, launch=attrs.evolve(found.launch, extra=extra))
-
-
-def _from_block(
-    block: dict[str, str], launched: dict[str, str], environ: Mapping[str, str], log: Log
-) -> Translated:
-    settings: dict[str, Any] = {
-        "distributed_type": "DEEPSPEED",
-        "deepspeed_config": {**block, **launched},
-    }
-    if _PRECISION_VARIABLE in environ:
-        settings["mixed_precision"] = environ[_PRECISION_VARIABLE]
-    return translate(settings, log, source=_FROM_ENVIRONMENT, spelled=_SPELLED)
 
 
 def missing_folders(plan: DeepSpeedPlan, log: Log) -> None:
@@ -562,25 +556,6 @@ def missing_folders(plan: DeepSpeedPlan, log: Log) -> None:
                 " folder",
                 severity="warning",
             )
-
-
-def _from_file(
-    written: str,
-    block: dict[str, str],
-    launched: dict[str, str],
-    environ: Mapping[str, str],
-    log: Log,
-) -> Translated:
-    _refuse_fields_beside_file(environ, written)
-    config, source, folder = read_config_file(written, None, _FILE_VARIABLE, log)
-    config = _fill_automatic(config, block, log)
-    around: dict[str, Any] = dict(launched)
-    precision = environ.get(_PRECISION_VARIABLE)
-    if precision is not None and not _is_default_precision(precision, config):
-        around["mixed_precision"] = precision
-    log.names.update({f"launch.{key}": _SPELLED[key] for key in around})
-    launch = read_launch(around, log)
-    return Translated(config=config, launch=launch, source=source, folder=folder)
 
 
 def _refuse_fields_beside_file(environ: Mapping[str, str], written: str) -> None:

@@ -56,6 +56,41 @@ class Panel:
     room: bool = False
     """Whether the bar is shaded up to ``limit``."""
 
+    def _draw(self, axes: Any) -> None:
+        end = 0.0
+        for name, value, colour in self.parts:
+            label = f"{name} {value:.{self.decimals}f}"
+            axes.barh(
+                0, value, 1, left=end, color=colour, edgecolor=PAPER, linewidth=0.8, label=label
+            )
+            end += value
+        if self.limit is not None:
+            axes.axvline(self.limit, color=self.colour, linewidth=2.2)
+        if self.room:
+            axes.barh(0, self.limit, 1, color=ROOM, zorder=0)
+        axes.set(xlim=(0, max(end, self.limit or 0) * 1.02 or 1), ylim=(-0.5, 0.5), yticks=[])
+        axes.spines[["left", "right", "top"]].set_visible(False)
+        axes.tick_params(axis="x", colors=FAINT, labelsize=8, length=3)
+        axes.xaxis.set_major_formatter(lambda tick, _: f"{tick:g}" if tick else f"0 {self.unit}")
+        words = {"fontsize": 9, "fontweight": "bold", "parse_math": False}
+        axes.set_title(self.title, loc="left", color=INK, **words)
+        axes.set_title(self.note, loc="right", color=self.colour, **words)
+        if self.parts:
+            legend = axes.legend(
+                loc="upper left",
+                bbox_to_anchor=(0, 0),
+                # In characters below the bar, where its scale ends.
+                borderaxespad=2.3,
+                ncols=_KEYS,
+                frameon=False,
+                fontsize=8.5,
+                handlelength=1,
+                handleheight=1,
+                borderpad=0,
+            )
+            for text in legend.get_texts():
+                text.set_parse_math(False)
+
 
 def plot_memory(
     estimate: MemoryEstimate, path: str | os.PathLike[str], *, budget: RankBudget | None = None
@@ -72,11 +107,6 @@ def plot_memory(
 
     Returns:
         ``path``.
-
-    Raises:
-        InvalidValueError: Another ending.
-        MissingDependencyError: matplotlib is not installed.
-        PlanFileError: The file cannot be written.
     """
     kind = Path(path).suffix.lower().removeprefix(".") or _FORMATS[0]
     if kind not in _FORMATS:
@@ -156,39 +186,5 @@ def draw_panels(heading: str, panels: Sequence[Panel]) -> Any:
     if panels:
         places = figure.subplots(len(panels), 1, squeeze=False)
         for axes, panel in zip(places[:, 0], panels, strict=True):
-            _draw_panel(axes, panel)
+            panel._draw(axes)
     return figure
-
-
-def _draw_panel(axes: Any, panel: Panel) -> None:
-    end = 0.0
-    for name, value, colour in panel.parts:
-        label = f"{name} {value:.{panel.decimals}f}"
-        axes.barh(0, value, 1, left=end, color=colour, edgecolor=PAPER, linewidth=0.8, label=label)
-        end += value
-    if panel.limit is not None:
-        axes.axvline(panel.limit, color=panel.colour, linewidth=2.2)
-    if panel.room:
-        axes.barh(0, panel.limit, 1, color=ROOM, zorder=0)
-    axes.set(xlim=(0, max(end, panel.limit or 0) * 1.02 or 1), ylim=(-0.5, 0.5), yticks=[])
-    axes.spines[["left", "right", "top"]].set_visible(False)
-    axes.tick_params(axis="x", colors=FAINT, labelsize=8, length=3)
-    axes.xaxis.set_major_formatter(lambda tick, _: f"{tick:g}" if tick else f"0 {panel.unit}")
-    words = {"fontsize": 9, "fontweight": "bold", "parse_math": False}
-    axes.set_title(panel.title, loc="left", color=INK, **words)
-    axes.set_title(panel.note, loc="right", color=panel.colour, **words)
-    if panel.parts:
-        legend = axes.legend(
-            loc="upper left",
-            bbox_to_anchor=(0, 0),
-            # In characters below the bar, where its scale ends.
-            borderaxespad=2.3,
-            ncols=_KEYS,
-            frameon=False,
-            fontsize=8.5,
-            handlelength=1,
-            handleheight=1,
-            borderpad=0,
-        )
-        for text in legend.get_texts():
-            text.set_parse_math(False)

@@ -28,6 +28,7 @@ from typing_extensions import override
 from zerotune._util.table import Page, Readable
 from zerotune._util.text import (
     as_number,
+    as_texts,
     did_you_mean,
     is_integer,
     is_number,
@@ -50,9 +51,9 @@ if TYPE_CHECKING:
 
     from zerotune.plan.advise import Advice, Preference
     from zerotune.plan.diff import PlanDifference
-    from zerotune.plan.inspection import Inspection
     from zerotune.plan.memory.estimate import EMAPlace, MemoryEstimate, Workload
     from zerotune.plan.memory.time import Rates
+    from zerotune.plan.rules import Inspection
     from zerotune.plan.write import SavedPlan
     from zerotune.platform import Platform
 
@@ -85,6 +86,17 @@ class Kind(ABC):
     @abstractmethod
     def read(self, value: Any, key: str) -> Reading:
         """Bring what was written into canonical form."""
+
+    def read_into(self, log: Log, value: Any, key: str) -> Any:
+        """``read``, with a decision about each change."""
+        refuse_template(self, value, key)
+        if value is None and getattr(self, "null", None) is None:
+            log.decide(key=key, before="null", after=None, reason="null means not written")
+            return None
+        result, reason = self.read(value, key)
+        if reason is not None:
+            log.decide(key=key, before=value, after=result, reason=reason)
+        return result
 
 
 def is_auto(value: object) -> bool:
@@ -519,7 +531,12 @@ class Section:
 def setting(kind: Kind) -> Any:
     """Declare a modelled key of a section; unset by default."""
     eq = comparable if isinstance(kind, Nested) else True
-    return attrs.field(default=None, validator=_check_setting, eq=eq, metadata={"kind": kind})
+
+    def check(_section: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+        if value is not None:
+            kind.check(value, attribute.name)
+
+    return attrs.field(default=None, validator=check, eq=eq, metadata={"kind": kind})
 
 
 def comparable(section: Section | None) -> Section | None:
@@ -586,11 +603,6 @@ def _own_copy(value: Any) -> Any:
     return _Kept(copied(dict(value)))
 
 
-def _check_setting(_instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
-    if value is not None:
-        attribute.metadata["kind"].check(value, attribute.name)
-
-
 def _check_extra(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
     if not isinstance(value, Mapping):
         raise InvalidValueError("must be a mapping", key=attribute.name, value=value)
@@ -629,14 +641,20 @@ class Nested(Kind):
         log = Log()
         return log.whole(lambda: read_section(self.cls, value, key=key, log=log)), None
 
+    def read_into(self, log: Log, value: Any, key: str) -> Any:
+        """Read a section, and record what is changed in it."""
+        if not isinstance(value, Mapping):
+            return super().read_into(log, value, key)
+        if self.before is not None:
+            value = self.before(dict(value), key, log)
+        for name, place in self.without.items():
+            if value.get(name) is not None:
+                log.refuse(misplaced_key(join(key, name), value[name], place))
+                value = {each: value[each] for each in value if each != name}
+        return read_section(self.cls, value, key=key, log=log)
 
-def read_section(
-    cls: type[SectionT],
-    raw: Any,
-    *,
-    key: str,
-    log: Log,
-) -> SectionT:
+
+def read_section(cls: type[SectionT], raw: Any, *, key: str, log: Log) -> SectionT:
     """Build a section from what was written, recording every change to it.
 
     A mistake is recorded, and what is wrong is ``"auto"`` or not there.
@@ -646,9 +664,6 @@ def read_section(
         raw: What was written; must be a mapping.
         key: Path of the section (``"zero_optimization"``); ``""`` for the whole plan.
         log: Receives mistakes, and one decision per normalised value.
-
-    Raises:
-        InvalidValueError: It is no mapping.
     """
     _require_object(raw, key)
     kinds = {attribute.name: attribute.metadata["kind"] for attribute in modelled(cls)}
@@ -660,7 +675,7 @@ def read_section(
             path = join(key, name)
             if name in kinds:
                 values[name] = AUTO if getattr(kinds[name], "auto", False) else None
-                values[name] = _read_value(kinds[name], value, path, log)
+                values[name] = kinds[name].read_into(log, value, path)
             elif _passes_through(cls, name, path, log.also_known):
                 check_json(value, path)
                 extra[name] = value
@@ -716,7 +731,10 @@ def passed_paths(plan: DeepSpeedPlan, *, unknown: bool = False) -> frozenset[str
 def unknown_key(name: str, value: Any, path: str, known: Collection[str]) -> UnknownKeyError:
     """The error for a key nobody knows, with the nearest known ones."""
     guesses = did_you_mean(name, sorted(known), count=2, by=str.lower)
-    at_top = _belongs_below(name) if path == name else None
+    at_top = _BELONG_BELOW.get(name) if path == name else None
+    of_zero = {each.name for each in modelled(ZeroSection)} | ZeroSection.aliases.keys()
+    if path == name and name in of_zero:
+        at_top = f"'zero_optimization.{name}'"
     meant = at_top or _COMMON_MISTAKES.get(name) or " or ".join(repr(guess) for guess in guesses)
     fix = f"did you mean {meant}?" if meant else "remove it, or check its spelling and its place"
     return UnknownKeyError(
@@ -747,17 +765,8 @@ _BELONG_BELOW = {
 """Keys written at the top level, and where they belong, beside those of ``zero_optimization``."""
 
 
-def _belongs_below(name: str) -> str | None:
-    known = {each.name for each in modelled(ZeroSection)} | ZeroSection.aliases.keys()
-    return f"'zero_optimization.{name}'" if name in known else _BELONG_BELOW.get(name)
-
-
 def _canonical_key(
-    cls: type[Section],
-    written: Any,
-    raw: Mapping[Any, Any],
-    key: str,
-    log: Log,
+    cls: type[Section], written: Any, raw: Mapping[Any, Any], key: str, log: Log
 ) -> str:
     if not isinstance(written, str):
         raise InvalidValueError(
@@ -803,25 +812,6 @@ _TEMPLATE: Final = re.compile(
 )
 _IN_A_PATH: Final = re.compile(r"\{\{|\$\{|\$[A-Za-z_]|%[A-Za-z_]\w*%|<[A-Za-z_][^<>/]*>")
 """Nobody fills in variables of a shell there: a folder of that very name would be made."""
-
-
-def _read_value(kind: Any, value: Any, path: str, log: Log) -> Any:
-    refuse_template(kind, value, path)
-    if value is None and getattr(kind, "null", None) is None:
-        log.decide(key=path, before="null", after=None, reason="null means not written")
-        return None
-    if isinstance(kind, Nested):
-        if isinstance(value, Mapping) and kind.before is not None:
-            value = kind.before(dict(value), path, log)
-        for name, place in kind.without.items():
-            if isinstance(value, Mapping) and value.get(name) is not None:
-                log.refuse(misplaced_key(join(path, name), value[name], place))
-                value = {each: value[each] for each in value if each != name}
-        return read_section(kind.cls, value, key=path, log=log)
-    result, reason = kind.read(value, path)
-    if reason is not None:
-        log.decide(key=path, before=value, after=result, reason=reason)
-    return result
 
 
 def _passes_through(cls: type[Section], name: str, path: str, also_known: Collection[str]) -> bool:
@@ -1024,156 +1014,159 @@ _GATHER_ALIASES: Final = tuple(name for name, key in ZERO_ALIASES.items() if key
 
 def normalise_top_level(raw: Mapping[str, Any], log: Log) -> dict[str, Any]:
     """Translate what can only be seen from the top level; the rest is in ``legacy_zero``."""
-    config = dict(raw)
-    _boolean_zero(config, log)
-    log.attempt(_saved_whole, config, log)
-    _never_printed(config, log)
-    for key, member in _SHORTHANDS.items():
-        value = config.get(key)
-        if isinstance(value, bool | str):
-            config[key] = {member: value}
-            log.decide(
-                key=key,
-                before=value,
-                after={member: value},
-                reason="DeepSpeed wants an object here",
-            )
-    for key, what in REMOVED.items():
-        if key in config and _is_disabled(config[key]):
-            _drop(key, config.pop(key), f"DeepSpeed 0.19 removed {what}", log)
-    return config
+    return _Translating(section=dict(raw), path="", log=log).top_level()
 
 
 def legacy_zero(section: dict[str, Any], path: str, log: Log) -> dict[str, Any]:
     """Translate deprecated keys and short forms inside ``zero_optimization``."""
-    for key in ("offload_param", "offload_optimizer"):
-        _offload_shorthand(section, key, path, log)
-    for key, modern in _LEGACY_OFFLOAD.items():
-        if key in section:
-            log.attempt(_legacy_offload, section, key, modern, path, log)
-    _legacy_pinning(section, path, log)
-    for key, what in REMOVED_ZERO.items():
-        if key in section and (_is_disabled(section[key]) or section[key] == -1):
-            _drop(f"{path}.{key}", section.pop(key), f"DeepSpeed 0.19 removed {what}", log)
-    return section
+    return _Translating(section=section, path=path, log=log).zero()
 
 
-def _boolean_zero(config: dict[str, Any], log: Log) -> None:
-    value = config.get("zero_optimization")
-    if not isinstance(value, bool):
-        return
-    section: dict[str, Any] = {"stage": int(value)}
-    if "allgather_size" in config and value:
-        section["allgather_bucket_size"] = config.pop("allgather_size")
-    config["zero_optimization"] = section
-    log.decide(
-        key="zero_optimization",
-        before=value,
-        after=section,
-        reason="the old boolean form; DeepSpeed reads true as stage 1",
-        severity="warning",
-    )
+@attrs.define(kw_only=True)
+class _Translating:
+    """A section as it was written, while old keys and short forms in it are translated."""
 
+    section: dict[str, Any]
+    path: str
+    log: Log
 
-def _saved_whole(config: dict[str, Any], log: Log) -> None:
-    """The name accelerate has for a ZeRO key, which SimpleTuner's page writes at the top level."""
-    value = config.get(_SAVED_WHOLE)
-    zero = config.get("zero_optimization", {})
-    if _SAVED_WHOLE not in config or not isinstance(zero, Mapping):
-        return
-    written = {name: zero[name] for name in (_GATHER, *_GATHER_ALIASES) if name in zero}
-    del config[_SAVED_WHOLE]
-    if any(each != value for each in written.values()):
-        raise PlanConflictError(
-            f"is written as {next(iter(written))!r} in zero_optimization too, with another value",
+    def top_level(self) -> dict[str, Any]:
+        section = self.section
+        self._boolean_zero()
+        self.log.attempt(self._saved_whole)
+        if section.get("steps_per_print") == math.inf:
+            section["steps_per_print"] = _LARGEST_INTEGER
+            self.log.decide(
+                key="steps_per_print",
+                before="inf",
+                after=_LARGEST_INTEGER,
+                reason="accelerate's word for never; DeepSpeed wants a whole number here",
+            )
+        for key, member in _SHORTHANDS.items():
+            value = section.get(key)
+            if isinstance(value, bool | str):
+                section[key] = {member: value}
+                self.log.decide(
+                    key=key,
+                    before=value,
+                    after={member: value},
+                    reason="DeepSpeed wants an object here",
+                )
+        self._drop_disabled(REMOVED)
+        return section
+
+    def zero(self) -> dict[str, Any]:
+        section = self.section
+        for key in ("offload_param", "offload_optimizer"):
+            self._offload_shorthand(key)
+        for key, modern in _LEGACY_OFFLOAD.items():
+            if key in section:
+                self.log.attempt(self._legacy_offload, key, modern)
+        self._legacy_pinning()
+        self._drop_disabled(REMOVED_ZERO)
+        return section
+
+    def _drop_disabled(self, removed: Mapping[str, str]) -> None:
+        """Leave out what DeepSpeed no longer has and nobody has switched on."""
+        for key, what in removed.items():
+            value = self.section.get(key, True)
+            off = value is None or value is False or (self.path != "" and value == -1)
+            if isinstance(value, Mapping):
+                off = value.get("enabled", bool(value)) is False
+            if off:
+                why = f"DeepSpeed 0.19 removed {what}; it was switched off, so it is left out"
+                self.log.decide(join(self.path, key), self.section.pop(key), None, why)
+
+    def _boolean_zero(self) -> None:
+        value = self.section.get("zero_optimization")
+        if not isinstance(value, bool):
+            return
+        inner: dict[str, Any] = {"stage": int(value)}
+        if "allgather_size" in self.section and value:
+            inner["allgather_bucket_size"] = self.section.pop("allgather_size")
+        self.section["zero_optimization"] = inner
+        self.log.decide(
+            key="zero_optimization",
+            before=value,
+            after=inner,
+            reason="the old boolean form; DeepSpeed reads true as stage 1",
+            severity="warning",
+        )
+
+    def _saved_whole(self) -> None:
+        """Accelerate's name of a ZeRO key, which SimpleTuner's page writes at the top level."""
+        value = self.section.get(_SAVED_WHOLE)
+        zero = self.section.get("zero_optimization", {})
+        if _SAVED_WHOLE not in self.section or not isinstance(zero, Mapping):
+            return
+        written = {name: zero[name] for name in (_GATHER, *_GATHER_ALIASES) if name in zero}
+        del self.section[_SAVED_WHOLE]
+        if any(each != value for each in written.values()):
+            raise PlanConflictError(
+                f"is written as {next(iter(written))!r} in zero_optimization too, with another "
+                "value",
+                key=_SAVED_WHOLE,
+                value=value,
+                fix=f"keep {_GATHER!r} in zero_optimization",
+            )
+        self.section["zero_optimization"] = dict(zero) if written else {**zero, _GATHER: value}
+        self.log.decide(
             key=_SAVED_WHOLE,
-            value=value,
-            fix=f"keep {_GATHER!r} in zero_optimization",
+            before=value,
+            after=f"zero_optimization.{_GATHER} = {value}",
+            reason="accelerate's name of this key, which DeepSpeed does not know",
         )
-    config["zero_optimization"] = dict(zero) if written else {**zero, _GATHER: value}
-    log.decide(
-        key=_SAVED_WHOLE,
-        before=value,
-        after=f"zero_optimization.{_GATHER} = {value}",
-        reason="accelerate's name of this key, which DeepSpeed does not know",
-    )
 
-
-def _never_printed(config: dict[str, Any], log: Log) -> None:
-    """What accelerate's plugin puts into its live dictionary so that DeepSpeed never prints."""
-    if config.get("steps_per_print") != math.inf:
-        return
-    config["steps_per_print"] = _LARGEST_INTEGER
-    log.decide(
-        key="steps_per_print",
-        before="inf",
-        after=_LARGEST_INTEGER,
-        reason="accelerate's word for never; DeepSpeed wants a whole number here",
-    )
-
-
-def _offload_shorthand(section: dict[str, Any], key: str, path: str, log: Log) -> None:
-    value = section.get(key)
-    if not isinstance(value, bool | str):
-        return
-    device = value if isinstance(value, str) else ("cpu" if value else "none")
-    section[key] = {"device": device}
-    log.decide(
-        key=f"{path}.{key}",
-        before=value,
-        after={"device": device},
-        reason="DeepSpeed wants an object with a device here",
-    )
-
-
-def _legacy_offload(section: dict[str, Any], key: str, modern: str, path: str, log: Log) -> None:
-    value = section.pop(key)
-    enabled = value is not None and Boolean(auto=False).read(value, f"{path}.{key}")[0]
-    current = section.get(modern)
-    device = current.get("device") if isinstance(current, Mapping) else None
-    if enabled and current is not None and device != "cpu":
-        raise PlanConflictError(
-            f"asks for CPU offload, but {modern} is written too and says {device!r}",
-            key=f"{path}.{key}",
-            value=value,
-            fix=f"remove {key}; DeepSpeed reads {modern}",
+    def _offload_shorthand(self, key: str) -> None:
+        value = self.section.get(key)
+        if not isinstance(value, bool | str):
+            return
+        device = value if isinstance(value, str) else ("cpu" if value else "none")
+        self.section[key] = {"device": device}
+        self.log.decide(
+            key=f"{self.path}.{key}",
+            before=value,
+            after={"device": device},
+            reason="DeepSpeed wants an object with a device here",
         )
-    if enabled and current is None:
-        section[modern] = {"device": "cpu"}
-    log.decide(
-        key=f"{path}.{key}",
-        before=value,
-        after=f'{modern} = {{"device": "cpu"}}' if enabled else None,
-        reason=f"deprecated; DeepSpeed replaced it by {modern}",
-        severity="warning",
-    )
 
+    def _legacy_offload(self, key: str, modern: str) -> None:
+        value = self.section.pop(key)
+        enabled = value is not None and Boolean(auto=False).read(value, f"{self.path}.{key}")[0]
+        current = self.section.get(modern)
+        device = current.get("device") if isinstance(current, Mapping) else None
+        if enabled and current is not None and device != "cpu":
+            raise PlanConflictError(
+                f"asks for CPU offload, but {modern} is written too and says {device!r}",
+                key=f"{self.path}.{key}",
+                value=value,
+                fix=f"remove {key}; DeepSpeed reads {modern}",
+            )
+        if enabled and current is None:
+            self.section[modern] = {"device": "cpu"}
+        self.log.decide(
+            key=f"{self.path}.{key}",
+            before=value,
+            after=f'{modern} = {{"device": "cpu"}}' if enabled else None,
+            reason=f"deprecated; DeepSpeed replaced it by {modern}",
+            severity="warning",
+        )
 
-def _legacy_pinning(section: dict[str, Any], path: str, log: Log) -> None:
-    key = "cpu_offload_use_pin_memory"
-    if key not in section:
-        return
-    value = section.pop(key)
-    for modern in ("offload_param", "offload_optimizer"):
-        if isinstance(section.get(modern), Mapping) and value is not None:
-            section[modern] = {"pin_memory": value, **section[modern]}
-    log.decide(
-        key=f"{path}.{key}",
-        before=value,
-        after="pin_memory of the offload sections",
-        reason="deprecated; DeepSpeed ignores it in favour of pin_memory",
-        severity="warning",
-    )
-
-
-def _is_disabled(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return value.get("enabled", bool(value)) is False
-    return value is None or value is False
-
-
-def _drop(key: str, value: Any, why: str, log: Log) -> None:
-    log.decide(key, value, None, f"{why}; it was switched off, so it is left out")
+    def _legacy_pinning(self) -> None:
+        key = "cpu_offload_use_pin_memory"
+        if key not in self.section:
+            return
+        value = self.section.pop(key)
+        for modern in ("offload_param", "offload_optimizer"):
+            if isinstance(self.section.get(modern), Mapping) and value is not None:
+                self.section[modern] = {"pin_memory": value, **self.section[modern]}
+        self.log.decide(
+            key=f"{self.path}.{key}",
+            before=value,
+            after="pin_memory of the offload sections",
+            reason="deprecated; DeepSpeed ignores it in favour of pin_memory",
+            severity="warning",
+        )
 
 
 # -- The sections of a DeepSpeed configuration as frozen values.
@@ -1478,6 +1471,53 @@ class ParameterFacts:
         taken = math.ceil(per_element * self.numel + per_row * (self.shape[0] if self.shape else 1))
         return attrs.evolve(self, trainable=False, storage=storage, stored_bytes=taken)
 
+    def adapter(self, *, rank: int, ends: tuple[str, ...]) -> Iterator[ParameterFacts]:
+        """The two factors beside a layer's weight, as peft makes them; nothing of other layers."""
+        layer, _, kind = self.name.rpartition(".")
+        named = any(layer == end or layer.endswith(f".{end}") for end in ends)
+        if kind != "weight" or not named or len(self.shape) < 2:
+            return
+        outputs, inputs, *kernel = self.shape
+        down, up = (rank, inputs, *kernel), (outputs, rank, *(1 for _ in kernel))
+        yield ParameterFacts(name=f"{layer}.lora_A.weight", shape=down)
+        yield ParameterFacts(name=f"{layer}.lora_B.weight", shape=up)
+
+    @classmethod
+    def of(cls, name: str, parameter: Any) -> ParameterFacts:
+        """Those of any kind: plain, partitioned, bitsandbytes', torchao's or GGUF's."""
+        shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+        facts = cls(name=name, shape=shape, trainable=bool(parameter.requires_grad))
+        kind = type(parameter)
+        if kind.__name__ == "Params4bit" and getattr(parameter, "quant_state", None) is not None:
+            state = parameter.quant_state
+            constants = [state.absmax, *([state.state2.absmax] if state.nested else [])]
+            return facts._kept(str(state.quant_type), state.shape, constants, parameter)
+        if kind.__name__ == "Int8Params" and getattr(parameter, "SCB", None) is not None:
+            return facts._kept("int8", shape, [parameter.SCB], parameter)
+        if kind.__name__ == "GGUFParameter":
+            return facts._kept(
+                f"gguf-{parameter.quant_type.name.lower()}", parameter.quant_shape, [], parameter
+            )
+        if kind.__module__.partition(".")[0] == "torchao":
+            inner = [getattr(parameter, each) for each in parameter.__tensor_flatten__()[0]]
+            inner = [each for each in inner if hasattr(each, "nbytes")]
+            names = [str(each.dtype).removeprefix("torch.") for each in inner]
+            storage = next(
+                (name for name in names if name == "int8" or name.startswith("float8")), "int4"
+            )
+            storage = "fp8" if storage.startswith("float8") else storage
+            return facts._kept(storage, shape, inner, None)
+        return facts
+
+    def _kept(
+        self, storage: str, shape: Iterable[int], beside: Iterable[Any], packed: Any
+    ) -> ParameterFacts:
+        """Facts of a weight of this shape: its packed elements, and the tensors beside them."""
+        taken = sum(int(each.nbytes) for each in beside)
+        if packed is not None:
+            taken += int(getattr(packed, "ds_numel", packed.numel())) * packed.element_size()
+        return attrs.evolve(self, shape=tuple(shape), storage=storage, stored_bytes=taken)
+
 
 STORAGES: Final[Mapping[str, tuple[float, float]]] = {
     # Half a byte, and an fp32 scale for every 64 elements.
@@ -1630,6 +1670,23 @@ class BlockFacts:
     numel: int
     """Elements of the largest of them."""
 
+    @classmethod
+    def of(cls, module: Any) -> tuple[BlockFacts, ...]:
+        """What diffusers says may not be split, or repeats, without what only holds such blocks."""
+        names = {"ResnetBlock2D"}
+        for attribute in ("_no_split_modules", "_repeated_blocks"):
+            names.update(getattr(module, attribute, None) or ())
+        found: dict[str, list[int]] = {}
+        for part in module.modules():
+            inner = (type(child).__name__ in names for child in part.modules() if child is not part)
+            if type(part).__name__ in names and not any(inner):
+                sizes = (math.prod(getattr(p, "ds_shape", p.shape)) for p in part.parameters())
+                found.setdefault(type(part).__name__, []).append(sum(sizes))
+        return tuple(
+            cls(class_name=name, count=len(sizes), numel=max(sizes))
+            for name, sizes in sorted(found.items())
+        )
+
 
 ATTENTION_PROJECTIONS: Final = (
     "to_q",
@@ -1652,26 +1709,8 @@ ATTENTION_PROJECTIONS: Final = (
 """What the attention projections of diffusers' models, CLIP and T5 are called."""
 
 
-def _adapter(
-    weight: ParameterFacts, *, rank: int, ends: tuple[str, ...]
-) -> Iterator[ParameterFacts]:
-    """The two factors beside a layer's weight, as peft makes them; nothing of other layers."""
-    layer, _, kind = weight.name.rpartition(".")
-    named = any(layer == end or layer.endswith(f".{end}") for end in ends)
-    if kind != "weight" or not named or len(weight.shape) < 2:
-        return
-    outputs, inputs, *kernel = weight.shape
-    down, up = (rank, inputs, *kernel), (outputs, rank, *(1 for _ in kernel))
-    yield ParameterFacts(name=f"{layer}.lora_A.weight", shape=down)
-    yield ParameterFacts(name=f"{layer}.lora_B.weight", shape=up)
-
-
 def check_storage(storage: str | None) -> None:
-    """Whether weights are kept in this.
-
-    Raises:
-        InvalidValueError: They are not, or only in the plan's precision.
-    """
+    """Whether weights are kept in this."""
     if storage is None or storage in STORAGES:
         return
     raise InvalidValueError(
@@ -1680,43 +1719,6 @@ def check_storage(storage: str | None) -> None:
         value=storage,
         fix=f"one of {', '.join(STORAGES)}; without it the base has the plan's precision",
     )
-
-
-def _read_parameter(name: str, parameter: Any) -> ParameterFacts:
-    """Facts of a parameter of any kind: plain, partitioned, bitsandbytes', torchao's or GGUF's."""
-    shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
-    facts = ParameterFacts(name=name, shape=shape, trainable=bool(parameter.requires_grad))
-    kind = type(parameter)
-    if kind.__name__ == "Params4bit" and getattr(parameter, "quant_state", None) is not None:
-        state = parameter.quant_state
-        constants = [state.absmax, *([state.state2.absmax] if state.nested else [])]
-        return _kept(facts, str(state.quant_type), state.shape, constants, parameter)
-    if kind.__name__ == "Int8Params" and getattr(parameter, "SCB", None) is not None:
-        return _kept(facts, "int8", shape, [parameter.SCB], parameter)
-    if kind.__name__ == "GGUFParameter":
-        return _kept(
-            facts, f"gguf-{parameter.quant_type.name.lower()}", parameter.quant_shape, [], parameter
-        )
-    if kind.__module__.partition(".")[0] == "torchao":
-        inner = [getattr(parameter, each) for each in parameter.__tensor_flatten__()[0]]
-        inner = [each for each in inner if hasattr(each, "nbytes")]
-        names = [str(each.dtype).removeprefix("torch.") for each in inner]
-        storage = next(
-            (name for name in names if name == "int8" or name.startswith("float8")), "int4"
-        )
-        storage = "fp8" if storage.startswith("float8") else storage
-        return _kept(facts, storage, shape, inner, None)
-    return facts
-
-
-def _kept(
-    facts: ParameterFacts, storage: str, shape: Iterable[int], beside: Iterable[Any], packed: Any
-) -> ParameterFacts:
-    """Facts of a weight of this shape: its packed elements, and the tensors beside them."""
-    taken = sum(int(each.nbytes) for each in beside)
-    if packed is not None:
-        taken += int(getattr(packed, "ds_numel", packed.numel())) * packed.element_size()
-    return attrs.evolve(facts, shape=tuple(shape), storage=storage, stored_bytes=taken)
 
 
 def latent_frames(frames: int, *, per_latent: int) -> int:
@@ -1767,9 +1769,9 @@ class ModelFacts:
         return cls(
             name=type(module).__name__,
             parameters=[
-                _read_parameter(name, parameter) for name, parameter in module.named_parameters()
+                ParameterFacts.of(name, parameter) for name, parameter in module.named_parameters()
             ],
-            blocks=_blocks(module),
+            blocks=BlockFacts.of(module),
             units=repeated_modules(module),
         )
 
@@ -1784,11 +1786,7 @@ class ModelFacts:
         )
 
     def with_adapters(
-        self,
-        rank: int,
-        *,
-        targets: Iterable[str] | None = None,
-        base_dtype: str | None = None,
+        self, rank: int, *, targets: Iterable[str] | None = None, base_dtype: str | None = None
     ) -> ModelFacts:
         """The same model, frozen, with trained LoRA adapters beside some of its layers.
 
@@ -1810,7 +1808,7 @@ class ModelFacts:
             )
         ends = tuple(ATTENTION_PROJECTIONS if targets is None else targets)
         adapters = [
-            factor for each in self.parameters for factor in _adapter(each, rank=rank, ends=ends)
+            factor for each in self.parameters for factor in each.adapter(rank=rank, ends=ends)
         ]
         if not adapters:
             raise InvalidValueError(
@@ -1894,7 +1892,26 @@ class ModelFacts:
     @cached_property
     def streamed(self) -> StreamedFacts:
         """What streaming moves of it, and what stays on the device."""
-        return _streamed_facts(self)
+        units, elements = set(self.units), {name: [0, 0] for name in self.units}
+        rest = [0, 0]
+        for each in self.parameters:
+            aligned = -(-each.numel // UNIT_ALIGNED) * UNIT_ALIGNED if each.numel else 0
+            name = each.name
+            while name and name not in units:
+                name = name.rpartition(".")[0]
+            if name:
+                elements[name][each.trainable] += aligned
+            else:
+                rest[each.trainable] += aligned if each.trainable else each.numel
+        # Of each unit the larger kind is streamed.
+        kinds = [(frozen, trained) for frozen, trained in elements.values() if frozen or trained]
+        beside = sum(trained for frozen, trained in kinds if frozen >= trained)
+        return StreamedFacts(
+            trained=tuple(trained for frozen, trained in kinds if trained > frozen),
+            frozen=tuple(frozen for frozen, trained in kinds if frozen >= trained),
+            resident_trained=rest[1] + beside,
+            resident_frozen=rest[0] + sum(frozen for frozen, trained in kinds if trained > frozen),
+        )
 
     @cached_property
     def _parts(self) -> dict[int, tuple[int, ...]]:
@@ -1927,28 +1944,6 @@ class StreamedFacts:
     def total(self) -> int:
         """Of all streamed units."""
         return sum(self.units)
-
-
-def _streamed_facts(model: ModelFacts) -> StreamedFacts:
-    units, elements = set(model.units), {name: [0, 0] for name in model.units}
-    rest = [0, 0]
-    for each in model.parameters:
-        aligned = -(-each.numel // UNIT_ALIGNED) * UNIT_ALIGNED if each.numel else 0
-        name = each.name
-        while name and name not in units:
-            name = name.rpartition(".")[0]
-        if name:
-            elements[name][each.trainable] += aligned
-        else:
-            rest[each.trainable] += aligned if each.trainable else each.numel
-    # Of each unit the larger kind is streamed.
-    kinds = [(frozen, trained) for frozen, trained in elements.values() if frozen or trained]
-    return StreamedFacts(
-        trained=tuple(trained for frozen, trained in kinds if trained > frozen),
-        frozen=tuple(frozen for frozen, trained in kinds if frozen >= trained),
-        resident_trained=rest[1] + sum(trained for frozen, trained in kinds if frozen >= trained),
-        resident_frozen=rest[0] + sum(frozen for frozen, trained in kinds if trained > frozen),
-    )
 
 
 UNET_BLOCKS: Final = frozenset({"BasicTransformerBlock", "ResnetBlock2D"})
@@ -2000,23 +1995,6 @@ def _in_a_row(module: Any) -> set[str]:
                 if count > 1 and not kind.__module__.startswith("torch.nn.")
             )
     return classes
-
-
-def _blocks(module: Any) -> tuple[BlockFacts, ...]:
-    """What diffusers says may not be split, or repeats, without what only holds such blocks."""
-    names = {"ResnetBlock2D"}
-    for attribute in ("_no_split_modules", "_repeated_blocks"):
-        names.update(getattr(module, attribute, None) or ())
-    found: dict[str, list[int]] = {}
-    for part in module.modules():
-        inner = (type(child).__name__ in names for child in part.modules() if child is not part)
-        if type(part).__name__ in names and not any(inner):
-            sizes = (math.prod(getattr(p, "ds_shape", p.shape)) for p in part.parameters())
-            found.setdefault(type(part).__name__, []).append(sum(sizes))
-    return tuple(
-        BlockFacts(class_name=name, count=len(sizes), numel=max(sizes))
-        for name, sizes in sorted(found.items())
-    )
 
 
 @attrs.frozen(kw_only=True)
@@ -2096,11 +2074,6 @@ def _flag(arguments: Any, name: str, kind: type) -> Any:
 # -- What the user wants.
 
 
-def _check_launch(_instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
-    if value is not None:
-        Nested(LaunchSection).check(value, attribute.name)
-
-
 def _launch_said(launch: LaunchSection | None) -> Section | None:
     """What of a launch section matters for "says the same": not the name of a file."""
     if launch is not None:
@@ -2143,9 +2116,7 @@ class DeepSpeedPlan(Readable, Section):
     """Log the time of forward, backward and step."""
     extra: Mapping[str, Any] = extra_keys()
 
-    launch: LaunchSection | None = attrs.field(
-        default=None, validator=_check_launch, eq=_launch_said
-    )
+    launch: LaunchSection | None = attrs.field(default=None, eq=_launch_said)
     """What a launcher's or trainer's file adds; never sent to DeepSpeed."""
     decisions: tuple[Decision, ...] = attrs.field(default=(), converter=as_tuple, eq=False)
     """What reading changed, and why."""
@@ -2153,6 +2124,11 @@ class DeepSpeedPlan(Readable, Section):
     """Where the plan came from: a file name, ``"dict"`` or ``"code"``."""
     names: Names = attrs.field(factory=dict, eq=False, repr=False)
     """What that file calls settings that have another name there, by path; for messages."""
+
+    @launch.validator
+    def _check_launch(self, attribute: attrs.Attribute[Any], value: Any) -> None:
+        if value is not None:
+            Nested(LaunchSection).check(value, attribute.name)
 
     @property
     def stage(self) -> int | Auto:
@@ -2565,15 +2541,9 @@ class DeepSpeedPlan(Readable, Section):
             mistakes: What reading refused, where this plan is what is left without it: then
                 only what is refused besides is told.
         """
-        from zerotune.plan import inspection
+        from zerotune.plan import rules
 
-        return inspection.inspect(
-            self,
-            context,
-            settle=settle,
-            resolve_in=resolve_in,
-            mistakes=mistakes,
-        )
+        return rules.inspect(self, context, settle=settle, resolve_in=resolve_in, mistakes=mistakes)
 
     @override
     def brief(self) -> str:
@@ -2826,14 +2796,6 @@ class Context:
 # -- What will run: nothing automatic left, tied to a platform, a world size and a model.
 
 
-def _as_units(units: Any) -> tuple[str, ...]:
-    return (units,) if isinstance(units, str) else tuple(units)
-
-
-def _check_window(_instance: object, _attribute: Any, value: Any) -> None:
-    whole(value, key="streamed.window", least=2, fix="write 3: one in use, one coming, one going")
-
-
 def _as_memory(size: int | float | str | None) -> int | None:
     return None if size is None else parse_size(size, key="streamed.memory")
 
@@ -2842,14 +2804,19 @@ def _as_memory(size: int | float | str | None) -> int | None:
 class Streaming:
     """How weights are streamed: what comes to the device at once, and how much of it stays."""
 
-    units: tuple[str, ...] = attrs.field(default=(), converter=_as_units)
+    units: tuple[str, ...] = attrs.field(default=(), converter=as_texts)
     """Classes or dotted names of the modules that come as a whole; the blocks that a model
     repeats when not given."""
-    window: int = attrs.field(default=3, validator=_check_window)
+    window: int = attrs.field(default=3)
     """Units that may be on the device at a time, counted as the largest of them."""
     memory: int | None = attrs.field(default=None, converter=_as_memory)
     """Bytes of the device that units may take, instead of a window; ``"6GiB"`` will do. They get
     twice the largest at least."""
+
+    @window.validator
+    def _check_window(self, _attribute: Any, value: Any) -> None:
+        fix = "write 3: one in use, one coming, one going"
+        whole(value, key="streamed.window", least=2, fix=fix)
 
     def capacity(self, sizes: Collection[int]) -> int:
         """Bytes of the device that units may take at a time.
@@ -2990,10 +2957,7 @@ class ResolvedPlan(Readable):
             decisions: Why; appended to the plan's own.
         """
         return attrs.evolve(
-            self,
-            optimizer=optimizer,
-            scheduler=scheduler,
-            decisions=(*self.decisions, *decisions),
+            self, optimizer=optimizer, scheduler=scheduler, decisions=(*self.decisions, *decisions)
         )
 
     def without_streaming(self, reason: str) -> Self:

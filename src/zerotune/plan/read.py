@@ -136,7 +136,7 @@ def plan_from_mapping(
     if wrapper is not None:
         if accelerate.is_accelerate(config) and isinstance(config[wrapper], Mapping):
             return plan_from_settings(config, log, source=source, folder=folder)
-        return _unwrapped(config, wrapper, log, source=source, folder=folder)
+        return _Wrapped(config=config, wrapper=wrapper, log=log).plan(source, folder)
     _refuse_something_else(config, source, log)
     raw = normalise_top_level(config, log)
     launch = LaunchSection()
@@ -195,111 +195,115 @@ def plan_from_json(path_or_text: str | os.PathLike[str], log: Log) -> DeepSpeedP
     return plan_from_mapping(value, log, source=source, folder=folder)
 
 
-def _unwrapped(
-    config: Mapping[Any, Any],
-    wrapper: str,
-    log: Log,
-    *,
-    source: str,
-    folder: Path | None,
-) -> DeepSpeedPlan:
-    written = config[wrapper]
-    beside: Mapping[Any, Any] = {}
-    if isinstance(written, Mapping) and wrapper_of(written) == accelerate.FILE:
-        written, beside = _named_in_block(written, wrapper, log)
-    if is_off(written):
-        log.decide(
-            key=wrapper,
-            before="null" if written is None else written,
-            after="stage 0",
-            reason=f"empty: {accelerate.WITHOUT_DEEPSPEED}",
-            severity="warning",
+@attrs.frozen(kw_only=True)
+class _Wrapped:
+    """A trainer's file that holds a configuration, with settings of its own beside it."""
+
+    config: Mapping[Any, Any]
+    wrapper: str
+    """The key that holds it."""
+    log: Log
+
+    def plan(self, source: str, folder: Path | None) -> DeepSpeedPlan:
+        wrapper, written = self.wrapper, self.config[self.wrapper]
+        beside: Mapping[Any, Any] = {}
+        if isinstance(written, Mapping) and wrapper_of(written) == accelerate.FILE:
+            written, beside = self._named_in_block(written)
+        if is_off(written):
+            self.log.decide(
+                key=wrapper,
+                before="null" if written is None else written,
+                after="stage 0",
+                reason=f"empty: {accelerate.WITHOUT_DEEPSPEED}",
+                severity="warning",
+            )
+            written = {}
+        inside, source = None, f"{source} ({wrapper})"
+        if isinstance(written, str):
+            written, sentences, named, inside = read_named(written, folder, key=wrapper)
+            source = source if inside is None else named
+            tolerated(sentences, source, self.log)
+        if not isinstance(written, Mapping):
+            raise InvalidValueError(
+                "must hold a DeepSpeed configuration",
+                key=wrapper,
+                value=written,
+                fix="write an object, JSON text, or the path of a JSON file",
+            )
+        if any(undashed(key) in WRAPPERS for key in written):
+            raise InvalidValueError(
+                "holds another wrapped configuration", key=wrapper, fix="unwrap it once"
+            )
+        plan = plan_from_mapping(written, self.log, source=source, folder=inside or folder)
+        plan = self.log.attempt(self._with_micro_batch, plan) or plan
+        return with_launch(plan, read_launch({**beside, **self._launch_beside()}, self.log))
+
+    def _launch_beside(self) -> dict[str, Any]:
+        """Launch settings that a trainer's file says under its own names."""
+        settings = [
+            key
+            for key in self.config
+            if undashed(key) in TRAINER_KEYS and self.config[key] is not None
+        ]
+        names = {TRAINER_KEYS[undashed(key)]: key for key in settings}
+        self.log.names.update({f"launch.{name}": key for name, key in names.items()})
+        values = {name: self.config[key] for name, key in names.items()}
+        automatic = {name for name, value in values.items() if str(value).strip().lower() == AUTO}
+        return {name: AUTO if name in automatic else value for name, value in values.items()}
+
+    def _named_in_block(self, block: Mapping[Any, Any]) -> tuple[Any, Mapping[Any, Any]]:
+        """The file that is named in accelerate's way, and the launch settings beside it."""
+        beside = {key: value for key, value in block.items() if key != accelerate.FILE}
+        others = sorted(str(key) for key in beside if key not in accelerate.LAUNCH_IN_BLOCK)
+        if others:
+            raise PlanConflictError(
+                f"names a file, so that nothing else may stand beside it: {', '.join(others)}",
+                key=f"{self.wrapper}.{accelerate.FILE}",
+                value=block[accelerate.FILE],
+                fix="write them in the file, and remove them here",
+            )
+        self.log.decide(
+            key=self.wrapper,
+            before=f"an object with {accelerate.FILE}",
+            after=block[accelerate.FILE],
+            reason="SimpleTuner's way of naming a file",
         )
-        written = {}
-    if isinstance(written, str):
-        written, sentences, named, inside = read_named(written, folder, key=wrapper)
-        tolerated(sentences, f"{source} ({wrapper})" if inside is None else named, log)
-        source = f"{source} ({wrapper})" if inside is None else named
-        folder = inside or folder
-    else:
-        source = f"{source} ({wrapper})"
-    if not isinstance(written, Mapping):
-        raise InvalidValueError(
-            "must hold a DeepSpeed configuration",
-            key=wrapper,
-            value=written,
-            fix="write an object, JSON text, or the path of a JSON file",
+        return block[accelerate.FILE], beside
+
+    def _with_micro_batch(self, plan: DeepSpeedPlan) -> DeepSpeedPlan:
+        """Read a trainer's batch size as it means it: the samples of one pass on one rank."""
+        written = next(
+            (
+                key
+                for key in self.config
+                if undashed(key) in MICRO_KEYS and self.config[key] is not None
+            ),
+            None,
         )
-    if any(undashed(key) in WRAPPERS for key in written):
-        raise InvalidValueError(
-            "holds another wrapped configuration", key=wrapper, fix="unwrap it once"
-        )
-    plan = plan_from_mapping(written, log, source=source, folder=folder)
-    plan = log.attempt(_with_micro_batch, plan, config, log) or plan
-    return with_launch(plan, read_launch({**beside, **_launch_beside(config, log)}, log))
-
-
-def _launch_beside(config: Mapping[Any, Any], log: Log) -> dict[str, Any]:
-    """Launch settings that a trainer's file says under its own names."""
-    settings = [key for key in config if undashed(key) in TRAINER_KEYS and config[key] is not None]
-    names = {TRAINER_KEYS[undashed(key)]: key for key in settings}
-    log.names.update({f"launch.{name}": key for name, key in names.items()})
-    values = {name: config[key] for name, key in names.items()}
-    automatic = {name for name, value in values.items() if str(value).strip().lower() == AUTO}
-    return {name: AUTO if name in automatic else value for name, value in values.items()}
-
-
-def _named_in_block(
-    block: Mapping[Any, Any], wrapper: str, log: Log
-) -> tuple[Any, Mapping[Any, Any]]:
-    """The file that a trainer's file names in accelerate's way, and the launch settings beside."""
-    beside = {key: value for key, value in block.items() if key != accelerate.FILE}
-    others = sorted(str(key) for key in beside if key not in accelerate.LAUNCH_IN_BLOCK)
-    if others:
-        raise PlanConflictError(
-            f"names a file, so that nothing else may stand beside it: {', '.join(others)}",
-            key=f"{wrapper}.{accelerate.FILE}",
-            value=block[accelerate.FILE],
-            fix="write them in the file, and remove them here",
-        )
-    log.decide(
-        key=wrapper,
-        before=f"an object with {accelerate.FILE}",
-        after=block[accelerate.FILE],
-        reason="SimpleTuner's way of naming a file",
-    )
-    return block[accelerate.FILE], beside
-
-
-def _with_micro_batch(plan: DeepSpeedPlan, around: Mapping[Any, Any], log: Log) -> DeepSpeedPlan:
-    """Read a trainer's batch size as it means it: the samples of one pass on one rank."""
-    written = next(
-        (key for key in around if undashed(key) in MICRO_KEYS and around[key] is not None), None
-    )
-    if written is None or is_auto(around[written]):
-        return plan
-    asked, _ = Integer(minimum=1).read(around[written], str(written))
-    name = "train_micro_batch_size_per_gpu"
-    own = plan.train_micro_batch_size_per_gpu
-    both = (plan.train_batch_size, plan.gradient_accumulation_steps)
-    if own == asked:
-        return plan
-    if is_integer(own) or all(map(is_integer, both)):
-        log.decide(
+        if written is None or is_auto(self.config[written]):
+            return plan
+        asked, _ = Integer(minimum=1).read(self.config[written], str(written))
+        name = "train_micro_batch_size_per_gpu"
+        own = plan.train_micro_batch_size_per_gpu
+        both = (plan.train_batch_size, plan.gradient_accumulation_steps)
+        if own == asked:
+            return plan
+        if is_integer(own) or all(map(is_integer, both)):
+            self.log.decide(
+                key=name,
+                before=asked,
+                after=own,
+                reason=f"{written} beside the configuration; its own numbers stand before it",
+                severity="warning",
+            )
+            return plan
+        self.log.decide(
             key=name,
-            before=asked,
-            after=own,
-            reason=f"{written} beside the configuration; its own numbers stand before it",
-            severity="warning",
+            before=own,
+            after=asked,
+            reason=f"{written} of a trainer counts the samples of one pass on one rank",
         )
-        return plan
-    log.decide(
-        key=name,
-        before=own,
-        after=asked,
-        reason=f"{written} of a trainer counts the samples of one pass on one rank",
-    )
-    return attrs.evolve(plan, **{name: asked})
+        return attrs.evolve(plan, **{name: asked})
 
 
 # -- What `accelerate` writes: its YAML, the same settings in JSON, its environment.
@@ -437,7 +441,7 @@ def override_plan(
     config = plan.to_dict()
     config[_LAUNCH] = plan.launch.to_dict() if plan.launch else {}
     decisions: list[Decision] = []
-    for path, value in settings_by_path(overrides, partial(_written_out, plan)).items():
+    for path, value in settings_by_path(overrides, partial(_places_of, plan)).items():
         before = _put_setting(config, path.split("."), value, path)
         if before != value or type(before) is not type(value):
             decisions.append(Decision(key=path, before=before, after=value, reason=_OVERRIDDEN))
@@ -488,13 +492,30 @@ def _flattened(overrides: Mapping[Any, Any], prefix: str, depth: int) -> Iterato
             yield path, value
 
 
-def _written_out(plan: DeepSpeedPlan, name: str, value: Any) -> list[tuple[str, Any]]:
-    if name in _BOTH_PRECISIONS:
-        return _precision_settings(plan, name, value)
+def _places_of(plan: DeepSpeedPlan, name: str, value: Any) -> list[tuple[str, Any]]:
+    """The settings that a name stands for, as ``settings_by_path`` asks."""
     if name == _NVME_PATH:
-        return _swap_folders(plan, value)
-    stage = name == _ZERO_KEY and isinstance(value, bool)  # DeepSpeed's old form: true is stage 1
-    return [(_canonical(_path_of(name, value)), int(value) if stage else value)]
+        devices = {"optimizer": plan.offload_optimizer_device, "param": plan.offload_param_device}
+        swapped = [part for part, device in devices.items() if device == "nvme"]
+        if not swapped:
+            raise PlanConflictError(
+                "nothing is offloaded to NVMe",
+                key=_NVME_PATH,
+                value=value,
+                fix='offload first, or write "offload_optimizer_device"',
+            )
+        return [(f"{_ZERO_KEY}.offload_{part}.nvme_path", value) for part in swapped]
+    if name not in _BOTH_PRECISIONS:
+        stage = name == _ZERO_KEY and isinstance(value, bool)  # DeepSpeed's old form of stage 1
+        return [(_canonical(_path_of(name, value)), int(value) if stage else value)]
+    settings: list[tuple[str, Any]] = []
+    if plan.launch is not None and plan.launch.mixed_precision is not None:
+        settings.append(("launch.mixed_precision", None))
+    if value is None:
+        return [*settings, ("bf16.enabled", None), ("fp16.enabled", None)]
+    precision, _ = _PRECISION_KIND.read(value, name)
+    bf16, fp16 = (AUTO, None) if precision == AUTO else (precision == "bf16", precision == "fp16")
+    return [*settings, ("bf16.enabled", bf16), ("fp16.enabled", fp16)]
 
 
 def _path_of(name: str, value: Any) -> str:
@@ -526,30 +547,6 @@ def _canonical(path: str) -> str:
         kind = kinds.get(name)
         cls = kind.cls if isinstance(kind, Nested) else None
     return ".".join(done)
-
-
-def _precision_settings(plan: DeepSpeedPlan, name: str, value: Any) -> list[tuple[str, Any]]:
-    settings: list[tuple[str, Any]] = []
-    if plan.launch is not None and plan.launch.mixed_precision is not None:
-        settings.append(("launch.mixed_precision", None))
-    if value is None:
-        return [*settings, ("bf16.enabled", None), ("fp16.enabled", None)]
-    precision, _ = _PRECISION_KIND.read(value, name)
-    bf16, fp16 = (AUTO, None) if precision == AUTO else (precision == "bf16", precision == "fp16")
-    return [*settings, ("bf16.enabled", bf16), ("fp16.enabled", fp16)]
-
-
-def _swap_folders(plan: DeepSpeedPlan, value: Any) -> list[tuple[str, Any]]:
-    devices = {"optimizer": plan.offload_optimizer_device, "param": plan.offload_param_device}
-    swapped = [part for part, device in devices.items() if device == "nvme"]
-    if not swapped:
-        raise PlanConflictError(
-            "nothing is offloaded to NVMe",
-            key=_NVME_PATH,
-            value=value,
-            fix='offload first, or write "offload_optimizer_device"',
-        )
-    return [(f"{_ZERO_KEY}.offload_{part}.nvme_path", value) for part in swapped]
 
 
 def _put_setting(node: dict[str, Any], path: list[str], value: Any, key: str) -> Any:

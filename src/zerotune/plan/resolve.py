@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import attrs
 
-from zerotune._util.environment import release_of
-from zerotune._util.text import is_number
+from zerotune._util.text import is_number, release_of
 from zerotune.decisions import Decision, Log, Severity, precedence
 from zerotune.errors import InvalidValueError, PlanConflictError, PlanError, UnresolvedPlanError
 from zerotune.plan.model import (
@@ -78,18 +77,6 @@ class Batch:
     accumulation: int
 
 
-class _Known(NamedTuple):
-    """What is written, what else there is to go by, and what was decided from it."""
-
-    train: int | None
-    micro: int | None
-    accumulation: int | None
-    plan: DeepSpeedPlan
-    run: RunFacts
-    world_size: int
-    log: Log
-
-
 def solve_batch(
     plan: DeepSpeedPlan, *, run: RunFacts, world_size: int
 ) -> tuple[Batch, list[Decision]]:
@@ -98,30 +85,8 @@ def solve_batch(
     Written numbers always stand. Missing ones come from the others, then from ``run``, then
     from the launcher's file; with nothing at all the micro batch is 1.
     """
-    log = Log()
-    known = _Known(
-        _written_number(plan.train_batch_size),
-        _written_number(plan.train_micro_batch_size_per_gpu),
-        _written_number(plan.gradient_accumulation_steps),
-        plan,
-        run,
-        world_size,
-        log,
-    )
-    if known.train is None:
-        batch = _solve_without_train(known)
-    elif known.micro is not None and known.accumulation is not None:
-        batch = Batch(train=known.train, micro=known.micro, accumulation=known.accumulation)
-        if batch.train != batch.micro * batch.accumulation * world_size:
-            raise contradiction(batch.train, batch.micro, batch.accumulation, world_size)
-    else:
-        batch = _solve_from_train(known)
-    for key, asked, used in (
-        (MICRO, run.micro_batch_size, batch.micro),
-        (ACCUMULATION, run.gradient_accumulation_steps, batch.accumulation),
-    ):
-        overruled(log, key, asked, used, "numbers stand before those of the run")
-    return batch, log.decisions
+    solving = _Solving(plan=plan, run=run, world_size=world_size)
+    return solving.solved(), solving.decisions
 
 
 def contradiction(train: int, micro: int, accumulation: int, world_size: int) -> PlanConflictError:
@@ -147,71 +112,93 @@ def contradiction(train: int, micro: int, accumulation: int, world_size: int) ->
     )
 
 
-def _solve_without_train(known: _Known) -> Batch:
-    _, micro, accumulation, plan, run, world_size, log = known
-    if micro is None:
-        micro, reason = _number_said(run=run.micro_batch_size)
-        log.decide(MICRO, plan.train_micro_batch_size_per_gpu, micro, reason)
-    if accumulation is None:
-        accumulation = _fill_accumulation(plan, run, log)
-    train = micro * accumulation * world_size
-    reason = f"micro batch {micro} x accumulation {accumulation} x world size {world_size}"
-    log.decide(TRAIN, plan.train_batch_size, train, reason)
-    return Batch(train=train, micro=micro, accumulation=accumulation)
+@attrs.define(kw_only=True)
+class _Solving(Log):
+    """The triple while it is solved, and what is decided on the way."""
 
+    plan: DeepSpeedPlan
+    run: RunFacts
+    world_size: int
 
-def _solve_from_train(known: _Known) -> Batch:
-    written_train, micro, accumulation, plan, run, world_size, log = known
-    train = written_train or 0
-    if micro is None and accumulation is None:
-        micro = run.micro_batch_size
-        if micro is None:
-            accumulation = _fill_accumulation(plan, run, log)
+    def solved(self) -> Batch:
+        plan, run = self.plan, self.run
+        train = _written_number(plan.train_batch_size)
+        micro = _written_number(plan.train_micro_batch_size_per_gpu)
+        accumulation = _written_number(plan.gradient_accumulation_steps)
+        if train is None:
+            batch = self._without_train(micro, accumulation)
+        elif micro is not None and accumulation is not None:
+            batch = Batch(train=train, micro=micro, accumulation=accumulation)
+            if train != micro * accumulation * self.world_size:
+                raise contradiction(train, micro, accumulation, self.world_size)
         else:
-            written = plan.train_micro_batch_size_per_gpu
-            log.decide(MICRO, written, micro, "the run says so")
-    if micro is not None:
-        accumulation = _divide(train, micro, MICRO, ACCUMULATION, world_size)
-        key, written, solved = ACCUMULATION, plan.gradient_accumulation_steps, accumulation
-        by = f"micro batch {micro}"
-    else:
-        accumulation = accumulation or 1
-        micro = _divide(train, accumulation, ACCUMULATION, MICRO, world_size)
-        key, written, solved = MICRO, plan.train_micro_batch_size_per_gpu, micro
-        by = f"accumulation {accumulation}"
-    reason = f"train batch {train} / ({by} x world size {world_size})"
-    log.decide(key, written, solved, reason)
-    return Batch(train=train, micro=micro, accumulation=accumulation)
+            batch = self._from_train(train, micro, accumulation)
+        for key, asked, used in (
+            (MICRO, run.micro_batch_size, batch.micro),
+            (ACCUMULATION, run.gradient_accumulation_steps, batch.accumulation),
+        ):
+            overruled(self, key, asked, used, "numbers stand before those of the run")
+        return batch
 
+    def _without_train(self, micro: int | None, accumulation: int | None) -> Batch:
+        if micro is None:
+            micro, reason = _number_said(run=self.run.micro_batch_size)
+            self.decide(MICRO, self.plan.train_micro_batch_size_per_gpu, micro, reason)
+        if accumulation is None:
+            accumulation = self._fill_accumulation()
+        train = micro * accumulation * self.world_size
+        reason = f"micro batch {micro} x accumulation {accumulation} x world size {self.world_size}"
+        self.decide(TRAIN, self.plan.train_batch_size, train, reason)
+        return Batch(train=train, micro=micro, accumulation=accumulation)
 
-def _divide(train: int, known: int, known_key: str, wanted: str, world_size: int) -> int:
-    quotient, rest = divmod(train, known * world_size)
-    if rest == 0 and quotient > 0:
-        return quotient
-    per_rank, uneven = divmod(train, known)
-    valid = (
-        [] if uneven else [n for n in range(1, min(per_rank, _MOST_RANKS) + 1) if per_rank % n == 0]
-    )
-    listed = ", ".join(str(n) for n in valid[:_MOST_LISTED])
-    holds = f"it can at world size {listed}" if valid else "it can at no world size"
-    below = max(1, train // (known * world_size)) * known * world_size
-    raise PlanConflictError(
-        f"{train} cannot be shared evenly by {known} ({known_key}) x {world_size} (world size);"
-        f" {holds}",
-        key=TRAIN,
-        value=train,
-        fix=f"at world size {world_size} write a multiple of {known * world_size}, such as"
-        f" {below}, or change {known_key} or {wanted}",
-    )
+    def _from_train(self, train: int, micro: int | None, accumulation: int | None) -> Batch:
+        plan, written_micro = self.plan, self.plan.train_micro_batch_size_per_gpu
+        if micro is None and accumulation is None:
+            micro = self.run.micro_batch_size
+            if micro is None:
+                accumulation = self._fill_accumulation()
+            else:
+                self.decide(MICRO, written_micro, micro, "the run says so")
+        if micro is not None:
+            accumulation = self._divide(train, micro, MICRO, ACCUMULATION)
+            key, written, solved = ACCUMULATION, plan.gradient_accumulation_steps, accumulation
+            by = f"micro batch {micro}"
+        else:
+            accumulation = accumulation or 1
+            micro = self._divide(train, accumulation, ACCUMULATION, MICRO)
+            key, written, solved = MICRO, written_micro, micro
+            by = f"accumulation {accumulation}"
+        reason = f"train batch {train} / ({by} x world size {self.world_size})"
+        self.decide(key, written, solved, reason)
+        return Batch(train=train, micro=micro, accumulation=accumulation)
 
+    def _divide(self, train: int, known: int, known_key: str, wanted: str) -> int:
+        shared = known * self.world_size
+        quotient, rest = divmod(train, shared)
+        if rest == 0 and quotient > 0:
+            return quotient
+        per_rank, uneven = divmod(train, known)
+        most = 0 if uneven else min(per_rank, _MOST_RANKS)
+        valid = [str(n) for n in range(1, most + 1) if per_rank % n == 0]
+        listed = ", ".join(valid[:_MOST_LISTED])
+        holds = f"it can at world size {listed}" if valid else "it can at no world size"
+        raise PlanConflictError(
+            f"{train} cannot be shared evenly by {known} ({known_key}) x {self.world_size} (world"
+            f" size); {holds}",
+            key=TRAIN,
+            value=train,
+            fix=f"at world size {self.world_size} write a multiple of {shared}, such as"
+            f" {max(1, train // shared) * shared}, or change {known_key} or {wanted}",
+        )
 
-def _fill_accumulation(plan: DeepSpeedPlan, run: RunFacts, log: Log) -> int:
-    launched = plan.launch.gradient_accumulation_steps if plan.launch else None
-    value, reason = _number_said(
-        run=run.gradient_accumulation_steps, launched=_written_number(launched)
-    )
-    log.decide(ACCUMULATION, plan.gradient_accumulation_steps, value, reason)
-    return value
+    def _fill_accumulation(self) -> int:
+        launch = self.plan.launch
+        value, reason = _number_said(
+            run=self.run.gradient_accumulation_steps,
+            launched=_written_number(launch.gradient_accumulation_steps if launch else None),
+        )
+        self.decide(ACCUMULATION, self.plan.gradient_accumulation_steps, value, reason)
+        return value
 
 
 def _number_said(run: int | None, launched: int | None = None) -> tuple[int, str]:
@@ -313,24 +300,6 @@ def _what_it_computes(platform: Platform) -> str:
     return f"{who} {'can' if platform.bf16 else 'cannot'} compute in bf16"
 
 
-def fill_precision(plan: DeepSpeedPlan, filler: Filler) -> tuple[Bf16Section, Fp16Section]:
-    """The ``bf16`` and ``fp16`` sections, every key explicit."""
-    precision, _ = filler.case.precision
-    bf16 = attrs.evolve(plan.bf16 or Bf16Section(), enabled=precision == "bf16")
-    fp16 = attrs.evolve(plan.fp16 or Fp16Section(), enabled=precision == "fp16")
-    launched = plan.launch.mixed_precision if plan.launch else None
-    if launched == "fp16" and plan.fp16 is None and _enabled(plan)["bf16"] is not True:
-        fp16 = attrs.evolve(fp16, auto_cast=FP16_BESIDE.auto_cast)
-        why = "accelerate casts the inputs where only mixed_precision asks for fp16"
-        filler.decide("fp16.auto_cast", None, FP16_BESIDE.auto_cast, why)
-    for name in ("immediate_grad_update", "bf16_master_weights_and_grads", "bf16_optimizer_states"):
-        bf16 = _quiet_fill(bf16, "bf16", name, False, filler)
-    bf16 = _quiet_fill(bf16, "bf16", "check_grad_overflow", True, filler)
-    for name, value in _FP16_DEFAULTS.items():
-        fp16 = _quiet_fill(fp16, "fp16", name, value, filler)
-    return bf16, fp16
-
-
 _FP16_DEFAULTS: dict[str, Any] = {
     "auto_cast": False,
     "loss_scale": 0.0,
@@ -341,15 +310,6 @@ _FP16_DEFAULTS: dict[str, Any] = {
     "min_loss_scale": 1,
     "fp16_master_weights_and_grads": False,
 }
-
-
-def _quiet_fill(section: Any, path: str, name: str, value: Any, filler: Filler) -> Any:
-    # The keys of a precision that is off are written too, but nobody needs to read why.
-    if section.enabled:
-        return filler.fill(section, path, name, value)
-    if getattr(section, name) in (None, AUTO):
-        return attrs.evolve(section, **{name: value})
-    return section
 
 
 def _enabled(plan: DeepSpeedPlan) -> dict[str, Any]:
@@ -422,6 +382,21 @@ class Case:
     def element_bytes(self) -> int:
         """Bytes of one element of the model's own precision."""
         return 4 if self.trains_in == "fp32" else 2
+
+    @property
+    def rounds_swapped(self) -> bool:
+        """Whether DeepSpeed swaps fp32 parameters as bf16: on an accelerator without fp16."""
+        platform = self.context.platform
+        return platform is not None and self.trains_in == "fp32" and not platform.fp16
+
+    def swaps_parameters(self, zero: ZeroSection, aio: AioSection | None) -> bool:
+        """Whether any parameter really leaves host memory."""
+        section = zero.offload_param
+        if section is None or section.device != "nvme" or self.rounds_swapped:
+            return False
+        stay = elements(section.max_in_cpu)
+        swapping = self.swapping(aio)
+        return stay == 0 if swapping is None else swapping.happens(stay)
 
     def swapping(self, aio: AioSection | None) -> Swapping | None:
         """What of the model is swapped, where a model is known."""
@@ -584,16 +559,28 @@ class Swapping:
         while it runs, and those of the modules around it.
         """
         owned = Counter([parameter.name.rpartition(".")[0] for parameter in self.swapped])
-        most = max([_with_owners(owned, module) for module in owned], default=0)
-        return max(PARAM_BUFFERS, most + 2)
 
+        def with_owners(module: str) -> int:
+            return owned[module] + (with_owners(module.rpartition(".")[0]) if module else 0)
 
-def _with_owners(owned: Counter[str], module: str) -> int:
-    count = owned[module]
-    while module:
-        module = module.rpartition(".")[0]
-        count += owned[module]
-    return count
+        return max(PARAM_BUFFERS, 2 + max(map(with_owners, list(owned)), default=0))
+
+    def buffer_need(self, zero: ZeroSection) -> tuple[int, str]:
+        """Elements one buffer must hold, and what that is; 0 when nothing is known to swap."""
+        largest, ranks = self.largest, self.world_size
+        if largest is None:
+            return 0, ""
+        part = partition(largest, ranks)
+        optimizer = zero.offload_optimizer
+        if optimizer is None or optimizer.device != "nvme" or optimizer.fast_init is not True:
+            shape = " x ".join(str(size) for size in largest.shape) or "a scalar"
+            shared = f" shared by {ranks} ranks" if ranks > 1 else ""
+            return part, f"the largest partition, {largest.name} ({shape}){shared}"
+        group = largest_sub_group(self.model, ranks, elements(zero.sub_group_size))
+        return max(part, group), (
+            "the largest sub-group, because fast_init of offload_optimizer passes whole sub-groups"
+            f" (sub_group_size {zero.sub_group_size}) through these buffers"
+        )
 
 
 def sub_groups(model: ModelFacts, world_size: int, sub_group_size: int) -> tuple[int, ...]:
@@ -630,102 +617,6 @@ NO_PREFETCH: Final = (
 swap buffer", or the pool runs out ("Not enough buffers")."""
 
 
-def swaps_parameters(zero: ZeroSection, case: Case, aio: AioSection | None) -> bool:
-    """Whether any parameter really leaves host memory."""
-    section = zero.offload_param
-    if section is None or section.device != "nvme" or _rounds_swapped(case):
-        return False
-    stay = elements(section.max_in_cpu)
-    swapping = case.swapping(aio)
-    return stay == 0 if swapping is None else swapping.happens(stay)
-
-
-def _rounds_swapped(case: Case) -> bool:
-    platform = case.context.platform
-    return platform is not None and case.trains_in == "fp32" and not platform.fp16
-
-
-def _without_lossy_swapping(
-    zero: ZeroSection, filler: Filler, aio: AioSection | None
-) -> ZeroSection:
-    """``zero`` with fp32 parameters kept off NVMe where DeepSpeed would round them to bf16.
-
-    Read and measured in DeepSpeed 0.19.8: on an accelerator without fp16 ``zero.Init`` swaps
-    through bf16 buffers whatever the model's type is (``_set_dtype`` lacks parentheses). The
-    forward pass then fails, or, with ``max_in_cpu``, trains on rounded weights in silence.
-    """
-    section = zero.offload_param
-    if section is None or section.device != "nvme":
-        return zero
-    swapping = filler.case.swapping(aio)
-    if not _rounds_swapped(filler.case):
-        return zero
-    if swapping is not None and swapping.largest is None:
-        return zero
-    kept = filler.force(
-        section,
-        "zero_optimization.offload_param",
-        "device",
-        "cpu",
-        "DeepSpeed 0.19.8 swaps fp32 parameters to NVMe as bf16 on an accelerator without fp16,"
-        " which would lose precision; they wait in host memory instead",
-        severity="warning",
-    )
-    return attrs.evolve(zero, offload_param=kept)
-
-
-def fill_nvme_param(
-    section: OffloadSection,
-    path: str,
-    filler: Filler,
-    zero: ZeroSection,
-    aio: AioSection | None,
-) -> OffloadSection:
-    """Every key of ``offload_param`` on NVMe."""
-    swapping = filler.case.swapping(aio)
-    need, what = _buffer_need(swapping, zero)
-    written = section.buffer_size
-    if isinstance(written, int) and written < need:
-        raise InvalidValueError(
-            f"counts elements and must hold {what} = {need} elements",
-            key=f"{path}.buffer_size",
-            value=written,
-            fix=f'write at least {need}, or "{AUTO}"',
-        )
-    size, why = (need, f"elements of {what}") if need else _default_size(swapping)
-    section = filler.fill(section, path, "buffer_size", size, why)
-    section = filler.fill(
-        section,
-        path,
-        "buffer_count",
-        swapping.buffers if swapping else PARAM_BUFFERS,
-        "one for each parameter resident at once, and two to spare",
-    )
-    section = filler.fill(
-        section,
-        path,
-        "max_in_cpu",
-        0,
-        "NVMe was asked for; with DeepSpeed's 1e9 a smaller model never leaves host memory",
-    )
-    return _without_auto_path(section, path, filler)
-
-
-def fill_nvme_optimizer(
-    section: OffloadSection,
-    path: str,
-    filler: Filler,
-    _zero: ZeroSection,
-    _aio: AioSection | None,
-) -> OffloadSection:
-    """Every key of ``offload_optimizer`` on NVMe."""
-    for name in ("pipeline_read", "pipeline_write", "fast_init"):
-        section = filler.fill(section, path, name, False)
-    why = "weight, gradient and two moments of each sub-group that is resident at once"
-    section = filler.fill(section, path, "buffer_count", optimizer_buffers(section), why)
-    return _without_auto_path(section, path, filler)
-
-
 def optimizer_buffers(section: OffloadSection) -> int:
     """Buffers an Adam optimizer needs with several sub-groups.
 
@@ -734,43 +625,6 @@ def optimizer_buffers(section: OffloadSection) -> int:
     """
     overlapped = (section.pipeline_read is True) + (section.pipeline_write is True)
     return OPTIMIZER_BUFFERS * (1 + overlapped)
-
-
-def _buffer_need(swapping: Swapping | None, zero: ZeroSection) -> tuple[int, str]:
-    """Elements one buffer must hold, and what that is; 0 when nothing is known to swap."""
-    largest = swapping.largest if swapping else None
-    if swapping is None or largest is None:
-        return 0, ""
-    part = partition(largest, swapping.world_size)
-    what = f"the largest partition, {_describe(largest, swapping.world_size)}"
-    optimizer = zero.offload_optimizer
-    if optimizer is None or optimizer.device != "nvme" or optimizer.fast_init is not True:
-        return part, what
-    group = largest_sub_group(swapping.model, swapping.world_size, elements(zero.sub_group_size))
-    return max(part, group), (
-        "the largest sub-group, because fast_init of offload_optimizer passes whole sub-groups"
-        f" (sub_group_size {zero.sub_group_size}) through these buffers"
-    )
-
-
-def _default_size(swapping: Swapping | None) -> tuple[int, str]:
-    if swapping is None:
-        return PARAM_BUFFER, "elements; no model was given, so DeepSpeed's default"
-    parts = swapping.model.parts(swapping.world_size)
-    why = "elements; no parameter of this model is large enough to leave host memory"
-    return max(1, *parts, 1), why
-
-
-def _describe(parameter: ParameterFacts, world_size: int) -> str:
-    shape = " x ".join(str(size) for size in parameter.shape) or "a scalar"
-    shared = f" shared by {world_size} ranks" if world_size > 1 else ""
-    return f"{parameter.name} ({shape}){shared}"
-
-
-def _without_auto_path(section: OffloadSection, path: str, filler: Filler) -> OffloadSection:
-    if section.nvme_path == AUTO:
-        return filler.drop(section, path, "nvme_path", "a leased folder will be used")
-    return section
 
 
 def elements(value: Any) -> int:
@@ -798,6 +652,8 @@ class Filler(Log):
     case: Case
     """The plan before it was repaired, which concerns neither batch nor precision."""
     stage: int
+    aio: AioSection | None = None
+    """As it is written."""
 
     @property
     def model(self) -> ModelFacts | None:
@@ -810,12 +666,7 @@ class Filler(Log):
         return self.case.context.machine.accelerator
 
     def fill(
-        self,
-        section: SectionT,
-        path: str,
-        name: str,
-        chosen: Any,
-        reason: str = DEEPSPEED_DEFAULT,
+        self, section: SectionT, path: str, name: str, chosen: Any, reason: str = DEEPSPEED_DEFAULT
     ) -> SectionT:
         """Set ``name`` unless the user did; record it."""
         written = getattr(section, name)
@@ -852,6 +703,267 @@ class Filler(Log):
         self.decide(join(path, name), before, None, reason, severity=severity)
         return evolved(section, **{name: None})
 
+    def _fill_precision(self, plan: DeepSpeedPlan) -> tuple[Bf16Section, Fp16Section]:
+        """The ``bf16`` and ``fp16`` sections, every key explicit."""
+        precision, _ = self.case.precision
+        bf16 = attrs.evolve(plan.bf16 or Bf16Section(), enabled=precision == "bf16")
+        fp16 = attrs.evolve(plan.fp16 or Fp16Section(), enabled=precision == "fp16")
+        launched = plan.launch.mixed_precision if plan.launch else None
+        if launched == "fp16" and plan.fp16 is None and _enabled(plan)["bf16"] is not True:
+            fp16 = attrs.evolve(fp16, auto_cast=FP16_BESIDE.auto_cast)
+            why = "accelerate casts the inputs where only mixed_precision asks for fp16"
+            self.decide("fp16.auto_cast", None, FP16_BESIDE.auto_cast, why)
+        for name in (
+            "immediate_grad_update",
+            "bf16_master_weights_and_grads",
+            "bf16_optimizer_states",
+        ):
+            bf16 = self._quiet_fill(bf16, "bf16", name, False)
+        bf16 = self._quiet_fill(bf16, "bf16", "check_grad_overflow", True)
+        for name, value in _FP16_DEFAULTS.items():
+            fp16 = self._quiet_fill(fp16, "fp16", name, value)
+        return bf16, fp16
+
+    def _quiet_fill(self, section: Any, path: str, name: str, value: Any) -> Any:
+        # The keys of a precision that is off are written too, but nobody needs to read why.
+        if section.enabled:
+            return self.fill(section, path, name, value)
+        if getattr(section, name) in (None, AUTO):
+            return attrs.evolve(section, **{name: value})
+        return section
+
+    def _without_lossy_swapping(self, zero: ZeroSection) -> ZeroSection:
+        """``zero`` with fp32 parameters kept off NVMe where DeepSpeed would round them to bf16.
+
+        Read and measured in DeepSpeed 0.19.8: on an accelerator without fp16 ``zero.Init`` swaps
+        through bf16 buffers whatever the model's type is (``_set_dtype`` lacks parentheses). The
+        forward pass then fails, or, with ``max_in_cpu``, trains on rounded weights in silence.
+        """
+        section = zero.offload_param
+        if section is None or section.device != "nvme":
+            return zero
+        swapping = self.case.swapping(self.aio)
+        if not self.case.rounds_swapped:
+            return zero
+        if swapping is not None and swapping.largest is None:
+            return zero
+        kept = self.force(
+            section,
+            "zero_optimization.offload_param",
+            "device",
+            "cpu",
+            "DeepSpeed 0.19.8 swaps fp32 parameters to NVMe as bf16 on an accelerator without fp16,"
+            " which would lose precision; they wait in host memory instead",
+            severity="warning",
+        )
+        return attrs.evolve(zero, offload_param=kept)
+
+    def _fill_nvme_param(
+        self, section: OffloadSection, path: str, zero: ZeroSection
+    ) -> OffloadSection:
+        """Every key of ``offload_param`` on NVMe."""
+        swapping = self.case.swapping(self.aio)
+        need, what = swapping.buffer_need(zero) if swapping else (0, "")
+        written = section.buffer_size
+        if isinstance(written, int) and written < need:
+            raise InvalidValueError(
+                f"counts elements and must hold {what} = {need} elements",
+                key=f"{path}.buffer_size",
+                value=written,
+                fix=f'write at least {need}, or "{AUTO}"',
+            )
+        size, why = need, f"elements of {what}"
+        if swapping is None:
+            size, why = PARAM_BUFFER, "elements; no model was given, so DeepSpeed's default"
+        elif not need:
+            size = max(1, *swapping.model.parts(swapping.world_size), 1)
+            why = "elements; no parameter of this model is large enough to leave host memory"
+        section = self.fill(section, path, "buffer_size", size, why)
+        section = self.fill(
+            section,
+            path,
+            "buffer_count",
+            swapping.buffers if swapping else PARAM_BUFFERS,
+            "one for each parameter resident at once, and two to spare",
+        )
+        section = self.fill(
+            section,
+            path,
+            "max_in_cpu",
+            0,
+            "NVMe was asked for; with DeepSpeed's 1e9 a smaller model never leaves host memory",
+        )
+        return self._without_auto_path(section, path)
+
+    def _fill_nvme_optimizer(self, section: OffloadSection, path: str) -> OffloadSection:
+        """Every key of ``offload_optimizer`` on NVMe."""
+        for name in ("pipeline_read", "pipeline_write", "fast_init"):
+            section = self.fill(section, path, name, False)
+        why = "weight, gradient and two moments of each sub-group that is resident at once"
+        section = self.fill(section, path, "buffer_count", optimizer_buffers(section), why)
+        return self._without_auto_path(section, path)
+
+    def _without_auto_path(self, section: OffloadSection, path: str) -> OffloadSection:
+        if section.nvme_path == AUTO:
+            return self.drop(section, path, "nvme_path", "a leased folder will be used")
+        return section
+
+    def _overlap(self, zero: ZeroSection) -> tuple[bool, str]:
+        if self.accelerator == "cpu":
+            return False, "the CPU accelerator has no streams to overlap"
+        offloads = zero.offload_optimizer is not None and zero.offload_optimizer.device != "none"
+        if self.stage == 3 or offloads:
+            return True, "without it gradients leave the device on the stream that computes"
+        return False, "doubles the bucket, and gains only where gradients travel"
+
+    def _persistence(self, _zero: ZeroSection) -> tuple[int, str]:
+        threshold, persistent = persistence_threshold(self.model)
+        model = self.model
+        if model is None:
+            return threshold, "no model was given; leaves biases and norms unpartitioned"
+        share = persistent / model.numel if model.numel else 0.0
+        return threshold, (
+            f"leaves {persistent:,} of {model.numel:,} elements ({share:.2%}) unpartitioned,"
+            f" at most {PERSISTENT_SHARE:.0%}"
+        )
+
+    def _sub_group(self, zero: ZeroSection) -> tuple[int, str]:
+        if zero.offload_optimizer is not None and zero.offload_optimizer.device == "nvme":
+            return SUB_GROUP_NVME, "the swap pool pins several buffers of the largest sub-group"
+        return SUB_GROUP, "bounds the temporaries of the optimizer step"
+
+    def _fill_zero(self, zero: ZeroSection) -> ZeroSection:
+        """``zero`` with every key that has an effect at this stage written, and no other.
+
+        Offload sections without effect must have been removed before.
+        """
+        path = "zero_optimization"
+        zero = attrs.evolve(zero, stage=self.stage)
+        if self.stage == 3:
+            zero = self._without_lossy_swapping(zero)
+            if self.case.swaps_parameters(zero, self.aio):
+                zero = self.fill(zero, path, "stage3_prefetch_bucket_size", 0, NO_PREFETCH)
+        for name, (stages, choose) in _CHOICES.items():
+            if self.stage not in stages:
+                zero = self.drop(zero, path, name, f"has no effect at stage {self.stage}")
+            else:
+                zero = self.fill(zero, path, name, *choose(self, zero))
+        zero = self._with_leaf_modules(zero)
+        for name in ("offload_optimizer", "offload_param"):
+            section: OffloadSection | None = getattr(zero, name)
+            if section is not None:
+                filled = self._fill_offload(section, f"{path}.{name}", zero)
+                zero = evolved(zero, **{name: filled})
+        return zero
+
+    def _with_leaf_modules(self, zero: ZeroSection) -> ZeroSection:
+        key = f"zero_optimization.{LEAF_MODULE}"
+        written = zero.extra.get(LEAF_MODULE)
+        model = self.model
+        if written is not None or self.stage != 3 or model is None:
+            return zero
+        blocks = leaf_blocks(model)
+        if not blocks or self.case.swaps_parameters(zero, self.aio):
+            return zero
+        value = {"classes": [block.class_name for block in blocks]}
+        count = sum(block.count for block in blocks)
+        self.decide(
+            key, None, value, f"{count} blocks are fetched as a whole, and not layer by layer"
+        )
+        return evolved(zero, extra={**zero.extra, LEAF_MODULE: value})
+
+    def _fill_offload(
+        self, section: OffloadSection, path: str, zero: ZeroSection
+    ) -> OffloadSection:
+        parameters = path.endswith("offload_param")
+        if self.accelerator == "cpu":
+            section = self.force(
+                section,
+                path,
+                "pin_memory",
+                False,
+                "the CPU accelerator has nothing to pin memory for",
+            )
+        else:
+            section = self.fill(section, path, "pin_memory", True)
+        if not parameters:
+            section = self.fill(section, path, "ratio", 1.0)
+        if section.device == "nvme":
+            if parameters:
+                return self._fill_nvme_param(section, path, zero)
+            return self._fill_nvme_optimizer(section, path)
+        for name in (
+            "nvme_path",
+            "buffer_count",
+            "buffer_size",
+            "max_in_cpu",
+            "fast_init",
+            "pipeline_read",
+            "pipeline_write",
+        ):
+            section = self.drop(section, path, name, "has an effect only with device nvme")
+        return section
+
+    def _fill_aio(self) -> AioSection:
+        """Every key of ``aio``, explicit."""
+        path = "aio"
+        section = self.aio or AioSection()
+        if self.accelerator != "cuda":
+            section = self.force(section, path, "use_gds", False, "GPUDirect storage needs CUDA")
+        defaults = {
+            "block_size": 1_048_576,
+            "queue_depth": 8,
+            "intra_op_parallelism": 1,
+            "single_submit": False,
+            "overlap_events": True,
+            "use_gds": False,
+        }
+        for name, value in defaults.items():
+            section = self.fill(section, path, name, value)
+        return section
+
+    def filled_in(self, plan: DeepSpeedPlan) -> DeepSpeedPlan:
+        """``plan`` with every key written."""
+        context = self.case.context
+        batch, why = self.case.batch
+        self.decisions.extend(why)
+        norm, reason = clipping(plan, context.run)
+        written = plan.gradient_clipping
+        if written is None or isinstance(written, str):
+            self.decide(CLIPPING, written, norm, reason)
+        else:
+            stands = "number stands before that of the run"
+            overruled(self, CLIPPING, context.run.gradient_clipping, written, stands)
+        bf16, fp16 = self._fill_precision(plan)
+        zero, aio = None if context.uses_deepspeed else plan.zero_optimization, None
+        if context.uses_deepspeed:
+            zero = self._fill_zero(plan.zero_optimization or ZeroSection())
+            swaps = any(
+                section is not None and section.device == "nvme"
+                for section in (zero.offload_param, zero.offload_optimizer)
+            )
+            aio = self._fill_aio() if swaps or plan.aio else None
+        plan = evolved(
+            plan,
+            **{TRAIN: batch.train, MICRO: batch.micro, ACCUMULATION: batch.accumulation},
+            gradient_clipping=norm,
+            bf16=bf16,
+            fp16=fp16,
+            zero_optimization=zero,
+            aio=aio,
+        )
+        plan = self.fill(plan, "", "wall_clock_breakdown", False)
+        if plan.steps_per_print == AUTO:
+            plan = self.drop(plan, "", "steps_per_print", "zerotune reports progress itself")
+        for name in ("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"):
+            if getattr(plan, name) == AUTO:
+                plan = self.drop(plan, "", name, "follows from the optimizer")
+        for path in automatic_paths(attrs.evolve(plan, optimizer=None, scheduler=None).to_dict()):
+            raise UnresolvedPlanError(
+                "zerotune does not fill in this key", key=path, value=AUTO, fix="write a value"
+            )
+        return plan
+
 
 _Choose = Callable[[Filler, ZeroSection], tuple[Any, str]]
 
@@ -868,37 +980,10 @@ def _sized(what: Callable[[ModelFacts | None], int], why: str) -> _Choose:
     return choose
 
 
-def _overlap(filler: Filler, zero: ZeroSection) -> tuple[bool, str]:
-    if filler.accelerator == "cpu":
-        return False, "the CPU accelerator has no streams to overlap"
-    offloads = zero.offload_optimizer is not None and zero.offload_optimizer.device != "none"
-    if filler.stage == 3 or offloads:
-        return True, "without it gradients leave the device on the stream that computes"
-    return False, "doubles the bucket, and gains only where gradients travel"
-
-
-def _persistence(filler: Filler, _zero: ZeroSection) -> tuple[int, str]:
-    threshold, persistent = persistence_threshold(filler.model)
-    model = filler.model
-    if model is None:
-        return threshold, "no model was given; leaves biases and norms unpartitioned"
-    share = persistent / model.numel if model.numel else 0.0
-    return threshold, (
-        f"leaves {persistent:,} of {model.numel:,} elements ({share:.2%}) unpartitioned,"
-        f" at most {PERSISTENT_SHARE:.0%}"
-    )
-
-
-def _sub_group(_filler: Filler, zero: ZeroSection) -> tuple[int, str]:
-    if zero.offload_optimizer is not None and zero.offload_optimizer.device == "nvme":
-        return SUB_GROUP_NVME, "the swap pool pins several buffers of the largest sub-group"
-    return SUB_GROUP, "bounds the temporaries of the optimizer step"
-
-
 _BUCKET_WHY = "holds the largest tensor, and no more than the trainable model needs"
 
 _CHOICES: dict[str, tuple[tuple[int, ...], _Choose]] = {
-    "overlap_comm": (_ALL, _overlap),
+    "overlap_comm": (_ALL, Filler._overlap),
     "contiguous_gradients": (_ALL, _always(True)),
     "reduce_scatter": (_ALL, _always(True)),
     "reduce_bucket_size": (_ALL, _sized(reduce_bucket, _BUCKET_WHY)),
@@ -909,12 +994,12 @@ _CHOICES: dict[str, tuple[tuple[int, ...], _Choose]] = {
     "ignore_unused_parameters": (_LOW, _always(True)),
     "load_from_fp32_weights": (_ALL, _always(True)),
     "elastic_checkpoint": (_ALL, _always(False)),
-    "sub_group_size": (_HIGH, _sub_group),
+    "sub_group_size": (_HIGH, Filler._sub_group),
     "stage3_prefetch_bucket_size": (
         _HIGH,
         _sized(prefetch_bucket, "a block ahead; at least the largest tensor"),
     ),
-    "stage3_param_persistence_threshold": (_HIGH, _persistence),
+    "stage3_param_persistence_threshold": (_HIGH, Filler._persistence),
     "stage3_model_persistence_threshold": (_HIGH, _always(sys.maxsize)),
     "stage3_max_live_parameters": (
         _HIGH,
@@ -946,101 +1031,8 @@ def stages_of(name: str) -> tuple[int, ...]:
 _OFFLOAD_STAGES = {"offload_optimizer": _ALL, "offload_param": _HIGH}
 
 
-def fill_zero(zero: ZeroSection, filler: Filler, aio: AioSection | None) -> ZeroSection:
-    """``zero`` with every key that has an effect at this stage written, and no other.
-
-    Offload sections without effect must have been removed before.
-    """
-    path = "zero_optimization"
-    zero = attrs.evolve(zero, stage=filler.stage)
-    if filler.stage == 3:
-        zero = _without_lossy_swapping(zero, filler, aio)
-        if swaps_parameters(zero, filler.case, aio):
-            zero = filler.fill(zero, path, "stage3_prefetch_bucket_size", 0, NO_PREFETCH)
-    for name, (stages, choose) in _CHOICES.items():
-        if filler.stage not in stages:
-            zero = filler.drop(zero, path, name, f"has no effect at stage {filler.stage}")
-        else:
-            zero = filler.fill(zero, path, name, *choose(filler, zero))
-    zero = _with_leaf_modules(zero, filler, aio)
-    for name in ("offload_optimizer", "offload_param"):
-        section: OffloadSection | None = getattr(zero, name)
-        if section is not None:
-            filled = _fill_offload(section, f"{path}.{name}", filler, zero, aio)
-            zero = evolved(zero, **{name: filled})
-    return zero
-
-
 LEAF_MODULE: Final = "leaf_module"
 """Key of ``zero_optimization``: ``{"classes": […]}``; an empty list switches it off."""
-
-
-def _with_leaf_modules(zero: ZeroSection, filler: Filler, aio: AioSection | None) -> ZeroSection:
-    key = f"zero_optimization.{LEAF_MODULE}"
-    written = zero.extra.get(LEAF_MODULE)
-    model = filler.model
-    if written is not None or filler.stage != 3 or model is None:
-        return zero
-    blocks = leaf_blocks(model)
-    if not blocks or swaps_parameters(zero, filler.case, aio):
-        return zero
-    value = {"classes": [block.class_name for block in blocks]}
-    count = sum(block.count for block in blocks)
-    filler.decide(
-        key, None, value, f"{count} blocks are fetched as a whole, and not layer by layer"
-    )
-    return evolved(zero, extra={**zero.extra, LEAF_MODULE: value})
-
-
-def _fill_offload(
-    section: OffloadSection,
-    path: str,
-    filler: Filler,
-    zero: ZeroSection,
-    aio: AioSection | None,
-) -> OffloadSection:
-    parameters = path.endswith("offload_param")
-    if filler.accelerator == "cpu":
-        section = filler.force(
-            section, path, "pin_memory", False, "the CPU accelerator has nothing to pin memory for"
-        )
-    else:
-        section = filler.fill(section, path, "pin_memory", True)
-    if not parameters:
-        section = filler.fill(section, path, "ratio", 1.0)
-    if section.device == "nvme":
-        fill = fill_nvme_param if parameters else fill_nvme_optimizer
-        return fill(section, path, filler, zero, aio)
-    for name in (
-        "nvme_path",
-        "buffer_count",
-        "buffer_size",
-        "max_in_cpu",
-        "fast_init",
-        "pipeline_read",
-        "pipeline_write",
-    ):
-        section = filler.drop(section, path, name, "has an effect only with device nvme")
-    return section
-
-
-def fill_aio(aio: AioSection | None, filler: Filler) -> AioSection:
-    """Every key of ``aio``, explicit."""
-    path = "aio"
-    aio = aio or AioSection()
-    if filler.accelerator != "cuda":
-        aio = filler.force(aio, path, "use_gds", False, "GPUDirect storage needs CUDA")
-    defaults = {
-        "block_size": 1_048_576,
-        "queue_depth": 8,
-        "intra_op_parallelism": 1,
-        "single_submit": False,
-        "overlap_events": True,
-        "use_gds": False,
-    }
-    for name, value in defaults.items():
-        aio = filler.fill(aio, path, name, value)
-    return aio
 
 
 # -- Whether page-locked host memory keeps its size.
@@ -1120,10 +1112,12 @@ def filled(requested: DeepSpeedPlan, plan: DeepSpeedPlan, case: Case, log: Log) 
     precision, why = case.precision
     if not context.uses_deepspeed and precision == "fp16":
         plan = _without_host_optimizer(plan, log)
-    filler = Filler(case=case, stage=int(plan.stage), decisions=[*log.decisions, *why])
+    filler = Filler(
+        case=case, stage=int(plan.stage), aio=plan.aio, decisions=[*log.decisions, *why]
+    )
     return ResolvedPlan(
         requested=requested,
-        plan=_filled_in(plan, filler),
+        plan=filler.filled_in(plan),
         platform=context.machine,
         world_size=context.world_size,
         model=context.model,
@@ -1242,48 +1236,6 @@ def without_inactive_offload(plan: DeepSpeedPlan) -> DeepSpeedPlan:
     return attrs.evolve(plan, zero_optimization=zero)
 
 
-def _filled_in(plan: DeepSpeedPlan, filler: Filler) -> DeepSpeedPlan:
-    context = filler.case.context
-    batch, why = filler.case.batch
-    filler.decisions.extend(why)
-    norm, reason = clipping(plan, context.run)
-    written = plan.gradient_clipping
-    if written is None or isinstance(written, str):
-        filler.decide(CLIPPING, written, norm, reason)
-    else:
-        stands = "number stands before that of the run"
-        overruled(filler, CLIPPING, context.run.gradient_clipping, written, stands)
-    bf16, fp16 = fill_precision(plan, filler)
-    zero, aio = None if context.uses_deepspeed else plan.zero_optimization, None
-    if context.uses_deepspeed:
-        zero = fill_zero(plan.zero_optimization or ZeroSection(), filler, plan.aio)
-        swaps = any(
-            section is not None and section.device == "nvme"
-            for section in (zero.offload_param, zero.offload_optimizer)
-        )
-        aio = fill_aio(plan.aio, filler) if swaps or plan.aio else None
-    plan = evolved(
-        plan,
-        **{TRAIN: batch.train, MICRO: batch.micro, ACCUMULATION: batch.accumulation},
-        gradient_clipping=norm,
-        bf16=bf16,
-        fp16=fp16,
-        zero_optimization=zero,
-        aio=aio,
-    )
-    plan = filler.fill(plan, "", "wall_clock_breakdown", False)
-    if plan.steps_per_print == AUTO:
-        plan = filler.drop(plan, "", "steps_per_print", "zerotune reports progress itself")
-    for name in ("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"):
-        if getattr(plan, name) == AUTO:
-            plan = filler.drop(plan, "", name, "follows from the optimizer")
-    for path in automatic_paths(attrs.evolve(plan, optimizer=None, scheduler=None).to_dict()):
-        raise UnresolvedPlanError(
-            "zerotune does not fill in this key", key=path, value=AUTO, fix="write a value"
-        )
-    return plan
-
-
 # -- The dict DeepSpeed receives.
 
 
@@ -1320,7 +1272,16 @@ def render(resolved: ResolvedPlan, *, folders: bool = True) -> dict[str, Any]:
         folders: ``False`` leaves the swap folders out and does not ask for them.
     """
     config = written(resolved)
-    _render_folders(resolved, config, folders=folders)
+    for part, folder in resolved.nvme_paths.items():
+        section = config["zero_optimization"][f"offload_{part}"]
+        if not folders:
+            section.pop("nvme_path", None)
+        elif folder is None:
+            raise UnresolvedPlanError(
+                "NVMe offload needs a folder for its swap files",
+                key=f"zero_optimization.offload_{part}.nvme_path",
+                fix="write a path, or use zerotune.offload.OffloadManager, which leases one",
+            )
     for path in automatic_paths(config):
         raise UnresolvedPlanError(
             "is still automatic in the rendered configuration",
@@ -1395,16 +1356,3 @@ def _render_choices(resolved: ResolvedPlan, config: dict[str, Any]) -> None:
     config["zero_force_ds_cpu_optimizer"] = (
         False if client else config.get("zero_force_ds_cpu_optimizer", True)
     )
-
-
-def _render_folders(resolved: ResolvedPlan, config: dict[str, Any], *, folders: bool) -> None:
-    for part, folder in resolved.nvme_paths.items():
-        section = config["zero_optimization"][f"offload_{part}"]
-        if not folders:
-            section.pop("nvme_path", None)
-        elif folder is None:
-            raise UnresolvedPlanError(
-                "NVMe offload needs a folder for its swap files",
-                key=f"zero_optimization.offload_{part}.nvme_path",
-                fix="write a path, or use zerotune.offload.OffloadManager, which leases one",
-            )

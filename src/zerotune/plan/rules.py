@@ -8,14 +8,14 @@ the table the documentation is made from.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, Final
 
 import attrs
 
-from zerotune._util.text import as_number, format_size, is_integer, is_number
+from zerotune._util.text import as_number, as_sentence, format_size, is_integer, is_number
 from zerotune.decisions import Decision, Log, Severity, name_of, raise_all, worst_first
-from zerotune.errors import UNSET, PlanConflictError, PlanError
+from zerotune.errors import UNSET, PlanConflictError, PlanError, ZeroTuneError
 from zerotune.optimizers.catalogue import ONE_BIT, clipping_in_optimizer, entry_of
 from zerotune.optimizers.schedules import canonical_schedule
 from zerotune.plan import model as known_keys
@@ -49,7 +49,6 @@ from zerotune.plan.resolve import (
     pins_natively,
     prepared,
     rehearses_in_bf16,
-    swaps_parameters,
     without_inactive_offload,
 )
 from zerotune.plan.schema import faults, passed_schema
@@ -96,7 +95,7 @@ class Rule:
         """Why, and what to do about it, for the documentation."""
         first, _, last = ", ".join(map(str, self.stages)).rpartition(", ")
         words = _Names(stage=f"{first} or {last}" if first else last)
-        fix, reason = (_sentence(each.format_map(words)) for each in (self.fix, self.reason))
+        fix, reason = (as_sentence(each.format_map(words)) for each in (self.fix, self.reason))
         # A reason with words of a finding says more than the summary only beside its value.
         reason = "" if "``" in reason else reason
         return " ".join(filter(None, (fix, reason, self.remark)))
@@ -133,10 +132,6 @@ class Rule:
     def refused(self, error: PlanError) -> Decision:
         """A finding made from an error."""
         return Decision.of(error, rule=self.id, severity=self.severity)
-
-
-def _sentence(text: str) -> str:
-    return f"{text[:1].upper()}{text[1:]}." if text else ""
 
 
 def rule(
@@ -1079,12 +1074,7 @@ def nvme_sub_group_size(case: Case, this: Rule) -> Findings:
         yield this.finding(key, size, buffers=buffers, pool=format_size(pool))
 
 
-@rule(
-    "nvme-param-prefetch",
-    "warning",
-    reason=NO_PREFETCH,
-    fix=f'write 0, or "{AUTO}"',
-)
+@rule("nvme-param-prefetch", "warning", reason=NO_PREFETCH, fix=f'write 0, or "{AUTO}"')
 def nvme_param_prefetch(case: Case, this: Rule) -> Findings:
     """Fetching parameters ahead from NVMe fails in the second step.
 
@@ -1094,7 +1084,7 @@ def nvme_param_prefetch(case: Case, this: Rule) -> Findings:
     written = integer(zero.stage3_prefetch_bucket_size) if zero else None
     if zero is None or not written or plan.stage != 3 or plan.offload_param_device != "nvme":
         return
-    if swaps_parameters(zero, case, plan.aio):
+    if case.swaps_parameters(zero, plan.aio):
         yield this.finding("zero_optimization.stage3_prefetch_bucket_size", written, after=0)
 
 
@@ -1145,12 +1135,7 @@ def stage_auto(case: Case, this: Rule) -> Findings:
     yield this.finding(key, AUTO, after=3 if three else 2, chosen=chosen)
 
 
-@rule(
-    "removed-section",
-    "error",
-    reason="DeepSpeed 0.19 removed {what}",
-    fix="remove this key",
-)
+@rule("removed-section", "error", reason="DeepSpeed 0.19 removed {what}", fix="remove this key")
 def removed_section(case: Case, this: Rule) -> Findings:
     """Sections DeepSpeed 0.19 removed are refused, unless an older DeepSpeed is installed."""
     here = case.context.platform
@@ -1258,10 +1243,7 @@ def passed_through(case: Case, this: Rule) -> Findings:
 
 
 @rule(
-    "gradient-norm",
-    "error",
-    reason="DeepSpeed accepts it only with {needs}",
-    fix="remove this key",
+    "gradient-norm", "error", reason="DeepSpeed accepts it only with {needs}", fix="remove this key"
 )
 def gradient_norm(case: Case, this: Rule) -> Findings:
     """``compute_grad_norm: false`` needs stage 1 or 2, no clipping and no optimizer offload."""
@@ -1446,3 +1428,85 @@ def _with_setting(section: SectionT, path: list[str], value: Any) -> SectionT:
     name, *below = path
     new = _with_setting(getattr(section, name), below, value) if below else value
     return evolved(section, **{name: new})
+
+
+# -- Everything that is wrong with a plan: what rules find, what resolving and settling refuse.
+#
+# What optimizer and schedule will run is settled by ``zerotune.optim``, which lies above. So
+# whoever asks hands over how they are settled, and whatever the rules refuse, both are looked at
+# as well.
+
+
+@attrs.frozen(kw_only=True)
+class Inspection:
+    """What was found in a plan. Made by ``DeepSpeedPlan.inspect``."""
+
+    findings: tuple[Decision, ...]
+    """Of the rules, errors first."""
+    refusals: tuple[Decision, ...] = ()
+    """What else stops it; ``rule`` is the step, ``"resolve"`` or ``"optimizer"``."""
+    resolved: ResolvedPlan | None = None
+    """What will run; ``None`` when something stops it."""
+    settled: tuple[Decision, ...] = ()
+    """What settling the optimizer and the schedule decided."""
+
+    def _besides(self, mistakes: Collection[ZeroTuneError]) -> Inspection:
+        """What is refused besides ``mistakes``, and not because of what they took away."""
+        keys = [error.key for error in mistakes if error.key]
+        sections = {key.partition(".")[0] for key in keys}
+        findings = [
+            finding
+            for finding in self.findings
+            if finding.severity == "error"
+            and not any(f"{finding.key}.".startswith(f"{key}.") for key in keys)
+            and not any(f"{key}.".startswith(f"{finding.key}.") for key in keys)
+        ]
+        refusals = [
+            refusal for refusal in self.refusals if refusal.key.partition(".")[0] not in sections
+        ]
+        return Inspection(findings=tuple(findings), refusals=tuple(refusals))
+
+
+def inspect(
+    plan: DeepSpeedPlan,
+    context: Context,
+    *,
+    resolve_in: Context | None,
+    settle: Callable[[ResolvedPlan], ResolvedPlan],
+    mistakes: Collection[ZeroTuneError] = (),
+) -> Inspection:
+    """See ``DeepSpeedPlan.inspect``."""
+    findings = check_plan(plan, context)
+    where = resolve_in or context
+    refusals: list[Decision] = []
+    if not mistakes and not any(finding.severity == "error" for finding in findings):
+        step = "resolve"
+        try:
+            resolved = resolve(plan, where)
+            step = "optimizer"
+            settled = settle(resolved)
+        except ZeroTuneError as error:
+            refusals += [Decision.of(each, rule=step) for each in error.each()]
+        else:
+            decided = settled.decisions[len(resolved.decisions) :]
+            return Inspection(findings=findings, resolved=settled, settled=decided)
+    told = {finding.key for finding in findings if finding.severity == "error"}
+    for refusal in _settled_apart(plan, where, settle):
+        if refusal.key not in {*told, *(one.key for one in refusals)}:
+            refusals.append(refusal)
+    found = Inspection(findings=findings, refusals=tuple(refusals))
+    return found._besides(mistakes) if mistakes else found
+
+
+def _settled_apart(
+    plan: DeepSpeedPlan, context: Context, settle: Callable[[ResolvedPlan], ResolvedPlan]
+) -> Iterator[Decision]:
+    """What is wrong with the optimizer, and with the schedule, wherever they would run."""
+    both = DeepSpeedPlan(optimizer=plan.optimizer, scheduler=plan.scheduler)
+    for alone in (both, DeepSpeedPlan(scheduler=plan.scheduler)):
+        try:
+            settle(resolve(alone, context))
+        except ZeroTuneError as error:
+            yield from (Decision.of(each, rule="optimizer") for each in error.each())
+        else:
+            return

@@ -76,10 +76,7 @@ def resolved_page(resolved: ResolvedPlan) -> Page:
     """What will run, and every decision with its reason."""
     return Page(
         title=f"Resolved plan from {resolved.requested.source}",
-        blocks=(
-            _settings_table(_resolved_rows(resolved)),
-            *_decision_lines(resolved.decisions),
-        ),
+        blocks=(_settings_table(_resolved_rows(resolved)), *_decision_lines(resolved.decisions)),
     )
 
 
@@ -147,9 +144,7 @@ def _record_data(records: Iterable[Decision], names: Sequence[str]) -> list[dict
     ]
 
 
-def shown_and_defaults(
-    decisions: Iterable[Decision],
-) -> tuple[list[Decision], list[Decision]]:
+def shown_and_defaults(decisions: Iterable[Decision]) -> tuple[list[Decision], list[Decision]]:
     """Decisions to show, warnings first, and those that write DeepSpeed's own defaults."""
     every = [decision for decision in decisions if decision.is_shown]
     shown = [decision for decision in every if decision.reason != DEEPSPEED_DEFAULT]
@@ -341,6 +336,24 @@ class Fit:
         rest = f"{left / size:.2f} free" if left >= 0 else f"over by {-left / size:.2f}"
         return f"{self.needed / size:.2f} of {self.available / size:.2f} {name}, {rest}"
 
+    def _html_bar(self, estimate: MemoryEstimate, words: str) -> str:
+        full = max(self.needed, self.available or 0, 1)
+        held = merged(estimate.peak(self.place).items)
+        colours = component_colours(name for name, _ in held)
+        pieces = "".join(
+            f'<span title="{escape(name)}: {format_size(size)}" style="display:inline-block;'
+            f'height:1.2em;width:{100 * size / full:.2f}%;background:{colours[name]}"></span>'
+            for name, size in held
+        )
+        key = ", ".join(
+            f'<span style="color:{colours[name]}">&#9632;</span> {escape(name)}' for name, _ in held
+        )
+        return (
+            f'<p style="margin:.4em 0 0"><b>{PLACE_NAMES[self.place]}</b> {escape(words)}</p>'
+            f'<div style="width:36em;max-width:100%;background:{ROOM};line-height:0">{pieces}</div>'
+            f'<p style="margin:0;font-size:smaller">{key}</p>'
+        )
+
 
 def fits(estimate: MemoryEstimate, budget: RankBudget | None = None) -> tuple[Fit, ...]:
     """Every place that is used or limited, with its peak and its budget."""
@@ -386,28 +399,9 @@ class MemoryTable(Table):
         """One row per place, a coloured piece per component, sizes on it as it is pointed at."""
         unit = estimate_unit(self.estimate, self.budget)
         return "".join(
-            _html_bar(self.estimate, fit, fit.words(unit))
+            fit._html_bar(self.estimate, fit.words(unit))
             for fit in fits(self.estimate, self.budget)
         )
-
-
-def _html_bar(estimate: MemoryEstimate, fit: Fit, words: str) -> str:
-    full = max(fit.needed, fit.available or 0, 1)
-    held = merged(estimate.peak(fit.place).items)
-    colours = component_colours(name for name, _ in held)
-    pieces = "".join(
-        f'<span title="{escape(name)}: {format_size(size)}" style="display:inline-block;'
-        f'height:1.2em;width:{100 * size / full:.2f}%;background:{colours[name]}"></span>'
-        for name, size in held
-    )
-    key = ", ".join(
-        f'<span style="color:{colours[name]}">&#9632;</span> {escape(name)}' for name, _ in held
-    )
-    return (
-        f'<p style="margin:.4em 0 0"><b>{PLACE_NAMES[fit.place]}</b> {escape(words)}</p>'
-        f'<div style="width:36em;max-width:100%;background:{ROOM};line-height:0">{pieces}</div>'
-        f'<p style="margin:0;font-size:smaller">{key}</p>'
-    )
 
 
 def merged(items: Sequence[MemoryItem]) -> list[tuple[str, int]]:
@@ -431,11 +425,7 @@ DURING: Final[Mapping[Phase, str]] = {
     "checkpoint": "while a checkpoint is written",
 }
 """Each phase as an end of a sentence."""
-PLACE_NAMES: Final[Mapping[Place, str]] = {
-    "device": "device",
-    "host": "host",
-    "nvme": "NVMe",
-}
+PLACE_NAMES: Final[Mapping[Place, str]] = {"device": "device", "host": "host", "nvme": "NVMe"}
 """Each place as it is written in a sentence."""
 
 

@@ -130,12 +130,13 @@ def plan_document(
             ``lossy`` does not name.
         PlanError: ``existing`` cannot be read, or holds no object.
     """
+    writer = _Writer(plan=plan, lossy=lossy)
     if format == "deepspeed":
-        return deepspeed_document(plan, lossy=lossy)
+        return writer.deepspeed()
     if format == "accelerate":
-        return accelerate_document(plan, lossy=lossy)
+        return writer.accelerate()
     if format == "trainer":
-        return trainer_document(plan, existing=existing, lossy=lossy)
+        return writer.trainer(existing)
     if format == "python":
         text = f"from zerotune.plan import DeepSpeedPlan\n\nplan = {python_expression(plan)}\n"
         return PlanDocument(format=format, text=text)
@@ -219,23 +220,6 @@ def format_of(path: Path) -> str:
     return "trainer"
 
 
-def deepspeed_document(plan: DeepSpeedPlan, *, lossy: Collection[str] = ()) -> PlanDocument:
-    """DeepSpeed's own JSON; what a launcher's file says of training is said in its words."""
-    where = "DeepSpeed's own configuration"
-    log = Log()
-    plan = _settled_inside(plan, where, log)
-    plan = _precision_inside(plan, f"{where} says it itself", log)
-    launched, config = _launch_settings(plan), plan.to_dict()
-    if INIT_FLAG in launched and not _says_nothing(plan, INIT_FLAG, launched[INIT_FLAG]):
-        flag = config[INIT_FLAG] = launched.pop(INIT_FLAG)
-        if not flag:  # True is accelerate's default at stage 3.
-            reason = "accelerate does not read it in this file: launch with --zero3_init_flag false"
-            log.decide(f"launch.{INIT_FLAG}", flag, flag, reason, "warning")
-    text = _json(config, indent=2)
-    _drop_rest(plan, launched, f"{where} has no place for it", lossy, log)
-    return PlanDocument(format="deepspeed", text=text, decisions=log.decisions)
-
-
 # -- What a format has no place for.
 
 
@@ -290,161 +274,354 @@ _LAUNCHER_SETTINGS: Final = frozenset(
 """Settings of how and where processes are started, which no plan is resolved with."""
 
 
-def _launch_settings(plan: DeepSpeedPlan) -> dict[str, Any]:
-    """The launch settings that must find a place."""
-    launched = plan.launch.to_dict() if plan.launch else {}
-    return {key: value for key, value in launched.items() if key not in _WHERE_READ}
+@attrs.define(kw_only=True)
+class _Writer(Log):
+    """A plan on its way into a format, and what is decided on it."""
 
+    plan: DeepSpeedPlan
+    lossy: Collection[str] = ()
 
-def _drop_rest(
-    plan: DeepSpeedPlan, left: Mapping[str, Any], why: str, lossy: Collection[str], log: Log
-) -> None:
-    """Record each setting that is left over; what says something must be in ``lossy``."""
-    parts = (plan.train_micro_batch_size_per_gpu, plan.gradient_accumulation_steps)
-    shares = is_integer(plan.train_batch_size) and not all(map(is_integer, parts))
-    # Needed to solve the batch sizes that are written.
-    starting = _LAUNCHER_SETTINGS - {"num_processes"} if shares else _LAUNCHER_SETTINGS
-    unsaid = {key: value for key, value in left.items() if _says_nothing(plan, key, value)}
-    named = {name.strip().removeprefix("launch.") for name in lossy}
-    starts = [key for key in left if key in starting and key not in named and key not in unsaid]
-    lost = {key: value for key, value in left.items() if key not in (*unsaid, *starts)}
-    refused = [key for key in lost if key not in named]
-    if refused:
-        others = f" (nor for {', '.join(refused[1:])})" if refused[1:] else ""
-        names = ",".join(lost)
-        known = (TOP_LEVEL | LAUNCH_IN_BLOCK) - {"mixed_precision"}
-        keep = "write accelerate's format, which has one, or " if known.issuperset(refused) else ""
-        raise InvalidValueError(
-            f"{why}{others}",
-            key=f"launch.{refused[0]}",
-            value=lost[refused[0]],
-            fix=f"{keep}say that it may be lost: --lossy {names} on the command line,"
-            f" lossy={names.split(',')} in Python",
+    @property
+    def launched(self) -> dict[str, Any]:
+        """Settings of the launcher."""
+        return self.plan.launch.to_dict() if self.plan.launch else {}
+
+    def deepspeed(self) -> PlanDocument:
+        """DeepSpeed's own JSON; what a launcher's file says of training is said in its words."""
+        where = "DeepSpeed's own configuration"
+        self._settle_inside(where)
+        self._settle_precision(f"{where} says it itself")
+        launched, config = self._launch_settings(), self.plan.to_dict()
+        if INIT_FLAG in launched and not self._says_nothing(INIT_FLAG, launched[INIT_FLAG]):
+            flag = config[INIT_FLAG] = launched.pop(INIT_FLAG)
+            if not flag:  # True is accelerate's default at stage 3.
+                reason = (
+                    "accelerate does not read it in this file: launch with --zero3_init_flag false"
+                )
+                self.decide(f"launch.{INIT_FLAG}", flag, flag, reason, "warning")
+        text = _json(config, indent=2)
+        self._drop_rest(launched, f"{where} has no place for it")
+        return PlanDocument(format="deepspeed", text=text, decisions=self.decisions)
+
+    def _launch_settings(self) -> dict[str, Any]:
+        """The launch settings that must find a place."""
+        return {key: value for key, value in self.launched.items() if key not in _WHERE_READ}
+
+    def _drop_rest(self, left: Mapping[str, Any], why: str) -> None:
+        """Record each setting that is left over; what says something must be in ``lossy``."""
+        parts = (self.plan.train_micro_batch_size_per_gpu, self.plan.gradient_accumulation_steps)
+        shares = is_integer(self.plan.train_batch_size) and not all(map(is_integer, parts))
+        # Needed to solve the batch sizes that are written.
+        starting = _LAUNCHER_SETTINGS - {"num_processes"} if shares else _LAUNCHER_SETTINGS
+        unsaid = {key: value for key, value in left.items() if self._says_nothing(key, value)}
+        named = {name.strip().removeprefix("launch.") for name in self.lossy}
+        starts = [key for key in left if key in starting and key not in named and key not in unsaid]
+        lost = {key: value for key, value in left.items() if key not in (*unsaid, *starts)}
+        refused = [key for key in lost if key not in named]
+        if refused:
+            others = f" (nor for {', '.join(refused[1:])})" if refused[1:] else ""
+            names = ",".join(lost)
+            known = (TOP_LEVEL | LAUNCH_IN_BLOCK) - {"mixed_precision"}
+            keep = (
+                "write accelerate's format, which has one, or " if known.issuperset(refused) else ""
+            )
+            raise InvalidValueError(
+                f"{why}{others}",
+                key=f"launch.{refused[0]}",
+                value=lost[refused[0]],
+                fix=f"{keep}say that it may be lost: --lossy {names} on the command line,"
+                f" lossy={names.split(',')} in Python",
+            )
+        started = "it says how processes are started, not what they train: tell the launcher"
+        for key, value in lost.items():
+            self.decide(f"launch.{key}", value, None, why, "warning")
+        for key in starts:
+            self.decide(f"launch.{key}", left[key], None, started)
+        if unsaid:
+            reason = "dropped: these are the launcher's defaults"
+            self.decide("launch", ", ".join(unsaid), None, reason)
+
+    def _says_nothing(self, key: str, value: Any) -> bool:
+        if key == INIT_FLAG:
+            return self.plan.stage in (0, 1, 2)
+        if key == "dynamo_config" and isinstance(value, Mapping):
+            key, value = "dynamo_backend", value.get("dynamo_backend")
+        if value is None or value in ({}, []):
+            return True
+        if isinstance(value, str) and value.strip().lower() == "no":
+            value = False
+        return key in _UNSAID and _UNSAID[key] == value and type(_UNSAID[key]) is type(value)
+
+    def _settle_inside(self, where: str) -> None:
+        """Say in the configuration what stands beside it."""
+        self._settle_batch(where)
+        if self.plan.launch is not None:
+            self._settle_swap_folders(self.plan.launch, where)
+            self._settle_automatic_precision(where)
+
+    def _settle_batch(self, where: str) -> None:
+        """Move what a trainer's file says beside its configuration into the configuration."""
+        for key in ("gradient_accumulation_steps", "gradient_clipping"):
+            launched = getattr(self.plan.launch, key) if self.plan.launch else None
+            if self.plan.launch is None or launched is None:
+                continue
+            written, after = getattr(self.plan, key), None
+            self.plan = evolved(self.plan, launch=evolved(self.plan.launch, **{key: None}))
+            sizes = (self.plan.train_batch_size, self.plan.train_micro_batch_size_per_gpu)
+            is_open = written in (None, AUTO)
+            if key == "gradient_accumulation_steps" and is_open and all(map(is_integer, sizes)):
+                reason = "it follows from the two batch sizes, so that this says nothing"
+            elif is_open:
+                self.plan, after = evolved(self.plan, **{key: launched}), launched
+                reason = f"{where} has one place for it; written as {key}"
+            else:
+                reason = f"{where} has one place for it, and {key} = {written} stands before it"
+            self.decide(f"launch.{key}", launched, after, reason)
+
+    def _settle_swap_folders(self, launch: LaunchSection, where: str) -> None:
+        """Write a trainer's swap folders as ``nvme_path``, before which they stand."""
+        folders = {
+            "param": launch.offload_param_path,
+            "optimizer": launch.offload_optimizer_path or launch.offload_param_path,
+        }
+        for part, folder in folders.items():
+            zero = self.plan.zero_optimization
+            section = getattr(zero, f"offload_{part}") if zero else None
+            if zero is None or folder is None or section is None or section.device != "nvme":
+                continue
+            inside = evolved(section, nvme_path=folder)
+            self.plan = evolved(
+                self.plan, zero_optimization=evolved(zero, **{f"offload_{part}": inside})
+            )
+            reason = f"{where} calls it nvme_path"
+            path = f"zero_optimization.offload_{part}.nvme_path"
+            self.decide(path, section.nvme_path, folder, reason)
+        for name in ("offload_param_path", "offload_optimizer_path"):
+            written = getattr(launch, name)
+            if written is not None:
+                reason = f"{where} names swap folders where something is swapped, and only there"
+                self.decide(f"launch.{name}", written, None, reason)
+        bare = evolved(launch, offload_param_path=None, offload_optimizer_path=None)
+        self.plan = evolved(self.plan, launch=bare)
+
+    def _settle_automatic_precision(self, where: str) -> None:
+        launch = self.plan.launch
+        if launch is None or launch.mixed_precision != AUTO:
+            return
+        self.plan = evolved(self.plan, launch=attrs.evolve(launch, mixed_precision=None))
+        reason = f"{where} does not know it"
+        bf16 = self.plan.bf16.enabled if self.plan.bf16 else None
+        fp16 = self.plan.fp16.enabled if self.plan.fp16 else None
+        if bf16 is None and fp16 not in (True, AUTO):
+            self.plan = evolved(
+                self.plan, bf16=evolved(self.plan.bf16 or Bf16Section(), enabled=AUTO)
+            )
+            reason += (
+                '; bf16.enabled = "auto" leaves it open for zerotune, and is fp32 in accelerate'
+            )
+        self.decide("launch.mixed_precision", AUTO, None, reason, "warning")
+
+    def _settle_precision(self, why: str) -> None:
+        """Settle the precision in the configuration; one that DeepSpeed lacks stays beside it."""
+        launch = self.plan.launch
+        asked = launch.mixed_precision if launch else None
+        if launch is None or asked is None:
+            return
+        written = {
+            "bf16": self.plan.bf16.enabled if self.plan.bf16 else None,
+            "fp16": self.plan.fp16.enabled if self.plan.fp16 else None,
+        }
+        stands = True in written.values() or written.get(asked) is False
+        if not stands and asked not in PRECISIONS:
+            return
+        self.plan = evolved(self.plan, launch=attrs.evolve(launch, mixed_precision=None))
+        if written.get(asked) is True:
+            reason = f"{why}; the configuration's own {asked}.enabled says the same"
+            self.decide("launch.mixed_precision", asked, None, reason)
+            return
+        if stands:
+            reason = f"{why}, and the configuration's own precision stands before it"
+            self.decide("launch.mixed_precision", asked, None, reason, "warning")
+            return
+        for name, beside in (("bf16", Bf16Section()), ("fp16", FP16_BESIDE)):
+            if name == asked or written[name] == AUTO:
+                section = getattr(self.plan, name) or beside
+                self.plan = evolved(self.plan, **{name: evolved(section, enabled=name == asked)})
+        reason = f"{why}; the configuration's own bf16 and fp16 say the same"
+        self.decide("launch.mixed_precision", asked, None, reason)
+
+    def accelerate(self) -> PlanDocument:
+        """The YAML that ``accelerate launch --config_file`` takes.
+
+        accelerate's own keys are used where they can say the whole plan: a stage, offload to the
+        CPU, accumulation, clipping above 0, saving 16-bit weights. The paths of NVMe folders are
+        not among them, because ``accelerate launch`` loses those.
+        """
+        self._settle_inside("accelerate")
+        written = self.plan.launch.distributed_type if self.plan.launch else None
+        # The plan of a file that trains with something else than DeepSpeed.
+        other = written is not None and written.upper() != "DEEPSPEED" and not self.plan.to_dict()
+        without = written if other else None
+        block = {} if without else self._as_block()
+        refused: dict[str, Any] = {}
+        content: dict[str, Any] = {"distributed_type": without or "DEEPSPEED"}
+        launched = self.launched
+        if block is None:
+            self._settle_precision(f"accelerate refuses it beside a {FILE}")
+            block = {FILE: self._config_text()}
+            refuse_long_yaml(block[FILE], key=f"deepspeed_config.{FILE}")
+            launched = self.launched
+            if "mixed_precision" in launched:
+                refused["mixed_precision"] = launched.pop("mixed_precision")
+        elif block:
+            open_keys = [key for key in OF_THE_SCRIPT if getattr(self.plan, key) is None]
+            if open_keys:
+                reason = "accelerate's own keys leave to the script what is not written"
+                reason = f"{reason}: {', '.join(open_keys)}"
+                self.decide(open_keys[0], None, AUTO, reason)
+        for key, value in launched.items():
+            if key in _WHERE_READ:
+                continue
+            if key in LAUNCH_IN_BLOCK and not without:  # or accelerate does not look at the block
+                block[key] = value
+            elif key in TOP_LEVEL:
+                content[key] = "no" if (key, value) == ("mixed_precision", "fp32") else value
+            else:
+                refused[key] = value
+        self._drop_rest(refused, "accelerate refuses it there")
+        content["deepspeed_config"] = block
+        return PlanDocument(format="accelerate", text=_yaml(content), decisions=self.decisions)
+
+    def _as_block(self) -> dict[str, Any] | None:
+        """The plan in accelerate's own keys, or ``None`` when they cannot say all of it."""
+        config = self.plan.to_dict()
+        zero = config.pop("zero_optimization", {})
+        # A whole configuration without accumulation runs with 1, a block with the script's.
+        steps = self.plan.gradient_accumulation_steps
+        one_step = steps is None and self.plan.train_micro_batch_size_per_gpu is not None
+        # What is left out of the block is "auto" to accelerate, so "auto" is left out.
+        said = {key: config.pop(key, AUTO) for key in OF_THE_SCRIPT}
+        said = {key: value for key, value in said.items() if value != AUTO}
+        accumulation = said.pop("gradient_accumulation_steps", None)
+        clipping = said.pop("gradient_clipping", None)
+        stage, gather = zero.pop("stage", None), zero.pop(GATHER, None)
+        devices = {part: zero.pop(f"offload_{part}", None) for part in ("optimizer", "param")}
+        # Clipping of 0 would be lost: accelerate drops it, and DeepSpeed clips by default.
+        sayable = (
+            not config
+            and not said
+            and not one_step
+            and not zero
+            and is_integer(stage)
+            and (accumulation is None or is_integer(accumulation))
+            and (clipping is None or (is_number(clipping) and clipping > 0))
+            and isinstance(gather, bool | None)
+            and all(
+                section in (None, {"device": "none"}, {"device": "cpu"})
+                for section in devices.values()
+            )
         )
-    started = "it says how processes are started, not what they train: tell the launcher"
-    for key, value in lost.items():
-        log.decide(f"launch.{key}", value, None, why, "warning")
-    for key in starts:
-        log.decide(f"launch.{key}", left[key], None, started)
-    if unsaid:
-        reason = "dropped: these are the launcher's defaults"
-        log.decide("launch", ", ".join(unsaid), None, reason)
+        if not sayable:
+            return None
+        block = {
+            "zero_stage": stage,
+            **{
+                f"offload_{part}_device": section["device"]
+                for part, section in devices.items()
+                if section is not None
+            },
+            "gradient_accumulation_steps": accumulation,
+            "gradient_clipping": clipping,
+            "zero3_save_16bit_model": gather,
+        }
+        return {key: value for key, value in block.items() if value is not None}
 
+    def _config_text(self) -> str:
+        # Without this section accelerate raises; an empty one means the same to DeepSpeed as none.
+        config = {"zero_optimization": {}, **self.plan.to_dict()}
+        machines = self.plan.launch.num_machines if self.plan.launch else None
+        if machines is None or machines == 1:
+            return _Readable(json.dumps(config, indent=2, allow_nan=False) + "\n")
+        text = json.dumps(config, separators=(",", ":"), allow_nan=False)
+        for char in _UNSAFE:
+            text = text.replace(char, f"\\u{ord(char):04x}")
+        return text
 
-def _says_nothing(plan: DeepSpeedPlan, key: str, value: Any) -> bool:
-    if key == INIT_FLAG:
-        return plan.stage in (0, 1, 2)
-    if key == "dynamo_config" and isinstance(value, Mapping):
-        key, value = "dynamo_backend", value.get("dynamo_backend")
-    if value is None or value in ({}, []):
-        return True
-    if isinstance(value, str) and value.strip().lower() == "no":
-        value = False
-    return key in _UNSAID and _UNSAID[key] == value and type(_UNSAID[key]) is type(value)
+    def trainer(self, existing: Path | None) -> PlanDocument:
+        """A trainer's file that holds the plan.
 
+        Everything else of ``existing`` is kept, and so is the form in which it holds its
+        configuration: an object, JSON text, or the path of a file; its key with dashes or without.
+        The settings beside it that a plan knows (precision, accumulation, clipping) are changed
+        only where the plan says something else.
+        """
+        text = None if existing is None else read_text(existing)
+        before, sentences = ({}, []) if text is None else parse_json(text, source=str(existing))
+        if not isinstance(before, Mapping):
+            raise InvalidValueError(
+                f"{existing} must hold an object",
+                value=before,
+                fix="name a trainer's config.json, or a new file",
+            )
+        content = dict(before)
+        wrapper = wrapper_of(content) or _WRAPPER
+        beside = self._put_config(content, wrapper, existing)
+        dashes = wrapper[: len(wrapper) - len(undashed(wrapper))]
+        left = self._put_launch(content, dashes)
+        self._drop_rest(left, "a trainer's file has no place for it")
+        if text is None or content != before:
+            text = _json(content, indent=2)
+            if sentences:
+                reason = "JSON cannot hold it, so it is only in the .bak"
+                self.decide(str(existing), "; ".join(sentences), None, reason, "warning")
+        return PlanDocument(format="trainer", text=text, decisions=self.decisions, beside=beside)
 
-# -- What stands beside a configuration, said inside it.
+    def _put_config(
+        self, content: dict[str, Any], wrapper: str, existing: Path | None
+    ) -> dict[Path, str]:
+        """Put the configuration where ``content`` has it; return the files it lies in."""
+        config = self.plan.to_dict()
+        if self.plan.launch is not None and self.plan.launch.zero3_init_flag is not None:
+            config[INIT_FLAG] = self.plan.launch.zero3_init_flag
+        written = content.get(wrapper)
+        if isinstance(written, Mapping) and isinstance(written.get(FILE), str):
+            block = {key: value for key, value in written.items() if key != INIT_FLAG}
+            content[wrapper] = block
+            return self._put_config(block, FILE, existing)
+        if not isinstance(written, str) or is_off(written):
+            content[wrapper] = config
+            return {}
+        is_text = written.lstrip().startswith("{")
+        folder = existing.parent if existing is not None else None
+        named = None if is_text else read_named(written, folder, key=wrapper)
+        # Of base64, JSON text says the same more plainly.
+        if named is None or named.folder is None:
+            content[wrapper] = _json(config, indent=None).rstrip()
+            return {}
+        return {Path(named.source): _json(config, indent=2)}
 
-
-def _settled_inside(plan: DeepSpeedPlan, where: str, log: Log) -> DeepSpeedPlan:
-    for settle in (_batch_settings_inside, _swap_folders_inside, _automatic_precision_inside):
-        plan = settle(plan, where, log)
-    return plan
-
-
-def _batch_settings_inside(plan: DeepSpeedPlan, where: str, log: Log) -> DeepSpeedPlan:
-    """Move what a trainer's file says beside its configuration into the configuration."""
-    for key in ("gradient_accumulation_steps", "gradient_clipping"):
-        launched = getattr(plan.launch, key) if plan.launch else None
-        if plan.launch is None or launched is None:
-            continue
-        written, after = getattr(plan, key), None
-        plan = evolved(plan, launch=evolved(plan.launch, **{key: None}))
-        sizes = (plan.train_batch_size, plan.train_micro_batch_size_per_gpu)
-        is_open = written in (None, AUTO)
-        if key == "gradient_accumulation_steps" and is_open and all(map(is_integer, sizes)):
-            reason = "it follows from the two batch sizes, so that this says nothing"
-        elif is_open:
-            plan, after = evolved(plan, **{key: launched}), launched
-            reason = f"{where} has one place for it; written as {key}"
-        else:
-            reason = f"{where} has one place for it, and {key} = {written} stands before it"
-        log.decide(f"launch.{key}", launched, after, reason)
-    return plan
-
-
-def _swap_folders_inside(plan: DeepSpeedPlan, where: str, log: Log) -> DeepSpeedPlan:
-    """Write a trainer's swap folders as ``nvme_path``, before which they stand."""
-    launch = plan.launch
-    if launch is None:
-        return plan
-    folders = {
-        "param": launch.offload_param_path,
-        "optimizer": launch.offload_optimizer_path or launch.offload_param_path,
-    }
-    for part, folder in folders.items():
-        zero = plan.zero_optimization
-        section = getattr(zero, f"offload_{part}") if zero else None
-        if zero is None or folder is None or section is None or section.device != "nvme":
-            continue
-        inside = evolved(section, nvme_path=folder)
-        plan = evolved(plan, zero_optimization=evolved(zero, **{f"offload_{part}": inside}))
-        reason = f"{where} calls it nvme_path"
-        path = f"zero_optimization.offload_{part}.nvme_path"
-        log.decide(path, section.nvme_path, folder, reason)
-    for name in ("offload_param_path", "offload_optimizer_path"):
-        written = getattr(launch, name)
-        if written is not None:
-            reason = f"{where} names swap folders where something is swapped, and only there"
-            log.decide(f"launch.{name}", written, None, reason)
-    bare = evolved(launch, offload_param_path=None, offload_optimizer_path=None)
-    return evolved(plan, launch=bare)
-
-
-def _automatic_precision_inside(plan: DeepSpeedPlan, where: str, log: Log) -> DeepSpeedPlan:
-    launch = plan.launch
-    if launch is None or launch.mixed_precision != AUTO:
-        return plan
-    plan = evolved(plan, launch=attrs.evolve(launch, mixed_precision=None))
-    reason = f"{where} does not know it"
-    bf16 = plan.bf16.enabled if plan.bf16 else None
-    fp16 = plan.fp16.enabled if plan.fp16 else None
-    if bf16 is None and fp16 not in (True, AUTO):
-        plan = evolved(plan, bf16=evolved(plan.bf16 or Bf16Section(), enabled=AUTO))
-        reason += '; bf16.enabled = "auto" leaves it open for zerotune, and is fp32 in accelerate'
-    log.decide("launch.mixed_precision", AUTO, None, reason, "warning")
-    return plan
-
-
-def _precision_inside(plan: DeepSpeedPlan, why: str, log: Log) -> DeepSpeedPlan:
-    """Settle the precision in the configuration; one that DeepSpeed lacks stays beside it."""
-    launch = plan.launch
-    asked = launch.mixed_precision if launch else None
-    if launch is None or asked is None:
-        return plan
-    written = {
-        "bf16": plan.bf16.enabled if plan.bf16 else None,
-        "fp16": plan.fp16.enabled if plan.fp16 else None,
-    }
-    stands = True in written.values() or written.get(asked) is False
-    if not stands and asked not in PRECISIONS:
-        return plan
-    plan = evolved(plan, launch=attrs.evolve(launch, mixed_precision=None))
-    if written.get(asked) is True:
-        reason = f"{why}; the configuration's own {asked}.enabled says the same"
-        log.decide("launch.mixed_precision", asked, None, reason)
-        return plan
-    if stands:
-        reason = f"{why}, and the configuration's own precision stands before it"
-        log.decide("launch.mixed_precision", asked, None, reason, "warning")
-        return plan
-    for name, beside in (("bf16", Bf16Section()), ("fp16", FP16_BESIDE)):
-        if name == asked or written[name] == AUTO:
-            section = getattr(plan, name) or beside
-            plan = evolved(plan, **{name: evolved(section, enabled=name == asked)})
-    reason = f"{why}; the configuration's own bf16 and fp16 say the same"
-    log.decide("launch.mixed_precision", asked, None, reason)
-    return plan
+    def _put_launch(self, content: dict[str, Any], dashes: str) -> dict[str, Any]:
+        """Put the launch settings where ``content`` has them; return those without a place."""
+        launched = self._launch_settings()
+        launched.pop(INIT_FLAG, None)  # it is in the configuration
+        micro, reason = self.plan.train_micro_batch_size_per_gpu, "the plan says so"
+        for key in [key for key in content if undashed(key) in MICRO_KEYS]:
+            if is_integer(micro) and as_number(content[key]) != micro:
+                self.decide(key, content[key], micro, reason)
+                content[key] = micro
+        for setting, new_key in _NEW_KEYS.items():
+            if setting not in launched:
+                continue
+            value = launched.pop(setting)
+            value = "no" if value == "fp32" else value
+            present = [key for key in content if TRAINER_KEYS.get(undashed(key)) == setting]
+            for key in present or [f"{dashes}{new_key}"]:
+                if content.get(key) == value and type(content.get(key)) is type(value):
+                    continue
+                if key in content:
+                    self.decide(key, content[key], value, reason)
+                content[key] = value
+        return launched
 
 
 def _write_with_backup(path: Path, text: str) -> Path | None:
@@ -477,110 +654,6 @@ def _write_with_backup(path: Path, text: str) -> Path | None:
 _UNSAFE: Final = " ;<>"
 """What may not be in a variable that accelerate passes to other machines
 (``convert_dict_to_env_variables``); it drops the variable otherwise."""
-
-
-def accelerate_document(plan: DeepSpeedPlan, *, lossy: Collection[str] = ()) -> PlanDocument:
-    """The YAML that ``accelerate launch --config_file`` takes.
-
-    accelerate's own keys are used where they can say the whole plan: a stage, offload to the
-    CPU, accumulation, clipping above 0, saving 16-bit weights. The paths of NVMe folders are
-    not among them, because ``accelerate launch`` loses those.
-    """
-    log = Log()
-    plan = _settled_inside(plan, "accelerate", log)
-    without = _other_launcher(plan)
-    block = {} if without else _as_block(plan)
-    refused: dict[str, Any] = {}
-    content: dict[str, Any] = {"distributed_type": without or "DEEPSPEED"}
-    launched = plan.launch.to_dict() if plan.launch else {}
-    if block is None:
-        plan = _precision_inside(plan, f"accelerate refuses it beside a {FILE}", log)
-        block = {FILE: _config_text(plan)}
-        refuse_long_yaml(block[FILE], key=f"deepspeed_config.{FILE}")
-        launched = plan.launch.to_dict() if plan.launch else {}
-        if "mixed_precision" in launched:
-            refused["mixed_precision"] = launched.pop("mixed_precision")
-    elif block:
-        open_keys = [key for key in OF_THE_SCRIPT if getattr(plan, key) is None]
-        if open_keys:
-            reason = "accelerate's own keys leave to the script what is not written"
-            reason = f"{reason}: {', '.join(open_keys)}"
-            log.decide(open_keys[0], None, AUTO, reason)
-    for key, value in launched.items():
-        if key in _WHERE_READ:
-            continue
-        if key in LAUNCH_IN_BLOCK and not without:  # or accelerate does not look at the block
-            block[key] = value
-        elif key in TOP_LEVEL:
-            content[key] = "no" if (key, value) == ("mixed_precision", "fp32") else value
-        else:
-            refused[key] = value
-    _drop_rest(plan, refused, "accelerate refuses it there", lossy, log)
-    content["deepspeed_config"] = block
-    return PlanDocument(format="accelerate", text=_yaml(content), decisions=log.decisions)
-
-
-def _other_launcher(plan: DeepSpeedPlan) -> str | None:
-    """What the plan of a file of accelerate says that trains with something else than DeepSpeed."""
-    written = plan.launch.distributed_type if plan.launch else None
-    other = written is not None and written.upper() != "DEEPSPEED" and not plan.to_dict()
-    return written if other else None
-
-
-def _as_block(plan: DeepSpeedPlan) -> dict[str, Any] | None:
-    """The plan in accelerate's own keys, or ``None`` when they cannot say all of it."""
-    config = plan.to_dict()
-    zero = config.pop("zero_optimization", {})
-    # A whole configuration without accumulation runs with 1, a block with the script's.
-    steps = plan.gradient_accumulation_steps
-    one_step = steps is None and plan.train_micro_batch_size_per_gpu is not None
-    # What is left out of the block is "auto" to accelerate, so "auto" is left out.
-    said = {key: config.pop(key, AUTO) for key in OF_THE_SCRIPT}
-    said = {key: value for key, value in said.items() if value != AUTO}
-    accumulation = said.pop("gradient_accumulation_steps", None)
-    clipping = said.pop("gradient_clipping", None)
-    stage, gather = zero.pop("stage", None), zero.pop(GATHER, None)
-    devices = {part: zero.pop(f"offload_{part}", None) for part in ("optimizer", "param")}
-    # Clipping of 0 would be lost: accelerate drops it, and DeepSpeed clips by default.
-    sayable = (
-        not config
-        and not said
-        and not one_step
-        and not zero
-        and is_integer(stage)
-        and (accumulation is None or is_integer(accumulation))
-        and (clipping is None or (is_number(clipping) and clipping > 0))
-        and isinstance(gather, bool | None)
-        and all(
-            section in (None, {"device": "none"}, {"device": "cpu"}) for section in devices.values()
-        )
-    )
-    if not sayable:
-        return None
-    block = {
-        "zero_stage": stage,
-        **{
-            f"offload_{part}_device": section["device"]
-            for part, section in devices.items()
-            if section is not None
-        },
-        "gradient_accumulation_steps": accumulation,
-        "gradient_clipping": clipping,
-        "zero3_save_16bit_model": gather,
-    }
-    return {key: value for key, value in block.items() if value is not None}
-
-
-def _config_text(plan: DeepSpeedPlan) -> str:
-    # Without this section accelerate raises; an empty one means the same to DeepSpeed as none.
-    config = {"zero_optimization": {}, **plan.to_dict()}
-    machines = plan.launch.num_machines if plan.launch else None
-    if machines is None or machines == 1:
-        return _Readable(json.dumps(config, indent=2, allow_nan=False) + "\n")
-    text = json.dumps(config, separators=(",", ":"), allow_nan=False)
-    for char in _UNSAFE:
-        text = text.replace(char, f"\\u{ord(char):04x}")
-    return text
 
 
 class _Readable(str):
@@ -641,89 +714,6 @@ _NEW_KEYS: Final = {
     "gradient_clipping": "max_grad_norm",
 }
 """Launch setting to the key written when the file has none yet."""
-
-
-def trainer_document(
-    plan: DeepSpeedPlan, *, existing: Path | None = None, lossy: Collection[str] = ()
-) -> PlanDocument:
-    """A trainer's file that holds the plan.
-
-    Everything else of ``existing`` is kept, and so is the form in which it holds its
-    configuration: an object, JSON text, or the path of a file; its key with dashes or without.
-    The settings beside it that a plan knows (precision, accumulation, clipping) are changed only
-    where the plan says something else.
-    """
-    log = Log()
-    text = None if existing is None else read_text(existing)
-    before, sentences = ({}, []) if text is None else parse_json(text, source=str(existing))
-    if not isinstance(before, Mapping):
-        raise InvalidValueError(
-            f"{existing} must hold an object",
-            value=before,
-            fix="name a trainer's config.json, or a new file",
-        )
-    content = dict(before)
-    wrapper = wrapper_of(content) or _WRAPPER
-    beside = _put_config(plan, content, wrapper, existing)
-    dashes = wrapper[: len(wrapper) - len(undashed(wrapper))]
-    left = _put_launch(plan, content, dashes, log)
-    _drop_rest(plan, left, "a trainer's file has no place for it", lossy, log)
-    if text is None or content != before:
-        text = _json(content, indent=2)
-        if sentences:
-            lost, reason = "; ".join(sentences), "JSON cannot hold it, so it is only in the .bak"
-            log.decide(str(existing), lost, None, reason, "warning")
-    return PlanDocument(format="trainer", text=text, decisions=log.decisions, beside=beside)
-
-
-def _put_config(
-    plan: DeepSpeedPlan, content: dict[str, Any], wrapper: str, existing: Path | None
-) -> dict[Path, str]:
-    """Put the configuration where ``content`` has it; return the files it lies in."""
-    config = plan.to_dict()
-    if plan.launch is not None and plan.launch.zero3_init_flag is not None:
-        config[INIT_FLAG] = plan.launch.zero3_init_flag
-    written = content.get(wrapper)
-    if isinstance(written, Mapping) and isinstance(written.get(FILE), str):
-        block = {key: value for key, value in written.items() if key != INIT_FLAG}
-        content[wrapper] = block
-        return _put_config(plan, block, FILE, existing)
-    if not isinstance(written, str) or is_off(written):
-        content[wrapper] = config
-        return {}
-    is_text = written.lstrip().startswith("{")
-    folder = existing.parent if existing is not None else None
-    named = None if is_text else read_named(written, folder, key=wrapper)
-    if named is None or named.folder is None:  # Of base64, JSON text says the same more plainly.
-        content[wrapper] = _json(config, indent=None).rstrip()
-        return {}
-    return {Path(named.source): _json(config, indent=2)}
-
-
-def _put_launch(
-    plan: DeepSpeedPlan, content: dict[str, Any], dashes: str, log: Log
-) -> dict[str, Any]:
-    """Put the launch settings where ``content`` has them; return those without a place."""
-    launched = _launch_settings(plan)
-    launched.pop(INIT_FLAG, None)  # it is in the configuration
-    micro, reason = plan.train_micro_batch_size_per_gpu, "the plan says so"
-    for key in [key for key in content if undashed(key) in MICRO_KEYS]:
-        if is_integer(micro) and as_number(content[key]) != micro:
-            log.decide(key, content[key], micro, reason)
-            content[key] = micro
-    for setting, new_key in _NEW_KEYS.items():
-        if setting not in launched:
-            continue
-        value = launched.pop(setting)
-        value = "no" if value == "fp32" else value
-        present = [key for key in content if TRAINER_KEYS.get(undashed(key)) == setting]
-        for key in present or [f"{dashes}{new_key}"]:
-            if content.get(key) == value and type(content.get(key)) is type(value):
-                continue
-            if key in content:
-                log.decide(key, content[key], value, reason)
-            content[key] = value
-    return launched
 
 
 def _json(value: Any, *, indent: int | None) -> str:

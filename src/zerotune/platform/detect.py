@@ -16,8 +16,9 @@ from typing import Any, Final, Protocol
 
 import attrs
 
-from zerotune._util.environment import installed_version, release_of
+from zerotune._util.environment import installed_version
 from zerotune._util.proc import CAP_IPC_LOCK, has_capability, parse_mount
+from zerotune._util.text import release_of
 from zerotune.decisions import Decision, Severity, announce
 from zerotune.errors import PlatformError
 from zerotune.platform.facts import (
@@ -66,14 +67,16 @@ def detect_platform(
     """
     probe = probe or MachineProbe()
     torch, environ = probe.torch(), probe.environ()
-    hardware = choose_hardware(torch, environ)
-    refusal = next(
-        _refusals(probe, torch, hardware.accelerator, allow_rocm=allow_rocm, allow_mps=allow_mps),
-        None,
+    facts = torch or TorchFacts()
+    hardware = choose_hardware(facts, environ)
+    here = _Machine(
+        probe=probe,
+        torch=torch,
+        accelerator=hardware.accelerator,
+        allow_rocm=allow_rocm,
+        allow_mps=allow_mps,
     )
-    support, support_decisions = _deepspeed_support(
-        hardware.accelerator, probe.version("deepspeed"), refusal
-    )
+    support, support_decisions = here.support()
     cores, quota = probe.cores(), cpu_quota(probe.read_text)
     versions = {name: probe.version(name) for name in _DISTRIBUTIONS}
     detected = Platform(
@@ -83,7 +86,7 @@ def detect_platform(
         accelerator=hardware.accelerator,
         devices=hardware.devices,
         host_memory=host_memory(probe),
-        memlock_limit=None if _may_lock_everything(probe) else probe.memlock(),
+        memlock_limit=None if here.locks_everything() else probe.memlock(),
         physical_cores=cores.physical,
         logical_cores=cores.logical,
         # Rounded down: threads beyond the quota are throttled and slow the others.
@@ -92,9 +95,9 @@ def detect_platform(
             "python": probe.python_version(),
             **{name: version for name, version in versions.items() if version is not None},
         },
-        torch_build=_torch_build(torch),
+        torch_build=None if torch is None or torch.import_error else torch.build,
         bf16=hardware.bf16,
-        native_bf16=hardware.bf16 and (hardware.accelerator != "cpu" or _cpu_computes_bf16(probe)),
+        native_bf16=hardware.bf16 and (hardware.accelerator != "cpu" or here.computes_bf16()),
         fp16=hardware.fp16,
         deepspeed=support,
         decisions=(*hardware.decisions, *support_decisions),
@@ -117,37 +120,6 @@ def host_memory(probe: PlatformProbe, *, with_swap: bool = False) -> HostMemory:
     return HostMemory(total=total, available=available, cgroup_limit=container.limit)
 
 
-def _may_lock_everything(probe: PlatformProbe) -> bool:
-    """Whether the kernel spares this process the limit, as it does root's as a rule.
-
-    It asks for a capability in the initial user namespace; the same capability inside of a
-    rootless container does not count.
-    """
-    if not has_capability(probe.read_text("/proc/self/status") or "", CAP_IPC_LOCK):
-        return False
-    return (probe.read_text("/proc/self/uid_map") or "").split() == _INITIAL_NAMESPACE
-
-
-def _cpu_computes_bf16(probe: PlatformProbe) -> bool:
-    for line in (probe.read_text("/proc/cpuinfo") or "").splitlines():
-        name, _, flags = line.partition(":")
-        if name.strip() in {"flags", "Features"}:
-            return not _BF16_FLAGS.isdisjoint(flags.split())
-    return False
-
-
-def _torch_build(torch: TorchFacts | None) -> str | None:
-    if torch is None or torch.import_error is not None:
-        return None
-    if torch.hip is not None:
-        return f"rocm {torch.hip}"
-    if torch.cuda is not None:
-        return f"cuda {torch.cuda}"
-    if torch.xpu_devices:
-        return "xpu"
-    return "mps" if torch.mps_device is not None else "cpu"
-
-
 # -- What training runs on.
 
 
@@ -162,16 +134,16 @@ class Hardware:
     decisions: tuple[Decision, ...] = ()
 
 
-def choose_hardware(torch: TorchFacts | None, environ: Mapping[str, str]) -> Hardware:
+def choose_hardware(torch: TorchFacts, environ: Mapping[str, str]) -> Hardware:
     """Choose what to train on: the best the machine has, or what ``DS_ACCELERATOR`` names.
 
     The variable is DeepSpeed's, but both engines follow it, so that switching DeepSpeed off does
     not move a run to another device. A name the machine does not have is left for
     ``deepspeed_support`` to refuse.
     """
-    usable = _usable_devices(torch)
+    usable = torch.usable
     native = chosen = next(iter(usable))
-    decisions = list(_missing_cuda(torch, environ))
+    decisions = torch.missing_cuda(environ)
     requested = environ.get("DS_ACCELERATOR")
     if requested is not None and requested != DEEPSPEED_NAMES[native]:
         chosen = next((name for name in usable if DEEPSPEED_NAMES[name] == requested), native)
@@ -187,48 +159,15 @@ def choose_hardware(torch: TorchFacts | None, environ: Mapping[str, str]) -> Har
                     severity="warning",
                 )
             )
-    devices, facts = usable[chosen], torch or TorchFacts()
+    devices = usable[chosen]
     return Hardware(
         accelerator=chosen,
         devices=devices,
-        bf16=facts.mps_bf16 if chosen == "mps" else _at_least(devices, (8, 0)),
+        bf16=torch.mps_bf16 if chosen == "mps" else _at_least(devices, (8, 0)),
         # Compute capability 6 has slow fp16, which DeepSpeed refuses.
-        fp16=facts.cpu_fp16 if chosen == "cpu" else _at_least(devices, (7, 0)),
+        fp16=torch.cpu_fp16 if chosen == "cpu" else _at_least(devices, (7, 0)),
         decisions=tuple(decisions),
     )
-
-
-def _usable_devices(torch: TorchFacts | None) -> dict[Accelerator, tuple[Device, ...]]:
-    """Everything the machine could train on, best first; the CPU is always there."""
-    devices: dict[Accelerator, tuple[Device, ...]] = {}
-    if torch is not None and torch.cuda_devices:
-        devices["rocm" if torch.hip else "cuda"] = torch.cuda_devices
-    if torch is not None and torch.xpu_devices:
-        devices["xpu"] = torch.xpu_devices
-    if torch is not None and torch.mps_device is not None:
-        devices["mps"] = (torch.mps_device,)
-    devices["cpu"] = ()
-    return devices
-
-
-def _missing_cuda(torch: TorchFacts | None, environ: Mapping[str, str]) -> list[Decision]:
-    if torch is None or torch.cuda_error is None or torch.cuda_devices:
-        return []
-    wanted: Accelerator = "rocm" if torch.hip else "cuda"
-    severity: Severity = "warning"
-    reason = f"torch was built for {wanted} but found no device: {torch.cuda_error}"
-    if environ.get("CUDA_VISIBLE_DEVICES") in {"", "-1"}:
-        severity = "note"
-        reason = "CUDA_VISIBLE_DEVICES hides every device"
-    return [
-        Decision(
-            key="platform.accelerator",
-            before=wanted,
-            after="cpu",
-            reason=reason,
-            severity=severity,
-        )
-    ]
 
 
 def _at_least(devices: tuple[Device, ...], capability: tuple[int, int]) -> bool:
@@ -242,91 +181,111 @@ _Refusal = tuple[str, "str | None"]
 """Why not, and what to do."""
 
 
-def _refusals(
-    probe: PlatformProbe,
-    torch: TorchFacts | None,
-    accelerator: Accelerator,
-    *,
-    allow_rocm: bool,
-    allow_mps: bool,
-) -> Iterator[_Refusal]:
-    system = probe.system()
-    if system not in {"Linux", "Darwin"}:
+@attrs.frozen(kw_only=True)
+class _Machine:
+    """A machine as its probe tells it, and what may run there."""
+
+    probe: PlatformProbe
+    torch: TorchFacts | None
+    accelerator: Accelerator
+    allow_rocm: bool
+    allow_mps: bool
+
+    def _refusals(self) -> Iterator[_Refusal]:
+        system = self.probe.system()
+        if system not in {"Linux", "Darwin"}:
+            yield (
+                f"DeepSpeed's offload kernels and asynchronous I/O do not build on {system}",
+                "use WSL2, which is Linux" if system == "Windows" else "train on Linux",
+            )
+        if self.torch is None:
+            yield "torch is not installed", "pip install torch"
+        elif self.torch.import_error is not None:
+            yield (
+                f"torch is installed but cannot be imported: {self.torch.import_error}",
+                "reinstall torch for this machine (pip install --force-reinstall torch)",
+            )
+        if system == "Darwin" and not self.allow_mps:
+            yield (
+                f"DeepSpeed is disabled on macOS; {_TRAINS_WITHOUT}",
+                f"pass allow_mps=True to try DeepSpeed {OLDEST_DEEPSPEED} or later on MPS",
+            )
+        elif system == "Darwin" and self.accelerator != "mps":
+            yield "allow_mps was given, but training does not run on an Apple GPU here", None
+        if self.accelerator == "rocm" and not self.allow_rocm:
+            yield (
+                f"DeepSpeed is disabled on ROCm, where zerotune is not tested; {_TRAINS_WITHOUT}",
+                "pass allow_rocm=True to try it",
+            )
+        yield from self._version_refusals()
+        yield from self._environment_refusals()
+
+    def _version_refusals(self) -> Iterator[_Refusal]:
+        from packaging.version import Version  # late: importing zerotune stays lighter without it
+
+        version = self.probe.version("deepspeed")
+        if version is None:
+            yield "deepspeed is not installed", f"pip install 'deepspeed>={OLDEST_DEEPSPEED}'"
+        elif release_of(version) and Version(version) < Version(OLDEST_DEEPSPEED):
+            yield (
+                f"deepspeed {version} is too old; {OLDEST_DEEPSPEED} is the oldest",
+                f"pip install --upgrade 'deepspeed>={OLDEST_DEEPSPEED}'",
+            )
+
+    def _environment_refusals(self) -> Iterator[_Refusal]:
+        requested = self.probe.environ().get("DS_ACCELERATOR")
+        native = DEEPSPEED_NAMES[self.accelerator]
+        if requested is None or requested == native:
+            return
         yield (
-            f"DeepSpeed's offload kernels and asynchronous I/O do not build on {system}",
-            "use WSL2, which is Linux" if system == "Windows" else "train on Linux",
-        )
-    if torch is None:
-        yield "torch is not installed", "pip install torch"
-    elif torch.import_error is not None:
-        yield (
-            f"torch is installed but cannot be imported: {torch.import_error}",
-            "reinstall torch for this machine (pip install --force-reinstall torch)",
-        )
-    if system == "Darwin" and not allow_mps:
-        yield (
-            f"DeepSpeed is disabled on macOS; {_TRAINS_WITHOUT}",
-            f"pass allow_mps=True to try DeepSpeed {OLDEST_DEEPSPEED} or later on MPS",
-        )
-    elif system == "Darwin" and accelerator != "mps":
-        yield "allow_mps was given, but training does not run on an Apple GPU here", None
-    if accelerator == "rocm" and not allow_rocm:
-        yield (
-            f"DeepSpeed is disabled on ROCm, where zerotune is not tested; {_TRAINS_WITHOUT}",
-            "pass allow_rocm=True to try it",
-        )
-    yield from _version_refusals(probe.version("deepspeed"))
-    yield from _environment_refusals(probe.environ().get("DS_ACCELERATOR"), accelerator)
-
-
-def _version_refusals(version: str | None) -> Iterator[_Refusal]:
-    from packaging.version import Version  # late: importing zerotune stays lighter without it
-
-    if version is None:
-        yield "deepspeed is not installed", f"pip install 'deepspeed>={OLDEST_DEEPSPEED}'"
-    elif release_of(version) and Version(version) < Version(OLDEST_DEEPSPEED):
-        yield (
-            f"deepspeed {version} is too old; {OLDEST_DEEPSPEED} is the oldest",
-            f"pip install --upgrade 'deepspeed>={OLDEST_DEEPSPEED}'",
+            f"DS_ACCELERATOR={requested} names an accelerator zerotune finds no device for"
+            if requested in _DEEPSPEED_ACCELERATORS
+            else f"DS_ACCELERATOR={requested!r} is not a name DeepSpeed knows",
+            f"unset DS_ACCELERATOR or set it to {native}",
         )
 
+    def locks_everything(self) -> bool:
+        """Whether the kernel spares this process the limit, as it does root's as a rule.
 
-def _environment_refusals(requested: str | None, accelerator: Accelerator) -> Iterator[_Refusal]:
-    native = DEEPSPEED_NAMES[accelerator]
-    if requested is None or requested == native:
-        return
-    yield (
-        f"DS_ACCELERATOR={requested} names an accelerator zerotune finds no device for"
-        if requested in _DEEPSPEED_ACCELERATORS
-        else f"DS_ACCELERATOR={requested!r} is not a name DeepSpeed knows",
-        f"unset DS_ACCELERATOR or set it to {native}",
-    )
+        It asks for a capability in the initial user namespace; the same capability inside of a
+        rootless container does not count.
+        """
+        if not has_capability(self.probe.read_text("/proc/self/status") or "", CAP_IPC_LOCK):
+            return False
+        return (self.probe.read_text("/proc/self/uid_map") or "").split() == _INITIAL_NAMESPACE
 
+    def computes_bf16(self) -> bool:
+        """Whether the CPU has bf16 arithmetic."""
+        for line in (self.probe.read_text("/proc/cpuinfo") or "").splitlines():
+            name, _, flags = line.partition(":")
+            if name.strip() in {"flags", "Features"}:
+                return not _BF16_FLAGS.isdisjoint(flags.split())
+        return False
 
-def _deepspeed_support(
-    accelerator: Accelerator, version: str | None, refusal: _Refusal | None
-) -> tuple[DeepSpeedSupport, tuple[Decision, ...]]:
-    """The support, and one decision when it is refused, allowed by request or on the CPU."""
-    if refusal is not None:
-        reason, fix = refusal
-        decision = Decision(
-            key="platform.deepspeed",
-            before=None,
-            after="disabled",
-            reason=reason if fix is None else f"{reason}; {fix}",
-            severity="warning",
-        )
-        return DeepSpeedSupport(available=False, reason=reason, fix=fix), (decision,)
-    where = {
-        "cpu": "its CPU accelerator (DS_ACCELERATOR=cpu)",
-        "rocm": "ROCm, as allow_rocm=True allows",
-        "mps": "MPS, as allow_mps=True allows",
-    }
-    name = DEEPSPEED_NAMES[accelerator]
-    reason = f"deepspeed {version} runs on {where.get(accelerator, accelerator)}"
-    support = DeepSpeedSupport(available=True, accelerator=name, reason=reason)
-    decision = Decision(key="platform.deepspeed", before=None, after=name, reason=reason)
-    return support, (decision,) if accelerator in where else ()
+    def support(self) -> tuple[DeepSpeedSupport, tuple[Decision, ...]]:
+        """The support, and one decision when it is refused, allowed by request or on the CPU."""
+        refusal = next(self._refusals(), None)
+        if refusal is not None:
+            reason, fix = refusal
+            decision = Decision(
+                key="platform.deepspeed",
+                before=None,
+                after="disabled",
+                reason=reason if fix is None else f"{reason}; {fix}",
+                severity="warning",
+            )
+            return DeepSpeedSupport(available=False, reason=reason, fix=fix), (decision,)
+        where = {
+            "cpu": "its CPU accelerator (DS_ACCELERATOR=cpu)",
+            "rocm": "ROCm, as allow_rocm=True allows",
+            "mps": "MPS, as allow_mps=True allows",
+        }
+        name = DEEPSPEED_NAMES[self.accelerator]
+        place = where.get(self.accelerator, self.accelerator)
+        reason = f"deepspeed {self.probe.version('deepspeed')} runs on {place}"
+        support = DeepSpeedSupport(available=True, accelerator=name, reason=reason)
+        decision = Decision(key="platform.deepspeed", before=None, after=name, reason=reason)
+        return support, (decision,) if self.accelerator in where else ()
 
 
 # -- Where the facts come from.
@@ -363,6 +322,50 @@ class TorchFacts:
     import_error: str | None = None
     """Why ``import torch`` failed although torch is installed."""
 
+    @property
+    def build(self) -> str:
+        """What torch was built for."""
+        if self.hip is not None:
+            return f"rocm {self.hip}"
+        if self.cuda is not None:
+            return f"cuda {self.cuda}"
+        if self.xpu_devices:
+            return "xpu"
+        return "mps" if self.mps_device is not None else "cpu"
+
+    @property
+    def usable(self) -> dict[Accelerator, tuple[Device, ...]]:
+        """Everything the machine could train on, best first; the CPU is always there."""
+        devices: dict[Accelerator, tuple[Device, ...]] = {}
+        if self.cuda_devices:
+            devices["rocm" if self.hip else "cuda"] = self.cuda_devices
+        if self.xpu_devices:
+            devices["xpu"] = self.xpu_devices
+        if self.mps_device is not None:
+            devices["mps"] = (self.mps_device,)
+        devices["cpu"] = ()
+        return devices
+
+    def missing_cuda(self, environ: Mapping[str, str]) -> list[Decision]:
+        """A decision where torch was built for CUDA or ROCm, and finds no device."""
+        if self.cuda_error is None or self.cuda_devices:
+            return []
+        wanted: Accelerator = "rocm" if self.hip else "cuda"
+        severity: Severity = "warning"
+        reason = f"torch was built for {wanted} but found no device: {self.cuda_error}"
+        if environ.get("CUDA_VISIBLE_DEVICES") in {"", "-1"}:
+            severity = "note"
+            reason = "CUDA_VISIBLE_DEVICES hides every device"
+        return [
+            Decision(
+                key="platform.accelerator",
+                before=wanted,
+                after="cpu",
+                reason=reason,
+                severity=severity,
+            )
+        ]
+
 
 class PlatformProbe(Protocol):
     """Raw facts about this machine; a test passes its own to be on another one."""
@@ -378,7 +381,7 @@ class PlatformProbe(Protocol):
     def processor(self) -> str:
         """Name of the CPU, or an empty string."""
         if self.system() == "Darwin":
-            return _sysctl("machdep.cpu.brand_string")
+            return _mac_processor()
         for line in (self.read_text("/proc/cpuinfo") or "").splitlines():
             key, _, value = line.partition(":")
             if key.strip() == "model name":
@@ -442,10 +445,14 @@ class PlatformProbe(Protocol):
             import torch
         except (ImportError, OSError) as error:
             return TorchFacts(import_error=first_line(error))
-        devices, problem = _cuda_devices(torch)
+        devices, problem = self._cuda_devices(torch)
         mps = torch.backends.mps.is_available()
         memory = torch.mps.recommended_max_memory() if mps else 0
         xpus = torch.xpu.device_count() if torch.xpu.is_available() else 0
+        cpu_fp16 = False
+        # A private operator, but the one DeepSpeed's CPU accelerator decides by.
+        with contextlib.suppress(AttributeError, RuntimeError):
+            cpu_fp16 = bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
         return TorchFacts(
             cuda=torch.version.cuda,
             hip=torch.version.hip,
@@ -459,8 +466,49 @@ class PlatformProbe(Protocol):
             if mps
             else None,
             mps_bf16=mps and torch.backends.mps.is_macos_or_newer(14, 0),
-            cpu_fp16=_cpu_fp16(torch),
+            cpu_fp16=cpu_fp16,
         )
+
+    def _cuda_devices(self, torch: Any) -> tuple[tuple[Device, ...], str | None]:
+        if torch.version.cuda is None and torch.version.hip is None:
+            return (), None
+        if torch.cuda._is_in_bad_fork():
+            # Every CUDA call fails here, which must not look like a machine without a GPU.
+            raise PlatformError(
+                "CUDA was used before this process was forked from another, and cannot be used in "
+                "it",
+                key="platform.accelerator",
+                value="cuda",
+                fix="start processes with the method 'spawn', or let nothing touch CUDA, not even "
+                "detect_platform(), before they are forked",
+            )
+        # A driver that is too old makes torch warn and answer "not available"; initializing after
+        # that raises with the reason, which is what the user needs.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            available = torch.cuda.is_available() and torch.cuda.device_count() > 0
+            if not available:
+                try:
+                    torch.cuda.init()
+                except (RuntimeError, AssertionError) as error:
+                    return (), first_line(error)
+                return (), "the driver reports no device"
+            try:
+                properties = [
+                    torch.cuda.get_device_properties(index)
+                    for index in range(torch.cuda.device_count())
+                ]
+            except RuntimeError as error:
+                return (), first_line(error)
+        is_nvidia = torch.version.hip is None
+        return tuple(
+            Device(
+                name=str(device.name),
+                total_memory=int(device.total_memory),
+                capability=(int(device.major), int(device.minor)) if is_nvidia else None,
+            )
+            for device in properties
+        ), None
 
 
 class MachineProbe(PlatformProbe):
@@ -473,60 +521,16 @@ def first_line(error: BaseException) -> str:
     return lines[0] if lines else type(error).__name__
 
 
-def _cuda_devices(torch: Any) -> tuple[tuple[Device, ...], str | None]:
-    if torch.version.cuda is None and torch.version.hip is None:
-        return (), None
-    if torch.cuda._is_in_bad_fork():
-        # Every CUDA call fails here, which must not look like a machine without a GPU.
-        raise PlatformError(
-            "CUDA was used before this process was forked from another, and cannot be used in it",
-            key="platform.accelerator",
-            value="cuda",
-            fix="start processes with the method 'spawn', or let nothing touch CUDA, not even "
-            "detect_platform(), before they are forked",
-        )
-    # A driver that is too old makes torch warn and answer "not available"; initializing after
-    # that raises with the reason, which is what the user needs.
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        available = torch.cuda.is_available() and torch.cuda.device_count() > 0
-        if not available:
-            try:
-                torch.cuda.init()
-            except (RuntimeError, AssertionError) as error:
-                return (), first_line(error)
-            return (), "the driver reports no device"
-        try:
-            properties = [
-                torch.cuda.get_device_properties(index)
-                for index in range(torch.cuda.device_count())
-            ]
-        except RuntimeError as error:
-            return (), first_line(error)
-    is_nvidia = torch.version.hip is None
-    return tuple(
-        Device(
-            name=str(device.name),
-            total_memory=int(device.total_memory),
-            capability=(int(device.major), int(device.minor)) if is_nvidia else None,
-        )
-        for device in properties
-    ), None
-
-
-def _cpu_fp16(torch: Any) -> bool:
-    # A private operator, but the one DeepSpeed's CPU accelerator decides by.
-    with contextlib.suppress(AttributeError, RuntimeError):
-        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
-    return False
-
-
-def _sysctl(name: str) -> str:
+def _mac_processor() -> str:
     import subprocess
 
     try:
         done = subprocess.run(
-            ["sysctl", "-n", name], capture_output=True, text=True, timeout=5, check=False
+            ["sysctl", "-n", "machdep.cpu.brand_string"],
+            capture_output=True,
+            text=True,
+            timeout=5,
+            check=False,
         )
     except (OSError, subprocess.SubprocessError):
         return ""

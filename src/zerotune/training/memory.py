@@ -229,6 +229,25 @@ class Situation:
     limits: Limits | None = None
     """What there is; measured when not given."""
 
+    def _error(self, error: BaseException) -> OutOfMemoryError:
+        estimate = self.estimate
+        if estimate is None and self.plan.model is not None:
+            estimate = expected_memory(self.plan)
+        limits = self.limits or Limits.now(self.plan)
+        place = limits._exhausted_place(error)
+        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        if place == "host" and _BY_THE_DRIVER.search(said):
+            said = _PAGE_LOCKED + said
+        parts = [f"no {place} memory is left in {self.doing} ({said[:160]})"]
+        if estimate is not None:
+            peak = estimate.peak(_place_counted(self.plan, place))
+            parts.append(f"the plan expected {format_size(peak.nbytes)} {DURING[peak.phase]}")
+        parts.append(limits.words(place))
+        advice, plan = limits._what_would_fit(self.plan, estimate, place)
+        return OutOfMemoryError(
+            "; ".join(parts), key=f"memory.{place}", fix=advice, original=error, plan=plan
+        )
+
 
 @contextmanager
 def advising(situation: Callable[[], Situation]) -> Iterator[None]:
@@ -239,7 +258,7 @@ def advising(situation: Callable[[], Situation]) -> Iterator[None]:
         cause = out_of_memory(error)
         if cause is None or isinstance(error, OutOfMemoryError):
             raise
-        raise _memory_error(cause, situation()) from error
+        raise situation()._error(cause) from error
 
 
 def out_of_memory(error: BaseException) -> BaseException | None:
@@ -259,35 +278,6 @@ def out_of_memory(error: BaseException) -> BaseException | None:
             return current
         current = current.__cause__ or current.__context__
     return None
-
-
-def _exhausted_place(error: BaseException, limits: Limits) -> Place:
-    if isinstance(error, torch.OutOfMemoryError):
-        return "device"
-    if _BY_THE_DRIVER.search(str(error)):
-        room = limits.device_free is None or limits.device_free > CONTEXT
-        return "host" if room else "device"
-    return "device" if _ON_DEVICE.search(str(error)) else "host"
-
-
-def _memory_error(error: BaseException, situation: Situation) -> OutOfMemoryError:
-    estimate = situation.estimate
-    if estimate is None and situation.plan.model is not None:
-        estimate = expected_memory(situation.plan)
-    limits = situation.limits or Limits.now(situation.plan)
-    place = _exhausted_place(error, limits)
-    said = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    if place == "host" and _BY_THE_DRIVER.search(said):
-        said = _PAGE_LOCKED + said
-    parts = [f"no {place} memory is left in {situation.doing} ({said[:160]})"]
-    if estimate is not None:
-        peak = estimate.peak(_place_counted(situation.plan, place))
-        parts.append(f"the plan expected {format_size(peak.nbytes)} {DURING[peak.phase]}")
-    parts.append(limits.words(place))
-    advice, plan = _what_would_fit(situation.plan, estimate, limits, place)
-    return OutOfMemoryError(
-        "; ".join(parts), key=f"memory.{place}", fix=advice, original=error, plan=plan
-    )
 
 
 def _place_counted(plan: ResolvedPlan, place: Place) -> Place:
@@ -327,11 +317,7 @@ class Limits:
             host = min(host, process * plan.world_size)
         left = memory.available if process is None else min(memory.available, process - held)
         return cls(
-            device=device,
-            device_free=free,
-            allocated=allocated,
-            host=host,
-            host_free=max(0, left),
+            device=device, device_free=free, allocated=allocated, host=host, host_free=max(0, left)
         )
 
     def words(self, place: Place) -> str:
@@ -343,6 +329,74 @@ class Limits:
         peak, free = format_size(host_peak()), format_size(self.host_free)
         return f"this process held up to {peak}, {free} of host memory is free"
 
+    def _exhausted_place(self, error: BaseException) -> Place:
+        if isinstance(error, torch.OutOfMemoryError):
+            return "device"
+        if _BY_THE_DRIVER.search(str(error)):
+            room = self.device_free is None or self.device_free > CONTEXT
+            return "host" if room else "device"
+        return "device" if _ON_DEVICE.search(str(error)) else "host"
+
+    def _what_would_fit(
+        self, plan: ResolvedPlan, estimate: MemoryEstimate | None, place: Place
+    ) -> tuple[str, DeepSpeedPlan | None]:
+        if estimate is None or plan.model is None:
+            return "see DeepSpeedPlan.advise(model) for the plan that fits", None
+        counted = _place_counted(plan, place)
+        has = self.host // plan.world_size if counted == "host" else self.device or 0
+        peak = estimate.peak(counted).nbytes
+        if peak < has // 2:
+            return (
+                f"the plan needs {format_size(peak)} of {format_size(has)} there are for this "
+                "rank, so something outside of it took the memory: look at other processes, at the "
+                "objective, at what is kept from step to step, and at the batch"
+            ), None
+        # What has just failed does not fit, whatever was expected of it.
+        if counted == "device":
+            smaller = {"device": min(self.device or estimate.device, estimate.device)}
+        else:
+            host = min(self.host, estimate.host * plan.world_size)
+            smaller = {"device": self.device or 0, "host": host}
+        less = attrs.evolve(self, **smaller)
+        free_disk = 0
+        with suppress(OSError):
+            free_disk = shutil.disk_usage(Path(tempfile.gettempdir())).free
+        failure: PlanError | None = None
+        for disk in (0, free_disk):
+            try:
+                fitting = less._fitting(plan, estimate, disk=disk)
+            except PlanError as error:
+                failure = error
+            else:
+                return _advice_words(fitting), fitting.plan
+        fix = failure.fix if isinstance(failure, NothingFitsError) else None
+        return f"no plan fits this machine: {fix or failure}; or train a smaller batch", None
+
+    def _fitting(self, plan: ResolvedPlan, estimate: MemoryEstimate, *, disk: int) -> Advice:
+        work, model = estimate.workload, estimate.resolved.model
+        return DeepSpeedPlan.advise(
+            model,
+            vram=self.device,
+            ram=self.host,
+            nvme=disk,
+            batch=plan.micro_batch_size,
+            resolution=None
+            if work.height is None or work.width is None
+            else (work.height, work.width),
+            # Their activations were counted in this very size, whatever they grow with.
+            frames=None if model is None or model.frames_per_latent is None else work.frames,
+            world_size=plan.world_size,
+            precision=plan.precision,
+            gradient_accumulation_steps=plan.gradient_accumulation_steps,
+            optimizer=_optimizer_argument(plan.plan, settled=True) or "AdamW",
+            ema=work.ema,
+            frozen_bytes=work.frozen_bytes,
+            model_in_memory=work.model_in_memory,
+            # The fastest fills the device again, which has just been too small.
+            prefer="least offload",
+            platform=plan.platform,
+        )
+
 
 def _process_limit() -> int | None:
     """Bytes one process may hold by ``ulimit``; ``None``: no limit, or none on this system."""
@@ -353,66 +407,6 @@ def _process_limit() -> int | None:
     limits = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA)]
     finite = [limit for limit in limits if limit != resource.RLIM_INFINITY]
     return min(finite, default=None)
-
-
-def _what_would_fit(
-    plan: ResolvedPlan, estimate: MemoryEstimate | None, limits: Limits, place: Place
-) -> tuple[str, DeepSpeedPlan | None]:
-    if estimate is None or plan.model is None:
-        return "see DeepSpeedPlan.advise(model) for the plan that fits", None
-    counted = _place_counted(plan, place)
-    has = limits.host // plan.world_size if counted == "host" else limits.device or 0
-    peak = estimate.peak(counted).nbytes
-    if peak < has // 2:
-        return (
-            f"the plan needs {format_size(peak)} of {format_size(has)} there are for this rank, "
-            "so something outside of it took the memory: look at other processes, at the "
-            "objective, at what is kept from step to step, and at the batch"
-        ), None
-    # What has just failed does not fit, whatever was expected of it.
-    if counted == "device":
-        smaller = {"device": min(limits.device or estimate.device, estimate.device)}
-    else:
-        host = min(limits.host, estimate.host * plan.world_size)
-        smaller = {"device": limits.device or 0, "host": host}
-    less = attrs.evolve(limits, **smaller)
-    free_disk = 0
-    with suppress(OSError):
-        free_disk = shutil.disk_usage(Path(tempfile.gettempdir())).free
-    failure: PlanError | None = None
-    for disk in (0, free_disk):
-        try:
-            fitting = _fitting(plan, estimate, less, disk=disk)
-        except PlanError as error:
-            failure = error
-        else:
-            return _advice_words(fitting), fitting.plan
-    fix = failure.fix if isinstance(failure, NothingFitsError) else None
-    return f"no plan fits this machine: {fix or failure}; or train a smaller batch", None
-
-
-def _fitting(plan: ResolvedPlan, estimate: MemoryEstimate, limits: Limits, *, disk: int) -> Advice:
-    work, model = estimate.workload, estimate.resolved.model
-    return DeepSpeedPlan.advise(
-        model,
-        vram=limits.device,
-        ram=limits.host,
-        nvme=disk,
-        batch=plan.micro_batch_size,
-        resolution=None if work.height is None or work.width is None else (work.height, work.width),
-        # Their activations were counted in this very size, whatever they grow with.
-        frames=None if model is None or model.frames_per_latent is None else work.frames,
-        world_size=plan.world_size,
-        precision=plan.precision,
-        gradient_accumulation_steps=plan.gradient_accumulation_steps,
-        optimizer=_optimizer_argument(plan.plan, settled=True) or "AdamW",
-        ema=work.ema,
-        frozen_bytes=work.frozen_bytes,
-        model_in_memory=work.model_in_memory,
-        # The fastest fills the device again, which has just been too small.
-        prefer="least offload",
-        platform=plan.platform,
-    )
 
 
 def _advice_words(advice: Advice) -> str:

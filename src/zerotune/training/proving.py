@@ -27,14 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from zerotune._util.environment import environment
 from zerotune.backend.build import build_engine
 from zerotune.backend.ops import build_op
-from zerotune.backend.proof import (
-    COMMAND,
-    VARIABLE,
-    Combination,
-    Outcome,
-    Proof,
-    describe_error,
-)
+from zerotune.backend.proof import COMMAND, VARIABLE, Combination, Outcome, Proof, describe_error
 from zerotune.backend.step.adams import SlabStep, torch_rounds_alike
 from zerotune.backend.step.kernel import load_host_step
 from zerotune.backend.step.pending import Piece, StreamUpload, Upload
@@ -166,147 +159,266 @@ class Bench:
         if self.recorder.faults:
             raise DifferenceError(self.recorder.faults[0])
 
+    def prove_rounding(self) -> None:
+        """bf16 of every kind of number is the same on device and host, and in the op."""
+        high = torch.arange(2**16, dtype=torch.int32).mul_(2**16)
+        low = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], dtype=torch.int32)
+        wide = (high[:, None] + low).view(-1).view(torch.float32)
+        wide = wide[wide.isfinite()]
+        rounded = wide.bfloat16()
+        if not torch.equal(
+            wide.to(self.device).bfloat16().cpu().view(torch.int16), rounded.view(torch.int16)
+        ):
+            raise DifferenceError(f"{self.device.type} rounds fp32 to bf16 otherwise than the host")
+        if not torch_rounds_alike(load_host_step()):
+            raise DifferenceError("torch rounds otherwise than the op host_step")
 
-# -- Checks of bytes and streams.
+    def prove_page_locked(self) -> None:
+        """What is copied through page-locked memory without waiting arrives whole."""
+        self._copies(lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, pin_memory=True))
 
-
-def _prove_rounding(bench: Bench) -> None:
-    """bf16 of every kind of number is the same on device and host, and in the op."""
-    high = torch.arange(2**16, dtype=torch.int32).mul_(2**16)
-    low = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], dtype=torch.int32)
-    wide = (high[:, None] + low).view(-1).view(torch.float32)
-    wide = wide[wide.isfinite()]
-    rounded = wide.bfloat16()
-    if not torch.equal(
-        wide.to(bench.device).bfloat16().cpu().view(torch.int16), rounded.view(torch.int16)
-    ):
-        raise DifferenceError(f"{bench.device.type} rounds fp32 to bf16 otherwise than the host")
-    if not torch_rounds_alike(load_host_step()):
-        raise DifferenceError("torch rounds otherwise than the op host_step")
-
-
-def _prove_page_locked(bench: Bench) -> None:
-    """What is copied through page-locked memory without waiting arrives whole."""
-    _copies(bench, lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, pin_memory=True))
-
-
-def _prove_native_copies(bench: Bench) -> None:
-    """The same of memory that DeepSpeed page-locks itself."""
-    if not pins_natively(bench.platform):
-        raise NotRunError("not needed: torch keeps exact sizes itself, or DeepSpeed may not lock")
-    accelerator = require_deepspeed(
-        accelerator=DEEPSPEED_NAMES[bench.platform.accelerator]
-    ).accelerator.get_accelerator()
-    with environment(DS_PIN_MEMORY_BACKEND="native"):
-        _copies(bench, lambda n: accelerator.pin_memory(torch.zeros(n, dtype=torch.uint8)))
-
-
-def _copies(bench: Bench, allocate: Callable[[int], torch.Tensor]) -> None:
-    with bench.judged():
-        side, wrong = bench.streams.Stream(), torch.zeros((), device=bench.device)
-        blocks = [allocate(_ELEMENTS), allocate(_ELEMENTS)]
-        for step in range(_ROUNDS):
-            source = torch.full((_ELEMENTS,), step % 251, dtype=torch.uint8, device=bench.device)
-            block = blocks[step % 2]
-            side.wait_stream(bench.streams.current_stream())
-            with bench.streams.stream(side):
-                block.copy_(source, non_blocking=True)
-            event = side.record_event()
-            event.synchronize()
-            if int(block.min()) != step % 251 or int(block.max()) != step % 251:
-                raise DifferenceError(f"round {step}: a copy to the host is not what was sent")
-            back = torch.zeros(_ELEMENTS, dtype=torch.uint8, device=bench.device)
-            side.wait_stream(bench.streams.current_stream())
-            with bench.streams.stream(side):
-                back.copy_(block, non_blocking=True)
-            bench.streams.current_stream().wait_event(side.record_event())
-            wrong += (back != source).sum()
-            del source, back
-        if int(wrong):
-            raise DifferenceError(f"{int(wrong)} bytes that came back are not what was sent")
-
-
-def _prove_uploads(bench: Bench) -> None:
-    """Weights that are sent behind the computation are there when it uses them, not earlier."""
-    lengths, numbers = range(0, _ELEMENTS, _ELEMENTS // 4), torch.arange(_ELEMENTS).float()
-    if bench.recorder is not None:
-        bench.recorder.lie("pageable", numbers)
-    with bench.judged():
-        targets = [torch.zeros(_ELEMENTS, device=bench.device) for _ in range(2)]
-        sources = [torch.zeros(_ELEMENTS, pin_memory=True) for _ in range(2)]
-        upload = StreamUpload(
-            targets=targets,
-            sources=sources,
-            stream=bench.streams.Stream(),
-            accelerator=bench.streams,
-        )
-        wrong = torch.zeros((), device=bench.device)
-        ramp = torch.arange(_ELEMENTS, device=bench.device).float()
-        for step in range(_ROUNDS):
-            upload.begin()
-            sent = []
-            for start in bench.chance.sample(lengths, len(lengths)):
-                stop = start + _ELEMENTS // 4
-                pieces = [Piece(slab=slab, start=start, stop=stop) for slab in range(2)]
-                for piece in pieces:
-                    part = slice(piece.start, piece.stop)
-                    torch.add(numbers[part], step + piece.slab, out=sources[piece.slab][part])
-                sent.append(upload.send(pieces))
-                bench.delay()
-            for each in sent:
-                upload.receive(each)
-            bench.delay()
-            for slab, target in enumerate(targets):
-                wrong += (target != ramp + (step + slab)).sum()
-        if int(wrong):
-            raise DifferenceError(
-                f"{int(wrong)} weights of {_ROUNDS} steps came too late or too early"
+    def prove_native_page_locking(self) -> None:
+        """The same of memory that DeepSpeed page-locks itself."""
+        if not pins_natively(self.platform):
+            raise NotRunError(
+                "not needed: torch keeps exact sizes itself, or DeepSpeed may not lock"
             )
+        accelerator = require_deepspeed(
+            accelerator=DEEPSPEED_NAMES[self.platform.accelerator]
+        ).accelerator.get_accelerator()
+        with environment(DS_PIN_MEMORY_BACKEND="native"):
+            self._copies(lambda n: accelerator.pin_memory(torch.zeros(n, dtype=torch.uint8)))
 
+    def _copies(self, allocate: Callable[[int], torch.Tensor]) -> None:
+        with self.judged():
+            side, wrong = self.streams.Stream(), torch.zeros((), device=self.device)
+            blocks = [allocate(_ELEMENTS), allocate(_ELEMENTS)]
+            for step in range(_ROUNDS):
+                source = torch.full((_ELEMENTS,), step % 251, dtype=torch.uint8, device=self.device)
+                block = blocks[step % 2]
+                side.wait_stream(self.streams.current_stream())
+                with self.streams.stream(side):
+                    block.copy_(source, non_blocking=True)
+                event = side.record_event()
+                event.synchronize()
+                if int(block.min()) != step % 251 or int(block.max()) != step % 251:
+                    raise DifferenceError(f"round {step}: a copy to the host is not what was sent")
+                back = torch.zeros(_ELEMENTS, dtype=torch.uint8, device=self.device)
+                side.wait_stream(self.streams.current_stream())
+                with self.streams.stream(side):
+                    back.copy_(block, non_blocking=True)
+                self.streams.current_stream().wait_event(side.record_event())
+                wrong += (back != source).sum()
+                del source, back
+            if int(wrong):
+                raise DifferenceError(f"{int(wrong)} bytes that came back are not what was sent")
 
-def _prove_activations(bench: Bench) -> None:
-    """Gradients of blocks whose inputs wait in host memory are those of blocks that keep them."""
-    model = _Chain(width=64).to(bench.device)
-    if bench.recorder is not None:
-        bench.recorder.lie("device", *model.parameters())
-    transfers = StreamTransfers(bench.device, streams=bench.streams)
-    offload = ActivationOffload(smallest=1, transfers=transfers)
-
-    def kept(block: torch.nn.Module, x: torch.Tensor) -> Any:
-        return checkpoint(block, x, use_reentrant=False)
-
-    wanted = [_chain_gradients(bench, model, kept, step) for step in range(_STEPS_TAKEN)]
-    with bench.judged():
-        offloaded = [
-            _chain_gradients(bench, model, offload.checkpoint, step) for step in range(_STEPS_TAKEN)
-        ]
-    if not offload.counts.stored:
-        raise DifferenceError("no activation left the device")
-    for step, (mine, theirs) in enumerate(zip(offloaded, wanted, strict=True)):
-        for name in theirs:
-            if not torch.equal(mine[name], theirs[name]):
+    def prove_uploads(self) -> None:
+        """Weights that are sent behind the computation are there when it uses them, not earlier."""
+        lengths, numbers = range(0, _ELEMENTS, _ELEMENTS // 4), torch.arange(_ELEMENTS).float()
+        if self.recorder is not None:
+            self.recorder.lie("pageable", numbers)
+        with self.judged():
+            targets = [torch.zeros(_ELEMENTS, device=self.device) for _ in range(2)]
+            sources = [torch.zeros(_ELEMENTS, pin_memory=True) for _ in range(2)]
+            upload = StreamUpload(
+                targets=targets,
+                sources=sources,
+                stream=self.streams.Stream(),
+                accelerator=self.streams,
+            )
+            wrong = torch.zeros((), device=self.device)
+            ramp = torch.arange(_ELEMENTS, device=self.device).float()
+            for step in range(_ROUNDS):
+                upload.begin()
+                sent = []
+                for start in self.chance.sample(lengths, len(lengths)):
+                    stop = start + _ELEMENTS // 4
+                    pieces = [Piece(slab=slab, start=start, stop=stop) for slab in range(2)]
+                    for piece in pieces:
+                        part = slice(piece.start, piece.stop)
+                        torch.add(numbers[part], step + piece.slab, out=sources[piece.slab][part])
+                    sent.append(upload.send(pieces))
+                    self.delay()
+                for each in sent:
+                    upload.receive(each)
+                self.delay()
+                for slab, target in enumerate(targets):
+                    wrong += (target != ramp + (step + slab)).sum()
+            if int(wrong):
                 raise DifferenceError(
-                    f"step {step}: {name} is another one than with kept activations"
+                    f"{int(wrong)} weights of {_ROUNDS} steps came too late or too early"
                 )
 
+    def prove_activations(self) -> None:
+        """Gradients are the same whether inputs of blocks wait in host memory or are kept."""
+        model = _Chain(width=64).to(self.device)
+        if self.recorder is not None:
+            self.recorder.lie("device", *model.parameters())
+        transfers = StreamTransfers(self.device, streams=self.streams)
+        offload = ActivationOffload(smallest=1, transfers=transfers)
 
-def _chain_gradients(
-    bench: Bench, model: _Chain, run: Callable[..., Any], step: int
-) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(step)
-    x = torch.randn(32, 64, generator=generator).to(bench.device).requires_grad_()
-    if bench.recorder is not None:
-        bench.recorder.lie("device", x)
-    model.zero_grad(set_to_none=True)
-    for layer in model.layers:
-        bench.delay()
-        x = run(layer, x)
-    loss = x.square().mean()
-    torch.autograd.backward(loss)
-    return {"the loss": loss.detach(), **{
-        f"the gradient of {name}": parameter.grad.clone()
-        for name, parameter in model.named_parameters() if parameter.grad is not None
-    }}  # fmt: skip
+        def kept(block: torch.nn.Module, x: torch.Tensor) -> Any:
+            return checkpoint(block, x, use_reentrant=False)
+
+        wanted = [self.chain_gradients(model, kept, step) for step in range(_STEPS_TAKEN)]
+        with self.judged():
+            offloaded = [
+                self.chain_gradients(model, offload.checkpoint, step)
+                for step in range(_STEPS_TAKEN)
+            ]
+        if not offload.counts.stored:
+            raise DifferenceError("no activation left the device")
+        for step, (mine, theirs) in enumerate(zip(offloaded, wanted, strict=True)):
+            for name in theirs:
+                if not torch.equal(mine[name], theirs[name]):
+                    raise DifferenceError(
+                        f"step {step}: {name} is another one than with kept activations"
+                    )
+
+    def chain_gradients(
+        self, model: _Chain, run: Callable[..., Any], step: int
+    ) -> dict[str, torch.Tensor]:
+        """The loss, and the gradients of a chain whose blocks are called by ``run``."""
+        generator = torch.Generator().manual_seed(step)
+        x = torch.randn(32, 64, generator=generator).to(self.device).requires_grad_()
+        if self.recorder is not None:
+            self.recorder.lie("device", x)
+        model.zero_grad(set_to_none=True)
+        for layer in model.layers:
+            self.delay()
+            x = run(layer, x)
+        loss = x.square().mean()
+        torch.autograd.backward(loss)
+        return {"the loss": loss.detach(), **{
+            f"the gradient of {name}": parameter.grad.clone()
+            for name, parameter in model.named_parameters() if parameter.grad is not None
+        }}  # fmt: skip
+
+    def left_by(self, run: Run) -> dict[str, str]:
+        """What a run leaves, by name: losses, and digests of weights, moments and averages."""
+        if run not in self.left:
+            self.left[run] = self.take(run)
+        return self.left[run]
+
+    def take(self, run: Run) -> dict[str, str]:
+        """As ``left_by``, of steps that are taken now."""
+        model = _Chain()
+        engine = self._small_engine(model, run)
+        ema = EMAShadow(decay=0.9).attach(engine)
+        losses: list[torch.Tensor] = []
+        try:
+            with self._late(model) if run.hidden or run.streamed else nullcontext():
+                for step in range(_STEPS_TAKEN):
+                    generator = torch.Generator().manual_seed(17 * step + engine.group.rank)
+                    x = torch.randn(4, _FEATURES, generator=generator).to(
+                        engine.device, engine.dtype
+                    )
+                    loss = engine(x).float().square().mean()
+                    losses.append(loss.detach())
+                    ema.expect_step()
+                    engine.backward(loss)
+                    engine.step()
+                    ema.step()
+            if run.streamed and not engine.counts.evicted:
+                raise DifferenceError("no weight left the device")
+            left = {f"loss {step}": float(loss).hex() for step, loss in enumerate(losses)}
+            for fragment in engine.master_weights.read():
+                left[f"weight {fragment.address.key}"] = _tensor_digest(fragment.value)
+                for name, state in sorted(fragment.states.items()):
+                    left[f"{name} of {fragment.address.key}"] = _tensor_digest(state)
+            for name, value in ema.state_dict().items():
+                left[f"average {name}"] = _tensor_digest(value)
+            if run.stage < 3:
+                for name, parameter in engine.module.named_parameters():
+                    left[f"the model's {name}"] = _tensor_digest(parameter.detach())
+        finally:
+            engine.close()
+        return left
+
+    def _small_engine(self, model: torch.nn.Module, run: Run) -> Any:
+        platform = self.platform
+        overrides: dict[str, Any] = {}
+        if run.stage == 3:
+            overrides["stage3_param_persistence_threshold"] = _FEATURES
+        plan = DeepSpeedPlan.build(
+            stage=run.stage or 2,
+            offload="cpu",
+            precision="bf16" if platform.bf16 else "fp32",
+            micro_batch_size=4,
+            gradient_clipping=run.clipping,
+            optimizer={"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.01}},
+            **overrides,
+        )
+        resolved = plan.resolve(
+            platform=platform,
+            model=ModelFacts.from_module(model),
+            world_size=int(os.environ.get("WORLD_SIZE", "1")),
+            deepspeed=run.stage != _PLAIN_ENGINE,
+            hidden=run.hidden,
+            host_step=run.host_step,
+            streamed=run.streamed and Streaming(units=("Sequential",), window=2),
+        )
+        return build_engine(model=model, plan=OptimizerResolver().apply(resolved), timeout_s=60.0)
+
+    @contextmanager
+    def _late(self, model: torch.nn.Module) -> Iterator[None]:
+        """Random delays in the pass, around its uploads, and in the forward beside it."""
+
+        def slow(method: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                self.delay()
+                returned = method(*args, **kwargs)
+                self.delay()
+                return returned
+
+            return call
+
+        with ExitStack() as stack:
+            for module in model.modules():
+                stack.callback(module.register_forward_pre_hook(lambda *_: self.delay()).remove)
+            stack.enter_context(mock.patch.object(SlabStep, "run", slow(SlabStep.run)))
+            stack.enter_context(mock.patch.object(Upload, "send", slow(Upload.send)))
+            stack.enter_context(mock.patch.object(UnitPass, "take", slow(UnitPass.take)))
+            queue = Lane._queue
+
+            def queue_late(lane: Lane, copy: Callable[[], None], ready: Any) -> Any:
+                def late() -> None:
+                    self.delay()  # on the lane's own stream too
+                    copy()
+
+                return queue(lane, late, ready)
+
+            stack.enter_context(mock.patch.object(Lane, "_queue", queue_late))
+            yield
+
+    def compare_steps(self, mine: Mapping[str, bool], theirs: Mapping[str, bool]) -> None:
+        """At each stage steps taken in one way leave what those taken in another leave."""
+        stages = (_PLAIN_ENGINE, 2, 3) if self.platform.deepspeed.available else (_PLAIN_ENGINE,)
+        for stage in stages:
+            first, second = Run(stage=stage, **mine), Run(stage=stage, **theirs)
+            _check_equal(self.left_by(first), self.left_by(second), where=str(first))
+
+    def prove_streaming(self) -> None:
+        """What is trained with streamed weights is what ZeRO-2 with CPU offload trains."""
+        if not self.platform.deepspeed.available:
+            raise NotRunError("DeepSpeed, which it is compared with, does not run here")
+        for clipping in (0.5, 0.0):
+            run = Run(stage=2, hidden=False, clipping=clipping)
+            streamed = attrs.evolve(run, streamed=True)
+            where = "streamed, " + ("with clipping" if clipping else "stepped in the backward pass")
+            _check_equal(self.left_by(streamed), self.left_by(run), where=where)
+
+    def prove_exchange(self) -> float:
+        """The same where ranks exchange weights beside their other collectives; its seconds."""
+        if not self.platform.deepspeed.available:
+            raise NotRunError("DeepSpeed does not run here")
+        if self.platform.accelerator != "cpu" and len(self.platform.devices) < _RANKS:
+            raise NotRunError("there is one device")
+        answers = _on_ranks(partial(_prove_on_rank, self.platform), _RANKS)
+        for rank, (mine, theirs, _) in enumerate(answers):
+            _check_equal(mine, theirs, where=f"stage 2, rank {rank}")
+        return float(max(seconds for _, _, seconds in answers))
 
 
 class _Chain(torch.nn.Module):
@@ -327,104 +439,6 @@ class _Chain(torch.nn.Module):
         return x
 
 
-# -- Checks of whole engines.
-
-
-def _left_by(bench: Bench, run: Run) -> dict[str, str]:
-    """What a run leaves, by name: losses, and digests of weights, moments and averages."""
-    if run not in bench.left:
-        bench.left[run] = _take(bench, run)
-    return bench.left[run]
-
-
-def _take(bench: Bench, run: Run) -> dict[str, str]:
-    model = _Chain()
-    engine = _small_engine(bench, model, run)
-    ema = EMAShadow(decay=0.9).attach(engine)
-    losses: list[torch.Tensor] = []
-    try:
-        with _late(bench, model) if run.hidden or run.streamed else nullcontext():
-            for step in range(_STEPS_TAKEN):
-                generator = torch.Generator().manual_seed(17 * step + engine.group.rank)
-                x = torch.randn(4, _FEATURES, generator=generator).to(engine.device, engine.dtype)
-                loss = engine(x).float().square().mean()
-                losses.append(loss.detach())
-                ema.expect_step()
-                engine.backward(loss)
-                engine.step()
-                ema.step()
-        if run.streamed and not engine.counts.evicted:
-            raise DifferenceError("no weight left the device")
-        left = {f"loss {step}": float(loss).hex() for step, loss in enumerate(losses)}
-        for fragment in engine.master_weights.read():
-            left[f"weight {fragment.address.key}"] = _tensor_digest(fragment.value)
-            for name, state in sorted(fragment.states.items()):
-                left[f"{name} of {fragment.address.key}"] = _tensor_digest(state)
-        for name, value in ema.state_dict().items():
-            left[f"average {name}"] = _tensor_digest(value)
-        if run.stage < 3:
-            for name, parameter in engine.module.named_parameters():
-                left[f"the model's {name}"] = _tensor_digest(parameter.detach())
-    finally:
-        engine.close()
-    return left
-
-
-def _small_engine(bench: Bench, model: torch.nn.Module, run: Run) -> Any:
-    platform = bench.platform
-    overrides: dict[str, Any] = {}
-    if run.stage == 3:
-        overrides["stage3_param_persistence_threshold"] = _FEATURES
-    plan = DeepSpeedPlan.build(
-        stage=run.stage or 2,
-        offload="cpu",
-        precision="bf16" if platform.bf16 else "fp32",
-        micro_batch_size=4,
-        gradient_clipping=run.clipping,
-        optimizer={"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.01}},
-        **overrides,
-    )
-    resolved = plan.resolve(
-        platform=platform,
-        model=ModelFacts.from_module(model),
-        world_size=int(os.environ.get("WORLD_SIZE", "1")),
-        deepspeed=run.stage != _PLAIN_ENGINE,
-        hidden=run.hidden,
-        host_step=run.host_step,
-        streamed=run.streamed and Streaming(units=("Sequential",), window=2),
-    )
-    return build_engine(model=model, plan=OptimizerResolver().apply(resolved), timeout_s=60.0)
-
-
-@contextmanager
-def _late(bench: Bench, model: torch.nn.Module) -> Iterator[None]:
-    """Random delays in the pass, around its uploads, and in the forward beside it."""
-
-    def slow(method: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            bench.delay()
-            returned = method(*args, **kwargs)
-            bench.delay()
-            return returned
-
-        return call
-
-    with ExitStack() as stack:
-        for module in model.modules():
-            stack.callback(module.register_forward_pre_hook(lambda *_: bench.delay()).remove)
-        stack.enter_context(mock.patch.object(SlabStep, "run", slow(SlabStep.run)))
-        stack.enter_context(mock.patch.object(Upload, "send", slow(Upload.send)))
-        stack.enter_context(mock.patch.object(UnitPass, "take", slow(UnitPass.take)))
-        queue = Lane._queue
-
-        def queue_late(lane: Lane, copy: Callable[[], None], ready: Any) -> Any:
-            # On the lane's own stream too.
-            return queue(lane, lambda: (bench.delay(), copy())[1], ready)
-
-        stack.enter_context(mock.patch.object(Lane, "_queue", queue_late))
-        yield
-
-
 def _tensor_digest(tensor: torch.Tensor) -> str:
     content = tensor.contiguous().cpu().view(-1).view(torch.uint8)
     return hashlib.sha256(content.numpy().tobytes()).hexdigest()[:16]
@@ -437,38 +451,7 @@ def _check_equal(mine: Mapping[str, str], theirs: Mapping[str, str], *, where: s
         raise DifferenceError(f"{where}: {names[0]} and {len(names) - 1} others differ\n{shown}")
 
 
-def _compare_steps(bench: Bench, mine: Mapping[str, bool], theirs: Mapping[str, bool]) -> None:
-    """At each stage steps taken in one way leave what those taken in another leave."""
-    stages = (_PLAIN_ENGINE, 2, 3) if bench.platform.deepspeed.available else (_PLAIN_ENGINE,)
-    for stage in stages:
-        first, second = Run(stage=stage, **mine), Run(stage=stage, **theirs)
-        _check_equal(_left_by(bench, first), _left_by(bench, second), where=str(first))
-
-
-def _prove_streaming(bench: Bench) -> None:
-    """What is trained with streamed weights is what ZeRO-2 with CPU offload trains."""
-    if not bench.platform.deepspeed.available:
-        raise NotRunError("DeepSpeed, which it is compared with, does not run here")
-    for clipping in (0.5, 0.0):
-        run = Run(stage=2, hidden=False, clipping=clipping)
-        streamed = attrs.evolve(run, streamed=True)
-        where = "streamed, " + ("with clipping" if clipping else "stepped in the backward pass")
-        _check_equal(_left_by(bench, streamed), _left_by(bench, run), where=where)
-
-
 # -- Several ranks.
-
-
-def _prove_exchange(bench: Bench) -> float:
-    """The same where ranks exchange weights beside their other collectives; its seconds."""
-    if not bench.platform.deepspeed.available:
-        raise NotRunError("DeepSpeed does not run here")
-    if bench.platform.accelerator != "cpu" and len(bench.platform.devices) < _RANKS:
-        raise NotRunError("there is one device")
-    answers = _on_ranks(partial(_prove_on_rank, bench.platform), _RANKS)
-    for rank, (mine, theirs, _) in enumerate(answers):
-        _check_equal(mine, theirs, where=f"stage 2, rank {rank}")
-    return float(max(seconds for _, _, seconds in answers))
 
 
 def _prove_on_rank(platform: Platform) -> tuple[dict[str, str], dict[str, str], float]:
@@ -477,7 +460,7 @@ def _prove_on_rank(platform: Platform) -> tuple[dict[str, str], dict[str, str], 
         module.set_device(int(os.environ["LOCAL_RANK"]))
     _import(platform)
     bench, began = Bench.on(platform, recorded=False), time.perf_counter()
-    mine, theirs = (_take(bench, Run(stage=2, hidden=hidden)) for hidden in (True, False))
+    mine, theirs = (bench.take(Run(stage=2, hidden=hidden)) for hidden in (True, False))
     return mine, theirs, time.perf_counter() - began
 
 
@@ -544,24 +527,22 @@ class Check:
 
 
 _hidden_as_taken_at_once: Final = partial(
-    _compare_steps, mine={"hidden": True}, theirs={"hidden": False}
+    Bench.compare_steps, mine={"hidden": True}, theirs={"hidden": False}
 )
 _one_pass_as_in_a_chain: Final = partial(
-    _compare_steps,
-    mine={"hidden": False},
-    theirs={"hidden": False, "host_step": False},
+    Bench.compare_steps, mine={"hidden": False}, theirs={"hidden": False, "host_step": False}
 )
 
 CHECKS: Final[Sequence[Check]] = (
-    Check(name="bf16 rounding", run=_prove_rounding, needs_ops=True),
-    Check(name="page-locked copies", run=_prove_page_locked, on_streams=True),
-    Check(name="native page-locking", run=_prove_native_copies),
-    Check(name="uploads", run=_prove_uploads, on_streams=True),
-    Check(name="activations", run=_prove_activations, on_streams=True),
+    Check(name="bf16 rounding", run=Bench.prove_rounding, needs_ops=True),
+    Check(name="page-locked copies", run=Bench.prove_page_locked, on_streams=True),
+    Check(name="native page-locking", run=Bench.prove_native_page_locking),
+    Check(name="uploads", run=Bench.prove_uploads, on_streams=True),
+    Check(name="activations", run=Bench.prove_activations, on_streams=True),
     Check(name="hidden step", run=_hidden_as_taken_at_once, needs_ops=True),
     Check(name="one pass", run=_one_pass_as_in_a_chain, needs_ops=True),
-    Check(name="exchange", run=_prove_exchange, needs_ops=True),
-    Check(name="streaming", run=_prove_streaming, needs_ops=True),
+    Check(name="exchange", run=Bench.prove_exchange, needs_ops=True),
+    Check(name="streaming", run=Bench.prove_streaming, needs_ops=True),
 )
 
 

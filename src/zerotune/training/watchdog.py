@@ -77,6 +77,9 @@ class Position:
             words = f"is in {self.phase} of {self.module} at step {self.step}"
         return f"{words} ({self.line})" if self.line else words
 
+    def _was(self) -> str:
+        return str(self).replace("is ", "was ", 1)
+
 
 def names_of(model: torch.nn.Module) -> dict[int, str]:
     """Dotted name by ``id`` of each module, and for each parameter the name of its module.
@@ -172,13 +175,23 @@ class Beat:
 
     def __str__(self) -> str:
         if self.gone is not None:
-            return f"rank {self.rank} {self.gone}; it {_was(self.position)}"
+            return f"rank {self.rank} {self.gone}; it {self.position._was()}"
         if self.failed is not None:
             verb = "gave up" if self.let_down else "failed"
-            return f"rank {self.rank} {verb}: {self.failed}; it {_was(self.position)}"
+            return f"rank {self.rank} {verb}: {self.failed}; it {self.position._was()}"
         if self.done:
             return f"rank {self.rank} has left fit after step {self.position.step - 1}"
         return f"rank {self.rank} {self.position}, for {self.still_s:.0f} s"
+
+    def _aged(self, *, silent_s: float, ended: str | None, interval_s: float) -> Beat:
+        """A beat with what it no longer says itself: a process that is stopped has no last word."""
+        if self.done or (ended is None and silent_s < _SILENT_BEATS * interval_s + _STORE_ANSWER_S):
+            return self
+        return attrs.evolve(
+            self,
+            still_s=self.still_s + silent_s,
+            gone=ended or f"has not been heard of for {silent_s:.0f} s",
+        )
 
 
 class Watchdog(Callback):
@@ -357,33 +370,19 @@ class _Watch:
         """What every rank last said, as it must be read now."""
         now, ended = time.monotonic(), self._group.ended()
         return [
-            _aged(beat, silent_s=now - heard, ended=ended.get(rank), interval_s=self._interval_s)
+            beat._aged(silent_s=now - heard, ended=ended.get(rank), interval_s=self._interval_s)
             for rank, (beat, heard) in sorted(self._heard.items())
         ]
 
     def _look(self) -> Position:
         trainer = self._trainer
         position, mark = look(
-            self._names,
-            step=trainer.step + 1,
-            phase=trainer.phase,
-            thread=self._thread,
+            self._names, step=trainer.step + 1, phase=trainer.phase, thread=self._thread
         )
         mark = hash((mark, position.step, position.phase))
         if mark != self._mark:
             self._mark, self._moved_at = mark, time.monotonic()
         return position
-
-
-def _aged(beat: Beat, *, silent_s: float, ended: str | None, interval_s: float) -> Beat:
-    """A beat with what it no longer says itself: a process that is stopped has no last word."""
-    if beat.done or (ended is None and silent_s < _SILENT_BEATS * interval_s + _STORE_ANSWER_S):
-        return beat
-    return attrs.evolve(
-        beat,
-        still_s=beat.still_s + silent_s,
-        gone=ended or f"has not been heard of for {silent_s:.0f} s",
-    )
 
 
 def _stuck(beats: list[Beat], timeout_s: float, world: int) -> bool:
@@ -427,7 +426,3 @@ def _message(beats: list[Beat], world: int, timeout_s: float) -> str:
 
 def _rank_names(beats: list[Beat]) -> str:
     return " and ".join(f"rank {beat.rank}" for beat in beats)
-
-
-def _was(position: Position) -> str:
-    return str(position).replace("is ", "was ", 1)

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.deepspeed
 @ranks(1)
 def test_the_installed_release_is_on_file():
     from tools.deepspeed_sources import FILE
-    from zerotune.backend.deepspeed.door import digests
+    from zerotune.backend.deepspeed.start import digests
     from zerotune.backend.upstream import require_deepspeed
 
     version = require_deepspeed(accelerator="cpu").__version__

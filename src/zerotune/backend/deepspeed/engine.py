@@ -18,7 +18,6 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from zerotune.backend.checks import Checks, RunningGroup, expected_groups
-from zerotune.backend.deepspeed.door import wrapper_of
 from zerotune.backend.deepspeed.pinning import pin_exactly
 from zerotune.backend.deepspeed.sharded import (
     doubtful_leaf_modules,
@@ -31,6 +30,7 @@ from zerotune.backend.deepspeed.start import (
     initialize_arguments,
     join_checked,
     read_weights,
+    wrapper_of,
 )
 from zerotune.backend.deepspeed.wrapper import OptimizerWrapper
 from zerotune.backend.dtypes import check_quantized

@@ -14,9 +14,8 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from typing_extensions import override
 
 from zerotune.backend.checks import check_alike, expected_groups
-from zerotune.backend.deepspeed.door import wrapper_of
 from zerotune.backend.deepspeed.engine import ZeROEngine
-from zerotune.backend.deepspeed.start import check_plan, check_world
+from zerotune.backend.deepspeed.start import check_plan, check_world, wrapper_of
 from zerotune.backend.distributed import ProcessGroup
 from zerotune.backend.engine import EngineState, StepOutcome
 from zerotune.backend.layouts import ParameterLayout, full_shape, trainable_parameters
@@ -47,10 +46,6 @@ def master_weights_of(source: Any) -> MasterWeights:
         source: A zerotune engine, a ``MasterWeights``, a ``deepspeed.DeepSpeedEngine`` of one's
             own loop (also as ``accelerate.prepare`` or Fabric's ``setup`` returns it), or a
             ``torch.nn.Module`` whose trainable parameters are fp32.
-
-    Raises:
-        EngineError: It is none of these, or its parameters are no fp32 master weights.
-        UnsupportedEngineError: A DeepSpeed engine with an optimizer zerotune does not know.
     """
     if isinstance(source, MasterWeights):
         return source
@@ -72,11 +67,7 @@ def master_weights_of(source: Any) -> MasterWeights:
 
 
 def deepspeed_engine_of(source: Any) -> Any:
-    """The ``deepspeed.DeepSpeedEngine`` in what a trainer returned for a model.
-
-    Raises:
-        EngineError: There is none.
-    """
+    """The ``deepspeed.DeepSpeedEngine`` in what a trainer returned for a model."""
     engine = unwrapped(getattr(source, "deepspeed_engine", source))
     if is_deepspeed(engine):
         return engine

@@ -51,11 +51,6 @@ class NativeCheckpoint:
 
     Args:
         folder: The folder given to ``save_checkpoint``, or the ``global_step…`` folder in it.
-
-    Raises:
-        CheckpointError: It holds no ZeRO checkpoint zerotune can read.
-        CheckpointCorruptError: A file is missing or cannot be read.
-        MissingDependencyError: DeepSpeed is not installed.
     """
 
     def __init__(self, folder: Path, *, accelerator: str = "cpu") -> None:

@@ -10,15 +10,16 @@ import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from types import ModuleType
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from zerotune._util.environment import held
 from zerotune.backend.checks import check_alike
-from zerotune.backend.deepspeed.door import check_upstream
-from zerotune.backend.deepspeed.partitioned import flat_through_host
-from zerotune.backend.deepspeed.sharded import lending_linear, shard_from_host
+from zerotune.backend.deepspeed.partitioned import PartitionedWrapper, flat_through_host
+from zerotune.backend.deepspeed.replicated import Fp32Wrapper, HalfWrapper
+from zerotune.backend.deepspeed.sharded import ShardedWrapper, lending_linear, shard_from_host
+from zerotune.backend.deepspeed.wrapper import OptimizerWrapper, Upstream
 from zerotune.backend.distributed import (
     Launch,
     ProcessGroup,
@@ -38,8 +39,73 @@ from zerotune.backend.optimizers.client import (
 from zerotune.backend.stored import bring_weights, check_has_weights, waiting
 from zerotune.backend.upstream import quiet_deepspeed, require_deepspeed
 from zerotune.decisions import Decision
-from zerotune.errors import EngineError, PlatformError
+from zerotune.errors import EngineError, PlatformError, UnsupportedEngineError
 from zerotune.plan.model import ResolvedPlan
+
+# -- The installed DeepSpeed: its classes, and whether they are as they were.
+
+
+_WRAPPERS: Final[dict[str, type[OptimizerWrapper]]] = {
+    "DeepSpeedZeroOptimizer": PartitionedWrapper,
+    "DeepSpeedZeroOptimizer_Stage3": ShardedWrapper,
+    "FP16_Optimizer": HalfWrapper,
+    "FP16_UnfusedOptimizer": HalfWrapper,
+}
+"""By the name of DeepSpeed's class: a subclass may keep its weights elsewhere."""
+UPSTREAM: Final = (
+    Upstream(
+        owner="deepspeed.runtime.engine.DeepSpeedEngine",
+        relied_on=(
+            "bfloat16_enabled",
+            "destroy",
+            "fp16_enabled",
+            "get_global_grad_norm",
+            "gradient_accumulation_steps",
+            "gradient_clipping",
+            "is_gradient_accumulation_boundary",
+            "train_batch_size",
+            "train_micro_batch_size_per_gpu",
+            "was_step_applied",
+            "zero_optimization_stage",
+        ),
+    ),
+    *(each for kind in (PartitionedWrapper, ShardedWrapper, HalfWrapper) for each in kind.upstream),
+)
+
+
+def wrapper_of(engine: Any) -> OptimizerWrapper:
+    """What is known of the optimizer of a ``deepspeed.DeepSpeedEngine``."""
+    name = type(engine.optimizer).__name__
+    if name in _WRAPPERS:
+        return _WRAPPERS[name](engine)
+    if isinstance(engine.optimizer, torch.optim.Optimizer):
+        return Fp32Wrapper(engine)
+    raise UnsupportedEngineError(
+        f"master weights inside DeepSpeed's {name} cannot be reached",
+        key="engine.optimizer",
+        value=name,
+        fix="with bf16 at stage 1, leave data_types.grad_accum_dtype unset",
+    )
+
+
+def check_upstream(deepspeed: ModuleType) -> None:
+    """Refuse a DeepSpeed that lacks something that zerotune relies on."""
+    missing = [name for upstream in UPSTREAM for name in upstream.missing]
+    if missing:
+        raise UnsupportedEngineError(
+            f"DeepSpeed {deepspeed.__version__} no longer has {', '.join(missing)}",
+            key="deepspeed",
+            value=deepspeed.__version__,
+            fix="install the newest DeepSpeed that zerotune's documentation lists as tested",
+        )
+
+
+def digests() -> dict[str, str | None]:
+    """Of the replaced methods of the installed DeepSpeed, by dotted name."""
+    return {name: each for upstream in UPSTREAM for name, each in upstream.digests.items()}
+
+
+# -- The start.
 
 
 def check_plan(plan: ResolvedPlan) -> None:

@@ -13,12 +13,13 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby, islice
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypedDict
 
 import attrs
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
+from typing_extensions import Unpack
 
 from zerotune._util.files import check_regular, system_errors, write_atomically
 from zerotune._util.text import is_reproducible, json_of, whole
@@ -315,19 +316,33 @@ EncodeEdits = Callable[[Sequence[str], torch.Tensor], Mapping[str, torch.Tensor]
 _CORNER = "crop_corner"
 
 
+class CacheOptions(TypedDict, total=False):
+    """How a cache is filled."""
+
+    batch_size: int
+    """Images or texts per call."""
+    shard_size: int
+    """Images or texts per file."""
+    rank: int
+    """This process; 0 when not given."""
+    world_size: int
+    """Processes that share the work; 1 when not given."""
+    progress: Progress | None
+    """Called after each batch, and once at the start."""
+    release: Callable[[], None] | None
+    """Called when this rank has nothing left to compute, also if it had nothing at all, with the
+    encoder no longer needed: ``lambda: vae.to("cpu")``."""
+    barrier: Callable[[], None] | None
+    """Waits for all ranks; needed above one."""
+
+
 def cache_latents(
     dataset: PreparedImages,
     *,
     cache: TensorCache,
     encode: EncodeImages,
     encode_references: EncodeImages | None = None,
-    batch_size: int = 4,
-    shard_size: int = 256,
-    rank: int = 0,
-    world_size: int = 1,
-    progress: Progress | None = None,
-    release: Callable[[], None] | None = None,
-    barrier: Callable[[], None] | None = None,
+    **options: Unpack[CacheOptions],
 ) -> None:
     """Compute the latents of all images that are not in the cache. Collective.
 
@@ -343,14 +358,7 @@ def cache_latents(
         encode: Runs the VAE. It gives tensors for a batch of one size; the VAE's mean, or mean
             and deviation if noise is to be drawn anew each epoch. Shapes (b, …).
         encode_references: The same for images that are edited, where that is something else.
-        batch_size: Images per call.
-        shard_size: Images per file.
-        rank: This process.
-        world_size: Processes that share the work.
-        progress: Called after each batch, and once at the start.
-        release: Called when this rank has nothing left to compute, also if it had nothing at
-            all, with the encoder no longer needed: ``lambda: vae.to("cpu")``.
-        barrier: Waits for all ranks; needed above one.
+        **options: Of ``CacheOptions``; 4 images per call and 256 per file when not given.
 
     Raises:
         DataError: An image is broken, or the encoder gives the wrong number or no finite values.
@@ -372,18 +380,8 @@ def cache_latents(
         corners = torch.tensor([corner for _, corner in loaded])
         return _rows_by_key(keys, {**encoded, _CORNER: corners})
 
-    _compute_missing(
-        shapes,
-        compute,
-        bucket=bucket,
-        cache=cache,
-        batch_size=batch_size,
-        shard_size=shard_size,
-        ranks=(rank, world_size),
-        progress=progress,
-        release=release,
-        barrier=barrier,
-    )
+    options = {"batch_size": 4, "shard_size": 256, **options}
+    _compute_missing(shapes, compute, cache=cache, bucket=bucket, **options)
 
 
 def _encoded(
@@ -405,36 +403,20 @@ def cache_texts(
     *,
     cache: TensorCache,
     encode: EncodeTexts,
-    batch_size: int = 16,
-    shard_size: int = 1024,
-    rank: int = 0,
-    world_size: int = 1,
-    progress: Progress | None = None,
-    release: Callable[[], None] | None = None,
-    barrier: Callable[[], None] | None = None,
+    **options: Unpack[CacheOptions],
 ) -> None:
     """Compute the embeddings of all captions that are not in the cache. Collective.
 
     The empty caption is always among them. Equal captions are computed once. Arguments and
-    errors are those of ``cache_latents``.
+    errors are those of ``cache_latents``; 16 captions per call and 1,024 per file when not given.
     """
     texts = {text_key(text): text for text in (*captions, "")}
 
     def compute(keys: list[str]) -> dict[str, dict[str, torch.Tensor]]:
         return _rows_by_key(keys, encode([texts[key] for key in keys]))
 
-    _compute_missing(
-        texts,
-        compute,
-        bucket=None,
-        cache=cache,
-        batch_size=batch_size,
-        shard_size=shard_size,
-        ranks=(rank, world_size),
-        progress=progress,
-        release=release,
-        barrier=barrier,
-    )
+    options = {"batch_size": 16, "shard_size": 1024, **options}
+    _compute_missing(texts, compute, cache=cache, **options)
 
 
 def cache_edits(
@@ -442,13 +424,7 @@ def cache_edits(
     *,
     cache: TensorCache,
     encode: EncodeEdits,
-    batch_size: int = 4,
-    shard_size: int = 64,
-    rank: int = 0,
-    world_size: int = 1,
-    progress: Progress | None = None,
-    release: Callable[[], None] | None = None,
-    barrier: Callable[[], None] | None = None,
+    **options: Unpack[CacheOptions],
 ) -> None:
     """Compute embeddings of captions with the image that each edits. Collective.
 
@@ -459,13 +435,7 @@ def cache_edits(
         dataset: Images with their captions and references.
         cache: Where they go, of the kind ``EDITS``.
         encode: Runs the encoder.
-        batch_size: As for ``cache_latents``, and so are the others.
-        shard_size: Texts per file.
-        rank: This process.
-        world_size: Processes that share the work.
-        progress: Called after each batch, and once at the start.
-        release: Called when this rank has nothing left to compute.
-        barrier: Waits for all ranks; needed above one.
+        **options: Of ``CacheOptions``; 4 texts per call and 64 per file when not given.
 
     Raises:
         DataError: There are no references; and as ``cache_latents``.
@@ -489,18 +459,8 @@ def cache_edits(
     def bucket(key: str) -> Any:
         return dataset.assignment.placements[found[key][1]].bucket
 
-    _compute_missing(
-        found,
-        compute,
-        bucket=bucket,
-        cache=cache,
-        batch_size=batch_size,
-        shard_size=shard_size,
-        ranks=(rank, world_size),
-        progress=progress,
-        release=release,
-        barrier=barrier,
-    )
+    options = {"batch_size": 4, "shard_size": 64, **options}
+    _compute_missing(found, compute, cache=cache, bucket=bucket, **options)
 
 
 def check_edits(dataset: PreparedImages) -> None:
@@ -618,17 +578,17 @@ def _compute_missing(
     keys: Iterable[str],
     compute: Callable[[list[str]], dict[str, dict[str, torch.Tensor]]],
     *,
-    bucket: Callable[[str], Any] | None,
     cache: TensorCache,
-    batch_size: int,
-    shard_size: int,
-    ranks: tuple[int, int],
-    progress: Progress | None,
-    release: Callable[[], None] | None,
-    barrier: Callable[[], None] | None,
+    batch_size: int = 1,
+    shard_size: int = 1,
+    bucket: Callable[[str], Any] | None = None,
+    rank: int = 0,
+    world_size: int = 1,
+    progress: Progress | None = None,
+    release: Callable[[], None] | None = None,
+    barrier: Callable[[], None] | None = None,
 ) -> None:
     """Compute this rank's share of what the cache lacks, in batches of one bucket."""
-    rank, world_size = ranks
     if barrier is None and world_size > 1:
         raise InvalidValueError(
             "ranks must wait for each other before they read",

@@ -17,13 +17,7 @@ import torch
 from zerotune._util.files import check_regular, system_errors
 from zerotune._util.text import validated, whole
 from zerotune.decisions import Decision, announce
-from zerotune.diffusion.data.buckets import (
-    AspectBuckets,
-    Bucket,
-    BucketAssignment,
-    Placement,
-    Size,
-)
+from zerotune.diffusion.data.buckets import AspectBuckets, Bucket, BucketAssignment, Placement, Size
 from zerotune.diffusion.data.folder import CaptionFiles, caption_files
 from zerotune.diffusion.data.images import (
     SUFFIXES,
@@ -444,24 +438,6 @@ def _frames_per_second(value: float | Fraction) -> Fraction:
     return _checked_rate(value, key="ClipBuckets.fps")
 
 
-def _check_lengths(instance: ClipBuckets, attribute: Any, value: tuple[int, ...]) -> None:
-    for frames in value:
-        whole(frames, key=attribute.name, fix="write how many frames, such as 17")
-        if (frames - 1) % instance.compression:
-            below = frames - (frames - 1) % instance.compression
-            raise InvalidValueError(
-                f"a VAE that makes one of {instance.compression} frames after the first takes 1 "
-                f"more than a multiple of {instance.compression}",
-                key=attribute.name,
-                value=frames,
-                fix=f"write {below} or {below + instance.compression}",
-            )
-    if not value:
-        raise InvalidValueError(
-            "there is no length", key=attribute.name, value=value, fix="write (17,)"
-        )
-
-
 @attrs.frozen(kw_only=True)
 class ClipBuckets:
     """Each size of ``sizes`` at each length of ``frames``.
@@ -478,18 +454,31 @@ class ClipBuckets:
     compression: int = attrs.field(default=4, validator=validated(whole, fix="write 1"))
     """Frames that the VAE makes one latent frame of, after the first, which has one of its own:
     ``family.parts.latents.frames``."""
-    frames: tuple[int, ...] = attrs.field(
-        default=(17, 33, 49, 81),
-        converter=_rising,
-        validator=_check_lengths,
-    )
+    frames: tuple[int, ...] = attrs.field(default=(17, 33, 49, 81), converter=_rising)
     """Lengths, each 1 more than a multiple of ``compression``; 1 is a picture."""
     fps: Fraction | None = attrs.field(
-        default=None,
-        converter=attrs.converters.optional(_frames_per_second),
+        default=None, converter=attrs.converters.optional(_frames_per_second)
     )
     """Frames per second that clips are brought to, by leaving out or repeating frames; when not
     given each keeps its own rate."""
+
+    @frames.validator
+    def _check_lengths(self, _attribute: Any, value: tuple[int, ...]) -> None:
+        for frames in value:
+            whole(frames, key="frames", fix="write how many frames, such as 17")
+            if (frames - 1) % self.compression:
+                below = frames - (frames - 1) % self.compression
+                raise InvalidValueError(
+                    f"a VAE that makes one of {self.compression} frames after the first takes 1 "
+                    f"more than a multiple of {self.compression}",
+                    key="frames",
+                    value=frames,
+                    fix=f"write {below} or {below + self.compression}",
+                )
+        if not value:
+            raise InvalidValueError(
+                "there is no length", key="frames", value=value, fix="write (17,)"
+            )
 
     def step(self, item: ClipItem) -> Fraction:
         """Frames of a clip from one that is used to the next."""

@@ -46,6 +46,21 @@ class Witness:
         self.calls.append((args, kwargs))
         return self.module(*args, **kwargs)
 
+    def _check_calls(self, family: PipelineFamily) -> None:
+        single = family.calls_one_by_one()
+        wanted = _PROBED_SAMPLES if single else 1
+        if len(self.calls) != wanted:
+            raise _not_trainable(family, f"its model is called {len(self.calls)} times in one step")
+        rows = 1 if single else _PROBED_SAMPLES
+        for call in self.calls:
+            found = _rows_of_call(call)
+            if found != rows:
+                raise _not_trainable(
+                    family, f"its model is given {found} samples of {rows}: guidance is on"
+                )
+        if not single and not _tells_samples_apart(self.calls[0]):
+            raise _not_trainable(family, "its model is not told a time step for each sample")
+
 
 def probe(family: PipelineFamily, model: torch.nn.Module) -> tuple[Decision, ...]:
     """Try a family on a model like this one, and say why it cannot be trained.
@@ -83,7 +98,7 @@ def probe(family: PipelineFamily, model: torch.nn.Module) -> tuple[Decision, ...
         )
     except (TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
         raise _not_trainable(family, f"{type(error).__name__}: {error}") from error
-    _check_calls(family, witness)
+    witness._check_calls(family)
     _check_gradients(family, module)
     return ()
 
@@ -140,22 +155,6 @@ def _same_embeddings(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> 
         if apart > _BATCH_ROUNDING * tensor.float().norm():
             return False
     return True
-
-
-def _check_calls(family: PipelineFamily, witness: Witness) -> None:
-    single = family.calls_one_by_one()
-    wanted = _PROBED_SAMPLES if single else 1
-    if len(witness.calls) != wanted:
-        raise _not_trainable(family, f"its model is called {len(witness.calls)} times in one step")
-    rows = 1 if single else _PROBED_SAMPLES
-    for call in witness.calls:
-        found = _rows_of_call(call)
-        if found != rows:
-            raise _not_trainable(
-                family, f"its model is given {found} samples of {rows}: guidance is on"
-            )
-    if not single and not _tells_samples_apart(witness.calls[0]):
-        raise _not_trainable(family, "its model is not told a time step for each sample")
 
 
 def _rows_of_call(call: tuple[Any, Mapping[str, Any]]) -> int:

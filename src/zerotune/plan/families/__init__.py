@@ -55,11 +55,7 @@ def family_names() -> tuple[str, ...]:
 
 @cache
 def model_family(name: str) -> ModelFamily:
-    """A family by name.
-
-    Raises:
-        InvalidValueError: No such family.
-    """
+    """A family by name."""
     entry = _FOLDER / f"{name}{_SUFFIX}"
     if name not in family_names():
         raise InvalidValueError(
@@ -135,9 +131,6 @@ def as_facts(
         model: Any of these.
         lora: Rank of adapters that are trained in place of the model; ``None``: the model is.
         base_dtype: What the frozen model beside adapters is quantized to, such as ``"nf4"``.
-
-    Raises:
-        InvalidValueError: None of these, or adapters that cannot be.
     """
     facts = _facts_of(model)
     if lora is not None:
