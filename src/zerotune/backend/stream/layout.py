@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from typing_extensions import override
@@ -59,14 +59,18 @@ class StreamLayout(ResidentLayout):
         self._steps.settle()
 
     @override
-    def reading(self, slab: int) -> AbstractContextManager[Slab]:
+    @contextmanager
+    def reading(self, slab: int) -> Iterator[Slab]:
         self._steps.check_whole()
-        return super().reading(slab)
+        with super().reading(slab) as resident:
+            yield resident
 
     @override
-    def writing(self, slab: int) -> AbstractContextManager[Slab]:
+    @contextmanager
+    def writing(self, slab: int) -> Iterator[Slab]:
         # What lies there may be of no step: a checkpoint is loaded over it.
-        return super().reading(slab)
+        with super().reading(slab) as resident:
+            yield resident
 
     @override
     def expect(self, followers: Sequence[Follower]) -> None:
