@@ -332,8 +332,7 @@ class PlainEngine(CountingEngine):
     @override
     def _checks(self) -> Checks:
         choice, checks = chosen_optimizer(self._plan), Checks()
-        checks.equal("optimizer.type", choice.implementation, type(self._torch_optimizer).__name__)
-        checks.optimizer_arguments(
+        checks.optimizer(
             choice,
             self._torch_optimizer,
             scheduler=self._plan.scheduler,
