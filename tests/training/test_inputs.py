@@ -9,17 +9,28 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers import DDPMScheduler, FlowMatchEulerDiscreteScheduler
 from PIL import Image
 from torch.utils.data import TensorDataset
 
 import zerotune
 from tests.support import pipelines
 from tests.support.models import tiny_unet
+from zerotune import EMAShadow
 from zerotune.diffusion import DataStream
-from zerotune.errors import DataError, InvalidValueError, PlanFileError
+from zerotune.errors import (
+    DataError,
+    InvalidValueError,
+    PlanFileError,
+    TrainingError,
+    ZeroTuneError,
+)
 from zerotune.plan.model import DeepSpeedPlan
+from zerotune.training import ProgressBar, SaveEvery, SkipNonFinite
+from zerotune.training.averages import as_ema
+from zerotune.training.events import as_callbacks
 from zerotune.training.setup import as_plan, as_stream
-from zerotune.training.step import TrainStep
+from zerotune.training.step import TrainStep, check_loss
 
 PLAN = DeepSpeedPlan.build(stage=2, precision="fp32", micro_batch_size=2)
 PICTURE = Image.new("RGB", (8, 8))
@@ -83,15 +94,118 @@ def test_what_is_no_model_is_told_how_to_become_one(model: Any, words: str) -> N
 @pytest.mark.parametrize(
     ("optimizer", "words"),
     [
-        (torch.optim.SGD([torch.zeros(1)], lr=1.0), r"'SGD'.*OptimizerResolver\(overrides="),
-        (torch.optim.AdamW, "AdamW.*OptimizerResolver"),
-        ("Lion", r'"type": "Lion".*OptimizerResolver'),
+        (torch.optim.SGD([torch.zeros(1)], lr=1.0), r"optimizer = 'SGD'.*build\(optimizer=\"SGD\""),
+        (torch.optim.AdamW, r"AdamW.*resolver=OptimizerResolver"),
+        ("Lion", r'build\(optimizer="Lion"'),
         ({"type": "AdamW"}, "is no OptimizerResolver"),
+        (zerotune.OptimizerResolver(), "write resolver="),
     ],
 )
 def test_an_optimizer_is_told_where_it_is_named(optimizer: Any, words: str) -> None:
-    with pytest.raises(InvalidValueError, match=words):
-        zerotune.prepare(model=torch.nn.Linear(2, 2), plan=PLAN, optimizer=optimizer)
+    for call in (zerotune.prepare, zerotune.Trainer):
+        with pytest.raises(InvalidValueError, match=words):
+            call(model=torch.nn.Linear(2, 2), plan=PLAN, optimizer=optimizer)
+    with pytest.raises(TypeError, match=r"prepare\(\) got an unexpected .*'optimiser'"):
+        zerotune.prepare(model=torch.nn.Linear(2, 2), plan=PLAN, optimiser=1)
+
+
+class Following:
+    """As diffusers' ``EMAModel``: a decay, and weights of its own."""
+
+    decay = 0.99
+
+
+class Photos:
+    """A source of images that nothing has brought to a size."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def item(self, index: int) -> Any: ...
+
+    def image(self, index: int) -> Any: ...
+
+    def content(self, index: int) -> Any: ...
+
+
+def no_batch(model: Any, generator: Any) -> torch.Tensor:
+    return torch.zeros(())
+
+
+@pytest.mark.parametrize(
+    ("argument", "given", "words"),
+    [
+        ("ema", True, r"ema = True: says no decay.*ema=0\.9999"),
+        ("ema", False, "leave it out"),
+        ("ema", Following(), r"ema = 'Following'.*EMAShadow\(decay=0\.99\)"),
+        ("ema", EMAShadow, "ema = 'EMAShadow'"),
+        ("objective", "flow", r"cannot be called.*FlowMatchingObjective\(family="),
+        ("objective", zerotune.FlowMatchingObjective, r"is a class.*FlowMatchingObjective\(…\)"),
+        ("objective", DDPMScheduler(), r"'DDPMScheduler': is a scheduler.*DenoisingObjective"),
+        ("objective", FlowMatchEulerDiscreteScheduler(), "is a scheduler.*FlowMatchingObjective"),
+        ("objective", no_batch, r"'no_batch'.*def objective\(model, batch, generator\)"),
+        ("callbacks", SaveEvery, r"'SaveEvery': is a class.*SaveEvery\(…\)"),
+        ("callbacks", [print], "'print': has no on_fit_start"),
+        ("data", "photos", r"PreparedImages\(ImageFolder\('photos'\)"),
+        ("data", Path("photos"), r"PreparedImages\(ImageFolder\('photos'\)"),
+        ("data", Photos(), r"images of any size.*PreparedImages\(Photos"),
+        ("non_finite", "skip", r"is no NonFinitePolicy.*SkipNonFinite\(\)"),
+        ("non_finite", SkipNonFinite, "is a class"),
+        ("activations", True, r"ActivationOffload\(\)"),
+        ("offload", "cpu", r"what is offloaded stands in the plan"),
+        ("run", {"steps": 3}, "RunFacts"),
+        ("platform", "cuda", r"detect_platform\(\)"),
+        ("plan", None, "is no plan"),
+    ],
+)
+def test_what_a_trainer_cannot_use_is_answered_before_anything_starts(
+    argument: str, given: Any, words: str
+) -> None:
+    arguments = {"model": torch.nn.Linear(2, 2), "plan": PLAN, "data": [{}], argument: given}
+    with pytest.raises(ZeroTuneError, match=words) as caught:
+        zerotune.Trainer(**arguments)
+    assert not torch.distributed.is_initialized()
+    assert caught.value.key == argument
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        (torch.ones(2, requires_grad=True), r"shape \(2,\)': gives more than one number.*mean"),
+        (0.5, r"'float': gives no tensor.*not loss\.item\(\)"),
+        (None, "'NoneType': gives no tensor"),
+        (torch.ones(()), "no weight had a part in.*without torch.no_grad"),
+    ],
+)
+def test_a_loss_that_cannot_be_back_propagated_is_answered(loss: Any, words: str) -> None:
+    with pytest.raises(TrainingError, match=words):
+        check_loss(loss)
+    check_loss(torch.ones(1, requires_grad=True))
+
+
+def test_a_decay_is_an_average_and_one_callback_is_several() -> None:
+    average, callback = as_ema(0.99), ProgressBar()
+    assert isinstance(average, EMAShadow)
+    assert "ConstantDecay(decay=0.99)" in repr(average)
+    assert as_callbacks(callback) == (callback,)
+    assert as_callbacks([callback]) == (callback,)
+
+
+def test_a_plan_is_built_with_a_name_and_a_rate() -> None:
+    section = {"type": "Lion", "params": {"lr": 1e-4}}
+    for given in ("Lion", {"type": "Lion"}, {"type": "Lion", "params": {}}):
+        plan = DeepSpeedPlan.build(optimizer=given, lr=1e-4)
+        assert plan.to_deepspeed()["optimizer"] == section
+    refused = [
+        ({"optimizer": "AdmaW"}, "did you mean AdamW"),
+        ({"optimizer": torch.optim.AdamW}, 'write optimizer="AdamW", lr='),
+        ({"optimizer": torch.optim.SGD([torch.zeros(1)], lr=1.0)}, 'write optimizer="SGD"'),
+        ({"optimizer": section, "lr": 1e-4}, "lr = 0.0001: the optimizer's params have one too"),
+        ({"optimizer": None, "lr": 1e-4}, "there is no optimizer"),
+    ]
+    for arguments, words in refused:
+        with pytest.raises(ZeroTuneError, match=words):
+            DeepSpeedPlan.build(**arguments)
 
 
 def test_a_model_of_texts_or_labels_is_not_trained_without_an_objective_for_it() -> None:

@@ -99,6 +99,8 @@ class Engine(Closing):
     """What takes the steps of an Adam in host memory in one pass, if anything does."""
     _walked: tuple[tuple[str, torch.nn.Parameter], ...] = ()
     """Names and parameters at the latest forward pass: a walk over a U-Net takes 4 ms."""
+    _unfinished = False
+    """A backward pass began after the last step."""
 
     @property
     def plan(self) -> ResolvedPlan:
@@ -174,6 +176,9 @@ class Engine(Closing):
         """Close a micro batch; update the weights when it is the last of its group.
 
         A gradient that is not finite is not applied, also where DeepSpeed would.
+
+        Raises:
+            EngineError: No ``backward`` came before it.
         """
 
     @abstractmethod
@@ -239,6 +244,15 @@ class Engine(Closing):
                     fix="unfreeze or add it before the engine starts; what was trained from the "
                     "start may be frozen and unfrozen at any time",
                 )
+
+    def _check_backward(self) -> None:
+        """Check that a backward pass came before a step."""
+        if not self._unfinished:
+            raise EngineError(
+                "no backward pass came before it, so there is nothing to step with",
+                key="engine.step",
+                fix="call engine.backward(loss) and then engine.step(), once per micro batch",
+            )
 
     @abstractmethod
     def _checks(self) -> Checks:

@@ -240,12 +240,14 @@ class PlainEngine(CountingEngine):
     @naming_the_lost
     def backward(self, loss: torch.Tensor) -> None:
         self._master_weights.settle()
+        self._unfinished = True
         self._open_micro_batch()
         self._accelerator.backward(loss / self._plan.gradient_accumulation_steps)
 
     @override
     @naming_the_lost
     def step(self) -> StepOutcome:
+        self._check_backward()
         boundary, grad_norm, applied = self._at_boundary, None, False
         if boundary:
             self._check_before_step(self._global_step)
@@ -259,6 +261,7 @@ class PlainEngine(CountingEngine):
             if applied and self._scheduler is not None:
                 self._scheduler.step()
         self._micro_step += 1
+        self._unfinished = False
         return StepOutcome(applied=applied, boundary=boundary, grad_norm=grad_norm)
 
     @override
@@ -266,6 +269,7 @@ class PlainEngine(CountingEngine):
         self._master_weights.settle()
         self._close_micro_batch()
         self._zero_grad()
+        self._unfinished = False
         self._count_discarded()
 
     @override

@@ -13,7 +13,7 @@ import attrs
 import torch
 from packaging.version import Version
 
-from zerotune._util.text import json_of, listing
+from zerotune._util.text import did_you_mean, json_of, listing
 from zerotune.backend.dtypes import DTYPES
 from zerotune.backend.stored import (
     StoredWeight,
@@ -27,7 +27,7 @@ from zerotune.backend.stored import (
 )
 from zerotune.backend.unpartitioned import unpartitioned
 from zerotune.decisions import Decision, announce
-from zerotune.diffusion.models.declared import DECLARED
+from zerotune.diffusion.models.declared import DECLARED, FAMILY_NAMES
 from zerotune.diffusion.models.family import ClassConditional, Family, Unconditional
 from zerotune.diffusion.models.pipeline import Blueprint, FrozenParts, PipelineModel, pipeline_class
 from zerotune.diffusion.models.pipeline_family import PipelineFamily, TextToImage
@@ -35,13 +35,11 @@ from zerotune.diffusion.models.probe import probe, probe_texts
 from zerotune.diffusion.noise_schedule import adds_noise, ddpm_of
 from zerotune.diffusion.objective import DenoisingObjective, FlowMatchingObjective
 from zerotune.errors import CheckpointCorruptError, InvalidValueError, MissingDependencyError
-from zerotune.plan.model import ResolvedPlan
+from zerotune.plan.model import DeepSpeedPlan, ResolvedPlan
 from zerotune.platform.detect import first_line
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-
-    from zerotune.plan.model import DeepSpeedPlan
 
 FAMILIES: Final[dict[str, type[TextToImage]]] = {family.pipeline: family for family in DECLARED}
 """Families by the class of their diffusers pipeline."""
@@ -64,6 +62,8 @@ class Pretrained:
     """The scheduler to train with: DDPM's forward process or flow matching's."""
     folder: Path
     """Where it lies; ``export_pipeline(base=folder)`` takes the frozen parts from here."""
+    plan: DeepSpeedPlan | ResolvedPlan | None = None
+    """What ``load_pretrained`` was told of the plan; ``Trainer(model=loaded)`` trains under it."""
     decisions: tuple[Decision, ...] = ()
     """What was chosen while loading."""
 
@@ -114,7 +114,7 @@ def load_pretrained(
     dtype: str | None = None,
     quantization: Any = None,
     frozen_dtype: str = "bf16",
-    family: type[TextToImage] | None = None,
+    family: type[TextToImage] | str | None = None,
     parts: bool = True,
     leave_out: Sequence[str] = (),
     revision: str | None = None,
@@ -141,7 +141,8 @@ def load_pretrained(
         quantization: A configuration of diffusers (``BitsAndBytesConfig``, ``TorchAoConfig``) for
             the trained model, as a base under adapters; it is read and quantized on every rank.
         frozen_dtype: Of VAE and text encoders.
-        family: A family of yours, for pipelines zerotune does not know.
+        family: A family of yours, for pipelines zerotune does not know; or the name of a known one
+            (``"sdxl"``), which the pipeline must be of.
         parts: ``False`` leaves VAE and text encoders out: training from caches needs none.
         leave_out: Components to leave out, such as ``("text_encoder_3", "tokenizer_3")`` of SD3.
         revision: Of the hub's repository.
@@ -169,7 +170,7 @@ def load_pretrained(
     if not (folder / _PIPELINE_INDEX).is_file():
         return loading.bare_model(settings)
     stored = _StoredPipeline(folder=folder, index=_read_json(folder / _PIPELINE_INDEX))
-    kind = family or stored.family()
+    kind = named_family(family) if isinstance(family, str) else family or stored.family()
     stored.check_left_out(leave_out, kind.component)
     scheduler, replaced = stored.training_scheduler(flow_matching=kind.flow_matching)
     with unpartitioned():
@@ -190,7 +191,12 @@ def load_pretrained(
             decisions += found
     announce(decisions)
     return Pretrained(
-        model=model.train(), family=chosen, scheduler=scheduler, folder=folder, decisions=decisions
+        model=model.train(),
+        family=chosen,
+        scheduler=scheduler,
+        folder=folder,
+        plan=plan,
+        decisions=decisions,
     )
 
 
@@ -211,6 +217,25 @@ def _local_folder(source: str | os.PathLike[str], **options: Any) -> Path:
             fix=f"give a folder that holds {_PIPELINE_INDEX}, or a hub id such as "
             "stabilityai/stable-diffusion-xl-base-1.0",
         ) from error
+
+
+def named_family(name: str) -> type[TextToImage]:
+    """A family by its name on the command line, its class's, or its pipeline's.
+
+    Raises:
+        InvalidValueError: There is none of this name.
+    """
+    names: dict[str, type[TextToImage]] = {**FAMILY_NAMES, **FAMILIES}
+    names |= {family.__name__: family for family in DECLARED}
+    if name in names:
+        return names[name]
+    close = did_you_mean(name, names)
+    raise InvalidValueError(
+        "is no family zerotune knows",
+        key="family",
+        value=name,
+        fix=f"did you mean {' or '.join(close)}?" if close else f"one of {', '.join(FAMILY_NAMES)}",
+    )
 
 
 @attrs.frozen(kw_only=True)
@@ -428,6 +453,7 @@ class _Loading:
             family=family,
             scheduler=DDPMScheduler(),
             folder=self.folder,
+            plan=self.plan,
             decisions=decisions,
         )
 

@@ -43,7 +43,7 @@ from zerotune.errors import (
     UnresolvedPlanError,
     ZeroTuneError,
 )
-from zerotune.optimizers.catalogue import DEFAULT_OPTIMIZER, canonical
+from zerotune.optimizers.catalogue import DEFAULT_OPTIMIZER, canonical, parse_optimizer_name
 from zerotune.optimizers.choices import OptimizerChoice, SchedulerChoice
 
 if TYPE_CHECKING:
@@ -2409,6 +2409,7 @@ class DeepSpeedPlan(Readable, Section):
         gradient_accumulation_steps: int | Auto | None = 1,
         gradient_clipping: float | Auto = 1.0,
         optimizer: str | Mapping[str, Any] | None = "AdamW",
+        lr: float | Auto | None = None,
         scheduler: str | Mapping[str, Any] | None = None,
         **zero_overrides: Any,
     ) -> DeepSpeedPlan:
@@ -2425,12 +2426,14 @@ class DeepSpeedPlan(Readable, Section):
             gradient_accumulation_steps: Forward passes per optimizer step.
             gradient_clipping: Largest gradient norm; 0 switches clipping off.
             optimizer: Name, or ``{"type": …, "params": {…}}``.
+            lr: Learning rate; the optimizer's default, with a decision, when not given.
             scheduler: Name, or ``{"type": …, "params": {…}}``; ``None``: a constant rate, as in
                 DeepSpeed; ``"auto"``: WarmupLR, as long as fits the run.
             **zero_overrides: Keys of ``zero_optimization``.
 
         Raises:
             PlanError: As in ``from_dict``.
+            OptimizerError: No optimizer has this name.
         """
         zero: dict[str, Any] = {"stage": stage}
         for key, device in (("offload_optimizer", offload), ("offload_param", offload_param)):
@@ -2447,7 +2450,7 @@ class DeepSpeedPlan(Readable, Section):
             "zero_optimization": {**zero, **zero_overrides},
             "bf16": {"enabled": AUTO if precision == AUTO else precision == "bf16"},
             "fp16": None if precision == AUTO else {"enabled": precision == "fp16"},
-            "optimizer": {"type": optimizer} if isinstance(optimizer, str) else optimizer,
+            "optimizer": _optimizer_config(optimizer, lr),
             "scheduler": {"type": scheduler} if isinstance(scheduler, str) else scheduler,
         }
         given = {key: value for key, value in config.items() if value is not None}
@@ -2737,6 +2740,33 @@ class DeepSpeedPlan(Readable, Section):
             lora=lora,
             base_dtype=base_dtype,
         )
+
+
+def _optimizer_config(optimizer: Any, lr: float | Auto | None) -> Any:
+    """The section of an optimizer given by name or as a mapping, with its learning rate."""
+    if optimizer is not None and not isinstance(optimizer, str | Mapping):
+        kind = optimizer if isinstance(optimizer, type) else type(optimizer)
+        raise InvalidValueError(
+            "is named here; the engine builds it, over the weights that ZeRO has partitioned",
+            key="optimizer",
+            value=kind.__name__,
+            fix=f'write optimizer="{kind.__name__}", lr=…, or '
+            f'optimizer={{"type": "{kind.__name__}", "params": {{…}}}}',
+        )
+    config: Any = {"type": optimizer} if isinstance(optimizer, str) else optimizer
+    name = None if config is None else config.get("type")
+    if isinstance(name, str) and name != AUTO:
+        parse_optimizer_name(name)
+    if lr is None:
+        return config
+    if config is None or "lr" in config.get("params", {}):
+        raise InvalidValueError(
+            "there is no optimizer" if config is None else "the optimizer's params have one too",
+            key="lr",
+            value=lr,
+            fix='write optimizer="AdamW" beside it' if config is None else "write it once",
+        )
+    return {**config, "params": {**config.get("params", {}), "lr": lr}}
 
 
 def read_launch(raw: Mapping[str, Any], log: Log) -> LaunchSection:

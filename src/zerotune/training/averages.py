@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from zerotune.ema import BackgroundEMA, EMAShadow, EMAShadows
 from zerotune.errors import InvalidValueError
@@ -14,6 +14,28 @@ if TYPE_CHECKING:
 
 EMA: TypeAlias = "EMAShadow | EMAShadows | BackgroundEMA"
 _EMA_NAME = "ema"
+
+
+def as_ema(ema: Any) -> EMA | None:
+    """What follows the weights; a number is the decay of an ``EMAShadow``."""
+    if ema is None or isinstance(ema, EMAShadow | EMAShadows | BackgroundEMA):
+        return ema
+    if isinstance(ema, int | float) and not isinstance(ema, bool):
+        return EMAShadow(decay=float(ema))
+    decay = getattr(ema, "decay", None)
+    decay = decay if isinstance(decay, float) else 0.9999
+    if isinstance(ema, bool):
+        why = "says no decay"
+    else:
+        why = "is no EMAShadow, EMAShadows or BackgroundEMA, which alone follow sharded weights"
+    raise InvalidValueError(
+        why,
+        key="ema",
+        value=ema if isinstance(ema, bool | str) else getattr(ema, "__name__", type(ema).__name__),
+        fix="leave it out"
+        if ema is False
+        else f"write ema={decay:g}, or ema=EMAShadow(decay={decay:g})",
+    )
 
 
 class Averages:
@@ -49,25 +71,29 @@ class Averages:
         if self._ema is not None:
             self._ema.expect_step()
 
-    def named(self, name: str | bool) -> EMAShadow | None:
+    def named(self, name: str | bool | EMAShadow) -> EMAShadow | None:
         """The shadow of a name; ``True`` is the first there is, ``False`` none."""
         if name is False:
             return None
         if name is True:
             return next(iter(self.shadows.values()), None)
-        if name not in self.shadows:
+        if isinstance(name, EMAShadow) and name in self.shadows.values():
+            return name
+        if not isinstance(name, str) or name not in self.shadows:
             raise InvalidValueError(
                 "there are no such weights",
                 key="weights",
-                value=name,
+                value=name if isinstance(name, str) else type(name).__name__,
                 fix=f"one of {', '.join(('trained', *self.shadows))}"
                 + ("" if self.shadows else ", or Trainer(ema=EMAShadow(...))"),
             )
         return self.shadows[name]
 
-    def chosen(self, weights: str | None) -> EMAShadow | None:
+    def chosen(self, weights: Any) -> EMAShadow | None:
         """Whose weights to export: ``"trained"`` is nobody's, ``None`` the first there is."""
-        return self.named({None: True, "trained": False}.get(weights, weights or True))
+        if weights is None or weights == "trained":
+            return self.named(weights is None)
+        return self.named(weights if isinstance(weights, str | EMAShadow) else repr(weights))
 
     def swapped_in(self, name: str | bool) -> AbstractContextManager[None]:
         """Run the model on averaged weights inside the block. Collective."""

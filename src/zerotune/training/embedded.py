@@ -64,7 +64,7 @@ class EmbeddedPlan(Closing):
         model: What is trained, in fp32; only its shapes and names are read.
         plan: What is wanted: a plan, a DeepSpeed configuration as a dict, or the path of one; a
             ``ResolvedPlan`` is taken as it is.
-        optimizer: Settles optimizer and schedule; ``OptimizerResolver()`` when not given.
+        resolver: Settles optimizer and schedule; ``OptimizerResolver()`` when not given.
         offload: Leases swap folders; ``OffloadManager()`` when not given.
         run: What the script knows and the plan may leave ``"auto"``.
         platform: The machine; detected when not given.
@@ -86,7 +86,7 @@ class EmbeddedPlan(Closing):
         *,
         model: torch.nn.Module,
         plan: DeepSpeedPlan | ResolvedPlan | Mapping[str, Any] | str | os.PathLike[str],
-        optimizer: OptimizerResolver | None = None,
+        resolver: OptimizerResolver | None = None,
         offload: OffloadManager | None = None,
         run: RunFacts | None = None,
         platform: Platform | None = None,
@@ -99,7 +99,7 @@ class EmbeddedPlan(Closing):
         self._shadows: dict[str, EMAShadow] = {}
         with self._starting():
             plan = as_plan(plan)
-            resolved = settled(plan, model=model, optimizer=optimizer, run=run, platform=platform)
+            resolved = settled(plan, model=model, resolver=resolver, run=run, platform=platform)
             self._parameters = ModelFacts.from_module(model).parameters
             self._start(resolved, offload or OffloadManager())
         atexit.register(self._abandon)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final
@@ -92,6 +92,31 @@ class Callback:
 
 
 # -- Metrics on disk: one line of JSON per optimizer step.
+
+
+def as_callbacks(callbacks: Any) -> tuple[Callback, ...]:
+    """What is told of each step; one callback alone is taken as well.
+
+    Raises:
+        InvalidValueError: One has not every method of ``Callback``.
+    """
+    events = [name for name in vars(Callback) if name.startswith("on_")]
+    several = isinstance(callbacks, Iterable) and not isinstance(callbacks, Callback)
+    given = tuple(callbacks) if several else (callbacks,)
+    for each in given:
+        lacking = [name for name in events if not hasattr(each, name)]
+        if not lacking and not isinstance(each, type):
+            continue
+        name = getattr(each, "__name__", type(each).__name__)
+        raise InvalidValueError(
+            f"has no {lacking[0]}" if lacking else "is a class",
+            key="callbacks",
+            value=name,
+            fix="give objects of classes that inherit from zerotune.training.Callback"
+            if lacking
+            else f"make one of it: {name}(…)",
+        )
+    return given
 
 
 class MetricsFile(Callback):

@@ -22,35 +22,42 @@ from zerotune.diffusion.data import (
     BucketedDataset,
     BucketStream,
     DataStream,
+    ImageSource,
     ImageTensors,
     RepeatedBatches,
 )
 from zerotune.diffusion.models.family import Unconditional
+from zerotune.diffusion.pretrained import Pretrained
 from zerotune.errors import DataError, InvalidValueError
 from zerotune.offload import OffloadManager
 from zerotune.optim import OptimizerResolver
 from zerotune.plan.advise import Advice
-from zerotune.plan.model import DeepSpeedPlan, ModelFacts, ResolvedPlan
-from zerotune.platform import detect_platform
+from zerotune.plan.model import DeepSpeedPlan, ModelFacts, ResolvedPlan, RunFacts
+from zerotune.platform import Platform, detect_platform
 from zerotune.training.memory import Situation, advising
 
 if TYPE_CHECKING:
     from zerotune.backend.engine import Engine
-    from zerotune.plan.model import RunFacts
-    from zerotune.platform import Platform
 
 
 def prepare(
     *,
-    model: torch.nn.Module,
-    plan: DeepSpeedPlan | ResolvedPlan | Advice | Mapping[str, Any] | str | os.PathLike[str],
-    optimizer: OptimizerResolver | None = None,
+    model: torch.nn.Module | Pretrained,
+    plan: DeepSpeedPlan
+    | ResolvedPlan
+    | Advice
+    | Mapping[str, Any]
+    | str
+    | os.PathLike[str]
+    | None = None,
+    resolver: OptimizerResolver | None = None,
     offload: OffloadManager | None = None,
     run: RunFacts | None = None,
     platform: Platform | None = None,
     deepspeed: bool = True,
     compile: bool | Mapping[str, Any] | Compilation = False,  # noqa: A002
     timeout_s: float = 600.0,
+    **unknown: Any,
 ) -> Engine:
     """Resolve a plan for this machine and start the engine it asks for.
 
@@ -66,10 +73,10 @@ def prepare(
     a bare ``python`` needs no environment.
 
     Args:
-        model: The model, in fp32.
+        model: The model, in fp32, or what ``load_pretrained`` gave.
         plan: What is wanted: a plan, a DeepSpeed configuration as a dict, or the path of one; a
-            ``ResolvedPlan`` is taken as it is.
-        optimizer: Settles optimizer and schedule; ``OptimizerResolver()`` when not given. Not
+            ``ResolvedPlan`` is taken as it is. That of ``load_pretrained`` when not given.
+        resolver: Settles optimizer and schedule; ``OptimizerResolver()`` when not given. Not
             asked when a resolved plan has them settled.
         offload: Leases swap folders; ``OffloadManager()`` when not given.
         run: What the script knows and the plan may leave ``"auto"``.
@@ -77,6 +84,7 @@ def prepare(
         deepspeed: ``False`` asks for the plain engine.
         compile: ``True``, or options of ``Compilation``, compiles the forward pass.
         timeout_s: Seconds after which a collective gives up.
+        **unknown: Refused; an optimizer is named in the plan.
 
     Returns:
         The engine, verified against the plan, which it holds as ``engine.plan``.
@@ -89,12 +97,25 @@ def prepare(
         EngineError: The engine could not be started, or is not what the plan says.
         OutOfMemoryError: Memory ran out; the message names the plan that fits.
     """
+    refuse_unknown(unknown, "prepare")
     wanted = Compilation.of(compile)
+    if isinstance(model, Pretrained):
+        plan = model.plan if plan is None else plan
+        model = model.model
     check_model(model)
-    check_resolver(optimizer)
+    check_resolver(resolver)
+    check_kind(
+        offload,
+        OffloadManager,
+        key="offload",
+        write="OffloadManager(); what is offloaded stands in the plan: "
+        'DeepSpeedPlan.build(offload="cpu")',
+    )
+    check_kind(run, RunFacts, key="run", write="RunFacts(…), or leave it out")
+    check_kind(platform, Platform, key="platform", write="zerotune.detect_platform()")
     plan = as_plan(plan)
     plan = settled(
-        plan, model=model, optimizer=optimizer, run=run, platform=platform, deepspeed=deepspeed
+        plan, model=model, resolver=resolver, run=run, platform=platform, deepspeed=deepspeed
     )
     with ExitStack() as resources:
         compiled = None if wanted is None else Compiled(wanted, model=model, plan=plan)
@@ -114,7 +135,7 @@ def settled(
     plan: DeepSpeedPlan | ResolvedPlan,
     *,
     model: torch.nn.Module,
-    optimizer: OptimizerResolver | None = None,
+    resolver: OptimizerResolver | None = None,
     run: RunFacts | None = None,
     platform: Platform | None = None,
     deepspeed: bool = True,
@@ -128,7 +149,7 @@ def settled(
             run=run,
             deepspeed=deepspeed,
         )
-    return plan if plan.optimizer else (optimizer or OptimizerResolver()).apply(plan)
+    return plan if plan.optimizer else (resolver or OptimizerResolver()).apply(plan)
 
 
 def _processes() -> tuple[int, int]:
@@ -211,6 +232,8 @@ def check_objective(objective: Any, model: torch.nn.Module) -> None:
         objective: ``None`` is the default, which has none.
         model: What it will call.
     """
+    if objective is not None:
+        _check_callable(objective)
     if objective is not None and not isinstance(getattr(objective, "family", None), Unconditional):
         return
     called = model.primary if isinstance(model, TrainedParts) else model
@@ -227,6 +250,43 @@ def check_objective(objective: Any, model: torch.nn.Module) -> None:
         fix="FlowMatchingObjective(family=ClassConditional())"
         if labels
         else "loaded = zerotune.load_pretrained(FOLDER), then objective=loaded.objective()",
+    )
+
+
+def _check_callable(objective: Any) -> None:
+    if callable(objective) and not isinstance(objective, type):
+        try:
+            inspect.signature(objective).bind("model", "batch", "generator")
+        except TypeError as error:
+            raise InvalidValueError(
+                f"is called with model, batch and generator, and does not take them ({error})",
+                key="objective",
+                value=getattr(objective, "__name__", type(objective).__name__),
+                fix="write def objective(model, batch, generator): … return loss",
+            ) from error
+        except ValueError:  # Some callables of C tell no signature.
+            pass
+        return
+    raise _no_objective(objective)
+
+
+def _no_objective(objective: Any) -> InvalidValueError:
+    name = objective.__name__ if isinstance(objective, type) else type(objective).__name__
+    if isinstance(objective, type):
+        why, fix = "is a class", f"make one of it: objective={name}(…)"
+    elif hasattr(objective, "config") and hasattr(objective, "step"):
+        why = "is a scheduler; an objective gives the loss"
+        flow = "Flow" in name
+        kind = "FlowMatchingObjective" if flow else "DenoisingObjective"
+        fix = f"write objective={kind}(scheduler=…, family=…), or loaded.objective() of "
+        fix += "zerotune.load_pretrained(FOLDER), which takes the folder's own scheduler"
+    else:
+        why = "cannot be called; an objective gives the loss"
+        fix = "write FlowMatchingObjective(family=…), DenoisingObjective(family=…), "
+        fix += "loaded.objective() of zerotune.load_pretrained(FOLDER), or a function of model, "
+        fix += "batch and generator"
+    return InvalidValueError(
+        why, key="objective", value=objective if isinstance(objective, str) else name, fix=fix
     )
 
 
@@ -247,23 +307,58 @@ def _conditioning_of(model: torch.nn.Module) -> str | None:
     return ", ".join(required) or None
 
 
-def check_resolver(optimizer: Any) -> None:
+def check_resolver(resolver: Any, *, key: str = "resolver") -> None:
     """Whether this settles optimizers, rather than being one."""
-    if optimizer is None or isinstance(optimizer, OptimizerResolver):
+    if resolver is None or isinstance(resolver, OptimizerResolver):
         return
-    kind = optimizer if isinstance(optimizer, type) else type(optimizer)
+    kind = resolver if isinstance(resolver, type) else type(resolver)
     if issubclass(kind, torch.optim.Optimizer):
         name = kind.__name__
         why = "the engine builds the optimizer itself, over the weights that ZeRO has partitioned"
     else:
-        name = optimizer if isinstance(optimizer, str) else "AdamW"
+        name = resolver if isinstance(resolver, str) else "AdamW"
         why = "is no OptimizerResolver"
     raise InvalidValueError(
         why,
-        key="optimizer",
-        value=optimizer if isinstance(optimizer, str) else kind.__name__,
-        fix=f'name it in the plan, optimizer={{"type": "{name}", "params": {{"lr": …}}}}, or here: '
-        f'OptimizerResolver(overrides={{"optimizer.type": "{name}", "lr": …}})',
+        key=key,
+        value=resolver if isinstance(resolver, str) else kind.__name__,
+        fix=f'name it in the plan, DeepSpeedPlan.build(optimizer="{name}", lr=…), or '
+        f'resolver=OptimizerResolver(overrides={{"optimizer.type": "{name}", "lr": …}})',
+    )
+
+
+def refuse_unknown(arguments: Mapping[str, Any], call: str) -> None:
+    """Refuse arguments that a call does not have.
+
+    Raises:
+        InvalidValueError: An optimizer, which is named in the plan.
+        TypeError: Any other, as Python says it.
+    """
+    if isinstance(arguments.get("optimizer"), OptimizerResolver):
+        raise InvalidValueError(
+            "is a resolver", key="optimizer", value="OptimizerResolver", fix="write resolver=…"
+        )
+    check_resolver(arguments.get("optimizer"), key="optimizer")
+    if arguments:
+        raise TypeError(f"{call}() got an unexpected keyword argument {min(arguments)!r}")
+
+
+def check_kind(value: Any, kind: type, *, key: str, write: str) -> None:
+    """Whether an argument that may be left out is an object of the class it is asked for.
+
+    Args:
+        value: What was given; ``None``: nothing.
+        kind: The class, or a protocol that is checked at run time.
+        key: The argument.
+        write: What to write in its place.
+    """
+    if value is None or (isinstance(value, kind) and not isinstance(value, type)):
+        return
+    raise InvalidValueError(
+        "is a class" if isinstance(value, type) else f"is no {kind.__name__}",
+        key=key,
+        value=value.__name__ if isinstance(value, type) else value,
+        fix=f"write {key}={write}",
     )
 
 
@@ -274,7 +369,7 @@ _IMAGES_AND_LABELS: Final = 2
 _IMAGE_BATCH_DIMS: Final = 4
 
 
-def as_stream(data: Any, *, engine: Engine, seed: int) -> BatchStream | None:
+def as_stream(data: Any, *, engine: Engine, seed: int, **loading: Any) -> BatchStream | None:
     """A stream of this rank's micro batches.
 
     Args:
@@ -284,9 +379,12 @@ def as_stream(data: Any, *, engine: Engine, seed: int) -> BatchStream | None:
             Any other iterable gives this rank's own batches. ``None`` is no data.
         engine: Tells rank, world size and micro batch size.
         seed: Fixes the order.
+        loading: ``num_workers`` and ``pin_memory`` of the stream over a dataset.
     """
     if data is None or isinstance(data, BatchStream):
         return data
+    if isinstance(data, str | os.PathLike | ImageSource):
+        raise _only_photos(data)
     is_dataset = hasattr(data, "__getitem__") and hasattr(data, "__len__")
     if is_dataset and not isinstance(data, list | tuple):
         if not isinstance(data, BucketedDataset):
@@ -298,6 +396,7 @@ def as_stream(data: Any, *, engine: Engine, seed: int) -> BatchStream | None:
             seed=seed,
             rank=engine.group.rank,
             world_size=engine.group.world_size,
+            **loading,
         )
     if isinstance(data, Iterable):
         return RepeatedBatches(data)
@@ -306,6 +405,21 @@ def as_stream(data: Any, *, engine: Engine, seed: int) -> BatchStream | None:
         key="data",
         value=type(data).__name__,
         fix="give something with __len__ and __getitem__, or a DataLoader",
+    )
+
+
+def _only_photos(data: Any) -> DataError:
+    """The error for images that nothing has brought to a size yet."""
+    path = isinstance(data, str | os.PathLike)
+    source = f"ImageFolder({os.fspath(data)!r})" if path else type(data).__name__ + "(…)"
+    return DataError(
+        "is where images lie, not a dataset"
+        if path
+        else "are images of any size, which no batch can be made of",
+        key="data",
+        value=data if path else type(data).__name__,
+        fix=f"data=PreparedImages({source}, buckets=AspectBuckets(area=1024 * 1024)), or "
+        "encode_dataset of that, which computes latents and text embeddings once",
     )
 
 

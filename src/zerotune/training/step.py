@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import attrs
 import torch
@@ -169,6 +169,7 @@ class TrainStep:
                 batch = self._next_batch()
             with clock.phase("forward"):
                 loss = self._objective(engine, batch, self._generator)
+                check_loss(loss)
             total += loss.detach().float()
             is_last = index == count - 1
             # Before the weights change: a step on a bad loss could not be taken back.
@@ -257,6 +258,29 @@ class TrainStep:
                 weights_changed=weights_changed,
             )
         )
+
+
+def check_loss(loss: Any) -> None:
+    """Whether an objective returned what can be back-propagated: one number with a graph.
+
+    Raises:
+        TrainingError: It returned something else.
+    """
+    if not isinstance(loss, torch.Tensor):
+        why, fix = "gives no tensor", "return the loss as a tensor of one number"
+        value: Any = type(loss).__name__
+        if isinstance(loss, float | int):
+            fix += ", not loss.item() or float(loss)"
+    elif loss.numel() != 1:
+        why, fix = "gives more than one number", "return loss.mean()"
+        value = f"a tensor of shape {tuple(loss.shape)}"
+    elif not loss.requires_grad:
+        why, value = "gives a loss that no weight had a part in", "a tensor without gradient"
+        fix = "compute it from the output of model(...), without torch.no_grad() or detach(), "
+        fix += "and train at least one weight"
+    else:
+        return
+    raise TrainingError(why, key="objective", value=value, fix=fix)
 
 
 # -- What happens when a loss or a gradient is NaN or infinite: raise, skip, or roll back.

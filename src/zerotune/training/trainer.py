@@ -16,9 +16,18 @@ from zerotune._util.closing import Closing
 from zerotune._util.table import Page, Readable
 from zerotune.backend.compilation import Compilation, compiled_for
 from zerotune.backend.cpu_threads import cpu_threads
-from zerotune.checkpoint import export_model, load_checkpoint, save_checkpoint
+from zerotune.checkpoint import (
+    export_adapters,
+    export_model,
+    export_pipeline,
+    load_checkpoint,
+    save_checkpoint,
+)
+from zerotune.checkpoint.export.model import trains_adapters
 from zerotune.decisions import Decision, announce, render_decisions
+from zerotune.diffusion.activations import ActivationOffload
 from zerotune.diffusion.objective import FlowMatchingObjective
+from zerotune.diffusion.pretrained import Pretrained
 from zerotune.errors import CheckpointNotFiniteError, DataError, TrainingError
 from zerotune.plan.advise import Advice
 from zerotune.plan.text import describe, running_page
@@ -29,8 +38,8 @@ from zerotune.training.activations import (
     recomputes,
     set_recomputing,
 )
-from zerotune.training.averages import EMA, Averages
-from zerotune.training.events import Callback
+from zerotune.training.averages import EMA, Averages, as_ema
+from zerotune.training.events import Callback, as_callbacks
 from zerotune.training.memory import (
     Situation,
     advising,
@@ -43,7 +52,7 @@ from zerotune.training.profile import Operator, Profile, Profiler
 from zerotune.training.progress import ProgressBar
 from zerotune.training.report import Record, Report, copy_rate
 from zerotune.training.save import resumed, rolled_back, seed_everything, trainer_state
-from zerotune.training.setup import as_stream, check_objective, prepare
+from zerotune.training.setup import as_stream, check_kind, check_objective, prepare, refuse_unknown
 from zerotune.training.step import NonFinite, NonFinitePolicy, RaiseNonFinite, StepClock, TrainStep
 from zerotune.training.stop import Goal, StopBeforeDiskFills, Stopping, with_signals
 from zerotune.training.validate import SampleOptions, draw
@@ -53,7 +62,6 @@ if TYPE_CHECKING:
     from datetime import timedelta
 
     from zerotune.backend.engine import Engine
-    from zerotune.diffusion.activations import ActivationOffload
     from zerotune.diffusion.objective import Objective
     from zerotune.ema import EMAShadow
     from zerotune.offload import OffloadManager
@@ -77,14 +85,15 @@ class Trainer(Closing, Readable):
     Under a launcher every process makes a trainer and calls the same methods.
 
     Args:
-        model: The model, in fp32.
+        model: The model, in fp32; or what ``load_pretrained`` gave, which knows plan, objective
+            and pipeline too.
         plan: What is wanted of ZeRO, offload, precision, batch and optimizer, also as a dict or
             the path of a file; or the ``Advice`` it comes from, which is then followed for the
             activations as well.
-        optimizer: Settles optimizer and schedule.
+        resolver: Settles optimizer and schedule.
         offload: Leases swap folders.
-        ema: Follows the weights: an ``EMAShadow``, several as ``EMAShadows``, or either in a
-            ``BackgroundEMA``; attached here, saved and resumed under their names.
+        ema: Follows the weights: a decay, an ``EMAShadow``, several as ``EMAShadows``, or either
+            in a ``BackgroundEMA``; attached here, saved and resumed under their names.
         data: A dataset with ``__len__`` and ``__getitem__``, an iterable of micro batches (a
             ``DataLoader``, a list), or a ``BatchStream``. Batches are dicts of tensors.
         objective: Gives the loss; flow matching of images without conditioning by default.
@@ -98,8 +107,8 @@ class Trainer(Closing, Readable):
         deepspeed: ``False`` asks for the plain engine.
         seed: Fixes data order, noise, time steps and the global generators.
         timeout_s: Seconds after which a collective gives up.
-        options: ``compile``, ``gradient_checkpointing``, ``threads``, ``profile``, ``watchdog``;
-            see ``RunOptions``.
+        options: ``compile``, ``gradient_checkpointing``, ``threads``, ``workers``, ``pin``,
+            ``profile``, ``watchdog``; see ``RunOptions``.
 
     Raises:
         ZeroTuneError: As ``zerotune.prepare``.
@@ -108,15 +117,21 @@ class Trainer(Closing, Readable):
     def __init__(
         self,
         *,
-        model: torch.nn.Module,
-        plan: DeepSpeedPlan | ResolvedPlan | Advice | Mapping[str, Any] | str | os.PathLike[str],
-        optimizer: OptimizerResolver | None = None,
+        model: torch.nn.Module | Pretrained,
+        plan: DeepSpeedPlan
+        | ResolvedPlan
+        | Advice
+        | Mapping[str, Any]
+        | str
+        | os.PathLike[str]
+        | None = None,
+        resolver: OptimizerResolver | None = None,
         offload: OffloadManager | None = None,
-        ema: EMA | None = None,
+        ema: EMA | float | None = None,
         data: Any = None,
         objective: Objective | None = None,
         activations: ActivationOffload | None = None,
-        callbacks: Sequence[Callback] | None = None,
+        callbacks: Sequence[Callback] | Callback | None = None,
         non_finite: NonFinitePolicy | None = None,
         run: RunFacts | None = None,
         platform: Platform | None = None,
@@ -127,13 +142,25 @@ class Trainer(Closing, Readable):
     ) -> None:
         super().__init__()
         self._host_before = host_now()
+        known = RunOptions.__annotations__
+        refuse_unknown({k: v for k, v in options.items() if k not in known}, "Trainer")
+        ema = as_ema(ema)
+        callbacks = (ProgressBar(),) if callbacks is None else as_callbacks(callbacks)
+        check_kind(non_finite, NonFinitePolicy, key="non_finite", write="SkipNonFinite()")
+        check_kind(activations, ActivationOffload, key="activations", write="ActivationOffload()")
+        self._loaded = model if isinstance(model, Pretrained) else None
+        """What ``load_pretrained`` gave, where that is what is trained."""
+        if self._loaded is not None:
+            plan = self._loaded.plan if plan is None else plan
+            model = self._loaded.model
+            objective = objective or self._loaded.objective()
         if data is not None and isinstance(model, torch.nn.Module):
             check_objective(objective, model)
         advice = plan if isinstance(plan, Advice) else None
         self.engine: Engine = prepare(
             model=model,
             plan=plan,
-            optimizer=optimizer,
+            resolver=resolver,
             offload=offload,
             run=run,
             platform=platform,
@@ -144,7 +171,7 @@ class Trainer(Closing, Readable):
         """What trains."""
         self.resources.push(self.engine)
         with self._starting():
-            self.stream = as_stream(data, engine=self.engine, seed=seed)
+            self.stream = as_stream(data, engine=self.engine, seed=seed, **_loading(options))
             self.averages = Averages(ema, engine=self.engine)
             """The shadows by name, whatever kind of EMA was given."""
             self.running = Running(
@@ -163,9 +190,8 @@ class Trainer(Closing, Readable):
         self._generator = seed_everything(seed, rank=self.engine.group.rank)
         self._record = Record()
         self._stopping = Stopping(self.engine.group)
-        chosen = (ProgressBar(),) if callbacks is None else tuple(callbacks)
         around = (*self.running.callbacks, self._record)
-        self.callbacks: tuple[Callback, ...] = with_signals((*around, *chosen))
+        self.callbacks: tuple[Callback, ...] = with_signals((*around, *callbacks))
         for callback in self.callbacks:
             self.engine.resources.callback(callback.on_close, self)
         self.last_saved: tuple[int, Path] | None = None
@@ -223,6 +249,7 @@ class Trainer(Closing, Readable):
             OutOfMemoryError: Memory ran out; the message names the plan that fits.
             CollectiveError: The ranks' data differ, or a rank was lost; the message names it.
         """
+        self._check_open("train")
         train_step = self._train_step()
         if self.stream is not None:
             fix = "give every rank the same data and seed; each takes its own share of them"
@@ -260,6 +287,7 @@ class Trainer(Closing, Readable):
             CheckpointNotFiniteError: It would hold NaN or infinities.
             CollectiveError: A rank did not come, as in ``if trainer.is_main: trainer.save(...)``.
         """
+        self._check_open("save")
         # Before the first exchange, so that a rank that does not come is told with the folder.
         self.engine.group.barrier(f"saving checkpoint {os.fspath(path)}")
         written = save_checkpoint(
@@ -301,6 +329,7 @@ class Trainer(Closing, Readable):
             CheckpointError: There is none, or it belongs to another model.
             DataError: The data are not those of the checkpoint.
         """
+        self._check_open("resume")
         self.decisions += resumed(
             path,
             engine=self.engine,
@@ -346,15 +375,20 @@ class Trainer(Closing, Readable):
         self,
         path: str | os.PathLike[str],
         *,
-        weights: str | None = None,
+        weights: str | EMAShadow | None = None,
         dtype: str | torch.dtype = "fp32",
     ) -> Path:
-        """Write the model as a diffusers model folder, one parameter at a time. Collective.
+        """Write what was trained, as what was loaded. Collective.
+
+        Adapters where the model trains some (``export_adapters``); the whole pipeline where
+        ``model=`` was what ``load_pretrained`` gave (``export_pipeline``); else the model
+        (``export_model``).
 
         Args:
-            path: The folder; a name that ends with ``.safetensors`` becomes a single file.
-            weights: ``"trained"``, ``"ema"``, or the name of one of several EMAs; the first EMA
-                where there is one when not given.
+            path: The folder; for a model or adapters a name that ends with ``.safetensors`` is a
+                single file.
+            weights: ``"trained"``, ``"ema"``, the name of one of several EMAs, or the EMA itself;
+                the first EMA where there is one when not given.
             dtype: ``"fp32"``, ``"bf16"``, ``"fp16"`` or a torch dtype.
 
         Returns:
@@ -364,8 +398,14 @@ class Trainer(Closing, Readable):
             InvalidValueError: There is no EMA, or it is none of these.
             CheckpointError: It cannot be written.
         """
-        shadow = self.averages.chosen(weights)
-        return export_model(path, engine=self.engine, weights=shadow, dtype=dtype)
+        self._check_open("export")
+        what: dict[str, Any] = {"weights": self.averages.chosen(weights), "dtype": dtype}
+        if trains_adapters(self.engine):
+            return Path(export_adapters(path, engine=self.engine, **what))
+        if self._loaded is not None and self._loaded.component is not None:
+            base = self._loaded.folder
+            return export_pipeline(path, engine=self.engine, base=base, **what)
+        return export_model(path, engine=self.engine, **what)
 
     def sample(self, **wanted: Unpack[SampleOptions]) -> torch.Tensor:
         """Draw images, with the EMA weights where there are any. Collective.
@@ -379,6 +419,7 @@ class Trainer(Closing, Readable):
         Raises:
             InvalidValueError: An argument is missing or does not fit.
         """
+        self._check_open("sample")
         self.engine.group.barrier("drawing images")
         return draw(self.engine, objective=self.objective, averages=self.averages, wanted=wanted)
 
@@ -421,6 +462,16 @@ class Trainer(Closing, Readable):
     @override
     def _release(self) -> None:
         self.averages.close()
+
+    def _check_open(self, what: str) -> None:
+        if self._closed:
+            raise TrainingError(
+                f"this trainer is closed, and its engine with it: it cannot {what} any more",
+                key="trainer",
+                value=f"closed after step {self.step}",
+                fix="do it inside the with block, before close(); a new Trainer goes on with "
+                "trainer.resume(CHECKPOINT)",
+            )
 
     def _train_step(self) -> TrainStep:
         if self.stream is None:
@@ -493,8 +544,18 @@ class RunOptions(TypedDict, total=False):
     the CPU computes and the user has not chosen."""
     profile: Profile | None
     """A torch profiler trace of a few steps; none by default."""
+    workers: int
+    """Processes that read a dataset ahead; 0, the default, reads in this one."""
+    pin: bool
+    """Put the batches of a dataset in page-locked memory, for faster copies to a GPU."""
     watchdog: Watchdog | bool
     """Ends a run whose ranks wait for each other for ever; on by default with several ranks."""
+
+
+def _loading(options: RunOptions) -> dict[str, Any]:
+    """How a stream over a dataset reads, where that was said."""
+    asked = {"num_workers": options.get("workers"), "pin_memory": options.get("pin")}
+    return {name: value for name, value in asked.items() if value is not None}
 
 
 class Running:
@@ -510,15 +571,12 @@ class Running:
         activations: ActivationOffload | None = None,
         options: RunOptions,
     ) -> None:
-        unknown = options.keys() - RunOptions.__annotations__.keys()
-        if unknown:
-            raise TypeError(f"Trainer() got an unexpected keyword argument {min(unknown)!r}")
         self._engine, self._data = engine, data
         self.timeout_s = timeout_s
         self.clock = StepClock(engine.device)
         """Knows the phase under way."""
         self._activations: Activations | None = None
-        workers = int(getattr(data, "num_workers", 0) or 0)
+        workers = int(options.get("workers") or getattr(data, "num_workers", 0) or 0)
         wanted = options.get("threads")
         threads = cpu_threads(engine.plan, engine.group, wanted=wanted, workers=workers)
         decisions = engine.resources.enter_context(threads)

@@ -195,6 +195,7 @@ class ZeROEngine(Engine):
     @override
     @naming_the_lost
     def step(self) -> StepOutcome:
+        self._check_backward()
         boundary = bool(self._engine.is_gradient_accumulation_boundary())
         if boundary:
             self._check_before_step(self._engine.global_steps)

@@ -229,6 +229,7 @@ class StreamEngine(CountingEngine):
             self._check_before_step(self._global_step)
             for hook in list(self._adam._optimizer_step_pre_hooks.values()):
                 hook(self._adam, (), {})
+        self._unfinished = True
         self._steps.begin_backward(is_last=self._at_boundary)
         scaled: Any = loss / self._plan.gradient_accumulation_steps
         scaled.backward()
@@ -243,7 +244,9 @@ class StreamEngine(CountingEngine):
         A gradient that is not finite is not applied. Where some units have been stepped by then,
         the outcome is applied, its norm infinite, and nothing goes on before a ``load_state``.
         """
+        self._check_backward()
         boundary = self._at_boundary
+        self._unfinished = False
         self._micro_step += 1
         if not boundary:
             return StepOutcome(applied=False, boundary=False)
@@ -281,6 +284,7 @@ class StreamEngine(CountingEngine):
             EngineError: Units have been stepped in its backward pass.
         """
         self._steps.forget()
+        self._unfinished = False
         self._count_discarded()
 
     @override

@@ -86,6 +86,13 @@ def meet(
         timeout_s: Seconds to wait; the group's timeout when not given.
         purpose: What is begun, for messages.
     """
+    if not hasattr(engine, "master_weights"):
+        raise InvalidValueError(
+            "is no engine: weights that ZeRO partitions are whole nowhere else",
+            key="engine",
+            value=type(engine).__name__,
+            fix="write trainer.export(PATH), or engine=trainer.engine (what zerotune.prepare gave)",
+        )
     label = weights if isinstance(weights, str) or weights is None else type(weights).__name__
     engine.group.barrier(f"{purpose} {os.fspath(path)}", timeout_s=timeout_s)
     engine.group.agree((os.fspath(path), label, *map(str, arguments)), call)

@@ -144,10 +144,10 @@ def export_model(
         CollectiveError: A rank did not come, or the arguments differ.
     """
     chosen = checked_dtype(dtype)
-    refuse_adapters(engine)
     exported = meet(
         engine, path, "export_model", chosen, shard_size, weights=weights, timeout_s=timeout_s
     )
+    refuse_adapters(engine)
     return export_together(
         engine,
         "the export",
@@ -155,6 +155,11 @@ def export_model(
         weights=exported,
         others=untrained(engine),
     )
+
+
+def trains_adapters(engine: Engine) -> bool:
+    """Whether any of the trained parameters belongs to an adapter."""
+    return any(AdapterParameter.parse(name) for name in engine.master_weights.parameters)
 
 
 def refuse_adapters(engine: Engine) -> None:

@@ -70,7 +70,6 @@ def export_pipeline(
         CollectiveError: A rank did not come, or the arguments differ.
     """
     target, origin, chosen = Path(path).absolute(), Path(base), checked_dtype(dtype)
-    refuse_adapters(engine)
     exported = meet(
         engine,
         target,
@@ -82,6 +81,7 @@ def export_pipeline(
         weights=weights,
         timeout_s=timeout_s,
     )
+    refuse_adapters(engine)
     return export_together(
         engine,
         "the pipeline",

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar, runtime_checkable
 
 import attrs
 
@@ -281,6 +281,7 @@ REFERENCE: Final = "reference"
 """What lies beside an image and is edited to become it."""
 
 
+@runtime_checkable
 class ImageSource(Protocol):
     """Images with captions, in a fixed order that is the same on all ranks."""
 

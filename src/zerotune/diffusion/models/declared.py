@@ -757,6 +757,28 @@ DECLARED = (
 )
 """All of them that a pipeline's class decides."""
 
+FAMILY_NAMES: Mapping[str, type[PipelineFamily]] = {
+    "chroma": Chroma,
+    "flux": Flux,
+    "flux2": Flux2,
+    "flux2-klein-4b": Flux2Klein,
+    "flux2-klein-9b": Flux2Klein,
+    "hunyuan-video": HunyuanVideo,
+    "krea2": Krea2,
+    "ltx-video": LTXVideo,
+    "qwen-image": QwenImage,
+    "sd15": StableDiffusion,
+    "sd21": StableDiffusion,
+    "sd3-medium": StableDiffusion3,
+    "sd35-large": StableDiffusion3,
+    "sd35-medium": StableDiffusion3,
+    "sdxl": StableDiffusionXL,
+    "wan-1.3b": Wan,
+    "wan-14b": Wan,
+    "z-image": ZImage,
+}
+"""Families by the names that plans are priced for."""
+
 BY_MODEL: Mapping[str, type[PipelineFamily]] = {
     family.model: family for family in DECLARED if "model" in vars(family)
 }
