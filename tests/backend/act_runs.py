@@ -49,6 +49,8 @@ EVERY = {**ACTS, **LONG_ACTS}
 AFTER = 20
 """Steps after the last time something is done."""
 TIMEOUT_S = 120.0
+UNITS = ("conv", "mix", "twin", "later", "out")
+"""What is streamed."""
 NAP_S = 1.5e-3
 """What each part of a step waits for in the thread, around the steps at which something is done."""
 
@@ -77,7 +79,8 @@ MODES = {
 
 def modes_of(kind: Kind, act: Act) -> tuple[str, ...]:
     """The modes that differ where a plan is of that kind, and in which there is something to do."""
-    names = tuple(MODES) if kind.offload == "cpu" else ("default", "average")
+    waits = kind.offload == "cpu" and not kind.streamed
+    names = tuple(MODES) if waits else ("default", "average")
     return tuple(name for name in names if MODES[name].ema or not act.needs_ema)
 
 
@@ -153,7 +156,7 @@ class Context:
 def begin(kind: Kind, mode: Mode, model: torch.nn.Module) -> Any:
     """The engine of a kind."""
     from zerotune.backend import plain
-    from zerotune.plan.model import DeepSpeedPlan
+    from zerotune.plan.model import DeepSpeedPlan, Streaming
 
     plan = DeepSpeedPlan.build(
         stage=kind.stage or 0, offload=kind.offload, micro_batch_size=2, gradient_clipping=0.5,
@@ -163,7 +166,9 @@ def begin(kind: Kind, mode: Mode, model: torch.nn.Module) -> Any:
             "warmup_min_lr": 1e-4, "warmup_max_lr": 4e-3, "warmup_num_steps": 9}},
         **({"stage3_param_persistence_threshold": 20} if kind.stage == 3 else {}),
     )  # fmt: skip
-    context = {"deepspeed": kind.stage is not None, "host_step": mode.host_step}
+    context: dict[str, Any] = {"deepspeed": kind.stage is not None, "host_step": mode.host_step}
+    if kind.streamed and mode.host_step:
+        context["streamed"] = Streaming(units=UNITS, window=2)
     with pytest.MonkeyPatch.context() as patch:
         if kind.apart:
             # The model as on a device: its weights lie elsewhere than those that are stepped.
@@ -183,7 +188,7 @@ def slowed(near: Callable[[], float]) -> Iterator[Counter[str]]:
     def slow(self: Any, *args: Any, **kwargs: Any) -> Any:
         name = threading.current_thread().name
         taken[name.split("_")[0]] += 1
-        if name.startswith("zerotune-step"):
+        if name.startswith(("zerotune-step", "zerotune-passes")):
             time.sleep(near())
         return run(self, *args, **kwargs)
 

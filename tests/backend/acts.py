@@ -36,6 +36,8 @@ class Kind:
     offload: str = "cpu"
     apart: bool = False
     """The plain engine's optimizer has its weights elsewhere than the model."""
+    streamed: bool = False
+    """Weights pass through a window; the optimizer's own step is that of the plan without it."""
     world_size: int = 1
 
 
@@ -50,6 +52,7 @@ KINDS: Final = {
     "z1 cpu": Kind(stage=1),
     "z2 cpu": Kind(stage=2),
     "z3 cpu": Kind(stage=3),
+    "streamed": Kind(stage=2, streamed=True),
 }
 ALL: Final = frozenset(KINDS)
 SHARDED: Final = frozenset({"z3", "z3 cpu"})
@@ -58,7 +61,8 @@ WHOLE: Final = ALL - SHARDED
 BUCKETED: Final = frozenset({"z1", "z1 cpu", "z2", "z2 cpu"})
 """Where nothing that was trained from the start having a gradient ends the backward pass."""
 PLAIN: Final = frozenset({"plain", "plain cpu", "plain apart"})
-DEEPSPEED: Final = ALL - PLAIN
+DEEPSPEED: Final = ALL - PLAIN - {"streamed"}
+"""Where DeepSpeed's engine trains."""
 
 
 class Oops(Exception):
@@ -792,6 +796,8 @@ def inner_of(engine: Any, context: Any) -> torch.optim.Optimizer:
     """The optimizer whose step it is."""
     if context.kind.stage is None:
         return engine._torch_optimizer
+    if hasattr(engine, "_adam"):
+        return engine._adam
     wrapper = engine.deepspeed_engine.optimizer
     return getattr(wrapper, "optimizer", wrapper)
 
@@ -829,6 +835,8 @@ def _(engine, model, context):
 def groups_of(engine: Any, context: Any) -> list[dict[str, Any]]:
     if context.kind.stage is None:
         return engine._torch_optimizer.param_groups
+    if hasattr(engine, "_adam"):
+        return engine._adam.param_groups
     return engine.deepspeed_engine.optimizer.param_groups
 
 

@@ -19,6 +19,7 @@ from tests.checkpoint.runs import fingerprint, shadow_of, swapped_groups
 from tests.support.models import HostileNet
 from tests.support.runs import PLAIN, Case, start
 from zerotune.backend.distributed import Launch
+from zerotune.plan.model import Streaming
 
 BEFORE, AFTER = 5, 20
 """Optimizer steps before the checkpoint and after it."""
@@ -33,6 +34,9 @@ PLANS = {
     "z1": Case(stage=1),
     "z2": Case(stage=2),
     "z2-cpu": Case(stage=2, offload="cpu"),
+    "streamed": Case(
+        stage=2, offload="cpu", streamed=Streaming(units=("entry", "wide", "exit"), window=2)
+    ),
     "z3": Case(stage=3, overrides=(("sub_group_size", 100_000), _WHOLE)),
     "z3-cpu": Case(
         stage=3,

@@ -23,6 +23,8 @@ PAIRS = [
     (("plain", 1), ("z0", 2), "bf16"),
     (("z3-cpu", 2), ("plain-cpu", 1), "fp32"),
     (("plain-cpu", 2), ("z2-cpu", 1), "bf16"),
+    (("streamed", 2), ("z3-cpu", 2), "fp32"),
+    (("z3-cpu", 2), ("streamed", 1), "fp32"),
 ]
 Run = tuple[str, int, str]
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from zerotune.backend.deepspeed.engine import DeepSpeedEngine
 from zerotune.backend.plain import PlainEngine
 from zerotune.backend.stream.engine import StreamEngine, why_not_streamed
+from zerotune.backend.stream.ranks import SharedStreamEngine, why_not_together
 from zerotune.decisions import announce
 
 if TYPE_CHECKING:
@@ -25,7 +26,8 @@ def build_engine(*, model: torch.nn.Module, plan: ResolvedPlan, timeout_s: float
         timeout_s: Seconds after which a collective gives up.
 
     Returns:
-        A ``DeepSpeedEngine``; a ``StreamEngine`` where weights are streamed; or a ``PlainEngine``
+        A ``DeepSpeedEngine``; a ``StreamEngine`` where weights are streamed, on several ranks a
+        ``SharedStreamEngine``; or a ``PlainEngine``
         when the plan was resolved without DeepSpeed.
 
     Raises:
@@ -38,8 +40,10 @@ def build_engine(*, model: torch.nn.Module, plan: ResolvedPlan, timeout_s: float
         obstacle = why_not_streamed(plan, model)
         # A device that waits for steps that a host keeps.
         might = plan.platform.accelerator != "cpu" and plan.offload_optimizer == "cpu"
+        if plan.streamed and plan.world_size > 1:
+            obstacle = why_not_together(plan, model, obstacle=obstacle, timeout_s=timeout_s)
         if obstacle is None:
-            kind = StreamEngine
+            kind = StreamEngine if plan.world_size == 1 else SharedStreamEngine
         elif plan.streamed or might:
             plan = plan.without_streaming(obstacle)
             announce(plan.decisions[-1:])

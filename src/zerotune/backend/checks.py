@@ -193,7 +193,8 @@ def check_alike(plan: ResolvedPlan, model: torch.nn.Module, group: ProcessGroup)
 
 def check_same_plan(plan: ResolvedPlan, group: ProcessGroup) -> None:
     """Refuse ranks with different plans; names the key and each rank's value. Collective."""
-    group.agree(plan.content(), "resolved plan", fix="give every rank the same arguments")
+    content = {**plan.content(), "streamed": plan.streamed}
+    group.agree(content, "resolved plan", fix="give every rank the same arguments")
 
 
 def weight_decay_mode(optimizer: torch.optim.Optimizer) -> str | None:

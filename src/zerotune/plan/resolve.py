@@ -1135,12 +1135,31 @@ def with_streaming(resolved: ResolvedPlan) -> ResolvedPlan:
     return resolved.without_streaming(obstacle)
 
 
+_SEVERAL_RANKS: Final = frozenset(
+    {
+        "communication_data_type",
+        "expert_parallel",
+        "gradient_allreduce_op",
+        "gradient_predivide_factor",
+        "pipeline",
+        "prescale_gradients",
+        "sequence_parallel_size",
+        "tensor_parallel",
+    }
+)
+"""Keys of how several ranks work together, of which streamed weights know the default alone."""
+
+
 def streaming_obstacle(resolved: ResolvedPlan) -> str | None:
     """Why a plan's weights cannot be streamed, as far as the plan tells."""
-    accumulated = resolved.plan.to_dict().get("data_types", {}).get("grad_accum_dtype")
+    written = resolved.plan.to_dict()
+    accumulated = written.get("data_types", {}).get("grad_accum_dtype")
+    several = _SEVERAL_RANKS & written.keys() if resolved.world_size > 1 else ()
     obstacles = {
         "the plan was resolved without DeepSpeed": not resolved.uses_deepspeed,
-        "one process streams; several are DeepSpeed's": resolved.world_size > 1,
+        f"{', '.join(several)} is DeepSpeed's": bool(several),
+        "gradients are dealt out round robin by DeepSpeed": resolved.world_size > 1
+        and bool(written.get("zero_optimization", {}).get("round_robin_gradients")),
         "the plan is not one of stage 2 or 3": resolved.stage not in (2, 3),
         "the optimizer is not in host memory": resolved.offload_optimizer != "cpu",
         "weights on NVMe are DeepSpeed's": resolved.offload_param == "nvme",

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from zerotune.backend.build import build_engine
 from zerotune.backend.compilation import Compilation, Compiled
+from zerotune.backend.distributed import Launch
 from zerotune.ema import EMAShadow
 from zerotune.optim import ParameterGroups
 from zerotune.optim.resolver import OptimizerResolver
@@ -209,6 +210,7 @@ def start(
     streamed: Streaming | bool | None,
     stage: int = 2,
     deepspeed: bool = True,
+    timeout_s: float = 600.0,
 ) -> Any:
     scheduler = {"type": "WarmupLR", "params": {
         "warmup_min_lr": 1e-4, "warmup_max_lr": 2e-3, "warmup_num_steps": 9}}  # fmt: skip
@@ -219,10 +221,13 @@ def start(
         scheduler=scheduler if run.scheduler else None,
     )  # fmt: skip
     resolved = plan.resolve(
-        model=ModelFacts.from_module(model), streamed=streamed, deepspeed=deepspeed
+        model=ModelFacts.from_module(model),
+        streamed=streamed,
+        deepspeed=deepspeed,
+        world_size=Launch.from_environment().world_size,
     )
     resolver = OptimizerResolver(groups=ParameterGroups.no_decay() if run.groups else None)
-    return build_engine(model=model, plan=resolver.apply(resolved))
+    return build_engine(model=model, plan=resolver.apply(resolved), timeout_s=timeout_s)
 
 
 def compile_blocks(run: Run, engine: Any) -> None:
@@ -246,7 +251,8 @@ def advance(run: Run, engine: Any, steps: range, ema: Any = None) -> dict[str, l
     norms: list[Any] = []
     for step in steps:
         for micro in range(run.accumulation):
-            loss = loss_of(run, engine, 100 * step + micro)
+            # Each rank has batches of its own.
+            loss = loss_of(run, engine, 100 * step + micro + 10_000 * engine.group.rank)
             losses.append(float(loss.detach()))
             engine.backward(loss)
             outcome = engine.step()
@@ -276,6 +282,17 @@ def contents(engine: Any, ema: Any = None) -> dict[str, list[torch.Tensor]]:
     return found
 
 
+def gathered(engine: Any, ema: Any = None) -> dict[str, list[torch.Tensor]]:
+    """As ``contents``, of all ranks together."""
+    found = {name: [value.clone()] for name, value in engine.module.state_dict().items()}
+    for source in (None, *(lambda f, n=n: f.states[n] for n in ("exp_avg", "exp_avg_sq"))):
+        for name, value in engine.master_weights.gather(source):
+            found[name].append(value)
+    for name, value in ema.gather() if ema is not None else ():
+        found[name].append(value)
+    return found
+
+
 def train(run: Run, *, streamed: Any = None, seed: int | None = None, **how: Any) -> dict[str, Any]:
     """Everything that a run leaves."""
     with delays(seed), start(run, make_model(run), streamed=streamed, **how) as engine:
@@ -283,7 +300,8 @@ def train(run: Run, *, streamed: Any = None, seed: int | None = None, **how: Any
             compile_blocks(run, engine)
         ema = EMAShadow(decay=0.9).attach(engine)
         kept: dict[str, Any] = advance(run, engine, range(run.steps), ema)
-        kept["contents"] = contents(engine, ema)
+        of_all = contents if engine.group.world_size == 1 else gathered
+        kept["contents"] = of_all(engine, ema)
         if run.compiled:
             kept["compiled"] = dict(torch._dynamo.utils.counters["stats"])
         kept["engine"], kept["counts"] = type(engine).__name__, getattr(engine, "counts", None)

@@ -7,6 +7,8 @@ import torch
 
 from tests.backend.stream.streaming import Run, Web, flux, make_model, qwen, start, unet
 from tests.support.ranks import ranks
+from zerotune.backend.stream.flat import FlatOrder
+from zerotune.backend.stream.memory import HostMemory
 from zerotune.backend.stream.units import find_units, make_units
 from zerotune.errors import EngineError, InvalidValueError
 from zerotune.plan.families import family
@@ -96,9 +98,9 @@ def made(model: torch.nn.Module, trained: bool = True) -> tuple[list, dict]:
     return make_units(
         model,
         find_units(model),
-        groups=dict.fromkeys(wanted, 0),
+        order=FlatOrder([wanted], sizes={n: p.numel() for n, p in model.named_parameters()}),
         device=torch.device("cpu"),
-        pin=False,
+        memory=HostMemory(pin=False),
     )
 
 

@@ -37,8 +37,10 @@ from zerotune.backend.optimizers.client import (
 from zerotune.backend.proof import prove_offload, why_unproven
 from zerotune.backend.step.kernel import load_host_step
 from zerotune.backend.stored import bring_weights
+from zerotune.backend.stream.flat import FlatOrder
 from zerotune.backend.stream.lanes import Lane
 from zerotune.backend.stream.layout import StreamLayout
+from zerotune.backend.stream.memory import HostMemory
 from zerotune.backend.stream.passes import Passes
 from zerotune.backend.stream.residency import Residency, StreamCounts
 from zerotune.backend.stream.steps import StreamedSteps
@@ -69,7 +71,7 @@ class StreamEngine(CountingEngine):
 
     @override
     def _start(self, model: torch.nn.Module, plan: ResolvedPlan, timeout_s: float) -> None:
-        self._plan, self._module = plan, model
+        self._plan, self._module, self._timeout_s = plan, model, timeout_s
         deepspeed, self._group, named = join_checked(
             plan, model, self.resources, timeout_s=timeout_s
         )
@@ -77,19 +79,33 @@ class StreamEngine(CountingEngine):
         proven = prove_offload(plan, self._group)
         bring_weights(model, dtype=DTYPES[plan.precision])
         self._cast(model)
-        members = _members(plan, named)
-        self._units, needs = make_units(
-            model,
-            find_units(model, self._streaming.units),
-            groups={name: index for index, group in enumerate(members) for name in group},
-            device=self._device,
-            pin=self._device.type != "cpu" and _pins(plan),
+        self._order = FlatOrder(
+            _members(plan, named),
+            sizes={name: parameter.numel() for name, parameter in named},
+            world_size=self._group.world_size,
         )
-        self._build_optimizer(deepspeed, plan, named, members)
+        needs = self._lay_out(model)
+        self._build_optimizer(deepspeed, plan, named)
         self._stream(needs)
         self._decisions = (*proven, *self._describe())
         self._checks().raise_if_failed(engine="zerotune")
         announce(self.decisions, rank=self._group.rank)
+
+    def _lay_out(self, model: torch.nn.Module) -> Any:
+        """Give every parameter its place; the units that each module needs."""
+        self._page_locks = self._device.type != "cpu" and _pins(self._plan)
+        self._memory = self._make_memory(pin=self._page_locks)
+        self._units, needs = make_units(
+            model,
+            find_units(model, self._streaming.units),
+            order=self._order,
+            device=self._device,
+            memory=self._memory,
+        )
+        return needs
+
+    def _make_memory(self, *, pin: bool) -> HostMemory:
+        return HostMemory(pin=pin)
 
     def _cast(self, model: torch.nn.Module) -> None:
         """Round weights as DeepSpeed does, which leaves buffers as they are."""
@@ -99,9 +115,7 @@ class StreamEngine(CountingEngine):
             if parameter.dtype in _CASTABLE:
                 parameter.data = parameter.data.to(self.dtype)
 
-    def _build_optimizer(
-        self, deepspeed: Any, plan: ResolvedPlan, named: Named, members: list[list[str]]
-    ) -> None:
+    def _build_optimizer(self, deepspeed: Any, plan: ResolvedPlan, named: Named) -> None:
         choice = chosen_optimizer(plan)
         slabs = [slab for unit in self._units for slab in unit.slabs]
         groups: list[dict[str, Any]] = []
@@ -114,7 +128,6 @@ class StreamEngine(CountingEngine):
             self._adam = deepspeed.ops.adam.DeepSpeedCPUAdam(
                 groups, **params, adamw_mode=choice.weight_decay_mode != "l2"
             )
-        self._members = members
         self._expected_groups = expected_groups(choice, named, None)
         self._scheduler = self._make_scheduler(deepspeed, plan)
 
@@ -131,17 +144,16 @@ class StreamEngine(CountingEngine):
         """Set going what moves weights and gradients."""
         streams = None if self._device.type == "cpu" else torch.get_device_module(self._device)
         op = load_host_step()
-        self._passes = Passes(op=op, spare=streams is not None)
         self._lanes = [Lane(name, device=self._device, streams=streams) for name in ("in", "out")]
         trained = [unit for unit in self._units if unit.slabs]
-        self._steps = StreamedSteps(
+        self._steps = self._make_steps(
             units=trained,
-            order=self._members,
+            order=self._order,
             adam=self._adam,
             op=op,
             lane=self._lanes[1],
-            passes=self._passes,
             clipping=self._plan.gradient_clipping,
+            spare=streams is not None,
         )
         self._capacity = _capacity(self._streaming, self._units)
         self._residency = self._steps.residency = Residency(
@@ -150,7 +162,7 @@ class StreamEngine(CountingEngine):
             needs=needs,
             capacity=self._capacity,
             lane=self._lanes[0],
-            hurry=self._passes.hurry,
+            hurry=self._steps.passes.hurry,
             before=self._steps.land_all,
         )
         for unit in self._units:
@@ -159,6 +171,9 @@ class StreamEngine(CountingEngine):
         self._steps.refresh()
         layout = StreamLayout(units=trained, optimizer=self._adam, steps=self._steps)
         self._master_weights = MasterWeights(layout=layout, group=self._group, device=self.device)
+
+    def _make_steps(self, *, spare: bool, **steps: Any) -> StreamedSteps:
+        return StreamedSteps(passes=Passes(op=steps["op"], spare=spare), **steps)
 
     @property
     def _streaming(self) -> Streaming:
@@ -294,17 +309,20 @@ class StreamEngine(CountingEngine):
             for end in (*(lane.close for lane in self._lanes), self._steps.close):
                 ending.callback(end)
             ending.callback(self._residency.close)
-            ending.callback(self._passes.close)
+            ending.callback(self._steps.passes.close)
+            ending.callback(self._part)
             self._steps.forget_all()
             self._steps.land_all()
-            self._passes.settle()
+            self._steps.settle()
+
+    def _part(self) -> None:
+        """Others are waited for no more, nor do they wait for this rank."""
 
     def _give_back(self) -> None:
         for unit in self._units:
-            if not unit.resident:
-                for member in unit.members:
-                    release_weight(member)
-                unit.give_back()
+            for member in unit.members if not unit.resident else ():
+                release_weight(member)
+            unit.give_back(self._memory)
 
     def _describe(self) -> tuple[Decision, ...]:
         streamed = [unit for unit in self._units if not unit.resident]
@@ -378,6 +396,8 @@ def _why_not_by_default(plan: ResolvedPlan) -> str | None:
     """Why a plan that says nothing of it is not streamed, if so."""
     if plan.platform.accelerator == "cpu":
         return "host and device are one memory"
+    if plan.world_size > 1:
+        return "no check proves it on several ranks; plan.resolve(streamed=True) asks for it"
     if plan.offload_param != "cpu":
         return "the plan keeps weights on the device; plan.resolve(streamed=True) asks for it"
     if (obstacle := streaming_obstacle(plan)) is not None:

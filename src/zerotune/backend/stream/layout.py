@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 import torch
 from typing_extensions import override
 
-from zerotune.backend.layouts import ResidentLayout, whole
+from zerotune.backend.layouts import ResidentLayout
 from zerotune.backend.master_weights import Follower, FragmentAddress, Slab
 from zerotune.backend.stream.steps import StreamedSteps
 from zerotune.backend.stream.units import Member, Unit
@@ -23,17 +23,22 @@ class StreamLayout(ResidentLayout):
         steps: What takes the steps.
     """
 
-    replicated = True
-
     def __init__(
         self, *, units: Sequence[Unit], optimizer: torch.optim.Optimizer, steps: StreamedSteps
     ) -> None:
         self._units, self._steps = units, steps
         slabs = [slab for unit in units for slab in unit.slabs]
         addresses = tuple(
-            whole(member.name, member.parameter, slab=index, offset=slab.start_of(member))
+            FragmentAddress(
+                name=part.member.name,
+                shape=tuple(part.member.parameter.shape),
+                start=part.span.start,
+                numel=part.span.stop - part.span.start,
+                slab=index,
+                offset=part.offset,
+            )
             for index, slab in enumerate(slabs)
-            for member in slab.members
+            for part in slab.parts
         )
         self._places: dict[str, tuple[Unit, Member]] = {
             member.name: (unit, member) for unit in units for member in unit.members
@@ -42,7 +47,11 @@ class StreamLayout(ResidentLayout):
             optimizer=optimizer,
             slabs=[slab.master for slab in slabs],
             addresses=addresses,
-            order=tuple((address.name, address.shape) for address in addresses),
+            order=tuple(
+                (member.name, tuple(member.parameter.shape))
+                for slab in slabs
+                for member in slab.members
+            ),
         )
 
     @override
@@ -71,8 +80,8 @@ class StreamLayout(ResidentLayout):
     def in_model(self, address: FragmentAddress) -> torch.Tensor | None:
         unit, member = self._places[address.name]
         if unit.resident and unit.is_current:
-            return member.parameter.data.reshape(-1)
-        return unit.host[member.span]
+            return member.parameter.data.reshape(-1)[address.start : address.stop]
+        return unit.host[member.span][address.start : address.stop]
 
     @override
     def refresh(self) -> None:

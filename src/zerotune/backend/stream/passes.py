@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from queue import SimpleQueue
 
+import attrs
 import torch
 
 from zerotune.backend.master_weights import Follower
@@ -31,6 +32,7 @@ class UnitPass:
         averages: Those that follow this step, as they come.
         landed: Gradients on their way to the host; ``None``: they are there.
         check: Called once they are there; whether to step.
+        written: Done once the pass is taken.
         rank: When it is taken: the lower, the sooner.
     """
 
@@ -42,6 +44,7 @@ class UnitPass:
         averages: Averages,
         landed: Copy | None,
         check: Callable[[], bool],
+        written: Future[None],
         rank: int,
     ) -> None:
         self.unit, self.rank, self._landed, self._check = unit, rank, landed, check
@@ -49,9 +52,8 @@ class UnitPass:
         self._followed = 0
         # Somebody may still be copying what the step before has written.
         self._reading = unit.loading
-        self.written: Future[None] = Future()
+        self.written = unit.written = written
         unit.version += 1
-        unit.written = self.written
 
     @property
     def is_ready(self) -> bool:
@@ -90,31 +92,26 @@ class UnitPass:
 
     def _catch_up(self, coming: Averages) -> None:
         for slab, step in self._steps:
-            for member in slab.members:
-                part = _part(slab, member.span)
+            for part in slab.parts:
                 for average in coming:
-                    average.tensors[_key(member)].lerp_(step.weight[part], average.weight)
+                    average.tensors[part.key].lerp_(step.weight[part.place], average.weight)
 
 
 def _run(slab: UnitSlab, step: SlabStep, coming: Averages) -> None:
-    if not coming and step.whole is None:
+    if not coming and not any(part.singles for part in slab.parts):
         step.run(0, step.weight.numel())
         return
     # What lies between the parameters is zero, and stays so; among the last elements it would make
     # whole vectors of them.
-    for member in slab.members:
-        part, key = _part(slab, member.span), _key(member)
-        averages = [Average(shadow=each.tensors[key], weight=each.weight) for each in coming]
-        step.run(part.start, part.stop, averages)
-
-
-def _part(slab: UnitSlab, span: slice) -> slice:
-    return slice(span.start - slab.span.start, span.stop - slab.span.start)
-
-
-def _key(member: object) -> str:
-    name, numel = member.name, member.parameter.numel()  # type: ignore[attr-defined]
-    return f"{name}[0:{numel}]"
+    one_by_one = attrs.evolve(step, whole=0)
+    for part in slab.parts:
+        for run, is_single in part.runs():
+            inside = slice(run.start - part.offset, run.stop - part.offset)
+            averages = [
+                Average(shadow=each.tensors[part.key][inside], weight=each.weight)
+                for each in coming
+            ]
+            (one_by_one if is_single else step).run(run.start, run.stop, averages)
 
 
 class Passes:
@@ -198,6 +195,7 @@ class Passes:
         self._is_closing = True
         self._signal()
         self._thread.join()
+        self._newest, self.averages = [], []
 
     def _signal(self) -> None:
         self._signals.put(None)

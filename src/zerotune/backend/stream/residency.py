@@ -285,9 +285,16 @@ class Residency:
         for hook in self._hooks:
             hook.remove()
         self._inside.leave_all()
-        for unit in self._streamed:
-            if unit.loading is not None:
-                unit.loading.finish()
+        try:
+            for unit in self._streamed:
+                if unit.loading is not None:
+                    unit.loading.finish()
+        finally:
+            # Graphs that are left have hooks that have this, which no collector of garbage sees.
+            self._shared = {}
+            self._hurry = lambda _: None
+            self._before = lambda: None
+            self.is_final = lambda _: False
 
 
 def _watch(tensor: Any, call: Callable[[torch.Tensor], None]) -> None:

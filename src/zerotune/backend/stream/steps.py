@@ -11,7 +11,8 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import Any, cast
 
@@ -22,10 +23,11 @@ from zerotune.backend.master_weights import Follower
 from zerotune.backend.step.adams import HostAdam
 from zerotune.backend.step.kernel import HostStepOp
 from zerotune.backend.step.pending import hold, release
+from zerotune.backend.stream.flat import FlatOrder
 from zerotune.backend.stream.lanes import Copy, Lane
 from zerotune.backend.stream.passes import Passes, UnitPass
 from zerotune.backend.stream.residency import Residency
-from zerotune.backend.stream.units import Member, Unit
+from zerotune.backend.stream.units import Unit
 from zerotune.errors import EngineError
 from zerotune.plan.memory.estimate import GRADIENTS_UNDER_WAY
 
@@ -40,12 +42,22 @@ class _Window:
     """The newest copy to the host, after which all earlier ones are complete."""
     on_host: set[int] = attrs.field(factory=set)
     """Members that have a gradient there."""
-    squares: dict[int, float] = attrs.field(factory=dict)
-    """Sums of squares of whole gradients."""
+    squares: dict[tuple[int, int], float] = attrs.field(factory=dict)
+    """Sums of squares of gradients, by member and by the rank that has them at ZeRO-2."""
     expected: int = 0
     """Gradients that may still come in this micro batch, and have."""
     taken: bool = False
     """Its pass has begun."""
+
+
+@attrs.define(eq=False)
+class _Tally:
+    """What the passes of one step have met; those of the step before may still be taken."""
+
+    is_finite: bool = True
+    """Every gradient so far."""
+    stepped: int = 0
+    """Units."""
 
 
 class StreamedSteps:
@@ -53,7 +65,7 @@ class StreamedSteps:
 
     Args:
         units: Those that are trained.
-        order: Names of the parameters by group, as ZeRO adds up their norms.
+        order: Of the parameters at ZeRO-2, by which it adds up their norms.
         adam: A DeepSpeedCPUAdam over the units' slabs.
         op: The compiled functions.
         lane: Copies from the device.
@@ -65,7 +77,7 @@ class StreamedSteps:
         self,
         *,
         units: Sequence[Unit],
-        order: Sequence[Sequence[str]],
+        order: FlatOrder,
         adam: Any,
         op: HostStepOp,
         lane: Lane,
@@ -73,18 +85,25 @@ class StreamedSteps:
         clipping: float,
     ) -> None:
         self._units, self._adam, self._op = units, adam, op
-        self._lane, self._passes, self._clipping = lane, passes, clipping
+        self._lane, self.passes, self._clipping = lane, passes, clipping
         self._stepper = HostAdam(op=op, adam=adam)
         self._windows = {unit: _Window() for unit in units}
         places = {m.name: (u, i) for u in units for i, m in enumerate(u.members)}
-        self._order = [[places[name] for name in group] for group in order]
-        self._whole = _vectors(units, order)
+        self._order = [[places[name] for name in group] for group in order.groups]
+        self._world_size = order.world_size
+        self._parts = {
+            unit: {
+                unit.members.index(part.member): (slab, part)
+                for slab in unit.slabs
+                for part in slab.parts
+            }
+            for unit in units
+        }
         self._leaving: deque[Copy] = deque()
         self._held: list[Unit] = []
         self._is_last = False
         self._under_way = False
-        self._is_finite = True
-        self._stepped = 0
+        self._tally = _Tally()
         self._expected: list[Follower] = []
         self._moved: list[Follower] = []
         self.is_spoiled = False
@@ -161,13 +180,18 @@ class StreamedSteps:
         window = self._windows[unit]
         window.on_host.update(came)
         for index in came:
-            window.squares[index] = self._op.take(self._gradient(unit, index))
+            for rank, square in self._squares(unit, index):
+                window.squares[index, rank] = square
+
+    def _squares(self, unit: Unit, index: int) -> Iterator[tuple[int, float]]:
+        """Sums of squares of a gradient in host memory, by the rank that has it at ZeRO-2."""
+        slab, part = self._parts[unit][index]
+        for rank, fragment in part.fragments:
+            yield rank, self._op.take(slab.gradient[fragment])
 
     def _gradient(self, unit: Unit, index: int) -> torch.Tensor:
-        member = unit.members[index]
-        slab = next(slab for slab in unit.slabs if slab.group == member.group)
-        start = slab.start_of(member)
-        return slab.gradient[start : start + member.parameter.numel()]
+        slab, part = self._parts[unit][index]
+        return slab.gradient[part.place]
 
     def end_backward(self) -> None:
         """Every gradient of this micro batch has come."""
@@ -200,8 +224,8 @@ class StreamedSteps:
             if window.landed is not None:
                 window.landed.finish()
         if self._under_way:
-            self._passes.settle()
-            if self._stepped:
+            self.passes.settle()
+            if self._any_stepped():
                 return False
             for unit, window in self._windows.items():
                 for slab in unit.slabs if window.taken else ():
@@ -209,10 +233,14 @@ class StreamedSteps:
         self.forget_all()
         return True
 
+    def _any_stepped(self) -> bool:
+        """Whether a unit was stepped with the window's gradients."""
+        return self._tally.stepped > 0
+
     def forget_all(self) -> None:
         """Begin a window anew, whatever was done with the last one."""
         self._windows = {unit: _Window() for unit in self._units}
-        self._under_way, self._is_finite, self._stepped = False, True, 0
+        self._under_way, self._tally = False, _Tally()
         self._expected, self._moved, self.is_spoiled = [], [], False
 
     def spoil(self) -> None:
@@ -248,11 +276,14 @@ class StreamedSteps:
                 window.landed.finish()
         norms = []
         for group in self._order:
-            found = (self._windows[unit].squares.get(index) for unit, index in group)
-            total = sum(math.sqrt(square) ** 2 for square in found if square is not None)
+            total = torch.zeros(1)
+            for rank in range(self._world_size):
+                found = (self._windows[unit].squares.get((index, rank)) for unit, index in group)
+                # In fp32 among ranks.
+                total += sum(math.sqrt(square) ** 2 for square in found if square is not None)
             if not math.isfinite(total):
                 return math.inf
-            norms.append(torch.tensor(torch.tensor(total).item() ** 0.5))
+            norms.append(torch.tensor(total.item() ** 0.5))
         return float(torch.linalg.vector_norm(torch.stack(norms)))
 
     def step(self, norm: float) -> None:
@@ -269,7 +300,7 @@ class StreamedSteps:
             self._windows[unit] = _Window()
             if unit.resident:
                 self._hold(unit)
-        self._under_way, self._stepped = False, 0
+        self._under_way, self._tally = False, _Tally()
         self._expected, self._moved = [], self._expected
         self.residency.rewind()
 
@@ -277,8 +308,8 @@ class StreamedSteps:
         window = self._windows[unit]
         window.taken = True
         if not self._under_way:
-            self._passes.begin_step()
-            self._passes.averages.extend(self._expected)
+            self.passes.begin_step()
+            self.passes.averages.extend(self._expected)
             self._under_way = True
         groups = self._adam.param_groups
         steps = []
@@ -290,25 +321,30 @@ class StreamedSteps:
                 factor=factor,
                 out=unit.host.data[slab.span],
             )
-            steps.append((slab, attrs.evolve(step, whole=self._whole.get((unit, slab.group)))))
+            steps.append((slab, step))
         unit_pass = UnitPass(
             unit=unit,
             steps=steps,
-            averages=self._passes.averages,
-            check=partial(self._check, unit, window),
+            averages=self.passes.averages,
+            check=partial(self._check, unit, window, self._tally),
             landed=window.landed,
+            written=self._to_be_written(unit),
             rank=self._units.index(unit) if rank is None else rank,
         )
-        self._passes.submit(unit_pass)
+        self.passes.submit(unit_pass)
 
-    def _check(self, unit: Unit, window: _Window) -> bool:
+    def _to_be_written(self, unit: Unit) -> Future[None]:  # noqa: ARG002 - of several ranks
+        """What is done once the next pass has written a unit."""
+        return Future()
+
+    def _check(self, unit: Unit, window: _Window, tally: _Tally) -> bool:
         """Clear the gradients that nobody gave; whether the unit may be stepped with the others."""
-        for index in range(len(unit.members)):
+        for index in self._parts[unit]:
             if index not in window.on_host:
                 self._gradient(unit, index).zero_()
-        self._is_finite = self._is_finite and all(map(math.isfinite, window.squares.values()))
-        self._stepped += self._is_finite
-        return self._is_finite
+        tally.is_finite = tally.is_finite and all(map(math.isfinite, window.squares.values()))
+        tally.stepped += tally.is_finite
+        return tally.is_finite
 
     def _factor(self, norm: float) -> float:
         """What ZeRO-2 multiplies gradients by, with its roundings."""
@@ -335,7 +371,7 @@ class StreamedSteps:
                 value="gradient_clipping=0",
                 fix="call engine.step() first, or clip gradients",
             )
-        self._passes.settle()
+        self.passes.settle()
 
     # -- Averages.
 
@@ -352,7 +388,7 @@ class StreamedSteps:
             return False
         moved = [f for f in self._moved if any(map(partial(_is_same, f), followers))]
         if not moved:
-            return self._passes.follow(followers)
+            return self.passes.follow(followers)
         if len(moved) < len(followers):
             raise _other_averages()
         self._moved = [f for f in self._moved if f not in moved]
@@ -401,9 +437,14 @@ class StreamedSteps:
         self._held.remove(unit)
 
     def close(self) -> None:
-        """Take gradients no more."""
+        """Take gradients no more, and let go of what could not be brought to the device."""
         for hook in self._hooks:
             hook.remove()
+        for unit in self._held:
+            for member in unit.members:
+                release(member.parameter)
+        self._held = []
+        self._leaving.clear()
 
 
 def _is_same(one: Follower, other: Follower) -> bool:
@@ -433,31 +474,3 @@ def used_after_step(unit: Unit) -> EngineError:
         value="gradient_clipping=0",
         fix="clip gradients, so that steps wait for the whole backward pass",
     )
-
-
-def _vectors(units: Sequence[Unit], order: Sequence[Sequence[str]]) -> dict[tuple[Unit, int], int]:
-    """Where the elements of a slab begin that ZeRO-2 steps one by one: its last few of each group.
-
-    DeepSpeed's Adam takes whole vectors of a group's flat weights; the compiler chose the roundings
-    of what is left.
-    """
-    members: dict[str, tuple[Unit, Member]] = {m.name: (u, m) for u in units for m in u.members}
-    found: dict[tuple[Unit, int], int] = {}
-    for group, names in enumerate(order):
-        total = sum(members[name][1].parameter.numel() for name in names)
-        padded = total + total % _ALIGNMENT
-        left = padded % _VECTOR - (padded - total)
-        for name in reversed(names):
-            if left <= 0:
-                break
-            unit, member = members[name]
-            numel = member.parameter.numel()
-            slab = next(slab for slab in unit.slabs if slab.group == group)
-            found[unit, group] = slab.start_of(member) + max(0, numel - left)
-            left -= numel
-    return found
-
-
-_VECTOR = 16
-_ALIGNMENT = 2
-"""Elements to a multiple of which DeepSpeed pads a group for one rank."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,9 @@ from zerotune.errors import EngineError
 from zerotune.plan.model import UNIT_ALIGNED, outermost_modules, repeated_modules
 
 if TYPE_CHECKING:
+    from zerotune.backend.stream.flat import FlatOrder
     from zerotune.backend.stream.lanes import Copy
+    from zerotune.backend.stream.memory import HostMemory
 
 NamedModules = list[tuple[str, torch.nn.Module]]
 Kind = tuple[bool, torch.dtype]
@@ -33,21 +35,58 @@ class Member:
 
 
 @attrs.frozen(kw_only=True, eq=False)
+class Part:
+    """Those elements of a parameter that this rank steps."""
+
+    member: Member
+    span: slice
+    """In the flattened parameter."""
+    offset: int
+    """First element in the slab."""
+    fragments: tuple[tuple[int, slice], ...]
+    """Ranks, and what lies in their parts at ZeRO-2, in the slab."""
+    singles: tuple[slice, ...]
+    """What ZeRO-2 steps one by one, in the slab."""
+
+    @property
+    def key(self) -> str:
+        """As ``FragmentAddress.key``."""
+        return f"{self.member.name}[{self.span.start}:{self.span.stop}]"
+
+    @property
+    def place(self) -> slice:
+        """Its elements in the slab."""
+        return slice(self.offset, self.offset + self.span.stop - self.span.start)
+
+    def runs(self) -> Iterator[tuple[slice, bool]]:
+        """Its elements in the slab, cut; and whether they are stepped one by one."""
+        at = self.offset
+        for single in self.singles:
+            if at < single.start:
+                yield slice(at, single.start), False
+            yield single, True
+            at = single.stop
+        if at < self.place.stop:
+            yield slice(at, self.place.stop), False
+
+
+@attrs.frozen(kw_only=True, eq=False)
 class UnitSlab:
-    """The part of a unit that one group of the optimizer steps: what the layout calls a slab."""
+    """Of a unit, what one group of the optimizer steps on this rank: what the layout calls a slab.
+
+    It may be empty where there are several ranks.
+    """
 
     group: int
     span: slice
     """Its elements in the unit's flat tensors."""
     members: tuple[Member, ...]
+    """All that the group has in the unit."""
+    parts: tuple[Part, ...]
     master: torch.nn.Parameter
     """fp32, flat, in host memory."""
     gradient: torch.Tensor
     """Flat, in host memory, in the dtype of the weights."""
-
-    def start_of(self, member: Member) -> int:
-        """First element of a member in the slab."""
-        return int(member.span.start - self.span.start)
 
 
 class Unit:
@@ -58,9 +97,10 @@ class Unit:
 
     Args:
         name: Of the module.
-        members: Names, parameters and groups; all of one dtype, trained or none of them.
+        members: Names and parameters; all of one dtype, trained or none of them.
+        order: Which parameters are trained, and where they are at ZeRO-2.
         device: Where the model computes.
-        pin: Whether to page-lock the host's memory.
+        memory: Where the weights lie meanwhile.
         resident: Whether the weights stay on the device.
     """
 
@@ -68,21 +108,23 @@ class Unit:
         self,
         *,
         name: str,
-        members: Sequence[tuple[str, torch.nn.Parameter, int | None]],
+        members: Sequence[tuple[str, torch.nn.Parameter]],
+        order: FlatOrder,
         device: torch.device,
-        pin: bool,
+        memory: HostMemory,
         resident: bool = False,
     ) -> None:
         self.name, self.resident = name, resident
         dtype = members[0][1].dtype
-        self.members, self.numel = _laid_out(members)
-        self.host = torch.zeros(self.numel, dtype=dtype, pin_memory=pin)
+        self.members, self.numel = _laid_out(members, order)
+        self.host = memory.weights(self.numel, dtype)
         self.flat = torch.empty(self.numel, dtype=dtype, device=device)
         for member in self.members:
             flat, parameter = self.flat[member.span], member.parameter
-            self.host[member.span].copy_(parameter.data.reshape(-1))
+            memory.fill(self.host[member.span], parameter.data.reshape(-1))
             parameter.data = flat.view(parameter.shape)
-        self.slabs = tuple(self._slabs(pin)) if members[0][2] is not None else ()
+        memory.filled()
+        self.slabs = tuple(self._slabs(order, memory)) if self.members[0].group is not None else ()
         self._storage = self.flat.untyped_storage()
         self._storage.resize_(0)
         self.is_here = False
@@ -98,18 +140,19 @@ class Unit:
         self.version = 0
         """Counts what has been written to the host's weights by passes and edits."""
 
-    def _slabs(self, pin: bool) -> Iterator[UnitSlab]:
+    def _slabs(self, order: FlatOrder, memory: HostMemory) -> Iterator[UnitSlab]:
         for group in dict.fromkeys(member.group for member in self.members):
             members = tuple(member for member in self.members if member.group == group)
             start = members[0].span.start
             after = [m.span.start for m in self.members if m.span.start > members[-1].span.start]
-            span = slice(start, min(after, default=self.numel))
+            span = memory.share(slice(start, min(after, default=self.numel)))
             yield UnitSlab(
                 group=group or 0,
                 span=span,
                 members=members,
+                parts=tuple(_parts(members, span, order)),
                 master=torch.nn.Parameter(self.host[span].float()),
-                gradient=torch.zeros(span.stop - span.start, dtype=self.host.dtype, pin_memory=pin),
+                gradient=memory.zeros(span.stop - span.start, self.host.dtype),
             )
 
     @property
@@ -141,37 +184,62 @@ class Unit:
         self._storage.resize_(0)
         self.is_here, self.loaded = False, None
 
-    def give_back(self) -> None:
-        """Leave the parameters with their weights in host memory."""
-        for member in self.members:
+    def give_back(self, memory: HostMemory) -> None:
+        """Leave parameters that are not on the device with their weights in host memory."""
+        stays = self.resident and self.is_current
+        self.host = memory.keep(self.host)
+        self.loading = self.written = None
+        for member in self.members if not stays else ():
             member.parameter.data = self.of_member(member)
 
 
 def _laid_out(
-    members: Sequence[tuple[str, torch.nn.Parameter, int | None]],
+    members: Sequence[tuple[str, torch.nn.Parameter]], order: FlatOrder
 ) -> tuple[tuple[Member, ...], int]:
     """Give each parameter its place, those of one group together; and the elements of all."""
     at, placed = 0, []
-    for name, parameter, group in sorted(members, key=lambda member: member[2] or 0):
-        span = slice(at, at + parameter.numel())
+    for name, parameter in sorted(members, key=lambda member: order.group_of(member[0]) or 0):
+        span, group = slice(at, at + parameter.numel()), order.group_of(name)
         placed.append(Member(name=name, parameter=parameter, span=span, group=group))
         at += -(-parameter.numel() // UNIT_ALIGNED) * UNIT_ALIGNED
     return tuple(placed), at
+
+
+def _parts(members: Sequence[Member], span: slice, order: FlatOrder) -> Iterator[Part]:
+    """What of each parameter lies in a slab, which has these elements of the unit."""
+    for member in members:
+        start, stop = max(member.span.start, span.start), min(member.span.stop, span.stop)
+        if start < stop:
+            own = slice(start - member.span.start, stop - member.span.start)
+            shift = member.span.start - span.start
+            fragments = ((rank, _within(f, own, shift)) for rank, f in order.fragments(member.name))
+            singles = (_within(single, own, shift) for single in order.singles(member.name))
+            yield Part(
+                member=member,
+                span=own,
+                offset=start - span.start,
+                fragments=tuple((rank, f) for rank, f in fragments if f.start < f.stop),
+                singles=tuple(each for each in singles if each.start < each.stop),
+            )
+
+
+def _within(elements: slice, own: slice, shift: int) -> slice:
+    """Those of a parameter's elements that are its own, ``shift`` further on."""
+    return slice(max(elements.start, own.start) + shift, min(elements.stop, own.stop) + shift)
 
 
 def make_units(
     model: torch.nn.Module,
     modules: NamedModules,
     *,
-    groups: Mapping[str, int],
+    order: FlatOrder,
     device: torch.device,
-    pin: bool,
+    memory: HostMemory,
 ) -> tuple[list[Unit], dict[torch.nn.Module, list[Unit]]]:
     """Lay a model's parameters out in units; frozen ones outside of all just move to the device.
 
     Of a module the larger kind is streamed: its frozen base, or what of it is trained. The rest of
-    what is trained, and what a module shares with others outside, stays on the device. ``groups``
-    has the index of the optimizer's group by the name of each trained parameter.
+    what is trained, and what a module shares with others outside, stays on the device.
     Returned are the units, resident ones last, and those that each module needs.
     """
     names = {id(p): name for name, p in model.named_parameters()}
@@ -180,18 +248,24 @@ def make_units(
     owner: dict[int, Unit] = {}
 
     def add(name: str, parameters: Sequence[torch.nn.Parameter], *, resident: bool) -> None:
-        members = [(names[id(p)], p, groups.get(names[id(p)])) for p in parameters]
-        unit = Unit(name=name, members=members, device=device, pin=pin, resident=resident)
+        unit = Unit(
+            name=name,
+            members=[(names[id(p)], p) for p in parameters],
+            order=order,
+            device=device,
+            memory=memory,
+            resident=resident,
+        )
         units.append(unit)
         owner.update((id(p), unit) for p in parameters)
 
     for name, module in modules:
         free = (p for p in module.parameters() if id(p) not in owner and id(p) not in outside)
-        kinds = _kinds(free, names, groups)
+        kinds = _kinds(free, names, order)
         if kinds:
             largest = max(kinds.values(), key=lambda kind: sum(p.nbytes for p in kind))
             add(name, largest, resident=False)
-    rest = _kinds((p for p in model.parameters() if id(p) not in owner), names, groups)
+    rest = _kinds((p for p in model.parameters() if id(p) not in owner), names, order)
     for (trained, dtype), parameters in rest.items():
         if trained:
             add(f"resident {str(dtype).removeprefix('torch.')}", parameters, resident=True)
@@ -219,12 +293,12 @@ def _outside(model: torch.nn.Module, modules: NamedModules) -> set[int]:
 
 
 def _kinds(
-    parameters: Iterator[torch.nn.Parameter], names: Mapping[int, str], groups: Collection[str]
+    parameters: Iterator[torch.nn.Parameter], names: Mapping[int, str], order: FlatOrder
 ) -> dict[Kind, list[torch.nn.Parameter]]:
     kinds: dict[Kind, list[torch.nn.Parameter]] = {}
     for parameter in parameters:
         if parameter.numel():
-            kind = names[id(parameter)] in groups, parameter.dtype
+            kind = order.group_of(names[id(parameter)]) is not None, parameter.dtype
             kinds.setdefault(kind, []).append(parameter)
     return kinds
 

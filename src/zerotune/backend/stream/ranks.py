@@ -1,0 +1,238 @@
+"""``SharedStreamEngine``: several ranks of one machine, one copy of the weights in host memory.
+
+Each rank streams through its own device. A unit's gradients are added up in host memory as they
+land there, each rank its share, which is also what it steps: so every element is added, stepped and
+averaged once, and no rank waits for another in any other order than that of the backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import Future
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from typing_extensions import override
+
+from zerotune._util.proc import ProcessIdentity
+from zerotune._util.text import format_size
+from zerotune.backend.checks import check_alike
+from zerotune.backend.deepspeed.start import join
+from zerotune.backend.stream.engine import KEY, StreamEngine
+from zerotune.backend.stream.lanes import Copy
+from zerotune.backend.stream.memory import HostMemory
+from zerotune.backend.stream.passes import Passes
+from zerotune.backend.stream.sharing import (
+    DROPPED,
+    END,
+    STEP,
+    Meeting,
+    SharedHostMemory,
+    WrittenByAll,
+)
+from zerotune.backend.stream.steps import StreamedSteps
+from zerotune.backend.stream.units import Unit
+from zerotune.decisions import Decision
+from zerotune.plan.model import ResolvedPlan
+
+
+class SharedPasses(Passes):
+    """Passes of one of several ranks, of which the others learn that they failed.
+
+    Args:
+        meeting: Where they learn it.
+        passes: As for ``Passes``.
+    """
+
+    def __init__(self, *, meeting: Meeting, **passes: Any) -> None:
+        self._meeting = meeting
+        super().__init__(**passes)
+
+    @override
+    def fail(self, error: BaseException) -> None:
+        self._meeting.fail(error)
+        super().fail(error)
+
+
+class SharedSteps(StreamedSteps):
+    """Steps of one of several ranks, whose gradients are added up as they land.
+
+    Args:
+        meeting: Where the ranks meet.
+        steps: As for ``StreamedSteps``.
+    """
+
+    def __init__(self, *, meeting: Meeting, **steps: Any) -> None:
+        super().__init__(**steps)
+        self._meeting = meeting
+        self._indices = {unit: index for index, unit in enumerate(self._units)}
+        self._number = 1
+        """Of the step under way; dropped ones count too."""
+
+    @override
+    def _land(self, unit: Unit, came: Mapping[int, torch.Tensor]) -> None:
+        stage = self._meeting.stage(unit)
+        for index, gradient in came.items():
+            target = stage[unit.members[index].span]
+            # Divided first, as DeepSpeed does.
+            mean = gradient.reshape(-1) / self._world_size
+            target.copy_(mean, non_blocking=target.is_pinned())
+
+    @override
+    def _take_squares(self, unit: Unit, came: Mapping[int, torch.Tensor]) -> None:
+        window = self._windows[unit]
+        with self._meeting.failing():
+            self._meeting.land(self._indices[unit], came)
+            own: dict[tuple[int, int], float] = {}
+            for index in self._parts[unit].keys() & came.keys():
+                self._add_up(unit, index, more=index in window.on_host)
+                own |= {(index, rank): square for rank, square in self._squares(unit, index)}
+            window.on_host.update(came)
+            window.squares.update(self._meeting.add_squares(own, came))
+
+    def _add_up(self, unit: Unit, index: int, *, more: bool) -> None:
+        """Bring this rank's part of a gradient together; ``more``: to that of earlier batches."""
+        _, part = self._parts[unit][index]
+        start = part.member.span.start
+        place = slice(start + part.span.start, start + part.span.stop)
+        first, *others = (stage[place] for stage in self._meeting.stages(unit))
+        for other in others:
+            first.add_(other)
+        gradient = self._gradient(unit, index)
+        if more:
+            gradient.add_(first)
+        else:
+            gradient.copy_(first)
+
+    def _come_to(self, mark: int) -> Copy:
+        """Compare with the others, in order with gradients, what this rank does next."""
+        return self._lane.submit(lambda: None, then=partial(self._meeting.land, mark))
+
+    @override
+    def end_backward(self) -> None:
+        super().end_backward()
+        self._come_to(END)
+
+    @override
+    def norm(self) -> float:
+        self._come_to(STEP).finish()
+        return super().norm()
+
+    @override
+    def forget(self) -> None:
+        self._come_to(DROPPED).finish()
+        super().forget()
+
+    @override
+    def forget_all(self) -> None:
+        super().forget_all()
+        self._number += 1
+
+    @override
+    def step(self, norm: float) -> None:
+        if not self.is_eager:
+            # Whatever reads weights before they change has done so on every rank.
+            self._meeting.meet("begin a step")
+        super().step(norm)
+        self._number += 1
+
+    @override
+    def _to_be_written(self, unit: Unit) -> Future[None]:
+        return WrittenByAll(self._meeting, unit=self._indices[unit], step=self._number)
+
+    @override
+    def _any_stepped(self) -> bool:
+        return self._meeting.any(super()._any_stepped(), "take a step back")
+
+    @override
+    def settle(self) -> None:
+        super().settle()
+        for unit in self._units:
+            if unit.written is not None:
+                unit.written.result()
+
+    @override
+    def refresh(self) -> None:
+        self._meeting.meet("write weights")
+        super().refresh()
+
+
+class SharedStreamEngine(StreamEngine):
+    """A ``StreamEngine`` on several ranks of one machine.
+
+    The arguments are those of ``StreamEngine``.
+    """
+
+    @override
+    def _make_memory(self, *, pin: bool) -> HostMemory:
+        memory = SharedHostMemory.of_model(self._module, self._group, pin=pin)
+        self.resources.callback(memory.close)
+        return memory
+
+    @override
+    def _lay_out(self, model: torch.nn.Module) -> Any:
+        needs = super()._lay_out(model)
+        streamed = {id(member.parameter) for unit in self._units for member in unit.members}
+        # As DeepSpeed does with all of them; those of units are shared by now.
+        with self._group.naming("sharing what is not streamed"):
+            for parameter in model.parameters():
+                if id(parameter) not in streamed and parameter.numel():
+                    dist.broadcast(parameter.data.view(torch.uint8), 0)
+        return needs
+
+    @override
+    def _make_steps(self, *, spare: bool, **steps: Any) -> StreamedSteps:
+        self._meeting = Meeting(
+            self._group,
+            units=steps["units"],
+            timeout_s=self._timeout_s,
+            pin=self._page_locks,
+        )
+        self.resources.callback(self._meeting.close)
+        passes = SharedPasses(meeting=self._meeting, op=steps["op"], spare=spare)
+        return SharedSteps(meeting=self._meeting, passes=passes, **steps)
+
+    @override
+    def _describe(self) -> tuple[Decision, ...]:
+        nbytes = sum(unit.nbytes for unit in self._units)
+        locked = ", page-locked" if self._page_locks else ""
+        return (
+            *super()._describe(),
+            Decision(
+                key=f"{KEY}.ranks",
+                before=None,
+                after=f"{self._group.world_size} ranks share one copy of the weights, "
+                f"{format_size(nbytes)}{locked}",
+                reason="each rank adds up, steps and averages its share of every unit; sums are "
+                "in the order of the ranks, which of two has the bits of any other",
+            ),
+        )
+
+    @override
+    def _part(self) -> None:
+        self._meeting.leave()
+
+
+def why_not_together(
+    plan: ResolvedPlan, model: torch.nn.Module, *, obstacle: str | None, timeout_s: float
+) -> str | None:
+    """Why the ranks do not stream together, if so; the same on each. Collective.
+
+    Args:
+        plan: A resolved plan for several ranks.
+        model: What is trained.
+        obstacle: Why this rank does not.
+        timeout_s: Seconds after which a collective gives up.
+    """
+    with ExitStack() as resources:
+        _, group = join(plan, resources, timeout_s=timeout_s)
+        check_alike(plan, model, group)
+        found = group.gather((obstacle, ProcessIdentity.current()), purpose="look at each other")
+        apart = group.any(not all(process.visible() for _, process in found))
+    said = next((each for each, _ in found if each is not None), None)
+    if said is None and apart:
+        return "the ranks are on several machines or in containers of their own"
+    return said

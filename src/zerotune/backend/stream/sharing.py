@@ -1,0 +1,470 @@
+"""What the ranks of one machine share: memory that no name leads to, and where they meet.
+
+The memory is a file without a folder, so that nothing is left of it however its processes end.
+Ranks wait for each other by counters in it. Who waits looks whether the others still live, and ends
+with an error that names who does not come and why.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from copy import copy
+from typing import Final
+
+import attrs
+import torch
+from typing_extensions import override
+
+from zerotune._util.closing import Closable
+from zerotune._util.proc import ENDED
+from zerotune.backend.distributed import ProcessGroup, together
+from zerotune.backend.stream.memory import HostMemory
+from zerotune.backend.stream.units import Unit
+from zerotune.errors import CollectiveError, EngineError
+from zerotune.plan.model import UNIT_ALIGNED
+
+_PAUSE_S: Final = 20e-6, 1e-3
+"""Shortest and longest pause between two looks at a counter."""
+_LOOK_S: Final = 0.5
+"""Time between two looks at the processes of ranks that are waited for."""
+_LONGEST_REASON: Final = 600
+_LANDED, _ADDED, _MET, _STATE = range(4)
+_LEFT, _FAILED = 1, 2
+END, STEP, DROPPED = -1, -2, -3
+_MARKS: Final = {
+    END: "the end of its backward pass",
+    STEP: "its step",
+    DROPPED: "dropping its gradients",
+}
+"""What a rank may come to instead of a unit's gradients."""
+
+
+class SharedMemory(Closable):
+    """Memory that all ranks of a machine have. Collective to make.
+
+    Args:
+        group: The ranks.
+        nbytes: What may be used of it; only what is written to takes memory.
+    """
+
+    def __init__(self, group: ProcessGroup, *, nbytes: int) -> None:
+        self._fd, self._nbytes = -1, nbytes
+        self._locked: list[torch.Tensor] = []
+        (pid, number), *_ = together(group, "share memory", lambda: self._make(group))
+        together(group, "map shared memory", lambda: self._map_it(group, pid, number))
+
+    def _make(self, group: ProcessGroup) -> tuple[int, int]:
+        if group.is_main:
+            self._fd = os.memfd_create("zerotune")
+            os.ftruncate(self._fd, self._nbytes)
+        return os.getpid(), self._fd
+
+    def _map_it(self, group: ProcessGroup, pid: int, number: int) -> None:
+        try:
+            if not group.is_main:
+                self._fd = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR)
+            self._map = mmap.mmap(self._fd, self._nbytes)
+        except OSError as error:
+            raise EngineError(
+                "this rank cannot share memory with rank 0",
+                key="streamed",
+                value=error,
+                fix="run all ranks of a machine as one user in one container, or resolve the plan "
+                "with streamed=False",
+            ) from error
+
+    def tensor(self, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Flat; the memory lasts as long as somebody has it.
+
+        Args:
+            start: First byte.
+            numel: Elements.
+            dtype: Of the tensor.
+        """
+        return torch.frombuffer(self._map, dtype=dtype, count=numel, offset=start)
+
+    def reserve(self, start: int, nbytes: int) -> None:
+        """Take memory now, rather than fail at the first use of it.
+
+        Raises:
+            OSError: There is not enough.
+        """
+        os.posix_fallocate(self._fd, start, nbytes)
+
+    def lock(self, tensor: torch.Tensor) -> None:
+        """Page-lock what ``tensor`` returned, for copies to and from a device of CUDA or ROCm."""
+        torch.cuda.check_error(
+            int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0))
+        )
+        self._locked.append(tensor)
+
+    def apart(self) -> mmap.mmap:
+        """The same bytes for this process alone: what it writes nobody else sees.
+
+        They are copied where they are written, page by page.
+        """
+        access = mmap.PROT_READ | mmap.PROT_WRITE
+        return mmap.mmap(self._fd, self._nbytes, flags=mmap.MAP_PRIVATE, prot=access)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it has not been closed."""
+        return self._fd >= 0
+
+    @override
+    def close(self) -> None:
+        """Lock nothing more. The memory goes with the last tensor."""
+        for tensor in self._locked:
+            torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())))
+        self._locked = []
+        if self.is_open:
+            os.close(self._fd)
+            self._fd = -1
+            del self._map
+
+
+class SharedHostMemory(HostMemory, Closable):
+    """One copy of the weights for all ranks, each of which steps its share of every unit.
+
+    The first rank's weights are those of all. Collective to make and to fill.
+
+    Args:
+        group: The ranks.
+        nbytes: Most that weights may take.
+        pin: Whether to page-lock it.
+    """
+
+    def __init__(self, group: ProcessGroup, *, nbytes: int, pin: bool) -> None:
+        super().__init__(pin=pin)
+        self._group = group
+        self._memory = SharedMemory(group, nbytes=nbytes)
+        self._places: dict[int, int] = {}
+        self._at = 0
+        self._apart: mmap.mmap | None = None
+
+    @classmethod
+    def of_model(
+        cls, model: torch.nn.Module, group: ProcessGroup, *, pin: bool
+    ) -> SharedHostMemory:
+        """For all parameters of a model, in any units."""
+        sizes = (_paged((p.numel() + UNIT_ALIGNED) * p.element_size()) for p in model.parameters())
+        return cls(group, nbytes=sum(sizes), pin=pin)
+
+    @override
+    def weights(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        start, nbytes = self._at, _paged(numel * dtype.itemsize)
+        self._at += nbytes
+        if self._group.is_main:
+            self._memory.reserve(start, nbytes)
+        weights = self._memory.tensor(start, numel, dtype)
+        if self._pin:
+            self._memory.lock(weights)
+        self._places[weights.data_ptr()] = start
+        return weights
+
+    @override
+    def fill(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        if self._group.is_main:
+            target.copy_(source)
+
+    @override
+    def filled(self) -> None:
+        self._group.barrier("share a unit's weights")
+
+    @override
+    def share(self, span: slice) -> slice:
+        vectors = -(-(span.stop - span.start) // UNIT_ALIGNED)
+        size = -(-vectors // self._group.world_size) * UNIT_ALIGNED
+        start = span.start + self._group.rank * size
+        return slice(min(start, span.stop), min(start + size, span.stop))
+
+    @override
+    def keep(self, weights: torch.Tensor) -> torch.Tensor:
+        if self._apart is None:
+            self._apart = self._memory.apart()
+        start = self._places[weights.data_ptr()]
+        return torch.frombuffer(
+            self._apart, dtype=weights.dtype, count=weights.numel(), offset=start
+        )
+
+    @override
+    def close(self) -> None:
+        self._apart = None
+        self._memory.close()
+
+
+def _paged(nbytes: int) -> int:
+    """Rounded up to whole pages, which are locked one by one."""
+    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+# -- Where they meet.
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class _Tables:
+    """What ranks tell each other, by rank; twice, ``by turns``, what the next may overwrite.
+
+    A rank that has done with one is at most one ahead of those that still read it.
+    """
+
+    counters: torch.Tensor
+    written: torch.Tensor
+    """The step whose pass has last written a rank's share of a unit."""
+    unit: torch.Tensor
+    """By turns, what has landed: the index of a unit, or a mark."""
+    came: torch.Tensor
+    """By turns, which of its members have a gradient."""
+    squares: torch.Tensor
+    """Of the gradients of a rank's share, by member and by the rank that has them at ZeRO-2."""
+    flags: torch.Tensor
+    """By turns."""
+    reasons: torch.Tensor
+    stages: torch.Tensor
+    """Bytes of gradients on their way."""
+
+
+class Meeting(Closable):
+    """Where the ranks of a machine wait for each other. Collective to make.
+
+    A rank that has left, failed or ended ends all waits for it.
+
+    Args:
+        group: The ranks.
+        units: Those that are trained.
+        timeout_s: Seconds after which waiting ends.
+        pin: Whether to page-lock what gradients pass through.
+    """
+
+    def __init__(
+        self, group: ProcessGroup, *, units: Sequence[Unit], timeout_s: float, pin: bool
+    ) -> None:
+        self._group, self._units, self._timeout_s = group, units, timeout_s
+        self._rank, size = group.rank, group.world_size
+        members = max(len(unit.members) for unit in units)
+        kinds: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
+            "counters": (torch.int64, (size, 4)),
+            "written": (torch.int64, (size, len(units))),
+            "unit": (torch.int64, (2, size)),
+            "came": (torch.uint8, (2, size, members)),
+            "squares": (torch.float64, (size, members, size)),
+            "flags": (torch.uint8, (2, size)),
+            "reasons": (torch.uint8, (size, _LONGEST_REASON)),
+            "stages": (torch.uint8, (size, _paged(max(unit.nbytes for unit in units)))),
+        }
+        sizes = [_paged(math.prod(shape) * dtype.itemsize) for dtype, shape in kinds.values()]
+        self._memory = SharedMemory(group, nbytes=sum(sizes))
+        tensors = {
+            name: self._memory.tensor(sum(sizes[:index]), math.prod(shape), dtype).view(shape)
+            for index, (name, (dtype, shape)) in enumerate(kinds.items())
+        }
+        self._tables = _Tables(**tensors)
+        if pin:
+            self._memory.lock(self._tables.stages[self._rank])
+        self._error: EngineError | None = None
+
+    def stage(self, unit: Unit) -> torch.Tensor:
+        """Where this rank puts gradients, laid out as the unit is."""
+        return self._tables.stages[self._rank, : unit.nbytes].view(unit.host.dtype)
+
+    def stages(self, unit: Unit) -> Sequence[torch.Tensor]:
+        """Where each rank does."""
+        return self._tables.stages[:, : unit.nbytes].view(unit.host.dtype).unbind()
+
+    def land(self, index: int, came: Collection[int] = ()) -> None:
+        """Return once every rank has brought the same gradients.
+
+        Args:
+            index: Of the unit, or a mark.
+            came: Its members that have a gradient.
+
+        Raises:
+            CollectiveError: A rank has brought others, or does not come.
+        """
+        counters = self._tables.counters[:, _LANDED]
+        side = int(counters[self._rank]) & 1
+        units, members = self._tables.unit[side], self._tables.came[side]
+        units[self._rank] = index
+        members[self._rank] = 0
+        members[self._rank, list(came)] = 1
+        self._count(_LANDED)
+        self._wait(counters, self._name(index))
+        if bool((units != index).any()) or bool((members != members[0]).any()):
+            self._fail_with(self._unlike(units.tolist(), members))
+
+    def _unlike(self, units: Sequence[int], came: torch.Tensor) -> CollectiveError:
+        other = next((rank for rank, unit in enumerate(units) if unit != units[0]), None)
+        if other is not None:
+            key, first = "gradients", self._name(units[0])
+            what = f"rank {other} came to {self._name(units[other])}, rank 0 to {first}"
+        else:
+            rank, member = (came != came[0]).nonzero()[0].tolist()
+            having, lacking = (rank, 0) if came[rank, member] else (0, rank)
+            key = f"model.{self._units[units[0]].members[member].name}"
+            what = f"it has a gradient on rank {having} and none on rank {lacking}"
+        return CollectiveError(
+            f"the ranks' backward passes are not alike: {what}",
+            key=key,
+            fix="use the same parameters in the same order on every rank, whatever its batch is",
+        )
+
+    def _name(self, index: int) -> str:
+        return _MARKS.get(index) or f"the gradients of {self._units[index].name}"
+
+    def add_squares(
+        self, own: Mapping[tuple[int, int], float], came: Collection[int]
+    ) -> dict[tuple[int, int], float]:
+        """Sums over all ranks, once each has added up its share of the unit that landed last."""
+        squares = self._tables.squares
+        squares[self._rank] = 0
+        for (member, rank), square in own.items():
+            squares[self._rank, member, rank] = square
+        self._count(_ADDED)
+        self._wait(self._tables.counters[:, _ADDED], "add up gradients")
+        total = squares.sum(0).tolist()
+        return {
+            (member, rank): total[member][rank]
+            for member in came
+            for rank in range(self._group.world_size)
+        }
+
+    def meet(self, purpose: str) -> None:
+        """Return once every rank has come to this."""
+        self._count(_MET)
+        self._wait(self._tables.counters[:, _MET], purpose)
+
+    def any(self, flag: bool, purpose: str) -> bool:
+        """Whether it holds on some rank."""
+        flags = self._tables.flags[int(self._tables.counters[self._rank, _MET]) & 1]
+        flags[self._rank] = flag
+        self.meet(purpose)
+        return bool(flags.any())
+
+    def wrote(self, unit: int, step: int) -> None:
+        """This rank's share of a unit is written."""
+        self._tables.written[self._rank, unit] = step
+
+    def wait_written(self, unit: int, step: int) -> None:
+        """Return once every rank's share is."""
+        self._wait(self._tables.written[:, unit], f"step {self._units[unit].name}", at_least=step)
+
+    # -- Who does not come.
+
+    @contextmanager
+    def failing(self) -> Iterator[None]:
+        """Have the others raise too if the block does."""
+        try:
+            yield
+        except BaseException as error:
+            self.fail(error)
+            raise
+
+    def fail(self, error: BaseException) -> None:
+        """Have the others raise, who wait for this rank."""
+        if not self._tables.counters[self._rank, _STATE]:
+            text = f"{type(error).__name__}: {error}".encode()[:_LONGEST_REASON]
+            reason = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+            self._tables.reasons[self._rank, : len(text)] = reason
+            self._tables.counters[self._rank, _STATE] = _FAILED
+
+    def leave(self) -> None:
+        """This rank comes no more, and waits no more."""
+        if not self._tables.counters[self._rank, _STATE]:
+            self._tables.counters[self._rank, _STATE] = _LEFT
+
+    @override
+    def close(self) -> None:
+        if self._memory.is_open:
+            self.leave()
+            del self._tables, self._units
+        self._memory.close()
+
+    def _count(self, counter: int) -> None:
+        self._raise()
+        self._tables.counters[self._rank, counter] += 1
+
+    def _wait(self, counters: torch.Tensor, purpose: str, at_least: int | None = None) -> None:
+        count = int(counters[self._rank]) if at_least is None else at_least
+        began = looked = time.monotonic()
+        pause, longest = _PAUSE_S
+        while late := [rank for rank, each in enumerate(counters.tolist()) if each < count]:
+            self._raise()
+            now = time.monotonic()
+            self._look(late, purpose, processes=now - looked >= _LOOK_S)
+            if now - looked >= _LOOK_S:
+                looked = now
+            if now - began >= self._timeout_s:
+                self._missing(purpose, dict.fromkeys(late, "never came") | self._group.ended())
+            time.sleep(pause)
+            pause = min(1.5 * pause, longest)
+
+    def _look(self, late: Sequence[int], purpose: str, *, processes: bool) -> None:
+        """Raise if ranks that are waited for are not going to come."""
+        states = self._tables.counters[:, _STATE].tolist()
+        if states[self._rank] == _LEFT:
+            self._fail_with(EngineError("this rank has closed its engine", key="engine"))
+        for rank in late:
+            if states[rank] == _FAILED:
+                self._failed(rank)
+        gone = {rank: "has closed its engine" for rank in late if states[rank] == _LEFT}
+        if processes:
+            ended = self._group.ended()
+            gone |= {rank: ended[rank] for rank in late if ended.get(rank, "").startswith(ENDED)}
+        if gone:
+            self._missing(purpose, gone)
+
+    def _failed(self, rank: int) -> None:
+        text = bytes(self._tables.reasons[rank].tolist()).rstrip(b"\0").decode(errors="replace")
+        self._fail_with(
+            EngineError(
+                f"the step under way failed on another rank ({text})",
+                key=f"rank {rank}",
+                fix="see that rank's own error; weights are no longer alike, so resume from the "
+                "last checkpoint",
+            )
+        )
+
+    def _missing(self, purpose: str, absent: Mapping[int, str]) -> None:
+        states = "; ".join(f"rank {rank} {state}" for rank, state in sorted(absent.items()))
+        self._fail_with(
+            CollectiveError(
+                f"not every rank came to {purpose!r} ({states})",
+                key=f"rank {self._rank}",
+                fix="call it on every rank, not inside `if rank == 0`, and look in the log of the "
+                "rank named for why it stopped",
+            )
+        )
+
+    def _fail_with(self, error: EngineError) -> None:
+        """What is raised once is raised by everything after it: the ranks are apart."""
+        self._error = self._error or error
+        self._raise()
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            # Another one each time: what was raised holds what it has passed through.
+            raise copy(self._error)
+
+
+class WrittenByAll(Future[None]):
+    """Done once this rank's pass over a unit is; its result waits for those of the others."""
+
+    def __init__(self, meeting: Meeting, *, unit: int, step: int) -> None:
+        super().__init__()
+        self._meeting, self._unit, self._step = meeting, unit, step
+
+    @override
+    def set_result(self, result: None) -> None:
+        self._meeting.wrote(self._unit, self._step)
+        super().set_result(result)
+
+    @override
+    def result(self, timeout: float | None = None) -> None:
+        super().result(timeout)
+        self._meeting.wait_written(self._unit, self._step)

@@ -1,0 +1,383 @@
+"""Two ranks stream one copy of the weights, and train as ZeRO-2 with CPU offload does on two."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.backend.stream import streaming
+from tests.backend.stream.streaming import (
+    Run,
+    advance,
+    differences,
+    gathered,
+    loss_of,
+    make_model,
+    start,
+    train,
+)
+from tests.support.ranks import RanksFailed, on_a_machine, ranks, run_ranks
+from zerotune.backend.stream import ranks as shared
+from zerotune.backend.stream.sharing import Meeting
+from zerotune.checkpoint import load_checkpoint, save_checkpoint
+from zerotune.checkpoint.export.model import export_model
+from zerotune.ema import EMAShadow
+from zerotune.errors import CollectiveError, EngineError
+from zerotune.plan.model import Streaming
+
+pytestmark = pytest.mark.deepspeed
+
+CLIPPED = Run(family="web", accumulation=3, steps=4, evaluate=True)
+EAGER = Run(family="web", checkpointing="on", clipping=0.0, steps=4)
+ADAPTERS = Run(family="flux", lora=True, checkpointing="on", steps=4)
+STREAMED = Streaming(window=2)
+
+
+def rank() -> int:
+    return int(os.environ["RANK"])
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        CLIPPED,
+        EAGER,
+        ADAPTERS,
+        Run(family="unet", clipping=0.0, accumulation=3, groups=True, steps=3),
+        Run(family="qwen", precision="fp32", clipping=0.0, steps=4),
+    ],
+    ids=str,
+)
+@ranks(2)
+def test_every_bit_is_that_of_zero_2(monkeypatch, run):
+    def differing(run: Run) -> torch.nn.Module:
+        """The first rank's weights are those of all."""
+        model = make_model(run)
+        for parameter in model.parameters() if rank() else ():
+            parameter.data.mul_(2)
+        return model
+
+    monkeypatch.setattr(streaming, "make_model", differing)
+    mine = train(run, streamed=STREAMED, seed=3)
+    theirs = train(run)
+    assert (mine["engine"], theirs["engine"]) == ("SharedStreamEngine", "DeepSpeedEngine")
+    assert not differences(theirs, mine)
+    assert mine["counts"].evicted
+
+
+@pytest.mark.parametrize("fault", ["a reduction left out", "a write not waited for"])
+@ranks(2)
+def test_a_fault_is_seen(monkeypatch, fault):
+    run = Run(family="web", steps=3)
+    theirs = train(run)
+    if fault == "a reduction left out":
+        monkeypatch.setattr(Meeting, "stages", lambda self, unit: [self.stage(unit)])
+    else:
+        monkeypatch.setattr(Meeting, "wait_written", lambda *_: None)
+        if rank():
+            original = shared.SharedSteps._check
+            monkeypatch.setattr(
+                shared.SharedSteps,
+                "_check",
+                lambda self, *each: (time.sleep(0.02), original(self, *each))[1],
+            )
+    assert differences(theirs, train(run, streamed=STREAMED))
+
+
+@pytest.mark.parametrize("run", [CLIPPED, EAGER], ids=str)
+@ranks(2)
+def test_gradients_of_one_rank_that_are_not_finite_skip_the_step_on_all(run):
+    def train(streamed: Any) -> Any:
+        with start(run, make_model(run), streamed=streamed) as engine:
+            kept: list[Any] = [advance(run, engine, range(1))]
+            for _ in range(run.accumulation):
+                engine.backward(loss_of(run, engine, 2) * (float("nan") if rank() else 1.0))
+                outcome = engine.step()
+            kept += [outcome.applied, outcome.boundary, engine.state.skipped_steps]
+            kept.append(advance(run, engine, range(3, 4)))
+            return kept, gathered(engine)
+
+    (mine, weights), (theirs, their_weights) = train(STREAMED), train(None)
+    assert mine == theirs
+    assert all(all(map(torch.equal, weights[n], their_weights[n])) for n in weights)
+
+
+@ranks(2)
+def test_weights_of_no_step_are_gone_on_with_on_no_rank(monkeypatch):
+    with start(EAGER, make_model(EAGER), streamed=STREAMED) as engine:
+        advance(EAGER, engine, range(1))
+        if rank():
+            with torch._C.DisableTorchFunctionSubclass():
+                engine.module.inp.weight.register_hook(lambda gradient: gradient * float("nan"))
+        engine.backward(loss_of(EAGER, engine, 2))
+        outcome = engine.step()
+        assert (outcome.applied, outcome.grad_norm) == (True, float("inf"))
+        with pytest.raises(EngineError, match="resume from the last checkpoint"):
+            loss_of(EAGER, engine, 3)
+
+
+# -- Ranks that do not do the same.
+
+
+def freeze(engine: Any, *names: str) -> None:
+    for name in names:
+        engine.module.get_submodule(name).requires_grad_(False)
+
+
+def skip_backward(engine: Any) -> None:
+    engine.backward = lambda _loss: None
+
+
+def lose(engine: Any) -> None:
+    engine.close()
+
+
+APART = {
+    "a gradient": (lambda e: freeze(e, "blocks.3.n"), r"blocks\.3\.n\..*none on rank 1"),
+    "a unit": (lambda e: freeze(e, "blocks.3"), r"gradients of blocks\.3"),
+    "a backward pass": (skip_backward, r"rank 1 came to its step"),
+    "a rank": (lose, r"rank 1 has closed its engine"),
+}
+
+
+@pytest.mark.parametrize("run", [EAGER, Run(family="web")], ids=str)
+@ranks(2)
+def test_what_one_rank_lacks_ends_in_an_error_on_each(run):
+    for break_it, message in APART.values():
+        engine = start(run, make_model(run), streamed=STREAMED)
+        advance(run, engine, range(1))
+        if rank():
+            break_it(engine)
+        if break_it is lose and rank():
+            continue
+        with pytest.raises(CollectiveError, match=message):
+            advance(run, engine, range(1, 3))
+        with pytest.raises(CollectiveError, match=message):
+            advance(run, engine, range(3, 4))
+        # Raises only where weights are of no step.
+        with contextlib.suppress(CollectiveError):
+            engine.close()
+
+
+@ranks(2)
+def test_a_rank_that_does_not_come_in_time_is_named():
+    run = Run(family="web")
+    engine = start(run, make_model(run), streamed=STREAMED, timeout_s=4)
+    if rank():
+        time.sleep(8)
+        return
+    with pytest.raises(CollectiveError, match="rank 1 never came"):
+        advance(run, engine, range(1))
+
+
+@ranks(2)
+def test_what_a_step_fails_with_on_one_rank_is_said_on_the_others(monkeypatch):
+    run = Run(family="web")
+    engine = start(run, make_model(run), streamed=STREAMED)
+    advance(run, engine, range(1))
+    if rank():
+        monkeypatch.setattr(shared.SharedSteps, "_check", _fail)
+    kind, message = (MemoryError, "no more") if rank() else (EngineError, "rank 1.*no more")
+    with pytest.raises(kind, match=message):
+        advance(run, engine, range(1, 3))
+    with pytest.raises(kind, match=message):
+        engine.close()
+
+
+def _fail(*_: Any, **__: Any) -> None:
+    raise MemoryError("no more")
+
+
+@ranks(2)
+def test_ranks_with_other_models_or_plans_are_refused():
+    run = Run(family="web")
+    model = make_model(run)
+    if rank():
+        freeze_part = model.get_submodule("blocks.2")
+        freeze_part.requires_grad_(False)
+    with pytest.raises(CollectiveError, match=r"model.*blocks\.2"):
+        start(run, model, streamed=STREAMED)
+    with pytest.raises(CollectiveError, match="resolved plan"):
+        start(run, make_model(run), streamed=Streaming(window=2 + rank()))
+
+
+@ranks(2)
+def test_on_several_machines_deepspeed_trains_and_says_so():
+    on_a_machine(f"machine-{rank()}")
+    run = Run(family="web", steps=1)
+    with start(run, make_model(run), streamed=True) as engine:
+        advance(run, engine, range(1))
+        assert type(engine).__name__ == "DeepSpeedEngine"
+        (said,) = [each for each in engine.decisions if each.key == "streamed"]
+    assert "several machines" in said.reason
+
+
+# -- Memory.
+
+
+def mapped(kind: str) -> list[str]:
+    """This process's views of shared memory: ``s``, or ``p`` where what it writes is its own."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return [line for line in lines if "memfd:zerotune" in line and line.split()[1][3] == kind]
+
+
+def links() -> list[int]:
+    """Of each piece of shared memory that this process has open, the names that lead to it."""
+    found = []
+    for each in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            if "memfd:zerotune" in str(each.readlink()):
+                found.append(each.stat().st_nlink)
+    return found
+
+
+@ranks(2)
+def test_weights_are_in_memory_once_and_it_is_given_back():
+    run = Run(family="web", steps=1)
+    model = make_model(run)
+    with start(run, model, streamed=STREAMED) as engine:
+        advance(run, engine, range(1))
+        assert mapped("s")
+        assert set(links()) == {0}, "nothing of it lasts longer than its processes"
+        inodes = engine.group.gather(sorted({line.split()[4] for line in mapped("s")}))
+        assert inodes[0] == inodes[1]
+        weights = gathered(engine)
+    gc.collect()
+    assert not mapped("s")
+    # Weights are whole, and each rank's own from here on.
+    state = model.state_dict()
+    assert all(torch.equal(state[name], weights[name][0]) for name in weights)
+    for value in state.values():
+        value.fill_(rank())
+    time.sleep(0.2)
+    assert all(bool((value == rank()).all()) for value in model.state_dict().values())
+    del model, state, value, engine
+    gc.collect()
+    assert not mapped("p")
+    assert not links()
+
+
+@ranks(2)
+def test_memory_is_given_back_after_an_error(monkeypatch):
+    run = Run(family="web", steps=1)
+    monkeypatch.setattr(shared.SharedSteps, "__init__", _fail)
+    with pytest.raises(MemoryError):
+        start(run, make_model(run), streamed=STREAMED)
+    gc.collect()
+    assert not mapped("s")
+    assert not links()
+
+
+def lose_a_rank() -> str:
+    run = Run(family="web", steps=1)
+    engine = start(run, make_model(run), streamed=STREAMED)
+    advance(run, engine, range(1))
+    if rank():
+        os.kill(os.getpid(), signal.SIGKILL)
+    said = ""
+    try:
+        advance(run, engine, range(1, 3))
+    except CollectiveError as error:
+        said += str(error)
+    try:
+        engine.close()
+    except CollectiveError as error:
+        said += str(error)
+    del engine
+    gc.collect()
+    assert not mapped("s")
+    # A killed rank fails the whole, and results with it.
+    raise AssertionError(said)
+
+
+def test_a_killed_rank_is_named():
+    with pytest.raises(RanksFailed, match=r"rank 1 has ended"):
+        run_ranks(lose_a_rank, world_size=2)
+
+
+# -- What others read and write.
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "streamed": {"streamed": STREAMED},
+    "stage 2": {"streamed": None},
+    "stage 3": {"streamed": None, "stage": 3},
+    "plain": {"streamed": None, "stage": 0, "deepspeed": False},
+}
+
+
+def go_on(
+    run: Run, name: str, steps: range, *, resume: Path | None = None, save: Path | None = None
+) -> dict[str, Any]:
+    with start(run, make_model(run), **OTHERS[name]) as engine:
+        ema = EMAShadow(decay=0.9).attach(engine)
+        if resume is not None:
+            load_checkpoint(resume, engine=engine, shadows={"ema": ema})
+        kept = advance(run, engine, steps, ema)
+        if save is not None:
+            save_checkpoint(save, engine=engine, shadows={"ema": ema})
+        return {**kept, "contents": gathered(engine, ema)}
+
+
+@pytest.mark.parametrize("run", [CLIPPED, ADAPTERS], ids=str)
+@ranks(2)
+def test_checkpoints_are_those_of_stage_2_and_resume_anywhere(tmp_path, run):
+    names = OTHERS if run is CLIPPED else ("streamed", "stage 3")
+    for name in ("streamed", "stage 2"):
+        go_on(run, name, range(2), save=tmp_path / name)
+    for name in names:
+        mine, theirs = (
+            go_on(run, name, range(2, 4), resume=tmp_path / source)
+            for source in ("streamed", "stage 2")
+        )
+        assert not differences(theirs, mine), name
+    if run is CLIPPED:
+        for name in ("stage 3", "plain"):
+            go_on(run, name, range(2), save=tmp_path / name)
+            mine, theirs = (
+                go_on(run, target, range(2, 4), resume=tmp_path / name)
+                for target in ("streamed", "stage 2")
+            )
+            assert not differences(theirs, mine), name
+
+
+@ranks(2)
+def test_exports_and_explanations_know_all_ranks(tmp_path):
+    from safetensors.torch import load_file
+
+    run = Run(family="flux", steps=2)
+    with start(run, make_model(run), streamed=STREAMED) as engine:
+        advance(run, engine, range(2))
+        export_model(tmp_path / "export", engine=engine)
+        masters = dict(engine.master_weights.gather())
+        assert "2 ranks" in engine.explain()
+    (file,) = (tmp_path / "export").glob("*.safetensors")
+    stored = load_file(file)
+    assert stored.keys() == masters.keys()
+    assert all(torch.equal(stored[n].float(), masters[n]) for n in masters)
+
+
+def resume_with_any_number(folder: str, save: bool) -> Any:
+    run = Run(family="web", steps=2)
+    with start(run, make_model(run), streamed=STREAMED) as engine:
+        ema = EMAShadow(decay=0.9).attach(engine)
+        path = Path(folder) / "checkpoint"
+        if save:
+            advance(run, engine, range(2), ema)
+            save_checkpoint(path, engine=engine, shadows={"ema": ema})
+        else:
+            load_checkpoint(path, engine=engine, shadows={"ema": ema})
+        return {k: [t.tolist() for t in v] for k, v in gathered(engine, ema).items()}
+
+
+def test_checkpoints_of_two_ranks_resume_on_one_and_back(tmp_path):
+    two, _ = run_ranks(resume_with_any_number, str(tmp_path), True, world_size=2)
+    (one,) = run_ranks(resume_with_any_number, str(tmp_path), False, world_size=1)
+    assert one == two
