@@ -27,7 +27,10 @@ from zerotune.backend.engine import (
 )
 from zerotune.backend.layouts import Named
 from zerotune.backend.master_weights import MasterWeights
+from zerotune.backend.optimizers.adamw_8bit_states import AdamW8BitStates
+from zerotune.backend.optimizers.adamw_bf16_states import AdamWBF16States
 from zerotune.backend.optimizers.client import (
+    CLASSES,
     chosen_optimizer,
     continue_schedule,
     own_scheduler,
@@ -35,6 +38,8 @@ from zerotune.backend.optimizers.client import (
     scheduler_class,
 )
 from zerotune.backend.proof import prove_offload, why_unproven
+from zerotune.backend.step.adams import torch_rounds_alike
+from zerotune.backend.step.deferred import ROUNDS_OTHERWISE
 from zerotune.backend.step.kernel import load_host_step
 from zerotune.backend.stored import bring_weights
 from zerotune.backend.stream.flat import FlatOrder
@@ -47,7 +52,8 @@ from zerotune.backend.stream.steps import StreamedSteps
 from zerotune.backend.stream.units import Unit, find_units, make_units
 from zerotune.backend.stream.weights import release_weight, stream_weight
 from zerotune.decisions import Decision, announce
-from zerotune.errors import PlatformError
+from zerotune.errors import OptimizerError, PlatformError
+from zerotune.optimizers.catalogue import OPTIMIZERS, entry_of
 from zerotune.plan.model import ModelFacts, ResolvedPlan, Streaming, pins
 from zerotune.plan.resolve import streaming_obstacle
 
@@ -101,6 +107,7 @@ class StreamEngine(CountingEngine):
             order=self._order,
             device=self._device,
             memory=self._memory,
+            split=self._streaming.split_masters,
         )
         return needs
 
@@ -121,14 +128,19 @@ class StreamEngine(CountingEngine):
         groups: list[dict[str, Any]] = []
         for index, given in enumerate(choice.groups or (None,)):
             own = {} if given is None else {"name": given.name, **given.params}
-            masters = [slab.master for slab in slabs if slab.group == index]
+            masters = [slab.key for slab in slabs if slab.group == index]
             groups.append({"params": masters, **own})
+        self._expected_groups = expected_groups(choice, named, None)
+        own_kind = CLASSES.get(choice.implementation)
+        if own_kind is not None:
+            self._adam: Any = own_kind(groups, **choice.params)
+            self._scheduler = self._make_scheduler(deepspeed, plan)
+            return
         params = {name: choice.params[name] for name in _OF_ADAM if name in choice.params}
         with compiling(plan):
             self._adam = deepspeed.ops.adam.DeepSpeedCPUAdam(
                 groups, **params, adamw_mode=choice.weight_decay_mode != "l2"
             )
-        self._expected_groups = expected_groups(choice, named, None)
         self._scheduler = self._make_scheduler(deepspeed, plan)
 
     def _make_scheduler(self, deepspeed: Any, plan: ResolvedPlan) -> Any:
@@ -328,16 +340,28 @@ class StreamEngine(CountingEngine):
         streamed = [unit for unit in self._units if not unit.resident]
         total = sum(unit.nbytes for unit in streamed)
         eager = "in the backward pass" if self._steps.is_eager else "after the gradients' norm"
-        return (
-            Decision(
-                key=KEY,
-                before=self._plan.streamed,
-                after=f"{len(streamed)} units, {format_size(self._capacity)} of "
-                f"{format_size(total)} on the device",
-                reason=f"each unit comes before it is used and is stepped {eager}; the bits are "
-                "those of ZeRO-2 with CPU offload",
-            ),
+        split = self._streaming.split_masters
+        bits = "the bits are those of ZeRO-2 with CPU offload"
+        if split:
+            bits += ", but for master weights halfway between two bf16 numbers"
+        where = Decision(
+            key=KEY,
+            before=self._plan.streamed,
+            after=f"{len(streamed)} units, {format_size(self._capacity)} of "
+            f"{format_size(total)} on the device",
+            reason=f"each unit comes before it is used and is stepped {eager}; {bits}",
         )
+        if not split:
+            return (where,)
+        kept = Decision(
+            key=f"{KEY}.split_masters",
+            before="fp32",
+            after="the bf16 weights and their low 16 bits",
+            reason="2 bytes of host memory less per trained weight; every bit is kept, but one of "
+            "131,072 weights on average, halfway between two bf16 numbers and rounded up, becomes "
+            "one unit in its last place more at each step",
+        )
+        return where, kept
 
     @override
     def _checks(self) -> Checks:
@@ -350,7 +374,7 @@ class StreamEngine(CountingEngine):
             steps_taken=self._global_step - self._skipped_steps,
             groups=self._expected_groups,
         )
-        names = {id(slab.master): slab for unit in self._units for slab in unit.slabs}
+        names = {id(slab.key): slab for unit in self._units for slab in unit.slabs}
         checks.group_members(
             self._expected_groups,
             [
@@ -367,7 +391,7 @@ class StreamEngine(CountingEngine):
         checks.equal("scheduler.type", scheduler_class(plan), running)
         dtypes = {str(unit.host.dtype) for unit in self._units if unit.slabs}
         checks.equal("precision", str(DTYPES[plan.precision]), ", ".join(sorted(dtypes)))
-        places = {slab.master.device.type for unit in self._units for slab in unit.slabs}
+        places = {slab.key.device.type for unit in self._units for slab in unit.slabs}
         checks.equal("offload_optimizer.device", "cpu", ", ".join(sorted(places)))
         checks.equal("world_size", plan.world_size, self._group.world_size)
         return checks
@@ -416,8 +440,9 @@ def why_not_streamed(plan: ResolvedPlan, model: torch.nn.Module) -> str | None:
     if plan.streamed is None and (obstacle := _why_not_by_default(plan)) is not None:
         return obstacle
     choice = chosen_optimizer(plan)
-    if choice.implementation != "DeepSpeedCPUAdam":
-        return f"{choice.implementation} does not step unit by unit; Adam and AdamW do"
+    if not entry_of(choice.name).streams:
+        known = ", ".join(name for name, entry in OPTIMIZERS.items() if entry.streams)
+        return f"{choice.implementation} does not step unit by unit; {known} do"
     betas = {tuple(group.params.get("betas", ())) for group in choice.groups}
     if len(betas) > 1:
         return "groups with betas of their own are stepped in order"
@@ -427,7 +452,24 @@ def why_not_streamed(plan: ResolvedPlan, model: torch.nn.Module) -> str | None:
     if not find_units(model, streaming.units):
         return "the model has no repeated blocks; Streaming(units=...) names what comes as a whole"
     try:
-        load_host_step()
+        op = load_host_step()
     except PlatformError as error:
         return f"the op host_step cannot be built: {error.reason}"
+    if choice.implementation == AdamWBF16States.__name__ and not torch_rounds_alike(op):
+        return ROUNDS_OTHERWISE
     return None
+
+
+def require_other_engine(plan: ResolvedPlan) -> None:
+    """Whether another engine can step with the plan's optimizer.
+
+    Raises:
+        OptimizerError: It steps streamed weights only.
+    """
+    if chosen_optimizer(plan).implementation == AdamW8BitStates.__name__:
+        raise OptimizerError(
+            "keeps its moments beside streamed weights only, and these are not streamed",
+            key="optimizer.type",
+            value=AdamW8BitStates.__name__,
+            fix="plan.resolve(streamed=True), or AdamW8bit of bitsandbytes",
+        )

@@ -93,19 +93,21 @@ class UnitPass:
     def _catch_up(self, coming: Averages) -> None:
         for slab, step in self._steps:
             for part in slab.parts:
+                weight = step.masters.read(part.place)
                 for average in coming:
-                    average.tensors[part.key].lerp_(step.weight[part.place], average.weight)
+                    average.tensors[part.key].lerp_(weight, average.weight)
 
 
 def _run(slab: UnitSlab, step: SlabStep, coming: Averages) -> None:
-    if not coming and not any(part.singles for part in slab.parts):
-        step.run(0, step.weight.numel())
+    has_singles = step.whole is None and any(part.singles for part in slab.parts)
+    if not coming and not has_singles:
+        step.run(0, step.masters.numel)
         return
     # What lies between the parameters is zero, and stays so; among the last elements it would make
     # whole vectors of them.
     one_by_one = attrs.evolve(step, whole=0)
     for part in slab.parts:
-        for run, is_single in part.runs():
+        for run, is_single in part.runs() if has_singles else [(part.place, False)]:
             inside = slice(run.start - part.offset, run.stop - part.offset)
             averages = [
                 Average(shadow=each.tensors[part.key][inside], weight=each.weight)

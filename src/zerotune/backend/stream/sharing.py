@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from copy import copy
-from typing import Final
+from typing import Any, Final
 
 import attrs
 import torch
@@ -99,9 +99,8 @@ class SharedMemory(Closable):
 
     def lock(self, tensor: torch.Tensor) -> None:
         """Page-lock what ``tensor`` returned, for copies to and from a device of CUDA or ROCm."""
-        torch.cuda.check_error(
-            int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0))
-        )
+        cudart: Any = torch.cuda.cudart
+        torch.cuda.check_error(int(cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)))
         self._locked.append(tensor)
 
     def apart(self) -> mmap.mmap:
@@ -120,8 +119,9 @@ class SharedMemory(Closable):
     @override
     def close(self) -> None:
         """Lock nothing more. The memory goes with the last tensor."""
+        cudart: Any = torch.cuda.cudart
         for tensor in self._locked:
-            torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())))
+            torch.cuda.check_error(int(cudart().cudaHostUnregister(tensor.data_ptr())))
         self._locked = []
         if self.is_open:
             os.close(self._fd)

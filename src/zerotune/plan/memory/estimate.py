@@ -936,7 +936,9 @@ def _streamed_on_host(case: Costing, blocks: list[int]) -> Iterator[MemoryItem]:
 
     yield locked("weights", blocks, _share_of(case, case.resolved.precision))
     yield locked("gradients", trained, _share_of(case, case.resolved.precision))
-    yield case.item("master weights", "host", 4 * count, note=_share_of(case, "fp32"))
+    split = case.streaming is not None and case.streaming.split_masters
+    masters, kept = (2, "the low halves") if split else (4, "fp32")
+    yield case.item("master weights", "host", masters * count, note=_share_of(case, kept))
     nbytes = case.state_bytes * case.states * count
     yield case.item("optimizer states", "host", nbytes, TRAINING, _share_of(case, "fp32"))
 
