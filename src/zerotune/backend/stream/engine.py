@@ -62,6 +62,8 @@ from zerotune.plan.resolve import streaming_obstacle
 
 KEY = "streamed"
 _OF_ADAM = ("lr", "bias_correction", "betas", "eps", "weight_decay", "amsgrad")
+_STREAMED_STORAGES = {"nf4", "fp4"}
+"""What a frozen base may be quantized to; others keep weights in tensors of their own kind."""
 _CASTABLE = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -395,8 +397,7 @@ class StreamEngine(CountingEngine):
     def _checks(self) -> Checks:
         plan, checks = self._plan, Checks()
         choice = chosen_optimizer(plan)
-        checks.equal("optimizer.type", choice.implementation, type(self._adam).__name__)
-        checks.optimizer_arguments(
+        checks.optimizer(
             choice,
             self._adam,
             scheduler=plan.scheduler,
@@ -496,8 +497,12 @@ def why_not_streamed(plan: ResolvedPlan, model: torch.nn.Module) -> str | None:
     betas = {tuple(group.params.get("betas", ())) for group in choice.groups}
     if len(betas) > 1:
         return "groups with betas of their own are stepped in order"
-    if any(parameter.storage for parameter in ModelFacts.from_module(model).parameters):
-        return "a quantized base stays on the device"
+    kept = {p.storage for p in ModelFacts.from_module(model).parameters if p.storage}
+    if other := sorted(kept - _STREAMED_STORAGES):
+        return (
+            f"a base in {', '.join(other)} stays on the device; bitsandbytes' 4-bit weights (nf4, "
+            "fp4) are streamed"
+        )
     streaming = plan.streamed if isinstance(plan.streamed, Streaming) else Streaming()
     if not find_units(model, streaming.units):
         return "the model has no repeated blocks; Streaming(units=...) names what comes as a whole"

@@ -9,6 +9,7 @@ memory of another unit.
 
 from __future__ import annotations
 
+import copy
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -79,11 +80,15 @@ class StreamedWeight:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
-            memo[id(self)] = _copied(self)
+            # Before what it holds: a quantized weight holds its module.
+            copied = memo[id(self)] = _copied(self)
+            vars(copied).update(copy.deepcopy(_beside(self), memo))
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _copied(self).__reduce_ex__(protocol)
+        copied = _copied(self)
+        vars(copied).update(_beside(self))
+        return copied.__reduce_ex__(protocol)
 
 
 def stream_weight(unit: Unit, member: Member) -> None:
@@ -113,7 +118,12 @@ def _copied(parameter: Any) -> Any:
     home = _home(parameter)
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         values = home.weights().to(parameter.device, copy=True)
-        return home.kind(values, parameter.requires_grad)
+        return cast(Any, torch.Tensor)._make_subclass(home.kind, values, parameter.requires_grad)
+
+
+def _beside(parameter: Any) -> dict[str, Any]:
+    """What it holds beside its values: of a quantized weight, how to read it."""
+    return {name: value for name, value in vars(parameter).items() if name != "_home"}
 
 
 class _Use(torch.autograd.Function):
