@@ -51,7 +51,7 @@ def spoiling(engine: Any) -> Any:
 
     def spoil(gradient: torch.Tensor) -> torch.Tensor:
         if hasattr(engine, "_passes"):
-            engine._passes.settle()
+            engine._steps.passes.settle()
         return gradient * float("nan")
 
     def hook(_module: Any, _args: Any, output: torch.Tensor) -> None:
