@@ -24,7 +24,17 @@ PLANS: Mapping[str, Mapping[str, Any]] = {
     "ZeRO-2 with EMA": {"stage": 2, **_RAM},
     "ZeRO-3 with EMA": {"stage": 3, **_RAM, "stage3_param_persistence_threshold": 0},
 }
+LEAN: Mapping[str, tuple[str, bool]] = {
+    "fp32 moments": ("AdamW", False),
+    "fp32 moments, split masters": ("AdamW", True),
+    "bf16 moments": ("AdamWBF16States", False),
+    "bf16 moments, split masters": ("AdamWBF16States", True),
+    "8-bit moments": ("AdamW8BitStates", False),
+    "8-bit moments, split masters": ("AdamW8BitStates", True),
+}
+"""Optimizers, and whether their master weights are split."""
 DECAY = 0.999
+STATES = "lean states"
 SIMULATED = "ZeRO-2 with EMA, simulated device"
 
 
@@ -41,6 +51,7 @@ def cases(quick: bool) -> Sequence[Case]:
     names = list(PLANS)[:1] if quick else list(PLANS)
     return (
         Case("step alone", step_alone, by_itself),
+        Case(STATES, lean_states, {**by_itself, "rounds": 2 if quick else 41}),
         *(Case(name, training, {"plan": dict(PLANS[name]), **size}) for name in names),
         Case(SIMULATED, hidden, slow),
     )
@@ -52,6 +63,63 @@ def step_alone(settings: Mapping[str, Any], _scratch: Path) -> Measured:
         samples: dict[str, dict[str, list[float]]] = worker.call("measure")
     facts = {"parameters": settings["parameters"], "bytes moved per parameter by the pass": 28}
     return Measured(samples=samples, baseline=CHAIN + ", one EMA", facts=facts)
+
+
+def lean_states(settings: Mapping[str, Any], _scratch: Path) -> Measured:
+    """The pass with moments and master weights in fewer bits, cast included."""
+    with Worker(LeanSlabs, dict(settings)) as worker:
+        samples: dict[str, dict[str, list[float]]] = worker.call("measure")
+    return Measured(samples=samples, baseline=next(iter(LEAN)))
+
+
+class LeanSlabs:
+    """As many weights for each way of keeping them, a sixth of those of the other case."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        from zerotune.backend.step.kernel import load_host_step
+        from zerotune.backend.upstream import require_deepspeed
+
+        require_deepspeed(accelerator="cpu")
+        self._rounds, self._count = settings["rounds"], max(2**18, settings["parameters"] // 6)
+        self._gradient = (torch.randn(self._count) * 1e-2).bfloat16()
+        self._op = load_host_step()
+
+    def measure(self) -> dict[str, dict[str, list[float]]]:
+        """Seconds, and those of this thread alone, which others on the machine do not lengthen."""
+        steps = {name: self._stepped(*how) for name, how in LEAN.items()}
+        return alternate(
+            {name: functools.partial(self._timed, step) for name, step in steps.items()},
+            rounds=self._rounds, warm_up=2,
+        )  # fmt: skip
+
+    def _timed(self, step: Callable[[], None]) -> dict[str, float]:
+        began = time.thread_time()
+        return {**timed(step)(), "thread_seconds": time.thread_time() - began}
+
+    def _stepped(self, name: str, split: bool) -> Callable[[], None]:
+        from zerotune.backend.optimizers.client import CLASSES
+        from zerotune.backend.step.adams import stepper_of
+        from zerotune.backend.step.masters import SplitMasters
+
+        weights = torch.randn(self._count)
+        high = weights.bfloat16()
+        masters, key = None, torch.nn.Parameter(weights)
+        if split:
+            low = torch.zeros(self._count, dtype=torch.int16)
+            masters, key = SplitMasters(high=high, low=low), torch.nn.Parameter(low, False)
+        kind: Any = CLASSES.get(name, _cpu_adam_over)
+        adam = kind([key], lr=1e-4, weight_decay=0.01)
+        stepper = stepper_of(adam)(op=self._op, adam=adam)
+
+        def step() -> None:
+            stepper.rewind()
+            begun = stepper.begin(
+                key, gradient=self._gradient, group=adam.param_groups[0], factor=0.999,
+                out=None if split else high, masters=masters,
+            )  # fmt: skip
+            begun.run(0, self._count)
+
+        return step
 
 
 class Slab:
@@ -111,12 +179,16 @@ class Slab:
 
 
 def _cpu_adam(count: int) -> Any:
+    return _cpu_adam_over([torch.nn.Parameter(torch.randn(count))], weight_decay=0.01)
+
+
+def _cpu_adam_over(parameters: Any, **settings: Any) -> Any:
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     from zerotune.backend.ops import same_ninja
 
     with same_ninja():
-        return DeepSpeedCPUAdam([torch.nn.Parameter(torch.randn(count))], weight_decay=0.01)
+        return DeepSpeedCPUAdam(parameters, **settings)
 
 
 def _only(adam: Any) -> torch.nn.Parameter:
@@ -327,7 +399,7 @@ BENCHMARK = Benchmark(
     name="step",
     title="Adam's step in host memory in one pass against DeepSpeed's chain",
     cases=cases,
-    ours=(OURS, BEHIND, *(PASS + name for name in AVERAGES)),
+    ours=(OURS, BEHIND, *(PASS + name for name in AVERAGES), *list(LEAN)[1:]),
     goals=(
         *(
             Goal(f"the pass takes at most 0.65 of the chain{name}", "step alone", PASS + name,
@@ -336,6 +408,8 @@ BENCHMARK = Benchmark(
         ),
         Goal("the pass reaches 90 % of a memory copy, one EMA", "step alone", PASS + ", one EMA",
              "bytes_per_second", 0.9, COPY),
+        Goal("the pass with bf16 moments takes at most 0.75 of that with fp32 ones", STATES,
+             "bf16 moments", "thread_seconds", 0.75, "fp32 moments"),
         *(Goal(f"{case}: {_WHOLE}", case, OURS, "seconds", 0.85, BY_HAND) for case in PLANS),
         Goal("at least 90 % of step and average is hidden behind a device's time", SIMULATED,
              BEHIND, "visible_share", 0.1),

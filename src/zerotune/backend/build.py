@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from zerotune.backend.deepspeed.engine import DeepSpeedEngine
 from zerotune.backend.plain import PlainEngine
-from zerotune.backend.stream.engine import StreamEngine, why_not_streamed
+from zerotune.backend.stream.engine import StreamEngine, require_other_engine, why_not_streamed
 from zerotune.backend.stream.ranks import SharedStreamEngine, why_not_together
 from zerotune.decisions import announce
 
@@ -47,4 +47,6 @@ def build_engine(*, model: torch.nn.Module, plan: ResolvedPlan, timeout_s: float
         elif plan.streamed or might:
             plan = plan.without_streaming(obstacle)
             announce(plan.decisions[-1:])
+    if kind not in (StreamEngine, SharedStreamEngine):
+        require_other_engine(plan)
     return kind(model=model, plan=plan, timeout_s=timeout_s)

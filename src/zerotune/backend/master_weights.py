@@ -43,14 +43,20 @@ class OptimizerStates:
         self._optimizer = optimizer
         self._key = key
         self._copies: dict[str, torch.Tensor] = {}
+        self._coder: Any = optimizer if hasattr(optimizer, "decode_states") else None
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
         """States with one element per weight, by name; empty before the first step.
 
         fp32, unless the optimizer keeps them in fewer bits (``AdamWBF16States``). Of a tensor that
-        is not contiguous they are copies, which ``write_back`` brings to the optimizer.
+        is not contiguous, or whose states are codes of one byte (``AdamW8BitStates``), they are
+        copies, which ``write_back`` brings to the optimizer.
         """
+        if self._coder is not None:
+            if not self._copies:
+                self._copies = self._coder.decode_states(self._state)
+            return self._copies
         return {
             name: value if value.is_contiguous() else self._copy(name, value)
             for name, value in self._state_tensors()
@@ -63,6 +69,9 @@ class OptimizerStates:
 
     def write_back(self) -> None:
         """Have the optimizer's states be what was written to their copies."""
+        if self._coder is not None:
+            self._coder.encode_states(self._writable, self._copies)
+            return
         for name, copy in self._copies.items():
             self._state[name].copy_(copy)
 
@@ -77,12 +86,14 @@ class OptimizerStates:
         return {
             name: float(value)
             for name, value in self._state_tensors()
-            if value.numel() == 1 != self._key.numel()
+            if value.numel() == 1 != self._key.numel() and self._coder is None
         }
 
     @property
     def others(self) -> tuple[str, ...]:
         """Names of what cannot be divided like the weights, such as Adafactor's row sums."""
+        if self._coder is not None:
+            return ()
         covered = {"step", *self.tensors, *self.scalars}
         return tuple(
             name for name, value in self._state.items() if name not in covered and value is not None
@@ -118,6 +129,13 @@ class OptimizerStates:
     def create(self, names: tuple[str, ...]) -> None:
         """Make zero-filled states, as the optimizer itself would at its first step."""
         state, dtype = self._writable, getattr(self._optimizer, "state_dtype", None)
+        if self._coder is not None:
+            self._coder.create_states(state, self._key.numel())
+            state.setdefault("step", 0)
+            return
+        if dtype is None and not self._key.is_floating_point():
+            # Low halves of split master weights.
+            dtype = torch.float32
         for name in names:
             state.setdefault(name, torch.zeros_like(self._key.data, dtype=dtype))
         state.setdefault("step", self._counter(0))
@@ -343,6 +361,10 @@ class MasterLayout(ABC):
     def tensors(self) -> Sequence[torch.Tensor]:
         """The flat tensors as the optimizer's groups hold them; their data may lie on NVMe."""
 
+    def masters_of(self, address: FragmentAddress, part: slice) -> torch.Tensor:
+        """Some fp32 weights of a fragment that is in memory, 1-D; not to be written."""
+        return _narrow(self.tensors[address.slab].reshape(-1), address)[part]
+
     def settle(self) -> None:  # noqa: B027 - most layouts have no such steps
         """Return once a step under way has written every weight and state."""
 
@@ -505,7 +527,7 @@ class MasterWeights:
             if weights is not None:
                 start = chance.randrange(max(1, address.numel - _COMPARED_ELEMENTS))
                 part = slice(start, min(start + _COMPARED_ELEMENTS, address.numel))
-                master = _narrow(self._layout.tensors[address.slab].reshape(-1), address)[part]
+                master = self._layout.masters_of(address, part)
                 pairs.append((address, weights[part], master.to(weights.dtype)))
         if not pairs:
             return

@@ -489,7 +489,7 @@ class PlainStep(DeferredSteps):
             return
         # Before there are views of the weights here.
         may_wait = self._may_wait()
-        self._adam.rewind([slab.numel() for slab in slabs if slab.grad is not None])
+        self._adam.rewind()
         # Loading a state makes new groups, which accelerate does too.
         groups = {id(p): group for group in self._optimizer.param_groups for p in group["params"]}
         begun = [

@@ -44,6 +44,7 @@ from zerotune.errors import (
     CheckpointError,
     CheckpointMismatchError,
 )
+from zerotune.plan.model import Streaming
 
 if TYPE_CHECKING:
     from zerotune.backend.engine import Engine, EngineState
@@ -302,8 +303,13 @@ def _pairs(
 # -- What a checkpoint's counters and generators become under another plan, and why.
 
 
-_SAME_STATES: Final = (frozenset({"Adam", "AdamW", "AdamWBF16States"}),)
+_SAME_STATES: Final = (frozenset({"Adam", "AdamW", "AdamWBF16States", "AdamW8BitStates"}),)
 """Optimizers that keep the same states with the same meaning."""
+_ROUNDED: Final[Mapping[str, str]] = {
+    "AdamWBF16States": ", rounded to bf16",
+    "AdamW8BitStates": ", rounded to the nearest of 256 codes by blocks of 256",
+}
+"""What a step's optimizer keeps of states that others saved."""
 _POSITION: Final = "last_batch_iteration"
 
 Adapted = tuple["EngineState", tuple[Decision, ...]]
@@ -318,16 +324,29 @@ def keeps_states(manifest: Manifest, engine: Engine) -> bool:
 def optimizer_decisions(manifest: Manifest, engine: Engine) -> tuple[Decision, ...]:
     """What becomes of the optimizer's states."""
     saved, running = _optimizer_name(manifest.plan), _optimizer_name(plan_record(engine))
+    split = _split_masters(engine)
     if saved == running:
-        return _uneven_steps(manifest, engine)
+        return (*_uneven_steps(manifest, engine), *split)
     if keeps_states(manifest, engine):
-        reason = "both keep the same states, which carry over"
-        return (_load_decision("optimizer.type", saved, running, reason),)
+        reason = "both keep the same states, which carry over" + _ROUNDED.get(running or "", "")
+        return (_load_decision("optimizer.type", saved, running, reason), *split)
     reason = (
         "the states of one mean nothing to the other: weights and shadows carry over, the "
         "optimizer starts with fresh states"
     )
-    return (_load_decision("optimizer.states", saved, running, reason, warning=True),)
+    return (_load_decision("optimizer.states", saved, running, reason, warning=True), *split)
+
+
+def _split_masters(engine: Engine) -> tuple[Decision, ...]:
+    """What becomes of master weights that are kept as bf16 weights and their low halves."""
+    streamed = engine.plan.streamed
+    if not isinstance(streamed, Streaming) or not streamed.split_masters:
+        return ()
+    reason = (
+        "master weights halfway between two bf16 numbers, one in 131,072 at most, may become one "
+        "unit in the last place more; those that were saved split keep every bit"
+    )
+    return (_load_decision("streamed.split_masters", "fp32", "bf16 and low 16 bits", reason),)
 
 
 def adapted_state(manifest: Manifest, engine: Engine) -> Adapted:

@@ -153,6 +153,12 @@ class Situation:
                 )
             elif self.accelerator != "cuda":
                 yield _cannot("the kernels of bitsandbytes before 0.50 are CUDA's")
+        streams = self.uses_deepspeed and self.offload == "cpu" and self.stage in (2, 3)
+        if entry.name == _8BIT_STATES and not streams:
+            yield _cannot(
+                "its moments are kept beside streamed weights, at stage 2 or 3 with CPU offload",
+                "AdamW8bit",
+            )
         if self.offload == "nvme" and entry.name == _BF16_STATES:
             yield _cannot(
                 "DeepSpeed swaps states in the weights' dtype, so they would be fp32 again"
@@ -268,8 +274,10 @@ def implementation_of(
 
 
 _BF16_STATES: Final = "AdamWBF16States"
+_8BIT_STATES: Final = "AdamW8BitStates"
 
 _OWN: Final[Mapping[str, str]] = {
+    _8BIT_STATES: "nobody else has a pass over 8-bit moments in host memory unit by unit",
     _BF16_STATES: "DeepSpeed keeps states in bf16 only when the master weights are bf16 too",
     "Lion": "DeepSpeed has it without CPU offload as a CUDA kernel only",
     "Lamb": "DeepSpeed has it as a CUDA kernel for fp16 only, and ZeRO hands that kernel flat "
@@ -304,6 +312,7 @@ def decay_mode(entry: OptimizerEntry, params: Mapping[str, Any]) -> WeightDecay 
 _ONE_DECAY: Final[Mapping[str, WeightDecay]] = {
     "AdamW": "decoupled",
     "AdamWBF16States": "decoupled",
+    "AdamW8BitStates": "decoupled",
     "MuAdamW": "decoupled",
     "MuAdam": "l2",
 }

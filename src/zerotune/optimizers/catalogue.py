@@ -691,6 +691,18 @@ OWN_ENTRIES: Final[tuple[OptimizerEntry, ...]] = (
         adam_like=True,
         streams=True,
     ),
+    OptimizerEntry(
+        name="AdamW8BitStates",
+        family="zerotune",
+        summary="AdamW with fp32 master weights and its moments in 8 bits, by blocks of 256",
+        parameters=(lr(ADAM_LR), betas(), eps(), weight_decay(1e-2)),
+        states=("exp_avg", "exp_avg_sq"),
+        # Two codes, and a scale for each block of either.
+        fp32_per_weight=(2 + 2 * 4 / 256) / 4,
+        adam_like=True,
+        requires=("streamed weights",),
+        streams=True,
+    ),
 )
 
 

@@ -1913,13 +1913,27 @@ class ModelFacts:
             resident_frozen=rest[0] + sum(frozen for frozen, trained in kinds if trained > frozen),
         )
 
+    def streamed_by(self, named: Iterable[str]) -> StreamedFacts:
+        """What streaming moves, where modules are named that come as a whole.
+
+        Args:
+            named: Dotted names; without any that is of a module, ``units`` are what comes.
+        """
+        names = tuple(parameter.name for parameter in self.parameters)
+        found = [unit for unit in named if any(name.startswith(f"{unit}.") for name in names)]
+        outermost = [
+            unit for unit in found if not any(unit.startswith(f"{other}.") for other in found)
+        ]
+        return attrs.evolve(self, units=tuple(outermost)).streamed if outermost else self.streamed
+
     @cached_property
     def _parts(self) -> dict[int, tuple[int, ...]]:
         return {}
 
 
-UNIT_ALIGNED: Final = 16
-"""Elements of the step's widest vectors: where each parameter begins in a streamed unit."""
+UNIT_ALIGNED: Final = 256
+"""Where each parameter begins in a streamed unit: with a block of 8-bit moments, and so with a
+vector of the step."""
 
 
 @attrs.frozen(kw_only=True)
@@ -2826,6 +2840,13 @@ class Context:
 # -- What will run: nothing automatic left, tied to a platform, a world size and a model.
 
 
+def _check_switch(_instance: object, attribute: Any, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise InvalidValueError(
+            "is true or false", key=f"streamed.{attribute.name}", value=value, fix="write True"
+        )
+
+
 def _as_memory(size: int | float | str | None) -> int | None:
     return None if size is None else parse_size(size, key="streamed.memory")
 
@@ -2842,6 +2863,11 @@ class Streaming:
     memory: int | None = attrs.field(default=None, converter=_as_memory)
     """Bytes of the device that units may take, instead of a window; ``"6GiB"`` will do. They get
     twice the largest at least."""
+    split_masters: bool = attrs.field(default=False, kw_only=True, validator=_check_switch)
+    """Whether a master weight is the bf16 weight and its own low 16 bits, which saves 2 bytes of
+    host memory per trained weight (Apex and Transformer Engine: ``store_param_remainders``). Those
+    that lie halfway between two bf16 numbers, one in 131,072, may change by one unit in the last
+    place."""
 
     @window.validator
     def _check_window(self, _attribute: Any, value: Any) -> None:

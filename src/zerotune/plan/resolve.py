@@ -42,6 +42,7 @@ from zerotune.plan.model import (
     RunFacts,
     Section,
     SectionT,
+    Streaming,
     ZeroSection,
     evolved,
     join,
@@ -1130,9 +1131,24 @@ def filled(requested: DeepSpeedPlan, plan: DeepSpeedPlan, case: Case, log: Log) 
 
 def with_streaming(resolved: ResolvedPlan) -> ResolvedPlan:
     """The plan with ``streamed`` switched off, and why, where it is asked for and cannot be."""
-    if not resolved.streamed or (obstacle := streaming_obstacle(resolved)) is None:
+    if not resolved.streamed:
         return resolved
-    return resolved.without_streaming(obstacle)
+    if (obstacle := streaming_obstacle(resolved)) is not None:
+        return resolved.without_streaming(obstacle)
+    asked = resolved.streamed
+    if not isinstance(asked, Streaming) or not asked.split_masters or resolved.precision == "bf16":
+        return resolved
+    decision = Decision(
+        key="streamed.split_masters",
+        before=True,
+        after=False,
+        reason=f"weights in {resolved.precision} are no halves of their master weights",
+    )
+    return attrs.evolve(
+        resolved,
+        streamed=attrs.evolve(asked, split_masters=False),
+        decisions=(*resolved.decisions, decision),
+    )
 
 
 _SEVERAL_RANKS: Final = frozenset(

@@ -176,7 +176,7 @@ def bf16_stepped(sizes: tuple[int, ...], dtype: torch.dtype, decay: float) -> li
     for step in range(1, STEPS + 1):
         gradients = [(torch.randn(size, generator=generator) * step).to(dtype) for size in sizes]
         factor = float(torch.tensor(0.3 + 0.1 * step))
-        host.rewind(sizes)
+        host.rewind()
         begun = [
             host.begin(slab, gradient=gradient, group=group, factor=factor, out=cast)
             for (slab, _), gradient, cast in zip(pairs, gradients, out, strict=True)
@@ -213,6 +213,34 @@ def bf16_stepped(sizes: tuple[int, ...], dtype: torch.dtype, decay: float) -> li
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_the_pass_with_bf16_states_equals_the_optimizer_itself(sizes, dtype, decay):
     assert run_ranks(bf16_stepped, sizes, dtype, decay) == [[]]
+
+
+@ranks(1)
+def test_noise_is_drawn_by_the_place_in_the_group_however_a_slab_is_cut():
+    from zerotune.backend.optimizers.adamw_bf16_states import (
+        NOISE_PERIOD,
+        AdamWBF16States,
+        noise_bits,
+        noise_key,
+    )
+    from zerotune.backend.step.adams import HostBF16Adam
+    from zerotune.backend.step.kernel import load_host_step
+
+    # Two runs of a slab, the second across the end of the period.
+    places = [(0, 5), (48, NOISE_PERIOD - 9)]
+    weight = torch.nn.Parameter(torch.zeros(128))
+    adam = AdamWBF16States([weight], betas=(0.5, 0.5))
+    host, group = HostBF16Adam(op=load_host_step(), adam=adam), adam.param_groups[0]
+    gradient = torch.full((128,), 2 * (1.0 + 2**-9))
+    step = host.begin(weight, gradient=gradient, group=group, factor=1.0, out=None, places=places)
+    for part in (slice(32, 128), slice(0, 32)):
+        step.run(part.start, part.stop)
+    at = torch.cat([torch.arange(5, 53), torch.arange(NOISE_PERIOD - 9, NOISE_PERIOD + 71)])
+    bits = noise_bits(noise_key(0, 0), at)
+    # A quarter of a bf16 unit above 1: rounded up where the 16 bits reach over the rest.
+    expected = torch.where((bits & 0xFFFF) >= 0xC000, 1.0 + 2**-7, 1.0)
+    assert torch.equal(adam.state[weight]["exp_avg"].float(), expected.float())
+    assert 0.05 < float((expected > 1).float().mean()) < 0.5
 
 
 def test_the_source_is_one_file_wherever_it_was_installed(tmp_path, monkeypatch):

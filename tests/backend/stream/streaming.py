@@ -170,11 +170,14 @@ class Run:
     steps: int = 6
     scheduler: bool = True
     evaluate: bool = False
+    optimizer: str = "AdamW"
     compiled: str = ""
     """The back end that compiles the blocks."""
 
     def __str__(self) -> str:
-        parts = [self.family, "lora" if self.lora else "full", f"checkpoints-{self.checkpointing}"]
+        optimizer = "" if self.optimizer == "AdamW" else f" {self.optimizer}"
+        kind = "lora" if self.lora else "full"
+        parts = [f"{self.family}{optimizer}", kind, f"checkpoints-{self.checkpointing}"]
         parts += [self.compiled] if self.compiled else []
         return "-".join([*parts, f"x{self.accumulation}", f"clip{self.clipping}"])
 
@@ -223,7 +226,7 @@ def start(
     plan = DeepSpeedPlan.build(
         stage=stage, offload="cpu", precision=run.precision, micro_batch_size=BATCH,
         gradient_clipping=run.clipping, gradient_accumulation_steps=run.accumulation,
-        optimizer={"type": "AdamW", "params": {"lr": 2e-3, "weight_decay": 0.01}},
+        optimizer={"type": run.optimizer, "params": {"lr": 2e-3, "weight_decay": 0.01}},
         scheduler=scheduler if run.scheduler else None,
     )  # fmt: skip
     resolved = plan.resolve(

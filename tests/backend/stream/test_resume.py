@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 import torch
 
 from tests.backend.stream.streaming import Run, advance, contents, make_model, start
 from tests.support.ranks import ranks
+from zerotune.backend.optimizers.adamw_8bit_states import codebook
 from zerotune.checkpoint import load_checkpoint, save_checkpoint
 from zerotune.ema import EMAShadow
 from zerotune.plan.model import Streaming
@@ -19,6 +21,7 @@ pytestmark = [pytest.mark.deepspeed, ranks(1)]
 ENGINES: dict[str, dict[str, Any]] = {
     "streamed": {"streamed": Streaming(window=2)},
     "streamed at stage 3": {"streamed": True, "stage": 3},
+    "split": {"streamed": Streaming(window=2, split_masters=True)},
     "stage 2": {"streamed": None},
     "stage 3": {"streamed": None, "stage": 3},
     "plain": {"streamed": None, "stage": 0, "deepspeed": False},
@@ -38,12 +41,15 @@ def train(
 ) -> dict[str, Any]:
     with start(run, make_model(run), **ENGINES[engine_name]) as engine:
         ema = EMAShadow(decay=0.9).attach(engine)
+        decisions: tuple[Any, ...] = ()
         if resume is not None:
-            load_checkpoint(resume, engine=engine, shadows={"ema": ema})
+            loaded_checkpoint = load_checkpoint(resume, engine=engine, shadows={"ema": ema})
+            decisions = loaded_checkpoint.decisions
         loaded = contents(engine, ema)
         kept: dict[str, Any] = advance(run, engine, steps, ema)
         if save is not None:
             save_checkpoint(save, engine=engine, shadows={"ema": ema})
+        kept["decisions"] = decisions
         return {**kept, "loaded": loaded, "contents": contents(engine, ema)}
 
 
@@ -75,7 +81,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, run):
 
 
 def test_a_run_that_is_resumed_at_its_second_step_is_the_uninterrupted_one(tmp_path):
-    """Where a power of a beta is another number than the product that DeepSpeed's op has counted."""
+    """Where a power of a beta is another number than the product that an op has counted."""
     run = Run(family="web", clipping=0.0, scheduler=False)
     whole = train(run, "streamed", range(4))
     train(run, "streamed", range(2), save=tmp_path / "two")
@@ -86,14 +92,53 @@ def test_a_run_that_is_resumed_at_its_second_step_is_the_uninterrupted_one(tmp_p
     )
 
 
+def test_split_master_weights_resume_as_if_never_stopped(tmp_path):
+    whole = train(EAGER, "split", range(6))
+    resumed = train(EAGER, "split", range(3, 6), resume=saved(tmp_path, EAGER, "split"))
+    assert whole["losses"][3:] == resumed["losses"]
+    for name, values in whole["contents"].items():
+        assert all(map(torch.equal, values, resumed["contents"][name])), name
+
+
+@pytest.mark.parametrize("optimizer", ["AdamWBF16States", "AdamW8BitStates"])
+def test_lean_moments_resume_as_if_never_stopped(tmp_path, optimizer):
+    run = attrs.evolve(EAGER, optimizer=optimizer)
+    whole = train(run, "split", range(6))
+    resumed = train(run, "split", range(3, 6), resume=saved(tmp_path, run, "split"))
+    assert whole["losses"][3:] == resumed["losses"]
+    for name, values in whole["contents"].items():
+        assert all(map(torch.equal, values, resumed["contents"][name])), name
+
+
+def test_8_bit_moments_carry_over_to_fp32_ones_exactly_and_back_rounded(tmp_path):
+    lean, exact = (attrs.evolve(EAGER, optimizer=name) for name in ("AdamW8BitStates", "AdamW"))
+    path = saved(tmp_path, lean, "split")
+    streamed = train(lean, "split", range(3, 4), resume=path)
+    theirs = train(exact, "stage 2", range(3, 6), resume=path, save=tmp_path / "fp32")
+    for name, values in streamed["loaded"].items():
+        assert all(map(torch.equal, values, theirs["loaded"][name])), name
+    back = train(lean, "split", range(6, 7), resume=tmp_path / "fp32")
+    told = {decision.key: decision.reason for decision in back["decisions"]}
+    assert "256 codes" in told["optimizer.type"]
+    assert "halfway" in told["streamed.split_masters"]
+    for name, (_, *kept) in back["loaded"].items():
+        if kept:
+            master, first, second, step = theirs["contents"][name][1:]
+            torch.testing.assert_close(kept[0], master, rtol=2**-22, atol=0)
+            for signed, mine, moment in ((True, kept[1], first), (False, kept[2], second)):
+                book = codebook(signed=signed)
+                assert torch.equal(mine, book.decode(*book.encode_again(moment)))
+            assert torch.equal(kept[3], step)
+
+
 @pytest.mark.parametrize("run", [FULL, ADAPTERS], ids=str)
-@pytest.mark.parametrize("target", ENGINES)
+@pytest.mark.parametrize("target", [name for name in ENGINES if name != "split"])
 def test_its_checkpoints_are_those_of_stage_2(tmp_path, run, target):
     mine = train(run, target, range(3, 5), resume=saved(tmp_path, run, "streamed"))
     same(mine, train(run, target, range(3, 5), resume=saved(tmp_path, run, "stage 2")))
 
 
-@pytest.mark.parametrize("source", ["stage 3", "plain", "streamed at stage 3"])
+@pytest.mark.parametrize("source", ["stage 3", "plain", "streamed at stage 3", "split"])
 def test_checkpoints_of_others_resume_streamed_as_at_stage_2(tmp_path, source):
     mine = train(FULL, "streamed", range(3, 5), resume=saved(tmp_path, FULL, source))
     same(mine, train(FULL, "stage 2", range(3, 5), resume=saved(tmp_path, FULL, source)))

@@ -346,7 +346,7 @@ class PartitionedStep(HostStep):
         targets: list[torch.Tensor | None] = []
         # Before there are views of the weights here.
         may_wait = self._may_wait()
-        self._adam.rewind([slab.numel() for slab in self._slabs])
+        self._adam.rewind()
         for index, (slab, group) in enumerate(zip(self._slabs, adam.param_groups, strict=True)):
             rank = self._home.dist.get_rank(group=wrapper.real_dp_process_group[index])
             target = wrapper.parallel_partitioned_bit16_groups[index][rank]

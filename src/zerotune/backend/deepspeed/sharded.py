@@ -345,7 +345,7 @@ class ShardedStep(HostStep):
             return
 
         def run(_adam: torch.optim.Optimizer) -> None:
-            self._adam.rewind([slab.numel()])
+            self._adam.rewind()
             step = self._adam.begin(
                 slab,
                 gradient=slab.grad,
@@ -372,7 +372,7 @@ class ShardedStep(HostStep):
             targets: list[torch.Tensor | None] = []
             for step, flat in zip(begun, self._wrapper.fp16_partitioned_groups_flat, strict=True):
                 here = step.out is not None
-                sources.append(None if here else step.weight)
+                sources.append(None if here else step.masters.read())
                 targets.append(None if here else flat.data.view(-1))
             for index in range(len(begun)):
                 self._wrapper._unflatten_partitioned_parameters(index)

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-import attrs
 import torch
 from torch.optim.adamw import adamw
 
@@ -15,8 +14,10 @@ _WIDENED: Final = {"cpu": 2**19}
 _WIDENED_ON_DEVICE: Final = 2**22
 """… on a device enough to keep it busy, in 64 MiB."""
 _FUSED: Final = frozenset({"cpu", "cuda", "xpu"})
-_STRIDE: Final = 104_729
-"""A prime, so that chunks begin all over the noise."""
+NOISE_PERIOD: Final = 2**22
+"""Elements of a group after which the random bits of a step repeat. Elements may share bits: the
+errors of one cancel over the steps as long as its own bits are new at each step."""
+_WORD: Final = 2**32 - 1
 
 
 class AdamWBF16States(torch.optim.Optimizer):
@@ -28,8 +29,9 @@ class AdamWBF16States(torch.optim.Optimizer):
     Rounding to nearest would stop the second moment, whose step of ``1 - beta2`` is smaller than
     half a unit in the last place of bf16.
 
-    The noise is a function of the step alone, so a resumed run is the uninterrupted one and
-    replicas agree. Works element by element, so ZeRO's flat shards change nothing.
+    The noise is a function of the step, the group, and an element's place among those of the group
+    that are stepped, so a resumed run is the uninterrupted one and replicas agree. Works element by
+    element, so ZeRO's flat shards change nothing.
 
     Args:
         params: Parameters or groups, fp32.
@@ -60,16 +62,17 @@ class AdamWBF16States(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update every parameter that has a gradient."""
         loss = None if closure is None else closure()
-        groups = self.param_groups
-        self._noise.rewind(max((p.numel() for group in groups for p in group["params"]), default=0))
-        for group in groups:
+        self._noise.rewind()
+        for index, group in enumerate(self.param_groups):
             for p in group["params"]:
                 # Of a small parameter another rank may hold all.
                 if p.grad is not None and p.numel():
-                    self._update(p, p.grad, group)
+                    self._update(p, p.grad, group, index)
         return loss
 
-    def _update(self, p: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> None:
+    def _update(
+        self, p: torch.Tensor, grad: torch.Tensor, group: dict[str, Any], index: int
+    ) -> None:
         state = self.state[p]
         if "exp_avg" not in state:
             for name in ("exp_avg", "exp_avg_sq"):
@@ -77,64 +80,81 @@ class AdamWBF16States(torch.optim.Optimizer):
         taken = int(state.get("step", 0))
         state["step"] = taken + 1
         flat = _in_memory_order(p, grad, state["exp_avg"], state["exp_avg_sq"])
-        noise = self._noise.take(p, seed=taken)
-        room = [torch.empty(min(noise.size, p.numel()), device=p.device) for _ in range(2)]
+        first, key = self._noise.place(index, p.numel()), noise_key(taken, index)
+        size = min(p.numel(), _WIDENED.get(p.device.type, _WIDENED_ON_DEVICE))
+        room = [torch.empty(size, device=p.device) for _ in range(2)]
         for start, (weight, slope, *moments) in zip(
-            range(0, p.numel(), noise.size),
-            zip(*(torch.split(t, noise.size) for t in flat), strict=True),
+            range(0, p.numel(), size),
+            zip(*(torch.split(t, size) for t in flat), strict=True),
             strict=True,
         ):
-            stop = start + weight.numel()
             update_chunk(
                 weight, slope, moments, taken=taken, group=group,
                 wide=[each[: weight.numel()] for each in room],
-                noise=[noise.of(moment, start, stop) for moment in range(2)],
+                noise=self._noise.of(key, first + start, weight),
             )  # fmt: skip
 
 
-@attrs.frozen(kw_only=True, eq=False)
-class TensorNoise:
-    """The random bits of one tensor at one step."""
+def noise_key(taken: int, group: int) -> int:
+    """What the random bits of a step and a group are drawn from: 32 bits."""
+    return int(_mixed(_mixed(taken + 1) ^ (group + 1) * 0x9E3779B9 & _WORD))
 
-    size: int
-    """Elements of a chunk."""
-    _bits: torch.Tensor = attrs.field(alias="bits")
-    _cuts: int = attrs.field(alias="cuts")
 
-    def of(self, moment: int, start: int, stop: int) -> torch.Tensor:
-        """int32 from 0 to 65,535 for moment 0 or 1, of elements that lie within one chunk."""
-        # Chunks may share bits with other chunks: an element's errors cancel over the steps as
-        # long as its own bits are new at each step.
-        cut = self._cuts + 2 * (start // self.size) + moment + 1
-        first = cut * _STRIDE % (self._bits.numel() // 2) + start % self.size
-        return self._bits[first : first + stop - start]
+def noise_bits(key: int, positions: torch.Tensor) -> torch.Tensor:
+    """Random bits of elements: ``drawn`` in ``step/host_step.cpp``.
+
+    Args:
+        key: A ``noise_key``.
+        positions: int64, places of elements within their group.
+
+    Returns:
+        int64 from 0 to ``2 ** 32 - 1``: 16 bits for the first moment, and above them 16 for the
+        second.
+    """
+    bits: torch.Tensor = _mixed(positions % NOISE_PERIOD ^ key)
+    return bits
+
+
+def _mixed(x: Any) -> Any:
+    """Chris Wellons' "lowbias32" (https://github.com/skeeto/hash-prospector)."""
+    x = (x ^ x >> 16) * 0x7FEB352D & _WORD
+    x = (x ^ x >> 15) * 0x846CA68B & _WORD
+    return x ^ x >> 16
 
 
 class Noise:
-    """Random bits to round by: a function of the step alone."""
+    """Random bits to round by, and the places of the tensors of a step in them."""
 
     def __init__(self) -> None:
-        self._drawn: tuple[torch.device, int, int] | None = None
+        self._drawn: tuple[torch.device, int] | None = None
         self._bits = torch.empty(0, dtype=torch.int32)
-        self._cuts = self._largest = 0
+        self._next: dict[int, int] = {}
 
-    def rewind(self, largest: int) -> None:
-        """Begin with the first chunk of a step over tensors of at most ``largest`` elements."""
-        self._cuts, self._largest = 0, largest
+    def rewind(self) -> None:
+        """Begin with the first tensor of each group."""
+        self._next.clear()
 
-    def take(self, tensor: torch.Tensor, *, seed: int) -> TensorNoise:
-        """Those of the next tensor of a step; drawn once for all tensors on a device."""
-        device = tensor.device
-        size = min(self._largest, _WIDENED.get(device.type, _WIDENED_ON_DEVICE))
-        if self._drawn != (device, size, seed):
-            generator = torch.Generator(device).manual_seed(seed)
-            self._bits = torch.randint(
-                0, 2**16, (2 * size,), dtype=torch.int32, device=device, generator=generator
-            )
-            self._drawn = device, size, seed
-        noise = TensorNoise(size=size, bits=self._bits, cuts=self._cuts)
-        self._cuts += 2 * math.ceil(tensor.numel() / size)
-        return noise
+    def place(self, group: int, numel: int) -> int:
+        """Where the next tensor of a group begins."""
+        start = self._next.get(group, 0)
+        self._next[group] = start + numel
+        return start
+
+    def of(self, key: int, start: int, like: torch.Tensor) -> list[torch.Tensor]:
+        """int32 from 0 to 65,535 for both moments of as many elements as ``like`` has.
+
+        Drawn once for all that a step asks for on a device.
+        """
+        start %= NOISE_PERIOD
+        stop = start + like.numel()
+        if self._drawn != (like.device, key) or self._bits.numel() < stop:
+            size = min(NOISE_PERIOD, 2 ** (stop - 1).bit_length())
+            bits = noise_bits(key, torch.arange(size, device=like.device))
+            # Whatever is asked for is one piece.
+            self._bits = bits.repeat(-(-stop // size)).int()
+            self._drawn = like.device, key
+        bits = self._bits[start:stop]
+        return [bits & 0xFFFF, bits >> 16 & 0xFFFF]
 
 
 def update_chunk(

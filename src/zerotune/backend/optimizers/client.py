@@ -9,6 +9,7 @@ from typing import Any, Final, cast
 
 import torch
 
+from zerotune.backend.optimizers.adamw_8bit_states import AdamW8BitStates
 from zerotune.backend.optimizers.adamw_bf16_states import AdamWBF16States
 from zerotune.backend.optimizers.classes import Lamb, Lion, Muon
 from zerotune.errors import EngineError, MissingDependencyError, OptimizerError
@@ -17,7 +18,7 @@ from zerotune.optimizers.curves import betas_at, lr_at
 from zerotune.plan.model import ResolvedPlan
 
 CLASSES: Final[Mapping[str, type[torch.optim.Optimizer]]] = {
-    kind.__name__: kind for kind in (AdamWBF16States, Lion, Lamb, Muon)
+    kind.__name__: kind for kind in (AdamWBF16States, AdamW8BitStates, Lion, Lamb, Muon)
 }
 """What zerotune implements, by ``OptimizerChoice.implementation``."""
 Named = Sequence[tuple[str, torch.nn.Parameter]]

@@ -11,6 +11,7 @@ import math
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, Final
 
 import attrs
@@ -19,8 +20,27 @@ from torch.optim.adam import adam as torch_adam
 from torch.optim.adamw import adamw as torch_adamw
 from typing_extensions import override
 
-from zerotune.backend.optimizers.adamw_bf16_states import Noise, update_chunk
-from zerotune.backend.step.kernel import AdamNumbers, Average, HostStepOp, TorchAdamNumbers
+from zerotune.backend.optimizers.adamw_8bit_states import (
+    BLOCK,
+    AdamW8BitStates,
+    codebook,
+    scale_of,
+)
+from zerotune.backend.optimizers.adamw_bf16_states import (
+    AdamWBF16States,
+    Noise,
+    noise_bits,
+    noise_key,
+    update_chunk,
+)
+from zerotune.backend.step.kernel import (
+    AdamNumbers,
+    Average,
+    CodedMoment,
+    HostStepOp,
+    TorchAdamNumbers,
+)
+from zerotune.backend.step.masters import Masters, WholeMasters
 
 _VECTOR: Final = 16
 """Elements of the widest vectors; what is left over, DeepSpeed and torch update one by one."""
@@ -28,7 +48,9 @@ _ADAM_MOMENTS: Final = ("exp_avg", "exp_avg_sq")
 TORCH_ADAMS: Final = (torch.optim.Adam, torch.optim.AdamW)
 
 Vectors = Callable[[slice, Sequence[Average]], None]
-Tail = Callable[[slice], None]
+Tail = Callable[[slice, torch.Tensor], None]
+Places = Sequence[tuple[int, int]]
+"""First elements of runs of a slab, and their places among the elements of the slab's group."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -38,13 +60,13 @@ class SlabStep:
     All tensors are flat and equally long.
     """
 
-    weight: torch.Tensor
+    masters: Masters
     out: torch.Tensor | None
     """Where the weights go in their own dtype."""
     vectors: Vectors
     """Updates, averages and casts elements of which there are whole vectors."""
     tail: Tail
-    """Updates the last elements, whose fmas the compiler of the other op chose."""
+    """Updates the last elements, given in fp32, whose fmas the compiler of the other op chose."""
     whole: int | None = None
     """Where the last elements begin; those that fill no vector of the slab when not given."""
 
@@ -53,38 +75,44 @@ class SlabStep:
 
         The averages are shadows of exactly these elements.
         """
-        whole = self.weight.numel() // _VECTOR * _VECTOR if self.whole is None else self.whole
+        whole = self.masters.numel // _VECTOR * _VECTOR if self.whole is None else self.whole
         middle = max(start, min(stop, whole))
         if start < middle:
             self.vectors(slice(start, middle), averages)
         if middle < stop:
             last = slice(middle, stop)
-            self.tail(last)
+            weight = self.masters.read(last)
+            self.tail(last, weight)
+            self.masters.write(weight, last)
             for average in averages:
-                average.shadow[middle - start :].lerp_(self.weight[last], average.weight)
+                average.shadow[middle - start :].lerp_(weight, average.weight)
             if self.out is not None:
-                self.out[last].copy_(self.weight[last])
+                self.out[last].copy_(weight)
 
 
 def no_step(slab: torch.Tensor) -> SlabStep:
     """Of a slab without a gradient, which torch leaves as it is; averages still follow it."""
-    weight = slab.data.view(-1)
+    masters = WholeMasters(slab.data.view(-1))
 
     def follow(part: slice, averages: Sequence[Average]) -> None:
         for average in averages:
-            average.shadow[: part.stop - part.start].lerp_(weight[part], average.weight)
+            average.shadow[: part.stop - part.start].lerp_(masters.weight[part], average.weight)
 
-    return SlabStep(weight=weight, out=None, vectors=follow, tail=lambda _part: None)
+    return SlabStep(masters=masters, out=None, vectors=follow, tail=lambda _part, _weight: None)
 
 
 @attrs.frozen(kw_only=True, eq=False)
 class _Begun:
     """What a step of a slab is made of."""
 
-    slab: torch.Tensor
     flat: Mapping[str, Any]
-    """``weight``, both moments, ``gradient`` and ``out``, which may be ``None``."""
+    """The weights, both moments, ``gradient`` and ``out``, which may be ``None``."""
     group: Mapping[str, Any]
+    index: int
+    """Of the group."""
+    places: Places
+    state: Mapping[str, Any]
+    """What the optimizer keeps for the slab."""
     taken: int
     """Steps before this one."""
     factor: float
@@ -103,13 +131,17 @@ class Stepper(ABC):
     """Begins the steps of an optimizer in host memory, whose groups and states stay its own."""
 
     _state_dtype: torch.dtype = torch.float32
+    _has_tail: bool = True
+    """Whether somebody else's compiler chose the fmas of elements that fill no vector."""
 
     def __init__(self, *, op: HostStepOp, adam: Any) -> None:
         self._op = op
         self._adam = adam
+        self._noise = Noise()
 
-    def rewind(self, numels: Sequence[int]) -> None:  # noqa: B027 - most know nothing of others
-        """Before the first slab of a ``step``; ``numels`` are the sizes of all it takes."""
+    def rewind(self) -> None:
+        """Before the first slab of a ``step``."""
+        self._noise.rewind()
 
     def replay(self, steps: int) -> None:  # noqa: B027 - most count in each tensor's own state
         """Go through the steps that were taken before, as another process did."""
@@ -122,31 +154,45 @@ class Stepper(ABC):
         group: Mapping[str, Any],
         factor: float,
         out: torch.Tensor | None,
+        masters: Masters | None = None,
+        places: Places | None = None,
     ) -> SlabStep:
         """Count a step of a slab and settle its numbers; nothing is updated yet.
 
         Args:
-            slab: fp32, flat; a key of the optimizer's states.
+            slab: Flat; a key of the optimizer's states.
             gradient: Its gradient, of any dtype the op knows.
             group: Its group.
             factor: What its gradient is multiplied by.
             out: As ``SlabStep.out``.
+            masters: The fp32 weights, where these are not the slab itself.
+            places: Those of its elements; behind the slab of its group begun before when not given.
         """
         state = self._adam.state[slab]
-        for name in _ADAM_MOMENTS:
-            if name not in state:
-                state[name] = torch.zeros_like(slab.data, dtype=self._state_dtype)
+        self._create_states(state, slab)
         out = None if out is None else out.data.view(-1)
+        masters = masters or WholeMasters(slab.data.view(-1))
+        index = next(i for i, each in enumerate(self._adam.param_groups) if each is group)
         flat = {
-            "weight": slab.data.view(-1),
+            **masters.tensors,
             **{name: state[name].view(-1) for name in _ADAM_MOMENTS},
             "gradient": gradient.data.view(-1),
             "out": out,
         }
         vectors, tail = self._update(
-            _Begun(slab=slab, flat=flat, group=dict(group), taken=self._count(state), factor=factor)
-        )
-        return SlabStep(weight=flat["weight"], out=out, vectors=vectors, tail=tail)
+            _Begun(
+                flat=flat, group=dict(group), index=index, taken=self._count(state), factor=factor,
+                places=places or [(0, self._noise.place(index, masters.numel))], state=state,
+            )
+        )  # fmt: skip
+        whole = None if self._has_tail else masters.numel
+        return SlabStep(masters=masters, out=out, vectors=vectors, tail=tail, whole=whole)
+
+    def _create_states(self, state: dict[str, Any], slab: torch.Tensor) -> None:
+        """Make the moments before the first step."""
+        for name in _ADAM_MOMENTS:
+            if name not in state:
+                state[name] = torch.zeros_like(slab.data, dtype=self._state_dtype)
 
     def _count(self, state: dict[str, Any]) -> int:
         """Count a step; those before it."""
@@ -164,42 +210,67 @@ class HostBF16Adam(Stepper):
 
     _state_dtype = torch.bfloat16
 
-    def __init__(self, *, op: HostStepOp, adam: Any) -> None:
-        super().__init__(op=op, adam=adam)
-        self._noise = Noise()
-
-    @override
-    def rewind(self, numels: Sequence[int]) -> None:
-        self._noise.rewind(max(numels, default=0))
-
     @override
     def _update(self, begun: _Begun) -> tuple[Vectors, Tail]:
-        numbers, noise = _torch_numbers(begun), self._noise.take(begun.slab, seed=begun.taken)
+        numbers, key = _torch_numbers(begun), noise_key(begun.taken, begun.index)
 
-        def chunks(part: slice) -> Iterator[tuple[slice, list[torch.Tensor]]]:
-            """The part, cut where its random bits are, with these."""
-            start = part.start
-            while start < part.stop:
-                stop = min(part.stop, (start // noise.size + 1) * noise.size)
-                yield slice(start, stop), [noise.of(moment, start, stop) for moment in range(2)]
-                start = stop
+        def runs(part: slice) -> Iterator[tuple[slice, int]]:
+            """The part, cut where places begin anew, with these."""
+            for (start, place), (stop, _) in pairwise([*begun.places, (part.stop, 0)]):
+                if part.start < stop and start < part.stop:
+                    first = max(start, part.start)
+                    yield slice(first, min(stop, part.stop)), place + first - start
 
         def vectors(part: slice, averages: Sequence[Average]) -> None:
-            for each, bits in chunks(part):
+            for each, place in runs(part):
                 inside = slice(each.start - part.start, each.stop - part.start)
                 followers = [attrs.evolve(a, shadow=a.shadow[inside]) for a in averages]
-                self._op.step(numbers, noise=bits, averages=followers, **begun.at(each))
+                self._op.step(
+                    numbers, noise=key, position=place, averages=followers, **begun.at(each)
+                )
 
-        def tail(part: slice) -> None:
-            for each, bits in chunks(part):
+        def tail(part: slice, weight: torch.Tensor) -> None:
+            for each, place in runs(part):
+                count = each.stop - each.start
+                bits = noise_bits(key, torch.arange(place, place + count))
                 update_chunk(
-                    begun.flat["weight"][each], begun.scaled_gradient(each),
+                    weight[each.start - part.start :][:count], begun.scaled_gradient(each),
                     [begun.flat[name][each] for name in _ADAM_MOMENTS],
-                    noise=bits, taken=begun.taken, group=begun.group,
-                    wide=[torch.empty(each.stop - each.start) for _ in range(2)],
+                    noise=[(bits & 0xFFFF).int(), (bits >> 16).int()],
+                    taken=begun.taken, group=begun.group,
+                    wide=[torch.empty(count) for _ in range(2)],
                 )  # fmt: skip
 
         return vectors, tail
+
+
+class Host8BitAdam(Stepper):
+    """Bit for bit what an AdamW8BitStates does itself; parts begin where blocks do."""
+
+    _has_tail = False
+
+    @override
+    def _create_states(self, state: dict[str, Any], slab: torch.Tensor) -> None:
+        AdamW8BitStates.create_states(state, slab.numel())
+
+    @override
+    def _update(self, begun: _Begun) -> tuple[Vectors, Tail]:
+        numbers = _torch_numbers(begun)
+
+        def moment(name: str, part: slice) -> CodedMoment:
+            blocks = slice(part.start // BLOCK, -(-part.stop // BLOCK))
+            return CodedMoment(
+                codes=begun.state[name][part],
+                scales=begun.state[scale_of(name)][blocks],
+                book=codebook(signed=name == "exp_avg"),
+            )
+
+        def vectors(part: slice, averages: Sequence[Average]) -> None:
+            tensors: dict[str, Any] = begun.at(part)
+            tensors.update({name: moment(name, part) for name in _ADAM_MOMENTS})
+            self._op.step(numbers, averages=averages, **tensors)
+
+        return vectors, lambda _part, _weight: None
 
 
 class HostTorchAdam(Stepper):
@@ -232,9 +303,9 @@ class HostTorchAdam(Stepper):
         numbers = _torch_numbers(begun, decoupled=decoupled)
         update = torch_adamw if decoupled else torch_adam
 
-        def tail(part: slice) -> None:
+        def tail(part: slice, weight: torch.Tensor) -> None:
             update(
-                [flat["weight"][part]], [begun.scaled_gradient(part)],
+                [weight], [begun.scaled_gradient(part)],
                 [flat["exp_avg"][part]], [flat["exp_avg_sq"][part]], [],
                 [torch.full((), float(begun.taken))],
                 fused=True, foreach=False, amsgrad=False, maximize=False,
@@ -269,14 +340,14 @@ class HostAdam(Stepper):
         adam, numbers = self._adam, self._numbers(begun)
         flat, group = begun.flat, begun.group
 
-        def tail(part: slice) -> None:
+        def tail(part: slice, weight: torch.Tensor) -> None:
             gradient = begun.scaled_gradient(part)
             # It counts steps in a place that all threads share.
             with self._scalar:
                 adam.ds_opt_adam.adam_update(
                     adam.opt_id, begun.taken + 1, group["lr"], *group["betas"], group["eps"],
                     group["weight_decay"], group["bias_correction"],
-                    flat["weight"][part], gradient, *(flat[name][part] for name in _ADAM_MOMENTS),
+                    weight, gradient, *(flat[name][part] for name in _ADAM_MOMENTS),
                 )  # fmt: skip
 
         return (
@@ -307,6 +378,15 @@ class HostAdam(Stepper):
             decay=_fp32(-lr * decay) if decoupled else decay,
             decays=0 if decay <= 0 else (1 if decoupled else 2),
         )
+
+
+def stepper_of(adam: torch.optim.Optimizer) -> type[Stepper]:
+    """What begins the steps of a DeepSpeedCPUAdam, of one of our own Adams, or of torch's."""
+    if isinstance(adam, AdamWBF16States):
+        return HostBF16Adam
+    if isinstance(adam, AdamW8BitStates):
+        return Host8BitAdam
+    return HostAdam if type(adam).__name__ == "DeepSpeedCPUAdam" else HostTorchAdam
 
 
 class BetaPowers:
@@ -360,19 +440,19 @@ def torch_rounds_alike(op: HostStepOp) -> bool:
     group["weight_decay"] = 0.01
     weight, gradient = (torch.randn(numel, generator=generator) for _ in range(2))
     moments = torch.rand(2, numel, generator=generator).bfloat16() * 1e-3
-    noise = torch.randint(0, 2**16, (2, numel), dtype=torch.int32, generator=generator)
+    bits = noise_bits(noise_key(6, 0), torch.arange(numel)).int()
     theirs = [weight.clone(), *moments.clone()]
     update_chunk(
-        theirs[0], gradient, theirs[1:], wide=torch.empty(2, numel).unbind(), noise=noise.unbind(),
-        taken=6, group=group,
+        theirs[0], gradient, theirs[1:], wide=torch.empty(2, numel).unbind(),
+        noise=[bits & 0xFFFF, bits >> 16 & 0xFFFF], taken=6, group=group,
     )  # fmt: skip
     flat = {
         "weight": weight,
         **dict(zip(_ADAM_MOMENTS, moments, strict=True)),
         "gradient": gradient,
     }
-    begun = _Begun(slab=weight, flat=flat, group=group, taken=6, factor=1.0)
-    op.step(_torch_numbers(begun), noise=noise.unbind(), **flat)
+    begun = _Begun(flat=flat, group=group, index=0, taken=6, factor=1.0, places=[(0, 0)], state={})
+    op.step(_torch_numbers(begun), noise=noise_key(6, 0), **flat)
     return all(map(torch.equal, theirs, (weight, *moments)))
 
 

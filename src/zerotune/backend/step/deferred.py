@@ -19,14 +19,7 @@ from zerotune.backend.layouts import trainable_parameters
 from zerotune.backend.master_weights import Follower, MasterLayout
 from zerotune.backend.optimizers.adamw_bf16_states import AdamWBF16States
 from zerotune.backend.proof import FastPath, why_disproven, why_unproven
-from zerotune.backend.step.adams import (
-    HostAdam,
-    HostBF16Adam,
-    HostTorchAdam,
-    SlabStep,
-    Stepper,
-    torch_rounds_alike,
-)
+from zerotune.backend.step.adams import SlabStep, stepper_of, torch_rounds_alike
 from zerotune.backend.step.kernel import HostStepOp, load_host_step
 from zerotune.backend.step.pending import (
     Exchange,
@@ -51,7 +44,7 @@ HIDDEN_KEY: Final = "optimizer.step.hidden"
 THREADS_KEY: Final = "optimizer.step.threads"
 
 S = TypeVar("S", bound="DeferredSteps")
-_ROUNDS_OTHERWISE: Final = "this build of torch rounds otherwise than the op host_step"
+ROUNDS_OTHERWISE: Final = "this build of torch rounds otherwise than the op host_step"
 
 
 class DeferredSteps(ABC):
@@ -74,12 +67,7 @@ class DeferredSteps(ABC):
     ) -> None:
         self._op = op
         self._optimizer = adam
-        kind: type[Stepper] = HostTorchAdam
-        if isinstance(adam, AdamWBF16States):
-            kind = HostBF16Adam
-        elif type(adam).__name__ == "DeepSpeedCPUAdam":
-            kind = HostAdam
-        self._adam = kind(op=op, adam=adam)
+        self._adam = stepper_of(adam)(op=op, adam=adam)
         self._module = module
         self._layout = layout
         self._group = group
@@ -290,7 +278,7 @@ class DeferredSteps(ABC):
     def _launch(self, steps: Sequence[SlabStep], upload: Upload) -> None:
         """Leave begun steps to whoever takes them."""
         if not self._parts:
-            self._parts = self._divide([step.weight.numel() for step in steps])
+            self._parts = self._divide([step.masters.numel for step in steps])
             self._order = list(range(len(self._parts)))
             self._wait_before_kernels()
         pending = self._begin(steps, upload)
@@ -321,8 +309,8 @@ class DeferredSteps(ABC):
         upload = Upload(sources=sources, targets=targets)
         with torch.no_grad():
             for index, step in enumerate(steps):
-                step.run(0, step.weight.numel())
-                upload.send([Piece(slab=index, start=0, stop=step.weight.numel())])
+                step.run(0, step.masters.numel)
+                upload.send([Piece(slab=index, start=0, stop=step.masters.numel)])
 
     def _wait_before_kernels(self) -> None:
         """Have modules that are not torch's wait for their weights before their forward.
@@ -409,7 +397,7 @@ def take_over(
             obstacle = f"the op host_step cannot be built: {error.reason}"
         else:
             alike = rounds_alike is None or rounds_alike(op)
-            obstacle = None if alike else _ROUNDS_OTHERWISE
+            obstacle = None if alike else ROUNDS_OTHERWISE
     elsewhere = group.any(obstacle is not None, purpose="choose who takes the steps")
     if op is None or elsewhere:
         obstacle = obstacle or "another rank cannot take it so"

@@ -18,6 +18,9 @@ constexpr int64_t SUMMED = 1024;
 
 enum Kind : int32_t { NONE = 0, FP32 = 1, BF16 = 2, FP16 = 3 };
 
+// Codes of one byte that share a scale.
+constexpr int64_t CODED = 256;
+
 inline float from_bf16(uint16_t x)
 {
     uint32_t bits = static_cast<uint32_t>(x) << 16;
@@ -105,36 +108,153 @@ struct Average {
     float weight;
 };
 
+// What codes of one byte stand for.
+struct Codes {
+    const float* values;    // of all 256 codes, in order
+    const float* middles;   // between each and the next; infinite behind the last
+    const uint8_t* lowest;  // by a number's upper half: the lowest code of the numbers that have it
+};
+
+// How the weights and moments of a slab are kept in memory.
+struct Kept {
+    float* weight;      // null where it is split into …
+    uint16_t* high;     // … the bf16 weight, rounded to nearest, and …
+    uint16_t* low;      // … the low half of the fp32 one
+    void* first;
+    void* second;
+    int32_t moments;    // FP32, or BF16: rounded by chance
+    uint32_t noise;     // what the chance is drawn from
+    int64_t position;   // of the first element in the noise
+};
+
+// Moments as codes, and the largest number of each block of them.
+struct Coded {
+    uint8_t* first;
+    float* first_scale;
+    Codes first_codes;
+    uint8_t* second;
+    float* second_scale;
+    Codes second_codes;
+};
+
 }  // extern "C"
 
 namespace {
 
-template <int KIND, int DECAYS>
-void update(int64_t n, float* __restrict w, float* __restrict m, float* __restrict v,
-            const void* gradients, const Adam& a)
+// The fp32 weight of a bf16 one and of its low half. More than half a unit was rounded up.
+inline float joined(uint16_t high, uint16_t low)
+{
+    const uint32_t up = low > 0x8000u ? 1u : 0u;
+    const uint32_t bits = ((static_cast<uint32_t>(high) - up) << 16) | low;
+    float value;
+    std::memcpy(&value, &bits, sizeof(value));
+    return value;
+}
+
+// Of a number halfway between two of bf16 that is rounded up the low half becomes one more: nothing
+// else would tell it from one that is rounded down.
+inline uint16_t low_half(float value)
+{
+    uint32_t bits;
+    std::memcpy(&bits, &value, sizeof(bits));
+    const uint32_t low = bits & 0xffffu;
+    return static_cast<uint16_t>(low + (low == 0x8000u ? (bits >> 16) & 1u : 0u));
+}
+
+// Random bits repeat from here on, within a step.
+constexpr uint32_t PERIOD = 1u << 22;
+
+// 32 random bits of an element: Chris Wellons' "lowbias32".
+inline uint32_t drawn(uint32_t key, uint32_t position)
+{
+    uint32_t x = key ^ (position & (PERIOD - 1u));
+    x = (x ^ (x >> 16)) * 0x7feb352du;
+    x = (x ^ (x >> 15)) * 0x846ca68bu;
+    return x ^ (x >> 16);
+}
+
+// Up or down by chance: the carry out of the lower half, to which random bits are added.
+inline uint16_t rounded(float value, uint32_t random)
+{
+    uint32_t bits;
+    std::memcpy(&bits, &value, sizeof(bits));
+    const bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
+    return static_cast<uint16_t>(((is_nan ? 0x7fc00000u : bits) + random) >> 16);
+}
+
+// Weights of a block and how they are kept.
+struct WholeWeights {
+    float* w;
+    float get(int64_t i) const { return w[i]; }
+    void put(int64_t i, float value) const { w[i] = value; }
+};
+
+struct SplitWeights {
+    float* w;  // written for what follows the update
+    uint16_t* high;
+    uint16_t* low;
+    float get(int64_t i) const { return joined(high[i], low[i]); }
+    void put(int64_t i, float value) const
+    {
+        w[i] = value;
+        high[i] = to_bf16(value);
+        low[i] = low_half(value);
+    }
+};
+
+// Moments of a block and how they are kept.
+struct WideMoments {
+    float* m;
+    float* v;
+    float first(int64_t i) const { return m[i]; }
+    float second(int64_t i) const { return v[i]; }
+    void put(int64_t i, float first, float second) const
+    {
+        m[i] = first;
+        v[i] = second;
+    }
+};
+
+struct SmallMoments {
+    uint16_t* m;
+    uint16_t* v;
+    uint32_t key;
+    uint32_t position;
+    float first(int64_t i) const { return from_bf16(m[i]); }
+    float second(int64_t i) const { return from_bf16(v[i]); }
+    void put(int64_t i, float first, float second) const
+    {
+        const uint32_t random = drawn(key, position + static_cast<uint32_t>(i));
+        m[i] = rounded(first, random & 0xffffu);
+        v[i] = rounded(second, random >> 16);
+    }
+};
+
+template <int KIND, int DECAYS, typename WEIGHTS, typename MOMENTS>
+void update(int64_t n, WEIGHTS weights, MOMENTS moments, const void* gradients, const Adam a)
 {
     const auto* __restrict g = static_cast<const typename Number<KIND>::type*>(gradients);
 #pragma omp simd
     for (int64_t i = 0; i < n; i++) {
         float grad = Number<KIND>::get(g[i]) * a.factor;
-        float weight = w[i];
+        float weight = weights.get(i);
         if (DECAYS == 2) grad = __builtin_fmaf(weight, a.decay, grad);
-        const float first = __builtin_fmaf(grad, a.one_minus_beta1, m[i] * a.beta1);
-        const float second = __builtin_fmaf(grad * grad, a.one_minus_beta2, v[i] * a.beta2);
+        const float first = __builtin_fmaf(grad, a.one_minus_beta1, moments.first(i) * a.beta1);
+        const float second =
+            __builtin_fmaf(grad * grad, a.one_minus_beta2, moments.second(i) * a.beta2);
         const float root = __builtin_fmaf(__builtin_sqrtf(second), a.inverse_root, a.eps);
         if (DECAYS == 1) weight = __builtin_fmaf(weight, a.decay, weight);
-        w[i] = __builtin_fmaf(first / root, a.step_size, weight);
-        m[i] = first;
-        v[i] = second;
+        weights.put(i, __builtin_fmaf(first / root, a.step_size, weight));
+        moments.put(i, first, second);
     }
 }
 
-template <int KIND>
-void update_as(int64_t n, float* w, float* m, float* v, const void* g, const Adam& a)
+template <int KIND, typename WEIGHTS, typename MOMENTS>
+void update_as(int64_t n, WEIGHTS w, MOMENTS m, const void* g, const Adam& a)
 {
-    if (a.decays == 0) update<KIND, 0>(n, w, m, v, g, a);
-    else if (a.decays == 1) update<KIND, 1>(n, w, m, v, g, a);
-    else update<KIND, 2>(n, w, m, v, g, a);
+    if (a.decays == 0) update<KIND, 0>(n, w, m, g, a);
+    else if (a.decays == 1) update<KIND, 1>(n, w, m, g, a);
+    else update<KIND, 2>(n, w, m, g, a);
 }
 
 // torch counts from the nearer end.
@@ -170,64 +290,86 @@ void average_both(int64_t n, const float* __restrict w, const Average& one, cons
     }
 }
 
-// Up or down by chance: the carry out of the lower half, to which random bits are added.
-inline uint16_t rounded(float value, int32_t random)
-{
-    uint32_t bits;
-    std::memcpy(&bits, &value, sizeof(bits));
-    const bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
-    return static_cast<uint16_t>(((is_nan ? 0x7fc00000u : bits) + static_cast<uint32_t>(random)) >> 16);
-}
-
 // What torch's fused Adam and AdamW do, with their roundings.
-template <int KIND, bool L2>
-void update_torch(int64_t n, float* __restrict w, float* __restrict m, float* __restrict v,
-                  const void* gradients, const TorchAdam& a)
+template <int KIND, bool L2, typename WEIGHTS, typename MOMENTS>
+void update_torch(int64_t n, WEIGHTS weights, MOMENTS moments, const void* gradients,
+                  const TorchAdam a)
 {
     const auto* __restrict g = static_cast<const typename Number<KIND>::type*>(gradients);
     const bool is_small = is_near(a.first);
     const float coefficient = is_small ? a.first : a.first - 1.0f;
 #pragma omp simd
     for (int64_t i = 0; i < n; i++) {
-        const float weight = w[i];
+        const float weight = weights.get(i);
+        const float old = moments.first(i);
         float grad = Number<KIND>::get(g[i]) * a.factor;
         if (L2) grad = __builtin_fmaf(weight, a.l2, grad);
-        const float first = __builtin_fmaf(coefficient, grad - m[i], is_small ? m[i] : grad);
-        const float second = __builtin_fmaf(a.second * grad, grad, a.beta2 * v[i]);
+        const float first = __builtin_fmaf(coefficient, grad - old, is_small ? old : grad);
+        const float second = __builtin_fmaf(a.second * grad, grad, a.beta2 * moments.second(i));
         const float below = __builtin_sqrtf(second) / a.root + a.eps;
-        w[i] = weight * a.decay + a.step_size * first / below;
-        m[i] = first;
-        v[i] = second;
+        weights.put(i, weight * a.decay + a.step_size * first / below);
+        moments.put(i, first, second);
     }
 }
 
-template <int KIND>
-void update_torch_as(int64_t n, float* w, float* m, float* v, const void* g, const TorchAdam& a)
+template <int KIND, typename WEIGHTS, typename MOMENTS>
+void update_as(int64_t n, WEIGHTS w, MOMENTS m, const void* g, const TorchAdam& a)
 {
-    if (a.l2 == 0.0f) update_torch<KIND, false>(n, w, m, v, g, a);
-    else update_torch<KIND, true>(n, w, m, v, g, a);
+    if (a.l2 == 0.0f) update_torch<KIND, false>(n, w, m, g, a);
+    else update_torch<KIND, true>(n, w, m, g, a);
 }
 
-// The same between widened and rounded moments.
-template <int KIND>
-void update_bf16(int64_t n, float* __restrict w, uint16_t* __restrict m, uint16_t* __restrict v,
-                 const void* gradients, const int32_t* __restrict noise_m,
-                 const int32_t* __restrict noise_v, const TorchAdam& a)
+// AdamW where nothing is contracted, so that any chain of single operations has the same bits.
+template <int KIND, typename WEIGHTS>
+void update_plainly(int64_t n, WEIGHTS weights, WideMoments moments, const void* gradients,
+                    const TorchAdam a)
 {
     const auto* __restrict g = static_cast<const typename Number<KIND>::type*>(gradients);
-    const bool is_small = is_near(a.first);
-    const float coefficient = is_small ? a.first : a.first - 1.0f;
+    const float beta1 = 1.0f - a.first;
 #pragma omp simd
     for (int64_t i = 0; i < n; i++) {
         const float grad = Number<KIND>::get(g[i]) * a.factor;
-        const float old = from_bf16(m[i]);
-        const float first = __builtin_fmaf(coefficient, grad - old, is_small ? old : grad);
-        const float second = __builtin_fmaf(a.second * grad, grad, a.beta2 * from_bf16(v[i]));
+        const float first = moments.first(i) * beta1 + grad * a.first;
+        const float second = moments.second(i) * a.beta2 + grad * grad * a.second;
         const float below = __builtin_sqrtf(second) / a.root + a.eps;
-        w[i] = w[i] * a.decay + a.step_size * first / below;
-        m[i] = rounded(first, noise_m[i]);
-        v[i] = rounded(second, noise_v[i]);
+        weights.put(i, weights.get(i) * a.decay + a.step_size * first / below);
+        moments.put(i, first, second);
     }
+}
+
+void decode(int64_t n, const uint8_t* __restrict codes, float scale, const Codes& by,
+            float* __restrict x)
+{
+    const float* __restrict values = by.values;
+#pragma omp simd
+    for (int64_t i = 0; i < n; i++) x[i] = values[codes[i]] * scale;
+}
+
+// The nearest codes; the largest number, which is the block's scale.
+float encode(int64_t n, const float* __restrict x, const Codes& by, uint8_t* __restrict codes)
+{
+    float largest = 0.0f;
+#pragma omp simd reduction(max : largest)
+    for (int64_t i = 0; i < n; i++) largest = std::fabs(x[i]) > largest ? std::fabs(x[i]) : largest;
+    const float scale = largest > 0.0f ? largest : 1.0f;
+    const float* __restrict middles = by.middles;
+    const uint8_t* __restrict lowest = by.lowest;
+    // In turns, so that all but the two look-ups are vectors.
+    float shares[CODED], ends[CODED];
+    int32_t low[CODED];
+#pragma omp simd
+    for (int64_t i = 0; i < n; i++) {
+        shares[i] = x[i] / scale;
+        uint32_t bits;
+        std::memcpy(&bits, &shares[i], sizeof(bits));
+        low[i] = static_cast<int32_t>(bits >> 16);
+    }
+    for (int64_t i = 0; i < n; i++) low[i] = lowest[low[i]];
+    for (int64_t i = 0; i < n; i++) ends[i] = middles[low[i]];
+#pragma omp simd
+    for (int64_t i = 0; i < n; i++)
+        codes[i] = static_cast<uint8_t>(low[i] + (shares[i] > ends[i] ? 1 : 0));
+    return largest;
 }
 
 template <int KIND>
@@ -271,27 +413,53 @@ void finish(int64_t start, int64_t size, const float* w, int32_t averages, const
         const Average one{into[i].shadow + start, into[i].weight};
         if (i + 1 < averages && is_near(into[i].weight) && is_near(into[i + 1].weight)) {
             i++;
-            average_both(size, w + start, one, Average{into[i].shadow + start, into[i].weight});
+            average_both(size, w, one, Average{into[i].shadow + start, into[i].weight});
         } else {
-            average(size, w + start, one);
+            average(size, w, one);
         }
     }
     if (out == nullptr) return;
     char* target = at(out, start, out_kind);
-#define CAST(KIND) cast<KIND>(size, w + start, target)
+#define CAST(KIND) cast<KIND>(size, w, target)
     FOR_KIND(out_kind, CAST)
 }
 
 // All blocks of n elements, by their start and size.
-template <typename EACH>
+template <int64_t SIZE = BLOCK, typename EACH>
 void in_blocks(int64_t n, int32_t threads, const EACH& each)
 {
-    const int64_t blocks = (n + BLOCK - 1) / BLOCK;
+    const int64_t blocks = (n + SIZE - 1) / SIZE;
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
     for (int64_t block = 0; block < blocks; block++) {
-        const int64_t start = block * BLOCK;
-        each(start, n - start < BLOCK ? n - start : BLOCK);
+        const int64_t start = block * SIZE;
+        each(start, n - start < SIZE ? n - start : SIZE);
     }
+}
+
+// Have `each` go over all blocks of weights, however these are kept, and what follows it.
+template <int64_t SIZE = BLOCK, typename EACH>
+void step(int64_t n, const Kept& kept, int32_t averages, const Average* into, void* out,
+          int32_t out_kind, int32_t threads, const EACH& each)
+{
+    in_blocks<SIZE>(n, threads, [&](int64_t start, int64_t size) {
+        float buffer[SIZE];
+        float* w = kept.weight == nullptr ? buffer : kept.weight + start;
+        if (kept.weight != nullptr) each(start, size, WholeWeights{w});
+        else each(start, size, SplitWeights{w, kept.high + start, kept.low + start});
+        finish(start, size, w, averages, into, out, out_kind);
+    });
+}
+
+WideMoments wide(const Kept& kept, int64_t start)
+{
+    return {static_cast<float*>(kept.first) + start, static_cast<float*>(kept.second) + start};
+}
+
+SmallMoments small(const Kept& kept, int64_t start)
+{
+    return {static_cast<uint16_t*>(kept.first) + start,
+            static_cast<uint16_t*>(kept.second) + start, kept.noise,
+            static_cast<uint32_t>(kept.position + start)};
 }
 
 }  // namespace
@@ -309,46 +477,52 @@ int32_t zerotune_knows(int32_t kind)
 }
 
 // Adam on n weights, every average of them, and their cast into `out` where that is not null.
-void zerotune_adam(int64_t n, float* w, float* m, float* v, const void* g, int32_t gradient_kind,
+void zerotune_adam(int64_t n, const Kept* kept, const void* g, int32_t gradient_kind,
                    const Adam* adam, int32_t averages, const Average* into, void* out,
                    int32_t out_kind, int32_t threads)
 {
-    in_blocks(n, threads, [=](int64_t start, int64_t size) {
+    const auto each = [=](int64_t start, int64_t size, auto weights) {
         const char* gradients = at(g, start, gradient_kind);
-#define UPDATE(KIND) update_as<KIND>(size, w + start, m + start, v + start, gradients, *adam)
+#define UPDATE(KIND) update_as<KIND>(size, weights, wide(*kept, start), gradients, *adam)
         FOR_KIND(gradient_kind, UPDATE)
-        finish(start, size, w, averages, into, out, out_kind);
-    });
+    };
+    step(n, *kept, averages, into, out, out_kind, threads, each);
 }
 
 // As zerotune_adam, with torch's roundings.
-void zerotune_adam_torch(int64_t n, float* w, float* m, float* v, const void* g,
-                         int32_t gradient_kind, const TorchAdam* adam, int32_t averages,
-                         const Average* into, void* out, int32_t out_kind, int32_t threads)
+void zerotune_adam_torch(int64_t n, const Kept* kept, const void* g, int32_t gradient_kind,
+                         const TorchAdam* adam, int32_t averages, const Average* into, void* out,
+                         int32_t out_kind, int32_t threads)
 {
-    in_blocks(n, threads, [=](int64_t start, int64_t size) {
+    const auto each = [=](int64_t start, int64_t size, auto weights) {
         const char* gradients = at(g, start, gradient_kind);
-#define UPDATE_TORCH(KIND)                                                                         \
-    update_torch_as<KIND>(size, w + start, m + start, v + start, gradients, *adam)
-        FOR_KIND(gradient_kind, UPDATE_TORCH)
-        finish(start, size, w, averages, into, out, out_kind);
-    });
+#define UPDATE_WIDE(KIND) update_as<KIND>(size, weights, wide(*kept, start), gradients, *adam)
+#define UPDATE_SMALL(KIND) update_as<KIND>(size, weights, small(*kept, start), gradients, *adam)
+        if (kept->moments == BF16) FOR_KIND(gradient_kind, UPDATE_SMALL)
+        else FOR_KIND(gradient_kind, UPDATE_WIDE)
+    };
+    step(n, *kept, averages, into, out, out_kind, threads, each);
 }
 
-// As zerotune_adam, with moments in bf16 that are rounded by chance: n random numbers each.
-void zerotune_adam_bf16(int64_t n, float* w, uint16_t* m, uint16_t* v, const void* g,
-                        int32_t gradient_kind, const int32_t* noise_m, const int32_t* noise_v,
-                        const TorchAdam* adam, int32_t averages, const Average* into, void* out,
-                        int32_t out_kind, int32_t threads)
+// As zerotune_adam_torch with decoupled decay, on moments of one byte each.
+void zerotune_adam_coded(int64_t n, const Kept* kept, const void* g, int32_t gradient_kind,
+                         const TorchAdam* adam, int32_t averages, const Average* into, void* out,
+                         int32_t out_kind, int32_t threads, const Coded* coded)
 {
-    in_blocks(n, threads, [=](int64_t start, int64_t size) {
+    const auto each = [=](int64_t start, int64_t size, auto weights) {
         const char* gradients = at(g, start, gradient_kind);
-#define UPDATE_BF16(KIND)                                                                          \
-    update_bf16<KIND>(size, w + start, m + start, v + start, gradients, noise_m + start,           \
-                      noise_v + start, *adam)
-        FOR_KIND(gradient_kind, UPDATE_BF16)
-        finish(start, size, w, averages, into, out, out_kind);
-    });
+        float m[CODED], v[CODED];
+        float& first_scale = coded->first_scale[start / CODED];
+        float& second_scale = coded->second_scale[start / CODED];
+        decode(size, coded->first + start, first_scale, coded->first_codes, m);
+        decode(size, coded->second + start, second_scale, coded->second_codes, v);
+#define UPDATE_PLAINLY(KIND)                                                                       \
+    update_plainly<KIND>(size, weights, WideMoments{m, v}, gradients, *adam)
+        FOR_KIND(gradient_kind, UPDATE_PLAINLY)
+        first_scale = encode(size, m, coded->first_codes, coded->first + start);
+        second_scale = encode(size, v, coded->second_codes, coded->second + start);
+    };
+    step<CODED>(n, *kept, averages, into, out, out_kind, threads, each);
 }
 
 // Copy n numbers of one kind into `target`, unless that is null, and sum up their squares.

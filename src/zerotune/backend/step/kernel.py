@@ -13,10 +13,10 @@ import ctypes
 import hashlib
 import platform
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import attrs
 import torch
@@ -33,6 +33,7 @@ from zerotune.backend.ops import (
     missing_ninja,
     naming_the_cause,
 )
+from zerotune.backend.optimizers.adamw_8bit_states import Codebook
 from zerotune.platform.toolchain import Toolchain, detect_compilers
 
 NAME: Final = "host_step"
@@ -118,6 +119,40 @@ _ADAM_STRUCTURE: Final = _structure(AdamNumbers)
 _TORCH_ADAM_STRUCTURE: Final = _structure(TorchAdamNumbers)
 
 
+class _Kept(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("weight", "high", "low", "exp_avg", "exp_avg_sq")),
+        ("moments", ctypes.c_int32),
+        ("noise", ctypes.c_uint32),
+        ("position", ctypes.c_int64),
+    ]
+
+
+class _Codes(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_void_p) for name in ("values", "middles", "lowest")]
+
+
+class _Coded(ctypes.Structure):
+    _fields_ = [
+        (f"{moment}{part}", kind)
+        for moment in ("first", "second")
+        for part, kind in (
+            ("", ctypes.c_void_p), ("_scale", ctypes.c_void_p), ("_codes", _Codes),
+        )
+    ]  # fmt: skip
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class CodedMoment:
+    """A moment of one byte per weight."""
+
+    codes: torch.Tensor
+    """uint8, from the beginning of a block on."""
+    scales: torch.Tensor
+    """fp32: of its blocks."""
+    book: Codebook
+
+
 class _Average(ctypes.Structure):
     _fields_ = [("shadow", ctypes.c_void_p), ("weight", ctypes.c_float)]
 
@@ -160,11 +195,14 @@ class HostStepOp:
         self,
         numbers: AdamNumbers | TorchAdamNumbers,
         *,
-        weight: torch.Tensor,
-        exp_avg: torch.Tensor,
-        exp_avg_sq: torch.Tensor,
+        weight: torch.Tensor | None = None,
+        high: torch.Tensor | None = None,
+        low: torch.Tensor | None = None,
+        exp_avg: torch.Tensor | CodedMoment,
+        exp_avg_sq: torch.Tensor | CodedMoment,
         gradient: torch.Tensor,
-        noise: Sequence[torch.Tensor] = (),
+        noise: int = 0,
+        position: int = 0,
         averages: Sequence[Average] = (),
         out: torch.Tensor | None = None,
     ) -> None:
@@ -172,33 +210,49 @@ class HostStepOp:
 
         Args:
             numbers: Of this step; rounded as DeepSpeed's Adam does, or as torch's.
-            weight: fp32.
-            exp_avg: fp32; bf16 where there is noise.
+            weight: fp32; ``None`` where the weights are split into ``high`` and ``low``.
+            high: bf16, the weights rounded to nearest.
+            low: int16, their low halves (``SplitMasters``).
+            exp_avg: fp32; with ``TorchAdamNumbers`` bf16 too, which is rounded by chance, or coded,
+                where ``l2`` must be 0.
             exp_avg_sq: As ``exp_avg``.
             gradient: fp32, bf16 or fp16.
-            noise: For each moment int32 from 0 to 65,535, as many as there are weights, by which
-                it is rounded by chance; with ``TorchAdamNumbers`` only.
-            averages: Shadows, as long as ``weight``.
+            noise: What the chance is drawn from, a number of 32 bits (``noise_key``).
+            position: Of the first element in that noise.
+            averages: Shadows, as long as the weights.
             out: Receives the weights in its own dtype.
         """
         if isinstance(numbers, AdamNumbers):
             name, structure = "zerotune_adam", _ADAM_STRUCTURE
         else:
-            name, structure = f"zerotune_adam_{'bf16' if noise else 'torch'}", _TORCH_ADAM_STRUCTURE
+            name, structure = "zerotune_adam_torch", _TORCH_ADAM_STRUCTURE
+        coded: tuple[Any, ...] = ()
+        moments: list[Any] = [exp_avg, exp_avg_sq]
+        if isinstance(exp_avg, CodedMoment):
+            name = "zerotune_adam_coded"
+            coded = (ctypes.byref(_Coded(*(part for each in moments for part in _parts(each)))),)
+        kept = _Kept(
+            *(None if t is None else t.data_ptr() for t in (weight, high, low)),
+            *(None if coded else t.data_ptr() for t in moments),
+            0 if coded else _DTYPE_CODES[moments[0].dtype],
+            noise,
+            position,
+        )
         shadows = (_Average * max(len(averages), 1))(
             *(_Average(average.shadow.data_ptr(), average.weight) for average in averages)
         )
         getattr(self._library, name)(
-            ctypes.c_int64(weight.numel()),
-            *map(_pointer, (weight, exp_avg, exp_avg_sq, gradient)),
+            ctypes.c_int64(gradient.numel()),
+            ctypes.byref(kept),
+            _pointer(gradient),
             ctypes.c_int32(_DTYPE_CODES[gradient.dtype]),
-            *map(_pointer, noise),
             ctypes.byref(structure(*attrs.astuple(numbers))),
             ctypes.c_int32(len(averages)),
             shadows,
             _pointer(out),
             ctypes.c_int32(0 if out is None else _DTYPE_CODES[out.dtype]),
             ctypes.c_int32(self.threads),
+            *coded,
         )
 
     def take(self, source: torch.Tensor, *, into: torch.Tensor | None = None) -> float:
@@ -219,6 +273,13 @@ class HostStepOp:
             ctypes.c_int32(self.threads),
         )
         return total
+
+
+def _parts(moment: CodedMoment) -> Iterator[Any]:
+    book = moment.book
+    yield moment.codes.data_ptr()
+    yield moment.scales.data_ptr()
+    yield _Codes(*(t.data_ptr() for t in (book.values, book.middles, book.lowest)))
 
 
 def _pointer(tensor: torch.Tensor | None) -> ctypes.c_void_p:

@@ -466,7 +466,7 @@ class PendingStep:
     @torch.no_grad()
     def _catch_up(self, index: int, followers: Sequence[Follower]) -> None:
         for piece in self._parts[index].pieces:
-            weight = self._steps[piece.slab].weight[piece.start : piece.stop]
+            weight = self._steps[piece.slab].masters.read(slice(piece.start, piece.stop))
             for average in _averages(piece, followers):
                 average.shadow.lerp_(weight, average.weight)
 

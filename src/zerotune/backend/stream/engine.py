@@ -6,10 +6,12 @@ The plan is DeepSpeed's, and so are the bits: those of ZeRO-2 with the optimizer
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
 import torch
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from typing_extensions import override
 
 from zerotune._util.text import format_size
@@ -28,7 +30,10 @@ from zerotune.backend.engine import (
 )
 from zerotune.backend.layouts import Named
 from zerotune.backend.master_weights import MasterWeights
+from zerotune.backend.optimizers.adamw_8bit_states import AdamW8BitStates
+from zerotune.backend.optimizers.adamw_bf16_states import AdamWBF16States
 from zerotune.backend.optimizers.client import (
+    CLASSES,
     chosen_optimizer,
     continue_schedule,
     own_scheduler,
@@ -36,7 +41,10 @@ from zerotune.backend.optimizers.client import (
     scheduler_class,
 )
 from zerotune.backend.proof import prove_offload, why_unproven
+from zerotune.backend.step.adams import torch_rounds_alike
+from zerotune.backend.step.deferred import ROUNDS_OTHERWISE
 from zerotune.backend.step.kernel import load_host_step
+from zerotune.backend.step.pending import Awaited
 from zerotune.backend.stored import bring_weights
 from zerotune.backend.stream.flat import FlatOrder
 from zerotune.backend.stream.lanes import Lane
@@ -45,10 +53,11 @@ from zerotune.backend.stream.memory import HostMemory
 from zerotune.backend.stream.passes import Passes
 from zerotune.backend.stream.residency import Residency, StreamCounts
 from zerotune.backend.stream.steps import StreamedSteps
-from zerotune.backend.stream.units import Unit, find_units, make_units
-from zerotune.backend.stream.weights import release_weight, stream_weight
+from zerotune.backend.stream.units import Member, Unit, find_units, make_units
+from zerotune.backend.stream.weights import StreamedWeight, release_weight, stream_weight
 from zerotune.decisions import Decision, announce
-from zerotune.errors import PlatformError
+from zerotune.errors import EngineError, OptimizerError, PlatformError
+from zerotune.optimizers.catalogue import OPTIMIZERS, entry_of
 from zerotune.plan.model import ModelFacts, ResolvedPlan, Streaming, pins
 from zerotune.plan.resolve import streaming_obstacle
 
@@ -104,6 +113,7 @@ class StreamEngine(CountingEngine):
             order=self._order,
             device=self._device,
             memory=self._memory,
+            split=self._streaming.split_masters,
         )
         return needs
 
@@ -124,14 +134,19 @@ class StreamEngine(CountingEngine):
         groups: list[dict[str, Any]] = []
         for index, given in enumerate(choice.groups or (None,)):
             own = {} if given is None else {"name": given.name, **given.params}
-            masters = [slab.master for slab in slabs if slab.group == index]
+            masters = [slab.key for slab in slabs if slab.group == index]
             groups.append({"params": masters, **own})
+        self._expected_groups = expected_groups(choice, named, None)
+        own_kind = CLASSES.get(choice.implementation)
+        if own_kind is not None:
+            self._adam: Any = own_kind(groups, **choice.params)
+            self._scheduler = self._make_scheduler(deepspeed, plan)
+            return
         params = {name: choice.params[name] for name in _OF_ADAM if name in choice.params}
         with compiling(plan):
             self._adam = deepspeed.ops.adam.DeepSpeedCPUAdam(
                 groups, **params, adamw_mode=choice.weight_decay_mode != "l2"
             )
-        self._expected_groups = expected_groups(choice, named, None)
         self._scheduler = self._make_scheduler(deepspeed, plan)
 
     def _make_scheduler(self, deepspeed: Any, plan: ResolvedPlan) -> Any:
@@ -171,7 +186,11 @@ class StreamEngine(CountingEngine):
         for unit in self._units:
             for member in unit.members if not unit.resident else ():
                 stream_weight(unit, member)
+        self._versions = {
+            m.name: m.parameter._version for unit in self._units for m in unit.members
+        }
         self._steps.refresh()
+        self._steps.know_views()
         layout = StreamLayout(units=trained, optimizer=self._adam, steps=self._steps)
         self._master_weights = MasterWeights(layout=layout, group=self._group, device=self.device)
 
@@ -248,8 +267,7 @@ class StreamEngine(CountingEngine):
         self._steps.check_whole()
         if self._at_boundary and self._steps.is_eager and not self._steps.under_way:
             self._check_before_step(self._global_step)
-            for hook in list(self._adam._optimizer_step_pre_hooks.values()):
-                hook(self._adam, (), {})
+            self._call_hooks(_global_optimizer_pre_hooks, self._adam._optimizer_step_pre_hooks)
         self._unfinished = True
         self._steps.begin_backward(is_last=self._at_boundary)
         scaled: Any = loss / self._plan.gradient_accumulation_steps
@@ -289,13 +307,35 @@ class StreamEngine(CountingEngine):
     def _run_step(self, norm: float) -> None:
         """Begin the passes with what others have hooked to the optimizer's steps."""
         if not self._steps.is_eager:
-            for hook in list(self._adam._optimizer_step_pre_hooks.values()):
-                hook(self._adam, (), {})
+            self._call_hooks(_global_optimizer_pre_hooks, self._adam._optimizer_step_pre_hooks)
         self._steps.step(norm)
-        if self._adam._optimizer_step_post_hooks:
+        after = _global_optimizer_post_hooks, self._adam._optimizer_step_post_hooks
+        if any(after):
             self._steps.settle()
-        for hook in list(self._adam._optimizer_step_post_hooks.values()):
+        self._call_hooks(*reversed(after))
+
+    def _call_hooks(self, *hooks: Mapping[Any, Callable[..., Any]]) -> None:
+        """As ``Optimizer.profile_hook_step`` does around a step."""
+        for hook in [each for some in hooks for each in some.values()]:
             hook(self._adam, (), {})
+
+    @override
+    def _check_before_forward(self) -> None:
+        super()._check_before_forward()
+        with torch._C.DisableTorchFunctionSubclass():
+            for unit in self._units:
+                for member in unit.members:
+                    if not _is_in_place(unit, member):
+                        raise _replaced(member)
+
+    @override
+    def _check_before_step(self, step: int) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            for unit in self._units:
+                for member in unit.members if not unit.resident else ():
+                    if member.parameter._version != self._versions[member.name]:
+                        raise _replaced(member)
+        super()._check_before_step(step)
 
     @override
     def discard(self) -> None:
@@ -334,16 +374,28 @@ class StreamEngine(CountingEngine):
         streamed = [unit for unit in self._units if not unit.resident]
         total = sum(unit.nbytes for unit in streamed)
         eager = "in the backward pass" if self._steps.is_eager else "after the gradients' norm"
-        return (
-            Decision(
-                key=KEY,
-                before=self._plan.streamed,
-                after=f"{len(streamed)} units, {format_size(self._capacity)} of "
-                f"{format_size(total)} on the device",
-                reason=f"each unit comes before it is used and is stepped {eager}; the bits are "
-                "those of ZeRO-2 with CPU offload",
-            ),
+        split = self._streaming.split_masters
+        bits = "the bits are those of ZeRO-2 with CPU offload"
+        if split:
+            bits += ", but for master weights halfway between two bf16 numbers"
+        where = Decision(
+            key=KEY,
+            before=self._plan.streamed,
+            after=f"{len(streamed)} units, {format_size(self._capacity)} of "
+            f"{format_size(total)} on the device",
+            reason=f"each unit comes before it is used and is stepped {eager}; {bits}",
         )
+        if not split:
+            return (where,)
+        kept = Decision(
+            key=f"{KEY}.split_masters",
+            before="fp32",
+            after="the bf16 weights and their low 16 bits",
+            reason="2 bytes of host memory less per trained weight; every bit is kept, but one of "
+            "131,072 weights on average, halfway between two bf16 numbers and rounded up, becomes "
+            "one unit in its last place more at each step",
+        )
+        return where, kept
 
     @override
     def _checks(self) -> Checks:
@@ -357,7 +409,7 @@ class StreamEngine(CountingEngine):
             steps_taken=self._global_step - self._skipped_steps,
             groups=self._expected_groups,
         )
-        names = {id(slab.master): slab for unit in self._units for slab in unit.slabs}
+        names = {id(slab.key): slab for unit in self._units for slab in unit.slabs}
         checks.group_members(
             self._expected_groups,
             [
@@ -374,7 +426,7 @@ class StreamEngine(CountingEngine):
         checks.equal("scheduler.type", scheduler_class(plan), running)
         dtypes = {str(unit.host.dtype) for unit in self._units if unit.slabs}
         checks.equal("precision", str(DTYPES[plan.precision]), ", ".join(sorted(dtypes)))
-        places = {slab.master.device.type for unit in self._units for slab in unit.slabs}
+        places = {slab.key.device.type for unit in self._units for slab in unit.slabs}
         checks.equal("offload_optimizer.device", "cpu", ", ".join(sorted(places)))
         checks.equal("world_size", plan.world_size, self._group.world_size)
         return checks
@@ -387,6 +439,27 @@ def _members(plan: ResolvedPlan, named: Named) -> list[list[str]]:
     if not isinstance(groups[0], dict):
         groups = [{"params": groups}]
     return [[names[id(parameter)] for parameter in group["params"]] for group in groups]
+
+
+def _is_in_place(unit: Unit, member: Member) -> bool:
+    """Whether a parameter is still where it was put; one that is awaited will be."""
+    parameter: Any = member.parameter
+    if not unit.resident:
+        return isinstance(parameter, StreamedWeight)
+    if isinstance(parameter, Awaited):
+        return True
+    storage = parameter.untyped_storage()._cdata, unit.flat.untyped_storage()._cdata
+    return storage[0] == storage[1] and bool(parameter.storage_offset() == member.span.start)
+
+
+def _replaced(member: Member) -> EngineError:
+    return EngineError(
+        "it was replaced, or written in a call of its own block, where only the device's copy is: "
+        "the next step would undo or miss that",
+        key=f"model.{member.name}",
+        fix="write weights through engine.master_weights.editing(), and put back what was swapped "
+        "in before the next step",
+    )
 
 
 def _pins(plan: ResolvedPlan) -> bool:
@@ -423,8 +496,9 @@ def why_not_streamed(plan: ResolvedPlan, model: torch.nn.Module) -> str | None:
     if plan.streamed is None and (obstacle := _why_not_by_default(plan)) is not None:
         return obstacle
     choice = chosen_optimizer(plan)
-    if choice.implementation != "DeepSpeedCPUAdam":
-        return f"{choice.implementation} does not step unit by unit; Adam and AdamW do"
+    if not entry_of(choice.name).streams:
+        known = ", ".join(name for name, entry in OPTIMIZERS.items() if entry.streams)
+        return f"{choice.implementation} does not step unit by unit; {known} do"
     betas = {tuple(group.params.get("betas", ())) for group in choice.groups}
     if len(betas) > 1:
         return "groups with betas of their own are stepped in order"
@@ -438,7 +512,24 @@ def why_not_streamed(plan: ResolvedPlan, model: torch.nn.Module) -> str | None:
     if not find_units(model, streaming.units):
         return "the model has no repeated blocks; Streaming(units=...) names what comes as a whole"
     try:
-        load_host_step()
+        op = load_host_step()
     except PlatformError as error:
         return f"the op host_step cannot be built: {error.reason}"
+    if choice.implementation == AdamWBF16States.__name__ and not torch_rounds_alike(op):
+        return ROUNDS_OTHERWISE
     return None
+
+
+def require_other_engine(plan: ResolvedPlan) -> None:
+    """Whether another engine can step with the plan's optimizer.
+
+    Raises:
+        OptimizerError: It steps streamed weights only.
+    """
+    if chosen_optimizer(plan).implementation == AdamW8BitStates.__name__:
+        raise OptimizerError(
+            "keeps its moments beside streamed weights only, and these are not streamed",
+            key="optimizer.type",
+            value=AdamW8BitStates.__name__,
+            fix="plan.resolve(streamed=True), or AdamW8bit of bitsandbytes",
+        )

@@ -42,6 +42,10 @@ class FlatOrder:
         place = self._places.get(name)
         return None if place is None else place[0]
 
+    def place_of(self, name: str, element: int) -> int:
+        """Where an element of the flattened parameter is in its group."""
+        return int(self._places[name][1].start) + element
+
     def fragments(self, name: str) -> Iterator[tuple[int, slice]]:
         """Ranks, and which elements of the flattened parameter lie in their parts."""
         group, place = self._places[name]

@@ -8,13 +8,19 @@ from contextlib import contextmanager
 import torch
 from typing_extensions import override
 
-from zerotune.backend.layouts import ResidentLayout
-from zerotune.backend.master_weights import Follower, FragmentAddress, Slab
+from zerotune.backend.master_weights import (
+    Follower,
+    FragmentAddress,
+    MasterLayout,
+    OptimizerStates,
+    Slab,
+)
+from zerotune.backend.step.masters import SplitMasters
 from zerotune.backend.stream.steps import StreamedSteps
 from zerotune.backend.stream.units import Member, Unit
 
 
-class StreamLayout(ResidentLayout):
+class StreamLayout(MasterLayout):
     """fp32 slabs in host memory, beside the weights that the model computes with.
 
     Args:
@@ -26,8 +32,8 @@ class StreamLayout(ResidentLayout):
     def __init__(
         self, *, units: Sequence[Unit], optimizer: torch.optim.Optimizer, steps: StreamedSteps
     ) -> None:
-        self._units, self._steps = units, steps
-        slabs = [slab for unit in units for slab in unit.slabs]
+        self._units, self._steps, self._optimizer = units, steps, optimizer
+        self._slabs = [slab for unit in units for slab in unit.slabs]
         addresses = tuple(
             FragmentAddress(
                 name=part.member.name,
@@ -37,22 +43,36 @@ class StreamLayout(ResidentLayout):
                 slab=index,
                 offset=part.offset,
             )
-            for index, slab in enumerate(slabs)
+            for index, slab in enumerate(self._slabs)
             for part in slab.parts
         )
         self._places: dict[str, tuple[Unit, Member]] = {
             member.name: (unit, member) for unit in units for member in unit.members
         }
         super().__init__(
-            optimizer=optimizer,
-            slabs=[slab.master for slab in slabs],
             addresses=addresses,
             order=tuple(
                 (member.name, tuple(member.parameter.shape))
-                for slab in slabs
+                for slab in self._slabs
                 for member in slab.members
             ),
         )
+
+    @property
+    @override
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self._optimizer
+
+    @property
+    @override
+    def tensors(self) -> Sequence[torch.Tensor]:
+        return [slab.key for slab in self._slabs]
+
+    @override
+    def masters_of(self, address: FragmentAddress, part: slice) -> torch.Tensor:
+        first, stop, _ = part.indices(address.numel)
+        masters = self._slabs[address.slab].masters
+        return masters.read(slice(address.offset + first, address.offset + stop))
 
     @override
     def settle(self) -> None:
@@ -62,15 +82,22 @@ class StreamLayout(ResidentLayout):
     @contextmanager
     def reading(self, slab: int) -> Iterator[Slab]:
         self._steps.check_whole()
-        with super().reading(slab) as resident:
-            yield resident
+        yield self._opened(slab)
 
     @override
     @contextmanager
     def writing(self, slab: int) -> Iterator[Slab]:
         # What lies there may be of no step: a checkpoint is loaded over it.
-        with super().reading(slab) as resident:
-            yield resident
+        opened = self._opened(slab)
+        try:
+            yield opened
+        finally:
+            self._slabs[slab].masters.write(opened.value)
+            opened.states.write_back()
+
+    def _opened(self, slab: int) -> Slab:
+        each = self._slabs[slab]
+        return Slab(value=each.masters.read(), states=OptimizerStates(self._optimizer, each.key))
 
     @override
     def expect(self, followers: Sequence[Follower]) -> None:
@@ -85,11 +112,14 @@ class StreamLayout(ResidentLayout):
         unit, member = self._places[address.name]
         if unit.resident and unit.is_current:
             return member.parameter.data.reshape(-1)[address.start : address.stop]
-        return unit.host[member.span][address.start : address.stop]
+        # Split, it is the upper half of the master weight itself.
+        split = any(isinstance(slab.masters, SplitMasters) for slab in unit.slabs)
+        return None if split else unit.host[member.span][address.start : address.stop]
 
     @override
     def refresh(self) -> None:
         for unit in self._units:
             for slab in unit.slabs:
-                unit.host[slab.span].copy_(slab.master.data)
+                if not isinstance(slab.masters, SplitMasters):
+                    unit.host[slab.span].copy_(slab.masters.read())
         self._steps.refresh()

@@ -7,6 +7,7 @@ with the passes that are still to be taken, and catch up with those that are.
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from queue import SimpleQueue
@@ -33,6 +34,7 @@ class UnitPass:
         landed: Gradients on their way to the host; ``None``: they are there.
         check: Called once they are there; whether to step.
         written: Done once the pass is taken.
+        views: How many views of the unit's weights its steps have.
         rank: When it is taken: the lower, the sooner.
     """
 
@@ -45,9 +47,11 @@ class UnitPass:
         landed: Copy | None,
         check: Callable[[], bool],
         written: Future[None],
+        views: int,
         rank: int,
     ) -> None:
         self.unit, self.rank, self._landed, self._check = unit, rank, landed, check
+        self.views = views
         self._steps, self.averages = steps, averages
         self._followed = 0
         # Somebody may still be copying what the step before has written.
@@ -93,19 +97,21 @@ class UnitPass:
     def _catch_up(self, coming: Averages) -> None:
         for slab, step in self._steps:
             for part in slab.parts:
+                weight = step.masters.read(part.place)
                 for average in coming:
-                    average.tensors[part.key].lerp_(step.weight[part.place], average.weight)
+                    average.tensors[part.key].lerp_(weight, average.weight)
 
 
 def _run(slab: UnitSlab, step: SlabStep, coming: Averages) -> None:
-    if not coming and not any(part.singles for part in slab.parts):
-        step.run(0, step.weight.numel())
+    has_singles = step.whole is None and any(part.singles for part in slab.parts)
+    if not coming and not has_singles:
+        step.run(0, step.masters.numel)
         return
     # What lies between the parameters is zero, and stays so; among the last elements it would make
     # whole vectors of them.
     one_by_one = attrs.evolve(step, whole=0)
     for part in slab.parts:
-        for run, is_single in part.runs():
+        for run, is_single in part.runs() if has_singles else [(part.place, False)]:
             inside = slice(run.start - part.offset, run.stop - part.offset)
             averages = [
                 Average(shadow=each.tensors[part.key][inside], weight=each.weight)
@@ -163,6 +169,15 @@ class Passes:
                 if unit_pass.unit is unit:
                     unit_pass.rank = -1
 
+    def views(self) -> Counter[Unit]:
+        """How many views of each unit's weights passes have, also of those that are taken."""
+        with self._lock:
+            passes = {id(each): each for each in (*self._newest, *self._waiting)}
+            counts: Counter[Unit] = Counter()
+            for each in passes.values():
+                counts[each.unit] += each.views
+            return counts
+
     def follow(self, followers: Sequence[Follower]) -> bool:
         """Have averages move with the newest step; whether there is one under way."""
         with self._lock:
@@ -218,6 +233,8 @@ class Passes:
                 self._signals.get()
             else:
                 self._take(unit_pass)
+                # Its views of the weights are nobody's any more.
+                del unit_pass
 
     def _next(self) -> UnitPass | None:
         """The pass that is wanted first; of one unit the older."""

@@ -20,8 +20,9 @@ import attrs
 import torch
 
 from zerotune.backend.master_weights import Follower
-from zerotune.backend.step.adams import HostAdam
+from zerotune.backend.step.adams import stepper_of
 from zerotune.backend.step.kernel import HostStepOp
+from zerotune.backend.step.masters import SplitMasters
 from zerotune.backend.step.pending import hold, release
 from zerotune.backend.stream.flat import FlatOrder
 from zerotune.backend.stream.lanes import Copy, Lane
@@ -66,7 +67,7 @@ class StreamedSteps:
     Args:
         units: Those that are trained.
         order: Of the parameters at ZeRO-2, by which it adds up their norms.
-        adam: A DeepSpeedCPUAdam over the units' slabs.
+        adam: An Adam that ``stepper_of`` knows, over the keys of the units' slabs.
         op: The compiled functions.
         lane: Copies from the device.
         passes: Takes the passes.
@@ -86,10 +87,11 @@ class StreamedSteps:
     ) -> None:
         self._units, self._adam, self._op = units, adam, op
         self._lane, self.passes, self._clipping = lane, passes, clipping
-        self._stepper = HostAdam(op=op, adam=adam)
+        self._stepper = stepper_of(adam)(op=op, adam=adam)
         self._windows = {unit: _Window() for unit in units}
         places = {m.name: (u, i) for u in units for i, m in enumerate(u.members)}
         self._order = [[places[name] for name in group] for group in order.groups]
+        self._flat_order = order
         self._world_size = order.world_size
         self._parts = {
             unit: {
@@ -229,7 +231,7 @@ class StreamedSteps:
                 return False
             for unit, window in self._windows.items():
                 for slab in unit.slabs if window.taken else ():
-                    self._adam.state[slab.master]["step"] -= 1
+                    self._adam.state[slab.key]["step"] -= 1
         self.forget_all()
         return True
 
@@ -303,6 +305,17 @@ class StreamedSteps:
         self._under_way, self._tally = False, _Tally()
         self._expected, self._moved = [], self._expected
         self.residency.rewind()
+        if any(views > self._views[unit] for unit, views in self._count_views().items()):
+            # Somebody else's view of the weights would show old values.
+            self.settle()
+
+    def know_views(self) -> None:
+        """Take all views of the weights that there are now for the engine's own."""
+        self._views = self._count_views()
+
+    def _count_views(self) -> dict[Unit, int]:
+        own = self.passes.views()
+        return {unit: _views_of(unit) - own[unit] for unit in self._units}
 
     def _begin(self, unit: Unit, *, factor: float, rank: int | None = None) -> None:
         window = self._windows[unit]
@@ -311,15 +324,20 @@ class StreamedSteps:
             self.passes.begin_step()
             self.passes.averages.extend(self._expected)
             self._under_way = True
-        groups = self._adam.param_groups
+        groups, views = self._adam.param_groups, _views_of(unit)
         steps = []
         for slab in unit.slabs:
             step = self._stepper.begin(
-                slab.master,
+                slab.key,
                 gradient=slab.gradient,
                 group=groups[slab.group],
                 factor=factor,
-                out=unit.host.data[slab.span],
+                out=None if isinstance(slab.masters, SplitMasters) else unit.host.data[slab.span],
+                masters=slab.masters,
+                places=[
+                    (part.offset, self._flat_order.place_of(part.member.name, part.span.start))
+                    for part in slab.parts
+                ],
             )
             steps.append((slab, step))
         unit_pass = UnitPass(
@@ -329,6 +347,7 @@ class StreamedSteps:
             check=partial(self._check, unit, window, self._tally),
             landed=window.landed,
             written=self._to_be_written(unit),
+            views=_views_of(unit) - views,
             rank=self._units.index(unit) if rank is None else rank,
         )
         self.passes.submit(unit_pass)
@@ -458,6 +477,11 @@ def _other_averages() -> EngineError:
         value="gradient_clipping=0",
         fix="call ema.step() after every applied step that expect_step() came before",
     )
+
+
+def _views_of(unit: Unit) -> int:
+    """How many tensors and arrays share the memory of a unit's weights."""
+    return int(torch._C._storage_Use_Count(unit.host.untyped_storage()._cdata))
 
 
 def _watch(parameter: Any, call: Callable[[torch.Tensor], None]) -> Any:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import attrs
 import torch
 
+from zerotune.backend.step.masters import Masters, SplitMasters, WholeMasters
 from zerotune.errors import EngineError
 from zerotune.plan.model import UNIT_ALIGNED, outermost_modules, repeated_modules
 
@@ -83,8 +84,10 @@ class UnitSlab:
     members: tuple[Member, ...]
     """All that the group has in the unit."""
     parts: tuple[Part, ...]
-    master: torch.nn.Parameter
-    """fp32, flat, in host memory."""
+    key: torch.nn.Parameter
+    """Flat, what the optimizer's groups hold: the fp32 weights, or their low halves."""
+    masters: Masters
+    """The fp32 weights."""
     gradient: torch.Tensor
     """Flat, in host memory, in the dtype of the weights."""
 
@@ -102,6 +105,7 @@ class Unit:
         device: Where the model computes.
         memory: Where the weights lie meanwhile.
         resident: Whether the weights stay on the device.
+        split: Whether the master weights are those in bf16 and their low halves.
     """
 
     def __init__(
@@ -113,6 +117,7 @@ class Unit:
         device: torch.device,
         memory: HostMemory,
         resident: bool = False,
+        split: bool = False,
     ) -> None:
         self.name, self.resident = name, resident
         dtype = members[0][1].dtype
@@ -124,7 +129,8 @@ class Unit:
             memory.fill(self.host[member.span], parameter.data.reshape(-1))
             parameter.data = flat.view(parameter.shape)
         memory.filled()
-        self.slabs = tuple(self._slabs(order, memory)) if self.members[0].group is not None else ()
+        trained = self.members[0].group is not None
+        self.slabs = tuple(self._slabs(order, memory, split)) if trained else ()
         self._storage = self.flat.untyped_storage()
         self._storage.resize_(0)
         self.is_here = False
@@ -140,18 +146,20 @@ class Unit:
         self.version = 0
         """Counts what has been written to the host's weights by passes and edits."""
 
-    def _slabs(self, order: FlatOrder, memory: HostMemory) -> Iterator[UnitSlab]:
+    def _slabs(self, order: FlatOrder, memory: HostMemory, split: bool) -> Iterator[UnitSlab]:
         for group in dict.fromkeys(member.group for member in self.members):
             members = tuple(member for member in self.members if member.group == group)
             start = members[0].span.start
             after = [m.span.start for m in self.members if m.span.start > members[-1].span.start]
             span = memory.share(slice(start, min(after, default=self.numel)))
+            key, masters = _masters(self.host.data[span], split)
             yield UnitSlab(
                 group=group or 0,
                 span=span,
                 members=members,
                 parts=tuple(_parts(members, span, order)),
-                master=torch.nn.Parameter(self.host[span].float()),
+                key=key,
+                masters=masters,
                 gradient=memory.zeros(span.stop - span.start, self.host.dtype),
             )
 
@@ -191,6 +199,15 @@ class Unit:
         self.loading = self.written = None
         for member in self.members if not stays else ():
             member.parameter.data = self.of_member(member)
+
+
+def _masters(weights: torch.Tensor, split: bool) -> tuple[torch.nn.Parameter, Masters]:
+    """Master weights of a slab, which are equal to its weights, and what the optimizer holds."""
+    if split:
+        low = torch.nn.Parameter(torch.zeros_like(weights, dtype=torch.int16), requires_grad=False)
+        return low, SplitMasters(high=weights, low=low.data)
+    key = torch.nn.Parameter(weights.float())
+    return key, WholeMasters(key.data)
 
 
 def _laid_out(
@@ -235,12 +252,13 @@ def make_units(
     order: FlatOrder,
     device: torch.device,
     memory: HostMemory,
+    split: bool = False,
 ) -> tuple[list[Unit], dict[torch.nn.Module, list[Unit]]]:
     """Lay a model's parameters out in units; frozen ones outside of all just move to the device.
 
     Of a module the larger kind is streamed: its frozen base, or what of it is trained. The rest of
-    what is trained, and what a module shares with others outside, stays on the device.
-    Returned are the units, resident ones last, and those that each module needs.
+    what is trained, and what a module shares with others outside, stays on the device. ``split`` is
+    that of ``Unit``. Returned are the units, resident ones last, and those each module needs.
     """
     names = {id(p): name for name, p in model.named_parameters()}
     outside = _outside(model, modules)
@@ -255,6 +273,7 @@ def make_units(
             device=device,
             memory=memory,
             resident=resident,
+            split=split,
         )
         units.append(unit)
         owner.update((id(p), unit) for p in parameters)

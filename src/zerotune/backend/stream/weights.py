@@ -69,6 +69,8 @@ class StreamedWeight:
                 return _refuse_other(args[0], args[1])
             if func in _MOVES and (kept := _stays(func, args, kwargs)) is not None:
                 return kept
+            if func is _REPR:
+                return func(_copied(args[0]), *args[1:], **kwargs)
             if func in _VIEWS:
                 return func(_home(args[0]).weights(), *args[1:], **kwargs)
             return _use(func, args, kwargs)
@@ -179,10 +181,11 @@ def _replaced(value: Any, stand_in: Callable[[Any], torch.Tensor]) -> Any:
 def _stays(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The parameter itself, where a move to a device and dtype leaves it what it is."""
     parameter = args[0]
-    probe = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+    probe = torch.empty([2] * parameter.dim(), dtype=parameter.dtype, device=parameter.device)
     moved = func(probe, *args[1:], **kwargs)
     same = (moved.dtype, moved.device) == (probe.dtype, probe.device)
-    return parameter if same and not kwargs.get("copy") else None
+    same = same and moved.is_contiguous() and not kwargs.get("copy")
+    return parameter if same else None
 
 
 def _refuse_other(parameter: Any, values: torch.Tensor) -> None:
@@ -263,6 +266,7 @@ def _attributes(*names: str) -> Iterator[Any]:
                 yield getattr(attribute, method)
 
 
+_REPR: Final[Any] = torch.Tensor.__repr__
 _SET_DATA: Final[Any] = cast(Any, torch.Tensor.data).__set__
 _VIEWS: Final = frozenset(
     (
@@ -287,6 +291,8 @@ _MOVES: Final = frozenset(
 _WITHOUT_VALUES: Final = (
     OF_THE_SHAPE
     | BESIDE_THE_CONTENT
+    # Which asks for the gradients of parameters, not for their values.
+    | {torch.autograd.grad}
     | frozenset(
         _attributes(
             "requires_grad",
