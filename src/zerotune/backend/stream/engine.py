@@ -401,8 +401,7 @@ class StreamEngine(CountingEngine):
     def _checks(self) -> Checks:
         plan, checks = self._plan, Checks()
         choice = chosen_optimizer(plan)
-        checks.equal("optimizer.type", choice.implementation, type(self._adam).__name__)
-        checks.optimizer_arguments(
+        checks.optimizer(
             choice,
             self._adam,
             scheduler=plan.scheduler,
