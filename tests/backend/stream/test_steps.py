@@ -308,8 +308,8 @@ def averaged(*, expected: bool, streamed: Any = True, every: int = 1, steps: int
                 ema.expect_step()
             engine.backward(loss)
             if streamed:
-                engine._passes.settle()
-                moved.append(sum(len(each.averages) for each in engine._passes._newest))
+                engine._steps.passes.settle()
+                moved.append(sum(len(each.averages) for each in engine._steps.passes._newest))
             assert engine.step().applied
             ema.step()
         return contents(engine, ema), moved

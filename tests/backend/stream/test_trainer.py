@@ -50,8 +50,8 @@ def spoiling(engine: Any) -> Any:
     """Have the last gradient be NaN, when all blocks have been stepped."""
 
     def spoil(gradient: torch.Tensor) -> torch.Tensor:
-        if hasattr(engine, "_passes"):
-            engine._passes.settle()
+        if hasattr(engine, "_steps"):
+            engine._steps.passes.settle()
         return gradient * float("nan")
 
     def hook(_module: Any, _args: Any, output: torch.Tensor) -> None:
