@@ -339,7 +339,9 @@ def pieces(about: Mapping[str, Any], *, quick: bool) -> Iterator[Piece]:
         yield _steps(name, "Ours", plan, 64, 2, model="tiny", steps=2, trace=stage == 2)
     files, least = (["tests/backend/test_cuda.py"], 30.0) if quick else (["tests"], 90.0)
     yield Piece("tests", "bench.gpu:tests", {"files": files}, limit_s=240.0, least_s=least)
+    yield Piece("streamed: bits", "bench.large:streamed_bits")
     if quick:
+        yield _steps("streamed, tiny", "Streamed", _TWO, 64, 2, model="tiny", steps=2, clipping=0.0)
         yield _steps("tiny: Reference", "Reference", None, 64, 2, model="tiny", steps=2)
         yield _card(1, side=64, batch=2, model="tiny", steps=1)
     else:
@@ -350,6 +352,7 @@ def _sizes(double: int, single: int) -> Iterator[Piece]:
     """The goals first, in turns with the reference, since what slows a machine slows both."""
     for turn in (1, 2):
         yield from _both("sdxl 1024², batch 8: {}, " + str(turn), 1024, 8, trace=turn == 1)
+    yield from _streamed(double, single)
     for side, batch in ((1024, 1), (128, 8)):
         for plan in (_TWO, _THREE):
             name = f"sdxl {side}², batch {batch}: stage {plan['stage']}"
@@ -366,6 +369,19 @@ def _sizes(double: int, single: int) -> Iterator[Piece]:
     yield from map(_card, _CAPS[4:])
     for side, batch in ((1024, 4), (768, 8), (1024, 2)):
         yield from _both(f"sdxl {side}², batch {batch}: {{}}", side, batch)
+
+
+def _streamed(double: int, single: int) -> Iterator[Piece]:
+    """Streamed weights beside ZeRO-3 and TrainStream, which is carried along where it is wanted."""
+    flux = {"model": "flux", "more": {"num_layers": double, "num_single_layers": single}}
+    for model, batch, more in (("sdxl", 8, {}), ("flux", 4, flux)):
+        name = f"streamed, {model} 1024², batch {batch}: {{}}"
+        for made, plan, clipping in (
+            ("Streamed", _TWO, 0.0), ("Ours", _THREE, 1.0), ("Streamed", _TWO, 1.0),
+            ("TrainStreamed", None, 1.0), ("TrainStreamed", None, 0.0),
+        ):  # fmt: skip
+            what = f"{'ZeRO-3' if made == 'Ours' else made}, clipping {clipping:g}"
+            yield _steps(name.format(what), made, plan, 1024, batch, clipping=clipping, **more)
 
 
 def _both(name: str, side: int, batch: int, **more: Any) -> Iterator[Piece]:

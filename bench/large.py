@@ -36,7 +36,8 @@ _BLOCK: Final = re.compile(r"(single_)?transformer_blocks\.(\d+)\.")
 
 def contestant(settings: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Steps of a large model: memory after set-up and at its peak, seconds by phase, waits."""
-    runner = {"Ours": Ours, "Reference": Reference, "Advised": Advised}[settings["made"]](settings)
+    kinds = (Ours, Reference, Advised, Streamed, TrainStreamed)
+    runner = {kind.__name__: kind for kind in kinds}[settings["made"]](settings)
     runner.load()
     with AnonPeak(os.getpid(), interval=0.01) as memory:
         began = time.perf_counter()
@@ -259,6 +260,82 @@ class Ours(Contestant):
     def close(self) -> None:
         self._offload.detach()
         self._engine.close()
+
+
+class Streamed(Ours):
+    """zerotune with weights that pass through a window; activations stay on the device."""
+
+    def _begin(self) -> dict[str, Any]:
+        plan = DeepSpeedPlan.build(
+            precision="bf16", micro_batch_size=self._settings["batch"],
+            gradient_clipping=self._settings["clipping"],
+            optimizer={"type": "AdamW", "params": {"lr": 1e-4}}, **self._settings["plan"],
+        )  # fmt: skip
+        resolved = plan.resolve(
+            platform=detect_platform(log=False),
+            model=ModelFacts.from_module(self._model),
+            streamed=True,
+        )
+        return self._prepare(resolved, recomputed=True, offloaded=False)
+
+    def run(self, steps: int) -> dict[str, Any]:
+        return {**super().run(steps), "counts": attrs.asdict(self._engine.counts)}
+
+    def _backward(self) -> None:
+        self._shadow.expect_step()
+        super()._backward()
+
+
+class TrainStreamed(Contestant):
+    """TrainStream, where it is installed and compiles, with the same clipping; it has no EMA."""
+
+    def _begin(self) -> dict[str, Any]:
+        import trainstream
+
+        self._model.enable_gradient_checkpointing()
+        self._model.to(torch.bfloat16)
+        adam = torch.optim.AdamW(self._model.parameters(), lr=1e-4)
+        clipping = self._settings["clipping"] or None
+        self._module, self._adam = trainstream.wrap(
+            self._model, adam, device="cuda", max_grad_norm=clipping
+        )
+        self._engine = _Placed(self._module)
+        return {"what": f"TrainStream {trainstream.__version__}, no EMA"}
+
+    def _backward(self) -> None:
+        self._loss.backward()  # type: ignore[no-untyped-call]
+
+    def _optimizer(self) -> None:
+        self._adam.step()
+        self._adam.zero_grad()
+
+    def close(self) -> None:
+        """The process ends."""
+
+
+class _Placed:
+    """A module that says where its inputs must lie, as an engine does."""
+
+    device = torch.device("cuda")
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+
+    def __call__(self, **inputs: Any) -> Any:
+        return self._module(**inputs)
+
+
+def streamed_bits(_settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Whether streamed weights leave the bits of ZeRO-2 with CPU offload on this device."""
+    from zerotune.training.proving import CHECKS, Bench, run_check
+
+    bench = Bench.on(detect_platform(log=False), recorded=False)
+    (check,) = (each for each in CHECKS if each.name == "streaming")
+    outcome = run_check(check, [bench])
+    if not outcome.passed:
+        print(outcome.evidence)
+        raise RuntimeError(outcome.detail)
+    return {"bits": "equal", "check_seconds": outcome.seconds}
 
 
 class Advised(Ours):

@@ -60,6 +60,8 @@ SHARDED: Final = frozenset({"z3", "z3 cpu"})
 WHOLE: Final = ALL - SHARDED
 BUCKETED: Final = frozenset({"z1", "z1 cpu", "z2", "z2 cpu"})
 """Where nothing that was trained from the start having a gradient ends the backward pass."""
+OWN: Final = WHOLE - {"streamed"}
+"""Where the model's own weights are whole, and their views views of them."""
 PLAIN: Final = frozenset({"plain", "plain cpu", "plain apart"})
 DEEPSPEED: Final = ALL - PLAIN - {"streamed"}
 """Where DeepSpeed's engine trains."""
@@ -643,7 +645,9 @@ def _view(make: Callable[[torch.Tensor], Any]) -> Do:
 
 
 for name, make in VIEWS.items():
-    act(f"read through {name} made before the step", moments=(BACKWARD, STEP), kinds=WHOLE)(
+    # What is differentiated through a streamed weight is a copy of it.
+    where = OWN if name in ("view(-1)", "T") else WHOLE
+    act(f"read through {name} made before the step", moments=(BACKWARD, STEP), kinds=where)(
         _view(make)
     )
 
@@ -694,7 +698,8 @@ def looking_at_graphs(context: Any, predict: Callable[..., Any]) -> Callable[...
     return call
 
 
-@act("compile the module", at=(2,))
+# A model whose weights are streamed is compiled block by block (docs/streaming.md).
+@act("compile the module", at=(2,), kinds=ALL - {"streamed"})
 def _(engine, model, context):
     model.compile(backend=counting(context))
     context.predict = looking_at_graphs(context, context.predict)
@@ -712,7 +717,7 @@ def _(engine, model, context):
     context.predict = looking_at_graphs(context, context.predict)
 
 
-@act("compile a function that calls it", at=(2,))
+@act("compile a function that calls it", at=(2,), kinds=ALL - {"streamed"})
 def _(engine, model, context):
     def function(x):
         return engine.module(x) * 1.0
@@ -721,7 +726,7 @@ def _(engine, model, context):
     context.predict = looking_at_graphs(context, lambda _engine, x: called(x))
 
 
-@act("compile a function that uses a weight", at=(2,), kinds=WHOLE)
+@act("compile a function that uses a weight", at=(2,), kinds=OWN)
 def _(engine, model, context):
     called = torch.compile(
         lambda y: F.linear(y.permute(0, 2, 3, 1), model.mix.weight).permute(0, 3, 1, 2),
@@ -937,7 +942,9 @@ def _(engine, model, context):
     handle.remove()
 
 
-@act("an exception in backward")
+# A window of streamed weights is dropped then (tests/backend/stream/test_steps.py); DeepSpeed's
+# cannot be.
+@act("an exception in backward", kinds=ALL - {"streamed"})
 def _(engine, model, context):
     def hook(*_):
         fail()
@@ -946,7 +953,7 @@ def _(engine, model, context):
     context.resources.callback(model.mix.register_full_backward_hook(hook).remove)
 
 
-@act("an exception in a gradient hook", kinds=WHOLE)
+@act("an exception in a gradient hook", kinds=OWN)
 def _(engine, model, context):
     fail = once(context, Oops("hook"))
     context.resources.callback(model.mix.weight.register_hook(fail).remove)

@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from tests.ema.engines import WideNet
-from tests.support.models import HostileNet
+from tests.support.models import HostileNet, WideNet
 from tests.support.runs import Case, start
 
 WHOLE = ("stage3_param_persistence_threshold", 0)

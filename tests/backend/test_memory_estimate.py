@@ -17,6 +17,7 @@ from tests.support.ranks import ranks, run_ranks
 from tests.support.runs import PLAIN, Case, start
 from zerotune.diffusion.passes import fuses_norm
 from zerotune.plan import DeepSpeedPlan
+from zerotune.plan.model import Streaming
 
 pytestmark = [
     pytest.mark.deepspeed,
@@ -46,7 +47,7 @@ def measure(case: Case) -> dict[str, float]:
 
     from zerotune.plan.memory.estimate import RUNTIME, Workload
 
-    small = start(case, torch.nn.Linear(8, 8))
+    small = start(case, torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(LAYERS))))
     train(small, 8, 1)
     small.close()
     gc.collect()
@@ -71,6 +72,7 @@ def check(result: dict[str, float]) -> None:
     assert estimated <= measured * (1 + OVER) + SLACK, result
 
 
+STREAMED = Streaming(units=tuple(map(str, range(LAYERS))))
 SMALL_BUCKETS = (("reduce_bucket_size", 5_000_000), ("sub_group_size", 6_000_000))
 
 
@@ -83,6 +85,7 @@ SMALL_BUCKETS = (("reduce_bucket_size", 5_000_000), ("sub_group_size", 6_000_000
         Case(stage=2, offload="cpu", precision="bf16", optimizer="AdamWBF16States"),
         Case(stage=3, precision="bf16", overrides=SMALL_BUCKETS),
         Case(stage=3, offload="cpu", offload_param="cpu"),
+        Case(stage=2, offload="cpu", precision="bf16", streamed=STREAMED),
     ],
     ids=str,
 )

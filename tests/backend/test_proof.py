@@ -561,26 +561,6 @@ def _sent_on_the_computations_stream_unfinished(patch: pytest.MonkeyPatch) -> No
     patch.setattr(StreamUpload, "receive", lambda *_: None)
 
 
-@pytest.mark.parametrize(
-    "plant",
-    [
-        _event_not_waited_for,
-        _buffer_reused_early,
-        _weights_written_while_they_are_read,
-        _event_before_the_copy,
-        _sent_before_it_is_written,
-        _sent_on_the_computations_stream_unfinished,
-    ],
-)
-def test_a_planted_fault_of_an_upload_is_caught(
-    plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plant(monkeypatch)
-    outcome = outcome_of("uploads")
-    assert outcome.passed is False
-    assert outcome.detail
-
-
 def _store_without_waiting(patch: pytest.MonkeyPatch) -> None:
     store = StreamTransfers.store
 
@@ -622,20 +602,26 @@ def _another_block_comes_back(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "plant",
+    ("check", "plant"),
     [
-        _store_without_waiting,
-        _finish_without_waiting,
-        _block_reused_early,
-        _freed_before_it_has_left,
-        _another_block_comes_back,
+        ("uploads", _event_not_waited_for),
+        ("uploads", _buffer_reused_early),
+        ("uploads", _weights_written_while_they_are_read),
+        ("uploads", _event_before_the_copy),
+        ("uploads", _sent_before_it_is_written),
+        ("uploads", _sent_on_the_computations_stream_unfinished),
+        ("activations", _store_without_waiting),
+        ("activations", _finish_without_waiting),
+        ("activations", _block_reused_early),
+        ("activations", _freed_before_it_has_left),
+        ("activations", _another_block_comes_back),
     ],
 )
-def test_a_planted_fault_of_activations_is_caught(
-    plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+def test_a_planted_fault_is_caught(
+    check: str, plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant(monkeypatch)
-    outcome = outcome_of("activations")
+    outcome = outcome_of(check)
     assert outcome.passed is False
     assert outcome.detail
 

@@ -194,6 +194,8 @@ def test_pieces_come_in_the_order_of_what_they_teach() -> None:
     assert len(set(order)) == len(order)
     quick = list(pieces(MACHINE, quick=True))
     kinds = {(one.made, one.settings.get("made")) for one in found}
+    # TrainStream compiles for a GPU only.
+    kinds.remove(("bench.large:contestant", "TrainStreamed"))
     assert kinds == {(one.made, one.settings.get("made")) for one in quick}
     assert all(one.limit_s <= 240 for one in found), "the longest fits into ten minutes twice"
 

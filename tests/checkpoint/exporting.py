@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from tests.checkpoint.anywhere import held
 from tests.checkpoint.refusals import failing_write, told
 from tests.checkpoint.runs import shadow_of
+from tests.support.models import tiny_unet
 from tests.support.runs import Case, start, unet_loss
 from zerotune.checkpoint import export_checkpoint, export_model, save_checkpoint
 
@@ -21,21 +22,7 @@ SHARD = 2**20
 
 def unet(seed: int = 0) -> Any:
     """A U-Net of about 800,000 parameters, with a frozen part: sub-groups of it are swapped."""
-    from diffusers import UNet2DModel
-
-    torch.manual_seed(seed)
-    model = UNet2DModel(
-        sample_size=8,
-        in_channels=1,
-        out_channels=1,
-        layers_per_block=1,
-        block_out_channels=(32, 64),
-        down_block_types=("DownBlock2D", "AttnDownBlock2D"),
-        up_block_types=("AttnUpBlock2D", "UpBlock2D"),
-        norm_num_groups=4,
-        attention_head_dim=8,
-        num_class_embeds=11,
-    )
+    model = tiny_unet(seed, (32, 64))
     model.conv_in.requires_grad_(False)
     return model
 

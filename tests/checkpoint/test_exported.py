@@ -6,15 +6,14 @@ import errno
 import json
 import os
 import shutil
-import signal
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.support.killing import comes_to_its_end
 from zerotune.checkpoint import folders, prune
 from zerotune.checkpoint import tensors as tensorfile
 from zerotune.checkpoint.export.driver import Whole
@@ -205,52 +204,12 @@ def cannot_exchange(one: Path, other: Path) -> None:
     raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
 
-MOMENTS = (
-    (os, "fsync"),
-    (Path, "mkdir"),
-    (Path, "rename"),
-    (shutil, "rmtree"),
-    (folders, "exchange"),
-    (tensorfile, "write_at"),
-)
-
-
-def die_at(moment: int) -> None:
-    left = [moment]
-
-    def deadly(real: Callable[..., Any]) -> Callable[..., Any]:
-        def act(*args: Any, **kwargs: Any) -> Any:
-            left[0] -= 1
-            if left[0] < 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return real(*args, **kwargs)
-
-        return act
-
-    for owner, name in MOMENTS:
-        setattr(owner, name, deadly(getattr(owner, name)))
-
-
-def export_and_die(path: Path, value: float, moment: int) -> bool:
-    """Whether a child process came to the end of an export."""
-    child = os.fork()
-    if child == 0:
-        try:
-            die_at(moment)
-            export(path, value)
-        finally:
-            os._exit(0)
-    _, status = os.waitpid(child, 0)
-    assert os.WIFEXITED(status) or os.WTERMSIG(status) == signal.SIGKILL
-    return os.WIFEXITED(status)
-
-
 def test_a_whole_export_is_there_after_every_kill(tmp_path):
     path, moment, complete, seen = tmp_path / "unet", 0, False, [0.0]
     export(path, 0.0)
     (path / "README.md").write_text("a card")
     while not complete:
-        complete = export_and_die(path, moment + 1.0, moment)
+        complete = comes_to_its_end(partial(export, path, moment + 1.0), moment=moment)
         (value,) = values(path)
         assert value in (moment + 1.0, seen[-1])
         cards = [found.read_text() for found in tmp_path.rglob("README.md")]

@@ -2,44 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from tests.checkpoint.runs import hostile
+from tests.support.killing import comes_to_its_end
 from tests.support.ranks import ranks
 from tests.support.runs import PLAIN
-
-MOMENTS = (
-    (os, "fsync"),
-    (Path, "mkdir"),
-    (Path, "rename"),
-    (Path, "unlink"),
-    (shutil, "rmtree"),
-    (os, "unlink"),
-)
-
-
-def kill_at(moment: int) -> None:
-    """Kill this process before the given one of everything it does to the disk."""
-    from zerotune.checkpoint import tensors as tensorfile
-
-    left = [moment]
-
-    def deadly(real: Callable[..., Any]) -> Callable[..., Any]:
-        def act(*args: Any, **kwargs: Any) -> Any:
-            left[0] -= 1
-            if left[0] < 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return real(*args, **kwargs)
-
-        return act
-
-    for owner, name in (*MOMENTS, (tensorfile, "write_at")):
-        setattr(owner, name, deadly(getattr(owner, name)))
 
 
 def mark(engine: Any, number: int) -> None:
@@ -53,17 +22,11 @@ def save_and_die(engine: Any, folder: Path, *, number: int, moment: int) -> bool
     """Save in a child process that is killed on the way; whether it came to the end."""
     from zerotune.checkpoint import save_checkpoint
 
-    child = os.fork()
-    if child == 0:
-        try:
-            mark(engine, number)
-            kill_at(moment)
-            save_checkpoint(folder, engine=engine, extra={"number": number})
-        finally:
-            os._exit(0)
-    _, status = os.waitpid(child, 0)
-    assert os.WIFEXITED(status) or os.WTERMSIG(status) == signal.SIGKILL
-    return os.WIFEXITED(status)
+    def save() -> None:
+        mark(engine, number)
+        save_checkpoint(folder, engine=engine, extra={"number": number})
+
+    return comes_to_its_end(save, moment=moment)
 
 
 @ranks(1)

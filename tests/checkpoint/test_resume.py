@@ -13,7 +13,7 @@ import torch
 from tests.checkpoint.runs import (
     AFTER,
     BEFORE,
-    WideNet,
+    WideBufferedNet,
     hostile,
     reseed,
     resumed,
@@ -81,26 +81,24 @@ def test_a_resumed_run_equals_an_uninterrupted_one(case, world_size, tmp_path):
     check(case, world_size, tmp_path / "step-00000003", astray=world_size - 1)
 
 
+def on_nvme(swap, **changes):
+    swap.mkdir()
+    pieces = (("sub_group_size", 300_000), ("stage3_param_persistence_threshold", 0))
+    return Case(stage=3, offload="nvme", nvme_path=str(swap), overrides=pieces, **changes)
+
+
 @pytest.mark.deepspeed
 @pytest.mark.nvme
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_resumed_run_with_nvme_equals_an_uninterrupted_one(world_size, tmp_path):
-    swap = tmp_path / "swap"
-    swap.mkdir()
-    case = Case(
-        stage=3,
-        offload="nvme",
-        offload_param="nvme",
-        nvme_path=str(swap),
-        overrides=(("sub_group_size", 300_000), ("stage3_param_persistence_threshold", 0)),
-    )
+    case = on_nvme(tmp_path / "swap", offload_param="nvme")
     results = check(case, world_size, tmp_path / "step-00000003", astray=world_size - 1)
     assert all(result["swapped"] >= 2 for result in results)
 
 
 def brought_in(case, folder):
     """How often each sub-group on NVMe is brought in by a save before the first step, and after."""
-    with start(case, WideNet()) as engine:
+    with start(case, WideBufferedNet()) as engine:
         wrapper = engine.deepspeed_engine.optimizer
         swapped = [
             index
@@ -131,14 +129,7 @@ def brought_in(case, folder):
 @pytest.mark.nvme
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_save_brings_each_sub_group_in_from_nvme_once(world_size, tmp_path):
-    swap = tmp_path / "swap"
-    swap.mkdir()
-    case = Case(
-        stage=3,
-        offload="nvme",
-        nvme_path=str(swap),
-        overrides=(("sub_group_size", 300_000), ("stage3_param_persistence_threshold", 0)),
-    )
+    case = on_nvme(tmp_path / "swap")
     for found in run_ranks(brought_in, case, tmp_path, world_size=world_size):
         assert len(found[0]) >= 2
         assert {count for counts in found for count in counts} == {1}

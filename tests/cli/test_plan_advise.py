@@ -89,6 +89,16 @@ class TestWhenSomethingFits:
         assert DeepSpeedPlan.load(path) == DeepSpeedPlan.from_dict(json.loads(printed.out)["plan"])
         assert printed.err == f"zerotune: the plan is in {path}\n"
 
+    def test_a_plan_that_streams_says_what_it_needs_besides_its_file(self, tmp_path, capsys):
+        path = tmp_path / "plan.json"
+        flux = ("--family", "flux", "--vram", "24GiB", "--ram", "192GiB", "--precision", "bf16")
+        assert cli.main(["plan", "advise", *flux, "--streamed", "-o", str(path), "--json"]) == 0
+
+        printed = capsys.readouterr()
+        memory = json.loads(printed.out)["streamed"]["memory"]
+        assert memory > 12 * GIB
+        assert f"plan.resolve(streamed=Streaming(units=(), window=3, memory={memory}" in printed.err
+
     def test_the_chart_is_drawn(self, tmp_path):
         path = tmp_path / "memory.png"
         assert advise(*ROOMY, "--chart", str(path)) == 0

@@ -7,7 +7,7 @@ import torch
 from diffusers import DDPMScheduler
 
 from tests.diffusion.validating import OBJECTIVE, held_out, validate, validate_and_train
-from tests.support.models import tiny_unet
+from tests.support.models import Ranked, tiny_unet
 from tests.support.ranks import run_ranks
 from tests.support.runs import Case
 from zerotune.diffusion import DenoisingObjective, FlowMatchingObjective, validation_loss
@@ -29,18 +29,6 @@ class FakeGroup:
     def gather(self, value):
         self.box[self.rank] = value
         return list(self.box.values())
-
-
-class Ranked(torch.nn.Module):
-    device, dtype = torch.device("cpu"), torch.float32
-
-    def __init__(self, model, group):
-        super().__init__()
-        self.module, self.group, self.calls = model, group, 0
-
-    def forward(self, *args, **kwargs):
-        self.calls += 1
-        return self.module(*args, **kwargs)
 
 
 def test_the_figure_is_the_mean_over_samples_of_errors_at_fixed_levels():

@@ -6,7 +6,7 @@ import pytest
 import torch
 from diffusers import DDIMScheduler, DDPMScheduler, FlowMatchEulerDiscreteScheduler
 
-from tests.support.models import tiny_unet
+from tests.support.models import Ranked, tiny_unet
 from zerotune.diffusion import ClassConditional, images_to_grid, sample
 from zerotune.errors import InvalidValueError
 
@@ -43,20 +43,6 @@ class FakeGroup:
         self.sent, _ = value
         other = torch.zeros_like(self.sent) if self.other is None else self.other
         return [value, (other, None)] if self.rank == 0 else [(other, None), value]
-
-
-class Ranked(torch.nn.Module):
-    """A model that counts its forward passes and belongs to a group, as an engine does."""
-
-    device, dtype = torch.device("cpu"), torch.float32
-
-    def __init__(self, model, group):
-        super().__init__()
-        self.module, self.group, self.calls = model, group, 0
-
-    def forward(self, *args, **kwargs):
-        self.calls += 1
-        return self.module(*args, **kwargs)
 
 
 DYNAMIC = FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)

@@ -7,27 +7,11 @@ from typing import Any
 
 import torch
 
-from tests.support.models import HostileNet
+from tests.support.models import HostileNet, WideNet
 from tests.support.runs import Case, start
 from zerotune.ema import EMAShadow, RampDecay
 
 STEPS = 6
-
-
-class WideNet(HostileNet):
-    """With layers of more than 1 MiB on each of two ranks: DeepSpeed swaps nothing smaller."""
-
-    def __init__(self, seed: int = 0) -> None:
-        super().__init__(seed, scalar=False)
-        self.entry = torch.nn.Linear(49, 760)
-        self.wide = torch.nn.ModuleList(torch.nn.Linear(760, 760) for _ in range(2))
-        self.exit = torch.nn.Linear(760, 49)
-
-    def forward(self, x_b77: torch.Tensor) -> torch.Tensor:
-        hidden = torch.tanh(self.entry(x_b77.flatten(1)))
-        for layer in self.wide:
-            hidden = torch.tanh(layer(hidden))
-        return super().forward(x_b77) + self.exit(hidden).view_as(x_b77)
 
 
 def model_for(case: Case) -> HostileNet:

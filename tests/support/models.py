@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 
-def tiny_unet(seed: int = 0) -> Any:
-    """A diffusers U-Net of about 50,000 parameters: convolutions, norms, attention, classes."""
+def tiny_unet(seed: int = 0, channels: tuple[int, int] = (8, 16)) -> Any:
+    """A diffusers U-Net: convolutions, norms, attention, classes; 50,000 parameters by default."""
     from diffusers import UNet2DModel
 
     torch.manual_seed(seed)
@@ -17,7 +17,7 @@ def tiny_unet(seed: int = 0) -> Any:
         in_channels=1,
         out_channels=1,
         layers_per_block=1,
-        block_out_channels=(8, 16),
+        block_out_channels=channels,
         down_block_types=("DownBlock2D", "AttnDownBlock2D"),
         up_block_types=("AttnUpBlock2D", "UpBlock2D"),
         norm_num_groups=4,
@@ -50,6 +50,36 @@ class HostileNet(torch.nn.Module):
         hidden = torch.tanh(self.first(self.frozen(features)))
         hidden = hidden + self.tied(features)
         return self.second(hidden) * self.scale + self.single
+
+
+class WideNet(HostileNet):
+    """With layers of more than 1 MiB on each of two ranks: DeepSpeed swaps nothing smaller."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__(seed, scalar=False)
+        self.entry = torch.nn.Linear(49, 760)
+        self.wide = torch.nn.ModuleList(torch.nn.Linear(760, 760) for _ in range(2))
+        self.exit = torch.nn.Linear(760, 49)
+
+    def forward(self, x_b77: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.entry(x_b77.flatten(1)))
+        for layer in self.wide:
+            hidden = torch.tanh(layer(hidden))
+        return super().forward(x_b77) + self.exit(hidden).view_as(x_b77)
+
+
+class Ranked(torch.nn.Module):
+    """A model that counts its forward passes and belongs to a group, as an engine does."""
+
+    device, dtype = torch.device("cpu"), torch.float32
+
+    def __init__(self, model, group):
+        super().__init__()
+        self.module, self.group, self.calls = model, group, 0
+
+    def forward(self, *args, **kwargs):
+        self.calls += 1
+        return self.module(*args, **kwargs)
 
 
 def digits_batch(size: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

@@ -20,7 +20,7 @@ install_importhook(get_config())
 on_cpu = torch.version.cuda is None and torch.version.hip is None
 
 with contextlib.suppress(ImportError):
-    from zerotune.backend.deepspeed.door import digests
+    from zerotune.backend.deepspeed.start import digests
     from zerotune.backend.ops import build_op, op_report
     from zerotune.backend.step.kernel import host_step_status, load_host_step
     from zerotune.backend.upstream import quiet_deepspeed, require_deepspeed

@@ -28,23 +28,21 @@ MIB = 2**20
 OVER, UNDER = 0.05, 0.03
 """The memory model may be over by so much, and under by so much."""
 
-DIAGONAL = [
+IN_THE_SUITE = [
     ("sd15", 512, 4, KINDS[0]),
     # Most tensors are too small to leave: what is fetched ahead must not reach further for that.
     ("sd15", 128, 8, KINDS[2]),
-    ("sdxl", 128, 8, KINDS[1]),
-    *(
-        pytest.param(*case, marks=pytest.mark.nightly)
-        for case in (
-            ("sdxl", 1024, 8, KINDS[2]),
-            ("sd3-medium", 1024, 1, KINDS[1]),
-            ("flux", 1024, 2, KINDS[2]),
-        )
-    ),
-    ("z-image", 1024, 1, KINDS[1]),
     ("flux2-klein-4b", 1024, 1, KINDS[2]),
     ("wan-1.3b", 256, 4, KINDS[1]),
 ]
+LARGER = [
+    ("sdxl", 1024, 8, KINDS[2]),
+    ("sdxl", 128, 8, KINDS[1]),
+    ("sd3-medium", 1024, 1, KINDS[1]),
+    ("flux", 1024, 2, KINDS[2]),
+    ("z-image", 1024, 1, KINDS[1]),
+]
+DIAGONAL = [*IN_THE_SUITE, *(pytest.param(*one, marks=pytest.mark.nightly) for one in LARGER)]
 """Through families, sizes and what is kept; ``python -m tools.fake_device`` takes all."""
 
 

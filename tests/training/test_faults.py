@@ -30,7 +30,7 @@ from zerotune.ema import EMAShadow
 from zerotune.offload import OffloadManager
 from zerotune.training import SaveEvery, SaveEveryInBackground
 from zerotune.training.setup import leased
-from zerotune.training.watchdog import EXIT_CODE, Beat, Position, _aged, _message, _stuck
+from zerotune.training.watchdog import EXIT_CODE, Beat, Position, _message, _stuck
 
 
 @ranks(2)
@@ -270,12 +270,12 @@ def beat(rank, **changes):
 
 
 def test_a_silent_rank_of_another_machine_is_told_by_its_silence():
-    silent = _aged(beat(1), silent_s=20, ended=None, interval_s=1)
+    silent = beat(1)._aged(silent_s=20, ended=None, interval_s=1)
     assert _stuck([beat(0, still_s=9), silent], 8, 2)
     text = _message([beat(0, still_s=9), silent], 2, 8)
     assert text.startswith("rank 1 stopped or ended without a word")
     assert "rank 1 has not been heard of for 20 s; it was in forward at step 3" in text
-    assert _aged(beat(1), silent_s=2, ended=None, interval_s=1) == beat(1), "a pause is no end"
+    assert beat(1)._aged(silent_s=2, ended=None, interval_s=1) == beat(1), "a pause is no end"
     let_down = beat(0, failed="CollectiveError: a rank was lost", let_down=True, done=True)
     assert _message([let_down, beat(1)], 2, 8).startswith("a rank was lost and the others wait")
 

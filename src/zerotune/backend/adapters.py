@@ -643,7 +643,7 @@ class Read:
             state = utils.convert_state_dict_to_peft(utils.convert_state_dict_to_diffusers(state))
         elif not any("lora_A" in key for key in state):
             state = utils.convert_unet_state_dict_to_peft(state)
-        alphas = _alphas(self.alphas or {}, component)
+        alphas = self._alphas(component)
         found = {}
         for key, down in state.items():
             layer, kind = _layer_and_kind(key)
@@ -651,6 +651,20 @@ class Read:
                 alpha = alphas.get(layer, down.shape[0])
                 up = state[f"{layer}.lora_B.weight"]
                 found[layer] = Factors(down=down, up=up, scale=alpha / down.shape[0])
+        return found
+
+    def _alphas(self, component: str) -> dict[str, float]:
+        """Alphas by layer: diffusers names them by the first factor's older name."""
+        encoder = component in _ENCODERS
+        found = {}
+        for key, alpha in (self.alphas or {}).items():
+            if key.startswith(f"{component}."):
+                name = key.removeprefix(f"{component}.").removesuffix(".alpha")
+                name = re.split(r"[._]lora(?:_linear_layer)?\.", name.replace(".processor", ""))[0]
+                head, _, tail = name.rpartition(".")
+                if encoder and tail.startswith("to_"):
+                    name = f"{head}.{tail.removeprefix('to_')}_proj"
+                found[f"{name}.0" if tail == "to_out" and not encoder else name] = float(alpha)
         return found
 
 
@@ -764,21 +778,6 @@ def compare(
         if bool(extra.up.any()) and bool(extra.down.any()):
             raise _differs(name, f"is read back by {read.reader} and was not trained")
     return exact
-
-
-def _alphas(given: Mapping[str, Any], component: str) -> dict[str, float]:
-    """Alphas by layer: diffusers names them by the first factor's older name."""
-    encoder = component in _ENCODERS
-    found = {}
-    for key, alpha in given.items():
-        if key.startswith(f"{component}."):
-            name = key.removeprefix(f"{component}.").removesuffix(".alpha")
-            name = re.split(r"[._]lora(?:_linear_layer)?\.", name.replace(".processor", ""))[0]
-            head, _, tail = name.rpartition(".")
-            if encoder and tail.startswith("to_"):
-                name = f"{head}.{tail.removeprefix('to_')}_proj"
-            found[f"{name}.0" if tail == "to_out" and not encoder else name] = float(alpha)
-    return found
 
 
 def _differs(layer: str, reason: str) -> CheckpointCorruptError:

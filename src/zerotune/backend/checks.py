@@ -92,7 +92,7 @@ class Checks:
         """Add a comparison."""
         self._checks.append(Check(key=key, expected=expected, actual=actual))
 
-    def optimizer_arguments(
+    def optimizer(
         self,
         choice: OptimizerChoice,
         optimizer: torch.optim.Optimizer,
@@ -101,10 +101,11 @@ class Checks:
         steps_taken: int = 0,
         groups: Sequence[RunningGroup] = (),
     ) -> None:
-        """Compare lr, betas, eps, weight decay and the decay mode of every group.
+        """Compare the class, and lr, betas, eps, weight decay and the decay mode of every group.
 
         Without ``groups`` all groups should have ``choice.params``.
         """
+        self.equal("optimizer.type", choice.implementation, type(optimizer).__name__)
         running = optimizer.param_groups
         if groups:
             self.equal("optimizer.param_groups", len(groups), len(running))

@@ -97,10 +97,8 @@ class Compilation:
         leaves = named_leaf_modules(plan, model)
         found = [one for one in leaves if not self.blocks or type(one).__name__ in self.blocks]
         if found:
-            return (
-                found,
-                "the plan's leaf modules, gathered whole, so that no hook breaks their graph",
-            )
+            why = "the plan's leaf modules, gathered whole, so that no hook breaks their graph"
+            return found, why
         have = sorted({type(one).__name__ for one in leaves})
         raise EngineError(
             "at stage 3 every module gathers its own weights but leaf modules, so only those can "
@@ -115,20 +113,16 @@ class Compilation:
         reason = None
         dynamo: Any = torch._dynamo
         if not dynamo.is_dynamo_supported():
-            reason, fix = (
-                "torch cannot compile on this Python or system",
-                "use another, or no compile",
-            )
+            reason = "torch cannot compile on this Python or system"
+            fix = "use another, or no compile"
         elif self.backend == "inductor" and plan.platform.accelerator == "cpu":
             compiler = os.environ.get("CXX", "g++")
             if shutil.which(compiler) is None and shutil.which("clang++") is None:
                 reason = f"inductor writes C++ for the CPU, and there is no {compiler}"
                 fix = "install a C++ compiler (apt install g++)"
         elif self.backend == "inductor" and importlib.util.find_spec("triton") is None:
-            reason, fix = (
-                "inductor writes Triton kernels, and triton is missing",
-                "pip install triton",
-            )
+            reason = "inductor writes Triton kernels, and triton is missing"
+            fix = "pip install triton"
         if reason is not None:
             raise EngineError(reason, key=KEY, value=self, fix=f"{fix}, or use compile=False")
 

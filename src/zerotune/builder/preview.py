@@ -331,14 +331,14 @@ class Preview:
 def understand(state: FormState, machines: Machines) -> Preview:
     """Read a form, check it and resolve it; raises nothing."""
     setup, wrong = read_setup(state.setup)
-    platform = machines.of(setup)
     reading = read_plan(state)
+    form = _Form(state=state, setup=setup, platform=machines.of(setup), reading=reading)
     messages = [Decision.of(error) for error in (*wrong, *reading.errors)]
     resolved: ResolvedPlan | None = None
     running: dict[str, Any] = {}
     if reading.plan is not None:
         try:
-            resolved, more = _resolve(reading.plan, setup, platform)
+            resolved, more = form.resolve(reading.plan)
             running = {} if resolved is None else _running_config(resolved)
         except ZeroTuneError as error:
             resolved, more = None, [Decision.of(error)]
@@ -346,17 +346,80 @@ def understand(state: FormState, machines: Machines) -> Preview:
             more = [_stopped(_TOO_LARGE)]
         messages += more
     elif reading.rest is not None:
-        messages += _also_wrong(reading, reading.rest, setup, platform, state)
+        messages += form.also_wrong(reading.rest)
     return Preview(
         plan=reading.plan,
         resolved=resolved,
         messages=tuple(_said_once(worst_first(messages))),
         setup=setup,
-        platform=platform,
+        platform=form.platform,
         running=running,
         written=state.config,
         readable=reading.rest,
     )
+
+
+@attrs.frozen(kw_only=True)
+class _Form:
+    """A form and what was read of it."""
+
+    state: FormState
+    setup: Setup
+    platform: Platform
+    reading: Reading
+
+    def resolve(self, plan: DeepSpeedPlan) -> tuple[ResolvedPlan | None, list[Decision]]:
+        model = as_facts(self.setup.family, lora=self.setup.lora) if self.setup.family else None
+        run, assumed = self._assumed_run(plan)
+        context = RuleContext(
+            world_size=self.setup.world_size, platform=self.platform, model=model, run=run
+        )
+        found = plan.inspect(context, settle=OptimizerResolver(platform=self.platform).settled)
+        messages = [*found.refusals, *found.findings]
+        if found.resolved is None:
+            # What would be chosen or assumed is not told of a plan that cannot run.
+            return None, [*messages, *told_of(plan.decisions, findings=found.findings)]
+        told = told_of(found.resolved.decisions, findings=found.findings)
+        return found.resolved, [*messages, *assumed, *told]
+
+    def also_wrong(self, rest: DeepSpeedPlan) -> list[Decision]:
+        """What is refused among the settings that could be read; only about what is written."""
+        run, _ = self._assumed_run(rest)
+        try:
+            found = rest.inspect(
+                RuleContext(world_size=self.setup.world_size),
+                settle=OptimizerResolver(platform=self.platform).settled,
+                resolve_in=RuleContext(
+                    world_size=self.setup.world_size, platform=self.platform, run=run
+                ),
+                mistakes=self.reading.errors,
+            )
+        except (OverflowError, RecursionError):
+            return [_stopped(_TOO_LARGE)]
+        every = (*found.findings, *found.refusals)
+        return [each for each in every if is_written(self.state.config, each.key)]
+
+    def _assumed_run(self, plan: DeepSpeedPlan) -> tuple[RunFacts, list[Decision]]:
+        """What a training script would say, where the plan leaves it to one."""
+        params = (plan.optimizer.params if plan.optimizer else None) or {}
+        scheduled = (plan.scheduler.params if plan.scheduler else None) or {}
+        automatic = AUTO in scheduled.values()
+        assumed = []
+        if params.get("lr") == AUTO:
+            assumed.append(
+                Decision(
+                    key="optimizer.params.lr",
+                    before=AUTO,
+                    after=ASSUMED_LR,
+                    reason="the training script gives it; shown here with this value",
+                )
+            )
+        run = RunFacts(
+            lr=ASSUMED_LR if assumed else None,
+            total_steps=self.setup.total_steps if plan.scheduler else None,
+            warmup_steps=0 if automatic else None,
+        )
+        return run, assumed
 
 
 def preview_data(
@@ -375,62 +438,6 @@ def preview_data(
         "optimizers": preview._optimizers(),
         "changes": None if plan is None or applied is None else applied.diff(plan).to_dict(),
     }
-
-
-def _resolve(
-    plan: DeepSpeedPlan, setup: Setup, platform: Platform
-) -> tuple[ResolvedPlan | None, list[Decision]]:
-    model = as_facts(setup.family, lora=setup.lora) if setup.family else None
-    run, assumed = _assumed_run(plan, setup)
-    context = RuleContext(world_size=setup.world_size, platform=platform, model=model, run=run)
-    found = plan.inspect(context, settle=OptimizerResolver(platform=platform).settled)
-    messages = [*found.refusals, *found.findings]
-    if found.resolved is None:
-        # What would be chosen or assumed is not told of a plan that cannot run.
-        return None, [*messages, *told_of(plan.decisions, findings=found.findings)]
-    told = told_of(found.resolved.decisions, findings=found.findings)
-    return found.resolved, [*messages, *assumed, *told]
-
-
-def _also_wrong(
-    reading: Reading, rest: DeepSpeedPlan, setup: Setup, platform: Platform, state: FormState
-) -> list[Decision]:
-    """What is refused among the settings that could be read; only about what is written."""
-    run, _ = _assumed_run(rest, setup)
-    try:
-        found = rest.inspect(
-            RuleContext(world_size=setup.world_size),
-            settle=OptimizerResolver(platform=platform).settled,
-            resolve_in=RuleContext(world_size=setup.world_size, platform=platform, run=run),
-            mistakes=reading.errors,
-        )
-    except (OverflowError, RecursionError):
-        return [_stopped(_TOO_LARGE)]
-    every = (*found.findings, *found.refusals)
-    return [each for each in every if is_written(state.config, each.key)]
-
-
-def _assumed_run(plan: DeepSpeedPlan, setup: Setup) -> tuple[RunFacts, list[Decision]]:
-    """What a training script would say, where the plan leaves it to one."""
-    params = (plan.optimizer.params if plan.optimizer else None) or {}
-    scheduled = (plan.scheduler.params if plan.scheduler else None) or {}
-    automatic = AUTO in scheduled.values()
-    assumed = []
-    if params.get("lr") == AUTO:
-        assumed.append(
-            Decision(
-                key="optimizer.params.lr",
-                before=AUTO,
-                after=ASSUMED_LR,
-                reason="the training script gives it; shown here with this value",
-            )
-        )
-    run = RunFacts(
-        lr=ASSUMED_LR if assumed else None,
-        total_steps=setup.total_steps if plan.scheduler else None,
-        warmup_steps=0 if automatic else None,
-    )
-    return run, assumed
 
 
 def _as_json(config: Mapping[str, Any]) -> str:

@@ -231,13 +231,16 @@ class Layout:
     """Whether as much of the optimizer stays on the device as fits beside all else."""
     streams: bool = False
     """Whether weights pass through the device unit by unit; as many stay as fit."""
+    splits: bool = False
+    """Whether of their master weights the low halves alone are kept."""
 
     @property
     def title(self) -> str:
         """In words."""
         places = {"cpu": "in host memory", "nvme": "on NVMe"}
         if self.streams:
-            return "weights streamed, optimizer in host memory"
+            split = ", split master weights" if self.splits else ""
+            return f"weights streamed{split}, optimizer in host memory"
         words = [f"ZeRO-{self.stage}" if self.stage else "no partitioning"]
         if self.optimizer == self.parameters != "none":
             words.append(f"optimizer and parameters {places[self.optimizer]}")
@@ -251,7 +254,10 @@ class Layout:
         return ", ".join(words)
 
 
-STREAMING: Final = (Layout(stage=2, optimizer="cpu", streams=True),)
+STREAMING: Final = (
+    Layout(stage=2, optimizer="cpu", streams=True),
+    Layout(stage=2, optimizer="cpu", streams=True, splits=True),
+)
 LEVELS: Final[tuple[tuple[Layout, ...], ...]] = (
     tuple(Layout(stage=stage) for stage in range(4)),
     (
@@ -273,11 +279,11 @@ LEVELS: Final[tuple[tuple[Layout, ...], ...]] = (
 """From least to most offload, each level in the order of stages. What leaves the device costs
 more time than what is partitioned, recomputing activations less than either."""
 
-STREAMED: Final = STREAMING[0].title
+STREAMED, SPLIT = (layout.title for layout in STREAMING)
 ACTIVATION_OFFLOAD: Final = frozenset({"cuda", "rocm", "xpu"})
 """Accelerators with memory of their own and streams to copy on."""
 
-_OPT_IN: Final = "fits; chosen with streamed=True only, since nothing proves it on a device yet"
+_OPT_IN: Final = "fits; chosen with streamed=True only: `zerotune doctor --prove` proves its bits"
 _SUGGESTED_BASE: Final = "nf4"
 _SUGGESTED_RANK: Final = 16
 
@@ -421,8 +427,9 @@ def _choose(request: Request) -> Advice:
 
 
 def _eligible(request: Request, candidates: Iterable[Candidate]) -> list[Candidate]:
-    """Those that may be chosen."""
-    return [one for one in candidates if one.fits and (request.streamed or one.streamed is None)]
+    """Those that may be chosen: what is not exact, only where nothing else fits."""
+    fitting = [one for one in candidates if one.fits and (request.streamed or one.streamed is None)]
+    return [one for one in fitting if one.title != SPLIT] or fitting
 
 
 def _without_clipping(candidate: Candidate) -> str:
@@ -443,9 +450,11 @@ def _candidates(
     for level in levels:
         plans = {each: _laid_out(request, each) for each in level if _sensible(request, each)}
         resolved = {layout: _resolved(request, layout, plan) for layout, plan in plans.items()}
+        plans = {layout: plan for layout, plan in plans.items() if _as_laid_out(layout, resolved)}
         for work in choices:
+            lacks_host = True
             for layout, plan in plans.items():
-                if layout.streams and not resolved[layout].streamed:
+                if layout.splits and not lacks_host:
                     continue
                 found = plan, estimate_resolved(resolved[layout], work)
                 if layout.fills_device:
@@ -453,12 +462,25 @@ def _candidates(
                 elif layout.streams:
                     kept = with_units_kept(found[1], request.budget.usable("device"))
                     found = plan, estimate_resolved(kept, work)
-                yield _judged(request, layout, *found)
+                candidate = _judged(request, layout, *found)
+                lacks_host = "host" in candidate.shortfalls
+                yield candidate
+
+
+def _as_laid_out(layout: Layout, resolved: Mapping[Layout, ResolvedPlan]) -> bool:
+    """Whether resolution has left streaming as it was."""
+    streaming = resolved[layout].streaming
+    if streaming is None:
+        return not layout.streams
+    return streaming.split_masters == layout.splits
 
 
 def _resolved(request: Request, layout: Layout, plan: DeepSpeedPlan) -> ResolvedPlan:
     resolved = resolve(plan, request.context)
-    return with_streaming(attrs.evolve(resolved, streamed=True)) if layout.streams else resolved
+    if not layout.streams:
+        return resolved
+    streaming = Streaming(split_masters=layout.splits)
+    return with_streaming(attrs.evolve(resolved, streamed=streaming))
 
 
 def _fill_device(
@@ -514,6 +536,8 @@ def _sensible(request: Request, layout: Layout) -> bool:
         return False
     if layout.streams and not _can_stream(request):
         return False
+    if not layout.streams and _must_stream(request):
+        return False
     # The CPU accelerator has no memory of its own to spare, and nothing to pin.
     if request.platform.accelerator == "cpu":
         return layout.pinned and "cpu" not in (layout.parameters, layout.optimizer)
@@ -523,6 +547,10 @@ def _sensible(request: Request, layout: Layout) -> bool:
 def _can_stream(request: Request) -> bool:
     steps = entry_of(request.plan.optimizer_name).streams
     return steps and bool(request.model.units) and not request.model.storages
+
+
+def _must_stream(request: Request) -> bool:
+    return "streamed weights" in entry_of(request.plan.optimizer_name).requires
 
 
 def _laid_out(request: Request, layout: Layout, *, ratio: float | None = None) -> DeepSpeedPlan:
@@ -584,9 +612,8 @@ def _nothing_fits(request: Request, candidates: list[Candidate]) -> NothingFitsE
             for place, over in one.shortfalls.items()
         )
 
-    nearest = min(
-        (one for one in candidates if request.streamed or one.streamed is None), key=distance
-    )
+    plain = [one for one in candidates if request.streamed or one.streamed is None]
+    nearest = min(plain or candidates, key=distance)
     needs = machine_needs(nearest.estimate)
     missing = ", ".join(
         f"{format_size(over)} of {_PLACE_WORDS[place]}"
@@ -621,7 +648,7 @@ def _streamed_weights(request: Request) -> str:
     for name in names if entry_of(asked).streams else ():
         plan = attrs.evolve(request.plan, optimizer=OptimizerSection(type=name))
         trying = attrs.evolve(request, plan=plan, streamed=True)
-        fitting = [one for one in _candidates(trying, (STREAMING,)) if one.fits]
+        fitting = _eligible(trying, _candidates(trying, (STREAMING,)))
         if not fitting:
             continue
         seconds = min((one.time.expected for one in fitting if one.time is not None), default=None)

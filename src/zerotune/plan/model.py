@@ -1913,6 +1913,19 @@ class ModelFacts:
             resident_frozen=rest[0] + sum(frozen for frozen, trained in kinds if trained > frozen),
         )
 
+    def streamed_by(self, named: Iterable[str]) -> StreamedFacts:
+        """What streaming moves, where modules are named that come as a whole.
+
+        Args:
+            named: Dotted names; without any that is of a module, ``units`` are what comes.
+        """
+        names = tuple(parameter.name for parameter in self.parameters)
+        found = [unit for unit in named if any(name.startswith(f"{unit}.") for name in names)]
+        outermost = [
+            unit for unit in found if not any(unit.startswith(f"{other}.") for other in found)
+        ]
+        return attrs.evolve(self, units=tuple(outermost)).streamed if outermost else self.streamed
+
     @cached_property
     def _parts(self) -> dict[int, tuple[int, ...]]:
         return {}

@@ -14,6 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import attrs
+
 from zerotune._util.text import format_size, parse_size
 from zerotune.decisions import Log
 from zerotune.errors import InvalidValueError, PlanFileError, PlanSyntaxError, shorten
@@ -56,18 +58,6 @@ def refuse_long_yaml(text: str, *, key: str) -> None:
             f"is longer than {format_size(most)}, more than is read again from a YAML",
             key=key,
             fix="write DeepSpeed's format, or leave something out",
-        )
-
-
-def _refuse_too_many(text: str, source: str) -> None:
-    """Refuse JSON of more values than a configuration has, before they take memory."""
-    most = _LARGEST_FILE.get() // _BYTES_OF_A_VALUE
-    if text.count(",") >= most and _QUOTED.sub("", _without_escapes(text)).count(",") >= most:
-        raise PlanFileError(
-            f"holds more than {most:,} values, too many for a configuration",
-            key="file",
-            value=source,
-            fix=_READ_MORE,
         )
 
 
@@ -127,47 +117,156 @@ def parse_json(text: str, *, source: str) -> tuple[Any, list[str]]:
     Returns:
         The value, and one sentence for each liberty that was tolerated.
     """
-    text = text.removeprefix("\ufeff")
-    _refuse_too_large(len(text), _LARGEST_FILE.get(), source, "file")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise _syntax_error(text, source, error.start, *_HALF_LETTER) from None
-    _refuse_too_many(text, source)
-    try:
-        return _strictly(text), []
-    except (ValueError, RecursionError):
-        plain, liberties = _without_liberties(text)
-    try:
-        return _strictly(plain), liberties
-    except json.JSONDecodeError as error:
-        raise _syntax_error(text, source, *_hint(error, plain)) from None
-    except (ValueError, RecursionError):
-        raise _syntax_error(text, source, *_refused_place(plain)) from None
+    return _Json(text.removeprefix("\ufeff"), source).parsed()
+
+
+@attrs.frozen
+class _Json:
+    """The text of a file."""
+
+    text: str
+    source: str
+
+    def parsed(self) -> tuple[Any, list[str]]:
+        _refuse_too_large(len(self.text), _LARGEST_FILE.get(), self.source, "file")
+        try:
+            self.text.encode()
+        except UnicodeEncodeError as error:
+            raise self.error(error.start, *_HALF_LETTER) from None
+        self._refuse_too_many()
+        try:
+            return self._strictly(), []
+        except (ValueError, RecursionError):
+            blanked, liberties = self._without_liberties()
+        plain = _Json(blanked, self.source)
+        try:
+            return plain._strictly(), liberties
+        except json.JSONDecodeError as error:
+            raise self.error(*plain._hint(error)) from None
+        except (ValueError, RecursionError):
+            raise self.error(*plain._refused_place()) from None
+
+    def _refuse_too_many(self) -> None:
+        """Refuse JSON of more values than a configuration has, before they take memory."""
+        most = _LARGEST_FILE.get() // _BYTES_OF_A_VALUE
+        if (
+            self.text.count(",") >= most
+            and _QUOTED.sub("", _without_escapes(self.text)).count(",") >= most
+        ):
+            raise PlanFileError(
+                f"holds more than {most:,} values, too many for a configuration",
+                key="file",
+                value=self.source,
+                fix=_READ_MORE,
+            )
+
+    def _strictly(self) -> Any:
+        """What ``json`` makes of it, without what ``json`` lets pass; ``ValueError`` otherwise."""
+        if "\\u" in self.text and _LONE_SURROGATE.search(self.text.replace("\\\\", "  ")):
+            raise ValueError(*_HALF_LETTER)
+        value = _DECODER.decode(self.text)
+        level = [value] if isinstance(value, dict | list) else []
+        for _ in range(_MOST_LEVELS):
+            level = [
+                inner
+                for outer in level
+                for inner in (outer.values() if type(outer) is dict else outer)
+                if type(inner) is dict or type(inner) is list
+            ]
+            if not level:
+                return value
+        raise ValueError("is nested too deeply")
+
+    def _without_liberties(self) -> tuple[str, list[str]]:
+        """The text with blanks where its comments and trailing commas are, and where those are."""
+        found: list[tuple[str, int]] = []
+        parts, done = [], 0
+        for match in _TEXT_OR_COMMENTS.finditer(_without_escapes(self.text)):
+            if match[0][0] == '"':
+                continue
+            parts += [self.text[done : match.start()], " " * len(match[0])]
+            done = match.end()
+            if len(found) <= _MOST_LIBERTIES:
+                inside = _ONE_COMMENT.finditer(self.text, match.start(), match.end())
+                found += [("a comment", each.start()) for each in inside]
+        plain = "".join((*parts, self.text[done:]))
+        parts, done, commas = [], 0, []
+        for match in _TEXT_OR_LAST_COMMA.finditer(_without_escapes(plain)):
+            before = match.start() - 1
+            while before >= 0 and plain[before] in " \t\r\n":
+                before -= 1
+            if match[0] == "," and before >= 0 and plain[before] not in "[{,:":
+                parts += [plain[done : match.start()], " "]
+                done = match.end()
+                commas.append(("a trailing comma", match.start()))
+        plain = "".join((*parts, plain[done:]))
+        found = sorted((*found, *commas), key=lambda each: each[1])
+        sentences = []
+        for what, at in found[:_MOST_LIBERTIES]:
+            line, column = self._line_and_column(at)
+            sentences.append(f"{what} at line {line}, column {column}")
+        if len(found) > _MOST_LIBERTIES:
+            sentences.append("and more of them")
+        return plain, sentences
+
+    def _hint(self, error: json.JSONDecodeError) -> tuple[int, str, str]:
+        """Where ``json`` stopped, what is wrong there, and what to do."""
+        at, message = error.pos, error.msg
+        if not self.text.strip():
+            return at, "is empty", "write at least {}"
+        if not self.text[:at].strip() and _YAML_KEY.match(self.text, at):
+            return at, "is not JSON; it looks like YAML", "give it the suffix .yaml"
+        if message.startswith(("Expecting ',' ", "Extra")) and _LETTER.match(self.text, at):
+            # Of "0x10" it has read the 0, and stops behind it.
+            while at > 0 and _LETTER.match(self.text, at - 1):
+                at, message = at - 1, "Expecting value"
+        for prefix, there, reason, fix in _HINTS:
+            match = there.match(self.text, at) if message.startswith(prefix) else None
+            if match is not None:
+                word = match[there.groups]
+                return at, reason.replace("{}", word), fix.replace("{}", word)
+        return at, f"has an unexpected {self.text[at]!r}", "write a value"
+
+    def _refused_place(self) -> tuple[int, str, str]:
+        """Where JSON has what ``json`` lets pass, what is wrong with that, and what to do."""
+        half = _LONE_SURROGATE.search(self.text.replace("\\\\", "  "))
+        if half is not None:
+            return half.start(), *_HALF_LETTER
+        keys: list[set[str]] = []
+        for match in _TOKENS.finditer(_without_escapes(self.text)):
+            at, token = match.start(), self.text[match.start() : match.end()]
+            if token in ("{", "["):
+                keys.append(set())
+                if len(keys) > _MOST_LEVELS:
+                    return at, *_TOO_DEEP
+            elif token in ("}", "]"):
+                keys.pop()
+            elif match["colon"]:
+                key = json.loads(token.rstrip(": \t\r\n"))
+                if key in keys[-1]:
+                    reason = f"has the key {shorten(key)} twice in one object"
+                    return at, reason, _KEEP_ONE
+                keys[-1].add(key)
+            elif token[0] != '"':
+                try:
+                    _DECODER.decode(token)
+                except ValueError as error:
+                    reason, fix = error.args
+                    return at, reason, fix
+        return 0, *_TOO_DEEP
+
+    def error(self, at: int, reason: str, fix: str) -> PlanSyntaxError:
+        line, column = self._line_and_column(at)
+        return PlanSyntaxError(reason, source=self.source, line=line, column=column, fix=fix)
+
+    def _line_and_column(self, at: int) -> tuple[int, int]:
+        return self.text.count("\n", 0, at) + 1, at - self.text.rfind("\n", 0, at)
 
 
 _LONG_NUMBER = ("has a number that is too long", "write fewer digits")
 _TOO_DEEP = ("is nested too deeply", f"nest at most {_MOST_LEVELS} levels")
 _KEEP_ONE = "keep one of the two"
 _HALF_LETTER = ("has one half of a surrogate pair, which is no character", "write the character")
-
-
-def _strictly(text: str) -> Any:
-    """What ``json`` makes of it, without what ``json`` lets pass; ``ValueError`` otherwise."""
-    if "\\u" in text and _LONE_SURROGATE.search(text.replace("\\\\", "  ")):
-        raise ValueError(*_HALF_LETTER)
-    value = _DECODER.decode(text)
-    level = [value] if isinstance(value, dict | list) else []
-    for _ in range(_MOST_LEVELS):
-        level = [
-            inner
-            for outer in level
-            for inner in (outer.values() if type(outer) is dict else outer)
-            if type(inner) is dict or type(inner) is list
-        ]
-        if not level:
-            return value
-    raise ValueError("is nested too deeply")
 
 
 def _no_constant(word: str) -> Any:
@@ -196,37 +295,6 @@ _DECODER = json.JSONDecoder(
     parse_float=partial(_json_number, float),
     parse_constant=_no_constant,
 )
-
-
-def _without_liberties(text: str) -> tuple[str, list[str]]:
-    """The text with blanks where its comments and trailing commas are, and where those are."""
-    found: list[tuple[str, int]] = []
-    parts, done = [], 0
-    for match in _TEXT_OR_COMMENTS.finditer(_without_escapes(text)):
-        if match[0][0] == '"':
-            continue
-        parts += [text[done : match.start()], " " * len(match[0])]
-        done = match.end()
-        if len(found) <= _MOST_LIBERTIES:
-            inside = _ONE_COMMENT.finditer(text, match.start(), match.end())
-            found += [("a comment", each.start()) for each in inside]
-    plain = "".join((*parts, text[done:]))
-    parts, done, commas = [], 0, []
-    for match in _TEXT_OR_LAST_COMMA.finditer(_without_escapes(plain)):
-        before = match.start() - 1
-        while before >= 0 and plain[before] in " \t\r\n":
-            before -= 1
-        if match[0] == "," and before >= 0 and plain[before] not in "[{,:":
-            parts += [plain[done : match.start()], " "]
-            done = match.end()
-            commas.append(("a trailing comma", match.start()))
-    plain = "".join((*parts, plain[done:]))
-    found = sorted((*found, *commas), key=lambda each: each[1])
-    sentences = []
-    for what, at in found[:_MOST_LIBERTIES]:
-        line, column = _line_and_column(text, at)
-        sentences.append(f"{what} at line {line}, column {column}")
-    return plain, [*sentences, "and more of them"] if len(found) > _MOST_LIBERTIES else sentences
 
 
 _UNCLOSED = ("has a bracket that is never closed", "add the missing } or ]")
@@ -270,63 +338,6 @@ _HINTS = tuple(
 """What ``json`` says, what stands where it stops, what is wrong with that, and what to do."""
 _LETTER = re.compile(r"[-+.\w]")
 _YAML_KEY = re.compile(r"[A-Za-z_][\w.]*[ \t]*:")
-
-
-def _hint(error: json.JSONDecodeError, text: str) -> tuple[int, str, str]:
-    """Where ``json`` stopped, what is wrong there, and what to do."""
-    at, message = error.pos, error.msg
-    if not text.strip():
-        return at, "is empty", "write at least {}"
-    if not text[:at].strip() and _YAML_KEY.match(text, at):
-        return at, "is not JSON; it looks like YAML", "give it the suffix .yaml"
-    if message.startswith(("Expecting ',' ", "Extra")) and _LETTER.match(text, at):
-        # Of "0x10" it has read the 0, and stops behind it.
-        while at > 0 and _LETTER.match(text, at - 1):
-            at, message = at - 1, "Expecting value"
-    for prefix, there, reason, fix in _HINTS:
-        match = there.match(text, at) if message.startswith(prefix) else None
-        if match is not None:
-            word = match[there.groups]
-            return at, reason.replace("{}", word), fix.replace("{}", word)
-    return at, f"has an unexpected {text[at]!r}", "write a value"
-
-
-def _refused_place(text: str) -> tuple[int, str, str]:
-    """Where JSON has what ``json`` lets pass, what is wrong with that, and what to do."""
-    half = _LONE_SURROGATE.search(text.replace("\\\\", "  "))
-    if half is not None:
-        return half.start(), *_HALF_LETTER
-    keys: list[set[str]] = []
-    for match in _TOKENS.finditer(_without_escapes(text)):
-        at, token = match.start(), text[match.start() : match.end()]
-        if token in ("{", "["):
-            keys.append(set())
-            if len(keys) > _MOST_LEVELS:
-                return at, *_TOO_DEEP
-        elif token in ("}", "]"):
-            keys.pop()
-        elif match["colon"]:
-            key = json.loads(token.rstrip(": \t\r\n"))
-            if key in keys[-1]:
-                reason = f"has the key {shorten(key)} twice in one object"
-                return at, reason, _KEEP_ONE
-            keys[-1].add(key)
-        elif token[0] != '"':
-            try:
-                _DECODER.decode(token)
-            except ValueError as error:
-                reason, fix = error.args
-                return at, reason, fix
-    return 0, *_TOO_DEEP
-
-
-def _syntax_error(text: str, source: str, at: int, reason: str, fix: str) -> PlanSyntaxError:
-    line, column = _line_and_column(text, at)
-    return PlanSyntaxError(reason, source=source, line=line, column=column, fix=fix)
-
-
-def _line_and_column(text: str, at: int) -> tuple[int, int]:
-    return text.count("\n", 0, at) + 1, at - text.rfind("\n", 0, at)
 
 
 # -- YAML, read as strictly.
@@ -433,7 +444,7 @@ def parse_file(text: str, path: Path) -> tuple[Any, list[str]]:
         ),
     }.get(suffix)
     if other is not None:
-        raise _syntax_error(text, str(path), 0, *other)
+        raise _Json(text, str(path)).error(0, *other)
     return parse_json(text, source=str(path))
 
 

@@ -197,6 +197,11 @@ def make_model(run: Run) -> torch.nn.Module:
     if run.checkpointing == "on":
         model.enable_gradient_checkpointing()
     elif run.checkpointing == "reentrant":
+        if run.lora:
+            # Else no input of the first blocks wants a gradient, and reentrant ones give none.
+            model.get_submodule(FIRST[run.family]).register_forward_hook(
+                lambda _module, _args, output: output.requires_grad_()
+            )
         model.enable_gradient_checkpointing(
             gradient_checkpointing_func=lambda f, *a: checkpoint(f, *a, use_reentrant=True)
         )
@@ -204,6 +209,7 @@ def make_model(run: Run) -> torch.nn.Module:
 
 
 TARGETS = {"web": ("a", "b")}
+FIRST = {"unet": "conv_in", "flux": "x_embedder", "qwen": "img_in"}
 
 
 def start(

@@ -75,7 +75,7 @@ def planned(family, *, lora, streaming, accumulation):
 
 def run(case, *, accumulation, steps=4):
     """Take steps; the counts of the residency, and bytes moved in the last of them."""
-    units = case.model.streamed
+    units = case.streamed
     sized = [Sized(2 * numel, trained=True) for numel in units.trained]
     sized += [Sized(2 * numel, trained=False) for numel in units.frozen]
     resident = Sized(2 * units.resident_trained, trained=True, resident=True)
@@ -113,11 +113,11 @@ def run(case, *, accumulation, steps=4):
 def test_units_hold_what_is_estimated(family, streaming, lora):
     estimate, case = planned(family, lora=lora, streaming=streaming, accumulation=1)
     counts, moved = run(case, accumulation=1)
-    frozen = 2 * case.model.streamed.resident_frozen
+    frozen = 2 * case.streamed.resident_frozen
     parts = ("weights", "streamed weights")
     expected = sum(i.nbytes for i in estimate.items if i.place == "device" and i.component in parts)
     assert counts.peak + frozen == pytest.approx(expected, rel=0.05)
-    assert counts.peak <= case.streamed_capacity + 2 * case.model.streamed.resident_trained
+    assert counts.peak <= case.streamed_capacity + 2 * case.streamed.resident_trained
     traffic = step_traffic(estimate)
     assert moved == pytest.approx(traffic.parameters + traffic.weights, rel=0.05)
 

@@ -98,6 +98,24 @@ def test_a_dropped_window_is_as_if_it_had_not_been(run):
     assert all(all(map(torch.equal, weights[n], their_weights[n])) for n in weights)
 
 
+def test_a_window_whose_backward_pass_failed_is_as_if_it_had_not_been():
+    def train(streamed: Any) -> Any:
+        with begin(CLIPPED, streamed) as engine:
+            kept = [advance(CLIPPED, engine, range(2))]
+            loss = loss_of(CLIPPED, engine, 50)
+            if streamed:
+                with torch._C.DisableTorchFunctionSubclass():
+                    hook = engine.module.blocks[3].b.weight.register_hook(_raise)
+                with pytest.raises(OSError, match="in the forward"):
+                    engine.backward(loss)
+                hook.remove()
+            engine.discard()
+            return [*kept, advance(CLIPPED, engine, range(3, 5))]
+
+    # DeepSpeed's own window cannot be dropped any more once a gradient has come.
+    assert train(Streaming(window=2)) == train(None)
+
+
 def test_a_window_whose_steps_have_begun_is_not_dropped():
     with begin(EAGER) as engine:
         engine.backward(loss_of(EAGER, engine, 0))

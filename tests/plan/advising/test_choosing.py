@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zerotune.errors import InvalidValueError, NothingFitsError
-from zerotune.plan.advise import LEVELS, STREAMED, machine_needs
+from zerotune.plan.advise import LEVELS, SPLIT, STREAMED, machine_needs
 from zerotune.plan.memory.time import RATE_NAMES, Rates
 from zerotune.plan.model import DeepSpeedPlan, ModelFacts
 from zerotune.platform import Platform
@@ -118,7 +118,8 @@ def test_everything_before_the_chosen_was_rejected_with_a_reason():
     assert all(one.fits for one in advice.runners_up)
     listed = [*map(id, advice.rejected), *map(id, advice.runners_up), id(advice.chosen)]
     assert sorted(listed) == sorted(map(id, advice.candidates))
-    assert len(advice.candidates) == 3 * sum(map(len, LEVELS))
+    exact = [one for level in LEVELS for one in level if not one.splits]
+    assert len(advice.candidates) == 3 * len(exact)
 
 
 def test_a_shortfall_is_what_is_over_the_usable_memory():
@@ -265,7 +266,28 @@ def test_where_only_streamed_weights_fit_the_error_says_so():
     assert flux_on("150GiB", streamed=True, optimizer=smaller).chosen.title == STREAMED
     with pytest.raises(NothingFitsError) as caught:
         flux_on("64GiB", streamed=True)
-    assert caught.value.nearest.title == STREAMED
+    assert caught.value.nearest.title == SPLIT
+
+
+def test_master_weights_are_split_only_where_nothing_exact_fits():
+    exact, tight = flux_on("192GiB", streamed=True), flux_on("170GiB", streamed=True)
+    assert SPLIT not in {one.title for one in exact.candidates}
+    assert not exact.streamed.split_masters
+    assert tight.chosen.title == SPLIT
+    assert tight.streamed.split_masters
+    saved = exact.estimate.host - tight.estimate.host
+    assert saved == pytest.approx(2 * exact.resolved.model.numel, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("model", "ram", "optimizer"),
+    [("flux", "128GiB", "AdamWBF16States"), ("qwen-image", "192GiB", "AdamW8BitStates")],
+)
+def test_lean_states_make_large_models_fit(model, ram, optimizer):
+    asked = {"vram": "24GiB", "ram": ram, "precision": "bf16", "optimizer": optimizer}
+    assert DeepSpeedPlan.advise(model, streamed=True, **asked).streamed is not None
+    with pytest.raises(NothingFitsError, match="streamed weights fit"):
+        DeepSpeedPlan.advise(model, **asked)
 
 
 @pytest.mark.parametrize("options", [{"lora": 16, "base_dtype": "nf4"}, {"optimizer": "Lion"}])

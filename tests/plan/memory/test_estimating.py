@@ -360,11 +360,11 @@ def blocks_of(sizes, rest):
      (Streaming(memory="1GiB"), 5 * 4096)],
 )  # fmt: skip
 def test_streamed_weights_by_hand(streaming, capacity):
-    # Weights of 2040 elements take 2048, in 2 bytes; 100 outside of the blocks take 256.
+    # Weights of 2040 elements take 2048, in 2 bytes; 250 outside of the blocks take 256.
     plan = DeepSpeedPlan.build(
         stage=2, offload="cpu", precision="bf16", gradient_accumulation_steps=2
     )
-    model = blocks_of([2040] * 5, 100)
+    model = blocks_of([2040] * 5, 250)
     resolved = plan.resolve(platform=CUDA, model=model, streamed=streaming)
     items = {
         (item.place, item.component): item.nbytes
@@ -378,7 +378,21 @@ def test_streamed_weights_by_hand(streaming, capacity):
     assert items["host", "weights"] == items["host", "gradients"] == 2 * count
     assert items["host", "master weights"] == 4 * count
     assert items["host", "optimizer states"] == 8 * count
-    assert items["host", "EMA"] == 4 * (5 * 2040 + 100)
+    assert items["host", "EMA"] == 4 * (5 * 2040 + 250)
+
+
+def test_ranks_of_a_machine_share_streamed_weights_by_hand():
+    plan = DeepSpeedPlan.build(stage=2, offload="cpu", precision="bf16")
+    model = blocks_of([2048] * 5, 256)
+    resolved = plan.resolve(platform=CUDA, model=model, world_size=2, streamed=True)
+    estimate = resolved.estimate(Workload())
+    items = {(item.place, item.component): item.nbytes for item in estimate.items}
+    half = (5 * 2048 + 256) // 2
+    assert items["device", "streamed weights"] == 2 * 3 * 2048, "each device has a window"
+    assert items["host", "weights"] == items["host", "gradients"] == 2 * half
+    assert items["host", "master weights"] == 4 * half
+    assert items["host", "optimizer states"] == 8 * half
+    assert items["host", "staging"] == 2 * 2048
 
 
 @pytest.mark.parametrize(
@@ -410,3 +424,12 @@ def test_of_adapters_the_frozen_base_is_streamed():
     host = sum(item.nbytes for item in estimate.items if item.place == "host" and
                item.component not in ("runtime", "checkpoint"))  # fmt: skip
     assert host == 2 * units.total + 16 * units.resident_trained
+
+
+def test_units_that_are_named_are_counted():
+    facts = blocks_of([2048] * 4, 0)
+    assert facts.streamed.trained == (2048,) * 4
+    assert facts.streamed_by(["blocks"]).trained == (4 * 2048,)
+    assert facts.streamed_by(["blocks.1", "blocks.3"]).trained == (2048, 2048)
+    assert facts.streamed_by(["blocks.1"]).resident_trained == 3 * 2048
+    assert facts.streamed_by(["Block"]) == facts.streamed, "a class is known to the model alone"

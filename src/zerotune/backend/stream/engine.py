@@ -6,10 +6,12 @@ The plan is DeepSpeed's, and so are the bits: those of ZeRO-2 with the optimizer
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
 import torch
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from typing_extensions import override
 
 from zerotune._util.text import format_size
@@ -41,6 +43,7 @@ from zerotune.backend.proof import prove_offload, why_unproven
 from zerotune.backend.step.adams import torch_rounds_alike
 from zerotune.backend.step.deferred import ROUNDS_OTHERWISE
 from zerotune.backend.step.kernel import load_host_step
+from zerotune.backend.step.pending import Awaited
 from zerotune.backend.stored import bring_weights
 from zerotune.backend.stream.flat import FlatOrder
 from zerotune.backend.stream.lanes import Lane
@@ -49,16 +52,18 @@ from zerotune.backend.stream.memory import HostMemory
 from zerotune.backend.stream.passes import Passes
 from zerotune.backend.stream.residency import Residency, StreamCounts
 from zerotune.backend.stream.steps import StreamedSteps
-from zerotune.backend.stream.units import Unit, find_units, make_units
-from zerotune.backend.stream.weights import release_weight, stream_weight
+from zerotune.backend.stream.units import Member, Unit, find_units, make_units
+from zerotune.backend.stream.weights import StreamedWeight, release_weight, stream_weight
 from zerotune.decisions import Decision, announce
-from zerotune.errors import OptimizerError, PlatformError
+from zerotune.errors import EngineError, OptimizerError, PlatformError
 from zerotune.optimizers.catalogue import OPTIMIZERS, entry_of
 from zerotune.plan.model import ModelFacts, ResolvedPlan, Streaming, pins
 from zerotune.plan.resolve import streaming_obstacle
 
 KEY = "streamed"
 _OF_ADAM = ("lr", "bias_correction", "betas", "eps", "weight_decay", "amsgrad")
+_STREAMED_STORAGES = {"nf4", "fp4"}
+"""What a frozen base may be quantized to; others keep weights in tensors of their own kind."""
 _CASTABLE = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -180,7 +185,11 @@ class StreamEngine(CountingEngine):
         for unit in self._units:
             for member in unit.members if not unit.resident else ():
                 stream_weight(unit, member)
+        self._versions = {
+            m.name: m.parameter._version for unit in self._units for m in unit.members
+        }
         self._steps.refresh()
+        self._steps.know_views()
         layout = StreamLayout(units=trained, optimizer=self._adam, steps=self._steps)
         self._master_weights = MasterWeights(layout=layout, group=self._group, device=self.device)
 
@@ -254,8 +263,7 @@ class StreamEngine(CountingEngine):
         self._steps.check_whole()
         if self._at_boundary and self._steps.is_eager and not self._steps.under_way:
             self._check_before_step(self._global_step)
-            for hook in list(self._adam._optimizer_step_pre_hooks.values()):
-                hook(self._adam, (), {})
+            self._call_hooks(_global_optimizer_pre_hooks, self._adam._optimizer_step_pre_hooks)
         self._unfinished = True
         self._steps.begin_backward(is_last=self._at_boundary)
         scaled: Any = loss / self._plan.gradient_accumulation_steps
@@ -295,13 +303,35 @@ class StreamEngine(CountingEngine):
     def _run_step(self, norm: float) -> None:
         """Begin the passes with what others have hooked to the optimizer's steps."""
         if not self._steps.is_eager:
-            for hook in list(self._adam._optimizer_step_pre_hooks.values()):
-                hook(self._adam, (), {})
+            self._call_hooks(_global_optimizer_pre_hooks, self._adam._optimizer_step_pre_hooks)
         self._steps.step(norm)
-        if self._adam._optimizer_step_post_hooks:
+        after = _global_optimizer_post_hooks, self._adam._optimizer_step_post_hooks
+        if any(after):
             self._steps.settle()
-        for hook in list(self._adam._optimizer_step_post_hooks.values()):
+        self._call_hooks(*reversed(after))
+
+    def _call_hooks(self, *hooks: Mapping[Any, Callable[..., Any]]) -> None:
+        """As ``Optimizer.profile_hook_step`` does around a step."""
+        for hook in [each for some in hooks for each in some.values()]:
             hook(self._adam, (), {})
+
+    @override
+    def _check_before_forward(self) -> None:
+        super()._check_before_forward()
+        with torch._C.DisableTorchFunctionSubclass():
+            for unit in self._units:
+                for member in unit.members:
+                    if not _is_in_place(unit, member):
+                        raise _replaced(member)
+
+    @override
+    def _check_before_step(self, step: int) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            for unit in self._units:
+                for member in unit.members if not unit.resident else ():
+                    if member.parameter._version != self._versions[member.name]:
+                        raise _replaced(member)
+        super()._check_before_step(step)
 
     @override
     def discard(self) -> None:
@@ -367,8 +397,7 @@ class StreamEngine(CountingEngine):
     def _checks(self) -> Checks:
         plan, checks = self._plan, Checks()
         choice = chosen_optimizer(plan)
-        checks.equal("optimizer.type", choice.implementation, type(self._adam).__name__)
-        checks.optimizer_arguments(
+        checks.optimizer(
             choice,
             self._adam,
             scheduler=plan.scheduler,
@@ -405,6 +434,27 @@ def _members(plan: ResolvedPlan, named: Named) -> list[list[str]]:
     if not isinstance(groups[0], dict):
         groups = [{"params": groups}]
     return [[names[id(parameter)] for parameter in group["params"]] for group in groups]
+
+
+def _is_in_place(unit: Unit, member: Member) -> bool:
+    """Whether a parameter is still where it was put; one that is awaited will be."""
+    parameter: Any = member.parameter
+    if not unit.resident:
+        return isinstance(parameter, StreamedWeight)
+    if isinstance(parameter, Awaited):
+        return True
+    storage = parameter.untyped_storage()._cdata, unit.flat.untyped_storage()._cdata
+    return storage[0] == storage[1] and bool(parameter.storage_offset() == member.span.start)
+
+
+def _replaced(member: Member) -> EngineError:
+    return EngineError(
+        "it was replaced, or written in a call of its own block, where only the device's copy is: "
+        "the next step would undo or miss that",
+        key=f"model.{member.name}",
+        fix="write weights through engine.master_weights.editing(), and put back what was swapped "
+        "in before the next step",
+    )
 
 
 def _pins(plan: ResolvedPlan) -> bool:
@@ -447,8 +497,12 @@ def why_not_streamed(plan: ResolvedPlan, model: torch.nn.Module) -> str | None:
     betas = {tuple(group.params.get("betas", ())) for group in choice.groups}
     if len(betas) > 1:
         return "groups with betas of their own are stepped in order"
-    if any(parameter.storage for parameter in ModelFacts.from_module(model).parameters):
-        return "a quantized base stays on the device"
+    kept = {p.storage for p in ModelFacts.from_module(model).parameters if p.storage}
+    if other := sorted(kept - _STREAMED_STORAGES):
+        return (
+            f"a base in {', '.join(other)} stays on the device; bitsandbytes' 4-bit weights (nf4, "
+            "fp4) are streamed"
+        )
     streaming = plan.streamed if isinstance(plan.streamed, Streaming) else Streaming()
     if not find_units(model, streaming.units):
         return "the model has no repeated blocks; Streaming(units=...) names what comes as a whole"

@@ -7,6 +7,7 @@ with the passes that are still to be taken, and catch up with those that are.
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from queue import SimpleQueue
@@ -33,6 +34,7 @@ class UnitPass:
         landed: Gradients on their way to the host; ``None``: they are there.
         check: Called once they are there; whether to step.
         written: Done once the pass is taken.
+        views: How many views of the unit's weights its steps have.
         rank: When it is taken: the lower, the sooner.
     """
 
@@ -45,9 +47,11 @@ class UnitPass:
         landed: Copy | None,
         check: Callable[[], bool],
         written: Future[None],
+        views: int,
         rank: int,
     ) -> None:
         self.unit, self.rank, self._landed, self._check = unit, rank, landed, check
+        self.views = views
         self._steps, self.averages = steps, averages
         self._followed = 0
         # Somebody may still be copying what the step before has written.
@@ -165,6 +169,15 @@ class Passes:
                 if unit_pass.unit is unit:
                     unit_pass.rank = -1
 
+    def views(self) -> Counter[Unit]:
+        """How many views of each unit's weights passes have, also of those that are taken."""
+        with self._lock:
+            passes = {id(each): each for each in (*self._newest, *self._waiting)}
+            counts: Counter[Unit] = Counter()
+            for each in passes.values():
+                counts[each.unit] += each.views
+            return counts
+
     def follow(self, followers: Sequence[Follower]) -> bool:
         """Have averages move with the newest step; whether there is one under way."""
         with self._lock:
@@ -220,6 +233,8 @@ class Passes:
                 self._signals.get()
             else:
                 self._take(unit_pass)
+                # Its views of the weights are nobody's any more.
+                del unit_pass
 
     def _next(self) -> UnitPass | None:
         """The pass that is wanted first; of one unit the older."""

@@ -13,7 +13,7 @@ import threading
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import attrs
 import torch
@@ -94,8 +94,11 @@ class Residency:
         self.is_final: Callable[[Unit], bool] = lambda _: False
         """Whether a unit's gradients are all there, so that it must not be used again."""
         self._hooks = [model.register_forward_pre_hook(_of_root(model, self))]
+        self._entering: dict[torch.nn.Module, int] = {}
         for module, units_of_it in needs.items():
-            self._hooks += _of_module(module, units_of_it, self)
+            enter, leave = _of_module(module, units_of_it, self)
+            self._hooks += [enter, leave]
+            self._entering[module] = enter.id
 
     @property
     def order(self) -> Sequence[Unit]:
@@ -215,6 +218,9 @@ class Residency:
         if torch._C._current_graph_task_id() != -1:
             return
         self._inside.leave_all()
+        for module, hook in self._entering.items():
+            # Last: hooks of others see weights as from outside.
+            cast(Any, module._forward_pre_hooks).move_to_end(hook)
         self._learn()
         self._trace, self._at, self.in_backward, self._shared = [], 0, False, {}
         for unit in self._streamed:
@@ -284,6 +290,7 @@ class Residency:
         """Watch the model no more, and wait for what is on its way."""
         for hook in self._hooks:
             hook.remove()
+        self._entering = {}
         self._inside.leave_all()
         try:
             for unit in self._streamed:

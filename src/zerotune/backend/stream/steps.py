@@ -305,6 +305,17 @@ class StreamedSteps:
         self._under_way, self._tally = False, _Tally()
         self._expected, self._moved = [], self._expected
         self.residency.rewind()
+        if any(views > self._views[unit] for unit, views in self._count_views().items()):
+            # Somebody else's view of the weights would show old values.
+            self.settle()
+
+    def know_views(self) -> None:
+        """Take all views of the weights that there are now for the engine's own."""
+        self._views = self._count_views()
+
+    def _count_views(self) -> dict[Unit, int]:
+        own = self.passes.views()
+        return {unit: _views_of(unit) - own[unit] for unit in self._units}
 
     def _begin(self, unit: Unit, *, factor: float, rank: int | None = None) -> None:
         window = self._windows[unit]
@@ -313,7 +324,7 @@ class StreamedSteps:
             self.passes.begin_step()
             self.passes.averages.extend(self._expected)
             self._under_way = True
-        groups = self._adam.param_groups
+        groups, views = self._adam.param_groups, _views_of(unit)
         steps = []
         for slab in unit.slabs:
             step = self._stepper.begin(
@@ -336,6 +347,7 @@ class StreamedSteps:
             check=partial(self._check, unit, window, self._tally),
             landed=window.landed,
             written=self._to_be_written(unit),
+            views=_views_of(unit) - views,
             rank=self._units.index(unit) if rank is None else rank,
         )
         self.passes.submit(unit_pass)
@@ -465,6 +477,11 @@ def _other_averages() -> EngineError:
         value="gradient_clipping=0",
         fix="call ema.step() after every applied step that expect_step() came before",
     )
+
+
+def _views_of(unit: Unit) -> int:
+    """How many tensors and arrays share the memory of a unit's weights."""
+    return int(torch._C._storage_Use_Count(unit.host.untyped_storage()._cdata))
 
 
 def _watch(parameter: Any, call: Callable[[torch.Tensor], None]) -> Any:

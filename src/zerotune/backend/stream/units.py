@@ -291,6 +291,9 @@ def make_units(
     for tensor in (*model.parameters(), *model.buffers()):
         if id(tensor) not in owner:
             tensor.data = tensor.data.to(device)
+        elif (quantized := getattr(tensor, "quant_state", None)) is not None:
+            # How to read it, which stays.
+            quantized.to(device)
     return units, {module: _streamed_in(module, owner) for _, module in modules}
 
 

@@ -9,6 +9,7 @@ memory of another unit.
 
 from __future__ import annotations
 
+import copy
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -68,17 +69,23 @@ class StreamedWeight:
                 return _refuse_other(args[0], args[1])
             if func in _MOVES and (kept := _stays(func, args, kwargs)) is not None:
                 return kept
+            if func is _REPR:
+                return func(_copied(args[0]), *args[1:], **kwargs)
             if func in _VIEWS:
                 return func(_home(args[0]).weights(), *args[1:], **kwargs)
             return _use(func, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
-            memo[id(self)] = _copied(self)
+            # Before what it holds: a quantized weight holds its module.
+            copied = memo[id(self)] = _copied(self)
+            vars(copied).update(copy.deepcopy(_beside(self), memo))
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _copied(self).__reduce_ex__(protocol)
+        copied = _copied(self)
+        vars(copied).update(_beside(self))
+        return copied.__reduce_ex__(protocol)
 
 
 def stream_weight(unit: Unit, member: Member) -> None:
@@ -108,7 +115,12 @@ def _copied(parameter: Any) -> Any:
     home = _home(parameter)
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         values = home.weights().to(parameter.device, copy=True)
-        return home.kind(values, parameter.requires_grad)
+        return cast(Any, torch.Tensor)._make_subclass(home.kind, values, parameter.requires_grad)
+
+
+def _beside(parameter: Any) -> dict[str, Any]:
+    """What it holds beside its values: of a quantized weight, how to read it."""
+    return {name: value for name, value in vars(parameter).items() if name != "_home"}
 
 
 class _Use(torch.autograd.Function):
@@ -169,10 +181,11 @@ def _replaced(value: Any, stand_in: Callable[[Any], torch.Tensor]) -> Any:
 def _stays(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The parameter itself, where a move to a device and dtype leaves it what it is."""
     parameter = args[0]
-    probe = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+    probe = torch.empty([2] * parameter.dim(), dtype=parameter.dtype, device=parameter.device)
     moved = func(probe, *args[1:], **kwargs)
     same = (moved.dtype, moved.device) == (probe.dtype, probe.device)
-    return parameter if same and not kwargs.get("copy") else None
+    same = same and moved.is_contiguous() and not kwargs.get("copy")
+    return parameter if same else None
 
 
 def _refuse_other(parameter: Any, values: torch.Tensor) -> None:
@@ -253,6 +266,7 @@ def _attributes(*names: str) -> Iterator[Any]:
                 yield getattr(attribute, method)
 
 
+_REPR: Final[Any] = torch.Tensor.__repr__
 _SET_DATA: Final[Any] = cast(Any, torch.Tensor.data).__set__
 _VIEWS: Final = frozenset(
     (
@@ -277,6 +291,8 @@ _MOVES: Final = frozenset(
 _WITHOUT_VALUES: Final = (
     OF_THE_SHAPE
     | BESIDE_THE_CONTENT
+    # Which asks for the gradients of parameters, not for their values.
+    | {torch.autograd.grad}
     | frozenset(
         _attributes(
             "requires_grad",

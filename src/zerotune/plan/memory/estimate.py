@@ -26,6 +26,7 @@ from zerotune.plan.model import (
     ModelFacts,
     OffloadSection,
     ResolvedPlan,
+    StreamedFacts,
     Streaming,
     ZeroSection,
     pins,
@@ -285,11 +286,21 @@ class Costing:
         return self.resolved.streaming
 
     @cached_property
+    def streamed(self) -> StreamedFacts:
+        """What streaming moves of the model, and what stays on the device."""
+        return self.model.streamed_by(() if self.streaming is None else self.streaming.units)
+
+    @property
+    def splits_masters(self) -> bool:
+        """Whether a streamed master weight is a weight of the forward pass and a low half."""
+        return self.streaming is not None and self.streaming.split_masters
+
+    @cached_property
     def streamed_capacity(self) -> int:
         """Bytes of the device that streamed units take."""
         if self.streaming is None:
             return 0
-        return self.streaming.capacity([self.element * one for one in self.model.streamed.units])
+        return self.streaming.capacity([self.element * one for one in self.streamed.units])
 
     @property
     def ranks(self) -> int:
@@ -879,7 +890,7 @@ GRADIENTS_UNDER_WAY: Final = 2
 
 def streamed(case: Costing) -> Iterator[MemoryItem]:
     """Units pass through the device; their weights, masters and states lie in host memory."""
-    units, element, precision = case.model.streamed, case.element, case.resolved.precision
+    units, element, precision = case.streamed, case.element, case.resolved.precision
     resident = units.resident_trained + units.resident_frozen
     yield case.item("weights", case.device, element * resident, note=f"{precision}, of no unit")
     capacity = case.streamed_capacity
@@ -906,7 +917,7 @@ def with_units_kept(estimate: MemoryEstimate, usable: int) -> ResolvedPlan:
         return resolved
     case = Costing(resolved=resolved, model=resolved.model, workload=estimate.workload)
     others = estimate.device - case.streamed_capacity
-    total = case.element * resolved.model.streamed.total
+    total = case.element * case.streamed.total
     memory = max(0, min(usable - others, total))
     decision = Decision(
         key="streamed.memory",
@@ -923,24 +934,28 @@ def with_units_kept(estimate: MemoryEstimate, usable: int) -> ResolvedPlan:
 
 
 def _streamed_on_host(case: Costing, blocks: list[int]) -> Iterator[MemoryItem]:
-    zero, units, element = case.resolved.plan.zero_optimization, case.model.streamed, case.element
+    zero, units, element = case.resolved.plan.zero_optimization, case.streamed, case.element
     pin = zero is not None and pins(zero.offload_optimizer) and not case.on_cpu
     trained = [*units.trained, units.resident_trained]
     count = sum(trained) / case.ranks
 
     def locked(component: str, sizes: Iterable[float], note: str) -> MemoryItem:
         wanted = [element * size / case.ranks for size in sizes]
-        if pin:
-            return case.pinned(component, wanted, note=note, by_torch=True)
-        return case.item(component, "host", sum(wanted), note=note)
+        if not pin:
+            return case.item(component, "host", sum(wanted), note=note)
+        if case.ranks > 1:
+            return case.locked(component, sum(wanted), note)
+        return case.pinned(component, wanted, note=note, by_torch=True)
 
+    if case.ranks > 1:
+        note = "the largest unit's gradients, which all ranks add up"
+        yield case.item("staging", "host", element * max(units.trained, default=0), note=note)
     yield locked("weights", blocks, _share_of(case, case.resolved.precision))
     yield locked("gradients", trained, _share_of(case, case.resolved.precision))
-    split = case.streaming is not None and case.streaming.split_masters
-    masters, kept = (2, "the low halves") if split else (4, "fp32")
-    yield case.item("master weights", "host", masters * count, note=_share_of(case, kept))
+    master, note = (2, "their low halves") if case.splits_masters else (4, "fp32")
+    yield case.item("master weights", "host", master * count, note=_share_of(case, note))
     nbytes = case.state_bytes * case.states * count
-    yield case.item("optimizer states", "host", nbytes, TRAINING, _share_of(case, "fp32"))
+    yield case.item("optimizer states", "host", nbytes, TRAINING, _share_of(case, ""))
 
 
 # -- From a resolved plan and a workload to what it needs.
@@ -1172,6 +1187,8 @@ def _around_the_engine(case: Costing) -> Iterator[MemoryItem]:
 
 def _notes(case: Costing) -> Iterator[str]:
     work = case.workload
+    if case.streaming is not None and not case.streamed.units:
+        yield "no unit is known: which modules of this class are streamed the model itself tells"
     if work.height is None:
         yield "activations are left out: no resolution was given"
     elif case.model.activations is None:

@@ -366,6 +366,8 @@ class StepTraffic:
     """Read and written in host memory by an ``EMAShadow`` that lies there."""
     swap: SwapTraffic
     """Read from and written to swap files."""
+    added: int = 0
+    """Read and written in host memory where the ranks of a machine add up gradients there."""
     chain: int = 0
     """Besides ``optimizer``, what DeepSpeed's own chain goes over for clipping and casts."""
     on_device: int = 0
@@ -436,23 +438,27 @@ def _streamed_traffic(case: Costing, estimate: MemoryEstimate) -> StepTraffic:
     What a pass has used last is still there when the pass that goes back begins; what is on the
     device when a step ends was written by the step, and comes again.
     """
-    units, element = case.model.streamed, case.element
+    units, element = case.streamed, case.element
     accumulated = case.resolved.gradient_accumulation_steps
     trained = sum(units.trained)
     absent = element * units.total - case.streamed_capacity
     written = round(case.streamed_capacity * trained / (units.total or 1))
     stepped = trained + units.resident_trained
     # Micro batches after the first are added up on the device.
-    added = (accumulated - 1) * element * stepped
+    # Of a split master weight the weight itself is read, and written anyway.
+    saved = 2 if case.splits_masters else 0
+    back = (accumulated - 1) * element * stepped
     part = stepped / case.ranks
     return StepTraffic(
         gradients=accumulated * element * stepped,
-        parameters=2 * accumulated * absent + written + added,
+        parameters=2 * accumulated * absent + written + back,
         weights=element * units.resident_trained,
         # Its gradient stays in the weights' precision, and is read for its norm before.
-        optimizer=round((_update(case) - case.master_bytes + 2 * element) * part),
+        optimizer=round((_update(case) - case.master_bytes + 2 * element - saved) * part),
         ema=round(8 * part) if _averages_on_host(estimate) else 0,
         swap=swap_traffic(estimate),
+        # Each rank's gradients of its share, and their sum.
+        added=round(accumulated * element * (stepped + part)) if case.ranks > 1 else 0,
     )
 
 
@@ -689,7 +695,8 @@ def step_time(estimate: MemoryEstimate, rates: Rates) -> StepTime | None:
         return None
     case = Costing(resolved=estimate.resolved, model=model, workload=work)
     parts = [*_pass_parts(case, model.arithmetic, rates), *_moved(case, estimate, rates)]
-    notes = ("what ranks send each other is left out",) if case.ranks > 1 else ()
+    sends = case.ranks > 1 and case.streaming is None
+    notes = ("what ranks send each other is left out",) if sends else ()
     kept = tuple(part for part in parts if part.seconds > 0)
     return StepTime(
         parts=kept,
@@ -823,6 +830,7 @@ def _amounts(case: Costing, estimate: MemoryEstimate) -> Iterator[_Moved]:
     yield "backward", "out", "gradients to the host", traffic.gradients, "to_host"
     yield "backward", "device", "gradients put into buckets", _gradients_in_memory(case), memory
     yield "backward", "device", "gradients checked", _checked(case), memory
+    yield "backward", "host", "gradients added up", traffic.added, "host_memory"
     new = traffic.new_in_backward, traffic.new_in_step
     yield "backward", "device", "memory allocated anew", new[0], "new_memory"
     yield "optimizer", "host", "memory allocated anew", new[1], "new_memory"

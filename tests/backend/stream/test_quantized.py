@@ -1,0 +1,112 @@
+"""Adapters on a quantized base that is streamed: as on one that stays on the device."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import attrs
+import pytest
+import torch
+
+from tests.backend.stream.streaming import (
+    FAMILIES,
+    Run,
+    advance,
+    contents,
+    differences,
+    loss_of,
+    make_model,
+    start,
+)
+from tests.support.needs import needs
+from tests.support.ranks import ranks
+from zerotune.backend.stream import engine as engines
+from zerotune.backend.stream.engine import why_not_streamed
+from zerotune.diffusion.lora import LoRA, add_lora
+from zerotune.ema import EMAShadow
+from zerotune.optim.resolver import OptimizerResolver
+from zerotune.plan.model import DeepSpeedPlan, ModelFacts, Streaming
+
+# DeepSpeed keeps for the whole process what its first engine made.
+pytestmark = [pytest.mark.deepspeed, ranks(1)]
+
+WHY = "it is an extra"
+RUN = Run(family="flux", lora=True, steps=4)
+
+
+def quantized(run: Run, kind: str) -> Any:
+    """A tiny Flux whose blocks are 4-bit, with adapters."""
+    import bitsandbytes as bnb
+
+    torch.manual_seed(0)
+    model = FAMILIES[run.family][0]()
+    for block in (*model.transformer_blocks, *model.single_transformer_blocks):
+        for part in list(block.modules()):
+            for name, child in list(part.named_children()):
+                if type(child) is torch.nn.Linear:
+                    made = bnb.nn.Linear4bit(
+                        child.in_features, child.out_features, bias=child.bias is not None,
+                        quant_type=kind, compute_dtype=torch.bfloat16,
+                    )  # fmt: skip
+                    made.load_state_dict(child.state_dict())
+                    setattr(part, name, made.to("cpu"))
+    add_lora(model, LoRA(rank=4, init="gaussian"))
+    torch.manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.normal_(0, 0.02)
+    model.train()
+    if run.checkpointing == "on":
+        model.enable_gradient_checkpointing()
+    return model
+
+
+@pytest.mark.parametrize(
+    ("run", "kind"),
+    [(attrs.evolve(RUN, clipping=0.0, checkpointing="on"), "nf4"), (RUN, "fp4")],
+    ids=str,
+)
+def test_every_bit_is_that_of_zero_2(run, kind):
+    needs("bitsandbytes", may_lack=WHY)
+    kept = []
+    for streamed in (None, Streaming(window=2)):
+        with start(run, quantized(run, kind), streamed=streamed) as engine:
+            ema = EMAShadow(decay=0.9).attach(engine)
+            kept.append(advance(run, engine, range(run.steps), ema))
+            kept[-1]["contents"] = contents(engine, ema)
+            if streamed:
+                assert engine.counts.evicted
+                assert {str(unit.host.dtype) for unit in engine._units if not unit.resident} == {
+                    "torch.uint8"
+                }
+    assert not differences(*kept)
+
+
+def test_a_copy_of_the_model_knows_how_to_read_its_weights():
+    needs("bitsandbytes", may_lack=WHY)
+    with start(RUN, quantized(RUN, "nf4"), streamed=Streaming(window=2)) as engine:
+        advance(RUN, engine, range(1))
+        copied = copy.deepcopy(engine.module)
+
+        class Plain:
+            dtype = engine.dtype
+
+            def __call__(self, **inputs: Any) -> Any:
+                return copied(**inputs)
+
+        # On a CPU bitsandbytes packs weights anew for models that do not train.
+        with torch.no_grad():
+            assert float(loss_of(RUN, Plain(), 5)) == float(loss_of(RUN, engine, 5))
+
+
+def test_other_quantized_bases_stay_on_the_device_and_that_is_said(monkeypatch):
+    facts = ModelFacts.from_module(make_model(RUN))
+    frozen = next(each for each in facts.parameters if not each.trainable)
+    facts = attrs.evolve(facts, parameters=(frozen.quantized("int8"), *facts.parameters[1:]))
+    monkeypatch.setattr(engines.ModelFacts, "from_module", lambda _: facts)
+    plan = DeepSpeedPlan.build(stage=2, offload="cpu", precision="bf16")
+    resolved = OptimizerResolver().apply(plan.resolve(streamed=True, world_size=1))
+    assert why_not_streamed(resolved, make_model(RUN)) == (
+        "a base in int8 stays on the device; bitsandbytes' 4-bit weights (nf4, fp4) are streamed"
+    )
