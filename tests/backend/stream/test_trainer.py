@@ -50,7 +50,7 @@ def spoiling(engine: Any) -> Any:
     """Have the last gradient be NaN, when all blocks have been stepped."""
 
     def spoil(gradient: torch.Tensor) -> torch.Tensor:
-        if hasattr(engine, "_passes"):
+        if hasattr(engine, "_steps"):
             engine._steps.passes.settle()
         return gradient * float("nan")
 

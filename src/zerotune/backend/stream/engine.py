@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from zerotune._util.text import format_size
 from zerotune.backend.checks import Checks, RunningGroup, expected_groups
+from zerotune.backend.deepspeed.engine import replay_adam_steps
 from zerotune.backend.deepspeed.start import (
     compiling,
     join_checked,
@@ -242,7 +243,10 @@ class StreamEngine(CountingEngine):
         self._steps.forget_all()
         self._count_from(state)
         continue_schedule(self._scheduler, state.scheduler)
-        self._steps.replay(state.global_step - state.skipped_steps)
+        taken = state.global_step - state.skipped_steps
+        # The last elements of a group are DeepSpeed's to step, which counts by itself.
+        replay_adam_steps(self._adam, taken)
+        self._steps.replay(taken)
 
     @override
     @naming_the_lost
