@@ -376,6 +376,10 @@ class StreamEngine(CountingEngine):
         eager = "in the backward pass" if self._steps.is_eager else "after the gradients' norm"
         split = self._streaming.split_masters
         bits = "the bits are those of ZeRO-2 with CPU offload"
+        if isinstance(self._adam, AdamW8BitStates):
+            bits = "no other engine has these 8-bit moments"
+        elif isinstance(self._adam, AdamWBF16States) and self._group.world_size > 1:
+            bits += ", but for the noise that bf16 moments are rounded by"
         if split:
             bits += ", but for master weights halfway between two bf16 numbers"
         where = Decision(
