@@ -45,6 +45,31 @@ def rank() -> int:
     return int(os.environ["RANK"])
 
 
+def lean_weights(optimizer: str) -> tuple[list[float], dict[str, bytes]]:
+    run = Run(family="web", clipping=0.0, optimizer=optimizer, steps=4)
+    streamed = Streaming(window=2, split_masters=True)
+    with start(run, make_model(run), streamed=streamed) as engine:
+        losses = []
+        for step in range(run.steps):
+            # The same batch on every rank, whose mean is that of one.
+            loss = loss_of(run, engine, step)
+            losses.append(float(loss.detach()))
+            engine.backward(loss)
+            engine.step()
+        weights = {
+            name: weight.numpy().tobytes() for name, weight in engine.master_weights.gather()
+        }
+    return losses, weights
+
+
+@pytest.mark.parametrize("optimizer", ["AdamWBF16States", "AdamW8BitStates"])
+def test_lean_states_do_not_depend_on_how_many_ranks_share_a_unit(optimizer):
+    ((losses, weights),) = run_ranks(lean_weights, optimizer)
+    for other, found in run_ranks(lean_weights, optimizer, world_size=2):
+        assert other == losses
+        assert found == weights
+
+
 @pytest.mark.parametrize(
     "run",
     [
