@@ -391,7 +391,7 @@ def test_a_failure_is_a_warning_with_the_file_to_send(runs: Any) -> None:
     runs.append(passed(uploads="too late"))
     decision = start()
     assert decision.severity == "warning"
-    assert decision.after == "one pass, activation offload, native page-locking"
+    assert decision.after == "one pass, activation offload, native page-locking, streaming"
     assert str(report_path(CARD)) in decision.reason
 
 

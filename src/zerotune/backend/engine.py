@@ -246,8 +246,8 @@ class Engine(Closing):
                 )
 
     def _check_backward(self) -> None:
-        """Check that a backward pass came before a step."""
-        if not self._unfinished:
+        """Check that a backward pass came before a step, or somebody else set gradients."""
+        if not self._unfinished and all(p.grad is None for p in self._module.parameters()):
             raise EngineError(
                 "no backward pass came before it, so there is nothing to step with",
                 key="engine.step",
