@@ -239,8 +239,8 @@ class PlainEngine(CountingEngine):
     @override
     @naming_the_lost
     def backward(self, loss: torch.Tensor) -> None:
-        self._master_weights.settle()
         self._unfinished = True
+        self._master_weights.settle()
         self._open_micro_batch()
         self._accelerator.backward(loss / self._plan.gradient_accumulation_steps)
 
