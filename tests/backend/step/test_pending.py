@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from zerotune.backend.master_weights import Follower, FragmentAddress
 from zerotune.backend.step.deferred import DeferredSteps
+from zerotune.backend.step.masters import WholeMasters
 from zerotune.backend.step.pending import PendingStep, ThreadedStep, Upload, divide
 from zerotune.errors import EngineError
 
@@ -73,6 +74,10 @@ class Doubling:
 
     weight: torch.Tensor
     before: Any = lambda: None
+
+    @property
+    def masters(self) -> WholeMasters:
+        return WholeMasters(self.weight)
 
     def run(self, start: int, stop: int, averages: Any) -> None:
         self.before()
@@ -232,8 +237,8 @@ def test_ctrl_c_at_any_time_lets_nobody_wait_for_ever(threaded):
             )  # fmt: skip
             taker = threading.Thread(target=step.run, daemon=True)
             taker.start()
-            signal.setitimer(signal.ITIMER_REAL, chance.uniform(1e-4, 2e-3))
             try:
+                signal.setitimer(signal.ITIMER_REAL, chance.uniform(1e-4, 2e-3))
                 step.settle()
                 time.sleep(0.02)
             except KeyboardInterrupt:

@@ -438,6 +438,10 @@ class AttachedEngine(ZeROEngine):
             )
         return super().step()
 
+    @override
+    def _check_backward(self) -> None:
+        """Nothing: the trainer's own backward pass is not seen here."""
+
     @property
     def _trainers_boundary(self) -> bool | None:
         """Whether the last micro batch closed a window, as the trainer says; None: it never did."""
