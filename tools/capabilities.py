@@ -29,13 +29,15 @@ from zerotune.backend.build import build_engine
 from zerotune.errors import ZeroTuneError
 from zerotune.optim import OPTIMIZERS, CapabilityTable, OptimizerResolver
 from zerotune.optim.capability import Cell
-from zerotune.plan.model import DeepSpeedPlan, ModelFacts
+from zerotune.plan.model import DeepSpeedPlan, ModelFacts, Streaming
 from zerotune.platform import detect_platform
 
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = ROOT / "src" / "zerotune" / "optim" / "data" / "capabilities.json"
 PACKAGES = ("torch", "deepspeed", "mup", "prodigyopt", "schedulefree", "torchao", "bitsandbytes")
 
+STREAMED = frozenset({"AdamW8BitStates"})
+"""Steps streamed weights only."""
 STEPS = 30
 BATCH = 64
 PARAMS: dict[str, dict[str, Any]] = {
@@ -48,7 +50,7 @@ PARAMS: dict[str, dict[str, Any]] = {
     "Rprop": {"lr": 1e-3}, "Adafactor": {"lr": 2e-2}, "Prodigy": {"lr": 1.0, "d0": 1e-3},
     "AdamWScheduleFree": {"lr": 1e-2}, "AdamW8bit": {"lr": 5e-3},
     "TorchAOAdamW8bit": {"lr": 5e-3}, "TorchAOAdamW4bit": {"lr": 5e-3},
-    "AdamWBF16States": {"lr": 5e-3},
+    "AdamWBF16States": {"lr": 5e-3}, "AdamW8BitStates": {"lr": 5e-3},
 }  # fmt: skip
 
 
@@ -152,7 +154,10 @@ def _train(place: dict[str, Any], steps: int) -> Cell:
     model = model_for(name, place["offload"])
     with tempfile.TemporaryDirectory() as swap:
         plan = plan_for(**place, swap=Path(swap)).resolve(
-            platform=detect_platform(), model=ModelFacts.from_module(model), world_size=1
+            platform=detect_platform(),
+            model=ModelFacts.from_module(model),
+            world_size=1,
+            streamed=Streaming(units=("hidden", "middle")) if name in STREAMED else None,
         )
         with build_engine(model=model, plan=_RESOLVER.apply(plan)) as engine:
             if place["offload"] == "nvme":

@@ -17,9 +17,8 @@ from zerotune import ImageTensors
 from zerotune.errors import InvalidValueError
 from zerotune.plan import DeepSpeedPlan, ModelFacts
 from zerotune.platform import Platform
-from zerotune.training import Profile, activations
+from zerotune.training import Profile, Trainer, activations
 from zerotune.training.activations import set_recomputing
-from zerotune.training.trainer import Running
 
 
 @pytest.mark.deepspeed
@@ -166,8 +165,7 @@ def test_models_that_cannot_recompute_are_left_alone_or_refused(data):
 
 
 def test_options_that_do_not_exist_are_refused():
-    engine = SimpleNamespace(device=torch.device("cpu"))
     with pytest.raises(TypeError, match="watchdogs"):
-        Running(engine, data=None, timeout_s=1.0, options={"watchdogs": True})
+        Trainer(model=torch.nn.Linear(2, 2), plan={}, watchdogs=True)
     with pytest.raises(InvalidValueError, match=r"profile\.steps"):
         Profile(folder="x", steps=0)
