@@ -9,15 +9,19 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import DDPMScheduler, FlowMatchEulerDiscreteScheduler
+from diffusers import DDPMScheduler, FlowMatchEulerDiscreteScheduler, StableDiffusionPipeline
 from PIL import Image
 from torch.utils.data import TensorDataset
 
 import zerotune
 from tests.support import pipelines
 from tests.support.models import tiny_unet
+from tests.support.ranks import ranks
 from zerotune import EMAShadow
 from zerotune.diffusion import DataStream
+from zerotune.diffusion.data import AspectBuckets, ImageFolder, PreparedImages
+from zerotune.diffusion.models.declared import FAMILY_NAMES, StableDiffusionXL
+from zerotune.diffusion.pretrained import named_family
 from zerotune.errors import (
     DataError,
     InvalidValueError,
@@ -25,6 +29,7 @@ from zerotune.errors import (
     TrainingError,
     ZeroTuneError,
 )
+from zerotune.plan.families import family_names
 from zerotune.plan.model import DeepSpeedPlan
 from zerotune.training import ProgressBar, SaveEvery, SkipNonFinite
 from zerotune.training.averages import as_ema
@@ -245,6 +250,15 @@ def test_a_tensor_dataset_of_images_is_taken(labels: tuple[torch.Tensor, ...]) -
     assert ("labels" in batch) == bool(labels)
 
 
+def test_workers_read_a_dataset_and_nothing_else() -> None:
+    ahead = {"num_workers": 1, "pin_memory": False}
+    stream = as_stream(TensorDataset(IMAGES), engine=engine(), seed=0, **ahead)
+    assert next(stream)["images"].shape == (2, 3, 8, 8)
+    for data in ([{"images": IMAGES}], stream, None):
+        with pytest.raises(InvalidValueError, match="num_workers and pin_memory to the loader"):
+            as_stream(data, engine=engine(), seed=0, **ahead)
+
+
 def test_a_tensor_dataset_of_something_else_is_answered() -> None:
     with pytest.raises(DataError, match="tuple of Tensor"):
         as_stream(TensorDataset(torch.zeros(4, 7)), engine=engine(), seed=0)
@@ -261,3 +275,37 @@ def test_batches_that_are_no_dicts_are_answered() -> None:
     )
     with pytest.raises(DataError, match="list of Tensor, Tensor"):
         step._next_batch()
+
+
+@pytest.mark.deepspeed
+@ranks(1)
+def test_what_was_loaded_is_trained_under_its_plan_and_exported_as_a_pipeline(
+    tmp_path: Path,
+) -> None:
+    photos = tmp_path / "photos"
+    photos.mkdir()
+    for number in range(4):
+        Image.new("RGB", (64, 64), (60 * number, 9, 9)).save(photos / f"{number}.png")
+        (photos / f"{number}.txt").write_text(f"red {number}")
+    plan = DeepSpeedPlan.build(
+        stage=2, offload="cpu", precision="fp32", micro_batch_size=2, optimizer="AdamW", lr=1e-3
+    )
+    folder = pipelines.sd15(tmp_path / "sd15")
+    loaded = zerotune.load_pretrained(folder, plan=plan, family="sd15", frozen_dtype="fp32")
+    assert loaded.plan is plan
+    data = PreparedImages(ImageFolder(photos), buckets=AspectBuckets(area=64 * 64, step=64))
+    with zerotune.Trainer(model=loaded, data=data, ema=0.9, callbacks=()) as trainer:
+        trainer.fit(steps=2)
+        assert trainer.engine.plan.optimizer is not None
+        assert trainer.engine.plan.optimizer.lr == 1e-3
+        written = trainer.export(tmp_path / "out", weights=trainer.ema)
+        average = dict(trainer.averages.shadows["ema"].gather())
+    read = StableDiffusionPipeline.from_pretrained(written)
+    assert all(torch.equal(p.data, average[name]) for name, p in read.unet.named_parameters())
+
+
+def test_a_family_may_be_named() -> None:
+    assert set(FAMILY_NAMES) == set(family_names())
+    assert named_family("StableDiffusionXLPipeline") is named_family("sdxl") is StableDiffusionXL
+    with pytest.raises(InvalidValueError, match=r"family = 'sdlx'.*did you mean sdxl"):
+        named_family("sdlx")

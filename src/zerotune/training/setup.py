@@ -382,6 +382,7 @@ def as_stream(data: Any, *, engine: Engine, seed: int, **loading: Any) -> BatchS
         loading: ``num_workers`` and ``pin_memory`` of the stream over a dataset.
     """
     if data is None or isinstance(data, BatchStream):
+        _check_not_reading(loading, data)
         return data
     if isinstance(data, str | os.PathLike | ImageSource):
         raise _only_photos(data)
@@ -399,6 +400,7 @@ def as_stream(data: Any, *, engine: Engine, seed: int, **loading: Any) -> BatchS
             **loading,
         )
     if isinstance(data, Iterable):
+        _check_not_reading(loading, data)
         return RepeatedBatches(data)
     raise DataError(
         "is neither a dataset nor an iterable of batches",
@@ -406,6 +408,16 @@ def as_stream(data: Any, *, engine: Engine, seed: int, **loading: Any) -> BatchS
         value=type(data).__name__,
         fix="give something with __len__ and __getitem__, or a DataLoader",
     )
+
+
+def _check_not_reading(loading: Mapping[str, Any], data: Any) -> None:
+    if loading:
+        raise InvalidValueError(
+            "are of a dataset; who makes batches has said how they are read",
+            key="workers, pin",
+            value=type(data).__name__,
+            fix="give the dataset, or num_workers and pin_memory to the loader or stream",
+        )
 
 
 def _only_photos(data: Any) -> DataError:
