@@ -27,8 +27,7 @@ def build_engine(*, model: torch.nn.Module, plan: ResolvedPlan, timeout_s: float
 
     Returns:
         A ``DeepSpeedEngine``; a ``StreamEngine`` where weights are streamed, on several ranks a
-        ``SharedStreamEngine``; or a ``PlainEngine``
-        when the plan was resolved without DeepSpeed.
+        ``SharedStreamEngine``; or a ``PlainEngine`` when the plan was resolved without DeepSpeed.
 
     Raises:
         EngineError: The plan cannot be run.

@@ -6,7 +6,7 @@ import inspect
 import os
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -40,16 +40,16 @@ if TYPE_CHECKING:
     from zerotune.backend.engine import Engine
 
 
+PlanSource: TypeAlias = (
+    "DeepSpeedPlan | ResolvedPlan | Advice | Mapping[str, Any] | str | os.PathLike[str]"
+)
+"""What a plan may be given as: itself, advice, a configuration, or the path of one."""
+
+
 def prepare(
     *,
     model: torch.nn.Module | Pretrained,
-    plan: DeepSpeedPlan
-    | ResolvedPlan
-    | Advice
-    | Mapping[str, Any]
-    | str
-    | os.PathLike[str]
-    | None = None,
+    plan: PlanSource | None = None,
     resolver: OptimizerResolver | None = None,
     offload: OffloadManager | None = None,
     run: RunFacts | None = None,

@@ -52,7 +52,14 @@ from zerotune.training.profile import Operator, Profile, Profiler
 from zerotune.training.progress import ProgressBar
 from zerotune.training.report import Record, Report, copy_rate
 from zerotune.training.save import resumed, rolled_back, seed_everything, trainer_state
-from zerotune.training.setup import as_stream, check_kind, check_objective, prepare, refuse_unknown
+from zerotune.training.setup import (
+    PlanSource,
+    as_stream,
+    check_kind,
+    check_objective,
+    prepare,
+    refuse_unknown,
+)
 from zerotune.training.step import NonFinite, NonFinitePolicy, RaiseNonFinite, StepClock, TrainStep
 from zerotune.training.stop import Goal, StopBeforeDiskFills, Stopping, with_signals
 from zerotune.training.validate import SampleOptions, draw
@@ -67,7 +74,7 @@ if TYPE_CHECKING:
     from zerotune.offload import OffloadManager
     from zerotune.optim import OptimizerResolver
     from zerotune.plan.memory.estimate import EMAPlace, MemoryEstimate
-    from zerotune.plan.model import DeepSpeedPlan, ResolvedPlan, RunFacts
+    from zerotune.plan.model import RunFacts
     from zerotune.platform import Platform
     from zerotune.training.events import StepMetrics
 
@@ -118,13 +125,7 @@ class Trainer(Closing, Readable):
         self,
         *,
         model: torch.nn.Module | Pretrained,
-        plan: DeepSpeedPlan
-        | ResolvedPlan
-        | Advice
-        | Mapping[str, Any]
-        | str
-        | os.PathLike[str]
-        | None = None,
+        plan: PlanSource | None = None,
         resolver: OptimizerResolver | None = None,
         offload: OffloadManager | None = None,
         ema: EMA | float | None = None,

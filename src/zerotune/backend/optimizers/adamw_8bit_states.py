@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping
 from functools import cache
 from typing import Any, Final
 
 import attrs
 import torch
+from typing_extensions import override
+
+from zerotune.backend.optimizers.classes import TensorByTensor
 
 BLOCK: Final = 256
 """Codes that share a scale."""
@@ -115,7 +118,7 @@ _MOMENTS: Final[Mapping[str, bool]] = {"exp_avg": True, "exp_avg_sq": False}
 """Moments, and whether they have a sign."""
 
 
-class AdamW8BitStates(torch.optim.Optimizer):
+class AdamW8BitStates(TensorByTensor):
     """AdamW (https://arxiv.org/abs/1711.05101) with moments of one byte each.
 
     2.03 bytes of states per weight, not 8: codes of a dynamic tree, and one fp32 scale for each
@@ -173,24 +176,10 @@ class AdamW8BitStates(torch.optim.Optimizer):
             state[name].copy_(codes)
             state[scale_of(name)].copy_(scales)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update every parameter that has a gradient."""
-        loss = None if closure is None else closure()
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    self._update(p.data.view(-1), p.grad.reshape(-1), self.state[p], group)
-        return loss
-
-    def _update(
-        self,
-        weight: torch.Tensor,
-        gradient: torch.Tensor,
-        state: MutableMapping[str, Any],
-        group: Mapping[str, Any],
-    ) -> None:
+    @override
+    def _update(self, p: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> None:
         """As ``update_plainly`` in ``step/host_step.cpp``: each operation is rounded by itself."""
+        weight, gradient, state = p.data.view(-1), grad.reshape(-1), self.state[p]
         self.create_states(state, weight.numel())
         state["step"] = step = int(state.get("step", 0)) + 1
         moments = self.decode_states(state)

@@ -41,7 +41,7 @@ class Piece:
         return math.prod(self.shape)
 
 
-class _TensorByTensor(torch.optim.Optimizer):
+class TensorByTensor(torch.optim.Optimizer):
     """Base of optimizers that update one tensor after the other."""
 
     @torch.no_grad()
@@ -71,7 +71,7 @@ class _TensorByTensor(torch.optim.Optimizer):
         return state
 
 
-class ShardAware(_TensorByTensor):
+class ShardAware(TensorByTensor):
     """Base of optimizers whose update of one element depends on the whole parameter.
 
     Before ``attach``, and for tensors nobody described, every tensor is one whole parameter. ZeRO
@@ -228,7 +228,7 @@ class Lamb(ShardAware):
         return adam.add_(p, alpha=group["weight_decay"])
 
 
-class Lion(_TensorByTensor):
+class Lion(TensorByTensor):
     """Lion of Chen et al. 2023, algorithm 2 (https://arxiv.org/abs/2302.06675).
 
     Works element by element, so ZeRO's flat shards change nothing.
