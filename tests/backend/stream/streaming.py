@@ -182,17 +182,22 @@ class Run:
         return "-".join([*parts, f"x{self.accumulation}", f"clip{self.clipping}"])
 
 
+def add_adapters(run: Run, model: torch.nn.Module) -> None:
+    """Adapters that are not zero, so that every one of them has a gradient."""
+    from zerotune.diffusion.lora import LoRA, add_lora
+
+    add_lora(model, LoRA(rank=4, init="gaussian", targets=TARGETS.get(run.family)))
+    torch.manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.normal_(0, 0.02)
+
+
 def make_model(run: Run) -> torch.nn.Module:
     torch.manual_seed(0)
     model = FAMILIES[run.family][0]()
     if run.lora:
-        from zerotune.diffusion.lora import LoRA, add_lora
-
-        add_lora(model, LoRA(rank=4, init="gaussian", targets=TARGETS.get(run.family)))
-        torch.manual_seed(1)
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                parameter.data.normal_(0, 0.02)
+        add_adapters(run, model)
     model.train()
     if run.checkpointing == "on":
         model.enable_gradient_checkpointing()

@@ -12,6 +12,7 @@ import torch
 from tests.backend.stream.streaming import (
     FAMILIES,
     Run,
+    add_adapters,
     advance,
     contents,
     differences,
@@ -23,7 +24,6 @@ from tests.support.needs import needs
 from tests.support.ranks import ranks
 from zerotune.backend.stream import engine as engines
 from zerotune.backend.stream.engine import why_not_streamed
-from zerotune.diffusion.lora import LoRA, add_lora
 from zerotune.ema import EMAShadow
 from zerotune.optim.resolver import OptimizerResolver
 from zerotune.plan.model import DeepSpeedPlan, ModelFacts, Streaming
@@ -51,11 +51,7 @@ def quantized(run: Run, kind: str) -> Any:
                     )  # fmt: skip
                     made.load_state_dict(child.state_dict())
                     setattr(part, name, made.to("cpu"))
-    add_lora(model, LoRA(rank=4, init="gaussian"))
-    torch.manual_seed(1)
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            parameter.data.normal_(0, 0.02)
+    add_adapters(run, model)
     model.train()
     if run.checkpointing == "on":
         model.enable_gradient_checkpointing()
