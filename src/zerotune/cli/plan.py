@@ -285,8 +285,8 @@ class _Check(Below):
         lines = key_lines(read_text(path), path)
         for setting, name in names.items():
             # accelerate writes one of a section's settings where DeepSpeed has the section.
-            for path in (setting, setting.rpartition(".")[0]) if name in lines else ():
-                lines.setdefault(path, lines[name])
+            for key in (setting, setting.rpartition(".")[0]) if name in lines else ():
+                lines.setdefault(key, lines[name])
         return lines
 
 
