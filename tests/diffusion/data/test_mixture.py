@@ -162,7 +162,10 @@ def test_a_resumed_mixture_continues_to_the_sample_on_any_ranks(
 
 def test_a_set_that_is_through_begins_again_in_another_order():
     data = mixture([([8] * 12, Fraction(5, 2)), ([8] * 50, Fraction(1, 2))])
-    seen = [use for (use,) in take(streams(data, micro=1, ranks=1), 2 * 55)]
+    seen = [use for (use,) in take(streams(data, micro=1, ranks=1), 4 * 55)]
+    halves = [{i for name, i, *_ in seen[at : at + 55] if name == 1} for at in (0, 55, 110)]
+    assert halves[1] == set(range(50)) - halves[0]
+    assert halves[2] not in halves[:2], "the other half of a set does not always come second"
     orders = [[i for name, i, turn, _ in seen if (name, turn) == (0, n)] for n in range(5)]
     assert all(sorted(order) == list(range(12)) for order in orders)
     assert len(set(map(tuple, orders))) == 5
