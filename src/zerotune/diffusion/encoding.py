@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from zerotune.backend.distributed import Launch, ProcessGroup, communication_backend
+from zerotune.decisions import Decision, announce
 from zerotune.diffusion.data.cache import (
     CachedImages,
     Progress,
@@ -119,10 +120,9 @@ def _encode(
     for each in sets.values():
         if family.reads_references:
             check_edits(each)
-        else:
+        elif not family.trains_texts:
             each.augmentation.check_countable()
     latents = TensorCache(folder, settings=family.latent_settings())
-    texts = TensorCache(folder, settings=family.text_settings())
     shared: dict[str, Any] = {
         "rank": ranks.rank,
         "world_size": ranks.world_size,
@@ -142,14 +142,30 @@ def _encode(
                 encode_references=lambda pixels: family.encode_references(pixels, device=device),
                 **shared,
             )
-    with _Bar("captions", shown) as report:
-        shared |= {
-            "progress": report,
-            "barrier": lambda: ranks.barrier("use cached captions", timeout_s=timeout_s),
-        }
-        _encode_captions(sets, family=family, cache=texts, device=device, shared=shared)
+    texts = None
+    if family.trains_texts:
+        announce(_texts_in_training(family), rank=ranks.rank)
+    else:
+        texts = TensorCache(folder, settings=family.text_settings())
+        shared["barrier"] = lambda: ranks.barrier("use cached captions", timeout_s=timeout_s)
+        with _Bar("captions", shown) as report:
+            shared["progress"] = report
+            _encode_captions(sets, family=family, cache=texts, device=device, shared=shared)
     done = {name: CachedImages(each, latents=latents, texts=texts) for name, each in sets.items()}
     return images.over(done) if isinstance(images, Mixture) else done[""]
+
+
+def _texts_in_training(family: TextToImage) -> tuple[Decision, ...]:
+    """That captions are not encoded here."""
+    names = sorted(family.parts.trained_encoders) if family.parts is not None else []
+    return (
+        Decision(
+            key="data.captions",
+            before="encoded once",
+            after="tokenised and encoded at each step",
+            reason=f"{' and '.join(names)} are trained, so embeddings change",
+        ),
+    )
 
 
 def _encode_captions(
