@@ -12,7 +12,7 @@ import attrs
 from zerotune._util.table import Block, Line, Page, Table
 from zerotune._util.text import as_number
 from zerotune.decisions import Decision, Log, Severity, announce, render_decisions
-from zerotune.errors import UNSET, InvalidValueError, UnknownKeyError
+from zerotune.errors import UNSET, InvalidValueError, OptimizerError, UnknownKeyError
 from zerotune.optim.capability import LOW_BIT, Capability, CapabilityTable, Situation, capability_of
 from zerotune.optim.groups import (
     MuonPatterns,
@@ -363,6 +363,14 @@ class _Asked:
     ) -> tuple[SchedulerChoice | None, tuple[Decision, ...]]:
         own_pace = settled.entry.own_schedule
         if request is None or (own_pace and request.written is None):
+            for group in settled.choice.groups:
+                if group.until is not None:
+                    raise OptimizerError(
+                        "a schedule ends the group's training, and this run has none",
+                        key=f"optimizer.groups.{group.name}.until",
+                        value=group.until,
+                        fix='name one: "scheduler": {"type": "constant"}',
+                    )
             overridden = request is None and self.resolved.plan.scheduler is not None
             return None, (self._without_schedule(settled, overridden=overridden),)
         settling = ScheduleSettling(

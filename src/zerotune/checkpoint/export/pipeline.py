@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -13,8 +14,11 @@ import torch
 from zerotune._util.files import sync
 from zerotune._util.text import json_of
 from zerotune.backend.dtypes import checked_dtype
+from zerotune.backend.trained_parts import TrainedParts, components
+from zerotune.checkpoint.contents import model_config
 from zerotune.checkpoint.export.driver import (
     SHARD_SIZE,
+    ExportWriter,
     Gatherable,
     Whole,
     export_together,
@@ -46,17 +50,18 @@ def export_pipeline(
 ) -> Path:
     """Write a pipeline: that of ``base`` with the engine's model in place of one part. Collective.
 
-    The other parts (VAE, text encoders, tokenizers, scheduler) are copied as they are. The folder
-    gets its name when all of it is on the disk, and then takes the place of an earlier export.
+    Of ``TrainedParts`` each takes the place of the part of its name. The other parts (VAE, text
+    encoders, tokenizers, scheduler) are copied as they are. The folder gets its name when all of it
+    is on the disk, and then takes the place of an earlier export.
 
     Args:
         path: The folder.
         engine: The model.
         base: Folder of the pipeline training began from.
         component: Part to replace (``"unet"``, ``"transformer"``); found by the model's class
-            when not given.
+            when not given. The parts of ``TrainedParts`` have their names.
         weights: As in ``export_model``.
-        dtype: Of the replaced part.
+        dtype: Of what is replaced.
         shard_size: Most bytes of tensors in a file.
         timeout_s: As in ``export_model``.
 
@@ -89,7 +94,7 @@ def export_pipeline(
             target,
             engine,
             base=origin,
-            part=_component(origin, component, engine.module),
+            parts=_components(origin, component, engine.module),
             dtype=chosen,
             shard_size=shard_size,
         ),
@@ -107,7 +112,7 @@ class _PipelineDraft:
         engine: Engine,
         *,
         base: Path,
-        part: str,
+        parts: Mapping[str, tuple[str, torch.nn.Module]],
         dtype: torch.dtype,
         shard_size: int,
     ) -> None:
@@ -115,34 +120,40 @@ class _PipelineDraft:
         self._target, top = target, str(base)
         self._staging = ExportStaging(checked_path(target))
         folder = self._staging.path
+        self._models: dict[str, ExportWriter] = {}
         with ExitStack() as undo:
-            undo.callback(self._staging.abandon)
+            undo.callback(self.abandon)
             shutil.copytree(
                 base,
                 folder,
-                ignore=lambda where, _names: [part] if where == top else [],
+                ignore=lambda where, _names: parts if where == top else [],
                 dirs_exist_ok=True,
             )
             others = {
                 path.relative_to(folder).as_posix(): hash_of(path)
                 for path in _component_files(folder)
             }
-            self._model = engine_writer(
-                folder / part,
-                engine,
-                dtype=dtype,
-                shard_size=shard_size,
-                whole=Whole(part=part, others=others),
-            )
+            for name, part in parts.items():
+                self._models[part[0]] = engine_writer(
+                    folder / name,
+                    engine,
+                    dtype=dtype,
+                    shard_size=shard_size,
+                    whole=Whole(part=name, others=others),
+                    part=part,
+                    texts=_texts_beside(base / name) if model_config(part[1]) is None else None,
+                )
             undo.pop_all()
 
     def append(self, name: str, tensor: torch.Tensor, *, trained: bool) -> None:
-        """Write a tensor of the part that was trained."""
-        self._model.append(name, tensor, trained=trained)
+        """Write a tensor of a part that was trained."""
+        prefix = next(prefix for prefix in self._models if name.startswith(prefix))
+        self._models[prefix].append(name.removeprefix(prefix), tensor, trained=trained)
 
     def publish(self) -> Path:
         """Bring everything to disk and give it its name."""
-        self._model.publish()
+        for model in self._models.values():
+            model.publish()
         for path in _component_files(self._staging.path):
             sync(path)
         self._staging.publish()
@@ -150,12 +161,33 @@ class _PipelineDraft:
 
     def abandon(self) -> None:
         """Remove what has not got its name."""
-        self._model.abandon()
+        for model in self._models.values():
+            model.abandon()
         self._staging.abandon()
+
+
+def _texts_beside(folder: Path) -> dict[str, bytes]:
+    """What lies beside the weights of a text encoder, which is no model of diffusers."""
+    return {
+        path.name: path.read_bytes()
+        for path in sorted(folder.glob("*.json"))
+        if not path.name.endswith(".index.json")
+    }
 
 
 def _component_files(folder: Path) -> list[Path]:
     return [path for path in sorted(folder.rglob("*")) if path.is_file()]
+
+
+def _components(
+    base: Path, asked: str | None, model: torch.nn.Module
+) -> Mapping[str, tuple[str, torch.nn.Module]]:
+    """For each part that is replaced the prefix of its names in the engine, and the module."""
+    if not isinstance(model, TrainedParts):
+        return {_component(base, asked, model): ("", model)}
+    for name in model.names:
+        _component(base, name, model)
+    return components(model)
 
 
 def _component(base: Path, asked: str | None, model: torch.nn.Module) -> str:
