@@ -6,6 +6,7 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from diffusers import DDPMScheduler, DiffusionPipeline, UNet2DConditionModel
@@ -110,6 +111,11 @@ def digest(engine: Any, prefix: str) -> str:
     return found.hexdigest()
 
 
+def as_arrays(tensors: Any) -> dict[str, Any]:
+    """Tensors that outlive the process they come from."""
+    return {name: tensor.detach().float().numpy().copy() for name, tensor in tensors}
+
+
 def trained(
     folder: str, out: str, *, stage: int, lora: bool, until: int, resume: bool = False, to: int = 4
 ) -> dict[str, Any]:
@@ -149,11 +155,11 @@ def trained(
             "losses": losses,
             "encoders": seen,
             "whole": digest(trainer.engine, ""),
-            "texts": {name: value.float() for name, value in texts.items()},
+            "texts": as_arrays(texts.items()),
             "explained": trainer.explain(),
             "training": sorted({name.partition(".")[0] for name in wanted}),
-            "image": trainer.sample(prompts=["a cat"], steps=1, size=(16, 16), ema=False),
-            "weights": {} if lora else dict(trainer.engine.master_weights.gather()),
+            "image": trainer.sample(prompts=["a cat"], steps=1, size=(16, 16), ema=False).numpy(),
+            "weights": {} if lora else as_arrays(trainer.engine.master_weights.gather()),
         }
 
 
@@ -212,7 +218,7 @@ def test_encoders_stop_resume_and_are_exported(name, stage, lora, world_size, tm
             ours = {n.removeprefix(f"{part}."): t for n, t in whole["weights"].items()
                     if n.startswith(f"{part}.")}  # fmt: skip
             assert ours
-            assert all(torch.equal(stored[n], tensor) for n, tensor in ours.items())
+            assert all(np.array_equal(stored[n].numpy(), tensor) for n, tensor in ours.items())
     pipeline.set_progress_bar_config(disable=True)
     family = load_pretrained(folder, frozen_dtype="fp32").family
     with torch.no_grad():
@@ -221,8 +227,8 @@ def test_encoders_stop_resume_and_are_exported(name, stage, lora, world_size, tm
             {"prompt": ["a cat"], "do_classifier_free_guidance": False},
         )  # fmt: skip
     for key, value in whole["texts"].items():
-        torch.testing.assert_close(texts[key], value, rtol=1e-5, atol=1e-6)
-    assert torch.isfinite(whole["image"]).all()
+        np.testing.assert_allclose(texts[key].numpy(), value, rtol=1e-5, atol=1e-6)
+    assert np.isfinite(whole["image"]).all()
     assert (tmp_path / "whole" / ("ema-lora.safetensors" if lora else "ema-pipeline")).exists()
 
 
@@ -230,7 +236,7 @@ def run_case(folder: str, out: str, stage: int, lora: bool) -> list[Any]:
     return three_runs(folder, out, stage=stage, lora=lora, until=LAST)
 
 
-def test_a_group_that_stops_needs_a_schedule(tmp_path):
+def test_a_group_cannot_stop_where_the_optimizer_sets_its_own_pace(tmp_path):
     folder = pipelines.sd15(tmp_path / "sd15")
     groups = ParameterGroups.per_part({"unet": {"lr": 1e-2}, "text_encoder": {"until": 3}})
     plan = DeepSpeedPlan.build(stage=0, micro_batch_size=2)
@@ -239,7 +245,7 @@ def test_a_group_that_stops_needs_a_schedule(tmp_path):
     resolver = OptimizerResolver(
         groups=groups, overrides={"optimizer.type": "AdamWScheduleFree", "lr": 1e-3}
     )
-    with pytest.raises(OptimizerError, match="a schedule ends the group's training"):
+    with pytest.raises(OptimizerError, match="sets its own pace"):
         resolver.apply(resolved)
 
 
