@@ -151,8 +151,10 @@ def _package(package: str, paths: list[str], aliases: dict[str, str]) -> str:
     module = importlib.import_module(package)
     head = [f"# {package}", "", (inspect.getdoc(module) or "").replace("``", "`"), ""]
     if package == "zerotune.errors":
-        lines = [*head[:2], "```{eval-rst}", ".. automodule:: zerotune.errors", "   :members:"]
-        lines += [line for path in paths for alias in homes()[path] for line in _same(alias)]
+        # Before the module, inside which a name would be taken for one of its own.
+        lines = [line for path in paths for alias in homes()[path] for line in _same(alias)]
+        lines = [*head[:2], "```{eval-rst}", *lines, "", ".. automodule:: zerotune.errors"]
+        lines.append("   :members:")
         return "\n".join([*lines, "```", ""])
     rows = [(path.rpartition(".")[2], path) for path in paths]
     rows += [(alias.rpartition(".")[2], path) for alias, path in aliases.items()]
