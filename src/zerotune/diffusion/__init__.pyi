@@ -75,6 +75,7 @@ from zerotune.diffusion.objective import EDMObjective as EDMObjective
 from zerotune.diffusion.objective import FlowMatchingObjective as FlowMatchingObjective
 from zerotune.diffusion.objective import LevelObjective as LevelObjective
 from zerotune.diffusion.objective import Objective as Objective
+from zerotune.diffusion.preference import PreferenceObjective as PreferenceObjective
 from zerotune.diffusion.pretrained import FAMILIES as FAMILIES
 from zerotune.diffusion.pretrained import Pretrained as Pretrained
 from zerotune.diffusion.pretrained import load_pretrained as load_pretrained

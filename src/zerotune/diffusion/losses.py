@@ -189,28 +189,31 @@ class Comparison:
         if mask is not None:
             errors = errors * mask
         means = errors.flatten(1).mean(1)
-        each = _sample_weights(self.batch, self.weights, like=predicted)
-        return means if each is None else means * each
+        if self.weights is not None:
+            means = means * self.weights.to(means.device, torch.float32)
+        return _weighed(means, self.batch)
 
     def _in_fp32(self) -> tuple[torch.Tensor, torch.Tensor]:
         return self.prediction.float(), self.target.to(self.prediction.device).float()
 
 
-def _sample_weights(
-    batch: Mapping[str, torch.Tensor], weights: torch.Tensor | None, *, like: torch.Tensor
-) -> torch.Tensor | None:
+def weighted_mean(losses: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """The mean of losses (b,) times the weights that the batch gives its samples."""
+    return _weighed(losses, batch).mean()
+
+
+def _weighed(losses: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
     given = batch.get(LOSS_WEIGHTS)
     if given is None:
-        return None if weights is None else weights.to(like.device, torch.float32)
-    if given.shape != like.shape[:1]:
+        return losses
+    if given.shape != losses.shape:
         raise DataError(
-            f"one weight per sample is wanted, ({len(like)},)",
+            f"one weight per sample is wanted, ({len(losses)},)",
             key=f"batch[{LOSS_WEIGHTS!r}]",
             value=tuple(given.shape),
             fix="let each sample of the dataset have one number, a tensor of shape ()",
         )
-    given = given.to(like.device, torch.float32)
-    return given if weights is None else given * weights.to(like.device, torch.float32)
+    return losses * given.to(losses.device, torch.float32)
 
 
 def masks_over(
