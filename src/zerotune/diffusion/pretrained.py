@@ -41,8 +41,12 @@ from zerotune.diffusion.models.pipeline import (
 )
 from zerotune.diffusion.models.pipeline_family import PipelineFamily, TextToImage
 from zerotune.diffusion.models.probe import probe, probe_texts
-from zerotune.diffusion.noise_schedule import adds_noise, ddpm_of
-from zerotune.diffusion.objective import DenoisingObjective, FlowMatchingObjective
+from zerotune.diffusion.noise_schedule import adds_noise, ddpm_of, preconditions
+from zerotune.diffusion.objective import (
+    DenoisingObjective,
+    EDMObjective,
+    FlowMatchingObjective,
+)
 from zerotune.errors import CheckpointCorruptError, InvalidValueError, MissingDependencyError
 from zerotune.plan.model import DeepSpeedPlan, ResolvedPlan
 from zerotune.platform.detect import first_line
@@ -71,7 +75,7 @@ class Pretrained:
     family: Family
     """How it is called; with its frozen parts, where it has any."""
     scheduler: Any
-    """The scheduler to train with: DDPM's forward process or flow matching's."""
+    """The scheduler to train with: DDPM's forward process, flow matching's or EDM's."""
     folder: Path
     """Where it lies; ``export_pipeline(base=folder)`` takes the frozen parts from here."""
     plan: DeepSpeedPlan | ResolvedPlan | None = None
@@ -105,19 +109,24 @@ class Pretrained:
         bring_weights(self.model, dtype=None if dtype is None else _dtype(dtype), device=device)
         return self.model
 
-    def objective(self, **settings: Any) -> DenoisingObjective | FlowMatchingObjective:
+    def objective(
+        self, **settings: Any
+    ) -> DenoisingObjective | EDMObjective | FlowMatchingObjective:
         """The objective these models were made with.
 
         Args:
             **settings: Of ``FlowMatchingObjective`` for families with ``flow_matching`` (time
-                steps are drawn logit-normal if nothing else is said), of ``DenoisingObjective``
-                for all others; ``scheduler`` replaces the one of the folder.
+                steps are drawn logit-normal if nothing else is said), of ``EDMObjective`` where
+                the scheduler is one of EDM, of ``DenoisingObjective`` for all others;
+                ``scheduler`` replaces the one of the folder.
         """
         usual = {"scheduler": self.scheduler, "family": self.family}
         if isinstance(self.family, PipelineFamily):
             settings = self.family.objective_settings() | settings
         if getattr(self.family, "flow_matching", False):
             return FlowMatchingObjective(**usual | {"density": "logit_normal"} | settings)
+        if preconditions(settings.get("scheduler", self.scheduler)):
+            return EDMObjective(**usual | settings)
         return DenoisingObjective(**usual | settings)
 
 
@@ -453,11 +462,16 @@ class _StoredPipeline:
         return kind.from_config(known | {"shift": float(shift)}), (decision,)
 
     def _same_noise(self, config: dict[str, Any], stored: str) -> tuple[Any, tuple[Decision, ...]]:
-        """What adds the noise that the folder's scheduler takes away: DDPM, or that scheduler."""
+        """What adds the noise that the folder's scheduler takes away: DDPM, or that scheduler.
+
+        Schedulers of EDM train as they are.
+        """
         import diffusers
 
         kind = getattr(diffusers, stored, None)
         own: Any = None if kind is None else kind.from_config(config)
+        if preconditions(own):
+            return own, ()
         ddpm = ddpm_of(own) if hasattr(own, "alphas_cumprod") else None
         why = ""
         if kind is None:
