@@ -290,6 +290,25 @@ def test_lean_states_make_large_models_fit(model, ram, optimizer):
         DeepSpeedPlan.advise(model, **asked)
 
 
+@pytest.mark.parametrize(
+    ("model", "optimizer", "ram"),
+    [("flux", "AdamWBF16States", "110GiB"), ("qwen-image", "AdamW8BitStates", "128GiB")],
+)
+def test_without_clipping_gradients_take_next_to_nothing_of_host_memory(model, optimizer, ram):
+    asked = {"vram": "24GiB", "ram": ram, "precision": "bf16", "optimizer": optimizer}
+    with pytest.raises(NothingFitsError, match="streamed weights fit") as caught:
+        DeepSpeedPlan.advise(model, streamed=True, **asked)
+    if model == "qwen-image":
+        assert "fit: gradient_clipping=0 and streamed=True (--streamed)" in caught.value.fix
+    advice = DeepSpeedPlan.advise(model, streamed=True, gradient_clipping=0, **asked)
+    assert advice.chosen.time.schedule == "eager"
+    assert advice.streamed.gradient_buffers < len(advice.resolved.model.streamed.units) // 2
+    again = advice.plan.resolve(
+        platform=advice.resolved.platform, model=advice.resolved.model, streamed=advice.streamed
+    )
+    assert again.estimate(advice.estimate.workload).items == advice.estimate.items
+
+
 @pytest.mark.parametrize("options", [{"lora": 16, "base_dtype": "nf4"}, {"optimizer": "Lion"}])
 def test_what_cannot_be_streamed_is_not_offered(options):
     advice = flux_on("1000GiB", streamed=True, **options)
