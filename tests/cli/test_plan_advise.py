@@ -103,7 +103,8 @@ class TestWhenSomethingFits:
         qwen = ("--family", "qwen-image", "--vram", "24GiB", "--ram", "128GiB", "--streamed")
         lean = ("--precision", "bf16", "--optimizer", "AdamW8BitStates", "--json")
         assert cli.main(["plan", "advise", *qwen, *lean]) == 1
-        assert "gradient_clipping=0" in json.loads(capsys.readouterr().out)["reason"]
+        reason = json.loads(capsys.readouterr().out)["reason"]
+        assert "fit: --gradient-clipping 0 --streamed" in reason
         assert cli.main(["plan", "advise", *qwen, *lean, "--gradient-clipping", "0"]) == 0
         assert json.loads(capsys.readouterr().out)["plan"]["gradient_clipping"] == 0
 
@@ -152,7 +153,7 @@ class TestMistakes:
         assert advise("--vram", wrong, "--ram", "64GiB") == 2
 
         error = capsys.readouterr().err
-        assert error.startswith(f"zerotune: error: --vram = '{wrong}': ")
+        assert error.startswith(f"error: --vram = '{wrong}': ")
         assert len(error.splitlines()) == 1
 
     def test_an_unknown_optimizer(self, capsys):
@@ -190,7 +191,7 @@ def test_adapters_are_costed_and_suggested(capsys):
     data = json.loads(capsys.readouterr().out)
     assert data["fits"] is True
     assert advise("--vram", "8GiB", "--ram", "16GiB") == 1
-    assert "adapters fit: lora=16 (--lora 16)" in capsys.readouterr().out
+    assert "adapters fit: --lora 16," in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("verb", ["advise", "explain"])
