@@ -117,15 +117,15 @@ A ratio below 1 is less time or memory than what it is compared with, which ran 
 the interval in brackets holds it at 95 % ([method](measurements.md#method))."""
 
 ONE_PASS = """\
-Adam, unscaling, clipping and every average are one pass over host memory, where DeepSpeed and an EMA
-make several; on a GPU it runs once `zerotune doctor --prove`, or the first start, has found the same
-bits there ([proven on this machine](diagnostics.md#proven-on-this-machine))."""
+Adam, unscaling, clipping and every average are one pass over host memory, where DeepSpeed and an
+EMA make several; on a GPU it runs once `zerotune doctor --prove`, or the first start, has found the
+same bits there ([proven on this machine](diagnostics.md#proven-on-this-machine))."""
 
 NOT_ON_A_GPU = """\
 Nothing here ran on a GPU: what offload costs over a bus, what hides behind a device's work and how
-full its memory gets is predicted ([memory](memory.md)), not measured. `python -m bench.gpu` measures
-it on a GPU of at least 24 GiB, SDXL's full U-Net in turns with the configuration whose figures are
-published, from an RTX 4090 with 24 GB:"""
+full its memory gets is predicted ([memory](memory.md)), not measured. `python -m bench.gpu`
+measures it on a GPU of at least 24 GiB, SDXL's full U-Net in turns with the configuration whose
+figures are published, from an RTX 4090 with 24 GB:"""
 
 REPEAT = """\
 `python -m pip install nox && nox -s bench -- all` measures all of it, in about half an hour on a
