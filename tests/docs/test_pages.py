@@ -40,6 +40,19 @@ from accelerate import Accelerator
 accelerator, config = Accelerator(cpu=True), unet.config
 optimizer = torch.optim.AdamW(unet.parameters(), lr=1e-3)
 """
+EMBEDDING = """
+from argparse import Namespace
+from pathlib import Path
+
+from diffusers.optimization import get_scheduler
+
+args = Namespace(learning_rate=1e-4, max_train_steps=10)
+plan = zerotune.DeepSpeedPlan.build(stage=2, offload="cpu", precision="fp32")
+Path("ds_config.json").write_text(plan.to_json())
+optimizer = torch.optim.AdamW(unet.parameters(), lr=args.learning_rate)
+lr_scheduler = get_scheduler("constant", optimizer)
+loader = torch.utils.data.DataLoader(range(4))
+"""
 PHOTOS = """
 import shutil
 import tarfile
@@ -123,7 +136,7 @@ PAGES: dict[str, tuple[tuple[str, ...], str]] = {
     "data.md": (MODEL, PHOTOS),
     "training.md": (MODEL, ""),
     "diagnostics.md": (MODEL, ""),
-    "embedding.md": (MODEL, ""),
+    "embedding.md": (MODEL, EMBEDDING),
     "builder.md": (MODEL, ""),
 }
 ELSEWHERE = {"families.md": "tests/diffusion/families/test_own_family.py"}

@@ -37,6 +37,7 @@ from zerotune.diffusion.data.order import BucketOrder as BucketOrder
 from zerotune.diffusion.data.order import Draw as Draw
 from zerotune.diffusion.data.order import SampleOrder as SampleOrder
 from zerotune.diffusion.data.order import derive_seed as derive_seed
+from zerotune.diffusion.data.pairs import PreferencePairs as PreferencePairs
 from zerotune.diffusion.data.preparation import Augmentation as Augmentation
 from zerotune.diffusion.data.preparation import CenterCrop as CenterCrop
 from zerotune.diffusion.data.preparation import Preparation as Preparation
