@@ -147,7 +147,8 @@ class CurveScheduler:
         self._optimizer = optimizer
         self._choice = choice
         self._base_lr = base_lr
-        self._until = until or [None] * len(optimizer.param_groups)
+        # Groups that did not arrive are the engine's checks to tell of.
+        self._until = [*until, *[None] * len(optimizer.param_groups)]
         self._factors = [float(group["lr"]) / base_lr for group in optimizer.param_groups]
         self._base_betas = [group.get("betas") for group in optimizer.param_groups]
         self._steps = 0
@@ -174,10 +175,8 @@ class CurveScheduler:
 
     def _apply(self) -> None:
         rate = lr_at(self._choice, self._steps, self._base_lr)
-        groups = zip(
-            self._optimizer.param_groups, self._factors, self._until, self._base_betas, strict=True
-        )
-        for group, usual, until, base_betas in groups:
+        groups = zip(self._optimizer.param_groups, self._factors, self._base_betas, strict=True)
+        for (group, usual, base_betas), until in zip(groups, self._until, strict=False):
             factor = 0.0 if until is not None and self._steps >= until else usual
             if isinstance(group["lr"], torch.Tensor):
                 # torchao compiles its update around the rate's tensor and refuses a number.
