@@ -276,8 +276,8 @@ def test_a_pair_has_one_size_one_caption_and_one_flip(folders):
             sample = found[draw]
             assert sample["images"].shape == sample["rejected_images"].shape
             assert sample["captions"].startswith("a picture of")
-            for half, name in ((found.preferred, "images"), (found.rejected, "rejected_images")):
-                flip = found.preferred.augmentation.flips(draw)
+            for half, name in zip(found.sets.values(), ("images", "rejected_images"), strict=True):
+                flip = half.augmentation.flips(draw)
                 assert torch.equal(sample[name], half.tensors(index, flipped=flip)[0]["images"])
                 flips.append(flip)
     assert 0.2 < sum(flips) / len(flips) < 0.8
@@ -303,8 +303,9 @@ def test_pairs_train_from_caches_as_from_pixels(folders, tmp_path):
 
     loaded = load_pretrained(pipelines.MAKERS["sdxl"](tmp_path / "sdxl"), frozen_dtype="fp32")
     pixels = of_files(folders)
-    encode = partial(encode_dataset, family=loaded.family, folder=tmp_path / "cache", device="cpu")
-    cached = pixels.encoded(encode)
+    cached = encode_dataset(
+        pixels, family=loaded.family, folder=tmp_path / "cache", device="cpu", progress=False
+    )
     assert cached.identity == pixels.identity
     assert "images" not in cached[0]
     reference = load_pretrained(tmp_path / "sdxl", parts=False).model

@@ -7,7 +7,7 @@ import os
 import re
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import attrs
 import torch
@@ -25,11 +25,18 @@ from zerotune.backend.stored import (
     weight_files,
     without_weights,
 )
+from zerotune.backend.trained_parts import TrainedParts
 from zerotune.backend.unpartitioned import unpartitioned
 from zerotune.decisions import Decision, announce
 from zerotune.diffusion.models.declared import DECLARED, FAMILY_NAMES
 from zerotune.diffusion.models.family import ClassConditional, Family, Unconditional
-from zerotune.diffusion.models.pipeline import Blueprint, FrozenParts, PipelineModel, pipeline_class
+from zerotune.diffusion.models.pipeline import (
+    Blueprint,
+    FrozenParts,
+    PipelineModel,
+    TrainedEncoder,
+    pipeline_class,
+)
 from zerotune.diffusion.models.pipeline_family import PipelineFamily, TextToImage
 from zerotune.diffusion.models.probe import probe, probe_texts
 from zerotune.diffusion.noise_schedule import adds_noise, ddpm_of, preconditions
@@ -43,7 +50,7 @@ from zerotune.plan.model import DeepSpeedPlan, ResolvedPlan
 from zerotune.platform.detect import first_line
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
 FAMILIES: Final[dict[str, type[TextToImage]]] = {family.pipeline: family for family in DECLARED}
 """Families by the class of their diffusers pipeline."""
@@ -125,6 +132,7 @@ def load_pretrained(
     frozen_dtype: str = "bf16",
     family: type[TextToImage] | str | None = None,
     parts: bool = True,
+    text_encoders: bool | Sequence[str] = False,
     leave_out: Sequence[str] = (),
     revision: str | None = None,
     variant: str | None = None,
@@ -153,6 +161,9 @@ def load_pretrained(
         family: A family of yours, for pipelines zerotune does not know; or the name of a known one
             (``"sdxl"``), which the pipeline must be of.
         parts: ``False`` leaves VAE and text encoders out: training from caches needs none.
+        text_encoders: Text encoders to train beside the model, by their names in the pipeline;
+            ``True``: its CLIPs. ``Pretrained.model`` is then ``TrainedParts``, and captions are
+            encoded in each step.
         leave_out: Components to leave out, such as ``("text_encoder_3", "tokenizer_3")`` of SD3.
         revision: Of the hub's repository.
         variant: Of the weight files, such as ``"fp16"``.
@@ -181,14 +192,16 @@ def load_pretrained(
     stored = _StoredPipeline(folder=folder, index=_read_json(folder / _PIPELINE_INDEX))
     kind = named_family(family) if isinstance(family, str) else family or stored.family()
     stored.check_left_out(leave_out, kind.component)
+    trained = stored.encoders_to_train(text_encoders, leave_out, parts=parts)
     scheduler, replaced = stored.training_scheduler(flow_matching=kind.flow_matching)
     with unpartitioned():
         model, read = loading.model(stored.class_of(kind.component), kind.component)
         loaded = None
+        encoders = stored.encoders(trained, _dtype(dtype or "fp32"), variant)
         if parts:
             options = {"variant": variant, "local_files_only": True}
             options |= stored.left_out(leave_out) | _dtype_option(_dtype(frozen_dtype))
-            loaded = stored.frozen(kind, model.config, options)
+            loaded = stored.frozen(kind, model.config, options, encoders)
         if issubclass(kind, PipelineFamily):
             settings["blueprint"] = Blueprint.read(folder, pipeline_class(kind.pipeline))
     chosen = kind(parts=loaded, **settings)
@@ -198,6 +211,9 @@ def load_pretrained(
         if kind not in DECLARED:  # Those are tested; encoders take their time on a host.
             chosen, found = probe_texts(chosen)
             decisions += found
+    if encoders:
+        decisions += _freeze_unread(chosen, encoders)
+        model = TrainedParts(**{kind.component: model, **encoders})
     announce(decisions)
     return Pretrained(
         model=model.train(),
@@ -286,6 +302,55 @@ class _StoredPipeline:
         )
         return dict.fromkeys((*absent, *unused, *names)) | quiet
 
+    def encoders_to_train(
+        self, wanted: bool | Sequence[str], leave_out: Sequence[str], *, parts: bool
+    ) -> tuple[str, ...]:
+        """Names of the text encoders that are trained."""
+        there = {
+            name: str(entry[1])
+            for name, entry in self.index.items()
+            if name.startswith("text_encoder") and isinstance(entry, list) and entry[1]
+        }
+        named = [name for name, kind in there.items() if kind.startswith("CLIPText")]
+        chosen = named if wanted is True else [wanted] if isinstance(wanted, str) else wanted or []
+        for name in chosen:
+            if name not in there or name in leave_out:
+                raise InvalidValueError(
+                    "is no text encoder that is loaded",
+                    key="text_encoders",
+                    value=name,
+                    fix=f"one of {', '.join(n for n in there if n not in leave_out) or 'none'}",
+                )
+        if (wanted and not chosen) or (chosen and not parts):
+            raise InvalidValueError(
+                "are trained with the tokenizers and the VAE beside them"
+                if chosen
+                else "the pipeline has no CLIP",
+                key="text_encoders",
+                value=wanted,
+                fix="leave parts=False out" if chosen else f"name one of {', '.join(there)}",
+            )
+        return tuple(chosen)
+
+    def encoders(
+        self, names: Sequence[str], dtype: torch.dtype, variant: str | None
+    ) -> dict[str, torch.nn.Module]:
+        """Text encoders that are trained, whole, on the host."""
+        if not names:
+            return {}
+        import transformers
+
+        found = {}
+        for name in names:
+            kind = getattr(transformers, self.index[name][1])
+            try:
+                found[name] = kind.from_pretrained(
+                    self.folder / name, dtype=dtype, variant=variant, local_files_only=True
+                )
+            except (OSError, ValueError, RuntimeError) as error:
+                raise _not_loaded(self.folder / name, error) from error
+        return found
+
     def class_of(self, name: str) -> Any:
         import diffusers
 
@@ -300,10 +365,17 @@ class _StoredPipeline:
             )
         return kind
 
-    def frozen(self, kind: type[TextToImage], config: Any, options: dict[str, Any]) -> FrozenParts:
+    def frozen(
+        self,
+        kind: type[TextToImage],
+        config: Any,
+        options: dict[str, Any],
+        encoders: Mapping[str, torch.nn.Module],
+    ) -> FrozenParts:
+        """The pipeline, with stand-ins for what is trained."""
         try:
             pipeline = pipeline_class(kind.pipeline).from_pretrained(
-                self.folder, **{kind.component: None}, **options
+                self.folder, **{kind.component: None}, **dict.fromkeys(encoders), **options
             )
         except (ImportError, AttributeError, OSError, ValueError) as error:
             if kind.reads_references and find_spec("torchvision") is None:
@@ -320,6 +392,8 @@ class _StoredPipeline:
             raise _not_loaded(self.folder, error) from error
         # The pipeline asks its model for sizes while it encodes texts.
         setattr(pipeline, kind.component, PipelineModel(config=config))
+        for name, module in encoders.items():
+            setattr(pipeline, name, TrainedEncoder(name=name, module=module))
         return FrozenParts(pipeline)
 
     def training_scheduler(self, *, flow_matching: bool) -> tuple[Any, tuple[Decision, ...]]:
@@ -387,6 +461,51 @@ class _StoredPipeline:
             )
         decision = Decision(key="scheduler", before=before, after=after, reason=reason)
         return own if ddpm is None else ddpm, (decision,)
+
+
+def _freeze_unread(
+    family: TextToImage, encoders: Mapping[str, torch.nn.Module]
+) -> tuple[Decision, ...]:
+    """Freeze what embeddings do not depend on, such as CLIP's last layer in SDXL.
+
+    An optimizer would decay such weights, which no gradient ever reaches.
+    """
+    if isinstance(family, PipelineFamily):  # A T5 beside it takes its time on a host.
+        family = attrs.evolve(family, max_sequence_length=8)
+    with torch.enable_grad():
+        texts = family.embed(cast("FrozenParts", family.parts), ["a"], torch.device("cpu"))
+    read = _leaves_of(texts.values())
+    found = []
+    for name, module in encoders.items():
+        unread = [weight for weight, p in module.named_parameters() if id(p) not in read]
+        for weight in unread:
+            module.get_parameter(weight).requires_grad_(False)
+        if unread:
+            found.append(
+                Decision(
+                    key=f"{name}.requires_grad",
+                    before="all weights",
+                    after=f"all but {len(unread)}, such as {unread[0]}",
+                    reason="embeddings do not depend on these",
+                )
+            )
+    return tuple(found)
+
+
+def _leaves_of(tensors: Iterable[torch.Tensor]) -> set[int]:
+    """Ids of the parameters that tensors were computed from."""
+    nodes = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+    known: set[Any] = set()
+    leaves = set()
+    while nodes:
+        node = nodes.pop()
+        if node in known:
+            continue
+        known.add(node)
+        if hasattr(node, "variable"):
+            leaves.add(id(node.variable))
+        nodes += [other for other, _ in node.next_functions if other is not None]
+    return leaves
 
 
 def _spare_the_vae(parts: FrozenParts) -> tuple[Decision, ...]:

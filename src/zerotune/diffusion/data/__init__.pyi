@@ -32,6 +32,7 @@ from zerotune.diffusion.data.images import SkipBroken as SkipBroken
 from zerotune.diffusion.data.images import WholeImage as WholeImage
 from zerotune.diffusion.data.images import write_broken as write_broken
 from zerotune.diffusion.data.iterable import StreamedImages as StreamedImages
+from zerotune.diffusion.data.mixture import Mixture as Mixture
 from zerotune.diffusion.data.order import BucketOrder as BucketOrder
 from zerotune.diffusion.data.order import Draw as Draw
 from zerotune.diffusion.data.order import SampleOrder as SampleOrder
