@@ -28,8 +28,10 @@ from zerotune.backend.stored import (
 from zerotune.backend.trained_parts import TrainedParts
 from zerotune.backend.unpartitioned import unpartitioned
 from zerotune.decisions import Decision, announce
+from zerotune.diffusion.models.controlnet import CONTROLNETS, ControlNetFamily, controlnet_of
 from zerotune.diffusion.models.declared import DECLARED, FAMILY_NAMES
 from zerotune.diffusion.models.family import ClassConditional, Family, Unconditional
+from zerotune.diffusion.models.latents import LatentSpace
 from zerotune.diffusion.models.pipeline import (
     Blueprint,
     FrozenParts,
@@ -52,10 +54,13 @@ from zerotune.platform.detect import first_line
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-FAMILIES: Final[dict[str, type[TextToImage]]] = {family.pipeline: family for family in DECLARED}
+_KNOWN: Final[tuple[type[PipelineFamily], ...]] = (*DECLARED, *CONTROLNETS)
+
+FAMILIES: Final[dict[str, type[TextToImage]]] = {family.pipeline: family for family in _KNOWN}
 """Families by the class of their diffusers pipeline."""
 
 _PIPELINE_INDEX: Final = "model_index.json"
+_CONTROLNET: Final = "controlnet"
 _UNUSED: Final = ("safety_checker", "feature_extractor", "image_encoder")
 """Neither latents, nor embeddings, nor images need these; exports copy them from the folder."""
 
@@ -80,8 +85,10 @@ class Pretrained:
 
     @property
     def component(self) -> str | None:
-        """Name of the model in its pipeline; ``None`` for a model on its own."""
-        return self.family.component if isinstance(self.family, TextToImage) else None
+        """Name of the model in its pipeline; ``None`` for one on its own, as a ControlNet is."""
+        if isinstance(self.family, ControlNetFamily) or not isinstance(self.family, TextToImage):
+            return None
+        return self.family.component
 
     def read_weights(
         self, *, dtype: str | None = None, device: torch.device | str = "cpu"
@@ -131,6 +138,7 @@ def load_pretrained(
     quantization: Any = None,
     frozen_dtype: str = "bf16",
     family: type[TextToImage] | str | None = None,
+    controlnet: str | os.PathLike[str] | torch.nn.Module | None = None,
     parts: bool = True,
     text_encoders: bool | Sequence[str] = False,
     leave_out: Sequence[str] = (),
@@ -157,9 +165,13 @@ def load_pretrained(
             for a base under adapters. DeepSpeed trains in the plan's precision either way.
         quantization: A configuration of diffusers (``BitsAndBytesConfig``, ``TorchAoConfig``) for
             the trained model, as a base under adapters; it is read and quantized on every rank.
-        frozen_dtype: Of VAE and text encoders.
+            Of a ControlNet, for the model that it steers.
+        frozen_dtype: Of VAE and text encoders, and of the model that a ControlNet steers.
         family: A family of yours, for pipelines zerotune does not know; or the name of a known one
-            (``"sdxl"``), which the pipeline must be of.
+            (``"sdxl"``), which the pipeline must be of; or ``"controlnet"``: what is trained is a
+            ControlNet of the pipeline's model, which is frozen.
+        controlnet: The folder of the ControlNet to begin with, or the ControlNet; a new one is made
+            of the model that it steers when not given.
         parts: ``False`` leaves VAE and text encoders out: training from caches needs none.
         text_encoders: Text encoders to train beside the model, by their names in the pipeline;
             ``True``: its CLIPs. ``Pretrained.model`` is then ``TrainedParts``, and captions are
@@ -190,12 +202,16 @@ def load_pretrained(
     if not (folder / _PIPELINE_INDEX).is_file():
         return loading.bare_model(settings)
     stored = _StoredPipeline(folder=folder, index=_read_json(folder / _PIPELINE_INDEX))
-    kind = named_family(family) if isinstance(family, str) else family or stored.family()
+    kind = stored.chosen_family(family)
     stored.check_left_out(leave_out, kind.component)
     trained = stored.encoders_to_train(text_encoders, leave_out, parts=parts)
     scheduler, replaced = stored.training_scheduler(flow_matching=kind.flow_matching)
     with unpartitioned():
-        model, read = loading.model(stored.class_of(kind.component), kind.component)
+        if issubclass(kind, ControlNetFamily):
+            steered = _Steered(loading=loading, stored=stored, kind=kind)
+            model, settings["base"], read = steered.read(controlnet, frozen_dtype)
+        else:
+            model, read = loading.model(stored.class_of(kind.component), kind.component)
         loaded = None
         encoders = stored.encoders(trained, _dtype(dtype or "fp32"), variant)
         if parts:
@@ -208,7 +224,7 @@ def load_pretrained(
     decisions = read + replaced + (() if loaded is None else _spare_the_vae(loaded))
     if isinstance(chosen, PipelineFamily):
         decisions += probe(chosen, model)
-        if kind not in DECLARED:  # Those are tested; encoders take their time on a host.
+        if kind not in _KNOWN:  # Those are tested; encoders take their time on a host.
             chosen, found = probe_texts(chosen)
             decisions += found
     if encoders:
@@ -251,7 +267,7 @@ def named_family(name: str) -> type[TextToImage]:
         InvalidValueError: There is none of this name.
     """
     names: dict[str, type[TextToImage]] = {**FAMILY_NAMES, **FAMILIES}
-    names |= {family.__name__: family for family in DECLARED}
+    names |= {family.__name__: family for family in _KNOWN}
     if name in names:
         return names[name]
     close = did_you_mean(name, names)
@@ -281,6 +297,25 @@ class _StoredPipeline:
                 fix="write a family (a page, see docs/families.md) and pass family=",
             )
         return FAMILIES[name]
+
+    def chosen_family(self, told: type[TextToImage] | str | None) -> type[TextToImage]:
+        """The family that was named, or the one of the pipeline, or of its ControlNets."""
+        if told is None or not isinstance(told, str):
+            return told or self.family()
+        if told != _CONTROLNET:
+            return named_family(told)
+        own = self.family()
+        steering = own if issubclass(own, ControlNetFamily) else None
+        if steering is None and issubclass(own, PipelineFamily):
+            steering = controlnet_of(own)
+        if steering is None:
+            raise InvalidValueError(
+                f"no ControlNet is declared for {own.pipeline}",
+                key="family",
+                value=told,
+                fix=f"those of {', '.join(family.pipeline for family in CONTROLNETS)} are",
+            )
+        return steering
 
     def check_left_out(self, names: Sequence[str], component: str) -> None:
         known = [n for n, entry in self.index.items() if isinstance(entry, list) and n != component]
@@ -375,7 +410,9 @@ class _StoredPipeline:
         """The pipeline, with stand-ins for what is trained."""
         try:
             pipeline = pipeline_class(kind.pipeline).from_pretrained(
-                self.folder, **{kind.component: None}, **dict.fromkeys(encoders), **options
+                self.folder,
+                **dict.fromkeys((*kind.separate_models(), *encoders)),
+                **options,
             )
         except (ImportError, AttributeError, OSError, ValueError) as error:
             if kind.reads_references and find_spec("torchvision") is None:
@@ -391,7 +428,8 @@ class _StoredPipeline:
                 ) from error
             raise _not_loaded(self.folder, error) from error
         # The pipeline asks its model for sizes while it encodes texts.
-        setattr(pipeline, kind.component, PipelineModel(config=config))
+        for name in kind.separate_models():
+            setattr(pipeline, name, PipelineModel(config=config))
         for name, module in encoders.items():
             setattr(pipeline, name, TrainedEncoder(name=name, module=module))
         return FrozenParts(pipeline)
@@ -700,6 +738,75 @@ class _Loading:
                     tensor.data = tensor.data.to(_dtype(self.dtype or "fp32"))
                 leave_in_file(tensor, weight)
         return model
+
+
+@attrs.frozen(kw_only=True)
+class _Steered:
+    """A model that is frozen, and the ControlNet that steers it."""
+
+    loading: _Loading
+    stored: _StoredPipeline
+    kind: type[ControlNetFamily]
+
+    def read(
+        self, controlnet: str | os.PathLike[str] | torch.nn.Module | None, frozen: str
+    ) -> tuple[Any, Any, tuple[Decision, ...]]:
+        """The ControlNet, the model it steers in ``frozen``, and where the former is from."""
+        import diffusers
+
+        trained, name = getattr(diffusers, self.kind.controlnet), str(self.kind.base_component)
+        _dtype(frozen)
+        base = None
+        if isinstance(controlnet, torch.nn.Module):
+            model: Any = controlnet
+            origin = f"the {type(controlnet).__name__} that was given"
+        elif controlnet is not None:
+            model, _ = attrs.evolve(self._plain, folder=Path(controlnet)).model(trained)
+            origin = f"that of {os.fspath(controlnet)}"
+        elif _CONTROLNET in self.stored.index:
+            model, _ = self._plain.model(trained, _CONTROLNET)
+            origin = "the pipeline's"
+        else:
+            # In the precision of the files: a copy of rounded weights would be another one.
+            exact = _stored_dtype(self.loading.folder / name, self.loading.variant)
+            base = self._base(exact)
+            # What is no copy is drawn at random: equally on every rank and in every run.
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(0)
+                model = self.kind.new_controlnet(trained, base, scale=self._scale)
+            model.to(_dtype(self.loading.dtype or "fp32"))
+            base = base if exact == frozen and self.loading.quantization is None else None
+            origin = f"a copy of the {name}'s first blocks, which changes nothing yet"
+        if self.loading.quantization is not None:
+            base, _ = attrs.evolve(self.loading, plan=None).model(self.stored.class_of(name), name)
+        base = self._base(frozen) if base is None else base
+        decision = Decision(key="model", before=name, after=_CONTROLNET, reason=f"it is {origin}")
+        return model, base.requires_grad_(False).eval(), (decision,)
+
+    def _base(self, dtype: str) -> Any:
+        name = str(self.kind.base_component)
+        plain = attrs.evolve(self._plain, dtype=dtype)
+        return plain.model(self.stored.class_of(name), name)[0]
+
+    @property
+    def _scale(self) -> int:
+        kind = pipeline_class(self.kind.pipeline)
+        return LatentSpace(Blueprint.read(self.loading.folder, kind).vae).scale
+
+    @property
+    def _plain(self) -> _Loading:
+        """How to read without a plan: the engine takes these models as they are."""
+        return attrs.evolve(self.loading, quantization=None, plan=None)
+
+
+def _stored_dtype(place: Path, variant: str | None) -> str:
+    """The precision of a model's files; fp32 where they have several."""
+    found = {
+        tensor.dtype
+        for file in weight_files(place, variant=variant)
+        for tensor in read_header(file)[0].values()
+    }
+    return next((name for name, dtype in DTYPES.items() if found == {dtype}), "fp32")
 
 
 def _stored_weights(files: Sequence[Path]) -> dict[str, StoredWeight]:

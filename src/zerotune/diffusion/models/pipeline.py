@@ -375,13 +375,7 @@ class PipelineModel(torch.nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the engine with the arguments a pipeline gives its model."""
-        model: Any = self._model
-        names = inspect.signature(primary_of(model).forward).parameters
-        arguments = [
-            value if name in _KEPT_EXACT else _cast_floats(value, model.dtype)
-            for name, value in zip(names, args, strict=False)
-        ]
-        output = model(*arguments, **_cast_floats(kwargs, model.dtype))
+        output = call_cast(self._model, args, kwargs)
         prediction = output[0] if isinstance(output, tuple) else output.sample
         if isinstance(prediction, list):
             return ([one.float() for one in prediction],)
@@ -428,6 +422,16 @@ class TrainedEncoder(torch.nn.Module):
         return super().__getattr__(name) if name.startswith("_") else getattr(self._module, name)
 
 
+def call_cast(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Call a model with a pipeline's arguments in its precision, times and sizes excepted."""
+    names = inspect.signature(primary_of(model).forward).parameters
+    arguments = [
+        value if name in _KEPT_EXACT else _cast_floats(value, model.dtype)
+        for name, value in zip(names, args, strict=False)
+    ]
+    return model(*arguments, **_cast_floats(kwargs, model.dtype))
+
+
 def _cast_floats(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, torch.Tensor):
         return value.to(dtype) if value.is_floating_point() else value
@@ -436,4 +440,6 @@ def _cast_floats(value: Any, dtype: torch.dtype) -> Any:
             name: inner if name in _KEPT_EXACT else _cast_floats(inner, dtype)
             for name, inner in value.items()
         }
-    return [_cast_floats(inner, dtype) for inner in value] if isinstance(value, list) else value
+    if isinstance(value, list | tuple):
+        return type(value)(_cast_floats(inner, dtype) for inner in value)
+    return value

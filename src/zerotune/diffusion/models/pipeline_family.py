@@ -13,7 +13,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import attrs
 import torch
@@ -37,6 +37,9 @@ from zerotune.diffusion.models.pipeline import Blueprint, FrozenParts, PipelineM
 from zerotune.diffusion.noise_schedule import drawing_scheduler
 from zerotune.errors import DataError, InvalidValueError
 from zerotune.plan.model import latent_frames
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 NEGATIVE: Final = "negative_"
 CAPTIONS: Final = "captions"
@@ -115,6 +118,14 @@ class TextToImage(ABC):
     """Guidance that a distilled model takes as an input in training."""
     blueprint: Blueprint | None = None
     """The pipeline without weights; that of ``parts`` when not given."""
+
+    base_component: ClassVar[str | None] = None
+    """The pipeline's name of a frozen model that the trained one steers."""
+
+    @classmethod
+    def separate_models(cls) -> tuple[str, ...]:
+        """Components that are loaded apart from VAE and text encoders."""
+        return tuple(name for name in (cls.component, cls.base_component) if name is not None)
 
     @abstractmethod
     def embed(
@@ -266,7 +277,7 @@ class TextToImage(ABC):
     def no_references(self, key: str) -> DataError:
         """What a family that edits says where there is nothing to edit."""
         return DataError(
-            f"{type(self).__name__} edits images, and there are none beside the captions",
+            f"{type(self).__name__} needs a reference image for each sample, and there is none",
             key=key,
             value=None,
             fix="let the dataset yield reference_images (b, 3, height, width), or cache latents "
@@ -495,7 +506,7 @@ class TextToImage(ABC):
         """
         if drawing.references is None:
             raise DataError(
-                f"{type(self).__name__} edits images, and none were given",
+                f"{type(self).__name__} draws from reference images, and none were given",
                 key="references",
                 value=None,
                 fix="pass references=, images (n, 3, height, width) in [-1, 1]",
@@ -707,7 +718,7 @@ class PipelineFamily(TextToImage):
         images = batch.get(REFERENCE_IMAGES)
         if images is None:
             raise DataError(
-                f"{type(self).__name__} edits images, and the batch has none, only {sorted(batch)}",
+                f"{type(self).__name__} needs reference images, the batch has only {sorted(batch)}",
                 key=f"batch[{REFERENCES!r}]",
                 fix="let the dataset yield reference_images (b, 3, height, width) or their latents",
             )
@@ -839,6 +850,10 @@ class PipelineFamily(TextToImage):
         return self._around(self.known_blueprint(), model, scheduler)
 
     # -- Examples.
+
+    def without_data(self) -> Self:
+        """The family for a try on the ``meta`` device."""
+        return self
 
     def example(
         self, model: Any, *, batch: int, side: int | tuple[int, int], frames: int = 2
