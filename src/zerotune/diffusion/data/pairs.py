@@ -66,7 +66,7 @@ class PreferencePairs:
         _check_partners(preferred, rejected)
         settings: Any = {"preparation": preparation, "augmentation": augmentation}
         first = PreparedImages(preferred, buckets=buckets, minimum=minimum, **settings)
-        same = _SameBuckets(assignment=first.assignment)
+        same: Any = _SameBuckets(assignment=first.assignment)
         second = PreparedImages(rejected, buckets=same, **settings)
         self.sets: Mapping[str, BucketedDataset] = MappingProxyType(
             {"preferred": first, "rejected": second}
