@@ -75,7 +75,7 @@ class TestMain:
         assert cli.main(["act"]) == 2
         printed = capsys.readouterr()
         assert printed.out == ""
-        assert printed.err == "zerotune: error: a.b = 3: too long. Fix: write 2.\n"
+        assert printed.err == "error: a.b = 3: too long. Fix: write 2.\n"
 
     def test_a_bug_is_not_hidden(self, behave):
         def fail(_arguments):
@@ -356,7 +356,7 @@ class TestThisMachine:
         assert done.returncode == 2
         assert done.stdout == ""
         assert done.stderr.splitlines()[-1] == (
-            "zerotune: error: op = 'cpu_adm': no such op. Fix: did you mean cpu_adam."
+            "error: op = 'cpu_adm': no such op. Fix: did you mean cpu_adam."
         )
         assert "Traceback" not in done.stderr
 

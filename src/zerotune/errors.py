@@ -263,11 +263,30 @@ class NothingFitsError(PlanError):
 
     Attributes:
         nearest: The candidate that is over the budget by least (``zerotune.plan.Candidate``).
+        remedies: What would fit or take less (``zerotune.plan.advise.Remedy``).
+        more: How much more memory would do, in words.
     """
 
-    def __init__(self, reason: str, *, nearest: Any, key: str, value: Any, fix: str) -> None:
-        super().__init__(reason, key=key, value=value, fix=fix)
+    def __init__(
+        self,
+        reason: str,
+        *,
+        nearest: Any,
+        remedies: tuple[Any, ...],
+        key: str,
+        value: Any,
+        fix: str,
+    ) -> None:
         self.nearest = nearest
+        self.remedies = remedies
+        self.more = fix
+        fixes = [fix, *(each.in_python() for each in remedies)]
+        super().__init__(reason, key=key, value=value, fix="; ".join(fixes))
+
+    def in_shell(self) -> Self:
+        """The same error, with options of the command line in place of Python's arguments."""
+        fixes = [self.more, *(each.in_shell() for each in self.remedies)]
+        return _rebuild(type(self), {**self.__dict__, "fix": "; ".join(fixes)})
 
 
 class OptimizerError(ZeroTuneError, ValueError):

@@ -131,6 +131,7 @@ def test_the_closest_names_are_suggested_whatever_their_case():
     assert did_you_mean("adam w", ["AdamW", "Lion"]) == ["AdamW"]
     assert did_you_mean("stge", ["stage", "overlap_comm"], by=str.lower) == ["stage"]
     assert did_you_mean("zzz", ["AdamW"]) == []
+    assert did_you_mean("qwen", ["chroma", "qwen-image", "queen"]) == ["qwen-image", "queen"]
 
 
 def test_a_long_list_says_how_many_more_there_are():

@@ -50,7 +50,7 @@ def test_warnings_fail_only_when_strict(check):
     status, out, _ = check(config, "--strict")
     assert status == 1
     assert out.splitlines()[0] == "ds.json: 1 warning at 1 process"
-    assert "[warning] offload-param-below-stage-3: " in out
+    assert "[warning] line 1, offload-param-below-stage-3: " in out
 
 
 def test_what_reading_warned_about_counts(check):
@@ -103,7 +103,7 @@ def test_what_a_run_fills_is_no_error(check):
 def test_a_file_that_cannot_be_read_is_status_2(check, content):
     status, out, err = check(content)
     assert (status, out) == (2, "")
-    assert err.startswith("zerotune: error: ds.json: ")
+    assert err.startswith("error: ds.json: ")
 
 
 def test_all_mistakes_are_reported(check):
@@ -113,7 +113,7 @@ def test_all_mistakes_are_reported(check):
     status, out, err = check(config)
     assert (status, err) == (1, "")
     told = [line for line in out.splitlines() if line.startswith("[error]")]
-    rules = [line.split()[1] for line in told]
+    rules = [line.split()[3] for line in told]
     assert rules == ["read:", "read:", "read:", "batch-triple:", "optimizer:"]
 
 
@@ -134,7 +134,7 @@ def test_a_larger_file_is_read_when_it_is_allowed(check):
     assert check(large, "--max-size", "1MiB")[0] == 0
     status, _, err = check(large, "--max-size", "much")
     assert status == 2
-    assert err.startswith("zerotune: error: --max-size = 'much': is not a size.")
+    assert err.startswith("error: --max-size = 'much': is not a size.")
 
 
 def test_a_report_of_a_missing_file_is_json_too(tmp_path, capsys):
@@ -183,3 +183,63 @@ def test_the_process_is_quick_and_loads_nothing_heavy(tmp_path):
         seconds.append(sum(spent))
     # 0.2 s of an idle core; the bound leaves room for other tests beside this one.
     assert min(seconds) < 0.6
+
+
+def test_each_finding_names_the_line_of_its_key(check):
+    content = """{
+      // of the page
+      "bf16": {"enabled": true}, "fp16": {"enabled": true},
+      "_lists": [{"train_batch_size": 1}],
+      "zero_optimization": {
+        "stage": 2,
+
+        "foo": 1
+      },
+      "train_batch_size": 3, "gradient_accumulation_steps": 2
+    }"""
+    status, out, _ = check(content)
+    assert status == 1
+    assert "[error] line 8, read: zero_optimization.foo = 1: " in out
+    assert "[error] line 3, precision-conflict: " in out
+    assert "[error] line 10, batch-triple: " in out
+    lines = {one["key"]: one["line"] for one in json.loads(check(content, "--json")[1])["findings"]}
+    assert lines["zero_optimization.foo"] == 8
+
+
+def test_a_finding_in_accelerates_yaml_names_the_line_of_the_files_own_key(tmp_path, capsys):
+    path = tmp_path / "accelerate.yaml"
+    path.write_text(
+        "distributed_type: DEEPSPEED\n"
+        "deepspeed_config:\n"
+        "  zero_stage: 2\n"
+        "  offload_param_device: cpu\n"
+        "mixed_precision: bf16\n"
+    )
+    assert cli.main(["plan", "check", str(path), "--strict"]) == 1
+    assert "[warning] line 4, offload-param-below-stage-3: " in capsys.readouterr().out
+
+
+def test_a_key_of_a_newer_deepspeed_passes_when_it_is_named(check):
+    config = {**CLEAN, "zero_optimization": {"stage": 2, "brand_new": 1}, "newer": 2}
+    status, out, _ = check(config)
+    assert status == 1
+    assert "--also-known KEY" in out
+    known = ("--also-known", "zero_optimization.brand_new", "--also-known", "newer")
+    assert check(config, *known) == (0, "ds.json: nothing to report at 1 process\n", "")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (("--max-size", "5PB"), "error: --max-size = '5PB': is more than 1.00 GiB"),
+        (("--world-size", "1" * 23), "is more than 1,000,000 processes"),
+        (("\0",), "error: an argument holds a NUL character"),
+    ],
+)
+def test_what_nobody_can_mean_is_an_error(check, wrong, said):
+    try:
+        status, _, err = check(CLEAN, *wrong)
+        assert said in err
+    except SystemExit as ended:
+        status = ended.code
+    assert status == 2

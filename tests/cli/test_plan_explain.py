@@ -55,6 +55,15 @@ class TestWithoutAModel:
 
         assert "| optimizer lives | in host memory |" in capsys.readouterr().out
 
+    def test_headline_and_rows_say_nothing_that_an_error_denies(self, file, capsys):
+        assert explain(file(fp16={"enabled": True})) == 1
+
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[0].endswith(": cannot run, 1 error")
+        assert lines[1].startswith("  [error] precision-conflict: ")
+        (row,) = (line for line in lines if line.startswith("  precision "))
+        assert row.endswith("refused, see the errors")
+
     def test_an_error_of_the_rules_is_status_1(self, file, capsys):
         wrong = file(zero_optimization={"stage": 1, "offload_optimizer": {"device": "nvme"}})
 

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zerotune.errors import PlanSyntaxError
-from zerotune.plan.source import parse_json
+from zerotune.plan.source import key_lines, parse_json
 
 JSON_VALUES = st.recursive(
     st.none()
@@ -34,6 +35,30 @@ def test_everything_json_writes_is_read_as_json_reads_it(value, ascii_only, inde
     assert read == json.loads(text)
     assert repr(read) == repr(json.loads(text))
     assert tolerated == []
+
+
+OBJECTS = st.recursive(
+    st.none() | st.text(alphabet='{}[]":,\\/#\n') | st.lists(st.dictionaries(st.text(), st.none())),
+    lambda inner: st.dictionaries(st.text(alphabet='ab"/#\\é:{', max_size=3), inner),
+)
+
+
+def paths(value, above=""):
+    """The path of every key that stands in objects only."""
+    for key, inner in value.items() if isinstance(value, dict) else ():
+        yield f"{above}{key}"
+        yield from paths(inner, f"{above}{key}.")
+
+
+@settings(deadline=None)
+@given(OBJECTS)
+def test_every_key_of_an_object_has_its_line(value):
+    text = json.dumps(value, indent=1)
+    lines = key_lines(text, Path("x.json"))
+    assert set(lines) == set(paths(value))
+    written = text.splitlines()
+    for path, line in lines.items():
+        assert written[line - 1].lstrip().startswith(json.dumps(path.rpartition(".")[2]) + ":")
 
 
 @settings(deadline=None)

@@ -15,8 +15,9 @@ from zerotune.errors import UNSET, InvalidValueError, shorten
 
 
 _LONGEST_COMPARED: Final = 100
-_ADDRESS: Final = re.compile(r" at 0x[0-9A-Fa-f]+")
 """No name is longer, and comparing takes longer than by the square."""
+_SHORTEST_BEGUN: Final = 3
+_ADDRESS: Final = re.compile(r" at 0x[0-9A-Fa-f]+")
 
 
 def squash(name: str) -> str:
@@ -32,7 +33,7 @@ def did_you_mean(
     cutoff: float = 0.6,
     by: Callable[[str], str] = squash,
 ) -> list[str]:
-    """The candidates that look most like ``word``, best first.
+    """The candidates that begin with ``word`` or look most like it, best first.
 
     Args:
         word: What was written.
@@ -46,8 +47,9 @@ def did_you_mean(
     import difflib  # Late: most runs never misspell anything.
 
     by_key = {by(candidate): candidate for candidate in candidates}
+    begun = [key for key in by_key if len(word) >= _SHORTEST_BEGUN and key.startswith(by(word))]
     close = difflib.get_close_matches(by(word), list(by_key), n=count, cutoff=cutoff)
-    return [by_key[key] for key in close]
+    return [by_key[key] for key in dict.fromkeys((*begun, *close))][:count]
 
 
 def json_of(text: str | bytes, **options: Any) -> Any:

@@ -14,7 +14,7 @@ import os
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NoReturn, Protocol, cast
 
 from zerotune._util.environment import installed_version
 from zerotune.errors import ZeroTuneError
@@ -31,6 +31,10 @@ _COMMANDS: Final = (
     "zerotune.cli.checkpoint",
     "zerotune.cli.builder",
 )
+
+
+_ERROR: Final = "error: "
+_NARROWEST: Final = 20
 
 
 def print_page(page: Page, *, width: int | None = None) -> None:
@@ -58,6 +62,22 @@ def tell(text: str) -> None:
     sys.stderr.write(f"zerotune: {text}\n")
 
 
+def complain(text: str) -> None:
+    """Say what is wrong: lines end where the terminal does, and stay whole in a pipe."""
+    if sys.stderr.isatty():
+        import shutil
+        import textwrap
+
+        text = textwrap.fill(
+            text,
+            max(_NARROWEST, shutil.get_terminal_size().columns - len(_ERROR)),
+            subsequent_indent=" " * len(_ERROR),
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+    sys.stderr.write(f"{_ERROR}{text}\n")
+
+
 class Below(ABC):
     """A command below another one."""
 
@@ -80,6 +100,12 @@ class LazyParser(argparse.ArgumentParser):
     """Adds its arguments when it parses, so that one command loads nothing for another."""
 
     configure: Callable[[argparse.ArgumentParser], None] | None = None
+
+    def error(self, message: str) -> NoReturn:
+        """Say what is wrong in the usage, first, and how it is used."""
+        complain(message)
+        self.print_usage(sys.stderr)
+        self.exit(2)
 
     def parse_known_args(self, *args: Any, **kwargs: Any) -> Any:
         """As ``argparse`` does."""
@@ -127,13 +153,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     argv = sys.argv[1:] if argv is None else argv
+    if any("\0" in argument for argument in argv):
+        complain("an argument holds a NUL character, which no path and no name has")
+        return 2
     arguments = _parser(argv).parse_args(argv)
     try:
         status = int(arguments.run(arguments))
         sys.stdout.flush()
     except ZeroTuneError as error:
         for each in error.each():
-            sys.stderr.write(f"zerotune: error: {' '.join(str(each).split())}\n")
+            option = f"--{each.key}".replace("_", "-")
+            given = any(argument.partition("=")[0] == option for argument in argv)
+            complain(" ".join(str(each.called(option) if given else each).split()))
         return 2
     except KeyboardInterrupt:
         sys.stderr.write("zerotune: interrupted\n")
@@ -147,7 +178,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
     """The parser of the command that ``argv`` names, else of all of them."""
-    parser = argparse.ArgumentParser(
+    parser = LazyParser(
         prog="zerotune", description="ZeRO-offloaded diffusion training around DeepSpeed."
     )
     parser.add_argument("--version", action=_ShowVersion, nargs=0, help="show the version")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final, get_args
 
 from zerotune.cli import Below, add_commands, print_json, print_page, print_text, tell
-from zerotune.errors import InvalidValueError, PlanFileError, PlanSyntaxError
+from zerotune.errors import InvalidValueError, PlanFileError, PlanSyntaxError, UnknownKeyError
 
 if TYPE_CHECKING:
     from zerotune.decisions import Decision
@@ -24,7 +24,9 @@ SUMMARY: Final = "Check, convert and explain DeepSpeed configurations."
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the commands below ``plan``."""
-    add_commands(parser, check=_Check, convert=_ConvertPlan, explain=_Explain, advise=_Advise)
+    add_commands(
+        parser, check=_Check, convert=_ConvertPlan, explain=_Explain, diff=_Diff, advise=_Advise
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -43,6 +45,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 FROM_HERE: Final = "anything not given is taken from this machine"
+_FILE_HELP: Final = "DeepSpeed JSON, a trainer's config.json, or accelerate's YAML"
+_MOST_PROCESSES: Final = 1_000_000
 LORA_HELP: Final = "train LoRA adapters of this rank instead of the full model"
 
 
@@ -57,14 +61,34 @@ def at_least_one(text: str) -> int:
     return number
 
 
-def _add_file(parser: argparse.ArgumentParser) -> None:
-    """Add the file to read, and how large it may be."""
-    parser.add_argument(
-        "file", metavar="FILE", help="DeepSpeed JSON, a trainer's config.json, or accelerate's YAML"
-    )
+def number_of_processes(text: str) -> int:
+    """A number of processes, for ``argparse``."""
+    number = at_least_one(text)
+    if number > _MOST_PROCESSES:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is more than {_MOST_PROCESSES:,} processes, which nobody starts"
+        )
+    return number
+
+
+def _add_reading(parser: argparse.ArgumentParser) -> None:
+    """Add how a file is read."""
     parser.add_argument(
         "--max-size", metavar="SIZE", help="largest file to read; 16MiB, of YAML 128KiB, by default"
     )
+    parser.add_argument(
+        "--also-known",
+        metavar="KEY",
+        action="append",
+        default=[],
+        help="path of a key to pass through, of a newer DeepSpeed; may be given again",
+    )
+
+
+def _add_file(parser: argparse.ArgumentParser) -> None:
+    """Add the file to read, and how it is read."""
+    parser.add_argument("file", metavar="FILE", help=_FILE_HELP)
+    _add_reading(parser)
 
 
 def _add_workload(parser: argparse.ArgumentParser) -> None:
@@ -73,7 +97,9 @@ def _add_workload(parser: argparse.ArgumentParser) -> None:
     from zerotune.plan.model import STORAGES
 
     group = parser.add_argument_group("workload")
-    group.add_argument("--world-size", type=at_least_one, default=1, metavar="N", help="processes")
+    group.add_argument(
+        "--world-size", type=number_of_processes, default=1, metavar="N", help="processes"
+    )
     group.add_argument(
         "--ema",
         choices=get_args(EMAPlace),
@@ -159,7 +185,7 @@ class _Check(Below):
         _add_file(parser)
         parser.add_argument(
             "--world-size",
-            type=at_least_one,
+            type=number_of_processes,
             default=1,
             metavar="N",
             help="processes that train together",
@@ -173,20 +199,22 @@ class _Check(Below):
 
         status = 1
         try:
-            problems = self._problems()
+            problems, names = self._problems()
         except (PlanFileError, PlanSyntaxError) as error:
             if not self.arguments.json:
                 raise
             problems, status = [Decision.of(each, rule="file") for each in error.each()], 2
+            names = {}
         problems = worst_first(problems)
         counts = {name: sum(p.severity == name for p in problems) for name in SEVERITIES}
+        lines = self._key_lines(names) if status == 1 else {}
         if self.arguments.json:
             print_json(
                 {
                     "file": self.arguments.file,
                     "world_size": self.arguments.world_size,
                     **{f"{name}s": count for name, count in counts.items()},
-                    "findings": [_problem_data(problem) for problem in problems],
+                    "findings": [_problem_data(problem, lines) for problem in problems],
                 }
             )
         else:
@@ -195,21 +223,21 @@ class _Check(Below):
 
             summary = ", ".join(counted(count, name) for name, count in counts.items() if count)
             ranks = counted(self.arguments.world_size, "process", "processes")
-            lines = (
-                Line(
-                    f"{one.rule}: {_problem_text(one)}",
-                    mark=f"[{one.severity}]",
-                    style=one.severity,
-                )
-                for one in problems
-            )
+            blocks = []
+            for one in problems:
+                line = _line_of(one, lines)
+                place = "" if line is None else f"line {line}, "
+                text = f"{place}{one.rule}: {_problem_text(one)}"
+                blocks.append(Line(text, mark=f"[{one.severity}]", style=one.severity))
             title = f"{self.arguments.file}: {summary or 'nothing to report'} at {ranks}"
-            print_page(Page(title=title, blocks=tuple(lines)))
+            print_page(Page(title=title, blocks=tuple(blocks)))
+            if any(isinstance(one.error, UnknownKeyError) for one in problems):
+                print_text("a key that only a newer DeepSpeed knows passes with --also-known KEY")
         failed = counts["error"] or (self.arguments.strict and counts["warning"])
         return status if failed else 0
 
-    def _problems(self) -> list[Decision]:
-        """Everything that is wrong with the plan."""
+    def _problems(self) -> tuple[list[Decision], Mapping[str, str]]:
+        """Everything that is wrong with the plan, and what the file calls its settings."""
         import attrs
 
         from zerotune.decisions import Decision, raise_all
@@ -217,12 +245,15 @@ class _Check(Below):
         from zerotune.platform import Platform
 
         world_size = self.arguments.world_size
-        plan, mistakes = read.read_partly(lambda log: read.load_plan(self.arguments.file, log))
+        plan, mistakes = read.read_partly(
+            lambda log: read.load_plan(self.arguments.file, log),
+            also_known=self.arguments.also_known,
+        )
         if any(isinstance(error, PlanFileError | PlanSyntaxError) for error in mistakes):
             raise_all(mistakes)
         refused = [Decision.of(error, rule="read") for error in mistakes]
         if plan is None:
-            return refused
+            return refused, {}
         inspection = plan.inspect(
             RuleContext(world_size=world_size),
             settle=_settle_written,
@@ -240,21 +271,43 @@ class _Check(Below):
         keys = {problem.key for problem in problems}
         settled = (one for one in inspection.settled if one.severity == "warning")
         later = [*inspection.refusals, *(attrs.evolve(one, rule="optimizer") for one in settled)]
-        return [*problems, *(each for each in later if each.key not in keys)]
+        return [*problems, *(each for each in later if each.key not in keys)], plan.names
+
+    def _key_lines(self, names: Mapping[str, str]) -> Mapping[str, int]:
+        """The line of each key of the file, and of each setting that it calls otherwise.
+
+        Args:
+            names: What the file calls its settings, by path.
+        """
+        from zerotune.plan.source import key_lines, read_text
+
+        path = Path(self.arguments.file)
+        lines = key_lines(read_text(path), path)
+        for setting, name in names.items():
+            # accelerate writes one of a section's settings where DeepSpeed has the section.
+            for key in (setting, setting.rpartition(".")[0]) if name in lines else ():
+                lines.setdefault(key, lines[name])
+        return lines
+
+
+def _line_of(one: Decision, lines: Mapping[str, int]) -> int | None:
+    """The line of the file, from 1 on: where it is no JSON or YAML, else that of the key."""
+    of_key = lines.get(one.written or one.key, lines.get(one.key))
+    return getattr(one.error, "line", None) or of_key
 
 
 def _problem_text(one: Decision) -> str:
     return str(one if one.is_choice else one.as_error())
 
 
-def _problem_data(one: Decision) -> dict[str, Any]:
+def _problem_data(one: Decision, lines: Mapping[str, int]) -> dict[str, Any]:
     return {
         "severity": one.severity,
         "rule": one.rule,
         "key": one.key or None,
         "text": _problem_text(one),
-        # Of the file, from 1 on, where it is no JSON or YAML.
-        "line": getattr(one.error, "line", None),
+        "line": _line_of(one, lines),
+        # Where it is no JSON or YAML.
         "column": getattr(one.error, "column", None),
     }
 
@@ -304,7 +357,7 @@ class _ConvertPlan(Below):
         )
         parser.add_argument(
             "--num-processes",
-            type=at_least_one,
+            type=number_of_processes,
             default=1,
             metavar="N",
             help="what an accelerate YAML starts where FILE does not say it; 1 by default",
@@ -322,7 +375,7 @@ class _ConvertPlan(Below):
         from zerotune.plan import DeepSpeedPlan
         from zerotune.plan.write import launchable, plan_document
 
-        plan = DeepSpeedPlan.load(self.arguments.file)
+        plan = DeepSpeedPlan.load(self.arguments.file, also_known=self.arguments.also_known)
         if self.arguments.to == "accelerate":
             plan = launchable(plan, processes=self.arguments.num_processes)
         lossy = self.arguments.lossy.split(",")
@@ -389,7 +442,7 @@ class _Explain(Below):
         """Explain; 1 when the rules find an error or memory does not suffice, else 0."""
         from zerotune.plan import DeepSpeedPlan
 
-        plan = DeepSpeedPlan.load(self.arguments.file)
+        plan = DeepSpeedPlan.load(self.arguments.file, also_known=self.arguments.also_known)
         if self.arguments.family is None:
             for name in _NEED_A_MODEL:
                 if getattr(self.arguments, name) not in (None, False):
@@ -474,6 +527,39 @@ def _described_machine(arguments: argparse.Namespace) -> Platform | None:
     return Platform.synthetic(
         arguments.accelerator or "cuda", device_count=arguments.world_size, **sizes
     )
+
+
+# -- diff
+
+
+class _Diff(Below):
+    summary: ClassVar[str] = "Say what one configuration sets otherwise than another."
+
+    @staticmethod
+    def configure(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("before", metavar="BEFORE", help=_FILE_HELP)
+        parser.add_argument("after", metavar="AFTER", help="the same, changed")
+        _add_reading(parser)
+        forms = parser.add_mutually_exclusive_group()
+        forms.add_argument("--json", action="store_true", help="print JSON")
+        forms.add_argument("--markdown", action="store_true", help="print Markdown")
+
+    def run(self) -> int:
+        """Compare; 0 when both say the same, 1 when they do not."""
+        from zerotune.plan import DeepSpeedPlan
+
+        before, after = (
+            DeepSpeedPlan.load(path, also_known=self.arguments.also_known)
+            for path in (self.arguments.before, self.arguments.after)
+        )
+        difference = before.diff(after)
+        if self.arguments.json:
+            print_json(difference.to_dict())
+        elif self.arguments.markdown:
+            print_text(difference.markdown())
+        else:
+            print_page(difference.page())
+        return int(bool(difference))
 
 
 # -- advise
@@ -578,9 +664,10 @@ class _Advise(Below):
         budget = _by_place({**machine, "vram": machine["vram"] or 0})
         _draw_chart(nearest.estimate, nearest_budget(nearest, budget=budget), self.arguments)
         if self.arguments.json:
-            print_json({"fits": False, "reason": str(error), "nearest": candidate_data(nearest)})
+            said = str(error.in_shell())
+            print_json({"fits": False, "reason": said, "nearest": candidate_data(nearest)})
         else:
-            print_text(str(error))
+            print_text(str(error.in_shell()))
             print_text("")
             print_page(nearest_page(nearest, budget=budget), width=WIDTH)
 

@@ -283,7 +283,11 @@ STREAMED, SPLIT = (layout.title for layout in STREAMING)
 ACTIVATION_OFFLOAD: Final = frozenset({"cuda", "rocm", "xpu"})
 """Accelerators with memory of their own and streams to copy on."""
 
-_OPT_IN: Final = "fits; chosen with streamed=True only: `zerotune doctor --prove` proves its bits"
+_OPT_IN: Final = (
+    "fits; chosen only where streaming is asked for: `zerotune doctor --prove` proves its bits"
+)
+ALSO_FITS: Final = "also fits; more offload than needed, or slower"
+"""Why a candidate that fits was not chosen, where nothing else is to be said of it."""
 _SUGGESTED_BASE: Final = "nf4"
 _SUGGESTED_RANK: Final = 16
 
@@ -596,7 +600,7 @@ def _judged(
         activation_offload=estimate.workload.activation_offload,
         fits=not shortfalls,
         shortfalls=shortfalls,
-        reason="; ".join(reasons) or "also fits; more offload than needed, or slower",
+        reason="; ".join(reasons) or ALSO_FITS,
         time=step_time(estimate, request.rates),
         streamed=estimate.resolved.streaming,
     )
@@ -627,17 +631,50 @@ def _nothing_fits(request: Request, candidates: list[Candidate]) -> NothingFitsE
     return NothingFitsError(
         f"no plan fits; nearest is {nearest.title}, which lacks {missing}",
         nearest=nearest,
+        remedies=tuple(
+            remedy
+            for remedy in (
+                _streamed_weights(request),
+                _smaller_states(request, nearest),
+                _adapters(request),
+            )
+            if remedy is not None
+        ),
         key="memory",
         value=f"{format_size(request.budget.device)} device,"
         f" {format_size(request.budget.host)} host, {format_size(request.budget.nvme)} nvme",
-        fix=f"provide {enough};{smaller} more ranks or NVMe for swap files lower the need"
-        + _streamed_weights(request)
-        + _smaller_states(request, nearest)
-        + _adapters(request),
+        fix=f"provide {enough};{smaller} more ranks or NVMe for swap files lower the need",
     )
 
 
-def _streamed_weights(request: Request) -> str:
+@attrs.frozen(kw_only=True)
+class Remedy:
+    """Other settings by which a model fits, or comes nearer to it."""
+
+    what: str
+    """What they are, in words (``"adapters fit"``)."""
+    settings: Mapping[str, Any]
+    """Arguments of ``DeepSpeedPlan.advise``, and options of ``zerotune plan advise``."""
+    gain: str = ""
+    """What comes of it, in words."""
+
+    def in_python(self) -> str:
+        """The settings as arguments."""
+        return self._sentence(", ".join(f"{k}={value!r}" for k, value in self.settings.items()))
+
+    def in_shell(self) -> str:
+        """The settings as options."""
+        options = (
+            f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
+            for name, value in self.settings.items()
+        )
+        return self._sentence(" ".join(options))
+
+    def _sentence(self, settings: str) -> str:
+        return f"{self.what}: {settings}" + (f", {self.gain}" if self.gain else "")
+
+
+def _streamed_weights(request: Request) -> Remedy | None:
     """What would fit if weights were streamed, with the states that are asked for or smaller."""
     streams = [entry for entry in OPTIMIZERS.values() if entry.streams and entry.name != "Adam"]
     asked = request.plan.optimizer_name
@@ -652,38 +689,43 @@ def _streamed_weights(request: Request) -> str:
         if not fitting:
             continue
         seconds = min((one.time.expected for one in fitting if one.time is not None), default=None)
-        step = "" if seconds is None else f", {seconds:.2f} s per step"
-        smaller = "" if name == asked else f"optimizer={name!r} and "
-        return f"; streamed weights fit: {smaller}streamed=True (--streamed){step}"
-    return ""
+        return Remedy(
+            what="streamed weights fit",
+            settings={**({} if name == asked else {"optimizer": name}), "streamed": True},
+            gain="" if seconds is None else f"{seconds:.2f} s per step",
+        )
+    return None
 
 
-def _smaller_states(request: Request, nearest: Candidate) -> str:
+def _smaller_states(request: Request, nearest: Candidate) -> Remedy | None:
     resolved = nearest.estimate.resolved
     adamw = resolved.plan.optimizer_name == "AdamW"
     if "host" not in nearest.shortfalls or resolved.offload_optimizer != "cpu" or not adamw:
-        return ""
+        return None
     saved = format_size(4 * request.model.trainable_numel)
-    return f"; optimizer='AdamWBF16States' takes {saved} less of host memory"
+    return Remedy(
+        what="smaller optimizer states",
+        settings={"optimizer": "AdamWBF16States"},
+        gain=f"{saved} less of host memory",
+    )
 
 
-def _adapters(request: Request) -> str:
+def _adapters(request: Request) -> Remedy | None:
     """Whether it would fit to train adapters, where all of the model was to be trained."""
     if request.model.trainable_numel < request.model.numel:
-        return ""
+        return None
     for base_dtype in (None, _SUGGESTED_BASE):
         try:
             model = request.model.with_adapters(_SUGGESTED_RANK, base_dtype=base_dtype)
         except InvalidValueError:  # It has no layers that adapters usually go to.
-            return ""
+            return None
         adapted = attrs.evolve(request, model=model)
         fitting = next(iter(_eligible(adapted, _candidates(adapted))), None)
         if fitting is not None:
-            named, option = f"lora={_SUGGESTED_RANK}", f"--lora {_SUGGESTED_RANK}"
-            if base_dtype is not None:
-                named, option = (
-                    f"{named}, base_dtype={base_dtype!r}",
-                    f"{option} --base-dtype {base_dtype}",
-                )
-            return f"; adapters fit: {named} ({option}), {fitting.title}"
-    return ""
+            base = {} if base_dtype is None else {"base_dtype": base_dtype}
+            return Remedy(
+                what="adapters fit",
+                settings={"lora": _SUGGESTED_RANK, **base},
+                gain=fitting.title,
+            )
+    return None

@@ -99,10 +99,15 @@ def read_whole(
 
 
 def read_partly(
-    read: Callable[[Log], DeepSpeedPlan],
+    read: Callable[[Log], DeepSpeedPlan], *, also_known: Collection[str] = ()
 ) -> tuple[DeepSpeedPlan | None, tuple[ZeroTuneError, ...]]:
-    """The plan without what is wrong in it, ``None`` where nothing is left, and what is wrong."""
-    log = Log()
+    """The plan without what is wrong in it, ``None`` where nothing is left, and what is wrong.
+
+    Args:
+        read: Reads, with a log.
+        also_known: Paths of further keys to pass through.
+    """
+    log = Log(also_known=frozenset(also_known))
     plan = log.outcome(read, log)
     return plan and _signed(plan, log), tuple(log.mistakes)
 

@@ -24,6 +24,7 @@ from zerotune.errors import InvalidValueError, PlanFileError, PlanSyntaxError, s
 
 
 _LARGEST_FILE = ContextVar("largest plan file", default=16 * 1024**2)
+_LARGEST_ALLOWED = 1024**3
 _YAML_SHARE = 128
 """YAML takes as many times longer to read than JSON, so a file of it may be as much smaller."""
 _BYTES_OF_A_VALUE = 20
@@ -41,9 +42,17 @@ def reading_at_most(size: int | str, *, key: str = "size") -> Iterator[None]:
         key: Name of the setting, for the message.
 
     Raises:
-        InvalidValueError: ``size`` is no amount.
+        InvalidValueError: ``size`` is no amount, or more than 1 GiB.
     """
-    token = _LARGEST_FILE.set(parse_size(size, key=key))
+    largest = parse_size(size, key=key)
+    if largest > _LARGEST_ALLOWED:
+        raise InvalidValueError(
+            f"is more than {format_size(_LARGEST_ALLOWED)}, which no configuration has",
+            key=key,
+            value=size,
+            fix="write less, such as 64MiB",
+        )
+    token = _LARGEST_FILE.set(largest)
     try:
         yield
     finally:
@@ -255,6 +264,24 @@ class _Json:
                     return at, reason, fix
         return 0, *_TOO_DEEP
 
+    def key_lines(self) -> Iterator[tuple[str, int]]:
+        """The path and the line of every key that stands in objects only."""
+        plain, _ = self._without_liberties()
+        # What the paths inside each open bracket begin with; ``None``: it is in a list.
+        open_ones: list[str | None] = []
+        below: str | None = ""
+        for match in _TOKENS.finditer(_without_escapes(plain)):
+            written = plain[match.start() : match.end()]
+            if written in ("{", "["):
+                open_ones.append(below if written == "{" else None)
+                below = None
+            elif written in ("}", "]"):
+                open_ones.pop()
+            elif match["colon"] and open_ones[-1] is not None:
+                path = open_ones[-1] + json.loads(written.rstrip(": \t\r\n"))
+                yield path, self._line_and_column(match.start())[0]
+                below = f"{path}."
+
     def error(self, at: int, reason: str, fix: str) -> PlanSyntaxError:
         line, column = self._line_and_column(at)
         return PlanSyntaxError(reason, source=self.source, line=line, column=column, fix=fix)
@@ -267,6 +294,30 @@ _LONG_NUMBER = ("has a number that is too long", "write fewer digits")
 _TOO_DEEP = ("is nested too deeply", f"nest at most {_MOST_LEVELS} levels")
 _KEEP_ONE = "keep one of the two"
 _HALF_LETTER = ("has one half of a surrogate pair, which is no character", "write the character")
+
+
+def key_lines(text: str, path: Path) -> dict[str, int]:
+    """The line of every key of a file that was read, counted from 1, by the key's path.
+
+    Args:
+        text: What the file holds.
+        path: The file; its suffix tells what it is.
+    """
+    if path.suffix.lower() in YAML_SUFFIXES:
+        import yaml
+
+        return dict(_yaml_key_lines(yaml.SafeLoader(text).get_single_node(), ""))
+    return dict(_Json(text.removeprefix("\ufeff"), str(path)).key_lines())
+
+
+def _yaml_key_lines(node: Any, above: str) -> Iterator[tuple[str, int]]:
+    if getattr(node, "id", "") != "mapping":
+        return
+    for key, value in node.value:
+        if key.id == "scalar":
+            path = f"{above}{key.value}"
+            yield path, key.start_mark.line + 1
+            yield from _yaml_key_lines(value, f"{path}.")
 
 
 def _no_constant(word: str) -> Any:

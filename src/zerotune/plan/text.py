@@ -15,7 +15,7 @@ from zerotune._util.table import Block, Line, Page, Table, plain_value
 from zerotune._util.text import common_unit, counted, format_size
 from zerotune.decisions import Decision, worst_first
 from zerotune.errors import UNSET
-from zerotune.plan.advise import Advice, Budget, Candidate, machine_needs
+from zerotune.plan.advise import ALSO_FITS, Advice, Budget, Candidate, machine_needs
 from zerotune.plan.memory.estimate import (
     PHASES,
     PLACES,
@@ -60,16 +60,42 @@ _WHERE = {
 def plan_page(
     plan: DeepSpeedPlan, *, world_size: int = 1, platform: Platform | None = None
 ) -> Page:
-    """What a plan asks for, what reading it changed, and what the rules find."""
+    """What keeps a plan from running, what it asks for, what reading it changed, other findings."""
     findings = check_plan(plan, Context(world_size=world_size, platform=platform))
+    errors = [one for one in findings if one.severity == "error"]
+    rows = [(label, _unless_refused(label, value, errors)) for label, value in _asked_rows(plan)]
+    title = f"Plan from {plan.source}"
     return Page(
-        title=f"Plan from {plan.source}",
+        title=f"{title}: cannot run, {counted(len(errors), 'error')}" if errors else title,
         blocks=(
-            _settings_table(_asked_rows(plan)),
+            *_finding_lines(errors, title=""),
+            _settings_table(rows),
             *_decision_lines(plan.decisions),
-            *_finding_lines(findings),
+            *_finding_lines(one for one in findings if one.severity != "error"),
         ),
     )
+
+
+_KEYS_OF_ROWS: Final[Mapping[str, tuple[str, ...]]] = {
+    "ZeRO stage": ("zero_optimization.stage",),
+    "optimizer lives": ("zero_optimization.offload_optimizer",),
+    "parameters wait": ("zero_optimization.offload_param",),
+    "precision": ("fp16", "bf16"),
+    "batch": (
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps",
+    ),
+    "clipping": ("gradient_clipping",),
+    "optimizer": ("optimizer",),
+    "scheduler": ("scheduler",),
+}
+
+
+def _unless_refused(label: str, value: str, errors: Sequence[Decision]) -> str:
+    keys = _KEYS_OF_ROWS[label]
+    refused = any(f"{one.key}.".startswith(f"{key}.") for one in errors for key in keys)
+    return "refused, see the errors" if refused else value
 
 
 def resolved_page(resolved: ResolvedPlan) -> Page:
@@ -119,10 +145,10 @@ def _decision_lines(decisions: Iterable[Decision]) -> Iterator[Block]:
         yield Table(rows=tuple((one.key, str(one.after)) for one in defaults))
 
 
-def _finding_lines(findings: Iterable[Decision]) -> Iterator[Line]:
+def _finding_lines(findings: Iterable[Decision], *, title: str = "findings:") -> Iterator[Line]:
     every = tuple(findings)
-    if every:
-        yield Line("findings:", style="title")
+    if every and title:
+        yield Line(title, style="title")
     for one in every:
         text = f"{one.rule}: {one.as_error()}"
         yield Line(text, indent=2, mark=f"[{one.severity}]", style=one.severity)
@@ -689,7 +715,10 @@ def advice_page(advice: Advice, *, most: int | None = None) -> Page:
             Line(""),
             MemoryTable.of(advice.estimate, rank_budget(budget, advice.estimate)),
             Line(""),
-            Line(f"{counted}, in order of preference; GiB per rank:", style="title"),
+            Line(
+                f"{counted}: what fits, then what does not, in order of preference; GiB per rank:",
+                style="title",
+            ),
             _candidates_table(every, chosen=advice.chosen),
         )
     )
@@ -738,22 +767,28 @@ def rank_budget(budget: Sizes, estimate: MemoryEstimate) -> RankBudget:
 
 
 def _candidates_table(candidates: Sequence[Candidate], *, chosen: Candidate) -> Table:
-    """Candidates with their needs; below each plan what it lacks, and why."""
+    """Candidates that fit before others; below each plan what it lacks, and why.
+
+    The reason of the choice is not said again, nor what ``fits`` says already.
+    """
+    said = {ALSO_FITS, chosen.reason}
 
     def row(one: Candidate) -> tuple[str, ...]:
         state = "chosen" if one is chosen else "fits" if one.fits else "refused"
         missing = _shortfalls(one)
         lacks = f"missing {_sizes(missing)}; " if missing else ""
+        why = "" if one.reason in said else f":\n{lacks}{one.reason}"
         return (
             "too big" if state == "refused" and missing else state,
             *(f"{size / _GIB:.2f}" for size in places_of(one.estimate).values()),
             f"{one.time.expected:.2f}" if one.time else "",
-            f"{_title(one)}:\n{lacks}{one.reason}",
+            f"{_title(one)}{why}",
         )
 
     styles = {"chosen": "passed", "fits": "good"}
+    first = sorted(candidates, key=lambda one: (one is not chosen, not one.fits))
     return Table(
-        rows=tuple(map(row, candidates)),
+        rows=tuple(map(row, first)),
         head=("", *PLACE_NAMES.values(), "s/step", "plan"),
         align="lrrrr",
         style=lambda row: styles.get(row[0], ""),

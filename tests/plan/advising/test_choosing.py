@@ -149,7 +149,7 @@ def test_nothing_fits_names_the_nearest_and_what_it_lacks():
     assert error.nearest.gradient_checkpointing
     assert "provide" in error.fix
     assert error.key == "memory"
-    with pytest.raises(NothingFitsError, match=r"AdamWBF16States' takes 9\.56 GiB less"):
+    with pytest.raises(NothingFitsError, match=r"AdamWBF16States', 9\.56 GiB less"):
         advise("8GiB", "24GiB")
     with pytest.raises(NothingFitsError) as caught:
         advise("8GiB", "24GiB", optimizer="AdamWBF16States")
@@ -222,7 +222,7 @@ def test_streamed_weights_are_offered_and_chosen_only_where_they_are_asked_for()
     assert all(one.streamed is not None for one in streamed_of(plain))
     fitting = [one for one in streamed_of(plain) if one.fits]
     offered = min(fitting, key=lambda one: one.time.expected)
-    assert "streamed=True" in offered.reason
+    assert "where streaming is asked for" in offered.reason
     assert f"{offered.time.eager_seconds:.2f} s with gradient_clipping 0" in offered.reason
     assert offered.time.expected < plain.chosen.time.expected
     assert STREAMED in plain.page().text(), "among the five that are shown"
@@ -254,7 +254,7 @@ def test_as_many_units_stay_on_the_device_as_fit():
 
 
 def test_where_only_streamed_weights_fit_the_error_says_so():
-    with pytest.raises(NothingFitsError, match=r"streamed=True \(--streamed\), 1\d\.\d\d s"):
+    with pytest.raises(NothingFitsError, match=r"streamed=True, 1\d\.\d\d s"):
         flux_on("192GiB")
     advice = flux_on("192GiB", streamed=True)
     assert advice.chosen.title == STREAMED
@@ -341,7 +341,7 @@ def test_blocks_are_recomputed_before_adapters_are_partitioned():
 
 
 def test_where_nothing_fits_adapters_are_suggested_if_they_would():
-    with pytest.raises(NothingFitsError, match=r"adapters fit: lora=16 \(--lora 16\)"):
+    with pytest.raises(NothingFitsError, match=r"adapters fit: lora=16,"):
         advise("8GiB", "16GiB")
     with pytest.raises(NothingFitsError) as told:
         advise("1GiB", "2GiB")
@@ -398,7 +398,7 @@ def test_a_quantized_base_needs_a_smaller_card():
 
 
 def test_where_adapters_fit_on_a_quantized_base_only_that_is_suggested():
-    with pytest.raises(NothingFitsError, match=r"lora=16, base_dtype='nf4' \(--lora 16 --base-"):
+    with pytest.raises(NothingFitsError, match=r"lora=16, base_dtype='nf4',"):
         DeepSpeedPlan.advise("flux", vram="12GiB", ram="15GiB")
 
 

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import attrs
 
+from zerotune._util.text import did_you_mean
 from zerotune.errors import InvalidValueError
 from zerotune.plan.model import (
     ActivationCost,
@@ -58,11 +59,12 @@ def model_family(name: str) -> ModelFamily:
     """A family by name."""
     entry = _FOLDER / f"{name}{_SUFFIX}"
     if name not in family_names():
+        close = " or ".join(map(repr, did_you_mean(name, family_names())))
         raise InvalidValueError(
             "is not a model family zerotune knows",
             key="family",
             value=name,
-            fix=f"write one of {', '.join(family_names())}, or pass ModelFacts of your model",
+            fix=f"did you mean {close}?" if close else f"write one of {', '.join(family_names())}",
         )
     data = json.loads(entry.read_text(encoding="utf-8"))
     return ModelFamily(

@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from zerotune import cli
+
+BEFORE = {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}
+
+
+@pytest.fixture
+def differ(tmp_path, monkeypatch, capsys):
+    """Compare a plan with ``BEFORE``; the exit status and what is printed."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(after, *options):
+        for name, config in (("before.json", BEFORE), ("after.json", after)):
+            (tmp_path / name).write_text(json.dumps(config))
+        status = cli.main(["plan", "diff", "before.json", "after.json", *options])
+        return status, capsys.readouterr().out
+
+    return run
+
+
+def test_equal_plans_are_status_0(differ):
+    assert differ(BEFORE) == (0, "before.json -> after.json: no difference\n")
+
+
+def test_each_setting_that_differs_has_a_line(differ):
+    after = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}, "gradient_clipping": 1.0}
+    status, out = differ(after)
+    assert status == 1
+    assert out.splitlines() == [
+        "before.json -> after.json: 2 differences",
+        "  ~ zero_optimization.stage: 2 -> 3",
+        "  + gradient_clipping: 1.0",
+    ]
+    status, out = differ(after, "--json")
+    assert (status, len(json.loads(out)["changes"])) == (1, 2)
+    assert differ(after, "--markdown")[1].startswith("# before.json")
+
+
+def test_a_file_in_another_format_is_compared_by_what_it_means(tmp_path, capsys):
+    (tmp_path / "a.json").write_text(json.dumps(BEFORE))
+    (tmp_path / "b.yaml").write_text(
+        "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: a.json}\n"
+    )
+    assert cli.main(["plan", "diff", str(tmp_path / "a.json"), str(tmp_path / "b.yaml")]) == 1
+    assert "zero_optimization" not in capsys.readouterr().out
