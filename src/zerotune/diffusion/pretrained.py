@@ -30,7 +30,13 @@ from zerotune.backend.unpartitioned import unpartitioned
 from zerotune.decisions import Decision, announce
 from zerotune.diffusion.models.declared import DECLARED, FAMILY_NAMES
 from zerotune.diffusion.models.family import ClassConditional, Family, Unconditional
-from zerotune.diffusion.models.pipeline import Blueprint, FrozenParts, PipelineModel, pipeline_class
+from zerotune.diffusion.models.pipeline import (
+    Blueprint,
+    FrozenParts,
+    PipelineModel,
+    component_class,
+    pipeline_class,
+)
 from zerotune.diffusion.models.pipeline_family import PipelineFamily, TextToImage
 from zerotune.diffusion.models.probe import probe, probe_texts
 from zerotune.diffusion.noise_schedule import adds_noise, ddpm_of
@@ -351,7 +357,8 @@ class _StoredPipeline:
                 f"no family is known for this pipeline; known are {', '.join(FAMILIES)}",
                 key=f"{self.folder / _PIPELINE_INDEX}: _class_name",
                 value=name,
-                fix="write a family (a page, see docs/families.md) and pass family=",
+                fix="declare a family (docs/families.md) and pass family=; its pipeline may be a "
+                "class of yours",
             )
         return FAMILIES[name]
 
@@ -376,10 +383,9 @@ class _StoredPipeline:
         return dict.fromkeys((*absent, *unused, *names)) | quiet
 
     def class_of(self, name: str) -> Any:
-        import diffusers
-
         entry = self.index.get(name)
-        kind = getattr(diffusers, entry[1], None) if isinstance(entry, list) else None
+        named = isinstance(entry, list) and len(entry) == 2 and None not in entry
+        kind = component_class(*entry) if named else None
         if kind is None:
             raise InvalidValueError(
                 "the pipeline has no such model",
@@ -405,7 +411,7 @@ class _StoredPipeline:
         except (ImportError, AttributeError, OSError, ValueError) as error:
             if kind.reads_references and find_spec("torchvision") is None:
                 raise MissingDependencyError(
-                    f"the processor of {kind.pipeline} reads images, and transformers makes none "
+                    f"the processor of {made.__name__} reads images, and transformers makes none "
                     "without torchvision",
                     key="torchvision",
                     fix="pip install torchvision; parts=False trains from caches without it",
