@@ -278,18 +278,15 @@ class SingleFile:
                 found.add(name)
         return frozenset(found & self.components.keys())
 
-    def pipeline(self, kind: type[Any], component: str, options: Mapping[str, Any]) -> Any:
-        """A pipeline without its trained model: parts of the file, and the folder's others.
+    def pipeline(self, kind: type[Any], options: Mapping[str, Any]) -> Any:
+        """A pipeline with parts of the file, and the folder's others.
 
         Args:
             kind: Its class.
-            component: What the trained model is called in it.
             options: Of ``from_pretrained``; components that are ``None`` are left out.
         """
-        absent = {component} | {name for name, value in options.items() if value is None}
-        there = self.parts - absent
-        empty = dict.fromkeys((*there, component))
-        rest = kind.from_pretrained(self.config, **{**options, **empty})
+        there = self.parts - {name for name, value in options.items() if value is None}
+        rest = kind.from_pretrained(self.config, **{**options, **dict.fromkeys(there)})
         if not there:
             return rest
         known = {name: part for name, part in rest.components.items() if name not in there}
@@ -298,12 +295,12 @@ class SingleFile:
             str(self.path), config=str(self.config), local_files_only=True, **known, **dtype
         )
 
-    def save_parts(self, folder: Path, *, component: str) -> None:
+    def save_parts(self, folder: Path) -> None:
         """Write the frozen parts that the file holds into a pipeline's folder, in fp32."""
         import diffusers
 
         index = json_of((self.config / "model_index.json").read_text())
         kind = getattr(diffusers, index["_class_name"])
-        pipeline = self.pipeline(kind, component, self.without(self.parts))
+        pipeline = self.pipeline(kind, self.without(self.parts))
         for name in self.parts:
             getattr(pipeline, name).save_pretrained(folder / name)

@@ -184,7 +184,7 @@ class _PipelineDraft:
                 dirs_exist_ok=True,
             )
             if file is not None:
-                file.save_parts(folder, component=part)
+                file.save_parts(folder)
             others = {
                 path.relative_to(folder).as_posix(): hash_of(path)
                 for path in _component_files(folder)

@@ -143,7 +143,7 @@ def layout_of_folder(
         specs=specs,
         places=places,
         others=lambda: _published(folder, parts, read=True),
-        check=lambda file: _compare(file, folder, pipeline=pipeline, part=part, parts=list(parts)),
+        check=lambda file: _compare(file, folder, pipeline=pipeline, parts=list(parts)),
     )
 
 
@@ -184,7 +184,7 @@ def _without_values(reader: ModelFolderReader, name: str) -> torch.Tensor:
     return torch.empty(stored.shape, dtype=stored.dtype, device="meta")
 
 
-def _compare(file: Path, folder: Path, *, pipeline: str, part: str, parts: Sequence[str]) -> None:
+def _compare(file: Path, folder: Path, *, pipeline: str, parts: Sequence[str]) -> None:
     """Compare frozen parts as diffusers reads them from the file with those of the folder."""
     import diffusers
 
@@ -193,8 +193,7 @@ def _compare(file: Path, folder: Path, *, pipeline: str, part: str, parts: Seque
     single = SingleFile.open(file, config=folder)
     options = {"local_files_only": True, **single.without(parts)}
     kind = getattr(diffusers, pipeline)
-    read = single.pipeline(kind, part, options)
-    meant = kind.from_pretrained(folder, **options | {part: None})
+    read, meant = single.pipeline(kind, options), kind.from_pretrained(folder, **options)
     for name in parts:
         theirs = getattr(read, name).state_dict()
         for key, tensor in getattr(meant, name).state_dict().items():
