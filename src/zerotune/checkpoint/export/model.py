@@ -238,21 +238,28 @@ def engine_writer(
     whole: Whole | None = None,
 ) -> ExportWriter:
     """What writes an engine's model, every tensor in ``dtype``."""
+    aliases = tied_names(engine.module)
+    return model_writer(
+        path,
+        config=model_config(engine.module),
+        specs=engine_specs(engine, aliases, dtype),
+        aliases=aliases,
+        shard_size=shard_size,
+        whole=whole,
+    )
+
+
+def engine_specs(
+    engine: Engine, aliases: Mapping[str, str], dtype: torch.dtype
+) -> list[TensorSpec]:
+    """All tensors of an engine's model, in ``dtype``."""
     records: list[ParameterRecord | TensorRecord] = [
         ParameterRecord(name=name, shape=shape)
         for name, shape in engine.master_weights.parameters.items()
     ]
     records += [tensor_record(name, p) for name, p in untrained_parameters(engine).items()]
     records += buffer_records(engine.module)
-    aliases = tied_names(engine.module)
-    return model_writer(
-        path,
-        config=model_config(engine.module),
-        specs=specs_of(records, aliases, dtype),
-        aliases=aliases,
-        shard_size=shard_size,
-        whole=whole,
-    )
+    return specs_of(records, aliases, dtype)
 
 
 def specs_of(

@@ -13,6 +13,7 @@ import torch
 from zerotune._util.files import sync
 from zerotune._util.text import json_of
 from zerotune.backend.dtypes import checked_dtype
+from zerotune.backend.single_file import SUFFIX, SingleFile
 from zerotune.checkpoint.export.driver import (
     SHARD_SIZE,
     Gatherable,
@@ -21,6 +22,11 @@ from zerotune.checkpoint.export.driver import (
     meet,
 )
 from zerotune.checkpoint.export.model import engine_writer, refuse_adapters, untrained
+from zerotune.checkpoint.export.single_file import (
+    SingleFileDraft,
+    layout_of_file,
+    layout_of_folder,
+)
 from zerotune.checkpoint.folders import ExportStaging, check_apart, checked_path
 from zerotune.checkpoint.tensors import hash_of
 from zerotune.errors import CheckpointMismatchError
@@ -38,6 +44,7 @@ def export_pipeline(
     *,
     engine: Engine,
     base: str | os.PathLike[str],
+    config: str | os.PathLike[str] | None = None,
     component: str | None = None,
     weights: Gatherable | str | None = None,
     dtype: str | torch.dtype = "fp32",
@@ -49,32 +56,44 @@ def export_pipeline(
     The other parts (VAE, text encoders, tokenizers, scheduler) are copied as they are. The folder
     gets its name when all of it is on the disk, and then takes the place of an earlier export.
 
+    A path that ends with ``.safetensors`` becomes a single file in the layout of the model's first
+    publication, which ComfyUI and diffusers' ``from_single_file`` read. From a single file as
+    ``base`` it has that file's names and other tensors; averages of the former weights
+    (``model_ema``) are left out. From a folder, Stable Diffusion 1 and XL are written with text
+    encoders and VAE, SD3 with its VAE, Flux and others as transformers alone. What the file holds
+    is compared, through diffusers' converters, before it gets its name.
+
     Args:
-        path: The folder.
+        path: The folder, or the single file.
         engine: The model.
-        base: Folder of the pipeline training began from.
+        base: Folder of the pipeline, or the single file, training began from.
+        config: Of a single file as ``base``: the pipeline's folder with its configuration. A folder
+            is written with its tokenizers and scheduler; not needed to write a single file.
         component: Part to replace (``"unet"``, ``"transformer"``); found by the model's class
             when not given.
         weights: As in ``export_model``.
         dtype: Of the replaced part.
-        shard_size: Most bytes of tensors in a file.
+        shard_size: Most bytes of tensors in a file of a folder.
         timeout_s: As in ``export_model``.
 
     Returns:
         The absolute path.
 
     Raises:
-        CheckpointMismatchError: ``base`` is no pipeline, or has no such part.
+        CheckpointMismatchError: ``base`` is no pipeline, or has no such part; or nothing is known
+            of how the model is written into a single file.
         InvalidValueError: No such average is attached to the engine.
         CheckpointError: The path is taken by something else than an export, or writing fails.
         CollectiveError: A rank did not come, or the arguments differ.
     """
     target, origin, chosen = Path(path).absolute(), Path(base), checked_dtype(dtype)
+    settings = None if config is None else Path(config)
     exported = meet(
         engine,
         target,
         "export_pipeline",
         origin,
+        settings,
         component,
         chosen,
         shard_size,
@@ -85,16 +104,55 @@ def export_pipeline(
     return export_together(
         engine,
         "the pipeline",
-        begin=lambda: _PipelineDraft(
+        begin=lambda: _draft(
             target,
             engine,
             base=origin,
-            part=_component(origin, component, engine.module),
+            config=settings,
+            component=component,
             dtype=chosen,
             shard_size=shard_size,
         ),
         weights=exported,
         others=untrained(engine),
+    )
+
+
+def _draft(
+    target: Path,
+    engine: Engine,
+    *,
+    base: Path,
+    config: Path | None,
+    component: str | None,
+    dtype: torch.dtype,
+    shard_size: int,
+) -> SingleFileDraft | _PipelineDraft:
+    """What becomes a folder or a single file, of a folder or a single file."""
+    single = target.suffix == SUFFIX
+    if base.is_file() and single:
+        layout = layout_of_file(engine, base, dtype=dtype)
+        return SingleFileDraft(target, base=base, layout=layout)
+    if base.is_file() and config is None:
+        raise CheckpointMismatchError(
+            "is a single file, which has neither tokenizers nor a scheduler",
+            key="base",
+            value=str(base),
+            fix=f"give config=, the folder of its pipeline, or a path that ends with {SUFFIX}",
+        )
+    folder = base if config is None else config
+    part, pipeline = _component(folder, component, engine.module)
+    if single:
+        layout = layout_of_folder(engine, folder, part=part, pipeline=pipeline, dtype=dtype)
+        return SingleFileDraft(target, base=folder, layout=layout)
+    return _PipelineDraft(
+        target,
+        engine,
+        base=folder,
+        file=SingleFile.open(base, config=folder) if base.is_file() else None,
+        part=part,
+        dtype=dtype,
+        shard_size=shard_size,
     )
 
 
@@ -107,12 +165,14 @@ class _PipelineDraft:
         engine: Engine,
         *,
         base: Path,
+        file: SingleFile | None,
         part: str,
         dtype: torch.dtype,
         shard_size: int,
     ) -> None:
         check_apart(target, base)
         self._target, top = target, str(base)
+        elsewhere = [part] if file is None else [part, *file.parts]
         self._staging = ExportStaging(checked_path(target))
         folder = self._staging.path
         with ExitStack() as undo:
@@ -120,9 +180,11 @@ class _PipelineDraft:
             shutil.copytree(
                 base,
                 folder,
-                ignore=lambda where, _names: [part] if where == top else [],
+                ignore=lambda where, _names: elsewhere if where == top else [],
                 dirs_exist_ok=True,
             )
+            if file is not None:
+                file.save_parts(folder)
             others = {
                 path.relative_to(folder).as_posix(): hash_of(path)
                 for path in _component_files(folder)
@@ -158,7 +220,8 @@ def _component_files(folder: Path) -> list[Path]:
     return [path for path in sorted(folder.rglob("*")) if path.is_file()]
 
 
-def _component(base: Path, asked: str | None, model: torch.nn.Module) -> str:
+def _component(base: Path, asked: str | None, model: torch.nn.Module) -> tuple[str, str]:
+    """What the model is called in the pipeline, and the pipeline's class."""
     try:
         index: dict[str, Any] = json_of((base / INDEX).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -184,4 +247,4 @@ def _component(base: Path, asked: str | None, model: torch.nn.Module) -> str:
             value=asked or type(model).__name__,
             fix="name the part that was trained",
         )
-    return fitting[0]
+    return fitting[0], str(index.get("_class_name"))
