@@ -273,11 +273,11 @@ class Published:
         """Their name of a layer, and all of our layers in it."""
         if not self.layers:
             return layer, (layer,)
-        pattern, numbers = _numbered(layer)
+        pattern, numbers = numbered(layer)
         for name, ours in self.layers.items():
             if pattern in ours:
-                return _with_number(name, numbers), tuple(
-                    _with_number(each, numbers) for each in ours
+                return with_number(name, numbers), tuple(
+                    with_number(each, numbers) for each in ours
                 )
         raise CheckpointMismatchError(
             "has no name in this format that diffusers reads",
@@ -292,14 +292,14 @@ class Published:
         for key, tensor in state.items():
             layer, kind = _layer_and_kind(key)
             if layer.startswith(_KOHYA):
-                pattern, numbers = _numbered(layer.removeprefix(_KOHYA), separator="_")
+                pattern, numbers = numbered(layer.removeprefix(_KOHYA), separator="_")
                 name = flat.get(pattern)
             else:
-                pattern, numbers = _numbered(layer.removeprefix(_COMFYUI))
+                pattern, numbers = numbered(layer.removeprefix(_COMFYUI))
                 name = pattern if pattern in self.layers else None
             if name is None:
                 return {}
-            name = _with_number(name, numbers)
+            name = with_number(name, numbers)
             if to == "kohya":
                 name = f"{_KOHYA}{name.replace('.', '_')}.{_TO_KOHYA.get(kind, kind)}"
             else:
@@ -321,7 +321,7 @@ class Published:
         return found
 
 
-def _numbered(layer: str, separator: str = ".") -> tuple[str, str | None]:
+def numbered(layer: str, separator: str = ".") -> tuple[str, str | None]:
     """A name with its block's number taken out: the first one."""
     mark = re.escape(separator)
     match = re.search(rf"(?<={mark})\d+(?={mark})", layer)
@@ -330,7 +330,8 @@ def _numbered(layer: str, separator: str = ".") -> tuple[str, str | None]:
     return f"{layer[: match.start()]}#{layer[match.end() :]}", match[0]
 
 
-def _with_number(pattern: str, number: str | None) -> str:
+def with_number(pattern: str, number: str | None) -> str:
+    """A name with its block's number put back."""
     return pattern if number is None else pattern.replace("#", number, 1)
 
 

@@ -388,8 +388,8 @@ class Trainer(Closing, Readable):
         (``export_model``).
 
         Args:
-            path: The folder; for a model or adapters a name that ends with ``.safetensors`` is a
-                single file.
+            path: The folder; a name that ends with ``.safetensors`` is a single file, of a
+                pipeline in ComfyUI's layout.
             weights: ``"trained"``, ``"ema"``, the name of one of several EMAs, or the EMA itself;
                 the first EMA where there is one when not given.
             dtype: ``"fp32"``, ``"bf16"``, ``"fp16"`` or a torch dtype.
@@ -406,8 +406,8 @@ class Trainer(Closing, Readable):
         if trains_adapters(self.engine):
             return Path(export_adapters(path, engine=self.engine, **what))
         if self._loaded is not None and self._loaded.component is not None:
-            base = self._loaded.folder
-            return export_pipeline(path, engine=self.engine, base=base, **what)
+            base, config = self._loaded.base, self._loaded.folder
+            return export_pipeline(path, engine=self.engine, base=base, config=config, **what)
         return export_model(path, engine=self.engine, **what)
 
     def sample(self, **wanted: Unpack[SampleOptions]) -> torch.Tensor:

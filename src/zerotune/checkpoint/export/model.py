@@ -251,6 +251,27 @@ def engine_writer(
         part: The prefix of its names in the engine, and the module; all of it when not given.
         texts: Files beside the weights of a model that is none of diffusers.
     """
+    chosen = part or ("", engine.module)
+    aliases = tied_names(chosen[1])
+    return model_writer(
+        path,
+        config=model_config(chosen[1]),
+        specs=engine_specs(engine, aliases, dtype, part=chosen),
+        aliases=aliases,
+        shard_size=shard_size,
+        whole=whole,
+        texts=texts,
+    )
+
+
+def engine_specs(
+    engine: Engine,
+    aliases: Mapping[str, str],
+    dtype: torch.dtype,
+    *,
+    part: tuple[str, torch.nn.Module] | None = None,
+) -> list[TensorSpec]:
+    """All tensors of an engine's model, or of a part as ``engine_writer`` has it, in ``dtype``."""
     prefix, module = part or ("", engine.module)
     records: list[ParameterRecord | TensorRecord] = [
         ParameterRecord(name=name.removeprefix(prefix), shape=shape)
@@ -263,16 +284,7 @@ def engine_writer(
         if name.startswith(prefix)
     ]
     records += buffer_records(module)
-    aliases = tied_names(module)
-    return model_writer(
-        path,
-        config=model_config(module),
-        specs=specs_of(records, aliases, dtype),
-        aliases=aliases,
-        shard_size=shard_size,
-        whole=whole,
-        texts=texts,
-    )
+    return specs_of(records, aliases, dtype)
 
 
 def specs_of(
