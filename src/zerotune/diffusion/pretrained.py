@@ -28,8 +28,9 @@ from zerotune.backend.stored import (
 from zerotune.backend.unpartitioned import unpartitioned
 from zerotune.decisions import Decision, announce
 from zerotune.diffusion.models.controlnet import CONTROLNETS, ControlNetFamily, controlnet_of
-from zerotune.diffusion.models.declared import DECLARED, FAMILY_NAMES
+from zerotune.diffusion.models.declared import DECLARED, FAMILY_NAMES, WanLowNoise
 from zerotune.diffusion.models.family import ClassConditional, Family, Unconditional
+from zerotune.diffusion.models.image_to_video import IMAGE_TO_VIDEO, WanImageToVideoLowNoise
 from zerotune.diffusion.models.latents import LatentSpace
 from zerotune.diffusion.models.pipeline import Blueprint, FrozenParts, PipelineModel, pipeline_class
 from zerotune.diffusion.models.pipeline_family import PipelineFamily, TextToImage
@@ -43,7 +44,14 @@ from zerotune.platform.detect import first_line
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-_KNOWN: Final[tuple[type[PipelineFamily], ...]] = (*DECLARED, *CONTROLNETS)
+_KNOWN: Final[tuple[type[PipelineFamily], ...]] = (
+    *DECLARED,
+    *CONTROLNETS,
+    *IMAGE_TO_VIDEO,
+)
+
+_EXPERTS: Final = (WanLowNoise, WanImageToVideoLowNoise)
+"""Families of the other model of a pipeline that has two."""
 
 FAMILIES: Final[dict[str, type[TextToImage]]] = {family.pipeline: family for family in _KNOWN}
 """Families by the class of their diffusers pipeline."""
@@ -194,7 +202,9 @@ def load_pretrained(
         loaded = None
         if parts:
             options = {"variant": variant, "local_files_only": True}
-            options |= stored.left_out(leave_out) | _dtype_option(_dtype(frozen_dtype))
+            options |= stored.left_out(leave_out, kind.also_needed) | _dtype_option(
+                _dtype(frozen_dtype)
+            )
             loaded = stored.frozen(kind, model.config, options)
         if issubclass(kind, PipelineFamily):
             settings["blueprint"] = Blueprint.read(folder, pipeline_class(kind.pipeline))
@@ -242,7 +252,7 @@ def named_family(name: str) -> type[TextToImage]:
         InvalidValueError: There is none of this name.
     """
     names: dict[str, type[TextToImage]] = {**FAMILY_NAMES, **FAMILIES}
-    names |= {family.__name__: family for family in _KNOWN}
+    names |= {family.__name__: family for family in (*_KNOWN, *_EXPERTS)}
     if name in names:
         return names[name]
     close = did_you_mean(name, names)
@@ -303,10 +313,10 @@ class _StoredPipeline:
                     fix=f"its parts are {', '.join(known)}",
                 )
 
-    def left_out(self, names: Sequence[str]) -> dict[str, Any]:
+    def left_out(self, names: Sequence[str], needed: Sequence[str]) -> dict[str, Any]:
         # What the pipeline was saved without must be left out in so many words.
         absent = [name for name, entry in self.index.items() if entry == [None, None]]
-        unused = [name for name in _UNUSED if name in self.index]
+        unused = [name for name in _UNUSED if name in self.index and name not in needed]
         quiet = (
             {"requires_safety_checker": False} if "requires_safety_checker" in self.index else {}
         )
