@@ -22,7 +22,7 @@ from torch import Tensor
 from zerotune._util.text import probability, validated
 from zerotune.diffusion.data.cache import EDITS, TEXTS, CacheSettings
 from zerotune.diffusion.data.preparation import REFERENCE_IMAGES
-from zerotune.diffusion.data.streams import row_of, stack_named
+from zerotune.diffusion.data.streams import Captions, row_of, stack_named
 from zerotune.diffusion.models.family import (
     Conditioning,
     Denoiser,
@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 NEGATIVE: Final = "negative_"
+CAPTIONS: Final = "captions"
+"""Key of a batch: its texts, which wait for their embedding where text encoders are trained."""
 
 _NONE: Final[Mapping[str, Any]] = MappingProxyType({})
 
@@ -156,6 +158,8 @@ class TextToImage(ABC):
     def conditioning(self, batch: Mapping[str, Tensor], generator: torch.Generator) -> Conditioning:
         """Embeddings of a batch's texts, some of them replaced by those of the empty text."""
         first = self.text_tensors[0]
+        if self.trains_texts:
+            return {CAPTIONS: self._kept_captions(batch, generator)}  # type: ignore[dict-item]
         texts = {n: take(batch, n) for n in self.text_tensors} if first in batch else None
         if texts is None:
             captions: Sequence[str] = take(batch, "captions")  # type: ignore[assignment]
@@ -181,6 +185,37 @@ class TextToImage(ABC):
             for n, gone in enumerate(dropped)
         ]
         return stack_named(rows)
+
+    @property
+    def trains_texts(self) -> bool:
+        """Whether text encoders are trained beside the model, so that no embedding may be kept."""
+        return self.parts is not None and bool(self.parts.trained_encoders)
+
+    def _kept_captions(self, batch: Mapping[str, Any], generator: torch.Generator) -> Captions:
+        """The captions of a batch, some of them empty; the engine encodes them."""
+        if self.text_tensors[0] in batch:
+            raise DataError(
+                "are embeddings that were computed once, and text encoders are trained",
+                key=f"batch[{self.text_tensors[0]!r}]",
+                fix="give captions: encode_dataset with this family caches latents alone",
+            )
+        captions: Any = take(batch, CAPTIONS)
+        if self.dropout == 0:
+            return Captions(captions)
+        dropped = torch.rand(len(captions), generator=generator) < self.dropout
+        pairs = zip(captions, dropped.tolist(), strict=True)
+        return Captions("" if gone else caption for caption, gone in pairs)
+
+    def with_texts(self, model: Denoiser, conditioning: Conditioning) -> Conditioning:
+        """The conditioning with embeddings in the place of captions, computed with their graph."""
+        if CAPTIONS not in conditioning:
+            return conditioning
+        others = {name: value for name, value in conditioning.items() if name != CAPTIONS}
+        parts = self._needed("captions")
+        self._bring(parts, model.device, list(parts.text_encoders))
+        with parts.calling(model):
+            captions: Sequence[str] = conditioning[CAPTIONS]  # type: ignore[assignment]
+            return {**others, **self.embed(parts, list(captions), model.device)}
 
     def texts_of(self, batch: Mapping[str, Any], captions: Sequence[str]) -> dict[str, Tensor]:
         """Embeddings of captions of a batch, or of other texts in their place."""
@@ -224,7 +259,8 @@ class TextToImage(ABC):
         parts = self._needed("captions")
         self._bring(parts, device, list(parts.text_encoders))
         with torch.no_grad():
-            where = next(next(iter(parts.text_encoders.values())).parameters()).device
+            weights = (p for each in parts.text_encoders.values() for p in each.parameters())
+            where = next((p.device for p in weights), device or torch.device("cpu"))
             if not self.reads_references:
                 return self.embed(parts, list(captions), where)
             if references is None:
@@ -397,7 +433,8 @@ class TextToImage(ABC):
         )
         pipe = self.drawing_pipeline(parts, model, scheduler)
         size = self._drawn_size(pipe, drawing)
-        call_kwargs = {**self.drawing_arguments(drawing, device=model.device), **size}
+        with parts.calling(model):
+            call_kwargs = {**self.drawing_arguments(drawing, device=model.device), **size}
         self.adjust(pipe, call_kwargs)
         last = _LastStep()
         with parts.on(model.device, self.drawing_parts):
@@ -709,6 +746,7 @@ class PipelineFamily(TextToImage):
         Raises:
             DataError: The pipeline called its model more than once, or predicts another shape.
         """
+        conditioning = self.with_texts(model, conditioning)
         if not self.calls_one_by_one():
             return self.in_one_call(model, noisy, timesteps[None], conditioning)
         singles = [
