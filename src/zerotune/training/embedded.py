@@ -39,6 +39,7 @@ from zerotune.errors import EngineError
 from zerotune.offload import OffloadManager
 from zerotune.plan.model import ModelFacts, RunFacts
 from zerotune.platform import detect_platform
+from zerotune.training.save import gone_on
 from zerotune.training.setup import PlanSource, as_plan, leased, settled
 
 if TYPE_CHECKING:
@@ -310,7 +311,9 @@ class EmbeddedPlan(Closing):
 
     def load(self, directory: str | os.PathLike[str]) -> None:
         """``load_checkpoint`` into the engine and what is registered. Collective."""
+        before = self.engine.state.global_step
         load_checkpoint(directory, engine=self.engine, shadows=self._shadows)
+        gone_on(before, self.engine, directory)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Every tensor of the model whole, in its own dtype, on rank 0. Collective.
