@@ -54,6 +54,7 @@ lr_scheduler = get_scheduler("constant", optimizer)
 loader = torch.utils.data.DataLoader(range(4))
 """
 PHOTOS = """
+import shutil
 import tarfile
 from pathlib import Path
 
@@ -68,6 +69,8 @@ for number in range(8):
     pixels = np.full((32, 32, 3), 30 * number, np.uint8)
     Picture.fromarray(pixels).save(f"photos/{number}.png")
     Path(f"photos/{number}.txt").write_text(f"grey {number}")
+for name in ("zoe", "people"):
+    shutil.copytree("photos", name)
 for number in range(12):
     Path("clips/a cat").mkdir(parents=True, exist_ok=True)
     Picture.fromarray(np.full((32, 32, 3), 20 * number, np.uint8)).save(f"clips/a cat/{number}.png")

@@ -147,9 +147,14 @@ def test_a_signal_to_one_rank_ends_all_after_the_same_step(world_size, number, r
     assert report.stopped == f"signal {signal.Signals(number).name}{where}"
     assert report.losses == whole[:2]
     assert losses.events == ["start 0 of 6", "save step-00000002", "end"]
-    with trainer(False, seed=99) as running:
+    text = io.StringIO()
+    shown = ProgressBar(console=Console(file=text, soft_wrap=True))
+    with trainer(False, seed=99, callbacks=[shown]) as running:
         running.resume(tmp_path / "step-00000002")
+        (said,) = [str(each) for each in running.decisions if each.key == "step"]
+        assert said == f"step: 0 -> 2 (epoch 1, after 2 of {STEPS} micro batches; goes on from x)"
         assert running.fit(steps=6).losses == whole[2:], "resumed bit for bit"
+        assert text.getvalue().startswith(said if running.is_main else "")
 
 
 def test_a_signal_to_a_child_of_torchrun_ends_the_job_with_exit_code_0(tmp_path):
