@@ -331,7 +331,8 @@ def _place(stream: BatchStream | None) -> str:
         # What has been rounded away from a whole epoch is not another one.
         whole = math.floor(epoch + 1e-9)
         done = round((epoch - whole) * steps)
-        return f"epoch {whole + 1}, after {done:,} of {steps:,.10g} micro batches; "
+        whole_epoch = f"{steps:,.2f}".rstrip("0").rstrip(".")
+        return f"epoch {whole + 1}, after {done:,} of {whole_epoch} micro batches; "
     if epoch is not None:
         return f"epoch {math.floor(epoch + 1e-9) + 1}; "
     if isinstance(stream, RepeatedBatches):
