@@ -342,17 +342,19 @@ def _place(stream: BatchStream | None) -> str:
 
 def _begin_decisions(data: bool, shadows: list[str]) -> tuple[Decision, ...]:
     """What a checkpoint that no trainer wrote does not tell."""
-    reasons = {
-        f"shadows.{name}": "the checkpoint has no such EMA: it begins with the loaded weights"
-        for name in shadows
-    }
+    reasons = {f"shadows.{name}": SHADOW_BEGINS for name in shadows}
     reasons["generators"] = "no trainer wrote the checkpoint: noise is drawn from seed and step"
     if data:
         reasons["data"] = "no trainer wrote the checkpoint: the data begin at their start"
-    return tuple(
-        Decision(key=key, before=None, after="anew", reason=reason, severity="warning")
-        for key, reason in reasons.items()
-    )
+    return tuple(begun_anew(key, reason) for key, reason in reasons.items())
+
+
+SHADOW_BEGINS: Final = "the checkpoint has no such EMA: it begins with the loaded weights"
+
+
+def begun_anew(key: str, reason: str) -> Decision:
+    """That something is not in the checkpoint."""
+    return Decision(key=key, before=None, after="anew", reason=reason, severity="warning")
 
 
 @attrs.frozen(kw_only=True)
