@@ -177,7 +177,7 @@ def pace(weights: float, gradients: float, host: float, *, ahead: int | None = N
         changed._AHEAD = ahead
     changed._copy = _slowed(changed._copy, IN, weights, lambda host, _: str(host.data_ptr()))
     land: Any = steps.StreamedSteps
-    land._land = _slowed(land._land, OUT, gradients, lambda _self, unit, _came: unit.name)
+    land._land = _slowed(land._land, OUT, gradients, lambda _self, unit, *_: unit.name)
     take: Any = passes.UnitPass
     take.take = _slowed(take.take, PASS, host, lambda taken: taken.unit.name)
 

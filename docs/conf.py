@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+from typing import Any
+
 import zerotune
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import generate_api
 
 project = "zerotune"
 author = "the zerotune developers"
@@ -13,7 +21,6 @@ extensions = [
     "sphinx.ext.doctest",
     "sphinx.ext.napoleon",
 ]
-# Tables beside the results are in the performance page already.
 exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = f"zerotune {release}"
@@ -25,3 +32,8 @@ napoleon_google_docstring = True
 napoleon_use_ivar = True
 # Types of torch and of private modules have no page to link to.
 nitpicky = False
+
+
+def setup(app: Any) -> None:
+    """Write the pages of the API before pages are read."""
+    app.connect("builder-inited", lambda app: generate_api.write(Path(app.srcdir) / "api"))

@@ -99,6 +99,15 @@ class TestWhenSomethingFits:
         assert memory > 12 * GIB
         assert f"plan.resolve(streamed=Streaming(units=(), window=3, memory={memory}" in printed.err
 
+    def test_without_clipping_larger_models_fit(self, capsys):
+        qwen = ("--family", "qwen-image", "--vram", "24GiB", "--ram", "128GiB", "--streamed")
+        lean = ("--precision", "bf16", "--optimizer", "AdamW8BitStates", "--json")
+        assert cli.main(["plan", "advise", *qwen, *lean]) == 1
+        reason = json.loads(capsys.readouterr().out)["reason"]
+        assert "fit: --gradient-clipping 0 --streamed" in reason
+        assert cli.main(["plan", "advise", *qwen, *lean, "--gradient-clipping", "0"]) == 0
+        assert json.loads(capsys.readouterr().out)["plan"]["gradient_clipping"] == 0
+
     def test_the_chart_is_drawn(self, tmp_path):
         path = tmp_path / "memory.png"
         assert advise(*ROOMY, "--chart", str(path)) == 0

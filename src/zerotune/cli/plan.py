@@ -587,6 +587,13 @@ class _Advise(Below):
             "--optimizer", default="AdamW", metavar="NAME", help="AdamW by default"
         )
         training.add_argument("--precision", choices=(AUTO, *PRECISIONS), default=AUTO)
+        training.add_argument(
+            "--gradient-clipping",
+            type=float,
+            default=1.0,
+            metavar="NORM",
+            help="largest gradient norm; 0 switches clipping off, 1 by default",
+        )
         parser.add_argument(
             "--prefer",
             choices=PREFERENCES,
@@ -623,6 +630,7 @@ class _Advise(Below):
                 ema=self.arguments.ema,
                 lora=self.arguments.lora,
                 base_dtype=self.arguments.base_dtype,
+                gradient_clipping=self.arguments.gradient_clipping,
                 optimizer=optimizer,
                 prefer=self.arguments.prefer,
                 streamed=self.arguments.streamed,

@@ -7,7 +7,7 @@ import os
 import re
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import attrs
 import torch
@@ -25,26 +25,42 @@ from zerotune.backend.stored import (
     weight_files,
     without_weights,
 )
+from zerotune.backend.trained_parts import TrainedParts
 from zerotune.backend.unpartitioned import unpartitioned
 from zerotune.decisions import Decision, announce
+from zerotune.diffusion.models.controlnet import CONTROLNETS, ControlNetFamily, controlnet_of
 from zerotune.diffusion.models.declared import DECLARED, FAMILY_NAMES
 from zerotune.diffusion.models.family import ClassConditional, Family, Unconditional
-from zerotune.diffusion.models.pipeline import Blueprint, FrozenParts, PipelineModel, pipeline_class
+from zerotune.diffusion.models.latents import LatentSpace
+from zerotune.diffusion.models.pipeline import (
+    Blueprint,
+    FrozenParts,
+    PipelineModel,
+    TrainedEncoder,
+    pipeline_class,
+)
 from zerotune.diffusion.models.pipeline_family import PipelineFamily, TextToImage
 from zerotune.diffusion.models.probe import probe, probe_texts
-from zerotune.diffusion.noise_schedule import adds_noise, ddpm_of
-from zerotune.diffusion.objective import DenoisingObjective, FlowMatchingObjective
+from zerotune.diffusion.noise_schedule import adds_noise, ddpm_of, preconditions
+from zerotune.diffusion.objective import (
+    DenoisingObjective,
+    EDMObjective,
+    FlowMatchingObjective,
+)
 from zerotune.errors import CheckpointCorruptError, InvalidValueError, MissingDependencyError
 from zerotune.plan.model import DeepSpeedPlan, ResolvedPlan
 from zerotune.platform.detect import first_line
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
-FAMILIES: Final[dict[str, type[TextToImage]]] = {family.pipeline: family for family in DECLARED}
+_KNOWN: Final[tuple[type[PipelineFamily], ...]] = (*DECLARED, *CONTROLNETS)
+
+FAMILIES: Final[dict[str, type[TextToImage]]] = {family.pipeline: family for family in _KNOWN}
 """Families by the class of their diffusers pipeline."""
 
 _PIPELINE_INDEX: Final = "model_index.json"
+_CONTROLNET: Final = "controlnet"
 _UNUSED: Final = ("safety_checker", "feature_extractor", "image_encoder")
 """Neither latents, nor embeddings, nor images need these; exports copy them from the folder."""
 
@@ -59,7 +75,7 @@ class Pretrained:
     family: Family
     """How it is called; with its frozen parts, where it has any."""
     scheduler: Any
-    """The scheduler to train with: DDPM's forward process or flow matching's."""
+    """The scheduler to train with: DDPM's forward process, flow matching's or EDM's."""
     folder: Path
     """Where it lies; ``export_pipeline(base=folder)`` takes the frozen parts from here."""
     plan: DeepSpeedPlan | ResolvedPlan | None = None
@@ -69,8 +85,10 @@ class Pretrained:
 
     @property
     def component(self) -> str | None:
-        """Name of the model in its pipeline; ``None`` for a model on its own."""
-        return self.family.component if isinstance(self.family, TextToImage) else None
+        """Name of the model in its pipeline; ``None`` for one on its own, as a ControlNet is."""
+        if isinstance(self.family, ControlNetFamily) or not isinstance(self.family, TextToImage):
+            return None
+        return self.family.component
 
     def read_weights(
         self, *, dtype: str | None = None, device: torch.device | str = "cpu"
@@ -91,19 +109,24 @@ class Pretrained:
         bring_weights(self.model, dtype=None if dtype is None else _dtype(dtype), device=device)
         return self.model
 
-    def objective(self, **settings: Any) -> DenoisingObjective | FlowMatchingObjective:
+    def objective(
+        self, **settings: Any
+    ) -> DenoisingObjective | EDMObjective | FlowMatchingObjective:
         """The objective these models were made with.
 
         Args:
             **settings: Of ``FlowMatchingObjective`` for families with ``flow_matching`` (time
-                steps are drawn logit-normal if nothing else is said), of ``DenoisingObjective``
-                for all others; ``scheduler`` replaces the one of the folder.
+                steps are drawn logit-normal if nothing else is said), of ``EDMObjective`` where
+                the scheduler is one of EDM, of ``DenoisingObjective`` for all others;
+                ``scheduler`` replaces the one of the folder.
         """
         usual = {"scheduler": self.scheduler, "family": self.family}
         if isinstance(self.family, PipelineFamily):
             settings = self.family.objective_settings() | settings
         if getattr(self.family, "flow_matching", False):
             return FlowMatchingObjective(**usual | {"density": "logit_normal"} | settings)
+        if preconditions(settings.get("scheduler", self.scheduler)):
+            return EDMObjective(**usual | settings)
         return DenoisingObjective(**usual | settings)
 
 
@@ -115,7 +138,9 @@ def load_pretrained(
     quantization: Any = None,
     frozen_dtype: str = "bf16",
     family: type[TextToImage] | str | None = None,
+    controlnet: str | os.PathLike[str] | torch.nn.Module | None = None,
     parts: bool = True,
+    text_encoders: bool | Sequence[str] = False,
     leave_out: Sequence[str] = (),
     revision: str | None = None,
     variant: str | None = None,
@@ -140,10 +165,17 @@ def load_pretrained(
             for a base under adapters. DeepSpeed trains in the plan's precision either way.
         quantization: A configuration of diffusers (``BitsAndBytesConfig``, ``TorchAoConfig``) for
             the trained model, as a base under adapters; it is read and quantized on every rank.
-        frozen_dtype: Of VAE and text encoders.
+            Of a ControlNet, for the model that it steers.
+        frozen_dtype: Of VAE and text encoders, and of the model that a ControlNet steers.
         family: A family of yours, for pipelines zerotune does not know; or the name of a known one
-            (``"sdxl"``), which the pipeline must be of.
+            (``"sdxl"``), which the pipeline must be of; or ``"controlnet"``: what is trained is a
+            ControlNet of the pipeline's model, which is frozen.
+        controlnet: The folder of the ControlNet to begin with, or the ControlNet; a new one is made
+            of the model that it steers when not given.
         parts: ``False`` leaves VAE and text encoders out: training from caches needs none.
+        text_encoders: Text encoders to train beside the model, by their names in the pipeline;
+            ``True``: its CLIPs. ``Pretrained.model`` is then ``TrainedParts``, and captions are
+            encoded in each step.
         leave_out: Components to leave out, such as ``("text_encoder_3", "tokenizer_3")`` of SD3.
         revision: Of the hub's repository.
         variant: Of the weight files, such as ``"fp16"``.
@@ -170,25 +202,34 @@ def load_pretrained(
     if not (folder / _PIPELINE_INDEX).is_file():
         return loading.bare_model(settings)
     stored = _StoredPipeline(folder=folder, index=_read_json(folder / _PIPELINE_INDEX))
-    kind = named_family(family) if isinstance(family, str) else family or stored.family()
+    kind = stored.chosen_family(family)
     stored.check_left_out(leave_out, kind.component)
+    trained = stored.encoders_to_train(text_encoders, leave_out, parts=parts)
     scheduler, replaced = stored.training_scheduler(flow_matching=kind.flow_matching)
     with unpartitioned():
-        model, read = loading.model(stored.class_of(kind.component), kind.component)
+        if issubclass(kind, ControlNetFamily):
+            steered = _Steered(loading=loading, stored=stored, kind=kind)
+            model, settings["base"], read = steered.read(controlnet, frozen_dtype)
+        else:
+            model, read = loading.model(stored.class_of(kind.component), kind.component)
         loaded = None
+        encoders = stored.encoders(trained, _dtype(dtype or "fp32"), variant)
         if parts:
             options = {"variant": variant, "local_files_only": True}
             options |= stored.left_out(leave_out) | _dtype_option(_dtype(frozen_dtype))
-            loaded = stored.frozen(kind, model.config, options)
+            loaded = stored.frozen(kind, model.config, options, encoders)
         if issubclass(kind, PipelineFamily):
             settings["blueprint"] = Blueprint.read(folder, pipeline_class(kind.pipeline))
     chosen = kind(parts=loaded, **settings)
     decisions = read + replaced + (() if loaded is None else _spare_the_vae(loaded))
     if isinstance(chosen, PipelineFamily):
         decisions += probe(chosen, model)
-        if kind not in DECLARED:  # Those are tested; encoders take their time on a host.
+        if kind not in _KNOWN:  # Those are tested; encoders take their time on a host.
             chosen, found = probe_texts(chosen)
             decisions += found
+    if encoders:
+        decisions += _freeze_unread(chosen, encoders)
+        model = TrainedParts(**{kind.component: model, **encoders})
     announce(decisions)
     return Pretrained(
         model=model.train(),
@@ -226,7 +267,7 @@ def named_family(name: str) -> type[TextToImage]:
         InvalidValueError: There is none of this name.
     """
     names: dict[str, type[TextToImage]] = {**FAMILY_NAMES, **FAMILIES}
-    names |= {family.__name__: family for family in DECLARED}
+    names |= {family.__name__: family for family in _KNOWN}
     if name in names:
         return names[name]
     close = did_you_mean(name, names)
@@ -257,6 +298,25 @@ class _StoredPipeline:
             )
         return FAMILIES[name]
 
+    def chosen_family(self, told: type[TextToImage] | str | None) -> type[TextToImage]:
+        """The family that was named, or the one of the pipeline, or of its ControlNets."""
+        if told is None or not isinstance(told, str):
+            return told or self.family()
+        if told != _CONTROLNET:
+            return named_family(told)
+        own = self.family()
+        steering = own if issubclass(own, ControlNetFamily) else None
+        if steering is None and issubclass(own, PipelineFamily):
+            steering = controlnet_of(own)
+        if steering is None:
+            raise InvalidValueError(
+                f"no ControlNet is declared for {own.pipeline}",
+                key="family",
+                value=told,
+                fix=f"those of {', '.join(family.pipeline for family in CONTROLNETS)} are",
+            )
+        return steering
+
     def check_left_out(self, names: Sequence[str], component: str) -> None:
         known = [n for n, entry in self.index.items() if isinstance(entry, list) and n != component]
         for name in names:
@@ -277,6 +337,55 @@ class _StoredPipeline:
         )
         return dict.fromkeys((*absent, *unused, *names)) | quiet
 
+    def encoders_to_train(
+        self, wanted: bool | Sequence[str], leave_out: Sequence[str], *, parts: bool
+    ) -> tuple[str, ...]:
+        """Names of the text encoders that are trained."""
+        there = {
+            name: str(entry[1])
+            for name, entry in self.index.items()
+            if name.startswith("text_encoder") and isinstance(entry, list) and entry[1]
+        }
+        named = [name for name, kind in there.items() if kind.startswith("CLIPText")]
+        chosen = named if wanted is True else [wanted] if isinstance(wanted, str) else wanted or []
+        for name in chosen:
+            if name not in there or name in leave_out:
+                raise InvalidValueError(
+                    "is no text encoder that is loaded",
+                    key="text_encoders",
+                    value=name,
+                    fix=f"one of {', '.join(n for n in there if n not in leave_out) or 'none'}",
+                )
+        if (wanted and not chosen) or (chosen and not parts):
+            raise InvalidValueError(
+                "are trained with the tokenizers and the VAE beside them"
+                if chosen
+                else "the pipeline has no CLIP",
+                key="text_encoders",
+                value=wanted,
+                fix="leave parts=False out" if chosen else f"name one of {', '.join(there)}",
+            )
+        return tuple(chosen)
+
+    def encoders(
+        self, names: Sequence[str], dtype: torch.dtype, variant: str | None
+    ) -> dict[str, torch.nn.Module]:
+        """Text encoders that are trained, whole, on the host."""
+        if not names:
+            return {}
+        import transformers
+
+        found = {}
+        for name in names:
+            kind = getattr(transformers, self.index[name][1])
+            try:
+                found[name] = kind.from_pretrained(
+                    self.folder / name, dtype=dtype, variant=variant, local_files_only=True
+                )
+            except (OSError, ValueError, RuntimeError) as error:
+                raise _not_loaded(self.folder / name, error) from error
+        return found
+
     def class_of(self, name: str) -> Any:
         import diffusers
 
@@ -291,10 +400,19 @@ class _StoredPipeline:
             )
         return kind
 
-    def frozen(self, kind: type[TextToImage], config: Any, options: dict[str, Any]) -> FrozenParts:
+    def frozen(
+        self,
+        kind: type[TextToImage],
+        config: Any,
+        options: dict[str, Any],
+        encoders: Mapping[str, torch.nn.Module],
+    ) -> FrozenParts:
+        """The pipeline, with stand-ins for what is trained."""
         try:
             pipeline = pipeline_class(kind.pipeline).from_pretrained(
-                self.folder, **{kind.component: None}, **options
+                self.folder,
+                **dict.fromkeys((*kind.separate_models(), *encoders)),
+                **options,
             )
         except (ImportError, AttributeError, OSError, ValueError) as error:
             if kind.reads_references and find_spec("torchvision") is None:
@@ -310,7 +428,10 @@ class _StoredPipeline:
                 ) from error
             raise _not_loaded(self.folder, error) from error
         # The pipeline asks its model for sizes while it encodes texts.
-        setattr(pipeline, kind.component, PipelineModel(config=config))
+        for name in kind.separate_models():
+            setattr(pipeline, name, PipelineModel(config=config))
+        for name, module in encoders.items():
+            setattr(pipeline, name, TrainedEncoder(name=name, module=module))
         return FrozenParts(pipeline)
 
     def training_scheduler(self, *, flow_matching: bool) -> tuple[Any, tuple[Decision, ...]]:
@@ -341,11 +462,16 @@ class _StoredPipeline:
         return kind.from_config(known | {"shift": float(shift)}), (decision,)
 
     def _same_noise(self, config: dict[str, Any], stored: str) -> tuple[Any, tuple[Decision, ...]]:
-        """What adds the noise that the folder's scheduler takes away: DDPM, or that scheduler."""
+        """What adds the noise that the folder's scheduler takes away: DDPM, or that scheduler.
+
+        Schedulers of EDM train as they are.
+        """
         import diffusers
 
         kind = getattr(diffusers, stored, None)
         own: Any = None if kind is None else kind.from_config(config)
+        if preconditions(own):
+            return own, ()
         ddpm = ddpm_of(own) if hasattr(own, "alphas_cumprod") else None
         why = ""
         if kind is None:
@@ -373,6 +499,51 @@ class _StoredPipeline:
             )
         decision = Decision(key="scheduler", before=before, after=after, reason=reason)
         return own if ddpm is None else ddpm, (decision,)
+
+
+def _freeze_unread(
+    family: TextToImage, encoders: Mapping[str, torch.nn.Module]
+) -> tuple[Decision, ...]:
+    """Freeze what embeddings do not depend on, such as CLIP's last layer in SDXL.
+
+    An optimizer would decay such weights, which no gradient ever reaches.
+    """
+    if isinstance(family, PipelineFamily):  # A T5 beside it takes its time on a host.
+        family = attrs.evolve(family, max_sequence_length=8)
+    with torch.enable_grad():
+        texts = family.embed(cast("FrozenParts", family.parts), ["a"], torch.device("cpu"))
+    read = _leaves_of(texts.values())
+    found = []
+    for name, module in encoders.items():
+        unread = [weight for weight, p in module.named_parameters() if id(p) not in read]
+        for weight in unread:
+            module.get_parameter(weight).requires_grad_(False)
+        if unread:
+            found.append(
+                Decision(
+                    key=f"{name}.requires_grad",
+                    before="all weights",
+                    after=f"all but {len(unread)}, such as {unread[0]}",
+                    reason="embeddings do not depend on these",
+                )
+            )
+    return tuple(found)
+
+
+def _leaves_of(tensors: Iterable[torch.Tensor]) -> set[int]:
+    """Ids of the parameters that tensors were computed from."""
+    nodes = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+    known: set[Any] = set()
+    leaves = set()
+    while nodes:
+        node = nodes.pop()
+        if node in known:
+            continue
+        known.add(node)
+        if hasattr(node, "variable"):
+            leaves.add(id(node.variable))
+        nodes += [other for other, _ in node.next_functions if other is not None]
+    return leaves
 
 
 def _spare_the_vae(parts: FrozenParts) -> tuple[Decision, ...]:
@@ -567,6 +738,75 @@ class _Loading:
                     tensor.data = tensor.data.to(_dtype(self.dtype or "fp32"))
                 leave_in_file(tensor, weight)
         return model
+
+
+@attrs.frozen(kw_only=True)
+class _Steered:
+    """A model that is frozen, and the ControlNet that steers it."""
+
+    loading: _Loading
+    stored: _StoredPipeline
+    kind: type[ControlNetFamily]
+
+    def read(
+        self, controlnet: str | os.PathLike[str] | torch.nn.Module | None, frozen: str
+    ) -> tuple[Any, Any, tuple[Decision, ...]]:
+        """The ControlNet, the model it steers in ``frozen``, and where the former is from."""
+        import diffusers
+
+        trained, name = getattr(diffusers, self.kind.controlnet), str(self.kind.base_component)
+        _dtype(frozen)
+        base = None
+        if isinstance(controlnet, torch.nn.Module):
+            model: Any = controlnet
+            origin = f"the {type(controlnet).__name__} that was given"
+        elif controlnet is not None:
+            model, _ = attrs.evolve(self._plain, folder=Path(controlnet)).model(trained)
+            origin = f"that of {os.fspath(controlnet)}"
+        elif _CONTROLNET in self.stored.index:
+            model, _ = self._plain.model(trained, _CONTROLNET)
+            origin = "the pipeline's"
+        else:
+            # In the precision of the files: a copy of rounded weights would be another one.
+            exact = _stored_dtype(self.loading.folder / name, self.loading.variant)
+            base = self._base(exact)
+            # What is no copy is drawn at random: equally on every rank and in every run.
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(0)
+                model = self.kind.new_controlnet(trained, base, scale=self._scale)
+            model.to(_dtype(self.loading.dtype or "fp32"))
+            base = base if exact == frozen and self.loading.quantization is None else None
+            origin = f"a copy of the {name}'s first blocks, which changes nothing yet"
+        if self.loading.quantization is not None:
+            base, _ = attrs.evolve(self.loading, plan=None).model(self.stored.class_of(name), name)
+        base = self._base(frozen) if base is None else base
+        decision = Decision(key="model", before=name, after=_CONTROLNET, reason=f"it is {origin}")
+        return model, base.requires_grad_(False).eval(), (decision,)
+
+    def _base(self, dtype: str) -> Any:
+        name = str(self.kind.base_component)
+        plain = attrs.evolve(self._plain, dtype=dtype)
+        return plain.model(self.stored.class_of(name), name)[0]
+
+    @property
+    def _scale(self) -> int:
+        kind = pipeline_class(self.kind.pipeline)
+        return LatentSpace(Blueprint.read(self.loading.folder, kind).vae).scale
+
+    @property
+    def _plain(self) -> _Loading:
+        """How to read without a plan: the engine takes these models as they are."""
+        return attrs.evolve(self.loading, quantization=None, plan=None)
+
+
+def _stored_dtype(place: Path, variant: str | None) -> str:
+    """The precision of a model's files; fp32 where they have several."""
+    found = {
+        tensor.dtype
+        for file in weight_files(place, variant=variant)
+        for tensor in read_header(file)[0].values()
+    }
+    return next((name for name, dtype in DTYPES.items() if found == {dtype}), "fp32")
 
 
 def _stored_weights(files: Sequence[Path]) -> dict[str, StoredWeight]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import accumulate
+from itertools import accumulate, product
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 import attrs
@@ -26,6 +26,7 @@ from zerotune.plan.memory.estimate import (
     count,
     estimate_resolved,
     sample_size,
+    with_gradients_kept,
     with_units_kept,
 )
 from zerotune.plan.memory.time import Rates, StepTime, known_rates, step_time
@@ -464,11 +465,19 @@ def _candidates(
                 if layout.fills_device:
                     found = _fill_device(request, layout, found[1])
                 elif layout.streams:
-                    kept = with_units_kept(found[1], request.budget.usable("device"))
-                    found = plan, estimate_resolved(kept, work)
+                    found = plan, _fill_both(request, found[1])
                 candidate = _judged(request, layout, *found)
                 lacks_host = "host" in candidate.shortfalls
                 yield candidate
+
+
+def _fill_both(request: Request, estimate: MemoryEstimate) -> MemoryEstimate:
+    """Of streamed weights: as many units on the device, and buffers on the host, as fit."""
+    work = estimate.workload
+    kept = with_units_kept(estimate, request.budget.usable("device"))
+    ranks = work.ranks_per_machine or request.world_size
+    usable = request.budget.usable("host") // ranks
+    return estimate_resolved(with_gradients_kept(estimate_resolved(kept, work), usable), work)
 
 
 def _as_laid_out(layout: Layout, resolved: Mapping[Layout, ResolvedPlan]) -> bool:
@@ -675,23 +684,30 @@ class Remedy:
 
 
 def _streamed_weights(request: Request) -> Remedy | None:
-    """What would fit if weights were streamed, with the states that are asked for or smaller."""
-    streams = [entry for entry in OPTIMIZERS.values() if entry.streams and entry.name != "Adam"]
-    asked = request.plan.optimizer_name
+    """What would fit if weights were streamed, with smaller states, and without clipping."""
+    asked, clipping = request.plan.optimizer_name, request.plan.gradient_clipping
     kept = entry_of(asked).streamed_bytes_per_weight()
-    lean = [entry for entry in streams if entry.streamed_bytes_per_weight() < kept]
+    lean = [
+        entry
+        for entry in OPTIMIZERS.values()
+        if entry.streams and entry.name != "Adam" and entry.streamed_bytes_per_weight() < kept
+    ]
     lean.sort(key=lambda entry: -entry.streamed_bytes_per_weight())
-    names = [*([] if request.streamed else [asked]), *(entry.name for entry in lean)]
-    for name in names if entry_of(asked).streams else ():
-        plan = attrs.evolve(request.plan, optimizer=OptimizerSection(type=name))
+    names = [asked, *(entry.name for entry in lean)] if entry_of(asked).streams else []
+    for clipped, name in product(dict.fromkeys((clipping, 0)), names):
+        settings: dict[str, Any] = {} if name == asked else {"optimizer": name}
+        settings |= {} if clipped == clipping else {"gradient_clipping": clipped}
+        plan = attrs.evolve(
+            request.plan, optimizer=OptimizerSection(type=name), gradient_clipping=clipped
+        )
         trying = attrs.evolve(request, plan=plan, streamed=True)
         fitting = _eligible(trying, _candidates(trying, (STREAMING,)))
-        if not fitting:
+        if not fitting or (request.streamed and not settings):
             continue
         seconds = min((one.time.expected for one in fitting if one.time is not None), default=None)
         return Remedy(
             what="streamed weights fit",
-            settings={**({} if name == asked else {"optimizer": name}), "streamed": True},
+            settings={**settings, "streamed": True},
             gain="" if seconds is None else f"{seconds:.2f} s per step",
         )
     return None

@@ -2625,6 +2625,7 @@ class DeepSpeedPlan(Readable, Section):
         world_size: int = 1,
         precision: str = AUTO,
         gradient_accumulation_steps: int = 1,
+        gradient_clipping: float = 1.0,
         optimizer: str | Mapping[str, Any] = "AdamW",
         ema: EMAPlace = "none",
         frozen_bytes: int = 0,
@@ -2650,6 +2651,8 @@ class DeepSpeedPlan(Readable, Section):
             world_size: Number of ranks, all on one machine.
             precision: ``"bf16"``, ``"fp16"``, ``"fp32"`` or ``"auto"``.
             gradient_accumulation_steps: Forward passes per optimizer step.
+            gradient_clipping: Largest gradient norm. 0 switches clipping off, so that streamed
+                weights are stepped in the backward pass.
             optimizer: Name, or ``{"type": …, "params": {…}}``.
             ema: Where an ``EMAShadow`` lives.
             frozen_bytes: Bytes of frozen parts that stay on the device; each rank loads them whole.
@@ -2674,6 +2677,7 @@ class DeepSpeedPlan(Readable, Section):
         plan = cls.build(
             precision=precision,
             gradient_accumulation_steps=gradient_accumulation_steps,
+            gradient_clipping=gradient_clipping,
             optimizer=optimizer,
         )
         from zerotune.plan import advise
@@ -2870,6 +2874,15 @@ class Streaming:
     host memory per trained weight (Apex and Transformer Engine: ``store_param_remainders``). Those
     that lie halfway between two bf16 numbers, one in 131,072, may change by one unit in the last
     place."""
+    gradient_buffers: int = attrs.field(default=6)
+    """Units that may have gradients in host memory at a time, where passes begin in the backward
+    pass: without clipping, and without accumulation. One comes, one is stepped, and the passes of
+    the others are left to the next forward pass, so that more of them hide more."""
+
+    @gradient_buffers.validator
+    def _check_buffers(self, _attribute: Any, value: Any) -> None:
+        fix = "write 6: one comes, one is stepped, four wait for the next forward pass"
+        whole(value, key="streamed.gradient_buffers", least=1, fix=fix)
 
     @window.validator
     def _check_window(self, _attribute: Any, value: Any) -> None:

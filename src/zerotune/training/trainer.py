@@ -26,6 +26,7 @@ from zerotune.checkpoint import (
 from zerotune.checkpoint.export.model import trains_adapters
 from zerotune.decisions import Decision, announce, render_decisions
 from zerotune.diffusion.activations import ActivationOffload
+from zerotune.diffusion.data import BucketStream
 from zerotune.diffusion.objective import FlowMatchingObjective
 from zerotune.diffusion.pretrained import Pretrained
 from zerotune.errors import CheckpointNotFiniteError, DataError, TrainingError
@@ -454,6 +455,8 @@ class Trainer(Closing, Readable):
     def explain(self) -> str:
         """What runs, verified, with every automatic choice."""
         parts = [self.engine.explain()]
+        if isinstance(self.stream, BucketStream) and (mixed := self.stream.explain()):
+            parts.append(mixed)
         if self.averages.shadows:
             parts.append(self.averages.explain())
         if self.decisions:

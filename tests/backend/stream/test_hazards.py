@@ -135,9 +135,9 @@ def test_gradients_of_a_few_units_wait_on_the_device(monkeypatch, run):
     land = steps.StreamedSteps._land
     complete = steps.StreamedSteps._complete
 
-    def slowly(self: Any, unit: Any, came: Any) -> None:
+    def slowly(self: Any, unit: Any, *came: Any) -> None:
         time.sleep(0.005)
-        land(self, unit, came)
+        land(self, unit, *came)
         under_way.discard(unit)
 
     def counted(self: Any, unit: Any) -> None:

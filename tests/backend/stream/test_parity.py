@@ -55,11 +55,12 @@ COMPILED = [
 
 
 def check(run: Run, *windows: int) -> None:
-    """Every bit, of each window."""
+    """Every bit, of each window, with as many buffers for gradients."""
     theirs = train(run)
     assert theirs["engine"] == "DeepSpeedEngine"
     for window in windows:
-        mine = train(run, streamed=Streaming(window=window), seed=window)
+        streamed = Streaming(window=window, gradient_buffers=window)
+        mine = train(run, streamed=streamed, seed=window)
         assert mine["engine"] == "StreamEngine"
         assert not differences(theirs, mine), window
         counts = mine["counts"]

@@ -38,7 +38,7 @@ pytestmark = pytest.mark.deepspeed
 CLIPPED = Run(family="web", accumulation=3, steps=4, evaluate=True)
 EAGER = Run(family="web", checkpointing="on", clipping=0.0, steps=4)
 ADAPTERS = Run(family="flux", lora=True, checkpointing="on", steps=4)
-STREAMED = Streaming(window=2)
+STREAMED = Streaming(window=2, gradient_buffers=2)
 
 
 def rank() -> int:

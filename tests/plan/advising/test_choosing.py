@@ -259,9 +259,9 @@ def test_where_only_streamed_weights_fit_the_error_says_so():
     advice = flux_on("192GiB", streamed=True)
     assert advice.chosen.title == STREAMED
     smaller = "AdamWBF16States"
-    with pytest.raises(NothingFitsError, match=f"fit: optimizer='{smaller}' and streamed=True"):
+    with pytest.raises(NothingFitsError, match=f"fit: optimizer='{smaller}', streamed=True"):
         flux_on("150GiB")
-    with pytest.raises(NothingFitsError, match=f"fit: optimizer='{smaller}' and streamed=True"):
+    with pytest.raises(NothingFitsError, match=f"fit: optimizer='{smaller}', streamed=True"):
         flux_on("150GiB", streamed=True)
     assert flux_on("150GiB", streamed=True, optimizer=smaller).chosen.title == STREAMED
     with pytest.raises(NothingFitsError) as caught:
@@ -288,6 +288,25 @@ def test_lean_states_make_large_models_fit(model, ram, optimizer):
     assert DeepSpeedPlan.advise(model, streamed=True, **asked).streamed is not None
     with pytest.raises(NothingFitsError, match="streamed weights fit"):
         DeepSpeedPlan.advise(model, **asked)
+
+
+@pytest.mark.parametrize(
+    ("model", "optimizer", "ram"),
+    [("flux", "AdamWBF16States", "110GiB"), ("qwen-image", "AdamW8BitStates", "128GiB")],
+)
+def test_without_clipping_gradients_take_next_to_nothing_of_host_memory(model, optimizer, ram):
+    asked = {"vram": "24GiB", "ram": ram, "precision": "bf16", "optimizer": optimizer}
+    with pytest.raises(NothingFitsError, match="streamed weights fit") as caught:
+        DeepSpeedPlan.advise(model, streamed=True, **asked)
+    if model == "qwen-image":
+        assert "fit: gradient_clipping=0, streamed=True" in caught.value.fix
+    advice = DeepSpeedPlan.advise(model, streamed=True, gradient_clipping=0, **asked)
+    assert advice.chosen.time.schedule == "eager"
+    assert advice.streamed.gradient_buffers < len(advice.resolved.model.streamed.units) // 2
+    again = advice.plan.resolve(
+        platform=advice.resolved.platform, model=advice.resolved.model, streamed=advice.streamed
+    )
+    assert again.estimate(advice.estimate.workload).items == advice.estimate.items
 
 
 @pytest.mark.parametrize("options", [{"lora": 16, "base_dtype": "nf4"}, {"optimizer": "Lion"}])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from zerotune.errors import InvalidValueError, UnresolvedPlanError
 from zerotune.plan.families import family
 from zerotune.plan.families.__init__ import as_facts
-from zerotune.plan.memory.estimate import Workload, power_of_two, sides
+from zerotune.plan.memory.estimate import Workload, power_of_two, sides, with_gradients_kept
 from zerotune.plan.model import (
     ActivationCost,
     ActivationFacts,
@@ -412,6 +412,52 @@ def test_lean_states_of_streamed_weights_are_priced(optimizer, split_masters, nb
     names = ("weights", "gradients", "master weights", "optimizer states")
     found = sum(i.nbytes for i in items if i.place == "host" and i.component in names)
     assert found == pytest.approx(nbytes * (5 * 2048 + 256))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "split_masters", "nbytes"),
+    [("AdamW", False, 14), ("AdamW", True, 12), ("AdamWBF16States", True, 8),
+     ("AdamW8BitStates", True, 6 + 2 * 4 / 256)],
+)  # fmt: skip
+def test_steps_in_the_backward_pass_need_a_few_buffers_for_gradients(
+    optimizer, split_masters, nbytes
+):
+    plan = DeepSpeedPlan.build(
+        stage=2, offload="cpu", precision="bf16", gradient_clipping=0.0,
+        optimizer={"type": optimizer, "params": {}},
+    )  # fmt: skip
+    model = blocks_of([2048] * 50, 256)
+
+    def held(**changes):
+        resolved = attrs.evolve(plan, **changes).resolve(
+            platform=CUDA, model=model, streamed=Streaming(split_masters=split_masters)
+        )
+        items = resolved.estimate(Workload(exact_pinning=True)).items
+        names = ("weights", "gradients", "master weights", "optimizer states")
+        return sum(i.nbytes for i in items if i.place == "host" and i.component in names)
+
+    count = 50 * 2048 + 256
+    buffers = 2 * (6 * 2048 + 256)
+    assert held() == pytest.approx(nbytes * count + buffers)
+    for changes in ({"gradient_clipping": 1.0}, {"gradient_accumulation_steps": 2}):
+        assert held(**changes) == pytest.approx((nbytes + 2) * count)
+
+
+def test_there_are_as_many_buffers_for_gradients_as_hide_passes_and_fit():
+    plan = DeepSpeedPlan.build(stage=2, offload="cpu", precision="bf16", gradient_clipping=0.0)
+    resolved = plan.resolve(platform=CUDA, model=blocks_of([2**20] * 40, 256), streamed=True)
+    estimate = resolved.estimate(Workload(exact_pinning=True))
+    # 2 that come and are stepped, and a quarter of the units; each is of 2 MiB.
+    for room, buffers in ((2**30, 12), (0, 6), (2 * 2**21, 8), (2**21 - 1, 6), (-(2**30), 3)):
+        kept = with_gradients_kept(estimate, estimate.host + room)
+        assert kept.streamed.gradient_buffers == buffers
+        assert kept.decisions[-1].key == "streamed.gradient_buffers"
+        if room >= 0:
+            assert kept.estimate(Workload(exact_pinning=True)).host <= estimate.host + room
+    clipped = plan.build(stage=2, offload="cpu", precision="bf16").resolve(
+        platform=CUDA, model=resolved.model, streamed=True
+    )
+    assert with_gradients_kept(clipped.estimate(Workload()), 2**40) is clipped
 
 
 def test_of_adapters_the_frozen_base_is_streamed():

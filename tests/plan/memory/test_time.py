@@ -21,7 +21,7 @@ from zerotune.plan.memory.time import (
     step_traffic,
     store_rates,
 )
-from zerotune.plan.model import DeepSpeedPlan
+from zerotune.plan.model import DeepSpeedPlan, Streaming
 from zerotune.platform import Platform
 
 GIB = 2**30
@@ -129,6 +129,23 @@ def test_a_step_is_as_long_as_its_lanes_take_by_hand(parts, micro_batches, expec
         assert attrs.evolve(time, schedule=schedule).expected == pytest.approx(seconds)
 
 
+@pytest.mark.parametrize(
+    ("carried", "host", "expected"),
+    [
+        # Less than the backward pass takes; more, of which the forward pass hides what it may.
+        (0.25, 4.0, 9.0), (0.25, 8.0, 9.0), (0.25, 10.0, 10.5), (0.0, 10.0, 13.0),
+        # All that the forward pass has room for; nothing hides more.
+        (0.5, 10.0, 10.0), (0.25, 20.0, 20.0), (1.0, 20.0, 20.0),
+    ],
+)  # fmt: skip
+def test_few_buffers_for_gradients_leave_little_to_the_next_forward_by_hand(
+    carried, host, expected
+):
+    time = by_hand(*COMPUTED, ("optimizer", "host", host), carried=carried)
+    assert time.eager_seconds == pytest.approx(expected)
+    assert time.hidden_seconds == max(3.0, host) + 6.0
+
+
 SIMULATED = {
     # Seconds of 24 simulated blocks: forward, backward, weights once, gradients, host pass; then
     # what a streamer took that waits, that hides the pass, and that steps in the backward pass.
@@ -164,13 +181,16 @@ def test_streamed_weights_take_what_their_lanes_take(name, lora, batch, waits, s
         return built.resolve(platform=CUDA, model=facts, streamed=streamed).estimate(work)
 
     waiting = resolved(None, stage=3, offload_param="cpu").step_time(catalogued_rates(CUDA))
-    streamed = resolved(True, stage=2).step_time(catalogued_rates(CUDA))
+    roomy = Streaming(gradient_buffers=17)
+    streamed = resolved(roomy, stage=2).step_time(catalogued_rates(CUDA))
     assert streamed.schedule == "eager"
     # They took two thirds of a backward pass for one that leaves out the frozen weights'.
     assert waiting.seconds == pytest.approx(waits, rel=0.1)
     assert streamed.expected == pytest.approx(streams, rel=0.01 if lora is None else 0.15)
     clipped = attrs.evolve(streamed, schedule="hidden")
     assert clipped.expected >= streamed.expected
+    few = resolved(True, stage=2).step_time(catalogued_rates(CUDA))
+    assert streamed.expected <= few.expected <= clipped.expected
 
 
 def test_an_optimizer_hides_behind_the_next_forward_alone():

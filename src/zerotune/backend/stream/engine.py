@@ -47,6 +47,7 @@ from zerotune.backend.step.kernel import load_host_step
 from zerotune.backend.step.pending import Awaited
 from zerotune.backend.stored import bring_weights
 from zerotune.backend.stream.flat import FlatOrder
+from zerotune.backend.stream.gradients import GradientPool, Gradients, GradientsOfAll
 from zerotune.backend.stream.lanes import Lane
 from zerotune.backend.stream.layout import StreamLayout
 from zerotune.backend.stream.memory import HostMemory
@@ -58,6 +59,7 @@ from zerotune.backend.stream.weights import StreamedWeight, release_weight, stre
 from zerotune.decisions import Decision, announce
 from zerotune.errors import EngineError, OptimizerError, PlatformError
 from zerotune.optimizers.catalogue import OPTIMIZERS, entry_of
+from zerotune.plan.memory.estimate import gradient_buffers
 from zerotune.plan.model import ModelFacts, ResolvedPlan, Streaming, pins
 from zerotune.plan.resolve import streaming_obstacle
 
@@ -169,6 +171,7 @@ class StreamEngine(CountingEngine):
             order=self._order,
             adam=self._adam,
             op=op,
+            gradients=self._make_gradients(trained),
             lane=self._lanes[1],
             clipping=self._plan.gradient_clipping,
             spare=streams is not None,
@@ -196,6 +199,20 @@ class StreamEngine(CountingEngine):
 
     def _make_steps(self, *, spare: bool, **steps: Any) -> StreamedSteps:
         return StreamedSteps(passes=Passes(op=steps["op"], spare=spare), **steps)
+
+    def _make_gradients(self, trained: list[Unit]) -> Gradients:
+        sizes = [unit.nbytes for unit in trained if not unit.resident]
+        buffers, reason = gradient_buffers(self._plan, sizes)
+        size = buffers * max(sizes, default=0) or sum(unit.nbytes for unit in trained)
+        self._kept_gradients = Decision(
+            key=f"{KEY}.gradients",
+            before=None,
+            after=f"{buffers or 'all'} units at a time, {format_size(size)} of host memory",
+            reason=reason,
+        )
+        if not buffers:
+            return GradientsOfAll(trained, memory=self._memory)
+        return GradientPool(trained, count=buffers, memory=self._memory)
 
     @property
     def _streaming(self) -> Streaming:
@@ -390,7 +407,7 @@ class StreamEngine(CountingEngine):
             reason=f"each unit comes before it is used and is stepped {eager}; {bits}",
         )
         if not split:
-            return (where,)
+            return where, self._kept_gradients
         kept = Decision(
             key=f"{KEY}.split_masters",
             before="fp32",
@@ -399,7 +416,7 @@ class StreamEngine(CountingEngine):
             "131,072 weights on average, halfway between two bf16 numbers and rounded up, becomes "
             "one unit in its last place more at each step",
         )
-        return where, kept
+        return where, self._kept_gradients, kept
 
     @override
     def _checks(self) -> Checks:

@@ -61,18 +61,22 @@ class UnitPass:
 
     @property
     def is_ready(self) -> bool:
-        """Whether its gradients are on the host."""
-        return self._landed is None or self._landed.is_done
+        """Whether its gradients are on the host, and what it writes has been read.
+
+        So the thread that takes passes waits for no other lane, which might wait for a pass.
+        """
+        return all(copy is None or copy.is_done for copy in (self._landed, self._reading))
 
     @property
     def is_complete(self) -> bool:
         """Whether it is written, and every average has it."""
         return self.written.done() and self._followed == len(self.averages)
 
-    def when_landed(self, call: Callable[[], None]) -> None:
-        """Call once its gradients are on the host."""
-        if self._landed is not None:
-            self._landed.when_done(call)
+    def when_ready(self, call: Callable[[], None]) -> None:
+        """Call whenever something that it waits for has come."""
+        for copy in (self._landed, self._reading):
+            if copy is not None:
+                copy.when_done(call)
 
     @torch.no_grad()
     def take(self) -> None:
@@ -159,7 +163,7 @@ class Passes:
             self._newest.append(unit_pass)
             if self._error is not None:
                 unit_pass.written.set_exception(self._error)
-        unit_pass.when_landed(self._signal)
+        unit_pass.when_ready(self._signal)
         self._signal()
 
     def hurry(self, unit: Unit) -> None:

@@ -33,7 +33,7 @@ from zerotune.backend.stream.sharing import (
     SharedHostMemory,
     WrittenByAll,
 )
-from zerotune.backend.stream.steps import StreamedSteps
+from zerotune.backend.stream.steps import StreamedSteps, Window
 from zerotune.backend.stream.units import Unit
 from zerotune.decisions import Decision
 from zerotune.plan.model import ResolvedPlan
@@ -73,7 +73,7 @@ class SharedSteps(StreamedSteps):
         """Of the step under way; dropped ones count too."""
 
     @override
-    def _land(self, unit: Unit, came: Mapping[int, torch.Tensor]) -> None:
+    def _land(self, unit: Unit, came: Mapping[int, torch.Tensor], window: Window) -> None:
         stage = self._meeting.stage(unit)
         for index, gradient in came.items():
             target = stage[unit.members[index].span]
@@ -82,27 +82,27 @@ class SharedSteps(StreamedSteps):
             target.copy_(mean, non_blocking=target.is_pinned())
 
     @override
-    def _take_squares(self, unit: Unit, came: Mapping[int, torch.Tensor]) -> None:
-        window = self._windows[unit]
+    def _take_squares(self, unit: Unit, came: Mapping[int, torch.Tensor], window: Window) -> None:
         with self._meeting.failing():
             self._meeting.land(self._indices[unit], came)
             own: dict[tuple[int, int], float] = {}
             for index in self._parts[unit].keys() & came.keys():
-                self._add_up(unit, index, more=index in window.on_host)
-                own |= {(index, rank): square for rank, square in self._squares(unit, index)}
+                self._add_up(unit, index, window)
+                squares = self._squares(unit, index, window)
+                own |= {(index, rank): square for rank, square in squares}
             window.on_host.update(came)
             window.squares.update(self._meeting.add_squares(own, came))
 
-    def _add_up(self, unit: Unit, index: int, *, more: bool) -> None:
-        """Bring this rank's part of a gradient together; ``more``: to that of earlier batches."""
+    def _add_up(self, unit: Unit, index: int, window: Window) -> None:
+        """Bring this rank's part of a gradient together, and to that of earlier micro batches."""
         _, part = self._parts[unit][index]
         start = part.member.span.start
         place = slice(start + part.span.start, start + part.span.stop)
         first, *others = (stage[place] for stage in self._meeting.stages(unit))
         for other in others:
             first.add_(other)
-        gradient = self._gradient(unit, index)
-        if more:
+        gradient = self._gradient(unit, index, window)
+        if index in window.on_host:
             gradient.add_(first)
         else:
             gradient.copy_(first)
@@ -228,7 +228,7 @@ def why_not_together(
         timeout_s: Seconds after which a collective gives up.
     """
     with ExitStack() as resources:
-        _, group = join(plan, resources, timeout_s=timeout_s)
+        _, group = join(plan.platform, resources, timeout_s=timeout_s)
         check_alike(plan, model, group)
         found = group.gather((obstacle, ProcessIdentity.current()), purpose="look at each other")
         apart = group.any(not all(process.visible() for _, process in found))

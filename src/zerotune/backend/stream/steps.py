@@ -25,6 +25,7 @@ from zerotune.backend.step.kernel import HostStepOp
 from zerotune.backend.step.masters import SplitMasters
 from zerotune.backend.step.pending import hold, release
 from zerotune.backend.stream.flat import FlatOrder
+from zerotune.backend.stream.gradients import Gradients, Place
 from zerotune.backend.stream.lanes import Copy, Lane
 from zerotune.backend.stream.passes import Passes, UnitPass
 from zerotune.backend.stream.residency import Residency
@@ -34,9 +35,11 @@ from zerotune.plan.memory.estimate import GRADIENTS_UNDER_WAY
 
 
 @attrs.define(eq=False, kw_only=True)
-class _Window:
+class Window:
     """The gradients of a unit since the last step."""
 
+    place: Place | None = None
+    """Where they lie in host memory."""
     came: dict[int, torch.Tensor] = attrs.field(factory=dict)
     """By the member's index, of the micro batch under way."""
     landed: Copy | None = None
@@ -69,6 +72,7 @@ class StreamedSteps:
         order: Of the parameters at ZeRO-2, by which it adds up their norms.
         adam: An Adam that ``stepper_of`` knows, over the keys of the units' slabs.
         op: The compiled functions.
+        gradients: Where they lie in host memory.
         lane: Copies from the device.
         passes: Takes the passes.
         clipping: Largest norm of the gradient; 0: off, so that passes begin in the backward pass.
@@ -81,14 +85,15 @@ class StreamedSteps:
         order: FlatOrder,
         adam: Any,
         op: HostStepOp,
+        gradients: Gradients,
         lane: Lane,
         passes: Passes,
         clipping: float,
     ) -> None:
-        self._units, self._adam, self._op = units, adam, op
+        self._units, self._adam, self._op, self._gradients = units, adam, op, gradients
         self._lane, self.passes, self._clipping = lane, passes, clipping
         self._stepper = stepper_of(adam)(op=op, adam=adam)
-        self._windows = {unit: _Window() for unit in units}
+        self._windows = {unit: Window() for unit in units}
         places = {m.name: (u, i) for u in units for i, m in enumerate(u.members)}
         self._order = [[places[name] for name in group] for group in order.groups]
         self._flat_order = order
@@ -155,20 +160,22 @@ class StreamedSteps:
         self.residency.close_calls(unit)
         window = self._windows[unit]
         came, window.came = window.came, {}
+        if window.place is None:
+            window.place = self._gradients.take(unit)
         window.landed = self._lane.submit(
-            partial(self._land, unit, came), then=partial(self._take_squares, unit, came)
+            partial(self._land, unit, came, window),
+            then=partial(self._take_squares, unit, came, window),
         )
         self._leaving.append(window.landed)
+        if self.is_eager and self._is_last:
+            self._begin(unit, factor=1.0)
         if len(self._leaving) > GRADIENTS_UNDER_WAY:
             # The host runs ahead of the device, which has no room for the gradients of all units.
             self._leaving.popleft().finish()
-        if self.is_eager and self._is_last:
-            self._begin(unit, factor=1.0)
 
-    def _land(self, unit: Unit, came: Mapping[int, torch.Tensor]) -> None:
-        window = self._windows[unit]
+    def _land(self, unit: Unit, came: Mapping[int, torch.Tensor], window: Window) -> None:
         for index, gradient in came.items():
-            target, source = self._gradient(unit, index), gradient.reshape(-1)
+            target, source = self._gradient(unit, index, window), gradient.reshape(-1)
             if index not in window.on_host:
                 target.copy_(source, non_blocking=target.is_pinned())
             elif source.device == target.device:
@@ -178,22 +185,21 @@ class StreamedSteps:
                 source = source + target.to(source.device, non_blocking=target.is_pinned())
                 target.copy_(source, non_blocking=target.is_pinned())
 
-    def _take_squares(self, unit: Unit, came: Mapping[int, torch.Tensor]) -> None:
-        window = self._windows[unit]
+    def _take_squares(self, unit: Unit, came: Mapping[int, torch.Tensor], window: Window) -> None:
         window.on_host.update(came)
         for index in came:
-            for rank, square in self._squares(unit, index):
+            for rank, square in self._squares(unit, index, window):
                 window.squares[index, rank] = square
 
-    def _squares(self, unit: Unit, index: int) -> Iterator[tuple[int, float]]:
+    def _squares(self, unit: Unit, index: int, window: Window) -> Iterator[tuple[int, float]]:
         """Sums of squares of a gradient in host memory, by the rank that has it at ZeRO-2."""
         slab, part = self._parts[unit][index]
         for rank, fragment in part.fragments:
-            yield rank, self._op.take(slab.gradient[fragment])
+            yield rank, self._op.take(cast(Place, window.place).slabs[slab][fragment])
 
-    def _gradient(self, unit: Unit, index: int) -> torch.Tensor:
+    def _gradient(self, unit: Unit, index: int, window: Window) -> torch.Tensor:
         slab, part = self._parts[unit][index]
-        return slab.gradient[part.place]
+        return cast(Place, window.place).slabs[slab][part.place]
 
     def end_backward(self) -> None:
         """Every gradient of this micro batch has come."""
@@ -241,7 +247,10 @@ class StreamedSteps:
 
     def forget_all(self) -> None:
         """Begin a window anew, whatever was done with the last one."""
-        self._windows = {unit: _Window() for unit in self._units}
+        for window in self._windows.values():
+            if window.place is not None and not window.taken:
+                self._gradients.give_back(window.place)
+        self._windows = {unit: Window() for unit in self._units}
         self._under_way, self._tally = False, _Tally()
         self._expected, self._moved, self.is_spoiled = [], [], False
 
@@ -299,7 +308,7 @@ class StreamedSteps:
         for unit in sorted(self._units, key=lambda each: ranks.get(each, 0)):
             if not self._windows[unit].taken:
                 self._begin(unit, factor=factor, rank=ranks.get(unit, 0))
-            self._windows[unit] = _Window()
+            self._windows[unit] = Window()
             if unit.resident:
                 self._hold(unit)
         self._under_way, self._tally = False, _Tally()
@@ -320,6 +329,7 @@ class StreamedSteps:
 
     def _begin(self, unit: Unit, *, factor: float, rank: int | None = None) -> None:
         window = self._windows[unit]
+        place = window.place = window.place or self._gradients.take(unit)
         window.taken = True
         if not self._under_way:
             self.passes.begin_step()
@@ -330,7 +340,7 @@ class StreamedSteps:
         for slab in unit.slabs:
             step = self._stepper.begin(
                 slab.key,
-                gradient=slab.gradient,
+                gradient=place.slabs[slab],
                 group=groups[slab.group],
                 factor=factor,
                 out=None if isinstance(slab.masters, SplitMasters) else unit.host.data[slab.span],
@@ -341,13 +351,16 @@ class StreamedSteps:
                 ],
             )
             steps.append((slab, step))
+        written = self._to_be_written(unit)
+        # Also where it fails, so that nobody waits for what will not come.
+        written.add_done_callback(lambda _: self._gradients.give_back(place))
         unit_pass = UnitPass(
             unit=unit,
             steps=steps,
             averages=self.passes.averages,
             check=partial(self._check, unit, window, self._tally),
             landed=window.landed,
-            written=self._to_be_written(unit),
+            written=written,
             views=_views_of(unit) - views,
             rank=self._units.index(unit) if rank is None else rank,
         )
@@ -357,11 +370,11 @@ class StreamedSteps:
         """What is done once the next pass has written a unit."""
         return Future()
 
-    def _check(self, unit: Unit, window: _Window, tally: _Tally) -> bool:
+    def _check(self, unit: Unit, window: Window, tally: _Tally) -> bool:
         """Clear the gradients that nobody gave; whether the unit may be stepped with the others."""
         for index in self._parts[unit]:
             if index not in window.on_host:
-                self._gradient(unit, index).zero_()
+                self._gradient(unit, index, window).zero_()
         tally.is_finite = tally.is_finite and all(map(math.isfinite, window.squares.values()))
         tally.stepped += tally.is_finite
         return tally.is_finite

@@ -88,8 +88,23 @@ class UnitSlab:
     """Flat, what the optimizer's groups hold: the fp32 weights, or their low halves."""
     masters: Masters
     """The fp32 weights."""
-    gradient: torch.Tensor
-    """Flat, in host memory, in the dtype of the weights."""
+    dtype: torch.dtype
+    """Of the weights, and of their gradients."""
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return int(self.span.stop - self.span.start)
+
+    def gaps(self) -> Iterator[slice]:
+        """Elements of no parameter."""
+        at = 0
+        for part in self.parts:
+            if at < part.offset:
+                yield slice(at, part.offset)
+            at = part.place.stop
+        if at < self.numel:
+            yield slice(at, self.numel)
 
 
 class Unit:
@@ -160,7 +175,7 @@ class Unit:
                 parts=tuple(_parts(members, span, order)),
                 key=key,
                 masters=masters,
-                gradient=memory.zeros(span.stop - span.start, self.host.dtype),
+                dtype=self.host.dtype,
             )
 
     @property

@@ -6,7 +6,7 @@ The formulas were read in DeepSpeed 0.19.8 and measured; each group of them says
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, Literal, TypedDict, get_args
 
@@ -888,6 +888,71 @@ GRADIENTS_UNDER_WAY: Final = 2
 """Units whose gradients are on their way to the host, beside the one whose gradients come."""
 
 
+def gradient_buffers(resolved: ResolvedPlan, sizes: Collection[int]) -> tuple[int, str]:
+    """How many buffers streamed units have in turn for gradients in host memory, and why.
+
+    Args:
+        resolved: The plan.
+        sizes: Of the gradients of each streamed unit.
+
+    Returns:
+        0 where each unit has one of its own.
+    """
+    count = (resolved.streaming or Streaming()).gradient_buffers
+    obstacles = {
+        "no pass begins before the norm of all of them is known": resolved.gradient_clipping > 0,
+        "those of all micro batches are added up there": resolved.gradient_accumulation_steps > 1,
+        f"{count} buffers of the largest unit would take as much": (
+            count * max(sizes, default=0) >= sum(sizes)
+        ),
+    }
+    stay = next((reason for reason, holds in obstacles.items() if holds), None)
+    if stay is not None:
+        return 0, stay
+    return count, "each unit is stepped in the backward pass, and gives its buffer back"
+
+
+_LEAST_BUFFERS: Final = 3
+"""With fewer, gradients that come wait for passes."""
+BUFFERS_IN_BACKWARD: Final = 2
+"""Buffers whose gradients come, or are stepped, while the backward pass goes on."""
+_LEFT: Final = 4
+"""One of so many units' passes is left to the next forward pass at most: it takes no less than that
+share of both passes."""
+
+
+def with_gradients_kept(estimate: MemoryEstimate, usable: int) -> ResolvedPlan:
+    """A plan that streams weights, with as many buffers for gradients as there is room and use for.
+
+    Args:
+        estimate: Of the plan, whatever it keeps.
+        usable: Bytes of host memory for each rank.
+    """
+    resolved = estimate.resolved
+    if resolved.model is None or resolved.streaming is None:
+        return resolved
+    case = Costing(resolved=resolved, model=resolved.model, workload=estimate.workload)
+    units = case.streamed.trained
+    buffers, _ = gradient_buffers(resolved, units)
+    if not buffers:
+        return resolved
+    room = (usable - estimate.host) // math.ceil(case.element * max(units) / case.ranks)
+    useful = BUFFERS_IN_BACKWARD + math.ceil(len(units) / _LEFT)
+    kept = min(max(buffers + room, _LEAST_BUFFERS), max(useful, _LEAST_BUFFERS))
+    decision = Decision(
+        key="streamed.gradient_buffers",
+        before=buffers,
+        after=kept,
+        reason=f"host memory has {format_size(usable)} for a rank; passes of more than "
+        f"{useful} of {len(units)} units would not be left to the next forward pass",
+    )
+    return attrs.evolve(
+        resolved,
+        streamed=attrs.evolve(resolved.streaming, gradient_buffers=kept),
+        decisions=(*resolved.decisions, decision),
+    )
+
+
 def streamed(case: Costing) -> Iterator[MemoryItem]:
     """Units pass through the device; their weights, masters and states lie in host memory."""
     units, element, precision = case.streamed, case.element, case.resolved.precision
@@ -933,6 +998,16 @@ def with_units_kept(estimate: MemoryEstimate, usable: int) -> ResolvedPlan:
     )
 
 
+def _gradients_at_a_time(case: Costing) -> tuple[list[int], str]:
+    """Elements of the gradients in host memory, block by block, and what they are."""
+    units, note = case.streamed, _share_of(case, case.resolved.precision)
+    buffers, _ = gradient_buffers(case.resolved, units.trained)
+    if not buffers:
+        return [*units.trained, units.resident_trained], note
+    note += f", {buffers} buffers that units have in turn"
+    return [*([max(units.trained)] * buffers), units.resident_trained], note
+
+
 def _streamed_on_host(case: Costing, blocks: list[int]) -> Iterator[MemoryItem]:
     zero, units, element = case.resolved.plan.zero_optimization, case.streamed, case.element
     pin = zero is not None and pins(zero.offload_optimizer) and not case.on_cpu
@@ -951,7 +1026,7 @@ def _streamed_on_host(case: Costing, blocks: list[int]) -> Iterator[MemoryItem]:
         note = "the largest unit's gradients, which all ranks add up"
         yield case.item("staging", "host", element * max(units.trained, default=0), note=note)
     yield locked("weights", blocks, _share_of(case, case.resolved.precision))
-    yield locked("gradients", trained, _share_of(case, case.resolved.precision))
+    yield locked("gradients", *_gradients_at_a_time(case))
     master, note = (2, "their low halves") if case.splits_masters else (4, "fp32")
     yield case.item("master weights", "host", master * count, note=_share_of(case, note))
     nbytes = case.state_bytes * case.states * count

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -12,7 +12,13 @@ import attrs
 from zerotune._util.environment import user_cache
 from zerotune._util.text import is_number, json_of
 from zerotune.errors import InvalidValueError
-from zerotune.plan.memory.estimate import Costing, MemoryEstimate, offloads_activations
+from zerotune.plan.memory.estimate import (
+    BUFFERS_IN_BACKWARD,
+    Costing,
+    MemoryEstimate,
+    gradient_buffers,
+    offloads_activations,
+)
 from zerotune.plan.model import ArithmeticFacts, PassWork
 
 if TYPE_CHECKING:
@@ -573,19 +579,18 @@ class TimePart:
 class _Stretch:
     """A part of the passes, one after the other, and what runs beside all of it."""
 
-    phases: tuple[StepPhase, ...]
-    share: float = 1.0
-    """Of these phases."""
-    beside: tuple[StepPhase, ...] = ()
+    passes: Mapping[StepPhase, float]
+    """Shares of them."""
+    beside: Mapping[StepPhase, float] = attrs.field(factory=dict)
+    """Likewise."""
 
     def seconds(self, lanes: Mapping[StepPhase, Mapping[Lane, float]]) -> float:
-        """How long it takes: as its phases one by one, or as the lane that has most to do."""
-        one_by_one = sum(self.share * max(lanes[phase].values()) for phase in self.phases)
+        """How long it takes: as its passes one by one, or as the lane that has most to do."""
+        one_by_one = sum(share * max(lanes[one].values()) for one, share in self.passes.items())
         total: dict[Lane, float] = {}
-        for share, phases in ((self.share, self.phases), (1.0, self.beside)):
-            for phase in phases:
-                for lane, seconds in lanes[phase].items():
-                    total[lane] = total.get(lane, 0.0) + share * seconds
+        for phase, share in (*self.passes.items(), *self.beside.items()):
+            for lane, seconds in lanes[phase].items():
+                total[lane] = total.get(lane, 0.0) + share * seconds
         return max(one_by_one, *total.values())
 
 
@@ -602,6 +607,9 @@ class StepTime:
     """When the plan's optimizer works."""
     micro_batches: int = 1
     """Forward passes of a step; the optimizer works beside one of them."""
+    carried: float = 1.0
+    """Share of the optimizer's work that steps in the backward pass can leave to the next forward
+    pass: of units whose gradients may wait in host memory."""
 
     @property
     def phases(self) -> dict[str, float]:
@@ -625,14 +633,29 @@ class StepTime:
         on_host = any(lane in ("host", "disk") for lane in lanes.get("optimizer", ()))
         if schedule == "in turn" or not on_host:
             return sum(self.phases.values())
-        first, after = 1 / self.micro_batches, tuple(phase for phase in _AFTER if phase in lanes)
-        beside = _PASSES if schedule == "eager" else _PASSES[:1]
+        first, after = 1 / self.micro_batches, [phase for phase in _AFTER if phase in lanes]
         found = {phase: lanes.get(phase) or {"device": 0.0} for phase in (*_PASSES, *after)}
-        stretches = [_Stretch(phases=beside, share=first, beside=after)]
-        for phase in _PASSES:
-            share = 1 - first if phase in beside else 1.0
-            stretches.append(_Stretch(phases=(phase,), share=share))
+        if schedule == "eager" and self.carried < 1:
+            stretches = self._with_little_carried(found, after)
+        else:
+            beside = _PASSES if schedule == "eager" else _PASSES[:1]
+            hiding = _Stretch(passes=dict.fromkeys(beside, first), beside=dict.fromkeys(after, 1.0))
+            rest = ((one, 1 - first if one in beside else 1.0) for one in _PASSES)
+            stretches = [hiding, *(_Stretch(passes={one: share}) for one, share in rest)]
         return sum(stretch.seconds(found) for stretch in stretches)
+
+    def _with_little_carried(
+        self, lanes: Mapping[StepPhase, Mapping[Lane, float]], after: Iterable[StepPhase]
+    ) -> list[_Stretch]:
+        """Passes beside the backward pass, and beside the next forward pass as many as may be."""
+        forward = lanes["forward"]
+        free = max(forward.values()) - forward.get("host", 0.0)
+        needed = sum(lanes[phase].get("host", 0.0) for phase in after)
+        left = min(self.carried, free / needed) if needed else 0.0
+        return [
+            _Stretch(passes={"forward": 1.0}, beside=dict.fromkeys(after, left)),
+            _Stretch(passes={"backward": 1.0}, beside=dict.fromkeys(after, 1 - left)),
+        ]
 
     @property
     def seconds(self) -> float:
@@ -704,7 +727,18 @@ def step_time(estimate: MemoryEstimate, rates: Rates) -> StepTime | None:
         notes=notes,
         schedule=_schedule(case),
         micro_batches=case.resolved.gradient_accumulation_steps,
+        carried=_carried(case),
     )
+
+
+def _carried(case: Costing) -> float:
+    """The share that ``StepTime.carried`` is, clipping switched off."""
+    plan = attrs.evolve(case.resolved.plan, gradient_clipping=0.0)
+    unclipped, units = attrs.evolve(case.resolved, plan=plan), case.streamed.trained
+    buffers, _ = gradient_buffers(unclipped, units)
+    if not buffers or case.streaming is None:
+        return 1.0
+    return max(0, buffers - BUFFERS_IN_BACKWARD) / len(units)
 
 
 def _schedule(case: Costing) -> Schedule:

@@ -1,0 +1,136 @@
+"""Units have a few buffers for gradients in turn, where steps begin in the backward pass."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import attrs
+import pytest
+import torch
+
+from tests.backend.stream.streaming import (
+    Run,
+    Web,
+    advance,
+    differences,
+    make_model,
+    start,
+    train,
+)
+from tests.support.ranks import ranks
+from zerotune.backend.stream import passes
+from zerotune.backend.stream.flat import FlatOrder
+from zerotune.backend.stream.gradients import GradientPool, GradientsOfAll
+from zerotune.backend.stream.memory import HostMemory
+from zerotune.backend.stream.units import find_units, make_units
+from zerotune.plan.model import Streaming
+
+# DeepSpeed keeps for the whole process what its first engine made.
+pytestmark = [pytest.mark.deepspeed, ranks(1)]
+
+EAGER = Run(family="web", checkpointing="on", clipping=0.0, groups=True, steps=4)
+
+
+ONE = Streaming(window=2, gradient_buffers=1)
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({}, None),
+        ({"clipping": 1.0}, "the norm of all of them"),
+        ({"accumulation": 2}, "micro batches are added up"),
+        ({"family": "qwen"}, "would take as much"),
+    ],
+    ids=str,
+)
+def test_units_have_buffers_in_turn_only_where_passes_give_them_back(changed, reason):
+    run = attrs.evolve(EAGER, **changed)
+    with start(run, make_model(run), streamed=Streaming(gradient_buffers=4)) as engine:
+        kind = GradientPool if reason is None else GradientsOfAll
+        assert type(engine._steps._gradients) is kind
+        (said,) = [each for each in engine.decisions if each.key == "streamed.gradients"]
+    assert (reason or "gives its buffer back") in said.reason
+    assert said.after.startswith("4 units" if reason is None else "all units")
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_one_buffer_is_enough_whatever_is_late(seed):
+    mine = train(EAGER, streamed=ONE, seed=seed)
+    assert not differences(train(EAGER), mine)
+
+
+def test_nothing_of_another_unit_is_left_between_parameters():
+    """A block of 8-bit moments would take its scale from it."""
+    model = Web().bfloat16()
+    names = [name for name, _ in model.named_parameters()]
+    order = FlatOrder([names], sizes={n: p.numel() for n, p in model.named_parameters()})
+    memory = HostMemory(pin=False)
+    units, _ = make_units(
+        model, find_units(model), order=order, device=torch.device("cpu"), memory=memory
+    )
+    pool = GradientPool(units, count=1, memory=memory)
+    for unit in units:
+        place = pool.take(unit)
+        for slab, gradient in place.slabs.items():
+            for part in slab.parts:
+                assert gradient[part.place].numel() == part.member.parameter.numel()
+                gradient[part.place] = 0.0
+            assert not gradient.any()
+            gradient.fill_(1.0)
+        pool.give_back(place)
+
+
+def test_a_buffer_that_is_given_back_before_its_pass_is_over_is_seen(monkeypatch):
+    good = train(EAGER, streamed=ONE)
+    take, original = passes.UnitPass.take, GradientPool.take
+
+    def slow(self: Any) -> None:
+        time.sleep(0.01)
+        take(self)
+
+    def lent_twice(self: Any, unit: Any) -> Any:
+        place = original(self, unit)
+        if place.buffer is not None:
+            self._free.put(place.buffer)
+        return place
+
+    monkeypatch.setattr(passes.UnitPass, "take", slow)
+    monkeypatch.setattr(GradientPool, "take", lent_twice)
+    assert differences(good, train(EAGER, streamed=ONE))
+
+
+def test_backward_waits_for_a_buffer_until_a_pass_is_over(monkeypatch):
+    held, most = set(), []
+    take, give_back, run = GradientPool.take, GradientPool.give_back, passes.UnitPass.take
+
+    def taken(self: Any, unit: Any) -> Any:
+        place = take(self, unit)
+        held.add(id(place)) if place.buffer is not None else None
+        most.append(len(held))
+        return place
+
+    def given(self: Any, place: Any) -> None:
+        held.discard(id(place))
+        give_back(self, place)
+
+    monkeypatch.setattr(GradientPool, "take", taken)
+    monkeypatch.setattr(GradientPool, "give_back", given)
+    monkeypatch.setattr(passes.UnitPass, "take", lambda each: (time.sleep(0.01), run(each)))
+    train(EAGER, streamed=Streaming(window=2, gradient_buffers=2))
+    assert max(most) == 2
+
+
+def fail(_: Any) -> None:
+    raise MemoryError("no more")
+
+
+def test_nobody_waits_for_buffers_of_passes_that_failed(monkeypatch):
+    engine = start(EAGER, make_model(EAGER), streamed=ONE)
+    advance(EAGER, engine, range(1))
+    monkeypatch.setattr(passes.UnitPass, "take", fail)
+    with pytest.raises(MemoryError):
+        advance(EAGER, engine, range(1, 3))
+    with pytest.raises(MemoryError):
+        engine.close()
