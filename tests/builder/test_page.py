@@ -869,3 +869,111 @@ SCHEMA = {
     "removed": [{"path": "elasticity", "reason": "DeepSpeed 0.19 removed elastic training"}],
 }  # fmt: skip
 """As the server would send it; the real one is tested where DeepSpeed may be imported."""
+
+
+def test_the_journey_of_sdxl_on_12_gib(page, place):
+    """From the card's name to a file that fits it, with the seconds of a step and their rates."""
+    page.tab.click("#fit-button")
+    page.tab.select_option("#fit-card", label="RTX 4070, 12 GiB")
+    assert page.tab.input_value("#fit-vram") == "12"
+    page.tab.click("#fit-do")
+    page.tab.wait_for_selector("#fit-results .candidate")
+    rates = "rates catalogued, RTX 4070 (12 GiB)"
+    assert rates in page.tab.locator("#fit-rates").text_content()
+    shown = page.tab.locator("#fit-results .candidate:visible .seconds b").all_text_contents()
+    assert shown
+    assert len(set(shown)) == len(shown), "the same seconds are said once"
+    page.tab.locator("#fit-results .candidate button").first.click()
+    page.settle()
+    assert page.tab.locator("#verdict").text_content() == "Runs and fits."
+    assert page.tab.locator("#time").text_content() == f"{shown[0]} per step, predicted; {rates}."
+    page.save_as("sdxl-12.json")
+    plan = DeepSpeedPlan.load(place / "sdxl-12.json")
+    assert (plan.stage, plan.offload_optimizer_device) == (2, "cpu")
+    # Another size is another card.
+    page.tab.fill("#setup-vram", "4")
+    page.settle()
+    assert page.tab.locator("#verdict").text_content() == "Runs, but does not fit: GPU."
+    assert page.tab.input_value("#setup-card") == '""'
+
+
+def test_the_journey_of_qwen_image_lora_on_24_gib(page):
+    """Nothing fits the whole model; the button trains adapters, as the template does."""
+    page.tab.click("#fit-button")
+    page.tab.select_option("#fit-family", label="Qwen-Image")
+    page.tab.fill("#fit-vram", "24")
+    page.tab.fill("#fit-ram", "32")
+    page.tab.press("#fit-ram", "Enter")
+    page.tab.get_by_role("button", name="Train adapters instead").click()
+    page.tab.wait_for_selector("#fit-results .candidate[data-fits=true]")
+    assert page.tab.input_value("#fit-lora") == "16"
+    assert page.tab.input_value("#fit-base-dtype") == '"nf4"'
+    page.tab.locator("#fit-results .candidate button").first.click()
+    page.settle()
+    assert page.tab.locator("#verdict").text_content() == "Runs and fits."
+    asked = page.config()
+    page.use_builtin_over("Qwen-Image LoRA of rank 16 on 24 GB")
+    assert page.tab.locator("#verdict").text_content() == "Runs and fits."
+    assert page.tab.input_value("#setup-base-dtype") == '"nf4"'
+    assert page.config()["zero_optimization"] == asked["zero_optimization"]
+    ram = page.tab.locator("#memory .bar-title", has_text="RAM").text_content()
+    assert float(ram.removeprefix("RAM").partition(" ")[0]) < 24, "the card holds it, not the RAM"
+
+
+SIX_MISTAKES = """{
+  "train_micro_batch_size_per_gpu": 1,
+  "gradient_cliping": 1.0,
+  "zero_optimization": {
+    "stage": 3,
+    "cpu_offload": true,
+    "offload_optimizer": {"device": "nvme", "nvme_path": "/swap"},
+    "overlap_com": true,
+  "optimizer": {"type": "Adamm", "params": {"lr": 0.0001}},
+  "elasticity": {"enabled": true},
+  "bf16": {"enabled": true}
+}
+"""
+
+
+def test_the_journey_of_a_file_with_six_mistakes(page, place):
+    """A missing brace is shown where it lacks; each of the others has a button."""
+    page.open_text(SIX_MISTAKES)
+    page.tab.locator("#open-error:has-text('Line 8, column 25')").wait_for()
+    start = page.tab.evaluate("document.querySelector('#open-text').selectionStart")
+    assert SIX_MISTAKES[:start].endswith('"overlap_com": true,')
+    page.tab.fill(
+        "#open-text", SIX_MISTAKES.replace('"overlap_com": true,', '"overlap_com": true},')
+    )
+    page.tab.click("#open-do")
+    page.tab.wait_for_selector("#open-dialog", state="hidden")
+    page.settle()
+    assert page.tab.locator("#counts").text_content() == "cannot run5 errors"
+    texts = page.tab.locator(".message[data-severity=error]").all_text_contents()
+    assert len(texts) == 5, "each once, at its field"
+    toast, output = (page.tab.locator(one).bounding_box() for one in ("#toast", "#results"))
+    assert output["y"] + output["height"] <= toast["y"], "the message covers nothing"
+    for name in (
+        "Rename to gradient_clipping, for gradient_cliping",
+        "Remove cpu_offload, for zero_optimization.cpu_offload",
+        "Rename to overlap_comm, for zero_optimization.overlap_com",
+        "Write Adam, for optimizer.type",
+        "Remove elasticity, for elasticity",
+    ):
+        page.tab.get_by_role("button", name=name, exact=True).click()
+        page.settle()
+    assert page.tab.locator(".message[data-severity=error]").count() == 0
+    assert page.tab.locator("#counts").text_content().startswith("does not fit")
+    page.tab.fill("#setup-nvme", "200")
+    page.settle()
+    assert page.tab.locator("#counts").text_content().startswith("runs and fits")
+    page.tab.click("#apply-button")
+    page.tab.wait_for_selector("#status[data-kind=good]:has-text('Applied')")
+    written = json.loads((place / "plan.json").read_text())
+    zero = written["zero_optimization"]
+    assert list(written) == [
+        *("train_micro_batch_size_per_gpu", "gradient_clipping", "zero_optimization"),
+        *("optimizer", "bf16"),
+    ]
+    assert list(zero) == ["stage", "offload_optimizer", "overlap_comm"]
+    assert written["gradient_clipping"] == 1.0
+    assert undo(page).startswith("Undone: ")

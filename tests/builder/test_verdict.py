@@ -124,9 +124,7 @@ class TestRepairs:
         found = understand(before, machines)
         offered = [
             (message, repair)
-            for message, each in zip(
-                found.messages, repairs(found, before, machines), strict=True
-            )
+            for message, each in zip(found.messages, repairs(found, before, machines), strict=True)
             for repair in each
         ]
         wrong = [one for one in found.messages if one.fix and one.severity != "note"]
