@@ -825,6 +825,57 @@ def test_nothing_is_cut_off_on_a_narrow_screen(chromium, address):
     context.close()
 
 
+def test_the_header_breaks_no_word(page):
+    """At every width, with *Apply* and as much to say as there can be; no summary is too small."""
+    page.tab.select_option("#optimizer-type", "Muon")
+    page.tab.fill("#setup-resolution", "large")
+    page.settle()
+    assert page.tab.locator("#counts .count").count() == 3
+    broken = {}
+    for width in (320, 390, 475, 640, 768, 939, 945, 950, 955, 960, 961, 1000, 1100, 1280, 1920):
+        page.tab.set_viewport_size({"width": width, "height": 700})
+        broken[width] = page.tab.evaluate(BROKEN)
+    assert not any(broken.values()), broken
+    small = page.tab.locator("summary").evaluate_all(
+        "all => all.filter((each) => each.checkVisibility() && each.offsetHeight < 24)"
+        ".map((each) => each.textContent)"
+    )
+    assert small == []
+
+
+BROKEN = """() => [...document.querySelectorAll(".bar :is(button, .count, h1)")]
+    .filter((each) => {
+        const range = document.createRange();
+        range.selectNodeContents(each);
+        const lines = new Set([...range.getClientRects()].filter((one) => one.width > 1)
+            .map((one) => Math.round((one.top + one.bottom) / 20)));
+        return lines.size > 1 || each.scrollWidth > each.clientWidth + 1 ||
+            each.getBoundingClientRect().right > innerWidth;
+    })
+    .map((each) => each.id || each.textContent)"""
+
+
+def test_the_first_stops_skip_to_the_form_and_to_the_results(page):
+    for words, target in (("Skip to the form", "form"), ("Skip to the results", "summary-title")):
+        link = page.tab.locator(".skip", has_text=words)
+        link.focus()
+        assert link.bounding_box()["x"] >= 0
+        page.tab.keyboard.press("Enter")
+        assert page.tab.evaluate("document.activeElement.id") == target
+
+
+def test_another_name_can_be_written_for_an_optimizer(page):
+    page.tab.select_option("#optimizer-type", "…")
+    assert page.tab.evaluate("document.activeElement.id") == "optimizer-name"
+    page.tab.fill("#optimizer-name", "FusedAdamW")
+    assert page.config()["optimizer"]["type"] == "FusedAdamW"
+    page.tab.fill("#optimizer-name", "OurOwn")
+    page.tab.locator("#optimizer-messages .message[data-severity=error]").wait_for()
+    page.tab.select_option("#optimizer-type", "Lion")
+    page.settle()
+    assert page.tab.locator("#optimizer-name").is_hidden()
+
+
 @pytest.mark.deepspeed
 def test_every_parameter_of_deepspeed_can_be_searched_and_set(page, address):
     page.tab.route("**/api/schema?*", lambda route: route.fulfill(json=SCHEMA))

@@ -19,7 +19,8 @@ from zerotune.builder.models import MODEL_NAMES, model_name
 from zerotune.errors import UNSET, ZeroTuneError
 from zerotune.optim import OPTIMIZERS, SCHEDULERS, Parameter
 from zerotune.optimizers.catalogue import BY_WORD
-from zerotune.plan.families import family_names, model_family
+from zerotune.plan import family_names
+from zerotune.plan.families import model_family
 from zerotune.plan.memory.time import CARDS
 from zerotune.plan.model import (
     REMOVED,
@@ -155,7 +156,8 @@ def _label_of(name: str) -> str:
 
 def _plain(doc: str) -> str:
     """A sentence of the documentation without its markup."""
-    return doc.replace("``", "").replace("ZeRO++: ", "")
+    plain = doc.replace("``", "").removeprefix("ZeRO++: ")
+    return f"{plain[:1].upper()}{plain[1:]}"
 
 
 def _setup_field(

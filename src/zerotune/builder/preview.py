@@ -32,13 +32,24 @@ from zerotune.decisions import Decision, worst_first
 from zerotune.errors import UNSET, InvalidValueError, NothingFitsError, ZeroTuneError
 from zerotune.optim import OPTIMIZERS, OptimizerResolver
 from zerotune.optim.capability import Situation, installed_packages, missing_package
-from zerotune.plan import AUTO, Candidate, DeepSpeedPlan, ResolvedPlan, RunFacts, plan_document
+from zerotune.plan import (
+    AUTO,
+    Candidate,
+    DeepSpeedPlan,
+    MemoryEstimate,
+    ModelFacts,
+    ResolvedPlan,
+    RuleContext,
+    RunFacts,
+    Workload,
+    family_names,
+    plan_document,
+)
 from zerotune.plan.advise import Remedy
-from zerotune.plan.families import as_facts, family_names, model_family
-from zerotune.plan.memory.estimate import EMAPlace, MemoryEstimate, Workload, sample_size
+from zerotune.plan.families import as_facts, model_family
+from zerotune.plan.memory.estimate import EMAPlace, sample_size
 from zerotune.plan.memory.time import CARDS, StepTime, known_rates, step_time
-from zerotune.plan.model import OFFLOAD_DEVICES, PRECISIONS, STORAGES, ModelFacts
-from zerotune.plan.rules import RuleContext
+from zerotune.plan.model import OFFLOAD_DEVICES, PRECISIONS, STORAGES
 from zerotune.plan.text import (
     DURING,
     FOREMOST,

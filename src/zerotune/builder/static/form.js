@@ -8,7 +8,7 @@ const DEVICE = "zero_optimization.";
 
 export function bind() {
   for (const control of all("[data-kind][data-path]")) {
-    const typed = ["value", "path"].includes(control.dataset.kind);
+    const typed = ["value", "path", "name"].includes(control.dataset.kind);
     control.addEventListener(typed ? "input" : "change", () => take(control));
   }
 }

@@ -62,7 +62,8 @@ function draw(bar) {
     svg("svg", { class: "memory", viewBox: "0 0 1000 26", preserveAspectRatio: "none", role: "img",
       "aria-label": `${bar.label}: ${words}, ${bar.when}` },
       svg("rect", { x: 0, y: 0.5, width: 1000, height: 25, class: "ground" }), ...parts,
-      limit === null ? null : svg("line", { x1: limit, x2: limit, y1: 0, y2: 26, class: "limit" })),
+      ...(limit === null ? [] : ["halo", "limit"].map((kind) =>
+        svg("line", { x1: limit, x2: limit, y1: 0, y2: 26, class: kind })))),
     el("table", { class: "parts" },
       el("caption", { class: "hint", text: `Peak ${bar.when}` }),
       el("tbody", {}, ...bar.components.map((one) => el("tr", {},
