@@ -162,12 +162,16 @@ class Checks:
         return tuple(check for check in self._checks if not check.passed)
 
     def render(self) -> str:
-        """One line per comparison."""
-        lines = ["Verified after initialization:" if not self.failed else "Verification FAILED:"]
-        for check in self._checks:
-            mark = "ok" if check.passed else f"NOT {check.expected!r}"
-            lines.append(f"  {check.key} = {check.actual!r} [{mark}]")
-        return "\n".join(lines)
+        """One line for all that hold, and one for each comparison that does not."""
+        held = ", ".join(
+            f"{check.key} = {check.actual!r}" for check in self._checks if check.passed
+        )
+        return "\n".join(
+            [
+                f"Verified after initialization: {held}",
+                *(f"  {one.key} = {one.actual!r} [NOT {one.expected!r}]" for one in self.failed),
+            ]
+        )
 
     def raise_if_failed(self, *, engine: str) -> None:
         """Refuse to train when anything differs."""

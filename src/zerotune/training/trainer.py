@@ -24,7 +24,7 @@ from zerotune.checkpoint import (
     save_checkpoint,
 )
 from zerotune.checkpoint.export.model import trains_adapters
-from zerotune.decisions import Decision, announce, render_decisions
+from zerotune.decisions import Decision, announce
 from zerotune.diffusion.activations import ActivationOffload
 from zerotune.diffusion.data import BucketStream
 from zerotune.diffusion.objective import FlowMatchingObjective
@@ -321,9 +321,10 @@ class Trainer(Closing, Readable):
         """Go on from a checkpoint as if there had been no interruption. Collective.
 
         Under the plan it was saved under, bit for bit; under any other, what that changes is in
-        ``decisions``. From a checkpoint that was converted, or that a script of one's own wrote,
-        weights, optimizer, schedule and step go on; the data begin at their start. What does
-        not fit is found before weights, data or random numbers change.
+        ``decisions``, as is where it goes on: step, epoch and place in the data, logged on rank
+        0. From a checkpoint that was converted, or that a script of one's own wrote, weights,
+        optimizer, schedule and step go on; the data begin at their start. What does not fit is
+        found before weights, data or random numbers change.
 
         Args:
             path: A checkpoint, as ``save``, ``save_checkpoint`` or ``convert`` wrote it.
@@ -455,13 +456,11 @@ class Trainer(Closing, Readable):
 
     def explain(self) -> str:
         """What runs, verified, with every automatic choice."""
-        parts = [self.engine.explain()]
+        parts = [self.engine.explain(*self.decisions)]
         if isinstance(self.stream, BucketStream) and (mixed := self.stream.explain()):
             parts.append(mixed)
         if self.averages.shadows:
             parts.append(self.averages.explain())
-        if self.decisions:
-            parts.append(render_decisions(self.decisions))
         return "\n".join(parts)
 
     @override

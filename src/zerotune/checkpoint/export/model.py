@@ -251,12 +251,12 @@ def engine_writer(
         part: The prefix of its names in the engine, and the module; all of it when not given.
         texts: Files beside the weights of a model that is none of diffusers.
     """
-    chosen = part or ("", engine.module)
-    aliases = tied_names(chosen[1])
+    prefix, module = part or ("", engine.module)
+    aliases = tied_names(module)
     return model_writer(
         path,
-        config=model_config(chosen[1]),
-        specs=engine_specs(engine, aliases, dtype, part=chosen),
+        config=model_config(module),
+        specs=engine_specs(engine, aliases, dtype, part=(prefix, module)),
         aliases=aliases,
         shard_size=shard_size,
         whole=whole,
@@ -271,7 +271,14 @@ def engine_specs(
     *,
     part: tuple[str, torch.nn.Module] | None = None,
 ) -> list[TensorSpec]:
-    """All tensors of an engine's model, or of a part as ``engine_writer`` has it, in ``dtype``."""
+    """All tensors of an engine's model, or of a part of it, in ``dtype``.
+
+    Args:
+        engine: The model.
+        aliases: Names of tied tensors.
+        dtype: Of each tensor.
+        part: As in ``engine_writer``.
+    """
     prefix, module = part or ("", engine.module)
     records: list[ParameterRecord | TensorRecord] = [
         ParameterRecord(name=name.removeprefix(prefix), shape=shape)

@@ -135,12 +135,12 @@ def _draft(
 ) -> SingleFileDraft | _PipelineDraft:
     """What becomes a folder or a single file, of a folder or a single file."""
     single = target.suffix == SUFFIX
-    if isinstance(engine.module, TrainedParts) and (single or base.is_file()):
+    if single and isinstance(engine.module, TrainedParts):
         raise CheckpointMismatchError(
-            "several parts were trained, and a single file is written or read for one",
-            key="path" if single else "base",
-            value=str(target if single else base),
-            fix=f"train from the folder of a pipeline, and write one: no {SUFFIX} at the end",
+            "a single file is written of the model alone; text encoders were trained too",
+            key="path",
+            value=str(target),
+            fix="give a folder, for the whole pipeline",
         )
     if base.is_file() and single:
         layout = layout_of_file(engine, base, dtype=dtype)
