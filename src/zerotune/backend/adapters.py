@@ -14,7 +14,7 @@ import importlib
 import inspect
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -121,12 +121,17 @@ def peft_config(model: Any, adapter: str) -> Any:
     return model.peft_config[adapter]
 
 
-def trained_adapter(model: torch.nn.Module) -> str | None:
-    """The adapter that a model trains; ``None`` when it trains none."""
+def trained_adapter(names: Iterable[str], *, prefix: str = "") -> str | None:
+    """The adapter of a model that an engine trains; ``None`` when it trains none.
+
+    Args:
+        names: All parameters that the engine trains, those included that are frozen by now.
+        prefix: What those of the model begin with.
+    """
     found = {
         parsed.adapter
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad and (parsed := AdapterParameter.parse(name))
+        for name in names
+        if name.startswith(prefix) and (parsed := AdapterParameter.parse(name))
     }
     if len(found) > 1:
         raise CheckpointMismatchError(

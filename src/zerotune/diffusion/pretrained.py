@@ -30,8 +30,9 @@ from zerotune.backend.trained_parts import TrainedParts
 from zerotune.backend.unpartitioned import unpartitioned
 from zerotune.decisions import Decision, announce
 from zerotune.diffusion.models.controlnet import CONTROLNETS, ControlNetFamily, controlnet_of
-from zerotune.diffusion.models.declared import DECLARED, FAMILY_NAMES
+from zerotune.diffusion.models.declared import DECLARED, FAMILY_NAMES, WanLowNoise
 from zerotune.diffusion.models.family import ClassConditional, Family, Unconditional
+from zerotune.diffusion.models.image_to_video import IMAGE_TO_VIDEO, WanImageToVideoLowNoise
 from zerotune.diffusion.models.latents import LatentSpace
 from zerotune.diffusion.models.pipeline import (
     Blueprint,
@@ -56,7 +57,14 @@ from zerotune.platform.detect import first_line
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-_KNOWN: Final[tuple[type[PipelineFamily], ...]] = (*DECLARED, *CONTROLNETS)
+_KNOWN: Final[tuple[type[PipelineFamily], ...]] = (
+    *DECLARED,
+    *CONTROLNETS,
+    *IMAGE_TO_VIDEO,
+)
+
+_EXPERTS: Final = (WanLowNoise, WanImageToVideoLowNoise)
+"""Families of the other model of a pipeline that has two."""
 
 FAMILIES: Final[dict[str, type[TextToImage]]] = {family.pipeline: family for family in _KNOWN}
 """Families by the class of their diffusers pipeline."""
@@ -246,7 +254,8 @@ def load_pretrained(
         encoders = stored.encoders(trained, _dtype(dtype or "fp32"), variant)
         if parts:
             options = {"variant": variant, "local_files_only": True}
-            options |= stored.left_out(leave_out) | _dtype_option(_dtype(frozen_dtype))
+            options |= stored.left_out(leave_out, kind.also_needed)
+            options |= _dtype_option(_dtype(frozen_dtype))
             loaded = stored.frozen(kind, model.config, options, encoders)
         if issubclass(kind, PipelineFamily):
             settings["blueprint"] = Blueprint.read(folder, pipeline_class(kind.pipeline))
@@ -368,7 +377,7 @@ def named_family(name: str) -> type[TextToImage]:
         InvalidValueError: There is none of this name.
     """
     names: dict[str, type[TextToImage]] = {**FAMILY_NAMES, **FAMILIES}
-    names |= {family.__name__: family for family in _KNOWN}
+    names |= {family.__name__: family for family in (*_KNOWN, *_EXPERTS)}
     if name in names:
         return names[name]
     close = did_you_mean(name, names)
@@ -432,10 +441,10 @@ class _StoredPipeline:
                     fix=f"its parts are {', '.join(known)}",
                 )
 
-    def left_out(self, names: Sequence[str]) -> dict[str, Any]:
+    def left_out(self, names: Sequence[str], needed: Sequence[str]) -> dict[str, Any]:
         # What the pipeline was saved without must be left out in so many words.
         absent = [name for name, entry in self.index.items() if entry == [None, None]]
-        unused = [name for name in _UNUSED if name in self.index]
+        unused = [name for name in _UNUSED if name in self.index and name not in needed]
         quiet = (
             {"requires_safety_checker": False} if "requires_safety_checker" in self.index else {}
         )
