@@ -36,6 +36,9 @@ HERE = Path(__file__).resolve().parent
 # A folder with model_index.json, or the id of a pipeline on the hub.
 MODEL = "stabilityai/stable-diffusion-xl-base-1.0"
 
+# Its family, where the pipeline's class does not say it: a name, or "module:Class" of your own.
+FAMILY = None
+
 # Images, each with its caption beside it (cat.png, cat.txt), or with a metadata.jsonl.
 PHOTOS = Path("photos")
 
@@ -73,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
     shipped = HERE / "plans" / f"{options.plan}.json"
     plan = DeepSpeedPlan.from_json(shipped if shipped.is_file() else options.plan)
     # The weights wait in their files until the engine takes them: no process holds a copy.
-    loaded = load_pretrained(options.model, plan=plan)
+    loaded = load_pretrained(options.model, plan=plan, family=FAMILY)
     if options.lora:
         adapters = LoRA(rank=options.lora, targets=loaded.family.lora_targets)
         add_lora(loaded.model, adapters, base_dtype=options.base_dtype)
