@@ -23,7 +23,7 @@ from zerotune._util.text import json_of
 from zerotune.diffusion.activations import ActivationOffload
 from zerotune.diffusion.models.declared import family_of_model
 from zerotune.diffusion.models.family import parameters_of
-from zerotune.diffusion.models.pipeline import Blueprint, pipeline_class
+from zerotune.diffusion.models.pipeline import Blueprint, pipeline_class, pipeline_name
 from zerotune.diffusion.passes import (
     KINDS,
     CountedTransfers,
@@ -120,12 +120,11 @@ def _captured_inputs(
 
     if not diffusers.utils.is_transformers_available():
         raise MissingDependencyError(
-            f"{kind.pipeline}, which knows the inputs of {type(module).__name__}, needs "
-            "transformers",
+            f"{pipeline_name(kind.pipeline)}, which knows the inputs of {type(module).__name__}, "
+            "needs transformers",
             fix="pip install transformers; or pass inputs=, or activations=False",
         )
-    usual = Blueprint.usual(getattr(diffusers, kind.pipeline))
-    family = kind(blueprint=blueprint or usual)
+    family = kind(blueprint=blueprint or Blueprint.usual(pipeline_class(kind.pipeline)))
     space = family.latent_space()
 
     def make(batch: int, height: int, width: int, frames: int = 1) -> Mapping[str, Any]:

@@ -38,8 +38,8 @@ _WIDTHS: Final = (16, 32, 96, 256)
 class _ControlModel(PipelineModel):
     """Looks like a ControlNet to a pipeline, which asks for its class, and calls the engine."""
 
-    @property
-    def __class__(self) -> Any:  # type: ignore[misc]
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
         """That of the ControlNet."""
         model = self.__dict__.get("_model")
         module = getattr(model, "module", model)

@@ -72,8 +72,8 @@ class TextToImage(ABC):
     called (``predict``).
     """
 
-    pipeline: ClassVar[str]
-    """Class in diffusers that loads, draws and exports."""
+    pipeline: ClassVar[Any]
+    """What loads and draws: the name of a class in diffusers, or a class of yours."""
     component: ClassVar[str]
     """Name of the trained model in the pipeline."""
     text_tensors: ClassVar[tuple[str, ...]]
