@@ -28,6 +28,8 @@ class RunningGroup:
     """Arguments by name."""
     members: frozenset[str]
     """Dotted names of the parameters."""
+    until: int | None = None
+    """Optimizer steps after which the rate is 0."""
 
     @classmethod
     def read(
@@ -62,7 +64,9 @@ def expected_groups(
         )
     if choice.groups:
         return tuple(
-            RunningGroup(params=group.params, members=frozenset(group.parameters))
+            RunningGroup(
+                params=group.params, members=frozenset(group.parameters), until=group.until
+            )
             for group in choice.groups
         )
     return (RunningGroup(params={}, members=frozenset(name for name, _ in named)),)
@@ -116,6 +120,9 @@ class Checks:
                 base = float(expected["lr"])
                 # DeepSpeed's schedules know one rate; zerotune's keep each group's multiple.
                 factor = base / choice.lr if scheduler.source == "zerotune" else 1.0
+                until = groups[index].until if index < len(groups) else None
+                if until is not None and steps_taken >= until:
+                    factor = 0.0
                 expected["lr"] = lr_at(scheduler, steps_taken, choice.lr) * factor
                 if expected.get("betas") is not None:
                     expected["betas"] = betas_at(scheduler, steps_taken, tuple(expected["betas"]))
