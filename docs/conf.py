@@ -20,9 +20,26 @@ extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.doctest",
     "sphinx.ext.napoleon",
+    "sphinx_copybutton",
 ]
 exclude_patterns = ["_build"]
 html_theme = "furo"
+html_theme_options = {
+    "source_repository": "https://github.com/zerotune/zerotune/",
+    "source_branch": "main",
+    "source_directory": "docs/",
+    "footer_icons": [
+        {
+            "name": "Repository",
+            "url": "https://github.com/zerotune/zerotune",
+            "html": "<span>Repository</span>",
+            "class": "",
+        }
+    ],
+}
+# A console's prompt and what it answers are not copied.
+copybutton_prompt_text = r"\$ |>>> |\.\.\. "
+copybutton_prompt_is_regexp = True
 html_title = f"zerotune {release}"
 myst_heading_anchors = 3
 autodoc_member_order = "bysource"

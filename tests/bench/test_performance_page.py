@@ -22,6 +22,12 @@ def test_a_page_is_current(generator, page):
     assert text == written, "run python docs/generate_performance.py"
 
 
+@pytest.mark.parametrize("page", ["../README.md", "index.md"])
+def test_the_result_stands_where_newcomers_look(generator, page):
+    text = " ".join((DOCS / page).read_text(encoding="utf-8").split())
+    assert generator["result"]() in text
+
+
 def test_what_is_gained_stands_on_one_screen_or_two(generator):
     assert len(generator["page"]().splitlines()) <= 70
 

@@ -19,6 +19,7 @@ from zerotune.diffusion import (
     OffsetNoise,
     SmoothL1,
 )
+from zerotune.diffusion.objective import debiased_weights
 from zerotune.errors import InvalidValueError
 
 SDXL = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
@@ -156,6 +157,16 @@ def test_debiased_estimation_is_kohyas_also_beside_min_snr(prediction, snr_gamma
     model, data = Model(), batch()
     theirs = kohya_loss(model, data, prediction=prediction, min_snr_gamma=snr_gamma, debiased=True)
     assert_same(objective(model, data, generator()), theirs, model)
+
+
+@pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
+def test_steps_with_hardly_any_noise_count_as_a_ratio_of_1000(prediction):
+    scheduler = DDPMScheduler(**SDXL, prediction_type=prediction)
+    steps = torch.tensor([0, 1, 500, 999])
+    assert all_snr(scheduler)[0] > 1000 > all_snr(scheduler)[1]
+    options = {"min_snr_gamma": None, "debiased": True, "v_prediction": prediction != "epsilon"}
+    theirs = post_process_loss(torch.ones(4), scheduler, steps, **options)
+    torch.testing.assert_close(debiased_weights(scheduler, steps), theirs, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("precondition_outputs", [False, True])

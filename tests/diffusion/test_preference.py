@@ -232,6 +232,8 @@ def test_what_cannot_be_compared_is_refused():
     objective = PreferenceObjective(objective=inner, reference=Model(2))
     with pytest.raises(DataError, match="no rejected images"):
         objective(model, {"images": data["images"]}, generator())
+    with pytest.raises(DataError, match=r"PreferenceObjective\(objective=Denoising"):
+        inner(model, data, generator())
     smaller = {**data, "rejected_images": data["rejected_images"][..., :4]}
     with pytest.raises(DataError, match="PreferencePairs"):
         objective(model, smaller, generator())
@@ -276,11 +278,16 @@ def test_a_pair_has_one_size_one_caption_and_one_flip(folders):
             sample = found[draw]
             assert sample["images"].shape == sample["rejected_images"].shape
             assert sample["captions"].startswith("a picture of")
-            for half, name in ((found.preferred, "images"), (found.rejected, "rejected_images")):
-                flip = found.preferred.augmentation.flips(draw)
+            for half, name in zip(found.sets.values(), ("images", "rejected_images"), strict=True):
+                flip = half.augmentation.flips(draw)
                 assert torch.equal(sample[name], half.tensors(index, flipped=flip)[0]["images"])
                 flips.append(flip)
     assert 0.2 < sum(flips) / len(flips) < 0.8
+    for half in found.sets.values():  # Neither is stretched into the other's shape.
+        for index, placed in enumerate(half.assignment.placements):
+            assert placed.original == half.source.item(index).size
+            ratios = [one / of for one, of in zip(placed.resized, placed.original, strict=True)]
+            assert ratios[0] == pytest.approx(ratios[1], rel=0.1)
     stream = BucketStream(found, micro_batch_size=1)
     assert {"images", "rejected_images", "captions"} <= next(stream).keys()
 
@@ -303,8 +310,9 @@ def test_pairs_train_from_caches_as_from_pixels(folders, tmp_path):
 
     loaded = load_pretrained(pipelines.MAKERS["sdxl"](tmp_path / "sdxl"), frozen_dtype="fp32")
     pixels = of_files(folders)
-    encode = partial(encode_dataset, family=loaded.family, folder=tmp_path / "cache", device="cpu")
-    cached = pixels.encoded(encode)
+    cached = encode_dataset(
+        pixels, family=loaded.family, folder=tmp_path / "cache", device="cpu", progress=False
+    )
     assert cached.identity == pixels.identity
     assert "images" not in cached[0]
     reference = load_pretrained(tmp_path / "sdxl", parts=False).model

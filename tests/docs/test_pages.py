@@ -69,7 +69,7 @@ for number in range(8):
     pixels = np.full((32, 32, 3), 30 * number, np.uint8)
     Picture.fromarray(pixels).save(f"photos/{number}.png")
     Path(f"photos/{number}.txt").write_text(f"grey {number}")
-for name in ("zoe", "people"):
+for name in ("zoe", "people", "rejected"):
     shutil.copytree("photos", name)
 for number in range(12):
     Path("clips/a cat").mkdir(parents=True, exist_ok=True)

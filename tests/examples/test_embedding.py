@@ -412,7 +412,7 @@ def test_accelerate_runs_the_optimizer_that_the_plan_hands_over():
             lrs.append(lr_scheduler.get_last_lr()[0])
         assert lrs[1::ACCUMULATION] == pytest.approx([1e-3 * step / 5 for step in (1, 2, 3)])
         assert type(model.basic_optimizer).__name__ == "RMSprop"
-        assert "scheduler.type = 'CurveScheduler' [ok]" in engine.explain()
+        assert "scheduler.type = 'CurveScheduler', " in engine.explain()
 
 
 @engine_runs

@@ -22,6 +22,7 @@ from zerotune.diffusion.data.cache import (
     check_edits,
 )
 from zerotune.diffusion.data.mixture import Mixture
+from zerotune.diffusion.data.pairs import PreferencePairs
 from zerotune.diffusion.models.pipeline_family import PipelineFamily
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ class Ranks(Protocol):
 
 
 def encode_dataset(
-    images: PreparedImages | Mixture,
+    images: PreparedImages | Mixture | PreferencePairs,
     *,
     family: TextToImage,
     folder: str | os.PathLike[str],
@@ -50,14 +51,15 @@ def encode_dataset(
     batch_size: int = 4,
     progress: bool = True,
     timeout_s: float = 24 * 3600.0,
-) -> CachedImages | Mixture:
+) -> CachedImages | Mixture | PreferencePairs:
     """Cache latents and text embeddings of all images, and let the frozen parts go.
 
     Collective with several ranks: each computes its share. What lies in ``folder`` from an
     earlier run with the same settings is not computed again; see ``cache_latents``.
 
     Args:
-        images: The images and their captions, or a ``Mixture`` of several such datasets.
+        images: The images and their captions, or a ``Mixture`` of several such datasets,
+            or ``PreferencePairs``.
         family: With its frozen parts.
         folder: Where the caches go.
         ranks: Who shares the work: an engine's ``group``. When not given, all processes a
@@ -69,7 +71,7 @@ def encode_dataset(
             ten minutes, is made for collectives; a rank that died is noticed at once.
 
     Returns:
-        The dataset to train on, of a mixture the same mixture; VAE and text encoders are on the
+        The dataset to train on, of a mixture or of pairs the same; VAE and text encoders are on the
         host.
 
     Raises:
@@ -105,7 +107,7 @@ def _launched_ranks(resources: ExitStack) -> Ranks:
 
 
 def _encode(
-    images: PreparedImages | Mixture,
+    images: PreparedImages | Mixture | PreferencePairs,
     *,
     family: TextToImage,
     folder: str | os.PathLike[str],
@@ -114,8 +116,9 @@ def _encode(
     batch_size: int,
     shown: bool,
     timeout_s: float,
-) -> CachedImages | Mixture:
-    sets: Mapping[str, Any] = images.sets if isinstance(images, Mixture) else {"": images}
+) -> CachedImages | Mixture | PreferencePairs:
+    several = images if isinstance(images, Mixture | PreferencePairs) else None
+    sets: Mapping[str, Any] = {"": images} if several is None else several.sets
     # Before the first latent.
     for each in sets.values():
         if family.reads_references:
@@ -152,7 +155,7 @@ def _encode(
             shared["progress"] = report
             _encode_captions(sets, family=family, cache=texts, device=device, shared=shared)
     done = {name: CachedImages(each, latents=latents, texts=texts) for name, each in sets.items()}
-    return images.over(done) if isinstance(images, Mixture) else done[""]
+    return done[""] if several is None else several.over(done)
 
 
 def _texts_in_training(family: TextToImage) -> tuple[Decision, ...]:

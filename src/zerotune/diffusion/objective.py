@@ -16,6 +16,7 @@ import attrs
 import torch
 
 from zerotune.decisions import Decision, announce
+from zerotune.diffusion.data.pairs import REJECTED
 from zerotune.diffusion.losses import Comparison, Level, Loss, masks_over, unknown_schedule
 from zerotune.diffusion.models.family import Conditioning, Denoiser, Family, Unconditional
 from zerotune.diffusion.noise import DrawnNoise, GaussianNoise, Noise
@@ -32,7 +33,7 @@ from zerotune.diffusion.noise_schedule import (
     preconditions,
     replacement_decision,
 )
-from zerotune.errors import InvalidValueError
+from zerotune.errors import DataError, InvalidValueError
 
 if TYPE_CHECKING:
     from diffusers import DDPMScheduler, EDMEulerScheduler, FlowMatchEulerDiscreteScheduler
@@ -122,6 +123,13 @@ class SchedulerObjective(ABC):
         self, model: Denoiser, batch: Mapping[str, torch.Tensor], generator: torch.Generator
     ) -> torch.Tensor:
         """The mean error of a micro batch, scalar, fp32."""
+        if any(name.startswith(REJECTED) for name in batch):
+            raise DataError(
+                "the batch holds rejected images, which this objective would leave out",
+                key="objective",
+                value=type(self).__name__,
+                fix=f"write PreferenceObjective(objective={type(self).__name__}(…))",
+            )
         inputs = self.inputs(batch, generator)
         return self.compare(model, inputs, self.draw_levels(inputs, generator)).mean()
 

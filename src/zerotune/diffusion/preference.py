@@ -13,6 +13,7 @@ from zerotune._util.text import positive, validated
 from zerotune.backend.stored import waiting
 from zerotune.diffusion.data.pairs import REJECTED
 from zerotune.diffusion.data.preparation import LOSS_MASKS
+from zerotune.diffusion.data.streams import Captions
 from zerotune.diffusion.lora import adapters_off
 from zerotune.diffusion.losses import weighted_mean
 from zerotune.diffusion.models.family import Denoiser, Family
@@ -183,5 +184,6 @@ class PreferenceObjective:
         yield self.reference
 
 
-def _twice(value: torch.Tensor) -> torch.Tensor:
-    return torch.cat([value, value])
+def _twice(value: Any) -> Any:
+    # Captions, where text encoders are trained, are encoded by the engine.
+    return Captions((*value, *value)) if isinstance(value, Captions) else torch.cat([value, value])

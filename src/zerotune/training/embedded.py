@@ -28,17 +28,19 @@ from zerotune.backend.deepspeed.start import (
     join,
     read_weights,
 )
-from zerotune.backend.distributed import Launch, deepspeed_groups
+from zerotune.backend.distributed import Launch, deepspeed_groups, together
 from zerotune.backend.stored import require_read
 from zerotune.checkpoint import load_checkpoint, save_checkpoint
 from zerotune.checkpoint.contents import tied_names
 from zerotune.checkpoint.export.model import untrained
+from zerotune.checkpoint.folders import find_checkpoint
 from zerotune.decisions import Decision, announce
 from zerotune.ema import EMAModel, EMAShadow
 from zerotune.errors import EngineError
 from zerotune.offload import OffloadManager
 from zerotune.plan.model import ModelFacts, RunFacts
 from zerotune.platform import detect_platform
+from zerotune.training.save import SHADOW_BEGINS, begun_anew, gone_on
 from zerotune.training.setup import PlanSource, as_plan, leased, settled
 
 if TYPE_CHECKING:
@@ -309,8 +311,20 @@ class EmbeddedPlan(Closing):
         return save_checkpoint(directory, engine=self.engine, shadows=self._shadows)
 
     def load(self, directory: str | os.PathLike[str]) -> None:
-        """``load_checkpoint`` into the engine and what is registered. Collective."""
-        load_checkpoint(directory, engine=self.engine, shadows=self._shadows)
+        """``load_checkpoint`` into the engine and what is registered. Collective.
+
+        An average that the checkpoint does not have begins with the loaded weights.
+        """
+        engine, before = self.engine, self.engine.state.global_step
+        there = together(engine.group, "find the checkpoint", lambda: find_checkpoint(directory))
+        names = there[engine.group.rank][1].shadows
+        saved = {name: each for name, each in self._shadows.items() if name in names}
+        load_checkpoint(directory, engine=engine, shadows=saved)
+        for name, shadow in self._shadows.items():
+            if name not in saved:
+                shadow.begin_anew()
+                self.decide(begun_anew(f"shadows.{name}", SHADOW_BEGINS))
+        gone_on(before, engine, directory)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Every tensor of the model whole, in its own dtype, on rank 0. Collective.

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import attrs
 import pytest
 import torch
 
@@ -119,6 +120,48 @@ def test_hooks_inside_a_call_meet_the_weights_of_that_moment():
             loss_of(RUN, engine, 0)
         assert seen
         assert all(seen)
+
+
+@pytest.mark.parametrize("checkpointing", ["off", "on"])
+def test_hooks_inside_a_call_meet_the_weights_of_other_units_too(checkpointing):
+    run = attrs.evolve(RUN, checkpointing=checkpointing)
+    with begin(run) as engine:
+        weights, model = expected(engine), engine.module
+        names = [name for name in weights if name.startswith("blocks.")]
+        reads = [lambda p: p.clone(), lambda p: p.detach(), lambda p: torch.cat([p, p])[: len(p)]]
+        seen: dict[str, list[bool]] = {name: [] for name in names}
+
+        def read(*_: Any) -> None:
+            for name in names:
+                found = [
+                    torch.equal(get(model.get_parameter(name)), weights[name]) for get in reads
+                ]
+                seen[name].append(all(found))
+
+        for block in model.blocks:
+            # In a call of the block: before and after its first layer, forward and backward.
+            block.a.register_forward_pre_hook(read)
+            block.a.register_forward_hook(read)
+            block.a.register_full_backward_hook(read)
+        engine.backward(loss_of(run, engine, 9))
+        assert engine.counts.evicted
+    # Nine calls of blocks, twice each, and once more where they are recomputed.
+    least = 18 if checkpointing == "off" else 36
+    assert all(len(each) > least - 2 and all(each) for each in seen.values())
+
+
+def test_a_unit_computes_with_another_ones_weight_as_at_zero_2():
+    def losses(streamed: Any) -> list[Any]:
+        model = make_model(RUN)
+        model.blocks[2].a.register_forward_hook(
+            lambda _module, _args, output: output * model.blocks[0].n.weight.square().mean()
+        )
+        with start(RUN, model, streamed=streamed) as engine:
+            return [advance(RUN, engine, range(3)), expected(engine)["blocks.0.n.weight"]]
+
+    (mine, weight), (theirs, their_weight) = losses(Streaming(window=2)), losses(None)
+    assert mine == theirs
+    assert torch.equal(weight, their_weight)
 
 
 def test_a_gradient_flows_through_a_use_outside_of_the_unit():

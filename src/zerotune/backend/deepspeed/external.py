@@ -209,7 +209,7 @@ def _settled_otherwise(key: str, before: Any, after: Any) -> Decision:
     was, now = (
         each if isinstance(each, (str, int)) else type(each).__name__ for each in (before, after)
     )
-    return Decision(key=key, before=was, after=now, reason="the plan settles it")
+    return Decision(key=key, before=was, after=now, reason="the plan settles it", written=key)
 
 
 def _accelerator_class() -> Any:
@@ -318,8 +318,10 @@ def _rescheduled(plan: ResolvedPlan, given: LRScheduler, *, each_step: int) -> D
 
 
 def _not_called(what: str) -> Decision:
+    key = f"accelerator.register_{what}_state_pre_hook"
     return Decision(
-        key=f"accelerator.register_{what}_state_pre_hook",
+        key=key,
+        written=key,
         before="called",
         after="not called",
         reason=f"{what}_state takes a portable checkpoint, with the model, and with the average "

@@ -188,7 +188,7 @@ class StreamEngine(CountingEngine):
         )
         for unit in self._units:
             for member in unit.members if not unit.resident else ():
-                stream_weight(unit, member)
+                stream_weight(unit, member, self._residency.inside)
         self._versions = {
             m.name: m.parameter._version for unit in self._units for m in unit.members
         }

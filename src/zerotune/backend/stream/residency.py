@@ -84,7 +84,8 @@ class Residency:
         self._capacity, self._lane, self._hurry, self._before = capacity, lane, hurry, before
         self.counts = StreamCounts()
         self._lock = threading.RLock()
-        self._inside = Inside()
+        self.inside = Inside()
+        """The calls of units that a thread is in."""
         self._trace: list[Unit] = []
         self._order: list[Unit] = []
         self._uses: dict[Unit, list[int]] = {}
@@ -217,7 +218,7 @@ class Residency:
         """A forward pass of the model begins."""
         if torch._C._current_graph_task_id() != -1:
             return
-        self._inside.leave_all()
+        self.inside.leave_all()
         for module, hook in self._entering.items():
             # Last: hooks of others see weights as from outside.
             cast(Any, module._forward_pre_hooks).move_to_end(hook)
@@ -235,11 +236,11 @@ class Residency:
             # Nothing of a call makes room for the rest of it.
             unit.calls += 1
         self._use(units)
-        self._inside.enter(module)
+        self.inside.enter(module, units)
 
     def leave_call(self, module: torch.nn.Module, units: Sequence[Unit]) -> None:
         """It has ended, perhaps with an error."""
-        self._inside.leave(module)
+        self.inside.leave(module)
         for unit in units:
             unit.calls = max(0, unit.calls - 1)
 
@@ -291,7 +292,7 @@ class Residency:
         for hook in self._hooks:
             hook.remove()
         self._entering = {}
-        self._inside.leave_all()
+        self.inside.leave_all()
         try:
             for unit in self._streamed:
                 if unit.loading is not None:

@@ -1,7 +1,7 @@
 """``StreamedWeight``: a parameter whose values are on the device only while its unit is called.
 
-Inside a call of its unit the parameter is what it always is. From outside, and from other threads,
-torch reports every use of it, and the use gets the weights that lie in host memory, written by the
+In a call of its unit the parameter is what it always is. From elsewhere, such as a hook in the call
+of another unit, or another thread, a use gets the weights that lie in host memory, written by the
 last step: a view of them where it asks for one (``detach``, ``data``, ``state_dict``), else a copy
 on the device, through which gradients flow back. So nobody meets values of another moment, or
 memory of another unit.
@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final, cast
@@ -35,6 +35,8 @@ class Home:
     member: Member
     kind: Any
     """The parameter's class otherwise."""
+    inside: Inside
+    """The calls of units that the thread is in which asks."""
 
     def weights(self) -> torch.Tensor:
         """The host's weights, once the last step has written them.
@@ -63,7 +65,7 @@ class StreamedWeight:
         """Give a use from outside of the unit's calls the host's weights."""
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            if func in _WITHOUT_VALUES:
+            if func in _WITHOUT_VALUES or (_are_here(args) and _are_here(kwargs.values())):
                 return func(*args, **kwargs)
             if func == _SET_DATA:
                 return _refuse_other(args[0], args[1])
@@ -91,10 +93,10 @@ class StreamedWeight:
         return copied.__reduce_ex__(protocol)
 
 
-def stream_weight(unit: Unit, member: Member) -> None:
+def stream_weight(unit: Unit, member: Member, inside: Inside) -> None:
     """Have uses of a parameter from outside of its unit's calls get the host's weights."""
     parameter: Any = member.parameter
-    parameter._home = Home(unit=unit, member=member, kind=type(parameter))
+    parameter._home = Home(unit=unit, member=member, kind=type(parameter), inside=inside)
     parameter.__class__ = _streamed(parameter._home.kind)
 
 
@@ -141,7 +143,9 @@ class _Use(torch.autograd.Function):
 def _use(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     used: dict[int, tuple[Home, torch.Tensor, int]] = {}
 
-    def stand_in(parameter: Any) -> torch.Tensor:
+    def stand_in(parameter: Any) -> Any:
+        if _is_here(parameter):
+            return parameter
         if id(parameter) not in used:
             home = _home(parameter)
             weights = home.weights()
@@ -167,6 +171,26 @@ def _write_back(home: Home, weights: torch.Tensor) -> None:
     if weights.data_ptr() != own.data_ptr():
         with torch.no_grad():
             own.copy_(weights)
+
+
+def _is_here(parameter: Any) -> bool:
+    """Whether this thread is in a call of the parameter's unit, which keeps it on the device."""
+    home = _home(parameter)
+    return home.inside.has(home.unit)
+
+
+def _are_here(values: Iterable[Any]) -> bool:
+    """Whether all streamed weights among them are. Every operator of a unit's calls asks this."""
+    for value in values:
+        if isinstance(value, StreamedWeight):
+            if not _is_here(value):
+                return False
+        elif isinstance(value, (tuple, list)):
+            if not _are_here(value):
+                return False
+        elif isinstance(value, dict) and not _are_here(value.values()):
+            return False
+    return True
 
 
 def _replaced(value: Any, stand_in: Callable[[Any], torch.Tensor]) -> Any:
@@ -211,21 +235,27 @@ class Inside(threading.local):
     """The calls of units that this thread is in."""
 
     def __init__(self) -> None:
-        self._entered: list[tuple[torch.nn.Module, ExitStack]] = []
+        self._entered: list[tuple[torch.nn.Module, Sequence[Unit], ExitStack]] = []
 
-    def enter(self, module: torch.nn.Module) -> None:
-        """A call begins."""
+    def has(self, unit: Unit) -> bool:
+        """Whether one of them is of this unit."""
+        for _, units, _ in self._entered:  # noqa: SIM110 - a generator takes twice as long
+            if unit in units:
+                return True
+        return False
+
+    def enter(self, module: torch.nn.Module, units: Sequence[Unit]) -> None:
+        """A call begins, for which these units are on the device."""
         around = ExitStack()
-        around.enter_context(torch._C.DisableTorchFunctionSubclass())
         if _is_compiled(module):
             around.callback(_stream_again, _released(module))
-        self._entered.append((module, around))
+        self._entered.append((module, units, around))
 
     def leave(self, module: torch.nn.Module) -> None:
         """A call ends, with those inside it that never ended."""
-        if any(module is each for each, _ in self._entered):
+        if any(module is each for each, _, _ in self._entered):
             while True:
-                entered, around = self._entered.pop()
+                entered, _, around = self._entered.pop()
                 around.close()
                 if entered is module:
                     return
@@ -233,7 +263,7 @@ class Inside(threading.local):
     def leave_all(self) -> None:
         """No call is under way: what ended without a word has ended."""
         while self._entered:
-            self._entered.pop()[1].close()
+            self._entered.pop()[2].close()
 
 
 def _is_compiled(module: torch.nn.Module) -> bool:

@@ -213,7 +213,7 @@ def _repeats(
         )
     parts = _fractions(probabilities, sets, key="probabilities")
     missing = sorted(set(sets) - set(parts))
-    if missing or abs(sum(parts.values()) - 1) > Fraction(len(parts), _FINEST):
+    if missing or abs(float(sum(parts.values())) - 1) > len(parts) / _FINEST:
         raise InvalidValueError(
             f"lack {', '.join(missing)}" if missing else "have another sum than 1",
             key="probabilities",
@@ -225,7 +225,7 @@ def _repeats(
 
 
 def _fractions(
-    given: Mapping[str, float | Fraction], sets: Mapping[str, Any], *, key: str
+    given: Mapping[str, Any], sets: Mapping[str, Any], *, key: str
 ) -> dict[str, Fraction]:
     found = {}
     for name, value in given.items():

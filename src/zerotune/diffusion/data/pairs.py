@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
+from types import MappingProxyType
 from typing import Any, Final
 
 import attrs
@@ -16,6 +17,7 @@ from zerotune.diffusion.data.buckets import BucketAssignment, Size, place_in
 from zerotune.diffusion.data.order import Draw
 from zerotune.diffusion.data.preparation import Augmentation, Preparation, PreparedImages
 from zerotune.diffusion.data.sources import ImageSource
+from zerotune.diffusion.data.streams import BucketedDataset
 from zerotune.errors import DataError
 
 REJECTED: Final = "rejected_"
@@ -29,10 +31,9 @@ class PreferencePairs:
 
     It is the preferred image's sample with ``rejected_images``, or ``rejected_latents``, beside it.
     The rejected image comes into the bucket of the preferred one and is mirrored with it; its own
-    caption and masks are not read. ``encoded`` brings both into a cache::
+    caption and masks are not read. ``encode_dataset`` takes pairs and gives pairs::
 
         pairs = PreferencePairs(ImageFolder("liked"), ImageFolder("rejected"), buckets=buckets)
-        data = pairs.encoded(partial(encode_dataset, family=family, folder="cache"))
 
     Args:
         preferred: Such as ``ImageFolder``, with the captions.
@@ -43,8 +44,7 @@ class PreferencePairs:
         augmentation: Flips of both, and which captions.
 
     Attributes:
-        preferred: The dataset of the preferred images.
-        rejected: The dataset of the rejected ones.
+        sets: The datasets of both, ``"preferred"`` and ``"rejected"``.
 
     Raises:
         DataError: An image has no partner.
@@ -65,42 +65,47 @@ class PreferencePairs:
     ) -> None:
         _check_partners(preferred, rejected)
         settings: Any = {"preparation": preparation, "augmentation": augmentation}
-        self.preferred: Any = PreparedImages(
-            preferred, buckets=buckets, minimum=minimum, **settings
+        first = PreparedImages(preferred, buckets=buckets, minimum=minimum, **settings)
+        same: Any = _SameBuckets(assignment=first.assignment)
+        second = PreparedImages(rejected, buckets=same, **settings)
+        self.sets: Mapping[str, BucketedDataset] = MappingProxyType(
+            {"preferred": first, "rejected": second}
         )
-        same = _SameBuckets(assignment=self.preferred.assignment)
-        self.rejected: Any = PreparedImages(rejected, buckets=same, **settings)
 
     @property
     def assignment(self) -> BucketAssignment:
         """The bucket of each pair."""
-        found: BucketAssignment = self.preferred.assignment
-        return found
+        return self.sets["preferred"].assignment
 
     @property
     def identity(self) -> str:
         """Changes when images are added, removed, renamed or resized."""
-        both = f"{self.preferred.identity}\0{self.rejected.identity}"
+        both = "\0".join(half.identity for half in self.sets.values())
         return hashlib.sha256(both.encode()).hexdigest()
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
         """What was chosen for the sources and the buckets."""
-        halves = (self.preferred, self.rejected)
+        halves = self.sets.values()
         return tuple(each for half in halves for each in getattr(half, "decisions", ()))
 
     def __len__(self) -> int:
         return len(self.assignment.placements)
 
     def __getitem__(self, draw: Draw | int) -> dict[str, Any]:
-        other: Mapping[str, Any] = self.rejected[draw]
+        use = Draw(index=draw, epoch=0) if isinstance(draw, int) else draw
+        other = self.sets["rejected"][use]
         beside = {f"{REJECTED}{name}": other[name] for name in _OF_THE_IMAGE if name in other}
-        return {**self.preferred[draw], **beside}
+        return {**self.sets["preferred"][use], **beside}
 
-    def encoded(self, encode: Callable[[PreparedImages], Any]) -> PreferencePairs:
-        """The same pairs over what an encoder makes of each half, such as ``CachedImages``."""
+    def over(self, sets: Mapping[str, BucketedDataset]) -> PreferencePairs:
+        """The same pairs of the same images in another form, such as encoded.
+
+        Args:
+            sets: A dataset for each name of ``sets``.
+        """
         found = copy.copy(self)
-        found.preferred, found.rejected = encode(self.preferred), encode(self.rejected)
+        found.sets = MappingProxyType(dict(sets))
         return found
 
 

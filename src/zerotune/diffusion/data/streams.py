@@ -608,6 +608,11 @@ class RepeatedBatches:
         self._count = 0
         self._iterator: Iterator[Batch] | None = None
 
+    @property
+    def count(self) -> int:
+        """Batches consumed by each rank."""
+        return self._count
+
     def __iter__(self) -> RepeatedBatches:
         return self
 

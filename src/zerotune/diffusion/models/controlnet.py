@@ -42,7 +42,8 @@ class _ControlModel(PipelineModel):
     def __class__(self) -> Any:  # type: ignore[misc]
         """That of the ControlNet."""
         model = self.__dict__.get("_model")
-        return type(self) if model is None else type(getattr(model, "module", model))
+        module = getattr(model, "module", model)
+        return type(self) if module is None else type(getattr(module, "primary", module))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the ControlNet adds to its base, as it is."""

@@ -7,6 +7,7 @@ the trained model the pipeline has a ``PipelineModel``, which calls the engine.
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -212,15 +213,35 @@ class FrozenParts:
         return "+".join(hash_weights(self.modules[name]) for name in names)
 
 
-def pipeline_class(name: str) -> Any:
-    """A pipeline of diffusers."""
+def pipeline_class(pipeline: str | type[Any]) -> Any:
+    """A pipeline of diffusers by its name, or a class of somebody's own."""
     import diffusers
 
+    if isinstance(pipeline, type):
+        return pipeline
     if not diffusers.utils.is_transformers_available():
         raise MissingDependencyError(
-            f"diffusers has {name} only beside transformers", fix="pip install transformers"
+            f"diffusers has {pipeline} only beside transformers", fix="pip install transformers"
         )
-    return getattr(diffusers, name)
+    return getattr(diffusers, pipeline)
+
+
+def pipeline_name(pipeline: str | type[Any]) -> str:
+    """What a pipeline's class is called."""
+    return pipeline.__name__ if isinstance(pipeline, type) else pipeline
+
+
+def component_class(library: str, name: str) -> Any:
+    """The class of a component, as ``model_index.json`` names it; ``None``: there is none."""
+    import diffusers
+
+    found = getattr(diffusers, name, None)
+    if found is not None or library == "diffusers":
+        return found
+    try:
+        return getattr(importlib.import_module(library), name, None)
+    except ImportError:
+        return None
 
 
 class Described:
@@ -283,8 +304,6 @@ class Blueprint:
             folder: With ``model_index.json``.
             kind: The pipeline's class.
         """
-        import diffusers
-
         index = json_of((folder / "model_index.json").read_text())
         known = {name: entry for name, entry in index.items() if isinstance(entry, list)}
         # A setting may be a list of numbers; a component is a library and a class.
@@ -298,12 +317,11 @@ class Blueprint:
             for name, value in index.items()
             if name not in parts and not name.startswith("_")
         }
-        scheduler = getattr(diffusers, parts["scheduler"][1])
-        vae = parts.get("vae", [None, None])[1]
+        scheduler = component_class(*parts["scheduler"])
+        vae = parts.get("vae", [None, None])
+        kept = component_class(*vae) if vae[1] else None
         with unpartitioned(), torch.device("meta"):
-            described = vae and getattr(diffusers, vae).from_config(
-                getattr(diffusers, vae).load_config(folder, subfolder="vae")
-            )
+            described = kept and kept.from_config(kept.load_config(folder, subfolder="vae"))
         return cls(
             kind=kind,
             settings=settings,

@@ -72,8 +72,8 @@ class TextToImage(ABC):
     called (``predict``).
     """
 
-    pipeline: ClassVar[str]
-    """Class in diffusers that loads, draws and exports."""
+    pipeline: ClassVar[Any]
+    """What loads and draws: the name of a class in diffusers, or a class of yours."""
     component: ClassVar[str]
     """Name of the trained model in the pipeline."""
     text_tensors: ClassVar[tuple[str, ...]]
@@ -121,6 +121,9 @@ class TextToImage(ABC):
 
     base_component: ClassVar[str | None] = None
     """The pipeline's name of a frozen model that the trained one steers."""
+
+    also_needed: ClassVar[tuple[str, ...]] = ()
+    """Components that are needed beside VAE and text encoders, though other families do not."""
 
     @classmethod
     def separate_models(cls) -> tuple[str, ...]:
@@ -435,18 +438,27 @@ class TextToImage(ABC):
         self.adjust(pipe, call_kwargs)
         last = _LastStep()
         with parts.on(model.device, self.drawing_parts):
-            pipe(
+            output = pipe(
                 **call_kwargs,
                 num_inference_steps=drawing.steps,
                 generator=[torch.Generator().manual_seed(seed) for seed in drawing.seeds],
                 output_type="latent",
                 **last.listening(type(pipe).__call__),
             )
-        latents = last.latents
+        latents = self.drawn_latents(output, last.latents)
         with parts.on(model.device, ["vae"]):
             return parts.decode_latents(
                 self.packing.unpack(latents, self._shape_of(latents, size, len(drawing.prompts)))
             )
+
+    def drawn_latents(self, output: Any, last: Tensor) -> Tensor:  # noqa: ARG002 - for subclasses
+        """The latents that were drawn.
+
+        Args:
+            output: What the pipeline returned.
+            last: What its last step gave.
+        """
+        return last
 
     @property
     def drawing_parts(self) -> tuple[str, ...]:
