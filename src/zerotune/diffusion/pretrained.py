@@ -63,7 +63,7 @@ _KNOWN: Final[tuple[type[PipelineFamily], ...]] = (
     *IMAGE_TO_VIDEO,
 )
 
-_EXPERTS: Final = (WanLowNoise, WanImageToVideoLowNoise)
+_EXPERTS: Final[tuple[type[TextToImage], ...]] = (WanLowNoise, WanImageToVideoLowNoise)
 """Families of the other model of a pipeline that has two."""
 
 FAMILIES: Final[dict[str, type[TextToImage]]] = {family.pipeline: family for family in _KNOWN}
@@ -253,7 +253,7 @@ def load_pretrained(
         loaded = None
         encoders = stored.encoders(trained, _dtype(dtype or "fp32"), variant)
         if parts:
-            options = {"variant": variant, "local_files_only": True}
+            options: dict[str, Any] = {"variant": variant, "local_files_only": True}
             options |= stored.left_out(leave_out, kind.also_needed)
             options |= _dtype_option(_dtype(frozen_dtype))
             loaded = stored.frozen(kind, model.config, options, encoders)
