@@ -196,6 +196,7 @@ def docs(session: nox.Session) -> None:
     for builder in ("doctest", "html"):
         strict = ("-m", "sphinx", "-W", "--keep-going", "-b", builder)
         run(session, *strict, "docs", str(build / builder))
+    run(session, "docs/generate_api.py", str(build / "html" / "objects.inv"))
 
 
 def built_wheel(session: nox.Session) -> Path:

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+from typing import Any
+
 import zerotune
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import generate_api
 
 project = "zerotune"
 author = "the zerotune developers"
@@ -12,10 +20,26 @@ extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.doctest",
     "sphinx.ext.napoleon",
+    "sphinx_copybutton",
 ]
-# Tables beside the results are in the performance page already.
 exclude_patterns = ["_build"]
 html_theme = "furo"
+html_theme_options = {
+    "source_repository": "https://github.com/zerotune/zerotune/",
+    "source_branch": "main",
+    "source_directory": "docs/",
+    "footer_icons": [
+        {
+            "name": "Repository",
+            "url": "https://github.com/zerotune/zerotune",
+            "html": "<span>Repository</span>",
+            "class": "",
+        }
+    ],
+}
+# A console's prompt and what it answers are not copied.
+copybutton_prompt_text = r"\$ |>>> |\.\.\. "
+copybutton_prompt_is_regexp = True
 html_title = f"zerotune {release}"
 myst_heading_anchors = 3
 autodoc_member_order = "bysource"
@@ -25,3 +49,8 @@ napoleon_google_docstring = True
 napoleon_use_ivar = True
 # Types of torch and of private modules have no page to link to.
 nitpicky = False
+
+
+def setup(app: Any) -> None:
+    """Write the pages of the API before pages are read."""
+    app.connect("builder-inited", lambda app: generate_api.write(Path(app.srcdir) / "api"))

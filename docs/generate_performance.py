@@ -1,14 +1,16 @@
-"""Write docs/performance.md from the results in docs/results, and from nothing else.
+"""Write docs/performance.md and docs/measurements.md from the results in docs/results alone.
 
-``python docs/generate_performance.py``; a test fails when the committed file is not what this
-prints. New results come there with ``python -m bench all --output docs/results``.
+``python docs/generate_performance.py`` writes them and draws what is gained; a test fails when a
+committed file is not what this prints. New results come there with ``python -m bench all --output
+docs/results``.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,39 +19,45 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from bench.show import amount, case_table, machine, more_is_better, provenance  # noqa: E402
+from zerotune._util.files import write_atomically  # noqa: E402
+from zerotune._util.palette import BASELINE, OURS, empty_figure  # noqa: E402
 
 RESULTS = ROOT / "docs" / "results"
 TARGET = ROOT / "docs" / "performance.md"
+MEASUREMENTS = ROOT / "docs" / "measurements.md"
+PICTURE = ROOT / "docs" / "images" / "performance.png"
+WRITTEN_BY = "<!-- Written by docs/generate_performance.py; edit that. -->"
 ORDER = ("overhead", "checkpoint", "step", "ema", "data", "memory", "prediction")
 UNMEASURED = "not measured yet"
 
-INTRODUCTION = """\
-Made from the results in `docs/results`; nothing here is typed by hand."""
-
 # Per row: benchmark, case, contestant, quantity, with what it is compared, and its name here.
-FIRST = (
-    ("overhead", "ZeRO-2, optimizer in RAM", "zerotune Trainer", "seconds", "DeepSpeed by hand",
-     "a training step, ZeRO-2 with the optimizer in RAM"),
-    ("overhead", "ZeRO-3", "zerotune Trainer", "seconds", "DeepSpeed by hand",
-     "a training step, ZeRO-3"),
-    ("overhead", "ZeRO-2, optimizer in RAM", "zerotune Trainer", "host_bytes", "DeepSpeed by hand",
-     "host memory of that run, ZeRO-2"),
-    ("overhead", "ZeRO-3", "zerotune Trainer", "host_bytes", "DeepSpeed by hand",
-     "host memory of that run, ZeRO-3"),
-    ("checkpoint", "ZeRO-2, optimizer in RAM", "zerotune Trainer", "save_to_disk_seconds",
-     "DeepSpeed by hand", "a save, until it is on the disk, ZeRO-2"),
-    ("checkpoint", "ZeRO-3", "zerotune Trainer", "save_to_disk_seconds", "DeepSpeed by hand",
-     "a save, until it is on the disk, ZeRO-3"),
+GAINS = (
+    ("step", "ZeRO-3 with EMA", "zerotune", "seconds", "DeepSpeed by hand",
+     "a training step with an EMA, ZeRO-3"),
+    ("step", "ZeRO-2 with EMA", "zerotune", "seconds", "DeepSpeed by hand",
+     "a training step with an EMA, ZeRO-2"),
+    ("step", "step alone", "one pass, one EMA", "seconds", "DeepSpeed's chain, one EMA",
+     "Adam and the EMA in host memory, one pass"),
     ("checkpoint", "ZeRO-2, optimizer in RAM", "zerotune Trainer", "resume_seconds",
      "DeepSpeed by hand", "a resume, ZeRO-2"),
     ("checkpoint", "ZeRO-3", "zerotune Trainer", "resume_seconds", "DeepSpeed by hand",
      "a resume, ZeRO-3"),
+    ("checkpoint", "ZeRO-2, optimizer in RAM", "zerotune Trainer", "save_to_disk_seconds",
+     "DeepSpeed by hand", "a save, until it is on the disk, ZeRO-2"),
+    ("checkpoint", "ZeRO-3", "zerotune Trainer", "save_to_disk_seconds", "DeepSpeed by hand",
+     "a save, until it is on the disk, ZeRO-3"),
     ("ema", "update", "EMAShadow", "seconds", "diffusers EMAModel, foreach", "an EMA update"),
     ("ema", "update", "EMAShadow", "seconds", "timm ModelEmaV3, foreach", "an EMA update"),
-    ("ema", "update", "EMAShadow", "seconds", "memory copy",
-     "an EMA update, which moves 1.5 times the bytes"),
-    ("ema", "training step", "BackgroundEMA.step", "seconds", "no EMA",
-     "a step with an EMA in the background"),
+)  # fmt: skip
+COSTS = (
+    ("overhead", "ZeRO-2, optimizer in RAM", "zerotune Trainer", "seconds", "DeepSpeed by hand",
+     "a step of the Trainer without an EMA, ZeRO-2"),
+    ("overhead", "ZeRO-3", "zerotune Trainer", "seconds", "DeepSpeed by hand",
+     "a step of the Trainer without an EMA, ZeRO-3"),
+    ("overhead", "ZeRO-2, optimizer in RAM", "zerotune Trainer", "host_bytes", "DeepSpeed by hand",
+     "host memory of that run, ZeRO-2"),
+    ("overhead", "ZeRO-3", "zerotune Trainer", "host_bytes", "DeepSpeed by hand",
+     "host memory of that run, ZeRO-3"),
     ("data", "pixels", "BucketStream of an ImageFolder", "images_per_second",
      "DataLoader, files in memory", "images per second from a folder"),
 )  # fmt: skip
@@ -104,23 +112,83 @@ REASONS: Mapping[tuple[str, str], str] = {
 """Why a goal is missed where it is, by benchmark and the beginning of its text."""
 
 
+ABOUT = """\
+A ratio below 1 is less time or memory than what it is compared with, which ran in turns with it;
+the interval in brackets holds it at 95 % ([method](measurements.md#method))."""
+
+ONE_PASS = """\
+Adam, unscaling, clipping and every average are one pass over host memory, where DeepSpeed and an
+EMA make several; on a GPU it runs once `zerotune doctor --prove`, or the first start, has found the
+same bits there ([proven on this machine](diagnostics.md#proven-on-this-machine))."""
+
+NOT_ON_A_GPU = """\
+Nothing here ran on a GPU: what offload costs over a bus, what hides behind a device's work and how
+full its memory gets is predicted ([memory](memory.md)), not measured. `python -m bench.gpu`
+measures it on a GPU of at least 24 GiB, SDXL's full U-Net in turns with the configuration whose
+figures are published, from an RTX 4090 with 24 GB:"""
+
+REPEAT = """\
+`python -m pip install nox && nox -s bench -- all` measures all of it, in about half an hour on a
+quiet machine. Every figure, goal, method and command is on [measurements](measurements.md)."""
+
+EVERYTHING = """\
+Everything that the benchmarks found, made from the results in `docs/results`; nothing here is typed
+by hand. What comes of it is on [performance](performance.md)."""
+
+
+def result() -> str:
+    """What README and the landing page say of it, in one sentence."""
+    results = stored()
+    three, two = (compared_in(results[name], *compared) for name, *compared, _ in GAINS[:2])
+    return (
+        f"A training step with an EMA takes {two['reached']:.2f} (ZeRO-2) and"
+        f" {three['reached']:.2f} (ZeRO-3) of the time of DeepSpeed and an EMA by hand"
+    )
+
+
 def page() -> str:
-    """The whole page."""
+    """What is gained, against what and on what, what is not measured, and how to repeat it."""
+    results = stored()
+    days = sorted(case["measured"][:10] for result in results.values() for case in result["cases"])
+    machines = "; ".join(dict.fromkeys(machine(result) for result in results.values()))
+    parts = [
+        WRITTEN_BY,
+        "# Performance",
+        f"Measured without a GPU, on {machines}, {days[0]} to {days[-1]}. {ABOUT}",
+        f"![Ratios of time to what zerotune is compared with](images/{PICTURE.name})",
+        "## What you gain",
+        ONE_PASS,
+        _compared(results, GAINS),
+        "## What it costs",
+        _compared(results, COSTS),
+        _estimates(results["memory"]),
+        "## Not measured yet",
+        NOT_ON_A_GPU,
+        _published(),
+        "## Repeat it",
+        REPEAT,
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def measurements() -> str:
+    """Every figure, by topic."""
     results = stored()
     parts = [
-        "<!-- Written by docs/generate_performance.py; edit that. -->",
-        "# Performance",
-        INTRODUCTION,
-        "## What to expect",
-        *_first(results),
-        "## Not measured yet",
-        *_unmeasured(),
+        WRITTEN_BY,
+        "# Measurements",
+        EVERYTHING,
         "## Goals",
         _headline(results),
         "## Method",
         METHOD,
         "## How to reproduce",
         _commands(results),
+        "## The least a GPU's step takes",
+        "A step of SDXL's full U-Net at 1024 x 1024 and batch 8, recomputed, takes at least:",
+        "\n".join(
+            ["| what | per step |", "|---|--:|", *(f"| {' | '.join(row)} |" for row in LEAST)]
+        ),
         "## The memory model",
         *_memory(results["memory"]),
         "## All figures",
@@ -136,32 +204,47 @@ def stored() -> dict[str, dict[str, Any]]:
     }
 
 
-def _first(results: Mapping[str, Any]) -> Iterator[str]:
-    rows = [
-        "| zerotune's … | compared with | ratio (95 %) | better is | so it is |",
-        "|---|---|--:|---|---|",
-    ]
-    machines = dict.fromkeys(machine(result) for result in results.values())
-    for name, *compared, words in FIRST:
+def _compared(results: Mapping[str, Any], table: Sequence[tuple[str, ...]]) -> str:
+    rows = ["| zerotune's … | compared with | ratio (95 %) | so it is |", "|---|---|--:|---|"]
+    for name, *compared, words in table:
         found = compared_in(results[name], *compared)
-        quantity, against = compared[2:]
-        better = "higher" if more_is_better(quantity) else "lower"
-        cells = words, against, _spread(found), better, _side(found)
-        rows.append(f"| {' | '.join(cells)} |")
-    yield (
-        f"Measured without a GPU, on {'; '.join(machines)}. A ratio of 1 is as much as what it is "
-        "compared with; the interval says how sure that is ([method](#method))."
-    )
-    yield "\n".join(rows)
+        rows.append(f"| {words} | {compared[-1]} | {_spread(found)} | {_side(found)} |")
+    return "\n".join(rows)
+
+
+def _estimates(result: Mapping[str, Any]) -> str:
     of_use, of_peak = [], []
-    for case in results["memory"]["cases"]:
+    for case in result["cases"]:
         peak, in_use, estimated = _three(case)
         of_use.append(100 * (estimated / in_use - 1))
         of_peak.append(100 * (estimated / peak - 1))
-    yield (
-        f"The plan's estimate of memory differs by {_range(of_use)} from what is in use, and by "
+    return (
+        f"A plan's estimate of memory differs by {_range(of_use)} from what is in use, and by "
         f"{_range(of_peak)} from the peak of the process, over {len(of_use)} plans."
     )
+
+
+def draw() -> None:
+    """Draw the table of gains: a bar for each ratio with its interval, and a line at 1."""
+    results = stored()
+    found = [(words, compared_in(results[name], *c)) for name, *c, words in GAINS]
+    figure = empty_figure(figsize=(8.0, 0.36 * len(found) + 1.0), dpi=100, layout="constrained")
+    axis = figure.subplots()
+    for line, (_, goal) in enumerate(found):
+        low, high = goal["interval"]
+        axis.barh(line, goal["reached"], color=OURS, height=0.6)
+        axis.plot([low, high], [line, line], color="black", linewidth=1)
+        axis.text(max(goal["reached"], high) + 0.02, line, f"{goal['reached']:.2f}", va="center")
+    labels = [f"{words}\nbeside {goal['against']}" for words, goal in found]
+    axis.axvline(1, color=BASELINE, linewidth=1.5)
+    axis.set_yticks(range(len(found)), labels, fontsize=8)
+    axis.set_ylim(len(found) - 0.4, -0.6)
+    axis.tick_params(axis="y", length=0)
+    axis.spines[["top", "right", "left"]].set_visible(False)
+    axis.set_xlabel("time, where 1 is what it is compared with; line: 95 % interval", fontsize=8)
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", metadata={"Software": None})
+    write_atomically(PICTURE, picture.getvalue())
 
 
 def compared_in(
@@ -199,22 +282,12 @@ def _range(found: list[float]) -> str:
     return f"{min(found):+.1f} to {max(found):+.1f} %"
 
 
-def _unmeasured() -> Iterator[str]:
-    yield (
-        "Nothing here ran on a GPU: what offload costs over a bus, what hides behind a device's "
-        "work and how full its memory gets is predicted ([memory](memory.md)), not measured. "
-        "`python -m bench.gpu` measures it on a GPU of at least 24 GiB, SDXL's full U-Net in turns "
-        "with the configuration whose figures are published, from an RTX 4090 with 24 GB:"
-    )
+def _published() -> str:
     rows = ["| SDXL's full U-Net | published | our goal | zerotune |", "|---|---|---|---|"]
     rows += [
         f"| {size} | {theirs} | at most {goal} | {UNMEASURED} |" for size, theirs, goal in PUBLISHED
     ]
-    yield "\n".join(rows)
-    yield "Its step at 1024 x 1024 and batch 8, blocks recomputed, takes at least:"
-    yield "\n".join(
-        ["| what | per step |", "|---|--:|", *(f"| {what} | {least} |" for what, least in LEAST)]
-    )
+    return "\n".join(rows)
 
 
 def _headline(results: Mapping[str, Any]) -> str:
@@ -309,6 +382,7 @@ def _details(results: Mapping[str, Any]) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    text = page()
-    TARGET.write_text(text, encoding="utf-8")
-    sys.stdout.write(f"{TARGET.name}: {len(text.splitlines())} lines\n")
+    draw()
+    for target, text in ((TARGET, page()), (MEASUREMENTS, measurements())):
+        target.write_text(text, encoding="utf-8")
+        sys.stdout.write(f"{target.name}: {len(text.splitlines())} lines\n")

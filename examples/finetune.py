@@ -7,10 +7,11 @@ All weights of the U-Net or transformer, or adapters beside it:
         --lora 16
     torchrun examples/finetune.py MODEL PHOTOS runs/sd3 --plan examples/plans/sd3.json
     torchrun examples/finetune.py MODEL PHOTOS runs/flux --plan examples/plans/flux-lora.json \
-        --lora 16
+        --lora 16 --lr 2e-4 --batch 2 --resolution 768
 
-An installed zerotune has it too: torchrun -m zerotune.examples.finetune, with --plan sdxl,
-sdxl-lora, sd3 or flux-lora. ``zerotune init`` writes it for one model, card and folder of images.
+--lr and --batch go before what the plan says. An installed zerotune has it too:
+torchrun -m zerotune.examples.finetune, with --plan sdxl, sdxl-lora, sd3 or flux-lora.
+``zerotune init`` writes it for one model, card and folder of images.
 
 The same command goes on after a stop, also under another plan or number of GPUs, and with more
 --steps after the end. A run that was stopped exports nothing unless --export-stopped asks for it;
@@ -25,8 +26,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from zerotune import DeepSpeedPlan, EMAShadow, Trainer, latest_checkpoint
-from zerotune.checkpoint import export_adapters, export_pipeline
+from zerotune import DeepSpeedPlan, Trainer, latest_checkpoint
 from zerotune.diffusion import ActivationOffload, LoRA, add_lora, encode_dataset, load_pretrained
 from zerotune.diffusion.data import AspectBuckets, Augmentation, ImageFolder, PreparedImages
 from zerotune.training import Callback, ProgressBar, SaveEvery, ValidationImages
@@ -57,11 +57,8 @@ EVERY = 500
 # What the validation images show.
 PROMPTS = ["a photo of a cat", "a cup of coffee"]
 
-# Most pixels of an image; each is brought to the nearest of several shapes, not to a square.
-AREA = 1024 * 1024
-
-# Sides are multiples of this.
-BUCKET_STEP = 64
+# Pixels of a square's side; each image is brought to the nearest of several shapes of that area.
+RESOLUTION = 1024
 
 # How activations fit beside the plan: "auto" recomputes them if memory demands it.
 GRADIENT_CHECKPOINTING = "auto"
@@ -70,17 +67,18 @@ ACTIVATION_OFFLOAD = False
 
 def main(arguments: Sequence[str] | None = None) -> list[float]:
     options = parse(arguments)
-    shipped = HERE / "plans" / f"{options.plan}.json"
-    plan = DeepSpeedPlan.from_json(shipped if shipped.is_file() else options.plan)
     # The weights wait in their files until the engine takes them: no process holds a copy.
-    loaded = load_pretrained(options.model, plan=plan)
+    loaded = load_pretrained(options.model, plan=plan_of(options))
     if options.lora:
         adapters = LoRA(rank=options.lora, targets=loaded.family.lora_targets)
         add_lora(loaded.model, adapters, base_dtype=options.base_dtype)
 
     images = PreparedImages(
         ImageFolder(options.photos),
-        buckets=AspectBuckets(area=options.area, step=options.bucket_step),
+        # Sides are multiples of the step.
+        buckets=AspectBuckets(
+            area=options.resolution**2, step=min(64, max(1, options.resolution // 4))
+        ),
         # Some captions are left out, so that guidance works.
         augmentation=Augmentation(caption_dropout=0.1),
     )
@@ -88,12 +86,10 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
     data = encode_dataset(images, family=loaded.family, folder=options.output / "cache")
 
     with Trainer(
-        model=loaded.model,
-        plan=plan,
+        model=loaded,
         data=data,
-        objective=loaded.objective(),
-        # The average of the weights, which is drawn with and exported.
-        ema=EMAShadow(decay=0.999),
+        # Decay of the average of the weights, which is drawn with and exported.
+        ema=0.999,
         activations=ActivationOffload() if ACTIVATION_OFFLOAD else None,
         gradient_checkpointing=GRADIENT_CHECKPOINTING,
         callbacks=callbacks(options),
@@ -103,20 +99,23 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
         report = trainer.fit(steps=options.steps)
 
         # A run that was stopped exports nothing; the next one does.
-        finished = report.stopped is None or options.export_stopped
-        if finished and options.lora:
-            export_adapters(options.output / "adapters", engine=trainer.engine, weights=trainer.ema)
-        elif finished:
-            export_pipeline(
-                options.output / "pipeline",
-                engine=trainer.engine,
-                base=loaded.folder,
-                weights=trainer.ema,
-                dtype="bf16",
-            )
+        if report.stopped is None or options.export_stopped:
+            name, dtype = ("adapters", "fp32") if options.lora else ("pipeline", "bf16")
+            trainer.export(options.output / name, dtype=dtype)
         if trainer.is_main:
             print(report.render())
     return list(report.losses)
+
+
+def plan_of(options: argparse.Namespace) -> DeepSpeedPlan:
+    """The plan, with what the command line says otherwise."""
+    shipped = HERE / "plans" / f"{options.plan}.json"
+    plan = DeepSpeedPlan.from_json(shipped if shipped.is_file() else options.plan)
+    said = {
+        "optimizer.params.lr": options.lr,
+        "train_micro_batch_size_per_gpu": options.batch,
+    }
+    return plan.with_overrides({name: each for name, each in said.items() if each is not None})
 
 
 def callbacks(options: argparse.Namespace) -> list[Callback]:
@@ -142,14 +141,15 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("photos", nargs="?", type=Path, default=PHOTOS)
     parser.add_argument("output", nargs="?", type=Path, default=OUTPUT)
     parser.add_argument("--plan", default=PLAN, help="a DeepSpeed configuration")
+    parser.add_argument("--lr", type=float, help="learning rate; the plan's when not given")
+    parser.add_argument("--batch", type=int, help="images per card; the plan's when not given")
+    parser.add_argument("--resolution", type=int, default=RESOLUTION, help="pixels of a side")
     parser.add_argument("--lora", type=int, default=LORA, help="rank of adapters; 0 trains all")
     parser.add_argument("--base-dtype", default="bf16", help="of the weights beside adapters")
     parser.add_argument("--start", type=Path, help="checkpoint to begin with, also a converted one")
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--every", type=int, default=EVERY, help="steps between checkpoints")
     parser.add_argument("--export-stopped", action="store_true", help="also after a signal")
-    parser.add_argument("--area", type=int, default=AREA, help="most pixels of an image")
-    parser.add_argument("--bucket-step", type=int, default=BUCKET_STEP)
     parser.add_argument("--draw-steps", type=int, default=30)
     parser.add_argument("--prompts", nargs="+", default=PROMPTS)
     return parser.parse_args(arguments)

@@ -32,7 +32,7 @@ except ImportError:
 SCRIPTS = "zerotune.examples" if INSTALLED else "examples"
 """Those of the wheel, or beside the source tree."""
 PHOTOS = {"chelsea": "a cat", "coffee": "a cup of coffee"}
-SMALL = ["--draw-steps", "1", "--prompts", "a cat", "--area", "256", "--bucket-step", "4"]
+SMALL = ["--draw-steps", "1", "--prompts", "a cat", "--resolution", "16"]
 ALIKE = 5e-5
 """Relative difference of losses under different plans."""
 

@@ -15,7 +15,7 @@ from diffusers import UNet2DModel
 from sklearn.datasets import load_digits
 from torch.utils.data import DataLoader, TensorDataset
 
-from zerotune import DeepSpeedPlan, EMAShadow, save_checkpoint
+from zerotune import EMAShadow, save_checkpoint
 from zerotune.training import EmbeddedPlan
 
 CONFIG = {
@@ -54,7 +54,7 @@ def loss_of(model, batch):  # noqa: ANN001, ANN201
 
 
 def main(steps: int = 50, output: str = "outputs/accelerate") -> list[float]:
-    run = EmbeddedPlan(model=new_model(), plan=DeepSpeedPlan.from_dict(CONFIG))
+    run = EmbeddedPlan(plan=CONFIG)
     set_seed(0)
     accelerator = Accelerator(**run.accelerator_arguments())
     loader = DataLoader(digits(), batch_size=CONFIG["train_micro_batch_size_per_gpu"])

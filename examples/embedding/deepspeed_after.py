@@ -15,7 +15,7 @@ from diffusers import UNet2DModel
 from sklearn.datasets import load_digits
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from zerotune import DeepSpeedPlan, EMAShadow, load_checkpoint, save_checkpoint
+from zerotune import EMAShadow, load_checkpoint, save_checkpoint
 from zerotune.training import EmbeddedPlan
 
 CONFIG = {
@@ -56,7 +56,7 @@ def loss_of(model, batch):  # noqa: ANN001, ANN201
 def main(
     steps: int = 50, output: str = "outputs/deepspeed", resume: str | None = None
 ) -> list[float]:
-    run = EmbeddedPlan(model=new_model(), plan=DeepSpeedPlan.from_dict(CONFIG))
+    run = EmbeddedPlan(plan=CONFIG)
     torch.manual_seed(0)
     dataset = digits()
     loader = DataLoader(

@@ -15,9 +15,21 @@ def generator():
     return runpy.run_path(str(DOCS / "generate_performance.py"))
 
 
-def test_the_page_is_current(generator):
-    written = (DOCS / "performance.md").read_text(encoding="utf-8")
-    assert generator["page"]() == written, "run python docs/generate_performance.py"
+@pytest.mark.parametrize("page", ["performance", "measurements"])
+def test_a_page_is_current(generator, page):
+    written = (DOCS / f"{page}.md").read_text(encoding="utf-8")
+    text = generator["page" if page == "performance" else page]()
+    assert text == written, "run python docs/generate_performance.py"
+
+
+@pytest.mark.parametrize("page", ["../README.md", "index.md"])
+def test_the_result_stands_where_newcomers_look(generator, page):
+    text = " ".join((DOCS / page).read_text(encoding="utf-8").split())
+    assert generator["result"]() in text
+
+
+def test_what_is_gained_stands_on_one_screen_or_two(generator):
+    assert len(generator["page"]().splitlines()) <= 70
 
 
 def test_only_full_measurements_are_committed(generator):
@@ -34,7 +46,7 @@ def test_reasons_belong_to_goals(generator):
 
 
 def test_every_goal_stands_in_the_table(generator):
-    page = generator["page"]()
+    page = generator["measurements"]()
     for result in generator["stored"]().values():
         for goal in result["goals"]:
             assert (f"| {goal['text']}" in page) == (goal["limit"] is not None)

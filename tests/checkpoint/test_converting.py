@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import attrs
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -14,6 +16,7 @@ from tests.checkpoint import anywhere
 from tests.checkpoint.anywhere import PLANS, Net, gathered, train
 from tests.checkpoint.exporting import output_of, unet
 from tests.checkpoint.runs import shadow_of
+from tests.support.models import tiny_unet
 from tests.support.ranks import run_ranks
 from tests.support.runs import start
 from zerotune.checkpoint import convert, verify_checkpoint
@@ -101,3 +104,115 @@ def test_what_is_no_model_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="holds no safetensors weights of a model"):
         convert(tmp_path, tmp_path / "new")
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+def batches(count: int) -> list[tuple[torch.Tensor, ...]]:
+    generator = torch.Generator().manual_seed(7)
+    return [
+        (
+            torch.randn(4, 1, 8, 8, generator=generator),
+            torch.rand(4, generator=generator) * 1000,
+            torch.randint(0, 10, (4,), generator=generator),
+        )
+        for _ in range(count)
+    ]
+
+
+def stepped(model: Any, accelerator: Any, optimizer: Any, ema: Any, part: list) -> list[float]:
+    losses = []
+    for images, times, labels in part:
+        prediction = model(images, times, class_labels=labels).sample
+        loss = torch.nn.functional.mse_loss(prediction, -images)
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        ema.step(model.parameters())
+        losses.append(loss.item())
+    return losses
+
+
+def saved_by_plain_accelerate(root: str, *, hooks: bool) -> dict[str, Any]:
+    """Accelerate without DeepSpeed, with the hooks of diffusers' scripts or without."""
+    from accelerate import Accelerator
+    from diffusers import UNet2DModel
+    from diffusers.training_utils import EMAModel
+
+    accelerator, model = Accelerator(cpu=True), tiny_unet(3)
+    config = model.config
+    ema = EMAModel(model.parameters(), decay=0.9, model_cls=UNet2DModel, model_config=config)
+
+    def save(models: list[Any], weights: list[Any], folder: str) -> None:
+        ema.save_pretrained(f"{folder}/unet_ema")
+        for each in models:
+            each.save_pretrained(f"{folder}/unet")
+            weights.pop()
+
+    if hooks:
+        accelerator.register_save_state_pre_hook(save)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
+    model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
+    names = [name for name, _ in model.named_parameters()]
+    losses = stepped(model, accelerator, optimizer, ema, batches(5)[:3])
+    accelerator.save_state(f"{root}/state")
+    average = dict(zip(names, (p.clone().numpy() for p in ema.shadow_params), strict=True))
+    losses += stepped(model, accelerator, optimizer, ema, batches(5)[3:])
+    return {"losses": losses, "average": average}
+
+
+def gone_on_embedded(checkpoint: str) -> dict[str, Any]:
+    """What was converted, in an embedded run with an average that is registered."""
+    from zerotune.ema import EMAModel
+    from zerotune.training import EmbeddedPlan
+
+    adamw = {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.1}}
+    zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    plan = {"train_batch_size": 4, "optimizer": adamw, "zero_optimization": zero}
+    plan["gradient_clipping"] = 0.0
+    model = tiny_unet(9)
+    ema = EMAModel(model, decay=0.9)
+    with EmbeddedPlan(plan=plan) as run:
+        accelerator = run.accelerator()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        prepared, optimizer = accelerator.prepare(model, optimizer)
+        accelerator.register_for_checkpointing(ema)
+        accelerator.load_state(checkpoint)
+        names = [name for name, _ in model.named_parameters()]
+        average = dict(zip(names, (p.clone().numpy() for p in ema.shadow_params), strict=True))
+        found = {"step": run.engine.state.global_step, "ema": ema.optimization_step}
+        found["whole"] = ema.shadow.distance()
+        return found | {
+            "losses": stepped(prepared, accelerator, optimizer, ema, batches(5)[3:]),
+            "average": average,
+        }
+
+
+@pytest.mark.deepspeed
+def test_what_plain_accelerate_saved_goes_on_in_an_embedded_run(tmp_path, caplog):
+    (expected,) = run_ranks(partial(saved_by_plain_accelerate, hooks=True), str(tmp_path))
+    with caplog.at_level("WARNING", "zerotune"):
+        checkpoint = convert(tmp_path / "state", tmp_path / "portable")
+    left_out = verify_checkpoint(checkpoint).extra["left_out"]
+    assert sorted(left_out) == ["random_states_0.pkl", "scheduler.bin"]
+    assert "convert.scheduler.bin: 'saved' -> unset (it has a position and no curve" in caplog.text
+    (actual,) = run_ranks(gone_on_embedded, str(checkpoint))
+    assert (actual["step"], actual["ema"]) == (3, 3)
+    assert actual["losses"] == pytest.approx(expected["losses"][3:], rel=5e-5)
+    assert actual["average"].keys() == expected["average"].keys()
+    for name, average in expected["average"].items():
+        np.testing.assert_array_equal(actual["average"][name], average, err_msg=name)
+
+
+@pytest.mark.deepspeed
+def test_states_that_cannot_be_told_apart_are_said_to_be_left_out(tmp_path):
+    (expected,) = run_ranks(partial(saved_by_plain_accelerate, hooks=False), str(tmp_path))
+    checkpoint = convert(tmp_path / "state", tmp_path / "portable")
+    manifest = verify_checkpoint(checkpoint)
+    assert "give base=" in manifest.extra["left_out"]["optimizer.bin"]
+    (actual,) = run_ranks(gone_on_embedded, str(checkpoint))
+    assert (actual["step"], actual["ema"], actual["whole"]) == (0, 0, 0)
+    assert actual["losses"][0] == pytest.approx(expected["losses"][3], rel=5e-5)
+    assert actual["losses"][1] != pytest.approx(expected["losses"][4], rel=5e-5)
+    tiny_unet(4).save_pretrained(tmp_path / "base")
+    named = convert(tmp_path / "state", tmp_path / "named", base=tmp_path / "base")
+    assert verify_checkpoint(named).state.global_step == 3

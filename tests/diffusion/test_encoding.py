@@ -200,7 +200,7 @@ def test_a_model_that_edits_trains_on_references_and_masks_of_a_folder_and_a_cac
         changed, _ = loss_and_gradient(loaded, {**latents, name: latents[name].flip(0)})
         assert changed != pytest.approx(loss, rel=1e-6), name
     del latents["reference_latents"]
-    with pytest.raises(DataError, match="edits images"):
+    with pytest.raises(DataError, match="needs a reference image"):
         loss_and_gradient(loaded, latents)
 
 

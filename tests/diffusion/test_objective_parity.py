@@ -223,7 +223,7 @@ def test_sdxl_with_zero_terminal_snr(unet):
     assert_same(losses(objective, unet), theirs, exactly=False)
 
 
-def flow_script(scheduler, predict, *, weighting_scheme="none"):
+def flow_script(scheduler, predict, *, weighting_scheme="none", precondition_outputs=False):
     """examples/dreambooth/train_dreambooth_sd3.py and _flux.py, which differ in ``predict``."""
 
     def get_sigmas(timesteps, n_dim):
@@ -248,8 +248,10 @@ def flow_script(scheduler, predict, *, weighting_scheme="none"):
         sigmas = get_sigmas(timesteps, model_input.ndim)
         noisy_model_input = (1.0 - sigmas) * model_input + sigmas * noise
         model_pred = predict(model, noisy_model_input, timesteps, data)
+        if precondition_outputs:
+            model_pred = model_pred * (-sigmas) + noisy_model_input
         weighting = compute_loss_weighting_for_sd3(weighting_scheme, sigmas=sigmas)
-        target = noise - model_input
+        target = model_input if precondition_outputs else noise - model_input
         loss = torch.mean(
             (weighting.float() * (model_pred.float() - target.float()) ** 2).reshape(
                 target.shape[0], -1
@@ -290,17 +292,22 @@ def flux_predict(model, noisy, timesteps, data):
     )
 
 
+@pytest.mark.parametrize("precondition_outputs", [False, True])
 @pytest.mark.parametrize("scheme", ["none", "sigma_sqrt", "logit_normal", "mode", "cosmap"])
-def test_sd3_with_every_weighting_scheme(transformer, scheme):
+def test_sd3_with_every_weighting_scheme(transformer, scheme, precondition_outputs):
     density = scheme if scheme in ("logit_normal", "mode") else "uniform"
     objective = FlowMatchingObjective(
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
         family=StableDiffusion3(),
         density=density,
         weighting=scheme if scheme in ("sigma_sqrt", "cosmap") else "none",
+        precondition_outputs=precondition_outputs,
     )
     script = flow_script(
-        FlowMatchEulerDiscreteScheduler(shift=3.0), sd3_predict, weighting_scheme=scheme
+        FlowMatchEulerDiscreteScheduler(shift=3.0),
+        sd3_predict,
+        weighting_scheme=scheme,
+        precondition_outputs=precondition_outputs,
     )
     theirs = script_losses(script, transformer)
     assert_same(losses(objective, transformer), theirs, exactly=False)

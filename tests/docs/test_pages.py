@@ -40,7 +40,21 @@ from accelerate import Accelerator
 accelerator, config = Accelerator(cpu=True), unet.config
 optimizer = torch.optim.AdamW(unet.parameters(), lr=1e-3)
 """
+EMBEDDING = """
+from argparse import Namespace
+from pathlib import Path
+
+from diffusers.optimization import get_scheduler
+
+args = Namespace(learning_rate=1e-4, max_train_steps=10)
+plan = zerotune.DeepSpeedPlan.build(stage=2, offload="cpu", precision="fp32")
+Path("ds_config.json").write_text(plan.to_json())
+optimizer = torch.optim.AdamW(unet.parameters(), lr=args.learning_rate)
+lr_scheduler = get_scheduler("constant", optimizer)
+loader = torch.utils.data.DataLoader(range(4))
+"""
 PHOTOS = """
+import shutil
 import tarfile
 from pathlib import Path
 
@@ -55,6 +69,8 @@ for number in range(8):
     pixels = np.full((32, 32, 3), 30 * number, np.uint8)
     Picture.fromarray(pixels).save(f"photos/{number}.png")
     Path(f"photos/{number}.txt").write_text(f"grey {number}")
+for name in ("zoe", "people", "rejected"):
+    shutil.copytree("photos", name)
 for number in range(12):
     Path("clips/a cat").mkdir(parents=True, exist_ok=True)
     Picture.fromarray(np.full((32, 32, 3), 20 * number, np.uint8)).save(f"clips/a cat/{number}.png")
@@ -120,7 +136,7 @@ PAGES: dict[str, tuple[tuple[str, ...], str]] = {
     "data.md": (MODEL, PHOTOS),
     "training.md": (MODEL, ""),
     "diagnostics.md": (MODEL, ""),
-    "embedding.md": (MODEL, ""),
+    "embedding.md": (MODEL, EMBEDDING),
     "builder.md": (MODEL, ""),
 }
 ELSEWHERE = {"families.md": "tests/diffusion/families/test_own_family.py"}

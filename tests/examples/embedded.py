@@ -205,7 +205,7 @@ def as_diffusers_writes_them(
     """``main`` of a script in the structure of diffusers', and the average that it leaves."""
     from diffusers import UNet2DModel
 
-    script = importlib.import_module(f"examples.embedding.diffusers_{name}")
+    script = importlib.import_module(f"tests.examples.diffusers_{name}")
     script.CONFIG["zero_optimization"] |= zero or {}
     given = ["--output_dir", folder, "--checkpointing_steps", "3", *flags]
     losses = script.main(script.parse_args(given))
@@ -220,11 +220,10 @@ def ended_as_diffusers_do(folder: str) -> dict[str, Any]:
     """A script at stage 3 with a frozen text encoder, whose end is that of diffusers' scripts."""
     import deepspeed
     from diffusers import UNet2DModel
-    from examples.embedding import diffusers_after as script
     from transformers import CLIPTextConfig, CLIPTextModel
 
+    from tests.examples import diffusers_after as script
     from zerotune import export_model
-    from zerotune.plan import RunFacts
     from zerotune.training import EmbeddedPlan
 
     path = Path(folder)
@@ -238,8 +237,7 @@ def ended_as_diffusers_do(folder: str) -> dict[str, Any]:
     whole = {"stage": 3, "stage3_param_persistence_threshold": 0}
     config = script.CONFIG | {"zero_optimization": whole}
     model = script.new_model()
-    facts = RunFacts.from_arguments(script.parse_args([]))
-    with EmbeddedPlan(model=model, plan=config, run=facts) as run:
+    with EmbeddedPlan(plan=config, run=script.parse_args([])) as run:
         accelerator = run.accelerator()
         text = CLIPTextModel.from_pretrained(encoder)
         hidden = text(torch.ones(1, 4, dtype=torch.long)).last_hidden_state
@@ -256,5 +254,10 @@ def ended_as_diffusers_do(folder: str) -> dict[str, Any]:
             seen["gathered"] = {tuple(t.shape) for t in ending.state_dict().values()}
         prepared.save_checkpoint(str(path / "deepspeeds"))
         exported = export_model(path / "exported", engine=run.engine)
+        whole = accelerator.get_state_dict(prepared)
     loaded = UNet2DModel.from_pretrained(exported)
+    same = whole.keys() == loaded.state_dict().keys() and all(
+        torch.equal(tensor, whole[name]) for name, tensor in loaded.state_dict().items()
+    )
+    seen |= {"is_main": run.engine.group.is_main, "whole": bool(whole) and same and "as exported"}
     return seen | {"exported": {tuple(t.shape) for t in loaded.state_dict().values()}}

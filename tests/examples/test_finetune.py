@@ -28,7 +28,7 @@ PHOTOS = {
     "motorcycle_left": "a motorcycle in a garage",
 }
 SMALL = ["--steps", "3", "--every", "2", "--draw-steps", "2", "--prompts", "a cat", "coffee"]
-BUCKETS = ["--area", "256", "--bucket-step", "4"]
+SIZE = ["--resolution", "16"]
 LORA = ["--lora", "2"]
 
 
@@ -64,6 +64,17 @@ def plan(name: str) -> list[str]:
     return ["--plan", str(EXAMPLES / "plans" / f"{name}.json")]
 
 
+def test_the_command_line_goes_before_the_plan():
+    script = importlib.import_module("examples.finetune")
+    shipped = script.plan_of(script.parse(plan("sdxl")))
+    assert (shipped.optimizer.params["lr"], shipped.train_micro_batch_size_per_gpu) == (1e-5, 4)
+    asked = script.parse([*plan("sdxl"), "--lr", "3e-4", "--batch", "2", "--resolution", "512"])
+    changed = script.plan_of(asked)
+    assert (changed.optimizer.params["lr"], changed.train_micro_batch_size_per_gpu) == (3e-4, 2)
+    assert changed.optimizer.params["weight_decay"] == shipped.optimizer.params["weight_decay"]
+    assert asked.resolution == 512
+
+
 @pytest.mark.deepspeed
 @pytest.mark.parametrize(
     ("model", "chosen", "ranks"),
@@ -77,7 +88,7 @@ def plan(name: str) -> list[str]:
 def test_all_weights_are_trained_and_the_pipeline_loads(
     model, chosen, ranks, models, photos, tmp_path
 ):
-    arguments = [str(models(model)), str(photos), str(tmp_path), *plan(chosen), *SMALL, *BUCKETS]
+    arguments = [str(models(model)), str(photos), str(tmp_path), *plan(chosen), *SMALL, *SIZE]
     results = run_ranks(run, "finetune", arguments, world_size=ranks)
     assert len(results[0]) == 3
     assert results[0] == results[-1], "the loss is the mean over ranks"
@@ -103,7 +114,7 @@ def test_all_weights_are_trained_and_the_pipeline_loads(
 def test_adapters_are_trained_and_load_in_the_pipeline(
     model, chosen, ranks, models, photos, tmp_path
 ):
-    arguments = [str(models(model)), str(photos), str(tmp_path), *plan(chosen), *SMALL, *BUCKETS]
+    arguments = [str(models(model)), str(photos), str(tmp_path), *plan(chosen), *SMALL, *SIZE]
     run_ranks(run, "finetune", [*arguments, *LORA], world_size=ranks)
     check_folder(tmp_path)
     pipeline = DiffusionPipeline.from_pretrained(models(model))
@@ -122,7 +133,7 @@ def test_start_goes_on_from_what_deepspeed_saved(models, photos, tmp_path):
     (trained,) = run_ranks(saved_by_deepspeed, str(models("sd15")), theirs, env=env)
     start = convert(theirs, tmp_path / "start")
     output = tmp_path / "run"
-    arguments = [str(models("sd15")), str(photos), str(output), *plan("sdxl"), *SMALL, *BUCKETS]
+    arguments = [str(models("sd15")), str(photos), str(output), *plan("sdxl"), *SMALL, *SIZE]
     arguments += ["--start", str(start)]
     again = [[*arguments, "--steps", steps] for steps in ("1", "2", "2")]
     (losses,) = run_ranks(run_each, again, str(output / "pipeline" / "unet"))

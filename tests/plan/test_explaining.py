@@ -17,7 +17,8 @@ def test_a_plan_is_explained_as_written(reference_a):
     assert "ZeRO stage      2: optimizer states, master weights and gradients" in text
     assert "8 = micro 2 x accumulation 4 x world size" in text
     assert "AdamW(lr=0.0001, betas=[0.9, 0.999]" in text
-    assert "decisions:" not in text
+    assert "changed from" not in text
+    assert "chosen" not in text
 
 
 def test_an_open_plan_is_explained_too():
@@ -29,16 +30,33 @@ def test_an_open_plan_is_explained_too():
     assert "micro ? x accumulation ? x world size" in text
 
 
-def test_a_resolved_plan_tells_warnings_first_and_defaults_last(reference_a, cuda, unet):
+def test_a_resolved_plan_tells_what_was_overruled_first_and_counts_defaults(
+    reference_a, cuda, unet
+):
     text = DeepSpeedPlan.from_dict(reference_a).resolve(platform=cuda, model=unet).explain()
     lines = text.splitlines()
-    first = lines[lines.index("decisions:") + 1]
+    first = lines[lines.index("changed from what was written:") + 1]
     assert first.startswith("  [warning] zero_optimization.offload_param")
     assert "optimizer lives in host memory" in text
     assert "not settled yet" in text
     assert f"UNet: {unet.numel:,} elements in {len(unet.parameters)} parameters" in text
-    assert re.search(r"^  zero_optimization.contiguous_gradients +True$", text, re.MULTILINE)
-    assert text.index("because defaults move") > text.index("[note]")
+    chosen = text.partition("chosen automatically:")[2]
+    assert "  [note] train_batch_size" in chosen or "unset ->" in chosen
+    assert "[warning]" not in chosen
+    count = int(re.search(r"^and (\d+) settings written out as DeepSpeed", chosen, re.MULTILINE)[1])
+    assert count >= 10
+    assert "contiguous_gradients" not in text
+    assert len(lines) < 45
+
+
+def test_what_overrules_a_written_value_stands_before_what_was_open(cuda, unet):
+    written = {"train_batch_size": 4, "gradient_clipping": "auto", "bfloat16": {"enabled": True}}
+    plan = DeepSpeedPlan.from_dict({**written, "zero_optimization": {"stage": 2}})
+    text = plan.resolve(platform=cuda, model=unet).explain()
+    changed, _, chosen = text.partition("chosen automatically:")
+    assert "gradient_clipping: 'auto' ->" in chosen
+    assert "'auto' ->" not in changed
+    assert "bfloat16: 'bfloat16' -> 'bf16'" in changed
 
 
 def test_choices_and_folders_are_explained(cuda):
@@ -78,7 +96,7 @@ NVME_BELOW_3 = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device"
 def test_what_the_rules_find_comes_with_the_explanation():
     plan = DeepSpeedPlan.from_dict(NVME_BELOW_3)
 
-    assert "findings:\n  [error] " in plan.explain()
+    assert plan.explain().startswith("Plan from dict: cannot run, 1 error\n  [error] ")
     found = [finding for finding in plan.summary()["findings"] if finding["severity"] == "error"]
     assert found
     assert found[0]["key"].startswith("zero_optimization.")
@@ -121,11 +139,10 @@ def test_a_plan_in_markdown():
     config = {**NVME_BELOW_3, "bf16": {"enabled": "true"}}
     text = DeepSpeedPlan.from_dict(config, source="a|b.json").explain_markdown()
 
-    assert text.startswith("# Plan from a\\|b.json\n\n|  |  |\n| --- | --- |\n")
-    assert "| optimizer lives | in files (NVMe) |" in text
+    assert text.startswith("# Plan from a\\|b.json: cannot run, 1 error\n\n- **error** ")
+    assert "| optimizer lives | refused, see the errors |" in text
     assert "- **note** bf16.enabled: 'true' -> True" in text
     assert "## findings" in text
-    assert "- **error** " in text
 
 
 def test_a_resolved_plan_in_markdown(reference_a, cuda, unet):
@@ -134,10 +151,9 @@ def test_a_resolved_plan_in_markdown(reference_a, cuda, unet):
     )
 
     assert "| engine | DeepSpeed, 1 process |" in text
-    rows = text[text.index("## decisions") :].splitlines()
+    rows = text[text.index("## changed from what was written") :].splitlines()
     assert rows[2].startswith("- **warning** zero_optimization.offload_param")
-    assert "| zero_optimization.contiguous_gradients | True |" in text
-    assert text.index("## decisions") < text.index("because defaults move")
+    assert text.index("## chosen automatically") < text.index("because defaults move")
     assert "**error**" not in text
 
 

@@ -164,3 +164,29 @@ def test_a_byte_order_mark_is_skipped():
 
 def test_a_surrogate_pair_is_one_character():
     assert parse_json('"\\ud83d\\ude00"', source="x")[0] == "\U0001f600"
+
+
+@pytest.mark.parametrize(
+    ("lines", "place"),
+    [
+        (['  "a": {', '    "b": 1,', '  "c": {"d": 2}'], (3, 12)),
+        (['  "a": {', '    "b": 1', '  "c": {"d": 2}'], (3, 11)),
+        (['  "a": {', '    "b": {', '      "c": 1', "  },", '  "d": 2'], (4, 13)),
+        (['  "a": {"b": 1,', '        "c": 2,', '  "d": 3'], (3, 16)),
+    ],
+)
+def test_a_missing_brace_is_placed_where_the_indentation_lacks_it(lines, place):
+    error = refuse("\n".join(("{", *lines, "}")))
+    assert "never closed" in error.reason
+    assert (error.line, error.column) == place
+
+
+def test_without_indentation_a_missing_brace_is_placed_at_the_end():
+    error = refuse('{\n"a": {\n"b": 1,\n"c": 2\n}\n')
+    assert (error.line, error.column) == (6, 1)
+
+
+def test_a_missing_comma_is_no_missing_brace():
+    error = refuse('{\n  "a": {\n    "b": 1\n    "c": 2\n  }\n}')
+    assert "comma" in error.reason
+    assert (error.line, error.column) == (4, 5)

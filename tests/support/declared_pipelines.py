@@ -13,6 +13,9 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import (
+    CLIPImageProcessor,
+    CLIPVisionConfig,
+    CLIPVisionModel,
     GlmConfig,
     GlmModel,
     PreTrainedTokenizerFast,
@@ -185,28 +188,66 @@ def flux2_klein(folder: Path) -> Path:
     return saved(pipeline, folder)
 
 
-def _wan_transformer(seed: int) -> Any:
+def _wan_transformer(seed: int, **settings: Any) -> Any:
     torch.manual_seed(seed)
+    usual = {"in_channels": 4, "out_channels": 4, "text_dim": WIDTH, "num_layers": 2}
     return alive(
         diffusers.WanTransformer3DModel(
-            num_attention_heads=2, attention_head_dim=12, in_channels=4, out_channels=4,
-            text_dim=WIDTH, freq_dim=16, ffn_dim=32, num_layers=2, rope_max_seq_len=128,
+            num_attention_heads=2, attention_head_dim=12, freq_dim=16, ffn_dim=32,
+            rope_max_seq_len=128, **(usual | settings),
         )
     )  # fmt: skip
 
 
-def _wan(folder: Path, **settings: Any) -> Path:
-    pipeline = diffusers.WanPipeline(
-        vae=_video_vae(
+def _wan_parts() -> dict[str, Any]:
+    return {
+        "vae": _video_vae(
             diffusers.AutoencoderKLWan, scale_factor_temporal=2, scale_factor_spatial=2
         ),
-        text_encoder=umt5(), tokenizer=t5_tokenizer(), transformer=_wan_transformer(4),
-        scheduler=diffusers.UniPCMultistepScheduler(
+        "text_encoder": umt5(),
+        "tokenizer": t5_tokenizer(),
+        "scheduler": diffusers.UniPCMultistepScheduler(
             prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0,
             num_train_timesteps=1000,
-        ), **settings,
+        ),
+    }  # fmt: skip
+
+
+def _wan(folder: Path, **settings: Any) -> Path:
+    parts = _wan_parts() | {"transformer": _wan_transformer(4)}
+    return saved(diffusers.WanPipeline(**parts, **settings), folder)
+
+
+def wan_i2v(folder: Path) -> Path:
+    """As Wan 2.1, which sees the image through CLIP, too."""
+    torch.manual_seed(5)
+    seeing = CLIPVisionModel(
+        CLIPVisionConfig(
+            hidden_size=24, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+            image_size=8, patch_size=4,
+        )
+    )  # fmt: skip
+    size = {"height": 8, "width": 8}
+    pipeline = diffusers.WanImageToVideoPipeline(
+        **_wan_parts(), image_encoder=seeing,
+        image_processor=CLIPImageProcessor(size={"shortest_edge": 8}, crop_size=size),
+        transformer=_wan_transformer(4, in_channels=10, image_dim=24, added_kv_proj_dim=24),
     )  # fmt: skip
     return saved(pipeline, folder)
+
+
+def wan22_i2v(folder: Path) -> Path:
+    """As Wan 2.2 A14B: two experts, and no CLIP."""
+    pipeline = diffusers.WanImageToVideoPipeline(
+        **_wan_parts(), transformer=_wan_transformer(4, in_channels=10), boundary_ratio=0.9,
+        transformer_2=_wan_transformer(5, in_channels=10),
+    )  # fmt: skip
+    return saved(pipeline, folder)
+
+
+def wan22_ti2v(folder: Path) -> Path:
+    """As Wan 2.2's small model, of texts with and without an image."""
+    return _wan(folder, expand_timesteps=True)
 
 
 def wan(folder: Path) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import math
@@ -19,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
+from rich.console import Console
 
 from tests.support.errors import error_of
 from tests.support.ranks import free_port, ranks
@@ -28,6 +30,7 @@ from zerotune.ema import BackgroundEMA, EMAShadow, EMAShadows
 from zerotune.training import (
     Callback,
     MetricsFile,
+    ProgressBar,
     RollBackNonFinite,
     SaveEvery,
     SaveEveryInBackground,
@@ -147,9 +150,15 @@ def test_a_signal_to_one_rank_ends_all_after_the_same_step(world_size, number, r
     assert report.stopped == f"signal {signal.Signals(number).name}{where}"
     assert report.losses == whole[:2]
     assert losses.events == ["start 0 of 6", "save step-00000002", "end"]
-    with trainer(False, seed=99) as running:
+    text = io.StringIO()
+    shown = ProgressBar(console=Console(file=text, soft_wrap=True))
+    with trainer(False, seed=99, callbacks=[shown]) as running:
         running.resume(tmp_path / "step-00000002")
+        (said,) = [str(each) for each in running.decisions if each.key == "step"]
+        assert said.endswith(f"goes on from {tmp_path / 'step-00000002'})")
+        assert said.startswith("step: 0 -> 2 (epoch 1, after 2 of 2.75 micro batches; ")
         assert running.fit(steps=6).losses == whole[2:], "resumed bit for bit"
+        assert text.getvalue().startswith(said if running.is_main else "")
 
 
 def test_a_signal_to_a_child_of_torchrun_ends_the_job_with_exit_code_0(tmp_path):
@@ -458,7 +467,7 @@ def check_tensorboard(folder, losses, history):
         assert len(events.Scalars(name)) == 4
     assert events.Scalars("memory/host_peak_gib")[0].value > 0.05
     text = events.Tensors("run/plan/text_summary")[0].tensor_proto.string_val[0].decode()
-    assert "optimizer.type = 'AdamW' [ok]" in text
+    assert "optimizer.type = 'AdamW', " in text
     (image,) = events.Images("drawn")
     assert (image.width, image.height) == (8, 4), "two of them, side by side"
 

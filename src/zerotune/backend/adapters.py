@@ -14,7 +14,7 @@ import importlib
 import inspect
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -121,12 +121,17 @@ def peft_config(model: Any, adapter: str) -> Any:
     return model.peft_config[adapter]
 
 
-def trained_adapter(model: torch.nn.Module) -> str | None:
-    """The adapter that a model trains; ``None`` when it trains none."""
+def trained_adapter(names: Iterable[str], *, prefix: str = "") -> str | None:
+    """The adapter of a model that an engine trains; ``None`` when it trains none.
+
+    Args:
+        names: All parameters that the engine trains, those included that are frozen by now.
+        prefix: What those of the model begin with.
+    """
     found = {
         parsed.adapter
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad and (parsed := AdapterParameter.parse(name))
+        for name in names
+        if name.startswith(prefix) and (parsed := AdapterParameter.parse(name))
     }
     if len(found) > 1:
         raise CheckpointMismatchError(
@@ -268,11 +273,11 @@ class Published:
         """Their name of a layer, and all of our layers in it."""
         if not self.layers:
             return layer, (layer,)
-        pattern, numbers = _numbered(layer)
+        pattern, numbers = numbered(layer)
         for name, ours in self.layers.items():
             if pattern in ours:
-                return _with_number(name, numbers), tuple(
-                    _with_number(each, numbers) for each in ours
+                return with_number(name, numbers), tuple(
+                    with_number(each, numbers) for each in ours
                 )
         raise CheckpointMismatchError(
             "has no name in this format that diffusers reads",
@@ -287,14 +292,14 @@ class Published:
         for key, tensor in state.items():
             layer, kind = _layer_and_kind(key)
             if layer.startswith(_KOHYA):
-                pattern, numbers = _numbered(layer.removeprefix(_KOHYA), separator="_")
+                pattern, numbers = numbered(layer.removeprefix(_KOHYA), separator="_")
                 name = flat.get(pattern)
             else:
-                pattern, numbers = _numbered(layer.removeprefix(_COMFYUI))
+                pattern, numbers = numbered(layer.removeprefix(_COMFYUI))
                 name = pattern if pattern in self.layers else None
             if name is None:
                 return {}
-            name = _with_number(name, numbers)
+            name = with_number(name, numbers)
             if to == "kohya":
                 name = f"{_KOHYA}{name.replace('.', '_')}.{_TO_KOHYA.get(kind, kind)}"
             else:
@@ -316,7 +321,7 @@ class Published:
         return found
 
 
-def _numbered(layer: str, separator: str = ".") -> tuple[str, str | None]:
+def numbered(layer: str, separator: str = ".") -> tuple[str, str | None]:
     """A name with its block's number taken out: the first one."""
     mark = re.escape(separator)
     match = re.search(rf"(?<={mark})\d+(?={mark})", layer)
@@ -325,7 +330,8 @@ def _numbered(layer: str, separator: str = ".") -> tuple[str, str | None]:
     return f"{layer[: match.start()]}#{layer[match.end() :]}", match[0]
 
 
-def _with_number(pattern: str, number: str | None) -> str:
+def with_number(pattern: str, number: str | None) -> str:
+    """A name with its block's number put back."""
     return pattern if number is None else pattern.replace("#", number, 1)
 
 

@@ -28,6 +28,8 @@ class RunningGroup:
     """Arguments by name."""
     members: frozenset[str]
     """Dotted names of the parameters."""
+    until: int | None = None
+    """Optimizer steps after which the rate is 0."""
 
     @classmethod
     def read(
@@ -62,7 +64,9 @@ def expected_groups(
         )
     if choice.groups:
         return tuple(
-            RunningGroup(params=group.params, members=frozenset(group.parameters))
+            RunningGroup(
+                params=group.params, members=frozenset(group.parameters), until=group.until
+            )
             for group in choice.groups
         )
     return (RunningGroup(params={}, members=frozenset(name for name, _ in named)),)
@@ -116,6 +120,9 @@ class Checks:
                 base = float(expected["lr"])
                 # DeepSpeed's schedules know one rate; zerotune's keep each group's multiple.
                 factor = base / choice.lr if scheduler.source == "zerotune" else 1.0
+                until = groups[index].until if index < len(groups) else None
+                if until is not None and steps_taken >= until:
+                    factor = 0.0
                 expected["lr"] = lr_at(scheduler, steps_taken, choice.lr) * factor
                 if expected.get("betas") is not None:
                     expected["betas"] = betas_at(scheduler, steps_taken, tuple(expected["betas"]))
@@ -155,12 +162,16 @@ class Checks:
         return tuple(check for check in self._checks if not check.passed)
 
     def render(self) -> str:
-        """One line per comparison."""
-        lines = ["Verified after initialization:" if not self.failed else "Verification FAILED:"]
-        for check in self._checks:
-            mark = "ok" if check.passed else f"NOT {check.expected!r}"
-            lines.append(f"  {check.key} = {check.actual!r} [{mark}]")
-        return "\n".join(lines)
+        """One line for all that hold, and one for each comparison that does not."""
+        held = ", ".join(
+            f"{check.key} = {check.actual!r}" for check in self._checks if check.passed
+        )
+        return "\n".join(
+            [
+                f"Verified after initialization: {held}",
+                *(f"  {one.key} = {one.actual!r} [NOT {one.expected!r}]" for one in self.failed),
+            ]
+        )
 
     def raise_if_failed(self, *, engine: str) -> None:
         """Refuse to train when anything differs."""

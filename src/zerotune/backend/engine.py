@@ -212,12 +212,16 @@ class Engine(Closing):
         finally:
             self._train(training)
 
-    def explain(self) -> str:
-        """What runs, verified, with every automatic choice."""
-        extra = "\n".join(f"  [{d.severity}] {d}" for d in self._engine_decisions)
-        return "\n".join(
-            part for part in (self._checks().render(), self._plan.explain(), extra) if part
-        )
+    def explain(self, *further: Decision) -> str:
+        """What runs, with every automatic choice, and what of it was verified.
+
+        Args:
+            further: Decisions of what drives the engine, to be shown with its own.
+        """
+        from zerotune.plan.text import resolved_page
+
+        page = resolved_page(self._plan, (*self._engine_decisions, *further))
+        return "\n".join(part for part in (page.text(), self._checks().render()) if part)
 
     def _train(self, mode: bool) -> None:
         self._module.train(mode)

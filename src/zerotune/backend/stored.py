@@ -198,9 +198,21 @@ class StoredWeight:
     tensor: StoredTensor
     stamp: tuple[int, int]
     """Bytes and time of change, in ns, of the file when its header was read."""
+    pieces: tuple[StoredTensor, ...] = ()
+    """Where its elements lie when they are not all one behind another."""
 
     def read_into(self, flat: torch.Tensor, *, start: int = 0) -> None:
         """Fill a 1-D tensor with the elements from ``start`` on, cast to its dtype."""
+        if len(self.pieces) > 1:
+            position = 0
+            for each in self.pieces:
+                first, last = position, position + math.prod(each.shape)
+                into = flat[max(0, first - start) : max(0, last - start)]
+                if into.numel():
+                    part = attrs.evolve(self, tensor=each, pieces=())
+                    part.read_into(into, start=max(0, start - first))
+                position = last
+            return
         tensor, size = self.tensor, self.tensor.dtype.itemsize
         buffer = torch.empty(min(_READ_AT_ONCE, flat.numel()), dtype=tensor.dtype)
         try:

@@ -77,6 +77,11 @@ class TrainedParts(torch.nn.Module):
         """Dtype of the primary part's weights."""
         return next(p.dtype for p in self.primary.parameters())
 
+    @property
+    def device(self) -> torch.device:
+        """Where the primary part's weights are."""
+        return next(p.device for p in self.primary.parameters())
+
     def forward(self, *args: Any, part: str | None = None, **kwargs: Any) -> Any:
         """Call a part.
 
@@ -120,6 +125,12 @@ class TrainedParts(torch.nn.Module):
                 f"there is no such part, only {', '.join(self.names)}", key="part", value=name
             )
         return part
+
+
+def primary_of(model: Any) -> Any:
+    """The module that is called by default: of an engine, of ``TrainedParts``, or the model."""
+    module = getattr(model, "module", model)
+    return module.primary if isinstance(module, TrainedParts) else module
 
 
 def components(

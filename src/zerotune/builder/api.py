@@ -32,6 +32,7 @@ from zerotune.builder.preview import (
     read_setup,
     understand,
 )
+from zerotune.builder.repairs import repairs, with_repairs
 from zerotune.builder.session import Opened, Session, open_file, open_text
 from zerotune.builder.templates import (
     BUILTIN,
@@ -118,8 +119,11 @@ class Api:
         return attrs.asdict(self.session.root.facts(asked.get("path")))
 
     def _preview(self, sent: Data) -> Data:
-        preview = understand(_state(sent), self.machines)
-        return preview_data(preview, self.machines, applied=self.session.applied)
+        state = _state(sent)
+        preview = understand(state, self.machines)
+        data = preview_data(preview, applied=self.session.applied)
+        found = repairs(preview, state, self.machines)
+        return {**data, "messages": with_repairs(data["messages"], found)}
 
     def _open(self, sent: Data) -> Data:
         if "path" in sent:
@@ -130,7 +134,7 @@ class Api:
 
     def _apply(self, sent: Data) -> Data:
         preview = understand(_state(sent), self.machines)
-        if preview.plan is None or preview.resolved is None:
+        if preview.plan is None or not preview.verdict.runs:
             worst = preview.messages[0]
             raise PlanConflictError(
                 f"the plan cannot run: {worst.reason}",
@@ -139,7 +143,10 @@ class Api:
             )
         try:
             return self.session.apply(
-                preview.plan, version=_version(sent), processes=preview.setup.world_size
+                preview.plan,
+                like=preview.written,
+                version=_version(sent),
+                processes=preview.setup.world_size,
             )
         except ZeroTuneError:
             raise
@@ -158,6 +165,7 @@ class Api:
         return self.session.save(
             reading.plan,
             path,
+            like=state.config,
             format_=None if format_ is None else as_text(format_, "format", longest=20),
             version=_version(sent),
             processes=read_setup(state.setup)[0].world_size,

@@ -7,7 +7,7 @@ configuration is said here, so that the page holds no rules of its own: a script
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any, Final, Literal
 
@@ -15,13 +15,17 @@ import attrs
 
 from zerotune._util.text import squash
 from zerotune.builder.forms import to_wire
+from zerotune.builder.models import MODEL_NAMES, model_name
 from zerotune.errors import UNSET, ZeroTuneError
 from zerotune.optim import OPTIMIZERS, SCHEDULERS, Parameter
 from zerotune.optimizers.catalogue import BY_WORD
-from zerotune.plan.families import family_names, model_family
+from zerotune.plan import family_names
+from zerotune.plan.families import model_family
+from zerotune.plan.memory.time import CARDS
 from zerotune.plan.model import (
     REMOVED,
     REMOVED_ZERO,
+    STORAGES,
     ZERO_ALIASES,
     Boolean,
     ZeroSection,
@@ -137,12 +141,23 @@ def _zero_fields(*names: str) -> tuple[Field, ...]:
     return tuple(
         Field(
             path=join(ZERO, name),
-            label=name.removeprefix("stage3_").replace("_", " ").capitalize(),
+            label=_label_of(name),
             kind="flag" if isinstance(kinds[name], Boolean) else "value",
-            hint=docs[name],
+            hint=_plain(docs[name]),
         )
         for name in names
     )
+
+
+def _label_of(name: str) -> str:
+    words = name.removeprefix("stage3_").removeprefix("zero_").replace("_", " ")
+    return words.replace("hpz", "secondary").capitalize()
+
+
+def _plain(doc: str) -> str:
+    """A sentence of the documentation without its markup."""
+    plain = doc.replace("``", "").removeprefix("ZeRO++: ")
+    return f"{plain[:1].upper()}{plain[1:]}"
 
 
 def _setup_field(
@@ -191,6 +206,12 @@ def page_fields() -> Mapping[str, Any]:
             "allgather_bucket_size",
             "round_robin_gradients",
         ),
+        "plus_plus": _zero_fields(
+            "zero_hpz_partition_size",
+            "zero_quantized_weights",
+            "zero_quantized_nontrainable_weights",
+            "zero_quantized_gradients",
+        ),
         "setup": _workload_fields(),
         "clip_families": [name for name in family_names() if model_family(name).frames is not None],
         "machine": _machine_fields(),
@@ -214,13 +235,21 @@ _BATCH_FIELDS: Final = (
 
 
 def _workload_fields() -> tuple[Field, ...]:
-    families = {name: name for name in family_names()}
+    listed = [name for name in MODEL_NAMES if name in family_names()]
+    families = {model_name(name): name for name in dict.fromkeys((*listed, *family_names()))}
+    storages = {"the plan's precision": "", **{name: name for name in STORAGES}}
     places = {"no": "none", "in RAM": "host", "on the GPU": "device", "on NVMe": "nvme"}
     return (
         _setup_field("family", "Model", options={**families, "another model (no estimate)": ""}),
         _setup_field("resolution", "Resolution", "Pixels of a side."),
         _setup_field("frames", "Frames", "Of a clip."),
         _setup_field("lora", "LoRA rank", "Leave empty to train the whole model."),
+        _setup_field(
+            "base_dtype",
+            "Base dtype",
+            "Of the frozen model beside the adapters.",
+            options=storages,
+        ),
         _setup_field("ema", "EMA of the weights", options=places),
         _setup_field(
             "gradient_checkpointing",
@@ -235,9 +264,26 @@ def _machine_fields() -> tuple[Field, ...]:
     choices = (("a machine I describe", False, ""), ("this machine", True, ""))
     return (
         attrs.evolve(_segments("this_machine", "Plan for", *choices), store="setup"),
+        _card_field(),
         _setup_field("vram", "VRAM per GPU, GiB"),
         _setup_field("ram", "RAM, GiB"),
         _setup_field("nvme", "NVMe, GiB", "0: no swap files."),
+    )
+
+
+def _card_field() -> Field:
+    """A card by name, which has its memory and its rates."""
+    options = [Option(label="another card", sets={"card": ""})]
+    for card in CARDS:
+        label = f"{card.name}, {card.memory} GiB"
+        options.append(Option(label=label, sets={"card": label, "vram": str(card.memory)}))
+    return Field(
+        path="card",
+        label="Card",
+        kind="select",
+        hint="Fills in its VRAM; times are predicted with its rates.",
+        options=tuple(options),
+        store="setup",
     )
 
 
@@ -301,15 +347,38 @@ def schema_data() -> dict[str, Any]:
         schema = plan_schema()
     except ZeroTuneError as error:
         removed = _removed(frozenset())
-        return {"available": False, "reason": str(error), "parameters": [], "removed": removed}
+        return {
+            "available": False,
+            "reason": str(error),
+            "parameters": [],
+            "fields": [],
+            "removed": removed,
+        }
     known = known_paths(schema)
-    parameters = [_schema_parameter(each) for each in schema_parameters(schema)]
+    listed = [_schema_parameter(each) for each in schema_parameters(schema)]
+    fields = {field.path: field for field in _config_fields()}
+    parameters = [each for each in listed if each is not None and each["path"] not in fields]
     return {
         "available": True,
         "version": schema["x-zerotune"]["deepspeed"],
-        "parameters": [each for each in parameters if each is not None],
+        "parameters": parameters,
+        "fields": [
+            {"path": path, "id": field.id, "label": field.label} for path, field in fields.items()
+        ],
         "removed": _removed(known),
     }
+
+
+def _config_fields() -> Iterator[Field]:
+    """The fields of the form that write the configuration."""
+    pending = list(page_fields().values())
+    while pending:
+        each = pending.pop()
+        if isinstance(each, Field):
+            if each.store == "config":
+                yield each
+        elif isinstance(each, tuple):
+            pending.extend(each)
 
 
 def _removed(known: Collection[str]) -> list[dict[str, str]]:
@@ -333,7 +402,7 @@ def _schema_parameter(each: SchemaParameter) -> dict[str, Any] | None:
         "path": each.path,
         "types": list(each.types),
         "default": to_wire(each.default),
-        "doc": each.doc,
+        "doc": _plain(each.doc),
         "deprecated": each.deprecated,
         "replaced_by": each.replaced_by,
         "stages": list(each.stages),

@@ -21,6 +21,7 @@ from zerotune.plan import DeepSpeedPlan
 from zerotune.plan.model import read_launch, with_launch
 from zerotune.plan.read import plan_from_mapping, read_partly
 from zerotune.plan.source import wrapper_of
+from zerotune.plan.write import in_order
 
 _ChoiceT = TypeVar("_ChoiceT")
 
@@ -151,13 +152,20 @@ class FormState:
         )
 
     @classmethod
-    def of_plan(cls, plan: DeepSpeedPlan, *, setup: Mapping[str, Any] | None = None) -> FormState:
-        """The state that says a plan."""
+    def of_plan(
+        cls,
+        plan: DeepSpeedPlan,
+        *,
+        setup: Mapping[str, Any] | None = None,
+        like: Mapping[str, Any] | None = None,
+    ) -> FormState:
+        """The state that says a plan, its keys in the order of ``like``."""
         launch = plan.launch.to_dict() if plan.launch else {}
         around = dict(setup or {})
         if isinstance(launch.get("num_processes"), int) and launch["num_processes"] > 0:
             around["world_size"] = launch["num_processes"]
-        return cls(config=plan.to_dict(), launch=launch, setup=around)
+        config = in_order(plan.to_dict(), like or {})
+        return cls(config=config, launch=launch, setup=around)
 
     def data(self) -> dict[str, Any]:
         """The state as the page holds it."""

@@ -5,13 +5,20 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import cached_property, partial
-from typing import Any, Final, get_args
+from typing import Any, Final, Literal, get_args
 
 import attrs
 
 from zerotune._util.environment import installed_versions
 from zerotune._util.palette import component_colours
-from zerotune._util.text import as_number, as_sentence, parse_memory, whole
+from zerotune._util.text import (
+    as_number,
+    as_sentence,
+    counted,
+    format_size,
+    parse_memory,
+    whole,
+)
 from zerotune.builder.forms import (
     FormState,
     Reading,
@@ -20,18 +27,33 @@ from zerotune.builder.forms import (
     read_plan,
     told_as_lost,
 )
+from zerotune.builder.models import model_name
 from zerotune.decisions import Decision, worst_first
 from zerotune.errors import UNSET, InvalidValueError, NothingFitsError, ZeroTuneError
 from zerotune.optim import OPTIMIZERS, OptimizerResolver
 from zerotune.optim.capability import Situation, installed_packages, missing_package
-from zerotune.plan import AUTO, Candidate, DeepSpeedPlan, ResolvedPlan, RunFacts, plan_document
-from zerotune.plan.families import as_facts, family_names, model_family
-from zerotune.plan.memory.estimate import EMAPlace, Workload, sample_size
-from zerotune.plan.model import OFFLOAD_DEVICES, PRECISIONS
-from zerotune.plan.rules import RuleContext
+from zerotune.plan import (
+    AUTO,
+    Candidate,
+    DeepSpeedPlan,
+    MemoryEstimate,
+    ModelFacts,
+    ResolvedPlan,
+    RuleContext,
+    RunFacts,
+    Workload,
+    family_names,
+    plan_document,
+)
+from zerotune.plan.advise import Remedy
+from zerotune.plan.families import as_facts, model_family
+from zerotune.plan.memory.estimate import EMAPlace, sample_size
+from zerotune.plan.memory.time import CARDS, StepTime, known_rates, step_time
+from zerotune.plan.model import OFFLOAD_DEVICES, PRECISIONS, STORAGES
 from zerotune.plan.text import (
     DURING,
     FOREMOST,
+    Fit,
     candidate_data,
     describe,
     estimate_data,
@@ -42,7 +64,7 @@ from zerotune.plan.text import (
     shown_and_defaults,
     subject,
 )
-from zerotune.plan.write import launchable
+from zerotune.plan.write import in_order, launchable
 from zerotune.platform import Platform, detect_platform
 
 
@@ -102,11 +124,16 @@ class Setup:
     """Optimizer steps of the run, for what a schedule leaves to it."""
     lora: int | None = None
     """Rank of adapters that are trained in place of the model; all of it when not given."""
+    base_dtype: str | None = None
+    """What the model beside the adapters is quantized to; the plan's precision when not given."""
     ema: EMAPlace = "none"
     gradient_checkpointing: bool = True
     activation_offload: bool = False
     this_machine: bool = False
     """Whether the machine is this one, and not the one described below."""
+    card: str | None = None
+    """A card whose rates are known, as "RTX 4090, 24 GiB"; the listed one nearest in memory when
+    not given."""
     vram: int = 24 * 2**30
     """Bytes of each GPU."""
     ram: int = 64 * 2**30
@@ -138,6 +165,35 @@ def read_setup(raw: Mapping[str, Any]) -> tuple[Setup, list[ZeroTuneError]]:
     return Setup(**given), errors
 
 
+_READ_AS: Final[Mapping[str, Callable[[Setup], str]]] = {
+    "family": lambda setup: model_name(setup.family),
+    "resolution": lambda setup: f"{model_family(setup.family).resolution} pixels",
+    "frames": lambda setup: f"{model_family(setup.family).frames} frames",
+    "world_size": lambda setup: counted(setup.world_size, "process", "processes"),
+    "lora": lambda _: "the whole model",
+    "base_dtype": lambda _: "a base in the plan's precision",
+    "ema": lambda _: "no EMA",
+    "vram": lambda setup: f"{format_size(setup.vram)} of VRAM",
+    "ram": lambda setup: f"{format_size(setup.ram)} of RAM",
+    "nvme": lambda _: "no NVMe",
+    "card": lambda _: "a card of that memory",
+}
+"""What is planned for in place of a setting that cannot be read."""
+
+
+def drawn_for(setup: Setup, wrong: Collection[str]) -> str:
+    """For what memory was estimated, where some of what is planned for cannot be read."""
+    words = [words(setup) for name, words in _READ_AS.items() if f"setup.{name}" in wrong]
+    if not words:
+        return ""
+    return f"Drawn for {_listed(words)}: what is typed there cannot be used."
+
+
+def _listed(words: list[str]) -> str:
+    """``"a, b and c"``."""
+    return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))
+
+
 class Machines:
     """This machine, looked at once, since detecting imports torch; and others as described."""
 
@@ -153,13 +209,17 @@ class Machines:
         """The machine a setup speaks of."""
         if setup.this_machine:
             return self.this
-        return Platform.synthetic(
+        platform = Platform.synthetic(
             "cuda",
             device_count=setup.world_size,
             vram=setup.vram,
             ram=setup.ram,
             versions=self._versions,
         )
+        if setup.card is None:
+            return platform
+        named = (attrs.evolve(device, name=setup.card) for device in platform.devices)
+        return attrs.evolve(platform, devices=tuple(named))
 
     def sizes(self, setup: Setup) -> dict[str, int | None]:
         """Bytes of one device, and of RAM and swap files for all ranks."""
@@ -193,6 +253,8 @@ _SETUP_READERS: Final[Mapping[str, Callable[..., Any]]] = {
     "world_size": partial(_whole_number, most=4096),
     "total_steps": partial(_whole_number, most=10**9),
     "lora": partial(_whole_number, most=4096),
+    "base_dtype": partial(as_choice, choices=tuple(STORAGES)),
+    "card": partial(as_choice, choices=tuple(f"{card.name}, {card.memory} GiB" for card in CARDS)),
     "ema": partial(as_choice, choices=get_args(EMAPlace)),
     **dict.fromkeys(
         ("gradient_checkpointing", "activation_offload", "this_machine"),
@@ -222,6 +284,45 @@ _PLACE_LABELS: Final = {"device": "GPU", "host": "RAM", "nvme": "NVMe"}
 
 
 @attrs.frozen(kw_only=True)
+class Verdict:
+    """Whether a plan runs and fits: said in one place, and shown everywhere."""
+
+    kind: Literal["fits", "unknown", "short", "stopped"]
+    brief: str
+    """For a chip."""
+    text: str
+    """The same in full."""
+
+    @property
+    def runs(self) -> bool:
+        """Whether it runs; it may lack memory."""
+        return self.kind != "stopped"
+
+    @classmethod
+    def of(
+        cls, messages: Iterable[Decision], resolved: ResolvedPlan | None, fit: Iterable[Fit]
+    ) -> Verdict:
+        """The verdict on a plan.
+
+        Args:
+            messages: All that is said of it and of what is planned for.
+            resolved: What it becomes; ``None``: nothing that runs.
+            fit: Each place of memory against what there is; empty: not estimated.
+        """
+        stopped = resolved is None or any(one.severity == "error" for one in messages)
+        if stopped:
+            return cls(kind="stopped", brief="cannot run", text="cannot run")
+        places = list(fit)
+        full = [_PLACE_LABELS[one.place] for one in places if not one.fits]
+        if full:
+            text = f"runs, but does not fit: {', '.join(full)}"
+            return cls(kind="short", brief="does not fit", text=text)
+        if places:
+            return cls(kind="fits", brief="runs and fits", text="runs and fits")
+        return cls(kind="unknown", brief="runs", text="runs, memory not estimated")
+
+
+@attrs.frozen(kw_only=True)
 class Preview:
     """A form, understood."""
 
@@ -231,12 +332,21 @@ class Preview:
     messages: tuple[Decision, ...]
     setup: Setup
     platform: Platform
+    estimate: MemoryEstimate | None = None
+    """What it needs, where that is known."""
+    fit: tuple[Fit, ...] = ()
+    """Each place of ``estimate`` against what there is."""
     running: dict[str, Any] = attrs.field(factory=dict)
     """What DeepSpeed receives; empty when it cannot run."""
     written: Mapping[str, Any] = attrs.field(factory=dict)
     """The configuration as the form holds it, whatever is wrong with it."""
     readable: DeepSpeedPlan | None = None
     """What is left of it without the settings that are wrong."""
+
+    @property
+    def verdict(self) -> Verdict:
+        """Whether it runs and fits."""
+        return Verdict.of(self.messages, self.resolved, self.fit)
 
     def _outputs(self) -> dict[str, Any]:
         # Whatever is wrong, what is written can be read and repaired as text.
@@ -263,46 +373,41 @@ class Preview:
                     continue
                 notes = [*map(message_data, document.decisions), *map(message_data, leased)]
                 outputs[name] = {"text": document.text, "messages": notes}
-        if self.running:
+        if self.running and self.verdict.runs:
             text = _as_json(self.running)
             outputs["running"] = {"text": text, "messages": list(map(message_data, leased))}
         return outputs
 
     def _effective(self) -> dict[str, Any]:
         """What is used where the form says nothing, by path."""
-        found = dict(_leaf_values(self.running, ""))
+        found = dict(_leaf_values(self.running, "")) if self.verdict.runs else {}
         if self.setup.family:
             known = model_family(self.setup.family)
             found["setup.resolution"] = known.resolution
             found["setup.frames"] = known.frames
         return found
 
-    def _memory(self, machines: Machines) -> dict[str, Any]:
-        resolved, setup = self.resolved, self.setup
-        if resolved is None:
-            return {"reason": "Nothing is estimated until the plan can run."}
-        if resolved.model is None:
+    def _memory(self) -> dict[str, Any]:
+        estimate = self.estimate
+        if estimate is not None:
+            wrong = {one.key for one in self.messages if one.severity == "error"}
+            return {
+                "subject": subject(estimate).replace(
+                    self.setup.family, model_name(self.setup.family), 1
+                ),
+                "outdated": drawn_for(self.setup, wrong),
+                **_memory_bars(estimate, self.fit),
+            }
+        if self.resolved is not None and self.resolved.model is None:
             return {"reason": "Choose a model family to see what training needs."}
-        try:
-            estimate = resolved.estimate(
-                Workload(
-                    batch=resolved.micro_batch_size,
-                    **sample_size(
-                        setup.family,
-                        resolved.model,
-                        resolution=setup.resolution,
-                        frames=setup.frames_of_clips,
-                    ),
-                    gradient_checkpointing=setup.gradient_checkpointing,
-                    activation_offload=setup.activation_offload,
-                    ema=setup.ema,
-                )
-            )
-            return {"subject": subject(estimate), **_memory_bars(estimate, machines.sizes(setup))}
-        except ZeroTuneError as error:
-            return {"reason": str(error)}
-        except (OverflowError, RecursionError):
-            return {"reason": _TOO_LARGE}
+        return {"reason": "Nothing is estimated until the plan can run."}
+
+    def _time(self) -> dict[str, str] | None:
+        """What a step takes, and by which rates."""
+        if self.estimate is None or not self.verdict.runs:
+            return None
+        time = step_time(self.estimate, known_rates(self.platform))
+        return None if time is None else time_texts(time)
 
     def _optimizers(self) -> list[dict[str, Any]]:
         resolved, plan = self.resolved, self.plan or self.readable
@@ -322,7 +427,7 @@ class Preview:
             offload=offload if offload in OFFLOAD_DEVICES and stage > 0 else "none",
             precision=precision,
         )
-        if resolved is None:
+        if not self.verdict.runs:
             # Nothing will run, so no class does the update.
             return [{**each, "implementation": None} for each in found]
         return found
@@ -347,6 +452,11 @@ def understand(state: FormState, machines: Machines) -> Preview:
         messages += more
     elif reading.rest is not None:
         messages += form.also_wrong(reading.rest)
+    estimate, refused = _estimated(resolved, setup)
+    messages += refused
+    limits: dict[Any, int] = {
+        place: size for place, size in machines.sizes(setup).items() if size is not None
+    }
     return Preview(
         plan=reading.plan,
         resolved=resolved,
@@ -356,7 +466,41 @@ def understand(state: FormState, machines: Machines) -> Preview:
         running=running,
         written=state.config,
         readable=reading.rest,
+        estimate=estimate,
+        fit=() if estimate is None else fits(estimate, rank_budget(limits, estimate)),
     )
+
+
+def _estimated(
+    resolved: ResolvedPlan | None, setup: Setup
+) -> tuple[MemoryEstimate | None, list[Decision]]:
+    """What a plan needs, and why that cannot be said."""
+    if resolved is None or resolved.model is None:
+        return None, []
+    try:
+        size = sample_size(
+            setup.family,
+            resolved.model,
+            resolution=setup.resolution,
+            frames=setup.frames_of_clips,
+        )
+        work = Workload(
+            batch=resolved.micro_batch_size,
+            **size,
+            gradient_checkpointing=setup.gradient_checkpointing,
+            activation_offload=setup.activation_offload,
+            ema=setup.ema,
+        )
+        return resolved.estimate(work), []
+    except ZeroTuneError as error:
+        return None, [Decision.of(_about_setup(error))]
+    except (OverflowError, RecursionError):
+        return None, [_stopped(_TOO_LARGE)]
+
+
+def _about_setup(error: ZeroTuneError) -> ZeroTuneError:
+    """An error about an argument that the page has a field for, at that field."""
+    return error.below("setup") if error.key in _SETUP_READERS else error
 
 
 @attrs.frozen(kw_only=True)
@@ -369,7 +513,7 @@ class _Form:
     reading: Reading
 
     def resolve(self, plan: DeepSpeedPlan) -> tuple[ResolvedPlan | None, list[Decision]]:
-        model = as_facts(self.setup.family, lora=self.setup.lora) if self.setup.family else None
+        model = self._model()
         run, assumed = self._assumed_run(plan)
         context = RuleContext(
             world_size=self.setup.world_size, platform=self.platform, model=model, run=run
@@ -381,6 +525,22 @@ class _Form:
             return None, [*messages, *told_of(plan.decisions, findings=found.findings)]
         told = told_of(found.resolved.decisions, findings=found.findings)
         return found.resolved, [*messages, *assumed, *told]
+
+    def _model(self) -> ModelFacts | None:
+        setup = self.setup
+        if not setup.family:
+            return None
+        if setup.base_dtype is not None and setup.lora is None:
+            raise InvalidValueError(
+                "a quantized model is not trained itself, only adapters beside it",
+                key="setup.base_dtype",
+                value=setup.base_dtype,
+                fix="set setup.lora to 16, or remove it",
+            )
+        try:
+            return as_facts(setup.family, lora=setup.lora, base_dtype=setup.base_dtype)
+        except ZeroTuneError as error:
+            raise _about_setup(error) from None
 
     def also_wrong(self, rest: DeepSpeedPlan) -> list[Decision]:
         """What is refused among the settings that could be read; only about what is written."""
@@ -422,19 +582,19 @@ class _Form:
         return run, assumed
 
 
-def preview_data(
-    preview: Preview, machines: Machines, *, applied: DeepSpeedPlan | None
-) -> dict[str, Any]:
+def preview_data(preview: Preview, *, applied: DeepSpeedPlan | None) -> dict[str, Any]:
     """A preview as the page receives it."""
-    plan, resolved = preview.plan, preview.resolved
+    plan, resolved, verdict = preview.plan, preview.resolved, preview.verdict
     return {
         "valid": plan is not None,
-        "runs": resolved is not None,
-        "title": describe(resolved) if resolved is not None else None,
+        "runs": verdict.runs,
+        "verdict": attrs.asdict(verdict),
+        "title": describe(resolved) if resolved is not None and verdict.runs else None,
         "messages": [message_data(message) for message in preview.messages],
         "outputs": preview._outputs(),
         "effective": preview._effective(),
-        "memory": preview._memory(machines),
+        "memory": preview._memory(),
+        "time": preview._time(),
         "optimizers": preview._optimizers(),
         "changes": None if plan is None or applied is None else applied.diff(plan).to_dict(),
     }
@@ -462,8 +622,7 @@ def _leaf_values(value: Any, path: str) -> Iterator[tuple[str, Any]]:
         yield path, value
 
 
-def _memory_bars(estimate: Any, sizes: Mapping[str, int | None]) -> dict[str, Any]:
-    limits: dict[Any, int] = {place: size for place, size in sizes.items() if size is not None}
+def _memory_bars(estimate: MemoryEstimate, every: Iterable[Fit]) -> dict[str, Any]:
     places = estimate_data(estimate)["places"]
     colours = component_colours(
         one["component"] for place in places.values() for one in place["components"]
@@ -482,9 +641,14 @@ def _memory_bars(estimate: Any, sizes: Mapping[str, int | None]) -> dict[str, An
                 if one["at_peak"]
             ],
         }
-        for fit in fits(estimate, rank_budget(limits, estimate))
+        for fit in every
     ]
     return {"bars": bars, "notes": list(estimate.notes)}
+
+
+def time_texts(time: StepTime) -> dict[str, str]:
+    """A predicted step in words: how long, and by which rates."""
+    return {"seconds": seconds_words(time.expected), "rates": f"rates {time.origin}"}
 
 
 def capabilities(
@@ -517,10 +681,13 @@ _NEEDS: Final = " needs it: "
 def _said_once(messages: Iterable[Decision]) -> Iterator[Decision]:
     """``messages``; where a warning has given a reason already, its key stands for it.
 
-    Notes keep theirs: each is read beside its own field.
+    Errors and notes keep theirs: each is read beside its own field.
     """
     given: dict[str, str] = {}
     for message in messages:
+        if message.severity == "error":
+            yield message
+            continue
         owner, needs, reason = message.reason.rpartition(_NEEDS)
         before = given.get(reason.casefold())
         if before is not None and before != message.key:
@@ -558,13 +725,22 @@ def advise(state: FormState, machines: Machines) -> dict[str, Any]:
             frames=setup.frames_of_clips,
             world_size=setup.world_size,
             lora=setup.lora,
+            base_dtype=setup.base_dtype,
             ema=setup.ema,
             platform=machines.this if setup.this_machine else None,
+            rates=known_rates(machines.of(setup)),
             **_asked_of_advice(state),
         )
     except NothingFitsError as error:
-        nearest = _offered_form(error.nearest, state, setup)
-        return {"fits": False, "reason": error.reason, "fix": error.fix, "nearest": nearest}
+        return {
+            "fits": False,
+            "reason": error.reason,
+            "fix": error.more,
+            "nearest": _offered_form(error.nearest, state, setup),
+            "remedies": [_remedy_data(one, state) for one in error.remedies],
+        }
+    except ZeroTuneError as error:
+        raise _about_setup(error) from None
     # A configuration file cannot say that weights are streamed.
     kept = tuple(one for one in advice.candidates if one.streamed is None)
     advice = attrs.evolve(advice, candidates=kept)
@@ -585,7 +761,8 @@ def advise(state: FormState, machines: Machines) -> dict[str, Any]:
 
 def _asked_of_advice(state: FormState) -> dict[str, Any]:
     """What of the form advice has to respect: batch, accumulation, precision, optimizer."""
-    plan = read_plan(state).plan
+    reading = read_plan(state)
+    plan = reading.plan or reading.rest
     if plan is None:
         return {}
     sizes = {
@@ -600,6 +777,29 @@ def _asked_of_advice(state: FormState) -> dict[str, Any]:
     return asked
 
 
+def _remedy_data(remedy: Remedy, state: FormState) -> dict[str, Any]:
+    """What would fit, with the form that asks for it; a file cannot say that weights stream."""
+    settings = dict(remedy.settings)
+    label, gain = remedy.what, remedy.gain
+    if settings.pop("streamed", False):
+        about = ", ".join(f"{name}={value!r}" for name, value in remedy.settings.items())
+        words = f"{label} ({about}), which a script asks for and no configuration file can"
+        return {"label": f"{words}{f': {gain}' if gain else ''}", "state": None}
+    optimizer = settings.pop("optimizer", None)
+    config = state.config
+    if optimizer is not None:
+        section = config.get("optimizer")
+        kept = section if isinstance(section, dict) else {}
+        config = {**config, "optimizer": {**kept, "type": optimizer}}
+        label = f"Use the optimizer {optimizer}"
+    elif "lora" in settings:
+        base = settings.get("base_dtype")
+        beside = f", the model beside them in {base}" if base else ""
+        label = f"Train adapters instead: LoRA of rank {settings['lora']}{beside}"
+    asked = attrs.evolve(state, config=config, setup={**state.setup, **settings})
+    return {"label": label, "gain": gain, "state": asked.data()}
+
+
 def _offered_form(candidate: Candidate, state: FormState, setup: Setup) -> dict[str, Any]:
     """A candidate, with the form that has its stage, offload and batch; all else stays as it is.
 
@@ -608,7 +808,7 @@ def _offered_form(candidate: Candidate, state: FormState, setup: Setup) -> dict[
     data = candidate_data(candidate)
     advised = data.pop("plan")
     kept = {key: value for key, value in state.config.items() if key not in _FROM_ADVICE}
-    config = {**kept, **advised, **kept}
+    config = in_order({**advised, **kept}, state.config)
     zero = state.config.get("zero_optimization")
     before = zero if isinstance(zero, dict) else {}
     sections = (before.get("offload_optimizer"), before.get("offload_param"))
@@ -625,6 +825,6 @@ def _offered_form(candidate: Candidate, state: FormState, setup: Setup) -> dict[
     }
     return {
         **data,
-        "seconds": "" if candidate.time is None else seconds_words(candidate.time.expected),
+        "predicted": None if candidate.time is None else time_texts(candidate.time),
         "state": attrs.evolve(state, config=config, setup=around).data(),
     }

@@ -39,6 +39,7 @@ from zerotune.plan.source import (
     read_text,
     tolerated,
     undashed,
+    wrapper_of,
 )
 from zerotune.plan.write import format_of, launchable
 
@@ -204,7 +205,14 @@ def open_text(text: str, *, name: str, root: Root, folder: Path | None = None) -
         wrong = tuple(map(Decision.of, error.each()))
         return Opened(state=FormState(config=config), messages=wrong, source=name)
     messages = tuple(told_of(plan.decisions))
-    return Opened(state=FormState.of_plan(plan), messages=messages, source=name)
+    state = FormState.of_plan(plan, like=_unwrapped(content))
+    return Opened(state=state, messages=messages, source=name)
+
+
+def _unwrapped(content: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The configuration inside a trainer's file, where it stands there as an object."""
+    inside = content.get(wrapper_of(content) or "")
+    return inside if isinstance(inside, Mapping) else content
 
 
 def _read_any(text: str, name: str) -> tuple[Any, list[str]]:
@@ -312,12 +320,18 @@ class Session:
         }
 
     def apply(
-        self, plan: DeepSpeedPlan, *, version: str | None, processes: int = 1
+        self,
+        plan: DeepSpeedPlan,
+        *,
+        like: Mapping[str, Any],
+        version: str | None,
+        processes: int = 1,
     ) -> dict[str, Any]:
         """Write the plan file, then tell the trainer that mounted the builder.
 
         Args:
             plan: What to apply.
+            like: The configuration as the form holds it, whose order of keys is kept.
             processes: What accelerate's launcher is to start, where the plan does not say it.
             version: Version of the plan file that the page started from; ``None`` overwrites.
         """
@@ -330,7 +344,9 @@ class Session:
         written: dict[str, Any] = {"version": None, "paths": [], "backups": [], "decisions": []}
         with self._lock:
             if self.plan_file is not None:
-                written = self._write(plan, self.plan_file, version=version, processes=processes)
+                written = self._write(
+                    plan, self.plan_file, like=like, version=version, processes=processes
+                )
             answer = None if self._on_apply is None else self._on_apply(plan)
             self.applied = plan
         return {**written, "answer": answer if isinstance(answer, str) else None}
@@ -340,6 +356,7 @@ class Session:
         plan: DeepSpeedPlan,
         path: Path,
         *,
+        like: Mapping[str, Any],
         format_: str | None,
         version: str | None,
         processes: int = 1,
@@ -348,13 +365,16 @@ class Session:
 
         Args:
             plan: What to write.
+            like: As in ``apply``.
             processes: What accelerate's launcher is to start, where the plan does not say it.
             path: The file, already found to be inside the root.
             format_: As in ``DeepSpeedPlan.save``.
             version: Version it must still have; ``None`` overwrites.
         """
         with self._lock:
-            written = self._write(plan, path, version=version, processes=processes, format_=format_)
+            written = self._write(
+                plan, path, like=like, version=version, processes=processes, format_=format_
+            )
             if path == self.plan_file:
                 self.applied = plan
         return written
@@ -364,6 +384,7 @@ class Session:
         plan: DeepSpeedPlan,
         path: Path,
         *,
+        like: Mapping[str, Any],
         version: str | None,
         processes: int,
         format_: str | None = None,
@@ -385,7 +406,7 @@ class Session:
         lossy = told_as_lost(plan)
         for beside in plan_document(plan, chosen, existing=existing, lossy=lossy).beside:
             self.root.inside(str(beside.resolve()), key="deepspeed_config")
-        saved = plan.save(path, format=chosen, lossy=lossy)
+        saved = plan.save(path, format=chosen, lossy=lossy, like=like)
         return {
             "version": version_of(path),
             "paths": [str(each) for each in saved.paths],

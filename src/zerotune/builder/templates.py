@@ -19,6 +19,7 @@ from typing import Any, Final
 import attrs
 
 from zerotune.builder.forms import FormState, parse_request
+from zerotune.builder.models import MODEL_NAMES
 from zerotune.builder.session import default_plan, version_of, version_of_content
 from zerotune.errors import InvalidValueError, PlanConflictError, PlanFileError
 from zerotune.plan.write import write_whole
@@ -250,32 +251,11 @@ _ON_ONE_CARD: Final = {
     "nvme": "0",
     # What was planned for before is not meant any more.
     "lora": "",
+    "base_dtype": "",
+    "card": "",
     "resolution": "",
     "frames": "",
 }
-
-
-_MODEL_NAMES: Final = {
-    "sdxl": ("SDXL", "SDXL"),
-    "sd15": ("Stable Diffusion 1.5", "Stable Diffusion 1.5 and 2.1"),
-    "sd21": ("Stable Diffusion 2.1", "Stable Diffusion 1.5 and 2.1"),
-    "sd3-medium": ("SD3 Medium", "Stable Diffusion 3 and 3.5"),
-    "sd35-medium": ("SD3.5 Medium", "Stable Diffusion 3 and 3.5"),
-    "sd35-large": ("SD3.5 Large", "Stable Diffusion 3 and 3.5"),
-    "flux": ("Flux", "Flux"),
-    "chroma": ("Chroma", "Flux"),
-    "qwen-image": ("Qwen-Image", "Qwen-Image and Z-Image"),
-    "z-image": ("Z-Image", "Qwen-Image and Z-Image"),
-    "flux2": ("Flux.2 dev", "Flux.2 and Krea 2"),
-    "flux2-klein-4b": ("Flux.2 klein 4B", "Flux.2 and Krea 2"),
-    "flux2-klein-9b": ("Flux.2 klein 9B", "Flux.2 and Krea 2"),
-    "krea2": ("Krea 2", "Flux.2 and Krea 2"),
-    "wan-1.3b": ("Wan 2.1 1.3B", "Wan, LTX-Video and HunyuanVideo"),
-    "wan-14b": ("Wan 2.1 or an expert of 2.2", "Wan, LTX-Video and HunyuanVideo"),
-    "ltx-video": ("LTX-Video", "Wan, LTX-Video and HunyuanVideo"),
-    "hunyuan-video": ("HunyuanVideo", "Wan, LTX-Video and HunyuanVideo"),
-}
-"""Family to what people call it, and what it is listed under."""
 
 
 _LORA_RANK: Final = 16
@@ -284,7 +264,7 @@ _LORA_RANK: Final = 16
 def _for_card(
     id_: str, family: str, vram: int, ram: int, kind: str = "", about: str = "", **more: Any
 ) -> BuiltinTemplate:
-    name, group = _MODEL_NAMES[family]
+    name, group = MODEL_NAMES[family]
     return BuiltinTemplate(
         id=id_,
         name=f"{name} {kind or f'on {vram} GB'}",
@@ -294,9 +274,12 @@ def _for_card(
     )
 
 
-def _for_lora(family: str, vram: int, ram: int) -> BuiltinTemplate:
+def _for_lora(family: str, vram: int, ram: int, base: str = "") -> BuiltinTemplate:
     kind = f"LoRA of rank {_LORA_RANK} on {vram} GB"
-    return _for_card(f"{family}-lora", family, vram, ram, kind, lora=_LORA_RANK)
+    quantized = f", the model beside the adapters in {base}" if base else ""
+    about = f"One {vram} GB card and {ram} GB of RAM{quantized}."
+    more = {"lora": _LORA_RANK, "base_dtype": base}
+    return _for_card(f"{family}-lora", family, vram, ram, kind, about, **more)
 
 
 _FROM_NVME: Final = "from an NVMe drive"
@@ -334,14 +317,14 @@ BUILTIN: Final = (
         "24 GB card, 64 GB of RAM, 400 GB of NVMe for swap files.",
         nvme="400 GB",
     ),
-    _for_lora("flux", 16, 64),
-    _for_lora("chroma", 16, 64),
-    _for_lora("qwen-image", 24, 128),
-    _for_lora("z-image", 12, 64),
+    _for_lora("flux", 16, 32, "nf4"),
+    _for_lora("chroma", 16, 32, "nf4"),
+    _for_lora("qwen-image", 24, 64, "nf4"),
+    _for_lora("z-image", 12, 32, "nf4"),
     _for_lora("flux2", 80, 192),
     _for_lora("flux2-klein-4b", 12, 64),
     _for_lora("flux2-klein-9b", 24, 64),
-    _for_lora("krea2", 24, 64),
+    _for_lora("krea2", 24, 64, "nf4"),
     _for_lora("wan-1.3b", 12, 64),
     _for_lora("wan-14b", 48, 128),
     _for_lora("ltx-video", 12, 64),

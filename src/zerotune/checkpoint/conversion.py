@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Callable, Iterator, Mapping
+from fnmatch import fnmatch
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
+import attrs
 import torch
 
 from zerotune._util.files import system_errors
@@ -21,18 +25,21 @@ from zerotune.checkpoint.contents import (
     RankContents,
     now,
     plain_data,
+    shadow_key,
     tensor_record,
     versions,
 )
-from zerotune.checkpoint.export.model import ModelFolderReader, export_checkpoint
+from zerotune.checkpoint.export.model import CONFIG, ModelFolderReader, export_checkpoint
 from zerotune.checkpoint.folders import checked_path
 from zerotune.checkpoint.manifest import MANIFEST, Manifest, PlanRecord, TensorRecord
 from zerotune.checkpoint.save import Filing, Writing
 from zerotune.checkpoint.tensors import WEIGHTS, Subject
-from zerotune.errors import CheckpointError
+from zerotune.decisions import Decision, announce
+from zerotune.errors import CheckpointCorruptError, CheckpointError
 from zerotune.optimizers.catalogue import canonical
 
 _ADAM_STATES: Final = ("exp_avg", "exp_avg_sq")
+_ACCELERATES_OPTIMIZER: Final = "optimizer.bin"
 _FRESH: Final = EngineState(
     global_step=0, micro_step=0, skipped_steps=0, scheduler={}, loss_scaler={}
 )
@@ -53,16 +60,23 @@ def convert(
     ================================  ==============================================
     a zerotune checkpoint             a diffusers model folder, or one ``.safetensors``
     DeepSpeed's ``save_checkpoint``   a checkpoint, with the optimizer's states
+    accelerate's ``save_state``       a checkpoint, with Adam's states
     a diffusers model folder          a checkpoint of the weights alone
     ================================  ==============================================
 
+    An average that diffusers' scripts save beside the model (``unet_ema``) becomes the shadow
+    ``"ema"``. What of a folder cannot be taken is logged, each with its reason, and stands in the
+    checkpoint's ``extra["left_out"]``.
+
     Args:
         source: What to read. accelerate's ``save_state`` under DeepSpeed keeps DeepSpeed's own
-            format in a folder called ``pytorch_model``, which is found.
+            format in a folder called ``pytorch_model``, which is found; without DeepSpeed the
+            model's class tells which parameter a state of Adam belongs to.
         target: What to write; must not exist.
         shadow: Of a zerotune checkpoint, the EMA shadow to write instead of the trained weights.
         dtype: Of the model folder: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
-        base: Of a checkpoint with frozen parameters, the model folder training began from.
+        base: Of a checkpoint with frozen parameters, the model folder training began from; of
+            what accelerate saved, a model folder whose ``config.json`` names the model's class.
 
     Returns:
         The absolute path of what was written.
@@ -83,12 +97,15 @@ def convert(
             )
         for native in (folder, folder / "pytorch_model"):
             if (native / "latest").is_file() or any(native.glob("*zero_pp_rank_*.pt")):
-                return _from_deepspeed(NativeCheckpoint(native), final)
+                return _from_deepspeed(NativeCheckpoint(native), final, StateFolder(folder))
+        saved = StateFolder(folder)
+        if saved.is_one:
+            return _from_accelerate(saved, final, base=None if base is None else Path(base))
         with ModelFolderReader(folder) as reader:
             return _from_model(reader, final)
 
 
-def _from_deepspeed(native: NativeCheckpoint, final: Path) -> Path:
+def _from_deepspeed(native: NativeCheckpoint, final: Path, saved: StateFolder) -> Path:
     counters = Counters(step=native.step, scalars={})
 
     def pieces() -> Iterator[Piece]:
@@ -109,7 +126,44 @@ def _from_deepspeed(native: NativeCheckpoint, final: Path) -> Path:
         counters=dict.fromkeys(native.parameters, counters),
         buffers=native.buffers,
         pieces=pieces,
+        saved=saved,
     )
+
+
+def _from_accelerate(saved: StateFolder, final: Path, *, base: Path | None) -> Path:
+    with ModelFolderReader(saved.model) as reader:
+        config = reader.config or (None if base is None else ModelFolderReader(base).config)
+        shapes = {name: stored.shape for name, stored in reader.tensors.items()}
+        adam = saved.adam(config, shapes)
+        states = _ADAM_STATES if adam else ()
+        # Once it is known what was trained, the rest is known to be buffers.
+        buffers = {name: reader.tensor(name) for name in shapes if adam and name not in adam}
+        shapes = {name: shape for name, shape in shapes.items() if name not in buffers}
+
+        def pieces() -> Iterator[Piece]:
+            for name in shapes:
+                tensors = {WEIGHTS: reader.tensor(name)}
+                for state in states:
+                    tensors[Subject(kind="optimizer", of=state)] = adam[name][state]
+                for subject, tensor in tensors.items():
+                    part = Part(name=name, start=0, numel=tensor.numel())
+                    yield Piece(subject=subject, part=part, tensor=tensor.float().reshape(-1))
+
+        steps = {name: int(each["step"]) for name, each in adam.items()}
+        step = max(steps.values(), default=0)
+        return _write_checkpoint(
+            final,
+            origin="accelerate's save_state",
+            model=config,
+            state=attrs.evolve(_FRESH, global_step=step, micro_step=step),
+            plan=saved.plan() if adam else None,
+            shapes=shapes,
+            states=states,
+            buffers=buffers,
+            counters={name: Counters(step=count, scalars={}) for name, count in steps.items()},
+            pieces=pieces,
+            saved=saved,
+        )
 
 
 def _from_model(reader: ModelFolderReader, final: Path) -> Path:
@@ -155,21 +209,39 @@ def _write_checkpoint(
     shapes: Mapping[str, tuple[int, ...]],
     pieces: Callable[[], Iterator[Piece]],
     states: tuple[str, ...] = (),
+    saved: StateFolder | None = None,
     counters: Mapping[str, Counters] | None = None,
     buffers: Mapping[str, torch.Tensor] | None = None,
     **fields: Any,
 ) -> Path:
-    """Write a checkpoint of what one process reads; ``fields`` are further ones of the manifest."""
+    """Write a checkpoint of what one process reads; ``fields`` are further ones of the manifest.
+
+    Args:
+        final: Where to.
+        shapes: Of the weights.
+        pieces: Weights and states.
+        states: Names of the optimizer's states.
+        saved: The folder that was read, with what lies beside the model.
+        counters: Of the optimizer.
+        buffers: Of the model.
+        **fields: Of the manifest.
+    """
     buffers = buffers or {}
-    whole = tuple(
-        Part(name=name, start=0, numel=torch.Size(shape).numel()) for name, shape in shapes.items()
-    )
-    subjects = (WEIGHTS, *(Subject(kind="optimizer", of=state_name) for state_name in states))
+    averages = None if saved is None else saved.averages(shapes)
+    whole = {
+        name: Part(name=name, start=0, numel=torch.Size(shape).numel())
+        for name, shape in shapes.items()
+    }
+    subjects = [WEIGHTS, *(Subject(kind="optimizer", of=name) for name in states)]
+    others = {BUFFER + name: buffer for name, buffer in buffers.items()}
+    if averages:
+        subjects.append(_AVERAGE)
+        others[shadow_key(_AVERAGE.of, "steps")] = torch.tensor(averages.steps)
     contents = RankContents(
-        parts=dict.fromkeys(subjects, whole),
+        parts=dict.fromkeys(subjects, tuple(whole.values())),
         counters=counters or {},
         shadows={},
-        others={BUFFER + name: buffer for name, buffer in buffers.items()},
+        others=others,
         metadata={"format": "pt", "rank": "0"},
     )
     filing = Filing.of([contents.share()], shapes)
@@ -181,18 +253,191 @@ def _write_checkpoint(
         parameters=filing.parameters,
         buffers=[tensor_record(name, buffer) for name, buffer in buffers.items()],
         files=(),
-        shadows=(),
+        shadows=(_AVERAGE.of,) if averages else (),
         rng=False,
-        extra={},
+        extra={"left_out": dict(saved.left_out)} if saved and saved.left_out else {},
         **fields,
     )
-    return Writing(
+
+    def everything() -> Iterator[Piece]:
+        yield from pieces()
+        if averages is None:
+            return
+        for part in whole.values():
+            average = averages.reader.tensor(part.name).float().reshape(-1)
+            yield Piece(subject=_AVERAGE, part=part, tensor=average)
+
+    written = Writing(
         group=ProcessGroup.alone(),
         final=final,
         draft=draft,
         filing=filing,
         contents=contents,
-        pieces=pieces,
+        pieces=everything,
         # It is somebody's, as it is; the manifest says what of it is not finite.
         allow_not_finite=True,
     ).run()
+    if saved:
+        announce(saved.decisions)
+    return written
+
+
+# -- What accelerate's ``save_state`` leaves in a folder, and diffusers' scripts beside it.
+
+
+_AVERAGE: Final = Subject(kind="shadow", of="ema")
+_LEFT_OUT: Final = {
+    "random_states_*": "noise of other loops: it is drawn from seed and step from here on",
+    "scheduler*": "it has a position and no curve: the plan's schedule goes on at the same step",
+    "sampler*": "the order of other loops: the data begin at their start",
+    "dl_state_dict*": "the order of other loops: the data begin at their start",
+    "scaler.pt": "the loss scale starts as the plan says",
+    "custom_checkpoint_*": "an object of the script's own, which its class alone can read",
+}
+"""What is not taken, by the names that accelerate gives its files, and why."""
+
+
+@attrs.frozen(kw_only=True)
+class _Averages:
+    reader: ModelFolderReader
+    steps: int
+
+
+class StateFolder:
+    """A folder of accelerate's ``save_state``, with what diffusers' hooks write into it.
+
+    Args:
+        folder: The folder.
+
+    Attributes:
+        left_out: What has not been taken so far, by file, and why.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+        self.left_out = {
+            name: reason
+            for name in names
+            for pattern, reason in _LEFT_OUT.items()
+            if fnmatch(name, pattern)
+        }
+
+    @property
+    def is_one(self) -> bool:
+        """Whether accelerate saved it, without DeepSpeed."""
+        return (self.folder / _ACCELERATES_OPTIMIZER).is_file()
+
+    @property
+    def decisions(self) -> tuple[Decision, ...]:
+        """That something was left out, each with its reason."""
+        return tuple(
+            Decision(
+                key=f"convert.{name}", before="saved", after=None, reason=why, severity="warning"
+            )
+            for name, why in self.left_out.items()
+        )
+
+    @property
+    def model(self) -> Path:
+        """Where the weights are: a hook's model folder, or accelerate's own files."""
+        folders = [
+            path.parent
+            for path in sorted(self.folder.glob(f"*/{CONFIG}"))
+            if not path.parent.name.endswith("_ema")
+        ]
+        if len(folders) > 1:
+            raise CheckpointError(
+                f"holds several models ({', '.join(path.name for path in folders)}), whose "
+                "optimizer states lie in one file",
+                key=str(self.folder),
+                fix="convert the folder of one of them, which gives its weights",
+            )
+        if not folders and (self.folder / "pytorch_lora_weights.safetensors").is_file():
+            raise CheckpointError(
+                "holds adapters alone",
+                key=str(self.folder),
+                fix="load them into the model before training, with zerotune's load_adapters",
+            )
+        return folders[0] if folders else self.folder
+
+    def averages(self, shapes: Mapping[str, tuple[int, ...]]) -> _Averages | None:
+        """What diffusers' ``EMAModel`` saved; ``None`` where there is none of these weights."""
+        found = [path.parent for path in sorted(self.folder.glob(f"*_ema/{CONFIG}"))]
+        for path in found:
+            reader = ModelFolderReader(path)
+            there = {name: stored.shape for name, stored in reader.tensors.items()}
+            if len(found) == 1 and all(there.get(name) == shape for name, shape in shapes.items()):
+                steps = (reader.config or {}).get("optimization_step")
+                return _Averages(reader=reader, steps=steps if isinstance(steps, int) else 0)
+            self.left_out[path.name] = (
+                "an average of other weights" if len(found) == 1 else "one of several averages"
+            )
+        return None
+
+    def adam(
+        self, config: Mapping[str, Any] | None, shapes: Mapping[str, tuple[int, ...]]
+    ) -> Mapping[str, Mapping[str, torch.Tensor]]:
+        """Adam's states by parameter; empty where they cannot be told apart, which is noted."""
+        states = [each for _, each in sorted(self._optimizer["state"].items())]
+        names = _trained_names(config)
+        if not states:
+            why = "it holds no states"
+        elif not all({"step", *_ADAM_STATES} == each.keys() for each in states):
+            why = f"no states of Adam, but {', '.join(map(str, states[0]))}"
+        elif names is None:
+            why = (
+                "its states have numbers and no names, and no config.json says the model's class; "
+                "give base=, a folder of this model"
+            )
+        elif [shapes.get(name) for name in names] != [tuple(s["exp_avg"].shape) for s in states]:
+            why = "it has trained other parameters than all of the model's, and does not say which"
+        else:
+            return dict(zip(names, states, strict=True))
+        self.left_out[_ACCELERATES_OPTIMIZER] = f"{why}: the optimizer starts anew"
+        return {}
+
+    def plan(self) -> PlanRecord:
+        """As much of a plan as such a folder tells."""
+        group = self._optimizer["param_groups"][0]
+        params = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
+        decoupled = group.get("decoupled_weight_decay", True)
+        return PlanRecord(
+            engine="plain",
+            stage=0,
+            precision="fp32",
+            offload_optimizer="none",
+            offload_param="none",
+            gradient_accumulation_steps=1,
+            digest="",
+            config={},
+            optimizer={
+                "name": "AdamW" if decoupled else "Adam",
+                "params": plain_data(params, _ACCELERATES_OPTIMIZER),
+            },
+            scheduler=None,
+        )
+
+    @cached_property
+    def _optimizer(self) -> Mapping[str, Any]:
+        path = self.folder / _ACCELERATES_OPTIMIZER
+        try:
+            loaded: Mapping[str, Any] = torch.load(
+                path, map_location="cpu", weights_only=True, mmap=True
+            )
+            return {"state": loaded["state"], "param_groups": loaded["param_groups"]}
+        except (pickle.UnpicklingError, RuntimeError, KeyError, TypeError) as error:
+            raise CheckpointCorruptError(
+                f"is no optimizer that accelerate saved ({error})", key=str(path)
+            ) from error
+
+
+def _trained_names(config: Mapping[str, Any] | None) -> list[str] | None:
+    """The parameters of a diffusers model, in the order in which its optimizer counts them."""
+    import diffusers
+
+    kind = getattr(diffusers, str((config or {}).get("_class_name")), None)
+    if kind is None:
+        return None
+    with torch.device("meta"):
+        return [name for name, _ in kind.from_config(dict(config or {})).named_parameters()]

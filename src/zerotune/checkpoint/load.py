@@ -194,6 +194,8 @@ class Filler:
 
 
 _NAMES_LISTED = 10
+_OWN_ORIGIN: Final = "save_checkpoint"
+"""``Manifest.origin`` of what was not converted."""
 
 
 def check_model(manifest: Manifest, engine: Engine) -> None:
@@ -243,6 +245,7 @@ def changes(manifest: Manifest, engine: Engine) -> tuple[Decision, ...]:
         {**saved.sharding, "world_size": manifest.world_size},
         {**running.sharding, "world_size": engine.group.world_size},
     )
+    sharding = [each for each in sharding if each[0] not in _never_saved(manifest)]
     pairs = _pairs(
         "scheduler.", _scheduler_settings(saved.scheduler), _scheduler_settings(running.scheduler)
     )
@@ -253,12 +256,25 @@ def changes(manifest: Manifest, engine: Engine) -> tuple[Decision, ...]:
     batches = (saved.config.get("train_batch_size"), running.config.get("train_batch_size"))
     if batches[0] is not None and batches[0] != batches[1]:
         pairs.append(("train_batch_size", *batches))
+    if manifest.origin != _OWN_ORIGIN:
+        pairs = [(key, before, after) for key, before, after in pairs if before is not None]
     divided = "the checkpoint was saved under another plan and is divided anew"
     changed = "the checkpoint was saved with another value; the running plan's is used"
     return (
         *(_load_decision(*each, divided) for each in sharding),
         *(_load_decision(*each, changed, warning=True) for each in pairs),
     )
+
+
+def _never_saved(manifest: Manifest) -> frozenset[str]:
+    """Settings that the format a checkpoint was converted from does not hold."""
+    if manifest.origin == _OWN_ORIGIN or manifest.plan is None:
+        return frozenset()
+    config = manifest.plan.config
+    if not config:
+        return frozenset({"precision", "gradient_accumulation_steps", "world_size"})
+    written = "gradient_accumulation_steps" in config
+    return frozenset({"world_size"} | (set() if written else {"gradient_accumulation_steps"}))
 
 
 def _shapes(records: Iterable[ParameterRecord | TensorRecord]) -> dict[str, tuple[int, ...]]:
@@ -330,6 +346,9 @@ def optimizer_decisions(manifest: Manifest, engine: Engine) -> tuple[Decision, .
     if keeps_states(manifest, engine):
         reason = "both keep the same states, which carry over" + _ROUNDED.get(running or "", "")
         return (_load_decision("optimizer.type", saved, running, reason), *split)
+    if saved is None:
+        reason = "the checkpoint holds none"
+        return (_load_decision("optimizer.states", None, "anew", reason, warning=True), *split)
     reason = (
         "the states of one mean nothing to the other: weights and shadows carry over, the "
         "optimizer starts with fresh states"

@@ -183,8 +183,7 @@ def _script(
         "STEPS": arguments.steps,
         "EVERY": max(1, arguments.steps // 4),
         "PROMPTS": repr(captions[:_MOST_PROMPTS] or ["a photo"]),
-        "AREA": f"{resolution} * {resolution}",
-        "BUCKET_STEP": max(1, min(64, resolution // 4)),
+        "RESOLUTION": resolution,
         "GRADIENT_CHECKPOINTING": advice.gradient_checkpointing,
         "ACTIVATION_OFFLOAD": advice.activation_offload,
     }

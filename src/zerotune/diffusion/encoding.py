@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from zerotune.backend.distributed import Launch, ProcessGroup, communication_backend
+from zerotune.decisions import Decision, announce
 from zerotune.diffusion.data.cache import (
     CachedImages,
     Progress,
@@ -19,6 +21,8 @@ from zerotune.diffusion.data.cache import (
     cache_texts,
     check_edits,
 )
+from zerotune.diffusion.data.mixture import Mixture
+from zerotune.diffusion.data.pairs import PreferencePairs
 from zerotune.diffusion.models.pipeline_family import PipelineFamily
 
 if TYPE_CHECKING:
@@ -38,7 +42,7 @@ class Ranks(Protocol):
 
 
 def encode_dataset(
-    images: PreparedImages,
+    images: PreparedImages | Mixture | PreferencePairs,
     *,
     family: TextToImage,
     folder: str | os.PathLike[str],
@@ -47,14 +51,15 @@ def encode_dataset(
     batch_size: int = 4,
     progress: bool = True,
     timeout_s: float = 24 * 3600.0,
-) -> CachedImages:
+) -> CachedImages | Mixture | PreferencePairs:
     """Cache latents and text embeddings of all images, and let the frozen parts go.
 
     Collective with several ranks: each computes its share. What lies in ``folder`` from an
     earlier run with the same settings is not computed again; see ``cache_latents``.
 
     Args:
-        images: The images and their captions.
+        images: The images and their captions, or a ``Mixture`` of several such datasets,
+            or ``PreferencePairs``.
         family: With its frozen parts.
         folder: Where the caches go.
         ranks: Who shares the work: an engine's ``group``. When not given, all processes a
@@ -66,7 +71,8 @@ def encode_dataset(
             ten minutes, is made for collectives; a rank that died is noticed at once.
 
     Returns:
-        The dataset to train on; VAE and text encoders are on the host.
+        The dataset to train on, of a mixture or of pairs the same; VAE and text encoders are on the
+        host.
 
     Raises:
         DataError: The family has no frozen parts, or an image is broken.
@@ -101,7 +107,7 @@ def _launched_ranks(resources: ExitStack) -> Ranks:
 
 
 def _encode(
-    images: PreparedImages,
+    images: PreparedImages | Mixture | PreferencePairs,
     *,
     family: TextToImage,
     folder: str | os.PathLike[str],
@@ -110,54 +116,88 @@ def _encode(
     batch_size: int,
     shown: bool,
     timeout_s: float,
-) -> CachedImages:
+) -> CachedImages | Mixture | PreferencePairs:
+    several = images if isinstance(images, Mixture | PreferencePairs) else None
+    sets: Mapping[str, Any] = {"": images} if several is None else several.sets
     # Before the first latent.
-    if family.reads_references:
-        check_edits(images)
-    else:
-        images.augmentation.check_countable()
+    for each in sets.values():
+        if family.reads_references:
+            check_edits(each)
+        elif not family.trains_texts:
+            each.augmentation.check_countable()
     latents = TensorCache(folder, settings=family.latent_settings())
-    texts = TensorCache(folder, settings=family.text_settings())
     shared: dict[str, Any] = {
         "rank": ranks.rank,
         "world_size": ranks.world_size,
         "batch_size": batch_size,
+        "release": None if family.parts is None else family.parts.release,
     }
     with _Bar("latents", shown) as report:
-        cache_latents(
-            images,
-            cache=latents,
-            encode=lambda pixels: family.encode_images(pixels, device=device),
-            encode_references=lambda pixels: family.encode_references(pixels, device=device),
-            progress=report,
-            release=None if family.parts is None else family.parts.release,
-            barrier=lambda: ranks.barrier("use cached latents", timeout_s=timeout_s),
-            **shared,
-        )
-    with _Bar("captions", shown) as report:
         shared |= {
-            "cache": texts,
             "progress": report,
-            "release": None if family.parts is None else family.parts.release,
-            "barrier": lambda: ranks.barrier("use cached captions", timeout_s=timeout_s),
+            "barrier": lambda: ranks.barrier("use cached latents", timeout_s=timeout_s),
         }
-        if family.reads_references:
+        for each in sets.values():
+            cache_latents(
+                each,
+                cache=latents,
+                encode=lambda pixels: family.encode_images(pixels, device=device),
+                encode_references=lambda pixels: family.encode_references(pixels, device=device),
+                **shared,
+            )
+    texts = None
+    if family.trains_texts:
+        announce(_texts_in_training(family), rank=ranks.rank)
+    else:
+        texts = TensorCache(folder, settings=family.text_settings())
+        shared["barrier"] = lambda: ranks.barrier("use cached captions", timeout_s=timeout_s)
+        with _Bar("captions", shown) as report:
+            shared["progress"] = report
+            _encode_captions(sets, family=family, cache=texts, device=device, shared=shared)
+    done = {name: CachedImages(each, latents=latents, texts=texts) for name, each in sets.items()}
+    return done[""] if several is None else several.over(done)
+
+
+def _texts_in_training(family: TextToImage) -> tuple[Decision, ...]:
+    """That captions are not encoded here."""
+    names = sorted(family.parts.trained_encoders) if family.parts is not None else []
+    return (
+        Decision(
+            key="data.captions",
+            before="encoded once",
+            after="tokenised and encoded at each step",
+            reason=f"{' and '.join(names)} are trained, so embeddings change",
+        ),
+    )
+
+
+def _encode_captions(
+    sets: Mapping[str, Any],
+    *,
+    family: TextToImage,
+    cache: TensorCache,
+    device: torch.device,
+    shared: dict[str, Any],
+) -> None:
+    if family.reads_references:
+        for each in sets.values():
             cache_edits(
-                images,
+                each,
+                cache=cache,
                 encode=lambda captions, edited: family.encode_texts(
                     captions, device=device, references=edited
                 ),
                 **shared,
             )
-        else:
-            if isinstance(family, PipelineFamily) and family.texts_alone:
-                shared["batch_size"] = 1  # Their lengths differ, and nothing masks that.
-            cache_texts(
-                images.texts(),
-                encode=lambda captions: family.encode_texts(captions, device=device),
-                **shared,
-            )
-    return CachedImages(images, latents=latents, texts=texts)
+        return
+    if isinstance(family, PipelineFamily) and family.texts_alone:
+        shared = {**shared, "batch_size": 1}  # Their lengths differ, and nothing masks that.
+    cache_texts(
+        (text for each in sets.values() for text in each.texts()),
+        cache=cache,
+        encode=lambda captions: family.encode_texts(captions, device=device),
+        **shared,
+    )
 
 
 class _Bar:

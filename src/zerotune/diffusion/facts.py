@@ -22,7 +22,7 @@ from zerotune._util.files import write_atomically
 from zerotune._util.text import json_of
 from zerotune.diffusion.activations import ActivationOffload
 from zerotune.diffusion.models.declared import family_of_model
-from zerotune.diffusion.models.pipeline import Blueprint
+from zerotune.diffusion.models.pipeline import Blueprint, pipeline_class, pipeline_name
 from zerotune.diffusion.passes import (
     KINDS,
     CountedTransfers,
@@ -118,11 +118,11 @@ def _captured_inputs(
 
     if not diffusers.utils.is_transformers_available():
         raise MissingDependencyError(
-            f"{kind.pipeline}, which knows the inputs of {type(module).__name__}, needs "
-            "transformers",
+            f"{pipeline_name(kind.pipeline)}, which knows the inputs of {type(module).__name__}, "
+            "needs transformers",
             fix="pip install transformers; or pass inputs=, or activations=False",
         )
-    family = kind(blueprint=Blueprint.usual(getattr(diffusers, kind.pipeline)))
+    family = kind(blueprint=Blueprint.usual(pipeline_class(kind.pipeline)))
 
     def make(batch: int, height: int, width: int, frames: int = 1) -> Mapping[str, Any]:
         scale = kind.usual_scale

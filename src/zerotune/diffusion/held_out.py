@@ -10,7 +10,8 @@ import torch
 from zerotune.diffusion.data.order import derive_seed
 from zerotune.diffusion.data.streams import Batch
 from zerotune.diffusion.models.family import Denoiser
-from zerotune.diffusion.objective import DrawnNoise, LevelObjective, Objective
+from zerotune.diffusion.noise import DrawnNoise
+from zerotune.diffusion.objective import LevelObjective, Objective
 from zerotune.diffusion.sampling import equal_share, evaluating, group_of, shared
 from zerotune.errors import DataError, InvalidValueError
 

@@ -10,7 +10,8 @@ import dataclasses
 import importlib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, Final
@@ -437,6 +438,27 @@ def _peft() -> ModuleType:
             key="peft",
             fix="pip install 'zerotune[lora]'",
         ) from error
+
+
+@contextmanager
+def adapters_off(model: torch.nn.Module) -> Iterator[list[torch.nn.Module]]:
+    """Run a model as it is without its adapters inside the block.
+
+    Yields:
+        The layers whose adapters are switched off; none where the model has no adapters.
+    """
+    kind = _peft().tuners.tuners_utils.BaseTunerLayer
+    layers: list[Any] = [each for each in model.modules() if isinstance(each, kind)]
+    before = [each.disable_adapters for each in layers]
+    # Not by peft's enable_adapters, which stops their gradients as well: an engine has decided by
+    # these what it trains.
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield layers
+    finally:
+        for layer, disabled in zip(layers, before, strict=True):
+            layer._disable_adapters = disabled
 
 
 # -- Adapters from a file as the first values of a training.

@@ -57,11 +57,12 @@ def adding_scheduler(scheduler: Any) -> Any:
     same configuration stands in, as in diffusers' own training scripts.
     """
     if not hasattr(scheduler, "alphas_cumprod"):
+        fix = "use DDPMScheduler, or FlowMatchingObjective for flow matching"
         raise InvalidValueError(
             "denoising needs a scheduler with alphas_cumprod",
             key="scheduler",
             value=type(scheduler).__name__,
-            fix="use DDPMScheduler, or FlowMatchingObjective for flow matching",
+            fix="use EDMObjective" if preconditions(scheduler) else fix,
         )
     if adds_noise(scheduler):
         return scheduler
@@ -75,6 +76,11 @@ def adding_scheduler(scheduler: Any) -> Any:
             fix="use DDPMScheduler(trained_betas=...) with the betas that the model was made with",
         )
     return ddpm
+
+
+def preconditions(scheduler: Any) -> bool:
+    """Whether a scheduler is one of EDM: it scales the model's inputs and outputs."""
+    return hasattr(scheduler, "precondition_inputs") and hasattr(scheduler, "precondition_outputs")
 
 
 def adds_noise(scheduler: Any) -> bool:
@@ -222,9 +228,13 @@ class NoiseLevels:
     def __len__(self) -> int:
         return len(self.sigmas)
 
-    def take(self, index: torch.Tensor) -> NoiseLevels:
+    def __getitem__(self, index: torch.Tensor) -> NoiseLevels:
         """The levels of these numbers, one for each sample of a batch."""
         return NoiseLevels(sigmas=self.sigmas[index], timesteps=self.timesteps[index])
+
+    def spread(self, clean: torch.Tensor) -> torch.Tensor:
+        """The sigmas of a batch (b, 1, 1, 1), beside its samples (b, c, h, w)."""
+        return self.sigmas.to(clean.device).view(-1, *(1,) * (clean.ndim - 1))
 
     def part(self, share: tuple[float, float]) -> NoiseLevels:
         """The levels above the first and up to the second bound."""

@@ -9,14 +9,17 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import attrs
 import torch
 
 from zerotune.decisions import Decision, announce
-from zerotune.diffusion.data.preparation import LOSS_MASKS, shrunk
+from zerotune.diffusion.data.pairs import REJECTED
+from zerotune.diffusion.losses import Comparison, Level, Loss, masks_over, unknown_schedule
 from zerotune.diffusion.models.family import Conditioning, Denoiser, Family, Unconditional
+from zerotune.diffusion.noise import DrawnNoise, GaussianNoise, Noise
 from zerotune.diffusion.noise_schedule import (
     NoiseLevels,
     ResolutionShift,
@@ -27,106 +30,14 @@ from zerotune.diffusion.noise_schedule import (
     check_range,
     noise_levels,
     own_copy,
+    preconditions,
     replacement_decision,
 )
 from zerotune.errors import DataError, InvalidValueError
 
 if TYPE_CHECKING:
-    from diffusers import DDPMScheduler, FlowMatchEulerDiscreteScheduler
+    from diffusers import DDPMScheduler, EDMEulerScheduler, FlowMatchEulerDiscreteScheduler
 
-
-@attrs.frozen(kw_only=True, eq=False)
-class DrawnNoise:
-    """The noise of one batch, shaped as its samples."""
-
-    target: torch.Tensor
-    """What the model has to find."""
-    added: torch.Tensor
-    """What its input is made of; the same but for ``InputPerturbation``."""
-
-
-@runtime_checkable
-class Noise(Protocol):
-    """Draws the noise of a batch. Any object with this method will do."""
-
-    def draw(self, clean: torch.Tensor, generator: torch.Generator) -> DrawnNoise:
-        """Noise on the device of ``clean``.
-
-        Args:
-            clean: Noise-free samples (b, c, h, w), fp32.
-            generator: A CPU generator, the only source of randomness.
-        """
-        ...
-
-
-def _check_strength(_instance: object, attribute: Any, value: float) -> None:
-    if not 0.0 <= value < float("inf"):
-        raise InvalidValueError(
-            "is no strength of noise",
-            key=attribute.name,
-            value=value,
-            fix="write a number that is not negative, such as 0.1",
-        )
-
-
-@attrs.frozen(kw_only=True)
-class GaussianNoise:
-    """Independent standard normal values."""
-
-    def draw(self, clean: torch.Tensor, generator: torch.Generator) -> DrawnNoise:
-        """One value for each of ``clean``."""
-        noise = _normal_like(clean.shape, clean, generator)
-        return DrawnNoise(target=noise, added=noise)
-
-
-@attrs.frozen(kw_only=True)
-class OffsetNoise:
-    """Noise with a common shift per sample and channel, so that brightness is learned too.
-
-    Source: ``noise_offset`` of diffusers' ``examples/text_to_image/train_text_to_image.py``.
-    """
-
-    strength: float = attrs.field(default=0.1, validator=_check_strength)
-    """Standard deviation of the shift."""
-    noise: Noise = attrs.field(factory=GaussianNoise)
-    """What is shifted."""
-
-    def draw(self, clean: torch.Tensor, generator: torch.Generator) -> DrawnNoise:
-        """The shifted noise."""
-        drawn = self.noise.draw(clean, generator)
-        shape = (*clean.shape[:2], *(1,) * (clean.ndim - 2))
-        offset = self.strength * _normal_like(shape, clean, generator)
-        return DrawnNoise(target=drawn.target + offset, added=drawn.added + offset)
-
-
-@attrs.frozen(kw_only=True)
-class InputPerturbation:
-    """More noise in the model's input than it has to find, which makes it forgive its own errors.
-
-    Source: ``input_perturbation`` of diffusers' ``examples/text_to_image/train_text_to_image.py``,
-    after https://arxiv.org/abs/2301.11706.
-    """
-
-    strength: float = attrs.field(default=0.1, validator=_check_strength)
-    """Standard deviation of what is not to be found."""
-    noise: Noise = attrs.field(factory=GaussianNoise)
-    """What is perturbed."""
-
-    def draw(self, clean: torch.Tensor, generator: torch.Generator) -> DrawnNoise:
-        """The noise, and what is added in its place."""
-        drawn = self.noise.draw(clean, generator)
-        more = self.strength * _normal_like(clean.shape, clean, generator)
-        return DrawnNoise(target=drawn.target, added=drawn.added + more)
-
-
-def _normal_like(
-    shape: tuple[int, ...], clean: torch.Tensor, generator: torch.Generator
-) -> torch.Tensor:
-    return torch.randn(shape, generator=generator).to(clean.device)
-
-
-LOSS_WEIGHTS = "loss_weights"
-"""Key of a batch: what each sample's loss is multiplied by, (b,)."""
 
 _SIGMA_ROUNDING = 1e-5
 
@@ -186,7 +97,7 @@ class LevelObjective(Objective, Protocol):
 
 
 @attrs.frozen(kw_only=True, eq=False)
-class _Inputs:
+class Inputs:
     """A batch made ready for any noise level."""
 
     batch: Mapping[str, torch.Tensor]
@@ -195,13 +106,32 @@ class _Inputs:
     noise: DrawnNoise
 
 
-class _SchedulerObjective(ABC):
-    """What objectives over diffusers' schedulers share: batches made ready, errors at levels."""
+class SchedulerObjective(ABC):
+    """What objectives over diffusers' schedulers share: batches made ready, errors at levels.
+
+    Levels are what ``draw_levels`` gives, one for each sample; an index takes some of them.
+    """
 
     __slots__ = ()
 
+    scheduler: Any
     family: Family
     noise: Noise
+    loss: Loss | None
+
+    def __call__(
+        self, model: Denoiser, batch: Mapping[str, torch.Tensor], generator: torch.Generator
+    ) -> torch.Tensor:
+        """The mean error of a micro batch, scalar, fp32."""
+        if any(name.startswith(REJECTED) for name in batch):
+            raise DataError(
+                "the batch holds rejected images, which this objective would leave out",
+                key="objective",
+                value=type(self).__name__,
+                fix=f"write PreferenceObjective(objective={type(self).__name__}(…))",
+            )
+        inputs = self.inputs(batch, generator)
+        return self.compare(model, inputs, self.draw_levels(inputs, generator)).mean()
 
     def losses_at(
         self,
@@ -213,29 +143,52 @@ class _SchedulerObjective(ABC):
         generator: torch.Generator,
     ) -> torch.Tensor:
         """Mean squared errors at quantiles of the trained levels; see ``LevelObjective``."""
-        inputs = self._inputs(noise, batch, generator)
+        inputs = self.inputs(batch, generator, noise=noise)
         levels = self._levels_at(inputs, quantiles)
-        return torch.stack([self._loss(model, inputs, level) for level in levels])
+        return torch.stack([self._predict(model, inputs, level).mean() for level in levels])
 
-    def _inputs(
-        self, noise: Noise, batch: Mapping[str, torch.Tensor], generator: torch.Generator
-    ) -> _Inputs:
+    def inputs(
+        self,
+        batch: Mapping[str, torch.Tensor],
+        generator: torch.Generator,
+        *,
+        noise: Noise | None = None,
+    ) -> Inputs:
+        """A batch with its noise; that of the objective when no other is given."""
         # In this order: seeds of earlier runs depend on it.
         clean = self.family.clean(batch)
         conditioning = self.family.conditioning(batch, generator)
-        drawn = noise.draw(clean, generator)
-        batch = _masks_over(clean, batch)
-        return _Inputs(batch=batch, clean=clean, conditioning=conditioning, noise=drawn)
+        drawn = (noise or self.noise).draw(clean, generator)
+        batch = masks_over(clean, batch)
+        return Inputs(batch=batch, clean=clean, conditioning=conditioning, noise=drawn)
 
     @abstractmethod
-    def _levels_at(self, inputs: _Inputs, quantiles: Sequence[float]) -> Sequence[Any]:
+    def draw_levels(self, inputs: Inputs, generator: torch.Generator) -> Any:
+        """A level of noise for each sample."""
+
+    def compare(self, model: Denoiser, inputs: Inputs, levels: Any) -> Comparison:
+        """What the model finds, and what it should have: as the objective weighs it."""
+        errors = None
+        if self.loss is not None:
+            errors = partial(self.loss.errors, level=self._level(inputs, levels))
+        found = self._predict(model, inputs, levels)
+        return attrs.evolve(found, weights=self._weights(levels), errors=errors)
+
+    @abstractmethod
+    def _levels_at(self, inputs: Inputs, quantiles: Sequence[float]) -> Sequence[Any]:
         """A level of noise for each quantile, the same for all samples."""
 
     @abstractmethod
-    def _loss(
-        self, model: Denoiser, inputs: _Inputs, level: Any, weights: Any = None
-    ) -> torch.Tensor:
-        """The error of a batch, each sample at its level."""
+    def _predict(self, model: Denoiser, inputs: Inputs, levels: Any) -> Comparison:
+        """What the model finds at a level of each sample, and what it should have, unweighted."""
+
+    @abstractmethod
+    def _weights(self, levels: Any) -> torch.Tensor | None:
+        """What samples at these levels weigh (b,)."""
+
+    @abstractmethod
+    def _level(self, inputs: Inputs, levels: Any) -> Level:
+        """How noisy each sample is at these levels, for the loss."""
 
 
 def _new_ddpm() -> Any:
@@ -245,8 +198,8 @@ def _new_ddpm() -> Any:
 
 
 @attrs.frozen(kw_only=True, eq=False)
-class DenoisingObjective(_SchedulerObjective):
-    """Denoising diffusion: DDPM's forward process, mean squared error.
+class DenoisingObjective(SchedulerObjective):
+    """Denoising diffusion: DDPM's forward process, mean squared error if no ``loss`` is given.
 
     Steps are uniform over the scheduler's; the target is what its ``prediction_type`` says. A
     batch's ``"loss_weights"`` (b,) and ``"loss_masks"`` (b, 1, h, w) multiply the error.
@@ -261,8 +214,12 @@ class DenoisingObjective(_SchedulerObjective):
     """How a batch becomes the model's inputs."""
     noise: Noise = attrs.field(factory=GaussianNoise)
     """What is added: ``OffsetNoise``, ``InputPerturbation``, one inside the other, or your own."""
+    loss: Loss | None = None
+    """``Huber``, ``SmoothL1`` or your own; the squared error when not given."""
     snr_gamma: float | None = attrs.field(default=None)
     """Clip of min-SNR weighting, 5 in its paper; ``None``: all time steps weigh the same."""
+    weighting: Literal["none", "debiased_estimation"] = "none"
+    """``"debiased_estimation"`` weighs as ``debiased_weights``, and multiplies with min-SNR."""
     timestep_range: tuple[float, float] = attrs.field(default=(0.0, 1.0), validator=check_range)
     """Part of the schedule that is trained, from little noise to much: ``(0.0, 0.2)`` for a
     refiner that takes over the last fifth of sampling."""
@@ -297,6 +254,7 @@ class DenoisingObjective(_SchedulerObjective):
                 fix='give the scheduler prediction_type="v_prediction", or '
                 "rescale_betas_zero_snr=False",
             )
+        self._check_weighting()
         self._bounds()
         announce(self.decisions)
 
@@ -305,32 +263,58 @@ class DenoisingObjective(_SchedulerObjective):
         """What was chosen for the scheduler."""
         return replacement_decision(self.scheduler, self._adding)
 
-    def __call__(
-        self, model: Denoiser, batch: Mapping[str, torch.Tensor], generator: torch.Generator
-    ) -> torch.Tensor:
-        """Mean squared error of the prediction, scalar, fp32."""
-        inputs = self._inputs(self.noise, batch, generator)
+    def _check_weighting(self) -> None:
+        known = ("none", "debiased_estimation")
+        if self.weighting not in known:
+            raise InvalidValueError(
+                f"is none of {', '.join(known)}",
+                key="weighting",
+                value=self.weighting,
+                fix='write "none"; min-SNR weighting is snr_gamma=5.0',
+            )
+        if self.weighting != "none" and self._prediction == "sample":
+            raise InvalidValueError(
+                "the weighting is one of predicted noise or velocity",
+                key="weighting",
+                value=self.weighting,
+                fix='write "none" for a model that predicts the clean sample',
+            )
+
+    def draw_levels(self, inputs: Inputs, generator: torch.Generator) -> torch.Tensor:
+        """Time steps (b,), integers, uniform over the trained ones."""
         low, high = self._bounds()
         timesteps = torch.randint(low, high, (len(inputs.clean),), generator=generator)
-        timesteps = timesteps.to(inputs.clean.device)
-        weights = None
-        if self.snr_gamma is not None:
-            weights = min_snr_weights(self._adding, timesteps, gamma=self.snr_gamma)
-        return self._loss(model, inputs, timesteps, weights)
+        return timesteps.to(inputs.clean.device)
 
-    def _levels_at(self, inputs: _Inputs, quantiles: Sequence[float]) -> list[torch.Tensor]:
+    def _levels_at(self, inputs: Inputs, quantiles: Sequence[float]) -> list[torch.Tensor]:
         low, high = self._bounds()
         steps = [low + at_quantile(quantile, high - low) for quantile in quantiles]
         shape, device = (len(inputs.clean),), inputs.clean.device
         return [torch.full(shape, step, device=device) for step in steps]
 
-    def _loss(
-        self, model: Denoiser, inputs: _Inputs, timesteps: torch.Tensor, weights: Any = None
-    ) -> torch.Tensor:
-        noisy = self._adding.add_noise(inputs.clean, inputs.noise.added, timesteps)
-        prediction = self.family.predict(model, noisy, timesteps, inputs.conditioning)
-        target = self._target(inputs.clean, inputs.noise.target, timesteps)
-        return mean_error(prediction, target, batch=inputs.batch, weights=weights)
+    def _predict(self, model: Denoiser, inputs: Inputs, levels: torch.Tensor) -> Comparison:
+        noisy = self._adding.add_noise(inputs.clean, inputs.noise.added, levels)
+        return Comparison(
+            prediction=self.family.predict(model, noisy, levels, inputs.conditioning),
+            target=self._target(inputs.clean, inputs.noise.target, levels),
+            batch=inputs.batch,
+        )
+
+    def _weights(self, levels: torch.Tensor) -> torch.Tensor | None:
+        weights = None
+        if self.snr_gamma is not None:
+            weights = min_snr_weights(self._adding, levels, gamma=self.snr_gamma)
+        if self.weighting == "debiased_estimation":
+            debiased = debiased_weights(self._adding, levels)
+            weights = debiased if weights is None else weights * debiased
+        return weights
+
+    def _level(self, inputs: Inputs, levels: torch.Tensor) -> Level:  # noqa: ARG002
+        kept = self._adding.alphas_cumprod.to(levels.device)[levels]
+        return Level(
+            time=levels.float() / int(self.scheduler.config.num_train_timesteps),
+            noise_to_signal=((1.0 - kept) / kept) ** 0.5,
+        )
 
     @property
     def _prediction(self) -> str:
@@ -357,8 +341,8 @@ def _new_flow() -> Any:
 
 
 @attrs.frozen(kw_only=True, eq=False)
-class FlowMatchingObjective(_SchedulerObjective):
-    """Rectified flow: straight lines from data to noise, mean squared error of the velocity.
+class FlowMatchingObjective(SchedulerObjective):
+    """Rectified flow: straight lines from data to noise, squared error of the velocity.
 
     ``noisy = (1 - sigma) * clean + sigma * noise``; the target is ``noise - clean``. Sigmas and
     time steps are the scheduler's own, so ``shift`` and the like are its settings. With its
@@ -375,6 +359,12 @@ class FlowMatchingObjective(_SchedulerObjective):
     """How a batch becomes the model's inputs."""
     noise: Noise = attrs.field(factory=GaussianNoise)
     """What is added: ``OffsetNoise``, ``InputPerturbation``, one inside the other, or your own."""
+    loss: Loss | None = None
+    """``Huber``, ``SmoothL1`` or your own; the squared error when not given."""
+    precondition_outputs: bool = False
+    """Compare clean samples, ``noisy - sigma * prediction``, in the place of velocities: errors
+    weigh ``sigma ** 2``. The SD3 paper does not; diffusers' SD3 scripts do unless told
+    otherwise. ``losses_at`` compares velocities either way."""
     density: Literal["uniform", "logit_normal", "mode"] = "uniform"
     """How time steps are drawn (SD3 paper, section 3.1)."""
     logit_mean: float = 0.0
@@ -396,15 +386,8 @@ class FlowMatchingObjective(_SchedulerObjective):
         self._check_density()
         self._check_weighting()
         self._check_scheduler()
-
-    def __call__(
-        self, model: Denoiser, batch: Mapping[str, torch.Tensor], generator: torch.Generator
-    ) -> torch.Tensor:
-        """Mean squared error of the velocity, scalar, fp32."""
-        inputs = self._inputs(self.noise, batch, generator)
-        levels = self.levels(tuple(inputs.clean.shape))
-        drawn = levels.take(self._draw(len(inputs.clean), len(levels), generator))
-        return self._loss(model, inputs, drawn, self._weights(drawn.sigmas))
+        if getattr(self.loss, "schedule", None) == "snr":
+            raise unknown_schedule("snr")
 
     def _check_density(self) -> None:
         if self.density in _DENSITIES:
@@ -464,28 +447,51 @@ class FlowMatchingObjective(_SchedulerObjective):
             shift = self.resolution_shift or ResolutionShift()
         return noise_levels(self.scheduler, shape, shift).part(self.timestep_range)
 
-    def _levels_at(self, inputs: _Inputs, quantiles: Sequence[float]) -> list[NoiseLevels]:
+    def draw_levels(self, inputs: Inputs, generator: torch.Generator) -> NoiseLevels:
+        """Sigmas and time steps (b,), drawn by the density."""
+        levels = self.levels(tuple(inputs.clean.shape))
+        return levels[self._draw(len(inputs.clean), len(levels), generator)]
+
+    def compare(self, model: Denoiser, inputs: Inputs, levels: NoiseLevels) -> Comparison:
+        """Velocities, or with ``precondition_outputs`` clean samples."""
+        found = super().compare(model, inputs, levels)
+        if not self.precondition_outputs:
+            return found
+        sigma = levels.spread(inputs.clean)
+        # With the noise that is to be found, or a perturbed input would tell the rest.
+        noisy = (1.0 - sigma) * inputs.clean + sigma * inputs.noise.target
+        velocity = found.prediction.float()
+        device = velocity.device
+        image = velocity * (-sigma.to(device)) + noisy.to(device)
+        return attrs.evolve(found, prediction=image, target=inputs.clean)
+
+    def _levels_at(self, inputs: Inputs, quantiles: Sequence[float]) -> list[NoiseLevels]:
         levels, count = self.levels(tuple(inputs.clean.shape)), len(inputs.clean)
         # The table falls, quantiles rise.
         places = [at_quantile(1.0 - quantile, len(levels)) for quantile in quantiles]
-        return [levels.take(torch.full((count,), place)) for place in places]
+        return [levels[torch.full((count,), place)] for place in places]
 
-    def _loss(
-        self, model: Denoiser, inputs: _Inputs, levels: NoiseLevels, weights: Any = None
-    ) -> torch.Tensor:
+    def _predict(self, model: Denoiser, inputs: Inputs, levels: NoiseLevels) -> Comparison:
         clean, noise = inputs.clean, inputs.noise
-        sigma = levels.sigmas.to(clean.device).view(-1, *(1,) * (clean.ndim - 1))
+        sigma = levels.spread(clean)
         noisy = (1.0 - sigma) * clean + sigma * noise.added
-        prediction = self.family.predict(model, noisy, levels.timesteps, inputs.conditioning)
-        return mean_error(prediction, noise.target - clean, batch=inputs.batch, weights=weights)
+        return Comparison(
+            prediction=self.family.predict(model, noisy, levels.timesteps, inputs.conditioning),
+            target=noise.target - clean,
+            batch=inputs.batch,
+        )
 
-    def _weights(self, sigmas: torch.Tensor) -> torch.Tensor | None:
+    def _weights(self, levels: NoiseLevels) -> torch.Tensor | None:
         from diffusers.training_utils import compute_loss_weighting_for_sd3
 
         if self.weighting == "none":
             return None
-        weights: torch.Tensor = compute_loss_weighting_for_sd3(self.weighting, sigmas=sigmas)
+        weights: torch.Tensor = compute_loss_weighting_for_sd3(self.weighting, sigmas=levels.sigmas)
         return weights
+
+    def _level(self, inputs: Inputs, levels: NoiseLevels) -> Level:  # noqa: ARG002
+        share = levels.timesteps.float() / int(self.scheduler.config.num_train_timesteps)
+        return Level(time=share, noise_to_signal=None)
 
     def _draw(self, count: int, levels: int, generator: torch.Generator) -> torch.Tensor:
         from diffusers.training_utils import compute_density_for_timestep_sampling
@@ -502,84 +508,126 @@ class FlowMatchingObjective(_SchedulerObjective):
         return (u * levels).long().clamp(0, levels - 1)
 
 
-# -- The error of a batch, weighted where something asks for it.
+def _new_edm() -> Any:
+    from diffusers import EDMEulerScheduler
+
+    return EDMEulerScheduler()
 
 
-def mean_error(
-    prediction: torch.Tensor,
-    target: torch.Tensor,
-    *,
-    batch: Mapping[str, torch.Tensor],
-    weights: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """The mean over the batch of each sample's weight times its mean squared error.
+@attrs.frozen(kw_only=True, eq=False)
+class EDMObjective(SchedulerObjective):
+    """EDM: samples plus noise of deviation sigma, squared error of the clean sample.
 
-    Args:
-        prediction: The model's output (b, c, h, w).
-        target: What it should have been, of the same shape.
-        batch: May hold ``"loss_weights"`` (b,) and ``"loss_masks"`` (b, 1, h, w).
-        weights: (b,), of the objective itself.
+    Inputs, noise levels and outputs are preconditioned by the scheduler's own methods. A batch's
+    ``"loss_weights"`` (b,) and ``"loss_masks"`` (b, 1, h, w) multiply the error.
 
-    Returns:
-        A scalar, fp32, on the device of ``prediction``.
+    Source: https://arxiv.org/abs/2206.00364 and ``--do_edm_style_training`` of diffusers'
+    ``examples/dreambooth/train_dreambooth_lora_sdxl.py``, whose loss is that of the defaults;
+    ``EDMLoss`` of NVlabs/edm (``training/loss.py``) is ``density="log_normal"`` with
+    ``weighting="edm"``.
     """
-    predicted, target = prediction.float(), target.to(prediction.device).float()
-    each = _sample_weights(batch, weights, like=predicted)
-    mask = _mask_of(batch, like=predicted)
-    if each is None and mask is None:
-        return torch.nn.functional.mse_loss(predicted, target)
-    squared = (predicted - target) ** 2
-    if mask is not None:
-        squared = squared * mask
-    errors = squared.flatten(1).mean(1)
-    return (errors if each is None else errors * each).mean()
 
+    scheduler: EDMEulerScheduler = attrs.field(factory=_new_edm, converter=own_copy)
+    """Or ``EDMDPMSolverMultistepScheduler``; a private copy is kept."""
+    family: Family = attrs.field(factory=Unconditional)
+    """How a batch becomes the model's inputs."""
+    noise: Noise = attrs.field(factory=GaussianNoise)
+    """What is added: ``OffsetNoise``, ``InputPerturbation``, one inside the other, or your own."""
+    loss: Loss | None = None
+    """``Huber``, ``SmoothL1`` or your own; the squared error when not given."""
+    density: Literal["uniform", "log_normal"] = "uniform"
+    """How sigmas are drawn: uniformly from the scheduler's, or by their logarithm."""
+    log_mean: float = -1.2
+    """Mean of the logarithm of sigma under ``"log_normal"``."""
+    log_std: float = 1.2
+    """Standard deviation of the logarithm of sigma under ``"log_normal"``."""
+    weighting: Literal["none", "edm"] = "none"
+    """``"edm"``: the paper's, under which the errors of an untrained model weigh the same at all
+    sigmas. With ``"uniform"`` it is far from 1: up to 250,000 at sigma 0.002."""
+    timestep_range: tuple[float, float] = attrs.field(default=(0.0, 1.0), validator=check_range)
+    """Part of the scheduler's sigmas that is trained, from little noise to much."""
 
-def _sample_weights(
-    batch: Mapping[str, torch.Tensor], weights: torch.Tensor | None, *, like: torch.Tensor
-) -> torch.Tensor | None:
-    given = batch.get(LOSS_WEIGHTS)
-    if given is None:
-        return None if weights is None else weights.to(like.device, torch.float32)
-    if given.shape != like.shape[:1]:
-        raise DataError(
-            f"one weight per sample is wanted, ({len(like)},)",
-            key=f"batch[{LOSS_WEIGHTS!r}]",
-            value=tuple(given.shape),
-            fix="let each sample of the dataset have one number, a tensor of shape ()",
+    def __attrs_post_init__(self) -> None:
+        for name, known in (("density", ("uniform", "log_normal")), ("weighting", ("none", "edm"))):
+            if getattr(self, name) not in known:
+                raise InvalidValueError(
+                    f"is none of {', '.join(known)}",
+                    key=name,
+                    value=getattr(self, name),
+                    fix=f'write "{known[0]}" or "{known[1]}"',
+                )
+        if not preconditions(self.scheduler):
+            raise InvalidValueError(
+                "EDM needs a scheduler that preconditions the model's inputs and outputs",
+                key="scheduler",
+                value=type(self.scheduler).__name__,
+                fix="use EDMEulerScheduler, or DenoisingObjective",
+            )
+        if self.scheduler.config.prediction_type not in ("epsilon", "v_prediction"):
+            raise InvalidValueError(
+                "outputs are preconditioned for epsilon and v_prediction",
+                key="scheduler.prediction_type",
+                value=self.scheduler.config.prediction_type,
+                fix="write the one that the model was made with",
+            )
+        if self.density == "log_normal" and self.timestep_range != (0.0, 1.0):
+            raise InvalidValueError(
+                "sigmas that are drawn by their logarithm are not the scheduler's",
+                key="timestep_range",
+                value=self.timestep_range,
+                fix='write density="uniform", or move log_mean',
+            )
+        if getattr(self.loss, "schedule", None) == "exponential":
+            raise unknown_schedule("exponential")
+        self._bounds()
+
+    def draw_levels(self, inputs: Inputs, generator: torch.Generator) -> NoiseLevels:
+        """Sigmas and their times (b,), drawn by the density."""
+        count = len(inputs.clean)
+        if self.density == "uniform":
+            index = torch.randint(*self._bounds(), (count,), generator=generator)
+            return self._levels(index)
+        drawn = torch.randn(count, generator=generator)
+        sigmas = (drawn * self.log_std + self.log_mean).exp()
+        return NoiseLevels(sigmas=sigmas, timesteps=self.scheduler.precondition_noise(sigmas))
+
+    def _bounds(self) -> tuple[int, int]:
+        # The table falls, the range rises.
+        count = int(self.scheduler.config.num_train_timesteps)
+        low, high = bounds(count, self.timestep_range)
+        return count - high, count - low
+
+    def _levels(self, index: torch.Tensor) -> NoiseLevels:
+        return NoiseLevels(
+            sigmas=self.scheduler.sigmas[index], timesteps=self.scheduler.timesteps[index]
         )
-    given = given.to(like.device, torch.float32)
-    return given if weights is None else given * weights.to(like.device, torch.float32)
+
+    def _levels_at(self, inputs: Inputs, quantiles: Sequence[float]) -> list[NoiseLevels]:
+        first, end = self._bounds()
+        places = [end - 1 - at_quantile(quantile, end - first) for quantile in quantiles]
+        return [self._levels(torch.full((len(inputs.clean),), place)) for place in places]
+
+    def _predict(self, model: Denoiser, inputs: Inputs, levels: NoiseLevels) -> Comparison:
+        clean, noise = inputs.clean, inputs.noise
+        sigma = levels.spread(clean)
+        given = self.scheduler.precondition_inputs(clean + sigma * noise.added, sigma)
+        found = self.family.predict(model, given, levels.timesteps, inputs.conditioning).float()
+        # With the noise that is to be found, or a perturbed input would tell the rest.
+        noisy, sigma = (clean + sigma * noise.target).to(found.device), sigma.to(found.device)
+        denoised = self.scheduler.precondition_outputs(noisy, found, sigma)
+        return Comparison(prediction=denoised, target=clean, batch=inputs.batch)
+
+    def _weights(self, levels: NoiseLevels) -> torch.Tensor | None:
+        if self.weighting == "none":
+            return None
+        data = float(self.scheduler.config.sigma_data)
+        return (levels.sigmas**2 + data**2) / (levels.sigmas * data) ** 2
+
+    def _level(self, inputs: Inputs, levels: NoiseLevels) -> Level:
+        return Level(noise_to_signal=levels.sigmas.to(inputs.clean.device))
 
 
-def _masks_over(
-    clean: torch.Tensor, batch: Mapping[str, torch.Tensor]
-) -> Mapping[str, torch.Tensor]:
-    """The batch, its masks over images brought to the size of what the family made of these."""
-    mask, images = batch.get(LOSS_MASKS), batch.get("images")
-    if mask is None or images is None or mask.shape[-2:] == clean.shape[-2:]:
-        return batch
-    if mask.ndim != 4 or mask.shape[-2:] != images.shape[-2:]:
-        return batch  # mean_error says what is wrong with it.
-    return {**batch, LOSS_MASKS: shrunk(mask.float(), clean.shape[-2:])}
-
-
-def _mask_of(batch: Mapping[str, torch.Tensor], *, like: torch.Tensor) -> torch.Tensor | None:
-    mask = batch.get(LOSS_MASKS)
-    if mask is None:
-        return None
-    places = (len(like), 1, *like.shape[2:])
-    if like.ndim == 5 and mask.ndim == 4:
-        mask = mask.unsqueeze(2).expand(-1, -1, like.shape[2], -1, -1)  # The same for all frames.
-    if mask.shape not in (places, like.shape):
-        raise DataError(
-            f"masks lie over the samples the model sees, {places}",
-            key=f"batch[{LOSS_MASKS!r}]",
-            value=tuple(mask.shape),
-            fix="shrink masks of pixels to the latents, as "
-            'torch.nn.functional.interpolate(masks, size=(h, w), mode="area") does',
-        )
-    return mask.to(like.device, torch.float32)
+# -- Weights by noise level.
 
 
 def min_snr_weights(scheduler: Any, timesteps: torch.Tensor, *, gamma: float) -> torch.Tensor:
@@ -610,3 +658,27 @@ def min_snr_weights(scheduler: Any, timesteps: torch.Tensor, *, gamma: float) ->
     elif prediction == "v_prediction":
         weights = weights / (snr + 1)
     return torch.where(snr == 0, torch.ones_like(snr), weights)
+
+
+def debiased_weights(scheduler: Any, timesteps: torch.Tensor) -> torch.Tensor:
+    """Weights of debiased estimation for what ``scheduler`` predicts.
+
+    They are ``1 / sqrt(snr)`` of predicted noise and ``1 / (snr + 1)`` of predicted velocity; a
+    ratio above 1000 counts as 1000.
+
+    Args:
+        scheduler: A diffusers scheduler with ``alphas_cumprod``.
+        timesteps: (b,), integers.
+
+    Returns:
+        (b,), fp32, on the device of ``timesteps``.
+
+    Source: https://arxiv.org/abs/2310.08442 and ``--debiased_estimation_loss`` of
+    kohya-ss/sd-scripts (``library/custom_train_functions.py``), which has the form for velocity.
+    """
+    from diffusers.training_utils import compute_snr
+
+    snr: torch.Tensor = compute_snr(scheduler, timesteps).float().clamp(max=1000.0)
+    if scheduler.config.get("prediction_type", "epsilon") == "v_prediction":
+        return 1 / (snr + 1)
+    return 1 / torch.sqrt(snr)

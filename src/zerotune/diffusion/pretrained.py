@@ -7,7 +7,7 @@ import os
 import re
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import attrs
 import torch
@@ -15,6 +15,7 @@ from packaging.version import Version
 
 from zerotune._util.text import did_you_mean, json_of, listing
 from zerotune.backend.dtypes import DTYPES
+from zerotune.backend.single_file import SUFFIX, SingleFile, place_rows
 from zerotune.backend.stored import (
     StoredWeight,
     bring_weights,
@@ -25,26 +26,55 @@ from zerotune.backend.stored import (
     weight_files,
     without_weights,
 )
+from zerotune.backend.trained_parts import TrainedParts
 from zerotune.backend.unpartitioned import unpartitioned
 from zerotune.decisions import Decision, announce
-from zerotune.diffusion.models.declared import DECLARED, FAMILY_NAMES
+from zerotune.diffusion.models.controlnet import CONTROLNETS, ControlNetFamily, controlnet_of
+from zerotune.diffusion.models.declared import DECLARED, FAMILY_NAMES, WanLowNoise
 from zerotune.diffusion.models.family import ClassConditional, Family, Unconditional
-from zerotune.diffusion.models.pipeline import Blueprint, FrozenParts, PipelineModel, pipeline_class
+from zerotune.diffusion.models.image_to_video import IMAGE_TO_VIDEO, WanImageToVideoLowNoise
+from zerotune.diffusion.models.latents import LatentSpace
+from zerotune.diffusion.models.pipeline import (
+    Blueprint,
+    FrozenParts,
+    PipelineModel,
+    TrainedEncoder,
+    component_class,
+    pipeline_class,
+)
 from zerotune.diffusion.models.pipeline_family import PipelineFamily, TextToImage
 from zerotune.diffusion.models.probe import probe, probe_texts
-from zerotune.diffusion.noise_schedule import adds_noise, ddpm_of
-from zerotune.diffusion.objective import DenoisingObjective, FlowMatchingObjective
+from zerotune.diffusion.noise_schedule import adds_noise, ddpm_of, preconditions
+from zerotune.diffusion.objective import (
+    DenoisingObjective,
+    EDMObjective,
+    FlowMatchingObjective,
+)
 from zerotune.errors import CheckpointCorruptError, InvalidValueError, MissingDependencyError
 from zerotune.plan.model import DeepSpeedPlan, ResolvedPlan
 from zerotune.platform.detect import first_line
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
-FAMILIES: Final[dict[str, type[TextToImage]]] = {family.pipeline: family for family in DECLARED}
+_KNOWN: Final[tuple[type[PipelineFamily], ...]] = (
+    *DECLARED,
+    *CONTROLNETS,
+    *IMAGE_TO_VIDEO,
+)
+
+_EXPERTS: Final[tuple[type[TextToImage], ...]] = (WanLowNoise, WanImageToVideoLowNoise)
+"""Families of the other model of a pipeline that has two."""
+
+FAMILIES: Final[dict[str, type[TextToImage]]] = {family.pipeline: family for family in _KNOWN}
 """Families by the class of their diffusers pipeline."""
 
 _PIPELINE_INDEX: Final = "model_index.json"
+_CONFIGURATION: Final = ("**/*.json", "*.json", "*.txt", "**/*.txt", "**/*.model")
+"""All of a pipeline on the hub but its weights."""
+_PARTS: Final = ("vae", "text_encoder", "text_encoder_2", "text_encoder_3")
+"""Frozen parts that a single file may lack."""
+_CONTROLNET: Final = "controlnet"
 _UNUSED: Final = ("safety_checker", "feature_extractor", "image_encoder")
 """Neither latents, nor embeddings, nor images need these; exports copy them from the folder."""
 
@@ -59,9 +89,11 @@ class Pretrained:
     family: Family
     """How it is called; with its frozen parts, where it has any."""
     scheduler: Any
-    """The scheduler to train with: DDPM's forward process or flow matching's."""
+    """The scheduler to train with: DDPM's forward process, flow matching's or EDM's."""
     folder: Path
-    """Where it lies; ``export_pipeline(base=folder)`` takes the frozen parts from here."""
+    """Where it lies; of a single file, where its configuration lies."""
+    file: Path | None = None
+    """The single file it was read from."""
     plan: DeepSpeedPlan | ResolvedPlan | None = None
     """What ``load_pretrained`` was told of the plan; ``Trainer(model=loaded)`` trains under it."""
     decisions: tuple[Decision, ...] = ()
@@ -69,8 +101,15 @@ class Pretrained:
 
     @property
     def component(self) -> str | None:
-        """Name of the model in its pipeline; ``None`` for a model on its own."""
-        return self.family.component if isinstance(self.family, TextToImage) else None
+        """Name of the model in its pipeline; ``None`` for one on its own, as a ControlNet is."""
+        if isinstance(self.family, ControlNetFamily) or not isinstance(self.family, TextToImage):
+            return None
+        return self.family.component
+
+    @property
+    def base(self) -> Path:
+        """What it was read from: ``export_pipeline(base=...)`` takes the frozen parts from here."""
+        return self.file or self.folder
 
     def read_weights(
         self, *, dtype: str | None = None, device: torch.device | str = "cpu"
@@ -91,38 +130,46 @@ class Pretrained:
         bring_weights(self.model, dtype=None if dtype is None else _dtype(dtype), device=device)
         return self.model
 
-    def objective(self, **settings: Any) -> DenoisingObjective | FlowMatchingObjective:
+    def objective(
+        self, **settings: Any
+    ) -> DenoisingObjective | EDMObjective | FlowMatchingObjective:
         """The objective these models were made with.
 
         Args:
             **settings: Of ``FlowMatchingObjective`` for families with ``flow_matching`` (time
-                steps are drawn logit-normal if nothing else is said), of ``DenoisingObjective``
-                for all others; ``scheduler`` replaces the one of the folder.
+                steps are drawn logit-normal if nothing else is said), of ``EDMObjective`` where
+                the scheduler is one of EDM, of ``DenoisingObjective`` for all others;
+                ``scheduler`` replaces the one of the folder.
         """
         usual = {"scheduler": self.scheduler, "family": self.family}
         if isinstance(self.family, PipelineFamily):
             settings = self.family.objective_settings() | settings
         if getattr(self.family, "flow_matching", False):
             return FlowMatchingObjective(**usual | {"density": "logit_normal"} | settings)
+        if preconditions(settings.get("scheduler", self.scheduler)):
+            return EDMObjective(**usual | settings)
         return DenoisingObjective(**usual | settings)
 
 
 def load_pretrained(
     source: str | os.PathLike[str],
     *,
+    config: str | os.PathLike[str] | None = None,
     plan: DeepSpeedPlan | ResolvedPlan | None = None,
     dtype: str | None = None,
     quantization: Any = None,
     frozen_dtype: str = "bf16",
     family: type[TextToImage] | str | None = None,
+    controlnet: str | os.PathLike[str] | torch.nn.Module | None = None,
     parts: bool = True,
+    text_encoders: bool | Sequence[str] = False,
     leave_out: Sequence[str] = (),
     revision: str | None = None,
     variant: str | None = None,
     local_files_only: bool = False,
     **settings: Any,
 ) -> Pretrained:
-    """Load a diffusers pipeline, or a U-Net on its own, to train it.
+    """Load a diffusers pipeline, a single file, or a U-Net on its own, to train it.
 
     VAE and text encoders are loaded whole on every rank, also inside ``deepspeed.zero.Init`` and
     where transformers would partition them. A VAE that overflows in half precision
@@ -134,16 +181,28 @@ def load_pretrained(
 
     Args:
         source: A folder with ``model_index.json``, the folder of an unconditional U-Net
-            (``config.json``), or the id of a pipeline on the hub.
+            (``config.json``), the id of a pipeline on the hub, or a safetensors file with the
+            whole model or its U-Net or transformer, in ComfyUI's layout or that of its first
+            publication.
+        config: Of a single file, which has none: the folder or hub id of a pipeline with the same
+            sizes. Parts that the file lacks are read from there. The pipeline that diffusers
+            knows by the file's keys when not given.
         plan: What the model will be trained under. Without it, its weights are read whole, now.
         dtype: Of the trained model: ``"fp32"``, which is meant when nothing is said; ``"bf16"``
             for a base under adapters. DeepSpeed trains in the plan's precision either way.
         quantization: A configuration of diffusers (``BitsAndBytesConfig``, ``TorchAoConfig``) for
             the trained model, as a base under adapters; it is read and quantized on every rank.
-        frozen_dtype: Of VAE and text encoders.
+            Of a ControlNet, for the model that it steers.
+        frozen_dtype: Of VAE and text encoders, and of the model that a ControlNet steers.
         family: A family of yours, for pipelines zerotune does not know; or the name of a known one
-            (``"sdxl"``), which the pipeline must be of.
+            (``"sdxl"``), which the pipeline must be of; or ``"controlnet"``: what is trained is a
+            ControlNet of the pipeline's model, which is frozen.
+        controlnet: The folder of the ControlNet to begin with, or the ControlNet; a new one is made
+            of the model that it steers when not given.
         parts: ``False`` leaves VAE and text encoders out: training from caches needs none.
+        text_encoders: Text encoders to train beside the model, by their names in the pipeline;
+            ``True``: its CLIPs. ``Pretrained.model`` is then ``TrainedParts``, and captions are
+            encoded in each step.
         leave_out: Components to leave out, such as ``("text_encoder_3", "tokenizer_3")`` of SD3.
         revision: Of the hub's repository.
         variant: Of the weight files, such as ``"fp16"``.
@@ -161,43 +220,88 @@ def load_pretrained(
         MissingDependencyError: Text encoders without transformers installed, or a quantization
             without its package.
     """
-    folder = _local_folder(
-        source, revision=revision, variant=variant, local_files_only=local_files_only
+    folder, single, found = _located(
+        source,
+        config,
+        skip=leave_out if parts else _PARTS,
+        variant=variant,
+        options={"revision": revision, "local_files_only": local_files_only},
     )
     loading = _Loading(
-        folder=folder, plan=plan, dtype=dtype, variant=variant, quantization=quantization
+        folder=folder,
+        plan=plan,
+        dtype=dtype,
+        variant=variant,
+        quantization=quantization,
+        single=single,
     )
     if not (folder / _PIPELINE_INDEX).is_file():
         return loading.bare_model(settings)
-    stored = _StoredPipeline(folder=folder, index=_read_json(folder / _PIPELINE_INDEX))
-    kind = named_family(family) if isinstance(family, str) else family or stored.family()
+    index = _read_json(folder / _PIPELINE_INDEX)
+    stored = _StoredPipeline(folder=folder, index=index, single=single)
+    kind = stored.chosen_family(family)
     stored.check_left_out(leave_out, kind.component)
+    trained = stored.encoders_to_train(text_encoders, leave_out, parts=parts)
     scheduler, replaced = stored.training_scheduler(flow_matching=kind.flow_matching)
     with unpartitioned():
-        model, read = loading.model(stored.class_of(kind.component), kind.component)
+        if issubclass(kind, ControlNetFamily):
+            stored.refuse_file("family", kind.__name__)
+            steered = _Steered(loading=loading, stored=stored, kind=kind)
+            model, settings["base"], read = steered.read(controlnet, frozen_dtype)
+        else:
+            model, read = loading.model(stored.class_of(kind.component), kind.component)
         loaded = None
+        encoders = stored.encoders(trained, _dtype(dtype or "fp32"), variant)
         if parts:
-            options = {"variant": variant, "local_files_only": True}
-            options |= stored.left_out(leave_out) | _dtype_option(_dtype(frozen_dtype))
-            loaded = stored.frozen(kind, model.config, options)
+            options: dict[str, Any] = {"variant": variant, "local_files_only": True}
+            options |= stored.left_out(leave_out, kind.also_needed)
+            options |= _dtype_option(_dtype(frozen_dtype))
+            loaded = stored.frozen(kind, model.config, options, encoders)
         if issubclass(kind, PipelineFamily):
             settings["blueprint"] = Blueprint.read(folder, pipeline_class(kind.pipeline))
     chosen = kind(parts=loaded, **settings)
-    decisions = read + replaced + (() if loaded is None else _spare_the_vae(loaded))
+    decisions = found + read + replaced + (() if loaded is None else _spare_the_vae(loaded))
     if isinstance(chosen, PipelineFamily):
         decisions += probe(chosen, model)
-        if kind not in DECLARED:  # Those are tested; encoders take their time on a host.
+        if kind not in _KNOWN:  # Those are tested; encoders take their time on a host.
             chosen, found = probe_texts(chosen)
             decisions += found
+    if encoders:
+        decisions += _freeze_unread(chosen, encoders)
+        model = TrainedParts(**{kind.component: model, **encoders})
     announce(decisions)
     return Pretrained(
         model=model.train(),
         family=chosen,
         scheduler=scheduler,
         folder=folder,
+        file=None if single is None else single.path,
         plan=plan,
         decisions=decisions,
     )
+
+
+def _located(
+    source: str | os.PathLike[str],
+    config: str | os.PathLike[str] | None,
+    *,
+    skip: Sequence[str],
+    variant: str | None,
+    options: dict[str, Any],
+) -> tuple[Path, SingleFile | None, tuple[Decision, ...]]:
+    """The folder of a pipeline, with the single file that takes the place of its weights."""
+    path = Path(source)
+    if config is None and path.suffix != SUFFIX and not path.is_file():
+        return _local_folder(source, variant=variant, **options), None, ()
+    if path.suffix != SUFFIX or not path.is_file():
+        raise InvalidValueError(
+            "is not there" if path.suffix == SUFFIX else f"is no {SUFFIX} file",
+            key="source",
+            value=os.fspath(source),
+            fix=f"give a file whose name ends with {SUFFIX}; config= is for such files alone",
+        )
+    file, found = _single_file(path, config, skip=skip, variant=variant, options=options)
+    return file.config, file, found
 
 
 def _local_folder(source: str | os.PathLike[str], **options: Any) -> Path:
@@ -219,6 +323,53 @@ def _local_folder(source: str | os.PathLike[str], **options: Any) -> Path:
         ) from error
 
 
+def _single_file(
+    path: Path,
+    config: str | os.PathLike[str] | None,
+    *,
+    skip: Sequence[str],
+    variant: str | None,
+    options: dict[str, Any],
+) -> tuple[SingleFile, tuple[Decision, ...]]:
+    """A single file with the configuration that was given, or that its keys tell.
+
+    Parts that it lacks are had from the hub as well, but for those in ``skip``.
+    """
+    if config is not None and Path(config).is_dir():
+        return SingleFile.open(path, config=Path(config)), ()
+    from diffusers import DiffusionPipeline
+    from huggingface_hub import snapshot_download
+
+    file = SingleFile.open(path, config=path.parent)
+    wanted = os.fspath(config) if config is not None else file.published
+    try:
+        folder = Path(snapshot_download(wanted, allow_patterns=list(_CONFIGURATION), **options))
+        file = attrs.evolve(file, config=folder)
+        lacking = (set(_PARTS) & file.components.keys()) - file.parts - set(skip)
+        if lacking:
+            others = dict.fromkeys(file.components.keys() - lacking)
+            DiffusionPipeline.download(wanted, variant=variant, **others, **options)
+    except (OSError, ValueError) as error:
+        raise InvalidValueError(
+            f"the file holds no sizes of its model, and those of {wanted} could not be had from "
+            f"the hub ({first_line(error)})",
+            key="config",
+            value=config,
+            fix=f"give the folder of a download of {wanted}: model_index.json, all other .json and "
+            ".txt files, and weights of the parts that the file lacks",
+        ) from error
+    if config is not None:
+        return file, ()
+    return file, (
+        Decision(
+            key="config",
+            before=None,
+            after=wanted,
+            reason=f"diffusers knows the keys of {path.name} by this pipeline",
+        ),
+    )
+
+
 def named_family(name: str) -> type[TextToImage]:
     """A family by its name on the command line, its class's, or its pipeline's.
 
@@ -226,7 +377,7 @@ def named_family(name: str) -> type[TextToImage]:
         InvalidValueError: There is none of this name.
     """
     names: dict[str, type[TextToImage]] = {**FAMILY_NAMES, **FAMILIES}
-    names |= {family.__name__: family for family in DECLARED}
+    names |= {family.__name__: family for family in (*_KNOWN, *_EXPERTS)}
     if name in names:
         return names[name]
     close = did_you_mean(name, names)
@@ -245,6 +396,8 @@ class _StoredPipeline:
     folder: Path
     index: dict[str, Any]
     """Its ``model_index.json``."""
+    single: SingleFile | None = None
+    """The file that holds the trained model, and parts of the pipeline."""
 
     def family(self) -> type[TextToImage]:
         name = str(self.index.get("_class_name"))
@@ -253,9 +406,29 @@ class _StoredPipeline:
                 f"no family is known for this pipeline; known are {', '.join(FAMILIES)}",
                 key=f"{self.folder / _PIPELINE_INDEX}: _class_name",
                 value=name,
-                fix="write a family (a page, see docs/families.md) and pass family=",
+                fix="declare a family (docs/families.md) and pass family=; its pipeline may be a "
+                "class of yours",
             )
         return FAMILIES[name]
+
+    def chosen_family(self, told: type[TextToImage] | str | None) -> type[TextToImage]:
+        """The family that was named, or the one of the pipeline, or of its ControlNets."""
+        if told is None or not isinstance(told, str):
+            return told or self.family()
+        if told != _CONTROLNET:
+            return named_family(told)
+        own = self.family()
+        steering = own if issubclass(own, ControlNetFamily) else None
+        if steering is None and issubclass(own, PipelineFamily):
+            steering = controlnet_of(own)
+        if steering is None:
+            raise InvalidValueError(
+                f"no ControlNet is declared for {own.pipeline}",
+                key="family",
+                value=told,
+                fix=f"those of {', '.join(family.pipeline for family in CONTROLNETS)} are",
+            )
+        return steering
 
     def check_left_out(self, names: Sequence[str], component: str) -> None:
         known = [n for n, entry in self.index.items() if isinstance(entry, list) and n != component]
@@ -268,20 +441,80 @@ class _StoredPipeline:
                     fix=f"its parts are {', '.join(known)}",
                 )
 
-    def left_out(self, names: Sequence[str]) -> dict[str, Any]:
+    def left_out(self, names: Sequence[str], needed: Sequence[str]) -> dict[str, Any]:
         # What the pipeline was saved without must be left out in so many words.
         absent = [name for name, entry in self.index.items() if entry == [None, None]]
-        unused = [name for name in _UNUSED if name in self.index]
+        unused = [name for name in _UNUSED if name in self.index and name not in needed]
         quiet = (
             {"requires_safety_checker": False} if "requires_safety_checker" in self.index else {}
         )
         return dict.fromkeys((*absent, *unused, *names)) | quiet
 
-    def class_of(self, name: str) -> Any:
-        import diffusers
+    def encoders_to_train(
+        self, wanted: bool | Sequence[str], leave_out: Sequence[str], *, parts: bool
+    ) -> tuple[str, ...]:
+        """Names of the text encoders that are trained."""
+        there = {
+            name: str(entry[1])
+            for name, entry in self.index.items()
+            if name.startswith("text_encoder") and isinstance(entry, list) and entry[1]
+        }
+        named = [name for name, kind in there.items() if kind.startswith("CLIPText")]
+        chosen = named if wanted is True else [wanted] if isinstance(wanted, str) else wanted or []
+        for name in chosen:
+            if name not in there or name in leave_out:
+                raise InvalidValueError(
+                    "is no text encoder that is loaded",
+                    key="text_encoders",
+                    value=name,
+                    fix=f"one of {', '.join(n for n in there if n not in leave_out) or 'none'}",
+                )
+        if (wanted and not chosen) or (chosen and not parts):
+            raise InvalidValueError(
+                "are trained with the tokenizers and the VAE beside them"
+                if chosen
+                else "the pipeline has no CLIP",
+                key="text_encoders",
+                value=wanted,
+                fix="leave parts=False out" if chosen else f"name one of {', '.join(there)}",
+            )
+        return tuple(chosen)
 
+    def encoders(
+        self, names: Sequence[str], dtype: torch.dtype, variant: str | None
+    ) -> dict[str, torch.nn.Module]:
+        """Text encoders that are trained, whole, on the host."""
+        if not names:
+            return {}
+        self.refuse_file("text_encoders", names)
+        import transformers
+
+        found = {}
+        for name in names:
+            kind = getattr(transformers, self.index[name][1])
+            try:
+                found[name] = kind.from_pretrained(
+                    self.folder / name, dtype=dtype, variant=variant, local_files_only=True
+                )
+            except (OSError, ValueError, RuntimeError) as error:
+                raise _not_loaded(self.folder / name, error) from error
+        return found
+
+    def refuse_file(self, key: str, value: Any) -> None:
+        """Refuse what is not trained from a single file."""
+        if self.single is not None:
+            raise InvalidValueError(
+                "is trained from a pipeline's folder, not from a single file",
+                key=key,
+                value=value,
+                fix="write the folder once: save_pretrained of the pipeline's from_single_file",
+            )
+
+    def class_of(self, name: str) -> Any:
         entry = self.index.get(name)
-        kind = getattr(diffusers, entry[1], None) if isinstance(entry, list) else None
+        kind = None
+        if isinstance(entry, list) and None not in entry:
+            kind = component_class(*entry)
         if kind is None:
             raise InvalidValueError(
                 "the pipeline has no such model",
@@ -291,18 +524,37 @@ class _StoredPipeline:
             )
         return kind
 
-    def frozen(self, kind: type[TextToImage], config: Any, options: dict[str, Any]) -> FrozenParts:
+    def frozen(
+        self,
+        kind: type[TextToImage],
+        config: Any,
+        options: dict[str, Any],
+        encoders: Mapping[str, torch.nn.Module],
+    ) -> FrozenParts:
+        """The pipeline, with stand-ins for what is trained."""
+        made, single = pipeline_class(kind.pipeline), self.single
+        apart = dict.fromkeys((*kind.separate_models(), *encoders))
         try:
-            pipeline = pipeline_class(kind.pipeline).from_pretrained(
-                self.folder, **{kind.component: None}, **options
-            )
+            if single is None:
+                pipeline = made.from_pretrained(self.folder, **apart, **options)
+            else:
+                pipeline = single.pipeline(made, {**options, **apart})
         except (ImportError, AttributeError, OSError, ValueError) as error:
             if kind.reads_references and find_spec("torchvision") is None:
                 raise MissingDependencyError(
-                    f"the processor of {kind.pipeline} reads images, and transformers makes none "
+                    f"the processor of {made.__name__} reads images, and transformers makes none "
                     "without torchvision",
                     key="torchvision",
                     fix="pip install torchvision; parts=False trains from caches without it",
+                ) from error
+            if single is not None and isinstance(error, OSError):
+                raise InvalidValueError(
+                    f"the file has {listing(sorted(single.parts))} of the frozen parts, and the "
+                    f"others cannot be loaded from the folder ({first_line(error)})",
+                    key="config",
+                    value=str(self.folder),
+                    fix="give the folder of a whole pipeline; parts=False trains from caches "
+                    "without them",
                 ) from error
             if isinstance(error, ImportError):
                 raise MissingDependencyError(
@@ -310,7 +562,10 @@ class _StoredPipeline:
                 ) from error
             raise _not_loaded(self.folder, error) from error
         # The pipeline asks its model for sizes while it encodes texts.
-        setattr(pipeline, kind.component, PipelineModel(config=config))
+        for name in kind.separate_models():
+            setattr(pipeline, name, PipelineModel(config=config))
+        for name, module in encoders.items():
+            setattr(pipeline, name, TrainedEncoder(name=name, module=module))
         return FrozenParts(pipeline)
 
     def training_scheduler(self, *, flow_matching: bool) -> tuple[Any, tuple[Decision, ...]]:
@@ -341,11 +596,16 @@ class _StoredPipeline:
         return kind.from_config(known | {"shift": float(shift)}), (decision,)
 
     def _same_noise(self, config: dict[str, Any], stored: str) -> tuple[Any, tuple[Decision, ...]]:
-        """What adds the noise that the folder's scheduler takes away: DDPM, or that scheduler."""
+        """What adds the noise that the folder's scheduler takes away: DDPM, or that scheduler.
+
+        Schedulers of EDM train as they are.
+        """
         import diffusers
 
         kind = getattr(diffusers, stored, None)
         own: Any = None if kind is None else kind.from_config(config)
+        if preconditions(own):
+            return own, ()
         ddpm = ddpm_of(own) if hasattr(own, "alphas_cumprod") else None
         why = ""
         if kind is None:
@@ -373,6 +633,51 @@ class _StoredPipeline:
             )
         decision = Decision(key="scheduler", before=before, after=after, reason=reason)
         return own if ddpm is None else ddpm, (decision,)
+
+
+def _freeze_unread(
+    family: TextToImage, encoders: Mapping[str, torch.nn.Module]
+) -> tuple[Decision, ...]:
+    """Freeze what embeddings do not depend on, such as CLIP's last layer in SDXL.
+
+    An optimizer would decay such weights, which no gradient ever reaches.
+    """
+    if isinstance(family, PipelineFamily):  # A T5 beside it takes its time on a host.
+        family = attrs.evolve(family, max_sequence_length=8)
+    with torch.enable_grad():
+        texts = family.embed(cast("FrozenParts", family.parts), ["a"], torch.device("cpu"))
+    read = _leaves_of(texts.values())
+    found = []
+    for name, module in encoders.items():
+        unread = [weight for weight, p in module.named_parameters() if id(p) not in read]
+        for weight in unread:
+            module.get_parameter(weight).requires_grad_(False)
+        if unread:
+            found.append(
+                Decision(
+                    key=f"{name}.requires_grad",
+                    before="all weights",
+                    after=f"all but {len(unread)}, such as {unread[0]}",
+                    reason="embeddings do not depend on these",
+                )
+            )
+    return tuple(found)
+
+
+def _leaves_of(tensors: Iterable[torch.Tensor]) -> set[int]:
+    """Ids of the parameters that tensors were computed from."""
+    nodes = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+    known: set[Any] = set()
+    leaves = set()
+    while nodes:
+        node = nodes.pop()
+        if node in known:
+            continue
+        known.add(node)
+        if hasattr(node, "variable"):
+            leaves.add(id(node.variable))
+        nodes += [other for other, _ in node.next_functions if other is not None]
+    return leaves
 
 
 def _spare_the_vae(parts: FrozenParts) -> tuple[Decision, ...]:
@@ -404,6 +709,7 @@ class _Loading:
     dtype: str | None
     variant: str | None
     quantization: Any
+    single: SingleFile | None = None
 
     def model(self, kind: Any, name: str | None = None) -> tuple[Any, tuple[Decision, ...]]:
         """A model of this class from the folder, or from its subfolder of that name."""
@@ -412,6 +718,8 @@ class _Loading:
             _dtype(self.dtype)
         if self.quantization is not None:
             return self._quantized(kind, name)
+        if self.single is not None:
+            return self._model_of_file(kind, place, self.single)
         if self.plan is None:
             return self._read_now(kind, name, _dtype(self.dtype or "fp32")), ()
         try:
@@ -420,17 +728,39 @@ class _Loading:
             raise _not_loaded(place, error) from error
         if not files:
             return self._read_for_plan(kind, name)
-        model = self._left_in_files(kind, place, files)
-        model.register_to_config(_name_or_path=str(self.folder))
+        try:
+            found = _stored_weights(files)
+        except CheckpointCorruptError as error:
+            raise _not_loaded(place, error) from error
+        model = self._without_weights(kind, place)
+        self._leave_in_files(model, place, found)
         names = f"{files[0].name}" + (f" and {len(files) - 1} more" if files[1:] else "")
-        return model, (
+        return model, (_waits_in(names),)
+
+    def _model_of_file(
+        self, kind: Any, place: Path, file: SingleFile
+    ) -> tuple[Any, tuple[Decision, ...]]:
+        """The model of a single file, each weight at its place there."""
+        file.check_plain()
+        model = self._without_weights(kind, place)
+        shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        places = place_rows(kind, model.config, model=shapes, file=file.shapes)
+        self._leave_in_files(model, file.path, file.weights(places, shapes))
+        decisions = [
             Decision(
                 key="model.weights",
-                before="read whole on every rank",
-                after=f"left in {names} until the engine takes them",
-                reason="a plan was given; Pretrained.read_weights() reads them whole",
-            ),
-        )
+                before=listing(dropped),
+                after=None,
+                reason="diffusers' converter has no use for them",
+            )
+            for dropped in [file.unused(places)]
+            if dropped
+        ]
+        if self.plan is None:
+            bring_weights(model, dtype=_dtype(self.dtype or "fp32"))
+        else:
+            decisions.append(_waits_in(file.path.name))
+        return model, tuple(decisions)
 
     def bare_model(self, settings: dict[str, Any]) -> Pretrained:
         """A U-Net without a pipeline."""
@@ -513,6 +843,15 @@ class _Loading:
         place = self.folder / (name or "")
         options = {} if name is None else {"subfolder": name}
         try:
+            if self.single is not None:
+                return kind.from_single_file(
+                    str(self.single.path),
+                    config=str(self.folder),
+                    local_files_only=True,
+                    **options,
+                    **_dtype_option(dtype),
+                    **quantization,
+                )
             model, told = kind.from_pretrained(
                 self.folder,
                 variant=self.variant,
@@ -538,17 +877,23 @@ class _Loading:
             )
         return model
 
-    def _left_in_files(self, kind: Any, place: Path, files: Sequence[Path]) -> Any:
-        """A model whose parameters know where their values are, and whose buffers have theirs."""
+    def _without_weights(self, kind: Any, place: Path) -> Any:
+        """A model whose parameters have no values, and whose buffers have theirs."""
         from diffusers.models.modeling_utils import no_init_weights
 
         try:
             config = kind.load_config(place, local_files_only=True)
             with no_init_weights(), without_weights():
                 model = kind.from_config(config)
-            found = _stored_weights(files)
-        except (OSError, ValueError, CheckpointCorruptError) as error:
+        except (OSError, ValueError) as error:
             raise _not_loaded(place, error) from error
+        where = self.folder if self.single is None else self.single.path
+        model.register_to_config(_name_or_path=str(where))
+        return model
+
+    def _leave_in_files(self, model: Any, place: Path, found: dict[str, StoredWeight]) -> None:
+        """Tell parameters where their values are, and read those of buffers."""
+        kind = type(model)
         # Old files call some weights otherwise; the model's class renames them in place.
         rename = getattr(model, "_fix_state_dict_keys_on_load", None)
         if rename is not None:
@@ -566,7 +911,84 @@ class _Loading:
                 if tensor.is_floating_point() and not set(kept) & set(name.split(".")):
                     tensor.data = tensor.data.to(_dtype(self.dtype or "fp32"))
                 leave_in_file(tensor, weight)
-        return model
+
+
+def _waits_in(names: str) -> Decision:
+    return Decision(
+        key="model.weights",
+        before="read whole on every rank",
+        after=f"left in {names} until the engine takes them",
+        reason="a plan was given; Pretrained.read_weights() reads them whole",
+    )
+
+
+@attrs.frozen(kw_only=True)
+class _Steered:
+    """A model that is frozen, and the ControlNet that steers it."""
+
+    loading: _Loading
+    stored: _StoredPipeline
+    kind: type[ControlNetFamily]
+
+    def read(
+        self, controlnet: str | os.PathLike[str] | torch.nn.Module | None, frozen: str
+    ) -> tuple[Any, Any, tuple[Decision, ...]]:
+        """The ControlNet, the model it steers in ``frozen``, and where the former is from."""
+        import diffusers
+
+        trained, name = getattr(diffusers, self.kind.controlnet), str(self.kind.base_component)
+        _dtype(frozen)
+        base = None
+        if isinstance(controlnet, torch.nn.Module):
+            model: Any = controlnet
+            origin = f"the {type(controlnet).__name__} that was given"
+        elif controlnet is not None:
+            model, _ = attrs.evolve(self._plain, folder=Path(controlnet)).model(trained)
+            origin = f"that of {os.fspath(controlnet)}"
+        elif _CONTROLNET in self.stored.index:
+            model, _ = self._plain.model(trained, _CONTROLNET)
+            origin = "the pipeline's"
+        else:
+            # In the precision of the files: a copy of rounded weights would be another one.
+            exact = _stored_dtype(self.loading.folder / name, self.loading.variant)
+            base = self._base(exact)
+            # What is no copy is drawn at random: equally on every rank and in every run.
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(0)
+                model = self.kind.new_controlnet(trained, base, scale=self._scale)
+            model.to(_dtype(self.loading.dtype or "fp32"))
+            base = base if exact == frozen and self.loading.quantization is None else None
+            origin = f"a copy of the {name}'s first blocks, which changes nothing yet"
+        if self.loading.quantization is not None:
+            base, _ = attrs.evolve(self.loading, plan=None).model(self.stored.class_of(name), name)
+        base = self._base(frozen) if base is None else base
+        decision = Decision(key="model", before=name, after=_CONTROLNET, reason=f"it is {origin}")
+        return model, base.requires_grad_(False).eval(), (decision,)
+
+    def _base(self, dtype: str) -> Any:
+        name = str(self.kind.base_component)
+        plain = attrs.evolve(self._plain, dtype=dtype)
+        return plain.model(self.stored.class_of(name), name)[0]
+
+    @property
+    def _scale(self) -> int:
+        kind = pipeline_class(self.kind.pipeline)
+        return LatentSpace(Blueprint.read(self.loading.folder, kind).vae).scale
+
+    @property
+    def _plain(self) -> _Loading:
+        """How to read without a plan: the engine takes these models as they are."""
+        return attrs.evolve(self.loading, quantization=None, plan=None)
+
+
+def _stored_dtype(place: Path, variant: str | None) -> str:
+    """The precision of a model's files; fp32 where they have several."""
+    found = {
+        tensor.dtype
+        for file in weight_files(place, variant=variant)
+        for tensor in read_header(file)[0].values()
+    }
+    return next((name for name, dtype in DTYPES.items() if found == {dtype}), "fp32")
 
 
 def _stored_weights(files: Sequence[Path]) -> dict[str, StoredWeight]:

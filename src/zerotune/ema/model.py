@@ -108,24 +108,28 @@ class EMAModel:
             self.to(device=old["device"])
 
     def follow(self, source: Any) -> None:
-        """Average the weights of the engine that trains the parameters it was made of.
+        """Average the weights of the engine that trains the model.
 
-        For a script that makes its average before ``prepare``; one made of the engine stays as it
-        is. Collective.
+        For a script that makes its average before ``prepare``, of the model or, as diffusers'
+        scripts do, of a second copy, whose values the average then begins with. One made of the
+        engine stays as it is. Collective.
 
         Args:
             source: The engine that trains the model now.
 
         Raises:
-            EMAError: The engine's parameters are others, or it has taken steps without the engine.
+            EMAError: The engine's parameters have other shapes, or it has taken steps without the
+                engine.
         """
-        tracked = TrackedParameters.of(source)
+        tracked, copied = TrackedParameters.of(source), None
         if not tracked.are(self._tracked.parameters):
-            raise EMAError(
-                "averages other parameters than the engine's",
-                key="EMAModel.follow",
-                fix="make it of the model that is prepared",
-            )
+            if not self._tracked.are_masters or not tracked.alike(self._tracked.parameters):
+                raise EMAError(
+                    "averages other parameters than the engine's",
+                    key="EMAModel.follow",
+                    fix="make it of the model that is prepared, or of a copy of it",
+                )
+            copied = self._live()
         if not self._tracked.are_masters:
             return
         if self.optimization_step:
@@ -139,6 +143,8 @@ class EMAModel:
         self._frozen = self._frozen_now()
         store = self._shadow.store
         self._shadow = EMAShadow(decay=_Settings(self), store=store).attach(tracked.master)
+        if copied is not None:
+            self.shadow_params = copied
 
     @property
     def shadow(self) -> EMAShadow:
@@ -498,7 +504,8 @@ class TrackedParameters:
                     "are not the fp32 weights the optimizer updates",
                     key=f"parameters[{index}]",
                     value=(str(parameter.dtype), tuple(parameter.shape)),
-                    fix="EMAModel(engine, ...) once accelerate or DeepSpeed has made the engine",
+                    fix="EMAModel(engine, ...) once accelerate or DeepSpeed has made the engine; "
+                    "or accelerator.register_for_checkpointing(ema) after prepare",
                 )
             if id(parameter) not in names:
                 names[id(parameter)] = str(index)
@@ -519,6 +526,10 @@ class TrackedParameters:
         return len(parameters) == len(self.parameters) and all(
             mine is theirs for mine, theirs in zip(self.parameters, parameters, strict=True)
         )
+
+    def alike(self, parameters: tuple[torch.nn.Parameter, ...]) -> bool:
+        """Whether others have the same number and shapes."""
+        return [full_shape(p) for p in self.parameters] == [tuple(p.shape) for p in parameters]
 
     def like(self, parameters: tuple[torch.nn.Parameter, ...]) -> None:
         """Check that others have the same number and shapes."""

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import attrs
 
-from zerotune._util.text import as_texts, did_you_mean
+from zerotune._util.text import as_texts, did_you_mean, whole
 from zerotune.decisions import Decision, Log, raise_all
 from zerotune.errors import InvalidValueError, OptimizerError
 from zerotune.optim.settle import check, reject_unknown
@@ -96,6 +96,8 @@ class ParameterGroup:
     to the rest."""
     lr_scale: float | None = attrs.field(default=None)
     """Multiple of the optimizer's learning rate, instead of an ``lr`` of its own."""
+    until: int | None = attrs.field(default=None)
+    """Optimizer steps after which the group's rate is 0; a trainer then freezes it, too."""
     optional: bool = False
     """Whether earlier rules may leave it nothing; otherwise that is an error. A pattern that
     matches no parameter at all is one in any case."""
@@ -135,6 +137,15 @@ class ParameterGroup:
                 fix="leave one of them out",
             )
 
+    @until.validator
+    def _check_until(self, _attribute: Any, value: int | None) -> None:
+        if value is not None:
+            whole(
+                value,
+                key=f"{_RULES_KEY}.{self.name}.until",
+                fix="write after how many optimizer steps the group stops, such as 500",
+            )
+
     def picks(self, name: str, shape: tuple[int, ...]) -> bool:
         """Whether the parameter belongs here, if no earlier rule has taken it."""
         if self.max_ndim is not None and len(shape) > self.max_ndim:
@@ -163,7 +174,8 @@ class ParameterGroup:
         if self.lr_scale is not None:
             arguments["lr"] = choice.lr * self.lr_scale
         shown = {key: choice.params[key] for key in ("lr", "weight_decay") if key in choice.params}
-        return same_group(parameters, self.name, {**shown, **arguments})
+        group = same_group(parameters, self.name, {**shown, **arguments})
+        return attrs.evolve(group, until=self.until)
 
 
 @attrs.frozen(kw_only=True)
@@ -209,14 +221,14 @@ class ParameterGroups:
 
         Args:
             parts: Arguments by module name or pattern:
-                ``{"unet": {"lr": 1e-5}, "text_encoder": {"lr": 1e-6, "weight_decay": 0.0}}``.
+                ``{"unet": {"lr": 1e-5}, "text_encoder": {"lr": 1e-6, "until": 500}}``.
         """
-        return cls(
-            rules=[
-                ParameterGroup(name=part, patterns=part, params=dict(params))
-                for part, params in parts.items()
-            ]
-        )
+        rules = []
+        for part, given in parts.items():
+            params = dict(given)
+            until = params.pop("until", None)
+            rules.append(ParameterGroup(name=part, patterns=part, params=params, until=until))
+        return cls(rules=rules)
 
     @classmethod
     def lora(cls, *, b_ratio: float = 1.0) -> ParameterGroups:
@@ -346,7 +358,10 @@ def describe(group: GroupChoice) -> str:
         for key, value in group.params.items()
     )
     noun = "parameter" if len(group.parameters) == 1 else "parameters"
-    return f"{group.name}: {len(group.parameters)} {noun}, {group.numel:,} elements, {arguments}"
+    end = "" if group.until is None else f", until step {group.until}"
+    return (
+        f"{group.name}: {len(group.parameters)} {noun}, {group.numel:,} elements, {arguments}{end}"
+    )
 
 
 def _check_empty(

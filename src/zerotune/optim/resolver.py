@@ -12,7 +12,7 @@ import attrs
 from zerotune._util.table import Block, Line, Page, Table
 from zerotune._util.text import as_number
 from zerotune.decisions import Decision, Log, Severity, announce, render_decisions
-from zerotune.errors import UNSET, InvalidValueError, UnknownKeyError
+from zerotune.errors import UNSET, InvalidValueError, OptimizerError, UnknownKeyError
 from zerotune.optim.capability import LOW_BIT, Capability, CapabilityTable, Situation, capability_of
 from zerotune.optim.groups import (
     MuonPatterns,
@@ -38,7 +38,7 @@ from zerotune.optimizers.catalogue import (
     normalise_optimizer_name,
     parse_optimizer_name,
 )
-from zerotune.optimizers.choices import OptimizerChoice, SchedulerChoice
+from zerotune.optimizers.choices import GroupChoice, OptimizerChoice, SchedulerChoice
 from zerotune.optimizers.curves import ScheduleCurve, lr_at, plot_curve, schedule_curve
 from zerotune.optimizers.schedules import (
     DEFAULT_SCHEDULER,
@@ -363,6 +363,9 @@ class _Asked:
     ) -> tuple[SchedulerChoice | None, tuple[Decision, ...]]:
         own_pace = settled.entry.own_schedule
         if request is None or (own_pace and request.written is None):
+            stopped = next((g for g in settled.choice.groups if g.until is not None), None)
+            if stopped is not None:
+                return _constant_until(stopped, own_pace=own_pace)
             overridden = request is None and self.resolved.plan.scheduler is not None
             return None, (self._without_schedule(settled, overridden=overridden),)
         settling = ScheduleSettling(
@@ -450,3 +453,24 @@ def _curve(scheduler: SchedulerChoice, base_lr: float) -> tuple[Line, Table]:
         Line("learning rate of update number (from 0)", indent=2),
         Table(rows=rows, align="r", indent=4),
     )
+
+
+def _constant_until(
+    group: GroupChoice, *, own_pace: bool
+) -> tuple[SchedulerChoice, tuple[Decision, ...]]:
+    """The schedule of a run that names none, where a group stops before the others."""
+    key = f"optimizer.groups.{group.name}.until"
+    if own_pace:
+        raise OptimizerError(
+            "the optimizer sets its own pace, and a schedule would have to end the training",
+            key=key,
+            value=group.until,
+            fix="use AdamW, or leave until out",
+        )
+    decision = Decision(
+        key=SCHEDULER_TYPE,
+        before=None,
+        after="constant",
+        reason=f"it is what ends the training of {group.name} after step {group.until}",
+    )
+    return SchedulerChoice(name="constant", params={}, source="zerotune"), (decision,)

@@ -651,14 +651,16 @@ def per_group_schedule(
 ) -> tuple[SchedulerChoice, tuple[Decision, ...]]:
     """Let zerotune step the curve where DeepSpeed's class would give all groups one rate."""
     rates = {float(group.params.get("lr", optimizer.lr)) for group in optimizer.groups}
-    if choice.source != "deepspeed" or not rates - {optimizer.lr}:
+    stopped = any(group.until is not None for group in optimizer.groups)
+    if choice.source != "deepspeed" or not (rates - {optimizer.lr} or stopped):
         return choice, ()
+    why = "a group stops before the others" if stopped else "the groups' learning rates differ"
     decision = Decision(
         key=SCHEDULER_TYPE,
         before=choice.name,
         after=choice.name,
-        reason=f"the groups' learning rates differ, and DeepSpeed's {choice.name} would set one "
-        "for all of them; zerotune steps the same curve, scaled for each group",
+        reason=f"{why}, and DeepSpeed's {choice.name} would set one "
+        "rate for all of them; zerotune steps the same curve, scaled for each group",
     )
     return attrs.evolve(choice, source="zerotune"), (decision,)
 

@@ -24,6 +24,8 @@ class GroupChoice:
     """Dotted names of the model's parameters in it, in the model's order."""
     numel: int
     """Elements of these parameters."""
+    until: int | None = None
+    """Optimizer steps after which they are trained no more."""
 
 
 @attrs.frozen(kw_only=True)

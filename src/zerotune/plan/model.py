@@ -2361,6 +2361,7 @@ class DeepSpeedPlan(Readable, Section):
         *,
         format: str | None = None,  # noqa: A002
         lossy: Collection[str] = (),
+        like: Mapping[str, Any] | None = None,
     ) -> SavedPlan:
         """Write the plan to a file, which is whole or not there; what it replaces is kept.
 
@@ -2371,6 +2372,7 @@ class DeepSpeedPlan(Readable, Section):
                 is kept, and the form in which it holds the configuration); by default from the
                 suffix and from what the file holds.
             lossy: Launch settings that may be lost where the format has no place for them.
+            like: A configuration whose order of keys JSON keeps.
 
         Raises:
             InvalidValueError: The format has no place for a launch setting that ``lossy`` does
@@ -2380,7 +2382,7 @@ class DeepSpeedPlan(Readable, Section):
         """
         from zerotune.plan import write
 
-        return write.save_plan(self, path, format=format, lossy=lossy)
+        return write.save_plan(self, path, format=format, lossy=lossy, like=like)
 
     def normalised(self) -> DeepSpeedPlan:
         """The plan in canonical spelling, as reading gives it; what changes is recorded.

@@ -229,12 +229,37 @@ class _Json:
             # Of "0x10" it has read the 0, and stops behind it.
             while at > 0 and _LETTER.match(self.text, at - 1):
                 at, message = at - 1, "Expecting value"
+        lacking = self._missing_bracket() if message.startswith("Expecting ',' ") else None
+        if lacking is not None and lacking < at:
+            return lacking, *_UNCLOSED
         for prefix, there, reason, fix in _HINTS:
             match = there.match(self.text, at) if message.startswith(prefix) else None
             if match is not None:
                 word = match[there.groups]
                 return at, reason.replace("{}", word), fix.replace("{}", word)
         return at, f"has an unexpected {self.text[at]!r}", "write a value"
+
+    def _missing_bracket(self) -> int | None:
+        """Behind what a bracket is missing, where the lines are indented: their depth says it."""
+        # Of each open bracket: where its line begins, how far that is indented, its first entry.
+        open_ones: list[tuple[int, int, int | None]] = []
+        for match in _TOKENS.finditer(_without_escapes(self.text)):
+            at, token = match.start(), match[0]
+            line = self.text.rfind("\n", 0, at) + 1
+            depth = len(self.text[line:at]) - len(self.text[line:at].lstrip())
+            alone = line + depth == at
+            if open_ones and alone and (match["colon"] or token in ("}", "]")):
+                begin, outer, inner = open_ones[-1]
+                inner = depth if inner is None else inner
+                open_ones[-1] = begin, outer, inner
+                outside = depth <= outer if match["colon"] else depth < outer
+                if line > begin and inner > outer and outside:
+                    return len(self.text[:line].rstrip())
+            if token in ("{", "["):
+                open_ones.append((line, depth, None))
+            elif token in ("}", "]") and open_ones:
+                open_ones.pop()
+        return None
 
     def _refused_place(self) -> tuple[int, str, str]:
         """Where JSON has what ``json`` lets pass, what is wrong with that, and what to do."""

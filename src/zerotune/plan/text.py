@@ -26,7 +26,7 @@ from zerotune.plan.memory.estimate import (
     Workload,
 )
 from zerotune.plan.memory.time import swap_traffic
-from zerotune.plan.model import Context, DeepSpeedPlan, ResolvedPlan
+from zerotune.plan.model import AUTO, Context, DeepSpeedPlan, ResolvedPlan
 from zerotune.plan.resolve import DEEPSPEED_DEFAULT
 from zerotune.plan.rules import check_plan
 
@@ -70,7 +70,7 @@ def plan_page(
         blocks=(
             *_finding_lines(errors, title=""),
             _settings_table(rows),
-            *_decision_lines(plan.decisions),
+            *_decision_lines(plan.decisions, plan),
             *_finding_lines(one for one in findings if one.severity != "error"),
         ),
     )
@@ -98,11 +98,20 @@ def _unless_refused(label: str, value: str, errors: Sequence[Decision]) -> str:
     return "refused, see the errors" if refused else value
 
 
-def resolved_page(resolved: ResolvedPlan) -> Page:
-    """What will run, and every decision with its reason."""
+def resolved_page(resolved: ResolvedPlan, further: Iterable[Decision] = ()) -> Page:
+    """What will run, and every decision with its reason, those on what was written first.
+
+    Args:
+        resolved: The plan.
+        further: Decisions of what runs it.
+    """
+    decisions = (*resolved.decisions, *further)
     return Page(
         title=f"Resolved plan from {resolved.requested.source}",
-        blocks=(_settings_table(_resolved_rows(resolved)), *_decision_lines(resolved.decisions)),
+        blocks=(
+            _settings_table(_resolved_rows(resolved)),
+            *_decision_lines(decisions, resolved.requested),
+        ),
     )
 
 
@@ -113,7 +122,7 @@ def running_page(resolved: ResolvedPlan, decisions: Iterable[Decision]) -> Page:
         title=f"Training: {describe(resolved)}",
         blocks=(
             _settings_table(_resolved_rows(resolved)),
-            *_decision_lines(one for one in shown if one.severity == "warning"),
+            *_decision_lines((o for o in shown if o.severity == "warning"), resolved.requested),
             Line(f"explain() tells all {len(shown)} decisions", indent=2, style="faint"),
         ),
     )
@@ -132,17 +141,37 @@ def _settings_table(settings: list[Setting]) -> Table:
     return Table(rows=tuple(settings), widths=(_LABEL_WIDTH,), gap=1)
 
 
-def _decision_lines(decisions: Iterable[Decision]) -> Iterator[Block]:
+def _decision_lines(decisions: Iterable[Decision], asked: DeepSpeedPlan) -> Iterator[Block]:
     shown, defaults = shown_and_defaults(decisions)
-    if shown:
-        yield Line("decisions:", style="title")
-    for one in shown:
-        yield Line(str(one), indent=2, mark=f"[{one.severity}]", style=one.severity)
+    overruled = [one for one in shown if _overrules(one, asked)]
+    for title, group in (
+        ("changed from what was written:", overruled),
+        ("chosen automatically:", [one for one in shown if one not in overruled]),
+    ):
+        if group:
+            yield Line(title, style="title")
+        for one in group:
+            yield Line(str(one), indent=2, mark=f"[{one.severity}]", style=one.severity)
     if defaults:
         yield Line(
-            "written as DeepSpeed 0.19.8 has them by default, because defaults move:", style="title"
+            f"and {counted(len(defaults), 'setting')} written out as DeepSpeed 0.19.8 has them by "
+            "default, because defaults move; summary() and --json list them",
+            style="faint",
         )
-        yield Table(rows=tuple((one.key, str(one.after)) for one in defaults))
+
+
+def _overrules(one: Decision, asked: DeepSpeedPlan) -> bool:
+    """Whether something that somebody wrote becomes another value, or a warning says so."""
+    if one.severity != "note" or one.written is not None or one in asked.decisions:
+        return True
+    if one.before is None or one.before == AUTO:
+        return False
+    section: Any = asked.to_dict()
+    for name in one.key.split("."):
+        if not isinstance(section, Mapping) or name not in section:
+            return False
+        section = section[name]
+    return True
 
 
 def _finding_lines(findings: Iterable[Decision], *, title: str = "findings:") -> Iterator[Line]:

@@ -111,6 +111,7 @@ def plan_document(
     *,
     existing: Path | None = None,
     lossy: Collection[str] = (),
+    like: Mapping[str, Any] | None = None,
 ) -> PlanDocument:
     """A plan as text of one format, which trains the same when it is read again.
 
@@ -124,13 +125,15 @@ def plan_document(
         lossy: Launch settings that may be lost where the format has no place for them
             (``"num_processes"`` where a train batch is shared among processes). How processes
             are started is otherwise left to the launcher, and told.
+        like: A configuration whose order of keys JSON keeps; that of the plan's fields when not
+            given.
 
     Raises:
         InvalidValueError: There is no such format, or it has no place for a setting that
             ``lossy`` does not name.
         PlanError: ``existing`` cannot be read, or holds no object.
     """
-    writer = _Writer(plan=plan, lossy=lossy)
+    writer = _Writer(plan=plan, lossy=lossy, like=like or {})
     if format == "deepspeed":
         return writer.deepspeed()
     if format == "accelerate":
@@ -180,12 +183,13 @@ def save_plan(
     *,
     format: str | None = None,  # noqa: A002
     lossy: Collection[str] = (),
+    like: Mapping[str, Any] | None = None,
 ) -> SavedPlan:
     """Write a plan to a file; see ``DeepSpeedPlan.save``."""
     target = Path(path)
     format = format or format_of(target)  # noqa: A001
     existing = target if format == "trainer" and target.exists() else None
-    document = plan_document(plan, format, existing=existing, lossy=lossy)
+    document = plan_document(plan, format, existing=existing, lossy=lossy, like=like)
     files = {**document.beside, target: document.text}
     backups = [_write_with_backup(each, text) for each, text in files.items()]
     return SavedPlan(
@@ -218,6 +222,17 @@ def format_of(path: Path) -> str:
             fix="save to a .yaml, or name a format",
         )
     return "trainer"
+
+
+def in_order(config: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration with its keys in the order of another one; what only it has comes last."""
+    names = [name for name in like if name in config]
+    ordered = {name: config[name] for name in (*names, *config)}
+    for name in names:
+        inside, other = ordered[name], like[name]
+        if isinstance(inside, Mapping) and isinstance(other, Mapping):
+            ordered[name] = in_order(inside, other)
+    return ordered
 
 
 # -- What a format has no place for.
@@ -280,6 +295,12 @@ class _Writer(Log):
 
     plan: DeepSpeedPlan
     lossy: Collection[str] = ()
+    like: Mapping[str, Any] = attrs.field(factory=dict)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """What is written, its keys in the order of ``like``."""
+        return in_order(self.plan.to_dict(), self.like)
 
     @property
     def launched(self) -> dict[str, Any]:
@@ -291,7 +312,7 @@ class _Writer(Log):
         where = "DeepSpeed's own configuration"
         self._settle_inside(where)
         self._settle_precision(f"{where} says it itself")
-        launched, config = self._launch_settings(), self.plan.to_dict()
+        launched, config = self._launch_settings(), self.config
         if INIT_FLAG in launched and not self._says_nothing(INIT_FLAG, launched[INIT_FLAG]):
             flag = config[INIT_FLAG] = launched.pop(INIT_FLAG)
             if not flag:  # True is accelerate's default at stage 3.
@@ -580,7 +601,7 @@ class _Writer(Log):
         self, content: dict[str, Any], wrapper: str, existing: Path | None
     ) -> dict[Path, str]:
         """Put the configuration where ``content`` has it; return the files it lies in."""
-        config = self.plan.to_dict()
+        config = self.config
         if self.plan.launch is not None and self.plan.launch.zero3_init_flag is not None:
             config[INIT_FLAG] = self.plan.launch.zero3_init_flag
         written = content.get(wrapper)

@@ -75,7 +75,7 @@ def known_activations(
         # Not the model's own: diffusers warns of layers that a real run keeps in fp32.
         torch.nn.Module.to(copy, torch.bfloat16)
         clip = {} if frames is None else {"frames": frames}
-        arguments = example_inputs(copy)(batch, *size, **clip)
+        arguments = example_inputs(copy)(batch * _samples_each(data), *size, **clip)
         with counting(copy) as count:
             (full,), again = both_passes(copy, [arguments], count, checkpointed=checkpointed)
         less = None if again is None else again[0]
@@ -111,6 +111,11 @@ def input_size(model: torch.nn.Module, data: Any) -> tuple[tuple[int, int] | Non
         factor = 1 if _in_pixels(model, "images") else latent_scale(model)
         return (side * factor, side * factor), "the model's sample_size"
     return None, "neither data nor model tell the size of an image"
+
+
+def _samples_each(data: Any) -> int:
+    """Images that the model is given for each sample of the data: two for a pair."""
+    return int(getattr(data, "samples_each", 1))
 
 
 def clip_frames(model: Any, data: Any) -> int | None:
@@ -248,7 +253,7 @@ def _needed(engine: Engine, data: Any) -> tuple[bool, str]:
         return False, f"activations are not known: {source}"
     room = _room(engine)
     frames = clip_frames(model, data)
-    positions = input_positions(model, size, frames) * plan.micro_batch_size
+    positions = input_positions(model, size, frames) * plan.micro_batch_size * _samples_each(data)
     if room >= positions * _PER_POSITION:
         return False, (
             f"the {format_size(room)} left over are more than any model keeps for "

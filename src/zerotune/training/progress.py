@@ -14,6 +14,8 @@ from zerotune._util.text import brief_size, format_seconds
 from zerotune.training.events import Callback
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from rich.console import Console
 
     from zerotune.training.events import RunView, StepMetrics
@@ -41,7 +43,12 @@ class ProgressBar(Callback):
         self._losses: deque[float] = deque(maxlen=self._every)
         self._times: deque[float] = deque(maxlen=self._every + 1)
         self._total: int | None = None
+        self._resumed = ""
         self._bar: Any = None
+
+    def on_resume(self, trainer: RunView, path: Path) -> None:  # noqa: ARG002
+        """Remember where the run goes on, for the first line."""
+        self._resumed = next(str(d) for d in reversed(trainer.decisions) if d.key == "step")
 
     def on_fit_start(self, trainer: RunView, *, steps: int | None) -> None:
         """Show the bar."""
@@ -57,6 +64,9 @@ class ProgressBar(Callback):
             # A notebook's only where it can show a bar that moves.
             if self._console.is_jupyter and find_spec("ipywidgets") is None:
                 self._console = Console(soft_wrap=True, force_jupyter=False)
+        if self._resumed:
+            self._console.print(self._resumed, markup=False, highlight=False)
+            self._resumed = ""
         self._times.append(time.perf_counter())
         if self._console.is_terminal or self._console.is_jupyter:
             self._bar = _start_bar(self._console, done=trainer.step, total=steps)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import math
 import os
 import random
 import time
@@ -15,6 +16,7 @@ import attrs
 import numpy as np
 import torch
 
+from zerotune._util.text import counted
 from zerotune.backend.distributed import together
 from zerotune.checkpoint import (
     BackgroundSaver,
@@ -26,7 +28,7 @@ from zerotune.checkpoint import (
 )
 from zerotune.checkpoint.folders import find_checkpoint, remove_leftovers
 from zerotune.decisions import Decision, announce
-from zerotune.diffusion.data import derive_seed
+from zerotune.diffusion.data import RepeatedBatches, derive_seed
 from zerotune.errors import UNSET, CheckpointCorruptError, InvalidValueError
 from zerotune.training.events import Callback
 
@@ -280,35 +282,79 @@ def resumed(
         entry = manifest.extra.get(_TRAINER_ENTRY, UNSET)
         return None if entry is UNSET else TrainerState.of(entry), manifest.shadows
 
+    before = engine.state.global_step
     ours, there = together(group, "find the checkpoint", outline)[group.rank]
     saved = {name: each for name, each in shadows.items() if ours or name in there}
     with moved(stream, ours and ours.data, group=group):
         contents = load_checkpoint(path, engine=engine, shadows=saved)
+    at = stream if ours and ours.data is not None else None
+    decisions = contents.decisions + gone_on(before, engine, path, stream=at)
     if ours:
         step = engine.state.global_step
-        return contents.decisions + ours.restore(generator, step=step, group=group)
+        return decisions + ours.restore(generator, step=step, group=group)
     for name, shadow in shadows.items():
         if name not in saved:
             shadow.begin_anew()
     generator.manual_seed(_seed_from(seed, engine.state.global_step, group))
     begun = _begin_decisions(stream is not None, [name for name in shadows if name not in saved])
     announce(begun, rank=group.rank)
-    return contents.decisions + begun
+    return decisions + begun
+
+
+def gone_on(
+    before: int,
+    engine: Engine,
+    path: str | os.PathLike[str],
+    *,
+    stream: BatchStream | None = None,
+) -> tuple[Decision, ...]:
+    """Where a run goes on, announced on rank 0.
+
+    Args:
+        before: Optimizer steps taken before the checkpoint was loaded.
+        engine: Into which it was loaded.
+        path: The checkpoint.
+        stream: The data, at their place.
+    """
+    step = engine.state.global_step
+    decision = Decision(
+        key="step", before=before, after=step, reason=f"{_place(stream)}goes on from {path}"
+    )
+    announce((decision,), rank=engine.group.rank)
+    return (decision,)
+
+
+def _place(stream: BatchStream | None) -> str:
+    """``"epoch 3, after 48 of 120 micro batches; "``, as far as the stream knows."""
+    epoch, steps = getattr(stream, "epoch", None), getattr(stream, "steps_per_epoch", None)
+    if epoch is not None and steps is not None:
+        # What has been rounded away from a whole epoch is not another one.
+        whole = math.floor(epoch + 1e-9)
+        done = round((epoch - whole) * steps)
+        whole_epoch = f"{steps:,.2f}".rstrip("0").rstrip(".")
+        return f"epoch {whole + 1}, after {done:,} of {whole_epoch} micro batches; "
+    if epoch is not None:
+        return f"epoch {math.floor(epoch + 1e-9) + 1}; "
+    if isinstance(stream, RepeatedBatches):
+        return f"after {counted(stream.count, 'batch', 'batches')}; "
+    return ""
 
 
 def _begin_decisions(data: bool, shadows: list[str]) -> tuple[Decision, ...]:
     """What a checkpoint that no trainer wrote does not tell."""
-    reasons = {
-        f"shadows.{name}": "the checkpoint has no such EMA: it begins with the loaded weights"
-        for name in shadows
-    }
+    reasons = {f"shadows.{name}": SHADOW_BEGINS for name in shadows}
     reasons["generators"] = "no trainer wrote the checkpoint: noise is drawn from seed and step"
     if data:
         reasons["data"] = "no trainer wrote the checkpoint: the data begin at their start"
-    return tuple(
-        Decision(key=key, before=None, after="anew", reason=reason, severity="warning")
-        for key, reason in reasons.items()
-    )
+    return tuple(begun_anew(key, reason) for key, reason in reasons.items())
+
+
+SHADOW_BEGINS: Final = "the checkpoint has no such EMA: it begins with the loaded weights"
+
+
+def begun_anew(key: str, reason: str) -> Decision:
+    """That something is not in the checkpoint."""
+    return Decision(key=key, before=None, after="anew", reason=reason, severity="warning")
 
 
 @attrs.frozen(kw_only=True)

@@ -134,22 +134,27 @@ def prepare(
 def settled(
     plan: DeepSpeedPlan | ResolvedPlan,
     *,
-    model: torch.nn.Module,
+    model: torch.nn.Module | None,
     resolver: OptimizerResolver | None = None,
     run: RunFacts | None = None,
     platform: Platform | None = None,
     deepspeed: bool = True,
 ) -> ResolvedPlan:
-    """A plan with nothing left open, for this model, machine and number of processes."""
+    """A plan with nothing left open, for this model, machine and number of processes.
+
+    Without a model its optimizer stays open, and sizes that follow from the model are preliminary.
+    """
     if not isinstance(plan, ResolvedPlan):
         plan = plan.resolve(
             platform=platform or detect_platform(),
-            model=ModelFacts.from_module(model),
+            model=None if model is None else ModelFacts.from_module(model),
             world_size=_processes()[1],
             run=run,
             deepspeed=deepspeed,
         )
-    return plan if plan.optimizer else (resolver or OptimizerResolver()).apply(plan)
+    if plan.optimizer or model is None:
+        return plan
+    return (resolver or OptimizerResolver()).apply(plan)
 
 
 def _processes() -> tuple[int, int]:

@@ -24,8 +24,9 @@ from zerotune.checkpoint import (
     save_checkpoint,
 )
 from zerotune.checkpoint.export.model import trains_adapters
-from zerotune.decisions import Decision, announce, render_decisions
+from zerotune.decisions import Decision, announce
 from zerotune.diffusion.activations import ActivationOffload
+from zerotune.diffusion.data import BucketStream
 from zerotune.diffusion.objective import FlowMatchingObjective
 from zerotune.diffusion.pretrained import Pretrained
 from zerotune.errors import CheckpointNotFiniteError, DataError, TrainingError
@@ -73,6 +74,7 @@ if TYPE_CHECKING:
     from zerotune.ema import EMAShadow
     from zerotune.offload import OffloadManager
     from zerotune.optim import OptimizerResolver
+    from zerotune.optimizers.choices import GroupChoice
     from zerotune.plan.memory.estimate import EMAPlace, MemoryEstimate
     from zerotune.plan.model import RunFacts
     from zerotune.platform import Platform
@@ -319,9 +321,10 @@ class Trainer(Closing, Readable):
         """Go on from a checkpoint as if there had been no interruption. Collective.
 
         Under the plan it was saved under, bit for bit; under any other, what that changes is in
-        ``decisions``. From a checkpoint that was converted, or that a script of one's own wrote,
-        weights, optimizer, schedule and step go on; the data begin at their start. What does
-        not fit is found before weights, data or random numbers change.
+        ``decisions``, as is where it goes on: step, epoch and place in the data, logged on rank
+        0. From a checkpoint that was converted, or that a script of one's own wrote, weights,
+        optimizer, schedule and step go on; the data begin at their start. What does not fit is
+        found before weights, data or random numbers change.
 
         Args:
             path: A checkpoint, as ``save``, ``save_checkpoint`` or ``convert`` wrote it.
@@ -386,8 +389,8 @@ class Trainer(Closing, Readable):
         (``export_model``).
 
         Args:
-            path: The folder; for a model or adapters a name that ends with ``.safetensors`` is a
-                single file.
+            path: The folder; a name that ends with ``.safetensors`` is a single file, of a
+                pipeline in ComfyUI's layout.
             weights: ``"trained"``, ``"ema"``, the name of one of several EMAs, or the EMA itself;
                 the first EMA where there is one when not given.
             dtype: ``"fp32"``, ``"bf16"``, ``"fp16"`` or a torch dtype.
@@ -404,8 +407,8 @@ class Trainer(Closing, Readable):
         if trains_adapters(self.engine):
             return Path(export_adapters(path, engine=self.engine, **what))
         if self._loaded is not None and self._loaded.component is not None:
-            base = self._loaded.folder
-            return export_pipeline(path, engine=self.engine, base=base, **what)
+            base, config = self._loaded.base, self._loaded.folder
+            return export_pipeline(path, engine=self.engine, base=base, config=config, **what)
         return export_model(path, engine=self.engine, **what)
 
     def sample(self, **wanted: Unpack[SampleOptions]) -> torch.Tensor:
@@ -453,11 +456,11 @@ class Trainer(Closing, Readable):
 
     def explain(self) -> str:
         """What runs, verified, with every automatic choice."""
-        parts = [self.engine.explain()]
+        parts = [self.engine.explain(*self.decisions)]
+        if isinstance(self.stream, BucketStream) and (mixed := self.stream.explain()):
+            parts.append(mixed)
         if self.averages.shadows:
             parts.append(self.averages.explain())
-        if self.decisions:
-            parts.append(render_decisions(self.decisions))
         return "\n".join(parts)
 
     @override
@@ -599,6 +602,7 @@ class Running:
             Watchdog() if watchdog is True else watchdog or None,
             self._profiler,
             None if compiled is None else _CompileCheck(),
+            _GroupStops() if any(map(_stop_of, _groups_of(engine))) else None,
             StopBeforeDiskFills(Path(folder) for folder in folders) if folders else None,
         )
         self.callbacks: tuple[Callback, ...] = tuple(one for one in around if one is not None)
@@ -670,6 +674,48 @@ class _CompileCheck(Callback):
         if not self._done and compiled is not None:
             self._done = True
             trainer.decisions += (compiled.verify(),)
+
+
+def _groups_of(engine: Engine) -> Sequence[GroupChoice]:
+    return () if engine.plan.optimizer is None else engine.plan.optimizer.groups
+
+
+def _stop_of(group: GroupChoice) -> int | None:
+    return group.until
+
+
+class _GroupStops(Callback):
+    """Freezes groups whose last step is taken: no gradient is computed for them any more."""
+
+    def __init__(self) -> None:
+        self._frozen: set[str] = set()
+
+    def on_fit_start(self, trainer: RunView, *, steps: int | None) -> None:  # noqa: ARG002
+        """Freeze what a resumed run had frozen."""
+        self._settle(trainer)
+
+    def on_step_end(self, trainer: RunView, metrics: StepMetrics) -> None:  # noqa: ARG002
+        """Freeze what was trained for the last time."""
+        self._settle(trainer)
+
+    def _settle(self, trainer: RunView) -> None:
+        state = trainer.engine.state
+        taken = state.global_step - state.skipped_steps
+        for group in _groups_of(trainer.engine):
+            due = group.until is not None and taken >= group.until
+            if due == (group.name in self._frozen):
+                continue
+            for name in group.parameters:
+                trainer.engine.module.get_parameter(name).requires_grad_(not due)
+            self._frozen ^= {group.name}
+            decision = Decision(
+                key=f"optimizer.groups.{group.name}",
+                before="frozen" if not due else "trained",
+                after="trained" if not due else "frozen",
+                reason=f"{taken} steps are taken, and its last is step {group.until}",
+            )
+            trainer.decisions += (decision,)
+            announce((decision,), rank=trainer.engine.group.rank)
 
 
 RunView = Trainer

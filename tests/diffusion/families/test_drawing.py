@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import shutil
 
 import diffusers
 import pytest
 import torch
-from diffusers import DDIMScheduler, DDPMScheduler, EulerDiscreteScheduler
+from diffusers import (
+    DDIMScheduler,
+    DDPMScheduler,
+    EDMDPMSolverMultistepScheduler,
+    EDMEulerScheduler,
+    EulerDiscreteScheduler,
+)
 
 from zerotune.diffusion import (
     ClassConditional,
@@ -76,6 +84,23 @@ def test_images_are_those_of_plain_diffusers(folders, loaded, name, negative, gu
     torch.testing.assert_close(images.clamp(-1, 1), wanted, **CLOSE)
     assert (images[0] - images[1]).abs().max() > 0.1
     assert loaded[name].model.training
+
+
+@pytest.mark.parametrize("kind", [EDMEulerScheduler, EDMDPMSolverMultistepScheduler])
+def test_a_base_of_edm_is_drawn_by_its_own_scheduler(folders, tmp_path, kind):
+    folder = shutil.copytree(folders["sdxl"], tmp_path / "edm")
+    kind(sigma_max=20.0).save_pretrained(folder / "scheduler")
+    index = json.loads((folder / "model_index.json").read_text())
+    index["scheduler"] = ["diffusers", kind.__name__]
+    (folder / "model_index.json").write_text(json.dumps(index))
+    loaded = load_pretrained(folder, frozen_dtype="fp32")
+    images = ours(loaded, guidance_scale=3.0, trained_with=loaded.objective().scheduler)
+    wanted = plain_images(folder, "sdxl", negative="", guidance=3.0)
+    # Noise begins twenty times as large as with other schedulers.
+    torch.testing.assert_close(images.clamp(-1, 1), wanted, rtol=0, atol=2e-5)
+    assert (
+        images - ours(loaded, guidance_scale=3.0, scheduler=EulerDiscreteScheduler())
+    ).abs().max() > 0.1
 
 
 @pytest.mark.parametrize("name", ["sd15", "sdxl", "sd3"])

@@ -15,6 +15,7 @@ from diffusers import (
     CogVideoXDDIMScheduler,
     DDPMScheduler,
     DPMSolverMultistepScheduler,
+    EDMDPMSolverMultistepScheduler,
     EDMEulerScheduler,
     EulerDiscreteScheduler,
     FlowMatchEulerDiscreteScheduler,
@@ -30,8 +31,10 @@ from zerotune.diffusion import (
     FAMILIES,
     ClassConditional,
     DenoisingObjective,
+    EDMObjective,
     FlowMatchingObjective,
     Flux,
+    Huber,
     StableDiffusion,
     StableDiffusion3,
     StableDiffusionXL,
@@ -151,9 +154,34 @@ def test_a_schedule_that_is_not_ddpms_is_trained_with_as_it_is(folders, tmp_path
     assert (decision.before, decision.after) == ("DDPMScheduler", "CogVideoXDDIMScheduler")
 
 
+@pytest.mark.parametrize("kind", [EDMEulerScheduler, EDMDPMSolverMultistepScheduler])
+def test_a_base_with_a_scheduler_of_edm_is_trained_with_it(folders, tmp_path, kind):
+    scheduler = kind(sigma_max=40.0, prediction_type="v_prediction")
+    folder = with_scheduler(folders["sdxl"], tmp_path / "edm", scheduler)
+    loaded = load_pretrained(folder, parts=False)
+    assert type(loaded.scheduler) is kind
+    objective = loaded.objective(loss=Huber())
+    assert isinstance(objective, EDMObjective)
+    assert torch.equal(objective.scheduler.sigmas, scheduler.sigmas)
+    batch = {
+        "latents": torch.randn(2, 4, 8, 8),
+        "prompt_embeds": torch.randn(2, 5, loaded.model.config.cross_attention_dim),
+        "pooled_prompt_embeds": torch.randn(2, 32),
+    }
+    given = []
+    loaded.model.register_forward_pre_hook(lambda _, args: given.extend(args))
+    loss = objective(loaded.model, batch, torch.Generator().manual_seed(1))
+    loss.backward()
+    assert loaded.model.conv_in.weight.grad.abs().max() > 0
+    sigmas = (4 * given[1]).exp().view(-1, 1, 1, 1)
+    noise = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(1))
+    expected = (batch["latents"] + sigmas * noise) / (sigmas**2 + 0.25).sqrt()
+    torch.testing.assert_close(given[0], expected, rtol=1e-5, atol=1e-5)
+
+
 def test_noise_that_is_none_of_denoising_diffusion_is_refused(folders, tmp_path):
-    folder = with_scheduler(folders["sdxl"], tmp_path / "edm", EDMEulerScheduler())
-    with pytest.raises(InvalidValueError, match=r"'EDMEulerScheduler': it has no alphas_cumprod"):
+    folder = with_scheduler(folders["sdxl"], tmp_path / "flow", FlowMatchEulerDiscreteScheduler())
+    with pytest.raises(InvalidValueError, match=r"'FlowMatchEulerDiscr.*has no alphas_cumprod"):
         load_pretrained(folder, parts=False)
     path = folder / "scheduler" / "scheduler_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"_class_name": "MyScheduler"}))

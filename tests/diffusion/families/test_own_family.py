@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, OvisImagePipeline
@@ -11,9 +13,12 @@ from tests.diffusion.families.own_family import (
     family_of_the_page,
     train_and_draw,
 )
+from tests.support import own_pipeline
 from tests.support.declared_pipelines import ovis_image
-from tests.support.ranks import run_ranks
-from zerotune.diffusion import FAMILIES, load_pretrained
+from tests.support.ranks import ranks, run_ranks
+from tests.support.runs import PLAIN, start
+from zerotune.checkpoint import export_pipeline
+from zerotune.diffusion import FAMILIES, load_pretrained, sample
 from zerotune.errors import InvalidValueError
 
 
@@ -44,8 +49,7 @@ def test_its_texts_and_scheduler_are_those_of_the_pipeline(folder):
 
 @pytest.mark.deepspeed
 def test_it_trains_at_stage_3_and_draws_what_plain_diffusers_draws(folder, tmp_path):
-    ranks = run_ranks(train_and_draw, str(folder), str(tmp_path / "out"), world_size=2)
-    first, second = ranks
+    first, second = run_ranks(train_and_draw, str(folder), str(tmp_path / "out"), world_size=2)
     assert first["held"] == 0, "nothing was partitioned"
     assert first["losses"] != second["losses"]
     drawn_there = torch.from_numpy(first["images"])
@@ -63,3 +67,38 @@ def test_it_trains_at_stage_3_and_draws_what_plain_diffusers_draws(folder, tmp_p
     ours = (drawn_there / 2 + 0.5).clamp(0, 1)
     torch.testing.assert_close(ours, images, rtol=0, atol=3e-6)
     assert images.std() > 0.01
+
+
+@ranks(1)
+def test_a_pipeline_of_somebodys_own_is_trained_drawn_and_exported(tmp_path):
+    folder = own_pipeline.written(tmp_path)
+    index = json.loads((folder / "model_index.json").read_text())
+    assert index["_class_name"] == "BackwardsPipeline"
+    with pytest.raises(InvalidValueError, match="may be a class of yours"):
+        load_pretrained(folder)
+    loaded = load_pretrained(
+        folder, family=own_pipeline.Backwards, frozen_dtype="fp32", max_sequence_length=12
+    )
+    assert type(loaded.model) is own_pipeline.ReversedTransformer
+    engine = start(PLAIN, loaded.model)
+    images = sample(
+        engine, family=loaded.family, prompts=PROMPTS, steps=2, guidance_scale=2.0, size=(16, 16),
+        generator=torch.Generator().manual_seed(1),
+    )  # fmt: skip
+    out = export_pipeline(tmp_path / "out", engine=engine, base=loaded.folder)
+    engine.close()
+    model = own_pipeline.ReversedTransformer.from_pretrained(out, subfolder="transformer")
+    parts = loaded.family.parts.pipeline.components
+    pipe = own_pipeline.BackwardsPipeline(**{**parts, "transformer": model.eval()})
+    pipe.set_progress_bar_config(disable=True)
+    seeds = torch.randint(2**63 - 1, (2,), generator=torch.Generator().manual_seed(1)).tolist()
+    drawn = pipe(
+        PROMPTS, num_inference_steps=2, guidance_scale=2.0, height=16, width=16,
+        generator=[torch.Generator().manual_seed(seed) for seed in seeds],
+        max_sequence_length=12, negative_prompt=[""] * 2, output_type="pt",
+    ).images  # fmt: skip
+    ours = (images / 2 + 0.5).clamp(0, 1)
+    torch.testing.assert_close(ours, drawn, rtol=0, atol=3e-6)
+    texts = loaded.family.encode_texts(["tac a", "a cat"])["prompt_embeds"]
+    plain = OvisImagePipeline.encode_prompt(pipe, ["a cat", "tac a"], max_sequence_length=12)[0]
+    assert torch.equal(texts, plain)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Mapping
@@ -115,6 +116,10 @@ def accelerator_arguments(plan: ResolvedPlan) -> dict[str, Any]:
     Nothing in the plugin's configuration is ``"auto"``, so accelerate fills and replaces nothing.
     On a machine without an accelerator they name gloo too: accelerate takes none by itself then,
     and each of several processes believes that it is alone.
+
+    Args:
+        plan: Where its optimizer is open still, the plugin has what accelerate asks for before
+            there is a model; ``refill_plugin`` completes it.
     """
     accelerate = require_accelerate()
 
@@ -123,8 +128,9 @@ def accelerator_arguments(plan: ResolvedPlan) -> dict[str, Any]:
             """Register no configuration with transformers, which partitions all it loads then."""
             self.dschf = None
 
+    config = plan.to_deepspeed() if plan.optimizer else _preliminary(plan)
     arguments = {
-        "deepspeed_plugin": WholeModelsPlugin(hf_ds_config=plan.to_deepspeed()),
+        "deepspeed_plugin": WholeModelsPlugin(hf_ds_config=config),
         "mixed_precision": "no" if plan.precision == "fp32" else plan.precision,
         "gradient_accumulation_steps": plan.gradient_accumulation_steps,
     }
@@ -132,6 +138,20 @@ def accelerator_arguments(plan: ResolvedPlan) -> dict[str, Any]:
         gloo = accelerate.utils.InitProcessGroupKwargs(backend="gloo")
         arguments["kwargs_handlers"] = [gloo]
     return arguments
+
+
+def _preliminary(plan: ResolvedPlan) -> dict[str, Any]:
+    return {
+        "gradient_accumulation_steps": plan.gradient_accumulation_steps,
+        "zero_optimization": {"stage": plan.stage},
+    }
+
+
+def refill_plugin(plugin: Any, plan: ResolvedPlan) -> None:
+    """Have accelerate's plugin, made before the model was known, run this plan."""
+    plugin.deepspeed_config.clear()
+    # accelerate has switched DeepSpeed's own lines on the terminal off.
+    plugin.deepspeed_config.update(plan.to_deepspeed(), steps_per_print=math.inf)
 
 
 def loads_whole(plan: ResolvedPlan) -> tuple[Decision, ...]:
@@ -171,10 +191,9 @@ def embedded_accelerator(embedding: Any, given: Mapping[str, Any]) -> Any:
         given: Keyword arguments of the script's own ``Accelerator``. Those that the plan settles
             are replaced by the plan's, as recorded decisions.
     """
-    arguments = accelerator_arguments(embedding.plan)
+    arguments = embedding.accelerator_arguments()
     handlers = [*(given.get("kwargs_handlers") or ()), *arguments.pop("kwargs_handlers", ())]
     embedding.decide(
-        *loads_whole(embedding.plan),
         *(
             _settled_otherwise(f"Accelerator.{name}", given[name], value)
             for name, value in arguments.items()
@@ -190,7 +209,7 @@ def _settled_otherwise(key: str, before: Any, after: Any) -> Decision:
     was, now = (
         each if isinstance(each, (str, int)) else type(each).__name__ for each in (before, after)
     )
-    return Decision(key=key, before=was, after=now, reason="the plan settles it")
+    return Decision(key=key, before=was, after=now, reason="the plan settles it", written=key)
 
 
 def _accelerator_class() -> Any:
@@ -210,6 +229,7 @@ def _accelerator_class() -> Any:
                     ".to(accelerator.device); models that are trained together go into one "
                     "torch.nn.Module, also that of EmbeddedPlan(model=...)",
                 )
+            self.embedding.settle(models[0])
             planned = _planned(self, models[0], objects)
             prepared = super().prepare(*planned, **options)
             together = prepared if isinstance(prepared, tuple) else (prepared,)
@@ -238,6 +258,12 @@ def _accelerator_class() -> Any:
 
         def load_state(self, input_dir: str | os.PathLike[str]) -> None:
             self.embedding.load(input_dir)
+
+        def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> Any:
+            """Every tensor of the model whole, in its own dtype, on rank 0. Collective."""
+            if deepspeed_engine_of(model) is not self.embedding.engine.deepspeed_engine:
+                return super().get_state_dict(model, unwrap=unwrap)
+            return self.embedding.state_dict()
 
         def end_training(self) -> None:
             super().end_training()
@@ -292,8 +318,10 @@ def _rescheduled(plan: ResolvedPlan, given: LRScheduler, *, each_step: int) -> D
 
 
 def _not_called(what: str) -> Decision:
+    key = f"accelerator.register_{what}_state_pre_hook"
     return Decision(
-        key=f"accelerator.register_{what}_state_pre_hook",
+        key=key,
+        written=key,
         before="called",
         after="not called",
         reason=f"{what}_state takes a portable checkpoint, with the model, and with the average "

@@ -41,6 +41,7 @@ from zerotune.backend.upstream import quiet_deepspeed, require_deepspeed
 from zerotune.decisions import Decision
 from zerotune.errors import EngineError, PlatformError, UnsupportedEngineError
 from zerotune.plan.model import ResolvedPlan
+from zerotune.platform import Platform
 
 # -- The installed DeepSpeed: its classes, and whether they are as they were.
 
@@ -167,16 +168,16 @@ def check_world(plan: ResolvedPlan, group: ProcessGroup) -> None:
 
 
 def join(
-    plan: ResolvedPlan, resources: ExitStack, *, timeout_s: float
+    platform: Platform, resources: ExitStack, *, timeout_s: float
 ) -> tuple[ModuleType, ProcessGroup]:
-    """Import DeepSpeed for the plan's accelerator, take this rank's device, meet the others.
+    """Import DeepSpeed for the platform's accelerator, take this rank's device, meet the others.
 
     Args:
-        plan: A plan for DeepSpeed.
+        platform: The machine, as the plan sees it.
         resources: Receives what has to end with the training.
         timeout_s: Seconds after which a collective gives up.
     """
-    accelerator = plan.platform.deepspeed.accelerator or plan.platform.accelerator
+    accelerator = platform.deepspeed.accelerator or platform.accelerator
     deepspeed = require_deepspeed(accelerator=accelerator)
     check_upstream(deepspeed)
     quiet_deepspeed()
@@ -205,7 +206,7 @@ def join_checked(
     check_plan(plan)
     check_not_gone(model)
     check_has_weights(model)
-    deepspeed, group = join(plan, resources, timeout_s=timeout_s)
+    deepspeed, group = join(plan.platform, resources, timeout_s=timeout_s)
     check_world(plan, group)
     check_alike(plan, model, group)
     named = require_trainable(model)

@@ -130,17 +130,25 @@ def _optimizer_factory(choice: OptimizerChoice) -> Callable[..., Any]:
 class CurveScheduler:
     """Sets the learning rate of every group from ``zerotune.optimizers.curves.lr_at``.
 
-    A group whose rate is a multiple of the optimizer's keeps that multiple all along. Used by the
+    A group whose rate is a multiple of the optimizer's keeps that multiple all along, or until as
+    many steps as ``until`` says for it are taken. Used by the
     engine without DeepSpeed, and under DeepSpeed for curves it does not have and for groups
     with rates of their own. ``step`` is called after each applied optimizer step.
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, *, choice: SchedulerChoice, base_lr: float
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        choice: SchedulerChoice,
+        base_lr: float,
+        until: Sequence[int | None] = (),
     ) -> None:
         self._optimizer = optimizer
         self._choice = choice
         self._base_lr = base_lr
+        # Groups that did not arrive are the engine's checks to tell of.
+        self._until = [*until, *[None] * len(optimizer.param_groups)]
         self._factors = [float(group["lr"]) / base_lr for group in optimizer.param_groups]
         self._base_betas = [group.get("betas") for group in optimizer.param_groups]
         self._steps = 0
@@ -168,7 +176,8 @@ class CurveScheduler:
     def _apply(self) -> None:
         rate = lr_at(self._choice, self._steps, self._base_lr)
         groups = zip(self._optimizer.param_groups, self._factors, self._base_betas, strict=True)
-        for group, factor, base_betas in groups:
+        for (group, usual, base_betas), until in zip(groups, self._until, strict=False):
+            factor = 0.0 if until is not None and self._steps >= until else usual
             if isinstance(group["lr"], torch.Tensor):
                 # torchao compiles its update around the rate's tensor and refuses a number.
                 group["lr"].fill_(rate * factor)
@@ -182,7 +191,8 @@ def curve(plan: ResolvedPlan) -> Callable[[torch.optim.Optimizer], CurveSchedule
     """What puts the plan's schedule on an optimizer; ``None``: it has none."""
     if plan.scheduler is None or plan.optimizer is None:
         return None
-    return partial(CurveScheduler, choice=plan.scheduler, base_lr=plan.optimizer.lr)
+    until = [group.until for group in plan.optimizer.groups]
+    return partial(CurveScheduler, choice=plan.scheduler, base_lr=plan.optimizer.lr, until=until)
 
 
 def own_scheduler(plan: ResolvedPlan) -> Callable[[torch.optim.Optimizer], CurveScheduler] | None:

@@ -228,7 +228,7 @@ def why_not_together(
         timeout_s: Seconds after which a collective gives up.
     """
     with ExitStack() as resources:
-        _, group = join(plan, resources, timeout_s=timeout_s)
+        _, group = join(plan.platform, resources, timeout_s=timeout_s)
         check_alike(plan, model, group)
         found = group.gather((obstacle, ProcessIdentity.current()), purpose="look at each other")
         apart = group.any(not all(process.visible() for _, process in found))

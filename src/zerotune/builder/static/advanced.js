@@ -1,12 +1,13 @@
 // Every parameter of the installed DeepSpeed, looked up when the section is first opened.
 
-import { all, byId, el, fill, idOf } from "./dom.js";
+import { action, all, byId, el, fill, idOf, reach } from "./dom.js";
 import { get } from "./api.js";
 import { take } from "./form.js";
 import { print, read } from "./state.js";
 
 let parameters = null;
 let removed = [];
+let fields = [];
 let unavailable = "";
 const MOST = 60;
 
@@ -19,6 +20,7 @@ export function bindAdvanced() {
       unavailable = found.available ? "" : `Not available: ${found.reason}`;
       parameters = found.parameters;
       removed = found.removed;
+      fields = found.fields;
       byId("advanced-count").dataset.version = found.version;
       draw();
     } catch (error) {
@@ -34,20 +36,25 @@ function draw() {
   const matches = (text) => words.every((word) => text.toLowerCase().includes(word));
   const matching = parameters.filter((each) => matches(`${each.path} ${each.doc}`));
   const gone = words.length ? removed.filter((each) => matches(`${each.path} ${each.reason}`)) : [];
+  const above = words.length ? fields.filter((each) => matches(`${each.path} ${each.label}`)) : [];
   const written = matching.filter((each) => read("config", each.path) !== undefined);
   const rest = matching.filter((each) => read("config", each.path) === undefined);
   const shown = [...written, ...rest].slice(0, MOST);
   const version = byId("advanced-count").dataset.version;
   byId("advanced-count").textContent = unavailable ||
-    `${matching.length} of ${parameters.length} parameters of DeepSpeed ${version}` +
+    `${matching.length} of ${parameters.length} other parameters of DeepSpeed ${version}` +
     (matching.length > shown.length ? `; the first ${shown.length} are shown` : "") +
+    (above.length ? `; ${above.length} with a field above` : "") +
     (gone.length ? `; ${gone.length} that it no longer has.` : ".");
-  fill(byId("advanced-list"), ...gone.map(old), ...shown.map(row));
+  fill(byId("advanced-list"), ...gone.map(old), ...above.map(other), ...shown.map(row));
 }
 
 const old = (each) => el("div", { class: "entry gone" },
   el("code", { text: each.path }), el("span", { class: "count", text: "no longer there" }),
   el("p", { class: "doc", text: `${each.reason}.` }));
+
+const other = (each) => el("div", { class: "entry gone elsewhere" },
+  el("code", { text: each.path }), action(`Go to ${each.label}`, () => reach(byId(each.id) ?? byId(`${each.id}-0`))));
 
 function row(each) {
   const id = `advanced-${idOf(each.path)}`;

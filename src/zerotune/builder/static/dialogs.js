@@ -107,34 +107,63 @@ function told(sentence, done) {
   status([`${sentence}${kept}.`, ...done.decisions].join(" "), "good");
 }
 
-const FIT_FIELDS = [["family", "Model"], ["vram", "VRAM per GPU, GiB"], ["ram", "RAM, GiB"], ["nvme", "NVMe, GiB"],
-  ["resolution", "Resolution"], ["frames", "Frames of clips"], ["world_size", "Processes"]];
+const FIT_FIELDS = ["family", "card", "vram", "ram", "nvme", "lora", "base_dtype", "ema", "resolution", "frames", "world_size"];
+const PRECISIONS = ["bf16", "fp16", "fp32", "auto"];
+const fitId = (name) => `fit-${name.replace("_", "-")}`;
+// The form that is asked for: the page's own, or what a remedy made of it.
+let asked = state;
 
 function fitOpen() {
-  fill(byId("fit-fields"), ...FIT_FIELDS.map(([name, label]) => {
-    const id = `fit-${name.replace("_", "-")}`;
-    const model = byId(`setup-${name.replace("_", "-")}`);
-    const control = name === "family" ? model.cloneNode(true) : el("input", { type: "text", autocomplete: "off" });
-    control.id = id;
-    control.removeAttribute("aria-describedby");
-    control.value = model.value;
-    return el("div", { class: "field" }, el("label", { for: id, text: label }), control);
-  }), fitBatch());
+  asked = structuredClone(state);
+  // Sizes that are typed here are meant, so the machine is the one they describe.
+  asked.setup.this_machine = false;
+  fitFields();
   fill(byId("fit-results"));
   openDialog(byId("fit-dialog"));
 }
 
-const fitBatch = () => el("div", { class: "field" }, el("label", { for: "fit-batch", text: "Micro batch" }),
-  el("input", { id: "fit-batch", type: "text", autocomplete: "off", value: print(state.config.train_micro_batch_size_per_gpu) || "1" }));
+function fitFields() {
+  fill(byId("fit-fields"), ...FIT_FIELDS.map(fitField), fitPrecision(),
+    field("fit-batch", "Micro batch", el("input", { type: "text", autocomplete: "off", value: print(asked.config.train_micro_batch_size_per_gpu) || "1" })));
+}
+
+const field = (id, label, control) => {
+  control.id = id;
+  return el("div", { class: "field" }, el("label", { for: id, text: label }), control);
+};
+
+function fitField(name) {
+  const model = byId(`setup-${name.replace("_", "-")}`);
+  const value = asked.setup[name];
+  const label = model.labels[0].textContent;
+  if (model.tagName !== "SELECT") {
+    return field(fitId(name), label, el("input", { type: "text", autocomplete: "off", value: value ?? "", oninput: () => {
+      if (name === "vram") byId("fit-card").value = '""';
+    } }));
+  }
+  const control = el("select", { onchange: () => {
+    const { vram } = JSON.parse(control.selectedOptions[0].dataset.sets ?? "{}");
+    if (vram) byId("fit-vram").value = vram;
+  } }, ...[...model.options].map((option) => option.cloneNode(true)));
+  control.value = JSON.stringify(value ?? "");
+  return field(fitId(name), label, control);
+}
+
+function fitPrecision() {
+  const radios = all("input[name=config-bf16-enabled]");
+  const control = el("select", {}, ...radios.map((radio, place) => el("option", { value: radio.dataset.sets, text: PRECISIONS[place], selected: radio.checked })));
+  return field("fit-precision", "Precision", control);
+}
 
 async function fit() {
-  const asked = structuredClone(state);
-  for (const [name] of FIT_FIELDS) {
-    const value = byId(`fit-${name.replace("_", "-")}`).value;
-    asked.setup[name] = name === "family" ? JSON.parse(value) : value;
+  for (const name of FIT_FIELDS) {
+    const control = byId(fitId(name));
+    asked.setup[name] = control.tagName === "SELECT" ? JSON.parse(control.value) : control.value;
   }
-  // Sizes that were typed are meant, so the machine is the one they describe.
-  asked.setup.this_machine = false;
+  for (const [path, value] of Object.entries(JSON.parse(byId("fit-precision").value))) {
+    const [section, name] = path.split(".");
+    if (value !== null || asked.config[section]) asked.config[section] = { ...asked.config[section], [name]: value ?? false };
+  }
   asked.config.train_micro_batch_size_per_gpu = Number(byId("fit-batch").value) || byId("fit-batch").value;
   delete asked.config.train_batch_size;
   const results = byId("fit-results");
@@ -151,33 +180,56 @@ function fitting(advice) {
   const others = [...advice.runners_up, ...advice.rejected];
   const next = others.filter((one) => one.foremost);
   const rest = others.filter((one) => !one.foremost);
+  const said = new Set();
   return [
-    el("h3", { text: "Fastest plan that fits" }), ...candidates([advice.chosen]),
-    next.length ? el("h3", { text: "What comes next" }) : null, ...candidates(next),
+    el("h3", { text: "Fastest plan that fits" }), provenance(advice.chosen), ...candidates([advice.chosen], said),
+    next.length ? el("h3", { text: "What comes next" }) : null, ...candidates(next, said),
     rest.length ? el("details", { class: "reasons" },
       el("summary", { text: rest.length === 1 ? "1 other" : `${rest.length} others` }),
-      ...candidates(rest)) : null];
+      ...candidates(rest, said)) : null];
 }
+
+const provenance = (one) => (one.predicted
+  ? el("p", { class: "hint", id: "fit-rates", text: `Seconds are predicted, not measured; ${one.predicted.rates}.` }) : null);
 
 const nothing = (advice) => [
   el("p", { class: "error-line", text: `${sentence(advice.reason)} Fix: ${advice.fix}.` }),
-  el("h3", { text: "Nearest" }), ...candidates([advice.nearest])];
+  ...advice.remedies.map(remedy),
+  el("h3", { text: "Nearest" }), ...candidates([advice.nearest], new Set())];
+
+function remedy(one) {
+  if (!one.state) return el("p", { class: "hint", text: sentence(one.label) });
+  return el("p", { class: "row" }, el("button", { type: "button", class: "primary", text: one.label, onclick: () => {
+    asked = structuredClone(one.state);
+    fitFields();
+    fit();
+  } }), one.gain ? el("span", { class: "hint", text: one.gain }) : null);
+}
 
 // A reason that several share is said once, above them.
-function candidates(every) {
+function candidates(every, said) {
   const groups = new Map();
   for (const one of every) groups.set(one.reason, [...(groups.get(one.reason) ?? []), one]);
   return [...groups].flatMap(([reason, members]) => members.length > 1
     ? [el("p", { class: "hint", text: sentence(reason) }),
-       el("ul", { class: "list" }, ...members.map((one) => candidate(one, "")))]
-    : [el("ul", { class: "list" }, candidate(members[0], sentence(reason)))]);
+       el("ul", { class: "list" }, ...members.map((one) => candidate(one, "", said)))]
+    : [el("ul", { class: "list" }, candidate(members[0], sentence(reason), said))]);
 }
 
 const sentence = (reason) => `${reason[0].toUpperCase()}${reason.slice(1)}.`;
 
 const PLACES = { device: "GPU memory", host: "RAM", nvme: "NVMe" };
 
-function candidate(one, why) {
+// The same seconds once more would look like another measurement.
+function seconds(one, said) {
+  if (!one.predicted) return null;
+  const { seconds: words } = one.predicted;
+  if (said.has(words)) return el("p", { class: "seconds", text: "as fast as one above" });
+  said.add(words);
+  return el("p", { class: "seconds" }, el("b", { text: words }), " per step");
+}
+
+function candidate(one, why, said) {
   const needs = `GPU ${size(one.needs.device)}, RAM ${size(one.needs.host)}${one.needs.nvme ? `, NVMe ${size(one.needs.nvme)}` : ""}`;
   const missing = Object.entries(one.shortfalls).map(([place, bytes]) => `${size(bytes)} of ${PLACES[place]}`);
   const checkpointing = `${one.gradient_checkpointing ? "with" : "without"} checkpointing`;
@@ -187,7 +239,7 @@ function candidate(one, why) {
       el("p", { class: "hint", text: needs }),
       missing.length ? el("p", { class: "hint over", text: `${missing.join(" and ")} missing` }) : null,
       why ? el("p", { class: "hint", text: why }) : null),
-    one.seconds ? el("p", { class: "seconds" }, el("b", { text: one.seconds }), " per step, predicted") : null,
+    seconds(one, said),
     one.fits ? el("button", { type: "button", text: "Use", "aria-label": `Use ${one.title}, ${kind}`, onclick: () => {
       byId("fit-dialog").close();
       load(one.state, [], `Took ${one.title}.`, { label: one.title, further: true });

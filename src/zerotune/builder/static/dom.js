@@ -28,12 +28,23 @@ export function fill(node, ...children) {
   node.replaceChildren(...children.filter((child) => child !== null && child !== undefined));
 }
 
+// To a control, wherever it is folded away.
+export function reach(control) {
+  control.closest("details")?.setAttribute("open", "");
+  control.focus();
+  control.scrollIntoView({ block: "center" });
+}
+
 export const idOf = (path) => path.replace(/[^A-Za-z0-9]+/g, "-");
 
 const SECONDS = 8;
 let leaving = 0;
 
-// Where the eye is: over the page's lower edge. What asks for an answer, or is wrong, stays.
+// A bar at the page's lower edge, which makes room for itself, so that it covers nothing. What asks
+// for an answer, or is wrong, stays.
+new ResizeObserver(([toast]) => document.documentElement.style.setProperty("--toast",
+  `${Math.ceil(toast.borderBoxSize[0].blockSize)}px`)).observe(byId("toast"));
+
 export function status(text, kind = "", ...actions) {
   clearTimeout(leaving);
   byId("toast").dataset.kind = byId("status").dataset.kind = kind;

@@ -8,19 +8,22 @@ const DEVICE = "zero_optimization.";
 
 export function bind() {
   for (const control of all("[data-kind][data-path]")) {
-    const typed = ["value", "path"].includes(control.dataset.kind);
+    const typed = ["value", "path", "name"].includes(control.dataset.kind);
     control.addEventListener(typed ? "input" : "change", () => take(control));
   }
 }
 
 export function take(control) {
   const { kind, store, path } = control.dataset;
-  if (kind === "choice") choose(control, store);
+  const sets = kind === "choice" ? control.dataset.sets : control.selectedOptions?.[0]?.dataset.sets;
+  if (sets) choose(JSON.parse(sets), store);
   else if (kind === "path") write(store, path, control.value.trim() || undefined);
   else write(store, path, kind === "value" && store === "setup" ? words(control) : parse(control.value));
   if (store === "setup" && path === "world_size" && state.launch.num_processes !== undefined) {
     write("launch", "num_processes", parse(control.value));
   }
+  // Of another size it is another card.
+  if (store === "setup" && path === "vram") write(store, "card", undefined);
   changed(control);
   refresh(control);
 }
@@ -28,8 +31,8 @@ export function take(control) {
 // What is planned for is read by the server as it was typed ("24", "24 GB").
 const words = (control) => control.value.trim() || undefined;
 
-function choose(control, store) {
-  for (const [path, value] of Object.entries(JSON.parse(control.dataset.sets))) {
+function choose(sets, store) {
+  for (const [path, value] of Object.entries(sets)) {
     write(store, path, value === null ? undefined : value);
     const section = path.slice(0, path.lastIndexOf("."));
     if (value === "none" && same(read(store, section), { device: "none" })) {
@@ -65,8 +68,10 @@ const text = (kind, store, value) =>
   (kind === "path" || store === "setup") && typeof value === "string" ? value : print(value);
 
 function set(control, value) {
-  const wanted = value === undefined ? "" : JSON.stringify(value);
   control.querySelector("[data-foreign]")?.remove();
+  // Nothing is written where an option says so too.
+  const empty = [...control.options].some((option) => option.value === '""') ? '""' : "";
+  const wanted = value === undefined ? empty : JSON.stringify(value);
   if (![...control.options].some((option) => option.value === wanted)) {
     const option = new Option(wanted === "" ? "not written" : wanted, wanted);
     option.dataset.foreign = "";
@@ -88,6 +93,8 @@ function reveal() {
   for (const input of all("[data-kind=path]")) look(input);
   const clips = JSON.parse(byId("clip-families").content.textContent);
   show(byId("setup-frames").closest(".field"), clips.includes(read("setup", "family")));
+  const adapted = read("setup", "lora") !== undefined && read("setup", "lora") !== "";
+  show(byId("setup-base-dtype").closest(".field"), adapted || Boolean(read("setup", "base_dtype")));
   show(byId("machine-sizes"), read("setup", "this_machine") !== true);
   show(byId("machine-facts"), read("setup", "this_machine") === true);
 }

@@ -63,7 +63,7 @@ function render(data) {
   renderChanges(data);
   placeholders(data.effective);
   const apply = byId("apply-button");
-  if (apply) apply.disabled = !data.runs;
+  if (apply) apply.disabled = data.verdict.kind === "stopped";
   byId("save-button").disabled = !data.valid;
 }
 
@@ -105,7 +105,7 @@ async function machine() {
 }
 
 const DEFAULTS = { family: "sdxl", world_size: 1, ema: "none", gradient_checkpointing: true,
-  this_machine: false, vram: "24", ram: "64", nvme: "0", total_steps: 10000 };
+  base_dtype: "", card: "", this_machine: false, vram: "24", ram: "64", nvme: "0", total_steps: 10000 };
 
 function first(start, setup) {
   const { messages, state: said } = start;

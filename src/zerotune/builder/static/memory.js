@@ -14,8 +14,10 @@ const swatch = (colour) => svg("svg", { class: "swatch", viewBox: "0 0 10 10", "
 
 export function renderMemory(memory) {
   const holder = byId("memory");
+  holder.classList.toggle("outdated", Boolean(memory.outdated));
   if (memory.reason) return fill(holder, el("p", { class: "sentence", text: memory.reason }));
   fill(holder,
+    memory.outdated ? el("p", { class: "message", "data-severity": "warning", text: memory.outdated }) : null,
     el("p", { class: "sentence", text: memory.subject }),
     ...memory.bars.flatMap(draw),
     ...memory.notes.map((note) => el("p", { class: "hint", text: `Note: ${note}.` })));
@@ -23,7 +25,7 @@ export function renderMemory(memory) {
 
 // What stays near on a narrow screen: whether it runs, and each place against what there is.
 export function renderStrip(chips, memory) {
-  const [severity, text] = chips.find(([kind]) => kind === "error") ?? chips[0] ?? ["", "…"];
+  const [[severity, text]] = chips;
   const places = (memory.bars ?? []).map((bar) => {
     const full = Math.max(bar.needed, bar.available ?? 0) || 1;
     const words = [bar.needed, bar.available].filter((bytes) => bytes !== null).map(rounded).join("/");
@@ -60,7 +62,8 @@ function draw(bar) {
     svg("svg", { class: "memory", viewBox: "0 0 1000 26", preserveAspectRatio: "none", role: "img",
       "aria-label": `${bar.label}: ${words}, ${bar.when}` },
       svg("rect", { x: 0, y: 0.5, width: 1000, height: 25, class: "ground" }), ...parts,
-      limit === null ? null : svg("line", { x1: limit, x2: limit, y1: 0, y2: 26, class: "limit" })),
+      ...(limit === null ? [] : ["halo", "limit"].map((kind) =>
+        svg("line", { x1: limit, x2: limit, y1: 0, y2: 26, class: kind })))),
     el("table", { class: "parts" },
       el("caption", { class: "hint", text: `Peak ${bar.when}` }),
       el("tbody", {}, ...bar.components.map((one) => el("tr", {},

@@ -1,7 +1,7 @@
-// Each message beside the field it is about, all of them in one list, errors first.
+// Each message beside the field it is about, with what mends it; a list of where, errors first.
 
-import { action, all, byId, el, fill, show } from "./dom.js";
-import { changed, read, write } from "./state.js";
+import { all, byId, el, fill, reach } from "./dom.js";
+import { changed, rename, write } from "./state.js";
 
 const WORD = { error: "Error", warning: "Warning", note: "Note" };
 
@@ -11,7 +11,22 @@ function box(message, link) {
     link,
     message.text,
     message.change ? el("code", { text: ` ${message.change}` }) : null,
-    message.fix ? el("span", { class: "fix", text: `Fix: ${message.fix}.`.replaceAll("..", ".") }) : null);
+    message.fix ? el("span", { class: "fix", text: `Fix: ${message.fix}.`.replaceAll("..", ".").replace("?.", "?") }) : null,
+    message.repairs?.length ? el("div", { class: "repairs" }, ...message.repairs.map((repair) => button(message, repair))) : null);
+}
+
+const button = (message, repair) => el("button", { type: "button", class: "repair", text: repair.label,
+  "aria-label": `${repair.label}, for ${message.key}`, onclick: () => mend(message, repair) });
+
+function mend(message, repair) {
+  for (const { store, path, to, value } of repair.edits) {
+    if (to) rename(store, path, to);
+    else write(store, path, value);
+  }
+  // The button goes with the message, so that the focus goes to where it stood.
+  const holder = holderFor(message.key, holdersNow());
+  (holder && controlOf(holder) || byId("summary-title")).focus({ preventScroll: true });
+  changed(null);
 }
 
 // The holder of a key, or of what stands for the nearest section above it.
@@ -26,40 +41,45 @@ function holderOf(key, holders) {
 const controlOf = (holder) =>
   holder.closest(".field")?.querySelector("input:not([type=radio]), select, input:checked, input");
 
+const ALIAS = { "fp16.enabled": "bf16.enabled", "setup.batch": "train_micro_batch_size_per_gpu",
+  zero_allow_untested_optimizer: "optimizer.type", zero_force_ds_cpu_optimizer: "optimizer.type" };
+
+const holdersNow = () => new Map(all("[data-messages]").map((holder) => [holder.dataset.messages, holder]));
+const holderFor = (key, holders) => holderOf(ALIAS[key] ?? key, holders);
+
 export function renderMessages(messages) {
-  const holders = new Map();
-  for (const holder of all("[data-messages]")) {
+  const holders = holdersNow();
+  for (const holder of holders.values()) {
     fill(holder);
-    holders.set(holder.dataset.messages, holder);
     controlOf(holder)?.removeAttribute("aria-invalid");
   }
-  const alias = { "fp16.enabled": "bf16.enabled", "setup.batch": "train_micro_batch_size_per_gpu",
-    zero_allow_untested_optimizer: "optimizer.type", zero_force_ds_cpu_optimizer: "optimizer.type" };
-  const listed = [];
-  for (const message of messages) {
-    const holder = holderOf(alias[message.key] ?? message.key, holders);
-    if (holder) {
-      place(holder, message);
-      const control = controlOf(holder);
-      if (message.severity === "error") control?.setAttribute("aria-invalid", "true");
-    }
-    listed.push({ message, holder });
+  const listed = messages.map((message) => ({ message, holder: holderFor(message.key, holders) }));
+  for (const { message, holder } of listed) {
+    if (!holder) continue;
+    place(holder, message, isOf(holder, message) ? null : name(message));
+    if (message.severity === "error") controlOf(holder)?.setAttribute("aria-invalid", "true");
   }
   summarise(listed);
 }
 
 // Errors and warnings are seen at once; notes are there for who asks.
-function place(holder, message) {
-  if (message.severity !== "note") return holder.prepend(box(message, null));
+function place(holder, message, key) {
+  if (message.severity !== "note") return holder.prepend(box(message, key));
   let notes = holder.querySelector("details.notes");
   if (!notes) {
     notes = el("details", { class: "notes" }, el("summary"));
     holder.append(notes);
   }
-  notes.append(box(message, null));
+  notes.append(box(message, key));
   const count = notes.childElementCount - 1;
   fill(notes.firstElementChild, count === 1 ? "1 note" : `${count} notes`,
     el("span", { class: "unseen", text: ` on ${nameOf(holder)}` }));
+}
+
+// Whether a field is the very one, and not the nearest section above it.
+function isOf(holder, message) {
+  const [shown, key] = [holder.dataset.messages, ALIAS[message.key] ?? message.key];
+  return shown === key || [".device", ".type"].some((end) => shown === key + end);
 }
 
 // What a holder's field is called, for who hears its notes without seeing where they stand.
@@ -68,27 +88,24 @@ function nameOf(holder) {
   return field?.querySelector("label, legend, h2")?.textContent ?? holder.dataset.messages;
 }
 
+// What has no field is said here; of the rest only where it stands.
 function summarise(listed) {
-  const worth = listed.filter(({ message, holder }) => message.severity !== "note" || !holder);
-  fill(byId("general"), ...worth.map(({ message, holder }) => {
-    const found = box(message, link(message, holder));
-    // A key that no field shows can still be taken out of the way.
-    if (!holder && message.key && read("config", message.key) !== undefined) {
-      found.append(action("Remove this key", () => { write("config", message.key, undefined); changed(null); }));
-    }
-    return found;
-  }));
+  const homeless = listed.filter(({ holder }) => !holder).map(({ message }) => box(message, name(message)));
+  const placed = listed.filter(({ message, holder }) => holder && message.severity !== "note");
+  const index = placed.map(({ message, holder }) => el("li", { "data-severity": message.severity },
+    el("b", { text: WORD[message.severity] }), ` at `, link(message, holder)));
+  fill(byId("general"), ...homeless, index.length ? el("ul", { class: "index" }, ...index) : null);
 }
+
+const name = (message) => (message.key ? el("code", { text: `${message.key}: ` }) : null);
+
+const SEVERITY = { fits: "good", unknown: "good", short: "error", stopped: "error" };
 
 export function chipsOf(data) {
   const count = (severity) => data.messages.filter((message) => message.severity === severity).length;
-  const chips = ["error", "warning"]
+  return [[SEVERITY[data.verdict.kind], data.verdict.brief], ...["error", "warning"]
     .filter((severity) => count(severity))
-    .map((severity) => [severity, `${count(severity)} ${severity}${count(severity) > 1 ? "s" : ""}`]);
-  if (data.runs) chips.unshift(["good", "can run"]);
-  const full = (data.memory.bars ?? []).filter((bar) => !bar.fits).map((bar) => bar.label);
-  if (full.length) chips.push(["error", `does not fit ${full.join(", ")}`]);
-  return chips;
+    .map((severity) => [severity, `${count(severity)} ${severity}${count(severity) > 1 ? "s" : ""}`])];
 }
 
 export function renderCounts(chips) {
@@ -96,20 +113,21 @@ export function renderCounts(chips) {
 }
 
 function link(message, holder) {
-  if (!message.key) return null;
-  const control = holder && controlOf(holder);
-  if (!control) return el("code", { text: `${message.key}: ` });
-  const anchor = el("a", { href: `#${control.id}`, text: message.key, onclick: (event) => {
+  const control = controlOf(holder);
+  if (!control) return el("code", { text: message.key });
+  const text = message.key.startsWith("setup.") ? nameOf(holder) : message.key;
+  return el("a", { href: `#${control.id}`, text, onclick: (event) => {
     event.preventDefault();
-    control.closest("details")?.setAttribute("open", "");
-    control.focus();
-    control.scrollIntoView({ block: "center" });
+    reach(control);
   } });
-  return el("span", {}, anchor, ": ");
 }
 
+// The verdict, what the plan is, and what a step of it takes.
 export function renderTitle(data) {
-  const title = byId("title");
-  title.textContent = data.title ?? (data.valid ? "This plan cannot run as it is." : "This is not a plan yet.");
-  show(title, true);
+  const { kind, text } = data.verdict;
+  byId("verdict").dataset.severity = SEVERITY[kind];
+  fill(byId("verdict"), `${text[0].toUpperCase()}${text.slice(1)}.`);
+  fill(byId("title"), data.title ?? "");
+  const { time } = data;
+  fill(byId("time"), ...(time ? [el("b", { text: time.seconds }), ` per step, predicted; ${time.rates}.`] : []));
 }

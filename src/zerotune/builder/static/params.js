@@ -5,6 +5,7 @@ import { take } from "./form.js";
 import { changed, print, read, same, write } from "./state.js";
 
 const DEFAULTS = { optimizer: "AdamW", scheduler: "WarmupLR" };
+const OTHER = "…";
 const lists = { optimizer: [], scheduler: [] };
 let capabilities = {};
 const GROUPS = {
@@ -25,7 +26,16 @@ export function setCatalogue(catalogue) {
 const squash = (name) => String(name).toLowerCase().replace(/[^a-z0-9]/g, "");
 const find = (what, name) => lists[what].find((entry) => entry.spellings.includes(squash(name)));
 
+// Names that are typed, though the list may know them: what is shown then is the field.
+const typedNames = new Set();
+
 function pick(what, name) {
+  typedNames.delete(what);
+  if (name === OTHER) {
+    typedNames.add(what);
+    options(what);
+    return byId(`${what}-name`).focus();
+  }
   const before = find(what, read("config", `${what}.type`));
   const after = find(what, name);
   if (!name) write("config", what, undefined);
@@ -58,8 +68,9 @@ function options(what) {
     const members = lists[what].filter((each) => each.family === family);
     if (members.length) groups.push(el("optgroup", { label }, ...members.map(option)));
   }
-  fill(select, ...groups);
-  select.value = chosen;
+  fill(select, ...groups, el("option", { value: OTHER, text: "another name…" }));
+  select.value = typedNames.has(what) ? OTHER : chosen;
+  show(byId(`${what}-other`), typedNames.has(what) || Boolean(chosen && !entry));
   byId(`${what}-about`).textContent = about(what, entry);
 }
 

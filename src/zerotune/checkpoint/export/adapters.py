@@ -296,16 +296,16 @@ class AdapterOutline:
     @classmethod
     def of(cls, engine: Engine, *, component: str | None = None) -> AdapterOutline:
         """Look at an engine."""
+        shapes = engine.master_weights.parameters
         adapters = {
             name: (prefix, module, adapter)
             for name, (prefix, module) in components(engine.module, component).items()
-            if (adapter := trained_adapter(module)) is not None
+            if (adapter := trained_adapter(shapes, prefix=prefix)) is not None
         }
         if not adapters:
             raise CheckpointMismatchError(
                 "trains no adapters", key="engine.module", value=type(engine.module).__name__
             )
-        shapes = engine.master_weights.parameters
         return cls(
             keys={name: _adapter_key(name, adapters) for name in shapes},
             shapes=shapes,

@@ -232,10 +232,20 @@ class ExportWriter:
         for key in all_names(name, self._aliases):
             self._writer.write(key, tensor)
 
-    def publish(self) -> Path:
-        """Compare what is on the disk with what was written, then give it its name."""
+    def append_part(self, name: str, part: torch.Tensor, *, start: int) -> None:
+        """Write a part of a tensor, from an element of the flattened tensor on."""
+        self._writer.write(name, part, start=start)
+
+    def publish(self, *, check: Callable[[Path], None] | None = None) -> Path:
+        """Compare what is on the disk with what was written, then give it its name.
+
+        Args:
+            check: Looks at a single file before it gets its name.
+        """
         self.records = self._writer.confirm(self._files, self._writer.written)
         self._writer.close()
+        if check is not None:
+            check(self._staging.path / self.path.name)
         if self._single:
             (self._staging.path / self.path.name).rename(self.path)
             sync(self.path.parent)

@@ -331,7 +331,7 @@ class _Merged:
                 fix=f"one of {list(named)}",
             )
         ((prefix, module),) = named.values()
-        adapter = trained_adapter(module)
+        adapter = trained_adapter(engine.master_weights.parameters, prefix=prefix)
         if adapter is None:
             raise CheckpointMismatchError(
                 "trains no adapters", key="component", value=type(module).__name__

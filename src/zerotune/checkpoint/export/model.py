@@ -88,6 +88,7 @@ def model_writer(
     aliases: Mapping[str, str] | None = None,
     shard_size: int = SHARD_SIZE,
     whole: Whole | None = None,
+    texts: Mapping[str, bytes] | None = None,
 ) -> ExportWriter:
     """What writes ``config.json`` and sharded safetensors that ``from_pretrained`` reads.
 
@@ -98,7 +99,7 @@ def model_writer(
         path,
         stem=None if single else STEMS[config is None],
         specs=specs,
-        texts={} if single or config is None else {CONFIG: json_text(config)},
+        texts=texts if single or config is None else {CONFIG: json_text(config)},
         aliases=aliases,
         shard_size=shard_size,
         whole=whole,
@@ -236,23 +237,61 @@ def engine_writer(
     dtype: torch.dtype,
     shard_size: int,
     whole: Whole | None = None,
+    part: tuple[str, torch.nn.Module] | None = None,
+    texts: Mapping[str, bytes] | None = None,
 ) -> ExportWriter:
-    """What writes an engine's model, every tensor in ``dtype``."""
-    records: list[ParameterRecord | TensorRecord] = [
-        ParameterRecord(name=name, shape=shape)
-        for name, shape in engine.master_weights.parameters.items()
-    ]
-    records += [tensor_record(name, p) for name, p in untrained_parameters(engine).items()]
-    records += buffer_records(engine.module)
-    aliases = tied_names(engine.module)
+    """What writes an engine's model, or a part of it, every tensor in ``dtype``.
+
+    Args:
+        path: As in ``export_model``.
+        engine: The model.
+        dtype: As in ``export_model``.
+        shard_size: As in ``export_model``.
+        whole: What it becomes a part of.
+        part: The prefix of its names in the engine, and the module; all of it when not given.
+        texts: Files beside the weights of a model that is none of diffusers.
+    """
+    prefix, module = part or ("", engine.module)
+    aliases = tied_names(module)
     return model_writer(
         path,
-        config=model_config(engine.module),
-        specs=specs_of(records, aliases, dtype),
+        config=model_config(module),
+        specs=engine_specs(engine, aliases, dtype, part=(prefix, module)),
         aliases=aliases,
         shard_size=shard_size,
         whole=whole,
+        texts=texts,
     )
+
+
+def engine_specs(
+    engine: Engine,
+    aliases: Mapping[str, str],
+    dtype: torch.dtype,
+    *,
+    part: tuple[str, torch.nn.Module] | None = None,
+) -> list[TensorSpec]:
+    """All tensors of an engine's model, or of a part of it, in ``dtype``.
+
+    Args:
+        engine: The model.
+        aliases: Names of tied tensors.
+        dtype: Of each tensor.
+        part: As in ``engine_writer``.
+    """
+    prefix, module = part or ("", engine.module)
+    records: list[ParameterRecord | TensorRecord] = [
+        ParameterRecord(name=name.removeprefix(prefix), shape=shape)
+        for name, shape in engine.master_weights.parameters.items()
+        if name.startswith(prefix)
+    ]
+    records += [
+        tensor_record(name.removeprefix(prefix), p)
+        for name, p in untrained_parameters(engine).items()
+        if name.startswith(prefix)
+    ]
+    records += buffer_records(module)
+    return specs_of(records, aliases, dtype)
 
 
 def specs_of(

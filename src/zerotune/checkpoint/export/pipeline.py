@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -13,14 +14,23 @@ import torch
 from zerotune._util.files import sync
 from zerotune._util.text import json_of
 from zerotune.backend.dtypes import checked_dtype
+from zerotune.backend.single_file import SUFFIX, SingleFile
+from zerotune.backend.trained_parts import TrainedParts, components
+from zerotune.checkpoint.contents import model_config
 from zerotune.checkpoint.export.driver import (
     SHARD_SIZE,
+    ExportWriter,
     Gatherable,
     Whole,
     export_together,
     meet,
 )
 from zerotune.checkpoint.export.model import engine_writer, refuse_adapters, untrained
+from zerotune.checkpoint.export.single_file import (
+    SingleFileDraft,
+    layout_of_file,
+    layout_of_folder,
+)
 from zerotune.checkpoint.folders import ExportStaging, check_apart, checked_path
 from zerotune.checkpoint.tensors import hash_of
 from zerotune.errors import CheckpointMismatchError
@@ -38,6 +48,7 @@ def export_pipeline(
     *,
     engine: Engine,
     base: str | os.PathLike[str],
+    config: str | os.PathLike[str] | None = None,
     component: str | None = None,
     weights: Gatherable | str | None = None,
     dtype: str | torch.dtype = "fp32",
@@ -46,35 +57,48 @@ def export_pipeline(
 ) -> Path:
     """Write a pipeline: that of ``base`` with the engine's model in place of one part. Collective.
 
-    The other parts (VAE, text encoders, tokenizers, scheduler) are copied as they are. The folder
-    gets its name when all of it is on the disk, and then takes the place of an earlier export.
+    Of ``TrainedParts`` each takes the place of the part of its name. The other parts (VAE, text
+    encoders, tokenizers, scheduler) are copied as they are. The folder gets its name when all of it
+    is on the disk, and then takes the place of an earlier export.
+
+    A path that ends with ``.safetensors`` becomes a single file in the layout of the model's first
+    publication, which ComfyUI and diffusers' ``from_single_file`` read. From a single file as
+    ``base`` it has that file's names and other tensors; averages of the former weights
+    (``model_ema``) are left out. From a folder, Stable Diffusion 1 and XL are written with text
+    encoders and VAE, SD3 with its VAE, Flux and others as transformers alone. What the file holds
+    is compared, through diffusers' converters, before it gets its name.
 
     Args:
-        path: The folder.
+        path: The folder, or the single file.
         engine: The model.
-        base: Folder of the pipeline training began from.
+        base: Folder of the pipeline, or the single file, training began from.
+        config: Of a single file as ``base``: the pipeline's folder with its configuration. A folder
+            is written with its tokenizers and scheduler; not needed to write a single file.
         component: Part to replace (``"unet"``, ``"transformer"``); found by the model's class
-            when not given.
+            when not given. The parts of ``TrainedParts`` have their names.
         weights: As in ``export_model``.
-        dtype: Of the replaced part.
-        shard_size: Most bytes of tensors in a file.
+        dtype: Of what is replaced.
+        shard_size: Most bytes of tensors in a file of a folder.
         timeout_s: As in ``export_model``.
 
     Returns:
         The absolute path.
 
     Raises:
-        CheckpointMismatchError: ``base`` is no pipeline, or has no such part.
+        CheckpointMismatchError: ``base`` is no pipeline, or has no such part; or nothing is known
+            of how the model is written into a single file.
         InvalidValueError: No such average is attached to the engine.
         CheckpointError: The path is taken by something else than an export, or writing fails.
         CollectiveError: A rank did not come, or the arguments differ.
     """
     target, origin, chosen = Path(path).absolute(), Path(base), checked_dtype(dtype)
+    settings = None if config is None else Path(config)
     exported = meet(
         engine,
         target,
         "export_pipeline",
         origin,
+        settings,
         component,
         chosen,
         shard_size,
@@ -85,16 +109,62 @@ def export_pipeline(
     return export_together(
         engine,
         "the pipeline",
-        begin=lambda: _PipelineDraft(
+        begin=lambda: _draft(
             target,
             engine,
             base=origin,
-            part=_component(origin, component, engine.module),
+            config=settings,
+            component=component,
             dtype=chosen,
             shard_size=shard_size,
         ),
         weights=exported,
         others=untrained(engine),
+    )
+
+
+def _draft(
+    target: Path,
+    engine: Engine,
+    *,
+    base: Path,
+    config: Path | None,
+    component: str | None,
+    dtype: torch.dtype,
+    shard_size: int,
+) -> SingleFileDraft | _PipelineDraft:
+    """What becomes a folder or a single file, of a folder or a single file."""
+    single = target.suffix == SUFFIX
+    if single and isinstance(engine.module, TrainedParts):
+        raise CheckpointMismatchError(
+            "a single file is written of the model alone; text encoders were trained too",
+            key="path",
+            value=str(target),
+            fix="give a folder, for the whole pipeline",
+        )
+    if base.is_file() and single:
+        layout = layout_of_file(engine, base, dtype=dtype)
+        return SingleFileDraft(target, base=base, layout=layout)
+    if base.is_file() and config is None:
+        raise CheckpointMismatchError(
+            "is a single file, which has neither tokenizers nor a scheduler",
+            key="base",
+            value=str(base),
+            fix=f"give config=, the folder of its pipeline, or a path that ends with {SUFFIX}",
+        )
+    folder = base if config is None else config
+    if single:
+        part, pipeline = _component(folder, component, engine.module)
+        layout = layout_of_folder(engine, folder, part=part, pipeline=pipeline, dtype=dtype)
+        return SingleFileDraft(target, base=folder, layout=layout)
+    return _PipelineDraft(
+        target,
+        engine,
+        base=folder,
+        file=SingleFile.open(base, config=folder) if base.is_file() else None,
+        parts=_components(folder, component, engine.module),
+        dtype=dtype,
+        shard_size=shard_size,
     )
 
 
@@ -107,42 +177,52 @@ class _PipelineDraft:
         engine: Engine,
         *,
         base: Path,
-        part: str,
+        file: SingleFile | None,
+        parts: Mapping[str, tuple[str, torch.nn.Module]],
         dtype: torch.dtype,
         shard_size: int,
     ) -> None:
         check_apart(target, base)
         self._target, top = target, str(base)
+        elsewhere = [*parts] if file is None else [*parts, *file.parts]
         self._staging = ExportStaging(checked_path(target))
         folder = self._staging.path
+        self._models: dict[str, ExportWriter] = {}
         with ExitStack() as undo:
-            undo.callback(self._staging.abandon)
+            undo.callback(self.abandon)
             shutil.copytree(
                 base,
                 folder,
-                ignore=lambda where, _names: [part] if where == top else [],
+                ignore=lambda where, _names: elsewhere if where == top else [],
                 dirs_exist_ok=True,
             )
+            if file is not None:
+                file.save_parts(folder)
             others = {
                 path.relative_to(folder).as_posix(): hash_of(path)
                 for path in _component_files(folder)
             }
-            self._model = engine_writer(
-                folder / part,
-                engine,
-                dtype=dtype,
-                shard_size=shard_size,
-                whole=Whole(part=part, others=others),
-            )
+            for name, part in parts.items():
+                self._models[part[0]] = engine_writer(
+                    folder / name,
+                    engine,
+                    dtype=dtype,
+                    shard_size=shard_size,
+                    whole=Whole(part=name, others=others),
+                    part=part,
+                    texts=_texts_beside(base / name) if model_config(part[1]) is None else None,
+                )
             undo.pop_all()
 
     def append(self, name: str, tensor: torch.Tensor, *, trained: bool) -> None:
-        """Write a tensor of the part that was trained."""
-        self._model.append(name, tensor, trained=trained)
+        """Write a tensor of a part that was trained."""
+        prefix = next(prefix for prefix in self._models if name.startswith(prefix))
+        self._models[prefix].append(name.removeprefix(prefix), tensor, trained=trained)
 
     def publish(self) -> Path:
         """Bring everything to disk and give it its name."""
-        self._model.publish()
+        for model in self._models.values():
+            model.publish()
         for path in _component_files(self._staging.path):
             sync(path)
         self._staging.publish()
@@ -150,15 +230,37 @@ class _PipelineDraft:
 
     def abandon(self) -> None:
         """Remove what has not got its name."""
-        self._model.abandon()
+        for model in self._models.values():
+            model.abandon()
         self._staging.abandon()
+
+
+def _texts_beside(folder: Path) -> dict[str, bytes]:
+    """What lies beside the weights of a text encoder, which is no model of diffusers."""
+    return {
+        path.name: path.read_bytes()
+        for path in sorted(folder.glob("*.json"))
+        if not path.name.endswith(".index.json")
+    }
 
 
 def _component_files(folder: Path) -> list[Path]:
     return [path for path in sorted(folder.rglob("*")) if path.is_file()]
 
 
-def _component(base: Path, asked: str | None, model: torch.nn.Module) -> str:
+def _components(
+    base: Path, asked: str | None, model: torch.nn.Module
+) -> Mapping[str, tuple[str, torch.nn.Module]]:
+    """For each part that is replaced the prefix of its names in the engine, and the module."""
+    if not isinstance(model, TrainedParts):
+        return {_component(base, asked, model)[0]: ("", model)}
+    for name in model.names:
+        _component(base, name, model)
+    return components(model)
+
+
+def _component(base: Path, asked: str | None, model: torch.nn.Module) -> tuple[str, str]:
+    """What the model is called in the pipeline, and the pipeline's class."""
     try:
         index: dict[str, Any] = json_of((base / INDEX).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -184,4 +286,4 @@ def _component(base: Path, asked: str | None, model: torch.nn.Module) -> str:
             value=asked or type(model).__name__,
             fix="name the part that was trained",
         )
-    return fitting[0]
+    return fitting[0], str(index.get("_class_name"))

@@ -32,10 +32,12 @@ from zerotune.diffusion.data.images import SkipBroken as SkipBroken
 from zerotune.diffusion.data.images import WholeImage as WholeImage
 from zerotune.diffusion.data.images import write_broken as write_broken
 from zerotune.diffusion.data.iterable import StreamedImages as StreamedImages
+from zerotune.diffusion.data.mixture import Mixture as Mixture
 from zerotune.diffusion.data.order import BucketOrder as BucketOrder
 from zerotune.diffusion.data.order import Draw as Draw
 from zerotune.diffusion.data.order import SampleOrder as SampleOrder
 from zerotune.diffusion.data.order import derive_seed as derive_seed
+from zerotune.diffusion.data.pairs import PreferencePairs as PreferencePairs
 from zerotune.diffusion.data.preparation import Augmentation as Augmentation
 from zerotune.diffusion.data.preparation import CenterCrop as CenterCrop
 from zerotune.diffusion.data.preparation import Preparation as Preparation

@@ -515,6 +515,11 @@ class CachedImages:
         return self._dataset.assignment
 
     @property
+    def companions(self) -> frozenset[str]:
+        """What lies beside the images."""
+        return self._dataset.companions
+
+    @property
     def identity(self) -> str:
         """That of the images: the order does not depend on what is cached."""
         return self._dataset.identity

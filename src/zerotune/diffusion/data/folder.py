@@ -181,7 +181,8 @@ class ImageFolder(EncodedSource):
     """All images of a folder and its subfolders, in order of their names.
 
     Beside ``cat.png`` may lie ``cat.mask.png``, which says where its loss counts (white) and where
-    not (black), and ``cat.reference.png``, which is edited to become it.
+    not (black), and ``cat.reference.png``, which is edited to become it or steers it (ControlNets).
+    References may as well have the same names in a folder of their own.
 
     Args:
         root: The folder. Names that begin with a dot are left out.
@@ -189,6 +190,8 @@ class ImageFolder(EncodedSource):
             ``metadata.csv``, else text files beside the images; which one is recorded.
         masks: What a mask's name has before its ending; ``None``: there are none.
         references: The same of what is edited. If one image has a reference, all must.
+        reference_folder: A folder that holds references under the images' own names, with any
+            ending: ``conditions/cat.png`` of ``photos/cat.jpg``.
         check: ``"whole"``, the default, decodes every file at the start, ``"header"`` is faster.
         on_broken: ``"skip"``, the default, leaves broken files out, ``"error"`` stops. An image
             that the metadata name and the folder lacks is broken too, and one whose mask is of
@@ -206,18 +209,20 @@ class ImageFolder(EncodedSource):
         captions: CaptionFiles | None = None,
         masks: str | None = MASK,
         references: str | None = REFERENCE,
+        reference_folder: str | os.PathLike[str] | None = None,
         check: Check | None = None,
         on_broken: OnBroken | None = None,
     ) -> None:
-        self._root = Path(root)
-        with system_errors(DataError, self._root, "images cannot be read from it"):
-            there = self._root.is_dir()
-        if not there:
-            raise DataError(
-                "is no folder", key="root", value=os.fspath(root), fix="name a folder of images"
-            )
+        self._root = _checked_folder(root, key="root")
+        apart = None if reference_folder is None else Path(reference_folder).absolute()
         policy, closely = broken_policy(on_broken), image_check(check)
-        names, self._beside = _paired(_images_in(self._root), {MASK: masks, REFERENCE: references})
+        found = _images_in(self._root)
+        if apart is not None:
+            _checked_folder(apart, key="reference_folder")
+            found = [name for name in found if apart not in (self._root / name).absolute().parents]
+        names, self._beside = _paired(found, {MASK: masks, REFERENCE: references})
+        if apart is not None:
+            _pair_across(names, self._beside, apart)
         chosen, decisions = (captions, ()) if captions else caption_files(self._root)
         words = chosen.read(self._root, names)
         self._scan(
@@ -226,7 +231,14 @@ class ImageFolder(EncodedSource):
             lambda name: words.get(name, ""),
             check=closely,
             on_broken=policy,
-            index=SizeIndex("images", str(self._root.resolve()), masks, references, closely),
+            index=SizeIndex(
+                "images",
+                str(self._root.resolve()),
+                masks,
+                references,
+                *filter(None, [apart]),
+                closely,
+            ),
             stamp=self._stamp,
             beside=self._files_beside,
             companions=Counter(kind for others in self._beside.values() for kind in others),
@@ -269,6 +281,33 @@ def _paired(
             beside.setdefault(owner, {})[kinds[stem.suffix]] = files[0]
         taken |= set(files) if owners else set()
     return [name for name in names if name not in taken], beside
+
+
+def _pair_across(names: Sequence[str], beside: dict[str, dict[str, str]], folder: Path) -> None:
+    """Add the files of another folder that have the names of images."""
+    stems = {PurePosixPath(name).with_suffix(""): name for name in _images_in(folder)}
+    for name in names:
+        other = stems.get(PurePosixPath(name).with_suffix(""))
+        if other is not None:
+            beside.setdefault(name, {})[REFERENCE] = str(folder / other)
+    if not any(REFERENCE in found for found in beside.values()):
+        raise DataError(
+            "holds no file of an image's name",
+            key="reference_folder",
+            value=str(folder),
+            fix="give references the names of their images: conditions/cat.png of photos/cat.jpg",
+        )
+
+
+def _checked_folder(path: str | os.PathLike[str], *, key: str) -> Path:
+    folder = Path(path)
+    with system_errors(DataError, folder, "images cannot be read from it"):
+        there = folder.is_dir()
+    if not there:
+        raise DataError(
+            "is no folder", key=key, value=os.fspath(path), fix="name a folder of images"
+        )
+    return folder
 
 
 def _images_in(root: Path) -> list[str]:

@@ -18,7 +18,14 @@ from zerotune.diffusion.data.images import (
     image_check,
     need,
 )
-from zerotune.diffusion.data.sources import EncodedSource, SizeIndex, Stamp, Words, stamp_of
+from zerotune.diffusion.data.sources import (
+    REFERENCE,
+    EncodedSource,
+    SizeIndex,
+    Stamp,
+    Words,
+    stamp_of,
+)
 from zerotune.errors import DataError
 
 if TYPE_CHECKING:
@@ -35,6 +42,7 @@ class HuggingFaceImages(EncodedSource):
         dataset: What ``datasets.load_dataset(..., split="train")`` gives.
         image: Name of the image column.
         caption: Name of the caption column; ``None`` for no captions. Rows may hold lists.
+        reference: Name of a column of images that are edited, or that steer a ControlNet.
         check: ``"whole"``, the default, decodes every image at the start, ``"header"`` is faster.
         on_broken: ``"skip"``, the default, leaves broken images out, ``"error"`` stops.
 
@@ -49,21 +57,24 @@ class HuggingFaceImages(EncodedSource):
         *,
         image: str = "image",
         caption: str | None = "text",
+        reference: str | None = None,
         check: Check | None = None,
         on_broken: OnBroken | None = None,
     ) -> None:
         library = need("datasets", package="datasets")
-        for column in (image, caption):
+        for key, column in (("image", image), ("caption", caption), ("reference", reference)):
             if column is not None and column not in dataset.column_names:
                 raise DataError(
                     "is no column of the dataset",
-                    key="caption" if column == caption else "image",
+                    key=key,
                     value=column,
                     fix=f"one of {', '.join(dataset.column_names)}",
                 )
         plain = dataset.with_format(None)
-        self._images = plain.select_columns([image]).cast_column(image, library.Image(decode=False))
-        self._column = image
+        self._images = plain.select_columns([each for each in (image, reference) if each])
+        for each in self._images.column_names:
+            self._images = self._images.cast_column(each, library.Image(decode=False))
+        self._column, self._reference = image, reference
         words = plain[caption] if caption is not None else None
         closely, fingerprint = image_check(check), getattr(dataset, "_fingerprint", None)
         self._scan(
@@ -72,25 +83,37 @@ class HuggingFaceImages(EncodedSource):
             lambda name: "" if words is None else words[int(name)] or "",
             check=closely,
             on_broken=broken_policy(on_broken),
-            index=SizeIndex("rows", fingerprint, image, closely) if fingerprint else None,
+            index=SizeIndex("rows", fingerprint, image, *filter(None, [reference]), closely)
+            if fingerprint
+            else None,
             stamp=lambda name: self._stamp(int(name)),
+            beside=lambda name: self._beside_row(int(name)),
+            companions={REFERENCE: len(plain)} if reference else None,
         )
 
     def encoded(self, index: int) -> Path | bytes:
         """The image as it is stored."""
         return self._encoded(int(self._items[index].name))
 
+    def beside(self, index: int) -> Mapping[str, Path | bytes]:
+        """The image of the reference's column."""
+        return self._beside_row(int(self._items[index].name))
+
+    def _beside_row(self, row: int) -> Mapping[str, Path | bytes]:
+        return {REFERENCE: self._encoded(row, self._reference)} if self._reference else {}
+
     def _stamp(self, row: int) -> Stamp | None:
         try:
-            stored = self._encoded(row)
+            stored = [self._encoded(row), *self._beside_row(row).values()]
         except ValueError:
             return None
-        if isinstance(stored, Path):
-            return stamp_of([stored])
-        return [[zlib.crc32(stored), len(stored)]]
+        files = [each for each in stored if isinstance(each, Path)]
+        if len(files) == len(stored):
+            return stamp_of(files)
+        return [[zlib.crc32(each), len(each)] for each in stored if isinstance(each, bytes)]
 
-    def _encoded(self, row: int) -> Path | bytes:
-        value = self._images[row][self._column]
+    def _encoded(self, row: int, column: str | None = None) -> Path | bytes:
+        value = self._images[row][column or self._column]
         if value is None:
             raise ValueError("the row is empty")
         if value["bytes"] is not None:

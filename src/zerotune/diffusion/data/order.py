@@ -6,10 +6,16 @@ import hashlib
 import random
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from fractions import Fraction
 from functools import cached_property
+from typing import Final
 
 import attrs
 import torch
+
+RUN: Final = 8
+"""Micro batches of one group that come in a row: shared out evenly by 2, 4 and 8 ranks."""
+_REMEMBERED: Final = 4
 
 
 def derive_seed(seed: int, *parts: object) -> int:
@@ -60,14 +66,42 @@ class Draw:
 
 
 @attrs.frozen(kw_only=True)
+class Share:
+    """One of several sets of images that are trained on together."""
+
+    name: str
+    images: range
+    """Numbers of its images among those of all sets."""
+    repeats: Fraction
+    """Uses of each image in an epoch."""
+
+
+@attrs.frozen(kw_only=True)
+class _Lane:
+    """The images of one set in one bucket."""
+
+    share: int
+    images: tuple[int, ...]
+    repeats: Fraction = Fraction(1)
+
+    def before(self, epoch: int) -> int:
+        """Uses of all images together before an epoch."""
+        return epoch * self.repeats.numerator * len(self.images) // self.repeats.denominator
+
+
+@attrs.frozen(kw_only=True)
 class BucketOrder:
-    """An endless sequence of micro batches; every image is used once per epoch.
+    """An endless sequence of micro batches; every image is used once per epoch, or as its set says.
 
     Each bucket has an endless sequence of its own: one permutation per epoch, back to back, cut
     into micro batches of equal size. A micro batch belongs to the epoch of its first image, and
     the micro batches of one epoch are shuffled over all buckets. So no image is left over or
     used twice, whatever the sizes: the rest of a bucket is completed from its next epoch, which
     then has those images behind it. The sequence does not depend on the number of ranks.
+
+    An image of a set with ``repeats`` r was used at least ``floor(e * r)`` and at most
+    ``ceil(e * r)`` times after e epochs. Where r is not whole, each pass over the set's images in
+    a bucket has a permutation of its own, and epochs take up where the one before left off.
     """
 
     buckets: tuple[tuple[int, ...], ...]
@@ -77,11 +111,16 @@ class BucketOrder:
     shuffle: bool = True
     origin: tuple[int, ...] = ()
     """Images of each bucket that were used before this sequence begins; empty: none."""
+    shares: tuple[Share, ...] = ()
+    """The sets that the images are of; empty: one, each of whose images comes once."""
+    groups: tuple[int, ...] = ()
+    """A number for each bucket; micro batches of buckets with equal numbers come in runs of
+    ``RUN``, so that ranks which share a step have equally much to do. Empty: no runs."""
 
     @property
-    def length(self) -> int:
-        """Images in all buckets."""
-        return sum(map(len, self.buckets))
+    def length(self) -> float:
+        """Uses of images in an epoch."""
+        return float(sum(self._rates))
 
     def batches(self, start: int) -> Iterator[list[Draw]]:
         """Micro batches from number ``start`` on, endlessly."""
@@ -103,15 +142,64 @@ class BucketOrder:
             for done, count in zip(self._origin, counts, strict=True)
         )
 
+    def used_of_shares(self, position: int) -> tuple[int, ...]:
+        """Uses of images of each set in the first ``position`` micro batches."""
+        counts = [0] * max(1, len(self.shares))
+        for bucket, done in enumerate(self.used(position)):
+            epoch = self._epoch_of(bucket, done)
+            slots = self._slots(bucket, epoch)[: done - self._before(bucket, epoch)]
+            for lane in self._lanes[bucket]:
+                start, many = lane.before(epoch), lane.before(epoch + 1) - lane.before(epoch)
+                counts[lane.share] += start + sum(slot < many for slot in slots)
+                slots = [slot - many for slot in slots if slot >= many]
+        return tuple(counts)
+
     @cached_property
     def _origin(self) -> tuple[int, ...]:
         return self.origin or (0,) * len(self.buckets)
 
     @cached_property
-    def _first_epoch(self) -> int:
-        return min(
-            done // len(bucket) for done, bucket in zip(self._origin, self.buckets, strict=True)
+    def _lanes(self) -> tuple[tuple[_Lane, ...], ...]:
+        """Of each bucket the images of each set that has some in it."""
+        if not self.shares:
+            return tuple((_Lane(share=0, images=bucket),) for bucket in self.buckets)
+        starts = [share.images.start for share in self.shares]
+        lanes = []
+        for bucket in self.buckets:
+            members: dict[int, list[int]] = {}
+            for image in bucket:
+                members.setdefault(bisect_right(starts, image) - 1, []).append(image)
+            lanes.append(
+                tuple(
+                    _Lane(share=number, images=tuple(of), repeats=self.shares[number].repeats)
+                    for number, of in sorted(members.items())
+                )
+            )
+        return tuple(lanes)
+
+    @cached_property
+    def _rates(self) -> tuple[Fraction, ...]:
+        """Uses of images of each bucket in an epoch, on average."""
+        return tuple(
+            sum((len(lane.images) * lane.repeats for lane in lanes), Fraction(0))
+            for lanes in self._lanes
         )
+
+    def _before(self, bucket: int, epoch: int) -> int:
+        """Uses of images of a bucket before an epoch."""
+        return sum(lane.before(epoch) for lane in self._lanes[bucket])
+
+    def _epoch_of(self, bucket: int, position: int) -> int:
+        """The epoch of the use of this number in a bucket."""
+        # Each lane is less than one use behind its rate.
+        first = int(position / self._rates[bucket])
+        last = int((position + len(self._lanes[bucket])) / self._rates[bucket]) + 1
+        later = range(first + 1, last + 1)
+        return first + bisect_right(later, position, key=lambda epoch: self._before(bucket, epoch))
+
+    @cached_property
+    def _first_epoch(self) -> int:
+        return min(self._epoch_of(bucket, done) for bucket, done in enumerate(self._origin))
 
     def _epoch_at(self, position: int) -> int:
         """The epoch to which a micro batch belongs."""
@@ -123,7 +211,7 @@ class BucketOrder:
 
     def _numbers_before(self, bucket: int, epoch: int) -> int:
         """Micro batches of a bucket that begin before an epoch of it."""
-        images = epoch * len(self.buckets[bucket]) - self._origin[bucket]
+        images = self._before(bucket, epoch) - self._origin[bucket]
         return max(0, -(-images // self.micro_batch_size))
 
     def _batches_before(self, epoch: int) -> int:
@@ -138,7 +226,9 @@ class BucketOrder:
             for _ in range(first, self._numbers_before(bucket, epoch + 1))
         ]
         if self.shuffle:
-            random.Random(derive_seed(self.seed, "batches", epoch)).shuffle(turns)  # noqa: S311
+            draw = random.Random(derive_seed(self.seed, "batches", epoch))  # noqa: S311
+            draw.shuffle(turns)
+            turns = self._in_runs(turns, sum(number), draw)
         # Turns are shuffled, a bucket's own micro batches are not: what was used of a bucket is
         # then the beginning of its sequence, and one number says all.
         order = []
@@ -147,29 +237,65 @@ class BucketOrder:
             number[bucket] += 1
         return order
 
+    def _in_runs(self, turns: list[int], start: int, draw: random.Random) -> list[int]:
+        """Turns of buckets of one group together; a run begins at a multiple of its length."""
+        if len(set(self.groups)) < 2:
+            return turns
+        alike: dict[int, list[int]] = {}
+        for bucket in turns:
+            alike.setdefault(self.groups[bucket], []).append(bucket)
+        runs = [of[at : at + RUN] for of in alike.values() for at in range(0, len(of), RUN)]
+        loose = [bucket for run in runs if len(run) < RUN for bucket in run]
+        runs = [run for run in runs if len(run) == RUN]
+        draw.shuffle(runs)
+        gap = -start % RUN
+        if runs and len(loose) < gap:
+            loose += runs.pop()
+        return [*loose[:gap], *(bucket for run in runs for bucket in run), *loose[gap:]]
+
     def _draws(self, bucket: int, number: int) -> list[Draw]:
         start = self._origin[bucket] + number * self.micro_batch_size
         draws = []
         for position in range(start, start + self.micro_batch_size):
-            epoch, offset = divmod(position, len(self.buckets[bucket]))
-            draws.append(Draw(index=self._permutation(bucket, epoch)[offset], epoch=epoch))
+            epoch = self._epoch_of(bucket, position)
+            slot = self._slots(bucket, epoch)[position - self._before(bucket, epoch)]
+            draws.append(self._use(bucket, epoch, slot))
         return draws
 
-    @cached_property
-    def _permutations(self) -> dict[int, dict[int, list[int]]]:
-        return {bucket: {} for bucket in range(len(self.buckets))}
+    def _use(self, bucket: int, epoch: int, slot: int) -> Draw:
+        """What a place among the unshuffled uses of an epoch stands for."""
+        for lane in self._lanes[bucket]:
+            start, stop, many = lane.before(epoch), lane.before(epoch + 1), len(lane.images)
+            if slot < stop - start:
+                turn, place = divmod(start + slot, many)
+                # A pass that is in one epoch as a whole is shuffled with it.
+                whole = start <= turn * many and (turn + 1) * many <= stop
+                images = lane.images if whole else self._turn(bucket, lane, turn)
+                return Draw(index=images[place], epoch=turn)
+            slot -= stop - start
+        raise AssertionError("an epoch has as many uses as its lanes have")
 
-    def _permutation(self, bucket: int, epoch: int) -> Sequence[int]:
-        members = self.buckets[bucket]
+    @cached_property
+    def _known(self) -> dict[tuple[object, ...], list[int]]:
+        return {}
+
+    def _shuffled(self, *key: object, of: Sequence[int]) -> Sequence[int]:
+        """A permutation, one for each key; the latest few of a kind are remembered."""
         if not self.shuffle:
-            return members
-        known = self._permutations[bucket]
-        if epoch not in known:
-            order = list(members)
-            seed = derive_seed(self.seed, "bucket", bucket, epoch)
-            random.Random(seed).shuffle(order)  # noqa: S311
-            # A micro batch looks at this epoch and the ones after; those before are done with.
-            for old in [number for number in known if number < epoch - 1]:
-                del known[old]
-            known[epoch] = order
-        return known[epoch]
+            return of
+        if key not in self._known:
+            order = list(of)
+            random.Random(derive_seed(self.seed, *key)).shuffle(order)  # noqa: S311
+            # A micro batch looks at its epoch and those after; those before are done with.
+            alike = [known for known in self._known if known[:-1] == key[:-1]]
+            for old in alike[: 1 - _REMEMBERED]:
+                del self._known[old]
+            self._known[key] = order
+        return self._known[key]
+
+    def _slots(self, bucket: int, epoch: int) -> Sequence[int]:
+        many = self._before(bucket, epoch + 1) - self._before(bucket, epoch)
+        return self._shuffled("bucket", bucket, epoch, of=range(many))
+
+    def _turn(self, bucket: int, lane: _Lane, turn: int) -> Sequence[int]:
+        return self._shuffled("turn", lane.share, bucket, turn, of=lane.images)

@@ -40,6 +40,8 @@ LOSS_MASKS: Final = "loss_masks"
 REFERENCE_IMAGES: Final = "reference_images"
 """Key of a batch: images (b, 3, h, w) in [-1, 1] that are edited."""
 
+_BETWEEN_WORDS: Final = " ,;."
+
 Resampling = Literal["lanczos", "bicubic", "bilinear", "box", "nearest"]
 
 
@@ -151,6 +153,11 @@ class Augmentation:
     """Share of uses whose caption is empty, for guidance without a classifier."""
     tags: TagShuffle | None = None
     """Captions are lists of tags, which are shuffled."""
+    prefix: str = ""
+    """Words in front of each caption, such as a trigger word, ``"zoe, "``; shuffling and dropping
+    tags leaves them there. An image without a caption has them alone."""
+    suffix: str = ""
+    """The same behind each caption."""
     seed: int = 0
 
     def flips(self, draw: Draw) -> bool:
@@ -166,8 +173,9 @@ class Augmentation:
 
         Of several each comes once, in an order of the image's own, before one comes again.
         """
-        if not captions or self.drops_caption(draw):
+        if self.drops_caption(draw):
             return ""
+        captions = captions or ("",)
         turn, place = divmod(draw.epoch, len(captions))
         order = list(range(len(captions)))
         seed = derive_seed(self.seed, "captions", turn, draw.index)
@@ -182,7 +190,7 @@ class Augmentation:
         """
         self.check_countable()
         turns = 1 if self.tags is None or self.tags.orders is None else self.tags.orders
-        for number, caption in enumerate(captions):
+        for number, caption in enumerate(captions or ("",)):
             for turn in range(turns):
                 yield self._arranged(caption, index, number, turn)
 
@@ -202,11 +210,12 @@ class Augmentation:
             )
 
     def _arranged(self, caption: str, index: int, number: int, turn: int) -> str:
-        if self.tags is None:
-            return caption
-        which = turn if self.tags.orders is None else turn % self.tags.orders
-        seed = derive_seed(self.seed, "tags", index, number, which)
-        return self.tags.shuffled(caption, seed=seed)
+        if self.tags is not None:
+            which = turn if self.tags.orders is None else turn % self.tags.orders
+            seed = derive_seed(self.seed, "tags", index, number, which)
+            caption = self.tags.shuffled(caption, seed=seed)
+        words = f"{self.prefix}{caption}{self.suffix}"
+        return words if caption else words.strip(_BETWEEN_WORDS)
 
     def _chance(self, purpose: str, draw: Draw) -> float:
         return derive_seed(self.seed, purpose, draw.epoch, draw.index) / 2**63

@@ -538,7 +538,7 @@ def _companion_decisions(counts: Mapping[str, int], of: int) -> tuple[Decision, 
     """
     effect = {
         MASK: "their loss counts where it is white, and everywhere without one",
-        REFERENCE: "they are edited images, and it is what they were",
+        REFERENCE: "it is what they were before an edit, or what steers a ControlNet",
     }
     return tuple(
         Decision(

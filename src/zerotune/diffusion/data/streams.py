@@ -13,8 +13,8 @@ import torch
 
 from zerotune._util.text import whole
 from zerotune.decisions import Decision, announce
-from zerotune.diffusion.data.buckets import BucketAssignment
-from zerotune.diffusion.data.order import BucketOrder, Draw, SampleOrder, derive_seed
+from zerotune.diffusion.data.buckets import Bucket, BucketAssignment
+from zerotune.diffusion.data.order import BucketOrder, Draw, SampleOrder, Share, derive_seed
 from zerotune.errors import UNSET, DataError, InvalidValueError
 
 if TYPE_CHECKING:
@@ -459,11 +459,14 @@ class BucketStream(_OrderedStream):
         loading = {"num_workers": num_workers, "collate_fn": collate, "pin_memory": pin_memory}
         super().__init__(dataset, micro_batch_size, rank, world_size, **loading)
         self._taken = world_size
+        members = dataset.assignment.members
         self._order: BucketOrder = BucketOrder(
-            buckets=tuple(dataset.assignment.members.values()),
+            buckets=tuple(members.values()),
             micro_batch_size=micro_batch_size,
             seed=seed,
             shuffle=shuffle,
+            shares=shares_of(dataset),
+            groups=tuple(map(_size_class, members)) if shares_of(dataset) else (),
         )
         self._identity = dataset_digest(dataset)
         self.decisions = _small_buckets(dataset.assignment, micro_batch_size)
@@ -478,6 +481,24 @@ class BucketStream(_OrderedStream):
     def steps_per_epoch(self) -> float:
         """Micro batches that each rank takes in one epoch, on average."""
         return self._order.length / self._order.micro_batch_size / self._world_size
+
+    @property
+    def used(self) -> dict[str, int]:
+        """Images of each set that all ranks together have been given; empty without a mixture."""
+        shares = self._order.shares
+        if not shares:
+            return {}
+        names = [share.name for share in shares]
+        return dict(zip(names, self._order.used_of_shares(self._position), strict=True))
+
+    def explain(self) -> str:
+        """What comes how often and has come so far; empty without a mixture."""
+        rows = [
+            f"  {share.name}: {len(share.images)} images, each "
+            f"{float(share.repeats):g} times in an epoch, {self.used[share.name]} used so far"
+            for share in self._order.shares
+        ]
+        return "\n".join(["data: a mixture", *rows]) if rows else ""
 
     def state_dict(self) -> dict[str, Any]:
         """The place in the order, the same on every rank."""
@@ -499,10 +520,12 @@ class BucketStream(_OrderedStream):
         """
         if saved(state, "data", str) != self._identity:
             raise DataError(
-                "the images or their buckets were others when this state was saved",
+                "the images, their buckets or how often they come were others when this state was "
+                "saved",
                 key="dataset",
                 value=self._identity,
-                fix="give the same data and buckets, or start a new stream and leave its state out",
+                fix="give the same data, buckets and repeats, or start a new stream and leave its "
+                "state out",
             )
         order = attrs.evolve(
             self._order,
@@ -535,7 +558,19 @@ def dataset_digest(dataset: BucketedDataset) -> str:
     digest = hashlib.sha256(dataset.identity.encode())
     for bucket, members in dataset.assignment.members.items():
         digest.update(f"{bucket}:{members}\n".encode())
+    for share in shares_of(dataset):
+        digest.update(f"{share.images}:{share.repeats}\n".encode())
     return digest.hexdigest()[:32]
+
+
+def shares_of(dataset: Any) -> tuple[Share, ...]:
+    """The sets that a dataset consists of; none where all its samples come equally often."""
+    return tuple(getattr(dataset, "shares", ()))
+
+
+def _size_class(bucket: Bucket) -> int:
+    """The same number for buckets of about equally many pixels, and frames."""
+    return round(math.log2(bucket.width * bucket.height * getattr(bucket, "frames", 1)))
 
 
 def _small_buckets(assignment: BucketAssignment, size: int) -> tuple[Decision, ...]:
@@ -572,6 +607,11 @@ class RepeatedBatches:
         self._batches = batches
         self._count = 0
         self._iterator: Iterator[Batch] | None = None
+
+    @property
+    def count(self) -> int:
+        """Batches consumed by each rank."""
+        return self._count
 
     def __iter__(self) -> RepeatedBatches:
         return self

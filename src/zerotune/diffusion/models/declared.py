@@ -136,8 +136,10 @@ class StableDiffusionXL(PipelineFamily):
             added = {**kwargs["added_cond_kwargs"], _TIME_IDS: sizes}
             return args, {**kwargs, "added_cond_kwargs": added}
 
-        if sizes is not None:
-            pipe.unet.register_forward_pre_hook(put_in_place, with_kwargs=True)
+        for name in ("unet", "controlnet"):
+            model = getattr(pipe, name, None)
+            if sizes is not None and model is not None:
+                model.register_forward_pre_hook(put_in_place, with_kwargs=True)
 
     def example(
         self, model: Any, *, batch: int, side: int | tuple[int, int], frames: int = 2

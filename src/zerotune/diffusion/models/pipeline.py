@@ -7,6 +7,7 @@ the trained model the pipeline has a ``PipelineModel``, which calls the engine.
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ import attrs
 import torch
 
 from zerotune._util.text import json_of
+from zerotune.backend.trained_parts import primary_of
 from zerotune.backend.unpartitioned import check_whole, unpartitioned
 from zerotune.diffusion.data.cache import hash_weights
 from zerotune.diffusion.data.streams import row_of, stack_named
@@ -86,14 +88,32 @@ class FrozenParts:
         return self.pipeline.vae
 
     @property
+    def trained_encoders(self) -> dict[str, TrainedEncoder]:
+        """What stands for the text encoders that are trained, by name."""
+        components = self.pipeline.components.items()
+        return {name: part for name, part in components if isinstance(part, TrainedEncoder)}
+
+    @contextmanager
+    def calling(self, model: Denoiser) -> Iterator[None]:
+        """Inside the block the trained text encoders are those of an engine, or of a model."""
+        encoders = self.trained_encoders.values()
+        for encoder in encoders:
+            encoder.call_in(model)
+        try:
+            yield
+        finally:
+            for encoder in encoders:
+                encoder.call_in(None)
+
+    @property
     def text_encoders(self) -> dict[str, torch.nn.Module]:
-        """The text encoders by name.
+        """The frozen text encoders by name.
 
         Raises:
             DataError: All were left out.
         """
         found = {n: module for n, module in self.modules.items() if n.startswith("text_encoder")}
-        if not found:
+        if not found and not self.trained_encoders:
             raise DataError(
                 "the pipeline was loaded without text encoders, so texts cannot be used",
                 key="parts.text_encoders",
@@ -156,12 +176,17 @@ class FrozenParts:
     ) -> dict[str, torch.Tensor]:
         """Embeddings of texts, each computed once on ``device`` and then kept on the host.
 
+        Where text encoders are trained nothing is kept: the next embedding is another.
+
         Args:
             texts: What is encoded.
             encode: How.
             device: Where.
             kind: Another one is remembered apart.
         """
+        if self.trained_encoders:
+            with self.on(device, list(self.text_encoders)), torch.no_grad():
+                return dict(encode(texts))
         known = self._remembered.setdefault(kind, {})
         new = [text for text in dict.fromkeys(texts) if text not in known]
         if new:
@@ -188,15 +213,35 @@ class FrozenParts:
         return "+".join(hash_weights(self.modules[name]) for name in names)
 
 
-def pipeline_class(name: str) -> Any:
-    """A pipeline of diffusers."""
+def pipeline_class(pipeline: str | type[Any]) -> Any:
+    """A pipeline of diffusers by its name, or a class of somebody's own."""
     import diffusers
 
+    if isinstance(pipeline, type):
+        return pipeline
     if not diffusers.utils.is_transformers_available():
         raise MissingDependencyError(
-            f"diffusers has {name} only beside transformers", fix="pip install transformers"
+            f"diffusers has {pipeline} only beside transformers", fix="pip install transformers"
         )
-    return getattr(diffusers, name)
+    return getattr(diffusers, pipeline)
+
+
+def pipeline_name(pipeline: str | type[Any]) -> str:
+    """What a pipeline's class is called."""
+    return pipeline.__name__ if isinstance(pipeline, type) else pipeline
+
+
+def component_class(library: str, name: str) -> Any:
+    """The class of a component, as ``model_index.json`` names it; ``None``: there is none."""
+    import diffusers
+
+    found = getattr(diffusers, name, None)
+    if found is not None or library == "diffusers":
+        return found
+    try:
+        return getattr(importlib.import_module(library), name, None)
+    except ImportError:
+        return None
 
 
 class Described:
@@ -259,8 +304,6 @@ class Blueprint:
             folder: With ``model_index.json``.
             kind: The pipeline's class.
         """
-        import diffusers
-
         index = json_of((folder / "model_index.json").read_text())
         known = {name: entry for name, entry in index.items() if isinstance(entry, list)}
         # A setting may be a list of numbers; a component is a library and a class.
@@ -274,12 +317,11 @@ class Blueprint:
             for name, value in index.items()
             if name not in parts and not name.startswith("_")
         }
-        scheduler = getattr(diffusers, parts["scheduler"][1])
-        vae = parts.get("vae", [None, None])[1]
+        scheduler = component_class(*parts["scheduler"])
+        vae = parts.get("vae", [None, None])
+        kept = component_class(*vae) if vae[1] else None
         with unpartitioned(), torch.device("meta"):
-            described = vae and getattr(diffusers, vae).from_config(
-                getattr(diffusers, vae).load_config(folder, subfolder="vae")
-            )
+            described = kept and kept.from_config(kept.load_config(folder, subfolder="vae"))
         return cls(
             kind=kind,
             settings=settings,
@@ -351,23 +393,61 @@ class PipelineModel(torch.nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the engine with the arguments a pipeline gives its model."""
-        model: Any = self._model
-        names = inspect.signature(getattr(model, "module", model).forward).parameters
-        arguments = [
-            value if name in _KEPT_EXACT else _cast_floats(value, model.dtype)
-            for name, value in zip(names, args, strict=False)
-        ]
-        output = model(*arguments, **_cast_floats(kwargs, model.dtype))
+        output = call_cast(self._model, args, kwargs)
         prediction = output[0] if isinstance(output, tuple) else output.sample
         if isinstance(prediction, list):
             return ([one.float() for one in prediction],)
         return (prediction.float(),)
 
     def __getattr__(self, name: str) -> Any:
-        module = getattr(self.__dict__.get("_model"), "module", self.__dict__.get("_model"))
-        if name.startswith("_") or module is None:
+        model = self.__dict__.get("_model")
+        if name.startswith("_") or model is None:
             return super().__getattr__(name)
-        return getattr(module, name)
+        return getattr(primary_of(model), name)
+
+
+class TrainedEncoder(torch.nn.Module):
+    """Looks like a text encoder to a pipeline and calls the part of an engine that is trained.
+
+    It has no parameters of its own, so that the pipeline neither moves nor freezes them.
+
+    Args:
+        name: What the pipeline and ``TrainedParts`` call it.
+        module: The encoder.
+    """
+
+    dtype = torch.float32
+    """What the pipeline keeps embeddings in."""
+
+    def __init__(self, *, name: str, module: torch.nn.Module) -> None:
+        super().__init__()
+        # As plain attributes: torch would otherwise register the module as a child.
+        self.__dict__.update(_name=name, _module=module, _within=None)
+
+    def call_in(self, model: Denoiser | None) -> None:
+        """Call the part of this engine from now on; ``None``: the module itself."""
+        self.__dict__["_within"] = model
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the encoder."""
+        if self._within is None:
+            return self._module(*args, **kwargs)
+        return self._within(*args, part=self._name, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("_within", "_module", "_name"):
+            return self.__dict__[name]
+        return super().__getattr__(name) if name.startswith("_") else getattr(self._module, name)
+
+
+def call_cast(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Call a model with a pipeline's arguments in its precision, times and sizes excepted."""
+    names = inspect.signature(primary_of(model).forward).parameters
+    arguments = [
+        value if name in _KEPT_EXACT else _cast_floats(value, model.dtype)
+        for name, value in zip(names, args, strict=False)
+    ]
+    return model(*arguments, **_cast_floats(kwargs, model.dtype))
 
 
 def _cast_floats(value: Any, dtype: torch.dtype) -> Any:
@@ -378,4 +458,6 @@ def _cast_floats(value: Any, dtype: torch.dtype) -> Any:
             name: inner if name in _KEPT_EXACT else _cast_floats(inner, dtype)
             for name, inner in value.items()
         }
-    return [_cast_floats(inner, dtype) for inner in value] if isinstance(value, list) else value
+    if isinstance(value, list | tuple):
+        return type(value)(_cast_floats(inner, dtype) for inner in value)
+    return value

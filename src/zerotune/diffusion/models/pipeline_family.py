@@ -13,7 +13,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import attrs
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor
 from zerotune._util.text import probability, validated
 from zerotune.diffusion.data.cache import EDITS, TEXTS, CacheSettings
 from zerotune.diffusion.data.preparation import REFERENCE_IMAGES
-from zerotune.diffusion.data.streams import row_of, stack_named
+from zerotune.diffusion.data.streams import Captions, row_of, stack_named
 from zerotune.diffusion.models.family import (
     Conditioning,
     Denoiser,
@@ -38,7 +38,12 @@ from zerotune.diffusion.noise_schedule import drawing_scheduler
 from zerotune.errors import DataError, InvalidValueError
 from zerotune.plan.model import latent_frames
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 NEGATIVE: Final = "negative_"
+CAPTIONS: Final = "captions"
+"""Key of a batch: its texts, which wait for their embedding where text encoders are trained."""
 
 _NONE: Final[Mapping[str, Any]] = MappingProxyType({})
 
@@ -67,8 +72,8 @@ class TextToImage(ABC):
     called (``predict``).
     """
 
-    pipeline: ClassVar[str]
-    """Class in diffusers that loads, draws and exports."""
+    pipeline: ClassVar[Any]
+    """What loads and draws: the name of a class in diffusers, or a class of yours."""
     component: ClassVar[str]
     """Name of the trained model in the pipeline."""
     text_tensors: ClassVar[tuple[str, ...]]
@@ -114,6 +119,17 @@ class TextToImage(ABC):
     blueprint: Blueprint | None = None
     """The pipeline without weights; that of ``parts`` when not given."""
 
+    base_component: ClassVar[str | None] = None
+    """The pipeline's name of a frozen model that the trained one steers."""
+
+    also_needed: ClassVar[tuple[str, ...]] = ()
+    """Components that are needed beside VAE and text encoders, though other families do not."""
+
+    @classmethod
+    def separate_models(cls) -> tuple[str, ...]:
+        """Components that are loaded apart from VAE and text encoders."""
+        return tuple(name for name in (cls.component, cls.base_component) if name is not None)
+
     @abstractmethod
     def embed(
         self, parts: FrozenParts, captions: Sequence[str], device: torch.device
@@ -142,6 +158,8 @@ class TextToImage(ABC):
     def conditioning(self, batch: Mapping[str, Tensor], generator: torch.Generator) -> Conditioning:
         """Embeddings of a batch's texts, some of them replaced by those of the empty text."""
         first = self.text_tensors[0]
+        if self.trains_texts:
+            return {CAPTIONS: self._kept_captions(batch, generator)}  # type: ignore[dict-item]
         texts = {n: take(batch, n) for n in self.text_tensors} if first in batch else None
         if texts is None:
             captions: Sequence[str] = take(batch, "captions")  # type: ignore[assignment]
@@ -167,6 +185,37 @@ class TextToImage(ABC):
             for n, gone in enumerate(dropped)
         ]
         return stack_named(rows)
+
+    @property
+    def trains_texts(self) -> bool:
+        """Whether text encoders are trained beside the model, so that no embedding may be kept."""
+        return self.parts is not None and bool(self.parts.trained_encoders)
+
+    def _kept_captions(self, batch: Mapping[str, Any], generator: torch.Generator) -> Captions:
+        """The captions of a batch, some of them empty; the engine encodes them."""
+        if self.text_tensors[0] in batch:
+            raise DataError(
+                "are embeddings that were computed once, and text encoders are trained",
+                key=f"batch[{self.text_tensors[0]!r}]",
+                fix="give captions: encode_dataset with this family caches latents alone",
+            )
+        captions: Any = take(batch, CAPTIONS)
+        if self.dropout == 0:
+            return Captions(captions)
+        dropped = torch.rand(len(captions), generator=generator) < self.dropout
+        pairs = zip(captions, dropped.tolist(), strict=True)
+        return Captions("" if gone else caption for caption, gone in pairs)
+
+    def with_texts(self, model: Denoiser, conditioning: Conditioning) -> Conditioning:
+        """The conditioning with embeddings in the place of captions, computed with their graph."""
+        if CAPTIONS not in conditioning:
+            return conditioning
+        others = {name: value for name, value in conditioning.items() if name != CAPTIONS}
+        parts = self._needed("captions")
+        self._bring(parts, model.device, list(parts.text_encoders))
+        with parts.calling(model):
+            captions: Sequence[str] = conditioning[CAPTIONS]  # type: ignore[assignment]
+            return {**others, **self.embed(parts, list(captions), model.device)}
 
     def texts_of(self, batch: Mapping[str, Any], captions: Sequence[str]) -> dict[str, Tensor]:
         """Embeddings of captions of a batch, or of other texts in their place."""
@@ -210,7 +259,8 @@ class TextToImage(ABC):
         parts = self._needed("captions")
         self._bring(parts, device, list(parts.text_encoders))
         with torch.no_grad():
-            where = next(next(iter(parts.text_encoders.values())).parameters()).device
+            weights = (p for each in parts.text_encoders.values() for p in each.parameters())
+            where = next((p.device for p in weights), device or torch.device("cpu"))
             if not self.reads_references:
                 return self.embed(parts, list(captions), where)
             if references is None:
@@ -230,7 +280,7 @@ class TextToImage(ABC):
     def no_references(self, key: str) -> DataError:
         """What a family that edits says where there is nothing to edit."""
         return DataError(
-            f"{type(self).__name__} edits images, and there are none beside the captions",
+            f"{type(self).__name__} needs a reference image for each sample, and there is none",
             key=key,
             value=None,
             fix="let the dataset yield reference_images (b, 3, height, width), or cache latents "
@@ -383,22 +433,32 @@ class TextToImage(ABC):
         )
         pipe = self.drawing_pipeline(parts, model, scheduler)
         size = self._drawn_size(pipe, drawing)
-        call_kwargs = {**self.drawing_arguments(drawing, device=model.device), **size}
+        with parts.calling(model):
+            call_kwargs = {**self.drawing_arguments(drawing, device=model.device), **size}
         self.adjust(pipe, call_kwargs)
         last = _LastStep()
         with parts.on(model.device, self.drawing_parts):
-            pipe(
+            output = pipe(
                 **call_kwargs,
                 num_inference_steps=drawing.steps,
                 generator=[torch.Generator().manual_seed(seed) for seed in drawing.seeds],
                 output_type="latent",
                 **last.listening(type(pipe).__call__),
             )
-        latents = last.latents
+        latents = self.drawn_latents(output, last.latents)
         with parts.on(model.device, ["vae"]):
             return parts.decode_latents(
                 self.packing.unpack(latents, self._shape_of(latents, size, len(drawing.prompts)))
             )
+
+    def drawn_latents(self, output: Any, last: Tensor) -> Tensor:  # noqa: ARG002 - for subclasses
+        """The latents that were drawn.
+
+        Args:
+            output: What the pipeline returned.
+            last: What its last step gave.
+        """
+        return last
 
     @property
     def drawing_parts(self) -> tuple[str, ...]:
@@ -458,7 +518,7 @@ class TextToImage(ABC):
         """
         if drawing.references is None:
             raise DataError(
-                f"{type(self).__name__} edits images, and none were given",
+                f"{type(self).__name__} draws from reference images, and none were given",
                 key="references",
                 value=None,
                 fix="pass references=, images (n, 3, height, width) in [-1, 1]",
@@ -670,7 +730,7 @@ class PipelineFamily(TextToImage):
         images = batch.get(REFERENCE_IMAGES)
         if images is None:
             raise DataError(
-                f"{type(self).__name__} edits images, and the batch has none, only {sorted(batch)}",
+                f"{type(self).__name__} needs reference images, the batch has only {sorted(batch)}",
                 key=f"batch[{REFERENCES!r}]",
                 fix="let the dataset yield reference_images (b, 3, height, width) or their latents",
             )
@@ -686,6 +746,7 @@ class PipelineFamily(TextToImage):
         Raises:
             DataError: The pipeline called its model more than once, or predicts another shape.
         """
+        conditioning = self.with_texts(model, conditioning)
         if not self.calls_one_by_one():
             return self.in_one_call(model, noisy, timesteps[None], conditioning)
         singles = [
@@ -801,6 +862,10 @@ class PipelineFamily(TextToImage):
         return self._around(self.known_blueprint(), model, scheduler)
 
     # -- Examples.
+
+    def without_data(self) -> Self:
+        """The family for a try on the ``meta`` device."""
+        return self
 
     def example(
         self, model: Any, *, batch: int, side: int | tuple[int, int], frames: int = 2

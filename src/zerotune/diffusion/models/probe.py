@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from zerotune.backend.unpartitioned import unpartitioned
 from zerotune.decisions import Decision
 from zerotune.diffusion.data.streams import row_of, stack_named
+from zerotune.diffusion.models.pipeline import pipeline_name
 from zerotune.diffusion.passes import sizes_only
 from zerotune.errors import DataError, InvalidValueError, ZeroTuneError
 
@@ -75,11 +76,11 @@ def probe(family: PipelineFamily, model: torch.nn.Module) -> tuple[Decision, ...
     kind: Any = type(model)
     with unpartitioned(), torch.device("meta"):
         module = kind.from_config(model.config).train()
-    witness = Witness(module)
+    witness, tried = Witness(module), family.without_data()
     try:
         with sizes_only():
-            latents, conditioning = family.example(module, batch=_PROBED_SAMPLES, side=_PROBED_SIDE)
-            output = family.predict(witness, latents, torch.tensor(_TIMES), conditioning)
+            latents, conditioning = tried.example(module, batch=_PROBED_SAMPLES, side=_PROBED_SIDE)
+            output = tried.predict(witness, latents, torch.tensor(_TIMES), conditioning)
             output.sum().backward()  # type: ignore[no-untyped-call]
     except ZeroTuneError as error:
         raise _not_trainable(family, str(error)) from error
@@ -91,8 +92,9 @@ def probe(family: PipelineFamily, model: torch.nn.Module) -> tuple[Decision, ...
                 key="family",
                 before="tried without weights",
                 after="not tried",
-                reason=f"{family.pipeline} looks at numbers that a model without weights has not "
-                f"({str(error).splitlines()[0]}); the first prediction shows whether it fits",
+                reason=f"{pipeline_name(family.pipeline)} looks at numbers that a model without "
+                f"weights has not ({str(error).splitlines()[0]}); the first prediction shows "
+                "whether it fits",
                 severity="warning",
             ),
         )
@@ -126,8 +128,8 @@ def probe_texts(family: PipelineFamily) -> tuple[PipelineFamily, tuple[Decision,
                 key="family.texts_alone",
                 before=False,
                 after=True,
-                reason=f"{family.pipeline} pads texts to the longest beside them, which changes "
-                "their embeddings; each is encoded by itself",
+                reason=f"{pipeline_name(family.pipeline)} pads texts to the longest beside them, "
+                "which changes their embeddings; each is encoded by itself",
             ),
         )
     try:
@@ -138,8 +140,8 @@ def probe_texts(family: PipelineFamily) -> tuple[PipelineFamily, tuple[Decision,
                 key="family.text_tensors",
                 before="texts of any length in a micro batch",
                 after="texts of one length in a micro batch",
-                reason=f"{family.pipeline} gives texts their own lengths and no mask "
-                f"({error.key}): train with train_micro_batch_size_per_gpu=1",
+                reason=f"{pipeline_name(family.pipeline)} gives texts their own lengths and no "
+                f"mask ({error.key}): train with train_micro_batch_size_per_gpu=1",
                 severity="warning",
             ),
         )
@@ -197,6 +199,6 @@ def _not_trainable(family: PipelineFamily, reason: str) -> InvalidValueError:
     return InvalidValueError(
         f"cannot be trained through its pipeline: {reason}",
         key="family",
-        value=f"{type(family).__name__} ({family.pipeline})",
+        value=f"{type(family).__name__} ({pipeline_name(family.pipeline)})",
         fix="name in the declaration what differs, or write predict by hand (docs/families.md)",
     )

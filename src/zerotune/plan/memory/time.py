@@ -113,7 +113,7 @@ RATE_NAMES: Final = tuple(
 
 
 @attrs.frozen(kw_only=True)
-class _Card:
+class Card:
     """Published figures: TFLOP/s of dense matrix products and GB/s."""
 
     name: str
@@ -125,8 +125,8 @@ class _Card:
     bus: float
 
 
-_CARDS: Final = tuple(
-    _Card(name=name, memory=memory, low=low, fp32=fp32, bandwidth=bandwidth, bus=bus)
+CARDS: Final = tuple(
+    Card(name=name, memory=memory, low=low, fp32=fp32, bandwidth=bandwidth, bus=bus)
     for name, memory, low, fp32, bandwidth, bus in (
         # The first of those with as much memory stands for a card whose name is not known.
         ("H200", 141, 989, 67, 4800, 64),
@@ -187,8 +187,8 @@ def catalogued_rates(platform: Platform) -> Rates:
     device = min(platform.devices, key=lambda one: one.total_memory, default=None)
     name = "" if device is None else device.name
     memory = 24 if device is None else round(device.total_memory / 2**30)
-    named = [card for card in _CARDS if card.name in name]
-    card = min(named or _CARDS, key=lambda one: abs(one.memory - memory))
+    named = [card for card in CARDS if card.name in name]
+    card = min(named or CARDS, key=lambda one: abs(one.memory - memory))
     like = f"{card.name} ({card.memory} GiB)"
     origin = f"catalogued, {like}"
     if not named:

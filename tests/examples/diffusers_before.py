@@ -1,7 +1,7 @@
 """A script as diffusers writes them, with EMA, save and resume: a U-Net learns real digits.
 
-``diffusers_before.py`` is the script as it was, ``diffusers_after.py`` has zerotune embedded;
-docs/embedding.md shows the difference.
+``diffusers_before.py`` is the script as it was, ``diffusers_after.py`` has zerotune embedded. They
+draw their noise once, so that runs can be compared loss by loss on any number of processes.
 """
 
 from __future__ import annotations
@@ -10,20 +10,18 @@ import argparse
 from pathlib import Path
 
 import torch
+from accelerate import Accelerator, DeepSpeedPlugin
 from accelerate.utils import set_seed
 from diffusers import UNet2DModel
 from diffusers.optimization import get_scheduler
+from diffusers.training_utils import EMAModel
 from sklearn.datasets import load_digits
 from torch.utils.data import DataLoader, TensorDataset
-
-from zerotune import EmbeddedPlan, RunFacts
-from zerotune.ema import EMAModel
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": "auto",
     "gradient_accumulation_steps": "auto",
     "gradient_clipping": "auto",
-    "scheduler": {"type": "constant_with_warmup", "params": {"num_warmup_steps": "auto"}},
     "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
 }
 
@@ -58,7 +56,7 @@ def digits() -> TensorDataset:
     return TensorDataset(images, torch.randn_like(images), torch.rand(len(images)))
 
 
-def loss_of(model, batch):  # noqa: ANN001, ANN201
+def loss_of(model, batch):
     images, noise, times = batch
     mixed = torch.lerp(images, noise, times.view(-1, 1, 1, 1))
     prediction = model(mixed.to(model.dtype), times * 1000).sample
@@ -66,16 +64,16 @@ def loss_of(model, batch):  # noqa: ANN001, ANN201
 
 
 def main(args: argparse.Namespace) -> list[float]:
-    run = EmbeddedPlan(model=new_model(), plan=CONFIG, run=RunFacts.from_arguments(args))
-    accelerator = run.accelerator(
+    accelerator = Accelerator(
         gradient_accumulation_steps=args.gradient_accumulation_steps,
         mixed_precision=args.mixed_precision,
+        deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=CONFIG),
     )
 
-    def save_ema(_models, _weights, folder) -> None:  # noqa: ANN001
+    def save_ema(_models, _weights, folder) -> None:
         ema_model.save_pretrained(Path(folder) / "unet_ema")
 
-    def load_ema(_models, folder) -> None:  # noqa: ANN001
+    def load_ema(_models, folder) -> None:
         loaded = EMAModel.from_pretrained(Path(folder) / "unet_ema", UNet2DModel)
         ema_model.load_state_dict(loaded.state_dict())
 
@@ -96,7 +94,7 @@ def main(args: argparse.Namespace) -> list[float]:
     model, optimizer, loader, lr_scheduler = accelerator.prepare(
         model, optimizer, loader, lr_scheduler
     )
-    accelerator.register_for_checkpointing(ema_model)
+    ema_model.to(accelerator.device)
     output, global_step, losses = Path(args.output_dir), 0, []
     if args.resume_from_checkpoint:
         latest = max(int(path.name.split("-")[1]) for path in output.glob("checkpoint-*"))
@@ -116,12 +114,15 @@ def main(args: argparse.Namespace) -> list[float]:
         if accelerator.sync_gradients:
             ema_model.step(model.parameters())
             global_step += 1
-            if global_step % args.checkpointing_steps == 0:
+            if accelerator.is_main_process and global_step % args.checkpointing_steps == 0:
                 accelerator.save_state(output / f"checkpoint-{global_step}")
         if global_step == args.max_train_steps:
             break
     accelerator.wait_for_everyone()
-    ema_model.save_pretrained(output / "unet")
+    if accelerator.is_main_process:
+        unet = accelerator.unwrap_model(model)
+        ema_model.copy_to(unet.parameters())
+        unet.save_pretrained(output / "unet")
     accelerator.end_training()
     return losses
 

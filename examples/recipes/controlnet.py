@@ -1,0 +1,74 @@
+"""Train a ControlNet of SDXL, SD3, Flux or Qwen-Image on pictures and what they follow.
+
+    torchrun examples/recipes/controlnet.py --base SDXL --data photos --output runs/edges
+
+photos holds cat.png, its caption cat.txt and its condition cat.reference.png, such as its edges;
+--conditions names a folder that holds the conditions as cat.png instead. The same command goes on
+after a stop.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from zerotune import DeepSpeedPlan, EMAShadow, Trainer, latest_checkpoint
+from zerotune.diffusion import encode_dataset, load_pretrained
+from zerotune.diffusion.data import AspectBuckets, Augmentation, ImageFolder, PreparedImages
+from zerotune.training import SaveEvery, ValidationImages
+
+
+def main(arguments: Sequence[str] | None = None) -> list[float]:
+    options = parse(arguments)
+    plan = DeepSpeedPlan.build(
+        stage=options.stage, offload="cpu", micro_batch_size=options.batch, lr=options.lr
+    )
+    # The ControlNet starts as a copy of the model's first blocks; the model itself is frozen.
+    loaded = load_pretrained(options.base, family="controlnet", plan=plan)
+    images = PreparedImages(
+        ImageFolder(options.data, reference_folder=options.conditions),
+        buckets=AspectBuckets(area=options.area, step=options.bucket_step),
+        # Conditions are cropped and mirrored with their pictures.
+        augmentation=Augmentation(flip=0.5, caption_dropout=0.1),
+    )
+    data = encode_dataset(images, family=loaded.family, folder=options.output / "cache")
+    shown = images[0]
+    drawing = ValidationImages(
+        every=options.every,
+        prompts=[shown["captions"]],
+        references=shown["reference_images"][None],
+        size=tuple(shown["reference_images"].shape[-2:]),
+        steps=options.draw_steps,
+        folder=options.output / "validation",
+    )
+    saving = SaveEvery(steps=options.every, root=options.output / "checkpoints", keep=2)
+    with Trainer(
+        model=loaded, data=data, ema=EMAShadow(decay=0.999), callbacks=[saving, drawing]
+    ) as trainer:
+        if checkpoint := latest_checkpoint(options.output / "checkpoints"):
+            trainer.resume(checkpoint)
+        report = trainer.fit(steps=options.steps)
+        trainer.export(options.output / "controlnet")
+    return list(report.losses)
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Train a ControlNet.")
+    parser.add_argument("--base", required=True, help="folder or hub id of the pipeline")
+    parser.add_argument("--data", type=Path, required=True, help="pictures with captions")
+    parser.add_argument("--conditions", type=Path, help="folder of conditions named as pictures")
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=5000)
+    parser.add_argument("--every", type=int, default=500, help="steps between checkpoints")
+    parser.add_argument("--stage", type=int, default=2, help="of ZeRO")
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--lr", type=float, default=1e-5)
+    parser.add_argument("--area", type=int, default=1024 * 1024, help="most pixels of a picture")
+    parser.add_argument("--bucket-step", type=int, default=64)
+    parser.add_argument("--draw-steps", type=int, default=30)
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    main()

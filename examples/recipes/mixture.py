@@ -1,0 +1,77 @@
+"""Train adapters of SDXL, SD3, Flux, … on several folders, each as often as its name says.
+
+    torchrun examples/recipes/mixture.py --base SDXL --data photos --output runs/zoe --steps 2000
+
+photos holds a folder for each set, named as kohya's scripts have it: 10_zoe comes ten times in an
+epoch, 1_people once. Every set is trained at each of --areas. --trigger names words in front of the
+captions of a set; the captions of the others are dropped at times, so that guidance works. The
+same command goes on after a stop.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import zerotune
+from zerotune import AspectBuckets, ImageFolder, PreparedImages
+from zerotune.diffusion.data import Augmentation, Mixture
+
+
+def main(arguments: Sequence[str] | None = None) -> list[float]:
+    options = parse(arguments)
+    plan = zerotune.DeepSpeedPlan.build(
+        stage=options.stage, offload="cpu", precision="bf16", micro_batch_size=options.batch,
+        optimizer="AdamW", lr=options.lr,
+    )  # fmt: skip
+    loaded = zerotune.load_pretrained(options.base, plan=plan)
+    zerotune.add_lora(loaded.model, zerotune.LoRA(rank=16, targets=loaded.family.lora_targets))
+    # Latents and embeddings are computed once; a set keeps its own captions and masks.
+    cache = options.output / "cache"
+    data = zerotune.encode_dataset(mixture(options), family=loaded.family, folder=cache)
+    checkpoints = options.output / "checkpoints"
+    saving = zerotune.SaveEvery(steps=options.every, root=checkpoints, keep=2)
+    with zerotune.Trainer(model=loaded, data=data, callbacks=[saving]) as trainer:
+        if checkpoint := zerotune.latest_checkpoint(checkpoints):
+            trainer.resume(checkpoint)
+        report = trainer.fit(steps=options.steps)
+        print(trainer.explain())
+        trainer.export(options.output / "lora.safetensors")
+    return list(report.losses)
+
+
+def mixture(options: argparse.Namespace) -> Mixture:
+    triggers = dict(each.split("=", 1) for each in options.trigger)
+    sets, repeats = {}, {}
+    for folder in sorted(path for path in options.data.iterdir() if path.is_dir()):
+        often, _, name = folder.name.partition("_")
+        rules = Augmentation(
+            prefix=triggers.get(name, ""), caption_dropout=0.0 if name in triggers else 0.1
+        )
+        for area in options.areas:
+            buckets = AspectBuckets(area=area, step=options.bucket_step)
+            of = f"{name} at {area} pixels"
+            sets[of] = PreparedImages(ImageFolder(folder), buckets=buckets, augmentation=rules)
+            repeats[of] = float(often)
+    return Mixture(sets, repeats=repeats)
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--base", required=True, help="folder or hub id of the pipeline")
+    parser.add_argument("--data", type=Path, required=True, help="folder of folders")
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--every", type=int, default=500, help="steps between checkpoints")
+    parser.add_argument("--trigger", nargs="*", default=[], metavar="SET=WORDS")
+    parser.add_argument("--areas", type=int, nargs="+", default=[512 * 512, 1024 * 1024])
+    parser.add_argument("--bucket-step", type=int, default=64)
+    parser.add_argument("--stage", type=int, default=2, help="of ZeRO")
+    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--lr", type=float, default=1e-4)
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    main()

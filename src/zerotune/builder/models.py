@@ -1,0 +1,33 @@
+"""What people call the models, and what they are listed under."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+MODEL_NAMES: Final[Mapping[str, tuple[str, str]]] = {
+    "sdxl": ("SDXL", "SDXL"),
+    "sd15": ("Stable Diffusion 1.5", "Stable Diffusion 1.5 and 2.1"),
+    "sd21": ("Stable Diffusion 2.1", "Stable Diffusion 1.5 and 2.1"),
+    "sd3-medium": ("SD3 Medium", "Stable Diffusion 3 and 3.5"),
+    "sd35-medium": ("SD3.5 Medium", "Stable Diffusion 3 and 3.5"),
+    "sd35-large": ("SD3.5 Large", "Stable Diffusion 3 and 3.5"),
+    "flux": ("Flux", "Flux"),
+    "chroma": ("Chroma", "Flux"),
+    "qwen-image": ("Qwen-Image", "Qwen-Image and Z-Image"),
+    "z-image": ("Z-Image", "Qwen-Image and Z-Image"),
+    "flux2": ("Flux.2 dev", "Flux.2 and Krea 2"),
+    "flux2-klein-4b": ("Flux.2 klein 4B", "Flux.2 and Krea 2"),
+    "flux2-klein-9b": ("Flux.2 klein 9B", "Flux.2 and Krea 2"),
+    "krea2": ("Krea 2", "Flux.2 and Krea 2"),
+    "wan-1.3b": ("Wan 1.3B (2.1)", "Wan, LTX-Video and HunyuanVideo"),
+    "wan-14b": ("Wan 14B (2.1, or an expert of 2.2)", "Wan, LTX-Video and HunyuanVideo"),
+    "ltx-video": ("LTX-Video", "Wan, LTX-Video and HunyuanVideo"),
+    "hunyuan-video": ("HunyuanVideo", "Wan, LTX-Video and HunyuanVideo"),
+}
+"""Family to what people call it, and what it is listed under; in the order of the list."""
+
+
+def model_name(family: str) -> str:
+    """What people call a family."""
+    return MODEL_NAMES.get(family, (family,))[0]

@@ -1,0 +1,246 @@
+"""Losses: how far a prediction is from its target, weighted where something asks for it."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import attrs
+import torch
+
+from zerotune.diffusion.data.preparation import LOSS_MASKS, shrunk
+from zerotune.errors import DataError, InvalidValueError
+
+LOSS_WEIGHTS = "loss_weights"
+"""Key of a batch: what each sample's loss is multiplied by, (b,)."""
+
+_SCHEDULES = ("constant", "exponential", "snr")
+
+
+# -- The error of one value.
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Level:
+    """How much noise is in each sample of a batch."""
+
+    time: torch.Tensor | None = None
+    """(b,), fp32: the time step as a share of all, 0 to 1; ``None`` in EDM."""
+    noise_to_signal: torch.Tensor | None = None
+    """(b,), fp32: deviation of the noise over the factor of the clean sample; ``None`` in flow
+    matching."""
+
+
+@runtime_checkable
+class Loss(Protocol):
+    """The error of each value. Any object with this method will do."""
+
+    def errors(self, prediction: torch.Tensor, target: torch.Tensor, level: Level) -> torch.Tensor:
+        """Errors, fp32, shaped as the prediction (b, c, h, w).
+
+        Args:
+            prediction: What the model found, fp32.
+            target: What it should have been, fp32.
+            level: How noisy its input was.
+        """
+        ...
+
+
+def unknown_schedule(schedule: str) -> InvalidValueError:
+    """What an objective says that cannot tell the noise as a schedule wants it."""
+    flow = schedule == "snr"
+    why = "flow matching has no signal-to-noise ratio" if flow else "EDM has no time steps"
+    return InvalidValueError(
+        f"{why} to schedule a threshold by",
+        key="loss.schedule",
+        value=schedule,
+        fix=f'write schedule="{"exponential" if flow else "snr"}" or schedule="constant"',
+    )
+
+
+def _check_positive(_instance: object, attribute: Any, value: float) -> None:
+    if not (math.isfinite(value) and value > 0):
+        raise InvalidValueError(
+            "is no size of an error",
+            key=attribute.name,
+            value=value,
+            fix="write a number above 0, such as 0.1",
+        )
+
+
+@attrs.frozen(kw_only=True)
+class _ScheduledThreshold(ABC):
+    """Errors that are squared below a threshold and grow no faster than linearly above it."""
+
+    threshold: float = attrs.field(default=0.1, validator=_check_positive)
+    """Where the square ends, at the noisiest time step. ``huber_c`` of sd-scripts."""
+    schedule: Literal["constant", "exponential", "snr"] = "snr"
+    """How the threshold depends on the noise: not at all, falling exponentially from ``scale`` at
+    the first time step, or by the signal-to-noise ratio from 1. Flow matching does not know the
+    last, and EDM not the second."""
+    scale: float = attrs.field(default=1.0, validator=_check_positive)
+    """What the threshold is multiplied by; not with ``"snr"``."""
+
+    def __attrs_post_init__(self) -> None:
+        if self.schedule not in _SCHEDULES:
+            raise InvalidValueError(
+                f"is none of {', '.join(_SCHEDULES)}",
+                key="schedule",
+                value=self.schedule,
+                fix='write "snr", or "exponential" for flow matching',
+            )
+        if self.schedule == "snr" and self.scale != 1.0:
+            raise InvalidValueError(
+                'the schedule "snr" goes from 1 to the threshold and is not scaled',
+                key="scale",
+                value=self.scale,
+                fix="leave it out, or use another schedule",
+            )
+
+    @abstractmethod
+    def errors(self, prediction: torch.Tensor, target: torch.Tensor, level: Level) -> torch.Tensor:
+        """Errors, shaped as the prediction."""
+
+    def thresholds(self, level: Level) -> torch.Tensor:
+        """The threshold of each sample (b,), or of all (1,)."""
+        c = self.threshold
+        if self.schedule == "exponential" and level.time is not None:
+            return torch.exp(math.log(c) * level.time) * self.scale
+        if self.schedule == "snr" and level.noise_to_signal is not None:
+            return (1 - c) / (1 + level.noise_to_signal) ** 2 + c
+        if self.schedule == "constant":
+            return torch.full((1,), c * self.scale)
+        raise unknown_schedule(self.schedule)
+
+    def _rooted(
+        self, prediction: torch.Tensor, target: torch.Tensor, level: Level
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Distances from the smooth root, and the thresholds beside them."""
+        c = self.thresholds(level).to(prediction.device)
+        c = c.view(-1, *(1,) * (prediction.ndim - 1))
+        return torch.sqrt((prediction - target) ** 2 + c**2) - c, c
+
+
+@attrs.frozen(kw_only=True)
+class Huber(_ScheduledThreshold):
+    """Pseudo-Huber: squared errors that become linear, so that single outliers count less.
+
+    ``2 c (sqrt(d² + c²) - c)``: close to ``d²`` for differences far below the threshold ``c``.
+
+    Source: ``--loss_type huber`` of kohya-ss/sd-scripts (``library/train_util.py``), after
+    https://arxiv.org/abs/2403.16728.
+    """
+
+    def errors(self, prediction: torch.Tensor, target: torch.Tensor, level: Level) -> torch.Tensor:
+        """Errors, shaped as the prediction."""
+        distances, c = self._rooted(prediction, target, level)
+        return 2 * c * distances
+
+
+@attrs.frozen(kw_only=True)
+class SmoothL1(_ScheduledThreshold):
+    """Absolute errors, smooth around 0: ``Huber`` divided by its threshold.
+
+    ``2 (sqrt(d² + c²) - c)``: close to ``2 |d|`` for differences far above the threshold ``c``.
+
+    Source: ``--loss_type smooth_l1`` of kohya-ss/sd-scripts (``library/train_util.py``).
+    """
+
+    def errors(self, prediction: torch.Tensor, target: torch.Tensor, level: Level) -> torch.Tensor:
+        """Errors, shaped as the prediction."""
+        return 2 * self._rooted(prediction, target, level)[0]
+
+
+# -- The error of a batch.
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Comparison:
+    """What a model found of a batch, and what it should have been."""
+
+    prediction: torch.Tensor
+    """(b, c, h, w), in the model's precision or fp32."""
+    target: torch.Tensor
+    """Of the same shape."""
+    batch: Mapping[str, torch.Tensor]
+    """May hold ``"loss_weights"`` (b,) and ``"loss_masks"`` (b, 1, h, w)."""
+    weights: torch.Tensor | None = None
+    """(b,), of the objective itself."""
+    errors: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
+    """The error of each value, of prediction and target in fp32; its square when not given."""
+
+    def mean(self) -> torch.Tensor:
+        """The mean over the batch of each sample's weight times its error: a scalar, fp32."""
+        weighted = self.weights is not None or LOSS_WEIGHTS in self.batch
+        if self.errors is None and not weighted and LOSS_MASKS not in self.batch:
+            return torch.nn.functional.mse_loss(*self._in_fp32())
+        return self.by_sample().mean()
+
+    def by_sample(self) -> torch.Tensor:
+        """Each sample's weight times the mean of its errors (b,), fp32."""
+        predicted, target = self._in_fp32()
+        if self.errors is None:
+            errors = (predicted - target) ** 2
+        else:
+            errors = self.errors(predicted, target)
+        mask = _mask_of(self.batch, like=predicted)
+        if mask is not None:
+            errors = errors * mask
+        means = errors.flatten(1).mean(1)
+        if self.weights is not None:
+            means = means * self.weights.to(means.device, torch.float32)
+        return _weighed(means, self.batch)
+
+    def _in_fp32(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.prediction.float(), self.target.to(self.prediction.device).float()
+
+
+def weighted_mean(losses: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """The mean of losses (b,) times the weights that the batch gives its samples."""
+    return _weighed(losses, batch).mean()
+
+
+def _weighed(losses: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    given = batch.get(LOSS_WEIGHTS)
+    if given is None:
+        return losses
+    if given.shape != losses.shape:
+        raise DataError(
+            f"one weight per sample is wanted, ({len(losses)},)",
+            key=f"batch[{LOSS_WEIGHTS!r}]",
+            value=tuple(given.shape),
+            fix="let each sample of the dataset have one number, a tensor of shape ()",
+        )
+    return losses * given.to(losses.device, torch.float32)
+
+
+def masks_over(
+    clean: torch.Tensor, batch: Mapping[str, torch.Tensor]
+) -> Mapping[str, torch.Tensor]:
+    """The batch, its masks over images brought to the size of what the family made of these."""
+    mask, images = batch.get(LOSS_MASKS), batch.get("images")
+    if mask is None or images is None or mask.shape[-2:] == clean.shape[-2:]:
+        return batch
+    if mask.ndim != 4 or mask.shape[-2:] != images.shape[-2:]:
+        return batch  # The loss says what is wrong with it.
+    return {**batch, LOSS_MASKS: shrunk(mask.float(), clean.shape[-2:])}
+
+
+def _mask_of(batch: Mapping[str, torch.Tensor], *, like: torch.Tensor) -> torch.Tensor | None:
+    mask = batch.get(LOSS_MASKS)
+    if mask is None:
+        return None
+    places = (len(like), 1, *like.shape[2:])
+    if like.ndim == 5 and mask.ndim == 4:
+        mask = mask.unsqueeze(2).expand(-1, -1, like.shape[2], -1, -1)  # The same for all frames.
+    if mask.shape not in (places, like.shape):
+        raise DataError(
+            f"masks lie over the samples the model sees, {places}",
+            key=f"batch[{LOSS_MASKS!r}]",
+            value=tuple(mask.shape),
+            fix="shrink masks of pixels to the latents, as "
+            'torch.nn.functional.interpolate(masks, size=(h, w), mode="area") does',
+        )
+    return mask.to(like.device, torch.float32)

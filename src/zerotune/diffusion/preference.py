@@ -1,0 +1,189 @@
+"""Preference: which of two images of one caption was liked better, as an objective over pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import attrs
+import torch
+
+from zerotune._util.text import positive, validated
+from zerotune.backend.stored import waiting
+from zerotune.diffusion.data.pairs import REJECTED
+from zerotune.diffusion.data.preparation import LOSS_MASKS
+from zerotune.diffusion.data.streams import Captions
+from zerotune.diffusion.lora import adapters_off
+from zerotune.diffusion.losses import weighted_mean
+from zerotune.diffusion.models.family import Denoiser, Family
+from zerotune.diffusion.noise import DrawnNoise, Noise
+from zerotune.diffusion.objective import Inputs, SchedulerObjective
+from zerotune.errors import DataError, InvalidValueError
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class PreferenceObjective:
+    """Diffusion-DPO: the preferred image becomes likelier than the rejected one.
+
+    ``-log sigmoid(-beta / 2 * ((e_w - e_l) - (r_w - r_l)))``, where ``e`` are the errors of the
+    model for the preferred and the rejected image, and ``r`` those of a reference. Both images
+    have one noise and one time step. A batch holds ``rejected_images`` or ``rejected_latents``
+    beside ``images`` or ``latents``, as ``PreferencePairs`` gives them; the model is given both in
+    one pass, two samples for each of the batch. ``"loss_masks"`` multiply the errors of both, and
+    ``"loss_weights"`` (b,) the loss of a pair.
+
+    Errors are those of ``objective``, with its noise levels, loss and weighting. Over velocities
+    (``FlowMatchingObjective``) this is Flow-DPO with a constant ``beta``.
+
+    Source: https://arxiv.org/abs/2311.12908 and diffusers'
+    ``examples/research_projects/diffusion_dpo/train_diffusion_dpo_sdxl.py``; for flow matching
+    https://arxiv.org/abs/2501.13918, section 4.1.
+    """
+
+    objective: SchedulerObjective
+    """``DenoisingObjective``, ``EDMObjective`` or ``FlowMatchingObjective``: what the model
+    predicts, and how noisy its input is."""
+    beta: float = attrs.field(default=5000.0, validator=validated(positive))
+    """How closely the model keeps to the reference; higher is closer. 5000 is what diffusers'
+    script takes for SDXL, 2500 for Stable Diffusion 1.5."""
+    reference: Any = None
+    """The model before the training: a frozen copy, put in evaluation mode and on the device of the
+    trained one. When not given, the trained model itself without its adapters, which need no
+    second copy."""
+
+    def __attrs_post_init__(self) -> None:
+        if not isinstance(self.objective, SchedulerObjective):
+            raise InvalidValueError(
+                "cannot compare the two images of a pair",
+                key="objective",
+                value=type(self.objective).__name__,
+                fix="give a DenoisingObjective or a FlowMatchingObjective, such as "
+                "loaded.objective()",
+            )
+        if self.reference is not None and not isinstance(self.reference, torch.nn.Module):
+            raise InvalidValueError(
+                "is no model",
+                key="reference",
+                value=type(self.reference).__name__,
+                fix='give load_pretrained(FOLDER, parts=False, dtype="bf16").model, or leave it '
+                "out where adapters are trained",
+            )
+        if self.reference is not None and waiting(self.reference):
+            raise InvalidValueError(
+                "its weights are still in their files",
+                key="reference",
+                value=type(self.reference).__name__,
+                fix="load it without a plan, or call read_weights() of what load_pretrained "
+                "returned",
+            )
+
+    @property
+    def family(self) -> Family:
+        """That of the objective."""
+        return self.objective.family
+
+    @property
+    def scheduler(self) -> Any:
+        """That of the objective."""
+        return self.objective.scheduler
+
+    def __call__(
+        self, model: Denoiser, batch: Mapping[str, torch.Tensor], generator: torch.Generator
+    ) -> torch.Tensor:
+        """The loss of a micro batch of pairs, scalar, fp32."""
+        inputs = self.objective.inputs(batch, generator)
+        # Drawn for one half: the other has the same.
+        levels = self.objective.draw_levels(inputs, generator)
+        twice = torch.arange(len(inputs.clean)).repeat(2)
+        both, levels = self._pairs(inputs), levels[twice]
+        with torch.no_grad(), self._reference_of(model) as reference:
+            theirs = self._differences(reference, both, levels)
+        ours = self._differences(model, both, levels)
+        losses = -torch.nn.functional.logsigmoid(-0.5 * self.beta * (ours - theirs))
+        return weighted_mean(losses, batch)
+
+    def losses_at(
+        self,
+        model: Denoiser,
+        batch: Mapping[str, torch.Tensor],
+        *,
+        quantiles: Sequence[float],
+        noise: Noise,
+        generator: torch.Generator,
+    ) -> torch.Tensor:
+        """Errors of the preferred images alone; see ``LevelObjective``."""
+        return self.objective.losses_at(
+            model, batch, quantiles=quantiles, noise=noise, generator=generator
+        )
+
+    def _pairs(self, inputs: Inputs) -> Inputs:
+        """The preferred images of a batch, and behind them the rejected ones."""
+        batch, clean, noise = inputs.batch, inputs.clean, inputs.noise
+        beside = {
+            name.removeprefix(REJECTED): value
+            for name, value in batch.items()
+            if name.startswith(REJECTED)
+        }
+        if not beside:
+            raise DataError(
+                f"the batch has no rejected images, only {sorted(batch)}",
+                key=f"batch['{REJECTED}latents']",
+                fix="train on PreferencePairs, or let the dataset yield rejected_images or "
+                "rejected_latents",
+            )
+        # Without the preferred latents, which a family takes before images.
+        kept = {name: value for name, value in batch.items() if name not in ("images", "latents")}
+        rejected = self.family.clean({**kept, **beside}).to(clean.device)
+        if rejected.shape != clean.shape:
+            raise DataError(
+                f"the rejected images are {tuple(rejected.shape)}, the preferred ones "
+                f"{tuple(clean.shape)}",
+                key="batch",
+                value=sorted(beside),
+                fix="bring both to one size, as PreferencePairs does",
+            )
+        masks = {LOSS_MASKS: _twice(batch[LOSS_MASKS])} if LOSS_MASKS in batch else {}
+        return Inputs(
+            batch=masks,
+            clean=torch.cat([clean, rejected]),
+            conditioning={name: _twice(value) for name, value in inputs.conditioning.items()},
+            noise=DrawnNoise(target=_twice(noise.target), added=_twice(noise.added)),
+        )
+
+    def _differences(self, model: Denoiser, both: Inputs, levels: Any) -> torch.Tensor:
+        """By how much the preferred image's error exceeds the rejected one's (b,)."""
+        preferred, rejected = self.objective.compare(model, both, levels).by_sample().chunk(2)
+        return preferred - rejected
+
+    @contextmanager
+    def _reference_of(self, model: Denoiser) -> Iterator[Denoiser]:
+        trained: Any = getattr(model, "module", model)
+        if self.reference is None:
+            with adapters_off(trained) as layers:
+                if not layers:
+                    raise InvalidValueError(
+                        "the model has no adapters that could be switched off",
+                        key="reference",
+                        value=None,
+                        fix="train adapters (add_lora), or give a frozen copy: load_pretrained("
+                        'FOLDER, parts=False, dtype="bf16").model',
+                    )
+                yield model
+            return
+        if self.reference is trained:
+            raise InvalidValueError(
+                "is the model that is trained, from which it would never differ",
+                key="reference",
+                value=type(trained).__name__,
+                fix="load it once more",
+            )
+        if self.reference.device != model.device:
+            self.reference.to(model.device)
+        self.reference.eval()
+        yield self.reference
+
+
+def _twice(value: Any) -> Any:
+    # Captions, where text encoders are trained, are encoded by the engine.
+    return Captions((*value, *value)) if isinstance(value, Captions) else torch.cat([value, value])

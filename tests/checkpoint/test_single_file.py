@@ -1,0 +1,220 @@
+"""A whole model in one file, as it was first published: out, and in again."""
+
+from __future__ import annotations
+
+import shutil
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.checkpoint.refusals import told
+from tests.support import declared_pipelines, single_files
+from tests.support.ranks import ranks
+from tests.support.runs import PLAIN, Case, start
+from zerotune import DeepSpeedPlan
+from zerotune.backend.original_names import ORIGINALS
+from zerotune.backend.single_file import Run, SingleFile, place_rows
+from zerotune.backend.stored import StoredTensor
+from zerotune.checkpoint import export_pipeline
+from zerotune.diffusion import load_pretrained
+from zerotune.errors import InvalidValueError
+
+PLAN = DeepSpeedPlan.build(stage=3)
+MODEL = "model.diffusion_model."
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    top = tmp_path_factory.mktemp("single")
+    return {kind: make(top / kind) for kind, make in single_files.MAKERS.items()}
+
+
+def trained(folder: Any) -> Any:
+    """A model with other weights than its folder's."""
+    model = load_pretrained(folder, parts=False).model
+    torch.manual_seed(7)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter))
+    return model
+
+
+def no_weights(folder: Any, target: Any) -> Any:
+    """Its configurations, tokenizers and scheduler."""
+    return shutil.copytree(folder, target, ignore=shutil.ignore_patterns("*.safetensors"))
+
+
+def same(state: Any, other: Any) -> bool:
+    return state.keys() == other.keys() and all(
+        state[name].dtype == other[name].dtype and torch.equal(state[name], other[name])
+        for name in state
+    )
+
+
+@pytest.mark.parametrize("kind", list(single_files.COMPONENTS))
+@ranks(1)
+def test_plain_diffusers_reads_the_file_bit_for_bit(kind, folders, tmp_path, monkeypatch):
+    if kind == "flux":
+        single_files.narrow_flux(monkeypatch)
+    folder, component = folders[kind], single_files.COMPONENTS[kind]
+    engine = start(PLAIN, trained(folder))
+    file = export_pipeline(tmp_path / "one.safetensors", engine=engine, base=folder)
+    expected = {name: t.clone() for name, t in engine.module.state_dict().items()}
+    engine.close()
+    read = single_files.reloaded(kind, file, folder)
+    assert same(getattr(read, component).state_dict(), expected)
+    whole = single_files.original(kind, folder)
+    for name, part in whole.components.items():
+        if name != component and isinstance(part, torch.nn.Module):
+            assert same(getattr(read, name).state_dict(), part.state_dict()), name
+    loaded = load_pretrained(file, config=folder, frozen_dtype="fp32")
+    assert same(loaded.model.state_dict(), expected)
+    for name, part in loaded.family.parts.modules.items():
+        assert same(part.state_dict(), getattr(whole, name).state_dict()), name
+
+
+@ranks(2)
+def test_a_file_is_trained_at_stage_3_and_written_with_its_own_names(folders, tmp_path):
+    folder, base = folders["sd3"], tmp_path / "base.safetensors"
+    engine = start(PLAIN, trained(folder))
+    export_pipeline(tmp_path / "out.safetensors", engine=engine, base=folder)
+    if engine.group.is_main:
+        extra = {
+            "model_ema.decay": torch.ones(()),
+            f"{MODEL}notes": torch.ones(2, dtype=torch.int64),
+        }
+        save_file(load_file(tmp_path / "out.safetensors") | extra, base)
+    engine.group.barrier("the base is there")
+    engine.close()
+    loaded = load_pretrained(base, config=folder, plan=PLAN, parts=False)
+    waiting = [name for name, p in loaded.model.named_parameters() if not p.is_meta]
+    engine = start(Case(stage=3), loaded.model)
+    file = export_pipeline(tmp_path / "next.safetensors", engine=engine, base=loaded.base)
+    half = tmp_path / "half.safetensors"
+    export_pipeline(half, engine=engine, base=loaded.base, weights="trained", dtype="bf16")
+    engine.close()
+    before, after, halved = load_file(base), load_file(file), load_file(half)
+    assert waiting == []
+    assert same(after, {k: t for k, t in before.items() if k != "model_ema.decay"})
+    assert halved[f"{MODEL}context_embedder.bias"].dtype == torch.bfloat16
+    assert halved["first_stage_model.decoder.conv_in.bias"].dtype == torch.float32
+    (dropped,) = [each.before for each in loaded.decisions if each.after is None]
+    assert dropped == f"{MODEL}notes"
+
+
+@ranks(1)
+def test_a_folder_is_written_from_a_file_and_configurations(folders, tmp_path):
+    folder, bare = folders["sdxl"], no_weights(folders["sdxl"], tmp_path / "bare")
+    engine = start(PLAIN, trained(folder))
+    file = export_pipeline(tmp_path / "one.safetensors", engine=engine, base=folder)
+    target = export_pipeline(tmp_path / "out", engine=engine, base=file, config=bare)
+    error = told(lambda: export_pipeline(tmp_path / "x", engine=engine, base=file))
+    own = told(lambda: export_pipeline(file, engine=engine, base=file))
+    engine.close()
+    read, expected = (single_files.original("sdxl", each) for each in (target, folder))
+    for name in ("vae", "text_encoder", "text_encoder_2"):
+        assert same(getattr(read, name).state_dict(), getattr(expected, name).state_dict()), name
+    assert same(read.unet.state_dict(), load_pretrained(file, config=bare).model.state_dict())
+    assert "give config=" in error
+    assert "the export is made from it" in own
+
+
+def header(shapes: Any, **dtypes: Any) -> dict[str, StoredTensor]:
+    return {
+        key: StoredTensor(dtype=dtypes.get(key, torch.bfloat16), shape=shape, offset=0)
+        for key, shape in shapes.items()
+    }
+
+
+def published_flux() -> tuple[Any, dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
+    """Flux in its own size, and the shapes of the file it was published as."""
+    with torch.device("meta"):
+        model = diffusers.FluxTransformer2DModel(guidance_embeds=True)
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    keys = ORIGINALS["FluxPipeline"]["transformer"].keys(list(shapes), model.config)
+    file = {
+        key: (sum(shapes[name][0] for name in names), *shapes[names[0]][1:])
+        for key, names in keys.items()
+    }
+    return model, shapes, file
+
+
+def test_flux_has_its_published_names_and_each_row_its_place(tmp_path):
+    model, shapes, file = published_flux()
+    assert len(file) == 780
+    assert file["single_blocks.37.linear1.weight"] == (21504, 3072)
+    places = place_rows(type(model), model.config, model=shapes, file=file)
+    ours = places["single_transformer_blocks.37.attn.to_v.weight"]
+    assert [(run.key, run.there, run.count) for run in ours] == [
+        ("single_blocks.37.linear1.weight", 6144, 3072)
+    ]
+    # The publication has shift before scale, diffusers scale before shift.
+    assert [run.there for run in places["norm_out.linear.weight"]] == [3072, 0]
+    rows = [row for run in sum(places.values(), ()) for row in [(run.key, run.there, run.count)]]
+    assert len(set(rows)) == len(rows)
+    assert sum(count for *_, count in rows) == sum(shape[0] for shape in file.values())
+    single = SingleFile(
+        path=tmp_path / "x.safetensors", config=tmp_path, tensors=header(file), stamp=(0, 0)
+    )
+    assert single.published == "black-forest-labs/FLUX.1-dev"
+
+
+def test_values_of_several_pieces_are_read_from_any_element_on(tmp_path):
+    save_file({"x": torch.arange(12, dtype=torch.float32)}, tmp_path / "x.safetensors")
+    file = SingleFile.open(tmp_path / "x.safetensors", config=tmp_path)
+    runs = {"y": (Run("x", 8, 0, 4), Run("x", 0, 4, 8))}
+    weight = file.weights(runs, {"y": (12,)})["y"]
+    expected = torch.tensor([8, 9, 10, 11, 0, 1, 2, 3, 4, 5, 6, 7]).bfloat16()
+    for start_at in range(12):
+        for count in range(12 - start_at + 1):
+            flat = torch.full((count,), -1, dtype=torch.bfloat16)
+            weight.read_into(flat, start=start_at)
+            assert torch.equal(flat, expected[start_at : start_at + count])
+
+
+def test_files_that_cannot_be_read_are_refused_with_what_to_give(folders, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    base = tmp_path / "x.safetensors"
+    keys = ORIGINALS["StableDiffusion3Pipeline"]["transformer"]
+    model = load_pretrained(folders["sd3"], parts=False).model
+    names = keys.keys(list(model.state_dict()), model.config)
+    tensors = {
+        key: torch.cat([model.state_dict()[name] for name in each]) for key, each in names.items()
+    }
+
+    def refusal(change: dict[str, Any] | None = None, path: Any = base, **options: Any) -> str:
+        save_file(tensors | (change or {}), base)
+        return told(
+            lambda: load_pretrained(path, **{"parts": False, "config": folders["sd3"]} | options)
+        )
+
+    assert refusal() == ""
+    assert "of no model that diffusers knows" in refusal(config=None)
+    assert "are scaled" in refusal({"scaled_fp8": torch.ones(2)})
+    assert "diffusers' converter reads the file" in refusal(config=folders["flux"])
+    assert "config= is for such files alone" in refusal(path=folders["sd3"])
+    assert "is not there" in refusal(path=tmp_path / "none.safetensors")
+    bare = no_weights(folders["sd3"], tmp_path / "bare")
+    message = refusal(parts=True, config=bare)
+    assert "has nothing of the frozen parts, and the others cannot be loaded" in message
+    big = {f"{MODEL}joint_blocks.37.x_block.mlp.fc1.weight": torch.ones(2, 2)}
+    message = refusal(big, config=None)
+    assert "stabilityai/stable-diffusion-3.5-large could not be had" in message
+    assert "give the folder of a download of stabilityai/stable-diffusion-3.5-large" in message
+
+
+@ranks(1)
+def test_pipelines_without_names_and_models_without_converters_are_refused(tmp_path, monkeypatch):
+    folder = declared_pipelines.pixart_sigma(tmp_path / "pixart")
+    model = load_pretrained(folder, parts=False).model
+    engine = start(PLAIN, model)
+    message = told(lambda: export_pipeline(tmp_path / "x.safetensors", engine=engine, base=folder))
+    engine.close()
+    with pytest.raises(InvalidValueError, match="no converter of such files for PixArt"):
+        place_rows(type(model), model.config, model={}, file={"x": (1,)})
+    assert message.startswith("CheckpointMismatchError: base")
+    assert "PixArtSigmaPipeline is written into a single file" in message
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["pixart"]

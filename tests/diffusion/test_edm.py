@@ -1,0 +1,187 @@
+"""EDM against diffusers' script and NVlabs/edm, whose arithmetic is written out here."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from diffusers import (
+    DDPMScheduler,
+    EDMDPMSolverMultistepScheduler,
+    EDMEulerScheduler,
+    EulerDiscreteScheduler,
+    FlowMatchEulerDiscreteScheduler,
+)
+
+from zerotune.diffusion import DenoisingObjective, EDMObjective, GaussianNoise, Huber
+from zerotune.errors import InvalidValueError
+
+PLAYGROUND = {"sigma_data": 0.5, "sigma_max": 80.0, "sigma_min": 0.002}
+
+
+def generator(seed=7):
+    return torch.Generator().manual_seed(seed)
+
+
+class Model(torch.nn.Module):
+    """Predicts something of its input and its time, with gradients."""
+
+    device, dtype = torch.device("cpu"), torch.float32
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.convolution = torch.nn.Conv2d(4, 4, 3, padding=1)
+
+    def forward(self, noisy, timesteps):
+        self.timesteps = timesteps
+        return (self.convolution(noisy) + timesteps.view(-1, 1, 1, 1),)
+
+
+def latents(count=8):
+    return torch.randn(count, 4, 8, 8, generator=generator(1))
+
+
+def script_loss(scheduler, model, model_input, noise, indices):
+    """diffusers' train_dreambooth_lora_sdxl.py with ``--do_edm_style_training``."""
+    timesteps = scheduler.timesteps[indices]
+    step_indices = [(scheduler.timesteps == t).nonzero().item() for t in timesteps]
+    sigmas = scheduler.sigmas[step_indices].flatten().view(-1, 1, 1, 1)
+    noisy_model_input = scheduler.add_noise(model_input, noise, timesteps)
+    weighting = None
+    if "EDM" in type(scheduler).__name__:
+        inp_noisy_latents = scheduler.precondition_inputs(noisy_model_input, sigmas)
+        model_pred = model(inp_noisy_latents, timesteps)[0]
+        model_pred = scheduler.precondition_outputs(noisy_model_input, model_pred, sigmas)
+    else:
+        inp_noisy_latents = noisy_model_input / ((sigmas**2 + 1) ** 0.5)
+        model_pred = model(inp_noisy_latents, timesteps)[0]
+        if scheduler.config.prediction_type == "epsilon":
+            model_pred = model_pred * (-sigmas) + noisy_model_input
+        else:
+            model_pred = model_pred * (-sigmas / (sigmas**2 + 1) ** 0.5) + (
+                noisy_model_input / (sigmas**2 + 1)
+            )
+        weighting = (sigmas**-2.0).float()
+    squared = (model_pred.float() - model_input.float()) ** 2
+    if weighting is not None:
+        return torch.mean((weighting * squared).reshape(len(squared), -1), 1).mean()
+    return squared.mean()
+
+
+@pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
+@pytest.mark.parametrize("kind", [EDMEulerScheduler, EDMDPMSolverMultistepScheduler])
+def test_the_loss_is_that_of_diffusers_script(kind, prediction):
+    scheduler = kind(**PLAYGROUND, prediction_type=prediction)
+    model, random = Model(), generator()
+    noise = torch.randn(latents().shape, generator=random)
+    indices = torch.randint(0, 1000, (8,), generator=random)
+    theirs = script_loss(scheduler, model, latents(), noise, indices)
+    ours = EDMObjective(scheduler=scheduler)(model, {"images": latents()}, generator())
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
+    mine, wanted = (
+        torch.autograd.grad(loss, model.convolution.weight)[0] for loss in (ours, theirs)
+    )
+    torch.testing.assert_close(mine / wanted.abs().max(), wanted / wanted.abs().max())
+
+
+def test_the_loss_of_the_paper_is_nvlabs():
+    objective = EDMObjective(density="log_normal", weighting="edm", log_mean=-1.0, log_std=1.1)
+    model, random = Model(), generator()
+    noise = torch.randn(latents().shape, generator=random)
+
+    # training/loss.py, EDMLoss, with the preconditioning of training/networks.py, EDMPrecond.
+    rnd_normal = torch.randn(8, generator=random).view(-1, 1, 1, 1)
+    sigma = (rnd_normal * 1.1 - 1.0).exp()
+    sigma_data = 0.5
+    weight = (sigma**2 + sigma_data**2) / (sigma * sigma_data) ** 2
+    x = latents() + noise * sigma
+    c_skip = sigma_data**2 / (sigma**2 + sigma_data**2)
+    c_out = sigma * sigma_data / (sigma**2 + sigma_data**2).sqrt()
+    c_in = 1 / (sigma_data**2 + sigma**2).sqrt()
+    c_noise = sigma.log() / 4
+    denoised = c_skip * x + c_out * model(c_in * x, c_noise.flatten())[0]
+    theirs = (weight * (denoised - latents()) ** 2).mean()
+
+    ours = objective(model, {"images": latents()}, generator())
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
+def test_edm_style_training_of_another_base_is_plain_denoising(prediction):
+    settings = {"beta_end": 0.012, "beta_schedule": "scaled_linear", "prediction_type": prediction}
+    euler = EulerDiscreteScheduler(**settings)
+    model = Model()
+    noise = torch.randn(latents().shape, generator=generator())
+    indices = torch.randint(0, 1000, (8,), generator=generator())
+    theirs = script_loss(euler, model, latents(), noise, indices)
+    objective = DenoisingObjective(scheduler=DDPMScheduler(**settings))
+    inputs = objective.inputs({"images": latents()}, generator())
+    steps = euler.timesteps[indices].long()
+    found = objective.compare(model, inputs, steps)
+    if prediction == "v_prediction":  # Its weight is less than 1: sigma² / (sigma² + 1) / sigma².
+        kept = objective.scheduler.alphas_cumprod[steps].view(-1, 1, 1, 1)
+        ours = (kept * (found.prediction - found.target) ** 2).mean()
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=0)
+    else:
+        torch.testing.assert_close(found.mean(), theirs, rtol=1e-4, atol=0)
+
+
+def test_only_the_range_is_trained_from_little_noise_to_much():
+    model = Model()
+    for share, least, most in (((0.0, 0.25), 0.002, 0.2), ((0.75, 1.0), 17.0, 80.0)):
+        objective = EDMObjective(timestep_range=share)
+        objective(model, {"images": torch.zeros(300, 4, 2, 2)}, generator())
+        sigmas = (4 * model.timesteps).exp()
+        assert least < sigmas.min()
+        assert sigmas.max() <= most * 1.001
+        assert sigmas.max() > most / 1.3
+
+
+def test_quantiles_go_from_little_noise_to_much():
+    seen, model = [], Model()
+    model.register_forward_hook(lambda *_: seen.append(float((4 * model.timesteps[0]).exp())))
+    errors = EDMObjective(loss=Huber()).losses_at(
+        model,
+        {"images": latents()},
+        quantiles=(0.0, 0.5, 1.0),
+        noise=GaussianNoise(),
+        generator=generator(),
+    )
+    assert errors.shape == (3,)
+    table = EDMEulerScheduler().sigmas
+    assert seen == pytest.approx([float(table[n]) for n in (999, 499, 0)], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("make", "key", "fix"),
+    [
+        (lambda: EDMObjective(scheduler=DDPMScheduler()), "scheduler", "DenoisingObjective"),
+        (
+            lambda: EDMObjective(scheduler=FlowMatchEulerDiscreteScheduler()),
+            "scheduler",
+            "EDMEulerScheduler",
+        ),
+        (lambda: DenoisingObjective(scheduler=EDMEulerScheduler()), "scheduler", "EDMObjective"),
+        (lambda: EDMObjective(density="normal"), "density", '"log_normal"'),
+        (lambda: EDMObjective(weighting="snr"), "weighting", '"edm"'),
+        (lambda: EDMObjective(timestep_range=(0.5, 0.5)), "timestep_range", "0.2"),
+        (
+            lambda: EDMObjective(density="log_normal", timestep_range=(0.0, 0.5)),
+            "timestep_range",
+            '"uniform"',
+        ),
+        (lambda: EDMObjective(loss=Huber(schedule="exponential")), "loss.schedule", '"snr"'),
+        (
+            lambda: EDMObjective(
+                scheduler=EDMDPMSolverMultistepScheduler(prediction_type="sample")
+            ),
+            "scheduler.prediction_type",
+            "made with",
+        ),
+    ],
+)
+def test_settings_that_are_none_are_refused(make, key, fix):
+    with pytest.raises(InvalidValueError) as caught:
+        make()
+    assert caught.value.key == key
+    assert fix in caught.value.fix

@@ -1,0 +1,41 @@
+"""Every public name has an entry of its own in the API reference."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+
+import pytest
+
+from tests.docs.pages import DOCS
+
+
+@pytest.fixture(scope="module")
+def api():
+    """The module that writes the pages."""
+    spec = importlib.util.spec_from_file_location("generate_api", DOCS / "generate_api.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_public_name_has_one_entry(api, tmp_path):
+    api.write(tmp_path / "api")
+    text = "\n".join(path.read_text() for path in (tmp_path / "api").iterdir())
+    entries = re.findall(r"^\.\. (?:auto|py:)\w+:: (\S+)$", text, re.MULTILINE)
+    errors = [
+        f"zerotune.errors.{name}" for name in vars(importlib.import_module("zerotune.errors"))
+    ]
+    assert api.missing({*entries, *errors}) == []
+    assert sorted(set(entries)) == sorted(entries)
+    assert "zerotune.Trainer" in entries
+
+
+def test_every_link_of_a_page_leads_to_one(api, tmp_path):
+    api.write(tmp_path / "api")
+    names = {path.name for path in (tmp_path / "api").iterdir()}
+    for path in (tmp_path / "api").iterdir():
+        links = re.findall(r"\]\(([\w.]+\.md)\)", path.read_text())
+        assert set(links) <= names, path.name
+    index = (tmp_path / "api" / "zerotune.plan.md").read_text()
+    assert "| [OffloadSection](zerotune.plan.OffloadSection.md) |" in index

@@ -1,0 +1,90 @@
+"""Runs scripts of diffusers, as they stand and with the changes of ``examples/embedding``."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.support import torchvision
+
+ORIGINALS = Path(__file__).parent / "diffusers"
+"""Of the release 0.40.0, under its Apache licence 2.0."""
+CHANGES = Path(__file__).parents[2] / "examples" / "embedding"
+
+
+def original(name: str, folder: Path) -> Path:
+    """The script as diffusers has it."""
+    script = folder / f"{name}.py"
+    script.write_bytes((ORIGINALS / script.name).read_bytes())
+    return script
+
+
+def changed(name: str, folder: Path) -> Path:
+    """The script with the changes of the page."""
+    script = original(name, folder)
+    difference = str(CHANGES / f"{name}.diff")
+    subprocess.run(["git", "apply", "-p1", difference], cwd=folder, check=True)
+    return script
+
+
+def photos(folder: Path, *, captions: bool) -> Path:
+    """Six photos in two sizes, as ``datasets`` and DreamBooth's data set read them."""
+    from PIL import Image
+    from skimage import data
+
+    folder.mkdir()
+    picture = Image.fromarray(data.astronaut())
+    lines = []
+    for number in range(6):
+        side = 16 + 4 * (number % 2)
+        part = picture.crop((60 * number, 40 * number, 60 * number + 200, 40 * number + 200))
+        part.resize((side, 20)).save(folder / f"{number}.png")
+        lines.append({"file_name": f"{number}.png", "text": "ab"[number % 2] * (number + 1)})
+    if captions:
+        (folder / "metadata.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    return folder
+
+
+def run_of_diffusers(script: str, *calls: tuple[list[str], dict[str, Any]]) -> list[float]:
+    """``main`` of a script, once for each call's flags and plan; the losses it logged."""
+    import accelerate
+    import datasets  # noqa: F401 - these look for torchvision
+    import diffusers  # noqa: F401
+    import peft  # noqa: F401
+    import transformers  # noqa: F401
+
+    path, losses = Path(script), []
+    os.chdir(path.parent)
+    torchvision.stand_in()
+    log = accelerate.Accelerator.log
+
+    def look_and_log(self: Any, values: dict[str, Any], *rest: Any, **more: Any) -> None:
+        losses.extend(value for name, value in values.items() if name.endswith("loss"))
+        log(self, values, *rest, **more)
+
+    accelerate.Accelerator.log = look_and_log
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    for flags, plan in calls:
+        if os.environ.get("RANK", "0") == "0":
+            Path("ds_config.json").write_text(json.dumps(plan))
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+        accelerate.state.GradientState._reset_state()
+        os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
+        # Some of its functions take it from the module, as when it is the program.
+        module.args = module.parse_args(flags)
+        module.main(module.args)
+    return losses
+
+
+def weights_of(folder: Path, kind: Any) -> np.ndarray:
+    """Of an exported model, one after the other."""
+    state = kind.from_pretrained(folder).state_dict()
+    return np.concatenate([state[name].float().numpy().ravel() for name in sorted(state)])

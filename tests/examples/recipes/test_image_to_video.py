@@ -1,0 +1,82 @@
+"""The recipe of clips that go on from an image, on views that move over photographs."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.resources
+
+import pytest
+import torch
+from diffusers import WanImageToVideoPipeline
+from PIL import Image
+from safetensors.torch import load_file
+
+from tests.support.declared_pipelines import wan_i2v
+from tests.support.ranks import run_ranks
+
+SMALL = [
+    "--area",
+    "256",
+    "--bucket-step",
+    "8",
+    "--frames",
+    "5",
+    "--fps",
+    "24",
+    "--rank",
+    "2",
+    "--lr",
+    "1e-2",
+]
+SMALL += ["--draw-steps", "2", "--every", "2"]
+
+
+@pytest.fixture(scope="module")
+def clips(tmp_path_factory):
+    """A view that moves to the right, and its caption."""
+    folder = tmp_path_factory.mktemp("clips")
+    shipped = importlib.resources.files("skimage") / "data"
+    for name, caption in {"chelsea": "a cat", "coffee": "a cup of coffee"}.items():
+        (folder / f"{name}.txt").write_text(caption)
+        (folder / name).mkdir()
+        with Image.open(shipped / f"{name}.png") as photo:
+            for number in range(5):
+                left = 30 * number
+                view = photo.convert("RGB").crop((left, 0, left + 240, 240))
+                view.save(folder / name / f"{number}.png")
+    return str(folder)
+
+
+def run(starts: list[list[str]]) -> list[list[float]]:
+    torch.set_num_threads(1)
+    main = importlib.import_module("examples.recipes.image_to_video").main
+    found = []
+    for arguments in starts:
+        torch.manual_seed(0)  # Adapters begin with random numbers.
+        found.append(main(arguments))
+    return found
+
+
+# diffusers adds zeros for CLIP's projections, and peft remarks upon it.
+@pytest.mark.filterwarnings("ignore:While injecting the PEFT adapters:RuntimeWarning")
+@pytest.mark.deepspeed
+@pytest.mark.parametrize(
+    ("stage", "world_size"),
+    [("2", 1), pytest.param("2", 2, marks=pytest.mark.nightly)]
+    + [pytest.param("3", n, marks=pytest.mark.nightly) for n in (1, 2)],
+)
+def test_it_stops_and_goes_on_as_if_it_had_not(stage, world_size, clips, tmp_path):
+    base = wan_i2v(tmp_path / "wan")
+    common = ["--base", str(base), "--data", clips, *SMALL, "--stage", stage]
+    stopped, whole = ([*common, "--output", str(tmp_path / name)] for name in ("stopped", "whole"))
+    starts = [[*whole, "--steps", "4"], [*stopped, "--steps", "2"], [*stopped, "--steps", "4"]]
+    at_once, before, after = run_ranks(run, starts, world_size=world_size)[0]
+    assert before + after == at_once
+    (file,) = (tmp_path / "stopped" / "adapters").glob("*.safetensors")
+    adapters = load_file(file)
+    assert all(bool(t.abs().max() > 0) for name, t in adapters.items() if "lora_B" in name)
+    pipeline = WanImageToVideoPipeline.from_pretrained(base)
+    pipeline.load_lora_weights(tmp_path / "stopped" / "adapters")
+    loaded = dict(pipeline.transformer.named_parameters())
+    assert any("lora_B" in name and bool(each.abs().max() > 0) for name, each in loaded.items())
+    assert len(list((tmp_path / "whole" / "validation").iterdir())) == 3
