@@ -21,8 +21,9 @@ from tests.support.ranks import ranks
 from zerotune import EMAShadow, export_model
 from zerotune.diffusion import DataStream
 from zerotune.diffusion.data import AspectBuckets, ImageFolder, PreparedImages
-from zerotune.diffusion.models.declared import FAMILY_NAMES, StableDiffusionXL
-from zerotune.diffusion.pretrained import named_family
+from zerotune.diffusion.models.declared import StableDiffusionXL, WanLowNoise
+from zerotune.diffusion.models.image_to_video import WanImageToVideoLowNoise
+from zerotune.diffusion.pretrained import FAMILIES, FAMILY_NAMES, named_family
 from zerotune.errors import (
     DataError,
     InvalidValueError,
@@ -332,7 +333,10 @@ def test_what_was_loaded_is_trained_under_its_plan_and_exported_as_a_pipeline(
 
 
 def test_a_family_may_be_named() -> None:
+    # So advice, ``zerotune init`` and the builder know each of them.
     assert set(FAMILY_NAMES) == set(family_names())
+    experts = {WanLowNoise, WanImageToVideoLowNoise}
+    assert set(FAMILY_NAMES.values()) | experts == set(FAMILIES.values()) | experts
     assert named_family("StableDiffusionXLPipeline") is named_family("sdxl") is StableDiffusionXL
     with pytest.raises(InvalidValueError, match=r"family = 'sdlx'.*did you mean sdxl"):
         named_family("sdlx")
