@@ -326,7 +326,10 @@ def untrained(engine: Engine) -> Named:
 class Frozen(Protocol):
     """What holds the parameters that were not trained."""
 
-    path: Path
+    @property
+    def path(self) -> Path:
+        """Where they are."""
+        ...
 
     @property
     def tensors(self) -> Mapping[str, StoredTensor]:
