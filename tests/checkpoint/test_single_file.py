@@ -14,11 +14,11 @@ from tests.checkpoint.refusals import told
 from tests.support import declared_pipelines, single_files
 from tests.support.ranks import ranks
 from tests.support.runs import PLAIN, Case, start
-from zerotune import DeepSpeedPlan
+from zerotune import DeepSpeedPlan, cli
 from zerotune.backend.original_names import ORIGINALS
 from zerotune.backend.single_file import Run, SingleFile, place_rows
 from zerotune.backend.stored import StoredTensor
-from zerotune.checkpoint import export_pipeline
+from zerotune.checkpoint import export_pipeline, save_checkpoint
 from zerotune.diffusion import load_pretrained
 from zerotune.errors import InvalidValueError
 
@@ -113,7 +113,13 @@ def test_a_folder_is_written_from_a_file_and_configurations(folders, tmp_path):
     target = export_pipeline(tmp_path / "out", engine=engine, base=file, config=bare)
     error = told(lambda: export_pipeline(tmp_path / "x", engine=engine, base=file))
     own = told(lambda: export_pipeline(file, engine=engine, base=file))
+    saved = save_checkpoint(tmp_path / "saved", engine=engine)
     engine.close()
+    for base in (folder, file):  # The same file, without an engine.
+        again = tmp_path / f"{base.name}-again.safetensors"
+        line = ["checkpoint", "convert", str(saved), str(again), "--base", str(base)]
+        assert cli.main(line) == 0
+        assert same(load_file(again), load_file(file))
     read, expected = (single_files.original("sdxl", each) for each in (target, folder))
     for name in ("vae", "text_encoder", "text_encoder_2"):
         assert same(getattr(read, name).state_dict(), getattr(expected, name).state_dict()), name
@@ -192,6 +198,14 @@ def test_files_that_cannot_be_read_are_refused_with_what_to_give(folders, tmp_pa
         )
 
     assert refusal() == ""
+    eighths = {key: tensor.to(torch.float8_e4m3fn) for key, tensor in tensors.items()}
+    assert refusal(eighths) == ""
+    read = load_pretrained(base, config=folders["sd3"], parts=False).model.state_dict()
+    rounded = {
+        key: tensor.to(torch.float8_e4m3fn).float() for key, tensor in (model.state_dict().items())
+    }
+    assert torch.equal(read["context_embedder.weight"], rounded["context_embedder.weight"])
+    assert torch.equal(read["proj_out.bias"], rounded["proj_out.bias"])
     assert "of no model that diffusers knows" in refusal(config=None)
     assert "are scaled" in refusal({"scaled_fp8": torch.ones(2)})
     assert "diffusers' converter reads the file" in refusal(config=folders["flux"])

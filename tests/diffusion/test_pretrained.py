@@ -476,21 +476,28 @@ def test_adapters_train_beside_four_bits_which_stay_as_they_are(sd3, tmp_path):
         assert one["same"]
 
 
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        ("Float8WeightOnlyConfig", torch.float8_e4m3fn),
+        pytest.param("Int8WeightOnlyConfig", torch.int8, marks=pytest.mark.nightly),
+    ],
+)
 @ranks(1)
-def test_an_fp8_base_trains_beside_adapters_and_keeps_its_bits(sd3):
+def test_a_base_of_8_bits_trains_beside_adapters_and_keeps_its_bits(kind, dtype, sd3):
     needs("torchao", may_lack="it is an extra")
     needs("peft")
-    from torchao.quantization import Float8WeightOnlyConfig
+    from torchao import quantization
 
     from zerotune.diffusion import LoRA, add_lora
 
     torch.manual_seed(0)
-    config = diffusers.TorchAoConfig(Float8WeightOnlyConfig())
+    config = diffusers.TorchAoConfig(getattr(quantization, kind)())
     model = load_pretrained(sd3, parts=False, quantization=config).model
     add_lora(model, LoRA(rank=2))
     weight = model.transformer_blocks[0].attn.to_q.base_layer.weight
     before = weight.qdata.clone()
-    assert before.dtype == torch.float8_e4m3fn
+    assert before.dtype == dtype
     engine = start(Case(deepspeed=False, precision="bf16", lr=1e-2), model)
     noisy, losses = torch.randn(2, 4, 8, 8), []
     for _ in range(8):

@@ -17,6 +17,7 @@ from zerotune._util.files import system_errors
 from zerotune.backend.deepspeed.native_checkpoints import NativeCheckpoint
 from zerotune.backend.distributed import ProcessGroup
 from zerotune.backend.engine import EngineState
+from zerotune.backend.single_file import SUFFIX
 from zerotune.checkpoint.contents import (
     BUFFER,
     Counters,
@@ -30,6 +31,7 @@ from zerotune.checkpoint.contents import (
     versions,
 )
 from zerotune.checkpoint.export.model import CONFIG, ModelFolderReader, export_checkpoint
+from zerotune.checkpoint.export.single_file import INDEX, export_checkpoint_as_file
 from zerotune.checkpoint.folders import checked_path
 from zerotune.checkpoint.manifest import MANIFEST, Manifest, PlanRecord, TensorRecord
 from zerotune.checkpoint.save import Filing, Writing
@@ -58,7 +60,8 @@ def convert(
     ================================  ==============================================
     ``source``                        ``target``
     ================================  ==============================================
-    a zerotune checkpoint             a diffusers model folder, or one ``.safetensors``
+    a zerotune checkpoint             a diffusers model folder, or one ``.safetensors``;
+                                      with a whole ``base``, in ComfyUI's layout
     DeepSpeed's ``save_checkpoint``   a checkpoint, with the optimizer's states
     accelerate's ``save_state``       a checkpoint, with Adam's states
     a diffusers model folder          a checkpoint of the weights alone
@@ -89,6 +92,10 @@ def convert(
     with system_errors(CheckpointError, target, f"cannot be converted to from {os.fspath(source)}"):
         folder = Path(source)
         if (folder / MANIFEST).exists():
+            if base is not None and _is_whole(Path(target), Path(base)):
+                return export_checkpoint_as_file(
+                    folder, target, base=base, shadow=shadow, dtype=dtype
+                )
             return export_checkpoint(folder, target, shadow=shadow, dtype=dtype, base=base)
         final = checked_path(target)
         if final.exists():
@@ -103,6 +110,11 @@ def convert(
             return _from_accelerate(saved, final, base=None if base is None else Path(base))
         with ModelFolderReader(folder) as reader:
             return _from_model(reader, final)
+
+
+def _is_whole(target: Path, base: Path) -> bool:
+    """Whether a single file of a whole pipeline is asked for."""
+    return target.suffix == SUFFIX and (base.is_file() or (base / INDEX).is_file())
 
 
 def _from_deepspeed(native: NativeCheckpoint, final: Path, saved: StateFolder) -> Path:

@@ -56,7 +56,8 @@ class _ConvertCheckpoint(Below):
             "--base",
             type=Path,
             metavar="MODEL",
-            help="the model folder that frozen weights come from",
+            help="the model folder that frozen weights come from; for a TARGET of .safetensors in "
+            "ComfyUI's layout the single file or pipeline that training began from",
         )
 
     def run(self) -> int:

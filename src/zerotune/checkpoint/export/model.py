@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 
@@ -14,7 +14,7 @@ from zerotune._util.files import system_errors
 from zerotune._util.text import json_of
 from zerotune.backend.adapters import AdapterParameter
 from zerotune.backend.dtypes import checked_dtype
-from zerotune.backend.stored import STEMS, weight_files
+from zerotune.backend.stored import STEMS, StoredTensor, weight_files
 from zerotune.backend.unpartitioned import whole_parameter
 from zerotune.checkpoint.contents import (
     buffer_records,
@@ -202,32 +202,41 @@ def export_checkpoint(
         CheckpointCorruptError: A file is damaged.
     """
     with system_errors(CheckpointError, path, "cannot be exported to"), ExitStack() as opened:
-        folder, manifest = find_checkpoint(directory)
-        check_files(folder, manifest)
+        folder, manifest = checked_checkpoint(directory, shadow=shadow)
         chosen = checked_dtype(dtype)
-        if shadow is not None and shadow not in manifest.shadows:
-            raise CheckpointMismatchError(
-                f"the checkpoint has no such shadow; it has {list(manifest.shadows)}",
-                key="shadow",
-                value=shadow,
-            )
         frozen = None
         if base is not None:
             check_apart(Path(path), Path(base))
             frozen = opened.enter_context(ModelFolderReader(Path(base)))
-        _check_frozen(manifest, frozen)
-        records: tuple[ParameterRecord | TensorRecord, ...]
-        records = (*manifest.parameters, *manifest.frozen, *manifest.buffers)
         writer = model_writer(
             path,
             config=manifest.model or (None if frozen is None else frozen.config),
-            specs=specs_of(records, manifest.aliases, chosen),
+            specs=specs_of(records_of(manifest), manifest.aliases, chosen),
             aliases=manifest.aliases,
             shard_size=shard_size,
         )
-        subject = WEIGHTS if shadow is None else Subject(kind="shadow", of=shadow)
         reader = opened.enter_context(CheckpointReader(folder, manifest))
-        return writer.write(_stored_tensors(reader, manifest, subject, frozen))
+        return writer.write(stored_tensors(reader, manifest, shadow, frozen))
+
+
+def checked_checkpoint(
+    directory: str | os.PathLike[str], *, shadow: str | None
+) -> tuple[Path, Manifest]:
+    """A checkpoint with all its files, and the shadow that is asked for."""
+    folder, manifest = find_checkpoint(directory)
+    check_files(folder, manifest)
+    if shadow is not None and shadow not in manifest.shadows:
+        raise CheckpointMismatchError(
+            f"the checkpoint has no such shadow; it has {list(manifest.shadows)}",
+            key="shadow",
+            value=shadow,
+        )
+    return folder, manifest
+
+
+def records_of(manifest: Manifest) -> tuple[ParameterRecord | TensorRecord, ...]:
+    """All tensors of the model in a checkpoint."""
+    return (*manifest.parameters, *manifest.frozen, *manifest.buffers)
 
 
 def engine_writer(
@@ -314,12 +323,34 @@ def untrained(engine: Engine) -> Named:
     yield from persistent_buffers(engine.module).items()
 
 
-def _stored_tensors(
-    reader: CheckpointReader,
-    manifest: Manifest,
-    subject: Subject,
-    frozen: ModelFolderReader | None,
+class Frozen(Protocol):
+    """What holds the parameters that were not trained."""
+
+    @property
+    def path(self) -> Path:
+        """Where they are."""
+        ...
+
+    @property
+    def tensors(self) -> Mapping[str, StoredTensor]:
+        """By the model's names."""
+        ...
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """One of them, on the CPU."""
+        ...
+
+
+def stored_tensors(
+    reader: CheckpointReader, manifest: Manifest, shadow: str | None, frozen: Frozen | None
 ) -> Named:
+    """The tensors of the model in a checkpoint, or of a shadow of it.
+
+    Raises:
+        CheckpointMismatchError: Some were not trained, and ``frozen`` has them not.
+    """
+    _check_frozen(manifest, frozen)
+    subject = WEIGHTS if shadow is None else Subject(kind="shadow", of=shadow)
     for parameter in manifest.parameters:
         averaged = parameter.name in reader.of(subject).tensors
         yield parameter.name, reader.tensor(subject if averaged else WEIGHTS, parameter.name)
@@ -331,7 +362,7 @@ def _stored_tensors(
         yield record.name, buffers[record.name]
 
 
-def _check_frozen(manifest: Manifest, base: ModelFolderReader | None) -> None:
+def _check_frozen(manifest: Manifest, base: Frozen | None) -> None:
     for record in manifest.frozen:
         stored = None if base is None else base.tensors.get(record.name)
         if stored is None or stored.shape != record.shape:

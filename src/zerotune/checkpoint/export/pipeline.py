@@ -7,12 +7,11 @@ import shutil
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING
 
 import torch
 
 from zerotune._util.files import sync
-from zerotune._util.text import json_of
 from zerotune.backend.dtypes import checked_dtype
 from zerotune.backend.single_file import SUFFIX, SingleFile
 from zerotune.backend.trained_parts import TrainedParts, components
@@ -28,6 +27,8 @@ from zerotune.checkpoint.export.driver import (
 from zerotune.checkpoint.export.model import engine_writer, refuse_adapters, untrained
 from zerotune.checkpoint.export.single_file import (
     SingleFileDraft,
+    Trained,
+    component_of,
     layout_of_file,
     layout_of_folder,
 )
@@ -37,10 +38,6 @@ from zerotune.errors import CheckpointMismatchError
 
 if TYPE_CHECKING:
     from zerotune.backend.engine import Engine
-
-
-INDEX: Final = "model_index.json"
-"""What makes a folder a pipeline of diffusers."""
 
 
 def export_pipeline(
@@ -143,7 +140,7 @@ def _draft(
             fix="give a folder, for the whole pipeline",
         )
     if base.is_file() and single:
-        layout = layout_of_file(engine, base, dtype=dtype)
+        layout = layout_of_file(Trained.by(engine, dtype), base, dtype=dtype)
         return SingleFileDraft(target, base=base, layout=layout)
     if base.is_file() and config is None:
         raise CheckpointMismatchError(
@@ -154,8 +151,9 @@ def _draft(
         )
     folder = base if config is None else config
     if single:
-        part, pipeline = _component(folder, component, engine.module)
-        layout = layout_of_folder(engine, folder, part=part, pipeline=pipeline, dtype=dtype)
+        part, pipeline = component_of(folder, component, type(engine.module).__name__)
+        trained = Trained.by(engine, dtype)
+        layout = layout_of_folder(trained, folder, part=part, pipeline=pipeline)
         return SingleFileDraft(target, base=folder, layout=layout)
     return _PipelineDraft(
         target,
@@ -253,37 +251,7 @@ def _components(
 ) -> Mapping[str, tuple[str, torch.nn.Module]]:
     """For each part that is replaced the prefix of its names in the engine, and the module."""
     if not isinstance(model, TrainedParts):
-        return {_component(base, asked, model)[0]: ("", model)}
+        return {component_of(base, asked, type(model).__name__)[0]: ("", model)}
     for name in model.names:
-        _component(base, name, model)
+        component_of(base, name, type(model).__name__)
     return components(model)
-
-
-def _component(base: Path, asked: str | None, model: torch.nn.Module) -> tuple[str, str]:
-    """What the model is called in the pipeline, and the pipeline's class."""
-    try:
-        index: dict[str, Any] = json_of((base / INDEX).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointMismatchError(
-            f"is not the folder of a diffusers pipeline: {error}",
-            key="base",
-            value=str(base),
-            fix=f"give the folder that training began from, with its {INDEX}",
-        ) from error
-    parts = {
-        name: entry[1]
-        for name, entry in index.items()
-        if isinstance(entry, list) and len(entry) == 2 and entry[1]
-    }
-    if asked is not None:
-        fitting = [asked] if asked in parts else []
-    else:
-        fitting = [name for name, kind in parts.items() if kind == type(model).__name__]
-    if len(fitting) != 1:
-        raise CheckpointMismatchError(
-            f"the pipeline has {len(fitting) or 'no'} such parts; it has {parts}",
-            key="component",
-            value=asked or type(model).__name__,
-            fix="name the part that was trained",
-        )
-    return fitting[0], str(index.get("_class_name"))

@@ -3,24 +3,86 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 import torch
 
-from zerotune._util.text import listing
+from zerotune._util.files import system_errors
+from zerotune._util.text import json_of, listing
+from zerotune.backend.dtypes import checked_dtype
 from zerotune.backend.original_names import ORIGINALS, Original, as_published
 from zerotune.backend.single_file import Places, Shapes, SingleFile, place_rows
+from zerotune.backend.stored import StoredTensor, StoredWeight
+from zerotune.checkpoint.contents import model_config
 from zerotune.checkpoint.export.driver import ExportWriter, Named
-from zerotune.checkpoint.export.model import ModelFolderReader, engine_specs
+from zerotune.checkpoint.export.model import (
+    Frozen,
+    ModelFolderReader,
+    checked_checkpoint,
+    engine_specs,
+    records_of,
+    specs_of,
+    stored_tensors,
+)
 from zerotune.checkpoint.folders import check_apart
+from zerotune.checkpoint.load import CheckpointReader
+from zerotune.checkpoint.manifest import Manifest
 from zerotune.checkpoint.tensors import TensorReader, TensorSpec
-from zerotune.errors import CheckpointCorruptError, CheckpointMismatchError
+from zerotune.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
 
 if TYPE_CHECKING:
     from zerotune.backend.engine import Engine
+
+
+INDEX: Final = "model_index.json"
+"""What makes a folder a pipeline of diffusers."""
+
+
+@attrs.frozen(kw_only=True)
+class Trained:
+    """A model that was trained."""
+
+    kind: type[Any]
+    """Its class."""
+    config: Mapping[str, Any]
+    specs: Mapping[str, TensorSpec]
+    """Its tensors as they will be written, by its own names."""
+
+    @classmethod
+    def by(cls, engine: Engine, dtype: torch.dtype) -> Trained:
+        """The model of an engine."""
+        return cls(
+            kind=type(engine.module),
+            config=model_config(engine.module) or {},
+            specs={spec.key: spec for spec in engine_specs(engine, {}, dtype)},
+        )
+
+    @classmethod
+    def stored(cls, manifest: Manifest, dtype: torch.dtype) -> Trained:
+        """The model of a checkpoint."""
+        import diffusers
+
+        config = manifest.model or {}
+        kind = getattr(diffusers, str(config.get("_class_name")), None)
+        if kind is None:
+            raise CheckpointMismatchError(
+                "the checkpoint's model is none of diffusers, so nothing reads it from a single "
+                "file",
+                key="model",
+                value=config.get("_class_name"),
+            )
+        specs = specs_of(records_of(manifest), {}, dtype)
+        return cls(kind=kind, config=config, specs={spec.key: spec for spec in specs})
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of its tensors."""
+        return {name: spec.shape for name, spec in self.specs.items()}
 
 
 @attrs.frozen(kw_only=True)
@@ -69,17 +131,16 @@ class SingleFileDraft:
         self._writer.abandon()
 
 
-def layout_of_file(engine: Engine, path: Path, *, dtype: torch.dtype) -> Layout:
+def layout_of_file(model: Trained, path: Path, *, dtype: torch.dtype) -> Layout:
     """The layout of the single file that training began from: its names, and its other parts.
 
     Args:
-        engine: The model.
+        model: What was trained.
         path: The file.
         dtype: Of the trained model's tensors; the others stay as they are.
     """
     file = SingleFile.open(path, config=path.parent)
-    model = {spec.key: spec.shape for spec in engine_specs(engine, {}, dtype)}
-    places = _places(engine, model, file.shapes)
+    places = _places(model, file.shapes)
     trained = {run.key for runs in places.values() for run in runs}
     specs = [
         TensorSpec(key=key, dtype=stored.dtype, shape=stored.shape)
@@ -100,17 +161,14 @@ def layout_of_file(engine: Engine, path: Path, *, dtype: torch.dtype) -> Layout:
     )
 
 
-def layout_of_folder(
-    engine: Engine, folder: Path, *, part: str, pipeline: str, dtype: torch.dtype
-) -> Layout:
+def layout_of_folder(model: Trained, folder: Path, *, part: str, pipeline: str) -> Layout:
     """The layout in which models of a pipeline's class were first published.
 
     Args:
-        engine: The model.
+        model: What was trained.
         folder: The pipeline training began from; its other parts go into the file as well.
         part: What the model is called there.
         pipeline: The pipeline's class.
-        dtype: As in ``layout_of_file``.
     """
     originals = ORIGINALS.get(pipeline, {})
     if part not in originals:
@@ -121,18 +179,12 @@ def layout_of_folder(
             fix=f"export to a folder, or begin from a single file, whose layout is kept; known are "
             f"{listing(list(ORIGINALS))}",
         )
-    model = {spec.key: spec for spec in engine_specs(engine, {}, dtype)}
-    config: Any = engine.module.config
     specs = []
-    for key, names in originals[part].keys(list(model), config).items():
-        first = model[names[0]]
-        rows = sum(math.prod(model[name].shape[:1]) for name in names)
+    for key, names in originals[part].keys(list(model.specs), model.config).items():
+        first = model.specs[names[0]]
+        rows = sum(math.prod(model.specs[name].shape[:1]) for name in names)
         specs.append(attrs.evolve(first, key=key, shape=(rows, *first.shape[1:])))
-    places = _places(
-        engine,
-        {name: spec.shape for name, spec in model.items()},
-        {spec.key: spec.shape for spec in specs},
-    )
+    places = _places(model, {spec.key: spec.shape for spec in specs})
     parts = {
         name: original
         for name, original in originals.items()
@@ -147,10 +199,9 @@ def layout_of_folder(
     )
 
 
-def _places(engine: Engine, model: Shapes, file: Shapes) -> Places:
+def _places(model: Trained, file: Shapes) -> Places:
     """Where the model's tensors go: each row once, and no row of theirs is left over."""
-    config: Any = getattr(engine.module, "config", {})
-    places = place_rows(type(engine.module), config, model=model, file=file)
+    places = place_rows(model.kind, model.config, model=model.shapes, file=file)
     taken: dict[str, list[tuple[int, int]]] = {}
     for runs in places.values():
         for run in runs:
@@ -205,3 +256,104 @@ def _compare(file: Path, folder: Path, *, pipeline: str, parts: Sequence[str]) -
                     value=str(folder / name),
                     fix="export to a folder",
                 )
+
+
+def export_checkpoint_as_file(
+    directory: str | os.PathLike[str],
+    path: str | os.PathLike[str],
+    *,
+    base: str | os.PathLike[str],
+    shadow: str | None = None,
+    dtype: str | torch.dtype = "fp32",
+) -> Path:
+    """Write the model in a checkpoint as a single file. Needs no engine.
+
+    Args:
+        directory: The checkpoint.
+        path: The file.
+        base: As in ``export_pipeline``: the single file, or the pipeline's folder.
+        shadow: As in ``export_checkpoint``.
+        dtype: Of the trained model's tensors.
+
+    Raises:
+        CheckpointError: As in ``export_checkpoint`` and ``export_pipeline``.
+    """
+    with system_errors(CheckpointError, path, "cannot be exported to"), ExitStack() as opened:
+        folder, manifest = checked_checkpoint(directory, shadow=shadow)
+        origin, chosen = Path(base), checked_dtype(dtype)
+        model = Trained.stored(manifest, chosen)
+        frozen: Frozen
+        if origin.is_file():
+            layout = layout_of_file(model, origin, dtype=chosen)
+            frozen = _ModelOfFile.at(origin, layout.places, model.shapes)
+        else:
+            part, pipeline = component_of(origin, None, model.kind.__name__)
+            layout = layout_of_folder(model, origin, part=part, pipeline=pipeline)
+            frozen = opened.enter_context(ModelFolderReader(origin / part))
+        draft = SingleFileDraft(Path(path).absolute(), base=origin, layout=layout)
+        opened.callback(draft.abandon)
+        reader = opened.enter_context(CheckpointReader(folder, manifest))
+        for name, tensor in stored_tensors(reader, manifest, shadow, frozen):
+            draft.append(name, tensor, trained=True)
+        return draft.publish()
+
+
+@attrs.frozen(kw_only=True)
+class _ModelOfFile:
+    """The former weights of the model in a single file."""
+
+    path: Path
+    weights: Mapping[str, StoredWeight]
+
+    @classmethod
+    def at(cls, path: Path, places: Places, shapes: Shapes) -> _ModelOfFile:
+        file = SingleFile.open(path, config=path.parent)
+        return cls(path=path, weights=file.weights(places, shapes))
+
+    @property
+    def tensors(self) -> Mapping[str, StoredTensor]:
+        """By the model's names."""
+        return {name: weight.tensor for name, weight in self.weights.items()}
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """One of them, on the CPU."""
+        stored = self.weights[name].tensor
+        values = torch.empty(stored.shape, dtype=stored.dtype)
+        self.weights[name].read_into(values.view(-1))
+        return values
+
+
+def component_of(base: Path, asked: str | None, model: str) -> tuple[str, str]:
+    """What a model is called in a pipeline, and the pipeline's class.
+
+    Args:
+        base: The pipeline's folder.
+        asked: The name, where it is known.
+        model: The model's class.
+    """
+    try:
+        index: dict[str, Any] = json_of((base / INDEX).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointMismatchError(
+            f"is not the folder of a diffusers pipeline: {error}",
+            key="base",
+            value=str(base),
+            fix=f"give the folder that training began from, with its {INDEX}",
+        ) from error
+    parts = {
+        name: entry[1]
+        for name, entry in index.items()
+        if isinstance(entry, list) and len(entry) == 2 and entry[1]
+    }
+    if asked is not None:
+        fitting = [asked] if asked in parts else []
+    else:
+        fitting = [name for name, kind in parts.items() if kind == model]
+    if len(fitting) != 1:
+        raise CheckpointMismatchError(
+            f"the pipeline has {len(fitting) or 'no'} such parts; it has {parts}",
+            key="component",
+            value=asked or model,
+            fix="name the part that was trained",
+        )
+    return fitting[0], str(index.get("_class_name"))
