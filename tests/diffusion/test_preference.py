@@ -29,6 +29,7 @@ from zerotune.diffusion.data import (
     Augmentation,
     BucketStream,
     Draw,
+    HuggingFaceImages,
     ImageFolder,
     PreferencePairs,
 )
@@ -290,6 +291,32 @@ def test_a_pair_has_one_size_one_caption_and_one_flip(folders):
             assert ratios[0] == pytest.approx(ratios[1], rel=0.1)
     stream = BucketStream(found, micro_batch_size=1)
     assert {"images", "rejected_images", "captions"} <= next(stream).keys()
+
+
+def test_two_columns_of_one_dataset_are_pairs():
+    datasets = pytest.importorskip("datasets")
+    random = np.random.default_rng(0)
+
+    def column(side):
+        pixels = [random.integers(0, 255, (side, 20, 3), dtype=np.uint8) for _ in range(3)]
+        return [Image.fromarray(each) for each in pixels]
+
+    rows = {"liked": column(20), "other": column(24), "text": ["a", "b", "c"]}
+    dataset = datasets.Dataset.from_dict(
+        rows,
+        features=datasets.Features(
+            liked=datasets.Image(), other=datasets.Image(), text=datasets.Value("string")
+        ),
+    )
+    found = PreferencePairs(
+        HuggingFaceImages(dataset, image="liked"),
+        HuggingFaceImages(dataset, image="other", caption=None),
+        buckets=BUCKETS,
+    )
+    assert [found[index]["captions"] for index in range(3)] == ["a", "b", "c"]
+    assert all(
+        found[index]["images"].shape == found[index]["rejected_images"].shape for index in range(3)
+    )
 
 
 def test_images_without_a_partner_are_named(folders):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ import zerotune
 from tests.support import pipelines
 from tests.support.models import tiny_unet
 from tests.support.ranks import ranks
-from zerotune import EMAShadow
+from zerotune import EMAShadow, export_model
 from zerotune.diffusion import DataStream
 from zerotune.diffusion.data import AspectBuckets, ImageFolder, PreparedImages
 from zerotune.diffusion.models.declared import StableDiffusionXL, WanLowNoise
@@ -195,6 +196,32 @@ def test_a_decay_is_an_average_and_one_callback_is_several() -> None:
     assert "ConstantDecay(decay=0.99)" in repr(average)
     assert as_callbacks(callback) == (callback,)
     assert as_callbacks([callback]) == (callback,)
+
+
+@ranks(1)
+def test_what_is_exported_and_when_is_answered(tmp_path: Path) -> None:
+    def refused(call: Any, *words: str) -> None:
+        with pytest.raises(ZeroTuneError) as caught:
+            call()
+        assert [each for each in words if each not in str(caught.value)] == []
+
+    model = tiny_unet()
+    held = {"model": model, "plan": PLAN, "deepspeed": False, "ema": 0.9, "callbacks": ()}
+    trainer = zerotune.Trainer(objective=lambda *_: torch.zeros(()), data=[{}], **held)
+    with trainer:
+        for given in ("emma", True, model, Following(), trainer.engine):
+            name = given if isinstance(given, str) else type(given).__name__
+            words = (f"weights = {name!r}", "one of trained, ema")
+            refused(partial(trainer.export, tmp_path / "out", weights=given), *words)
+        for given in (model, trainer):
+            words = (f"engine = {type(given).__name__!r}: is no engine", "engine=trainer.engine")
+            refused(partial(export_model, tmp_path / "out", engine=given), *words)
+        refused(trainer.engine.step, "backward")
+    folder = tmp_path / "after"
+    calls = [partial(trainer.fit, steps=1), partial(trainer.export, folder)]
+    for call in (*calls, partial(trainer.save, folder), partial(trainer.resume, folder)):
+        refused(call, "this trainer is closed", "a new Trainer goes on")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_plan_is_built_with_a_name_and_a_rate() -> None:

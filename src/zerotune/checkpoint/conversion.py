@@ -226,7 +226,8 @@ def _write_checkpoint(
         buffers: Of the model.
         **fields: Of the manifest.
     """
-    buffers, averages = buffers or {}, saved and saved.averages(shapes)
+    buffers = buffers or {}
+    averages = None if saved is None else saved.averages(shapes)
     whole = {
         name: Part(name=name, start=0, numel=torch.Size(shape).numel())
         for name, shape in shapes.items()
@@ -260,7 +261,9 @@ def _write_checkpoint(
 
     def everything() -> Iterator[Piece]:
         yield from pieces()
-        for part in whole.values() if averages else ():
+        if averages is None:
+            return
+        for part in whole.values():
             average = averages.reader.tensor(part.name).float().reshape(-1)
             yield Piece(subject=_AVERAGE, part=part, tensor=average)
 
