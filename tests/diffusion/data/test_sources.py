@@ -423,3 +423,17 @@ def test_policies_may_be_named(tmp_path):
     with pytest.raises(InvalidValueError, match=r"words = 'line': .*'whole', 'lines'"):
         TextBeside(words="line")
     assert Preparation(alpha="drop") == Preparation(alpha=DropAlpha())
+
+
+def test_a_reference_is_a_column_of_a_dataset_too(photos):
+    datasets = pytest.importorskip("datasets")
+    rows = {"image": photos[:2], "text": ["a", "b"], "edges": [photos[1], photos[0]]}
+    features = {"image": datasets.Image(), "text": datasets.Value("string")}
+    features["edges"] = datasets.Image()
+    table = datasets.Dataset.from_dict(rows, features=datasets.Features(features))
+    source = HuggingFaceImages(table, reference="edges")
+    assert source.companions == {"reference"}
+    assert source.companion(0, "reference").tobytes() == source.image(1).tobytes()
+    assert source.content(0) != HuggingFaceImages(table).content(0)
+    with pytest.raises(DataError, match="reference"):
+        HuggingFaceImages(table, reference="depth")
