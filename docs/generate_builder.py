@@ -48,7 +48,7 @@ def main() -> None:
 
 def plan_nvme(page: Any) -> None:
     """A plan with something to see: stage 3, swap files, a card that is just large enough."""
-    page.use_builtin("SDXL on 24 GB")
+    page.use_builtin("SDXL on 12 GB")
     page.tab.locator("#config-zero-optimization-stage-3").check()
     page.tab.locator("#config-zero-optimization-offload-optimizer-device-2").check()
     page.tab.fill("#setup-vram", "12")

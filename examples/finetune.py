@@ -36,6 +36,9 @@ HERE = Path(__file__).resolve().parent
 # A folder with model_index.json, or the id of a pipeline on the hub.
 MODEL = "stabilityai/stable-diffusion-xl-base-1.0"
 
+# Its family, where the pipeline's class does not say it: a name, or "module:Class" of your own.
+FAMILY = None
+
 # Images, each with its caption beside it (cat.png, cat.txt), or with a metadata.jsonl.
 PHOTOS = Path("photos")
 
@@ -68,7 +71,7 @@ ACTIVATION_OFFLOAD = False
 def main(arguments: Sequence[str] | None = None) -> list[float]:
     options = parse(arguments)
     # The weights wait in their files until the engine takes them: no process holds a copy.
-    loaded = load_pretrained(options.model, plan=plan_of(options))
+    loaded = load_pretrained(options.model, plan=plan_of(options), family=FAMILY)
     if options.lora:
         adapters = LoRA(rank=options.lora, targets=loaded.family.lora_targets)
         add_lora(loaded.model, adapters, base_dtype=options.base_dtype)

@@ -25,6 +25,8 @@ PAGE = DOCS / "quickstart.md"
 CAUGHT = "nvme-optimizer-below-stage-3"
 """What is wrong with the page's configuration."""
 FIRST_STEP = r"^step +1/"
+GOES_ON = r"^step: 0 -> 20 \(epoch 6, after 0 of 4 micro batches; goes on from "
+"""What the trainer says of the checkpoint that the page's first script wrote."""
 
 
 @attrs.frozen
@@ -89,12 +91,20 @@ def again(way: Way) -> None:
     shown(_script(way), way, until=FIRST_STEP)
 
 
-STAGES: tuple[Callable[[Way], None], ...] = (create, install, check, start, again)
+def go_on(way: Way) -> None:
+    """the first message of a run that goes on, which exports the average at its end"""
+    shown(_script(way, 2), way, until=GOES_ON)
+    if not (way.folder / "runs" / "first" / "unet" / "config.json").is_file():
+        raise AssertionError("nothing was exported")
 
 
-def _script(way: Way) -> list[str]:
-    code = next(one.code for one in blocks(PAGE) if "trainer.fit" in one.code)
-    (way.folder / "first.py").write_text(code)
+STAGES: tuple[Callable[[Way], None], ...] = (create, install, check, start, again, go_on)
+
+
+def _script(way: Way, parts: int = 1) -> list[str]:
+    """The page's first blocks that train, as a file."""
+    codes = [one.code for one in blocks(PAGE) if "trainer.fit" in one.code][:parts]
+    (way.folder / "first.py").write_text("\n".join(codes))
     return [way.python, "-u", "first.py"]
 
 

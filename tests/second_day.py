@@ -156,6 +156,20 @@ def reuse(day: Day) -> str:
     return "whole, trained by a second trainer; two at a time are refused"
 
 
+def embed(day: Day) -> str:
+    """Embed in a script of one's own, with EMA, save and resume."""
+    (losses,) = run_ranks(embedded, str(day.folder / "embedded"))
+    check(len(losses) == 10, f"{len(losses)} micro batches instead of 10")
+    return "stopped at stage 2, gone on at stage 3, EMA exported"
+
+
+def load_and_export(day: Day) -> str:
+    """Load a pipeline by its family's name, train it with an average, go on, export."""
+    (said,) = run_ranks(loaded_and_exported, str(day.folder))
+    check("step: 0 -> 1 (epoch 1, after 1 of 2 micro batches; goes on from" in said, said)
+    return "one number for the EMA, one callback, a message that says where it goes on"
+
+
 def mistakes(day: Day) -> str:
     """Make the usual mistakes."""
     (said,) = run_ranks(mistaken, str(day.folder))
@@ -175,16 +189,45 @@ STEPS: tuple[Callable[[Day], str], ...] = (
     change_plan,
     convert,
     reuse,
+    embed,
+    load_and_export,
     mistakes,
 )
 
 
-def play(folder: Path) -> Iterator[Outcome]:
+def mix(day: Day) -> str:
+    """Start the recipe of a mixture, and give the same command again."""
+    shape = ["--areas", "256", "--bucket-step", "4", "--batch", "1", "--every", "2"]
+    line = ["--base", str(day.folder / "model"), "--data", str(day.folder / "sets"), *shape]
+    line += ["--output", str(day.folder / "mixed")]
+    (found,) = run_ranks(from_recipe, "mixture", [*line, "--steps", "2"], [*line, "--steps", "3"])
+    check([len(losses) for losses in found] == [2, 1], f"losses {found}")
+    check((day.folder / "mixed" / "lora.safetensors").is_file(), "nothing was exported")
+    return "two steps, one more, and adapters"
+
+
+def train_text_encoders(day: Day) -> str:
+    """Start the recipe of text encoders, and give the same command again."""
+    shape = ["--area", "256", "--bucket-step", "4", "--batch", "1", "--every", "2"]
+    line = ["--base", str(day.folder / "model"), "--data", str(day.folder / "photos"), *shape]
+    line += ["--text-steps", "3", "--output", str(day.folder / "texts")]
+    (found,) = run_ranks(
+        from_recipe, "text_encoder", [*line, "--steps", "2"], [*line, "--steps", "3"]
+    )
+    check([len(losses) for losses in found] == [2, 1], f"losses {found}")
+    return "two steps, one more"
+
+
+RECIPES: tuple[Callable[[Day], str], ...] = (mix, train_text_encoders)
+"""With a wheel only: beside the source tree each recipe has tests of its own."""
+
+
+def play(folder: Path, steps: tuple[Callable[[Day], str], ...] = STEPS) -> Iterator[Outcome]:
     """The whole day, in a folder that is there and empty."""
     day = Day(folder=folder)
     (ready,) = run_ranks(prepared, str(folder))
     assert ready
-    for step in STEPS:
+    for step in steps:
         what = (step.__doc__ or "").strip().rstrip(".").lower()
         try:
             yield Outcome(what, True, step(day))
@@ -209,7 +252,11 @@ def prepared(folder: str) -> bool:
     photos = Path(folder) / "photos"
     photos.mkdir()
     data = importlib.resources.files("skimage") / "data"
-    for name, caption in PHOTOS.items():
+    for number, (name, caption) in enumerate(PHOTOS.items(), start=1):
+        part = Path(folder) / "sets" / f"{number}_{name}"
+        part.mkdir(parents=True)
+        (part / f"{name}.png").write_bytes((data / f"{name}.png").read_bytes())
+        (part / f"{name}.txt").write_text(caption)
         (photos / f"{name}.png").write_bytes((data / f"{name}.png").read_bytes())
         (photos / f"{name}.txt").write_text(caption)
     return True
@@ -301,6 +348,60 @@ def used_again() -> dict[str, Any]:
     return found
 
 
+def embedded(folder: str) -> list[float]:
+    """A script as diffusers has them, stopped after three steps and gone on under another plan."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    from tests.examples.embedded import as_diffusers_writes_them
+
+    resume = ("--max_train_steps", "5", "--resume_from_checkpoint")
+    losses = as_diffusers_writes_them("after", folder, "--max_train_steps", "3")["losses"]
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    other = {"stage": 3, "offload_optimizer": {"device": "none"}}
+    return losses + as_diffusers_writes_them("after", folder, *resume, zero=other)["losses"]
+
+
+def loaded_and_exported(folder: str) -> str:
+    """What two trainers say on a tiny SDXL; the second goes on where the first has saved."""
+    import torch
+    from diffusers import StableDiffusionXLPipeline
+
+    import zerotune
+    from tests.support import pipelines
+
+    path = Path(folder)
+    base = pipelines.MAKERS["sdxl"](path / "sdxl")
+    plan = zerotune.DeepSpeedPlan.build(
+        stage=2, offload="cpu", precision="fp32", optimizer="AdamW", lr=1e-3
+    )
+    sized = zerotune.AspectBuckets(area=256, step=4)
+    said = io.StringIO()
+    for steps in (1, 2):
+        loaded = zerotune.load_pretrained(base, plan=plan, family="sdxl", frozen_dtype="fp32")
+        data = zerotune.PreparedImages(zerotune.ImageFolder(path / "photos"), buckets=sized)
+        with contextlib.redirect_stdout(said):
+            bar = zerotune.ProgressBar()
+            with zerotune.Trainer(model=loaded, data=data, ema=0.99, callbacks=bar) as trainer:
+                if steps == 2:
+                    trainer.resume(path / "once")
+                trainer.fit(steps=steps)
+                if steps == 1:
+                    trainer.save(path / "once")
+                else:
+                    trainer.export(path / "trained")
+    whole = StableDiffusionXLPipeline.from_pretrained(path / "trained")
+    check(all(bool(torch.isfinite(p).all()) for p in whole.unet.parameters()), "not finite")
+    return said.getvalue()
+
+
+def from_recipe(name: str, *lines: list[str]) -> list[list[float]]:
+    """Losses of a recipe, for each command."""
+    main = importlib.import_module(f"{SCRIPTS}.recipes.{name}").main
+    with contextlib.redirect_stdout(io.StringIO()):
+        return [main(line) for line in lines]
+
+
 def mistaken(folder: str) -> dict[str, str]:
     """Each of the usual inputs: taken, or told what to write."""
     import torch
@@ -349,7 +450,7 @@ def main() -> int:
     )
     bad = 0
     with tempfile.TemporaryDirectory(prefix="second-day-") as folder:
-        for outcome in play(Path(folder)):
+        for outcome in play(Path(folder), (*STEPS, *RECIPES)):
             bad += not outcome.well
             mark = "ok  " if outcome.well else "FAIL"
             sys.stdout.write(f"{mark} {outcome.what}: {outcome.said}\n")

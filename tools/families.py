@@ -15,6 +15,7 @@ from typing import Any, Final
 import attrs
 
 from zerotune.diffusion.facts import configuration_digest, count_facts
+from zerotune.diffusion.models import declared
 from zerotune.plan.families import facts_to_json
 
 TARGET: Final = Path("src/zerotune/plan/families")
@@ -27,6 +28,10 @@ CONFIGURATIONS: Final[dict[str, tuple[dict[str, Any], int]]] = {
 FRAMES: Final[dict[str, int]] = {
     name: one["frames"] for name, one in _PUBLISHED.items() if "frames" in one
 }
+EDITING: Final[dict[str, str]] = {
+    name: one["family"] for name, one in _PUBLISHED.items() if "family" in one
+}
+"""Families of those that are called otherwise than the class of their model says."""
 SDXL, SD3, FLUX = (CONFIGURATIONS[name][0] for name in ("sdxl", "sd3-medium", "flux"))
 
 
@@ -42,7 +47,8 @@ def _rounded(value: Any) -> Any:
 def main() -> None:
     for name in sys.argv[1:] or CONFIGURATIONS:
         config, resolution = CONFIGURATIONS[name]
-        facts = attrs.evolve(count_facts(config), name=name)
+        kind = getattr(declared, EDITING[name]) if name in EDITING else None
+        facts = attrs.evolve(count_facts(config, family=kind), name=name)
         data = _rounded(facts_to_json(facts)) | {
             "class": config["_class_name"],
             "configuration": configuration_digest(config),

@@ -376,3 +376,10 @@ def test_a_name_that_is_too_long_is_said(client, name):
         client.post("/api/save", json={"path": name, "state": start}),
     ):
         assert 400 <= answer.status_code < 500, answer.text
+
+
+def test_what_the_page_says_holds_no_markup(client):
+    for path in ("/", "/api/catalogue"):
+        text = client.get(path).text
+        assert "``" not in text
+        assert not re.search(r":[a-z]+:`", text)

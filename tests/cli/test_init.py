@@ -88,9 +88,14 @@ class TestWhatIsWritten:
                 file.unlink()
         assert found["ACTIVATION_OFFLOAD"] is True
 
-    # What those of clips are told is below.
+    # What those of clips and ControlNets are told is below.
     @pytest.mark.parametrize(
-        "family", [one for one in family_names() if model_family(one).frames is None]
+        "family",
+        [
+            one
+            for one in family_names()
+            if model_family(one).frames is None and not one.endswith("controlnet")
+        ],
     )
     def test_every_family(self, init, tmp_path, family):
         big = ("--vram", "80", "--ram", "2000", "--lora", "8")
@@ -139,6 +144,8 @@ class TestWhatIsRefused:
             (CARD, {"family": "sdxxl"}, "family = 'sdxxl'"),
             (CARD, {"family": "sd21"}, "add --model"),
             (CARD, {"family": "wan-1.3b"}, "--family = 'wan-1.3b': is trained on clips"),
+            (CARD, {"family": "sdxl-controlnet"}, "start from the recipe"),
+            (CARD, {"family": "mine:Mine"}, "cannot be imported"),
             ((*CARD, "--model", "./nowhere"), {}, "--model = './nowhere': is no folder"),
             ((*CARD, "--resolution", "7"), {}, "resolution"),
             (("--vram", "1", "--ram", "2"), {}, "Fix:"),
@@ -146,8 +153,8 @@ class TestWhatIsRefused:
             (CARD, {"pictures": "nowhere"}, "is no folder"),
         ],
         ids=[
-            *("family", "no pipeline", "clips", "model", "resolution", "too little", "size"),
-            "pictures",
+            *("family", "no pipeline", "clips", "ControlNet", "no class"),
+            *("model", "resolution", "too little", "size", "pictures"),
         ],
     )
     def test_what_cannot_be_trained(self, refused, tmp_path, arguments, others, said):

@@ -28,7 +28,7 @@ from zerotune.diffusion.facts import (
 from zerotune.diffusion.passes import activation_peak
 from zerotune.diffusion.passes import counting as counting_passes
 from zerotune.errors import InvalidValueError
-from zerotune.plan.families import family, family_names, model_family
+from zerotune.plan.families import family, family_names, family_of, model_family
 from zerotune.plan.model import ModelFacts
 
 UNET = {
@@ -226,10 +226,15 @@ def test_a_catalogued_configuration_has_the_parameters_of_its_model():
     assert facts.blocks == made.blocks
 
 
-def test_every_family_has_a_configuration_of_its_own():
-    digests = {model_family(name).configuration for name in family_names()}
-    assert len(digests) == len(family_names())
-    assert all(len(digest) == 64 for digest in digests)
+def test_a_configuration_means_one_family():
+    digests = {name: model_family(name).configuration for name in family_names()}
+    assert all(len(digest) == 64 for digest in digests.values())
+    # The same model called otherwise, to edit, to steer or to go on, is another family.
+    alike = {name for name in digests if name.endswith(("-controlnet", "-edit-plus", "-i2v"))}
+    alike |= {"flux-kontext", "qwen-image-edit"}
+    assert len(set(digests.values())) == len(digests) - len(alike)
+    for name, digest in digests.items():
+        assert name in alike or family_of(digest).name == name
 
 
 def test_a_configuration_is_counted_once(counted):

@@ -474,3 +474,34 @@ def test_adapters_train_beside_four_bits_which_stay_as_they_are(sd3, tmp_path):
         assert one["moved"] > 0
         assert one["keys"] > 0
         assert one["same"]
+
+
+@ranks(1)
+def test_an_fp8_base_trains_beside_adapters_and_keeps_its_bits(sd3):
+    needs("torchao", may_lack="it is an extra")
+    needs("peft")
+    from torchao.quantization import Float8WeightOnlyConfig
+
+    from zerotune.diffusion import LoRA, add_lora
+
+    torch.manual_seed(0)
+    config = diffusers.TorchAoConfig(Float8WeightOnlyConfig())
+    model = load_pretrained(sd3, parts=False, quantization=config).model
+    add_lora(model, LoRA(rank=2))
+    weight = model.transformer_blocks[0].attn.to_q.base_layer.weight
+    before = weight.qdata.clone()
+    assert before.dtype == torch.float8_e4m3fn
+    engine = start(Case(deepspeed=False, precision="bf16", lr=1e-2), model)
+    noisy, losses = torch.randn(2, 4, 8, 8), []
+    for _ in range(8):
+        predicted = engine(
+            hidden_states=noisy, encoder_hidden_states=torch.ones(2, 4, 64),
+            pooled_projections=torch.ones(2, 64), timestep=torch.tensor([100.0, 900.0]),
+        ).sample  # fmt: skip
+        loss = (predicted.float() - noisy).pow(2).mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+    engine.close()
+    assert losses[-1] < losses[0]
+    assert torch.equal(weight.qdata.view(torch.uint8), before.view(torch.uint8))

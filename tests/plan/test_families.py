@@ -23,7 +23,8 @@ def test_sdxl_is_what_was_published():
 
 # Published sizes: Flux.1 12 billion, SD3 medium 2, SD3.5 large 8, SD 1.5 0.86,
 # Qwen-Image 20, Z-Image 6, Chroma 8.9, Flux.2 dev 32, klein 4 and 9, Krea 2 12.8, Wan 1.3 (with its
-# embeddings 1.4) and 14, LTX-Video 2, HunyuanVideo 13.
+# embeddings 1.4) and 14, LTX-Video 2, HunyuanVideo 13, AuraFlow 6.8, HiDream 17, Lumina 2 2.6,
+# PixArt 0.6, Sana 1.6.
 @pytest.mark.parametrize(
     ("name", "billions"),
     [
@@ -43,6 +44,11 @@ def test_sdxl_is_what_was_published():
         ("wan-14b", 14.3),
         ("ltx-video", 1.9),
         ("hunyuan-video", 12.8),
+        ("aura-flow", 6.8),
+        ("hidream", 17.1),
+        ("lumina2", 2.6),
+        ("pixart-sigma", 0.6),
+        ("sana", 1.6),
     ],
 )
 def test_sizes_are_the_published_ones(name, billions):
@@ -60,6 +66,12 @@ def test_activations_of_sdxl_agree_with_the_flop_counter():
     assert costs.full.nbytes(batch=1, pixels=1024**2, element_bytes=4) == pytest.approx(
         2 * costs.full.nbytes(batch=1, pixels=1024**2), abs=2
     )
+
+
+def test_an_edit_takes_twice_the_tokens():
+    for edited, alone in (("flux-kontext", "flux"), ("qwen-image-edit", "qwen-image")):
+        costs = [family(name).activations.full.per_pixel for name in (edited, alone)]
+        assert costs[0] == pytest.approx(2 * costs[1], rel=0.01)
 
 
 def test_every_file_is_complete():
@@ -80,7 +92,7 @@ def test_every_file_is_complete():
 
 
 def test_an_unknown_family_is_refused_with_those_there_are():
-    with pytest.raises(InvalidValueError, match=r"family = 'sdxxl'.*sd15.*sdxl"):
+    with pytest.raises(InvalidValueError, match=r"family = 'sdxxl'.*did you mean 'sdxl'"):
         family("sdxxl")
     with pytest.raises(InvalidValueError, match="is not a model family"):
         family("../families/sdxl")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,11 +18,12 @@ import zerotune
 from tests.support import pipelines
 from tests.support.models import tiny_unet
 from tests.support.ranks import ranks
-from zerotune import EMAShadow
+from zerotune import EMAShadow, export_model
 from zerotune.diffusion import DataStream
 from zerotune.diffusion.data import AspectBuckets, ImageFolder, PreparedImages
-from zerotune.diffusion.models.declared import FAMILY_NAMES, StableDiffusionXL
-from zerotune.diffusion.pretrained import named_family
+from zerotune.diffusion.models.declared import StableDiffusionXL, WanLowNoise
+from zerotune.diffusion.models.image_to_video import WanImageToVideoLowNoise
+from zerotune.diffusion.pretrained import FAMILIES, FAMILY_NAMES, named_family
 from zerotune.errors import (
     DataError,
     InvalidValueError,
@@ -196,6 +198,32 @@ def test_a_decay_is_an_average_and_one_callback_is_several() -> None:
     assert as_callbacks([callback]) == (callback,)
 
 
+@ranks(1)
+def test_what_is_exported_and_when_is_answered(tmp_path: Path) -> None:
+    def refused(call: Any, *words: str) -> None:
+        with pytest.raises(ZeroTuneError) as caught:
+            call()
+        assert [each for each in words if each not in str(caught.value)] == []
+
+    model = tiny_unet()
+    held = {"model": model, "plan": PLAN, "deepspeed": False, "ema": 0.9, "callbacks": ()}
+    trainer = zerotune.Trainer(objective=lambda *_: torch.zeros(()), data=[{}], **held)
+    with trainer:
+        for given in ("emma", True, model, Following(), trainer.engine):
+            name = given if isinstance(given, str) else type(given).__name__
+            words = (f"weights = {name!r}", "one of trained, ema")
+            refused(partial(trainer.export, tmp_path / "out", weights=given), *words)
+        for given in (model, trainer):
+            words = (f"engine = {type(given).__name__!r}: is no engine", "engine=trainer.engine")
+            refused(partial(export_model, tmp_path / "out", engine=given), *words)
+        refused(trainer.engine.step, "backward")
+    folder = tmp_path / "after"
+    calls = [partial(trainer.fit, steps=1), partial(trainer.export, folder)]
+    for call in (*calls, partial(trainer.save, folder), partial(trainer.resume, folder)):
+        refused(call, "this trainer is closed", "a new Trainer goes on")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_plan_is_built_with_a_name_and_a_rate() -> None:
     section = {"type": "Lion", "params": {"lr": 1e-4}}
     for given in ("Lion", {"type": "Lion"}, {"type": "Lion", "params": {}}):
@@ -305,7 +333,10 @@ def test_what_was_loaded_is_trained_under_its_plan_and_exported_as_a_pipeline(
 
 
 def test_a_family_may_be_named() -> None:
+    # So advice, ``zerotune init`` and the builder know each of them.
     assert set(FAMILY_NAMES) == set(family_names())
+    experts = {WanLowNoise, WanImageToVideoLowNoise}
+    assert set(FAMILY_NAMES.values()) | experts == set(FAMILIES.values()) | experts
     assert named_family("StableDiffusionXLPipeline") is named_family("sdxl") is StableDiffusionXL
     with pytest.raises(InvalidValueError, match=r"family = 'sdlx'.*did you mean sdxl"):
         named_family("sdlx")

@@ -124,12 +124,12 @@ def _taking_away(
     message: Decision, preview: Preview, state: FormState, machines: Machines
 ) -> Iterator[Repair]:
     """What is left where a fix asks for something only the user knows: to write nothing."""
-    store, path = _place(message.key)
+    store, path = _stored_at(message.key)
     for edit in (Edit(store=store, path=path), Edit(store=store, path=path.rpartition(".")[0])):
         if not edit.path or not is_written(getattr(state, store), edit.path):
             continue
         word = "Clear" if store == "setup" else "Remove"
-        repair = Repair(label=f"{word} {_short(edit.path)}", edits=(edit,))
+        repair = Repair(label=f"{word} {_label_of_path(edit.path)}", edits=(edit,))
         if _mends(repair, message, preview, state, machines):
             yield repair
             return
@@ -161,7 +161,7 @@ def _same(one: Decision, other: Decision) -> bool:
 # -- Where a setting is.
 
 
-def _place(key: str) -> tuple[str, str]:
+def _stored_at(key: str) -> tuple[str, str]:
     """The part of the form a key is in, and its path there."""
     for store in ("setup", "launch"):
         if key.startswith(f"{store}."):
@@ -173,7 +173,7 @@ def _key(store: str, path: str) -> str:
     return path if store == "config" else f"{store}.{path}"
 
 
-def _short(path: str) -> str:
+def _label_of_path(path: str) -> str:
     """A path as a button has room for it: its last two names."""
     return ".".join(path.split(".")[-2:]).removeprefix("zero_optimization.")
 
@@ -195,7 +195,7 @@ def _paths(name: str, key: str) -> Iterator[str]:
 # -- What a fix asks for, by its words.
 
 
-_QUOTED: Final = re.compile(r"\"([^\"]*)\"|'([^']*)'")
+_IN_QUOTES: Final = re.compile(r"\"([^\"]*)\"|'([^']*)'")
 _SET: Final = re.compile(
     r"(?:\b(?:set|or|and)|,) (?:the )?([A-Za-z_][\w.]*) to "
     r"(\"[^\"]*\"|[-+]?\d[\d.e+-]*\d|\d|true|false)"
@@ -218,18 +218,18 @@ def _proposed(message: Decision, state: FormState) -> Iterator[Repair]:
         yield from _other_names(message, meant[1], state)
     belongs = re.search(r"it belongs to (.+)", fix)
     if belongs:
-        yield from _moved(message, belongs[1])
+        yield from _moved_to(message, belongs[1])
     for name, value in _SET.findall(fix):
         yield from _written(message, name, json.loads(value))
     for name, value in _EQUAL.findall(fix):
         yield _setting("config", name, int(value))
     yield from _kept_alone(message, state)
-    store, path = _place(message.key)
+    store, path = _stored_at(message.key)
     if store != "setup" and not meant:
         yield from _values(message)
     unknown = ["it"] if meant and not path.endswith(".type") else []
     for what in (*unknown, *_REMOVE.findall(fix)):
-        yield from _removed(message, what, state)
+        yield from _without(message, what, state)
     if "switch one of them off" in fix:
         for name in ("fp16", "bf16"):
             yield _setting("config", f"{name}.enabled", False)
@@ -237,13 +237,13 @@ def _proposed(message: Decision, state: FormState) -> Iterator[Repair]:
 
 def _setting(store: str, path: str, value: Any, *, bare: bool = False) -> Repair:
     shown = value if isinstance(value, str) else json.dumps(value)
-    label = f"Write {shown}" if bare else f"Set {_short(path)} to {shown}"
+    label = f"Write {shown}" if bare else f"Set {_label_of_path(path)} to {shown}"
     return Repair(label=label, edits=(Edit(store=store, path=path, value=value),))
 
 
 def _other_names(message: Decision, words: str, state: FormState) -> Iterator[Repair]:
-    store, path = _place(message.key)
-    quoted = [one or other for one, other in _QUOTED.findall(words)]
+    store, path = _stored_at(message.key)
+    quoted = [one or other for one, other in _IN_QUOTES.findall(words)]
     names = quoted or re.split(r" or |, ", words)
     if path.endswith(".type"):
         for name in names:
@@ -256,11 +256,11 @@ def _other_names(message: Decision, words: str, state: FormState) -> Iterator[Re
             if is_written(getattr(state, store), target):
                 continue
             edit = Edit(store=store, path=path, to=target)
-            yield Repair(label=f"Rename to {_short(target)}", edits=(edit,))
+            yield Repair(label=f"Rename to {_label_of_path(target)}", edits=(edit,))
 
 
-def _moved(message: Decision, words: str) -> Iterator[Repair]:
-    store, path = _place(message.key)
+def _moved_to(message: Decision, words: str) -> Iterator[Repair]:
+    store, path = _stored_at(message.key)
     name = path.rpartition(".")[2]
     for section in re.findall(r"[a-z_][\w.]*", words):
         target = section if section.endswith(name) else f"{section}.{name}"
@@ -270,7 +270,7 @@ def _moved(message: Decision, words: str) -> Iterator[Repair]:
 
 def _written(message: Decision, name: str, value: Any) -> Iterator[Repair]:
     for path in _paths(name, message.key):
-        store, inside = _place(path)
+        store, inside = _stored_at(path)
         yield _setting(store, inside, value)
 
 
@@ -279,18 +279,18 @@ def _kept_alone(message: Decision, state: FormState) -> Iterator[Repair]:
     kept = re.search(r"keep only '?([\w.]+)'?", message.fix)
     if not kept:
         return
-    store, path = _place(message.key)
+    store, path = _stored_at(message.key)
     section, _, name = path.rpartition(".")
     others = [old for old, new in ZERO_ALIASES.items() if new == name]
     for other in (*others, *([name] if name != kept[1] else [])):
         whole = f"{section}.{other}" if section else other
         if is_written(getattr(state, store), whole):
             edit = Edit(store=store, path=whole)
-            yield Repair(label=f"Remove {_short(whole)}", edits=(edit,))
+            yield Repair(label=f"Remove {_label_of_path(whole)}", edits=(edit,))
 
 
 def _values(message: Decision) -> Iterator[Repair]:
-    store, path = _place(message.key)
+    store, path = _stored_at(message.key)
     for clause in _WRITE.findall(message.fix):
         for quoted, single, number, word, name in _VALUE.findall(_UNTIL.split(clause)[0]):
             if number or word in ("true", "false"):
@@ -311,17 +311,19 @@ def _precision(name: str) -> Repair:
     return Repair(label=f"Use {name}", edits=edits)
 
 
-def _removed(message: Decision, what: str, state: FormState) -> Iterator[Repair]:
-    store, path = _place(message.key)
+def _without(message: Decision, what: str, state: FormState) -> Iterator[Repair]:
+    store, path = _stored_at(message.key)
     if what in ("it", "this key", "the key"):
         paths: Iterable[str] = (path,)
     elif what == "the section":
         paths = (path.rpartition(".")[0], path)
     else:
-        paths = (_place(one)[1] for one in _paths(what, message.key))
+        paths = (_stored_at(one)[1] for one in _paths(what, message.key))
     for one in paths:
         if one and is_written(getattr(state, store), one):
-            yield Repair(label=f"Remove {_short(one)}", edits=(Edit(store=store, path=one),))
+            yield Repair(
+                label=f"Remove {_label_of_path(one)}", edits=(Edit(store=store, path=one),)
+            )
 
 
 def with_repairs(data: list[dict[str, Any]], found: list[list[Repair]]) -> list[Mapping[str, Any]]:

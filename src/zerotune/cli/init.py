@@ -11,22 +11,38 @@ from typing import TYPE_CHECKING, Final
 
 from zerotune._util.text import counted
 from zerotune.cli import print_text
-from zerotune.cli.plan import LORA_HELP, add_machine, at_least_one, machine_of
+from zerotune.cli.plan import (
+    LORA_HELP,
+    add_family,
+    add_machine,
+    at_least_one,
+    machine_of,
+    model_of,
+)
 from zerotune.errors import InvalidValueError, PlanFileError
 
 if TYPE_CHECKING:
     from zerotune.plan import Advice
+    from zerotune.plan.families import ModelFamily
 
 NAME: Final = "init"
 SUMMARY: Final = "Write a training script and its plan, for a model, a card and some pictures."
 
 _PIPELINES: Final = {
+    "aura-flow": "fal/AuraFlow-v0.3",
     "chroma": "lodestones/Chroma1-HD",
     "flux": "black-forest-labs/FLUX.1-dev",
+    "flux-kontext": "black-forest-labs/FLUX.1-Kontext-dev",
     "flux2": "black-forest-labs/FLUX.2-dev",
     "flux2-klein-4b": "black-forest-labs/FLUX.2-klein-base-4B",
     "flux2-klein-9b": "black-forest-labs/FLUX.2-klein-base-9B",
+    "lumina2": "Alpha-VLLM/Lumina-Image-2.0",
+    "pixart-alpha": "PixArt-alpha/PixArt-XL-2-1024-MS",
+    "pixart-sigma": "PixArt-alpha/PixArt-Sigma-XL-2-1024-MS",
     "qwen-image": "Qwen/Qwen-Image",
+    "qwen-image-edit": "Qwen/Qwen-Image-Edit",
+    "qwen-image-edit-plus": "Qwen/Qwen-Image-Edit-2509",
+    "sana": "Efficient-Large-Model/Sana_1600M_1024px_diffusers",
     "sd15": "stable-diffusion-v1-5/stable-diffusion-v1-5",
     "sd3-medium": "stabilityai/stable-diffusion-3-medium-diffusers",
     "sd35-large": "stabilityai/stable-diffusion-3.5-large",
@@ -46,11 +62,7 @@ _MOST_PROMPTS: Final = 4
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument("folder", metavar="FOLDER", help="where train.py and plan.json are written")
-    from zerotune.plan.families import family_names
-
-    parser.add_argument(
-        "--family", metavar="NAME", required=True, help=f"the model: {', '.join(family_names())}"
-    )
+    add_family(parser, what="the model", required=True)
     parser.add_argument(
         "--photos",
         metavar="DIR",
@@ -88,7 +100,16 @@ def run(arguments: argparse.Namespace) -> int:
                 fix="name another folder, or move the file away",
             )
     family = arguments.family
-    if family in family_names() and model_family(family).frames is not None:
+    if family.endswith("-controlnet"):
+        raise InvalidValueError(
+            "is trained on conditions beside pictures, which the script that is written has not",
+            key="--family",
+            value=family,
+            fix="start from the recipe of a ControlNet (docs/recipes.md)",
+        )
+    known = model_of(arguments) if ":" in family or family in family_names() else None
+    known = model_family(known) if isinstance(known, str) else known
+    if known is not None and known.frames is not None:
         raise InvalidValueError(
             "is trained on clips, and the script that is written reads images",
             key="--family",
@@ -96,9 +117,10 @@ def run(arguments: argparse.Namespace) -> int:
             fix="name a model of images, or write the script by hand (docs/families.md)",
         )
     model = _model(arguments)
-    advice = _advice(arguments)
+    advice = _advice(arguments, known or family)
     count, captions = _images(arguments.photos)
-    text = _script(arguments, advice, model=model, captions=captions)
+    resolution = arguments.resolution or (known.resolution if known else 0)
+    text = _script(arguments, advice, model=model, captions=captions, resolution=resolution)
     _write({plan: advice.plan.to_json().rstrip("\n") + "\n", script: text})
     captioned = "with captions" if captions else "no captions: every picture is trained without"
     print_text(
@@ -117,7 +139,8 @@ def _model(arguments: argparse.Namespace) -> str:
     if given is None:
         from zerotune.plan.families import family_names
 
-        if arguments.family in _PIPELINES or arguments.family not in family_names():
+        own = ":" in arguments.family
+        if arguments.family in _PIPELINES or not (own or arguments.family in family_names()):
             # A family that does not exist is refused by the advice, which lists those that do.
             return _PIPELINES.get(arguments.family, "")
         raise InvalidValueError(
@@ -142,12 +165,12 @@ def _model(arguments: argparse.Namespace) -> str:
     return str(given)
 
 
-def _advice(arguments: argparse.Namespace) -> Advice:
+def _advice(arguments: argparse.Namespace, model: ModelFamily | str) -> Advice:
     from zerotune.plan import DeepSpeedPlan
 
     rate = _LEARNING_RATE["adapters" if arguments.lora else "all"]
     return DeepSpeedPlan.advise(
-        arguments.family,
+        model,
         **machine_of(arguments),
         resolution=arguments.resolution,
         gradient_accumulation_steps=_ACCUMULATED,
@@ -167,15 +190,18 @@ def _images(folder: str) -> tuple[int, list[str]]:
 
 
 def _script(
-    arguments: argparse.Namespace, advice: Advice, *, model: str, captions: list[str]
+    arguments: argparse.Namespace,
+    advice: Advice,
+    *,
+    model: str,
+    captions: list[str],
+    resolution: int,
 ) -> str:
     """``examples/finetune.py`` with the constants of this run, and its docstring."""
-    from zerotune.plan.families import model_family
-
-    resolution = arguments.resolution or model_family(arguments.family).resolution
     photos = str(Path(arguments.photos).expanduser().resolve())
     values = {
         "MODEL": repr(model),
+        "FAMILY": repr(arguments.family if ":" in arguments.family else None),
         "PHOTOS": f"Path({photos!r})",
         "OUTPUT": "HERE",
         "PLAN": 'HERE / "plan.json"',

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from zerotune.decisions import Decision
     from zerotune.errors import NothingFitsError
     from zerotune.plan import Advice, DeepSpeedPlan, MemoryEstimate, ResolvedPlan
+    from zerotune.plan.families import ModelFamily
     from zerotune.plan.memory.estimate import Place
     from zerotune.plan.text import RankBudget
     from zerotune.platform import Platform
@@ -153,6 +154,49 @@ def sizes_of(arguments: argparse.Namespace) -> dict[str, int]:
         for name, text in given.items()
         if text is not None
     }
+
+
+def add_family(group: Any, *, what: str, required: bool = False) -> None:
+    """Add the model to cost; ``model_of`` reads it."""
+    from zerotune.plan.families import family_names
+
+    names = ", ".join(family_names())
+    group.add_argument(
+        "--family",
+        metavar="NAME",
+        required=required,
+        help=f"{what}: {names}; or a class of yours, module:Class",
+    )
+
+
+def add_configuration(group: Any) -> None:
+    """Add where the configuration of a model of the user's lies."""
+    group.add_argument(
+        "--model",
+        metavar="FOLDER",
+        help="a pipeline's folder, whose model is costed; with --family module:Class",
+    )
+
+
+def model_of(arguments: argparse.Namespace) -> str | ModelFamily:
+    """The family to cost: its name, or what is counted of the user's class without weights."""
+    name: str = arguments.family
+    if ":" not in name:
+        return name
+    from zerotune.diffusion.facts import family_facts
+    from zerotune.diffusion.models.pipeline_family import PipelineFamily
+    from zerotune.diffusion.pretrained import named_family
+
+    kind = named_family(name)
+    if not issubclass(kind, PipelineFamily):
+        raise InvalidValueError(
+            "is written by hand, so that nothing tells what its model is given",
+            key="--family",
+            value=name,
+            fix="pass ModelFacts to DeepSpeedPlan.advise (docs/own-model.md)",
+        )
+    folder = arguments.model
+    return family_facts(kind, folder=folder if folder and Path(folder).is_dir() else None)
 
 
 def _draw_chart(
@@ -409,6 +453,7 @@ _NEED_A_MODEL: Final = (
     "no_gradient_checkpointing",
     "lora",
     "base_dtype",
+    "model",
     "chart",
 )
 
@@ -420,15 +465,12 @@ class _Explain(Below):
 
     @staticmethod
     def configure(parser: argparse.ArgumentParser) -> None:
-        from zerotune.plan.families import family_names
         from zerotune.platform.facts import ACCELERATORS
 
         _add_file(parser)
         model = parser.add_argument_group("model")
-        families = ", ".join(family_names())
-        model.add_argument(
-            "--family", metavar="NAME", help=f"cost the plan for this model: {families}"
-        )
+        add_family(model, what="cost the plan for this model")
+        add_configuration(model)
         _add_sample(model)
         model.add_argument(
             "--no-gradient-checkpointing", action="store_true", help="keep every activation"
@@ -479,7 +521,7 @@ class _Explain(Below):
             sizes = {"vram": platform.vram, "ram": platform.host_memory.limit, **sizes}
         given = {name: getattr(self.arguments, name) for name in ("batch", "resolution", "frames")}
         estimate = plan.estimate(
-            self.arguments.family,
+            model_of(self.arguments),
             platform=platform,
             world_size=self.arguments.world_size,
             ema=self.arguments.ema,
@@ -571,15 +613,10 @@ class _Advise(Below):
     @staticmethod
     def configure(parser: argparse.ArgumentParser) -> None:
         from zerotune.plan.advise import PREFERENCES
-        from zerotune.plan.families import family_names
         from zerotune.plan.model import AUTO, PRECISIONS
 
-        parser.add_argument(
-            "--family",
-            metavar="NAME",
-            required=True,
-            help=f"the model: {', '.join(family_names())}",
-        )
+        add_family(parser, what="the model", required=True)
+        add_configuration(parser)
         add_machine(parser)
         training = parser.add_argument_group("training")
         _add_sample(training)
@@ -620,7 +657,7 @@ class _Advise(Below):
         machine = machine_of(self.arguments)
         try:
             advice = DeepSpeedPlan.advise(
-                self.arguments.family,
+                model_of(self.arguments),
                 **machine,
                 batch=self.arguments.batch or 1,
                 resolution=self.arguments.resolution,

@@ -119,12 +119,7 @@ def _encode(
 ) -> CachedImages | Mixture | PreferencePairs:
     several = images if isinstance(images, Mixture | PreferencePairs) else None
     sets: Mapping[str, Any] = {"": images} if several is None else several.sets
-    # Before the first latent.
-    for each in sets.values():
-        if family.reads_references:
-            check_edits(each)
-        elif not family.trains_texts:
-            each.augmentation.check_countable()
+    _check_captions(sets, family)  # Before the first latent.
     latents = TensorCache(folder, settings=family.latent_settings())
     shared: dict[str, Any] = {
         "rank": ranks.rank,
@@ -145,40 +140,43 @@ def _encode(
                 encode_references=lambda pixels: family.encode_references(pixels, device=device),
                 **shared,
             )
-    texts = None
-    if family.trains_texts:
-        announce(_texts_in_training(family), rank=ranks.rank)
-    else:
-        texts = TensorCache(folder, settings=family.text_settings())
-        shared["barrier"] = lambda: ranks.barrier("use cached captions", timeout_s=timeout_s)
-        with _Bar("captions", shown) as report:
-            shared["progress"] = report
-            _encode_captions(sets, family=family, cache=texts, device=device, shared=shared)
+    with _Bar("captions", shown and not family.trains_texts) as report:
+        shared |= {
+            "progress": report,
+            "barrier": lambda: ranks.barrier("use cached captions", timeout_s=timeout_s),
+        }
+        texts = _encode_captions(sets, family=family, folder=folder, device=device, shared=shared)
     done = {name: CachedImages(each, latents=latents, texts=texts) for name, each in sets.items()}
     return done[""] if several is None else several.over(done)
 
 
-def _texts_in_training(family: TextToImage) -> tuple[Decision, ...]:
-    """That captions are not encoded here."""
-    names = sorted(family.parts.trained_encoders) if family.parts is not None else []
-    return (
-        Decision(
-            key="data.captions",
-            before="encoded once",
-            after="tokenised and encoded at each step",
-            reason=f"{' and '.join(names)} are trained, so embeddings change",
-        ),
-    )
+def _check_captions(sets: Mapping[str, Any], family: TextToImage) -> None:
+    for each in sets.values():
+        if family.reads_references:
+            check_edits(each)
+        elif not family.trains_texts:
+            each.augmentation.check_countable()
 
 
 def _encode_captions(
     sets: Mapping[str, Any],
     *,
     family: TextToImage,
-    cache: TensorCache,
+    folder: str | os.PathLike[str],
     device: torch.device,
     shared: dict[str, Any],
-) -> None:
+) -> TensorCache | None:
+    """The cache of captions; ``None`` where text encoders are trained, and embeddings change."""
+    if family.trains_texts:
+        decision = Decision(
+            key="data.captions",
+            before="encoded once",
+            after="tokenised and encoded at each step",
+            reason="text encoders are trained, so embeddings change",
+        )
+        announce((decision,), rank=shared["rank"])
+        return None
+    cache = TensorCache(folder, settings=family.text_settings())
     if family.reads_references:
         for each in sets.values():
             cache_edits(
@@ -189,7 +187,7 @@ def _encode_captions(
                 ),
                 **shared,
             )
-        return
+        return cache
     if isinstance(family, PipelineFamily) and family.texts_alone:
         shared = {**shared, "batch_size": 1}  # Their lengths differ, and nothing masks that.
     cache_texts(
@@ -198,6 +196,7 @@ def _encode_captions(
         encode=lambda captions: family.encode_texts(captions, device=device),
         **shared,
     )
+    return cache
 
 
 class _Bar:

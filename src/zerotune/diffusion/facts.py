@@ -12,7 +12,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import attrs
 import numpy as np
@@ -22,6 +22,7 @@ from zerotune._util.files import write_atomically
 from zerotune._util.text import json_of
 from zerotune.diffusion.activations import ActivationOffload
 from zerotune.diffusion.models.declared import family_of_model
+from zerotune.diffusion.models.family import parameters_of
 from zerotune.diffusion.models.pipeline import Blueprint, pipeline_class, pipeline_name
 from zerotune.diffusion.passes import (
     KINDS,
@@ -32,7 +33,7 @@ from zerotune.diffusion.passes import (
     sizes_only,
 )
 from zerotune.errors import InvalidValueError, MissingDependencyError
-from zerotune.plan.families import facts_from_json, facts_to_json, family_of
+from zerotune.plan.families import ModelFamily, facts_from_json, facts_to_json, family_of
 from zerotune.plan.model import (
     SMALLEST_OFFLOADED,
     ActivationCost,
@@ -51,6 +52,7 @@ _facts_log = logging.getLogger("zerotune")
 _CLIP_TOKENS: Final = 77
 _T5_TOKENS: Final = 256
 _FLUX_TOKENS: Final = 512
+_USUAL_SIDE: Final = 1024
 _LATENT: Final = 8
 """Pixels of the image per pixel of the latent, along each side."""
 
@@ -112,7 +114,7 @@ class _Asking:
 
 
 def _captured_inputs(
-    kind: type[PipelineFamily], module: torch.nn.Module
+    kind: type[PipelineFamily], module: torch.nn.Module, blueprint: Blueprint | None = None
 ) -> Callable[..., Mapping[str, Any]]:
     import diffusers
 
@@ -122,15 +124,15 @@ def _captured_inputs(
             "needs transformers",
             fix="pip install transformers; or pass inputs=, or activations=False",
         )
-    family = kind(blueprint=Blueprint.usual(pipeline_class(kind.pipeline)))
+    family = kind(blueprint=blueprint or Blueprint.usual(pipeline_class(kind.pipeline)))
+    space = family.latent_space()
 
     def make(batch: int, height: int, width: int, frames: int = 1) -> Mapping[str, Any]:
-        scale = kind.usual_scale
         latents, known = family.example(
             module,
             batch=batch,
-            side=(height // scale, width // scale),
-            frames=latent_frames(frames, per_latent=kind.usual_frames),
+            side=(height // space.scale, width // space.scale),
+            frames=latent_frames(frames, per_latent=space.frames),
         )
         # All samples in one call, also of a pipeline that takes them in turn: their graphs add up.
         steps = torch.tensor([500.0])
@@ -266,9 +268,56 @@ def model_facts(
     return facts if name is None else attrs.evolve(facts, name=name)
 
 
-def count_facts(config: Mapping[str, Any]) -> ModelFacts:
-    """Count the facts of a configuration, whether they are known or not."""
-    return _Configuration(config).count()
+def count_facts(
+    config: Mapping[str, Any], *, family: type[PipelineFamily] | None = None
+) -> ModelFacts:
+    """Count the facts of a configuration, whether they are known or not.
+
+    Args:
+        config: Of a diffusers model.
+        family: How the model is called; the family of its class when not given.
+    """
+    return _Configuration(config).count(family)
+
+
+def family_facts(
+    kind: type[PipelineFamily], *, folder: str | os.PathLike[str] | None = None
+) -> ModelFamily:
+    """What plans are priced with, of a family of yours; its model is made without weights.
+
+    Args:
+        kind: The family.
+        folder: A pipeline whose model's configuration is counted; the defaults of the class that
+            ``kind.model`` names when not given.
+
+    Raises:
+        InvalidValueError: Neither says what the model is.
+        MissingDependencyError: The pipeline needs transformers.
+    """
+    if folder is None and not kind.model:
+        raise InvalidValueError(
+            "does not say what its model is",
+            key=f"{kind.__name__}.model",
+            value=kind.model,
+            fix="name the class of the model in diffusers, or a pipeline's folder (--model FOLDER)",
+        )
+    pipeline = pipeline_class(kind.pipeline)
+    blueprint, config = Blueprint.usual(pipeline), _Configuration({"_class_name": kind.model})
+    if folder is not None:
+        blueprint = Blueprint.read(Path(folder), pipeline)
+        config = _Configuration.read(Path(folder) / kind.component)
+    space, model = kind(blueprint=blueprint).latent_space(), cast("Any", config.build())
+    side = None if kind.clips else model.config.get("sample_size")
+    frames = parameters_of(pipeline.__call__).get("num_frames")
+    facts = attrs.evolve(config.count(kind, blueprint), name=kind.__name__)
+    return ModelFamily(
+        name=kind.__name__,
+        class_name=str(config.content["_class_name"]),
+        resolution=side * space.scale if isinstance(side, int) else _USUAL_SIDE,
+        facts=facts,
+        configuration=config.digest,
+        frames=int(frames.default) if kind.clips and frames is not None else None,
+    )
 
 
 def configuration_digest(config: Mapping[str, Any]) -> str:
@@ -347,10 +396,19 @@ class _Configuration:
             _facts_log.info("the facts of %s are not remembered: %s", facts.name, error)
         return facts
 
-    def count(self) -> ModelFacts:
+    def count(
+        self, family: type[PipelineFamily] | None = None, blueprint: Blueprint | None = None
+    ) -> ModelFacts:
         """Count them, whether they are known or not."""
         _facts_log.info("counting the activations of %s", self.content.get("_class_name"))
-        return _facts_of_module(self.build(), inputs=None, activations=True)
+        module = self.build()
+        if family is None:
+            return _facts_of_module(module, inputs=None, activations=True)
+        known = blueprint or Blueprint.usual(pipeline_class(family.pipeline))
+        make = _captured_inputs(family, module, known)
+        frames = family(blueprint=known).latent_space().frames if family.clips else None
+        facts = _facts_of_module(module, inputs=_of_clips(make, frames), activations=True)
+        return attrs.evolve(facts, frames_per_latent=frames)
 
     def _known(self) -> ModelFacts | None:
         if (catalogued := family_of(self.digest)) is not None:
@@ -408,7 +466,7 @@ def measure_step(
         module: A module on the ``meta`` device; left in bf16 and without checkpointing.
         inputs: As in ``model_facts``.
     """
-    make = inputs or _clips_for(module, example_inputs(module))
+    make = inputs or _of_clips(example_inputs(module), frames_per_latent(module))
     module.to(torch.bfloat16)
     arguments = [make(batch, side, side) for batch, side in _POINTS]
     with counting(module) as count:
@@ -429,9 +487,8 @@ _LATENTS: Final = 4
 """Of a clip as it is measured, each a quarter of the point's pixels."""
 
 
-def _clips_for(module: torch.nn.Module, make: Callable[..., Mapping[str, Any]]) -> MakeInputs:
-    """Inputs of as many positions, in clips where the model takes them."""
-    each = frames_per_latent(module)
+def _of_clips(make: Callable[..., Mapping[str, Any]], each: int | None) -> MakeInputs:
+    """Inputs of as many positions, in clips where there are so many frames to a latent one."""
     if each is None:
         return make
     frames = (_LATENTS - 1) * each + 1

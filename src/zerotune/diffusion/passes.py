@@ -94,7 +94,13 @@ def counting(module: torch.nn.Module) -> Iterator[Callable[..., Pass]]:
             with contextlib.ExitStack() as stack:
                 for repeat in shown:
                     stack.enter_context(repeat.shortened())
-                counted = _trace(module, arguments, shown, transfers)
+                try:
+                    counted = _trace(module, arguments, shown, transfers)
+                except IndexError:
+                    if not shown:
+                        raise
+                    repeats.clear()  # The model looks its layers up by number.
+                    continue
             if counted is not None and shown and not checked:
                 checked = True
                 if list(counted.operators[: counted.first]) != counts.operators:

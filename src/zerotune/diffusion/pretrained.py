@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import inspect
 import os
 import re
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
@@ -29,10 +32,47 @@ from zerotune.backend.stored import (
 from zerotune.backend.trained_parts import TrainedParts
 from zerotune.backend.unpartitioned import unpartitioned
 from zerotune.decisions import Decision, announce
-from zerotune.diffusion.models.controlnet import CONTROLNETS, ControlNetFamily, controlnet_of
-from zerotune.diffusion.models.declared import DECLARED, FAMILY_NAMES, WanLowNoise
+from zerotune.diffusion.models.controlnet import (
+    CONTROLNETS,
+    ControlNetFamily,
+    FluxControlNet,
+    QwenImageControlNet,
+    StableDiffusion3ControlNet,
+    StableDiffusionXLControlNet,
+    controlnet_of,
+)
+from zerotune.diffusion.models.declared import (
+    DECLARED,
+    AuraFlow,
+    Chroma,
+    Flux,
+    Flux2,
+    Flux2Klein,
+    FluxKontext,
+    HiDream,
+    HunyuanVideo,
+    Krea2,
+    LTXVideo,
+    Lumina2,
+    PixArtAlpha,
+    PixArtSigma,
+    QwenImage,
+    QwenImageEdit,
+    QwenImageEditPlus,
+    Sana,
+    StableDiffusion,
+    StableDiffusion3,
+    StableDiffusionXL,
+    Wan,
+    WanLowNoise,
+    ZImage,
+)
 from zerotune.diffusion.models.family import ClassConditional, Family, Unconditional
-from zerotune.diffusion.models.image_to_video import IMAGE_TO_VIDEO, WanImageToVideoLowNoise
+from zerotune.diffusion.models.image_to_video import (
+    IMAGE_TO_VIDEO,
+    WanImageToVideo,
+    WanImageToVideoLowNoise,
+)
 from zerotune.diffusion.models.latents import LatentSpace
 from zerotune.diffusion.models.pipeline import (
     Blueprint,
@@ -63,11 +103,47 @@ _KNOWN: Final[tuple[type[PipelineFamily], ...]] = (
     *IMAGE_TO_VIDEO,
 )
 
-_EXPERTS: Final[tuple[type[TextToImage], ...]] = (WanLowNoise, WanImageToVideoLowNoise)
+_EXPERTS: Final[tuple[type[PipelineFamily], ...]] = (WanLowNoise, WanImageToVideoLowNoise)
 """Families of the other model of a pipeline that has two."""
 
 FAMILIES: Final[dict[str, type[TextToImage]]] = {family.pipeline: family for family in _KNOWN}
 """Families by the class of their diffusers pipeline."""
+
+FAMILY_NAMES: Final[dict[str, type[PipelineFamily]]] = {
+    "aura-flow": AuraFlow,
+    "chroma": Chroma,
+    "flux": Flux,
+    "flux-controlnet": FluxControlNet,
+    "flux-kontext": FluxKontext,
+    "flux2": Flux2,
+    "flux2-klein-4b": Flux2Klein,
+    "flux2-klein-9b": Flux2Klein,
+    "hidream": HiDream,
+    "hunyuan-video": HunyuanVideo,
+    "krea2": Krea2,
+    "ltx-video": LTXVideo,
+    "lumina2": Lumina2,
+    "pixart-alpha": PixArtAlpha,
+    "pixart-sigma": PixArtSigma,
+    "qwen-image": QwenImage,
+    "qwen-image-controlnet": QwenImageControlNet,
+    "qwen-image-edit": QwenImageEdit,
+    "qwen-image-edit-plus": QwenImageEditPlus,
+    "sana": Sana,
+    "sd15": StableDiffusion,
+    "sd21": StableDiffusion,
+    "sd3-controlnet": StableDiffusion3ControlNet,
+    "sd3-medium": StableDiffusion3,
+    "sd35-large": StableDiffusion3,
+    "sd35-medium": StableDiffusion3,
+    "sdxl": StableDiffusionXL,
+    "sdxl-controlnet": StableDiffusionXLControlNet,
+    "wan-1.3b": Wan,
+    "wan-14b": Wan,
+    "wan-14b-i2v": WanImageToVideo,
+    "z-image": ZImage,
+}
+"""Families by the names that plans are priced for."""
 
 _PIPELINE_INDEX: Final = "model_index.json"
 _CONFIGURATION: Final = ("**/*.json", "*.json", "*.txt", "**/*.txt", "**/*.model")
@@ -195,7 +271,8 @@ def load_pretrained(
             Of a ControlNet, for the model that it steers.
         frozen_dtype: Of VAE and text encoders, and of the model that a ControlNet steers.
         family: A family of yours, for pipelines zerotune does not know; or the name of a known one
-            (``"sdxl"``), which the pipeline must be of; or ``"controlnet"``: what is trained is a
+            (``"sdxl"``), which the pipeline must be of; a class as ``"module:Class"``; or
+            ``"controlnet"``: what is trained is a
             ControlNet of the pipeline's model, which is frozen.
         controlnet: The folder of the ControlNet to begin with, or the ControlNet; a new one is made
             of the model that it steers when not given.
@@ -371,11 +448,13 @@ def _single_file(
 
 
 def named_family(name: str) -> type[TextToImage]:
-    """A family by its name on the command line, its class's, or its pipeline's.
+    """A family by its name on the command line, its class's, its pipeline's, or ``module:Class``.
 
     Raises:
         InvalidValueError: There is none of this name.
     """
+    if ":" in name:
+        return _imported_family(name)
     names: dict[str, type[TextToImage]] = {**FAMILY_NAMES, **FAMILIES}
     names |= {family.__name__: family for family in (*_KNOWN, *_EXPERTS)}
     if name in names:
@@ -387,6 +466,33 @@ def named_family(name: str) -> type[TextToImage]:
         value=name,
         fix=f"did you mean {' or '.join(close)}?" if close else f"one of {', '.join(FAMILY_NAMES)}",
     )
+
+
+def _imported_family(name: str) -> type[TextToImage]:
+    """A family of the user's, from a module of the working directory or an installed one."""
+    module, _, attribute = name.partition(":")
+    here = str(Path.cwd())
+    with contextlib.ExitStack() as undo:
+        if "" not in sys.path and here not in sys.path:
+            sys.path.insert(0, here)
+            undo.callback(sys.path.remove, here)
+        try:
+            found = getattr(importlib.import_module(module), attribute)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise InvalidValueError(
+                f"cannot be imported ({first_line(error)})",
+                key="family",
+                value=name,
+                fix="write the module as in an import, and the class: my_family:OvisImage",
+            ) from error
+    if not (isinstance(found, type) and issubclass(found, TextToImage)):
+        raise InvalidValueError(
+            "is no family",
+            key="family",
+            value=name,
+            fix="name a subclass of zerotune.diffusion.PipelineFamily (docs/families.md)",
+        )
+    return found
 
 
 @attrs.frozen(kw_only=True)

@@ -14,7 +14,7 @@ from zerotune._util.text import format_size, is_number, parse_size
 from zerotune.decisions import Decision
 from zerotune.errors import InvalidValueError, NothingFitsError
 from zerotune.optimizers.catalogue import OPTIMIZERS, entry_of
-from zerotune.plan.families import as_facts
+from zerotune.plan.families import as_facts, frozen_beside
 from zerotune.plan.memory.estimate import (
     PLACES,
     Costing,
@@ -374,7 +374,7 @@ def advise(
             batch=count(batch, "batch"),
             **sample_size(model, facts, resolution=resolution, frames=frames),
             ema=ema,
-            frozen_bytes=count(frozen_bytes, "frozen_bytes", least=0),
+            frozen_bytes=count(frozen_bytes, "frozen_bytes", least=0) + frozen_beside(model),
             model_in_memory=model_in_memory,
         ),
         plan=plan,

@@ -93,7 +93,8 @@ class Averages:
         """Whose weights to export: ``"trained"`` is nobody's, ``None`` the first there is."""
         if weights is None or weights == "trained":
             return self.named(weights is None)
-        return self.named(weights if isinstance(weights, str | EMAShadow) else repr(weights))
+        known = isinstance(weights, str | EMAShadow)
+        return self.named(weights if known else type(weights).__name__)
 
     def swapped_in(self, name: str | bool) -> AbstractContextManager[None]:
         """Run the model on averaged weights inside the block. Collective."""

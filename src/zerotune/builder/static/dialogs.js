@@ -242,7 +242,7 @@ function candidate(one, why, said) {
     seconds(one, said),
     one.fits ? el("button", { type: "button", text: "Use", "aria-label": `Use ${one.title}, ${kind}`, onclick: () => {
       byId("fit-dialog").close();
-      load(one.state, [], `Took ${one.title}.`, { label: one.title, further: true });
+      load(one.state, [], `Using ${one.title}.`, { label: one.title, further: true });
     } }) : null);
 }
 

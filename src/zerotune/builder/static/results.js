@@ -59,7 +59,7 @@ async function takeOver() {
     const opened = await post("/open", { text: area.value, name: "the edited text" });
     const launch = Object.keys(opened.state.launch).length ? opened.state.launch : state.launch;
     load({ ...opened.state, launch, setup: { ...state.setup, ...opened.state.setup } }, opened.messages,
-      "Took over the edited text.", { label: "the edited text", further: true });
+      "Text applied.", { label: "the edited text", further: true });
     area.removeAttribute("aria-invalid");
     leave();
   } catch (error) {

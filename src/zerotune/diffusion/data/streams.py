@@ -493,9 +493,10 @@ class BucketStream(_OrderedStream):
 
     def explain(self) -> str:
         """What comes how often and has come so far; empty without a mixture."""
+        used = self.used
         rows = [
             f"  {share.name}: {len(share.images)} images, each "
-            f"{float(share.repeats):g} times in an epoch, {self.used[share.name]} used so far"
+            f"{float(share.repeats):g} times in an epoch, {used[share.name]} used so far"
             for share in self._order.shares
         ]
         return "\n".join(["data: a mixture", *rows]) if rows else ""

@@ -38,8 +38,8 @@ _WIDTHS: Final = (16, 32, 96, 256)
 class _ControlModel(PipelineModel):
     """Looks like a ControlNet to a pipeline, which asks for its class, and calls the engine."""
 
-    @property
-    def __class__(self) -> Any:  # type: ignore[misc]
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
         """That of the ControlNet."""
         model = self.__dict__.get("_model")
         module = getattr(model, "module", model)
@@ -160,7 +160,7 @@ class ControlNetFamily(PipelineFamily):
         """Let the pipeline take latents of the condition where it would encode an image."""
         super().adjust(pipe, call_kwargs)
         latents = call_kwargs[str(self.reference)]
-        scale = self._space().scale
+        scale = self.latent_space().scale
         sides = (latents.shape[-2] * scale, latents.shape[-1] * scale)
         call_kwargs[str(self.reference)] = latents.new_zeros(1).expand(len(latents), 3, *sides)
         pipe.vae = _EncodedCondition(pipe.vae, latents)
@@ -220,7 +220,7 @@ class StableDiffusionXLControlNet(ControlNetFamily, StableDiffusionXL):
     ) -> tuple[Tensor, Conditioning]:
         """With pixels of the condition."""
         latents, known = super().example(model, batch=batch, side=side, frames=frames)
-        height, width = (each * self._space().scale for each in latents.shape[-2:])
+        height, width = (each * self.latent_space().scale for each in latents.shape[-2:])
         pixels = torch.empty(batch, 3, height, width, device="meta")
         return latents, {**known, REFERENCES: pixels}
 

@@ -116,7 +116,7 @@ class StableDiffusionXL(PipelineFamily):
     def _time_ids(self, batch: Mapping[str, Tensor]) -> Tensor:
         if all(name in batch for name in _SIZES):
             return torch.cat([batch[name] for name in _SIZES], dim=1).float()
-        scale = self._space().scale if "latents" in batch else 1
+        scale = self.latent_space().scale if "latents" in batch else 1
         images = batch["latents" if "latents" in batch else "images"]
         height, width = (side * scale for side in images.shape[2:])
         return torch.tensor([[height, width, 0, 0, height, width]]).float().repeat(len(images), 1)
@@ -677,7 +677,7 @@ class QwenImageEdit(QwenImage):
 
     def reference_input(self, latents: Tensor) -> _Picture:
         """Latents in the place of a PIL image."""
-        return _Picture(latents=latents, scale=self._space().scale)
+        return _Picture(latents=latents, scale=self.latent_space().scale)
 
     def adjust(self, pipe: Any, call_kwargs: dict[str, Any]) -> None:
         """Let the pipeline take the picture's latents, and the model know their size."""
@@ -758,28 +758,6 @@ DECLARED = (
     FluxKontext,
 )
 """All of them that a pipeline's class decides."""
-
-FAMILY_NAMES: Mapping[str, type[PipelineFamily]] = {
-    "chroma": Chroma,
-    "flux": Flux,
-    "flux2": Flux2,
-    "flux2-klein-4b": Flux2Klein,
-    "flux2-klein-9b": Flux2Klein,
-    "hunyuan-video": HunyuanVideo,
-    "krea2": Krea2,
-    "ltx-video": LTXVideo,
-    "qwen-image": QwenImage,
-    "sd15": StableDiffusion,
-    "sd21": StableDiffusion,
-    "sd3-medium": StableDiffusion3,
-    "sd35-large": StableDiffusion3,
-    "sd35-medium": StableDiffusion3,
-    "sdxl": StableDiffusionXL,
-    "wan-1.3b": Wan,
-    "wan-14b": Wan,
-    "z-image": ZImage,
-}
-"""Families by the names that plans are priced for."""
 
 BY_MODEL: Mapping[str, type[PipelineFamily]] = {
     family.model: family for family in DECLARED if "model" in vars(family)

@@ -369,7 +369,8 @@ class TextToImage(ABC):
             fix="load it: load_pretrained(folder).family, also with parts=False",
         )
 
-    def _space(self) -> LatentSpace | _UsualSpace:
+    def latent_space(self) -> LatentSpace | _UsualSpace:
+        """Sizes of the latents: of the VAE, or the usual ones where none tells."""
         vae = self.known_blueprint().vae
         if vae is None:
             return _UsualSpace(scale=self.usual_scale, frames=self.usual_frames)
@@ -547,7 +548,7 @@ class TextToImage(ABC):
         return self.sized(size)
 
     def _shape_of(self, latents: Tensor, size: Mapping[str, int], count: int) -> tuple[int, ...]:
-        space = self._space()
+        space = self.latent_space()
         frames = (space.latent_frames(size["num_frames"]),) if self.clips else ()
         sides = (*frames, size["height"] // space.scale, size["width"] // space.scale)
         channels = latents.numel() // (count * int(torch.Size(sides).numel()))
@@ -836,7 +837,7 @@ class PipelineFamily(TextToImage):
                 key="latents",
                 value=tuple(shape[-2:]),
                 fix="use buckets whose sides are divisible by "
-                f"{self._patch * self._space().scale} pixels",
+                f"{self._patch * self.latent_space().scale} pixels",
             )
 
     @property
@@ -845,7 +846,7 @@ class PipelineFamily(TextToImage):
 
     def _size_of(self, shape: tuple[int, ...]) -> dict[str, int]:
         """Height, width and frames of samples with latents of this shape."""
-        space = self._space()
+        space = self.latent_space()
         size = {"height": shape[-2] * space.scale, "width": shape[-1] * space.scale}
         if self.clips:
             size["num_frames"] = (shape[2] - 1) * space.frames + 1

@@ -46,18 +46,38 @@ class ModelFamily:
     """Digest of its configuration in diffusers, as ``configuration_digest`` gives it."""
     frames: int | None = None
     """Of the clips it was made for; ``None``: it is made for images."""
+    frozen_bytes: int = 0
+    """Of a model that stays on the device beside it: the one that a ControlNet steers."""
+
+
+_STEERED: Final[Mapping[str, str]] = {
+    "flux-controlnet": "flux",
+    "qwen-image-controlnet": "qwen-image",
+    "sd3-controlnet": "sd35-medium",
+    "sdxl-controlnet": "sdxl",
+}
+"""ControlNets, which are costed as the model that they are a copy of, trained whole, and once more
+that model, frozen in bf16 on the device."""
+_SHARED: Final[Mapping[str, str]] = {
+    "qwen-image-edit-plus": "qwen-image-edit",
+    "wan-14b-i2v": "wan-14b",
+    **_STEERED,
+}
+"""Families that are costed as another one."""
+_HALF: Final = 2
 
 
 def family_names() -> tuple[str, ...]:
     """Names of all families, in alphabetical order."""
     names = (entry.name for entry in _FOLDER.iterdir())
-    return tuple(sorted(name.removesuffix(_SUFFIX) for name in names if name.endswith(_SUFFIX)))
+    counted = (name.removesuffix(_SUFFIX) for name in names if name.endswith(_SUFFIX))
+    return tuple(sorted({*counted, *_SHARED}))
 
 
 @cache
 def model_family(name: str) -> ModelFamily:
     """A family by name."""
-    entry = _FOLDER / f"{name}{_SUFFIX}"
+    entry = _FOLDER / f"{_SHARED.get(name, name)}{_SUFFIX}"
     if name not in family_names():
         close = " or ".join(map(repr, did_you_mean(name, family_names())))
         raise InvalidValueError(
@@ -67,11 +87,13 @@ def model_family(name: str) -> ModelFamily:
             fix=f"did you mean {close}?" if close else f"write one of {', '.join(family_names())}",
         )
     data = json.loads(entry.read_text(encoding="utf-8"))
+    facts = attrs.evolve(facts_from_json(data), name=name)
     return ModelFamily(
         name=name,
         class_name=data["class"],
         resolution=data["resolution"],
-        facts=facts_from_json(data),
+        facts=facts,
+        frozen_bytes=_HALF * facts.numel if name in _STEERED else 0,
         configuration=data["configuration"],
         frames=data.get("frames"),
     )
@@ -79,7 +101,7 @@ def model_family(name: str) -> ModelFamily:
 
 def family_of(configuration: str) -> ModelFamily | None:
     """The family whose configuration has this digest, if there is one."""
-    families = (model_family(name) for name in family_names())
+    families = (model_family(name) for name in family_names() if name not in _SHARED)
     return next((each for each in families if each.configuration == configuration), None)
 
 
@@ -115,6 +137,12 @@ def facts_from_json(data: Mapping[str, Any]) -> ModelFacts:
     )
 
 
+def frozen_beside(model: object) -> int:
+    """Bytes on the device of what a family, or one of this name, is trained beside."""
+    known = model_family(model) if isinstance(model, str) else model
+    return known.frozen_bytes if isinstance(known, ModelFamily) else 0
+
+
 def family(name: str) -> ModelFacts:
     """The facts of a family, all parameters trainable.
 
@@ -125,9 +153,12 @@ def family(name: str) -> ModelFacts:
 
 
 def as_facts(
-    model: ModelFacts | str | object, *, lora: int | None = None, base_dtype: str | None = None
+    model: ModelFacts | ModelFamily | str | object,
+    *,
+    lora: int | None = None,
+    base_dtype: str | None = None,
 ) -> ModelFacts:
-    """Facts from facts, from the name of a family, or from a module.
+    """Facts from facts, from a family or its name, or from a module.
 
     Args:
         model: Any of these.
@@ -150,6 +181,8 @@ def as_facts(
 def _facts_of(model: ModelFacts | str | object) -> ModelFacts:
     if isinstance(model, ModelFacts):
         return model
+    if isinstance(model, ModelFamily):
+        return model.facts
     if isinstance(model, str):
         return family(model)
     if hasattr(model, "named_parameters"):

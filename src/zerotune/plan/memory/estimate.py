@@ -18,7 +18,7 @@ from zerotune._util.text import format_size, is_integer
 from zerotune.decisions import Decision
 from zerotune.errors import InvalidValueError, UnresolvedPlanError
 from zerotune.optimizers.catalogue import ADAM, entry_of
-from zerotune.plan.families import as_facts, model_family
+from zerotune.plan.families import ModelFamily, as_facts, frozen_beside, model_family
 from zerotune.plan.model import (
     AioSection,
     Context,
@@ -1081,7 +1081,7 @@ def estimate_plan(
             gradient_checkpointing=gradient_checkpointing,
             activation_offload=activation_offload,
             ema=ema,
-            frozen_bytes=count(frozen_bytes, "frozen_bytes", least=0),
+            frozen_bytes=count(frozen_bytes, "frozen_bytes", least=0) + frozen_beside(model),
             model_in_memory=model_in_memory,
         ),
     )
@@ -1123,13 +1123,13 @@ def sample_size(
     """The size of a sample, as ``Workload`` has it.
 
     Args:
-        model: A family's name, whose own size is taken where none is given, or anything else.
+        model: A family or its name, whose own size is taken where none is given, or anything else.
         facts: Of the model.
         resolution: Side in pixels, or height and width.
         frames: Of a clip.
     """
-    if isinstance(model, str):
-        known = model_family(model)
+    if isinstance(model, str | ModelFamily):
+        known = model_family(model) if isinstance(model, str) else model
         resolution = known.resolution if resolution is None else resolution
         frames = known.frames if frames is None else frames
     height, width = sides(resolution)

@@ -1,0 +1,124 @@
+"""A class of the user's where a family is named: costed from its configuration, without weights."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import runpy
+import sys
+
+import pytest
+import torch
+
+from tests.diffusion.families.own_family import family_of_the_page
+from tests.support.declared_pipelines import ovis_image
+from zerotune import cli
+from zerotune.diffusion.facts import family_facts
+from zerotune.diffusion.models.declared import Sana, Wan
+from zerotune.plan import DeepSpeedPlan, ModelFacts
+from zerotune.plan.families import model_family
+from zerotune.platform import Platform
+
+CARD = ["--vram", "12", "--ram", "64"]
+OWN = "families_page:OvisImage"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    family_of_the_page()
+    return ovis_image(tmp_path_factory.mktemp("ovis"))
+
+
+def said(capsys, *arguments):
+    assert cli.main(list(arguments)) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_it_is_advised_and_explained(folder, tmp_path, capsys):
+    own = ["--family", OWN, "--model", str(folder)]
+    advice = said(capsys, "plan", "advise", *own, *CARD, "--json")
+    facts = family_facts(sys.modules["families_page"].OvisImage, folder=folder).facts
+    expected = DeepSpeedPlan.advise(facts, vram="12GiB", ram="64GiB", resolution=1024)
+    peak = advice["estimate"]["places"]["device"]["peak"]
+    assert peak == expected.estimate.device
+    plan = tmp_path / "plan.json"
+    plan.write_text(json.dumps({"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}))
+    explained = said(capsys, "plan", "explain", str(plan), *own, *CARD, "--json")
+    assert explained["estimate"]["workload"]["height"] == 1024
+    assert explained["estimate"]["places"]["device"]["peak"] > 0
+
+
+def test_what_is_counted_is_the_configuration_of_the_folder(folder):
+    from diffusers import OvisImageTransformer2DModel
+
+    known = family_facts(sys.modules["families_page"].OvisImage, folder=folder)
+    model = OvisImageTransformer2DModel.from_pretrained(folder, subfolder="transformer")
+    assert known.class_name == "OvisImageTransformer2DModel"
+    assert known.facts.parameters == ModelFacts.from_module(model).parameters
+    assert known.facts.activations.full.per_pixel > 0
+
+
+def test_without_a_folder_it_is_the_model_that_the_class_names():
+    class Small(Sana):
+        """As Sana."""
+
+    found, usual = family_facts(Small), model_family("sana")
+    assert found.facts.parameters == usual.facts.parameters
+    ours, theirs = found.facts.activations.full, usual.facts.activations.full
+    assert ours.per_pixel == pytest.approx(theirs.per_pixel, rel=1e-6)
+    assert (found.resolution, found.frames) == (1024, None)
+
+
+def test_init_writes_its_script(folder, tmp_path, capsys):
+    photos = tmp_path / "photos"
+    photos.mkdir()
+    from PIL import Image
+
+    Image.fromarray(torch.zeros(16, 16, 3, dtype=torch.uint8).numpy()).save(photos / "a.png")
+    arguments = ["--family", OWN, "--model", str(folder), "--photos", str(photos), *CARD]
+    assert cli.main(["init", str(tmp_path / "run"), *arguments]) == 0
+    written = runpy.run_path(str(tmp_path / "run" / "train.py"))
+    assert written["FAMILY"] == OWN
+    assert written["MODEL"] == str(folder.resolve())
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("nowhere_at_all:Family", "cannot be imported"),
+        ("families_page:Nothing", "cannot be imported"),
+        ("zerotune.plan:DeepSpeedPlan", "is no family"),
+        (OWN, "does not say what its model is"),
+    ],
+)
+def test_a_class_that_cannot_be_costed_is_named(folder, capsys, name, why):
+    assert cli.main(["plan", "advise", "--family", name, *CARD]) == 2
+    assert why in capsys.readouterr().err
+
+
+def test_a_module_of_the_working_directory_is_found(folder, tmp_path, monkeypatch, capsys):
+    page = importlib.import_module("families_page")
+    (tmp_path / "my_family.py").write_text(
+        "from zerotune.diffusion import Sana\n\nclass Mine(Sana):\n    '''Mine.'''\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [each for each in sys.path if each])
+    assert page is not None
+    advice = said(capsys, "plan", "advise", "--family", "my_family:Mine", *CARD, "--json")
+    assert advice["fits"] is True
+    assert str(tmp_path) not in sys.path
+
+
+def test_clips_have_the_frames_of_their_pipeline():
+    found = family_facts(Wan)
+    assert (found.frames, found.facts.frames_per_latent) == (81, 4)
+    usual = model_family("wan-14b").facts.activations.full
+    assert found.facts.activations.full.per_pixel == pytest.approx(usual.per_pixel, rel=1e-6)
+
+
+def test_of_a_controlnet_the_model_that_it_steers_stays_on_the_device():
+    plan = DeepSpeedPlan.build(stage=2, offload="cpu", precision="bf16")
+    card = Platform.synthetic("cuda", vram="24GiB", ram="64GiB")
+    names = ("sdxl", "sdxl-controlnet")
+    alone, steering = (plan.estimate(name, platform=card) for name in names)
+    assert steering.device - alone.device == 2 * model_family("sdxl").facts.numel
