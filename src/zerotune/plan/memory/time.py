@@ -660,11 +660,11 @@ class StepTime:
         self, lanes: Mapping[StepPhase, Mapping[Lane, float]], after: Iterable[StepPhase]
     ) -> list[_Stretch]:
         """Passes beside the backward pass, and beside the next forward pass as many as may be."""
-        forward, slowest = lanes["forward"], ("host", "cores")
-        needed, lane = max(
-            (sum(lanes[one].get(each, 0.0) for one in after), each) for each in slowest
-        )
-        free = max(forward.values()) - forward.get(lane, 0.0)
+        works: tuple[Lane, ...] = ("host", "cores")
+        taken = {each: sum(lanes[phase].get(each, 0.0) for phase in after) for each in works}
+        slowest = max(works, key=lambda each: taken[each])
+        forward, needed = lanes["forward"], taken[slowest]
+        free = max(forward.values()) - forward.get(slowest, 0.0)
         left = min(self.carried, free / needed) if needed else 0.0
         return [
             _Stretch(passes={"forward": 1.0}, beside=dict.fromkeys(after, left)),
