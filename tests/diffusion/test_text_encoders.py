@@ -205,12 +205,13 @@ def test_encoders_stop_resume_and_are_exported(name, stage, lora, world_size, tm
     assert "its last is step 2" in whole["explained"]
     assert "its last is step 2" in after["explained"]
 
+    absent = {"text_encoder_3": None, "tokenizer_3": None} if name == "sd3" else {}
     if lora:
-        pipeline = DiffusionPipeline.from_pretrained(folder)
+        pipeline = DiffusionPipeline.from_pretrained(folder, **absent)
         pipeline.load_lora_weights(tmp_path / "whole" / "lora.safetensors")
         assert set(pipeline.get_list_adapters()) == {component, *ENCODERS[name]}
     else:
-        pipeline = DiffusionPipeline.from_pretrained(tmp_path / "whole" / "pipeline")
+        pipeline = DiffusionPipeline.from_pretrained(tmp_path / "whole" / "pipeline", **absent)
         for part in (component, *ENCODERS[name]):
             stored = getattr(pipeline, part).state_dict()
             ours = {n.removeprefix(f"{part}."): t for n, t in whole["weights"].items()
