@@ -17,6 +17,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from zerotune.backend.optimizers.adamw_8bit_states import AdamW8BitStates
+from zerotune.backend.step.adams import stepper_of
 from zerotune.backend.step.kernel import AdamNumbers, load_host_step
 from zerotune.errors import PlatformError
 
@@ -106,6 +108,7 @@ class _Rates:
         yield "new_memory", on_host._new_memory()
         yield "operators", self._operator_rate()
         yield "host_step", on_host._host_step()
+        yield "coded_step", on_host._coded_step()
 
     def _products(self, dtype: torch.dtype) -> float:
         rows, width = (8192, 1280) if not self.on_cpu else (256, 768)
@@ -236,6 +239,25 @@ class _Rates:
             op.step(numbers, weight=weight, exp_avg=first, exp_avg_sq=second, gradient=gradient)
 
         return 28 * count / self(step)
+
+    def _coded_step(self) -> float:
+        count = self.sized(2**21, least=2**12)
+        weight, gradient = torch.full((count,), 0.5), torch.randn(count)
+        parameter = torch.nn.Parameter(weight)
+        adam = AdamW8BitStates([parameter])
+        try:
+            op = load_host_step()
+        except PlatformError:
+            parameter.grad = gradient
+            return count / self(adam.step)
+        stepper = stepper_of(adam)(op=op, adam=adam)
+
+        def step() -> None:
+            (group,) = adam.param_groups
+            begun = stepper.begin(parameter, gradient=gradient, group=group, factor=1.0, out=None)
+            begun.run(0, count)
+
+        return count / self(step)
 
 
 def _both_ways(forward: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> Callable[[], object]:

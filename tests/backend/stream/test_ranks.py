@@ -45,9 +45,9 @@ def rank() -> int:
     return int(os.environ["RANK"])
 
 
-def lean_weights(optimizer: str) -> tuple[list[float], dict[str, bytes]]:
-    run = Run(family="web", clipping=0.0, optimizer=optimizer, steps=4)
-    streamed = Streaming(window=2, split_masters=True)
+def lean_weights(optimizer: str, steps: int = 4) -> tuple[list[float], dict[str, bytes]]:
+    run = Run(family="web", clipping=0.0, optimizer=optimizer, steps=steps)
+    streamed = Streaming(window=2, split_masters=True, gradient_buffers=2)
     with start(run, make_model(run), streamed=streamed) as engine:
         losses = []
         for step in range(run.steps):
@@ -96,6 +96,58 @@ def test_every_bit_is_that_of_zero_2(monkeypatch, run):
     assert (mine["engine"], theirs["engine"]) == ("SharedStreamEngine", "DeepSpeedEngine")
     assert not differences(theirs, mine)
     assert mine["counts"].evicted
+
+
+LEAN = Streaming(window=2, split_masters=True, gradient_buffers=2)
+LONG = [
+    (Run(family="flux", steps=20), STREAMED),
+    (Run(family="flux", checkpointing="on", clipping=0.0, steps=20), STREAMED),
+    (Run(family="flux", checkpointing="on", clipping=0.0, lora=True, steps=20), STREAMED),
+    (Run(family="qwen", accumulation=3, steps=20), STREAMED),
+    (Run(family="unet", clipping=0.0, groups=True, steps=20), STREAMED),
+    (Run(family="web", clipping=0.0, steps=20), Streaming(window=3, gradient_buffers=1)),
+    (Run(family="web", checkpointing="on", steps=20, compiled="aot_eager"), STREAMED),
+    (Run(family="flux", clipping=0.0, steps=20, compiled="aot_eager"), STREAMED),
+]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("run", "streamed"), LONG, ids=str)
+@ranks(2, timeout_s=900)
+def test_every_bit_of_twenty_steps_is_that_of_zero_2(run, streamed):
+    mine, theirs = train(run, streamed=streamed, seed=3), train(run)
+    assert (mine["engine"], theirs["engine"]) == ("SharedStreamEngine", "DeepSpeedEngine")
+    assert not differences(theirs, mine)
+
+
+@ranks(2)
+def test_compiled_blocks_have_the_bits_of_zero_2():
+    run = Run(family="web", clipping=0.0, compiled="aot_eager", steps=3)
+    mine, theirs = train(run, streamed=STREAMED, seed=3), train(run)
+    assert mine["compiled"]
+    assert not differences(theirs, mine)
+
+
+@pytest.mark.parametrize("steps", [3, pytest.param(20, marks=pytest.mark.nightly)])
+@ranks(2, timeout_s=900)
+def test_split_masters_train_as_whole_ones_on_two_ranks(steps):
+    run = Run(family="flux", checkpointing="on", clipping=0.0, steps=steps)
+    mine, theirs = train(run, streamed=LEAN, seed=3), train(run)
+    for kept in (mine, theirs):
+        # One master weight in 131,072 becomes one unit in its last place more, and its average.
+        kept["contents"] = {
+            name: [weight, first, second]
+            for name, (weight, _, first, second, _) in kept["contents"].items()
+        }
+    assert not differences(theirs, mine)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("optimizer", ["AdamWBF16States", "AdamW8BitStates"])
+def test_lean_states_of_twenty_steps_do_not_depend_on_how_many_ranks_there_are(optimizer):
+    ((losses, weights),) = run_ranks(lean_weights, optimizer, 20)
+    for other, found in run_ranks(lean_weights, optimizer, 20, world_size=2):
+        assert (other, found) == (losses, weights)
 
 
 @pytest.mark.parametrize("fault", ["a reduction left out", "a write not waited for"])

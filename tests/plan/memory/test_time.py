@@ -129,6 +129,26 @@ def test_a_step_is_as_long_as_its_lanes_take_by_hand(parts, micro_batches, expec
         assert attrs.evolve(time, schedule=schedule).expected == pytest.approx(seconds)
 
 
+def test_8_bit_moments_take_the_time_of_their_codes_and_not_that_of_their_bytes():
+    facts, seconds = as_facts("flux"), {}
+    for optimizer, coded in (
+        ("AdamWBF16States", 1e8), ("AdamW8BitStates", 1e8), ("AdamW8BitStates", 1e12),
+    ):  # fmt: skip
+        rates = slow(host_step=1e10, coded_step=coded)
+        plan = DeepSpeedPlan.build(
+            stage=2, offload="cpu", precision="bf16", gradient_clipping=0.0,
+            optimizer={"type": optimizer, "params": {}},
+        )  # fmt: skip
+        resolved = plan.resolve(platform=CUDA, model=facts, streamed=True)
+        work = Workload(height=1024, width=1024)
+        time = resolved.estimate(work).step_time(rates)
+        seconds[optimizer, coded] = time.phases["optimizer"]
+    count = facts.trainable_numel
+    assert seconds["AdamW8BitStates", 1e8] == pytest.approx(count / 1e8, rel=1e-3)
+    assert seconds["AdamW8BitStates", 1e12] == pytest.approx(18.06 * count / 1e10, rel=1e-2)
+    assert seconds["AdamWBF16States", 1e8] == pytest.approx(22 * count / 1e10, rel=1e-3)
+
+
 @pytest.mark.parametrize(
     ("carried", "host", "expected"),
     [

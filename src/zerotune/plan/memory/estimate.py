@@ -349,6 +349,13 @@ class Costing:
         return 2 if self._low_precision("master_weights_and_grads") else 4
 
     @property
+    def codes_moments(self) -> bool:
+        """Whether moments are codes of one byte, which take longer to go over than their bytes."""
+        choice = self.resolved.optimizer
+        name = self.resolved.plan.optimizer_name if choice is None else choice.name
+        return "streamed weights" in entry_of(name).requires
+
+    @property
     def state_bytes(self) -> int:
         """Bytes of one number of the optimizer's states."""
         bf16 = self.resolved.plan.bf16

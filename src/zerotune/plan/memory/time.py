@@ -85,6 +85,8 @@ class Rates:
     """Operators that are begun, one after another; products and attention are not among them."""
     host_step: float = _rate_field()
     """Bytes that an optimizer in host memory reads and writes."""
+    coded_step: float = _rate_field()
+    """Weights whose 8-bit moments such an optimizer decodes, updates and codes again."""
     disk_read: float = _rate_field()
     """Bytes from swap files."""
     disk_write: float = _rate_field()
@@ -167,6 +169,8 @@ _DISK: Final[Mapping[str, Any]] = {"disk_read": 3 * _GIGA, "disk_write": 1.5 * _
 """Of an NVMe disk of the middle class."""
 _CORE: Final = 30 * _GIGA
 """Floating-point operations a core with AVX2 reaches in fp32."""
+_CODED_PER_CORE: Final = 0.4 * _GIGA
+"""Weights with 8-bit moments that a core steps in a second: 4.3 of the pass with fp32 moments."""
 
 
 _CALLS: Final = (
@@ -207,9 +211,15 @@ def catalogued_rates(platform: Platform) -> Rates:
         to_host=card.bus * _BUS_REACHED * _GIGA,
         to_device=card.bus * _BUS_REACHED * _GIGA,
         **_HOST,
+        coded_step=_coded_step(platform),
         **_DISK,
         origin=origin,
     )
+
+
+def _coded_step(platform: Platform) -> float:
+    # A core is left to what runs beside it.
+    return _CODED_PER_CORE * max(1, platform.usable_cores - 1)
 
 
 def _of_processor(platform: Platform) -> Rates:
@@ -220,7 +230,8 @@ def _of_processor(platform: Platform) -> Rates:
         attention=low / 2, attention_fp32=fp32 / 2,
         **_CALLS_ON_CORE,
         device_memory=_HOST["host_memory"] / 2, device_memory_fp32=_HOST["host_memory"],
-        to_host=_HOST["host_memory"], to_device=_HOST["host_memory"], **_HOST, **_DISK,
+        to_host=_HOST["host_memory"], to_device=_HOST["host_memory"], **_HOST,
+        coded_step=_coded_step(platform), **_DISK,
         origin=f"catalogued, {platform.usable_cores} cores",
     )  # fmt: skip
 
@@ -538,9 +549,10 @@ def _update(case: Costing) -> float:
 # - with NVMe, states are read and written around the optimizer.
 
 
-Lane = Literal["device", "in", "out", "host", "calls", "disk"]
+Lane = Literal["device", "in", "out", "host", "cores", "calls", "disk"]
 """What works while something happens: the device computes; the bus brings bytes to it and takes
-them away, both at a time; host memory is read and written; a core begins the device's operators."""
+them away, both at a time; host memory is read and written; cores compute what needs more than that;
+a core begins the device's operators."""
 StepPhase = Literal["forward", "backward", "optimizer", "weights", "ema"]
 """What something belongs to."""
 Schedule = Literal["in turn", "hidden", "eager"]
@@ -648,9 +660,11 @@ class StepTime:
         self, lanes: Mapping[StepPhase, Mapping[Lane, float]], after: Iterable[StepPhase]
     ) -> list[_Stretch]:
         """Passes beside the backward pass, and beside the next forward pass as many as may be."""
-        forward = lanes["forward"]
-        free = max(forward.values()) - forward.get("host", 0.0)
-        needed = sum(lanes[phase].get("host", 0.0) for phase in after)
+        works: tuple[Lane, ...] = ("host", "cores")
+        taken = {each: sum(lanes[phase].get(each, 0.0) for phase in after) for each in works}
+        slowest = max(works, key=lambda each: taken[each])
+        forward, needed = lanes["forward"], taken[slowest]
+        free = max(forward.values()) - forward.get(slowest, 0.0)
         left = min(self.carried, free / needed) if needed else 0.0
         return [
             _Stretch(passes={"forward": 1.0}, beside=dict.fromkeys(after, left)),
@@ -829,14 +843,14 @@ def _sharing(case: Costing) -> int:
 
 _BUS: Final = frozenset({"to_host", "to_device"})
 _Moved = tuple[StepPhase, Lane, str, float, str]
-"""Phase, lane, what in words, bytes, and the name of the rate."""
+"""Phase, lane, what in words, bytes or what else its rate counts, and the name of the rate."""
 
 
 def _moved(case: Costing, estimate: MemoryEstimate, rates: Rates) -> Iterator[TimePart]:
     ranks = _sharing(case)
     for phase, lane, what, nbytes, rate in _amounts(case, estimate):
         # The ranks of a machine share its memory and its disk.
-        shared = ranks if lane in ("host", "disk") or rate == "new_memory" else 1
+        shared = ranks if lane in ("host", "cores", "disk") or rate == "new_memory" else 1
         seconds = shared * nbytes / getattr(rates, rate)
         yield TimePart(phase=phase, lane=lane, what=what, seconds=seconds, rate=rate)
         if rate in _BUS:
@@ -869,11 +883,18 @@ def _amounts(case: Costing, estimate: MemoryEstimate) -> Iterator[_Moved]:
     yield "backward", "device", "memory allocated anew", new[0], "new_memory"
     yield "optimizer", "host", "memory allocated anew", new[1], "new_memory"
     yield "optimizer", "host", "the optimizer", traffic.optimizer + traffic.chain, "host_step"
+    yield "optimizer", "cores", "8-bit moments", _coded(case), "coded_step"
     yield "optimizer", "device", "the optimizer", traffic.on_device, "device_memory_fp32"
     yield "optimizer", "disk", "swap files read", swap.read, "disk_read"
     yield "optimizer", "disk", "swap files written", swap.written, "disk_write"
     yield "weights", "in", "weights to the device", traffic.weights, "to_device"
     yield "ema", "host", "the average", traffic.ema, "host_memory"
+
+
+def _coded(case: Costing) -> float:
+    """Weights whose moments are decoded and coded again."""
+    stepped = sum(case.streamed.trained) + case.streamed.resident_trained
+    return stepped / case.ranks if case.codes_moments else 0.0
 
 
 def _waiting(case: Costing) -> float:
