@@ -20,7 +20,7 @@ import torch
 from torch.fx.experimental import _config as symbolic
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import conv_flop_count, flop_registry
 
 from zerotune.backend.rates import moves_memory
 from zerotune.diffusion.activations import Loading, Stored, stored_strides
@@ -598,6 +598,18 @@ _OUTCOMES: Final[dict[Any, _Outcome]] = {}
 _MOST_OUTCOMES: Final = 2**15
 
 
+def _backward_of_convolution(grad: Any, image: Any, weight: Any, *settings: Any) -> int:
+    """Operations of a backward pass: of the input and of the weight as many as forward.
+
+    torch's own formula counts the weight's as if there were no groups.
+    """
+    transposed, wanted = settings[4], settings[7]
+    once = conv_flop_count(
+        list(image.shape), list(weight.shape), list(grad.shape), transposed=transposed
+    )
+    return int(once) * sum(wanted[:2])
+
+
 @attrs.frozen(kw_only=True)
 class _Outcome:
     """What an operator without data gave, and what it computes."""
@@ -615,6 +627,8 @@ class _Outcome:
         if formula is not None:
             kind = "convolutions" if "convolution" in func._opname else "products"
             amount = formula(*args, **kwargs, out_val=result)
+            if func._opname == "convolution_backward":
+                amount = _backward_of_convolution(*args)
         elif moves_memory(func):
             kind, amount = "moved", sum(one.nbytes for one in _tensors_in((args, kwargs, [result])))
         single = isinstance(result, torch.Tensor)
