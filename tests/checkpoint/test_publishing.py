@@ -87,7 +87,7 @@ def test_an_upload_that_is_refused_midway_leaves_what_was_there(hub, tmp_path):
     changed = model_folder(tmp_path / "unet", value=7.0)
     for step in ("/blob/", "/preupload/", "/objects/batch", "/commit/"):
         hub.refuse = step
-        with pytest.raises(CheckpointError, match="not published, and is as it was"):
+        with pytest.raises(CheckpointError, match="the upload failed and changed nothing"):
             send(hub, changed)
         assert hub.files == before
         assert len(hub.commits) == 1
@@ -207,5 +207,5 @@ def test_a_hub_that_does_not_answer_is_said(tmp_path, monkeypatch):
         raise httpx.ConnectError("no route")
 
     monkeypatch.setattr(HfApi, "create_repo", gone)
-    with pytest.raises(CheckpointError, match=r"was not published.*no route"):
+    with pytest.raises(CheckpointError, match=r"the upload failed.*no route"):
         publish(adapter_file(tmp_path), "owner/name", endpoint="http://127.0.0.1:9", token="x")

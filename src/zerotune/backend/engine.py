@@ -213,7 +213,7 @@ class Engine(Closing):
             self._train(training)
 
     def explain(self, *further: Decision) -> str:
-        """What runs, with every automatic choice, and what of it was verified.
+        """Describe what runs, every automatic choice, and which parts were verified.
 
         Args:
             further: Decisions of what drives the engine, to be shown with its own.

@@ -126,7 +126,7 @@ def bound_socket(host: str, port: int) -> socket.socket:
     except (OSError, OverflowError) as error:
         listening.close()
         raise InvalidValueError(
-            f"cannot be listened on ({error})",
+            f"the server cannot listen on this address ({error})",
             key="--port",
             value=f"{host}:{port}",
             fix="give another --port; 0 takes a free one",

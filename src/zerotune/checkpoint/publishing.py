@@ -184,7 +184,7 @@ def publish(
         cause = error.__cause__ if type(error) is RuntimeError and error.__cause__ else error
         reason = _without_paths(str(cause)).strip().replace("\n", " ")
         raise CheckpointError(
-            f"was not published, and is as it was ({type(error).__name__}: {reason})",
+            f"the upload failed and changed nothing ({type(error).__name__}: {reason})",
             key=repo_id,
             fix="try again: what has arrived is not sent twice",
         ) from error

@@ -135,7 +135,7 @@ class WaitingTransfers:
         return loading.tensor
 
     def release(self, stored: Stored) -> None:
-        """Nothing was taken but memory of its own."""
+        """Do nothing: these transfers use no pooled memory."""
 
 
 class BlockPool:

@@ -218,7 +218,7 @@ class Away:
 
 
 class CountedTransfers:
-    """Copies that exist as shapes only, and when each tensor was in host memory."""
+    """Simulated copies of meta tensors; records when each tensor is in host memory."""
 
     def __init__(self) -> None:
         self.away: list[Away] = []

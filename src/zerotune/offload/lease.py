@@ -56,8 +56,8 @@ def run_id_of(name: str) -> str | None:
 class LeaseRecord(OwnerRecord):
     """Who holds a lease, since when and for which plan; one per rank.
 
-    The lock decides who lives. The record tells a reader whose folder it is and how much it may
-    grow, and guards against a file system whose locks lie.
+    The lock decides which processes are alive. The record shows whose folder it is and how much
+    it may grow, and protects against file systems with unreliable locks.
     """
 
     rank: int

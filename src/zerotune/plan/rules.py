@@ -889,7 +889,7 @@ def schedule_params(plan: DeepSpeedPlan) -> Mapping[str, Any]:
 
 
 def schedule_name(plan: DeepSpeedPlan) -> str | None:
-    """Canonical name of the schedule; ``None``: none, or nobody knows it."""
+    """Canonical name of the schedule; ``None`` without a schedule or for an unknown one."""
     name = plan.scheduler.type if plan.scheduler else None
     return canonical_schedule(name) if name else None
 

@@ -168,7 +168,7 @@ def launchable(plan: DeepSpeedPlan, *, processes: int = 1) -> DeepSpeedPlan:
         key="launch.num_processes",
         before=None,
         after=processes,
-        reason="accelerate launch starts no file without it; --num_processes of the launcher wins",
+        reason="accelerate launch refuses a file without it; --num_processes overrides it",
     )
     return attrs.evolve(
         plan,

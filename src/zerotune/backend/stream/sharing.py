@@ -104,9 +104,9 @@ class SharedMemory(Closable):
         self._locked.append(tensor)
 
     def apart(self) -> mmap.mmap:
-        """The same bytes for this process alone: what it writes nobody else sees.
+        """A private view of the same bytes: other processes do not see what this one writes.
 
-        They are copied where they are written, page by page.
+        Pages are copied on write.
         """
         access = mmap.PROT_READ | mmap.PROT_WRITE
         return mmap.mmap(self._fd, self._nbytes, flags=mmap.MAP_PRIVATE, prot=access)

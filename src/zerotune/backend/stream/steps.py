@@ -456,7 +456,7 @@ class StreamedSteps:
                     return
 
     def land_all(self) -> None:
-        """Have everything that stays on the device be there."""
+        """Wait until all resident units have arrived on the device."""
         if not self._held:
             return
         with self._lock, torch._C.DisableTorchFunctionSubclass():

@@ -736,7 +736,10 @@ class PriorPreservation:
     def __init__(self, *, instances: BatchStream, priors: BatchStream, weight: float = 1.0) -> None:
         if not (math.isfinite(weight) and weight >= 0):
             raise InvalidValueError(
-                "is no weight of a loss", key="weight", value=weight, fix="write 1.0"
+                "a loss weight is a finite number from 0 on",
+                key="weight",
+                value=weight,
+                fix="write 1.0",
             )
         self._instances, self._priors, self._weight = instances, priors, weight
 

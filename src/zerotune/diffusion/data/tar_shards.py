@@ -51,8 +51,8 @@ class _Member:
 class TarShards(EncodedSource):
     """Images in uncompressed tar files on a disk, as WebDataset and img2dataset write them.
 
-    Members with one name up to the first dot are one sample: ``0001.jpg`` and ``0001.txt``, and
-    what lies beside the image as in ``ImageFolder``: ``0001.mask.png``, ``0001.reference.png``. The
+    Members whose names agree up to the first dot form one sample: ``0001.jpg``, its caption
+    ``0001.txt``, and as in ``ImageFolder`` ``0001.mask.png`` and ``0001.reference.png``. The
     shards are indexed once and then read member by member, so the order is that of every other
     source, each rank reads only its share, and a run resumes without reading what is behind it.
 

@@ -641,7 +641,7 @@ class PipelineFamily(TextToImage):
     def embed(
         self, parts: FrozenParts, captions: Sequence[str], device: torch.device
     ) -> dict[str, Tensor]:
-        """What the pipeline's ``encode_prompt`` makes of captions, told what ``__call__`` tells."""
+        """Embed captions with ``encode_prompt``, with the arguments that ``__call__`` passes."""
         singles = [[caption] for caption in captions] if self.texts_alone else [list(captions)]
         found = [
             self.encode_with(
