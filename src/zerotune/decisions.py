@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 _LONGEST_SHOWN: Final = 1000
 _MOST_MISTAKES: Final = 20
-"""Mistakes after which nobody reads on."""
+"""Mistakes shown at most."""
 
 _announced: set[tuple[str, str, str]] = set()
 

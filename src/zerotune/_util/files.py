@@ -106,7 +106,7 @@ def drafted(path: Path) -> Iterator[Path]:
 
 
 def exchange(one: Path, other: Path) -> None:
-    """Swap the names of two files or folders in one step: nobody ever finds one of them missing.
+    """Swap the names of two files or folders atomically: neither is ever missing.
 
     ``OSError`` with ``ENOSYS`` or ``EINVAL``: the system does not know how.
     """
@@ -121,7 +121,7 @@ def exchange(one: Path, other: Path) -> None:
 
 
 def draft_of(path: Path) -> Path:
-    """A hidden name beside ``path`` that nobody else has."""
+    """A unique hidden name beside ``path``."""
     # Not the process id: machines that share the disk may have the same.
     return path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.draft")
 
@@ -135,7 +135,7 @@ def write_synced(path: Path, content: bytes) -> None:
 
 @contextmanager
 def reading_regular(path: Path) -> Iterator[IO[bytes]]:
-    """A file opened for reading that is a regular one: whoever opens a FIFO waits for a writer."""
+    """Open a regular file for reading; opening a FIFO would wait for a writer."""
     with os.fdopen(open_regular(path), "rb") as file:
         yield file
 

@@ -24,7 +24,7 @@ LOCAL_FILESYSTEMS: Final = MEMORY_FILESYSTEMS | {
     "bcachefs",
     "overlay",
 }
-"""Kinds that one kernel at a time mounts, so that a free lock there proves nobody holds it."""
+"""File systems that one kernel at a time mounts, where a free lock proves that it has no holder."""
 
 NETWORK_FILESYSTEMS: Final = frozenset(
     {

@@ -57,7 +57,7 @@ class ThreadFacts:
 
     @property
     def chosen_by(self) -> str | None:
-        """Who chose the number of threads on purpose; ``None``: nobody."""
+        """What explicitly set the number of threads; ``None`` if nothing did."""
         given = self.environ.get(VARIABLE)
         if given is not None and self.launcher is None:
             return f"{VARIABLE}={given} in the environment"

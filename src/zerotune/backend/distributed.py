@@ -45,7 +45,7 @@ _ANSWER_S: Final = 3.0
 _LAST_WORD_S: Final = 1.0
 """How long rank 0 tries to tell each of the others that a rank is lost."""
 _STORE_S: Final = 10.0
-"""How long a connection of its own to the store waits for what nobody has written."""
+"""How long a separate store connection waits for a missing key."""
 _PULSE_S: Final = 1.0
 """Time between two signs of life for ranks of other machines."""
 _SILENCE_S: Final = 5.0
@@ -735,9 +735,9 @@ class _RollCall:
 
 
 class _Pulse:
-    """Signs of life in the store, because nobody sees the processes of another machine.
+    """Heartbeats in the store, because processes of other machines cannot be inspected.
 
-    ``prefix`` is that of the keys, the same on every rank; nobody else uses the store's connection.
+    ``prefix`` of the keys is the same on every rank; the store's connection is used only here.
     """
 
     def __init__(self, prefix: str, *, rank: int, store: Any) -> None:
@@ -818,7 +818,7 @@ class _Pulse:
 
 
 def own_store(store: Any = None) -> Any:
-    """A store, the process group's if not given, through a connection nobody else waits on."""
+    """Open a connection of its own to a store, by default the process group's."""
     store = dist.distributed_c10d._get_default_store() if store is None else store
     with contextlib.suppress(RuntimeError, AttributeError, NotImplementedError):
         store = store.clone()

@@ -267,7 +267,7 @@ class StartedEngine(Engine):
     """An engine that starts what it runs, and releases all of it when that fails."""
 
     _open: ClassVar[weakref.WeakSet[StartedEngine]] = weakref.WeakSet()
-    """All that were started, until nobody holds them."""
+    """All started engines that are still referenced."""
 
     def __init__(
         self, *, model: torch.nn.Module, plan: ResolvedPlan, timeout_s: float = 600.0

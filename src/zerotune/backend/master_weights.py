@@ -348,7 +348,7 @@ class MasterLayout(ABC):
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
-        """What changes the flat tensors; ``None`` where nobody knows."""
+        """The optimizer that changes the flat tensors; ``None`` if unknown."""
         return None
 
     @property

@@ -240,7 +240,7 @@ class BuildLock:
 
     @property
     def abandoned(self) -> bool:
-        """Whether whoever took it is gone, so that waiting for it would last for ever."""
+        """Whether the process that holds the lock is gone, so that waiting would never end."""
         return self.holder is None and self.age > _ABANDONED_AFTER
 
     def diagnose(self) -> Diagnosis:
@@ -385,7 +385,7 @@ class LivingLock:
         self._held: int | None = None
 
     def try_acquire(self) -> bool:
-        """Take it, once whoever has it is done or dead; ninja then finds nothing left to do."""
+        """Take the lock once its holder is done or dead; ninja then finds nothing left to do."""
         began = time.monotonic()
         announced = began + SILENT_FOR
         folder = self._path.parent
@@ -655,7 +655,7 @@ def build_op(name: str) -> OpStatus:
 
 @contextmanager
 def building() -> Iterator[None]:
-    """Inside the block ops are compiled by one ninja, and nobody waits for a dead process."""
+    """Inside the block, compile ops with one ninja and never wait for a dead process."""
     with same_ninja(), living_locks():
         yield
 

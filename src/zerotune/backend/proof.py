@@ -219,7 +219,7 @@ def proof_path(combination: Combination) -> Path:
 
 
 def report_path(combination: Combination) -> Path:
-    """Where everything lies that whoever mends a failure needs; only after one."""
+    """Path of the failure report; the file exists only after a failure."""
     return proof_path(combination).with_suffix(".report.json")
 
 

@@ -1,4 +1,4 @@
-"""Whole tensors of what nobody trains, also where stage 3 partitions everything else."""
+"""Keep frozen models whole, also where stage 3 partitions everything else."""
 
 from __future__ import annotations
 

@@ -271,7 +271,7 @@ ASSUMED_LR: Final = 1e-4
 """Stands in for a learning rate that the training script gives."""
 
 LEASED: Final = "(leased for each run)"
-"""Stands for a swap folder that nobody wrote."""
+"""Placeholder for a swap folder that is not set."""
 
 _DECISIVE: Final = frozenset(
     {"zero_optimization", "zero_optimization.stage", "zero_optimization.offload_optimizer.device"}

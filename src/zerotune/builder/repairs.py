@@ -26,7 +26,7 @@ MOST_BUTTONS: Final = 4
 """Of one finding."""
 _MOST_TRIED: Final = 8
 _MOST_FINDINGS: Final = 20
-"""Findings that get buttons, worst first; nobody reads on."""
+"""Findings that get buttons, worst first."""
 
 
 @attrs.frozen(kw_only=True)

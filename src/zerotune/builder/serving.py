@@ -116,7 +116,7 @@ def page_address(host: str, port: int, token: str | None) -> str:
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
-    """A socket that listens already, so that nobody who has read the address is refused."""
+    """A socket that already listens, so that connections succeed once the address is printed."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listening = socket.socket(family, socket.SOCK_STREAM)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

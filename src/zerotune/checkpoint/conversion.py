@@ -390,7 +390,7 @@ class StateFolder:
     def adam(
         self, config: Mapping[str, Any] | None, shapes: Mapping[str, tuple[int, ...]]
     ) -> Mapping[str, Mapping[str, torch.Tensor]]:
-        """Adam's states by parameter; empty where they cannot be told apart, which is noted."""
+        """Adam's states by parameter; empty, with a note, if they cannot be assigned."""
         states = [each for _, each in sorted(self._optimizer["state"].items())]
         names = _trained_names(config)
         if not states:

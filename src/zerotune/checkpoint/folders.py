@@ -611,7 +611,7 @@ class RootHold(Closable):
         self.decisions: tuple[Decision, ...] = self._hold.decisions
 
     def confirm(self) -> None:
-        """Check that nobody has taken the folder over; to be called before each save.
+        """Check that no other run has taken the folder over; call it before each save.
 
         Raises:
             CheckpointError: Somebody has, or it cannot be looked at.

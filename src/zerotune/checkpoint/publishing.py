@@ -21,7 +21,7 @@ CARD: Final = "README.md"
 _SAMPLE_FOLDER: Final = "samples"
 _PICTURES: Final = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".mp4")
 _PLACE: Final = re.compile(r"(?<![\w/:.])~?(?:/[\w.@+-]+){2,}/?")
-"""A path with two names or more: nobody else's business."""
+"""A path with two names or more, which is private."""
 _SHARD: Final = re.compile(r"-\d{5}-of-\d{5}")
 
 

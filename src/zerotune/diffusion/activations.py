@@ -106,7 +106,7 @@ class KeptTransfers:
         return loading.tensor
 
     def release(self, stored: Stored) -> None:
-        """Nothing was taken."""
+        """Do nothing: no memory was allocated."""
 
 
 class WaitingTransfers:

@@ -39,7 +39,7 @@ _SCHEDULE: Final = (
 
 
 def own_copy(scheduler: Any) -> Any:
-    """A scheduler of the same settings whose tables nobody else changes.
+    """An independent copy of a scheduler, so that nothing else changes its tables.
 
     Sampling calls ``set_timesteps``, which overwrites the tables that training reads.
     """
@@ -218,7 +218,7 @@ class ResolutionShift:
 
 @attrs.frozen(kw_only=True, eq=False)
 class NoiseLevels:
-    """Sigmas and the time steps a model is told, from much noise to little."""
+    """Sigmas and the model's time steps, from high noise to low."""
 
     sigmas: torch.Tensor
     """(n,), fp32, falling."""

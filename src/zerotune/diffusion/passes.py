@@ -152,7 +152,7 @@ def _trace(
     repeats: Sequence[_Repeat],
     transfers: CountedTransfers | None,
 ) -> Pass | None:
-    """One pass with the blocks that were left out put in; ``None``: they cannot be told."""
+    """Count one pass, adding the omitted blocks; ``None`` if their cost cannot be determined."""
     counts = _Counts(module)
     if transfers is not None:
         transfers.begin(lambda: len(counts.live))

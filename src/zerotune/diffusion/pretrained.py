@@ -171,7 +171,7 @@ class Pretrained:
     file: Path | None = None
     """The single file it was read from."""
     plan: DeepSpeedPlan | ResolvedPlan | None = None
-    """What ``load_pretrained`` was told of the plan; ``Trainer(model=loaded)`` trains under it."""
+    """The plan passed to ``load_pretrained``; ``Trainer(model=loaded)`` trains under it."""
     decisions: tuple[Decision, ...] = ()
     """What was chosen while loading."""
 

@@ -168,7 +168,7 @@ class EMAShadow(Readable):
         expect_together(self)
 
     def begin_update(self) -> ShadowUpdate | None:
-        """Count one optimizer step; what is to be done with the fragments, if anything.
+        """Count one optimizer step and return the update to apply to the fragments, if any.
 
         ``step`` does it at once. For those who iterate over the fragments themselves, such as
         several shadows in one pass: every fragment must be given to the update, and ``finish``

@@ -74,7 +74,7 @@ class CleanupReport:
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
-        """One record of each thing that was removed, or could not be, or belongs to nobody."""
+        """One record of each thing that was removed, could not be removed, or has no owner."""
         bare = [one for one in self.kept if one.kind == "bare"]
         verb = "would free" if self.dry_run else "freed"
         return (
@@ -371,7 +371,7 @@ def doubt_about(swap: BareSwap, kind: str | None) -> str | None:
 
 
 def remove_bare(root: int, name: str, *, kind: str | None, removed: Removed) -> str | None:
-    """Remove a folder of DeepSpeed's own layout if nobody can be using it, else say why not.
+    """Remove a folder of DeepSpeed's own layout if no process can be using it, else say why not.
 
     It is first moved to a name that nobody knows, so that a run which starts meanwhile makes a
     new one; then looked at once more, so that a run which started just before is noticed.

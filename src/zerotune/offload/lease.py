@@ -558,7 +558,7 @@ def release(
 
 
 def abandon(directories: tuple[SwapDirectory, ...]) -> tuple[Decision, ...]:
-    """Leave after a failure: wait for nobody, since the other ranks may never come.
+    """Leave after a failure without waiting: the other ranks may never come.
 
     Never raises for a folder that cannot be removed, so the failure itself is what is seen.
     """

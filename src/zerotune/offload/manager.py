@@ -120,7 +120,7 @@ class Invitation:
     aio: Mapping[str, Any] = attrs.field(factory=dict)
     """Measured ``aio`` settings: all ranks must use those of one machine."""
     plan: Mapping[str, Any] = attrs.field(factory=dict)
-    """``ResolvedPlan.content()`` of rank 0's plan; empty where nobody tells."""
+    """``ResolvedPlan.content()`` of rank 0's plan; empty if it is not known."""
 
     def to_given_path(self) -> str:
         """One line."""

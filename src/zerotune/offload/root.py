@@ -77,7 +77,7 @@ class RootChoice:
     key: str
     """Setting it came from (``"OffloadManager.root"``)."""
     fallback: bool = False
-    """Whether nobody asked for it, so that zerotune took the temporary folder."""
+    """Whether no root was requested, so that zerotune chose the temporary folder."""
     passed_over: tuple[str, ...] = ()
     """``setting = path`` of what named another folder and had to stand back."""
 

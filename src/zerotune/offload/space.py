@@ -202,7 +202,7 @@ class SpaceWatch:
         self._sizes: dict[Path, int | None] = dict.fromkeys(folders)
 
     def shortage(self, *, stepped: bool) -> str | None:
-        """What is missing, in numbers; ``None``: it fits, or all is written, or nobody knows.
+        """Describe the missing space; ``None`` if it fits, all is written, or it is unknown.
 
         Args:
             stepped: Whether an optimizer step was applied since the last call.

@@ -401,7 +401,7 @@ def _groups_decision(chosen: Sequence[GroupChoice]) -> Decision:
 
 
 AUXILIARY_LR: Final = 3e-4
-"""Learning rate of the auxiliary Adam, where Muon's own is larger and nobody wrote another."""
+"""Default learning rate of the auxiliary Adam, where Muon's own is larger."""
 
 _POSITIONS: Final = ("@vectors", "@first", "@last")
 

@@ -568,7 +568,7 @@ class ScheduleSettling:
         return {key: value for key, value in suggestions.items() if key in entry.parameter_names}
 
     def _default_warmup(self) -> None:
-        """Length of the warm-up nobody asked for."""
+        """Choose the warm-up length where none was requested."""
         if self.run.total_steps is None:
             steps, reason = DEFAULT_WARMUP, "the run does not say how long it is"
         else:
@@ -745,7 +745,7 @@ class Sources:
     """Use ``Parameter.default`` for unwritten keys too, not what DeepSpeed's class would use."""
 
     def fill(self, parameters: Collection[Parameter]) -> Filled:
-        """Give every parameter a checked value; optional ones that nobody wrote are left out."""
+        """Give every parameter a checked value; omit optional ones that are not set."""
         filled = Filled()
         for parameter in parameters:
             filled.attempt(self._fill_one, parameter, filled)
@@ -810,7 +810,7 @@ class Sources:
 
 @attrs.define(kw_only=True)
 class Filled(Log):
-    """Values by argument, the decisions behind them, and which nobody asked for."""
+    """Values by argument, the decisions behind them, and which are defaults."""
 
     values: dict[str, Any] = attrs.field(factory=dict)
     defaulted: set[str] = attrs.field(factory=set)
@@ -818,7 +818,7 @@ class Filled(Log):
     def change(
         self, section: str, name: str, value: Any, reason: str, severity: Severity | None = None
     ) -> None:
-        """Give an argument another value; a warning where somebody wrote the former."""
+        """Change an argument's value; a warning if the former value was set explicitly."""
         written = name not in self.defaulted
         before = self.values[name] if written else None
         self.defaulted.discard(name)
@@ -827,7 +827,7 @@ class Filled(Log):
         self.decide(f"{section}.{name}", before, value, reason, severity)
 
     def record_defaults(self, section: str, owner: str, keys: Collection[str]) -> None:
-        """Sum up in one decision what was written out although nobody asked for it."""
+        """Summarise in one decision the defaults that were written out."""
         values = {key: value for key, value in self.values.items() if key in keys}
         if values:
             self.decide(

@@ -57,7 +57,7 @@ class Parameter:
 
     @property
     def unwritten(self) -> Any:
-        """The value it has when nobody writes the key."""
+        """The default value."""
         return self.default if self.native is UNSET else self.native
 
     @property

@@ -179,7 +179,7 @@ _FOREIGN: Final[Mapping[str, str]] = {
 
 
 def canonical_schedule(name: str) -> str | None:
-    """Canonical name of a schedule, whatever its spelling; ``None`` when nobody knows it."""
+    """Canonical name of a schedule, whatever its spelling; ``None`` if unknown."""
     return _BY_WORD.get(_word(name))
 
 

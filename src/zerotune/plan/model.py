@@ -132,7 +132,7 @@ class Number(_OrAuto):
     below: float | None = None
     """An upper bound that is refused itself."""
     remark: str = ""
-    """What a value means that nobody would guess."""
+    """An explanation of a value with an unexpected meaning."""
 
     def check(self, value: Any, key: str) -> None:
         """Accept a finite number in range, or ``"auto"`` where allowed."""
@@ -729,7 +729,7 @@ def passed_paths(plan: DeepSpeedPlan, *, unknown: bool = False) -> frozenset[str
 
 
 def unknown_key(name: str, value: Any, path: str, known: Collection[str]) -> UnknownKeyError:
-    """The error for a key nobody knows, with the nearest known ones."""
+    """The error for an unknown key, with the nearest known ones."""
     guesses = did_you_mean(name, sorted(known), count=2, by=str.lower)
     at_top = _BELONG_BELOW.get(name) if path == name else None
     of_zero = {each.name for each in modelled(ZeroSection)} | ZeroSection.aliases.keys()
@@ -792,7 +792,7 @@ def _canonical_key(
 
 
 def refuse_template(kind: Kind, value: Any, key: str) -> None:
-    """Raise ``InvalidValueError`` for a place holder that nobody has filled in."""
+    """Raise ``InvalidValueError`` for a placeholder that was not filled in."""
     if not isinstance(value, str) or len(value) > _LONGEST_TEMPLATE:
         return
     inside = _IN_A_PATH.search(value) if isinstance(kind, Folder) else None
@@ -1067,7 +1067,7 @@ class _Translating:
         return section
 
     def _drop_disabled(self, removed: Mapping[str, str]) -> None:
-        """Leave out what DeepSpeed no longer has and nobody has switched on."""
+        """Drop settings that DeepSpeed no longer has and that are switched off."""
         for key, what in removed.items():
             value = self.section.get(key, True)
             off = value is None or value is False or (self.path != "" and value == -1)
@@ -2152,7 +2152,7 @@ class DeepSpeedPlan(Readable, Section):
 
     @property
     def optimizer_name(self) -> str | None:
-        """Canonical name of the optimizer asked for, AdamW's by default; ``None``: nobody's."""
+        """Canonical name of the requested optimizer, AdamW by default; ``None`` if unknown."""
         section = self.optimizer
         if section is None or section.type is None or is_auto(section.type):
             return DEFAULT_OPTIMIZER

@@ -52,7 +52,7 @@ from zerotune.plan.source import (
 
 
 def write_whole(path: str | os.PathLike[str], content: bytes) -> Path:
-    """Write a file so that nobody ever sees a part of it; an existing file is replaced.
+    """Write a file atomically; an existing file is replaced.
 
     Args:
         path: The file; its folder is made. A symbolic link is followed.
@@ -261,7 +261,7 @@ _UNSAID: Final[Mapping[str, Any]] = {
     "tpu_use_sudo": False,
     "use_cpu": False,
 }
-"""Launch setting to the value ``accelerate config`` writes where nobody chose one; ``False``
+"""Launch setting to the value that ``accelerate config`` writes by default; ``False``
 stands for the word "no" too, as which YAML reads it without quotes."""
 _LAUNCHER_SETTINGS: Final = frozenset(
     {

@@ -285,7 +285,7 @@ def _room(engine: Engine) -> int:
 def keep_activations(
     engine: Engine, *, advice: Advice | None, activations: ActivationOffload | None
 ) -> tuple[Decision, ...]:
-    """Switch on what is to be recomputed and offloaded, until the engine is closed."""
+    """Switch on recomputation and activation offload until the engine is closed."""
     model: Any = engine.module
     if advice is not None and activations is None:
         if advice.activation_offload:

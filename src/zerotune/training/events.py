@@ -95,7 +95,7 @@ class Callback:
 
 
 def as_callbacks(callbacks: Any) -> tuple[Callback, ...]:
-    """What is told of each step; one callback alone is taken as well.
+    """Check callbacks and return them as a tuple; a single callback is accepted as well.
 
     Raises:
         InvalidValueError: One has not every method of ``Callback``.

@@ -1,4 +1,4 @@
-"""What TensorBoard, wandb and the like are told of a run."""
+"""Send a run's metrics, images and decisions to TensorBoard, wandb and other trackers."""
 
 from __future__ import annotations
 

@@ -506,7 +506,7 @@ class Trainer(Closing, Readable):
             self._judge_weights(metrics, error)
 
     def _judge_weights(self, metrics: StepMetrics, error: CheckpointNotFiniteError) -> None:
-        """A save has found what no loss has shown yet; every rank is told."""
+        """Apply the non-finite policy on all ranks after a save found NaN in the weights."""
         spoiled = NonFinite(
             step=metrics.step,
             what="weights",
@@ -606,7 +606,7 @@ class Running:
             StopBeforeDiskFills(Path(folder) for folder in folders) if folders else None,
         )
         self.callbacks: tuple[Callback, ...] = tuple(one for one in around if one is not None)
-        """What is told of each step for all this."""
+        """Callbacks for all of the above."""
 
     @property
     def operators(self) -> tuple[Operator, ...]:

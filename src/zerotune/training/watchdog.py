@@ -386,7 +386,7 @@ class _Watch:
 
 
 def _stuck(beats: list[Beat], timeout_s: float, world: int) -> bool:
-    """Whether nobody moves although somebody is in a step.
+    """Whether all ranks stand still although one of them is in a step.
 
     A rank that writes a checkpoint or draws images is in no step; while the others wait for it in
     one, it moves.

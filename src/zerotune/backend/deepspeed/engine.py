@@ -419,7 +419,7 @@ def replay_adam_steps(adam: Any, steps: int) -> None:
 
 
 def _cpu_adam_update(adam: Any) -> Callable[[int, float, float], object] | None:
-    """One step of the op on a number that nobody has; ``None`` for every other optimizer."""
+    """A step of the op on a dummy element; ``None`` for every other optimizer."""
     kind = type(adam).__name__
     dummies = [torch.zeros(1) for _ in range(4)]
     if kind == "DeepSpeedCPUAdam":

@@ -1,4 +1,4 @@
-"""How training under DeepSpeed starts: what must hold, who takes part, and what DeepSpeed is told.
+"""Start training under DeepSpeed: its preconditions, its process group and its configuration.
 
 Shared by the engine that initializes DeepSpeed itself and by the plan inside another trainer.
 """

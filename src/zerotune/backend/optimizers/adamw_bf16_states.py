@@ -42,7 +42,7 @@ class AdamWBF16States(torch.optim.Optimizer):
     """
 
     state_dtype: torch.dtype = torch.bfloat16
-    """Of the moments; whoever creates them before the first step follows it."""
+    """Dtype of the moments, also for code that creates them before the first step."""
     adam_w_mode = True
 
     def __init__(

@@ -1,4 +1,4 @@
-"""One step of an Adam in host memory, whoever wrote it, each slab in one pass over memory.
+"""One step of any Adam in host memory, each slab in one pass over memory.
 
 ``Stepper.begin`` counts a step and settles its numbers. The ``SlabStep`` it returns updates nothing
 until it is run, in any pieces and from any thread.

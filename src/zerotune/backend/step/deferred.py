@@ -228,7 +228,7 @@ class DeferredSteps(ABC):
         return _VIEWED if any(n > self._storages.get(key, 0) for key, n in uses) else None
 
     def _found_compiling(self) -> None:
-        """Something is being compiled that may use the weights, by whoever does that."""
+        """React to a compilation that may use the weights."""
         self.settle()
         if self._at_once is None:
             self._record(_COMPILED)
@@ -276,7 +276,7 @@ class DeferredSteps(ABC):
         return True
 
     def _launch(self, steps: Sequence[SlabStep], upload: Upload) -> None:
-        """Leave begun steps to whoever takes them."""
+        """Queue the steps that have begun, to be executed part by part."""
         if not self._parts:
             self._parts = self._divide([step.masters.numel for step in steps])
             self._order = list(range(len(self._parts)))

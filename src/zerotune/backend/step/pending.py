@@ -213,7 +213,7 @@ class Upload:
     sources: Sequence[torch.Tensor | None]
     """Where the step has written them instead."""
     exchange: Exchange | None = None
-    """With the other ranks, where each has only a part; ``None``: nobody needs it."""
+    """Exchange with other ranks that hold the other parts; ``None`` if not needed."""
 
     def begin(self) -> None:
         """Before the first part is taken: the weights of the step before are used no more."""
@@ -262,7 +262,7 @@ class StreamUpload(Upload):
 
 
 class PendingStep:
-    """A step of every slab, begun; its parts are taken by whoever settles it or needs a weight.
+    """A step of all slabs that has begun; its parts run when it is settled or a weight is needed.
 
     Args:
         parts: All of the slabs, each element once.
@@ -339,13 +339,13 @@ class PendingStep:
         )
 
     def run(self) -> None:
-        """Take all parts in order. An error is kept for whoever waits."""
+        """Run all parts in order; keep an error for the thread that waits."""
         for index in self._order:
             self._take(index)
         self._end()
 
     def run_in_thread(self) -> None:
-        """As ``run``, where nobody would see what it raises."""
+        """As ``run``, in a thread: errors are kept instead of raised."""
         try:
             self.run()
         except BaseException as error:  # noqa: BLE001 - raised again where somebody waits

@@ -371,7 +371,7 @@ class StreamedSteps:
         return Future()
 
     def _check(self, unit: Unit, window: Window, tally: _Tally) -> bool:
-        """Clear the gradients that nobody gave; whether the unit may be stepped with the others."""
+        """Zero missing gradients; return whether the unit may be stepped with the others."""
         for index in self._parts[unit]:
             if index not in window.on_host:
                 self._gradient(unit, index, window).zero_()

@@ -1,4 +1,4 @@
-"""Images of a source as tensors of their bucket's size, with what SDXL is told about the crop."""
+"""Images of a source as tensors of their bucket's size, with SDXL's size and crop conditioning."""
 
 from __future__ import annotations
 
@@ -299,7 +299,7 @@ class PreparedImages:
         return tuple(dict.fromkeys(("", *known)))
 
     def texts_of(self, index: int) -> tuple[str, ...]:
-        """All texts that ``caption`` may give for an image; the empty one if it is ever told."""
+        """All texts that ``caption`` may return for an image, the empty one if it can occur."""
         known = tuple(dict.fromkeys(self._words_of(index)))
         dropped = self.augmentation.caption_dropout > 0
         return ("", *(text for text in known if text)) if dropped or not known else known
@@ -391,7 +391,7 @@ def shrunk(masks: torch.Tensor, sides: Sequence[int]) -> torch.Tensor:
 
 
 def micro_conditioning(placement: Placement, corner: Size) -> dict[str, torch.Tensor]:
-    """Sizes and crop as SDXL is told them, each (2,), vertical before horizontal."""
+    """SDXL's size and crop conditioning, each (2,), vertical before horizontal."""
     width, height = placement.original
     bucket = placement.bucket
     return {

@@ -179,7 +179,7 @@ class StableDiffusion3(PipelineFamily):
 
 
 class Flux(PipelineFamily):
-    """Flux.1: CLIP and T5; ``dev`` is told its guidance, 1 in training as in diffusers' script.
+    """Flux.1: CLIP and T5; ``dev`` embeds its guidance, 1 in training as in diffusers' script.
 
     Texts have 512 tokens; ``schnell`` takes at most 256.
     """
@@ -232,7 +232,7 @@ class ZImage(PipelineFamily):
 
 
 class Flux2(PipelineFamily):
-    """Flux.2 dev: told its guidance; 128 channels, normalised by the VAE's own statistics."""
+    """Flux.2 dev: embedded guidance; 128 channels, normalised by the VAE's own statistics."""
 
     pipeline: ClassVar[str] = "Flux2Pipeline"
     model: ClassVar[str] = "Flux2Transformer2DModel"
@@ -360,7 +360,7 @@ class LTXVideo(PipelineFamily):
 
 
 class HunyuanVideo(PipelineFamily):
-    """HunyuanVideo: LLaMA's texts with their mask and CLIP's; told its guidance."""
+    """HunyuanVideo: LLaMA's texts with their mask and CLIP's; embedded guidance."""
 
     pipeline: ClassVar[str] = "HunyuanVideoPipeline"
     model: ClassVar[str] = "HunyuanVideoTransformer3DModel"
@@ -376,7 +376,7 @@ class HunyuanVideo(PipelineFamily):
 
 
 class Chroma(PipelineFamily):
-    """Chroma: Flux without CLIP and without a guidance to be told; T5's texts with their mask."""
+    """Chroma: Flux without CLIP and without embedded guidance; T5's texts with their mask."""
 
     pipeline: ClassVar[str] = "ChromaPipeline"
     model: ClassVar[str] = "ChromaTransformer2DModel"
@@ -550,7 +550,7 @@ class FluxKontext(Flux):
     arguments: ClassVar[Mapping[str, Any]] = {"_auto_resize": False}
 
     def sized(self, size: Mapping[str, int]) -> dict[str, int]:
-        """The pipeline brings images to an area of its own, if it is not told another."""
+        """The pipeline resizes images to its own area unless it is given another."""
         return {**size, "max_area": size["height"] * size["width"]}
 
 
