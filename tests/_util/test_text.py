@@ -53,7 +53,7 @@ def test_what_people_write(written, nbytes):
     [
         ("12", "has no unit"),
         ("12G", "may mean GB or GiB"),
-        ("12 GBit", "has a unit nobody knows"),
+        ("12 GBit", "has an unknown unit"),
         ("twelve", "is not a size"),
         ("", "is not a size"),
         ("-1 GB", "is not a size"),

@@ -271,7 +271,7 @@ def _read_size(value: Any) -> tuple[str | None, int]:
         return "has no unit", 0
     if unit in _UNIT_PREFIXES:
         return f"may mean {unit.upper()}B or {unit.upper()}iB", 0
-    return "has a unit nobody knows", 0
+    return "has an unknown unit", 0
 
 
 def parse_memory(value: Any, *, key: str) -> int:

@@ -629,7 +629,7 @@ class MasterWeights:
         known = self._layout.optimizer or getattr(optimizer, "optimizer", optimizer)
         if not isinstance(known, torch.optim.Optimizer):
             raise UnsupportedEngineError(
-                "nobody knows what changes these weights",
+                "it is unknown what changes these weights",
                 key="optimizer",
                 value=optimizer,
                 fix="give the engine instead of its module, or the optimizer that steps",

@@ -743,7 +743,7 @@ class _Hold:
         except FileNotFoundError:
             return
         except CheckpointError as error:
-            self._note(f"the record of who held it {error.reason}, and nobody holds its lock")
+            self._note(f"the record of who held it {error.reason}, and its lock is free")
             return
         if former.owner == ProcessIdentity.current():
             return

@@ -1,4 +1,4 @@
-"""``zerotune init``: a training script and its plan, for a model, a card and some pictures."""
+"""``zerotune init``: a training script and its plan, for a model, a GPU and a folder of images."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from zerotune.plan.families import ModelFamily
 
 NAME: Final = "init"
-SUMMARY: Final = "Write a training script and its plan, for a model, a card and some pictures."
+SUMMARY: Final = "Write a training script and its plan, for a model, a GPU and a folder of images."
 
 _PIPELINES: Final = {
     "aura-flow": "fal/AuraFlow-v0.3",
@@ -67,7 +67,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--photos",
         metavar="DIR",
         required=True,
-        help="pictures, each with its caption beside it (cat.png, cat.txt)",
+        help="folder of images with captions beside them (cat.png, cat.txt)",
     )
     parser.add_argument(
         "--model", metavar="MODEL", help="a pipeline's folder or hub id; the family's by default"
@@ -102,7 +102,7 @@ def run(arguments: argparse.Namespace) -> int:
     family = arguments.family
     if family.endswith("-controlnet"):
         raise InvalidValueError(
-            "is trained on conditions beside pictures, which the script that is written has not",
+            "trains on images with conditions, which the generated script does not support",
             key="--family",
             value=family,
             fix="start from the recipe of a ControlNet (docs/recipes.md)",

@@ -67,7 +67,7 @@ def number_of_processes(text: str) -> int:
     number = at_least_one(text)
     if number > _MOST_PROCESSES:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is more than {_MOST_PROCESSES:,} processes, which nobody starts"
+            f"{text!r} is more than {_MOST_PROCESSES:,} processes, the most that is accepted"
         )
     return number
 

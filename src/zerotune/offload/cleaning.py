@@ -241,7 +241,7 @@ class _Sweep:
         finally:
             os.close(folder)
         if not self.adopt:
-            reason = "DeepSpeed's own layout, leased by nobody; adopt=True removes it when unused"
+            reason = "DeepSpeed's own layout, without a lease; adopt=True removes it when unused"
             return False, swap.nbytes, reason
         if self.dry_run:
             doubt = doubt_about(swap, self.kind)
@@ -257,7 +257,7 @@ class _Sweep:
             alone = try_lock(root, exclusive=True)
             reason = "a process is making something in this root now"
         except (OSError, OffloadError) as error:
-            alone, reason = False, f"it cannot be told whether its maker lives ({error})"
+            alone, reason = False, f"it is unknown whether its creator is alive ({error})"
         for name in names:
             if not alone:
                 self.kept.append(self._leftover(name, "unfinished", 0, reason))

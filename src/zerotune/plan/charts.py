@@ -111,7 +111,7 @@ def plot_memory(
     kind = Path(path).suffix.lower().removeprefix(".") or _FORMATS[0]
     if kind not in _FORMATS:
         raise InvalidValueError(
-            "is no format of pictures that is written",
+            "is not a supported image format",
             key="path",
             value=str(path),
             fix=f"end the name with one of {', '.join(f'.{one}' for one in _FORMATS)}",

@@ -329,7 +329,7 @@ class AdapterOutline:
             kind = "DoRA" if kind == "LoRA" and config.get("use_dora") else kind
             if kind not in _HOLDS[layout]:
                 raise CheckpointMismatchError(
-                    f"has no place for {kind}: nobody could read it",
+                    f"cannot hold {kind}: no program could read it",
                     key="layout",
                     value=layout,
                     fix='layout="peft", for PeftModel.from_pretrained',

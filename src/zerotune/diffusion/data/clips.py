@@ -157,7 +157,7 @@ def _container(path: Path) -> Iterator[tuple[Any, Any]]:
     check_regular(path)
     with need("av", package="av", extra="video").open(os.fspath(path)) as container:
         if not container.streams.video:
-            raise ValueError("it holds no pictures")
+            raise ValueError("it holds no images")
         yield container, container.streams.video[0]
 
 

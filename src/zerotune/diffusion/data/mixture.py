@@ -181,7 +181,7 @@ def _check_sets(sets: Any) -> None:
     for name, dataset in sets.items():
         why = fix = ""
         if isinstance(dataset, BatchStream):
-            why = "can only be read from its beginning, so nobody knows how often an image comes"
+            why = "can only be read from its beginning, so the share of its images is unknown"
             fix = "give images that lie on a disk: TarShards, HuggingFaceImages or ImageFolder"
         elif not isinstance(dataset, BucketedDataset):
             why = "has no buckets"

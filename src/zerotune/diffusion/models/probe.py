@@ -60,7 +60,7 @@ class Witness:
                     family, f"its model is given {found} samples of {rows}: guidance is on"
                 )
         if not single and not _tells_samples_apart(self.calls[0]):
-            raise _not_trainable(family, "its model is not told a time step for each sample")
+            raise _not_trainable(family, "its model does not receive a time step for each sample")
 
 
 def probe(family: PipelineFamily, model: torch.nn.Module) -> tuple[Decision, ...]:
