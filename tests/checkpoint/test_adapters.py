@@ -552,7 +552,7 @@ def test_the_layout_must_hold_what_is_trained(runs, tmp_path):
         export_adapters(tmp_path / "x", engine=text, layout="peft")
     with pytest.raises(InvalidValueError, match="no such files of SD3Transformer2DModel"):
         export_adapters(tmp_path / "x", engine=sd3, layout="comfyui")
-    with pytest.raises(InvalidValueError, match="is no layout"):
+    with pytest.raises(InvalidValueError, match="is not an adapter layout"):
         export_adapters(tmp_path / "x", engine=sd3, layout="comfy")
     assert not list(tmp_path.iterdir())
 

@@ -298,7 +298,7 @@ def test_a_fifo_in_place_of_a_file_is_skipped(tmp_path, caplog):
     (piped / "rank-0.safetensors").unlink()
     os.mkfifo(piped / "rank-0.safetensors")
     assert latest_checkpoint(tmp_path) == good
-    assert caplog.text.count("is no regular file") == 2
+    assert caplog.text.count("is not a regular file") == 2
 
 
 def test_what_this_user_may_not_read_is_skipped(tmp_path, caplog, monkeypatch):

@@ -208,7 +208,7 @@ def test_no_record_that_is_no_file_is_waited_for(tmp_path, name):
     (os.mkfifo if name == "pipe" else Path.mkdir)(tmp_path / OWNER_RECORD)
     if name == "pipe":
         with RootHold(tmp_path) as hold:
-            assert "is no regular file" in hold.decisions[0].reason
+            assert "is not a regular file" in hold.decisions[0].reason
     else:
         with pytest.raises(CheckpointError, match="cannot be taken for saving"):
             RootHold(tmp_path)

@@ -78,7 +78,7 @@ def test_which_encoders_are_trained_is_checked(tmp_path):
     folder = pipelines.flux(tmp_path / "flux")
     with pytest.raises(InvalidValueError, match="one of text_encoder, text_encoder_2"):
         load_pretrained(folder, text_encoders=["text_encoder_3"])
-    with pytest.raises(InvalidValueError, match="is no text encoder that is loaded"):
+    with pytest.raises(InvalidValueError, match="is not a loaded text encoder"):
         load_pretrained(folder, text_encoders=["text_encoder"], leave_out=["text_encoder"])
     with pytest.raises(InvalidValueError, match="leave parts=False out"):
         load_pretrained(folder, text_encoders=True, parts=False)

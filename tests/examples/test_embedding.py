@@ -397,7 +397,7 @@ def test_accelerate_runs_the_optimizer_that_the_plan_hands_over():
     asked = {"optimizer": {"type": "RMSprop", "params": {"lr": 1e-3}}, "scheduler": SCHEDULE}
     model = new_model()
     with EmbeddedPlan(model=model, plan=DeepSpeedPlan.from_dict(CONFIG | asked)) as run:
-        assert "is no DeepSpeed engine" in error_of(lambda: run.attach(model))
+        assert "is not a DeepSpeed engine" in error_of(lambda: run.attach(model))
         assert "no engine is attached yet" in error_of(lambda: run.engine)
         accelerator = Accelerator(**run.accelerator_arguments())
         optimizer, lr_scheduler = run.accelerate_optimizer(model)

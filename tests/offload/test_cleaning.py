@@ -248,7 +248,7 @@ def test_a_pipe_in_place_of_a_record_keeps_the_folder_and_blocks_nobody(tmp_path
     os.mkfifo(folder / "rank1.json")
     report = cleanup_stale_swap(tmp_path)
     assert report.failures == report.removed == ()
-    assert "rank1.json cannot be read (is no regular file)" in report.kept[0].reason
+    assert "rank1.json cannot be read (is not a regular file)" in report.kept[0].reason
 
 
 @pytest.mark.parametrize("moment", range(1, 8))

@@ -227,7 +227,7 @@ def test_a_pipe_in_place_of_a_record_or_lock_is_not_waited_for(tmp_path, dead, n
     (folder / name).unlink(missing_ok=True)
     os.mkfifo(folder / name)
     assert only(tmp_path).state == "unknown"
-    assert "is no regular file" in only(tmp_path).reason
+    assert "is not a regular file" in only(tmp_path).reason
 
 
 def test_a_deep_tree_is_measured(tmp_path, dead):

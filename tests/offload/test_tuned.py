@@ -99,7 +99,7 @@ def test_settings_that_cannot_be_are_a_warning(tmp_path, value):
 def test_a_pipe_in_its_place_is_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / MEASURED_FILE)
     with OffloadManager(root=tmp_path).lease(swapping_plan()) as lease:
-        assert "is no regular file" in next(o.reason for o in lease.decisions if o.key == "aio")
+        assert "is not a regular file" in next(o.reason for o in lease.decisions if o.key == "aio")
 
 
 def test_all_ranks_take_rank_0s(tmp_path):

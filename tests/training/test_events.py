@@ -181,7 +181,7 @@ def test_a_path_that_cannot_be_is_refused(name, tmp_path):
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no pipes in folders")
 def test_no_pipe_is_waited_for(tmp_path):
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(DataError, match="is no regular file"):
+    with pytest.raises(DataError, match="is not a regular file"):
         read_metrics(tmp_path / "pipe")
 
 

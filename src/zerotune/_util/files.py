@@ -158,7 +158,7 @@ def open_regular(path: str | Path, flags: int = os.O_RDONLY, *, within: int | No
     descriptor = os.open(path, flags, dir_fd=within)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise OSError(errno.EINVAL, "is no regular file", str(path))
+        raise OSError(errno.EINVAL, "is not a regular file", str(path))
     return descriptor
 
 

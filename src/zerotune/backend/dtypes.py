@@ -27,7 +27,7 @@ def checked_dtype(dtype: str | torch.dtype, *, key: str = "dtype") -> torch.dtyp
     chosen = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
     if chosen is None or not chosen.is_floating_point:
         raise InvalidValueError(
-            "is no precision of weights", key=key, value=dtype, fix=f"one of {list(DTYPES)}"
+            "is not a precision of weights", key=key, value=dtype, fix=f"one of {list(DTYPES)}"
         )
     return chosen
 

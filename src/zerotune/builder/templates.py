@@ -64,7 +64,7 @@ def checked_name(name: Any) -> str:
     good = _NAME_PATTERN.fullmatch(plain) and not _RESERVED.fullmatch(plain)
     if not good or len(plain.encode("utf-8", "replace")) > _LONGEST_BYTES:
         raise InvalidValueError(
-            "is no name for a template",
+            "is not a valid template name",
             key="name",
             value=name,
             fix="write letters, digits, blanks and , . ( ) + - _, beginning with a letter or digit",
@@ -199,7 +199,7 @@ def read_template(text: str, *, name: str) -> Template:
     data = parse_request(text)
     if not isinstance(data, dict) or data.get("zerotune_template") != FORMAT:
         raise InvalidValueError(
-            "is no template of this builder", key=name, fix="export one, or open it as a plan"
+            "is not a template of this builder", key=name, fix="export one, or open it as a plan"
         )
     description = data.get("description", "")
     return Template(

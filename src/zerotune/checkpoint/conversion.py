@@ -440,7 +440,7 @@ class StateFolder:
             return {"state": loaded["state"], "param_groups": loaded["param_groups"]}
         except (pickle.UnpicklingError, RuntimeError, KeyError, TypeError) as error:
             raise CheckpointCorruptError(
-                f"is no optimizer that accelerate saved ({error})", key=str(path)
+                f"is not an optimizer that accelerate saved ({error})", key=str(path)
             ) from error
 
 

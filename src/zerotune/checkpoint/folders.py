@@ -285,7 +285,7 @@ def check_files(folder: Path, manifest: Manifest) -> None:
             ) from None
         if not stat.S_ISREG(status.st_mode):
             raise CheckpointCorruptError(
-                "is no regular file", key=str(path), fix="use another checkpoint"
+                "is not a regular file", key=str(path), fix="use another checkpoint"
             )
         nbytes = status.st_size
         if nbytes != record.nbytes:

@@ -89,7 +89,7 @@ class Card:
         for caption, sample in self.samples.items():
             if Path(sample).suffix.lower() not in _PICTURES or not Path(sample).is_file():
                 raise InvalidValueError(
-                    "is no picture or clip that can be shown",
+                    "is not an image or clip that can be shown",
                     key=f"Card.samples[{caption!r}]",
                     value=Path(sample).name,
                     fix=f"a file that ends with one of {', '.join(_PICTURES)}",
@@ -177,7 +177,7 @@ def publish(
         )
     except hub.errors.HFValidationError as error:
         raise InvalidValueError(
-            "is no name of a repository", key="repo_id", value=repo_id, fix='such as "owner/name"'
+            "is not a repository name", key="repo_id", value=repo_id, fix='such as "owner/name"'
         ) from error
     except Exception as error:  # huggingface_hub's, its HTTP library's, the system's
         # What stops the sending of a file is behind a bare RuntimeError that names it alone.

@@ -255,7 +255,7 @@ def as_adapters(lora: Any) -> Adapters:
     theirs = type(lora).__name__
     if theirs not in _ADAPTER_KINDS:
         raise InvalidValueError(
-            "is no kind of adapters that can be trained",
+            "is not a kind of adapter that can be trained",
             key="lora",
             value=theirs,
             fix=f"such as LoRA(rank=16); peft's own may be {', '.join(_ADAPTER_KINDS)}",

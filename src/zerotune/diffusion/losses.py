@@ -63,7 +63,7 @@ def unknown_schedule(schedule: str) -> InvalidValueError:
 def _check_positive(_instance: object, attribute: Any, value: float) -> None:
     if not (math.isfinite(value) and value > 0):
         raise InvalidValueError(
-            "is no size of an error",
+            "is not a valid error size",
             key=attribute.name,
             value=value,
             fix="write a number above 0, such as 0.1",

@@ -43,7 +43,7 @@ class Noise(Protocol):
 def _check_strength(_instance: object, attribute: Any, value: float) -> None:
     if not 0.0 <= value < float("inf"):
         raise InvalidValueError(
-            "is no strength of noise",
+            "is not a valid noise strength",
             key=attribute.name,
             value=value,
             fix="write a number that is not negative, such as 0.1",
@@ -103,7 +103,7 @@ class InputPerturbation:
 def _check_discount(_instance: object, attribute: Any, value: float) -> None:
     if not 0.0 < value <= 1.0:
         raise InvalidValueError(
-            "is no share of the strength before",
+            "is not a valid share of the previous strength",
             key=attribute.name,
             value=value,
             fix="write a number above 0 and at most 1, such as 0.3",

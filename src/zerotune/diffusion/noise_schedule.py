@@ -274,7 +274,7 @@ def check_range(_instance: object, attribute: Any, value: tuple[float, float]) -
     low, high = value
     if not 0.0 <= low < high <= 1.0:
         raise InvalidValueError(
-            "is no part of the schedule, from little noise to much",
+            "is not a valid part of the schedule, from low noise to high",
             key=attribute.name,
             value=value,
             fix="write (0.0, 1.0) for all of it, (0.0, 0.2) for the last fifth of sampling",

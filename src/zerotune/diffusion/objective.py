@@ -231,7 +231,7 @@ class DenoisingObjective(SchedulerObjective):
     def _check_gamma(self, _attribute: Any, value: float | None) -> None:
         if value is not None and not (math.isfinite(value) and value > 0):
             raise InvalidValueError(
-                "is no signal-to-noise ratio to clip at",
+                "is not a valid signal-to-noise ratio to clip at",
                 key="snr_gamma",
                 value=value,
                 fix="write 5.0 as the paper does, or None for no weighting",

@@ -461,7 +461,7 @@ def named_family(name: str) -> type[TextToImage]:
         return names[name]
     close = did_you_mean(name, names)
     raise InvalidValueError(
-        "is no family zerotune knows",
+        "is not a known family",
         key="family",
         value=name,
         fix=f"did you mean {' or '.join(close)}?" if close else f"one of {', '.join(FAMILY_NAMES)}",
@@ -570,7 +570,7 @@ class _StoredPipeline:
         for name in chosen:
             if name not in there or name in leave_out:
                 raise InvalidValueError(
-                    "is no text encoder that is loaded",
+                    "is not a loaded text encoder",
                     key="text_encoders",
                     value=name,
                     fix=f"one of {', '.join(n for n in there if n not in leave_out) or 'none'}",

@@ -123,7 +123,7 @@ def as_store(store: Any) -> ShadowStore:
     if isinstance(store, ShadowStore) and not isinstance(store, type):
         return store
     raise InvalidValueError(
-        "is no place for a shadow",
+        "is not a valid place for a shadow",
         key="store",
         value=store,
         fix="HostStore(), DeviceStore() or FileStore(folder=...)",

@@ -1714,7 +1714,7 @@ def check_storage(storage: str | None) -> None:
     if storage is None or storage in STORAGES:
         return
     raise InvalidValueError(
-        "is no dtype that a frozen base is quantized to",
+        "is not a supported dtype of a quantized base",
         key="base_dtype",
         value=storage,
         fix=f"one of {', '.join(STORAGES)}; without it the base has the plan's precision",

@@ -144,7 +144,7 @@ def plan_document(
         text = f"from zerotune.plan import DeepSpeedPlan\n\nplan = {python_expression(plan)}\n"
         return PlanDocument(format=format, text=text)
     raise InvalidValueError(
-        "is no format a plan can be written in",
+        "is not a format for plans",
         key="format",
         value=format,
         fix="write one of " + ", ".join(repr(name) for name in FORMATS),

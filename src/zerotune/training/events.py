@@ -224,7 +224,7 @@ def _lines(path: Path) -> Iterator[tuple[str, StepMetrics]]:
         lines = _text_of(path).splitlines()
     except UnicodeDecodeError as error:
         raise DataError(
-            f"is no file of metrics: it is not UTF-8 ({error.reason})",
+            f"is not a metrics file: it is not UTF-8 ({error.reason})",
             key=str(path),
             fix="name the file that MetricsFile wrote",
         ) from error

@@ -73,7 +73,7 @@ def deepspeed_engine_of(source: Any) -> Any:
     if is_deepspeed(engine):
         return engine
     raise EngineError(
-        "is no DeepSpeed engine",
+        "is not a DeepSpeed engine",
         key="engine",
         value=type(source).__name__,
         fix="give what deepspeed.initialize, accelerator.prepare or fabric.setup returned for "

@@ -248,7 +248,7 @@ def export_adapters(
     """
     if layout not in LAYOUTS:
         raise InvalidValueError(
-            "is no layout of adapters", key="layout", value=layout, fix=f"one of {list(LAYOUTS)}"
+            "is not an adapter layout", key="layout", value=layout, fix=f"one of {list(LAYOUTS)}"
         )
     target, chosen = Path(path).absolute(), checked_dtype(dtype)
     if layout != "peft" and target.suffix != ".safetensors":

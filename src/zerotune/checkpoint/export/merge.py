@@ -283,7 +283,7 @@ def merge_adapters(
         folds = _folds(stored, component, scale=scale)
         if origin.config is not None and "_class_name" not in origin.config:
             raise CheckpointMismatchError(
-                "is no model of diffusers",
+                "is not a diffusers model",
                 key="base",
                 value=str(origin.path),
                 fix="for a text encoder: load pipeline and adapters, pipeline.fuse_lora(), save "

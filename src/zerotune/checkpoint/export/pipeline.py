@@ -234,7 +234,7 @@ class _PipelineDraft:
 
 
 def _texts_beside(folder: Path) -> dict[str, bytes]:
-    """What lies beside the weights of a text encoder, which is no model of diffusers."""
+    """What lies beside the weights of a text encoder, which is not a diffusers model."""
     return {
         path.name: path.read_bytes()
         for path in sorted(folder.glob("*.json"))

@@ -65,7 +65,7 @@ class HuggingFaceImages(EncodedSource):
         for key, column in (("image", image), ("caption", caption), ("reference", reference)):
             if column is not None and column not in dataset.column_names:
                 raise DataError(
-                    "is no column of the dataset",
+                    "is not a column of the dataset",
                     key=key,
                     value=column,
                     fix=f"one of {', '.join(dataset.column_names)}",

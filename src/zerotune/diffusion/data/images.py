@@ -123,7 +123,7 @@ def named_policy(
         return kinds[value or next(iter(kinds))]()
     if isinstance(value, str) or not callable(getattr(value, method, None)):
         raise InvalidValueError(
-            "is no such policy",
+            "is not a known policy",
             key=key,
             value=value,
             fix=f"write one of {', '.join(map(repr, kinds))}, or pass an object with {method}()",
