@@ -9,6 +9,7 @@ import io
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import time
@@ -49,6 +50,7 @@ _MACHINES: Final = {
     "cpu": Platform.synthetic("cpu"),
     "mps": Platform.synthetic("mps", deepspeed=False),
 }
+_COMPLAINT: Final = re.compile(r"^error: \S", re.MULTILINE)
 _FORMATS: Final = {"deepspeed": ".json", "accelerate": ".yaml", "trainer": ".json", "python": ""}
 
 
@@ -269,6 +271,7 @@ def _commands(
         ["convert", str(file), "--to", chance.choice(formats), "-o", f"out{case.suffix}"],
         ["explain", str(file), chance.choice(("--json", "--markdown")), *size],
         ["explain", str(file), "--family", "sdxl", "--accelerator", "cuda"],
+        ["diff", str(file), str(file)],
     )
     for arguments in chance.sample(commands, 2):
         name = " ".join(each for each in arguments if each != str(file))
@@ -283,7 +286,7 @@ def _command(arguments: list[str]) -> None:
         raise AssertionError(f"status {status}")
     if "--json" in arguments and arguments[0] == "check":
         json.loads(out.getvalue())
-    if status == 2 and "--json" not in arguments and "zerotune: error: " not in err.getvalue():
+    if status == 2 and "--json" not in arguments and not _COMPLAINT.search(err.getvalue()):
         raise AssertionError("status 2 without a word")
 
 

@@ -19,7 +19,7 @@ from zerotune.errors import InvalidValueError
 
 Config = Mapping[str, Any]
 
-_TENSOR: Final = re.compile(r"(.+)(\.(?:weight|bias))")
+_ORIGINAL_TENSOR: Final = re.compile(r"(.+)(\.(?:weight|bias))")
 
 
 @attrs.frozen
@@ -205,7 +205,7 @@ def _stack(there: str, ours: str, *pairs: tuple[str, tuple[str, ...]]) -> Layers
     }
 
 
-_FLUX: Final[Layers] = {
+_ORIGINAL_FLUX: Final[Layers] = {
     **PUBLISHED["FluxTransformer2DModel"].layers,
     **{
         f"{theirs}.{end}_layer": (f"time_text_embed.{ours}_embedder.linear_{number}",)
@@ -236,7 +236,7 @@ _FLUX: Final[Layers] = {
     ),
 }
 _CHROMA: Final[Layers] = {
-    **_FLUX,
+    **_ORIGINAL_FLUX,
     **_stack(
         "distilled_guidance_layer.layers",
         "distilled_guidance_layer.layers",
@@ -314,7 +314,7 @@ def _in_table(name: str, theirs: Mapping[str, str]) -> str:
     pattern, number = numbered(name)
     if pattern in theirs:
         return with_number(theirs[pattern], number)
-    match = _TENSOR.fullmatch(pattern)
+    match = _ORIGINAL_TENSOR.fullmatch(pattern)
     if match is not None and match[1] in theirs:
         return with_number(theirs[match[1]], number) + match[2]
     return name
@@ -323,25 +323,28 @@ def _in_table(name: str, theirs: Mapping[str, str]) -> str:
 # -- Pipelines.
 
 
-_MODEL: Final = "model.diffusion_model."
-_UNET: Final = {"unet": Original(_MODEL, _unet_names)}
+_ORIGINAL_MODEL: Final = "model.diffusion_model."
+_ORIGINAL_UNET: Final = {"unet": Original(_ORIGINAL_MODEL, _unet_names)}
 _VAE: Final = {"vae": Original("first_stage_model.", _vae_names)}
 
 ORIGINALS: Final[Mapping[str, Mapping[str, Original]]] = {
     "StableDiffusionPipeline": {
-        **_UNET,
+        **_ORIGINAL_UNET,
         **_VAE,
         "text_encoder": Original("cond_stage_model.", _first_names),
     },
     "StableDiffusionXLPipeline": {
-        **_UNET,
+        **_ORIGINAL_UNET,
         **_VAE,
         "text_encoder": Original("conditioner.embedders.0.transformer.", _clip_names),
         "text_encoder_2": Original("conditioner.embedders.1.model.", _open_clip_names),
     },
-    "StableDiffusion3Pipeline": {"transformer": Original(_MODEL, _by_layers(_SD3)), **_VAE},
-    "FluxPipeline": {"transformer": Original("", _by_layers(_FLUX))},
-    "FluxKontextPipeline": {"transformer": Original("", _by_layers(_FLUX))},
+    "StableDiffusion3Pipeline": {
+        "transformer": Original(_ORIGINAL_MODEL, _by_layers(_SD3)),
+        **_VAE,
+    },
+    "FluxPipeline": {"transformer": Original("", _by_layers(_ORIGINAL_FLUX))},
+    "FluxKontextPipeline": {"transformer": Original("", _by_layers(_ORIGINAL_FLUX))},
     "ChromaPipeline": {"transformer": Original("", _by_layers(_CHROMA))},
     "ZImagePipeline": {"transformer": Original("", _by_layers(_Z_IMAGE))},
     "QwenImagePipeline": {"transformer": Original("", _by_layers({}))},

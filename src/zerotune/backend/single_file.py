@@ -30,7 +30,7 @@ _MODEL: Final = "model.diffusion_model."
 _VAES: Final = ("first_stage_model.", "vae.")
 _STALE: Final = "model_ema."
 """An average of the weights before they were trained on."""
-_SCALED: Final = re.compile(
+_SCALED_FP8: Final = re.compile(
     r"(^|\.)(scaled_fp8|scale_weight|scale_input|weight_scale|comfy_quant)$"
 )
 """What belongs to weights that are quantized in a way of ComfyUI's own."""
@@ -199,7 +199,7 @@ class SingleFile:
     def check_plain(self) -> None:
         """Refuse weights that are numbers of ComfyUI's own scaled formats."""
         for key in self.tensors:
-            if _SCALED.search(key):
+            if _SCALED_FP8.search(key):
                 raise InvalidValueError(
                     "its weights are scaled, which diffusers' converters do not undo",
                     key=str(self.path),

@@ -92,7 +92,7 @@ def convert(
     with system_errors(CheckpointError, target, f"cannot be converted to from {os.fspath(source)}"):
         folder = Path(source)
         if (folder / MANIFEST).exists():
-            if base is not None and _is_whole(Path(target), Path(base)):
+            if base is not None and _is_whole_state(Path(target), Path(base)):
                 return export_checkpoint_as_file(
                     folder, target, base=base, shadow=shadow, dtype=dtype
                 )
@@ -112,7 +112,7 @@ def convert(
             return _from_model(reader, final)
 
 
-def _is_whole(target: Path, base: Path) -> bool:
+def _is_whole_state(target: Path, base: Path) -> bool:
     """Whether a single file of a whole pipeline is asked for."""
     return target.suffix == SUFFIX and (base.is_file() or (base / INDEX).is_file())
 

@@ -607,7 +607,7 @@ def _backward_of_convolution(grad: Any, image: Any, weight: Any, *settings: Any)
     once = conv_flop_count(
         list(image.shape), list(weight.shape), list(grad.shape), transposed=transposed
     )
-    return int(once) * sum(wanted[:2])
+    return int(once) * (int(wanted[0]) + int(wanted[1]))
 
 
 @attrs.frozen(kw_only=True)

@@ -73,7 +73,7 @@ class GradientPool(Gradients):
 
     def __init__(self, units: Sequence[Unit], *, count: int, memory: HostMemory) -> None:
         self._own = GradientsOfAll([unit for unit in units if unit.resident], memory=memory)
-        largest = max(sum(map(_nbytes, unit.slabs)) for unit in units if not unit.resident)
+        largest = max(sum(map(_bytes_of, unit.slabs)) for unit in units if not unit.resident)
         self._free: SimpleQueue[torch.Tensor] = SimpleQueue()
         for _ in range(count):
             self._free.put(memory.zeros(largest, torch.uint8))
@@ -84,8 +84,8 @@ class GradientPool(Gradients):
             return self._own.take(unit)
         buffer, at, slabs = self._free.get(), 0, {}
         for slab in unit.slabs:
-            slabs[slab] = buffer[at : at + _nbytes(slab)].view(slab.dtype)
-            at += _nbytes(slab)
+            slabs[slab] = buffer[at : at + _bytes_of(slab)].view(slab.dtype)
+            at += _bytes_of(slab)
             for gap in slab.gaps():
                 # Another unit's gradients are there, from which moments of 8 bits would take
                 # their scales.
@@ -98,5 +98,5 @@ class GradientPool(Gradients):
             self._free.put(place.buffer)
 
 
-def _nbytes(slab: UnitSlab) -> int:
+def _bytes_of(slab: UnitSlab) -> int:
     return slab.numel * slab.dtype.itemsize

@@ -195,7 +195,7 @@ def layout_of_folder(model: Trained, folder: Path, *, part: str, pipeline: str) 
         specs=specs,
         places=places,
         others=lambda: _published(folder, parts, read=True),
-        check=lambda file: _compare(file, folder, pipeline=pipeline, parts=list(parts)),
+        check=lambda file: _compare_rows(file, folder, pipeline=pipeline, parts=list(parts)),
     )
 
 
@@ -235,7 +235,7 @@ def _without_values(reader: ModelFolderReader, name: str) -> torch.Tensor:
     return torch.empty(stored.shape, dtype=stored.dtype, device="meta")
 
 
-def _compare(file: Path, folder: Path, *, pipeline: str, parts: Sequence[str]) -> None:
+def _compare_rows(file: Path, folder: Path, *, pipeline: str, parts: Sequence[str]) -> None:
     """Compare frozen parts as diffusers reads them from the file with those of the folder."""
     import diffusers
 

@@ -23,7 +23,7 @@ from zerotune.diffusion.data.sources import MASK, companions_of
 from zerotune.diffusion.data.streams import BatchStream, BucketedDataset, shares_of
 from zerotune.errors import DataError, InvalidValueError
 
-_FINEST: Final = 10**6
+_FINEST_SHARE: Final = 10**6
 """Most parts that a share is counted in."""
 
 
@@ -213,7 +213,7 @@ def _repeats(
         )
     parts = _fractions(probabilities, sets, key="probabilities")
     missing = sorted(set(sets) - set(parts))
-    if missing or abs(float(sum(parts.values())) - 1) > len(parts) / _FINEST:
+    if missing or abs(float(sum(parts.values())) - 1) > len(parts) / _FINEST_SHARE:
         raise InvalidValueError(
             f"lack {', '.join(missing)}" if missing else "have another sum than 1",
             key="probabilities",
@@ -241,10 +241,10 @@ def _fractions(
             raise InvalidValueError(
                 "is not above 0", key=f"{key}[{name!r}]", value=value, fix="leave the set out"
             )
-        found[name] = Fraction(value).limit_denominator(_FINEST)
+        found[name] = Fraction(value).limit_denominator(_FINEST_SHARE)
         if not found[name]:
             raise InvalidValueError(
-                f"is less than one in {_FINEST:,}",
+                f"is less than one in {_FINEST_SHARE:,}",
                 key=f"{key}[{name!r}]",
                 value=value,
                 fix="leave the set out",

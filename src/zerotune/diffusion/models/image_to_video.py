@@ -32,7 +32,7 @@ IMAGE_EMBEDS: Final = "image_embeds"
 """Key of a batch: what CLIP sees in the first frames, (b, tokens, width)."""
 
 _TRAINED_TIMES: Final = 1000.0
-_CLIP_TOKENS: Final = 257
+_IMAGE_TOKENS: Final = 257
 _NOISE_ARGUMENTS: Final = 9
 """Arguments of ``WanPipeline.prepare_latents``, which follow the image in its like for images."""
 
@@ -256,7 +256,7 @@ class _WanImage(ImageToVideo):
         width = config_of(model).get("image_dim")
         if width is None:
             return latents, known
-        seen = torch.empty(batch, _CLIP_TOKENS, width, device="meta")
+        seen = torch.empty(batch, _IMAGE_TOKENS, width, device="meta")
         return latents, {**known, IMAGE_EMBEDS: seen}
 
 
