@@ -175,7 +175,7 @@ class Compiled:
 
     @property
     def graphs(self) -> int:
-        """Graphs compiled since, in this process."""
+        """Graphs that this process has compiled since this object was created."""
         return _graphs_and_breaks()[0] - self._before[0]
 
     @property

@@ -170,7 +170,7 @@ def add_family(group: Any, *, what: str, required: bool = False) -> None:
 
 
 def add_configuration(group: Any) -> None:
-    """Add where the configuration of a model of the user's lies."""
+    """Add ``--model``, the folder with the configuration of a user's own model."""
     group.add_argument(
         "--model",
         metavar="FOLDER",

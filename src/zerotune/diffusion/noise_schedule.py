@@ -84,7 +84,7 @@ def preconditions(scheduler: Any) -> bool:
 
 
 def adds_noise(scheduler: Any) -> bool:
-    """Whether a scheduler of denoising diffusion adds the noise of training itself."""
+    """Whether a denoising scheduler can itself add noise for training."""
     return hasattr(scheduler, "get_velocity") and not hasattr(scheduler, "sigmas")
 
 

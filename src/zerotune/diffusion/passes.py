@@ -528,7 +528,7 @@ def _to_meta(leaf: Any) -> Any:
 
 @contextlib.contextmanager
 def sizes_only() -> Iterator[None]:
-    """Inside, tensors without data are computed with; a mask without data marks everything."""
+    """Compute on meta tensors inside the block; a mask without data selects every element."""
     before = symbolic.meta_nonzero_assume_all_nonzero
     symbolic.meta_nonzero_assume_all_nonzero = True
     try:

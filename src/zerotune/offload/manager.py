@@ -75,7 +75,7 @@ class Lease(Readable):
 
     @override
     def page(self) -> Page:
-        """Its folders, and every decision about them."""
+        """The lease as a page: its folders, and every decision about them."""
         lines = (str(decision) for decision in self.decisions if decision.is_shown)
         return Page(
             title=f"Lease {self.run_id or 'of nothing'}: {self.brief()}",
@@ -189,7 +189,7 @@ def need_share(share: Share | None) -> Share:
     if share is not None:
         return share
     raise OffloadError(
-        "several ranks need one run id, and nothing carries it between them",
+        "several ranks need the same run id, and there is no process group to share it",
         key="OffloadManager.share",
         value=None,
         fix="pass share=, a function that returns rank 0's string on every rank",

@@ -37,7 +37,7 @@ _FIX: Final = "give a folder on a local disk that this user may write to"
 
 @attrs.frozen(kw_only=True)
 class Roots:
-    """``OffloadManager``'s own arguments; ``None`` where one was not given."""
+    """``OffloadManager``'s own arguments; ``None`` for a missing one."""
 
     root: str | None = None
     param: str | None = None

@@ -266,7 +266,7 @@ class _Translation:
                 key=BLOCK,
                 before=f"DeepSpeed's own keys {', '.join(map(str, inline))}",
                 after="kept",
-                reason="accelerate would discard them in silence",
+                reason="accelerate would silently discard them",
                 severity="warning",
             )
         if not self._names_file():

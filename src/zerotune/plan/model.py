@@ -1234,7 +1234,7 @@ class OffloadSection(Section):
 
 
 def pins(section: OffloadSection | None) -> bool:
-    """Whether something is offloaded through page-locked buffers; not where that is still open."""
+    """Whether this offload uses page-locked buffers; false while that is undecided."""
     return section is not None and section.pin_memory is True
 
 

@@ -710,7 +710,7 @@ def time_words(time: StepTime) -> str:
 
 
 def seconds_words(seconds: float) -> str:
-    """A duration of less than some minutes, in words."""
+    """Format a short duration in seconds or milliseconds."""
     return f"{seconds:.2f} s" if seconds >= 0.1 else f"{1000 * seconds:.1f} ms"
 
 
@@ -754,7 +754,7 @@ def advice_page(advice: Advice, *, most: int | None = None) -> Page:
 
 
 def nearest_page(candidate: Candidate, *, budget: Sizes) -> Page:
-    """What comes nearest when nothing fits, and what it lacks.
+    """Show the nearest plan when nothing fits, and what it lacks.
 
     Args:
         candidate: What ``NothingFitsError.nearest`` holds.

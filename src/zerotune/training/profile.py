@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class Profile:
     """What to trace: ``steps`` optimizer steps after ``warmup`` others, once per trainer.
 
-    What is trained is the same to the bit; the traced steps are slower.
+    Profiling does not change training by a bit, but traced steps are slower.
     """
 
     folder: str | os.PathLike[str]

@@ -196,7 +196,7 @@ def leased(
 
 
 def as_plan(plan: Any) -> DeepSpeedPlan | ResolvedPlan:
-    """A plan, read first where it is a file or a configuration."""
+    """Convert a plan, a configuration or the path of one into a plan."""
     if isinstance(plan, DeepSpeedPlan | ResolvedPlan):
         return plan
     if isinstance(plan, Advice):

@@ -483,7 +483,7 @@ def text_key(caption: str) -> str:
 class CachedImages:
     """A bucketed dataset that reads latents, and embeddings if given, instead of pixels.
 
-    A sample holds what the encoders gave, ``captions`` if there is no cache of texts, and sizes
+    A sample holds the encoders' outputs, ``captions`` if there is no cache of texts, and sizes
     and crops as ``PreparedImages``. Its order, flips and dropped captions are those of
     ``PreparedImages``: a run may go on from pixels to latents. Images are not decoded.
 

@@ -50,7 +50,7 @@ _logger: Final = logging.getLogger("zerotune")
 
 
 class SizeIndex:
-    """A file of the user's cache that holds what was read of files which have not changed since.
+    """A cache file with the sizes of images that have not changed since they were read.
 
     One process at a time reads what is missing, and the others of the machine wait for what it
     writes: each file is decoded once, by one rank. A place that cannot be written does no harm.

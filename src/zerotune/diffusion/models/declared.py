@@ -601,7 +601,7 @@ class QwenImageEdit(QwenImage):
 
     @property
     def read_area(self) -> int:
-        """Pixels that Qwen2.5-VL reads an image in."""
+        """Area in pixels at which Qwen2.5-VL reads an image."""
         return self.reference_area
 
     def at_shown_size(self, images: Tensor) -> Tensor:
