@@ -84,7 +84,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file that is there whole or not at all; an existing one is replaced."""
+    """Write a file atomically; an existing one is replaced."""
     with drafted(path) as draft:
         write_synced(draft, content)
 

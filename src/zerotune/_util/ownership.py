@@ -50,7 +50,7 @@ def is_run_id(text: str) -> bool:
 def try_lock(descriptor: int, *, exclusive: bool, patience: float = 0.0) -> bool:
     """Lock an open file or folder, waiting at most ``patience`` seconds.
 
-    ``lacks_locks`` tells what an ``OSError`` means.
+    ``lacks_locks`` decides whether an ``OSError`` means that locks are not supported.
     """
     import fcntl
 

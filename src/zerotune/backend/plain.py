@@ -415,7 +415,7 @@ class HostWeights:
         return norm
 
     def forget(self) -> None:
-        """Drop all gradients, also those that have not left."""
+        """Drop all gradients, also those still on the device."""
         self._norms.clear()
         for parameter in self._parameters:
             parameter.grad = None

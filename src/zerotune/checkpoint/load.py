@@ -338,7 +338,7 @@ def keeps_states(manifest: Manifest, engine: Engine) -> bool:
 
 
 def optimizer_decisions(manifest: Manifest, engine: Engine) -> tuple[Decision, ...]:
-    """What becomes of the optimizer's states."""
+    """Record which of the optimizer's states carry over."""
     saved, running = _optimizer_name(manifest.plan), _optimizer_name(plan_record(engine))
     split = _split_masters(engine)
     if saved == running:

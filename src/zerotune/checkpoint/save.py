@@ -265,7 +265,7 @@ def save_checkpoint(
     Collective: every rank must call it, with the same arguments. Weights, each optimizer state and
     each shadow become plain safetensors files keyed by parameter name, in full shape; every rank
     writes its parts at their place, so nothing is gathered. The folder appears under its name
-    only when everything in it was read back and found as it was meant; a former checkpoint of that
+    only when everything in it was read back and verified; a former checkpoint of that
     name stays until then. Beyond the engine's own memory it needs that of one fragment.
 
     Args:

@@ -118,7 +118,7 @@ def hash_of(path: Path) -> str:
 
 @attrs.frozen(kw_only=True, eq=False)
 class TensorFile:
-    """A file that does not exist yet, laid out to the last byte."""
+    """The byte layout of a file that is still to be written."""
 
     name: str
     subject: Subject

@@ -67,7 +67,7 @@ class Objective(Protocol):
 
 @runtime_checkable
 class LevelObjective(Objective, Protocol):
-    """An objective that also tells its error at noise levels of one's choice."""
+    """An objective that can also compute its error at given noise levels."""
 
     def losses_at(
         self,

@@ -54,9 +54,9 @@ class HostStore:
 
 @attrs.frozen(kw_only=True)
 class DeviceStore:
-    """Memory of the device that trains: for engines that keep the master weights there.
+    """Memory of the training device or of another one.
 
-    Or of another one.
+    For engines that keep the master weights on the device.
     """
 
     device: torch.device | None = attrs.field(

@@ -320,7 +320,7 @@ class StreamedSteps:
             self.land_all()
 
     def know_views(self) -> None:
-        """Take all views of the weights that there are now for the engine's own."""
+        """Record the existing views of the weights as the engine's own."""
         self._views = self._count_views()
 
     def _count_views(self) -> dict[Unit, int]:

@@ -276,9 +276,9 @@ def caption_text(words: Any) -> CaptionText:
 
 
 MASK: Final = "mask"
-"""What lies beside an image and says where its loss counts: white counts, black does not."""
+"""Name of an image's loss mask: white counts, black does not."""
 REFERENCE: Final = "reference"
-"""What lies beside an image and is edited to become it."""
+"""Name of the image that is edited to become the sample."""
 
 
 @runtime_checkable
