@@ -938,8 +938,8 @@ def test_the_journey_of_sdxl_on_12_gib(page, place):
     page.settle()
     assert page.tab.locator("#verdict").text_content() == "Runs and fits."
     assert page.tab.locator("#time").text_content() == f"{shown[0]} per step, predicted; {rates}."
-    page.save_as("sdxl-12.json")
-    plan = DeepSpeedPlan.load(place / "sdxl-12.json")
+    page.save_as("of-the-journey.json")
+    plan = DeepSpeedPlan.load(place / "of-the-journey.json")
     assert (plan.stage, plan.offload_optimizer_device) == (2, "cpu")
     # Another size is another card.
     page.tab.fill("#setup-vram", "4")

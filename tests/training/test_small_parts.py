@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from zerotune.diffusion import DataStream, ImageTensors, RepeatedBatches
-from zerotune.training import Callback, ProgressBar
+from zerotune.training import Callback
 from zerotune.training.save import (
     TrainerState,
     generator_from_text,
@@ -145,6 +145,9 @@ def test_every_event_of_a_callback_may_be_left_out():
         *("on_fit_start", "on_step_end", "on_stop", "on_fit_end", "on_save", "on_resume"),
         *("on_values", "on_images", "on_finish", "on_close"),
     }
-    callback = ProgressBar()
-    callback.on_save(None, None)
-    callback.on_resume(None, None)
+
+    class Silent(Callback):
+        pass
+
+    for name in ("on_save", "on_resume"):
+        assert getattr(Silent(), name)(None, None) is None
