@@ -148,7 +148,7 @@ def test_the_base_is_cast_when_asked():
     assert {p.dtype for p in trained(model).values()} == {torch.float32}
     (told,) = facts.decisions
     assert (told.key, told.before, told.after) == ("model.base.dtype", "float32", "bfloat16")
-    with pytest.raises(InvalidValueError, match="no precision of weights"):
+    with pytest.raises(InvalidValueError, match="not a precision of weights"):
         add_lora(tiny_sd3(), base_dtype="int8")
 
 

@@ -238,7 +238,7 @@ def test_no_pipe_among_the_frames_is_waited_for(root):
         source.content(last)
     os.mkfifo(root / "long" / "7.png")
     for read in (source.content, lambda clip: source.frames(clip, [7])):
-        with pytest.raises(DataError, match="no regular file"):
+        with pytest.raises(DataError, match="not a regular file"):
             read(last)
     assert [broken.name for broken in ClipFolder(root).broken] == ["long"]
 

@@ -239,10 +239,10 @@ def test_no_pipe_among_the_images_is_waited_for(tmp_path, photos):
     path.unlink()
     os.mkfifo(path)
     for read in (source.image, source.content):
-        with pytest.raises(DataError, match="no regular file"):
+        with pytest.raises(DataError, match="not a regular file"):
             read(0)
     os.mkfifo(tmp_path / "pipe.tar")
-    with pytest.raises(DataError, match="no regular file"):
+    with pytest.raises(DataError, match="not a regular file"):
         TarShards([tmp_path / "pipe.tar"])
 
 
