@@ -251,7 +251,8 @@ class _Check(Below):
             names = {}
         problems = worst_first(problems)
         counts = {name: sum(p.severity == name for p in problems) for name in SEVERITIES}
-        lines = self._key_lines(names) if status == 1 else {}
+        # The file is read again for its lines only where something is said of it.
+        lines = self._key_lines(names) if problems and status == 1 else {}
         if self.arguments.json:
             print_json(
                 {
