@@ -73,7 +73,8 @@ export function download(name, text) {
 
 export function openDialog(dialog) {
   const opener = document.activeElement;
-  dialog.addEventListener("close", () => opener?.focus?.(), { once: true });
+  // The event comes some time after the closing: who has gone on by then is not called back.
+  dialog.addEventListener("close", () => { if (document.activeElement === document.body) opener?.focus?.(); }, { once: true });
   dialog.showModal();
 }
 
