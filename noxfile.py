@@ -244,6 +244,18 @@ def newcomer(session: nox.Session) -> None:
     session.run("python", "-m", "tests.newcomer", str(built), "--constraints", CONSTRAINTS)
 
 
+def diffusers_examples(session: nox.Session) -> str:
+    """Clone the release of diffusers whose own scripts tests run; where it cannot, those skip."""
+    place = ROOT / ".nox" / "diffusers"
+    if not place.exists():
+        session.run(
+            "git", "clone", "--quiet", "--depth", "1", "--branch", "v0.40.0",
+            "https://github.com/huggingface/diffusers", str(place),
+            external=True, success_codes=[0, 128],
+        )  # fmt: skip
+    return str(place / "examples") if place.exists() else ""
+
+
 @nox.session(python=False)
 def nightly(session: nox.Session) -> None:
     """What the suite proves on smaller cases: ``nox -s nightly -- tests/checkpoint -k nvme``.
@@ -255,6 +267,8 @@ def nightly(session: nox.Session) -> None:
     notes = ROOT / ".nox" / "families.jsonl"
     notes.unlink(missing_ok=True)
     session.env["ZEROTUNE_FAMILY_NOTES"] = str(notes)
+    if "DIFFUSERS_EXAMPLES" not in os.environ:
+        session.env["DIFFUSERS_EXAMPLES"] = diffusers_examples(session)
     run(session, "-m", "pytest", "-m", "nightly", *session.posargs)
     if not session.posargs:
         run(session, "docs/generate_families.py", str(notes))

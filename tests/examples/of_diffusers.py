@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
 import os
@@ -10,18 +11,30 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from tests.support import torchvision
 
-ORIGINALS = Path(__file__).parent / "diffusers"
-"""Of the release 0.40.0, under its Apache licence 2.0."""
 CHANGES = Path(__file__).parents[2] / "examples" / "embedding"
+PLACE = "DIFFUSERS_EXAMPLES"
+"""Environment variable: the folder ``examples`` of a checkout of diffusers, release 0.40.0."""
+SUMS = {
+    "train_dreambooth_lora_flux": "ea51c6843b1e27909a134de1eb59e6bc",
+    "train_text_to_image_sdxl": "687972614c5a2bc3a130cad29adbbcfd",
+}
+"""SHA-256, its first half, of the release's scripts: those the changes are made to."""
 
 
 def original(name: str, folder: Path) -> Path:
-    """The script as diffusers has it."""
+    """The script as diffusers has it, which no package of diffusers contains."""
+    place = os.environ.get(PLACE)
+    if not place:
+        pytest.skip(f"set {PLACE} to the examples of a checkout of diffusers (nox -s nightly does)")
+    (found,) = Path(place).rglob(f"{name}.py")
     script = folder / f"{name}.py"
-    script.write_bytes((ORIGINALS / script.name).read_bytes())
+    script.write_bytes(found.read_bytes())
+    digest = hashlib.sha256(script.read_bytes()).hexdigest()
+    assert digest[:32] == SUMS[name], "of another release"
     return script
 
 
