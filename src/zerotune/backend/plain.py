@@ -15,9 +15,8 @@ import torch
 from typing_extensions import override
 
 from zerotune._util.environment import environment
-from zerotune.backend.checks import Checks, check_alike, expected_groups
+from zerotune.backend.checks import DTYPES, Checks, check_alike, check_model_dtype, expected_groups
 from zerotune.backend.distributed import Launch, ProcessGroup, communication_backend, meeting
-from zerotune.backend.dtypes import DTYPES, check_model_dtype
 from zerotune.backend.engine import (
     CountingEngine,
     EngineState,
@@ -25,14 +24,15 @@ from zerotune.backend.engine import (
     check_not_gone,
     naming_the_lost,
 )
-from zerotune.backend.layouts import (
+from zerotune.backend.master_weights import (
     UNDER_WAY,
+    MasterLayout,
+    MasterWeights,
     Named,
     ParameterLayout,
     gradient_norm,
     require_trainable,
 )
-from zerotune.backend.master_weights import MasterLayout, MasterWeights
 from zerotune.backend.optimizers.adamw_bf16_states import AdamWBF16States
 from zerotune.backend.optimizers.client import build_client_optimizer, chosen_optimizer, curve
 from zerotune.backend.proof import prove_offload

@@ -17,7 +17,7 @@ import torch
 from packaging.version import Version
 
 from zerotune._util.text import did_you_mean, json_of, listing
-from zerotune.backend.dtypes import DTYPES
+from zerotune.backend.checks import DTYPES
 from zerotune.backend.single_file import SUFFIX, SingleFile, place_rows
 from zerotune.backend.stored import (
     StoredWeight,
@@ -30,7 +30,7 @@ from zerotune.backend.stored import (
     without_weights,
 )
 from zerotune.backend.trained_parts import TrainedParts
-from zerotune.backend.unpartitioned import unpartitioned
+from zerotune.backend.upstream import unpartitioned
 from zerotune.decisions import Decision, announce
 from zerotune.diffusion.models.controlnet import (
     CONTROLNETS,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.support.ranks import ranks
-from zerotune.backend.step.masters import SplitMasters
+from zerotune.backend.step.adams import SplitMasters
 
 pytestmark = pytest.mark.deepspeed
 

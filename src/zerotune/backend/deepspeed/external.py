@@ -19,8 +19,12 @@ from zerotune.backend.deepspeed.engine import ZeROEngine
 from zerotune.backend.deepspeed.start import check_plan, check_world, wrapper_of
 from zerotune.backend.distributed import ProcessGroup
 from zerotune.backend.engine import EngineState, StepOutcome
-from zerotune.backend.layouts import ParameterLayout, full_shape, trainable_parameters
-from zerotune.backend.master_weights import MasterWeights
+from zerotune.backend.master_weights import (
+    MasterWeights,
+    ParameterLayout,
+    full_shape,
+    trainable_parameters,
+)
 from zerotune.backend.optimizers.client import (
     build_client_optimizer,
     chosen_optimizer,

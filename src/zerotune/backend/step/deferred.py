@@ -15,8 +15,7 @@ import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from zerotune.backend.distributed import ProcessGroup
-from zerotune.backend.layouts import trainable_parameters
-from zerotune.backend.master_weights import Follower, MasterLayout
+from zerotune.backend.master_weights import Follower, MasterLayout, trainable_parameters
 from zerotune.backend.optimizers.adamw_bf16_states import AdamWBF16States
 from zerotune.backend.proof import FastPath, why_disproven, why_unproven
 from zerotune.backend.step.adams import SlabStep, stepper_of, torch_rounds_alike

@@ -15,21 +15,19 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from typing_extensions import override
 
 from zerotune._util.text import format_size
-from zerotune.backend.checks import Checks, RunningGroup, expected_groups
+from zerotune.backend.checks import DTYPES, Checks, RunningGroup, expected_groups
 from zerotune.backend.deepspeed.engine import replay_adam_steps
 from zerotune.backend.deepspeed.start import (
     compiling,
     join_checked,
 )
-from zerotune.backend.dtypes import DTYPES
 from zerotune.backend.engine import (
     CountingEngine,
     EngineState,
     StepOutcome,
     naming_the_lost,
 )
-from zerotune.backend.layouts import Named
-from zerotune.backend.master_weights import MasterWeights
+from zerotune.backend.master_weights import MasterWeights, Named
 from zerotune.backend.optimizers.adamw_8bit_states import AdamW8BitStates
 from zerotune.backend.optimizers.adamw_bf16_states import AdamWBF16States
 from zerotune.backend.optimizers.client import (

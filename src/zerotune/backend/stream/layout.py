@@ -15,7 +15,7 @@ from zerotune.backend.master_weights import (
     OptimizerStates,
     Slab,
 )
-from zerotune.backend.step.masters import SplitMasters
+from zerotune.backend.step.adams import SplitMasters
 from zerotune.backend.stream.steps import StreamedSteps
 from zerotune.backend.stream.units import Member, Unit
 

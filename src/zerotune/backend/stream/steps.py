@@ -20,9 +20,8 @@ import attrs
 import torch
 
 from zerotune.backend.master_weights import Follower
-from zerotune.backend.step.adams import stepper_of
+from zerotune.backend.step.adams import SplitMasters, stepper_of
 from zerotune.backend.step.kernel import HostStepOp
-from zerotune.backend.step.masters import SplitMasters
 from zerotune.backend.step.pending import hold, release
 from zerotune.backend.stream.flat import FlatOrder
 from zerotune.backend.stream.gradients import Gradients, Place

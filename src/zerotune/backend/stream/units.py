@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import attrs
 import torch
 
-from zerotune.backend.step.masters import Masters, SplitMasters, WholeMasters
+from zerotune.backend.step.adams import Masters, SplitMasters, WholeMasters
 from zerotune.errors import EngineError
 from zerotune.plan.model import UNIT_ALIGNED, outermost_modules, repeated_modules
 
