@@ -10,8 +10,8 @@ import attrs
 import torch
 
 from zerotune.errors import EngineError, InvalidValueError, VerificationError
-from zerotune.optimizers.choices import OptimizerChoice, SchedulerChoice
-from zerotune.optimizers.curves import betas_at, lr_at
+from zerotune.optimizers.catalogue import OptimizerChoice, SchedulerChoice
+from zerotune.optimizers.schedules import betas_at, lr_at
 from zerotune.plan.model import ModelFacts, ResolvedPlan
 
 if TYPE_CHECKING:

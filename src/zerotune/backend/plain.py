@@ -14,7 +14,7 @@ from typing import Any, Final, cast
 import torch
 from typing_extensions import override
 
-from zerotune._util.environment import environment
+from zerotune._util.proc import environment
 from zerotune.backend.checks import DTYPES, Checks, check_alike, check_model_dtype, expected_groups
 from zerotune.backend.distributed import Launch, ProcessGroup, communication_backend, meeting
 from zerotune.backend.engine import (
@@ -33,7 +33,7 @@ from zerotune.backend.master_weights import (
     gradient_norm,
     require_trainable,
 )
-from zerotune.backend.optimizers.adamw_bf16_states import AdamWBF16States
+from zerotune.backend.optimizers.classes import AdamWBF16States
 from zerotune.backend.optimizers.client import build_client_optimizer, chosen_optimizer, curve
 from zerotune.backend.proof import prove_offload
 from zerotune.backend.step.adams import (

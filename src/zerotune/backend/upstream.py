@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from packaging.version import Version
 
-from zerotune._util.environment import environment
+from zerotune._util.proc import environment
 from zerotune.errors import EngineError, MissingDependencyError, UnsupportedEngineError
 from zerotune.platform.detect import OLDEST_DEEPSPEED
 

@@ -16,10 +16,16 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 import attrs
 
-from zerotune._util.environment import installed_version
+from zerotune._util.proc import installed_version
 from zerotune._util.text import release_of
-from zerotune.optimizers.catalogue import ADAM, DEFAULT_OPTIMIZER, OptimizerEntry
-from zerotune.optimizers.choices import OptimizerChoice, OptimizerSource, WeightDecay
+from zerotune.optimizers.catalogue import (
+    ADAM,
+    DEFAULT_OPTIMIZER,
+    OptimizerChoice,
+    OptimizerEntry,
+    OptimizerSource,
+    WeightDecay,
+)
 
 if TYPE_CHECKING:
     from zerotune.plan.model import ResolvedPlan

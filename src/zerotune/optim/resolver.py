@@ -35,16 +35,21 @@ from zerotune.optimizers.catalogue import (
     DEFAULT_OPTIMIZER,
     OPTIMIZER_TYPE,
     OPTIMIZERS,
+    GroupChoice,
+    OptimizerChoice,
+    SchedulerChoice,
     normalise_optimizer_name,
     parse_optimizer_name,
 )
-from zerotune.optimizers.choices import GroupChoice, OptimizerChoice, SchedulerChoice
-from zerotune.optimizers.curves import ScheduleCurve, lr_at, plot_curve, schedule_curve
 from zerotune.optimizers.schedules import (
     DEFAULT_SCHEDULER,
     SCHEDULER_TYPE,
     SCHEDULERS,
+    ScheduleCurve,
+    lr_at,
     normalise_scheduler_name,
+    plot_curve,
+    schedule_curve,
 )
 from zerotune.plan.model import is_auto
 from zerotune.plan.read import SHORT_NAMES, settings_by_path

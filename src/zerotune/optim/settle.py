@@ -39,14 +39,19 @@ from zerotune.optimizers.catalogue import (
     DEFAULT_OPTIMIZER,
     OPTIMIZER_TYPE,
     OPTIMIZERS,
+    OptimizerChoice,
     OptimizerEntry,
     OptimizerName,
     Parameter,
+    SchedulerChoice,
     clipping_in_optimizer,
 )
-from zerotune.optimizers.choices import OptimizerChoice, SchedulerChoice
-from zerotune.optimizers.curves import ONE_CYCLE_BETA2
-from zerotune.optimizers.schedules import SCHEDULER_TYPE, SCHEDULERS, SchedulerEntry
+from zerotune.optimizers.schedules import (
+    ONE_CYCLE_BETA2,
+    SCHEDULER_TYPE,
+    SCHEDULERS,
+    SchedulerEntry,
+)
 from zerotune.plan.model import (
     AUTO,
     Anything,

@@ -74,7 +74,7 @@ if TYPE_CHECKING:
     from zerotune.ema import EMAShadow
     from zerotune.offload import OffloadManager
     from zerotune.optim import OptimizerResolver
-    from zerotune.optimizers.choices import GroupChoice
+    from zerotune.optimizers.catalogue import GroupChoice
     from zerotune.plan.memory.estimate import EMAPlace, MemoryEstimate
     from zerotune.plan.model import RunFacts
     from zerotune.platform import Platform

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import torch
 
-from zerotune._util.environment import held
+from zerotune._util.proc import held
 from zerotune._util.text import format_size
 from zerotune.backend.checks import DTYPES, check_alike, check_model_dtype
 from zerotune.backend.deepspeed.partitioned import PartitionedWrapper, flat_through_host

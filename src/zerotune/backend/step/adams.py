@@ -20,17 +20,15 @@ from torch.optim.adam import adam as torch_adam
 from torch.optim.adamw import adamw as torch_adamw
 from typing_extensions import override
 
-from zerotune.backend.optimizers.adamw_8bit_states import (
+from zerotune.backend.optimizers.classes import (
     BLOCK,
     AdamW8BitStates,
-    codebook,
-    scale_of,
-)
-from zerotune.backend.optimizers.adamw_bf16_states import (
     AdamWBF16States,
     Noise,
+    codebook,
     noise_bits,
     noise_key,
+    scale_of,
     update_chunk,
 )
 from zerotune.backend.step.kernel import (

@@ -15,8 +15,15 @@ import torch
 from zerotune._util.files import system_errors
 from zerotune._util.text import json_of, listing
 from zerotune.backend.checks import checked_dtype
-from zerotune.backend.original_names import ORIGINALS, Original, as_published
-from zerotune.backend.single_file import Places, Shapes, SingleFile, place_rows
+from zerotune.backend.single_file import (
+    ORIGINALS,
+    Original,
+    Places,
+    Shapes,
+    SingleFile,
+    as_published,
+    place_rows,
+)
 from zerotune.backend.stored import StoredTensor, StoredWeight
 from zerotune.checkpoint.contents import model_config
 from zerotune.checkpoint.export.driver import ExportWriter, Named
