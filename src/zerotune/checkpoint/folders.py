@@ -792,8 +792,6 @@ def _other_saves(root: Path, record: _Saver | None, state: str) -> CheckpointErr
 # -- Is a checkpoint on disk what was written?
 
 
-logger = logging.getLogger("zerotune")
-
 _LOOKED_AT_ONCE: Final = 2**22
 """Elements looked at at a time."""
 _THREADS: Final = 4
