@@ -138,7 +138,7 @@ class PlainEngine(CountingEngine):
     def _place(self, named: Named, plan: ResolvedPlan) -> Named:
         """The master weights by name, in host memory where the plan wants them there."""
         self._host = None
-        if plan.offload_optimizer == "cpu" and _has_memory_of_its_own(self.device):
+        if plan.offload_optimizer == "cpu" and self.device.type != "cpu":
             zero = plan.plan.zero_optimization
             self._host = HostWeights(
                 named,
@@ -525,10 +525,6 @@ def _strided(parameters: Iterable[torch.Tensor]) -> str | None:
     if all(parameter.is_contiguous() for parameter in parameters):
         return None
     return "some weights are not contiguous (channels_last), and the pass goes over flat ones"
-
-
-def _has_memory_of_its_own(device: torch.device) -> bool:
-    return device.type != "cpu"
 
 
 def _check_contiguous(named: Named, optimizer: torch.optim.Optimizer, *_: Any) -> None:

@@ -132,7 +132,12 @@ def accelerator_arguments(plan: ResolvedPlan) -> dict[str, Any]:
             """Register no configuration with transformers, which partitions all it loads then."""
             self.dschf = None
 
-    config = plan.to_deepspeed() if plan.optimizer else _preliminary(plan)
+    config: dict[str, Any] = {
+        "gradient_accumulation_steps": plan.gradient_accumulation_steps,
+        "zero_optimization": {"stage": plan.stage},
+    }
+    if plan.optimizer:
+        config = plan.to_deepspeed()
     arguments = {
         "deepspeed_plugin": WholeModelsPlugin(hf_ds_config=config),
         "mixed_precision": "no" if plan.precision == "fp32" else plan.precision,
@@ -142,13 +147,6 @@ def accelerator_arguments(plan: ResolvedPlan) -> dict[str, Any]:
         gloo = accelerate.utils.InitProcessGroupKwargs(backend="gloo")
         arguments["kwargs_handlers"] = [gloo]
     return arguments
-
-
-def _preliminary(plan: ResolvedPlan) -> dict[str, Any]:
-    return {
-        "gradient_accumulation_steps": plan.gradient_accumulation_steps,
-        "zero_optimization": {"stage": plan.stage},
-    }
 
 
 def refill_plugin(plugin: Any, plan: ResolvedPlan) -> None:

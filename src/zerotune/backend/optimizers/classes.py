@@ -436,7 +436,11 @@ class AdamWBF16States(torch.optim.Optimizer):
                 state[name] = torch.zeros_like(p, dtype=self.state_dtype)
         taken = int(state.get("step", 0))
         state["step"] = taken + 1
-        flat = _in_memory_order(p, grad, state["exp_avg"], state["exp_avg_sq"])
+        # In the order in which it lies in memory, which may be channels_last. Gradients alone may
+        # lie otherwise than their weights; a copy serves as well.
+        order = sorted(range(p.dim()), key=p.stride, reverse=True)
+        states = (t.permute(order).view(-1) for t in (state["exp_avg"], state["exp_avg_sq"]))
+        flat = [p.permute(order).view(-1), grad.permute(order).reshape(-1), *states]
         first, key = self._noise.place(index, p.numel()), noise_key(taken, index)
         size = min(p.numel(), _WIDENED.get(p.device.type, _WIDENED_ON_DEVICE))
         room = [torch.empty(size, device=p.device) for _ in range(2)]
@@ -561,16 +565,6 @@ def round_stochastically(exact: torch.Tensor, bits: torch.Tensor, *, into: torch
     # bf16 is the upper half of an fp32 number: the carry out of the lower half is the chance.
     exact.view(torch.int32).add_(bits).bitwise_and_(-(2**16))
     into.copy_(exact)
-
-
-def _in_memory_order(
-    p: torch.Tensor, grad: torch.Tensor, *states: torch.Tensor
-) -> list[torch.Tensor]:
-    """All in the order in which ``p`` lies in memory, which may be channels_last."""
-    order = sorted(range(p.dim()), key=p.stride, reverse=True)
-    first, *rest = (tensor.permute(order).view(-1) for tensor in (p, *states))
-    # Gradients alone may lie otherwise than their weights; a copy serves as well.
-    return [first, grad.permute(order).reshape(-1), *rest]
 
 
 # -- AdamW whose moments are one byte each, beside fp32 master weights.

@@ -116,7 +116,9 @@ class StreamEngine(CountingEngine):
 
     def _lay_out(self, model: torch.nn.Module) -> Any:
         """Give every parameter its place; the units that each module needs."""
-        self._page_locks = self._device.type != "cpu" and _pins(self._plan)
+        zero = self._plan.plan.zero_optimization
+        page_locks = zero is not None and pins(zero.offload_optimizer)
+        self._page_locks = page_locks and self._device.type != "cpu"
         self._memory = self._make_memory(pin=self._page_locks)
         self._units, needs = make_units(
             model,
@@ -489,11 +491,6 @@ def _replaced(member: Member) -> EngineError:
         fix="write weights through engine.master_weights.editing(), and put back what was swapped "
         "in before the next step",
     )
-
-
-def _pins(plan: ResolvedPlan) -> bool:
-    zero = plan.plan.zero_optimization
-    return zero is not None and pins(zero.offload_optimizer)
 
 
 def _capacity(streaming: Streaming, units: list[Unit]) -> int:
