@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from functools import cache
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, Final
 
 import attrs
@@ -363,7 +363,7 @@ def orthogonalise(matrix: torch.Tensor, *, steps: int = 5) -> torch.Tensor:
     return result
 
 
-# -- AdamW whose moments are bf16, beside fp32 master weights.
+# -- AdamW with moments of its own, beside fp32 master weights: first of 16 bits.
 
 
 _WIDENED: Final = {"cpu": 2**19}
@@ -377,18 +377,8 @@ errors of one cancel over the steps as long as its own bits are new at each step
 _WORD: Final = 2**32 - 1
 
 
-class AdamWBF16States(torch.optim.Optimizer):
-    """AdamW (Loshchilov & Hutter 2019, https://arxiv.org/abs/1711.05101) with moments in bf16.
-
-    4 bytes of states per weight, not 8; weights, gradients and the arithmetic are fp32. Chunk by
-    chunk the moments are widened, updated by torch's own AdamW and rounded back stochastically
-    (Gupta et al. 2015, https://arxiv.org/abs/1502.02551): up or down by chance, right on average.
-    Rounding to nearest would stop the second moment, whose step of ``1 - beta2`` is smaller than
-    half a unit in the last place of bf16.
-
-    The noise is a function of the step, the group, and an element's place among those of the group
-    that are stepped, so a resumed run is the uninterrupted one and replicas agree. Works element by
-    element, so ZeRO's flat shards change nothing.
+class AdamWStates(torch.optim.Optimizer):
+    """AdamW (Loshchilov & Hutter 2019, https://arxiv.org/abs/1711.05101) with moments of its own.
 
     Args:
         params: Parameters or groups, fp32.
@@ -398,8 +388,6 @@ class AdamWBF16States(torch.optim.Optimizer):
         weight_decay: Decoupled weight decay, multiplied by ``lr``.
     """
 
-    state_dtype: torch.dtype = torch.bfloat16
-    """Dtype of the moments, also for code that creates them before the first step."""
     adam_w_mode = True
 
     def __init__(
@@ -413,7 +401,28 @@ class AdamWBF16States(torch.optim.Optimizer):
     ) -> None:
         defaults = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults)
-        self._noise = Noise()
+
+
+class AdamWBF16States(AdamWStates):
+    """AdamW with moments in bf16.
+
+    4 bytes of states per weight, not 8; weights, gradients and the arithmetic are fp32. Chunk by
+    chunk the moments are widened, updated by torch's own AdamW and rounded back stochastically
+    (Gupta et al. 2015, https://arxiv.org/abs/1502.02551): up or down by chance, right on average.
+    Rounding to nearest would stop the second moment, whose step of ``1 - beta2`` is smaller than
+    half a unit in the last place of bf16.
+
+    The noise is a function of the step, the group, and an element's place among those of the group
+    that are stepped, so a resumed run is the uninterrupted one and replicas agree. Works element by
+    element, so ZeRO's flat shards change nothing.
+    """
+
+    state_dtype: torch.dtype = torch.bfloat16
+    """Dtype of the moments, also for code that creates them before the first step."""
+
+    @cached_property
+    def _noise(self) -> Noise:
+        return Noise()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -567,7 +576,7 @@ def round_stochastically(exact: torch.Tensor, bits: torch.Tensor, *, into: torch
     into.copy_(exact)
 
 
-# -- AdamW whose moments are one byte each, beside fp32 master weights.
+# -- AdamW whose moments are one byte each.
 
 
 BLOCK: Final = 256
@@ -675,8 +684,8 @@ _MOMENTS: Final[Mapping[str, bool]] = {"exp_avg": True, "exp_avg_sq": False}
 """Moments, and whether they have a sign."""
 
 
-class AdamW8BitStates(TensorByTensor):
-    """AdamW (https://arxiv.org/abs/1711.05101) with moments of one byte each.
+class AdamW8BitStates(AdamWStates, TensorByTensor):
+    """AdamW with moments of one byte each; weights must be contiguous.
 
     2.03 bytes of states per weight, not 8: codes of a dynamic tree, and one fp32 scale for each
     block of 256 (8-bit optimizers, https://arxiv.org/abs/2110.02861). Each step decodes moments,
@@ -684,28 +693,7 @@ class AdamW8BitStates(TensorByTensor):
 
     Streamed weights are stepped with these numbers in one pass. By itself it is slow: use
     bitsandbytes.
-
-    Args:
-        params: Parameters or groups, fp32, contiguous.
-        lr: Learning rate.
-        betas: Decay rates of the moments.
-        eps: Keeps the denominator off zero.
-        weight_decay: Decoupled weight decay, multiplied by ``lr``.
     """
-
-    adam_w_mode = True
-
-    def __init__(
-        self,
-        params: Any,
-        *,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
-    ) -> None:
-        defaults = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, defaults)
 
     @staticmethod
     def create_states(state: MutableMapping[str, Any], numel: int) -> None:
