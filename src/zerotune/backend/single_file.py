@@ -26,6 +26,8 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 SUFFIX: Final = ".safetensors"
 """What the name of a single file ends with."""
+INDEX: Final = "model_index.json"
+"""What makes a folder a pipeline of diffusers."""
 
 _MODEL: Final = "model.diffusion_model."
 _VAES: Final = ("first_stage_model.", "vae.")
@@ -242,12 +244,17 @@ class SingleFile:
         return found
 
     @property
+    def index(self) -> dict[str, Any]:
+        """What the folder says of the pipeline."""
+        index: dict[str, Any] = json_of((self.config / INDEX).read_text())
+        return index
+
+    @property
     def components(self) -> dict[str, tuple[str, str]]:
         """Library and class of the pipeline's components by name."""
-        index = json_of((self.config / "model_index.json").read_text())
         return {
             name: (entry[0], entry[1])
-            for name, entry in index.items()
+            for name, entry in self.index.items()
             if isinstance(entry, list)
             and len(entry) == 2
             and all(isinstance(e, str) for e in entry)
@@ -255,8 +262,7 @@ class SingleFile:
 
     def without(self, parts: Iterable[str]) -> dict[str, Any]:
         """Options that leave all components out but some."""
-        kept = set(parts)
-        index = json_of((self.config / "model_index.json").read_text())
+        kept, index = set(parts), self.index
         left = {
             name for name, entry in index.items() if isinstance(entry, list) and name not in kept
         }
@@ -300,8 +306,7 @@ class SingleFile:
         """Write the frozen parts that the file holds into a pipeline's folder, in fp32."""
         import diffusers
 
-        index = json_of((self.config / "model_index.json").read_text())
-        kind = getattr(diffusers, index["_class_name"])
+        kind = getattr(diffusers, self.index["_class_name"])
         pipeline = self.pipeline(kind, self.without(self.parts))
         for name in self.parts:
             getattr(pipeline, name).save_pretrained(folder / name)

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
@@ -16,6 +16,7 @@ from zerotune._util.files import system_errors
 from zerotune._util.text import json_of, listing
 from zerotune.backend.checks import checked_dtype
 from zerotune.backend.single_file import (
+    INDEX,
     ORIGINALS,
     Original,
     Places,
@@ -44,10 +45,6 @@ from zerotune.errors import CheckpointCorruptError, CheckpointError, CheckpointM
 
 if TYPE_CHECKING:
     from zerotune.backend.engine import Engine
-
-
-INDEX: Final = "model_index.json"
-"""What makes a folder a pipeline of diffusers."""
 
 
 @attrs.frozen(kw_only=True)
