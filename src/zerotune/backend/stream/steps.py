@@ -21,16 +21,14 @@ import attrs
 import torch
 
 from zerotune.backend.master_weights import Follower
-from zerotune.backend.step.adams import stepper_of
+from zerotune.backend.step.adams import SplitMasters, stepper_of
 from zerotune.backend.step.kernel import HostStepOp
-from zerotune.backend.step.masters import SplitMasters
 from zerotune.backend.step.pending import hold, release
-from zerotune.backend.stream.flat import FlatOrder
 from zerotune.backend.stream.gradients import Gradients, Place
 from zerotune.backend.stream.lanes import Copy, Lane
 from zerotune.backend.stream.passes import Passes, UnitPass
 from zerotune.backend.stream.residency import Residency
-from zerotune.backend.stream.units import Unit
+from zerotune.backend.stream.units import FlatOrder, Unit
 from zerotune.errors import EngineError
 from zerotune.plan.memory.estimate import GRADIENTS_UNDER_WAY
 
