@@ -74,7 +74,7 @@ class Lane:
 
     def submit(
         self,
-        copy: Callable[[], None],
+        copy: Callable[[], object],
         *,
         wait: Callable[[], None] | None = None,
         then: Callable[[], None] | None = None,
@@ -92,7 +92,7 @@ class Lane:
 
     def _run(
         self,
-        copy: Callable[[], None],
+        copy: Callable[[], object],
         wait: Callable[[], None] | None,
         then: Callable[[], None] | None,
         ready: Any,
