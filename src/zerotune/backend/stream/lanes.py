@@ -106,7 +106,7 @@ class Lane:
             then()
         return event
 
-    def _queue(self, copy: Callable[[], None], ready: Any) -> Any:
+    def _queue(self, copy: Callable[[], object], ready: Any) -> Any:
         """Make the copy, or queue it; the event that is reached when it is complete."""
         with torch.no_grad():
             if self._stream is None:
