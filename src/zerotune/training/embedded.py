@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from zerotune._util.closing import Closing
-from zerotune._util.environment import held
+from zerotune._util.proc import held
 from zerotune.backend.deepspeed.external import (
     AttachedEngine,
     accelerate_optimizer,

@@ -24,7 +24,7 @@ import attrs
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from zerotune._util.environment import environment
+from zerotune._util.proc import environment
 from zerotune.backend.build import build_engine
 from zerotune.backend.ops import build_op
 from zerotune.backend.proof import COMMAND, VARIABLE, Combination, Outcome, Proof, describe_error

@@ -16,7 +16,7 @@ import torch
 from zerotune._util.text import whole
 from zerotune.backend.distributed import together
 from zerotune.backend.engine import StepOutcome
-from zerotune.checkpoint.verify import finite_checkpoint
+from zerotune.checkpoint.folders import finite_checkpoint
 from zerotune.decisions import Decision, announce
 from zerotune.errors import DataError, TrainingError
 from zerotune.training.events import PHASES, StepMetrics
