@@ -76,8 +76,8 @@ and versions.
 Estimates of memory are compared with two measurements. Memory *in use* is the size of the
 process's live blocks. The *peak of the process* also contains freed blocks that the C library
 keeps for later; on a CPU these add up to a fifth. An estimate may be at most 3 % below the memory
-in use, and at most 10 % above the peak of the process. It is **not** an upper bound of that
-peak."""
+in use, and at most 10 % above the peak of the process. An estimate is **not** an upper bound of
+that peak."""
 
 # The reference system's own figures, as published: SDXL's full U-Net, ZeRO-2 with the optimizer
 # in RAM, on an RTX 4090 with 24 GB.
@@ -136,7 +136,7 @@ the first start, has found the same results bit for bit
 NOT_ON_A_GPU = """\
 None of these figures was measured on a GPU. The costs of offload over a bus, the overlap with a
 device's work and the device's memory are predicted ([memory](memory.md)). `python -m bench.gpu`
-measures them on a GPU of at least 24 GiB. It runs SDXL's full U-Net alternately with the
+measures them on a GPU of at least 24 GiB. The command runs SDXL's full U-Net alternately with the
 configuration of the published figures, which come from an RTX 4090 with 24 GB:"""
 
 REPEAT = """\

@@ -71,9 +71,9 @@ LAXER = {
 AGREEMENT = """\
 ## Differences from DeepSpeed's own checks
 
-A test passes every key, with values of every kind, to DeepSpeed's own `DeepSpeedConfig`. It also
-passes combinations of stages, offload, precision and reduction. zerotune and DeepSpeed accept and
-refuse the same configurations, with these exceptions:
+A test passes every key, with values of every kind, to DeepSpeed's own `DeepSpeedConfig`. The test
+also passes combinations of stages, offload, precision and reduction. zerotune and DeepSpeed accept
+and refuse the same configurations, with these exceptions:
 
 | difference | keys | reason |
 |---|---|---|
