@@ -290,7 +290,9 @@ class StreamEngine(CountingEngine):
     def backward(self, loss: torch.Tensor) -> None:
         """Back-propagate a scalar loss, divided by the accumulation steps.
 
-        With clipping off, units are stepped in the last backward pass of their window.
+        With clipping off, units are stepped in the last backward pass of their window. If that
+        pass raises after some units were stepped, the engine refuses to continue until a
+        checkpoint has been loaded.
         """
         self._steps.check_whole()
         if self._at_boundary and self._steps.is_eager and not self._steps.under_way:
@@ -299,9 +301,13 @@ class StreamEngine(CountingEngine):
         self._unfinished = True
         self._steps.begin_backward(is_last=self._at_boundary)
         scaled: Any = loss / self._plan.gradient_accumulation_steps
-        scaled.backward()
-        # Not autograd's own callback, which also runs at the end of a reentrant checkpoint's pass.
-        self._steps.end_backward()
+        try:
+            scaled.backward()
+            # Not autograd's callback, which also runs at the end of a reentrant checkpoint's pass.
+            self._steps.end_backward()
+        except BaseException:
+            self._steps.break_off()
+            raise
 
     @override
     @naming_the_lost
