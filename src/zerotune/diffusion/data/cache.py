@@ -12,8 +12,9 @@ import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby, islice
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, Final, TypedDict
+from typing import Any, Final, TypedDict, cast
 
 import attrs
 import torch
@@ -312,6 +313,8 @@ EDITS: Final = "edits"
 
 EncodeEdits = Callable[[Sequence[str], torch.Tensor], Mapping[str, torch.Tensor]]
 """As ``EncodeTexts``, of captions and the images (b, 3, h, w) in [-1, 1] that they edit."""
+ReadImages = Callable[[Mapping[str, torch.Tensor]], torch.Tensor | None]
+"""Of the tensors of a batch the images that texts are read with; ``None``: it has none."""
 
 _CORNER = "crop_corner"
 
@@ -424,6 +427,7 @@ def cache_edits(
     *,
     cache: TensorCache,
     encode: EncodeEdits,
+    read: ReadImages | None = None,
     **options: Unpack[CacheOptions],
 ) -> None:
     """Compute embeddings of captions with the image that each edits. Collective.
@@ -435,13 +439,16 @@ def cache_edits(
         dataset: Images with their captions and references.
         cache: Where they go, of the kind ``EDITS``.
         encode: Runs the encoder.
+        read: What the encoder is given beside the captions; references when not given.
         **options: Of ``CacheOptions``; 4 texts per call and 64 per file when not given.
 
     Raises:
         DataError: There are no references; and as ``cache_latents``.
         InvalidValueError: Tags are shuffled anew at each use, so that texts cannot be counted.
     """
-    check_edits(dataset)
+    if read is None:
+        check_edits(dataset)
+        read = itemgetter(REFERENCE_IMAGES)
     images = CachedImages(dataset, latents=cache, texts=cache)
     found = {
         images.words_key(text, index, flipped=flipped): (text, index, flipped)
@@ -453,7 +460,7 @@ def cache_edits(
     def compute(keys: list[str]) -> dict[str, dict[str, torch.Tensor]]:
         wanted = [found[key] for key in keys]
         loaded = [dataset.tensors(index, flipped=flipped)[0] for _, index, flipped in wanted]
-        edited = torch.stack([tensors[REFERENCE_IMAGES] for tensors in loaded])
+        edited = cast("torch.Tensor", read(stack_named(loaded)))
         return _rows_by_key(keys, encode([text for text, _, _ in wanted], edited))
 
     def bucket(key: str) -> Any:

@@ -12,13 +12,12 @@ import torch
 from torch import Tensor
 
 from zerotune._util.text import validated, whole
-from zerotune.diffusion.data.cache import EDITS, CacheSettings, hash_key
-from zerotune.diffusion.data.preparation import REFERENCE_IMAGES
-from zerotune.diffusion.data.streams import row_of, stack_named
+from zerotune.diffusion.data.cache import CacheSettings
 from zerotune.diffusion.models.family import Conditioning, Denoiser, Drawing, config_of
 from zerotune.diffusion.models.latents import Packing, Tokens
 from zerotune.diffusion.models.pipeline import Blueprint, FrozenParts, PipelineModel
 from zerotune.diffusion.models.pipeline_family import PipelineFamily
+from zerotune.diffusion.models.reading import ReadingFamily
 from zerotune.errors import DataError
 
 _WITH_MASK = ("prompt_embeds", "prompt_attention_mask")
@@ -585,7 +584,7 @@ class _Picture:
 
 
 @attrs.frozen(kw_only=True, eq=False)
-class QwenImageEdit(QwenImage):
+class QwenImageEdit(ReadingFamily, QwenImage):
     """Qwen-Image-Edit: Qwen2.5-VL reads a text together with the image that is edited.
 
     So an embedding belongs to a text and an image, in caches too.
@@ -593,7 +592,6 @@ class QwenImageEdit(QwenImage):
 
     pipeline: ClassVar[str] = "QwenImageEditPipeline"
     reference: ClassVar[str | None] = "image"
-    reads_references: ClassVar[bool] = True
 
     reference_area: int = attrs.field(default=1024 * 1024, validator=validated(whole))
     """Pixels that images are brought to before they are edited. The pipeline knows no other value
@@ -610,20 +608,16 @@ class QwenImageEdit(QwenImage):
         (width, height), pictures = self._resized(pipeline, images, self.reference_area)
         return cast("Tensor", pipeline.image_processor.preprocess(pictures, height, width))
 
-    def embed_edits(
-        self,
-        parts: FrozenParts,
-        captions: Sequence[str],
-        references: Tensor,
-        device: torch.device,
+    def read(
+        self, parts: FrozenParts, caption: str, pictures: list[Any], device: torch.device
     ) -> dict[str, Tensor]:
-        """What ``encode_prompt`` makes of each caption and its image."""
-        _, pictures = self._resized(parts.pipeline, references, self.read_area)
-        encoded = (
-            self.encode_with(parts.pipeline, device, {"prompt": [caption], "image": [picture]})
-            for caption, picture in zip(captions, pictures, strict=True)
-        )
-        return stack_named([row_of(one, 0) for one in encoded])
+        """What ``encode_prompt`` makes of a caption and its images."""
+        return self.encode_with(parts.pipeline, device, {"prompt": [caption], "image": pictures})
+
+    def pictures_of(self, parts: FrozenParts, images: Tensor) -> list[list[Any]]:
+        """In the size at which Qwen2.5-VL reads them."""
+        _, pictures = self._resized(parts.pipeline, images, self.read_area)
+        return [[picture] for picture in pictures]
 
     def _resized(
         self, pipeline: Any, images: Tensor, area: int
@@ -640,30 +634,6 @@ class QwenImageEdit(QwenImage):
         module = sys.modules[self.known_blueprint().kind.__module__]
         width, height = module.calculate_dimensions(area, ratio)[:2]
         return width, height
-
-    def texts_of(self, batch: Mapping[str, Any], captions: Sequence[str]) -> dict[str, Tensor]:
-        """With the images of the batch that are edited."""
-        return self.encode_texts(
-            captions, device=self.clean_device(batch), references=batch.get(REFERENCE_IMAGES)
-        )
-
-    def empty_texts_of(
-        self, batch: Mapping[str, Any], *, device: torch.device
-    ) -> dict[str, Tensor]:
-        """The empty text with the image of each sample.
-
-        Raises:
-            DataError: The batch is one of caches.
-        """
-        images = batch.get(REFERENCE_IMAGES)
-        if images is None:
-            raise DataError(
-                "the empty text is read together with the image, and caches have no images",
-                key="dropout",
-                value=self.dropout,
-                fix="drop captions in the data: Augmentation(caption_dropout=...)",
-            )
-        return self.encode_texts([""] * len(images), device=device, references=images)
 
     def embedding_settings(self) -> dict[str, Any]:
         """How large an image is read."""
@@ -684,28 +654,6 @@ class QwenImageEdit(QwenImage):
         picture: _Picture = call_kwargs["image"]
         pipe.image_processor = picture
         pipe.transformer.register_forward_pre_hook(picture.put_in_place, with_kwargs=True)
-
-    def drawn_texts(
-        self,
-        texts: Sequence[str],
-        drawing: Drawing,
-        *,
-        device: torch.device,
-        negative: bool = False,  # noqa: ARG002
-    ) -> dict[str, Tensor]:
-        """Each with the image it edits."""
-        parts, images = self._needed("captions"), self.drawn_references(drawing)
-        known = {
-            hash_key(text, image.shape, image.float().numpy().tobytes()): (text, image)
-            for text, image in zip(texts, images.cpu(), strict=True)
-        }
-
-        def encode(keys: Sequence[str]) -> dict[str, Tensor]:
-            words, pictures = zip(*(known[key] for key in keys), strict=True)
-            return self.embed_edits(parts, words, torch.stack(pictures), device)
-
-        encoded = parts.remember(list(known), encode, device=device, kind=EDITS)
-        return {name: value.to(device) for name, value in encoded.items()}
 
 
 class QwenImageEditPlus(QwenImageEdit):

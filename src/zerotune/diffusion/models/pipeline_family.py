@@ -217,6 +217,19 @@ class TextToImage(ABC):
             captions: Sequence[str] = conditioning[CAPTIONS]  # type: ignore[assignment]
             return {**others, **self.embed(parts, list(captions), model.device)}
 
+    def read_images(self, batch: Mapping[str, Any]) -> Tensor | None:
+        """The images of a batch that texts are read with, if it has them (``reads_references``)."""
+        return batch.get(REFERENCE_IMAGES)
+
+    def check_captions(self, dataset: Any) -> None:
+        """Refuse a dataset whose texts cannot be cached.
+
+        Args:
+            dataset: ``PreparedImages`` or ``PreparedClips``.
+        """
+        if not self.trains_texts:
+            dataset.augmentation.check_countable()
+
     def texts_of(self, batch: Mapping[str, Any], captions: Sequence[str]) -> dict[str, Tensor]:
         """Embeddings of captions of a batch, or of other texts in their place."""
         return self.encode_texts(captions, device=self.clean_device(batch))
