@@ -119,7 +119,7 @@ def _encode(
     several = images if isinstance(images, Mixture | PreferencePairs) else None
     sets: Mapping[str, Any] = {"": images} if several is None else several.sets
     for each in sets.values():
-        family.check_captions(each)  # Before the first latent.
+        family.check_dataset(each)  # Before the first latent.
     latents = TensorCache(folder, settings=family.latent_settings())
     shared: dict[str, Any] = {
         "rank": ranks.rank,

@@ -312,7 +312,8 @@ EDITS: Final = "edits"
 """Kind of a cache of texts that were encoded together with the image they edit."""
 
 EncodeEdits = Callable[[Sequence[str], torch.Tensor], Mapping[str, torch.Tensor]]
-"""As ``EncodeTexts``, of captions and the images (b, 3, h, w) in [-1, 1] that they edit."""
+"""As ``EncodeTexts``, of captions and the images (b, 3, h, w) in [-1, 1] that they edit, or several
+of each, (b, r, 3, h, w)."""
 ReadImages = Callable[[Mapping[str, torch.Tensor]], torch.Tensor | None]
 """Of the tensors of a batch the images that texts are read with; ``None``: it has none."""
 
@@ -351,7 +352,8 @@ def cache_latents(
 
     An image's key is made of its stored bytes, its size, its bucket, how it is prepared and
     whether it is mirrored; what lies beside it belongs to it. Masks are kept in the latents' size
-    as ``loss_masks``, and what the encoder gives for references as ``reference_latents``. A file is
+    as ``loss_masks``, and what the encoder gives for references as ``reference_latents``, (b, r, …)
+    where images may have several. A file is
     written every ``shard_size`` images; what was written stays when the process is killed, and the
     next call computes the rest, on any number of ranks.
 
@@ -393,8 +395,12 @@ def _encoded(
     """What is kept of images: their latents, and of what lies beside them latents and masks."""
     found = dict(encode(loaded["images"]))
     if REFERENCE_IMAGES in loaded:
-        edited = encode_references(loaded[REFERENCE_IMAGES])
-        found |= {f"reference_{name}": tensor for name, tensor in edited.items()}
+        references = loaded[REFERENCE_IMAGES]
+        several = references.ndim == 5
+        edited = encode_references(references.flatten(0, 1) if several else references)
+        samples = references.shape[: 2 if several else 1]
+        for name, tensor in edited.items():
+            found[f"reference_{name}"] = tensor.reshape(*samples, *tensor.shape[1:])
     if LOSS_MASKS in loaded:
         sides = next(iter(found.values())).shape[-2:]
         found[LOSS_MASKS] = shrunk(loaded[LOSS_MASKS], sides)

@@ -311,7 +311,7 @@ class HunyuanVideoImageToVideo(ImageToVideo, ReadingFamily, HunyuanVideo):
 
     # -- Texts.
 
-    def check_captions(self, dataset: Any) -> None:
+    def check_dataset(self, dataset: Any) -> None:
         """Refuse captions that cannot be counted; what is read with them is in every clip."""
         dataset.augmentation.check_countable()
 

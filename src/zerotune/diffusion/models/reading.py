@@ -24,7 +24,7 @@ class ReadingFamily(PipelineFamily):
     """A family whose text encoder reads images. Mix it into the family of its model.
 
     The images are the references of a batch; a family that reads others overrides ``read_images``
-    and ``check_captions``.
+    and ``check_dataset``.
     """
 
     reads_references: ClassVar[bool] = True
@@ -51,8 +51,9 @@ class ReadingFamily(PipelineFamily):
         encoded = (self.read(parts, caption, pictures, device) for caption, pictures in pairs)
         return stack_named([row_of(one, 0) for one in encoded])
 
-    def check_captions(self, dataset: Any) -> None:
-        """Refuse images without references, and captions that cannot be counted."""
+    def check_dataset(self, dataset: Any) -> None:
+        """Refuse images without references, too."""
+        super().check_dataset(dataset)
         check_edits(dataset)
 
     def texts_of(self, batch: Mapping[str, Any], captions: Sequence[str]) -> dict[str, Tensor]:
