@@ -77,7 +77,7 @@ def test_the_report_says_what_the_step_waits_for():
     assert (second.phase, second.nbytes) == ("optimizer", 30 * 2**18)
     assert second.resource == "compute", "far slower than memory: threads, not bandwidth"
     assert report(copy_rate=2e8).bounds[1].resource == "host memory"
-    assert "79% of what a plain copy reaches" in report(copy_rate=2e8).render()
+    assert "79% of a plain copy's rate" in report(copy_rate=2e8).render()
     assert sum(one.share for one in (first, second, *others)) == pytest.approx(1)
 
 
