@@ -42,6 +42,7 @@ copybutton_prompt_text = r"\$ |>>> |\.\.\. "
 copybutton_prompt_is_regexp = True
 html_title = f"zerotune {release}"
 html_static_path = ["_static"]
+html_css_files = ["site.css"]
 html_js_files = ["scrolling.js"]
 myst_heading_anchors = 3
 autodoc_member_order = "bysource"

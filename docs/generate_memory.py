@@ -40,9 +40,8 @@ nf4` (QLoRA): it prints the plan."""
 
 STREAMING = """\
 [Streaming](streaming.md) moves weights through the GPU block by block. It has to be asked for
-(`streamed=True`), and has not been measured on a GPU."""
+(`streamed=True`), and has not been measured on a GPU.
 
-STREAMED_TABLE = """\
 Predicted seconds of a step on 24 GiB with more and more host memory, no NVMe, no EMA, gradients
 clipped: of the fastest plan without streaming, then of the fastest that streams; a dash where none
 fits."""
@@ -63,6 +62,7 @@ HOST, NVME = "128GiB", "2TB"
 STREAMED_HOSTS = ("64GiB", "128GiB", "192GiB", "256GiB")
 RANK = 16
 SIDE = 1024
+UNBROKEN = "\N{NO-BREAK SPACE}"
 LETTERS = {
     "A": "everything on the GPU",
     "B": "optimizer in host memory, as much of it on the GPU as fits",
@@ -104,9 +104,9 @@ def page() -> str:
     for title, lora in (("All weights", None), (f"Adapters of rank {RANK}", RANK)):
         parts += [f"## {title}", _table(FOREMOST, lora)]
         parts.append(_folded("More models", _table(OTHERS, lora)))
-    parts += ["## Memory of each plan", *map(_costs, DETAILED)]
-    title = "Seconds of every family on 24 GiB, with and without streaming"
-    parts += ["## Streamed weights", STREAMING, _folded(title, STREAMED_TABLE, _streamed())]
+    parts += ["## Details", *map(_costs, DETAILED)]
+    title = "Seconds of every family on 24 GiB, with and without streamed weights"
+    parts.append(_folded(title, STREAMING, _streamed()))
     return "\n\n".join(parts) + "\n"
 
 
@@ -129,7 +129,7 @@ def _card(size: str) -> str:
 
 
 def _gib(size: str) -> str:
-    return size.replace("GiB", " GiB")
+    return size.replace("GiB", f"{UNBROKEN}GiB")
 
 
 def _named(name: str) -> str:
@@ -162,7 +162,7 @@ def _cell(name: str, card: str, lora: int | None) -> str:
     if advice.chosen.time is None:
         raise AssertionError(f"the arithmetic of {name} is not known")
     marks = "\\*" * (advice.gradient_checkpointing + advice.activation_offload)
-    return f"{_amount(advice.chosen.time.expected)} {_letter(advice)}{marks}"
+    return f"{_amount(advice.chosen.time.expected)}{UNBROKEN}{_letter(advice)}{marks}"
 
 
 def _letter(advice: Advice) -> str:
