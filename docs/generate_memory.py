@@ -104,7 +104,8 @@ def page() -> str:
     for title, lora in (("All weights", None), (f"Adapters of rank {RANK}", RANK)):
         parts += [f"## {title}", _table(FOREMOST, lora)]
         parts.append(_folded("More models", _table(OTHERS, lora)))
-    parts += ["## Details", *map(_costs, DETAILED)]
+        parts += [] if lora else map(_costs, DETAILED)
+    parts.append("## Streamed weights")
     title = "Seconds of every family on 24 GiB, with and without streamed weights"
     parts.append(_folded(title, STREAMING, _streamed()))
     return "\n\n".join(parts) + "\n"

@@ -256,7 +256,8 @@ def draw_learning(
     curve.plot(steps, losses, color="#4d6b80", linewidth=1)
     for step in drawn:
         curve.axvline(step, color="#d9601a", linewidth=1, linestyle="dashed")
-    curve.set(xlabel="optimizer step", ylabel="loss", xlim=(0, 1.01 * options.steps), ylim=(0, None))
+    curve.set(xlabel="optimizer step", ylabel="loss")
+    curve.set(xlim=(0, 1.01 * options.steps), ylim=(0, None))
     curve.legend(["loss of a step", "digits drawn"], frameon=False)
     rows = images_to_grid(torch.cat(list(drawn.values())), columns=CLASSES, upscale=8)
     digits.imshow(rows, cmap="gray", interpolation="nearest", vmin=0, vmax=255)
