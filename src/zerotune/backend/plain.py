@@ -43,6 +43,7 @@ from zerotune.backend.step.adams import (
     torch_rounds_alike_in_fp32,
 )
 from zerotune.backend.step.deferred import KEY, DeferredSteps, take_over
+from zerotune.backend.step.masters import WholeMasters
 from zerotune.backend.stored import bring_weights, check_has_weights
 from zerotune.backend.upstream import require_accelerate
 from zerotune.decisions import Decision, announce
@@ -492,7 +493,7 @@ class PlainStep(DeferredSteps):
         # Loading a state makes new groups, which accelerate does too.
         groups = {id(p): group for group in self._optimizer.param_groups for p in group["params"]}
         begun = [
-            no_step(slab)
+            no_step(WholeMasters(slab.data.view(-1)))
             if slab.grad is None
             else self._adam.begin(
                 slab,
