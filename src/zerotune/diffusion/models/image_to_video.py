@@ -1,7 +1,7 @@
-"""Families that go on from an image: the condition of a clip is its own first frame.
+"""Image-to-video families: a clip's condition is its first frame.
 
-What the model is shown of the image is kept beside the latents in caches, since it cannot be told
-from them: the VAE encodes the first frame together with empty ones.
+Caches store the model's view of the image beside the latents, because it cannot be derived from
+them: the VAE encodes the first frame together with empty frames.
 """
 
 from __future__ import annotations
@@ -29,20 +29,21 @@ from zerotune.diffusion.models.pipeline_family import REFERENCES, PipelineFamily
 from zerotune.errors import DataError
 
 IMAGE_EMBEDS: Final = "image_embeds"
-"""Key of a batch: what CLIP sees in the first frames, (b, tokens, width)."""
+"""Batch key of CLIP's embedding of the first frames, (b, tokens, width)."""
 
 _TRAINED_TIMES: Final = 1000.0
 _IMAGE_TOKENS: Final = 257
 _NOISE_ARGUMENTS: Final = 9
-"""Arguments of ``WanPipeline.prepare_latents``, which follow the image in its like for images."""
+"""Arguments of ``WanPipeline.prepare_latents``; the image pipeline's version has the image before
+them."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
 class ImageToVideo(PipelineFamily):
-    """A family of clips that begin with a given image. Mix it into the family of its model.
+    """Mixin for clips that continue a given image. Add it to the family of its model.
 
-    The image is the first frame of each clip, in training; in drawing it is one of
-    ``references``. Caches hold what the model is shown of it as ``reference_latents``.
+    In training the image is each clip's first frame; in sampling it is one of ``references``.
+    Caches store the model's view of it as ``reference_latents``.
     """
 
     reference: ClassVar[str | None] = "image"
@@ -52,22 +53,22 @@ class ImageToVideo(PipelineFamily):
 
     @abstractmethod
     def encode_frames(self, parts: FrozenParts, images: Tensor, frames: int) -> dict[str, Tensor]:
-        """What the model is shown of first frames, on the parts' devices.
+        """Encode first frames as the model sees them, on the devices of the parts.
 
         Args:
             parts: The frozen parts.
             images: First frames (b, 3, height, width) in [-1, 1].
-            frames: Of the clips.
+            frames: Number of frames in the clips.
         """
 
     @abstractmethod
     def frame_parts(self, parts: FrozenParts) -> tuple[str, ...]:
-        """Parts that ``encode_frames`` needs."""
+        """Return the parts that ``encode_frames`` needs."""
 
     def encode_images(
         self, images: Tensor, *, device: torch.device | None = None
     ) -> dict[str, Tensor]:
-        """Latents of clips (b, 3, frames, height, width), and what is shown of their first."""
+        """Encode clips (b, 3, frames, height, width) and their first frames."""
         return {
             **super().encode_images(images, device=device),
             **self._first_frames(images, device=device),
@@ -83,14 +84,14 @@ class ImageToVideo(PipelineFamily):
             return self.encode_frames(parts, clips[:, :, 0], clips.shape[2])
 
     def latent_settings(self) -> CacheSettings:
-        """The first frame is encoded, too."""
+        """Return settings including the encoding of the first frame."""
         usual, parts = super().latent_settings(), self._needed("images")
         others = [name for name in self.frame_parts(parts) if name != "vae"]
         own = {"first_frame": parts.hash(others) if others else True}
         return attrs.evolve(usual, settings={**usual.settings, **own})
 
     def conditioning(self, batch: Mapping[str, Tensor], generator: torch.Generator) -> Conditioning:
-        """Embeddings of texts, and what the model is shown of first frames."""
+        """Return text embeddings and the encoded first frame."""
         if REFERENCES not in batch:
             images = images_of(batch)
             known = self._first_frames(images, device=images.device)
@@ -99,7 +100,7 @@ class ImageToVideo(PipelineFamily):
         return {**found, **{n: batch[n].float() for n in (IMAGE_EMBEDS,) if n in batch}}
 
     def drawing_arguments(self, drawing: Drawing, *, device: torch.device) -> dict[str, Any]:
-        """With what the model is shown of the images that clips go on from."""
+        """Return arguments including the encoded images to continue."""
         images = self.drawn_references(drawing)
         parts = self._needed("references")
         usual = parameters_of(self.known_blueprint().kind.__call__)["num_frames"].default
@@ -114,18 +115,18 @@ class ImageToVideo(PipelineFamily):
         return self.drawn_references(drawing)
 
     def drawn_references(self, drawing: Drawing) -> Tensor:
-        """The images that clips go on from, in the size that is drawn.
+        """Return the images to continue, at the sampled size.
 
         Raises:
-            DataError: There are none, or they are of another size.
+            DataError: There are no images, or their size differs.
         """
         images = super().drawn_references(drawing)
         if drawing.size is not None and tuple(images.shape[-2:]) != tuple(drawing.size):
             raise DataError(
-                f"clips of {tuple(drawing.size)} are to go on from images of another size",
+                f"the images to continue differ in size from the clips, {tuple(drawing.size)}",
                 key="references",
                 value=tuple(images.shape[-2:]),
-                fix="resize and crop the images to size=, or leave it out",
+                fix="resize and crop the images to size=, or omit it",
             )
         return images
 
@@ -136,13 +137,13 @@ class ImageToVideo(PipelineFamily):
     # -- A first frame that is given, not learned.
 
     def gives_first(self, model: Any) -> bool:  # noqa: ARG002 - for subclasses
-        """Whether the image takes the place of the first latent frame."""
+        """Return whether the image replaces the first latent frame."""
         return False
 
     def predict(
         self, model: Denoiser, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning
     ) -> Tensor:
-        """As of any pipeline; where the first latent frame is given, that is right as it is."""
+        """Predict like other pipelines; a given first latent frame is returned unchanged."""
         found = super().predict(model, noisy, timesteps, conditioning)
         if not self.gives_first(model):
             return found
@@ -153,14 +154,14 @@ class ImageToVideo(PipelineFamily):
         return torch.cat([right.to(found), found[:, :, 1:]], dim=2)
 
     def drawn_latents(self, output: Any, last: Tensor) -> Tensor:
-        """With the frame that was given."""
+        """Return latents with the given frame."""
         frames: Tensor = output.frames
         return frames if frames.shape == last.shape else last
 
     def example(
         self, model: Any, *, batch: int, side: int | tuple[int, int], frames: int = 2
     ) -> tuple[Tensor, Conditioning]:
-        """With a first frame, as the model is shown it."""
+        """Return example arguments with a first frame."""
         latents, known = super().example(model, batch=batch, side=side, frames=frames)
         shown = known[REFERENCES][:, :, :1] if self.gives_first(model) else known[REFERENCES]
         return latents, {**known, REFERENCES: shown}
@@ -261,12 +262,12 @@ class _WanImage(ImageToVideo):
 
 
 class WanImageToVideo(_WanImage, Wan):
-    """Wan 2.1 and 2.2 that go on from an image; of two experts the one for much noise."""
+    """Wan 2.1 and 2.2 image-to-video; for 2.2 the high-noise expert."""
 
 
 class WanImageToVideoLowNoise(_WanImage, WanLowNoise):
-    """Of Wan 2.2's two experts the one for little noise."""
+    """The low-noise expert of Wan 2.2 image-to-video."""
 
 
 IMAGE_TO_VIDEO: Final[tuple[type[ImageToVideo], ...]] = (WanImageToVideo,)
-"""All of them that a pipeline's class decides."""
+"""Families selected by a pipeline's class."""
