@@ -161,7 +161,8 @@ def sample(
             prompts.
         size: Height and width in pixels; default the model's native size; only with prompts.
         frames: Frames per clip; default the pipeline's; only with prompts for a video family.
-        references: Images to edit, (n, 3, height, width) in [-1, 1]; only with prompts for an
+        references: Images to edit, (n, 3, height, width) in [-1, 1], or several for each image,
+            (n, r, 3, height, width), if the family accepts them; only with prompts for an
             editing family.
         steps: Denoising steps.
         guidance_scale: Classifier-free guidance scale; 1 disables guidance.

@@ -12,8 +12,9 @@ import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby, islice
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, Final, TypedDict
+from typing import Any, Final, TypedDict, cast
 
 import attrs
 import torch
@@ -312,7 +313,10 @@ EDITS: Final = "edits"
 """Kind of a cache of texts encoded together with the image that they edit."""
 
 EncodeEdits = Callable[[Sequence[str], torch.Tensor], Mapping[str, torch.Tensor]]
-"""Like ``EncodeTexts``, for captions with the images (b, 3, h, w) in [-1, 1] that they edit."""
+"""Like ``EncodeTexts``, for captions with the images (b, 3, h, w) in [-1, 1] that they edit; with
+several images each, (b, r, 3, h, w)."""
+ReadImages = Callable[[Mapping[str, torch.Tensor]], torch.Tensor | None]
+"""Return the images of a batch that texts are encoded with, or ``None``."""
 
 _CORNER = "crop_corner"
 
@@ -349,8 +353,9 @@ def cache_latents(
 
     An image's key consists of its stored bytes, size, bucket, preparation and mirroring, and the
     files beside it. Masks are stored at latent size as ``loss_masks``, encoded references as
-    ``reference_latents``. A file is written every ``shard_size`` images. If the process is killed,
-    these files stay, and the next call encodes the rest on any number of ranks.
+    ``reference_latents``, (b, r, …) if images may have several. A file is written every
+    ``shard_size`` images. If the process is killed, these files stay, and the next call encodes the
+    rest on any number of ranks.
 
     Args:
         dataset: The images. Mirrored images are added if its augmentation flips.
@@ -391,8 +396,12 @@ def _encoded(
     """What is kept of images: their latents, and of what lies beside them latents and masks."""
     found = dict(encode(loaded["images"]))
     if REFERENCE_IMAGES in loaded:
-        edited = encode_references(loaded[REFERENCE_IMAGES])
-        found |= {f"reference_{name}": tensor for name, tensor in edited.items()}
+        references = loaded[REFERENCE_IMAGES]
+        several = references.ndim == 5
+        edited = encode_references(references.flatten(0, 1) if several else references)
+        samples = references.shape[: 2 if several else 1]
+        for name, tensor in edited.items():
+            found[f"reference_{name}"] = tensor.reshape(*samples, *tensor.shape[1:])
     if LOSS_MASKS in loaded:
         sides = next(iter(found.values())).shape[-2:]
         found[LOSS_MASKS] = shrunk(loaded[LOSS_MASKS], sides)
@@ -425,6 +434,7 @@ def cache_edits(
     *,
     cache: TensorCache,
     encode: EncodeEdits,
+    read: ReadImages | None = None,
     **options: Unpack[CacheOptions],
 ) -> None:
     """Encode captions together with the image that each edits. Collective.
@@ -437,13 +447,16 @@ def cache_edits(
         dataset: Images with their captions and references.
         cache: Cache of the kind ``EDITS`` to fill.
         encode: Runs the encoder.
+        read: Returns the images for the encoder; default the references.
         **options: Options of ``CacheOptions``; default 4 texts per call and 64 per file.
 
     Raises:
         DataError: The dataset has no references; also the errors of ``cache_latents``.
         InvalidValueError: Tags are shuffled anew at each use, so texts cannot be enumerated.
     """
-    check_edits(dataset)
+    if read is None:
+        check_edits(dataset)
+        read = itemgetter(REFERENCE_IMAGES)
     images = CachedImages(dataset, latents=cache, texts=cache)
     found = {
         images.words_key(text, index, flipped=flipped): (text, index, flipped)
@@ -455,7 +468,7 @@ def cache_edits(
     def compute(keys: list[str]) -> dict[str, dict[str, torch.Tensor]]:
         wanted = [found[key] for key in keys]
         loaded = [dataset.tensors(index, flipped=flipped)[0] for _, index, flipped in wanted]
-        edited = torch.stack([tensors[REFERENCE_IMAGES] for tensors in loaded])
+        edited = cast("torch.Tensor", read(stack_named(loaded)))
         return _rows_by_key(keys, encode([text for text, _, _ in wanted], edited))
 
     def bucket(key: str) -> Any:

@@ -215,6 +215,8 @@ class ImageItem:
     caption: str = ""
     further: tuple[str, ...] = ()
     """Additional captions; one of all captions is drawn for each use."""
+    references: int = 0
+    """Number of reference images."""
 
     def __attrs_post_init__(self) -> None:
         for text in self.captions:
@@ -279,7 +281,22 @@ def caption_text(words: Any) -> CaptionText:
 MASK: Final = "mask"
 """Name of loss masks: white counts, black does not."""
 REFERENCE: Final = "reference"
-"""Name of reference images, which are edited to become the sample."""
+"""Name of the first reference image, which is edited to become the sample."""
+REFERENCES: Final = (REFERENCE, *(f"{REFERENCE}{number}" for number in range(2, 11)))
+"""Names of all reference images of a sample, in order."""
+
+
+def companion_endings(masks: str | None, references: str | None) -> dict[str, str]:
+    """Return the suffixes of mask and reference names before their extensions, by kind.
+
+    Args:
+        masks: Suffix of a mask; ``None`` for no masks.
+        references: Suffix of the first reference; the second has a 2 after it, and so on.
+    """
+    found = {} if masks is None else {MASK: masks}
+    if references is not None:
+        found |= {kind: kind.replace(REFERENCE, references, 1) for kind in REFERENCES}
+    return found
 
 
 @runtime_checkable
@@ -312,7 +329,8 @@ class EncodedSource:
     broken: tuple[BrokenImage, ...] = ()
     decisions: tuple[Decision, ...] = ()
     companions: frozenset[str] = frozenset()
-    """Kinds of files beside the images: ``MASK`` for some of them, ``REFERENCE`` for all."""
+    """Kinds of files beside the images: ``REFERENCE`` for all of them, ``MASK`` and the other
+    ``REFERENCES`` for some."""
 
     _items: Sequence[ImageItem] = ()
 
@@ -374,12 +392,14 @@ class EncodedSource:
             stamp: Of a name and what lies beside it: changes when they do.
             beside: What lies beside an image; an image is broken with it, and where a mask is of
                 another shape.
-            companions: Images that have each kind; with ``REFERENCE`` one without it is broken.
+            companions: Images that have each kind; with one of ``REFERENCES`` an image without the
+                first of them is broken.
             missing: What is broken beside ``names``.
             decisions: Made before.
         """
         counts = companions or {}
         self.companions = frozenset(counts)
+        edits, several = not self.companions.isdisjoint(REFERENCES), has_several_references(self)
         sizes = SizeIndex() if index is None else index
 
         def read(name: str) -> Size:
@@ -390,12 +410,13 @@ class EncodedSource:
 
         def look(name: str) -> Size:
             width, height = sizes.get(name, lambda: read(name))
-            if REFERENCE in counts and REFERENCE not in beside(name):
+            if edits and REFERENCE not in beside(name):
                 raise ValueError("it has no reference, but other images have one")
             return width, height
 
         def item(name: str, size: Size) -> ImageItem:
-            return ImageItem(name=name, size=size, **worded(words(name)))
+            edited = sum(kind in REFERENCES for kind in beside(name)) if several else int(edits)
+            return ImageItem(name=name, size=size, references=edited, **worded(words(name)))
 
         stamps = {name: stamp(name) for name in names}
         self._items, self.broken, found = scan(
@@ -534,12 +555,13 @@ def _companion_decisions(counts: Mapping[str, int], of: int) -> tuple[Decision, 
     """What was found beside images.
 
     Args:
-        counts: Images that have a companion, by ``MASK`` and ``REFERENCE``.
+        counts: Images that have a companion, by ``MASK`` and ``REFERENCES``.
         of: Images.
     """
     effect = {
         MASK: "they weight the loss: white counts; images without a mask count everywhere",
         REFERENCE: "they are the images before an edit, or conditions of a ControlNet",
+        **dict.fromkeys(REFERENCES[1:], "they are edited together with the others"),
     }
     return tuple(
         Decision(
@@ -556,6 +578,28 @@ def _companion_decisions(counts: Mapping[str, int], of: int) -> tuple[Decision, 
 def companions_of(source: Any) -> frozenset[str]:
     """Return the kinds of files beside a source's images; empty if it supports none."""
     return frozenset(getattr(source, "companions", ()))
+
+
+def by_reference(each: Sequence[T], *, key: str) -> dict[str, T]:
+    """Something of each reference by its name.
+
+    Args:
+        each: In the references' order.
+        key: Where it was given.
+    """
+    if len(each) > len(REFERENCES):
+        raise DataError(
+            f"an image has at most {len(REFERENCES)} references",
+            key=key,
+            value=len(each),
+            fix="leave the last ones out",
+        )
+    return dict(zip(REFERENCES, each, strict=False))
+
+
+def has_several_references(source: Any) -> bool:
+    """Whether some images of a source are made of more than one."""
+    return not companions_of(source).isdisjoint(REFERENCES[1:])
 
 
 class RepeatedSource:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
@@ -103,6 +103,10 @@ class TextToImage(ABC):
     """Name of the guidance argument that a distilled model takes as an input."""
     reference: ClassVar[str | None] = None
     """Name of the argument for ``reference_latents``."""
+    needs_references: ClassVar[bool] = True
+    """Whether every sample of a family with ``reference`` needs a reference image."""
+    several_references: ClassVar[bool] = False
+    """Whether a sample may have several reference images."""
     by_class: ClassVar[bool] = False
     """Whether the pipeline's class alone determines the call, so that the family can be created
     directly."""
@@ -218,6 +222,48 @@ class TextToImage(ABC):
             captions: Sequence[str] = conditioning[CAPTIONS]  # type: ignore[assignment]
             return {**others, **self.embed(parts, list(captions), model.device)}
 
+    def read_images(self, batch: Mapping[str, Any]) -> Tensor | None:
+        """The images of a batch that texts are read with, if it has them (``reads_references``)."""
+        return batch.get(REFERENCE_IMAGES)
+
+    def check_dataset(self, dataset: Any) -> None:
+        """Refuse a dataset that cannot be encoded once.
+
+        Args:
+            dataset: ``PreparedImages`` or ``PreparedClips``.
+
+        Raises:
+            DataError: It has several references for an image, and the family takes one.
+            InvalidValueError: Its captions cannot be counted.
+        """
+        counts = (getattr(each.bucket, "references", 1) for each in dataset.assignment.placements)
+        most = max(counts, default=1)
+        if self.reference is not None and most > 1 and not self.several_references:
+            raise self._edits_one(most)
+        if not self.trains_texts:
+            dataset.augmentation.check_countable()
+
+    def one_of_each(self, references: Tensor) -> Tensor:
+        """References of a batch, (b, …) of those that come as (b, 1, …) where a family takes one.
+
+        Raises:
+            DataError: Samples have several.
+        """
+        if references.ndim != 5 or self.several_references:
+            return references
+        if references.shape[1] > 1:
+            raise self._edits_one(references.shape[1])
+        return references[:, 0]
+
+    def _edits_one(self, count: int) -> DataError:
+        return DataError(
+            f"{type(self).__name__} takes one reference image for each sample",
+            key="references",
+            value=count,
+            fix="give one, or train a family that takes several: Flux2, Flux2Klein or "
+            "QwenImageEditPlus",
+        )
+
     def texts_of(self, batch: Mapping[str, Any], captions: Sequence[str]) -> dict[str, Tensor]:
         """Return embeddings of a batch's captions, or of replacement texts."""
         return self.encode_texts(captions, device=self.clean_device(batch))
@@ -250,8 +296,9 @@ class TextToImage(ABC):
         Args:
             captions: Captions.
             device: Device of the encoders.
-            references: Images to edit (b, 3, height, width) in [-1, 1], for families that encode
-                them together with texts (``reads_references``).
+            references: Images to edit (b, 3, height, width) in [-1, 1], or several per sample
+                (b, r, 3, height, width), for families that encode them together with texts
+                (``reads_references``).
 
         Raises:
             DataError: The family has no frozen parts, or required references are missing.
@@ -265,7 +312,7 @@ class TextToImage(ABC):
                 return self.embed(parts, list(captions), where)
             if references is None:
                 raise self.no_references("reference_images")
-            return self.embed_edits(parts, list(captions), references, where)
+            return self.embed_edits(parts, list(captions), self.one_of_each(references), where)
 
     def embed_edits(
         self,
@@ -408,7 +455,7 @@ class TextToImage(ABC):
         """Return the pipeline's argument for the image to edit.
 
         Args:
-            latents: (b, c, h, w).
+            latents: (b, c, h, w), or (b, r, c, h, w) with ``several_references``.
         """
         return latents
 
@@ -480,7 +527,7 @@ class TextToImage(ABC):
             **self.arguments,
             **self.text_kwargs(self.drawn_texts(drawing.prompts, drawing, device=device), device),
         }
-        if self.reference is not None:
+        if self.reference is not None and (self.needs_references or drawing.references is not None):
             kwargs[self.reference] = self.reference_input(self._drawn_references(drawing, device))
         scale = drawing.guidance_scale
         if self.embedded_guidance_arg is not None:
@@ -524,13 +571,14 @@ class TextToImage(ABC):
                 value=None,
                 fix="pass references=, images (n, 3, height, width) in [-1, 1]",
             )
-        return drawing.references
+        return self.one_of_each(drawing.references)
 
     def _drawn_references(self, drawing: Drawing, device: torch.device) -> Tensor:
-        shown = self.at_shown_size(self.drawn_references(drawing))
-        parts = self._needed("references")
+        parts, images = self._needed("references"), self.drawn_references(drawing)
         with parts.on(device, ["vae"]):
-            return parts.encode_images(shown).to(device)
+            return of_each(
+                images, lambda each: parts.encode_images(self.at_shown_size(each)).to(device)
+            )
 
     def _drawn_size(self, pipe: Any, drawing: Drawing) -> dict[str, int]:
         taken = parameters_of(type(pipe).__call__)
@@ -572,6 +620,14 @@ class TextToImage(ABC):
             parts.to(wanted, names)
 
 
+def of_each(images: Tensor, encode: Callable[[Tensor], Tensor]) -> Tensor:
+    """What a function makes of images (b, 3, h, w), or of several of each sample (b, r, …)."""
+    if images.ndim == 4:
+        return encode(images)
+    found = encode(images.flatten(0, 1))
+    return found.reshape(*images.shape[:2], *found.shape[1:])
+
+
 class _LastStep:
     """Keeps what the last step gave: pipelines differ in what they call latents at the end."""
 
@@ -592,7 +648,8 @@ class _LastStep:
 
 
 REFERENCES: Final = "reference_latents"
-"""Batch key of latents (b, c, h, w) of the images to edit."""
+"""Batch key of latents (b, c, h, w) of the images to edit, or (b, r, c, h, w) if samples may have
+several."""
 
 _TEXT_WIDTHS: Final = (
     "joint_attention_dim",
@@ -720,13 +777,15 @@ class PipelineFamily(TextToImage):
     def conditioning(self, batch: Mapping[str, Tensor], generator: torch.Generator) -> Conditioning:
         """Return text embeddings of a batch, and latents of its images to edit."""
         texts = super().conditioning(batch, generator)
-        if self.reference is None:
+        without = REFERENCES not in batch and REFERENCE_IMAGES not in batch
+        if self.reference is None or (without and not self.needs_references):
             return texts
         return {**texts, REFERENCES: self._references(batch)}
 
     def _references(self, batch: Mapping[str, Tensor]) -> Tensor:
         if REFERENCES in batch:
-            return batch[REFERENCES].float()
+            latents = batch[REFERENCES].float()
+            return latents if self.clips else self.one_of_each(latents)
         images = batch.get(REFERENCE_IMAGES)
         if images is None:
             raise DataError(
@@ -735,7 +794,12 @@ class PipelineFamily(TextToImage):
                 key=f"batch[{REFERENCES!r}]",
                 fix="add reference_images (b, 3, height, width) or their latents to the dataset",
             )
-        return self.encode_references(images, device=images.device)["latents"].to(images.device)
+        device = images.device
+
+        def encode(each: Tensor) -> Tensor:
+            return self.encode_references(each, device=device)["latents"].to(device)
+
+        return of_each(self.one_of_each(images), encode)
 
     # -- The prediction.
 
@@ -828,7 +892,7 @@ class PipelineFamily(TextToImage):
             call_kwargs[self.guided_by] = self.unguided
         if self.embedded_guidance_arg is not None:
             call_kwargs[self.embedded_guidance_arg] = self.guidance
-        if self.reference is not None:
+        if self.reference is not None and (self.needs_references or REFERENCES in conditioning):
             call_kwargs[self.reference] = self.reference_input(conditioning[REFERENCES].to(device))
         return call_kwargs
 
@@ -886,7 +950,7 @@ class PipelineFamily(TextToImage):
         shape = (batch, self._channels(config), *((frames,) if self.clips else ()), *sides)
         latents = torch.empty(shape, device="meta")
         known = {name: self.example_text(name, config, batch) for name in self.text_tensors}
-        if self.reference is not None:
+        if self.reference is not None and self.needs_references:
             known[REFERENCES] = torch.empty_like(latents)
         return latents, known
 
