@@ -34,6 +34,7 @@ MODEL_NAMES: Final[Mapping[str, tuple[str, str]]] = {
     "wan-14b-i2v": ("Wan 14B from an image", "Wan, LTX-Video and HunyuanVideo"),
     "ltx-video": ("LTX-Video", "Wan, LTX-Video and HunyuanVideo"),
     "hunyuan-video": ("HunyuanVideo", "Wan, LTX-Video and HunyuanVideo"),
+    "hunyuan-video-i2v": ("HunyuanVideo from an image", "Wan, LTX-Video and HunyuanVideo"),
     "sdxl-controlnet": ("ControlNet of SDXL", "ControlNets"),
     "sd3-controlnet": ("ControlNet of SD3.5 Medium", "ControlNets"),
     "flux-controlnet": ("ControlNet of Flux", "ControlNets"),

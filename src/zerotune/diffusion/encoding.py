@@ -19,7 +19,6 @@ from zerotune.diffusion.data.cache import (
     cache_edits,
     cache_latents,
     cache_texts,
-    check_edits,
 )
 from zerotune.diffusion.data.mixture import Mixture
 from zerotune.diffusion.data.pairs import PreferencePairs
@@ -119,7 +118,8 @@ def _encode(
 ) -> CachedImages | Mixture | PreferencePairs:
     several = images if isinstance(images, Mixture | PreferencePairs) else None
     sets: Mapping[str, Any] = {"": images} if several is None else several.sets
-    _check_captions(sets, family)  # Before the first latent.
+    for each in sets.values():
+        family.check_dataset(each)  # Before the first latent.
     latents = TensorCache(folder, settings=family.latent_settings())
     shared: dict[str, Any] = {
         "rank": ranks.rank,
@@ -150,14 +150,6 @@ def _encode(
     return done[""] if several is None else several.over(done)
 
 
-def _check_captions(sets: Mapping[str, Any], family: TextToImage) -> None:
-    for each in sets.values():
-        if family.reads_references:
-            check_edits(each)
-        elif not family.trains_texts:
-            each.augmentation.check_countable()
-
-
 def _encode_captions(
     sets: Mapping[str, Any],
     *,
@@ -185,6 +177,7 @@ def _encode_captions(
                 encode=lambda captions, edited: family.encode_texts(
                     captions, device=device, references=edited
                 ),
+                read=family.read_images,
                 **shared,
             )
         return cache

@@ -70,6 +70,7 @@ from zerotune.diffusion.models.declared import (
 from zerotune.diffusion.models.family import ClassConditional, Family, Unconditional
 from zerotune.diffusion.models.image_to_video import (
     IMAGE_TO_VIDEO,
+    HunyuanVideoImageToVideo,
     WanImageToVideo,
     WanImageToVideoLowNoise,
 )
@@ -120,6 +121,7 @@ FAMILY_NAMES: Final[dict[str, type[PipelineFamily]]] = {
     "flux2-klein-9b": Flux2Klein,
     "hidream": HiDream,
     "hunyuan-video": HunyuanVideo,
+    "hunyuan-video-i2v": HunyuanVideoImageToVideo,
     "krea2": Krea2,
     "ltx-video": LTXVideo,
     "lumina2": Lumina2,

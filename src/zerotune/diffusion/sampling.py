@@ -164,7 +164,8 @@ def sample(
             prompts.
         frames: Of each clip, the pipeline's default when not given; only with prompts, of a family
             of clips.
-        references: Images that are edited, (n, 3, height, width) in [-1, 1]; only with prompts, of
+        references: Images that are edited, (n, 3, height, width) in [-1, 1], or several for each,
+            (n, r, 3, height, width), where the family takes them; only with prompts, of
             a family that edits.
         steps: Denoising steps.
         guidance_scale: Classifier-free guidance; 1 is none.
