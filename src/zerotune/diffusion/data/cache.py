@@ -93,6 +93,9 @@ def hash_weights(module: torch.nn.Module) -> str:
     """A hash of a module's parameters and buffers: names, shapes, types and values.
 
     Reads all weights once; give a hub id and a revision instead where you know them.
+
+    Args:
+        module: The model; on any device.
     """
     digest = hashlib.sha256()
     for name, tensor in sorted(module.state_dict().items()):
@@ -418,6 +421,12 @@ def cache_texts(
 
     The empty caption is always among them. Equal captions are computed once. Arguments and
     errors are those of ``cache_latents``; 16 captions per call and 1,024 per file when not given.
+
+    Args:
+        captions: All texts; equal ones are computed once.
+        cache: Where embeddings are written.
+        encode: Embeds a list of captions.
+        options: As of ``cache_latents``.
     """
     texts = {text_key(text): text for text in (*captions, "")}
 

@@ -142,6 +142,9 @@ def stack_samples(samples: list[Any]) -> Batch:
     """A batch of samples: tensors are stacked (``stack_named``), strings become ``Captions``.
 
     Numbers and arrays, and samples that are no mappings, go through torch's ``default_collate``.
+
+    Args:
+        samples: Samples of one batch, all with the same keys.
     """
     first = samples[0]
     if not isinstance(first, Mapping):
