@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import generate_api
 
 project = "zerotune"
-author = "the zerotune developers"
+author = copyright = "the zerotune developers"
 release = zerotune.__version__
 extensions = [
     "myst_parser",
