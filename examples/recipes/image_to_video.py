@@ -1,4 +1,4 @@
-"""Train adapters of Wan that go on from an image: each clip's first frame is its condition.
+"""Train adapters that go on from an image, of Wan or HunyuanVideo: each clip's first frame.
 
     torchrun examples/recipes/image_to_video.py --base WAN-I2V --data clips --output runs/clips
 

@@ -5,6 +5,7 @@ Their language models are tiny Qwen3s, whatever the real ones are: pipelines ask
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,9 @@ from transformers import (
     CLIPVisionModel,
     GlmConfig,
     GlmModel,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
     PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
@@ -332,25 +336,102 @@ def ltx(folder: Path) -> Path:
     return saved(pipeline, folder)
 
 
-def hunyuan_video(folder: Path) -> Path:
+def _hunyuan_transformer(**settings: Any) -> Any:
     torch.manual_seed(4)
-    transformer = diffusers.HunyuanVideoTransformer3DModel(
-        in_channels=4, out_channels=4, num_attention_heads=2, attention_head_dim=12, num_layers=1,
-        num_single_layers=1, num_refiner_layers=1, text_embed_dim=WIDTH,
-        pooled_projection_dim=WIDTH, rope_axes_dim=(4, 4, 4),
+    usual = {"in_channels": 4, "out_channels": 4, "text_embed_dim": WIDTH}
+    return alive(
+        diffusers.HunyuanVideoTransformer3DModel(
+            num_attention_heads=2, attention_head_dim=12, num_layers=1, num_single_layers=1,
+            num_refiner_layers=1, pooled_projection_dim=WIDTH, rope_axes_dim=(4, 4, 4),
+            **(usual | settings),
+        )
     )  # fmt: skip
+
+
+def _hunyuan_vae() -> Any:
     torch.manual_seed(3)
-    autoencoder = diffusers.AutoencoderKLHunyuanVideo(
-        latent_channels=4, block_out_channels=(8, 8, 8, 8), layers_per_block=1, norm_num_groups=4,
+    return diffusers.AutoencoderKLHunyuanVideo(
+        latent_channels=4,
+        block_out_channels=(8, 8, 8, 8),
+        layers_per_block=1,
+        norm_num_groups=4,
         mid_block_add_attention=False,
-    )  # fmt: skip
+    )
+
+
+def hunyuan_video(folder: Path) -> Path:
     pipeline = diffusers.HunyuanVideoPipeline(
-        text_encoder=language_model(3), tokenizer=letters(2048), transformer=alive(transformer),
-        vae=autoencoder, scheduler=flow(shift=7.0),
+        text_encoder=language_model(3), tokenizer=letters(2048),
+        transformer=_hunyuan_transformer(), vae=_hunyuan_vae(), scheduler=flow(shift=7.0),
         text_encoder_2=clip(projection=False, length=77),
         tokenizer_2=clip_tokenizer(folder / "made"),
     )  # fmt: skip
     return saved(pipeline, folder)
+
+
+_LLAVA = {"crop_start": 103, "image": 5}
+"""Where LLaMA's tokenizer has the caption and the image in the pipeline's template."""
+
+
+def _llava_tokenizer() -> PreTrainedTokenizerFast:
+    """With a token for each word of the template, whose places the pipeline knows by number."""
+    from diffusers.pipelines.hunyuan_video import pipeline_hunyuan_video_image2video as module
+
+    tokenizer = letters(2048)
+    marks = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<image>", "\n\n")
+    tokenizer.add_special_tokens({"bos_token": "<s>", "additional_special_tokens": list(marks)})
+    tokenizer._tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)]
+    )
+    template = module.DEFAULT_PROMPT_TEMPLATE["template"]
+    before = template.split("{}")[0]
+    words = dict.fromkeys(re.findall(r" ?[A-Za-z]+", re.sub(r"<[^>]*>", "", template)))
+    tokenizer.add_tokens(sorted(words, key=len, reverse=True))
+    ids = tokenizer(before).input_ids
+    assert ids.index(tokenizer.convert_tokens_to_ids("<image>")) == _LLAVA["image"]
+    assert len(ids) == _LLAVA["crop_start"]
+    return tokenizer
+
+
+def _llava(tokenizer: PreTrainedTokenizerFast) -> LlavaForConditionalGeneration:
+    torch.manual_seed(1)
+    text = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=WIDTH, intermediate_size=24, num_hidden_layers=3,
+        num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=2048,
+        pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    seeing = CLIPVisionConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+        image_size=48, patch_size=2,
+    )  # fmt: skip
+    config = LlavaConfig(
+        vision_config=seeing, text_config=text, pad_token_id=tokenizer.pad_token_id,
+        image_token_index=tokenizer.convert_tokens_to_ids("<image>"), image_seq_length=576,
+    )  # fmt: skip
+    return LlavaForConditionalGeneration(config)
+
+
+def hunyuan_video_i2v(folder: Path, kind: str = "token_replace") -> Path:
+    """The image takes the place of the first latent frame, or lies in channels of its own."""
+    replaces = kind == "token_replace"
+    tokenizer = _llava_tokenizer()
+    transformer = _hunyuan_transformer(
+        in_channels=4 if replaces else 9, image_condition_type=kind, guidance_embeds=replaces
+    )
+    pipeline = diffusers.HunyuanVideoImageToVideoPipeline(
+        text_encoder=_llava(tokenizer), tokenizer=tokenizer, transformer=transformer,
+        vae=_hunyuan_vae(), scheduler=flow(shift=7.0),
+        text_encoder_2=clip(projection=False, length=77),
+        tokenizer_2=clip_tokenizer(folder / "made"),
+        image_processor=CLIPImageProcessor(
+            size={"shortest_edge": 48}, crop_size={"height": 48, "width": 48}
+        ),
+    )  # fmt: skip
+    return saved(pipeline, folder)
+
+
+def hunyuan_video_i2v_apart(folder: Path) -> Path:
+    return hunyuan_video_i2v(folder, "latent_concat")
 
 
 def chroma(folder: Path) -> Path:

@@ -39,6 +39,7 @@ from zerotune.backend.proof import prove_offload
 from zerotune.backend.step.adams import (
     TORCH_ADAMS,
     HostTorchAdam,
+    WholeMasters,
     no_step,
     torch_rounds_alike_in_fp32,
 )
@@ -138,7 +139,7 @@ class PlainEngine(CountingEngine):
     def _place(self, named: Named, plan: ResolvedPlan) -> Named:
         """The master weights by name, in host memory where the plan wants them there."""
         self._host = None
-        if plan.offload_optimizer == "cpu" and self.device.type != "cpu":
+        if plan.offload_optimizer == "cpu" and _has_memory_of_its_own(self.device):
             zero = plan.plan.zero_optimization
             self._host = HostWeights(
                 named,
@@ -492,7 +493,7 @@ class PlainStep(DeferredSteps):
         # Loading a state makes new groups, which accelerate does too.
         groups = {id(p): group for group in self._optimizer.param_groups for p in group["params"]}
         begun = [
-            no_step(slab)
+            no_step(WholeMasters(slab.data.view(-1)))
             if slab.grad is None
             else self._adam.begin(
                 slab,
@@ -518,6 +519,10 @@ class PlainStep(DeferredSteps):
         type(self._optimizer).step.__wrapped__(self._optimizer)  # type: ignore[attr-defined]
         if self._host is not None:
             self._host.upload()
+
+
+def _has_memory_of_its_own(device: torch.device) -> bool:
+    return device.type != "cpu"
 
 
 def _strided(parameters: Iterable[torch.Tensor]) -> str | None:

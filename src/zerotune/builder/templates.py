@@ -339,6 +339,7 @@ BUILTIN: Final = (
     _for_lora("wan-14b-i2v", 48, 128),
     _for_lora("ltx-video", 12, 64),
     _for_lora("hunyuan-video", 80, 128),
+    _for_lora("hunyuan-video-i2v", 80, 128),
     _for_card("sdxl-controlnet-24", "sdxl-controlnet", 24, 64),
     _for_card("sd3-controlnet-24", "sd3-controlnet", 24, 64),
     _for_card("flux-controlnet-48", "flux-controlnet", 48, 384),

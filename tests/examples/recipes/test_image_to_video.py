@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import importlib
 import importlib.resources
+import itertools
 
+import diffusers
 import pytest
 import torch
-from diffusers import WanImageToVideoPipeline
 from PIL import Image
 from safetensors.torch import load_file
 
-from tests.support.declared_pipelines import wan_i2v
+from tests.support.declared_pipelines import hunyuan_video_i2v, wan_i2v
 from tests.support.ranks import run_ranks
 
 SMALL = [
@@ -61,12 +62,16 @@ def run(starts: list[list[str]]) -> list[list[float]]:
 @pytest.mark.filterwarnings("ignore:While injecting the PEFT adapters:RuntimeWarning")
 @pytest.mark.deepspeed
 @pytest.mark.parametrize(
-    ("stage", "world_size"),
-    [("2", 1), pytest.param("2", 2, marks=pytest.mark.nightly)]
-    + [pytest.param("3", n, marks=pytest.mark.nightly) for n in (1, 2)],
+    ("make", "stage", "world_size"),
+    [(wan_i2v, "2", 1), (hunyuan_video_i2v, "3", 2)]
+    + [
+        pytest.param(make, stage, n, marks=pytest.mark.nightly)
+        for make, stage, n in itertools.product((wan_i2v, hunyuan_video_i2v), "23", (1, 2))
+        if (make, stage, n) not in ((wan_i2v, "2", 1), (hunyuan_video_i2v, "3", 2))
+    ],
 )
-def test_it_stops_and_goes_on_as_if_it_had_not(stage, world_size, clips, tmp_path):
-    base = wan_i2v(tmp_path / "wan")
+def test_it_stops_and_goes_on_as_if_it_had_not(make, stage, world_size, clips, tmp_path):
+    base = make(tmp_path / "base")
     common = ["--base", str(base), "--data", clips, *SMALL, "--stage", stage]
     stopped, whole = ([*common, "--output", str(tmp_path / name)] for name in ("stopped", "whole"))
     starts = [[*whole, "--steps", "4"], [*stopped, "--steps", "2"], [*stopped, "--steps", "4"]]
@@ -75,7 +80,7 @@ def test_it_stops_and_goes_on_as_if_it_had_not(stage, world_size, clips, tmp_pat
     (file,) = (tmp_path / "stopped" / "adapters").glob("*.safetensors")
     adapters = load_file(file)
     assert all(bool(t.abs().max() > 0) for name, t in adapters.items() if "lora_B" in name)
-    pipeline = WanImageToVideoPipeline.from_pretrained(base)
+    pipeline = diffusers.DiffusionPipeline.from_pretrained(base)
     pipeline.load_lora_weights(tmp_path / "stopped" / "adapters")
     loaded = dict(pipeline.transformer.named_parameters())
     assert any("lora_B" in name and bool(each.abs().max() > 0) for name, each in loaded.items())

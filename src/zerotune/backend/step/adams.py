@@ -31,6 +31,7 @@ from zerotune.backend.optimizers.classes import (
     scale_of,
     update_chunk,
 )
+from zerotune.backend.optimizers.client import STOPPED
 from zerotune.backend.step.kernel import (
     AdamNumbers,
     Average,
@@ -195,15 +196,30 @@ class SlabStep:
                 self.out[last].copy_(weight)
 
 
-def no_step(slab: torch.Tensor) -> SlabStep:
-    """Of a slab without a gradient, which torch leaves as it is; averages still follow it."""
-    masters = WholeMasters(slab.data.view(-1))
+def no_step(masters: Masters, out: torch.Tensor | None = None) -> SlabStep:
+    """Of a slab whose weights stay as they are; averages still follow them.
+
+    Args:
+        masters: The weights.
+        out: As ``SlabStep.out``, which nothing may have written since the engine started.
+    """
 
     def follow(part: slice, averages: Sequence[Average]) -> None:
+        if out is None and not averages:
+            return
+        weight = masters.read(part)
         for average in averages:
-            average.shadow[: part.stop - part.start].lerp_(masters.weight[part], average.weight)
+            average.shadow[: part.stop - part.start].lerp_(weight, average.weight)
+        if out is not None:
+            out[part].copy_(weight)
 
-    return SlabStep(masters=masters, out=None, vectors=follow, tail=lambda _part, _weight: None)
+    return SlabStep(
+        masters=masters,
+        out=out,
+        vectors=follow,
+        tail=lambda _part, _weight: None,
+        whole=masters.numel,
+    )
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -215,7 +231,8 @@ class _Begun:
     group: Mapping[str, Any]
     index: int
     """Of the group."""
-    places: Places
+    places: Places | None
+    """As of ``Stepper.begin``."""
     state: Mapping[str, Any]
     """What the optimizer keeps for the slab."""
     taken: int
@@ -242,11 +259,9 @@ class Stepper(ABC):
     def __init__(self, *, op: HostStepOp, adam: Any) -> None:
         self._op = op
         self._adam = adam
-        self._noise = Noise()
 
-    def rewind(self) -> None:
+    def rewind(self) -> None:  # noqa: B027 - most steps do not depend on what came before
         """Before the first slab of a ``step``."""
-        self._noise.rewind()
 
     def replay(self, steps: int) -> None:  # noqa: B027 - most count in each tensor's own state
         """Go through the steps that were taken before, as another process did."""
@@ -278,6 +293,9 @@ class Stepper(ABC):
         out = None if out is None else out.data.view(-1)
         masters = masters or WholeMasters(slab.data.view(-1))
         index = next(i for i, each in enumerate(self._adam.param_groups) if each is group)
+        if group.get(STOPPED):
+            self._count(state)
+            return no_step(masters, out)
         flat = {
             **masters.tensors,
             **{name: state[name].view(-1) for name in _ADAM_MOMENTS},
@@ -287,7 +305,7 @@ class Stepper(ABC):
         vectors, tail = self._update(
             _Begun(
                 flat=flat, group=dict(group), index=index, taken=self._count(state), factor=factor,
-                places=places or [(0, self._noise.place(index, masters.numel))], state=state,
+                places=places, state=state,
             )
         )  # fmt: skip
         whole = None if self._has_tail else masters.numel
@@ -315,13 +333,24 @@ class HostBF16Adam(Stepper):
 
     _state_dtype = torch.bfloat16
 
+    def __init__(self, *, op: HostStepOp, adam: Any) -> None:
+        super().__init__(op=op, adam=adam)
+        self._noise = Noise()
+
+    @override
+    def rewind(self) -> None:
+        self._noise.rewind()
+
     @override
     def _update(self, begun: _Begun) -> tuple[Vectors, Tail]:
         numbers, key = _torch_numbers(begun), noise_key(begun.taken, begun.index)
+        places = begun.places or [
+            (0, self._noise.place(begun.index, begun.flat["gradient"].numel()))
+        ]
 
         def runs(part: slice) -> Iterator[tuple[slice, int]]:
             """The part, cut where places begin anew, with these."""
-            for (start, place), (stop, _) in pairwise([*begun.places, (part.stop, 0)]):
+            for (start, place), (stop, _) in pairwise([*places, (part.stop, 0)]):
                 if part.start < stop and start < part.stop:
                     first = max(start, part.start)
                     yield slice(first, min(stop, part.stop)), place + first - start

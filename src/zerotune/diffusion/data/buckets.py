@@ -33,6 +33,16 @@ class Bucket:
 
 
 @attrs.frozen(kw_only=True)
+class ReferenceBucket(Bucket):
+    """A size, and a number of images that are edited together, of which a batch has one."""
+
+    references: int
+
+    def __str__(self) -> str:
+        return f"{super().__str__()} of {self.references}"
+
+
+@attrs.frozen(kw_only=True)
 class Placement:
     """How one image comes into its bucket: resized to ``resized``, then cropped."""
 
@@ -70,7 +80,8 @@ class BucketAssignment:
         found: dict[Bucket, list[int]] = {}
         for index, placement in enumerate(self.placements):
             found.setdefault(placement.bucket, []).append(index)
-        return {bucket: tuple(found[bucket]) for bucket in sorted(found)}
+        # A mixture may have buckets of several kinds.
+        return {bucket: tuple(found[bucket]) for bucket in sorted(found, key=attrs.astuple)}
 
     def table(self) -> str:
         """One line per bucket: size and number of images."""

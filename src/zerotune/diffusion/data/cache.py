@@ -12,8 +12,9 @@ import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby, islice
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, Final, TypedDict
+from typing import Any, Final, TypedDict, cast
 
 import attrs
 import torch
@@ -311,7 +312,10 @@ EDITS: Final = "edits"
 """Kind of a cache of texts that were encoded together with the image they edit."""
 
 EncodeEdits = Callable[[Sequence[str], torch.Tensor], Mapping[str, torch.Tensor]]
-"""As ``EncodeTexts``, of captions and the images (b, 3, h, w) in [-1, 1] that they edit."""
+"""As ``EncodeTexts``, of captions and the images (b, 3, h, w) in [-1, 1] that they edit, or several
+of each, (b, r, 3, h, w)."""
+ReadImages = Callable[[Mapping[str, torch.Tensor]], torch.Tensor | None]
+"""Of the tensors of a batch the images that texts are read with; ``None``: it has none."""
 
 _CORNER = "crop_corner"
 
@@ -348,7 +352,8 @@ def cache_latents(
 
     An image's key is made of its stored bytes, its size, its bucket, how it is prepared and
     whether it is mirrored; what lies beside it belongs to it. Masks are kept in the latents' size
-    as ``loss_masks``, and what the encoder gives for references as ``reference_latents``. A file is
+    as ``loss_masks``, and what the encoder gives for references as ``reference_latents``, (b, r, …)
+    where images may have several. A file is
     written every ``shard_size`` images; what was written stays when the process is killed, and the
     next call computes the rest, on any number of ranks.
 
@@ -390,8 +395,12 @@ def _encoded(
     """What is kept of images: their latents, and of what lies beside them latents and masks."""
     found = dict(encode(loaded["images"]))
     if REFERENCE_IMAGES in loaded:
-        edited = encode_references(loaded[REFERENCE_IMAGES])
-        found |= {f"reference_{name}": tensor for name, tensor in edited.items()}
+        references = loaded[REFERENCE_IMAGES]
+        several = references.ndim == 5
+        edited = encode_references(references.flatten(0, 1) if several else references)
+        samples = references.shape[: 2 if several else 1]
+        for name, tensor in edited.items():
+            found[f"reference_{name}"] = tensor.reshape(*samples, *tensor.shape[1:])
     if LOSS_MASKS in loaded:
         sides = next(iter(found.values())).shape[-2:]
         found[LOSS_MASKS] = shrunk(loaded[LOSS_MASKS], sides)
@@ -424,6 +433,7 @@ def cache_edits(
     *,
     cache: TensorCache,
     encode: EncodeEdits,
+    read: ReadImages | None = None,
     **options: Unpack[CacheOptions],
 ) -> None:
     """Compute embeddings of captions with the image that each edits. Collective.
@@ -435,13 +445,16 @@ def cache_edits(
         dataset: Images with their captions and references.
         cache: Where they go, of the kind ``EDITS``.
         encode: Runs the encoder.
+        read: What the encoder is given beside the captions; references when not given.
         **options: Of ``CacheOptions``; 4 texts per call and 64 per file when not given.
 
     Raises:
         DataError: There are no references; and as ``cache_latents``.
         InvalidValueError: Tags are shuffled anew at each use, so that texts cannot be counted.
     """
-    check_edits(dataset)
+    if read is None:
+        check_edits(dataset)
+        read = itemgetter(REFERENCE_IMAGES)
     images = CachedImages(dataset, latents=cache, texts=cache)
     found = {
         images.words_key(text, index, flipped=flipped): (text, index, flipped)
@@ -453,7 +466,7 @@ def cache_edits(
     def compute(keys: list[str]) -> dict[str, dict[str, torch.Tensor]]:
         wanted = [found[key] for key in keys]
         loaded = [dataset.tensors(index, flipped=flipped)[0] for _, index, flipped in wanted]
-        edited = torch.stack([tensors[REFERENCE_IMAGES] for tensors in loaded])
+        edited = cast("torch.Tensor", read(stack_named(loaded)))
         return _rows_by_key(keys, encode([text for text, _, _ in wanted], edited))
 
     def bucket(key: str) -> Any:

@@ -32,7 +32,9 @@ from zerotune.diffusion.data.sources import (
     Stamp,
     WholeText,
     Words,
+    by_reference,
     caption_text,
+    companion_endings,
     stamp_of,
 )
 from zerotune.errors import DataError
@@ -182,16 +184,19 @@ class ImageFolder(EncodedSource):
 
     Beside ``cat.png`` may lie ``cat.mask.png``, which says where its loss counts (white) and where
     not (black), and ``cat.reference.png``, which is edited to become it or steers it (ControlNets).
-    References may as well have the same names in a folder of their own.
+    An image that is made of several has ``cat.reference2.png``, ``cat.reference3.png``, … as well.
+    References may as well have the same names in a folder of their own, or in one for each.
 
     Args:
         root: The folder. Names that begin with a dot are left out.
         captions: Where captions are. When not given: ``metadata.jsonl`` if it is there, else
             ``metadata.csv``, else text files beside the images; which one is recorded.
         masks: What a mask's name has before its ending; ``None``: there are none.
-        references: The same of what is edited. If one image has a reference, all must.
+        references: The same of what is edited. If one image has a reference, all must; each may
+            have another number of them.
         reference_folder: A folder that holds references under the images' own names, with any
-            ending: ``conditions/cat.png`` of ``photos/cat.jpg``.
+            ending: ``conditions/cat.png`` of ``photos/cat.jpg``. Several folders hold the first,
+            second, … reference of each image.
         check: ``"whole"``, the default, decodes every file at the start, ``"header"`` is faster.
         on_broken: ``"skip"``, the default, leaves broken files out, ``"error"`` stops. An image
             that the metadata name and the folder lacks is broken too, and one whose mask is of
@@ -209,20 +214,22 @@ class ImageFolder(EncodedSource):
         captions: CaptionFiles | None = None,
         masks: str | None = MASK,
         references: str | None = REFERENCE,
-        reference_folder: str | os.PathLike[str] | None = None,
+        reference_folder: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
         check: Check | None = None,
         on_broken: OnBroken | None = None,
     ) -> None:
         self._root = _checked_folder(root, key="root")
-        apart = None if reference_folder is None else Path(reference_folder).absolute()
+        single = isinstance(reference_folder, str | os.PathLike)
+        folders: Any = [reference_folder] if single else reference_folder or ()
+        apart = [Path(folder).absolute() for folder in folders]
         policy, closely = broken_policy(on_broken), image_check(check)
         found = _images_in(self._root)
-        if apart is not None:
-            _checked_folder(apart, key="reference_folder")
-            found = [name for name in found if apart not in (self._root / name).absolute().parents]
-        names, self._beside = _paired(found, {MASK: masks, REFERENCE: references})
-        if apart is not None:
-            _pair_across(names, self._beside, apart)
+        for folder in apart:
+            _checked_folder(folder, key="reference_folder")
+            found = [name for name in found if folder not in (self._root / name).absolute().parents]
+        names, self._beside = _paired(found, companion_endings(masks, references))
+        for kind, folder in by_reference(apart, key="reference_folder").items():
+            _pair_across(names, self._beside, folder, kind)
         chosen, decisions = (captions, ()) if captions else caption_files(self._root)
         words = chosen.read(self._root, names)
         self._scan(
@@ -236,7 +243,7 @@ class ImageFolder(EncodedSource):
                 str(self._root.resolve()),
                 masks,
                 references,
-                *filter(None, [apart]),
+                *apart,
                 closely,
             ),
             stamp=self._stamp,
@@ -266,13 +273,13 @@ class ImageFolder(EncodedSource):
 
 
 def _paired(
-    names: Sequence[str], endings: Mapping[str, str | None]
+    names: Sequence[str], endings: Mapping[str, str]
 ) -> tuple[list[str], dict[str, dict[str, str]]]:
     """Images, and of each what lies beside it: files whose names differ by one more ending."""
     by_stem: dict[PurePosixPath, list[str]] = {}
     for name in names:
         by_stem.setdefault(PurePosixPath(name).with_suffix(""), []).append(name)
-    kinds = {f".{ending}": kind for kind, ending in endings.items() if ending is not None}
+    kinds = {f".{ending}": kind for kind, ending in endings.items()}
     beside: dict[str, dict[str, str]] = {}
     taken = set()
     for stem, files in by_stem.items():
@@ -283,14 +290,16 @@ def _paired(
     return [name for name in names if name not in taken], beside
 
 
-def _pair_across(names: Sequence[str], beside: dict[str, dict[str, str]], folder: Path) -> None:
+def _pair_across(
+    names: Sequence[str], beside: dict[str, dict[str, str]], folder: Path, kind: str
+) -> None:
     """Add the files of another folder that have the names of images."""
     stems = {PurePosixPath(name).with_suffix(""): name for name in _images_in(folder)}
     for name in names:
         other = stems.get(PurePosixPath(name).with_suffix(""))
         if other is not None:
-            beside.setdefault(name, {})[REFERENCE] = str(folder / other)
-    if not any(REFERENCE in found for found in beside.values()):
+            beside.setdefault(name, {})[kind] = str(folder / other)
+    if not any(kind in found for found in beside.values()):
         raise DataError(
             "holds no file of an image's name",
             key="reference_folder",

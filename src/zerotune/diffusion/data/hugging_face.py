@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import io
 import zlib
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -19,11 +20,11 @@ from zerotune.diffusion.data.images import (
     need,
 )
 from zerotune.diffusion.data.sources import (
-    REFERENCE,
     EncodedSource,
     SizeIndex,
     Stamp,
     Words,
+    by_reference,
     stamp_of,
 )
 from zerotune.errors import DataError
@@ -42,7 +43,8 @@ class HuggingFaceImages(EncodedSource):
         dataset: What ``datasets.load_dataset(..., split="train")`` gives.
         image: Name of the image column.
         caption: Name of the caption column; ``None`` for no captions. Rows may hold lists.
-        reference: Name of a column of images that are edited, or that steer a ControlNet.
+        reference: Name of a column of images that are edited, or that steer a ControlNet; or names
+            of several columns, of which all but the first may be empty in a row.
         check: ``"whole"``, the default, decodes every image at the start, ``"header"`` is faster.
         on_broken: ``"skip"``, the default, leaves broken images out, ``"error"`` stops.
 
@@ -57,12 +59,17 @@ class HuggingFaceImages(EncodedSource):
         *,
         image: str = "image",
         caption: str | None = "text",
-        reference: str | None = None,
+        reference: str | Sequence[str] | None = None,
         check: Check | None = None,
         on_broken: OnBroken | None = None,
     ) -> None:
         library = need("datasets", package="datasets")
-        for key, column in (("image", image), ("caption", caption), ("reference", reference)):
+        edited = (reference,) if isinstance(reference, str) else tuple(reference or ())
+        for key, column in (
+            ("image", image),
+            ("caption", caption),
+            *(("reference", one) for one in edited),
+        ):
             if column is not None and column not in dataset.column_names:
                 raise DataError(
                     "is not a column of the dataset",
@@ -71,10 +78,10 @@ class HuggingFaceImages(EncodedSource):
                     fix=f"one of {', '.join(dataset.column_names)}",
                 )
         plain = dataset.with_format(None)
-        self._images = plain.select_columns([each for each in (image, reference) if each])
+        self._images = plain.select_columns([image, *edited])
         for each in self._images.column_names:
             self._images = self._images.cast_column(each, library.Image(decode=False))
-        self._column, self._reference = image, reference
+        self._column, self._references = image, by_reference(edited, key="reference")
         words = plain[caption] if caption is not None else None
         closely, fingerprint = image_check(check), getattr(dataset, "_fingerprint", None)
         self._scan(
@@ -83,12 +90,12 @@ class HuggingFaceImages(EncodedSource):
             lambda name: "" if words is None else words[int(name)] or "",
             check=closely,
             on_broken=broken_policy(on_broken),
-            index=SizeIndex("rows", fingerprint, image, *filter(None, [reference]), closely)
-            if fingerprint
-            else None,
+            index=SizeIndex("rows", fingerprint, image, *edited, closely) if fingerprint else None,
             stamp=lambda name: self._stamp(int(name)),
             beside=lambda name: self._beside_row(int(name)),
-            companions={REFERENCE: len(plain)} if reference else None,
+            companions=Counter(
+                kind for row in range(len(plain)) for kind in self._references_of(row)
+            ),
         )
 
     def encoded(self, index: int) -> Path | bytes:
@@ -96,11 +103,19 @@ class HuggingFaceImages(EncodedSource):
         return self._encoded(int(self._items[index].name))
 
     def beside(self, index: int) -> Mapping[str, Path | bytes]:
-        """The image of the reference's column."""
+        """The images of the references' columns."""
         return self._beside_row(int(self._items[index].name))
 
     def _beside_row(self, row: int) -> Mapping[str, Path | bytes]:
-        return {REFERENCE: self._encoded(row, self._reference)} if self._reference else {}
+        names = self._references_of(row)
+        return {kind: self._encoded(row, self._references[kind]) for kind in names}
+
+    def _references_of(self, row: int) -> list[str]:
+        # A first reference that is missing makes its image a broken one.
+        others = list(self._references)[1:]
+        columns = self._images[row] if others else {}
+        there = [kind for kind in others if columns[self._references[kind]] is not None]
+        return [*list(self._references)[:1], *there]
 
     def _stamp(self, row: int) -> Stamp | None:
         try:

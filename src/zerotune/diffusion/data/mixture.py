@@ -135,7 +135,10 @@ class Mixture:
     def _check_alike(self) -> None:
         """Refuse sets whose samples cannot share a micro batch."""
         sets = self.sets.items()
-        clips = {name: len(_bucket_fields(dataset)) for name, dataset in sets}
+        clips = {
+            name: hasattr(dataset.assignment.placements[0].bucket, "frames")
+            for name, dataset in sets
+        }
         _check_equal(
             clips,
             "some are images and others are clips",
@@ -250,11 +253,6 @@ def _fractions(
                 fix="leave the set out",
             )
     return found
-
-
-def _bucket_fields(dataset: Any) -> tuple[Any, ...]:
-    fields: tuple[Any, ...] = attrs.fields(type(dataset.assignment.placements[0].bucket))
-    return fields
 
 
 def _check_equal(found: Mapping[str, Any], why: str, *, fix: str) -> None:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import PurePosixPath
 from types import MappingProxyType
 from typing import Any, Final
 
-import attrs
-
 from zerotune._util.text import listing
 from zerotune.decisions import Decision
-from zerotune.diffusion.data.buckets import BucketAssignment, Size, place_in
+from zerotune.diffusion.data.buckets import BucketAssignment, place_in
 from zerotune.diffusion.data.order import Draw
 from zerotune.diffusion.data.preparation import Augmentation, Preparation, PreparedImages
 from zerotune.diffusion.data.sources import ImageSource
@@ -66,8 +64,8 @@ class PreferencePairs:
         _check_partners(preferred, rejected)
         settings: Any = {"preparation": preparation, "augmentation": augmentation}
         first = PreparedImages(preferred, buckets=buckets, minimum=minimum, **settings)
-        same: Any = _SameBuckets(assignment=first.assignment)
-        second = PreparedImages(rejected, buckets=same, **settings)
+        same: Any = first.assignment
+        second = _Rejected(rejected, buckets=same, **settings)
         self.sets: Mapping[str, BucketedDataset] = MappingProxyType(
             {"preferred": first, "rejected": second}
         )
@@ -109,16 +107,15 @@ class PreferencePairs:
         return found
 
 
-@attrs.frozen(kw_only=True)
-class _SameBuckets:
-    """Gives each image the bucket of its partner."""
+class _Rejected(PreparedImages):
+    """Images in the buckets of their partners, whose assignment is given in the place of sizes."""
 
-    assignment: BucketAssignment
-
-    def assign(self, sizes: Sequence[Size], *, minimum: int) -> BucketAssignment:  # noqa: ARG002
-        pairs = zip(sizes, self.assignment.placements, strict=True)
+    def _assign(self, buckets: Any, minimum: int) -> BucketAssignment:  # noqa: ARG002
+        placed = enumerate(buckets.placements)
         return BucketAssignment(
-            placements=tuple(place_in(size, partner.bucket) for size, partner in pairs)
+            placements=tuple(
+                place_in(self.source.item(index).size, partner.bucket) for index, partner in placed
+            )
         )
 
 

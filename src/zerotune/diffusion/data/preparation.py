@@ -17,6 +17,7 @@ from zerotune.diffusion.data.buckets import (
     AspectBuckets,
     BucketAssignment,
     Placement,
+    ReferenceBucket,
     Size,
     place_in,
 )
@@ -24,10 +25,12 @@ from zerotune.diffusion.data.images import AlphaOnColor, AlphaPolicy, alpha_poli
 from zerotune.diffusion.data.order import Draw, derive_seed
 from zerotune.diffusion.data.sources import (
     MASK,
-    REFERENCE,
+    REFERENCES,
     EncodedSource,
+    ImageItem,
     ImageSource,
     companions_of,
+    has_several_references,
     same_shape,
 )
 from zerotune.errors import InvalidValueError
@@ -38,7 +41,8 @@ if TYPE_CHECKING:
 LOSS_MASKS: Final = "loss_masks"
 """Key of a batch: what each place's squared error is multiplied by, (b, 1, h, w)."""
 REFERENCE_IMAGES: Final = "reference_images"
-"""Key of a batch: images (b, 3, h, w) in [-1, 1] that are edited."""
+"""Key of a batch: images (b, 3, h, w) in [-1, 1] that are edited, or (b, r, 3, h, w) where some
+samples of the data have several."""
 
 _BETWEEN_WORDS: Final = " ,;."
 
@@ -259,8 +263,10 @@ class PreparedImages:
         announce(self.assignment.decisions)
 
     def _assign(self, buckets: Any, minimum: int) -> BucketAssignment:
-        sizes = [self.source.item(index).size for index in range(len(self.source))]
-        return buckets.assign(sizes, minimum=minimum)  # type: ignore[no-any-return]
+        items = [self.source.item(index) for index in range(len(self.source))]
+        if has_several_references(self.source):
+            return _assign_by_references(items, buckets, minimum)
+        return buckets.assign([item.size for item in items], minimum=minimum)  # type: ignore[no-any-return]
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
@@ -318,7 +324,7 @@ class PreparedImages:
         Returns:
             ``images`` as ``pixels`` gives them; where images have masks ``loss_masks`` (1, h, w) in
             [0, 1], ones for those without; where they have references ``reference_images``
-            (3, h, w) in [-1, 1].
+            (3, h, w) in [-1, 1], or (r, 3, h, w) where some images have several.
         """
         if not self.companions:
             pixels, corner = self.pixels(index, flipped=flipped)
@@ -338,12 +344,16 @@ class PreparedImages:
         if MASK in beside:
             mask = (cut[MASK][:1] + 1) / 2 if MASK in cut else torch.ones_like(pixels[:1])
             found[LOSS_MASKS] = mask
-        if REFERENCE in beside:
-            found[REFERENCE_IMAGES] = (
-                cut[REFERENCE]
-                if REFERENCE in cut
-                else self._of_its_own_shape(beside[REFERENCE], placement, flipped=flipped)
-            )
+        edited = [
+            cut[kind]
+            if kind in cut
+            else self._of_its_own_shape(beside[kind], placement, flipped=flipped)
+            for kind in REFERENCES
+            if beside.get(kind) is not None
+        ]
+        if edited:
+            several = has_several_references(source)
+            found[REFERENCE_IMAGES] = torch.stack(edited) if several else edited[0]
         return found, corner
 
     def _of_its_own_shape(self, image: Any, placement: Placement, *, flipped: bool) -> torch.Tensor:
@@ -360,6 +370,26 @@ class PreparedImages:
             "captions": self.caption(use),
             **micro_conditioning(self.assignment.placements[use.index], corner),
         }
+
+
+def _assign_by_references(
+    items: Sequence[ImageItem], buckets: Any, minimum: int
+) -> BucketAssignment:
+    """Buckets of images that have equally many references, by their number."""
+    placements: dict[int, Placement] = {}
+    decisions: list[Decision] = []
+    for count in sorted({item.references for item in items}):
+        members = [index for index, item in enumerate(items) if item.references == count]
+        found = buckets.assign([items[index].size for index in members], minimum=minimum)
+        decisions += found.decisions
+        for index, placed in zip(members, found.placements, strict=True):
+            size = {"width": placed.bucket.width, "height": placed.bucket.height}
+            bucket = ReferenceBucket(**size, references=count)
+            placements[index] = attrs.evolve(placed, bucket=bucket)
+    return BucketAssignment(
+        placements=tuple(placements[index] for index in range(len(items))),
+        decisions=tuple(decisions),
+    )
 
 
 def to_pixels(

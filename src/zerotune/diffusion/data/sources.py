@@ -214,6 +214,8 @@ class ImageItem:
     caption: str = ""
     further: tuple[str, ...] = ()
     """More captions of the same; one of all is drawn for each use."""
+    references: int = 0
+    """Images that are edited together to become it."""
 
     def __attrs_post_init__(self) -> None:
         for text in self.captions:
@@ -279,6 +281,21 @@ MASK: Final = "mask"
 """Name of an image's loss mask: white counts, black does not."""
 REFERENCE: Final = "reference"
 """Name of the image that is edited to become the sample."""
+REFERENCES: Final = (REFERENCE, *(f"{REFERENCE}{number}" for number in range(2, 11)))
+"""Names of all images that are edited together to become the sample, in their order."""
+
+
+def companion_endings(masks: str | None, references: str | None) -> dict[str, str]:
+    """What the names of masks and references have before their endings, by what lies there.
+
+    Args:
+        masks: Of a mask; ``None``: there are none.
+        references: Of the first reference; the second has a 2 behind it, and so on.
+    """
+    found = {} if masks is None else {MASK: masks}
+    if references is not None:
+        found |= {kind: kind.replace(REFERENCE, references, 1) for kind in REFERENCES}
+    return found
 
 
 @runtime_checkable
@@ -311,7 +328,8 @@ class EncodedSource:
     broken: tuple[BrokenImage, ...] = ()
     decisions: tuple[Decision, ...] = ()
     companions: frozenset[str] = frozenset()
-    """What lies beside the images: ``MASK``, of some of them, and ``REFERENCE``, of all."""
+    """What lies beside the images: ``MASK``, of some of them, ``REFERENCE``, of all, and the others
+    of ``REFERENCES``, of some."""
 
     _items: Sequence[ImageItem] = ()
 
@@ -373,12 +391,14 @@ class EncodedSource:
             stamp: Of a name and what lies beside it: changes when they do.
             beside: What lies beside an image; an image is broken with it, and where a mask is of
                 another shape.
-            companions: Images that have each kind; with ``REFERENCE`` one without it is broken.
+            companions: Images that have each kind; with one of ``REFERENCES`` an image without the
+                first of them is broken.
             missing: What is broken beside ``names``.
             decisions: Made before.
         """
         counts = companions or {}
         self.companions = frozenset(counts)
+        edits, several = not self.companions.isdisjoint(REFERENCES), has_several_references(self)
         sizes = SizeIndex() if index is None else index
 
         def read(name: str) -> Size:
@@ -389,12 +409,13 @@ class EncodedSource:
 
         def look(name: str) -> Size:
             width, height = sizes.get(name, lambda: read(name))
-            if REFERENCE in counts and REFERENCE not in beside(name):
+            if edits and REFERENCE not in beside(name):
                 raise ValueError("there is no reference beside it, and there is beside others")
             return width, height
 
         def item(name: str, size: Size) -> ImageItem:
-            return ImageItem(name=name, size=size, **worded(words(name)))
+            edited = sum(kind in REFERENCES for kind in beside(name)) if several else int(edits)
+            return ImageItem(name=name, size=size, references=edited, **worded(words(name)))
 
         stamps = {name: stamp(name) for name in names}
         self._items, self.broken, found = scan(
@@ -533,12 +554,13 @@ def _companion_decisions(counts: Mapping[str, int], of: int) -> tuple[Decision, 
     """What was found beside images.
 
     Args:
-        counts: Images that have a companion, by ``MASK`` and ``REFERENCE``.
+        counts: Images that have a companion, by ``MASK`` and ``REFERENCES``.
         of: Images.
     """
     effect = {
         MASK: "their loss counts where it is white, and everywhere without one",
         REFERENCE: "it is what they were before an edit, or what steers a ControlNet",
+        **dict.fromkeys(REFERENCES[1:], "it is edited together with the others"),
     }
     return tuple(
         Decision(
@@ -555,6 +577,28 @@ def _companion_decisions(counts: Mapping[str, int], of: int) -> tuple[Decision, 
 def companions_of(source: Any) -> frozenset[str]:
     """What lies beside the images of a source; nothing where it knows of no companions."""
     return frozenset(getattr(source, "companions", ()))
+
+
+def by_reference(each: Sequence[T], *, key: str) -> dict[str, T]:
+    """Something of each reference by its name.
+
+    Args:
+        each: In the references' order.
+        key: Where it was given.
+    """
+    if len(each) > len(REFERENCES):
+        raise DataError(
+            f"an image has at most {len(REFERENCES)} references",
+            key=key,
+            value=len(each),
+            fix="leave the last ones out",
+        )
+    return dict(zip(REFERENCES, each, strict=False))
+
+
+def has_several_references(source: Any) -> bool:
+    """Whether some images of a source are made of more than one."""
+    return not companions_of(source).isdisjoint(REFERENCES[1:])
 
 
 class RepeatedSource:

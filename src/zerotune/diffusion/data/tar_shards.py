@@ -31,6 +31,7 @@ from zerotune.diffusion.data.sources import (
     Stamp,
     Words,
     caption_text,
+    companion_endings,
     stamp_of,
 )
 from zerotune.errors import DataError
@@ -52,7 +53,7 @@ class TarShards(EncodedSource):
     """Images in uncompressed tar files on a disk, as WebDataset and img2dataset write them.
 
     Members whose names agree up to the first dot form one sample: ``0001.jpg``, its caption
-    ``0001.txt``, and as in ``ImageFolder`` ``0001.mask.png`` and ``0001.reference.png``. The
+    ``0001.txt``, and as in ``ImageFolder`` ``0001.mask.png``, ``0001.reference.png``, … The
     shards are indexed once and then read member by member, so the order is that of every other
     source, each rank reads only its share, and a run resumes without reading what is behind it.
 
@@ -100,8 +101,8 @@ class TarShards(EncodedSource):
             found = _pictures(endings, "")
             if found is not None:
                 self._images[name] = found
-                others = ((MASK, masks), (REFERENCE, references))
-                known = {kind: _pictures(endings, end) for kind, end in others if end is not None}
+                others = companion_endings(masks, references)
+                known = {kind: _pictures(endings, end) for kind, end in others.items()}
                 self._beside[name] = {kind: one for kind, one in known.items() if one is not None}
         paths = sorted(os.path.realpath(shard) for shard in shards)
         changed = {shard: stamp_of([shard]) for shard in map(Path, shards)}

@@ -208,7 +208,7 @@ class StableDiffusionXLControlNet(ControlNetFamily, StableDiffusionXL):
     def _references(self, batch: Mapping[str, Tensor]) -> Tensor:
         if REFERENCE_IMAGES not in batch:
             raise self.no_references(f"batch[{REFERENCE_IMAGES!r}]")
-        images = batch[REFERENCE_IMAGES]
+        images = self.one_of_each(batch[REFERENCE_IMAGES])
         shades = images.float() if images.dtype == torch.uint8 else _shades(images)
         return shades / _SHADES
 

@@ -5,20 +5,19 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Final, cast
 
 import attrs
 import torch
 from torch import Tensor
 
 from zerotune._util.text import validated, whole
-from zerotune.diffusion.data.cache import EDITS, CacheSettings, hash_key
-from zerotune.diffusion.data.preparation import REFERENCE_IMAGES
-from zerotune.diffusion.data.streams import row_of, stack_named
+from zerotune.diffusion.data.cache import CacheSettings
 from zerotune.diffusion.models.family import Conditioning, Denoiser, Drawing, config_of
 from zerotune.diffusion.models.latents import Packing, Tokens
 from zerotune.diffusion.models.pipeline import Blueprint, FrozenParts, PipelineModel
 from zerotune.diffusion.models.pipeline_family import PipelineFamily
+from zerotune.diffusion.models.reading import ReadingFamily
 from zerotune.errors import DataError
 
 _WITH_MASK = ("prompt_embeds", "prompt_attention_mask")
@@ -231,8 +230,64 @@ class ZImage(PipelineFamily):
     unguided: ClassVar[float] = 0.0
 
 
+@attrs.frozen(kw_only=True, eq=False)
+class _Picture:
+    """An image that is edited: latents where its pipeline handles pixels."""
+
+    latents: Tensor
+    scale: int
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Width and height in pixels."""
+        height, width = self.latents.shape[-2:]
+        return width * self.scale, height * self.scale
+
+
+def _pictures(latents: Tensor, scale: int) -> list[_Picture]:
+    """The images of latents (b, c, h, w), or (b, r, c, h, w), in their order."""
+    each = latents.unbind(1) if latents.ndim == 5 else (latents,)
+    return [_Picture(latents=one, scale=scale) for one in each]
+
+
+@attrs.frozen(eq=False)
+class _Pictures:
+    """Looks like an image processor to a pipeline: its images have their sizes, and are latents."""
+
+    pictures: list[_Picture]
+
+    def resize(self, picture: _Picture, *_: Any) -> _Picture:
+        """It has its size."""
+        return picture
+
+    def preprocess(self, picture: _Picture, *_: Any, **__: Any) -> Tensor:
+        """Latents, which are taken as such."""
+        return picture.latents
+
+    def check_image_input(self, picture: _Picture) -> None:
+        """Latents are not checked."""
+
+    def _resize_to_target_area(self, picture: _Picture, *_: Any) -> _Picture:
+        return picture
+
+    def put_in_place(
+        self, _model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, Any]:
+        """Say where they lie: the pipeline says one megapixel, whatever their size."""
+        sides = (picture.latents.shape[-2:] for picture in self.pictures)
+        own = [(1, height // 2, width // 2) for height, width in sides]
+        return args, {**kwargs, "img_shapes": [[row[0], *own] for row in kwargs["img_shapes"]]}
+
+
+_FLUX2_AREA: Final = 1024 * 1024
+"""Pixels that Flux.2's pipeline brings larger images to, before they are edited."""
+
+
 class Flux2(PipelineFamily):
-    """Flux.2 dev: embedded guidance; 128 channels, normalised by the VAE's own statistics."""
+    """Flux.2 dev: embedded guidance; 128 channels, normalised by the VAE's own statistics.
+
+    It edits the images of a batch that has ``reference_latents``, one or several of each sample.
+    """
 
     pipeline: ClassVar[str] = "Flux2Pipeline"
     model: ClassVar[str] = "Flux2Transformer2DModel"
@@ -248,6 +303,39 @@ class Flux2(PipelineFamily):
     packing: ClassVar[Packing] = Tokens(1, packs=False)
     guided_by: ClassVar[str | None] = None
     embedded_guidance_arg: ClassVar[str | None] = "guidance_scale"
+
+    reference: ClassVar[str | None] = "image"
+    needs_references: ClassVar[bool] = False
+    several_references: ClassVar[bool] = True
+
+    def at_shown_size(self, images: Tensor) -> Tensor:
+        """As the pipeline brings images to their size, of at most a megapixel."""
+        pipeline = self._needed("references").pipeline
+        processor, multiple = pipeline.image_processor, pipeline.vae_scale_factor * 2
+        pictures = processor.numpy_to_pil(processor.pt_to_numpy(images.float() / 2 + 0.5))
+        if images.shape[-2] * images.shape[-1] > _FLUX2_AREA:
+            pictures = [processor._resize_to_target_area(each, _FLUX2_AREA) for each in pictures]
+        width, height = (side // multiple * multiple for side in pictures[0].size)
+        shown = processor.preprocess(pictures, height=height, width=width, resize_mode="crop")
+        return cast("Tensor", shown)
+
+    def reference_input(self, latents: Tensor) -> list[_Picture]:
+        """Latents in the place of PIL images."""
+        return _pictures(latents, self.latent_space().scale)
+
+    def adjust(self, pipe: Any, call_kwargs: dict[str, Any]) -> None:
+        """Let the pipeline take each sample's own latents; it has one set of images for all."""
+        super().adjust(pipe, call_kwargs)
+        if self.reference not in call_kwargs:
+            return
+        pipe.image_processor = _Pictures(call_kwargs[self.reference])
+
+        def prepare_image_latents(*, images: list[Tensor], **_: Any) -> tuple[Tensor, Tensor]:
+            places = pipe._prepare_image_ids([each[:1] for each in images])
+            tokens = torch.cat([pipe._pack_latents(each) for each in images], dim=1)
+            return tokens, places.expand(len(tokens), -1, -1).to(tokens.device)
+
+        pipe.prepare_image_latents = prepare_image_latents
 
 
 class Flux2Klein(Flux2):
@@ -555,37 +643,7 @@ class FluxKontext(Flux):
 
 
 @attrs.frozen(kw_only=True, eq=False)
-class _Picture:
-    """The image that is edited: latents where its pipeline handles pixels."""
-
-    latents: Tensor
-    scale: int
-
-    @property
-    def size(self) -> tuple[int, int]:
-        """Width and height in pixels."""
-        height, width = self.latents.shape[-2:]
-        return width * self.scale, height * self.scale
-
-    def resize(self, *_: Any) -> _Picture:
-        """As the image processor of the pipeline: it has its size."""
-        return self
-
-    def preprocess(self, *_: Any) -> Tensor:
-        """As the image processor of the pipeline: latents are taken as such."""
-        return self.latents
-
-    def put_in_place(
-        self, _model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, Any]:
-        """Say where it lies: the pipeline says one megapixel, whatever its size."""
-        height, width = self.latents.shape[-2:]
-        own = (1, height // 2, width // 2)
-        return args, {**kwargs, "img_shapes": [[row[0], own] for row in kwargs["img_shapes"]]}
-
-
-@attrs.frozen(kw_only=True, eq=False)
-class QwenImageEdit(QwenImage):
+class QwenImageEdit(ReadingFamily, QwenImage):
     """Qwen-Image-Edit: Qwen2.5-VL reads a text together with the image that is edited.
 
     So an embedding belongs to a text and an image, in caches too.
@@ -593,7 +651,6 @@ class QwenImageEdit(QwenImage):
 
     pipeline: ClassVar[str] = "QwenImageEditPipeline"
     reference: ClassVar[str | None] = "image"
-    reads_references: ClassVar[bool] = True
 
     reference_area: int = attrs.field(default=1024 * 1024, validator=validated(whole))
     """Pixels that images are brought to before they are edited. The pipeline knows no other value
@@ -610,20 +667,16 @@ class QwenImageEdit(QwenImage):
         (width, height), pictures = self._resized(pipeline, images, self.reference_area)
         return cast("Tensor", pipeline.image_processor.preprocess(pictures, height, width))
 
-    def embed_edits(
-        self,
-        parts: FrozenParts,
-        captions: Sequence[str],
-        references: Tensor,
-        device: torch.device,
+    def read(
+        self, parts: FrozenParts, caption: str, pictures: list[Any], device: torch.device
     ) -> dict[str, Tensor]:
-        """What ``encode_prompt`` makes of each caption and its image."""
-        _, pictures = self._resized(parts.pipeline, references, self.read_area)
-        encoded = (
-            self.encode_with(parts.pipeline, device, {"prompt": [caption], "image": [picture]})
-            for caption, picture in zip(captions, pictures, strict=True)
-        )
-        return stack_named([row_of(one, 0) for one in encoded])
+        """What ``encode_prompt`` makes of a caption and its images."""
+        return self.encode_with(parts.pipeline, device, {"prompt": [caption], "image": pictures})
+
+    def pictures_of(self, parts: FrozenParts, images: Tensor) -> list[list[Any]]:
+        """In the size at which Qwen2.5-VL reads them."""
+        samples = images if images.ndim == 5 else images.unsqueeze(1)
+        return [self._resized(parts.pipeline, each, self.read_area)[1] for each in samples]
 
     def _resized(
         self, pipeline: Any, images: Tensor, area: int
@@ -641,30 +694,6 @@ class QwenImageEdit(QwenImage):
         width, height = module.calculate_dimensions(area, ratio)[:2]
         return width, height
 
-    def texts_of(self, batch: Mapping[str, Any], captions: Sequence[str]) -> dict[str, Tensor]:
-        """With the images of the batch that are edited."""
-        return self.encode_texts(
-            captions, device=self.clean_device(batch), references=batch.get(REFERENCE_IMAGES)
-        )
-
-    def empty_texts_of(
-        self, batch: Mapping[str, Any], *, device: torch.device
-    ) -> dict[str, Tensor]:
-        """The empty text with the image of each sample.
-
-        Raises:
-            DataError: The batch is one of caches.
-        """
-        images = batch.get(REFERENCE_IMAGES)
-        if images is None:
-            raise DataError(
-                "the empty text is read together with the image, and caches have no images",
-                key="dropout",
-                value=self.dropout,
-                fix="drop captions in the data: Augmentation(caption_dropout=...)",
-            )
-        return self.encode_texts([""] * len(images), device=device, references=images)
-
     def embedding_settings(self) -> dict[str, Any]:
         """How large an image is read."""
         return {**super().embedding_settings(), "read_area": self.read_area}
@@ -675,46 +704,27 @@ class QwenImageEdit(QwenImage):
         own = {**usual.settings, "reference_area": self.reference_area}
         return attrs.evolve(usual, settings=own)
 
-    def reference_input(self, latents: Tensor) -> _Picture:
-        """Latents in the place of a PIL image."""
-        return _Picture(latents=latents, scale=self.latent_space().scale)
+    def reference_input(self, latents: Tensor) -> _Picture | list[_Picture]:
+        """Latents in the place of PIL images: of one, or of a list where it takes several."""
+        found = _pictures(latents, self.latent_space().scale)
+        return found if self.several_references else found[0]
 
     def adjust(self, pipe: Any, call_kwargs: dict[str, Any]) -> None:
-        """Let the pipeline take the picture's latents, and the model know their size."""
-        picture: _Picture = call_kwargs["image"]
-        pipe.image_processor = picture
-        pipe.transformer.register_forward_pre_hook(picture.put_in_place, with_kwargs=True)
-
-    def drawn_texts(
-        self,
-        texts: Sequence[str],
-        drawing: Drawing,
-        *,
-        device: torch.device,
-        negative: bool = False,  # noqa: ARG002
-    ) -> dict[str, Tensor]:
-        """Each with the image it edits."""
-        parts, images = self._needed("captions"), self.drawn_references(drawing)
-        known = {
-            hash_key(text, image.shape, image.float().numpy().tobytes()): (text, image)
-            for text, image in zip(texts, images.cpu(), strict=True)
-        }
-
-        def encode(keys: Sequence[str]) -> dict[str, Tensor]:
-            words, pictures = zip(*(known[key] for key in keys), strict=True)
-            return self.embed_edits(parts, words, torch.stack(pictures), device)
-
-        encoded = parts.remember(list(known), encode, device=device, kind=EDITS)
-        return {name: value.to(device) for name, value in encoded.items()}
+        """Let the pipeline take the images' latents, and the model know their sizes."""
+        given = call_kwargs["image"]
+        pictures = _Pictures(given if self.several_references else [given])
+        pipe.image_processor = pictures
+        pipe.transformer.register_forward_pre_hook(pictures.put_in_place, with_kwargs=True)
 
 
 class QwenImageEditPlus(QwenImageEdit):
-    """Qwen-Image-Edit 2509 and later, with one image: it is read smaller than it is shown.
+    """Qwen-Image-Edit 2509 and later: one or several images, read smaller than they are shown.
 
     Its pipeline takes one sample, so they are called, and drawn, in turn.
     """
 
     pipeline: ClassVar[str] = "QwenImageEditPlusPipeline"
+    several_references: ClassVar[bool] = True
     one_by_one: ClassVar[bool] = True
 
     @property

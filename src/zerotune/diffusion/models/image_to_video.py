@@ -7,7 +7,7 @@ from them: the VAE encodes the first frame together with empty ones.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Final
 
 import attrs
@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from zerotune.diffusion.data.cache import CacheSettings
-from zerotune.diffusion.models.declared import Wan, WanLowNoise
+from zerotune.diffusion.data.streams import row_of, stack_named
+from zerotune.diffusion.models.declared import HunyuanVideo, Wan, WanLowNoise
 from zerotune.diffusion.models.family import (
     Conditioning,
     Denoiser,
@@ -26,6 +27,7 @@ from zerotune.diffusion.models.family import (
 )
 from zerotune.diffusion.models.pipeline import FrozenParts, pipeline_class
 from zerotune.diffusion.models.pipeline_family import REFERENCES, PipelineFamily
+from zerotune.diffusion.models.reading import ReadingFamily
 from zerotune.errors import DataError
 
 IMAGE_EMBEDS: Final = "image_embeds"
@@ -34,7 +36,12 @@ IMAGE_EMBEDS: Final = "image_embeds"
 _TRAINED_TIMES: Final = 1000.0
 _IMAGE_TOKENS: Final = 257
 _NOISE_ARGUMENTS: Final = 9
-"""Arguments of ``WanPipeline.prepare_latents``, which follow the image in its like for images."""
+"""Arguments of ``prepare_latents`` of the pipelines of texts (Wan, HunyuanVideo), which follow
+the image in their likes for images; the last are the latents."""
+_NOISE_SHARE: Final = 0.999
+"""Of the latents that HunyuanVideo's pipeline draws a clip from; the rest is the image."""
+_LEFT_OUT: Final = 4
+"""First frames that HunyuanVideo's pipeline leaves out where the image lies in channels."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -72,6 +79,13 @@ class ImageToVideo(PipelineFamily):
             **super().encode_images(images, device=device),
             **self._first_frames(images, device=device),
         }
+
+    def read_images(self, batch: Mapping[str, Any]) -> Tensor | None:
+        """First frames, for families whose text encoder reads them."""
+        if "images" not in batch:
+            return None
+        clips = images_of(batch)
+        return clips if clips.ndim == 4 else clips[:, :, 0]
 
     def _first_frames(
         self, clips: Tensor, *, device: torch.device | None = None
@@ -268,5 +282,135 @@ class WanImageToVideoLowNoise(_WanImage, WanLowNoise):
     """Of Wan 2.2's two experts the one for little noise."""
 
 
-IMAGE_TO_VIDEO: Final[tuple[type[ImageToVideo], ...]] = (WanImageToVideo,)
+class HunyuanVideoImageToVideo(ImageToVideo, ReadingFamily, HunyuanVideo):
+    """HunyuanVideo that goes on from an image, which LLaVA reads together with each text.
+
+    The model's configuration says whether the image takes the place of the first latent frame
+    (``token_replace``) or lies in channels of its own (``latent_concat``). Of the latter's clips
+    the pipeline leaves out the first four frames.
+    """
+
+    pipeline: ClassVar[str] = "HunyuanVideoImageToVideoPipeline"
+
+    def gives_first(self, model: Any) -> bool:
+        """As the model's configuration says."""
+        return bool(config_of(model).image_condition_type == "token_replace")
+
+    def frame_parts(self, parts: FrozenParts) -> tuple[str, ...]:  # noqa: ARG002
+        """The VAE; what LLaVA makes of the image belongs to the texts."""
+        return ("vae",)
+
+    def encode_frames(
+        self,
+        parts: FrozenParts,
+        images: Tensor,
+        frames: int,  # noqa: ARG002
+    ) -> dict[str, Tensor]:
+        """``reference_latents`` (b, c, 1, h, w)."""
+        return {REFERENCES: parts.encode_images(images).unsqueeze(2)}
+
+    # -- Texts.
+
+    def check_dataset(self, dataset: Any) -> None:
+        """Refuse captions that cannot be counted; what is read with them is in every clip."""
+        dataset.augmentation.check_countable()
+
+    def read(
+        self, parts: FrozenParts, caption: str, pictures: list[Any], device: torch.device
+    ) -> dict[str, Tensor]:
+        """Embeddings of the image's tokens, thinned out, and of the caption's behind them."""
+        prompts = {
+            "prompt": [caption],
+            "image": pictures,
+            "image_embed_interleave": self._interleave(parts),
+        }
+        return self.encode_with(parts.pipeline, device, prompts)
+
+    def pictures_of(self, parts: FrozenParts, images: Tensor) -> list[list[Any]]:
+        """In their own size: LLaVA's processor has one."""
+        processor = parts.pipeline.video_processor
+        found = processor.numpy_to_pil(processor.pt_to_numpy(images.float() / 2 + 0.5))
+        return [[picture] for picture in found]
+
+    def embed_negative(
+        self, parts: FrozenParts, texts: Sequence[str], device: torch.device
+    ) -> dict[str, Tensor]:
+        """What the pipeline makes of negative prompts: LLaVA reads them with a black image."""
+        taken = parameters_of(parts.pipeline.encode_prompt)["image_embed_interleave"]
+        (black,) = self.pictures_of(parts, -torch.ones(1, 3, 16, 16))
+        encoded = [
+            self.encode_with(
+                parts.pipeline,
+                device,
+                {"prompt": [text], "image": black, "image_embed_interleave": taken.default},
+            )
+            for text in texts
+        ]
+        return stack_named([row_of(one, 0) for one in encoded])
+
+    def drawn_texts(
+        self,
+        texts: Sequence[str],
+        drawing: Drawing,
+        *,
+        device: torch.device,
+        negative: bool = False,
+    ) -> dict[str, Tensor]:
+        """Prompts with the image that their clip goes on from."""
+        if negative:
+            return self.remembered_negative(texts, device=device)
+        return super().drawn_texts(texts, drawing, device=device)
+
+    def embedding_settings(self) -> dict[str, Any]:
+        """How many of the image's tokens are kept, too."""
+        kept = {"image_embed_interleave": self._interleave(self._needed("captions"))}
+        return {**super().embedding_settings(), **kept}
+
+    def _interleave(self, parts: FrozenParts) -> int:
+        kinds = {"latent_concat": 2, "token_replace": 4}
+        return kinds.get(parts.pipeline.transformer.config.image_condition_type, 1)
+
+    # -- The call.
+
+    def adjust(self, pipe: Any, call_kwargs: dict[str, Any]) -> None:
+        """Show the model each sample's own image; noise is mixed with it in drawing alone."""
+        super().adjust(pipe, call_kwargs)
+        shown = call_kwargs[str(self.reference)]
+        call_kwargs[str(self.reference)] = torch.zeros(1, 3, 1, 1)  # Nobody looks at it.
+
+        def prepare_latents(_image: Tensor, *told: Any) -> tuple[Tensor, Tensor]:
+            noise = pipeline_class(HunyuanVideo.pipeline).prepare_latents(
+                pipe, *told[:_NOISE_ARGUMENTS]
+            )
+            every = shown.repeat(1, 1, noise.shape[2], 1, 1)
+            if told[_NOISE_ARGUMENTS - 1] is None:
+                share = torch.tensor([_NOISE_SHARE], device=noise.device)
+                noise = noise * share + every * (1 - share)
+            return noise, shown if self.gives_first(pipe.transformer) else every
+
+        pipe.prepare_latents = prepare_latents
+
+    def _as_latents(self, prediction: Tensor, noisy: Tensor) -> Tensor:
+        # Of a first frame that is given the pipeline keeps no prediction.
+        missing = noisy.shape[2] - prediction.shape[2]
+        padded = torch.nn.functional.pad(prediction, (0, 0, 0, 0, missing, 0))
+        return super()._as_latents(padded, noisy)
+
+    def draw(self, model: Denoiser, drawing: Drawing) -> Tensor:
+        """Clips (n, 3, frames, height, width), four frames shorter where the image lies apart."""
+        clips = super().draw(model, drawing)
+        return clips if self.gives_first(model) else clips[:, :, _LEFT_OUT:]
+
+    def example(
+        self, model: Any, *, batch: int, side: int | tuple[int, int], frames: int = 2
+    ) -> tuple[Tensor, Conditioning]:
+        """With one latent frame of the image."""
+        latents, known = super().example(model, batch=batch, side=side, frames=frames)
+        return latents, {**known, REFERENCES: known[REFERENCES][:, :, :1]}
+
+
+IMAGE_TO_VIDEO: Final[tuple[type[ImageToVideo], ...]] = (
+    WanImageToVideo,
+    HunyuanVideoImageToVideo,
+)
 """All of them that a pipeline's class decides."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
@@ -103,6 +103,10 @@ class TextToImage(ABC):
     """The argument of the guidance that a distilled model takes as an input."""
     reference: ClassVar[str | None] = None
     """The argument that takes ``reference_latents``."""
+    needs_references: ClassVar[bool] = True
+    """Whether each sample of a family with ``reference`` must have an image that is edited."""
+    several_references: ClassVar[bool] = False
+    """Whether a sample may be made of several images."""
     by_class: ClassVar[bool] = False
     """Whether the pipeline's class decides the call, so that the family may be made by hand."""
     arguments: ClassVar[Mapping[str, Any]] = _NONE
@@ -217,6 +221,48 @@ class TextToImage(ABC):
             captions: Sequence[str] = conditioning[CAPTIONS]  # type: ignore[assignment]
             return {**others, **self.embed(parts, list(captions), model.device)}
 
+    def read_images(self, batch: Mapping[str, Any]) -> Tensor | None:
+        """The images of a batch that texts are read with, if it has them (``reads_references``)."""
+        return batch.get(REFERENCE_IMAGES)
+
+    def check_dataset(self, dataset: Any) -> None:
+        """Refuse a dataset that cannot be encoded once.
+
+        Args:
+            dataset: ``PreparedImages`` or ``PreparedClips``.
+
+        Raises:
+            DataError: It has several references for an image, and the family takes one.
+            InvalidValueError: Its captions cannot be counted.
+        """
+        counts = (getattr(each.bucket, "references", 1) for each in dataset.assignment.placements)
+        most = max(counts, default=1)
+        if self.reference is not None and most > 1 and not self.several_references:
+            raise self._edits_one(most)
+        if not self.trains_texts:
+            dataset.augmentation.check_countable()
+
+    def one_of_each(self, references: Tensor) -> Tensor:
+        """References of a batch, (b, …) of those that come as (b, 1, …) where a family takes one.
+
+        Raises:
+            DataError: Samples have several.
+        """
+        if references.ndim != 5 or self.several_references:
+            return references
+        if references.shape[1] > 1:
+            raise self._edits_one(references.shape[1])
+        return references[:, 0]
+
+    def _edits_one(self, count: int) -> DataError:
+        return DataError(
+            f"{type(self).__name__} takes one reference image for each sample",
+            key="references",
+            value=count,
+            fix="give one, or train a family that takes several: Flux2, Flux2Klein or "
+            "QwenImageEditPlus",
+        )
+
     def texts_of(self, batch: Mapping[str, Any], captions: Sequence[str]) -> dict[str, Tensor]:
         """Embeddings of captions of a batch, or of other texts in their place."""
         return self.encode_texts(captions, device=self.clean_device(batch))
@@ -249,8 +295,9 @@ class TextToImage(ABC):
         Args:
             captions: The texts.
             device: Where they are encoded.
-            references: Images that are edited (b, 3, height, width) in [-1, 1], for families that
-                read them together with their texts (``reads_references``).
+            references: Images that are edited (b, 3, height, width) in [-1, 1], or several of each
+                (b, r, 3, height, width), for families that read them together with their texts
+                (``reads_references``).
 
         Raises:
             DataError: The family was made without its frozen parts, or it reads references and
@@ -265,7 +312,7 @@ class TextToImage(ABC):
                 return self.embed(parts, list(captions), where)
             if references is None:
                 raise self.no_references("reference_images")
-            return self.embed_edits(parts, list(captions), references, where)
+            return self.embed_edits(parts, list(captions), self.one_of_each(references), where)
 
     def embed_edits(
         self,
@@ -408,7 +455,7 @@ class TextToImage(ABC):
         """What the pipeline is given as the image that is edited.
 
         Args:
-            latents: (b, c, h, w).
+            latents: (b, c, h, w), or (b, r, c, h, w) with ``several_references``.
         """
         return latents
 
@@ -480,7 +527,7 @@ class TextToImage(ABC):
             **self.arguments,
             **self.text_kwargs(self.drawn_texts(drawing.prompts, drawing, device=device), device),
         }
-        if self.reference is not None:
+        if self.reference is not None and (self.needs_references or drawing.references is not None):
             kwargs[self.reference] = self.reference_input(self._drawn_references(drawing, device))
         scale = drawing.guidance_scale
         if self.embedded_guidance_arg is not None:
@@ -524,13 +571,14 @@ class TextToImage(ABC):
                 value=None,
                 fix="pass references=, images (n, 3, height, width) in [-1, 1]",
             )
-        return drawing.references
+        return self.one_of_each(drawing.references)
 
     def _drawn_references(self, drawing: Drawing, device: torch.device) -> Tensor:
-        shown = self.at_shown_size(self.drawn_references(drawing))
-        parts = self._needed("references")
+        parts, images = self._needed("references"), self.drawn_references(drawing)
         with parts.on(device, ["vae"]):
-            return parts.encode_images(shown).to(device)
+            return of_each(
+                images, lambda each: parts.encode_images(self.at_shown_size(each)).to(device)
+            )
 
     def _drawn_size(self, pipe: Any, drawing: Drawing) -> dict[str, int]:
         taken = parameters_of(type(pipe).__call__)
@@ -572,6 +620,14 @@ class TextToImage(ABC):
             parts.to(wanted, names)
 
 
+def of_each(images: Tensor, encode: Callable[[Tensor], Tensor]) -> Tensor:
+    """What a function makes of images (b, 3, h, w), or of several of each sample (b, r, …)."""
+    if images.ndim == 4:
+        return encode(images)
+    found = encode(images.flatten(0, 1))
+    return found.reshape(*images.shape[:2], *found.shape[1:])
+
+
 class _LastStep:
     """Keeps what the last step gave: pipelines differ in what they call latents at the end."""
 
@@ -592,7 +648,8 @@ class _LastStep:
 
 
 REFERENCES: Final = "reference_latents"
-"""Key of a batch: latents (b, c, h, w) of the images that are edited."""
+"""Key of a batch: latents (b, c, h, w) of the images that are edited, or (b, r, c, h, w) where
+samples may have several."""
 
 _TEXT_WIDTHS: Final = (
     "joint_attention_dim",
@@ -721,13 +778,15 @@ class PipelineFamily(TextToImage):
     def conditioning(self, batch: Mapping[str, Tensor], generator: torch.Generator) -> Conditioning:
         """Embeddings of a batch's texts, and latents of the images that are edited."""
         texts = super().conditioning(batch, generator)
-        if self.reference is None:
+        without = REFERENCES not in batch and REFERENCE_IMAGES not in batch
+        if self.reference is None or (without and not self.needs_references):
             return texts
         return {**texts, REFERENCES: self._references(batch)}
 
     def _references(self, batch: Mapping[str, Tensor]) -> Tensor:
         if REFERENCES in batch:
-            return batch[REFERENCES].float()
+            latents = batch[REFERENCES].float()
+            return latents if self.clips else self.one_of_each(latents)
         images = batch.get(REFERENCE_IMAGES)
         if images is None:
             raise DataError(
@@ -735,7 +794,12 @@ class PipelineFamily(TextToImage):
                 key=f"batch[{REFERENCES!r}]",
                 fix="let the dataset yield reference_images (b, 3, height, width) or their latents",
             )
-        return self.encode_references(images, device=images.device)["latents"].to(images.device)
+        device = images.device
+
+        def encode(each: Tensor) -> Tensor:
+            return self.encode_references(each, device=device)["latents"].to(device)
+
+        return of_each(self.one_of_each(images), encode)
 
     # -- The prediction.
 
@@ -826,7 +890,7 @@ class PipelineFamily(TextToImage):
             call_kwargs[self.guided_by] = self.unguided
         if self.embedded_guidance_arg is not None:
             call_kwargs[self.embedded_guidance_arg] = self.guidance
-        if self.reference is not None:
+        if self.reference is not None and (self.needs_references or REFERENCES in conditioning):
             call_kwargs[self.reference] = self.reference_input(conditioning[REFERENCES].to(device))
         return call_kwargs
 
@@ -884,7 +948,7 @@ class PipelineFamily(TextToImage):
         shape = (batch, self._channels(config), *((frames,) if self.clips else ()), *sides)
         latents = torch.empty(shape, device="meta")
         known = {name: self.example_text(name, config, batch) for name in self.text_tensors}
-        if self.reference is not None:
+        if self.reference is not None and self.needs_references:
             known[REFERENCES] = torch.empty_like(latents)
         return latents, known
 

@@ -59,6 +59,7 @@ _STEERED: Final[Mapping[str, str]] = {
 """ControlNets, which are costed as the model that they are a copy of, trained whole, and once more
 that model, frozen in bf16 on the device."""
 _SHARED: Final[Mapping[str, str]] = {
+    "hunyuan-video-i2v": "hunyuan-video",
     "qwen-image-edit-plus": "qwen-image-edit",
     "wan-14b-i2v": "wan-14b",
     **_STEERED,
