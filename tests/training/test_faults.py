@@ -246,9 +246,9 @@ def test_a_rank_that_is_told_of_another_ones_failure_has_not_failed_itself(tmp_p
     assert "rank 0 failed" not in text
 
 
-@pytest.mark.parametrize(
-    "ending", [pytest.param("closing", marks=pytest.mark.nightly), "without closing"]
-)
+# On ranks without a launcher test_trainer has it.
+@pytest.mark.nightly
+@pytest.mark.parametrize("ending", ["closing", "without closing"])
 def test_an_error_under_torchrun_gives_the_swap_folder_back(tmp_path, ending):
     root = tmp_path / "swap"
     root.mkdir()
