@@ -98,8 +98,7 @@ class LeanSlabs:
 
     def _stepped(self, name: str, split: bool) -> Callable[[], None]:
         from zerotune.backend.optimizers.client import CLASSES
-        from zerotune.backend.step.adams import stepper_of
-        from zerotune.backend.step.masters import SplitMasters
+        from zerotune.backend.step.adams import SplitMasters, stepper_of
 
         weights = torch.randn(self._count)
         high = weights.bfloat16()

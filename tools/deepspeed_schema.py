@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from zerotune.backend.schema import plan_schema
-from zerotune.plan import data
+from zerotune.plan import schema
 from zerotune.plan.model import OFFLOAD, ZERO
 from zerotune.plan.schema import HANDLING
 
-FILE = Path(data.__file__).with_name("deepspeed.json")
+FILE = Path(schema.__file__).parent / "data" / "deepspeed.json"
 
 _SECTIONS = (
     "comet", "comms_logger", "compile", "csv_monitor", "hybrid_engine", "tensor_parallel",

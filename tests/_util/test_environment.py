@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from zerotune._util.environment import installed_version, installed_versions
+from zerotune._util.proc import installed_version, installed_versions
 from zerotune._util.text import release_of
 
 

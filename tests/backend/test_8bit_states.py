@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.support.ranks import ranks
-from zerotune.backend.optimizers.adamw_8bit_states import (
+from zerotune.backend.optimizers.classes import (
     BLOCK,
     AdamW8BitStates,
     codebook,

@@ -12,7 +12,7 @@ from hypothesis import given
 
 from tests.support.ranks import ranks
 from tests.support.runs import Case, start
-from zerotune.backend.optimizers.adamw_bf16_states import AdamWBF16States, round_stochastically
+from zerotune.backend.optimizers.classes import AdamWBF16States, round_stochastically
 
 EVERY = torch.arange(2**16, dtype=torch.int32)
 """Each draw of 16 bits once."""

@@ -13,8 +13,8 @@ from tests.support.runs import build
 from zerotune.backend.optimizers.client import CurveScheduler, parameter_groups
 from zerotune.errors import EngineError, VerificationError
 from zerotune.optim import OptimizerResolver, ParameterGroup, ParameterGroups
-from zerotune.optimizers.choices import GroupChoice, OptimizerChoice, SchedulerChoice
-from zerotune.optimizers.curves import lr_at
+from zerotune.optimizers.catalogue import GroupChoice, OptimizerChoice, SchedulerChoice
+from zerotune.optimizers.schedules import lr_at
 from zerotune.plan.model import DeepSpeedPlan
 
 SCHEDULE = {

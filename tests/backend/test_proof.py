@@ -20,7 +20,7 @@ import torch
 
 from tests.support.ranks import run_ranks
 from zerotune.backend import proof as proofs
-from zerotune.backend.deepspeed import pinning
+from zerotune.backend.deepspeed import start as deepspeed_start
 from zerotune.backend.distributed import ProcessGroup
 from zerotune.backend.proof import (
     PATHS,
@@ -291,14 +291,14 @@ def pin(resources: ExitStack) -> Any:
         platform=Platform.synthetic("cuda", versions=versions),
         model=ModelFacts.from_shapes([("weight", (64, 64))]),
     )
-    (decision,) = pinning.pin_exactly(resolved, resources=resources, environ={})
+    (decision,) = deepspeed_start.pin_exactly(resolved, resources=resources, environ={})
     return decision
 
 
 def test_deepspeed_page_locks_itself_only_with_its_proof(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("get", "set"):
         monkeypatch.delattr(torch._C, f"_accelerator_{name}AllocatorSettings", raising=False)
-    monkeypatch.setattr(pinning, "_refuse_in_time", lambda _resources: None)
+    monkeypatch.setattr(deepspeed_start, "_refuse_in_time", lambda _resources: None)
     native = SimpleNamespace(get_native_pinned_memory=lambda: None)
     monkeypatch.setitem(sys.modules, "deepspeed.utils.pin_memory", native)  # type: ignore[arg-type]
     with ExitStack() as resources:

@@ -10,8 +10,7 @@ import torch
 from tests.support.models import HostileNet
 from zerotune.backend.deepspeed.external import master_weights_of
 from zerotune.backend.distributed import ProcessGroup
-from zerotune.backend.layouts import ParameterLayout
-from zerotune.backend.master_weights import MasterWeights
+from zerotune.backend.master_weights import MasterWeights, ParameterLayout
 from zerotune.errors import EngineError
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {

@@ -21,7 +21,6 @@ from zerotune.diffusion.facts import (
     example_inputs,
     frames_per_latent,
     latent_scale,
-    measure_activations,
     measure_step,
     model_facts,
 )
@@ -161,7 +160,7 @@ def test_costs_grow_with_batch_and_pixels_and_shrink_with_checkpoints():
 def test_the_fit_predicts_sizes_it_has_not_seen():
     with torch.device("meta"):
         model = UNet2DConditionModel.from_config(dict(UNET))
-    costs = measure_activations(model)
+    costs, _ = measure_step(model)
     make = example_inputs(model)
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))

@@ -20,7 +20,7 @@ from tests.support.needs import needs
 from tests.support.ranks import ranks, run_ranks
 from tests.support.runs import PLAIN, Case, start, unet_loss
 from zerotune import DeepSpeedPlan
-from zerotune.backend.dtypes import check_quantized
+from zerotune.backend.checks import check_quantized
 from zerotune.diffusion import load_pretrained
 from zerotune.errors import (
     CheckpointCorruptError,

@@ -7,7 +7,7 @@ import pytest
 
 from zerotune.errors import OffloadError
 from zerotune.offload import OffloadManager
-from zerotune.offload.budget import fit_host_memory, host_budget
+from zerotune.offload.space import fit_host_memory, host_budget
 from zerotune.optim import OptimizerResolver
 from zerotune.plan import DeepSpeedPlan, ModelFacts
 from zerotune.platform import Platform

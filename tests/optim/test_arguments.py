@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from zerotune.errors import InvalidValueError
 from zerotune.optim import OPTIMIZERS, SCHEDULERS
-from zerotune.optim.settle import check
+from zerotune.optim.capability import check
 from zerotune.optimizers.catalogue import Parameter
 
 ADAMW = OPTIMIZERS["AdamW"]

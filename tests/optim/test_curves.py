@@ -7,7 +7,7 @@ import pytest
 
 from zerotune.errors import InvalidValueError
 from zerotune.optim import OptimizerResolver, ParameterGroups
-from zerotune.optimizers.curves import lr_at
+from zerotune.optimizers.schedules import lr_at
 from zerotune.plan.model import ModelFacts, RunFacts
 
 

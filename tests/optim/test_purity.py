@@ -6,8 +6,8 @@ import sys
 SCRIPT = """
 import sys
 from zerotune.optim import OptimizerResolver, normalise_optimizer_name
-from zerotune.optimizers.choices import SchedulerChoice
-from zerotune.optimizers.curves import lr_at
+from zerotune.optimizers.catalogue import SchedulerChoice
+from zerotune.optimizers.schedules import lr_at
 from zerotune.plan.model import DeepSpeedPlan
 from zerotune.plan.model import ModelFacts
 from zerotune.platform import Platform

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zerotune.errors import InvalidValueError
-from zerotune.optimizers.choices import GroupChoice
+from zerotune.optimizers.catalogue import GroupChoice
 from zerotune.plan import DeepSpeedPlan, OptimizerChoice, SchedulerChoice
 from zerotune.plan.diff import Change
 from zerotune.platform import Platform

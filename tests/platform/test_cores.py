@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zerotune.errors import InvalidValueError
-from zerotune.platform.cores import (
+from zerotune.platform.detect import (
     LogicalCpu,
     describe_cpus,
     parse_list,

@@ -18,8 +18,7 @@ import torch
 
 from zerotune.decisions import Decision
 from zerotune.platform import MachineProbe
-from zerotune.platform.cores import CoreShare, affinity_here, read_cpus, share_cores
-from zerotune.platform.detect import cpu_quota
+from zerotune.platform.detect import CoreShare, affinity_here, cpu_quota, read_cpus, share_cores
 
 if TYPE_CHECKING:
     from zerotune.backend.distributed import ProcessGroup

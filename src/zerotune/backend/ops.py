@@ -27,8 +27,7 @@ import attrs
 import psutil
 from packaging.version import Version
 
-from zerotune._util.environment import environment
-from zerotune._util.proc import LOCAL_FILESYSTEMS, filesystem_kind
+from zerotune._util.proc import LOCAL_FILESYSTEMS, environment, filesystem_kind
 from zerotune._util.text import did_you_mean
 from zerotune.errors import InvalidValueError, MissingDependencyError, PlatformError
 from zerotune.platform.toolchain import Toolchain, detect_toolchain

@@ -14,10 +14,9 @@ from typing import Any, Final, cast
 import torch
 from typing_extensions import override
 
-from zerotune._util.environment import environment
-from zerotune.backend.checks import Checks, check_alike, expected_groups
+from zerotune._util.proc import environment
+from zerotune.backend.checks import DTYPES, Checks, check_alike, check_model_dtype, expected_groups
 from zerotune.backend.distributed import Launch, ProcessGroup, communication_backend, meeting
-from zerotune.backend.dtypes import DTYPES, check_model_dtype
 from zerotune.backend.engine import (
     CountingEngine,
     EngineState,
@@ -25,15 +24,16 @@ from zerotune.backend.engine import (
     check_not_gone,
     naming_the_lost,
 )
-from zerotune.backend.layouts import (
+from zerotune.backend.master_weights import (
     UNDER_WAY,
+    MasterLayout,
+    MasterWeights,
     Named,
     ParameterLayout,
     gradient_norm,
     require_trainable,
 )
-from zerotune.backend.master_weights import MasterLayout, MasterWeights
-from zerotune.backend.optimizers.adamw_bf16_states import AdamWBF16States
+from zerotune.backend.optimizers.classes import AdamWBF16States
 from zerotune.backend.optimizers.client import build_client_optimizer, chosen_optimizer, curve
 from zerotune.backend.proof import prove_offload
 from zerotune.backend.step.adams import (
@@ -138,7 +138,7 @@ class PlainEngine(CountingEngine):
     def _place(self, named: Named, plan: ResolvedPlan) -> Named:
         """The master weights by name, in host memory where the plan wants them there."""
         self._host = None
-        if plan.offload_optimizer == "cpu" and _has_memory_of_its_own(self.device):
+        if plan.offload_optimizer == "cpu" and self.device.type != "cpu":
             zero = plan.plan.zero_optimization
             self._host = HostWeights(
                 named,
@@ -525,10 +525,6 @@ def _strided(parameters: Iterable[torch.Tensor]) -> str | None:
     if all(parameter.is_contiguous() for parameter in parameters):
         return None
     return "some weights are not contiguous (channels_last), and the pass goes over flat ones"
-
-
-def _has_memory_of_its_own(device: torch.device) -> bool:
-    return device.type != "cpu"
 
 
 def _check_contiguous(named: Named, optimizer: torch.optim.Optimizer, *_: Any) -> None:

@@ -26,8 +26,8 @@ from typing import Any, Final, Literal, get_args
 import attrs
 import torch
 
-from zerotune._util.environment import installed_version, installed_versions, user_cache
 from zerotune._util.files import read_record, write_atomically
+from zerotune._util.proc import installed_version, installed_versions
 from zerotune._util.text import json_of
 from zerotune.backend.distributed import ProcessGroup
 from zerotune.decisions import Decision
@@ -35,7 +35,7 @@ from zerotune.errors import InvalidValueError
 from zerotune.plan.model import ResolvedPlan
 from zerotune.platform import Accelerator
 from zerotune.platform.detect import MachineProbe, first_line
-from zerotune.platform.facts import DEEPSPEED_NAMES
+from zerotune.platform.facts import DEEPSPEED_NAMES, user_cache
 
 KEY: Final = "proof"
 VARIABLE: Final = "ZEROTUNE_PROOF"

@@ -17,7 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from zerotune.backend.optimizers.adamw_8bit_states import AdamW8BitStates
+from zerotune.backend.optimizers.classes import AdamW8BitStates
 from zerotune.backend.step.adams import stepper_of
 from zerotune.backend.step.kernel import AdamNumbers, load_host_step
 from zerotune.errors import PlatformError

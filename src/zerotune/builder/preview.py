@@ -9,8 +9,8 @@ from typing import Any, Final, Literal, get_args
 
 import attrs
 
-from zerotune._util.environment import installed_versions
 from zerotune._util.palette import component_colours
+from zerotune._util.proc import installed_versions
 from zerotune._util.text import (
     as_number,
     as_sentence,

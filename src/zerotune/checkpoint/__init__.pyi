@@ -13,6 +13,7 @@ from zerotune.checkpoint.folders import RootHold as RootHold
 from zerotune.checkpoint.folders import latest_checkpoint as latest_checkpoint
 from zerotune.checkpoint.folders import prune as prune
 from zerotune.checkpoint.folders import step_folder as step_folder
+from zerotune.checkpoint.folders import verify_checkpoint as verify_checkpoint
 from zerotune.checkpoint.load import CheckpointContents as CheckpointContents
 from zerotune.checkpoint.load import load_checkpoint as load_checkpoint
 from zerotune.checkpoint.load import restore as restore
@@ -23,4 +24,3 @@ from zerotune.checkpoint.publishing import publish as publish
 from zerotune.checkpoint.save import BackgroundSaver as BackgroundSaver
 from zerotune.checkpoint.save import PendingCheckpoint as PendingCheckpoint
 from zerotune.checkpoint.save import save_checkpoint as save_checkpoint
-from zerotune.checkpoint.verify import verify_checkpoint as verify_checkpoint

@@ -12,7 +12,7 @@ import attrs
 import numpy as np
 import torch
 
-from zerotune._util.environment import installed_version
+from zerotune._util.proc import installed_version
 from zerotune._util.text import json_of
 from zerotune.checkpoint.manifest import Manifest, PlanRecord, TensorRecord
 from zerotune.checkpoint.tensors import WEIGHTS, Subject, TensorFile, TensorSpec

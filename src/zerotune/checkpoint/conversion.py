@@ -17,7 +17,7 @@ from zerotune._util.files import system_errors
 from zerotune.backend.deepspeed.native_checkpoints import NativeCheckpoint
 from zerotune.backend.distributed import ProcessGroup
 from zerotune.backend.engine import EngineState
-from zerotune.backend.single_file import SUFFIX
+from zerotune.backend.single_file import INDEX, SUFFIX
 from zerotune.checkpoint.contents import (
     BUFFER,
     Counters,
@@ -31,7 +31,7 @@ from zerotune.checkpoint.contents import (
     versions,
 )
 from zerotune.checkpoint.export.model import CONFIG, ModelFolderReader, export_checkpoint
-from zerotune.checkpoint.export.single_file import INDEX, export_checkpoint_as_file
+from zerotune.checkpoint.export.single_file import export_checkpoint_as_file
 from zerotune.checkpoint.folders import checked_path
 from zerotune.checkpoint.manifest import MANIFEST, Manifest, PlanRecord, TensorRecord
 from zerotune.checkpoint.save import Filing, Writing

@@ -34,10 +34,9 @@ from zerotune.checkpoint.contents import (
     restore_generators,
     shadow_key,
 )
-from zerotune.checkpoint.folders import check_files, find_checkpoint
+from zerotune.checkpoint.folders import check_files, check_hashes, find_checkpoint
 from zerotune.checkpoint.manifest import Manifest, ParameterRecord, PlanRecord, TensorRecord
 from zerotune.checkpoint.tensors import WEIGHTS, Subject, TensorReader
-from zerotune.checkpoint.verify import check_hashes
 from zerotune.decisions import Decision, Severity, announce
 from zerotune.errors import (
     CheckpointCorruptError,

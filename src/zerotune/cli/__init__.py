@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NoReturn, Protocol, cast
 
-from zerotune._util.environment import installed_version
+from zerotune._util.proc import installed_version
 from zerotune.errors import ZeroTuneError
 
 if TYPE_CHECKING:

@@ -122,8 +122,7 @@ class _Verify(Below):
     configure = staticmethod(_add_path)
 
     def run(self) -> int:
-        from zerotune.checkpoint.folders import find_checkpoint
-        from zerotune.checkpoint.verify import find_damage
+        from zerotune.checkpoint.folders import find_checkpoint, find_damage
 
         folder, manifest = find_checkpoint(self.arguments.path)
         damage = find_damage(folder, manifest)

@@ -450,13 +450,6 @@ def _facts_of_module(
     return attrs.evolve(facts, activations=kept, arithmetic=computed)
 
 
-def measure_activations(
-    module: torch.nn.Module, *, inputs: MakeInputs | None = None
-) -> ActivationFacts:
-    """The first half of ``measure_step``."""
-    return measure_step(module, inputs=inputs)[0]
-
-
 def measure_step(
     module: torch.nn.Module, *, inputs: MakeInputs | None = None
 ) -> tuple[ActivationFacts, ArithmeticFacts]:

@@ -33,7 +33,7 @@ from zerotune.backend.adapters import (
     remember,
     starting_points,
 )
-from zerotune.backend.dtypes import checked_dtype, is_torchao
+from zerotune.backend.checks import checked_dtype, is_torchao
 from zerotune.backend.stored import bring_weights, standing_in
 from zerotune.backend.trained_parts import TrainedParts, components
 from zerotune.decisions import Decision, announce

@@ -6,6 +6,7 @@ every device.
 
 from __future__ import annotations
 
+import importlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -191,10 +192,8 @@ class SchedulerObjective(ABC):
         """How noisy each sample is at these levels, for the loss."""
 
 
-def _new_ddpm() -> Any:
-    from diffusers import DDPMScheduler
-
-    return DDPMScheduler()
+def _new_scheduler(name: str) -> Any:
+    return getattr(importlib.import_module("diffusers"), name)()
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -207,7 +206,9 @@ class DenoisingObjective(SchedulerObjective):
     Source: diffusers' ``examples/text_to_image/train_text_to_image_sdxl.py``.
     """
 
-    scheduler: DDPMScheduler = attrs.field(factory=_new_ddpm, converter=own_copy)
+    scheduler: DDPMScheduler = attrs.field(
+        factory=partial(_new_scheduler, "DDPMScheduler"), converter=own_copy
+    )
     """Any diffusers scheduler with ``alphas_cumprod``; a private copy is kept. With
     ``rescale_betas_zero_snr=True`` the schedule ends in pure noise."""
     family: Family = attrs.field(factory=Unconditional)
@@ -334,12 +335,6 @@ class DenoisingObjective(SchedulerObjective):
         return noise
 
 
-def _new_flow() -> Any:
-    from diffusers import FlowMatchEulerDiscreteScheduler
-
-    return FlowMatchEulerDiscreteScheduler()
-
-
 @attrs.frozen(kw_only=True, eq=False)
 class FlowMatchingObjective(SchedulerObjective):
     """Rectified flow: straight lines from data to noise, squared error of the velocity.
@@ -353,7 +348,9 @@ class FlowMatchingObjective(SchedulerObjective):
     Source: diffusers' ``examples/dreambooth/train_dreambooth_sd3.py``.
     """
 
-    scheduler: FlowMatchEulerDiscreteScheduler = attrs.field(factory=_new_flow, converter=own_copy)
+    scheduler: FlowMatchEulerDiscreteScheduler = attrs.field(
+        factory=partial(_new_scheduler, "FlowMatchEulerDiscreteScheduler"), converter=own_copy
+    )
     """A private copy is kept."""
     family: Family = attrs.field(factory=Unconditional)
     """How a batch becomes the model's inputs."""
@@ -508,12 +505,6 @@ class FlowMatchingObjective(SchedulerObjective):
         return (u * levels).long().clamp(0, levels - 1)
 
 
-def _new_edm() -> Any:
-    from diffusers import EDMEulerScheduler
-
-    return EDMEulerScheduler()
-
-
 @attrs.frozen(kw_only=True, eq=False)
 class EDMObjective(SchedulerObjective):
     """EDM: samples plus noise of deviation sigma, squared error of the clean sample.
@@ -527,7 +518,9 @@ class EDMObjective(SchedulerObjective):
     ``weighting="edm"``.
     """
 
-    scheduler: EDMEulerScheduler = attrs.field(factory=_new_edm, converter=own_copy)
+    scheduler: EDMEulerScheduler = attrs.field(
+        factory=partial(_new_scheduler, "EDMEulerScheduler"), converter=own_copy
+    )
     """Or ``EDMDPMSolverMultistepScheduler``; a private copy is kept."""
     family: Family = attrs.field(factory=Unconditional)
     """How a batch becomes the model's inputs."""

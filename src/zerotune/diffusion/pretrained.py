@@ -17,8 +17,8 @@ import torch
 from packaging.version import Version
 
 from zerotune._util.text import did_you_mean, json_of, listing
-from zerotune.backend.dtypes import DTYPES
-from zerotune.backend.single_file import SUFFIX, SingleFile, place_rows
+from zerotune.backend.checks import DTYPES
+from zerotune.backend.single_file import INDEX, SUFFIX, SingleFile, place_rows
 from zerotune.backend.stored import (
     StoredWeight,
     bring_weights,
@@ -30,7 +30,7 @@ from zerotune.backend.stored import (
     without_weights,
 )
 from zerotune.backend.trained_parts import TrainedParts
-from zerotune.backend.unpartitioned import unpartitioned
+from zerotune.backend.upstream import unpartitioned
 from zerotune.decisions import Decision, announce
 from zerotune.diffusion.models.controlnet import (
     CONTROLNETS,
@@ -147,7 +147,6 @@ FAMILY_NAMES: Final[dict[str, type[PipelineFamily]]] = {
 }
 """Families by the names that plans are priced for."""
 
-_PIPELINE_INDEX: Final = "model_index.json"
 _CONFIGURATION: Final = ("**/*.json", "*.json", "*.txt", "**/*.txt", "**/*.model")
 """All of a pipeline on the hub but its weights."""
 _PARTS: Final = ("vae", "text_encoder", "text_encoder_2", "text_encoder_3")
@@ -314,9 +313,9 @@ def load_pretrained(
         quantization=quantization,
         single=single,
     )
-    if not (folder / _PIPELINE_INDEX).is_file():
+    if not (folder / INDEX).is_file():
         return loading.bare_model(settings)
-    index = _read_json(folder / _PIPELINE_INDEX)
+    index = _read_json(folder / INDEX)
     stored = _StoredPipeline(folder=folder, index=index, single=single)
     kind = stored.chosen_family(family)
     stored.check_left_out(leave_out, kind.component)
@@ -397,7 +396,7 @@ def _local_folder(source: str | os.PathLike[str], **options: Any) -> Path:
             f"({first_line(error)})",
             key="source",
             value=os.fspath(source),
-            fix=f"give a folder that holds {_PIPELINE_INDEX}, or a hub id such as "
+            fix=f"give a folder that holds {INDEX}, or a hub id such as "
             "stabilityai/stable-diffusion-xl-base-1.0",
         ) from error
 
@@ -512,7 +511,7 @@ class _StoredPipeline:
         if name not in FAMILIES:
             raise InvalidValueError(
                 f"no family is known for this pipeline; known are {', '.join(FAMILIES)}",
-                key=f"{self.folder / _PIPELINE_INDEX}: _class_name",
+                key=f"{self.folder / INDEX}: _class_name",
                 value=name,
                 fix="declare a family (docs/families.md) and pass family=; its pipeline may be a "
                 "class of yours",
@@ -626,7 +625,7 @@ class _StoredPipeline:
         if kind is None:
             raise InvalidValueError(
                 "the pipeline has no such model",
-                key=f"{self.folder / _PIPELINE_INDEX}: {name}",
+                key=f"{self.folder / INDEX}: {name}",
                 value=entry,
                 fix="download the whole pipeline",
             )
@@ -877,7 +876,7 @@ class _Loading:
         config = _read_json(self.folder / "config.json")
         if config.get("_class_name") != "UNet2DModel":
             raise InvalidValueError(
-                f"there is neither {_PIPELINE_INDEX} nor the config.json of a UNet2DModel",
+                f"there is neither {INDEX} nor the config.json of a UNet2DModel",
                 key="source",
                 value=str(self.folder),
                 fix="give the folder of a whole pipeline",

@@ -7,9 +7,9 @@ from zerotune.ema.decay import HalfLife as HalfLife
 from zerotune.ema.decay import RampDecay as RampDecay
 from zerotune.ema.decay import WarmupDecay as WarmupDecay
 from zerotune.ema.model import EMAModel as EMAModel
+from zerotune.ema.shadow import DeviceStore as DeviceStore
 from zerotune.ema.shadow import EMAShadow as EMAShadow
 from zerotune.ema.shadow import EMAShadows as EMAShadows
-from zerotune.ema.store import DeviceStore as DeviceStore
-from zerotune.ema.store import FileStore as FileStore
-from zerotune.ema.store import HostStore as HostStore
-from zerotune.ema.store import ShadowStore as ShadowStore
+from zerotune.ema.shadow import FileStore as FileStore
+from zerotune.ema.shadow import HostStore as HostStore
+from zerotune.ema.shadow import ShadowStore as ShadowStore

@@ -17,11 +17,9 @@ import torch.distributed as dist
 from zerotune._util.files import sync, system_errors
 from zerotune.backend.deepspeed.external import is_deepspeed, master_weights_of, unwrapped
 from zerotune.backend.distributed import together
-from zerotune.backend.layouts import full_shape
-from zerotune.backend.master_weights import MasterWeights
+from zerotune.backend.master_weights import MasterWeights, full_shape
 from zerotune.ema.decay import RampDecay, WarmupDecay
-from zerotune.ema.shadow import EMAShadow
-from zerotune.ema.store import DeviceStore, HostStore, ShadowStore
+from zerotune.ema.shadow import DeviceStore, EMAShadow, HostStore, ShadowStore
 from zerotune.errors import EMAError, InvalidValueError
 
 if TYPE_CHECKING:

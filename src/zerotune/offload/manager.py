@@ -18,7 +18,6 @@ from zerotune._util.table import Line, Page, Readable
 from zerotune._util.text import differences, json_of
 from zerotune.decisions import Decision, announce
 from zerotune.errors import OffloadError
-from zerotune.offload.budget import fit_host_memory
 from zerotune.offload.cleaning import Cleaner, cleanup_stale_swap
 from zerotune.offload.lease import (
     LeaseRecord,
@@ -39,7 +38,7 @@ from zerotune.offload.root import (
     usable_settings,
     with_settings,
 )
-from zerotune.offload.space import check_space, swap_needs
+from zerotune.offload.space import check_space, fit_host_memory, swap_needs
 
 if TYPE_CHECKING:
     from zerotune.plan.model import ResolvedPlan

@@ -3,12 +3,14 @@
 ``Situation`` holds everything that depends on. ``implementation_of`` names the class, its decay
 and who builds it. ``capability_of`` asks one rule after the other, and compares what they say
 with the cells that were really run (``data/capabilities.json``), which have the last word.
+``check`` and ``reject_unknown`` judge the arguments it is given.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Collection, Iterator, Mapping
 from functools import cache
 from importlib.resources import files
 from importlib.util import find_spec
@@ -16,10 +18,31 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 import attrs
 
-from zerotune._util.environment import installed_version
-from zerotune._util.text import release_of
-from zerotune.optimizers.catalogue import ADAM, DEFAULT_OPTIMIZER, OptimizerEntry
-from zerotune.optimizers.choices import OptimizerChoice, OptimizerSource, WeightDecay
+from zerotune._util.proc import installed_version
+from zerotune._util.text import did_you_mean, release_of
+from zerotune.decisions import Log
+from zerotune.errors import UnknownKeyError
+from zerotune.optimizers.catalogue import (
+    ADAM,
+    DEFAULT_OPTIMIZER,
+    OptimizerChoice,
+    OptimizerEntry,
+    OptimizerSource,
+    Parameter,
+    WeightDecay,
+)
+from zerotune.plan.model import (
+    Anything,
+    Boolean,
+    Choice,
+    Integer,
+    Kind,
+    Numbers,
+    Reading,
+    Real,
+    Text,
+    refuse_template,
+)
 
 if TYPE_CHECKING:
     from zerotune.plan.model import ResolvedPlan
@@ -490,3 +513,75 @@ TORCHAO_BLOCKS: Final = (
 
 def _cannot(reason: str, alternative: str | None = DEFAULT_OPTIMIZER, **kwargs: Any) -> Capability:
     return Capability(status="cannot", reason=reason, alternative=alternative, **kwargs)
+
+
+# -- What its arguments may hold, and those of a schedule.
+
+
+_SWITCH: Final = {"true": True, "false": False}
+
+
+@cache
+def kind_of(parameter: Parameter) -> Kind:
+    """What an argument may hold; ``"auto"`` is never handed to it."""
+    if parameter.type == "any":
+        return Anything()
+    if parameter.type == "bool":
+        return Boolean(auto=False, words=_SWITCH)
+    if parameter.type == "str":
+        return Choice(choices=parameter.choices) if parameter.choices else Text()
+    low, high = parameter.low, parameter.high
+    bounds: dict[str, Any] = {
+        "minimum": -math.inf if low is None else low,
+        "maximum": math.inf if high is None else high,
+        "above": low if parameter.low_open else None,
+        "below": high if parameter.high_open else None,
+    }
+    if parameter.type == "int":
+        return Integer(auto=False, **bounds)
+    real = Real(auto=False, **bounds)
+    return real if parameter.type == "float" else Numbers(each=real, length=parameter.length or 1)
+
+
+def read(parameter: Parameter, value: Any, *, section: str) -> Reading:
+    """``check`` that also says why the value differs from what was written, if it does."""
+    if value is None and parameter.nullable:
+        return None, None
+    kind, key = kind_of(parameter), f"{section}.{parameter.name}"
+    refuse_template(kind, value, key)
+    return kind.read(value, key)
+
+
+def check(parameter: Parameter, value: Any, *, section: str) -> Any:
+    """Return ``value`` in its proper type.
+
+    Args:
+        parameter: The argument.
+        value: As written; numbers may be text (YAML reads ``1e-4`` as text).
+        section: ``"optimizer.params"`` or ``"scheduler.params"``, for the message.
+
+    Returns:
+        A float, int, bool, str, or a tuple of floats.
+    """
+    return read(parameter, value, section=section)[0]
+
+
+def reject_unknown(
+    written: Mapping[str, Any], accepted: Collection[str], log: Log, *, section: str, owner: str
+) -> None:
+    """Refuse arguments that ``owner`` does not have, with the closest names, and all that exist."""
+    for key, value in written.items():
+        if key in accepted:
+            continue
+        close = did_you_mean(str(key), accepted)
+        there_are = (
+            f"write one of {', '.join(accepted)}" if accepted else "remove it: there are none"
+        )
+        log.refuse(
+            UnknownKeyError(
+                f"{owner} has no argument of this name",
+                key=f"{section}.{key}",
+                value=value,
+                fix=f"did you mean {' or '.join(close)}?" if close else there_are,
+            )
+        )

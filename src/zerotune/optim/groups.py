@@ -16,9 +16,8 @@ import attrs
 from zerotune._util.text import as_texts, did_you_mean, whole
 from zerotune.decisions import Decision, Log, raise_all
 from zerotune.errors import InvalidValueError, OptimizerError
-from zerotune.optim.settle import check, reject_unknown
-from zerotune.optimizers.catalogue import OptimizerEntry
-from zerotune.optimizers.choices import GroupChoice, OptimizerChoice
+from zerotune.optim.capability import check, reject_unknown
+from zerotune.optimizers.catalogue import GroupChoice, OptimizerChoice, OptimizerEntry
 from zerotune.plan.model import ModelFacts, ParameterFacts
 
 REGEX: Final = "re:"

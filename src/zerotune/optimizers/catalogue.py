@@ -2,7 +2,7 @@
 
 ``canonical`` is what the plan, its rules and its estimates ask; nobody compares spellings. Facts
 only: whether one can run *here*, and which class does the work, is said by
-``zerotune.optim.capability``, and what a value may hold is checked by ``zerotune.optim.settle``.
+``zerotune.optim.capability``, and what a value may hold is checked by ``zerotune.optim.resolver``.
 
 Sources: DeepSpeed 0.19.8 (``runtime/engine.py``, ``ops/``), ``torch.optim`` of torch 2.13 and the
 packages' own constructors. Written down, so that none of them is needed to read a plan; a test
@@ -927,3 +927,68 @@ def _unknown_optimizer(name: str, key: str) -> OptimizerError:
         value=name,
         fix=fix,
     )
+
+
+# -- What a resolved plan will really use, as values.
+
+
+OptimizerSource = Literal["deepspeed", "torch", "zerotune", "package"]
+SchedulerSource = Literal["deepspeed", "zerotune"]
+WeightDecay = Literal["decoupled", "l2"]
+
+
+@attrs.frozen(kw_only=True)
+class GroupChoice:
+    """Parameters that share arguments of their own."""
+
+    name: str
+    """What the group is called (``"no_decay"``)."""
+    params: Mapping[str, Any]
+    """The group's own values, explicit; arguments not named here are the optimizer's."""
+    parameters: tuple[str, ...]
+    """Dotted names of the model's parameters in it, in the model's order."""
+    numel: int
+    """Elements of these parameters."""
+    until: int | None = None
+    """Optimizer steps after which they are trained no more."""
+
+
+@attrs.frozen(kw_only=True)
+class OptimizerChoice:
+    """What ``OptimizerResolver`` settled on; the engine verifies itself against it."""
+
+    name: str
+    """Canonical name (``"AdamW"``)."""
+    params: Mapping[str, Any]
+    """Every argument, explicit, nothing ``"auto"``: at least ``lr``."""
+    implementation: str
+    """Class that will do the update: ``"FusedAdam"``, ``"DeepSpeedCPUAdam"``, ``"AdamW"`` …
+    (``type(optimizer).__name__``)."""
+    source: OptimizerSource = "deepspeed"
+    """``"deepspeed"``: built by DeepSpeed from the rendered configuration. The others are built
+    by the engine and handed over: a class of ``torch.optim``, one of zerotune's own, or one of an
+    optional package."""
+    weight_decay_mode: WeightDecay | None = None
+    """Decay mode of Adam-like optimizers, ``None`` for others."""
+    package: str | None = None
+    """Module that has the class, when ``source`` is ``"package"`` (``"prodigyopt"``)."""
+    groups: tuple[GroupChoice, ...] = ()
+    """Parameter groups, in order, together all trainable parameters; empty: one group."""
+
+    @property
+    def lr(self) -> float:
+        """Peak learning rate."""
+        return float(self.params["lr"])
+
+
+@attrs.frozen(kw_only=True)
+class SchedulerChoice:
+    """The learning-rate schedule, counted in optimizer steps."""
+
+    name: str
+    """Canonical name, of DeepSpeed (``"WarmupLR"``) or diffusers (``"cosine"``)."""
+    params: Mapping[str, Any]
+    """Every argument, explicit, nothing ``"auto"``."""
+    source: SchedulerSource = "deepspeed"
+    """Who steps it: DeepSpeed's own class, or zerotune's curve, which follows the same formula
+    and scales it for each parameter group."""

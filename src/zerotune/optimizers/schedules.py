@@ -1,17 +1,38 @@
-"""Learning-rate schedules by name: DeepSpeed's five and diffusers' six, in optimizer steps."""
+"""Learning-rate schedules by name: DeepSpeed's five and diffusers' six, in optimizer steps.
+
+And as functions of the step: nothing is trained to know a rate, and ``schedule_curve`` gives the
+whole of it as data or as a picture.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
 import attrs
 
+from zerotune._util.files import drafted, sync
 from zerotune._util.text import did_you_mean, squash
-from zerotune.errors import InvalidValueError, OptimizerError
-from zerotune.optimizers.catalogue import Entry, Parameter, flag, integer, number
-from zerotune.optimizers.choices import SchedulerSource
+from zerotune.errors import (
+    InvalidValueError,
+    MissingDependencyError,
+    OptimizerError,
+    UnresolvedPlanError,
+)
+from zerotune.optimizers.catalogue import (
+    Entry,
+    OptimizerChoice,
+    Parameter,
+    SchedulerChoice,
+    SchedulerSource,
+    flag,
+    integer,
+    number,
+)
 
 DEFAULT_SCHEDULER: Final = "WarmupLR"
 
@@ -223,3 +244,363 @@ def normalise_scheduler_name(name: Any, *, key: str = SCHEDULER_TYPE) -> str:
         if close
         else f"use one of {known}",
     )
+
+
+# -- Schedules as pure functions of the optimizer step.
+#
+# Each of DeepSpeed's repeats the arithmetic of ``deepspeed/runtime/lr_schedules.py`` (0.19.8) in
+# the same order, so that values are equal bit for bit and not merely close. DeepSpeed's quirks are
+# part of the truth and are kept:
+#
+# - A scheduler sets its first value when it is built, and steps *after* each optimizer step. The
+#   update number ``step`` therefore runs with ``last_batch_iteration = step - 1``: the warm-up
+#   schedules hold their minimum for the first *two* updates.
+# - ``WarmupCosineLR`` runs its first update at 0, whatever ``warmup_min_ratio`` says.
+# - ``warmup_num_steps`` below 2 counts as 2.
+# - ``OneCycle`` starts with the *smallest* momentum, then jumps to the largest; while it cycles
+#   momentum it also replaces the second beta by 0.99.
+#
+# DeepSpeed 0.18.9 differs in two places only: ``OneCycle`` ignores its stair
+# counts, and ``WarmupCosineLR`` rises again after ``total_num_steps``.
+#
+# An update that fp16 overflow skips does not advance the schedule, so ``step`` counts applied
+# updates only.
+#
+# diffusers' are the curves of ``diffusers.optimization.get_scheduler`` (0.42.1), bit for bit: each
+# is a factor on the learning rate of the group. Unlike DeepSpeed's, update number 0 runs at
+# ``step = 0``, so a warm-up begins at 0 and reaches the full rate at update ``num_warmup_steps``.
+
+
+ONE_CYCLE_BETA2: Final = 0.99
+"""Second beta that ``OneCycle`` forces on the optimizer while it cycles momentum."""
+
+
+def lr_at(choice: SchedulerChoice | None, step: int, base_lr: float) -> float:
+    """Learning rate in ``param_groups`` while update number ``step`` runs.
+
+    Args:
+        choice: The schedule; ``None`` is a constant learning rate.
+        step: 0-based number of the optimizer step (applied updates, not micro-batches).
+        base_lr: The parameter group's own ``lr``, used where the schedule scales it
+            (``WarmupCosineLR``, and the warm-ups when ``warmup_max_lr`` is ``None``).
+
+    Returns:
+        The learning rate, equal to DeepSpeed's to the last bit.
+    """
+    _check_step(step)
+    if choice is None:
+        return base_lr
+    try:
+        curve = _CURVES[choice.name]
+    except KeyError:
+        raise OptimizerError(
+            "there is no such schedule",
+            key="scheduler.type",
+            value=choice.name,
+            fix=f"use one of {', '.join(_CURVES)}",
+        ) from None
+    return curve(_Update(choice.params, step, base_lr))
+
+
+def betas_at(
+    choice: SchedulerChoice | None, step: int, betas: tuple[float, float] | None
+) -> tuple[float, float] | None:
+    """Adam's betas while update number ``step`` runs; only ``OneCycle`` changes them.
+
+    Args:
+        choice: The schedule; ``None`` is a constant learning rate.
+        step: 0-based number of the optimizer step.
+        betas: The optimizer's own betas, ``None`` for an optimizer without betas.
+
+    Returns:
+        The betas in ``param_groups``; ``None`` when ``betas`` is ``None``.
+    """
+    _check_step(step)
+    if choice is None or choice.name != "OneCycle" or betas is None:
+        return betas
+    update = _Update(choice.params, step)
+    if not update["cycle_momentum"]:
+        return betas
+    return update.one_cycle_momentum(), ONE_CYCLE_BETA2
+
+
+@attrs.frozen
+class _Update:
+    """One update under a schedule; a missing argument is named instead of a bare ``KeyError``."""
+
+    params: Mapping[str, Any]
+    step: int
+    base_lr: float = math.nan
+
+    def __getitem__(self, key: str) -> Any:
+        try:
+            return self.params[key]
+        except KeyError:
+            raise UnresolvedPlanError(
+                "the schedule cannot be evaluated without this argument",
+                key=f"scheduler.params.{key}",
+                fix="let OptimizerResolver fill the scheduler's arguments",
+            ) from None
+
+    def warmup(self) -> float | None:
+        """Factor during the warm-up; ``None`` after it."""
+        warmup = self["num_warmup_steps"]
+        return float(self.step) / float(max(1, warmup)) if self.step < warmup else None
+
+    def progress(self) -> float:
+        warmup = self["num_warmup_steps"]
+        return float(self.step - warmup) / float(max(1, self["num_training_steps"] - warmup))
+
+    def constant_with_warmup(self) -> float:
+        warmup = self["num_warmup_steps"]
+        return self.base_lr * (
+            float(self.step) / float(max(1.0, warmup)) if self.step < warmup else 1.0
+        )
+
+    def linear(self) -> float:
+        factor = self.warmup()
+        if factor is None:
+            total, warmup = self["num_training_steps"], self["num_warmup_steps"]
+            factor = max(0.0, float(total - self.step) / float(max(1, total - warmup)))
+        return self.base_lr * factor
+
+    def cosine(self) -> float:
+        factor = self.warmup()
+        if factor is None:
+            angle = math.pi * float(self["num_cycles"]) * 2.0 * self.progress()
+            factor = max(0.0, 0.5 * (1.0 + math.cos(angle)))
+        return self.base_lr * factor
+
+    def cosine_with_restarts(self) -> float:
+        factor = self.warmup()
+        if factor is None:
+            progress = self.progress()
+            if progress >= 1.0:
+                return 0.0
+            cycle = (float(self["num_cycles"]) * progress) % 1.0
+            factor = max(0.0, 0.5 * (1.0 + math.cos(math.pi * cycle)))
+        return self.base_lr * factor
+
+    def polynomial(self) -> float:
+        factor = self.warmup()
+        if factor is not None:
+            return self.base_lr * factor
+        end, total = self["lr_end"], self["num_training_steps"]
+        if self.step > total:
+            return float(self.base_lr * (end / self.base_lr))
+        remaining = 1 - (self.step - self["num_warmup_steps"]) / (total - self["num_warmup_steps"])
+        decayed = (self.base_lr - end) * remaining ** self["power"] + end
+        return float(self.base_lr * (decayed / self.base_lr))
+
+    def warmup_gamma(self, iteration: int, steps: int) -> float:
+        """Fraction of the warm-up done at ``iteration < steps``."""
+        if self["warmup_type"] == "linear":
+            return iteration / steps
+        return (1.0 / math.log(steps)) * math.log(iteration + 1)
+
+    def warmup_steps(self) -> int:
+        return max(2, int(self["warmup_num_steps"]))
+
+    def after_warmup(self, after: Callable[[int], float]) -> float:
+        """``WarmupLR`` and ``WarmupDecayLR`` differ in the fraction ``after`` the warm-up."""
+        low = float(self["warmup_min_lr"])
+        peak = self["warmup_max_lr"]
+        high = self.base_lr if peak is None else float(peak)
+        iteration = self.step - 1
+        if iteration < 0:
+            return low
+        steps = self.warmup_steps()
+        gamma = self.warmup_gamma(iteration, steps) if iteration < steps else after(iteration)
+        return low + (high - low) * gamma
+
+    def warmup_lr(self) -> float:
+        return self.after_warmup(lambda _: 1.0)
+
+    def warmup_decay_lr(self) -> float:
+        total = self["total_num_steps"]
+        steps = self.warmup_steps()
+        return self.after_warmup(
+            lambda iteration: max(0.0, float(total - iteration) / float(max(1.0, total - steps)))
+        )
+
+    def warmup_cosine_lr(self) -> float:
+        iteration = self.step - 1
+        if iteration < 0:
+            return 0.0
+        steps = self.warmup_steps()
+        if iteration < steps:
+            low = self["warmup_min_ratio"]
+            ratio = low + self.warmup_gamma(iteration, steps) * (1.0 - low)
+        else:
+            floor = self["cos_min_ratio"]
+            total = max(1, self["total_num_steps"] - steps)
+            progress = min(1.0, (iteration - steps + 1) / total)
+            ratio = max(0.0, floor + (1.0 - floor) * ((1 + math.cos(math.pi * progress)) / 2))
+        return float(self.base_lr * ratio)
+
+    def lr_range_test(self) -> float:
+        low = float(self["lr_range_test_min_lr"])
+        if self.step == 0:
+            return low
+        interval = float(self.step) / self["lr_range_test_step_size"]
+        if self["lr_range_test_staircase"]:
+            interval = math.floor(interval)
+        return float(low * (1 + self["lr_range_test_step_rate"] * interval))
+
+    def cycle_halves(self) -> tuple[float, float]:
+        first = float(self["cycle_first_step_size"])
+        second = self["cycle_second_step_size"]
+        return first, first if second is None else float(second)
+
+    def cycle_scale(self) -> float:
+        """Height within the cycle, 0 at its ends and 1 at its peak."""
+        first, second = self.cycle_halves()
+        total = first + second
+        x = 1.0 + self.step / total - math.floor(1 + self.step / total)
+        first_stairs, second_stairs = self.cycle_stairs()
+        rising = x <= first / total
+        stairs = first_stairs if rising else second_stairs
+        if stairs <= 0:
+            return x / (first / total) if rising else (x - 1) / (first / total - 1)
+        position = self.step % total
+        stair = (
+            position * stairs / first if position <= first else (total - position) * stairs / second
+        )
+        return math.floor(stair) / stairs
+
+    def cycle_stairs(self) -> tuple[int, int]:
+        first = self["cycle_first_stair_count"]
+        second = self["cycle_second_stair_count"]
+        return first, first if second is None else second
+
+    def one_cycle(self) -> float:
+        low = float(self["cycle_min_lr"])
+        high = float(self["cycle_max_lr"])
+        if self.step == 0:
+            return low
+        total = sum(self.cycle_halves())
+        if self.step - 1 < total:
+            return low + (high - low) * self.cycle_scale()
+        if self["decay_step_size"] == 0 or self["decay_lr_rate"] == 0:
+            return low
+        return float(low / (1 + self["decay_lr_rate"] * self.decay_interval(total)))
+
+    def decay_interval(self, total: float) -> float:
+        # The order of DeepSpeed's own subtraction: a fractional cycle length rounds differently.
+        return float((self.step - 1 - total + 1) / self["decay_step_size"])
+
+    def one_cycle_momentum(self) -> float:
+        low = float(self["cycle_min_mom"])
+        high = float(self["cycle_max_mom"])
+        if self.step == 0:
+            return low
+        total = sum(self.cycle_halves())
+        if self.step - 1 < total:
+            return high - (high - low) * self.cycle_scale()
+        if self["decay_step_size"] == 0 or self["decay_mom_rate"] == 0:
+            return high
+        return float(high * (1 + self["decay_mom_rate"] * self.decay_interval(total)))
+
+
+def _check_step(step: int) -> None:
+    if step < 0:
+        raise InvalidValueError("optimizer steps are counted from 0", key="step", value=step)
+
+
+_CURVES: Final[Mapping[str, Callable[[_Update], float]]] = {
+    "WarmupLR": _Update.warmup_lr,
+    "WarmupDecayLR": _Update.warmup_decay_lr,
+    "WarmupCosineLR": _Update.warmup_cosine_lr,
+    "OneCycle": _Update.one_cycle,
+    "LRRangeTest": _Update.lr_range_test,
+    "constant": lambda update: update.base_lr,
+    "constant_with_warmup": _Update.constant_with_warmup,
+    "linear": _Update.linear,
+    "cosine": _Update.cosine,
+    "cosine_with_restarts": _Update.cosine_with_restarts,
+    "polynomial": _Update.polynomial,
+}
+
+
+# -- A whole curve, as data and as a picture.
+
+
+@attrs.frozen(kw_only=True)
+class ScheduleCurve:
+    """The learning rate while each optimizer step runs; one curve for each group."""
+
+    name: str
+    """The schedule's name; ``"constant"`` when there is none."""
+    groups: tuple[str, ...]
+    """Names of the groups; ``"all"`` when there is one."""
+    rates: tuple[tuple[float, ...], ...]
+    """For each group the rate of optimizer steps 0, 1, 2 …"""
+
+    @property
+    def steps(self) -> int:
+        """Number of optimizer steps."""
+        return len(self.rates[0])
+
+    def _figure(self) -> Any:
+        try:
+            from matplotlib.backends.backend_agg import FigureCanvasAgg
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise MissingDependencyError(
+                f"matplotlib could not be imported ({error})",
+                key="plot_schedule",
+                fix="pip install 'zerotune[plot]'",
+            ) from error
+        figure = Figure(figsize=(7, 3.6), layout="constrained")
+        FigureCanvasAgg(figure)
+        axes = figure.add_subplot()
+        labels: dict[tuple[float, ...], list[str]] = {}
+        for name, rates in zip(self.groups, self.rates, strict=True):
+            labels.setdefault(rates, []).append(name)
+        for rates, names in labels.items():
+            axes.step(range(self.steps), rates, where="post", label=" and ".join(names))
+        axes.set(xlabel="optimizer step", ylabel="learning rate", title=self.name)
+        axes.set_ylim(bottom=0)
+        axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 2))
+        axes.grid(visible=True, alpha=0.3)
+        if len(self.groups) > 1:
+            axes.legend()
+        return figure
+
+
+def schedule_curve(
+    optimizer: OptimizerChoice, scheduler: SchedulerChoice | None, steps: int
+) -> ScheduleCurve:
+    """The learning rates of the first ``steps`` optimizer steps.
+
+    Raises:
+        InvalidValueError: ``steps`` is not positive.
+    """
+    if steps < 1:
+        raise InvalidValueError("a curve has at least one step", key="steps", value=steps)
+    base = [lr_at(scheduler, step, optimizer.lr) for step in range(steps)]
+    groups = optimizer.groups
+    factors = [float(group.params.get("lr", optimizer.lr)) / optimizer.lr for group in groups]
+    return ScheduleCurve(
+        name="constant" if scheduler is None else scheduler.name,
+        groups=tuple(group.name for group in groups) or ("all",),
+        rates=tuple(tuple([rate * factor for rate in base]) for factor in factors or [1.0]),
+    )
+
+
+def plot_curve(curve: ScheduleCurve, path: str | os.PathLike[str]) -> Path:
+    """Write the curve as PNG; the file appears whole or not at all.
+
+    Args:
+        curve: What to draw.
+        path: The file; its folder must exist.
+
+    Returns:
+        The path.
+    """
+    target = Path(path)
+    figure = curve._figure()
+    with drafted(target) as draft:
+        figure.savefig(draft, format="png", dpi=150)
+        sync(draft)
+    return target

@@ -1,7 +1,7 @@
 # All that the package exports: for type checkers, and for ``zerotune._util.lazy`` at run time.
 
-from zerotune.optimizers.choices import OptimizerChoice as OptimizerChoice
-from zerotune.optimizers.choices import SchedulerChoice as SchedulerChoice
+from zerotune.optimizers.catalogue import OptimizerChoice as OptimizerChoice
+from zerotune.optimizers.catalogue import SchedulerChoice as SchedulerChoice
 from zerotune.plan.advise import Advice as Advice
 from zerotune.plan.advise import Budget as Budget
 from zerotune.plan.advise import Candidate as Candidate

@@ -547,23 +547,16 @@ def _activations(request: Request) -> Iterator[tuple[bool, bool]]:
 def _sensible(request: Request, layout: Layout) -> bool:
     if layout.fills_device and request.plan.optimizer_name != "AdamW":
         return False
-    if layout.streams and not _can_stream(request):
+    asked = entry_of(request.plan.optimizer_name)
+    streams = asked.streams and request.model.units and not request.model.storages
+    if layout.streams and not streams:
         return False
-    if not layout.streams and _must_stream(request):
+    if not layout.streams and "streamed weights" in asked.requires:
         return False
     # The CPU accelerator has no memory of its own to spare, and nothing to pin.
     if request.platform.accelerator == "cpu":
         return layout.pinned and "cpu" not in (layout.parameters, layout.optimizer)
     return True
-
-
-def _can_stream(request: Request) -> bool:
-    steps = entry_of(request.plan.optimizer_name).streams
-    return steps and bool(request.model.units) and not request.model.storages
-
-
-def _must_stream(request: Request) -> bool:
-    return "streamed weights" in entry_of(request.plan.optimizer_name).requires
 
 
 def _laid_out(request: Request, layout: Layout, *, ratio: float | None = None) -> DeepSpeedPlan:

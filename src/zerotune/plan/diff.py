@@ -10,7 +10,7 @@ import attrs
 
 from zerotune._util.table import Line, Page
 from zerotune.errors import InvalidValueError
-from zerotune.optimizers.choices import OptimizerChoice, SchedulerChoice
+from zerotune.optimizers.catalogue import OptimizerChoice, SchedulerChoice
 from zerotune.plan.model import DeepSpeedPlan, ResolvedPlan, join
 from zerotune.plan.resolve import written
 

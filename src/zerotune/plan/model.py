@@ -43,8 +43,13 @@ from zerotune.errors import (
     UnresolvedPlanError,
     ZeroTuneError,
 )
-from zerotune.optimizers.catalogue import DEFAULT_OPTIMIZER, canonical, parse_optimizer_name
-from zerotune.optimizers.choices import OptimizerChoice, SchedulerChoice
+from zerotune.optimizers.catalogue import (
+    DEFAULT_OPTIMIZER,
+    OptimizerChoice,
+    SchedulerChoice,
+    canonical,
+    parse_optimizer_name,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Self

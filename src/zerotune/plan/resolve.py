@@ -505,11 +505,6 @@ def partition(parameter: ParameterFacts, world_size: int) -> int:
     return -(-parameter.numel // world_size)
 
 
-def largest_partition(model: ModelFacts, world_size: int) -> ParameterFacts | None:
-    """The parameter whose part is largest; ``None`` for a model without parameters."""
-    return max(model.parameters, key=lambda p: partition(p, world_size), default=None)
-
-
 @attrs.frozen(kw_only=True)
 class Swapping:
     """Which parts of a model DeepSpeed writes to NVMe, and which stay in host memory."""

@@ -132,7 +132,7 @@ def passed_schema() -> Mapping[str, Any]:
 
     ``python -m tools.deepspeed_schema`` writes the file anew.
     """
-    text = (files("zerotune.plan.data") / "deepspeed.json").read_text(encoding="utf-8")
+    text = (files("zerotune.plan") / "data" / "deepspeed.json").read_text(encoding="utf-8")
     properties: Mapping[str, Any] = json.loads(text)["properties"]
     return properties
 

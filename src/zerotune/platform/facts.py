@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Literal, get_args
 
@@ -15,6 +17,12 @@ Accelerator = Literal["cuda", "rocm", "mps", "xpu", "cpu"]
 ACCELERATORS: Final[tuple[Accelerator, ...]] = get_args(Accelerator)
 
 GIB: Final = 1024**3
+
+
+def user_cache() -> Path:
+    """Where measurements of this machine are kept: ``zerotune`` in the user's cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zerotune"
+
 
 DEEPSPEED_NAMES: Final[Mapping[Accelerator, str]] = MappingProxyType(
     {"cuda": "cuda", "rocm": "cuda", "mps": "mps", "xpu": "xpu", "cpu": "cpu"}

@@ -1,6 +1,6 @@
-"""Training: the wiring of all parts, and what a loop wants around it.
+"""Trainer, training loop, callbacks, reports and memory checks.
 
-Loaded late, because it brings torch with it.
+Names are loaded on first use, because this package imports torch.
 """
 
 from __future__ import annotations

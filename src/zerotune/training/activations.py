@@ -1,8 +1,7 @@
-"""What a step keeps for its backward pass: how much, recomputed or not, on the device or not.
+"""Measure activation memory, and choose gradient checkpointing and activation offload.
 
-A step's activations are measured on the ``meta`` device, in the size that is trained on. Blocks
-are recomputed as asked, as the advice says, or as the memory demands.
-"""
+Activations are measured on the ``meta`` device at the training resolution. Blocks are recBlocks are
+recomputed if the caller asks for it, if ``Advice`` says so, or if memory requires it."""
 
 from __future__ import annotations
 
@@ -39,31 +38,31 @@ _CLIP_DIMENSIONS: Final = 4
 """Channels, frames, height and width."""
 _COLOURS: Final = 3
 _SAMPLE_KEYS: Final = ("latents", "images", "pixel_values")
-"""Where a batch keeps what is denoised, as the families name it."""
+"""Batch keys that hold the clean samples, by family."""
 
 
 @attrs.frozen(kw_only=True)
 class Activations:
-    """What is known of a training step's activations."""
+    """Measured activations of one training step."""
 
     size: tuple[int, int] | None = None
-    """Height and width in pixels; ``None``: not known."""
+    """Height and width in pixels; ``None`` if unknown."""
     frames: int | None = None
-    """Of a clip; ``None``: the model takes images."""
+    """Frames of a clip; ``None`` for image models."""
     facts: ActivationFacts | None = None
-    """Bytes; ``None``: not known."""
+    """Bytes; ``None`` if unknown."""
     arithmetic: ArithmeticFacts | None = None
-    """What its passes compute; ``None``: not known."""
+    """Arithmetic of one forward and backward pass; ``None`` if unknown."""
     why: str = ""
-    """Why they are not known, or where the size came from."""
+    """Reason why the values are unknown, or the source of the size."""
 
 
 def known_activations(
     model: Any, data: Any, *, batch: int, checkpointed: bool = True
 ) -> Activations:
-    """Measure one pass of a copy of the model without data, in the size that is trained on.
+    """Measure one pass of a copy of the model on the ``meta`` device, at the training resolution.
 
-    Exact for diffusers' models as they are configured; adapters added later are not in it.
+    Exact for diffusers models as configured; adapters added later are not counted.
     """
     size, source = input_size(model, data)
     if size is None:
@@ -95,7 +94,7 @@ def known_activations(
 
 
 def input_size(model: torch.nn.Module, data: Any) -> tuple[tuple[int, int] | None, str]:
-    """Height and width in pixels of what is trained on, the largest, and where that was found."""
+    """Return the largest training height and width in pixels, and where they were found."""
     config: Any = getattr(model, "config", None)
     if isinstance(data, BucketedDataset) and data.assignment.members:
         sides = [(each.height, each.width) for each in data.assignment.members]
@@ -110,7 +109,7 @@ def input_size(model: torch.nn.Module, data: Any) -> tuple[tuple[int, int] | Non
     if isinstance(side, int):
         factor = 1 if _in_pixels(model, "images") else latent_scale(model)
         return (side * factor, side * factor), "the model's sample_size"
-    return None, "neither data nor model tell the size of an image"
+    return None, "neither data nor model state an image size"
 
 
 def _samples_each(data: Any) -> int:
@@ -119,7 +118,7 @@ def _samples_each(data: Any) -> int:
 
 
 def clip_frames(model: Any, data: Any) -> int | None:
-    """Frames of the clips that are trained on, the most; ``None``: the model takes images."""
+    """Return the largest number of frames among training clips; ``None`` for image models."""
     each = frames_per_latent(model)
     if each is None:
         return None
@@ -138,7 +137,8 @@ def clip_frames(model: Any, data: Any) -> int | None:
 def input_positions(
     model: torch.nn.Module, size: tuple[int, int], frames: int | None = None
 ) -> int:
-    """Pixels of the model's own input: of latents, but for unconditional models of images."""
+    """Return the number of positions in the model's input: latent pixels, or image pixels for
+    unconditional models."""
     factor = (
         1
         if type(model).__name__ == "UNet2DModel" and _in_pixels(model, "images")
@@ -196,30 +196,30 @@ def _sample(data: Any) -> Mapping[str, Any]:
 
 _CHECKPOINTING: Final = "gradient_checkpointing"
 _PER_POSITION: Final = 8 * 2**20
-"""Bytes of activations for one position of one sample that no model comes near: SDXL keeps 0.4
-MiB for each of its latent's, Flux 1.8. Where there is more room, nothing need be measured."""
+"""Upper bound of activation bytes per position of one sample. SDXL keeps 0.4 MiB per latent
+position, Flux 1.8. Where there is more rooIf more memory than this is free, nothing is measured."""
 _USED: Final = 0.95
-"""Share of the memory that may be planned with."""
+"""Fraction of the memory that a plan may use."""
 
 
 def recomputes(model: torch.nn.Module) -> bool:
-    """Whether any block of a diffusers model is recomputed in the backward pass."""
+    """Return whether a diffusers model recomputes any block in the backward pass."""
     return any(getattr(module, _CHECKPOINTING, False) is True for module in model.modules())
 
 
 def set_recomputing(
     engine: Engine, data: Any, wanted: bool | Literal["auto"]
 ) -> tuple[Decision, ...]:
-    """Switch recomputation on or off until the engine is closed. Collective.
+    """Switch gradient checkpointing on or off until the engine is closed. Collective.
 
-    diffusers recomputes without re-entering the autograd engine (``use_reentrant=False``), which
-    is what stage 3 needs; losses are the same to the bit.
+    diffusers checkpoints with ``use_reentrant=False``, which stage 3 requires; losses are bitwise
+    equal.
 
     Args:
-        engine: What trains.
-        data: Tells the size of a sample.
-        wanted: ``"auto"`` asks the memory estimate, and leaves models alone that cannot
-            recompute, do so already, or whose activations are not known.
+        engine: Engine whose model is changed.
+        data: Training data; their size determines the activation memory.
+        wanted: ``"auto"`` decides by the memory estimate. It changes nothing if the model cannot
+            recompute, already recomputes, or has unknown activation memory.
     """
     model: Any = engine.module
     able, before = hasattr(model, "enable_gradient_checkpointing"), recomputes(model)
@@ -256,15 +256,15 @@ def _needed(engine: Engine, data: Any) -> tuple[bool, str]:
     positions = input_positions(model, size, frames) * plan.micro_batch_size * _samples_each(data)
     if room >= positions * _PER_POSITION:
         return False, (
-            f"the {format_size(room)} left over are more than any model keeps for "
-            f"{positions} positions of its input"
+            f"the {format_size(room)} left over are more than any model's activations at "
+                f"{positions} input positions"
         )
     measured = known_activations(model, data, batch=plan.micro_batch_size, checkpointed=False)
     if measured.facts is None:
         return False, f"activations are not known: {measured.why}"
     element = 4 if plan.precision == "fp32" else 2
     keeps = measured.facts.full.nbytes(batch=1, pixels=1, element_bytes=element)
-    words = f"a pass over {size[0]} x {size[1]} pixels ({measured.why}) keeps {format_size(keeps)}"
+    words = f"a pass at {size[0]} x {size[1]} pixels ({measured.why}) keeps {format_size(keeps)}"
     return keeps > room, f"{words}, and {format_size(room)} are left over"
 
 
@@ -285,7 +285,7 @@ def _room(engine: Engine) -> int:
 def keep_activations(
     engine: Engine, *, advice: Advice | None, activations: ActivationOffload | None
 ) -> tuple[Decision, ...]:
-    """Switch on recomputation and activation offload until the engine is closed."""
+    """Enable gradient checkpointing and activation offload until the engine is closed."""
     model: Any = engine.module
     if advice is not None and activations is None:
         if advice.activation_offload:

@@ -1,4 +1,4 @@
-"""One EMA, several, or one in the background: what a trainer does with any of them."""
+"""Common interface of a trainer's EMA: one shadow, several, or one updated in the background."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _EMA_NAME = "ema"
 
 
 def as_ema(ema: Any) -> EMA | None:
-    """What follows the weights; a number is the decay of an ``EMAShadow``."""
+    """Return an EMA object; a number is the decay of a new ``EMAShadow``."""
     if ema is None or isinstance(ema, EMAShadow | EMAShadows | BackgroundEMA):
         return ema
     if isinstance(ema, int | float) and not isinstance(ema, bool):
@@ -25,25 +25,29 @@ def as_ema(ema: Any) -> EMA | None:
     decay = getattr(ema, "decay", None)
     decay = decay if isinstance(decay, float) else 0.9999
     if isinstance(ema, bool):
-        why = "says no decay"
+        why = "does not set a decay"
     else:
-        why = "is no EMAShadow, EMAShadows or BackgroundEMA, which alone follow sharded weights"
+        why = (
+            "is not an EMAShadow, EMAShadows or BackgroundEMA, the only averages that "
+            "support sharded weights"
+        )
     raise InvalidValueError(
         why,
         key="ema",
         value=ema if isinstance(ema, bool | str) else getattr(ema, "__name__", type(ema).__name__),
-        fix="leave it out"
+        fix="omit it"
         if ema is False
         else f"write ema={decay:g}, or ema=EMAShadow(decay={decay:g})",
     )
 
 
 class Averages:
-    """The shadows of a trainer, by name.
+    """The EMA shadows of a trainer, by name.
 
     Args:
-        ema: A single shadow is called ``"ema"``; ``EMAShadows`` have names of their own.
-        engine: Attached to it where that has not been done.
+        ema: EMA of the trainer. A single shadow is named ``"ema"``; ``EMAShadows`` keep their own
+            names.
+        engine: Engine to which shadows are attached if they are not attached yet.
     """
 
     def __init__(self, ema: EMA | None, *, engine: Engine) -> None:
@@ -62,17 +66,17 @@ class Averages:
             ema.attach(engine)
 
     def step(self) -> None:
-        """Take in the weights after an applied optimizer step."""
+        """Update every shadow after an applied optimizer step."""
         if self._ema is not None:
             self._ema.step()
 
     def expect_step(self) -> None:
-        """Announce that ``step`` follows the optimizer's next step, if that is applied."""
+        """Announce that ``step`` follows the next optimizer step if that step is applied."""
         if self._ema is not None:
             self._ema.expect_step()
 
     def named(self, name: str | bool | EMAShadow) -> EMAShadow | None:
-        """The shadow of a name; ``True`` is the first there is, ``False`` none."""
+        """Return the shadow with this name; ``True`` selects the first, ``False`` none."""
         if name is False:
             return None
         if name is True:
@@ -81,7 +85,7 @@ class Averages:
             return name
         if not isinstance(name, str) or name not in self.shadows:
             raise InvalidValueError(
-                "there are no such weights",
+                "no EMA has this name",
                 key="weights",
                 value=name if isinstance(name, str) else type(name).__name__,
                 fix=f"one of {', '.join(('trained', *self.shadows))}"
@@ -90,24 +94,24 @@ class Averages:
         return self.shadows[name]
 
     def chosen(self, weights: Any) -> EMAShadow | None:
-        """Whose weights to export: ``"trained"`` is nobody's, ``None`` the first there is."""
+        """Return the shadow to export; ``"trained"`` selects none, ``None`` the first one."""
         if weights is None or weights == "trained":
             return self.named(weights is None)
         known = isinstance(weights, str | EMAShadow)
         return self.named(weights if known else type(weights).__name__)
 
     def swapped_in(self, name: str | bool) -> AbstractContextManager[None]:
-        """Run the model on averaged weights inside the block. Collective."""
+        """Run the model with EMA weights inside the block. Collective."""
         shadow = self.named(name)
         return nullcontext() if shadow is None else shadow.swapped_in()
 
     def explain(self) -> str:
-        """All of them as text; empty without any."""
+        """Describe all shadows as text; empty if there are none."""
         if list(self.shadows) == [_EMA_NAME]:
             return self.shadows[_EMA_NAME].explain()
         return "\n".join(f"{name}: {shadow.explain()}" for name, shadow in self.shadows.items())
 
     def close(self) -> None:
-        """End an update under way. May be repeated."""
+        """Finish an update in progrMay be called repeatedly."""
         if isinstance(self._ema, BackgroundEMA):
             self._ema.close()

@@ -1,4 +1,4 @@
-"""zerotune's plan, swap folder and checks inside a trainer that is somebody else's."""
+"""Use zerotune's plan, swap folder and checks inside another training framework."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from zerotune._util.closing import Closing
-from zerotune._util.environment import held
+from zerotune._util.proc import held
 from zerotune.backend.deepspeed.external import (
     AttachedEngine,
     accelerate_optimizer,
@@ -53,14 +53,14 @@ if TYPE_CHECKING:
 
 
 _TRUE: Final = ("y", "yes", "t", "true", "on", "1")
-"""What accelerate takes for a yes in its environment variables."""
+"""Values of accelerate's environment variables that mean true."""
 
 
 class EmbeddedPlan(Closing):
-    """A plan that another trainer runs: settled, with its swap folder leased, and verified.
+    """A resolved, verified plan for another trainer, with its own leased swap folder.
 
-    Made before that trainer looks at the processes or at DeepSpeed, under any launcher. The
-    model joins it where the trainer gets the model::
+    Create it before that trainer initializes process groups or DeepSpeed, under any launThe model
+    is passed at the point where the trainer receives it::odel::
 
         run = EmbeddedPlan(plan="ds_config.json", run=args)
         accelerator = run.accelerator()
@@ -72,24 +72,24 @@ class EmbeddedPlan(Closing):
         run.close()
 
     Args:
-        plan: What is wanted: a plan, a DeepSpeed configuration as a dict, or the path of one; a
-            ``ResolvedPlan`` is taken as it is.
-        model: For a trainer that reads the whole configuration before it gets the model, as
-            Fabric does: what is trained, in fp32; only its shapes and names are read.
-        resolver: Settles optimizer and schedule; ``OptimizerResolver()`` when not given.
-        offload: Leases swap folders; ``OffloadManager()`` when not given.
-        run: What the script knows and the plan may leave ``"auto"``: facts, or the script's own
-            flags, which are read by the names that diffusers' scripts give them when the model
-            joins.
-        platform: The machine; detected when not given.
-        timeout_s: Seconds after which a collective gives up.
+        plan: A plan, a DeepSpeed configuration as a dict, or the path of one; a ``ResolvedPlan`` is
+            used unchanged.
+        model: The model to train, in fp32. Only needed by trainers that read the whole
+            configuration before they receive the model, such as Fabric. Only shapes and names are
+            read.
+        resolver: Resolves optimizer and schedule; default ``OptimizerResolver()``.
+        offload: Leases swap folders; default ``OffloadManager()``.
+        run: Values for fields that the plan leaves ``"auto"``: run facts, or the script's parsed
+            flags. Flags are read under the names used by diffusers' scripts.
+        platform: The machine; detected by default.
+        timeout_s: Timeout of collectives in seconds.
 
     Raises:
-        PlanError: The plan cannot run like this.
-        OptimizerError: The optimizer cannot be had.
-        OffloadError: A swap folder cannot be leased, or the plan needs more host memory than
-            there is.
-        EngineError: ``accelerate launch --cpu`` on a machine whose accelerator the plan uses.
+        PlanError: The plan cannot run on this machine.
+        OptimizerError: The optimizer is not available.
+        OffloadError: A swap folder cannot be leased, or host memory is too small for the plan.
+        EngineError: ``accelerate launch --cpu`` was used on a machine whose accelerator the plan
+            uses.
         MissingDependencyError: DeepSpeed is not installed.
     """
 
@@ -130,11 +130,11 @@ class EmbeddedPlan(Closing):
             return
         if self._platform.accelerator != "cpu":
             raise EngineError(
-                f"accelerate launch --cpu, on a machine where DeepSpeed takes "
-                f"{self._platform.accelerator}",
+                "accelerate launch --cpu was used, but DeepSpeed uses "
+                    f"{self._platform.accelerator} on this machine",
                 key="ACCELERATE_USE_CPU",
                 value=os.environ["ACCELERATE_USE_CPU"],
-                fix="leave --cpu out, or set DS_ACCELERATOR=cpu in the environment as well",
+                fix="omit --cpu, or set DS_ACCELERATOR=cpu in the environment as well",
             )
         self.resources.enter_context(held("ACCELERATE_USE_CPU", "false"))
         # accelerate's launcher sets an address where several processes were asked for.
@@ -144,8 +144,8 @@ class EmbeddedPlan(Closing):
                     key="num_processes",
                     before="several",
                     after=1,
-                    reason="accelerate launch --cpu starts one process, whatever --num_processes "
-                    "says",
+                    reason="accelerate launch --cpu starts one process, whatever "
+                        "--num_processes is",
                     fix="start several with torchrun --nproc-per-node",
                     severity="warning",
                 )
@@ -162,19 +162,19 @@ class EmbeddedPlan(Closing):
         )
 
     def settle(self, model: torch.nn.Module) -> None:
-        """Fit the plan to the model that is trained. Collective; the first call only.
+        """Resolve the plan for the model that is traiCollective; later calls have no effect.only.
 
-        What gets the model calls it: ``accelerator.prepare``, ``initialize_arguments``, ``shard``.
+        Called by every method that receives the model: ``accelerator.prepare``,
+        ``initialize_arguments``, ``shard``.
 
         Args:
-            model: What is trained, in fp32; only its shapes and names are read.
+            model: The model to train, in fp32; only shapes and names are read.
 
         Raises:
-            PlanError: The plan cannot run like this.
-            OptimizerError: The optimizer cannot be had.
-            OffloadError: A swap folder cannot be leased, or the plan needs more host memory than
-                there is.
-            EngineError: The script's flags have changed since its ``Accelerator`` was made.
+            PlanError: The plan cannot run on this machine.
+            OptimizerError: The optimizer is not available.
+            OffloadError: A swap folder cannot be leased, or host memory is too small for the plan.
+            EngineError: The script's flags changed after it created its ``Accelerator``.
         """
         if self._settled is not None:
             return
@@ -183,10 +183,10 @@ class EmbeddedPlan(Closing):
             before, after = getattr(self._outline, key), getattr(resolved, key)
             if before != after and self._plugin is not None:
                 raise EngineError(
-                    f"was {before} when the Accelerator was made",
+                    f"was {before} when the Accelerator was created",
                     key=key,
                     value=after,
-                    fix="let the script change its flags before it makes the Accelerator",
+                    fix="change flags before creating the Accelerator",
                 )
         self._fit(resolved, model)
         if self._plugin is not None:
@@ -203,30 +203,31 @@ class EmbeddedPlan(Closing):
 
     @property
     def plan(self) -> ResolvedPlan:
-        """The resolved plan, its NVMe paths inside the lease.
+        """The resolved plan, with NVMe paths inside the leased folder.
 
         Raises:
-            EngineError: The model has not joined yet.
+            EngineError: The model has not been passed yet.
         """
         if self._settled is None:
             raise EngineError(
-                "the plan does not know the model yet",
+                "the plan has not received a model yet",
                 key="EmbeddedPlan.plan",
-                fix="prepare the model first, or give it: EmbeddedPlan(plan=..., model=...)",
+                fix="prepare the model first, or pass it: EmbeddedPlan(plan=..., model=...)",
             )
         return self._settled
 
     @property
     def config(self) -> dict[str, Any]:
-        """A fresh copy of what DeepSpeed receives: ``DeepSpeedStrategy(config=run.config)``."""
+        """Return a fresh copy of DeepSpeed's configuration:
+        ``DeepSpeedStrategy(config=run.config)``."""
         return self.plan.to_deepspeed()
 
     def shard(self, model: torch.nn.Module) -> None:
-        """Partition the model from host memory, one parameter at a time; nothing below stage 3.
+        """Partition the model from host memory, one parameter at a time; no effect below stage 3.
 
-        Optional, before the trainer gets the model. Without it the trainer moves the whole model
-        to the device before DeepSpeed partitions it. Needed where the weights wait in their files
-        (``load_pretrained(..., plan=...)``): they are read here, at every stage.
+        Optional; call it before the trainer receives the model. Without it the trainer moves the
+        whole model to the device before DeepSpeed parRequired if the weights are still unread
+        (``load_pretrained(..., plan=...)``): they are then read here, at every stage.every stage.
         """
         self.settle(model)
         self.decide(*read_weights(self._deepspeed, self.plan, model))
@@ -236,13 +237,14 @@ class EmbeddedPlan(Closing):
             shard_from_host(self._deepspeed, model, self.plan, device=device)
 
     def initialize_arguments(self, model: torch.nn.Module) -> dict[str, Any]:
-        """For ``deepspeed.initialize(**run.initialize_arguments(model))``."""
+        """Return the arguments for ``deepspeed.initialize(**run.initialize_arguments(model))``."""
         require_read(model)
         self.settle(model)
         return initialize_arguments(self.plan, model)
 
     def accelerator_arguments(self) -> dict[str, Any]:
-        """For ``Accelerator(**run.accelerator_arguments())``: plugin, precision, accumulation."""
+        """Return plugin, precision and accumulation for
+        ``Accelerator(**run.accelerator_arguments())``."""
         outline = self._settled or self._outline
         self.decide(*loads_whole(outline))
         arguments = accelerator_arguments(outline)
@@ -250,22 +252,20 @@ class EmbeddedPlan(Closing):
         return arguments
 
     def accelerate_optimizer(self, model: torch.nn.Module) -> tuple[Any, EngineSchedule]:
-        """Optimizer and schedule for ``accelerator.prepare``, in place of the script's own."""
+        """Return optimizer and schedule for ``accelerator.prepare``, replacing the script's own."""
         self.settle(model)
         return accelerate_optimizer(self.plan, model), EngineSchedule(self)
 
     def accelerator(self, **arguments: Any) -> Any:
-        """An ``accelerate.Accelerator`` for a script that stays as it is.
+        """Return an ``accelerate.Accelerator`` for an otherwise unchanged script.
 
-        Its ``prepare`` puts the plan's optimizer and schedule where the script has its own, as
-        recorded decisions, and attaches. Its ``save_state`` and ``load_state`` write and read
-        portable checkpoints, with each average that ``register_for_checkpointing`` was given;
-        hooks of the script are not called. Its ``get_state_dict`` gives the whole model on rank
-        0, at every stage. They are collective, and ``end_training`` closes.
-
-        Args:
-            arguments: Those of the script's own ``Accelerator``; where the plan settles one, the
-                plan's value is taken, as a recorded decision.
+        Its ``prepare`` replaces the script's optimizer and schedule with the plan's, records this
+        as decisions, and attaches the ``save_state`` and ``load_state`` write and read portable
+        checkpoints, including each EMA passed to ``register_for_checkpointing``; the script's hooks
+        are not called. called. I``get_state_dict`` returns the whole model on rank 0 at every
+        stage.TheyThese three methods are collective. ``end_training`` closes the run.     Args:
+            arguments: Arguments of the script's own ``Accelerator``. A value set by the plan
+                overrides them and is recorded as a decision.
 
         Raises:
             MissingDependencyError: accelerate is not installed.
@@ -273,24 +273,24 @@ class EmbeddedPlan(Closing):
         return embedded_accelerator(self, arguments)
 
     def schedule(self) -> EngineSchedule:
-        """What stands where a script keeps its ``lr_scheduler``."""
+        """Return an object that replaces the script's ``lr_scheduler``."""
         return EngineSchedule(self)
 
     def decide(self, *decisions: Decision) -> None:
-        """Record what was chosen for the script, and say it once."""
+        """Record a decision made for the script, and log it once."""
         self._decided.extend(decisions)
         announce(decisions)
 
     def register(self, *averages: Any) -> None:
-        """Let averages follow the engine, and save and load them with it. Collective.
+        """Attach EMAs to the engine, and save and load them with it. Collective.
 
         Args:
-            averages: ``zerotune.ema.EMAModel``, also one made of the model's parameters before
-                there was an engine, or an attached ``EMAShadow``.
+            averages: ``zerotune.ema.EMAModel``, which may predate the engine, or an attached
+                ``EMAShadow``.
 
         Raises:
-            EngineError: It is neither, or no engine is attached yet.
-            EMAError: An average of parameters has taken steps, or is of another model.
+            EngineError: The object is of another class, or no engine is attached yet.
+            EMAError: The EMA has already taken steps on parameters, or belongs to another model.
         """
         for each in averages:
             if not isinstance(each, EMAModel | EMAShadow):
@@ -298,7 +298,7 @@ class EmbeddedPlan(Closing):
                     "cannot be saved with the engine",
                     key="accelerator.register_for_checkpointing",
                     value=type(each).__name__,
-                    fix="give a zerotune.ema.EMAModel in place of diffusers', or save it yourself",
+                    fix="use zerotune.ema.EMAModel instead of diffusers', or save it yourself",
                 )
             if isinstance(each, EMAModel):
                 each.follow(self.engine)
@@ -307,13 +307,13 @@ class EmbeddedPlan(Closing):
             self._shadows["ema" if number == 1 else f"ema{number}"] = shadow
 
     def save(self, directory: str | os.PathLike[str]) -> Path:
-        """``save_checkpoint`` of the engine and what is registered. Collective."""
+        """Save the engine and all registered EMAs with ``save_checkpoint``. Collective."""
         return save_checkpoint(directory, engine=self.engine, shadows=self._shadows)
 
     def load(self, directory: str | os.PathLike[str]) -> None:
-        """``load_checkpoint`` into the engine and what is registered. Collective.
+        """Load the engine and all registered EMAs with ``load_checkpoint``. Collective.
 
-        An average that the checkpoint does not have begins with the loaded weights.
+        An EMA missing from the checkpoint starts from the loaded weights.
         """
         engine, before = self.engine, self.engine.state.global_step
         there = together(engine.group, "find the checkpoint", lambda: find_checkpoint(directory))
@@ -327,12 +327,12 @@ class EmbeddedPlan(Closing):
         gone_on(before, engine, directory)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Every tensor of the model whole, in its own dtype, on rank 0. Collective.
+        """Gather every full tensor of the model in its own dtype on rank 0. Collective.
 
-        As much host memory as the model takes; the exports hold one tensor at a time.
+        Host memory: the size of the model. The export functions hold only one tensor at a time.
 
         Returns:
-            CPU tensors by name; nothing on other ranks.
+            CPU tensors by name; an empty dict on other ranks.
         """
         engine = self.engine
         dtypes = {name: p.dtype for name, p in engine.module.named_parameters()}
@@ -345,31 +345,31 @@ class EmbeddedPlan(Closing):
         return whole
 
     def attach(self, engine: Any) -> AttachedEngine:
-        """Verify what the trainer initialized. Collective.
+        """Verify the engine that the trainer initialized, and attach it. Collective.
 
         Args:
-            engine: What ``deepspeed.initialize``, ``accelerator.prepare`` or Fabric's ``setup``
-                returned for the model.
+            engine: The object returned by ``deepspeed.initialize``, ``accelerator.prepare`` or
+                Fabric's ``setup`` for the model.
 
         Returns:
-            The engine that EMA and checkpoints take; the loop may go on as it was.
+            The engine to pass to EMA and checkpoint functions; the training loop needs no change.
 
         Raises:
-            EngineError: No DeepSpeed engine, another one is attached, it trains another model
-                than the plan's, or the trainer started other processes.
-            VerificationError: What runs is not what the plan says.
+            EngineError: The object is no DeepSpeed engine, another engine is attached, its model is
+                not the plan's, or the trainer started other processes.
+            VerificationError: The running engine differs from the plan.
         """
         if self._engine is not None:
             raise EngineError(
-                "an engine is attached already; a plan is for one model",
+                "an engine is attached already, and a plan serves one model",
                 key="EmbeddedPlan.attach",
-                fix="make an EmbeddedPlan for each model that has an engine of its own",
+                fix="create an EmbeddedPlan for each model with its own engine",
             )
         launched = Launch.from_environment()
         if launched.launched and launched.world_size != self.plan.world_size:
             raise EngineError(
-                f"the trainer started {launched.world_size} processes by itself after the plan "
-                f"was resolved for {self.plan.world_size}",
+                f"the plan was resolved for {self.plan.world_size} processes, but the "
+                    f"trainer then started {launched.world_size} itself",
                 key="world_size",
                 value=launched.world_size,
                 fix="start the script with torchrun",
@@ -395,27 +395,28 @@ class EmbeddedPlan(Closing):
             return
         name = differing[0]
         raise EngineError(
-            f"the trainer prepared another model than the plan's: {len(differing)} parameters "
-            f"differ, as {name}, which is {_parameter_words(planned.get(name))} in the plan's and "
-            f"{_parameter_words(trained.get(name))} in this one",
+            f"the trainer prepared a different model: {len(differing)} parameters differ "
+                f"from the plan's. For example {name} is "
+                f"{_parameter_words(planned.get(name))} in the plan and "
+                f"{_parameter_words(trained.get(name))} in the trained model",
             key="EmbeddedPlan.attach",
             value=type(module).__name__,
-            fix="make the EmbeddedPlan of a model like the one that is trained: the same "
-            "configuration, adapters and frozen parts",
+            fix="create the EmbeddedPlan with a model of the same configuration, adapters "
+                "and frozen parts as the trained one",
         )
 
     @property
     def engine(self) -> AttachedEngine:
-        """What ``attach`` returned.
+        """The engine returned by ``attach``.
 
         Raises:
-            EngineError: It has not been called.
+            EngineError: ``attach`` has not been called.
         """
         if self._engine is None:
             raise EngineError(
                 "no engine is attached yet",
                 key="EmbeddedPlan.engine",
-                fix="call run.attach(model) once the trainer has initialized DeepSpeed",
+                fix="call run.attach(model) after the trainer has initialized DeepSpeed",
             )
         return self._engine
 
@@ -434,25 +435,25 @@ def _parameter_words(parameter: ParameterFacts | None) -> str:
 
 
 class EngineSchedule:
-    """Stands where a script keeps its ``lr_scheduler``; the engine steps the real one.
+    """Replaces a script's ``lr_scheduler``; the engine steps the real one.
 
     Args:
-        run: Whose engine it is.
+        run: Plan of the engine.
     """
 
     def __init__(self, run: EmbeddedPlan) -> None:
         self._run = run
 
     def step(self, *_args: Any, **_kwargs: Any) -> None:
-        """Nothing: DeepSpeed's ``step`` has moved the schedule on already."""
+        """Do nothing: the engine's ``step`` already advances the schedule."""
 
     def get_last_lr(self) -> list[float]:
-        """Learning rate of the first group for the next optimizer step."""
+        """Return the first group's learning rate for the next optimizer step."""
         return [self._run.engine.lr]
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing: the position is in the engine's own state."""
+        """Return an empty dict: the engine's state holds the position."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing: the position is in the engine's own state."""
+        """Do nothing: the engine's state holds the position."""

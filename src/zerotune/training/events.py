@@ -1,4 +1,4 @@
-"""What a run tells callbacks of itself, each step's metrics first; ``RunView`` is the trainer."""
+"""Callbacks and the events they receive, such as the metrics of each step."""
 
 from __future__ import annotations
 
@@ -24,15 +24,16 @@ if TYPE_CHECKING:
 
 
 PHASES: Final = ("data", "forward", "backward", "optimizer", "ema")
-"""What the time of a step is split into."""
+"""Phases into which step time is split."""
 
 
 @attrs.frozen(kw_only=True)
 class StepMetrics:
-    """What one optimizer step did. Times and memory are this rank's, all else is everyone's."""
+    """What one optimizer step did. Times and memory are this rank's; all other values are the same
+    on every rank."""
 
     step: int
-    """Optimizer steps taken, this one included."""
+    """Optimizer steps taken, including this one."""
     loss: float
     """Mean over the ranks and over the accumulation window."""
     lr: float
@@ -40,65 +41,68 @@ class StepMetrics:
     grad_norm: float | None
     """Global L2 norm of the unclipped gradient; ``None`` where the engine does not compute it."""
     applied: bool
-    """Whether the weights changed: ``False`` when the fp16 loss scale overflowed."""
+    """Whether the weights changed; ``False`` if the fp16 loss scale overflowed."""
     samples: int
-    """Samples all ranks have seen since the run began."""
+    """Samples seen by all ranks since the run began."""
     seconds: float
     """Wall-clock time of the step."""
     phases: Mapping[str, float]
-    """Seconds spent on each of ``PHASES``."""
+    """Seconds per phase in ``PHASES``."""
     host_peak: int
-    """Most RAM this process has ever held, bytes."""
+    """Peak RAM of this process in bytes."""
     device_peak: int | None
-    """Most GPU memory this process has taken, context included, bytes; ``None`` without a GPU."""
+    """Peak GPU memory of this process in bytes, context included; ``None`` without a GPU."""
 
 
 class Callback:
-    """Base class whose methods do nothing; override those of interest.
+    """Base class of callbacks; every method does nothing until overridden.
 
-    Every rank calls every callback, so collective work (``trainer.save``, ``trainer.sample``) is
-    safe in them, and output belongs on rank 0: ``if trainer.is_main``.
+    Every rank calls every callback, so callbacks may do collective work (``trainer.save``,
+    ``trainer.sample``). Print only on rank 0: ``if trainer.is_main``.
     """
 
     def on_fit_start(self, trainer: RunView, *, steps: int | None) -> None:
-        """``fit`` begins; it goes on until optimizer step ``steps``, or ``None``: until stopped."""
+        """Called when ``fit`` begins; ``steps`` is the last optimizer step, ``None`` if only a stop
+        ends it."""
 
     def on_step_end(self, trainer: RunView, metrics: StepMetrics) -> None:
-        """One optimizer step is done, EMA included."""
+        """Called after each optimizer step and its EMA update."""
 
     def on_stop(self, trainer: RunView, reason: str) -> None:
-        """``fit`` ends early: a signal, the time limit, or ``trainer.request_stop``."""
+        """Called when ``fit`` stops early: a signal, the time limit, or ``trainer.request_stop``.
+        """
 
     def on_finish(self, trainer: RunView) -> None:
-        """``fit`` has reached its goal."""
+        """Called when ``fit`` has reached its goal."""
 
     def on_fit_end(self, trainer: RunView) -> None:
-        """``fit`` ends, also when it raises."""
+        """Called when ``fit`` ends, even if it raises."""
 
     def on_close(self, trainer: RunView) -> None:
-        """The trainer is closed."""
+        """Called when the trainer is closed."""
 
     def on_save(self, trainer: RunView, path: Path) -> None:
-        """A checkpoint has been written to ``path``."""
+        """Called after a checkpoint was written to ``path``."""
 
     def on_resume(self, trainer: RunView, path: Path) -> None:
-        """The checkpoint at ``path`` has been loaded; also when a bad step made ``fit`` go back."""
+        """Called after the checkpoint at ``path`` was loaded, including a rollback by ``fit``."""
 
     def on_values(self, trainer: RunView, values: Mapping[str, float]) -> None:
-        """Somebody measured something at this step, such as a validation loss."""
+        """Called with values measured at this step, such as a validation loss."""
 
     def on_images(self, trainer: RunView, name: str, images: torch.Tensor) -> None:
-        """Somebody drew images (n, c, h, w) in [-1, 1] at this step, such as for validation."""
+        """Called with images (n, c, h, w) in [-1, 1] sampled at this step, such as for validation.
+        """
 
 
 # -- Metrics on disk: one line of JSON per optimizer step.
 
 
 def as_callbacks(callbacks: Any) -> tuple[Callback, ...]:
-    """Check callbacks and return them as a tuple; a single callback is accepted as well.
+    """Check callbacks and return them as a tuple; a single callback is also accepted.
 
     Raises:
-        InvalidValueError: One has not every method of ``Callback``.
+        InvalidValueError: An object lacks a method of ``Callback``.
     """
     events = [name for name in vars(Callback) if name.startswith("on_")]
     several = isinstance(callbacks, Iterable) and not isinstance(callbacks, Callback)
@@ -112,9 +116,9 @@ def as_callbacks(callbacks: Any) -> tuple[Callback, ...]:
             f"has no {lacking[0]}" if lacking else "is a class",
             key="callbacks",
             value=name,
-            fix="give objects of classes that inherit from zerotune.training.Callback"
+            fix="pass objects of classes that inherit from zerotune.training.Callback"
             if lacking
-            else f"make one of it: {name}(…)",
+            else f"create an instance: {name}(…)",
         )
     return given
 
@@ -122,16 +126,11 @@ def as_callbacks(callbacks: Any) -> tuple[Callback, ...]:
 class MetricsFile(Callback):
     """Appends every step's metrics to a JSON-lines file, on rank 0.
 
-    After a resume the lines of steps that will be taken again are removed, so that the file
-    holds each step once. A run that begins at step 0 renames the file of an earlier one to
-    ``NAME.1``, ``NAME.2``, … and begins its own. A disk that is full or cannot be written costs
-    a warning and the lines, not the run.
-
-    Args:
-        path: The file; its folder is made.
-
-    Raises:
-        InvalidValueError: When ``fit`` begins: the path holds something else than metrics.
+    A resume deletes the lines of steps that will be repeated, so the file holds each step once. A
+    run that begins If a run begins at step 0, an existing file is renamed to ``NAME.1``,
+    ``NAME.2``, ….ll or cannot be written costIf the disk is full or read-only, a warning is logged,
+    metrics are dropped and training continues.   Raises:
+        InvalidValueError: Raised by ``fit`` if the path holds something other than metrics.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -140,13 +139,13 @@ class MetricsFile(Callback):
 
     @property
     def path(self) -> Path:
-        """The file."""
+        """Path of the file."""
         return self._path
 
     def on_fit_start(self, trainer: RunView, *, steps: int | None) -> None:  # noqa: ARG002
         """Open the file."""
         if trainer.is_main:
-            with system_errors(InvalidValueError, self._path, "is no place for metrics"):
+            with system_errors(InvalidValueError, self._path, "cannot hold a metrics file"):
                 with suppress(OSError):  # Opening it says why.
                     if self._path.exists() and not self._path.is_file():
                         raise _not_metrics(self._path)
@@ -160,7 +159,7 @@ class MetricsFile(Callback):
             self._attempt(lambda: file.write(line))
 
     def on_resume(self, trainer: RunView, path: Path) -> None:  # noqa: ARG002
-        """Remove the steps that a run which went back will take again."""
+        """Delete the lines of steps that will be repeated."""
         if self._file is not None:
             self._close()
             self._attempt(lambda: self._open(trainer.step))
@@ -178,9 +177,9 @@ class MetricsFile(Callback):
                 key="MetricsFile.path",
                 before=str(self._path),
                 after=None,
-                reason=f"metrics cannot be written ({error.strerror or error}), so training goes "
-                "on without them; free space or make the folder writable, and the next fit or "
-                "resume writes again",
+                reason=f"metrics cannot be written ({error.strerror or error}), so training "
+                    "continues without them; free space or make the folder writable, and the "
+                    "next fit or resume writes again",
                 severity="warning",
             )
             announce((lost,), rank=0)
@@ -209,13 +208,12 @@ class MetricsFile(Callback):
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[StepMetrics]:
-    """Read what ``MetricsFile`` wrote.
+    """Read a file written by ``MetricsFile``.
 
     Raises:
-        DataError: The file cannot be read, or a line is not what ``MetricsFile`` writes; the
-            message names it.
+        DataError: The file cannot be read, or a line is invalid; the message names it.
     """
-    with system_errors(DataError, path, "metrics cannot be read from it"):
+    with system_errors(DataError, path, "metrics cannot be read"):
         return [metrics for _, metrics in _lines(Path(path))]
 
 
@@ -226,7 +224,7 @@ def _lines(path: Path) -> Iterator[tuple[str, StepMetrics]]:
         raise DataError(
             f"is not a metrics file: it is not UTF-8 ({error.reason})",
             key=str(path),
-            fix="name the file that MetricsFile wrote",
+            fix="pass a file written by MetricsFile",
         ) from error
     for number, line in enumerate(lines, start=1):
         try:
@@ -234,10 +232,10 @@ def _lines(path: Path) -> Iterator[tuple[str, StepMetrics]]:
             yield line, StepMetrics(**fields)
         except (ValueError, TypeError) as error:
             raise DataError(
-                f"is not a line of metrics ({error})",
+                f"is not a valid metrics line ({error})",
                 key=f"{path}:{number}",
                 value=line,
-                fix="remove the line, or write to another file",
+                fix="delete the line, or write to another file",
             ) from error
 
 
@@ -254,15 +252,15 @@ def _set_aside(path: Path) -> None:
         key="MetricsFile.path",
         before=str(path),
         after=str(aside),
-        reason="it holds the steps of an earlier run and this one begins at step 0, so it was "
-        "renamed; resume from a checkpoint to go on in it",
+        reason="it holds the steps of an earlier run and this run begins at step 0, so it was "
+            "renamed; resume from a checkpoint to continue the file",
         severity="warning",
     )
     announce((kept,), rank=0)
 
 
 _BEGINNING: Final = '{"step": '
-"""Of every line of metrics."""
+"""Keys of every metrics line."""
 
 
 def _whole_lines(path: Path) -> list[tuple[str, int]]:
@@ -288,8 +286,8 @@ def _text_of(path: Path) -> str:
 
 def _not_metrics(path: Path) -> InvalidValueError:
     return InvalidValueError(
-        "holds something else than metrics, so it is not written to",
+        "is not a metrics file, so it is not overwritten",
         key="MetricsFile.path",
         value=str(path),
-        fix="name another file",
+        fix="choose another file name",
     )

@@ -1,4 +1,4 @@
-"""What a run needs of memory, by the plan's own model, and what the process holds."""
+"""Expected and measured memory of a run, and helpful errors when memory runs out."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 _TRIAL_BYTES: Final = 16 * 2**20
-"""Bytes that are page-locked to see where they are counted."""
+"""Bytes to page-lock for testing how the system counts them."""
 
 
 def expected_memory(
@@ -48,15 +48,15 @@ def expected_memory(
     frames: int | None = None,
     gradient_checkpointing: bool = False,
 ) -> MemoryEstimate:
-    """What a run needs, per rank and by component: ``DeepSpeedPlan.estimate`` for a running plan.
+    """Estimate a running plan's memory per rank and component with ``DeepSpeedPlan.estimate``.
 
     Args:
-        plan: A resolved plan with its model known.
-        emas: Where each ``EMAShadow`` that runs along keeps its copy.
-        activations: What a pass keeps; left out when not known.
-        arithmetic: What a pass computes, so that its time can be predicted.
+        plan: A plan that was resolved with its model.
+        emas: Where each active ``EMAShadow`` keeps its copy.
+        activations: Activation memory of one pass; omitted if unknown.
+        arithmetic: Arithmetic of one pass, for predicting its time.
         size: Height and width of the images in pixels.
-        frames: Of clips.
+        frames: Frames per clip.
         gradient_checkpointing: Whether blocks are recomputed.
 
     Raises:
@@ -89,7 +89,7 @@ _counted_apart_here: Final = functools.cache(lambda: counted_apart(host_now))
 
 
 def host_peak() -> int:
-    """Most RAM this process has ever held, bytes, page-locked memory included."""
+    """Return the peak RAM of this process in bytes, including page-locked memory."""
     locked = locked_peak()
     return _resident_peak() + (locked if locked and _counted_apart_here() else 0)
 
@@ -108,12 +108,12 @@ def _resident_peak() -> int:
 
 
 def host_now() -> int:
-    """RAM this process holds now, bytes."""
+    """Return the current RAM of this process in bytes."""
     return int(psutil.Process().memory_info().rss)
 
 
 def locked_peak() -> int:
-    """Most host memory torch has page-locked for a GPU in this process, bytes."""
+    """Return the peak bytes that torch has page-locked in this process."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return 0
     return int(torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0))
@@ -124,14 +124,14 @@ def counted_apart(
     *,
     lock: Callable[[int], object] = lambda n: torch.ones(n, dtype=torch.uint8).pin_memory(),
 ) -> bool:
-    """Whether page-locked memory is missing from what the system says of this process.
+    """Return whether the system's memory figure for this process omits page-locked memory.
 
-    Some drivers map it as a device's memory, which belongs to nobody; others as shared or
-    anonymous pages. Page-locks 16 MiB to see which.
+    Some drivers map it as device memory, which no process is charged for; others as shared or
+    anonymous pagThe test page-locks 16 MiB.ich.
 
     Args:
-        count: The system's figure, bytes.
-        lock: Page-locks and fills so many bytes.
+        count: Returns the system's figure in bytes.
+        lock: Page-locks and fills the given number of bytes.
     """
     before = count()
     block = lock(_TRIAL_BYTES)
@@ -142,21 +142,21 @@ def counted_apart(
 
 @attrs.frozen(kw_only=True)
 class DeviceFigures:
-    """What the driver and torch's allocator say of one device, bytes."""
+    """Device memory in bytes, as reported by the driver and torch's allocator."""
 
     total: int
     free: int
-    """Of the whole device, now."""
+    """Bytes in use on the whole device."""
     reserved: int
-    """What torch's allocator holds now."""
+    """Bytes that torch's allocator holds now."""
     most_reserved: int
-    """What it has held at most."""
+    """Peak bytes held by torch's allocator."""
     others: int = 0
-    """What other processes hold, as far as the driver tells."""
+    """Bytes held by other processes, if the driver reports them."""
 
     @classmethod
     def now(cls, device: torch.device) -> DeviceFigures:
-        """Ask both."""
+        """Query driver and allocator."""
         free, total = torch.cuda.mem_get_info(device)
         return cls(
             total=total,
@@ -168,15 +168,16 @@ class DeviceFigures:
 
     @property
     def beside(self) -> int:
-        """What this process holds beside torch's allocator: context, kernels, libraries.
+        """Return the bytes this process holds outside torch's allocator: context, kernels,
+        libraries.
 
-        It only grows: cuBLAS, cuDNN and NCCL load when they are first used.
+        The value only grows, because cuBLAS, cuDNN and NCCL are loaded on first use.
         """
         return max(0, self.total - self.free - self.reserved - self.others)
 
     @property
     def peak(self) -> int:
-        """The most this process has taken of the device."""
+        """Return this process's peak device memory."""
         return self.most_reserved + self.beside
 
 
@@ -196,9 +197,9 @@ def _others(device: torch.device) -> int:
 
 
 def device_peak(device: torch.device) -> int | None:
-    """Most GPU memory this process has taken, bytes; ``None`` without a GPU.
+    """Return this process's peak GPU memory in bytes; ``None`` without a GPU.
 
-    With the context and all libraries, as the driver counts them now: what a card must have.
+    Includes the context and all libraries, so it is the memory a card must have.
     """
     return DeviceFigures.now(device).peak if device.type == "cuda" else None
 
@@ -212,22 +213,22 @@ _OUT_OF_MEMORY: Final = re.compile(
 )
 _ON_DEVICE: Final = re.compile(r"\b(CUDA|HIP|XPU|MPS|CUDNN|CUBLAS)", re.IGNORECASE)
 _BY_THE_DRIVER: Final = re.compile(r"\b(CUDA|HIP) error: out of memory", re.IGNORECASE)
-"""What the driver itself says. torch's allocator of device memory says more, so this is a
-page-locked allocation, unless the device is full: then it may be the context or a library."""
+"""Driver message for a failed page-locked allocation. torch's own device allocator reports more
+detail. On a full device it may also be the context or a library."""
 _PAGE_LOCKED: Final = "a page-locked allocation failed: "
 
 
 @attrs.frozen(kw_only=True)
 class Situation:
-    """What a run was doing when its memory ran out."""
+    """What a run was doing when it ran out of memory."""
 
     plan: ResolvedPlan
     doing: str
-    """``"forward of optimizer step 12"``, ``"starting the engine"``."""
+    """For example ``"forward of optimizer step 12"`` or ``"starting the engine"``."""
     estimate: MemoryEstimate | None = None
-    """What was expected; the plan's own without activations when not given."""
+    """Expected memory; by default the plan's estimate without activations."""
     limits: Limits | None = None
-    """What there is; measured when not given."""
+    """Available memory; measured by default."""
 
     def _error(self, error: BaseException) -> OutOfMemoryError:
         estimate = self.estimate
@@ -238,7 +239,7 @@ class Situation:
         said = (str(error).strip().splitlines() or [type(error).__name__])[0]
         if place == "host" and _BY_THE_DRIVER.search(said):
             said = _PAGE_LOCKED + said
-        parts = [f"no {place} memory is left in {self.doing} ({said[:160]})"]
+        parts = [f"{place} memory ran out in {self.doing} ({said[:160]})"]
         if estimate is not None:
             peak = estimate.peak(_place_counted(self.plan, place))
             parts.append(f"the plan expected {format_size(peak.nbytes)} {DURING[peak.phase]}")
@@ -251,7 +252,7 @@ class Situation:
 
 @contextmanager
 def advising(situation: Callable[[], Situation]) -> Iterator[None]:
-    """Turn running out of memory inside the block into an error that says what would fit."""
+    """Replace an out-of-memory error inside the block with one that names a plan that fits."""
     try:
         yield
     except (MemoryError, RuntimeError, OSError) as error:
@@ -262,9 +263,9 @@ def advising(situation: Callable[[], Situation]) -> Iterator[None]:
 
 
 def out_of_memory(error: BaseException) -> BaseException | None:
-    """The error in a chain of causes that says memory ran out; ``None``: none does.
+    """Return the out-of-memory error in a chain of causes, or ``None``.
 
-    A plan that zerotune refuses because it would not fit is none: its message says so already.
+    Errors for plans that zerotune itself refused are skipped, because they already say so.
     """
     seen: set[int] = set()
     current: BaseException | None = error
@@ -286,20 +287,20 @@ def _place_counted(plan: ResolvedPlan, place: Place) -> Place:
 
 @attrs.frozen(kw_only=True)
 class Limits:
-    """What this process, and the ranks like it on this machine, can have at most."""
+    """Memory limits of this process and of all ranks on this machine."""
 
     device: int | None
-    """Bytes of the device this process can have; ``None``: there is none."""
+    """Device bytes available to this process; ``None`` without a device."""
     device_free: int | None = None
     allocated: int | None = None
-    """Most bytes torch has held there."""
+    """Peak device bytes held by torch."""
     host: int
-    """Bytes of RAM that all ranks of this machine can have."""
+    """RAM in bytes available to all ranks on this machine."""
     host_free: int
 
     @classmethod
     def now(cls, plan: ResolvedPlan) -> Limits:
-        """Measure this process and machine."""
+        """Measure the limits of this process and machine."""
         device = free = allocated = None
         if plan.platform.accelerator in ("cuda", "rocm") and torch.cuda.is_available():
             free, total = torch.cuda.mem_get_info()
@@ -321,7 +322,7 @@ class Limits:
         )
 
     def words(self, place: Place) -> str:
-        """What there is at a place, as a clause."""
+        """Describe the limit of a place as a clause."""
         if place == "device" and self.device is not None:
             held = "" if self.allocated is None else f"torch held {format_size(self.allocated)}, "
             free = "" if self.device_free is None else f", {format_size(self.device_free)} is free"
@@ -341,15 +342,16 @@ class Limits:
         self, plan: ResolvedPlan, estimate: MemoryEstimate | None, place: Place
     ) -> tuple[str, DeepSpeedPlan | None]:
         if estimate is None or plan.model is None:
-            return "see DeepSpeedPlan.advise(model) for the plan that fits", None
+            return "use DeepSpeedPlan.advise(model) to find a plan that fits", None
         counted = _place_counted(plan, place)
         has = self.host // plan.world_size if counted == "host" else self.device or 0
         peak = estimate.peak(counted).nbytes
         if peak < has // 2:
             return (
-                f"the plan needs {format_size(peak)} of {format_size(has)} there are for this "
-                "rank, so something outside of it took the memory: look at other processes, at the "
-                "objective, at what is kept from step to step, and at the batch"
+                f"the plan needs {format_size(peak)} of the {format_size(has)} available "
+                    "to this rank, so something outside the plan used the memory; check "
+                    "other processes, the objective, tensors kept between steps, and the "
+                    "batch"
             ), None
         # What has just failed does not fit, whatever was expected of it.
         if counted == "device":
@@ -370,7 +372,7 @@ class Limits:
             else:
                 return _advice_words(fitting), fitting.plan
         fix = failure.fix if isinstance(failure, NothingFitsError) else None
-        return f"no plan fits this machine: {fix or failure}; or train a smaller batch", None
+        return f"no plan fits this machine: {fix or failure}; or reduce the batch size", None
 
     def _fitting(self, plan: ResolvedPlan, estimate: MemoryEstimate, *, disk: int) -> Advice:
         work, model = estimate.workload, estimate.resolved.model
@@ -423,7 +425,7 @@ def _advice_words(advice: Advice) -> str:
 
 
 def build_call(plan: DeepSpeedPlan) -> str:
-    """One line of Python that gives a plan equal to this one, by keywords where that can be."""
+    """Return one line of Python that builds an equal plan, with keyword arguments if possible."""
     given: dict[str, Any] = {
         "stage": plan.stage,
         "offload": plan.offload_optimizer_device,

@@ -1,4 +1,4 @@
-"""A torch profiler trace of a few steps, and what it says in short."""
+"""Trace a few steps with torch's profiler and summarise the result."""
 
 from __future__ import annotations
 
@@ -22,25 +22,26 @@ if TYPE_CHECKING:
 
 @attrs.frozen(kw_only=True)
 class Profile:
-    """What to trace: ``steps`` optimizer steps after ``warmup`` others, once per trainer.
+    """Profiler settings: trace ``steps`` optimizer steps after ``warmup`` untraced ones, once per
+    trainer.
 
-    Profiling does not change training by a bit, but traced steps are slower.
+    Profiling leaves results bitwise unchanged, but traced steps are slower.
     """
 
     folder: str | os.PathLike[str]
-    """Where ``trace-rank0.json`` goes, to be opened in Perfetto or ``chrome://tracing``."""
+    """Folder of ``trace-rank0.json``; open the file in Perfetto or ``chrome://tracing``."""
     steps: int = 3
-    """Steps that are traced."""
+    """Number of traced steps."""
     warmup: int = 1
-    """Steps before them: caches fill and compilers run in the first."""
+    """Steps before tracing, in which caches fill and compilers run."""
     ranks: tuple[int, ...] = attrs.field(default=(0,), converter=tuple[int, ...])
-    """Who traces; every traced rank writes a file of its own."""
+    """Ranks to trace; each writes its own file."""
     memory: bool = False
-    """Whether allocations are recorded too."""
+    """Whether to record allocations."""
     shapes: bool = False
-    """Whether the shapes of the operators' inputs are recorded too."""
+    """Whether to record the operators' input shapes."""
     top: int = 10
-    """Operators in the report."""
+    """Number of operators in the report."""
 
     def __attrs_post_init__(self) -> None:
         for name, least in (("steps", 1), ("warmup", 0), ("top", 1)):
@@ -49,17 +50,17 @@ class Profile:
 
 @attrs.frozen(kw_only=True)
 class Operator:
-    """One operator of the traced steps, all its calls together."""
+    """Totals of all calls of one operator in the traced steps."""
 
     name: str
     calls: int
-    """Per step."""
+    """Calls per step."""
     seconds: float
-    """Per step, of its own, without what it calls; on the device where it ran there."""
+    """Own time per step without nested calls, on the device that ran the operator."""
     share: float
-    """Of all operators together, 0 to 1."""
+    """Share of the time of all operators, 0 to 1."""
     nbytes: int = 0
-    """Allocated per step, net; 0 unless memory was recorded."""
+    """Net bytes allocated per step; 0 unless memory was recorded."""
 
     def __str__(self) -> str:
         words = f"{self.name:<40} {1000 * self.seconds:>9.2f} ms {self.share:>6.1%}"
@@ -68,7 +69,7 @@ class Operator:
 
 
 class Profiler(Callback):
-    """Takes a ``Profile`` while a trainer trains; added by ``Trainer(profile=...)``."""
+    """Callback that records a ``Profile`` during training; added by ``Trainer(profile=...)``."""
 
     def __init__(self, wanted: Profile) -> None:
         self._wanted = wanted
@@ -77,14 +78,14 @@ class Profiler(Callback):
         self.operators: tuple[Operator, ...] = ()
         """The most expensive operators; empty before the trace is written."""
         self.path: Path | None = None
-        """The trace, once it is written."""
+        """Path of the trace after it is written."""
 
     def on_fit_start(self, trainer: RunView, *, steps: int | None) -> None:  # noqa: ARG002
-        """Begin, when no step is to be left out."""
+        """Begin tracing if no warm-up steps are requested."""
         self._begin_if_due(trainer)
 
     def on_step_end(self, trainer: RunView, metrics: StepMetrics) -> None:  # noqa: ARG002
-        """Count; begin before the first step to be traced and end after the last."""
+        """Count steps; begin and end the trace at the configured ones."""
         self._seen += 1
         if self._running is None:
             self._begin_if_due(trainer)
@@ -92,7 +93,7 @@ class Profiler(Callback):
             self._finish(trainer)
 
     def on_fit_end(self, trainer: RunView) -> None:
-        """Write what there is, if ``fit`` ends before the trace does."""
+        """Write the partial trace if ``fit`` ends early."""
         if self._running is not None:
             self._finish(trainer)
 
@@ -126,7 +127,7 @@ class Profiler(Callback):
                     sync(draft)
         except TrainingError as error:
             # No reason to lose a run; what was measured is in ``operators``.
-            logger.warning("%s Training goes on.", error)
+            logger.warning("%s Training continues.", error)
             return
         logger.info("profile of %d step(s) written to %s", taken, self.path)
 

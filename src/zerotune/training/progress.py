@@ -1,4 +1,4 @@
-"""What a person watching a run wants to see."""
+"""Live progress of a run on a terminal or in a notebook."""
 
 from __future__ import annotations
 
@@ -26,15 +26,14 @@ _BAR_FIELDS = ("loss {loss}", "lr {lr}", "{rate} it/s", "peak {peak}", "ETA {eta
 class ProgressBar(Callback):
     """A live bar on a terminal or in a notebook; elsewhere one line every few steps. Rank 0 only.
 
-    A notebook shows the bar where ipywidgets is installed, and lines without it.
+    Notebooks without ipywidgets get lines instead of a bar.
 
     Shows the mean loss of the latest steps, learning rate, steps per second, peak memory (GPU
     if there is one, else RAM) and the time left.
 
     Args:
-        every: Steps between two lines where there is no terminal, and steps the loss is
-            averaged over.
-        console: Where to write; standard output when not given.
+        every: Steps between two lines without a terminal, and window of the mean loss.
+        console: Output console; standard output by default.
     """
 
     def __init__(self, *, every: int = 20, console: Console | None = None) -> None:
@@ -47,7 +46,7 @@ class ProgressBar(Callback):
         self._bar: Any = None
 
     def on_resume(self, trainer: RunView, path: Path) -> None:  # noqa: ARG002
-        """Remember where the run goes on, for the first line."""
+        """Store the resumed step for the first line."""
         self._resumed = next(str(d) for d in reversed(trainer.decisions) if d.key == "step")
 
     def on_fit_start(self, trainer: RunView, *, steps: int | None) -> None:
@@ -72,7 +71,7 @@ class ProgressBar(Callback):
             self._bar = _start_bar(self._console, done=trainer.step, total=steps)
 
     def on_step_end(self, trainer: RunView, metrics: StepMetrics) -> None:
-        """Advance."""
+        """Update the bar."""
         if not trainer.is_main or self._console is None:
             return
         self._losses.append(metrics.loss)
@@ -92,7 +91,7 @@ class ProgressBar(Callback):
             )
 
     def on_fit_end(self, trainer: RunView) -> None:  # noqa: ARG002
-        """Leave the bar as it stands."""
+        """Stop updating the bar."""
         if self._bar is not None:
             # Stopping draws no last time in a notebook.
             self._bar[0].refresh()

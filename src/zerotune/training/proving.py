@@ -1,9 +1,8 @@
-"""Runs the checks of a ``Proof``: each fast path beside the plain one, on small models.
+"""Run the checks of a ``Proof``: compare each fast path with the plain path on small models.
 
-On a device its own streams are used, with work of random length in front of what is queued there,
-so that whatever nobody waits for comes too late. On recorded streams, which need no device, each
-access to memory is judged by what orders it after the one it depends on.
-"""
+On a device, random delays are queued on its streams, so that a missing wait shows as a late result.
+On recorded streams, which need no device, each Without a device, streams are recorded, and each
+memory access is checked for an ordering with the access it depends on."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ import attrs
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from zerotune._util.environment import environment
+from zerotune._util.proc import environment
 from zerotune.backend.build import build_engine
 from zerotune.backend.ops import build_op
 from zerotune.backend.proof import COMMAND, VARIABLE, Combination, Outcome, Proof, describe_error
@@ -46,33 +45,33 @@ from zerotune.platform.facts import DEEPSPEED_NAMES
 
 SECONDS: Final = 30.0
 _PLAIN_ENGINE: Final = 0
-"""In the place of a stage: the plain engine."""
+"""Used instead of a stage number for the plain engine."""
 _FEATURES: Final = 512
-"""A layer of so many features has as many weights as a part of a step."""
+"""Features of a layer whose weights fill one part of a step."""
 _CHAIN_LAYERS: Final = 6
 _STEPS_TAKEN: Final = 5
 _ROUNDS: Final = 40
 _ELEMENTS: Final = 2**16
 _DELAY: Final = 2**22
-"""Elements of what delays a stream."""
+"""Elements of the operation that delays a stream."""
 _RANKS: Final = 2
 _RANKS_S: Final = 150.0
-"""For what two processes import, and for their steps."""
+"""Seconds for two processes to import and run their steps."""
 
 
 class DifferenceError(Exception):
-    """A fast path has left something else than the plain one."""
+    """The fast path's result differs from the plain path's."""
 
 
 class NotRunError(Exception):
-    """A check has nothing to check here."""
+    """The check does not apply to this machine."""
 
 
 # -- Where checks run.
 
 
 class DelayedStreams:
-    """A device's streams, with work of random length in front of what is queued on them."""
+    """Wraps a device's streams and delays queued work at random."""
 
     def __init__(self, device: torch.device, chance: random.Random) -> None:
         self._module: Any = torch.get_device_module(device)
@@ -85,20 +84,20 @@ class DelayedStreams:
 
     @contextmanager
     def stream(self, stream: Any) -> Iterator[None]:
-        """Queue work there inside the block, late."""
+        """Queue the block's work on this stream after a random delay."""
         with self._module.stream(stream):
             self.delay()
             yield
 
     def delay(self) -> None:
-        """Queue work of random length on the current stream."""
+        """Queue an operation of random length on the current stream."""
         for _ in range(self._chance.randrange(20) if self._chance.random() < 0.3 else 0):
             self._work.mul_(1.0)
 
 
 @attrs.frozen(kw_only=True)
 class Run:
-    """Some steps of a small model."""
+    """Results of a few steps of a small model."""
 
     stage: int
     hidden: bool
@@ -112,21 +111,21 @@ class Run:
 
 @attrs.frozen(kw_only=True)
 class Bench:
-    """Where the checks run, and on what."""
+    """Devices, streams and cached results of the checks."""
 
     platform: Platform
     device: torch.device
     chance: random.Random
     recorder: Recorder | None
-    """Stands in for the device's streams."""
+    """Replacement for the device's streams."""
     streams: Any
-    """Of the device, or recorded."""
+    """Streams of the device, or recorded ones."""
     left: dict[Run, dict[str, str]] = attrs.field(factory=dict)
-    """What runs have left that several checks compare with."""
+    """Results of runs that several checks share."""
 
     @classmethod
     def on(cls, platform: Platform, *, recorded: bool) -> Bench:
-        """On the accelerator of this process, or on recorded streams."""
+        """Create a bench on this process's accelerator, or on recorded streams."""
         chance = random.Random(0)  # noqa: S311 - lengths of delays
         if recorded or platform.accelerator == "cpu":
             recorder = Recorder(simulated=True)
@@ -141,7 +140,7 @@ class Bench:
         return cls(platform=platform, device=device, chance=chance, recorder=None, streams=streams)
 
     def delay(self) -> None:
-        """Have host and device come too late now and then."""
+        """Delay host and device at random."""
         if self.chance.random() < 0.2:
             time.sleep(self.chance.random() * 1e-3)
         if self.recorder is None:
@@ -149,7 +148,7 @@ class Bench:
 
     @contextmanager
     def judged(self) -> Iterator[None]:
-        """Judge the order of what is done inside the block, where streams are recorded."""
+        """Check the ordering of the block's operations if streams are recorded."""
         if self.recorder is None:
             yield
             return
@@ -160,7 +159,7 @@ class Bench:
             raise DifferenceError(self.recorder.faults[0])
 
     def prove_rounding(self) -> None:
-        """bf16 of every kind of number is the same on device and host, and in the op."""
+        """Check that device, host and op round every kind of number to the same bf16 value."""
         high = torch.arange(2**16, dtype=torch.int32).mul_(2**16)
         low = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], dtype=torch.int32)
         wide = (high[:, None] + low).view(-1).view(torch.float32)
@@ -169,19 +168,19 @@ class Bench:
         if not torch.equal(
             wide.to(self.device).bfloat16().cpu().view(torch.int16), rounded.view(torch.int16)
         ):
-            raise DifferenceError(f"{self.device.type} rounds fp32 to bf16 otherwise than the host")
+            raise DifferenceError(f"{self.device.type} rounds fp32 to bf16 differently from the host")
         if not torch_rounds_alike(load_host_step()):
-            raise DifferenceError("torch rounds otherwise than the op host_step")
+            raise DifferenceError("torch rounds differently from the op host_step")
 
     def prove_page_locked(self) -> None:
-        """What is copied through page-locked memory without waiting arrives whole."""
+        """Check that asynchronous copies through page-locked memory arrive complete."""
         self._copies(lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, pin_memory=True))
 
     def prove_native_page_locking(self) -> None:
-        """The same of memory that DeepSpeed page-locks itself."""
+        """Check the same for memory that DeepSpeed page-locks itself."""
         if not pins_natively(self.platform):
             raise NotRunError(
-                "not needed: torch keeps exact sizes itself, or DeepSpeed may not lock"
+                "not needed: torch keeps exact sizes itself, or DeepSpeed may not page-lock"
             )
         accelerator = require_deepspeed(
             accelerator=DEEPSPEED_NAMES[self.platform.accelerator]
@@ -202,7 +201,7 @@ class Bench:
                 event = side.record_event()
                 event.synchronize()
                 if int(block.min()) != step % 251 or int(block.max()) != step % 251:
-                    raise DifferenceError(f"round {step}: a copy to the host is not what was sent")
+                    raise DifferenceError(f"round {step}: a copy to the host differs from its source")
                 back = torch.zeros(_ELEMENTS, dtype=torch.uint8, device=self.device)
                 side.wait_stream(self.streams.current_stream())
                 with self.streams.stream(side):
@@ -211,10 +210,10 @@ class Bench:
                 wrong += (back != source).sum()
                 del source, back
             if int(wrong):
-                raise DifferenceError(f"{int(wrong)} bytes that came back are not what was sent")
+                raise DifferenceError(f"{int(wrong)} bytes copied back differ from their source")
 
     def prove_uploads(self) -> None:
-        """Weights that are sent behind the computation are there when it uses them, not earlier."""
+        """Check that prefetched weights arrive before use and never earlier than allowed."""
         lengths, numbers = range(0, _ELEMENTS, _ELEMENTS // 4), torch.arange(_ELEMENTS).float()
         if self.recorder is not None:
             self.recorder.lie("pageable", numbers)
@@ -247,11 +246,11 @@ class Bench:
                     wrong += (target != ramp + (step + slab)).sum()
             if int(wrong):
                 raise DifferenceError(
-                    f"{int(wrong)} weights of {_ROUNDS} steps came too late or too early"
+                    f"{int(wrong)} weights in {_ROUNDS} steps arrived too late or too early"
                 )
 
     def prove_activations(self) -> None:
-        """Gradients are the same whether inputs of blocks wait in host memory or are kept."""
+        """Check that gradients are the same with activations offloaded or kept."""
         model = _Chain(width=64).to(self.device)
         if self.recorder is not None:
             self.recorder.lie("device", *model.parameters())
@@ -268,18 +267,18 @@ class Bench:
                 for step in range(_STEPS_TAKEN)
             ]
         if not offload.counts.stored:
-            raise DifferenceError("no activation left the device")
+            raise DifferenceError("no activation was offloaded")
         for step, (mine, theirs) in enumerate(zip(offloaded, wanted, strict=True)):
             for name in theirs:
                 if not torch.equal(mine[name], theirs[name]):
                     raise DifferenceError(
-                        f"step {step}: {name} is another one than with kept activations"
+                        f"step {step}: {name} differs from the value with kept activations"
                     )
 
     def chain_gradients(
         self, model: _Chain, run: Callable[..., Any], step: int
     ) -> dict[str, torch.Tensor]:
-        """The loss, and the gradients of a chain whose blocks are called by ``run``."""
+        """Return the loss and gradients of a chain whose blocks are called by ``run``."""
         generator = torch.Generator().manual_seed(step)
         x = torch.randn(32, 64, generator=generator).to(self.device).requires_grad_()
         if self.recorder is not None:
@@ -296,13 +295,13 @@ class Bench:
         }}  # fmt: skip
 
     def left_by(self, run: Run) -> dict[str, str]:
-        """What a run leaves, by name: losses, and digests of weights, moments and averages."""
+        """Return a run's results by name: losses, and digests of weights, moments and averages."""
         if run not in self.left:
             self.left[run] = self.take(run)
         return self.left[run]
 
     def take(self, run: Run) -> dict[str, str]:
-        """As ``left_by``, of steps that are taken now."""
+        """Take new steps and return results as ``left_by`` does."""
         model = _Chain()
         engine = self._small_engine(model, run)
         ema = EMAShadow(decay=0.9).attach(engine)
@@ -321,7 +320,7 @@ class Bench:
                     engine.step()
                     ema.step()
             if run.streamed and not engine.counts.evicted:
-                raise DifferenceError("no weight left the device")
+                raise DifferenceError("no weight was offloaded")
             left = {f"loss {step}": float(loss).hex() for step, loss in enumerate(losses)}
             for fragment in engine.master_weights.read():
                 left[f"weight {fragment.address.key}"] = _tensor_digest(fragment.value)
@@ -393,16 +392,16 @@ class Bench:
             yield
 
     def compare_steps(self, mine: Mapping[str, bool], theirs: Mapping[str, bool]) -> None:
-        """At each stage steps taken in one way leave what those taken in another leave."""
+        """Check that two ways of stepping give the same results at each stage."""
         stages = (_PLAIN_ENGINE, 2, 3) if self.platform.deepspeed.available else (_PLAIN_ENGINE,)
         for stage in stages:
             first, second = Run(stage=stage, **mine), Run(stage=stage, **theirs)
             _check_equal(self.left_by(first), self.left_by(second), where=str(first))
 
     def prove_streaming(self) -> None:
-        """What is trained with streamed weights is what ZeRO-2 with CPU offload trains."""
+        """Check that streamed weights train exactly as ZeRO-2 with CPU offload."""
         if not self.platform.deepspeed.available:
-            raise NotRunError("DeepSpeed, which it is compared with, does not run here")
+            raise NotRunError("DeepSpeed, the reference, does not run here")
         for clipping in (0.5, 0.0):
             run = Run(stage=2, hidden=False, clipping=clipping)
             streamed = attrs.evolve(run, streamed=True)
@@ -410,11 +409,12 @@ class Bench:
             _check_equal(self.left_by(streamed), self.left_by(run), where=where)
 
     def prove_exchange(self) -> float:
-        """The same where ranks exchange weights beside their other collectives; its seconds."""
+        """Check the same with weights exchanged between ranks beside other collectives, and return
+        the seconds."""
         if not self.platform.deepspeed.available:
             raise NotRunError("DeepSpeed does not run here")
         if self.platform.accelerator != "cpu" and len(self.platform.devices) < _RANKS:
-            raise NotRunError("there is one device")
+            raise NotRunError("there is only one device")
         answers = _on_ranks(partial(_prove_on_rank, self.platform), _RANKS)
         for rank, (mine, theirs, _) in enumerate(answers):
             _check_equal(mine, theirs, where=f"stage 2, rank {rank}")
@@ -481,13 +481,13 @@ def _on_ranks(function: Callable[[], Any], count: int) -> list[Any]:
             processes.append((process, receive))
         for rank, (_, receive) in enumerate(processes):
             if not receive.poll(max(0.0, deadline - time.monotonic())):
-                raise DifferenceError(f"rank {rank} of {count} did not come to an end")
+                raise DifferenceError(f"rank {rank} of {count} did not finish")
             answer = receive.recv()
             if isinstance(answer, str):
                 raise DifferenceError(f"rank {rank} of {count} failed: {answer}")
             answers.append(answer)
     except EOFError as error:
-        raise DifferenceError(f"one of {count} ranks died") from error
+        raise DifferenceError(f"one of {count} ranks exited") from error
     finally:
         for process, receive in processes:
             process.join(5 if len(answers) == count else 0)
@@ -514,16 +514,16 @@ def _serve(function: Callable[[], Any], rank: int, count: int, port: int, send: 
 
 @attrs.frozen(kw_only=True)
 class Check:
-    """One kind of fast path beside the plain one."""
+    """One check that compares a fast path with the plain path."""
 
     name: str
-    """As ``zerotune.backend.proof.PATHS`` has it."""
+    """Name of the path in ``zerotune.backend.proof.PATHS``."""
     run: Callable[[Bench], float | None]
-    """May say itself how many seconds of it count."""
+    """The check; may return the seconds that count as its time."""
     on_streams: bool = False
-    """Run on recorded streams too."""
+    """Whether it also runs on recorded streams."""
     needs_ops: bool = False
-    """Whether the step in host memory is part of it."""
+    """Whether it uses the optimizer step in host memory."""
 
 
 _hidden_as_taken_at_once: Final = partial(
@@ -547,16 +547,16 @@ CHECKS: Final[Sequence[Check]] = (
 
 
 def prove(*, platform: Platform | None = None, seconds: float = SECONDS) -> Proof:
-    """Run every check that this machine can run.
+    """Run every check that this machine supports.
 
-    What is imported and compiled first does not count as time of the checks.
+    Import and compilation time is not counted.
 
     Args:
         platform: This machine; detected when not given.
-        seconds: After which no further check begins.
+        seconds: No further check starts after this many seconds.
 
     Returns:
-        What came of it; to be kept with ``store_proof``.
+        The proof; save it with ``store_proof``.
     """
     platform = platform or detect_platform(log=False)
     combination = Combination.here(platform.accelerator)
@@ -570,8 +570,7 @@ def prove(*, platform: Platform | None = None, seconds: float = SECONDS) -> Proo
         obstacle = missing if check.needs_ops else None
         if spent >= seconds:
             obstacle = (
-                f"the checks before it took {spent:.0f} s; `{COMMAND}` proves it anew, on a "
-                "machine with less to do"
+                f"earlier checks took {spent:.0f} s; run `{COMMAND}` again on a less busy machine"
             )
         outcomes[check.name] = (
             run_check(check, benches) if obstacle is None else Outcome(passed=None, detail=obstacle)
@@ -593,7 +592,7 @@ def _import(platform: Platform) -> str | None:
 
 
 def run_check(check: Check, benches: Sequence[Bench]) -> Outcome:
-    """Run one check, whatever it meets."""
+    """Run one check and record any outcome."""
     began, counted = time.perf_counter(), None
     passed: bool | None = True
     detail = evidence = ""

@@ -1,4 +1,4 @@
-"""What a run did: loss, time and memory, as data, as text and as pictures."""
+"""Reports of a run: loss, time and memory as data, text and plots."""
 
 from __future__ import annotations
 
@@ -35,44 +35,45 @@ if TYPE_CHECKING:
 
 
 _PREDICTED: Final = ("forward", "backward", "optimizer", "ema")
-"""Phases of a step whose time is predicted."""
+"""Phases for which the plan predicts a time."""
 
 
 @attrs.frozen(kw_only=True, repr=False)
 class Report(Readable):
-    """One rank's account of the steps a trainer took since it was made."""
+    """One rank's record of the steps a trainer has taken since it was created."""
 
     first_step: int
-    """Steps taken before, by a run that was resumed."""
+    """Steps taken before this run, if it was resumed."""
     steps: int
     """Optimizer steps taken."""
     world_size: int
     samples_per_step: int
-    """All ranks together."""
+    """Samples of all ranks together."""
     losses: tuple[float, ...]
-    """Loss of each step, mean over ranks and accumulation window."""
+    """Loss of each step: mean over ranks and accumulation window."""
     seconds: float
     """Wall-clock time of all steps."""
     phases: Mapping[str, float]
-    """Seconds spent on ``"data"``, ``"forward"``, ``"backward"``, ``"optimizer"``, ``"ema"``."""
+    """Seconds per phase: ``"data"``, ``"forward"``, ``"backward"``, ``"optimizer"``, ``"ema"``."""
     host_before: int
-    """RAM this process held before the engine was built, bytes: libraries, model, data."""
+    """RAM of this process before the engine was built, in bytes: libraries, model, data."""
     host_peak: int
-    """Most RAM this process has ever held, bytes; libraries included."""
+    """Peak RAM of this process in bytes, libraries included."""
     device_peak: int | None
-    """Most GPU memory this process has taken, context included, bytes; ``None`` without a GPU."""
+    """Peak GPU memory of this process in bytes, context included; ``None`` without a GPU."""
     estimate: MemoryEstimate | None
-    """What the plan says each component takes, per rank; ``None``: the model is not known."""
+    """The plan's memory estimate per rank; ``None`` if the model is unknown."""
     copy_rate: float | None = None
-    """Bytes per second a plain copy reads and writes in host memory; ``None``: not measured."""
+    """Bytes per second of a plain copy in host memory, reads plus writes; ``None`` if not measured.
+    """
     operators: tuple[Operator, ...] = ()
-    """The most expensive operators, where a ``Profile`` was taken."""
+    """The most expensive operators, if a ``Profile`` was recorded."""
     stopped: str | None = None
-    """Why the latest ``fit`` ended early; ``None`` if it did not."""
+    """Reason why the latest ``fit`` ended early; ``None`` if it did not."""
 
     @property
     def steps_per_second(self) -> float:
-        """Optimizer steps per second; 0 before the first."""
+        """Optimizer steps per second; 0 before the first step."""
         return self.steps / self.seconds if self.seconds > 0 else 0.0
 
     @property
@@ -82,11 +83,11 @@ class Report(Readable):
 
     @property
     def processes(self) -> str:
-        """``"1 process"``, ``"2 processes"``."""
+        """Number of processes as text: ``"1 process"``, ``"2 processes"``."""
         return counted(self.world_size, "process", "processes")
 
     def memory_rows(self) -> list[tuple[str, str, str, str]]:
-        """Component, place, size and note of each part, then what was measured."""
+        """Return rows of component, place, size and note, followed by measured values."""
         rows: list[tuple[str, str, str, str]] = []
         if self.estimate is not None:
             items = sorted(
@@ -106,13 +107,13 @@ class Report(Readable):
         return rows
 
     def measured_memory(self) -> dict[Place, int]:
-        """Bytes of the peak that was measured at each place, where it was."""
+        """Return the measured peak in bytes per place."""
         peaks: dict[Place, int] = {"host": self.host_peak}
         return peaks if self.device_peak is None else peaks | {"device": self.device_peak}
 
     @property
     def bounds(self) -> tuple[Bound, ...]:
-        """What each part of a step waits for, largest first."""
+        """Return the bottleneck of each phase, largest phase first."""
         return bounds(
             phases=self.phases,
             seconds=self.seconds,
@@ -123,12 +124,12 @@ class Report(Readable):
 
     @property
     def split(self) -> dict[str, float]:
-        """Seconds of each phase; what is left over is ``"rest"``."""
+        """Seconds per phase; the remainder is ``"rest"``."""
         rest = self.seconds - sum(self.phases.values())
         return {name: self.phases.get(name, 0.0) for name in PHASES} | {"rest": max(0.0, rest)}
 
     def time_rows(self) -> list[tuple[str, str, str]]:
-        """Phase, milliseconds per step and share of the step; what is left over is last."""
+        """Return rows of phase, milliseconds per step and share; the remainder is last."""
         each = max(1, self.steps)
         whole = self.seconds or 1.0
         return [
@@ -138,11 +139,11 @@ class Report(Readable):
 
     @property
     def predicted(self) -> StepTime | None:
-        """What the plan says a step takes on this machine; ``None``: not known."""
+        """The plan's predicted step time on this machine; ``None`` if unknown."""
         return None if self.estimate is None else self.estimate.step_time()
 
     def prediction_rows(self) -> list[tuple[str, str, str]]:
-        """Phase, predicted and measured milliseconds per step; none without a prediction."""
+        """Return rows of phase, predicted and measured milliseconds; empty without a prediction."""
         predicted = self.predicted
         if predicted is None or not self.steps:
             return []
@@ -162,13 +163,13 @@ class Report(Readable):
 
     @override
     def brief(self) -> str:
-        """How many steps, and how fast."""
+        """Summarise steps and speed in one line."""
         speed = f"{self.steps_per_second:.2f} it/s, {self.samples_per_second:.0f} samples/s"
         return f"{counted(self.steps, 'step')} in {self.seconds:.1f} s on {self.processes}: {speed}"
 
     @override
     def page(self) -> Page:
-        """The report, for text, a terminal or a notebook."""
+        """Return the report as a page for text, terminal or notebook."""
         blocks: list[Block] = [
             Line("time per step:", style="title"),
             Table(rows=tuple(self.time_rows()), align="lrr", widths=(12, 10, 5)),
@@ -183,7 +184,7 @@ class Report(Readable):
                 Table(rows=tuple(rows), align="lrr", widths=(12, 10, 10)),
             ]
         for title, values in (
-            ("what the step waits for:", self.bounds),
+            ("bottleneck of each phase:", self.bounds),
             ("operators, profiled:", self.operators),
         ):
             if values:
@@ -194,7 +195,7 @@ class Report(Readable):
         return Page(title=self.brief(), blocks=tuple(blocks))
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as plain data that JSON can hold; sizes in bytes, times in seconds."""
+        """Return JSON-serialisable data; sizes in bytes, times in seconds."""
         plain = attrs.asdict(self, recurse=False)
         return plain | {
             "losses": list(self.losses),
@@ -208,14 +209,14 @@ class Report(Readable):
         }
 
     def save(self, folder: str | os.PathLike[str]) -> tuple[Path, Path]:
-        """Write ``loss.png``, ``memory.png`` and ``report.json``; returns the pictures' paths.
+        """Write ``loss.png``, ``memory.png`` and ``report.json``; return the paths of the plots.
 
         Raises:
             MissingDependencyError: matplotlib is not installed.
             TrainingError: The folder cannot be written to.
         """
         into = Path(folder)
-        with system_errors(TrainingError, into, "the report cannot be written to it"):
+        with system_errors(TrainingError, into, "the report cannot be written there"):
             into.mkdir(parents=True, exist_ok=True)
             write_atomically(into / "report.json", json.dumps(self.to_dict(), indent=1).encode())
         steps = range(self.first_step + 1, self.first_step + self.steps + 1)
@@ -226,14 +227,14 @@ class Report(Readable):
 
 
 def plot_report(path: str | os.PathLike[str], report: Report) -> Path:
-    """Write memory as a bar for each place, and the split of the step time, as PNG.
+    """Plot memory per place and the split of the step time as PNG.
 
-    Bars of memory are the estimate's parts, with a line where the measured peak was; without an
-    estimate they are what was measured.
+    Bars show the estimate's components, with a line at the measured peak. Without an estimate they
+    show measured values.
 
     Args:
-        path: The file; its folder is made.
-        report: What ``Trainer.report`` gave.
+        path: The file; its folder is created.
+        report: Value of ``Trainer.report``.
 
     Returns:
         ``path``.
@@ -278,7 +279,7 @@ def _item_row(item: MemoryItem) -> tuple[str, str, str, str]:
 
 
 class Record(Callback):
-    """Adds up what a report needs; every trainer carries one."""
+    """Accumulates the values of a report; every trainer has one."""
 
     def __init__(self) -> None:
         self._first_step = 0
@@ -292,13 +293,13 @@ class Record(Callback):
             self._phases[name] += seconds
 
     def on_resume(self, trainer: RunView, path: Path) -> None:  # noqa: ARG002
-        """Start again: what came before belongs to another history."""
+        """Reset: earlier steps belong to another history."""
         self._first_step = trainer.step
         self._clear()
 
     @property
     def totals(self) -> dict[str, Any]:
-        """The fields of ``Report`` that were counted."""
+        """Return the counted fields of ``Report``."""
         return {
             "first_step": self._first_step,
             "steps": len(self._losses),
@@ -322,18 +323,18 @@ _WINDOW: Final = 20
 def plot_loss(
     path: str | os.PathLike[str], *, steps: Sequence[int], losses: Sequence[float]
 ) -> Path:
-    """Write the loss curve, each step and a running mean, as PNG.
+    """Plot the loss of each step and its running mean as PNG.
 
     Args:
-        path: The file; its folder is made.
+        path: The file; its folder is created.
         steps: Step numbers, ascending.
-        losses: As many losses.
+        losses: Losses, one per step.
 
     Returns:
         ``path``.
 
     Raises:
-        DataError: Nothing to plot, or lengths differ.
+        DataError: There is nothing to plot, or the lengths differ.
         MissingDependencyError: matplotlib is not installed.
     """
     if not losses or len(losses) != len(steps):
@@ -357,9 +358,9 @@ def plot_loss(
 
 
 def write_png(path: str | os.PathLike[str], figure: Any, *, dpi: float) -> Path:
-    """Write a figure of matplotlib; its folder is made."""
+    """Write a matplotlib figure; its folder is created."""
     file = Path(path)
-    with system_errors(TrainingError, file, "the picture cannot be written"):
+    with system_errors(TrainingError, file, "the plot cannot be written"):
         file.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(file, dpi=dpi, format="png")
     return file
@@ -372,34 +373,36 @@ Resource = Literal["compute", "bus", "host memory", "disk", "data", "other"]
 
 _FORWARD_BACKWARD: Final = "forward and backward"
 _NEAR: Final = 0.5
-"""Share of a copy's rate from which moving bytes, not computing, is what takes the time."""
+"""If a phase moves bytes at more than this share of the copy rate, memory bandwidth is its
+bottleneck."""
 
 
 @attrs.frozen(kw_only=True)
 class Bound:
-    """One phase of a step, and what it waits for."""
+    """One phase of a step and its bottleneck."""
 
     resource: Resource
-    """What the phase is bound by, as far as the numbers tell."""
+    """The bottleneck, as far as the measurements show it."""
     phase: str
     """``"data"``, ``"forward and backward"``, ``"optimizer"``, ``"ema"`` or ``"rest"``."""
     seconds: float
-    """Per step."""
+    """Seconds per step."""
     share: float
-    """Of the step, 0 to 1."""
+    """Share of the step, 0 to 1."""
     nbytes: int = 0
-    """The least the phase moves per step and rank; 0: nothing that is counted."""
+    """Minimum bytes moved per step and rank; 0 if none are counted."""
     reference: float | None = None
-    """Bytes per second of a plain copy on this machine, all threads; ``None``: not measured."""
+    """Bytes per second of a plain copy on this machine with all threads; ``None`` if not measured.
+    """
 
     @property
     def rate(self) -> float:
-        """Bytes per second that were reached."""
+        """Achieved bytes per second."""
         return self.nbytes / self.seconds if self.seconds > 0 else 0.0
 
     @property
     def words(self) -> str:
-        """What it waits for, and how fast that is."""
+        """Describe the bottleneck and its rate."""
         words = _WAITS[self.resource]
         if self.nbytes and self.phase == _FORWARD_BACKWARD:
             moved, rate = brief_size(self.nbytes), brief_size(self.rate)
@@ -407,7 +410,7 @@ class Bound:
         if self.nbytes:
             words += f": at least {brief_size(self.nbytes)} at {brief_size(self.rate)}/s"
         if self.reference:
-            words += f", {self.rate / self.reference:.0%} of what a plain copy reaches"
+            words += f", {self.rate / self.reference:.0%} of a plain copy's rate"
         return words
 
     def __str__(self) -> str:
@@ -433,11 +436,10 @@ def bounds(
     estimate: MemoryEstimate | None,
     reference: float | None = None,
 ) -> tuple[Bound, ...]:
-    """What each part of a step waits for, the largest part first: that one bounds the run.
+    """Return the bottleneck of each phase, largest phase first.
 
-    Bytes are the least the plan's engine moves; where several things happen in one phase, the
-    slower names it. What overlaps with computing is not counted against it.
-    """
+    Bytes are the minimum that the plan's engine moves. If a phase does several things, the slowest
+    is named. WhTransfers that overlap with computation are not charged to it.   """
     if steps <= 0 or seconds <= 0:
         return ()
     each = {name: value / steps for name, value in phases.items()}
@@ -477,9 +479,9 @@ def bounds(
 
 
 def copy_rate() -> float:
-    """Bytes per second that a copy in host memory reads and writes together, best of four.
+    """Measure host memory bandwidth in bytes per second, reads plus writes, best of four copies.
 
-    Measured with torch's present number of threads, once for each.
+    Uses torch's current number of threads; measured once per number.
     """
     return _copy_rate_with(torch.get_num_threads())
 

@@ -1,4 +1,4 @@
-"""What a trainer adds to a checkpoint, and when checkpoints are written."""
+"""Trainer state in checkpoints, and callbacks that save checkpoints."""
 
 from __future__ import annotations
 
@@ -46,21 +46,20 @@ _TRAINER_ENTRY: Final = "trainer"
 
 
 class SaveEvery(Callback):
-    """Saves ``root/step-…`` every few steps or minutes, and when a run ends, early or not.
+    """Save ``root/step-…`` every few steps or minutes, and when a run ends, early or not.
 
-    While ``fit`` runs, no other process may do so in ``root``: a job that is started twice is told
-    before its first step (see ``RootHold``). What saves of killed runs left there is removed then,
-    and checkpoints beyond ``keep`` are when ``fit`` ends, also without a save.
+    While ``fit`` runs, no other process may save to ``root``: a second job with the same folder
+    fails before its first step (see ``RootHold``At that time leftovers of killed runs are deleted.
+    Checkpoints beyond ``keep`` are deleted after each save and when ``fit`` ends.ve.
 
     Args:
         steps: Optimizer steps between two checkpoints.
-        minutes: Minutes between two checkpoints, by the clock of rank 0. With both, whatever
-            comes first.
-        root: Folder of the checkpoints.
-        keep: How many stay; ``None`` keeps all.
+        minutes: Minutes between two checkpoints by rank 0's clock. With bIf both are given, the
+            earlier one counts.der of the checkpoints.
+        keep: Number of checkpoints to keep; ``None`` keeps all.
 
     Raises:
-        InvalidValueError: Neither is given, or one is not above 0.
+        InvalidValueError: Neither interval is given, or one is not above 0.
     """
 
     def __init__(
@@ -87,7 +86,7 @@ class SaveEvery(Callback):
         self._hold: RootHold | None = None
 
     def on_fit_start(self, trainer: RunView, *, steps: int | None) -> None:  # noqa: ARG002
-        """Start the clock, and take the folder."""
+        """Start the clock and lock the folder."""
         self._since = time.monotonic()
         self._moved = False
 
@@ -97,31 +96,31 @@ class SaveEvery(Callback):
                 remove_leftovers(self._root)
             return () if self._hold is None else self._hold.decisions
 
-        decisions = together(trainer.engine.group, f"take {self._root} for checkpoints", take)[0]
+        decisions = together(trainer.engine.group, f"lock {self._root} for checkpoints", take)[0]
         announce(decisions, rank=trainer.engine.group.rank)
         trainer.decisions += decisions
 
     def on_fit_end(self, trainer: RunView) -> None:  # noqa: ARG002
-        """Give the folder up."""
+        """Unlock the folder."""
         hold, self._hold = self._hold, None
         if hold is not None:
             hold.close()
 
     def on_step_end(self, trainer: RunView, metrics: StepMetrics) -> None:
-        """Save when it is time."""
+        """Save if a checkpoint is due."""
         self._moved = True
         if self._due(trainer, metrics.step):
             self._save(trainer)
 
     def on_stop(self, trainer: RunView, reason: str) -> None:  # noqa: ARG002
-        """Save what was reached since the latest checkpoint."""
+        """Save the steps since the latest checkpoint."""
         if is_saved(trainer, self._root):
             self._prune(trainer)
         else:
             self._save(trainer)
 
     def on_finish(self, trainer: RunView) -> None:
-        """Save the last steps; where there were none, remove what a killed run kept too many."""
+        """Save the last steps; if there are none, delete surplus checkpoints of a killed run."""
         if self._moved and not is_saved(trainer, self._root):
             self._save(trainer)
         else:
@@ -142,7 +141,7 @@ class SaveEvery(Callback):
         if (keep := self._keep) is not None:
             together(
                 trainer.engine.group,
-                f"remove older checkpoints in {self._root}",
+                f"delete older checkpoints in {self._root}",
                 lambda: prune(self._root, keep=keep) if trainer.is_main else (),
             )
 
@@ -157,30 +156,31 @@ class SaveEvery(Callback):
 
 
 class SaveEveryInBackground(SaveEvery):
-    """``SaveEvery`` whose checkpoints are written while training goes on.
+    """``SaveEvery`` that writes checkpoints while training continues.
 
-    Weights, states and shadows are copied into host memory first (16 bytes per fp32 weight with
-    Adam and an EMA). A checkpoint counts as saved, callbacks are told and older ones pruned, when
-    the next is due or ``fit`` ends: then all ranks know that it is whole.
+    Weights, states and shadows are first copied into host memory (16 bytes per fp32 weight with
+    Adam and an EMA). A checkpoint counts as saved when the next one is due or ``fit`` ends, because
+    only then do all ranks know that it is complete. Callbacks are notified and older checkpoints
+    deleted at that time.
     """
 
     _saver: BackgroundSaver | None = None
     _pending: tuple[int, PendingCheckpoint] | None = None
 
     def on_stop(self, trainer: RunView, reason: str) -> None:
-        """Save what was reached, and wait: nothing is left to overlap with."""
+        """Save the latest steps synchronously."""
         self._settle(trainer)
         super().on_stop(trainer, reason)
         self._settle(trainer)
 
     def on_finish(self, trainer: RunView) -> None:
-        """Save the last steps, and wait."""
+        """Save the last steps synchronously."""
         self._settle(trainer)
         super().on_finish(trainer)
         self._settle(trainer)
 
     def on_fit_end(self, trainer: RunView) -> None:
-        """Wait for the checkpoint under way."""
+        """Wait for the checkpoint in progress."""
         with ExitStack() as ends:
             ends.callback(super().on_fit_end, trainer)
             saver, self._saver = self._saver, None
@@ -216,7 +216,7 @@ class SaveEveryInBackground(SaveEvery):
 
 
 def is_saved(trainer: RunView, root: Path) -> bool:
-    """Whether the latest checkpoint is ``root/step-…`` of the step that was reached."""
+    """Return whether the latest checkpoint is ``root/step-…`` of the current step."""
     # As checkpoints are called once they are written; Path.absolute keeps "..".
     path = Path(os.path.abspath(step_folder(root, trainer.step)))  # noqa: PTH100
     return trainer.last_saved == (trainer.step, path)
@@ -226,9 +226,9 @@ def is_saved(trainer: RunView, root: Path) -> bool:
 
 
 def seed_everything(seed: int, *, rank: int) -> torch.Generator:
-    """Seed python, numpy and torch, and give this rank's generator for the objective.
+    """Seed Python, numpy and torch, and return this rank's generator for the objective.
 
-    Ranks get different numbers, so that noise and dropout differ between them.
+    Ranks get different numbers, so noise and dropout differ between them.
     """
     random.seed(derive_seed(seed, "python", rank))
     np.random.seed(derive_seed(seed, "numpy", rank) % 2**32)
@@ -237,19 +237,19 @@ def seed_everything(seed: int, *, rank: int) -> torch.Generator:
 
 
 def generator_to_text(generator: torch.Generator) -> str:
-    """A generator's state as text, for JSON."""
+    """Encode a generator's state as text for JSON."""
     return base64.b64encode(generator.get_state().numpy().tobytes()).decode("ascii")
 
 
 def generator_from_text(generator: torch.Generator, text: str) -> None:
-    """Restore what ``generator_to_text`` gave."""
+    """Restore a state encoded by ``generator_to_text``."""
     generator.set_state(torch.tensor(list(base64.b64decode(text)), dtype=torch.uint8))
 
 
 def trainer_state(
     *, stream: BatchStream | None, generator: torch.Generator, seed: int, group: ProcessGroup
 ) -> dict[str, Any]:
-    """What a trainer adds to a checkpoint: JSON types, the same on every rank. Collective."""
+    """Return the trainer's part of a checkpoint: JSON types, equal on every rank. Collective."""
     return {
         _TRAINER_ENTRY: {
             "seed": seed,
@@ -268,10 +268,10 @@ def resumed(
     generator: torch.Generator,
     seed: int,
 ) -> tuple[Decision, ...]:
-    """Load a checkpoint into a trainer's parts; what is otherwise than it was saved. Collective.
+    """Load a checkpoint into a trainer's parts, and return decisions about differences. Collective.
 
-    One that no trainer wrote (converted, or saved by a script of one's own) has no place in the
-    data, and perhaps not these shadows: they begin anew, each by a decision.
+    A checkpoint that was converted or saved by another script has no data position and may lack the
+    EMAs. These start anew, each with a decision.
     """
     group = engine.group
     group.barrier(f"resuming from {os.fspath(path)}")
@@ -308,17 +308,17 @@ def gone_on(
     *,
     stream: BatchStream | None = None,
 ) -> tuple[Decision, ...]:
-    """Where a run goes on, announced on rank 0.
+    """Announce on rank 0 where a run continues.
 
     Args:
         before: Optimizer steps taken before the checkpoint was loaded.
-        engine: Into which it was loaded.
+        engine: Engine that loaded the checkpoint.
         path: The checkpoint.
-        stream: The data, at their place.
+        stream: The data stream at its restored position.
     """
     step = engine.state.global_step
     decision = Decision(
-        key="step", before=before, after=step, reason=f"{_place(stream)}goes on from {path}"
+        key="step", before=before, after=step, reason=f"{_place(stream)}continues from {path}"
     )
     announce((decision,), rank=engine.group.rank)
     return (decision,)
@@ -343,33 +343,33 @@ def _place(stream: BatchStream | None) -> str:
 def _begin_decisions(data: bool, shadows: list[str]) -> tuple[Decision, ...]:
     """What a checkpoint that no trainer wrote does not tell."""
     reasons = {f"shadows.{name}": SHADOW_BEGINS for name in shadows}
-    reasons["generators"] = "no trainer wrote the checkpoint: noise is drawn from seed and step"
+    reasons["generators"] = "the checkpoint has no trainer state: noise is drawn from seed and step"
     if data:
-        reasons["data"] = "no trainer wrote the checkpoint: the data begin at their start"
+        reasons["data"] = "the checkpoint has no trainer state: the data begin at their start"
     return tuple(begun_anew(key, reason) for key, reason in reasons.items())
 
 
-SHADOW_BEGINS: Final = "the checkpoint has no such EMA: it begins with the loaded weights"
+SHADOW_BEGINS: Final = "the checkpoint lacks this EMA: it starts from the loaded weights"
 
 
 def begun_anew(key: str, reason: str) -> Decision:
-    """That something is not in the checkpoint."""
+    """Record that a part is missing from the checkpoint and starts anew."""
     return Decision(key=key, before=None, after="anew", reason=reason, severity="warning")
 
 
 @attrs.frozen(kw_only=True)
 class TrainerState:
-    """What ``trainer_state`` gave, read from a checkpoint."""
+    """Parsed value of ``trainer_state`` in a checkpoint."""
 
     seed: int
     data: Any
-    """The place in the data, for the stream to judge; ``None``: there was no stream."""
+    """Data position, checked by the stream; ``None`` if there was no stream."""
     generators: tuple[str, ...]
-    """Of each rank's objective."""
+    """Generator state of each rank's objective."""
 
     @classmethod
     def of(cls, state: Any) -> TrainerState:
-        """Look at everything before anything is changed."""
+        """Validate the whole state before anything is changed."""
         _check_entry("", state, dict)
         for name, kind in {"seed": int, "generators": list}.items():
             _check_entry(f".{name}", state.get(name, UNSET), kind)
@@ -385,7 +385,7 @@ class TrainerState:
     def restore(
         self, generator: torch.Generator, *, step: int, group: ProcessGroup
     ) -> tuple[Decision, ...]:
-        """Put this rank's generator back."""
+        """Restore this rank's generator."""
         if len(self.generators) == group.world_size:
             generator_from_text(generator, self.generators[group.rank])
             return ()
@@ -405,7 +405,7 @@ class TrainerState:
 
 @contextmanager
 def moved(stream: BatchStream | None, place: Any, *, group: ProcessGroup) -> Iterator[None]:
-    """A stream that continues from a saved place, unless the block fails: then from its own.
+    """Move a stream to a saved position; if the block fails, restore its own.
 
     Collective to enter.
     """
@@ -414,7 +414,7 @@ def moved(stream: BatchStream | None, place: Any, *, group: ProcessGroup) -> Ite
         return
     before = stream.state_dict()
     try:
-        together(group, "find the place in the data", lambda: stream.load_state_dict(place))
+        together(group, "find the data position", lambda: stream.load_state_dict(place))
         yield
     except BaseException:
         stream.load_state_dict(before)
@@ -428,7 +428,7 @@ def _check_entry(name: str, value: Any, kind: type[Any]) -> None:
 
 def _bad_state(name: str, value: Any) -> CheckpointCorruptError:
     return CheckpointCorruptError(
-        "is missing" if value is UNSET else "is not what a trainer saves",
+        "is missing" if value is UNSET else "is not trainer state",
         key=f"extra.{_TRAINER_ENTRY}{name}",
         value=value,
         fix="use another checkpoint",
@@ -440,7 +440,7 @@ def _seed_from(seed: int, step: int, group: ProcessGroup) -> int:
 
 
 def rolled_back(before: int, after: int, reason: str, *, rank: int) -> tuple[Decision, ...]:
-    """That a run went back to an earlier step, announced on rank 0."""
+    """Announce on rank 0 that the run went back to an earlier step."""
     decision = Decision(key="step", before=before, after=after, reason=reason, severity="warning")
     announce((decision,), rank=rank)
     return (decision,)

@@ -1,4 +1,4 @@
-"""From a model and a plan to a running engine, in one call."""
+"""Build a running engine from a model and a plan in one call."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 PlanSource: TypeAlias = (
     "DeepSpeedPlan | ResolvedPlan | Advice | Mapping[str, Any] | str | os.PathLike[str]"
 )
-"""What a plan may be given as: itself, advice, a configuration, or the path of one."""
+"""Accepted types of ``plan``: a plan, advice, a configuration, or the path of one."""
 
 
 def prepare(
@@ -59,10 +59,10 @@ def prepare(
     timeout_s: float = 600.0,
     **unknown: Any,
 ) -> Engine:
-    """Resolve a plan for this machine and start the engine it asks for.
+    """Resolve a plan for this machine and start its engine.
 
-    The engine owns what it needs: closing it releases its swap folder and, if it was started
-    here, the process group::
+    The engine owns its resources: closing it releases its swap folder and, if it started one, the
+    process group::
 
         with zerotune.prepare(model=model, plan=plan) as engine:
             loss = objective(engine, batch, generator)
@@ -73,28 +73,25 @@ def prepare(
     a bare ``python`` needs no environment.
 
     Args:
-        model: The model, in fp32, or what ``load_pretrained`` gave.
-        plan: What is wanted: a plan, a DeepSpeed configuration as a dict, or the path of one; a
-            ``ResolvedPlan`` is taken as it is. That of ``load_pretrained`` when not given.
-        resolver: Settles optimizer and schedule; ``OptimizerResolver()`` when not given. Not
-            asked when a resolved plan has them settled.
-        offload: Leases swap folders; ``OffloadManager()`` when not given.
-        run: What the script knows and the plan may leave ``"auto"``.
-        platform: The machine; detected when not given.
-        deepspeed: ``False`` asks for the plain engine.
-        compile: ``True``, or options of ``Compilation``, compiles the forward pass.
-        timeout_s: Seconds after which a collective gives up.
-        **unknown: Refused; an optimizer is named in the plan.
+        model: The model in fp32, or a result of ``load_pretrained``.
+        plan: A plan, a DeepSpeed configuration as a dict, or the path of one; a ``ResolvedPlan`` is
+            used unchanged. That of ``load_pDefaults to the plan of ``load_pretrained``.r: Resolves optimizer and schedule; default ``OptimizerResolver()``. Not asNot used
+            if a resolved plan already contains them.   offload: Leases swap folders; default ``OffloadManager()``.
+        run: Values for fields that the plan leaves ``"auto"``.
+        platform: The machine; detected by default.
+        deepspeed: ``False`` selects the plain engine.
+        compile: ``True``, or ``Compilation`` options, compiles the forward pass.
+        timeout_s: Timeout of collectives in seconds.
+        **unknown: Rejected; the optimizer is set in the plan.
 
     Returns:
-        The engine, verified against the plan, which it holds as ``engine.plan``.
+        The engine, verified against its plan, ``engine.plan``.
 
     Raises:
-        PlanError: The plan cannot run like this.
-        OptimizerError: The optimizer cannot be had.
-        OffloadError: A swap folder cannot be leased, or the plan needs more host memory than
-            there is.
-        EngineError: The engine could not be started, or is not what the plan says.
+        PlanError: The plan cannot run on this machine.
+        OptimizerError: The optimizer is not available.
+        OffloadError: A swap folder cannot be leased, or host memory is too small for the plan.
+        EngineError: The engine could not be started, or differs from the plan.
         OutOfMemoryError: Memory ran out; the message names the plan that fits.
     """
     refuse_unknown(unknown, "prepare")
@@ -108,10 +105,10 @@ def prepare(
         offload,
         OffloadManager,
         key="offload",
-        write="OffloadManager(); what is offloaded stands in the plan: "
-        'DeepSpeedPlan.build(offload="cpu")',
+        write="OffloadManager(); the plan sets what is offloaded: "
+            'DeepSpeedPlan.build(offload="cpu")',
     )
-    check_kind(run, RunFacts, key="run", write="RunFacts(…), or leave it out")
+    check_kind(run, RunFacts, key="run", write="RunFacts(…), or omit it")
     check_kind(platform, Platform, key="platform", write="zerotune.detect_platform()")
     plan = as_plan(plan)
     plan = settled(
@@ -140,9 +137,10 @@ def settled(
     platform: Platform | None = None,
     deepspeed: bool = True,
 ) -> ResolvedPlan:
-    """A plan with nothing left open, for this model, machine and number of processes.
+    """Resolve a plan for this model, machine and number of processes.
 
-    Without a model its optimizer stays open, and sizes that follow from the model are preliminary.
+    Without a model the optimizer stays unresolved, and sizes that depend on the model are
+    preliminary.
     """
     if not isinstance(plan, ResolvedPlan):
         plan = plan.resolve(
@@ -168,7 +166,7 @@ def _processes() -> tuple[int, int]:
 def leased(
     plan: ResolvedPlan, offload: OffloadManager, resources: ExitStack, timeout_s: float
 ) -> ResolvedPlan:
-    """The plan inside this run's own swap folders; what holds them goes into ``resources``."""
+    """Point the plan at this run's own swap folders; the leases are added to ``resources``."""
     if not plan.nvme_paths:
         # No folder is made, and no other rank asked: only the host memory is looked at.
         return resources.enter_context(offload.lease(plan, rank=_processes()[0])).plan
@@ -186,7 +184,7 @@ def leased(
         plan,
         rank=group.rank,
         # A foreign trainer may have ended the group by now; the folder's locks then decide.
-        barrier=lambda: group.barrier("leaving the swap folder") if dist.is_initialized() else None,
+        barrier=lambda: group.barrier("release the swap folder") if dist.is_initialized() else None,
         share=group.broadcast,
     )
     return resources.enter_context(lease).plan
@@ -206,36 +204,36 @@ def as_plan(plan: Any) -> DeepSpeedPlan | ResolvedPlan:
     if isinstance(plan, Mapping):
         return DeepSpeedPlan.from_dict(plan)
     raise InvalidValueError(
-        "is no plan",
+        "is not a plan",
         key="plan",
         value=plan,
-        fix="give a DeepSpeedPlan, a DeepSpeed configuration as a dict, or the path of its file",
+        fix="pass a DeepSpeedPlan, a DeepSpeed configuration as a dict, or the path of its file",
     )
 
 
 def check_model(model: Any) -> None:
-    """Whether this is a module that can be trained."""
+    """Check that the model is a module that can be trained."""
     if isinstance(model, torch.nn.Module):
         return
     value: Any = model if isinstance(model, str | os.PathLike) else type(model).__name__
     if isinstance(model, str | os.PathLike):
-        why = "is where a model lies, not a model"
+        why = "is the path of a model, not a model"
         fix = f"load it: loaded = zerotune.load_pretrained({os.fspath(model)!r}), then loaded.model"
     elif hasattr(model, "components") or hasattr(model, "save_pretrained"):
-        why = "is a whole pipeline; one of its models is trained"
-        fix = "zerotune.load_pretrained(FOLDER) gives model and objective, or give pipeline.unet "
+        why = "is a whole pipeline; only one of its models is trained"
+        fix = "zerotune.load_pretrained(FOLDER) returns model and objective, or pass pipeline.unet"
         fix += "(or pipeline.transformer)"
     else:
-        why, fix = "is no torch.nn.Module", "give the module that is to be trained"
+        why, fix = "is not a torch.nn.Module", "pass the module to train"
     raise InvalidValueError(why, key="model", value=value, fix=fix)
 
 
 def check_objective(objective: Any, model: torch.nn.Module) -> None:
-    """Whether an objective without conditioning meets a model that can do without it.
+    """Check that a model that needs conditioning does not get an objective without it.
 
     Args:
-        objective: ``None`` is the default, which has none.
-        model: What it will call.
+        objective: The objective; ``None`` is the default one, which is unconditional.
+        model: The model that the objective calls.
     """
     if objective is not None:
         _check_callable(objective)
@@ -249,7 +247,7 @@ def check_objective(objective: Any, model: torch.nn.Module) -> None:
     raise InvalidValueError(
         f"{type(called).__name__} is conditioned on {needed}, and "
         + ("the default objective" if objective is None else "the objective's family")
-        + " gives it noisy images alone",
+        + "passes only noisy images",
         key="objective",
         value=None if objective is None else type(objective).__name__,
         fix="FlowMatchingObjective(family=ClassConditional())"
@@ -264,7 +262,7 @@ def _check_callable(objective: Any) -> None:
             inspect.signature(objective).bind("model", "batch", "generator")
         except TypeError as error:
             raise InvalidValueError(
-                f"is called with model, batch and generator, and does not take them ({error})",
+                f"must accept model, batch and generator ({error})",
                 key="objective",
                 value=getattr(objective, "__name__", type(objective).__name__),
                 fix="write def objective(model, batch, generator): … return loss",
@@ -278,15 +276,15 @@ def _check_callable(objective: Any) -> None:
 def _no_objective(objective: Any) -> InvalidValueError:
     name = objective.__name__ if isinstance(objective, type) else type(objective).__name__
     if isinstance(objective, type):
-        why, fix = "is a class", f"make one of it: objective={name}(…)"
+        why, fix = "is a class", f"create an instance: objective={name}(…)"
     elif hasattr(objective, "config") and hasattr(objective, "step"):
-        why = "is a scheduler; an objective gives the loss"
+        why = "is a scheduler, not an objective"
         flow = "Flow" in name
         kind = "FlowMatchingObjective" if flow else "DenoisingObjective"
         fix = f"write objective={kind}(scheduler=…, family=…), or loaded.objective() of "
-        fix += "zerotune.load_pretrained(FOLDER), which takes the folder's own scheduler"
+        fix += "zerotune.load_pretrained(FOLDER), which uses the folder's own scheduler"
     else:
-        why = "cannot be called; an objective gives the loss"
+        why = "is not callable; an objective computes the loss"
         fix = "write FlowMatchingObjective(family=…), DenoisingObjective(family=…), "
         fix += "loaded.objective() of zerotune.load_pretrained(FOLDER), or a function of model, "
         fix += "batch and generator"
@@ -313,16 +311,16 @@ def _conditioning_of(model: torch.nn.Module) -> str | None:
 
 
 def check_resolver(resolver: Any, *, key: str = "resolver") -> None:
-    """Whether this settles optimizers, rather than being one."""
+    """Check that the argument is an optimizer resolver, not an optimizer."""
     if resolver is None or isinstance(resolver, OptimizerResolver):
         return
     kind = resolver if isinstance(resolver, type) else type(resolver)
     if issubclass(kind, torch.optim.Optimizer):
         name = kind.__name__
-        why = "the engine builds the optimizer itself, over the weights that ZeRO has partitioned"
+        why = "the engine builds the optimizer itself, over the weights partitioned by ZeRO"
     else:
         name = resolver if isinstance(resolver, str) else "AdamW"
-        why = "is no OptimizerResolver"
+        why = "is not an OptimizerResolver"
     raise InvalidValueError(
         why,
         key=key,
@@ -333,11 +331,11 @@ def check_resolver(resolver: Any, *, key: str = "resolver") -> None:
 
 
 def refuse_unknown(arguments: Mapping[str, Any], call: str) -> None:
-    """Refuse arguments that a call does not have.
+    """Reject unknown keyword arguments.
 
     Raises:
-        InvalidValueError: An optimizer, which is named in the plan.
-        TypeError: Any other, as Python says it.
+        InvalidValueError: The argument is an optimizer, which belongs in the plan.
+        TypeError: For any other argument, worded as by Python.
     """
     if isinstance(arguments.get("optimizer"), OptimizerResolver):
         raise InvalidValueError(
@@ -349,13 +347,13 @@ def refuse_unknown(arguments: Mapping[str, Any], call: str) -> None:
 
 
 def check_kind(value: Any, kind: type, *, key: str, write: str) -> None:
-    """Whether an argument that may be left out is an object of the class it is asked for.
+    """Check the class of an optional argument.
 
     Args:
-        value: What was given; ``None``: nothing.
-        kind: The class, or a protocol that is checked at run time.
-        key: The argument.
-        write: What to write in its place.
+        value: The argument's value; ``None`` if omitted.
+        kind: The class, or a runtime-checkable protocol.
+        key: Name of the argument.
+        write: What to write instead.
     """
     if value is None or (isinstance(value, kind) and not isinstance(value, type)):
         return
@@ -375,14 +373,14 @@ _IMAGE_BATCH_DIMS: Final = 4
 
 
 def as_stream(data: Any, *, engine: Engine, seed: int, **loading: Any) -> BatchStream | None:
-    """A stream of this rank's micro batches.
+    """Return a stream of this rank's micro batches.
 
     Args:
-        data: A ``BatchStream`` is taken as it is. What has ``__len__`` and ``__getitem__`` and is
-            no list or tuple is a dataset, shared over the ranks in an order fixed by ``seed``;
-            one in buckets, such as ``PreparedImages``, gives batches of one bucket each.
-            Any other iterable gives this rank's own batches. ``None`` is no data.
-        engine: Tells rank, world size and micro batch size.
+        data: A ``BatchStream`` is returned unchangAn object with ``__len__`` and ``__getitem__``
+            that is no list or tuple is a dataset: it is sharded over the ranks in an order fixed by
+            ``seed``. A bucketed dataset such as ``PreparedImages`` gives batches of one bucket Any
+            other iterable yields this rank's ow``None`` means no data.n batches.``None`` is no data.
+        engine: Provides rank, world size and micro batch size.
         seed: Fixes the order.
         loading: ``num_workers`` and ``pin_memory`` of the stream over a dataset.
     """
@@ -411,17 +409,17 @@ def as_stream(data: Any, *, engine: Engine, seed: int, **loading: Any) -> BatchS
         "is neither a dataset nor an iterable of batches",
         key="data",
         value=type(data).__name__,
-        fix="give something with __len__ and __getitem__, or a DataLoader",
+        fix="pass something with __len__ and __getitem__, or a DataLoader",
     )
 
 
 def _check_not_reading(loading: Mapping[str, Any], data: Any) -> None:
     if loading:
         raise InvalidValueError(
-            "are of a dataset; who makes batches has said how they are read",
+            "apply to datasets only; an iterable of batches controls its own loading",
             key="workers, pin",
             value=type(data).__name__,
-            fix="give the dataset, or num_workers and pin_memory to the loader or stream",
+            fix="pass the dataset, or pass num_workers and pin_memory to the loader or stream",
         )
 
 
@@ -430,18 +428,19 @@ def _only_photos(data: Any) -> DataError:
     path = isinstance(data, str | os.PathLike)
     source = f"ImageFolder({os.fspath(data)!r})" if path else type(data).__name__ + "(…)"
     return DataError(
-        "is where images lie, not a dataset"
+        "is the path of images, not a dataset"
         if path
-        else "are images of any size, which no batch can be made of",
+        else "contains images of different sizes, which cannot form a batch",
         key="data",
         value=data if path else type(data).__name__,
         fix=f"data=PreparedImages({source}, buckets=AspectBuckets(area=1024 * 1024)), or "
-        "encode_dataset of that, which computes latents and text embeddings once",
+            "encode_dataset of that, which encodes latents and text embeddings once",
     )
 
 
 def samples_by_name(data: Any) -> Any:
-    """A dataset of dicts: this one, or what a ``TensorDataset`` of images and labels holds."""
+    """Return a dataset of dicts: the given one, or one over a ``TensorDataset`` of images and
+    labels."""
     if isinstance(data, TensorDataset) and len(data.tensors) <= _IMAGES_AND_LABELS:
         images, *labels = data.tensors
         if images.ndim == _IMAGE_BATCH_DIMS and images.is_floating_point():
@@ -452,7 +451,7 @@ def samples_by_name(data: Any) -> Any:
 
 
 def check_named(batch: Any, *, key: str) -> None:
-    """Whether a sample or batch is a dict that a step can work with."""
+    """Check that a sample or batch is a dict of tensors."""
     if isinstance(batch, Mapping):
         odd = {
             name: type(value).__name__
@@ -461,11 +460,11 @@ def check_named(batch: Any, *, key: str) -> None:
         }
         if odd:
             raise DataError(
-                "no tensors can be made of these",
+                "cannot be converted to tensors",
                 key=key,
                 value=odd,
-                fix="encode them before (zerotune.encode_dataset, or PreparedImages over "
-                'DatasetImages(dataset, image="image", caption="text")), or leave them out',
+                fix="encode them first (zerotune.encode_dataset, or PreparedImages over "
+                    'DatasetImages(dataset, image="image", caption="text")), or omit them',
             )
         return
     kinds = [type(each).__name__ for each in batch] if isinstance(batch, list | tuple) else []
@@ -490,7 +489,7 @@ def _dict_instead(batch: Any) -> str:
         return f"PreparedImages over DatasetImages(dataset, {take}); see the page on data"
     if pair:
         return (
-            'return {"images": …, "labels": …} with images (c, h, w) in [-1, 1], or give '
-            "ImageTensors(images=…, labels=…)"
+            'return {"images": …, "labels": …} with images (c, h, w) in [-1, 1], or use '
+                "ImageTensors(images=…, labels=…)"
         )
-    return 'return {"images": …}, images (c, h, w) in [-1, 1], or give ImageTensors(images=…)'
+    return 'return {"images": …}, images (c, h, w) in [-1, 1], or use ImageTensors(images=…)'

@@ -1,4 +1,4 @@
-"""One optimizer step, an accumulation window of micro batches, and where its time goes."""
+"""One optimizer step over an accumulation window, with the time of each phase."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 from zerotune._util.text import whole
 from zerotune.backend.distributed import together
 from zerotune.backend.engine import StepOutcome
-from zerotune.checkpoint.verify import finite_checkpoint
+from zerotune.checkpoint.folders import finite_checkpoint
 from zerotune.decisions import Decision, announce
 from zerotune.errors import DataError, TrainingError
 from zerotune.training.events import PHASES, StepMetrics
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 
 class StepClock:
-    """Splits a step into phases.
+    """Measures the time of each phase of a step.
 
-    On a GPU the host runs ahead of the device, so events on the device's stream are timed; they
-    cost no synchronisation until ``finish``.
+    On a GPU the host runs ahead, so CUDA events are timed; nothing is synchronised before
+    ``finish``.
     """
 
     def __init__(
@@ -46,10 +46,10 @@ class StepClock:
         self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
         self._started = self._now()
         self.current: str | None = None
-        """The phase under way; stays where it is when that raises. ``None``: none, or between."""
+        """The current phase, also kept after it raises. ``None``: n``None`` outside of phases."""
 
     def start(self) -> None:
-        """A step begins."""
+        """Start a step."""
         self._host = dict.fromkeys(PHASES, 0.0)
         self._events = []
         self.current = None
@@ -57,7 +57,7 @@ class StepClock:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time what happens inside; may be entered many times per step."""
+        """Time the block; may be entered many times per step."""
         self.current = name
         # Reading data is the host's work; on the device's stream it would look like waiting.
         if self._on_cuda and name != "data":
@@ -75,7 +75,7 @@ class StepClock:
         self.current = None
 
     def finish(self) -> tuple[float, dict[str, float]]:
-        """Seconds of the whole step, and of each phase."""
+        """Return the seconds of the whole step and of each phase."""
         if self._events:
             self._events[-1][2].synchronize()
         for name, begin, end in self._events:
@@ -90,7 +90,7 @@ class _Following(Protocol):
 
 
 def on_device(batch: Batch, device: torch.device) -> Batch:
-    """A batch where the engine needs it; only what is page-locked is copied behind other work."""
+    """Move a batch to the engine's device; page-locked tensors are copied asynchronously."""
     return {
         # Captions and the like have a ``to`` of their own and no memory to lock.
         name: value.to(device, non_blocking=getattr(value, "is_pinned", bool)())
@@ -99,16 +99,16 @@ def on_device(batch: Batch, device: torch.device) -> Batch:
 
 
 class TrainStep:
-    """Takes optimizer steps; the whole of the loop without anything around it.
+    """Takes optimizer steps: the training loop without callbacks.
 
     Args:
-        engine: What trains.
-        objective: Gives the loss of a micro batch.
-        stream: Gives this rank's micro batches.
-        generator: A CPU generator of this rank's own, for all that the objective draws.
-        ema: Follows each applied step: an ``EMAShadow``, several, or one in the background.
-        non_finite: Decides about steps that are not finite; ``RaiseNonFinite()`` when not given.
-        clock: Splits the time into phases; a ``StepClock`` of its own when not given.
+        engine: Engine to train.
+        objective: Computes the loss of a micro batch.
+        stream: Yields this rank's micro batches.
+        generator: This rank's CPU generator for all random numbers of the objective.
+        ema: Updated after each applied step: an ``EMAShadow``, several, or one in the background.
+        non_finite: Policy for non-finite steps; default ``RaiseNonFinite()``.
+        clock: Measures phase times; default a new ``StepClock``.
     """
 
     def __init__(
@@ -133,9 +133,9 @@ class TrainStep:
         Collective.
 
         Raises:
-            TrainingError: The loss is not finite on some rank and the policy does not go on; the
-                weights are left as they were before this step.
-            DataError: A batch is not of the size the plan says.
+            TrainingError: The loss is not finite on some rank and the policy raises; the weights
+                are unchanged.
+            DataError: A batch differs from the size in the plan.
         """
         engine, clock = self._engine, self._clock
         clock.start()
@@ -190,10 +190,10 @@ class TrainStep:
                 outcome = engine.step()
         if not outcome.boundary:
             raise TrainingError(
-                f"{count} micro batches did not close an accumulation window",
+                f"{count} micro batches did not complete an accumulation window",
                 key="engine.micro_step",
                 value=engine.state.micro_step,
-                fix="call engine.step() only through the trainer, or only outside of it",
+                fix="call engine.step() only through the trainer, or never through it",
             )
         self._check_gradient(outcome)
         return mean, outcome
@@ -261,21 +261,23 @@ class TrainStep:
 
 
 def check_loss(loss: Any) -> None:
-    """Whether an objective returned what can be back-propagated: one number with a graph.
+    """Check that an objective returned a scalar tensor with a graph.
 
     Raises:
-        TrainingError: It returned something else.
+        TrainingError: The objective returned something else.
     """
     if not isinstance(loss, torch.Tensor):
-        why, fix = "gives no tensor", "return the loss as a tensor of one number"
+        why, fix = "does not return a tensor", "return the loss as a scalar tensor"
         value: Any = type(loss).__name__
         if isinstance(loss, float | int):
             fix += ", not loss.item() or float(loss)"
     elif loss.numel() != 1:
-        why, fix = "gives more than one number", "return loss.mean()"
+        why, fix = "returns more than one number", "return loss.mean()"
         value = f"a tensor of shape {tuple(loss.shape)}"
     elif not loss.requires_grad:
-        why, value = "gives a loss that no weight had a part in", "a tensor without gradient"
+        why, value = (
+            "returns a loss that does not depend on any weight"
+        ), "a tensor without gradient"
         fix = "compute it from the output of model(...), without torch.no_grad() or detach(), "
         fix += "and train at least one weight"
     else:
@@ -288,62 +290,64 @@ def check_loss(loss: Any) -> None:
 
 @attrs.frozen(kw_only=True)
 class NonFinite:
-    """A step whose loss or gradient is not finite; the same on every rank."""
+    """A step with a non-finite loss or gradient; equal on every rank."""
 
     step: int
     """Number of the step."""
     what: Literal["loss", "gradient norm", "weights"]
     value: float
-    """Mean over the ranks."""
+    """Loss: mean over the ranks."""
     ranks: tuple[int, ...]
-    """Ranks whose own loss is not finite; all of them for a gradient, which is everyone's."""
+    """Ranks with a non-finite loss; all ranks for a gradient, which is reduced over them."""
     lr: float
     weights_changed: bool
-    """The weights are spoiled: it was found out only after the step."""
+    """Whether the weights already contain the bad update, because it was detected after the step.
+    """
 
     def __str__(self) -> str:
         weights = (
-            "the weights have been changed by it"
+            "the weights already contain the update"
             if self.weights_changed
-            else "the weights are still those of the step before"
+            else "the weights are those before the step"
         )
         ranks = ", ".join(map(str, self.ranks))
         return f"not finite at step {self.step} on rank(s) {ranks}; {weights}"
 
     def decision(self) -> Decision:
-        """That it was dropped."""
+        """Record that the step was dropped."""
         return Decision(
             key=self.what, before=self.value, after="skipped", reason=str(self), severity="warning"
         )
 
     def error(self, *, because: str = "") -> TrainingError:
-        """What to raise for it."""
+        """Return the exception for this step."""
         return TrainingError(
             f"{self}{because}",
             key=self.what,
             value=self.value,
-            fix=f"lower the learning rate (now {self.lr:g}), look for bad samples, "
-            "clip gradients, or use bf16 or fp32 instead of fp16; resume from a checkpoint",
+            fix=f"lower the learning rate (now {self.lr:g}), check for bad samples, clip "
+                "gradients, or use bf16 or fp32 instead of fp16; then resume from a "
+                "checkpoint",
         )
 
 
 @runtime_checkable
 class NonFinitePolicy(Protocol):
-    """Decides about steps that are not finite; every rank decides the same."""
+    """Policy for non-finite steps; every rank decides the same."""
 
     def judge(self, found: NonFinite) -> None:
-        """Raise, or return to have the step dropped on all ranks. No collective work."""
+        """Raise, or return to drop the step on all ranks.Must not be collective."""
         ...
 
     def settle(self, trainer: RunView, metrics: StepMetrics) -> None:
-        """After every step, bad ones included. Collective work is safe here."""
+        """Called after every step, including drMay be collective."""
         ...
 
 
 class RaiseNonFinite:
-    """Stops the run with ``TrainingError``; the default.
+    """Stop the run with ``TrainingError``; the default.
 
-    A loss is looked at before the weights change, so they are still good.
+    A loss is checked before the weights change, so the weights stay valid.
     """
 
     def judge(self, found: NonFinite) -> None:
@@ -355,23 +359,23 @@ class RaiseNonFinite:
 
 
 class SkipNonFinite:
-    """Drops the whole accumulation window on all ranks together, and goes on with the next.
+    """Drop the whole accumulation window on all ranks and continue with the next.
 
-    Weights, optimizer, schedule and EMA are as if there had been no such batch; the step counts
-    as skipped (``metrics.applied`` is ``False``), as one whose fp16 loss scale overflowed does.
+    Weights, optimizer, schedule and EMA stay unchanged. The step counts as skipped
+    (``metrics.applied`` is ``False``), like a step whose fp16 loss scale overflowed.
 
     Args:
-        most_in_a_row: One more than these raises after all.
+        most_in_a_row: Maximum of consecutive dropped steps; one more raises.
     """
 
     def __init__(self, *, most_in_a_row: int = 10) -> None:
         self._most = whole(most_in_a_row, key="most_in_a_row")
         self._in_a_row = 0
         self.skipped = 0
-        """How many were dropped."""
+        """Number of dropped steps."""
 
     def judge(self, found: NonFinite) -> None:
-        """Count; raise when there are too many or the weights are spoiled."""
+        """Count the step; raise after too many, or if the weights contain the update."""
         self._in_a_row += 1
         if found.weights_changed:
             raise found.error()
@@ -381,22 +385,21 @@ class SkipNonFinite:
         announce((found.decision(),))
 
     def settle(self, trainer: RunView, metrics: StepMetrics) -> None:  # noqa: ARG002
-        """A good step ends the row."""
+        """Reset the count after a good step."""
         if metrics.applied:
             self._in_a_row = 0
 
 
 class RollBackNonFinite:
-    """Drops bad steps and, after several in a row, goes back to the newest checkpoint.
+    """Drop bad steps and, after several in a row, roll back to the newest finite checkpoint.
 
-    Weights, optimizer, schedule, step and EMA become the checkpoint's, which is the newest without
-    NaN or infinity. The data and the random
-    numbers go on from where they are: repeating the same batches would end the same way.
-
-    Args:
-        root: Where ``SaveEvery`` puts checkpoints.
-        after: Bad steps in a row before going back; 1 or more. Spoiled weights go back at once.
-        most: Times to go back; once more raises.
+    Weights, optimizer, schedule, step and EMA are loaded from the newest checkpoint without NaN or
+    infinity. The datData and random numbers continue from their current position, because repeating
+    the same batches would fail again.rgs:
+        root: Checkpoint folder of ``SaveEvery``.
+        after: Consecutive bad steps before a rollback; 1 or morIf the weights contain a bad update,
+            the rollback is immediate.ce.
+        most: Maximum number of rollbacks; one more raises.
     """
 
     def __init__(self, *, root: str | os.PathLike[str], after: int = 3, most: int = 3) -> None:
@@ -406,16 +409,16 @@ class RollBackNonFinite:
         self._in_a_row = 0
         self._latest: NonFinite | None = None
         self.rolled_back = 0
-        """How often it went back."""
+        """Number of rollbacks."""
 
     def judge(self, found: NonFinite) -> None:
-        """Count."""
+        """Count the step."""
         self._in_a_row += 1
         self._latest = found
         announce((found.decision(),))
 
     def settle(self, trainer: RunView, metrics: StepMetrics) -> None:
-        """Go back when it is time."""
+        """Roll back if it is due."""
         latest = self._latest
         if latest is None or latest.step != metrics.step:
             self._in_a_row = 0 if metrics.applied else self._in_a_row
@@ -423,13 +426,13 @@ class RollBackNonFinite:
         if self._in_a_row < self._after and not latest.weights_changed:
             return
         if self.rolled_back == self._most:
-            raise latest.error(because=f", after going back {self._most} times")
+            raise latest.error(because=f", after {self._most} rollbacks")
         group = trainer.engine.group
-        look = f"look for a checkpoint in {self._root}"
+        look = f"check for a checkpoint in {self._root}"
         path = together(group, look, lambda: self._newest(group.is_main))[0]
         if path is None:
             raise latest.error(
-                because=f", and {self._root} holds no checkpoint to go back to that is finite"
+                because=f", and {self._root} holds no finite checkpoint"
             )
         self.rolled_back += 1
         self._in_a_row, self._latest = 0, None
@@ -440,5 +443,5 @@ class RollBackNonFinite:
 
 
 def is_finite(norm: float | None) -> bool:
-    """Whether a gradient norm is a norm; DeepSpeed writes -1 for some that are not."""
+    """Return whether a gradient norm is valid; DeepSpeed writes -1 for some invalid ones."""
     return norm is None or (math.isfinite(norm) and norm >= 0)

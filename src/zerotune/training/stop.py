@@ -1,4 +1,4 @@
-"""When ``fit`` ends: at its goal, or earlier because a signal or somebody asks for it."""
+"""When ``fit`` ends: at its goal, or early after a signal or a request."""
 
 from __future__ import annotations
 
@@ -37,20 +37,18 @@ _DEFAULTS: Final = (signal.default_int_handler, *_ENDS_PROCESS)
 
 
 class StopOnSignals(Callback):
-    """Turns a signal into ``trainer.request_stop``; every trainer has one.
+    """Callback that turns a signal into ``trainer.request_stop``; every trainer has one.
 
-    The step under way is finished, all ranks stop after the same one, also when only one of them
-    got the signal, whoever saves checkpoints saves one, and ``fit`` returns, with the signal in
-    ``report.stopped``. So the script goes on behind ``fit`` and ends with exit code 0. A second
-    signal raises ``KeyboardInterrupt`` at once. The handlers of before come back after ``fit``.
-
-    Outside of the main thread, where Python allows no handlers, it does nothing.
+    The current step is finished and all ranks stop after the same step, even if only one got the
+    signal. Every checkpoint callback saves once, and ``fit`` returns with the signal in
+    ``report.stopped``. So the sThe script then continues after ``fit`` and exits with code 0.d
+    signal raises ``KeyboardInterrupt`` at once. The handlThe previous handlers are restored after
+    ``fit``.the main thread Python allows no handlers, so it does nothing there.
 
     Args:
-        save_to: Saves ``save_to/step-…`` when stopped; for runs without ``SaveEvery``.
-        signals: Which; SIGINT and SIGTERM when not given, as far as the script has not set
-            handlers of its own. Empty: none.
-    """
+        save_to: Folder for a checkpoint ``step-…`` at the stop, for runs without ``SaveEvery``.
+        signals: Signals to handle. By default SIGINT and SIGTERM, unless the script has set its own
+            handlers. EmAn empty sequence handles none.   """
 
     def __init__(
         self,
@@ -66,7 +64,7 @@ class StopOnSignals(Callback):
         self._process = 0
 
     def on_fit_start(self, trainer: RunView, *, steps: int | None) -> None:  # noqa: ARG002
-        """Take over the signals."""
+        """Install the signal handlers."""
         if threading.current_thread() is not threading.main_thread():
             return
         self._trainer, self._process, self._received = trainer, os.getpid(), None
@@ -74,16 +72,16 @@ class StopOnSignals(Callback):
             self._former[number] = signal.signal(number, self._handle)
 
     def on_stop(self, trainer: RunView, reason: str) -> None:  # noqa: ARG002
-        """Save, unless somebody has."""
+        """Save, unless another callback has saved."""
         self._received = None
         if self._save_to is not None and not is_saved(trainer, self._save_to):
             trainer.save(step_folder(self._save_to, trainer.step))
 
     def on_fit_end(self, trainer: RunView) -> None:  # noqa: ARG002
-        """Give the signals back; one that came too late for ``fit`` is sent again.
+        """Restore the handlers; a signal that came too late for ``fit`` is sent again.
 
-        Not so while an error is on its way out: a launcher sends SIGTERM to the ranks that live
-        when one has failed, and theirs are to give back what they hold, such as a swap folder.
+        It is not sent again while an error propagates. A launcher sends SIGTERM to the remaining
+        ranks when one failed, and they must still release resources such as a swap folder.
         """
         failing = sys.exc_info()[1] is not None
         late, self._received = self._received, None
@@ -123,9 +121,9 @@ class StopOnSignals(Callback):
 
 
 def with_signals(callbacks: tuple[Callback, ...]) -> tuple[Callback, ...]:
-    """These and, unless one is among them, a ``StopOnSignals`` behind them.
+    """Append a ``StopOnSignals`` unless one is present.
 
-    Behind, so that a signal during the others' ``on_fit_end`` still waits for their work.
+    It comes last, so that a signal during another callback's ``on_fit_end`` waits for its work.
     """
     if any(isinstance(callback, StopOnSignals) for callback in callbacks):
         return callbacks
@@ -133,21 +131,21 @@ def with_signals(callbacks: tuple[Callback, ...]) -> tuple[Callback, ...]:
 
 
 class StopBeforeDiskFills(Callback):
-    """Stops a run when other programs leave its swap no room, before the writing fails.
+    """Stop a run when other programs fill its swap disk, before a write fails.
 
-    Whoever saves checkpoints saves one, and ``report.stopped`` holds the numbers. Every trainer
-    whose plan swaps to a leased folder has one.
+    Every checkpoint callback saves once, and ``report.stopped`` holds the numbers.Trainers whose
+    plan swaps to a leased folder have one by default..
     """
 
     def __init__(self, folders: Iterable[Path]) -> None:
         self._watch = SpaceWatch(folders)
 
     def on_fit_start(self, trainer: RunView, *, steps: int | None) -> None:  # noqa: ARG002
-        """Look before the first step, which writes most."""
+        """Check the disk before the first step, which writes most."""
         self._look(trainer, stepped=False)
 
     def on_step_end(self, trainer: RunView, metrics: StepMetrics) -> None:
-        """Look until all is written."""
+        """Check the disk until all files are written."""
         self._look(trainer, stepped=metrics.applied)
 
     def _look(self, trainer: RunView, *, stepped: bool) -> None:
@@ -164,7 +162,7 @@ class StopBeforeDiskFills(Callback):
 
 @runtime_checkable
 class CountedStream(Protocol):
-    """A stream that knows its length, such as ``DataStream`` and ``BucketStream``."""
+    """A stream with a known length, such as ``DataStream`` and ``BucketStream``."""
 
     @property
     def epoch(self) -> float:
@@ -173,18 +171,18 @@ class CountedStream(Protocol):
 
     @property
     def steps_per_epoch(self) -> float:
-        """Micro batches that each rank takes in one epoch, on average."""
+        """Mean number of micro batches per rank and epoch."""
         ...
 
 
 @attrs.frozen(kw_only=True)
 class Goal:
-    """Until when to train."""
+    """When training ends."""
 
     last_step: int | None
-    """Number of the last optimizer step; ``None`` where only the time ends it."""
+    """Last optimizer step; ``None`` if only time ends the run."""
     seconds: float | None
-    """Time from now on; ``None`` without a limit."""
+    """Time limit from now on; ``None`` without one."""
 
     @classmethod
     def of(
@@ -196,10 +194,10 @@ class Goal:
         epochs: float | None,
         time_limit: float | timedelta | None,
     ) -> Goal:
-        """What the arguments of ``fit`` ask for; the earliest of them counts."""
+        """Build the goal from the arguments of ``fit``; the earliest limit counts."""
         if steps is None and epochs is None and time_limit is None:
             raise InvalidValueError(
-                "nothing says when to stop",
+                "no limit is given",
                 key="fit",
                 fix="fit(steps=1000), fit(epochs=3) or fit(time_limit=timedelta(hours=8))",
             )
@@ -218,12 +216,12 @@ class Goal:
         return cls(last_step=min(ends, default=None), seconds=time_limit)
 
     def reached(self, step: int) -> bool:
-        """Whether a run at this step has taken the last one."""
+        """Return whether the run has taken its last step."""
         return self.last_step is not None and step >= self.last_step
 
 
 class Stopping:
-    """Requests to stop early, agreed between the ranks: one of them may be the only to know."""
+    """Early stop requests, synchronised between ranks because only one rank may know of them."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
@@ -234,17 +232,17 @@ class Stopping:
         """Why the latest ``fit`` ended early, the same on every rank; ``None`` if it did not."""
 
     def begin(self, goal: Goal) -> None:
-        """A ``fit`` begins: earlier requests are forgotten, the time runs."""
+        """Start a ``fit``: clear earlier requests and start the clock."""
         self._request = self.reason = None
         self._limit = goal.seconds or 0.0
         self._deadline = None if goal.seconds is None else time.monotonic() + goal.seconds
 
     def request(self, reason: str) -> None:
-        """Ask to stop before the next step. Not collective, and safe in a signal handler."""
+        """Request a stop before the next steNot collective; safe in a signal handler.er."""
         self._request = self._request or reason
 
     def agreed(self) -> bool:
-        """Whether some rank wants to stop; then ``reason`` says why. Collective."""
+        """Return whether any rank requested a stop, and set ``reason``. Collective."""
         late = self._deadline is not None and time.monotonic() >= self._deadline
         mine = self._request or (f"time limit of {self._limit:g} s" if late else None)
         if not self._group.any(mine is not None):
@@ -262,12 +260,12 @@ class Stopping:
     def decisions(
         self, step: int, last_saved: tuple[int, Path] | None, goal: Goal
     ) -> tuple[Decision, ...]:
-        """The early end, announced on rank 0."""
+        """Announce the early end on rank 0."""
         saved = last_saved is not None and last_saved[0] == step
         what = (
             "a checkpoint was saved"
             if saved
-            else ("nothing was saved; SaveEvery or StopOnSignals(save_to=...) would")
+            else ("nothing was saved; add SaveEvery or StopOnSignals(save_to=...)")
         )
         decision = Decision(
             key="fit.last_step",
@@ -283,10 +281,10 @@ class Stopping:
 def _step_of_epoch(epochs: float, *, engine: Engine, stream: Any) -> int:
     if not isinstance(stream, CountedStream):
         raise DataError(
-            f"{type(stream).__name__} does not know how long an epoch is",
+            f"{type(stream).__name__} has no epoch length",
             key="fit(epochs)",
             value=epochs,
-            fix="give a dataset with __len__ and __getitem__ as data, or count in steps",
+            fix="pass a dataset with __len__ and __getitem__, or give steps",
         )
     windows = (epochs - stream.epoch) * stream.steps_per_epoch
     # An epoch that is whole must not take one step more because 0.1 + 0.2 is not 0.3.

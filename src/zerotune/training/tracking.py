@@ -21,27 +21,24 @@ if TYPE_CHECKING:
 
 
 class Trackers(Callback):
-    """Logs a run to experiment trackers, from rank 0, through accelerate.
+    """Logs a run to experiment trackers from rank 0, through accelerate.
 
-    Loss, learning rate, gradient norm, speed, where the time of a step goes and memory; what
-    validation measures and draws; the resolved plan as hyper-parameters and, with every
-    automatic choice, as text. They are closed with the trainer, so that several calls of ``fit``
-    are one run::
+    Logged are loss, learning rate, gradient norm, speed, phase times, memory, validation results,
+    the resolved plan as hyper-parameters, and all decisions as text. They are closed with the
+    trainer, so thatTrackers are closed with the trainer, so several calls of ``fit`` are one run::ensorboard", folder="runs", project="digits")])
 
-        Trainer(..., callbacks=[Trackers("tensorboard", folder="runs", project="digits")])
-
-    A service that fails on the way is left out with a warning.
+    A tracker that fails is dropped with a warning.
 
     Args:
         trackers: accelerate's names, such as ``"tensorboard"``, ``"wandb"``, ``"mlflow"``, or
             ``accelerate.tracking.GeneralTracker`` objects.
         project: Name of the project or run.
-        folder: For those that write files.
-        every: Steps between two lines of numbers.
+        folder: Folder for trackers that write files.
+        every: Steps between two log entries.
         options: Arguments of each tracker by name: ``{"wandb": {"mode": "offline"}}``.
 
     Raises:
-        InvalidValueError: There is none, or ``every`` is below 1.
+        InvalidValueError: No tracker is given, or ``every`` is below 1.
     """
 
     def __init__(
@@ -64,7 +61,7 @@ class Trackers(Callback):
         self._running: tuple[Tracker, ...] | None = None
 
     def on_fit_start(self, trainer: RunView, *, steps: int | None) -> None:  # noqa: ARG002
-        """Start the run, the first time."""
+        """Start the trackers at the first call."""
         if self._running is not None:
             return
         # Rank 0 alone starts anything; if it cannot, the others must not go on without it.
@@ -76,31 +73,31 @@ class Trackers(Callback):
         self._tell_decisions(trainer)
 
     def on_step_end(self, trainer: RunView, metrics: StepMetrics) -> None:
-        """Log the step."""
+        """Log the step's metrics."""
         if metrics.step % self._every == 0:
             for tracker in self._mine(trainer):
                 tracker.values(_step_values(trainer, metrics), step=metrics.step)
 
     def on_values(self, trainer: RunView, values: Mapping[str, float]) -> None:
-        """Log what somebody measured."""
+        """Log measured values."""
         for tracker in self._mine(trainer):
             tracker.values(values, step=trainer.step)
 
     def on_images(self, trainer: RunView, name: str, images: torch.Tensor) -> None:
-        """Log what somebody drew."""
+        """Log sampled images."""
         for tracker in self._mine(trainer):
             tracker.images(name, _pixels(images), step=trainer.step)
 
     def on_resume(self, trainer: RunView, path: Path) -> None:  # noqa: ARG002
-        """Log what the checkpoint changed."""
+        """Log what changed on resume."""
         self._tell_decisions(trainer)
 
     def on_fit_end(self, trainer: RunView) -> None:
-        """Log what was decided on the way."""
+        """Log decisions made during the run."""
         self._tell_decisions(trainer)
 
     def on_close(self, trainer: RunView) -> None:
-        """End the run."""
+        """Close the trackers."""
         for tracker in self._mine(trainer):
             tracker.close()
         self._running = None

@@ -74,7 +74,7 @@ if TYPE_CHECKING:
     from zerotune.ema import EMAShadow
     from zerotune.offload import OffloadManager
     from zerotune.optim import OptimizerResolver
-    from zerotune.optimizers.choices import GroupChoice
+    from zerotune.optimizers.catalogue import GroupChoice
     from zerotune.plan.memory.estimate import EMAPlace, MemoryEstimate
     from zerotune.plan.model import RunFacts
     from zerotune.platform import Platform
@@ -602,7 +602,7 @@ class Running:
             Watchdog() if watchdog is True else watchdog or None,
             self._profiler,
             None if compiled is None else _CompileCheck(),
-            _GroupStops() if any(map(_stop_of, _groups_of(engine))) else None,
+            _GroupStops() if any(group.until for group in _groups_of(engine)) else None,
             StopBeforeDiskFills(Path(folder) for folder in folders) if folders else None,
         )
         self.callbacks: tuple[Callback, ...] = tuple(one for one in around if one is not None)
@@ -678,10 +678,6 @@ class _CompileCheck(Callback):
 
 def _groups_of(engine: Engine) -> Sequence[GroupChoice]:
     return () if engine.plan.optimizer is None else engine.plan.optimizer.groups
-
-
-def _stop_of(group: GroupChoice) -> int | None:
-    return group.until
 
 
 class _GroupStops(Callback):

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.support.ranks import ranks
-from zerotune.backend.deepspeed import pinning
+from zerotune.backend.deepspeed import start
 from zerotune.plan import DeepSpeedPlan, ModelFacts
 from zerotune.plan.memory.estimate import Workload
 from zerotune.plan.resolve import SETTING, pins_exactly, pins_natively
@@ -43,10 +43,10 @@ def settings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_other_settings_are_kept(settings: list[str], resources: ExitStack) -> None:
-    (decision,) = pinning.pin_exactly(resolved(), resources=resources, environ={})
+    (decision,) = start.pin_exactly(resolved(), resources=resources, environ={})
     assert settings == ["expandable_segments:True", f"expandable_segments:True,{SETTING}:1"]
     assert (decision.key, decision.after) == (f"torch.{SETTING}", 1)
-    pinning.pin_exactly(resolved(), resources=resources, environ={})
+    start.pin_exactly(resolved(), resources=resources, environ={})
     assert len(settings) == 2, "a second engine has nothing left to set"
 
 
@@ -61,7 +61,7 @@ def test_other_settings_are_kept(settings: list[str], resources: ExitStack) -> N
 def test_what_the_user_wrote_stands(
     settings: list[str], environ: dict[str, str], after: str | None, resources: ExitStack
 ) -> None:
-    (decision,) = pinning.pin_exactly(resolved(), resources=resources, environ=environ)
+    (decision,) = start.pin_exactly(resolved(), resources=resources, environ=environ)
     assert (decision.after, decision.severity) == (after, "note")
     assert len(settings) == 1
 
@@ -78,15 +78,15 @@ def test_what_the_user_wrote_stands(
 def test_nothing_is_touched_where_nothing_is_pinned(
     settings: list[str], plan: Any, resources: ExitStack
 ) -> None:
-    assert pinning.pin_exactly(plan, resources=resources, environ={}) == ()
+    assert start.pin_exactly(plan, resources=resources, environ={}) == ()
     assert len(settings) == 1
 
 
 def test_a_torch_that_rounds_all_the_same_is_found_out(
     settings: list[str], monkeypatch: pytest.MonkeyPatch, resources: ExitStack
 ) -> None:
-    monkeypatch.setattr(pinning, "_pinned_bytes_of", lambda _nbytes: 4 * 2**20)
-    (decision,) = pinning.pin_exactly(resolved(), resources=resources, environ={})
+    monkeypatch.setattr(start, "_pinned_bytes_of", lambda _nbytes: 4 * 2**20)
+    (decision,) = start.pin_exactly(resolved(), resources=resources, environ={})
     assert (decision.after, decision.severity) == (None, "warning")
     assert "DS_PIN_MEMORY_BACKEND=native" in decision.reason
 
@@ -95,7 +95,7 @@ def test_a_torch_without_the_setting_is_said_so(
     monkeypatch: pytest.MonkeyPatch, resources: ExitStack
 ) -> None:
     monkeypatch.delattr(torch._C, "_accelerator_setAllocatorSettings", raising=False)
-    (decision,) = pinning.pin_exactly(resolved(), resources=resources, environ={})
+    (decision,) = start.pin_exactly(resolved(), resources=resources, environ={})
     assert decision.severity == "warning"
 
 
@@ -119,18 +119,18 @@ def test_where_torch_cannot_deepspeed_page_locks_itself_while_the_engine_lives(m
     if limit is not None and limit < 4 * 2**20:
         pytest.skip(f"this process may lock {limit} bytes only")
     old_torch(monkeypatch)
-    monkeypatch.setattr(pinning, "why_unproven", lambda *_, **__: None)
+    monkeypatch.setattr(start, "why_unproven", lambda *_, **__: None)
     plan = attrs.evolve(resolved(), platform=old_platform())
     assert "DS_PIN_MEMORY_BACKEND" not in os.environ
     with ExitStack() as resources:
-        (decision,) = pinning.pin_exactly(plan, resources=resources)
+        (decision,) = start.pin_exactly(plan, resources=resources)
         assert (decision.after, decision.severity) == ("native", "note")
         block = get_accelerator().pin_memory(torch.zeros(3 * 2**18))
         assert block.untyped_storage().nbytes() < 4 * 2**20, "as large as what was asked for"
         assert get_accelerator().is_pinned(block)
         assert os.environ["DS_PIN_MEMORY_BACKEND"] == "native"
         little = HostMemory(total=2**20, available=2**20)
-        monkeypatch.setattr(pinning, "host_memory", lambda *_, **__: little)
+        monkeypatch.setattr(start, "host_memory", lambda *_, **__: little)
         few = r"not enough memory: 2\.00 MiB are to be page-locked, 1\.00 MiB are free"
         with pytest.raises(MemoryError, match=few):
             get_accelerator().pin_memory(torch.zeros(2**19))
@@ -143,7 +143,7 @@ def test_what_deepspeed_may_not_lock_is_left_to_torch_and_said_so(
 ) -> None:
     old_torch(monkeypatch)
     plan = attrs.evolve(resolved(), platform=old_platform(memlock_limit=8 * 2**20))
-    (decision,) = pinning.pin_exactly(plan, resources=resources, environ={})
+    (decision,) = start.pin_exactly(plan, resources=resources, environ={})
     assert (decision.after, decision.severity) == (None, "warning")
     assert "DeepSpeed itself needs no limit on locked memory" in decision.reason
     assert "DS_PIN_MEMORY_BACKEND" not in os.environ
@@ -200,7 +200,7 @@ def test_a_gpu_pins_exactly() -> None:
     here = Platform.synthetic("cuda", versions=detect_platform(log=False).versions)
     with ExitStack() as resources:
         plan = attrs.evolve(resolved(), platform=here)
-        (decision,) = pinning.pin_exactly(plan, resources=resources, environ={})
+        (decision,) = start.pin_exactly(plan, resources=resources, environ={})
         before = rounded()
         block = get_accelerator().pin_memory(torch.zeros(5 * 2**20, dtype=torch.uint8))
         known = block.is_pinned()

@@ -154,7 +154,7 @@ def test_a_sum_is_finite_if_and_only_if_all_elements_are():
 
 def bf16_stepped(sizes: tuple[int, ...], dtype: torch.dtype, decay: float) -> list[str]:
     """What differs between AdamWBF16States and the pass, in parts and in any order, after steps."""
-    from zerotune.backend.optimizers.adamw_bf16_states import AdamWBF16States
+    from zerotune.backend.optimizers.classes import AdamWBF16States
     from zerotune.backend.step.adams import HostBF16Adam, torch_rounds_alike
     from zerotune.backend.step.kernel import Average, load_host_step
 
@@ -217,7 +217,7 @@ def test_the_pass_with_bf16_states_equals_the_optimizer_itself(sizes, dtype, dec
 
 @ranks(1)
 def test_noise_is_drawn_by_the_place_in_the_group_however_a_slab_is_cut():
-    from zerotune.backend.optimizers.adamw_bf16_states import (
+    from zerotune.backend.optimizers.classes import (
         NOISE_PERIOD,
         AdamWBF16States,
         noise_bits,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.support.ranks import ranks
-from zerotune.backend.step.masters import SplitMasters
+from zerotune.backend.step.adams import SplitMasters
 
 pytestmark = pytest.mark.deepspeed
 
@@ -52,7 +52,7 @@ def test_what_is_not_a_number_or_infinite_stays():
 def test_the_pass_over_split_weights_is_the_pass_over_whole_ones(bf16_states):
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-    from zerotune.backend.optimizers.adamw_bf16_states import AdamWBF16States
+    from zerotune.backend.optimizers.classes import AdamWBF16States
     from zerotune.backend.step.adams import stepper_of
     from zerotune.backend.step.kernel import Average, load_host_step
 

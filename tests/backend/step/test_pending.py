@@ -17,8 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zerotune.backend.master_weights import Follower, FragmentAddress
+from zerotune.backend.step.adams import WholeMasters
 from zerotune.backend.step.deferred import DeferredSteps
-from zerotune.backend.step.masters import WholeMasters
 from zerotune.backend.step.pending import PendingStep, ThreadedStep, Upload, divide
 from zerotune.errors import EngineError
 

@@ -20,10 +20,8 @@ from tests.backend.stream.streaming import (
 )
 from tests.support.ranks import ranks
 from zerotune.backend.stream import passes
-from zerotune.backend.stream.flat import FlatOrder
 from zerotune.backend.stream.gradients import GradientPool, GradientsOfAll
-from zerotune.backend.stream.memory import HostMemory
-from zerotune.backend.stream.units import find_units, make_units
+from zerotune.backend.stream.units import FlatOrder, HostMemory, find_units, make_units
 from zerotune.plan.model import Streaming
 
 # DeepSpeed keeps for the whole process what its first engine made.

@@ -11,7 +11,7 @@ import torch
 
 from tests.backend.stream.streaming import Run, advance, contents, make_model, start
 from tests.support.ranks import ranks
-from zerotune.backend.optimizers.adamw_8bit_states import codebook
+from zerotune.backend.optimizers.classes import codebook
 from zerotune.checkpoint import load_checkpoint, save_checkpoint
 from zerotune.ema import EMAShadow
 from zerotune.plan.model import Streaming

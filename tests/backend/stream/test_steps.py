@@ -146,6 +146,27 @@ def spoil(engine: Any) -> None:
     hook.remove()
 
 
+def test_a_backward_pass_that_raised_in_the_middle_is_resumed_in_the_same_process(tmp_path):
+    from zerotune.checkpoint import load_checkpoint, save_checkpoint
+
+    def give_up(_: torch.Tensor) -> None:
+        raise MemoryError("no room for this gradient")
+
+    with begin(EAGER) as engine:
+        advance(EAGER, engine, range(2))
+        save_checkpoint(tmp_path / "good", engine=engine)
+        expected = advance(EAGER, engine, range(2, 4))
+        with torch._C.DisableTorchFunctionSubclass():
+            hook = engine.module.blocks[0].a.bias.register_hook(give_up)
+        with pytest.raises(MemoryError, match="no room"):
+            engine.backward(loss_of(EAGER, engine, 9))
+        hook.remove()
+        with pytest.raises(EngineError, match="resume from the last checkpoint"):
+            loss_of(EAGER, engine, 3)
+        load_checkpoint(tmp_path / "good", engine=engine)
+        assert advance(EAGER, engine, range(2, 4)) == expected
+
+
 def test_steps_that_met_a_bad_gradient_too_late_are_not_gone_on_with_until_a_resume(tmp_path):
     from zerotune.checkpoint import load_checkpoint, save_checkpoint
 

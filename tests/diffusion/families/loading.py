@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tests.support.runs import Case, start
-from zerotune.backend.unpartitioned import check_whole, unpartitioned
+from zerotune.backend.upstream import check_whole, unpartitioned
 from zerotune.diffusion import load_pretrained
 
 STAGE_3 = {

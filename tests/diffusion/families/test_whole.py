@@ -7,7 +7,7 @@ import torch
 
 from tests.diffusion.families.loading import answers, under_stage_3
 from tests.support.ranks import run_ranks
-from zerotune.backend.unpartitioned import check_whole, unpartitioned
+from zerotune.backend.upstream import check_whole, unpartitioned
 from zerotune.diffusion import load_pretrained
 from zerotune.errors import EngineError
 

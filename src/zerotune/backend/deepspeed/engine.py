@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from zerotune.backend.checks import Checks, RunningGroup, expected_groups
-from zerotune.backend.deepspeed.pinning import pin_exactly
+from zerotune.backend.checks import Checks, RunningGroup, check_quantized, expected_groups
 from zerotune.backend.deepspeed.sharded import (
     doubtful_leaf_modules,
     leaf_modules,
@@ -29,11 +28,11 @@ from zerotune.backend.deepspeed.start import (
     initialize,
     initialize_arguments,
     join_checked,
+    pin_exactly,
     read_weights,
     wrapper_of,
 )
 from zerotune.backend.deepspeed.wrapper import OptimizerWrapper
-from zerotune.backend.dtypes import check_quantized
 from zerotune.backend.engine import (
     Engine,
     EngineState,
@@ -41,8 +40,7 @@ from zerotune.backend.engine import (
     StepOutcome,
     naming_the_lost,
 )
-from zerotune.backend.layouts import full_shape, gradient_norm
-from zerotune.backend.master_weights import MasterWeights
+from zerotune.backend.master_weights import MasterWeights, full_shape, gradient_norm
 from zerotune.backend.optimizers.classes import ShardAware
 from zerotune.backend.optimizers.client import (
     chosen_optimizer,

@@ -19,8 +19,12 @@ from zerotune.backend.deepspeed.engine import ZeROEngine
 from zerotune.backend.deepspeed.start import check_plan, check_world, wrapper_of
 from zerotune.backend.distributed import ProcessGroup
 from zerotune.backend.engine import EngineState, StepOutcome
-from zerotune.backend.layouts import ParameterLayout, full_shape, trainable_parameters
-from zerotune.backend.master_weights import MasterWeights
+from zerotune.backend.master_weights import (
+    MasterWeights,
+    ParameterLayout,
+    full_shape,
+    trainable_parameters,
+)
 from zerotune.backend.optimizers.client import (
     build_client_optimizer,
     chosen_optimizer,
@@ -31,7 +35,7 @@ from zerotune.backend.proof import prove_offload
 from zerotune.backend.upstream import require_accelerate
 from zerotune.decisions import Decision, announce
 from zerotune.errors import EngineError, InvalidValueError
-from zerotune.optimizers.curves import lr_at
+from zerotune.optimizers.schedules import lr_at
 from zerotune.plan.model import ResolvedPlan
 
 _SAMPLED: Final = (*range(20), *(round(20 * 1.1**power) for power in range(1, 90)))
@@ -128,7 +132,12 @@ def accelerator_arguments(plan: ResolvedPlan) -> dict[str, Any]:
             """Register no configuration with transformers, which partitions all it loads then."""
             self.dschf = None
 
-    config = plan.to_deepspeed() if plan.optimizer else _preliminary(plan)
+    config: dict[str, Any] = {
+        "gradient_accumulation_steps": plan.gradient_accumulation_steps,
+        "zero_optimization": {"stage": plan.stage},
+    }
+    if plan.optimizer:
+        config = plan.to_deepspeed()
     arguments = {
         "deepspeed_plugin": WholeModelsPlugin(hf_ds_config=config),
         "mixed_precision": "no" if plan.precision == "fp32" else plan.precision,
@@ -138,13 +147,6 @@ def accelerator_arguments(plan: ResolvedPlan) -> dict[str, Any]:
         gloo = accelerate.utils.InitProcessGroupKwargs(backend="gloo")
         arguments["kwargs_handlers"] = [gloo]
     return arguments
-
-
-def _preliminary(plan: ResolvedPlan) -> dict[str, Any]:
-    return {
-        "gradient_accumulation_steps": plan.gradient_accumulation_steps,
-        "zero_optimization": {"stage": plan.stage},
-    }
 
 
 def refill_plugin(plugin: Any, plan: ResolvedPlan) -> None:

@@ -29,8 +29,13 @@ from zerotune.backend.deepspeed.wrapper import (
     read_at_once,
 )
 from zerotune.backend.distributed import ProcessGroup
-from zerotune.backend.layouts import ResidentLayout, SteppedLayout, trainable_parameters
-from zerotune.backend.master_weights import FragmentAddress, MasterLayout
+from zerotune.backend.master_weights import (
+    FragmentAddress,
+    MasterLayout,
+    ResidentLayout,
+    SteppedLayout,
+    trainable_parameters,
+)
 from zerotune.backend.step.adams import SlabStep
 from zerotune.backend.step.pending import (
     Exchange,

@@ -9,8 +9,13 @@ import torch
 from typing_extensions import override
 
 from zerotune.backend.deepspeed.wrapper import OptimizerWrapper, Upstream
-from zerotune.backend.layouts import ParameterLayout, ResidentLayout, whole
-from zerotune.backend.master_weights import FragmentAddress, MasterLayout
+from zerotune.backend.master_weights import (
+    FragmentAddress,
+    MasterLayout,
+    ParameterLayout,
+    ResidentLayout,
+    whole,
+)
 from zerotune.decisions import Decision
 
 READS_KEY: Final = "optimizer.reads"

@@ -21,6 +21,7 @@ from torch.nn import functional
 from typing_extensions import override
 
 from zerotune._util.text import format_size
+from zerotune.backend.checks import DTYPES
 from zerotune.backend.deepspeed.wrapper import (
     HostStep,
     OptimizerWrapper,
@@ -28,10 +29,16 @@ from zerotune.backend.deepspeed.wrapper import (
     clear,
     read_at_once,
 )
-from zerotune.backend.dtypes import DTYPES
 from zerotune.backend.engine import GONE, gone
-from zerotune.backend.layouts import SteppedLayout, check_master, full_shape
-from zerotune.backend.master_weights import FragmentAddress, MasterLayout, OptimizerStates, Slab
+from zerotune.backend.master_weights import (
+    FragmentAddress,
+    MasterLayout,
+    OptimizerStates,
+    Slab,
+    SteppedLayout,
+    check_master,
+    full_shape,
+)
 from zerotune.backend.step.adams import SlabStep
 from zerotune.backend.stored import make_room, stored_weight, waiting
 from zerotune.decisions import Decision

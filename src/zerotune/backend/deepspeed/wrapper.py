@@ -32,9 +32,8 @@ import torch
 from typing_extensions import override
 
 from zerotune.backend.distributed import ProcessGroup
-from zerotune.backend.layouts import UNDER_WAY
-from zerotune.backend.master_weights import MasterLayout
-from zerotune.backend.optimizers.adamw_bf16_states import AdamWBF16States
+from zerotune.backend.master_weights import UNDER_WAY, MasterLayout
+from zerotune.backend.optimizers.classes import AdamWBF16States
 from zerotune.backend.step.deferred import DeferredSteps, take_over
 from zerotune.decisions import Decision
 from zerotune.errors import EngineError

@@ -1,16 +1,19 @@
-"""Lamb, Lion and Muon: optimizers that DeepSpeed lacks, or has for some stages only, in torch.
+"""Optimizers that DeepSpeed lacks, or has for some stages only, in torch.
 
-They take whole parameters as well as the flat shards of ZeRO: see ``ShardAware``.
+Lamb, Lion and Muon, and AdamW with moments of 16 and of 8 bits. They take whole parameters as well
+as the flat shards of ZeRO: see ``ShardAware``.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from functools import cache, cached_property
+from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 import torch
+from torch.optim.adamw import adamw
 from typing_extensions import override
 
 if TYPE_CHECKING:
@@ -358,3 +361,389 @@ def orthogonalise(matrix: torch.Tensor, *, steps: int = 5) -> torch.Tensor:
     scale = max(1.0, matrix.shape[0] / matrix.shape[1]) ** 0.5
     result: torch.Tensor = (x * scale).to(matrix.dtype)
     return result
+
+
+# -- AdamW with moments of its own, beside fp32 master weights: first of 16 bits.
+
+
+_WIDENED: Final = {"cpu": 2**19}
+"""Elements widened at a time: on a CPU what its cache holds, …"""
+_WIDENED_ON_DEVICE: Final = 2**22
+"""… on a device enough to keep it busy, in 64 MiB."""
+_FUSED: Final = frozenset({"cpu", "cuda", "xpu"})
+NOISE_PERIOD: Final = 2**22
+"""Elements of a group after which the random bits of a step repeat. Elements may share bits: the
+errors of one cancel over the steps as long as its own bits are new at each step."""
+_WORD: Final = 2**32 - 1
+
+
+class AdamWStates(torch.optim.Optimizer):
+    """AdamW (Loshchilov & Hutter 2019, https://arxiv.org/abs/1711.05101) with moments of its own.
+
+    Args:
+        params: Parameters or groups, fp32.
+        lr: Learning rate.
+        betas: Decay rates of the moments.
+        eps: Keeps the denominator off zero.
+        weight_decay: Decoupled weight decay, multiplied by ``lr``.
+    """
+
+    adam_w_mode = True
+
+    def __init__(
+        self,
+        params: Any,
+        *,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+    ) -> None:
+        defaults = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, defaults)
+
+
+class AdamWBF16States(AdamWStates):
+    """AdamW with moments in bf16.
+
+    4 bytes of states per weight, not 8; weights, gradients and the arithmetic are fp32. Chunk by
+    chunk the moments are widened, updated by torch's own AdamW and rounded back stochastically
+    (Gupta et al. 2015, https://arxiv.org/abs/1502.02551): up or down by chance, right on average.
+    Rounding to nearest would stop the second moment, whose step of ``1 - beta2`` is smaller than
+    half a unit in the last place of bf16.
+
+    The noise is a function of the step, the group, and an element's place among those of the group
+    that are stepped, so a resumed run is the uninterrupted one and replicas agree. Works element by
+    element, so ZeRO's flat shards change nothing.
+    """
+
+    state_dtype: torch.dtype = torch.bfloat16
+    """Dtype of the moments, also for code that creates them before the first step."""
+
+    @cached_property
+    def _noise(self) -> Noise:
+        return Noise()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update every parameter that has a gradient."""
+        loss = None if closure is None else closure()
+        self._noise.rewind()
+        for index, group in enumerate(self.param_groups):
+            for p in group["params"]:
+                # Of a small parameter another rank may hold all.
+                if p.grad is not None and p.numel():
+                    self._update(p, p.grad, group, index)
+        return loss
+
+    def _update(
+        self, p: torch.Tensor, grad: torch.Tensor, group: dict[str, Any], index: int
+    ) -> None:
+        state = self.state[p]
+        if "exp_avg" not in state:
+            for name in ("exp_avg", "exp_avg_sq"):
+                state[name] = torch.zeros_like(p, dtype=self.state_dtype)
+        taken = int(state.get("step", 0))
+        state["step"] = taken + 1
+        # In the order in which it lies in memory, which may be channels_last. Gradients alone may
+        # lie otherwise than their weights; a copy serves as well.
+        order = sorted(range(p.dim()), key=p.stride, reverse=True)
+        states = (t.permute(order).view(-1) for t in (state["exp_avg"], state["exp_avg_sq"]))
+        flat = [p.permute(order).view(-1), grad.permute(order).reshape(-1), *states]
+        first, key = self._noise.place(index, p.numel()), noise_key(taken, index)
+        size = min(p.numel(), _WIDENED.get(p.device.type, _WIDENED_ON_DEVICE))
+        room = [torch.empty(size, device=p.device) for _ in range(2)]
+        for start, (weight, slope, *moments) in zip(
+            range(0, p.numel(), size),
+            zip(*(torch.split(t, size) for t in flat), strict=True),
+            strict=True,
+        ):
+            update_chunk(
+                weight, slope, moments, taken=taken, group=group,
+                wide=[each[: weight.numel()] for each in room],
+                noise=self._noise.of(key, first + start, weight),
+            )  # fmt: skip
+
+
+def noise_key(taken: int, group: int) -> int:
+    """What the random bits of a step and a group are drawn from: 32 bits."""
+    return int(_mixed(_mixed(taken + 1) ^ (group + 1) * 0x9E3779B9 & _WORD))
+
+
+def noise_bits(key: int, positions: torch.Tensor) -> torch.Tensor:
+    """Random bits of elements: ``drawn`` in ``step/host_step.cpp``.
+
+    Args:
+        key: A ``noise_key``.
+        positions: int64, places of elements within their group.
+
+    Returns:
+        int64 from 0 to ``2 ** 32 - 1``: 16 bits for the first moment, and above them 16 for the
+        second.
+    """
+    bits: torch.Tensor = _mixed(positions % NOISE_PERIOD ^ key)
+    return bits
+
+
+def _mixed(x: Any) -> Any:
+    """Chris Wellons' "lowbias32" (https://github.com/skeeto/hash-prospector)."""
+    x = (x ^ x >> 16) * 0x7FEB352D & _WORD
+    x = (x ^ x >> 15) * 0x846CA68B & _WORD
+    return x ^ x >> 16
+
+
+class Noise:
+    """Random bits to round by, and the places of the tensors of a step in them."""
+
+    def __init__(self) -> None:
+        self._drawn: tuple[torch.device, int] | None = None
+        self._bits = torch.empty(0, dtype=torch.int32)
+        self._next: dict[int, int] = {}
+
+    def rewind(self) -> None:
+        """Begin with the first tensor of each group."""
+        self._next.clear()
+
+    def place(self, group: int, numel: int) -> int:
+        """Where the next tensor of a group begins."""
+        start = self._next.get(group, 0)
+        self._next[group] = start + numel
+        return start
+
+    def of(self, key: int, start: int, like: torch.Tensor) -> list[torch.Tensor]:
+        """int32 from 0 to 65,535 for both moments of as many elements as ``like`` has.
+
+        Drawn once for all that a step asks for on a device.
+        """
+        start %= NOISE_PERIOD
+        stop = start + like.numel()
+        if self._drawn != (like.device, key) or self._bits.numel() < stop:
+            size = min(NOISE_PERIOD, 2 ** (stop - 1).bit_length())
+            bits = noise_bits(key, torch.arange(size, device=like.device))
+            # Whatever is asked for is one piece.
+            self._bits = bits.repeat(-(-stop // size)).int()
+            self._drawn = like.device, key
+        bits = self._bits[start:stop]
+        return [bits & 0xFFFF, bits >> 16 & 0xFFFF]
+
+
+def update_chunk(
+    weight: torch.Tensor,
+    grad: torch.Tensor,
+    moments: Sequence[torch.Tensor],
+    *,
+    wide: Sequence[torch.Tensor],
+    noise: Sequence[torch.Tensor],
+    taken: int,
+    group: Mapping[str, Any],
+) -> None:
+    """Widen moments, have torch update them and the weights, and round them back.
+
+    Args:
+        weight: fp32, 1-D.
+        grad: fp32.
+        moments: Both, bf16.
+        wide: Room for both in fp32.
+        noise: int32 from 0 to 65,535, for both.
+        taken: Steps before this one.
+        group: The optimizer's arguments.
+    """
+    exact = [room.copy_(moment) for room, moment in zip(wide, moments, strict=True)]
+    beta1, beta2 = group["betas"]
+    adamw(
+        [weight], [grad], [exact[0]], [exact[1]], [],
+        [torch.full((), float(taken), device=weight.device)],
+        fused=weight.device.type in _FUSED, foreach=False, amsgrad=False, maximize=False,
+        lr=group["lr"], beta1=beta1, beta2=beta2, eps=group["eps"],
+        weight_decay=group["weight_decay"],
+    )  # fmt: skip
+    for each, bits, moment in zip(exact, noise, moments, strict=True):
+        round_stochastically(each, bits, into=moment)
+
+
+def round_stochastically(exact: torch.Tensor, bits: torch.Tensor, *, into: torch.Tensor) -> None:
+    """Round fp32 to one of the two nearest bf16 numbers, to each as often as the other is far.
+
+    Args:
+        exact: fp32; overwritten. What is not finite stays as it is.
+        bits: int32 from 0 to 65,535, evenly distributed, of the same shape.
+        into: bf16, of the same shape; receives the result.
+    """
+    # A NaN of all ones, CUDA's usual one, would become 0 by the carry; this one has room for it.
+    exact.nan_to_num_(nan=math.nan, posinf=math.inf, neginf=-math.inf)
+    # bf16 is the upper half of an fp32 number: the carry out of the lower half is the chance.
+    exact.view(torch.int32).add_(bits).bitwise_and_(-(2**16))
+    into.copy_(exact)
+
+
+# -- AdamW whose moments are one byte each.
+
+
+BLOCK: Final = 256
+"""Codes that share a scale."""
+_BITS: Final = 8
+_NEAR: Final = (0, 1, -1, 2, -2)
+"""Units in the last place by which a scale may be off that is computed back."""
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Codebook:
+    """What codes of one byte stand for: shares of the largest number of their block."""
+
+    values: torch.Tensor
+    """fp32, 256 in ascending order."""
+    middles: torch.Tensor
+    """fp32, 256: between each value and the next; infinite behind the last."""
+    lowest: torch.Tensor
+    """uint8, 65,536: by the upper half of an fp32 number, the lowest code of those that have it."""
+
+    @property
+    def zero(self) -> int:
+        """The code of 0."""
+        return int((self.values == 0).nonzero()[0])
+
+    def decode(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        """fp32 numbers of codes (1-D, uint8) and the scales of their blocks."""
+        return self.values[codes.long()] * _spread(scales, codes.numel())
+
+    def encode(self, numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The nearest codes, and the scales of their blocks: the largest numbers in these.
+
+        Args:
+            numbers: fp32, 1-D.
+        """
+        scales = _largest(numbers)
+        return self._nearest(numbers, scales), scales
+
+    def encode_again(self, numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """As ``encode``, but numbers that ``decode`` returned keep every bit.
+
+        The largest number of a block need not be its scale: where that was negative, its code
+        stands for a little less.
+        """
+        codes, scales = self.encode(numbers)
+        exact = self._agree(numbers, codes, scales)
+        for off in _NEAR:
+            if exact.all():
+                break
+            bits = (scales / -self.values[0]).view(torch.int32) + off
+            others = torch.where(exact, scales, bits.view(torch.float32))
+            found = self._nearest(numbers, others)
+            better = ~exact & self._agree(numbers, found, others)
+            codes = torch.where(_spread(better, codes.numel()), found, codes)
+            scales = torch.where(better, others, scales)
+            exact |= better
+        return codes, scales
+
+    def _nearest(self, numbers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        shares = numbers / _spread(torch.where(scales > 0, scales, 1.0), numbers.numel())
+        return torch.bucketize(shares, self.middles[:-1]).to(torch.uint8)
+
+    def _agree(
+        self, numbers: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor
+    ) -> torch.Tensor:
+        """Whether all numbers of each block are those of its codes."""
+        differs = self.decode(codes, scales) != numbers
+        return _largest(differs.float()) == 0
+
+
+def _spread(of_blocks: torch.Tensor, numel: int) -> torch.Tensor:
+    return of_blocks.repeat_interleave(BLOCK)[:numel]
+
+
+def _largest(numbers: torch.Tensor) -> torch.Tensor:
+    """Of each block, by magnitude."""
+    padded = torch.nn.functional.pad(numbers.abs(), (0, -numbers.numel() % BLOCK))
+    return padded.view(padded.numel() // BLOCK, BLOCK).amax(dim=1)
+
+
+@cache
+def codebook(*, signed: bool) -> Codebook:
+    """The dynamic tree of Dettmers (https://arxiv.org/abs/1511.04561), as bitsandbytes has it.
+
+    Seven decades; the larger the decade, the more equal steps it is divided into.
+    """
+    values = [0.0, 1.0]
+    decades = _BITS - 1
+    for decade in range(decades):
+        edges = torch.linspace(0.1, 1, 2 ** (decade + (not signed)) + 1, dtype=torch.float32)
+        middles = (edges[:-1] + edges[1:]) / 2.0
+        above = (10 ** (decade + 1 - decades) * middles).tolist()
+        values += [*above, *(-value for value in above)] if signed else above
+    ordered = torch.tensor(sorted(values), dtype=torch.float32)
+    between = (ordered[:-1] + ordered[1:]) / 2
+    upper = torch.arange(2**16, dtype=torch.int32) << 16
+    # Of all numbers with this upper half the smallest: towards zero, or away from it.
+    ends = torch.where(upper < 0, upper | 0xFFFF, upper).view(torch.float32)
+    lowest = torch.bucketize(ends.nan_to_num(nan=0.0), between).to(torch.uint8)
+    infinite = torch.tensor([math.inf])
+    return Codebook(values=ordered, middles=torch.cat([between, infinite]), lowest=lowest)
+
+
+_MOMENTS: Final[Mapping[str, bool]] = {"exp_avg": True, "exp_avg_sq": False}
+"""Moments, and whether they have a sign."""
+
+
+class AdamW8BitStates(AdamWStates, TensorByTensor):
+    """AdamW with moments of one byte each; weights must be contiguous.
+
+    2.03 bytes of states per weight, not 8: codes of a dynamic tree, and one fp32 scale for each
+    block of 256 (8-bit optimizers, https://arxiv.org/abs/2110.02861). Each step decodes moments,
+    updates them in fp32 and encodes them to the nearest codes, as bitsandbytes' AdamW8bit does.
+
+    Streamed weights are stepped with these numbers in one pass. By itself it is slow: use
+    bitsandbytes.
+    """
+
+    @staticmethod
+    def create_states(state: MutableMapping[str, Any], numel: int) -> None:
+        """Make those of so many weights before their first step: all zero."""
+        for name, signed in _MOMENTS.items():
+            if name not in state:
+                zero = codebook(signed=signed).zero
+                state[name] = torch.full((numel,), zero, dtype=torch.uint8)
+                state[scale_of(name)] = torch.zeros(-(-numel // BLOCK))
+
+    @staticmethod
+    def decode_states(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """The moments in fp32, 1-D, by name; empty before the first step."""
+        return {
+            name: codebook(signed=signed).decode(state[name], state[scale_of(name)])
+            for name, signed in _MOMENTS.items()
+            if name in state
+        }
+
+    @staticmethod
+    def encode_states(state: MutableMapping[str, Any], moments: Mapping[str, torch.Tensor]) -> None:
+        """Set the moments; those of ``decode_states`` stay what they are."""
+        for name, moment in moments.items():
+            codes, scales = codebook(signed=_MOMENTS[name]).encode_again(moment)
+            state[name].copy_(codes)
+            state[scale_of(name)].copy_(scales)
+
+    @override
+    def _update(self, p: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> None:
+        """As ``update_plainly`` in ``step/host_step.cpp``: each operation is rounded by itself."""
+        weight, gradient, state = p.data.view(-1), grad.reshape(-1), self.state[p]
+        self.create_states(state, weight.numel())
+        state["step"] = step = int(state.get("step", 0)) + 1
+        moments = self.decode_states(state)
+        (beta1, beta2), lr, decay = group["betas"], group["lr"], group["weight_decay"]
+        first_share = float(torch.tensor(1.0 - beta1))
+        kept = float(torch.tensor(1.0) - torch.tensor(first_share))
+        first = moments["exp_avg"] * kept + gradient * first_share
+        second = moments["exp_avg_sq"] * beta2 + gradient * gradient * (1.0 - beta2)
+        root = torch.tensor(math.sqrt(1.0 - math.pow(beta2, step)), dtype=torch.float32)
+        # torch's square root in fp32 is not always the nearest number.
+        below = second.double().sqrt().float() / root + group["eps"]
+        size = -lr / (1.0 - math.pow(beta1, step))
+        weight.copy_(weight * (1.0 - lr * decay) + first * size / below)
+        for name, moment in (("exp_avg", first), ("exp_avg_sq", second)):
+            codes, scales = codebook(signed=_MOMENTS[name]).encode(moment)
+            state[name].copy_(codes)
+            state[scale_of(name)].copy_(scales)
+
+
+def scale_of(moment: str) -> str:
+    """Name of the state that holds the scales of a moment's blocks."""
+    return f"{moment}_scale"

@@ -9,12 +9,10 @@ from typing import Any, Final, cast
 
 import torch
 
-from zerotune.backend.optimizers.adamw_8bit_states import AdamW8BitStates
-from zerotune.backend.optimizers.adamw_bf16_states import AdamWBF16States
-from zerotune.backend.optimizers.classes import Lamb, Lion, Muon
+from zerotune.backend.optimizers.classes import AdamW8BitStates, AdamWBF16States, Lamb, Lion, Muon
 from zerotune.errors import EngineError, MissingDependencyError, OptimizerError
-from zerotune.optimizers.choices import OptimizerChoice, SchedulerChoice
-from zerotune.optimizers.curves import betas_at, lr_at
+from zerotune.optimizers.catalogue import OptimizerChoice, SchedulerChoice
+from zerotune.optimizers.schedules import betas_at, lr_at
 from zerotune.plan.model import ResolvedPlan
 
 CLASSES: Final[Mapping[str, type[torch.optim.Optimizer]]] = {
@@ -128,7 +126,7 @@ def _optimizer_factory(choice: OptimizerChoice) -> Callable[..., Any]:
 
 
 class CurveScheduler:
-    """Sets the learning rate of every group from ``zerotune.optimizers.curves.lr_at``.
+    """Sets the learning rate of every group from ``zerotune.optimizers.schedules.lr_at``.
 
     A group whose rate is a multiple of the optimizer's keeps that multiple all along, or until as
     many steps as ``until`` says for it are taken. Used by the

@@ -15,9 +15,8 @@ import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from zerotune.backend.distributed import ProcessGroup
-from zerotune.backend.layouts import trainable_parameters
-from zerotune.backend.master_weights import Follower, MasterLayout
-from zerotune.backend.optimizers.adamw_bf16_states import AdamWBF16States
+from zerotune.backend.master_weights import Follower, MasterLayout, trainable_parameters
+from zerotune.backend.optimizers.classes import AdamWBF16States
 from zerotune.backend.proof import FastPath, why_disproven, why_unproven
 from zerotune.backend.step.adams import SlabStep, stepper_of, torch_rounds_alike
 from zerotune.backend.step.kernel import HostStepOp, load_host_step
@@ -36,8 +35,7 @@ from zerotune.decisions import Decision, announce
 from zerotune.errors import PlatformError
 from zerotune.plan.model import ResolvedPlan
 from zerotune.platform import MachineProbe
-from zerotune.platform.cores import affinity_here, describe_cpus, read_cpus
-from zerotune.platform.detect import cpu_quota
+from zerotune.platform.detect import affinity_here, cpu_quota, describe_cpus, read_cpus
 
 KEY: Final = "optimizer.step"
 HIDDEN_KEY: Final = "optimizer.step.hidden"

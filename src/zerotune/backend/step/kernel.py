@@ -33,7 +33,7 @@ from zerotune.backend.ops import (
     missing_ninja,
     naming_the_cause,
 )
-from zerotune.backend.optimizers.adamw_8bit_states import Codebook
+from zerotune.backend.optimizers.classes import Codebook
 from zerotune.platform.toolchain import Toolchain, detect_compilers
 
 NAME: Final = "host_step"

@@ -6,8 +6,8 @@ The plan is DeepSpeed's, and so are the bits: those of ZeRO-2 with the optimizer
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -15,23 +15,28 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from typing_extensions import override
 
 from zerotune._util.text import format_size
-from zerotune.backend.checks import Checks, RunningGroup, expected_groups
+from zerotune.backend.checks import DTYPES, Checks, RunningGroup, expected_groups
 from zerotune.backend.deepspeed.engine import replay_adam_steps
 from zerotune.backend.deepspeed.start import (
     compiling,
     join_checked,
 )
-from zerotune.backend.dtypes import DTYPES
 from zerotune.backend.engine import (
     CountingEngine,
     EngineState,
     StepOutcome,
     naming_the_lost,
 )
-from zerotune.backend.layouts import Named
-from zerotune.backend.master_weights import MasterWeights
-from zerotune.backend.optimizers.adamw_8bit_states import AdamW8BitStates
-from zerotune.backend.optimizers.adamw_bf16_states import AdamWBF16States
+from zerotune.backend.master_weights import (
+    Follower,
+    FragmentAddress,
+    MasterLayout,
+    MasterWeights,
+    Named,
+    OptimizerStates,
+    Slab,
+)
+from zerotune.backend.optimizers.classes import AdamW8BitStates, AdamWBF16States
 from zerotune.backend.optimizers.client import (
     CLASSES,
     chosen_optimizer,
@@ -41,20 +46,24 @@ from zerotune.backend.optimizers.client import (
     scheduler_class,
 )
 from zerotune.backend.proof import prove_offload, why_unproven
-from zerotune.backend.step.adams import torch_rounds_alike
+from zerotune.backend.step.adams import SplitMasters, torch_rounds_alike
 from zerotune.backend.step.deferred import ROUNDS_OTHERWISE
 from zerotune.backend.step.kernel import load_host_step
 from zerotune.backend.step.pending import Awaited
 from zerotune.backend.stored import bring_weights
-from zerotune.backend.stream.flat import FlatOrder
 from zerotune.backend.stream.gradients import GradientPool, Gradients, GradientsOfAll
 from zerotune.backend.stream.lanes import Lane
-from zerotune.backend.stream.layout import StreamLayout
-from zerotune.backend.stream.memory import HostMemory
 from zerotune.backend.stream.passes import Passes
 from zerotune.backend.stream.residency import Residency, StreamCounts
 from zerotune.backend.stream.steps import StreamedSteps
-from zerotune.backend.stream.units import Member, Unit, find_units, make_units
+from zerotune.backend.stream.units import (
+    FlatOrder,
+    HostMemory,
+    Member,
+    Unit,
+    find_units,
+    make_units,
+)
 from zerotune.backend.stream.weights import StreamedWeight, release_weight, stream_weight
 from zerotune.decisions import Decision, announce
 from zerotune.errors import EngineError, OptimizerError, PlatformError
@@ -107,7 +116,9 @@ class StreamEngine(CountingEngine):
 
     def _lay_out(self, model: torch.nn.Module) -> Any:
         """Give every parameter its place; the units that each module needs."""
-        self._page_locks = self._device.type != "cpu" and _pins(self._plan)
+        zero = self._plan.plan.zero_optimization
+        page_locks = zero is not None and pins(zero.offload_optimizer)
+        self._page_locks = page_locks and self._device.type != "cpu"
         self._memory = self._make_memory(pin=self._page_locks)
         self._units, needs = make_units(
             model,
@@ -279,7 +290,9 @@ class StreamEngine(CountingEngine):
     def backward(self, loss: torch.Tensor) -> None:
         """Back-propagate a scalar loss, divided by the accumulation steps.
 
-        With clipping off, units are stepped in the last backward pass of their window.
+        With clipping off, units are stepped in the last backward pass of their window. If that
+        pass raises after some units were stepped, the engine refuses to continue until a
+        checkpoint has been loaded.
         """
         self._steps.check_whole()
         if self._at_boundary and self._steps.is_eager and not self._steps.under_way:
@@ -288,9 +301,13 @@ class StreamEngine(CountingEngine):
         self._unfinished = True
         self._steps.begin_backward(is_last=self._at_boundary)
         scaled: Any = loss / self._plan.gradient_accumulation_steps
-        scaled.backward()
-        # Not autograd's own callback, which also runs at the end of a reentrant checkpoint's pass.
-        self._steps.end_backward()
+        try:
+            scaled.backward()
+            # Not autograd's callback, which also runs at the end of a reentrant checkpoint's pass.
+            self._steps.end_backward()
+        except BaseException:
+            self._steps.break_off()
+            raise
 
     @override
     @naming_the_lost
@@ -482,11 +499,6 @@ def _replaced(member: Member) -> EngineError:
     )
 
 
-def _pins(plan: ResolvedPlan) -> bool:
-    zero = plan.plan.zero_optimization
-    return zero is not None and pins(zero.offload_optimizer)
-
-
 def _capacity(streaming: Streaming, units: list[Unit]) -> int:
     """Bytes of the device that streamed units may take."""
     return streaming.capacity([unit.nbytes for unit in units if not unit.resident])
@@ -553,3 +565,111 @@ def require_other_engine(plan: ResolvedPlan) -> None:
             value=AdamW8BitStates.__name__,
             fix="plan.resolve(streamed=True), or AdamW8bit of bitsandbytes",
         )
+
+
+# -- The master weights of streamed units, one slab for each unit and group.
+
+
+class StreamLayout(MasterLayout):
+    """fp32 slabs in host memory, beside the weights that the model computes with.
+
+    Args:
+        units: Those that are trained.
+        optimizer: What steps the slabs.
+        steps: What takes the steps.
+    """
+
+    def __init__(
+        self, *, units: Sequence[Unit], optimizer: torch.optim.Optimizer, steps: StreamedSteps
+    ) -> None:
+        self._units, self._steps, self._optimizer = units, steps, optimizer
+        self._slabs = [slab for unit in units for slab in unit.slabs]
+        addresses = tuple(
+            FragmentAddress(
+                name=part.member.name,
+                shape=tuple(part.member.parameter.shape),
+                start=part.span.start,
+                numel=part.span.stop - part.span.start,
+                slab=index,
+                offset=part.offset,
+            )
+            for index, slab in enumerate(self._slabs)
+            for part in slab.parts
+        )
+        self._places: dict[str, tuple[Unit, Member]] = {
+            member.name: (unit, member) for unit in units for member in unit.members
+        }
+        super().__init__(
+            addresses=addresses,
+            order=tuple(
+                (member.name, tuple(member.parameter.shape))
+                for slab in self._slabs
+                for member in slab.members
+            ),
+        )
+
+    @property
+    @override
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self._optimizer
+
+    @property
+    @override
+    def tensors(self) -> Sequence[torch.Tensor]:
+        return [slab.key for slab in self._slabs]
+
+    @override
+    def masters_of(self, address: FragmentAddress, part: slice) -> torch.Tensor:
+        first, stop, _ = part.indices(address.numel)
+        masters = self._slabs[address.slab].masters
+        return masters.read(slice(address.offset + first, address.offset + stop))
+
+    @override
+    def settle(self) -> None:
+        self._steps.settle()
+
+    @override
+    @contextmanager
+    def reading(self, slab: int) -> Iterator[Slab]:
+        self._steps.check_whole()
+        yield self._opened(slab)
+
+    @override
+    @contextmanager
+    def writing(self, slab: int) -> Iterator[Slab]:
+        # What lies there may be of no step: a checkpoint is loaded over it.
+        opened = self._opened(slab)
+        try:
+            yield opened
+        finally:
+            self._slabs[slab].masters.write(opened.value)
+            opened.states.write_back()
+
+    def _opened(self, slab: int) -> Slab:
+        each = self._slabs[slab]
+        return Slab(value=each.masters.read(), states=OptimizerStates(self._optimizer, each.key))
+
+    @override
+    def expect(self, followers: Sequence[Follower]) -> None:
+        self._steps.expect(followers)
+
+    @override
+    def follow(self, followers: Sequence[Follower]) -> bool:
+        return self._steps.follow(followers)
+
+    @override
+    def in_model(self, address: FragmentAddress) -> torch.Tensor | None:
+        unit, member = self._places[address.name]
+        if unit.resident and unit.is_current:
+            return member.parameter.data.reshape(-1)[address.start : address.stop]
+        # Split, it is the upper half of the master weight itself.
+        split = any(isinstance(slab.masters, SplitMasters) for slab in unit.slabs)
+        return None if split else unit.host[member.span][address.start : address.stop]
+
+    @override
+    def refresh(self) -> None:
+        for unit in self._units:
+            for slab in unit.slabs:
+                if not isinstance(slab.masters, SplitMasters):
+                    unit.host[slab.span].copy_(slab.masters.read())
+        self._steps.refresh()

@@ -10,8 +10,7 @@ import attrs
 import torch
 from typing_extensions import override
 
-from zerotune.backend.stream.memory import HostMemory
-from zerotune.backend.stream.units import Unit, UnitSlab
+from zerotune.backend.stream.units import HostMemory, Unit, UnitSlab
 
 
 @attrs.frozen(eq=False)

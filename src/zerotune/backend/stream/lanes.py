@@ -74,7 +74,7 @@ class Lane:
 
     def submit(
         self,
-        copy: Callable[[], None],
+        copy: Callable[[], object],
         *,
         wait: Callable[[], None] | None = None,
         then: Callable[[], None] | None = None,
@@ -92,7 +92,7 @@ class Lane:
 
     def _run(
         self,
-        copy: Callable[[], None],
+        copy: Callable[[], object],
         wait: Callable[[], None] | None,
         then: Callable[[], None] | None,
         ready: Any,
@@ -106,7 +106,7 @@ class Lane:
             then()
         return event
 
-    def _queue(self, copy: Callable[[], None], ready: Any) -> Any:
+    def _queue(self, copy: Callable[[], object], ready: Any) -> Any:
         """Make the copy, or queue it; the event that is reached when it is complete."""
         with torch.no_grad():
             if self._stream is None:

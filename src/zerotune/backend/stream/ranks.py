@@ -23,7 +23,6 @@ from zerotune.backend.checks import check_alike
 from zerotune.backend.deepspeed.start import join
 from zerotune.backend.stream.engine import KEY, StreamEngine
 from zerotune.backend.stream.lanes import Copy
-from zerotune.backend.stream.memory import HostMemory
 from zerotune.backend.stream.passes import Passes
 from zerotune.backend.stream.sharing import (
     DROPPED,
@@ -34,7 +33,7 @@ from zerotune.backend.stream.sharing import (
     WrittenByAll,
 )
 from zerotune.backend.stream.steps import StreamedSteps, Window
-from zerotune.backend.stream.units import Unit
+from zerotune.backend.stream.units import HostMemory, Unit
 from zerotune.decisions import Decision
 from zerotune.plan.model import ResolvedPlan
 

@@ -24,8 +24,7 @@ from typing_extensions import override
 from zerotune._util.closing import Closable
 from zerotune._util.proc import ENDED
 from zerotune.backend.distributed import ProcessGroup, together
-from zerotune.backend.stream.memory import HostMemory
-from zerotune.backend.stream.units import Unit
+from zerotune.backend.stream.units import HostMemory, Unit
 from zerotune.errors import CollectiveError, EngineError
 from zerotune.plan.model import UNIT_ALIGNED
 

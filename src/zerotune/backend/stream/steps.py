@@ -13,6 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from typing import Any, cast
 
@@ -20,16 +21,14 @@ import attrs
 import torch
 
 from zerotune.backend.master_weights import Follower
-from zerotune.backend.step.adams import stepper_of
+from zerotune.backend.step.adams import SplitMasters, stepper_of
 from zerotune.backend.step.kernel import HostStepOp
-from zerotune.backend.step.masters import SplitMasters
 from zerotune.backend.step.pending import hold, release
-from zerotune.backend.stream.flat import FlatOrder
 from zerotune.backend.stream.gradients import Gradients, Place
 from zerotune.backend.stream.lanes import Copy, Lane
 from zerotune.backend.stream.passes import Passes, UnitPass
 from zerotune.backend.stream.residency import Residency
-from zerotune.backend.stream.units import Unit
+from zerotune.backend.stream.units import FlatOrder, Unit
 from zerotune.errors import EngineError
 from zerotune.plan.memory.estimate import GRADIENTS_UNDER_WAY
 
@@ -254,6 +253,17 @@ class StreamedSteps:
         self._under_way, self._tally = False, _Tally()
         self._expected, self._moved, self.is_spoiled = [], [], False
 
+    def break_off(self) -> None:
+        """Give up the step of a backward pass that raised, if some units were stepped in it."""
+        if not self._under_way:
+            return
+        for window in self._windows.values():
+            if window.landed is not None:
+                # The error that ended the pass is the one to raise.
+                with suppress(BaseException):
+                    window.landed.finish()
+        self.spoil()
+
     def spoil(self) -> None:
         """Give up a step that has written some units, and cannot write the others."""
         self.forget_all()
@@ -267,8 +277,8 @@ class StreamedSteps:
         """
         if self.is_spoiled:
             raise EngineError(
-                "a gradient was not finite after some weights had been stepped in the backward "
-                "pass, so that the weights are of no step",
+                "the backward pass failed, or had a gradient that was not finite, after some "
+                "weights had been stepped in it: the weights are of different steps",
                 key="engine",
                 value="gradient_clipping=0",
                 fix="resume from the last checkpoint; with clipping, steps wait for all gradients",

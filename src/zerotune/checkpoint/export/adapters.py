@@ -32,7 +32,7 @@ from zerotune.backend.adapters import (
     write_lora,
     write_lycoris,
 )
-from zerotune.backend.dtypes import checked_dtype
+from zerotune.backend.checks import checked_dtype
 from zerotune.backend.trained_parts import components
 from zerotune.checkpoint.export.driver import (
     ExportWriter,

@@ -24,9 +24,9 @@ from zerotune.backend.adapters import (
     peft_config,
     trained_adapter,
 )
-from zerotune.backend.dtypes import checked_dtype
+from zerotune.backend.checks import checked_dtype
 from zerotune.backend.trained_parts import components
-from zerotune.backend.unpartitioned import whole_parameter
+from zerotune.backend.upstream import whole_parameter
 from zerotune.checkpoint.contents import model_config, persistent_buffers
 from zerotune.checkpoint.export.driver import (
     SHARD_SIZE,

@@ -13,9 +13,9 @@ import torch
 from zerotune._util.files import system_errors
 from zerotune._util.text import json_of
 from zerotune.backend.adapters import AdapterParameter
-from zerotune.backend.dtypes import checked_dtype
+from zerotune.backend.checks import checked_dtype
 from zerotune.backend.stored import STEMS, StoredTensor, weight_files
-from zerotune.backend.unpartitioned import whole_parameter
+from zerotune.backend.upstream import whole_parameter
 from zerotune.checkpoint.contents import (
     buffer_records,
     model_config,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from zerotune._util.files import sync
-from zerotune.backend.dtypes import checked_dtype
+from zerotune.backend.checks import checked_dtype
 from zerotune.backend.single_file import SUFFIX, SingleFile
 from zerotune.backend.trained_parts import TrainedParts, components
 from zerotune.checkpoint.contents import model_config

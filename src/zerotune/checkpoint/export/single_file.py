@@ -7,16 +7,24 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
 
 from zerotune._util.files import system_errors
 from zerotune._util.text import json_of, listing
-from zerotune.backend.dtypes import checked_dtype
-from zerotune.backend.original_names import ORIGINALS, Original, as_published
-from zerotune.backend.single_file import Places, Shapes, SingleFile, place_rows
+from zerotune.backend.checks import checked_dtype
+from zerotune.backend.single_file import (
+    INDEX,
+    ORIGINALS,
+    Original,
+    Places,
+    Shapes,
+    SingleFile,
+    as_published,
+    place_rows,
+)
 from zerotune.backend.stored import StoredTensor, StoredWeight
 from zerotune.checkpoint.contents import model_config
 from zerotune.checkpoint.export.driver import ExportWriter, Named
@@ -37,10 +45,6 @@ from zerotune.errors import CheckpointCorruptError, CheckpointError, CheckpointM
 
 if TYPE_CHECKING:
     from zerotune.backend.engine import Engine
-
-
-INDEX: Final = "model_index.json"
-"""What makes a folder a pipeline of diffusers."""
 
 
 @attrs.frozen(kw_only=True)

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar, runtime_checkab
 
 import attrs
 
-from zerotune._util.environment import user_cache
 from zerotune._util.files import write_atomically
 from zerotune._util.ownership import has_locks, try_lock
 from zerotune._util.text import is_reproducible, json_of, whole
@@ -35,6 +34,7 @@ from zerotune.diffusion.data.images import (
 )
 from zerotune.errors import DataError
 from zerotune.plan.model import check_letters
+from zerotune.platform.facts import user_cache
 
 if TYPE_CHECKING:
     from PIL.Image import Image

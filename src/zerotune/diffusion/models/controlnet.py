@@ -13,7 +13,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from zerotune.backend.unpartitioned import unpartitioned
+from zerotune.backend.upstream import unpartitioned
 from zerotune.diffusion.data.cache import CacheSettings
 from zerotune.diffusion.data.preparation import REFERENCE_IMAGES
 from zerotune.diffusion.models.declared import (

@@ -19,7 +19,7 @@ import torch
 
 from zerotune._util.text import json_of
 from zerotune.backend.trained_parts import primary_of
-from zerotune.backend.unpartitioned import check_whole, unpartitioned
+from zerotune.backend.upstream import check_whole, unpartitioned
 from zerotune.diffusion.data.cache import hash_weights
 from zerotune.diffusion.data.streams import row_of, stack_named
 from zerotune.diffusion.models.family import Denoiser

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from zerotune.backend.unpartitioned import unpartitioned
+from zerotune.backend.upstream import unpartitioned
 from zerotune.decisions import Decision
 from zerotune.diffusion.data.streams import row_of, stack_named
 from zerotune.diffusion.models.pipeline import pipeline_name

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 import attrs
 
-from zerotune._util.environment import user_cache
 from zerotune._util.text import is_number, json_of
 from zerotune.errors import InvalidValueError
 from zerotune.plan.memory.estimate import (
@@ -20,6 +19,7 @@ from zerotune.plan.memory.estimate import (
     offloads_activations,
 )
 from zerotune.plan.model import ArithmeticFacts, PassWork
+from zerotune.platform.facts import user_cache
 
 if TYPE_CHECKING:
     from zerotune.platform import Platform

@@ -1,1 +1,0 @@
-"""What was read off DeepSpeed and is on file here."""
