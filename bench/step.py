@@ -306,8 +306,8 @@ class EngineLoop(_Loop):
     """zerotune's engine and shadow."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
-        from zerotune.backend.build import build_engine
         from zerotune.ema import EMAShadow
+        from zerotune.training.setup import build_engine
 
         super().__init__(settings)
         self.engine = build_engine(model=self._model, plan=self._resolved())

@@ -89,8 +89,8 @@ class Simulated:
     """A chain of small blocks under the engine, with times of a large one."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
-        from zerotune.backend.build import build_engine
         from zerotune.plan.model import Streaming
+        from zerotune.training.setup import build_engine
 
         self._settings = settings
         count = settings["blocks"]
@@ -245,8 +245,8 @@ class RealSteps:
     """Steps of ``Stack`` under an engine with the optimizer in host memory."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
-        from zerotune.backend.build import build_engine
         from zerotune.plan.model import Streaming
+        from zerotune.training.setup import build_engine
 
         torch.manual_seed(0)
         self._count, width = settings["steps"], settings["width"]

@@ -25,12 +25,12 @@ from typing import Any
 
 import torch
 
-from zerotune.backend.build import build_engine
 from zerotune.errors import ZeroTuneError
 from zerotune.optim import OPTIMIZERS, CapabilityTable, OptimizerResolver
 from zerotune.optim.capability import Cell
 from zerotune.plan.model import DeepSpeedPlan, ModelFacts, Streaming
 from zerotune.platform import detect_platform
+from zerotune.training.setup import build_engine
 
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = ROOT / "src" / "zerotune" / "optim" / "data" / "capabilities.json"

@@ -1,6 +1,5 @@
 # All that the package exports: for type checkers, and for ``zerotune._util.lazy`` at run time.
 
-from zerotune.backend.build import build_engine as build_engine
 from zerotune.backend.engine import Engine as Engine
 from zerotune.backend.schema import plan_schema as plan_schema
 from zerotune.checkpoint import export_adapters as export_adapters
@@ -47,5 +46,6 @@ from zerotune.training import Trainer as Trainer
 from zerotune.training import ValidationImages as ValidationImages
 from zerotune.training import ValidationLoss as ValidationLoss
 from zerotune.training import prepare as prepare
+from zerotune.training.setup import build_engine as build_engine
 
 __version__: str

@@ -12,9 +12,9 @@ def train(file: str, swap: str, steps: int = 2) -> dict[str, Any]:
 
     from tests.support.models import tiny_unet
     from tests.support.runs import unet_loss
-    from zerotune.backend.build import build_engine
     from zerotune.optim import OptimizerResolver
     from zerotune.plan import DeepSpeedPlan, ModelFacts
+    from zerotune.training.setup import build_engine
 
     torch.manual_seed(0)
     model = tiny_unet()

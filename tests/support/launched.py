@@ -10,10 +10,10 @@ from pathlib import Path
 
 import torch
 
-from zerotune.backend.build import build_engine
 from zerotune.backend.distributed import Launch
 from zerotune.optim.resolver import OptimizerResolver
 from zerotune.plan.model import DeepSpeedPlan, ModelFacts
+from zerotune.training.setup import build_engine
 
 
 def main(output: Path) -> None:

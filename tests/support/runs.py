@@ -39,9 +39,9 @@ def build(
     model: Any, plan: Any, *, resolver: Any = None, timeout_s: float = 600.0, **context: Any
 ) -> Any:
     """An engine of a plan that is resolved for this model, in this rank."""
-    from zerotune.backend.build import build_engine
     from zerotune.optim.resolver import OptimizerResolver
     from zerotune.plan.model import ModelFacts
+    from zerotune.training.setup import build_engine
 
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     resolved = plan.resolve(model=ModelFacts.from_module(model), world_size=world_size, **context)

@@ -138,7 +138,7 @@ class PlainEngine(CountingEngine):
     def _place(self, named: Named, plan: ResolvedPlan) -> Named:
         """The master weights by name, in host memory where the plan wants them there."""
         self._host = None
-        if plan.offload_optimizer == "cpu" and self.device.type != "cpu":
+        if plan.offload_optimizer == "cpu" and _has_memory_of_its_own(self.device):
             zero = plan.plan.zero_optimization
             self._host = HostWeights(
                 named,
@@ -518,6 +518,10 @@ class PlainStep(DeferredSteps):
         type(self._optimizer).step.__wrapped__(self._optimizer)  # type: ignore[attr-defined]
         if self._host is not None:
             self._host.upload()
+
+
+def _has_memory_of_its_own(device: torch.device) -> bool:
+    return device.type != "cpu"
 
 
 def _strided(parameters: Iterable[torch.Tensor]) -> str | None:

@@ -80,7 +80,9 @@ def place_rows(
         starts[key] = position
         position += _rows(shape) + 1  # A gap, so that no run leads from one tensor to the next.
     given = {
-        key: torch.arange(start, start + _rows(file[key])).view(_rows_alone(file[key]))
+        key: torch.arange(start, start + _rows(file[key])).view(
+            (*file[key][:1], *(1 for _ in file[key][1:]))
+        )
         for key, start in starts.items()
     }
     converted = _converted(kind, dict(config), given, names=model)
@@ -110,10 +112,6 @@ def _runs(numbers: torch.Tensor, begins: torch.Tensor, keys: list[str]) -> Itera
 
 def _rows(shape: tuple[int, ...]) -> int:
     return shape[0] if shape else 1
-
-
-def _rows_alone(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return (*shape[:1], *(1 for _ in shape[1:]))
 
 
 def _converted(

@@ -190,7 +190,11 @@ def _counted_forward(
 ) -> Iterator[Any]:
     """Run a forward pass, and be counted inside; gives the loss."""
     module.train()
-    with _fused_operators(counts), counts, _beside_data(arguments):
+    tensors = [leaf for leaf in tree_leaves(dict(arguments)) if isinstance(leaf, torch.Tensor)]
+    # A model without data takes arguments that have some only so.
+    beside_data = not all(tensor.is_meta for tensor in tensors)
+    sizes = sizes_only() if beside_data else contextlib.nullcontext()
+    with _fused_operators(counts), counts, sizes:
         output = module(**arguments)
         sample = output[0] if isinstance(output, tuple) else output.sample
         # Z-Image gives one tensor for each sample.
@@ -479,13 +483,6 @@ def _are_alike(blocks: torch.nn.ModuleList) -> bool:
 
     first = description(0, blocks[0])
     return all(description(index, block) == first for index, block in enumerate(blocks))
-
-
-def _beside_data(arguments: Mapping[str, Any]) -> contextlib.AbstractContextManager[None]:
-    """What lets a model without data take arguments that have some, where there are any."""
-    tensors = [leaf for leaf in tree_leaves(dict(arguments)) if isinstance(leaf, torch.Tensor)]
-    whole = all(tensor.is_meta for tensor in tensors)
-    return contextlib.nullcontext() if whole else sizes_only()
 
 
 class _UncompiledMode(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -24,7 +24,6 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from zerotune._util.proc import environment
-from zerotune.backend.build import build_engine
 from zerotune.backend.ops import build_op
 from zerotune.backend.proof import COMMAND, VARIABLE, Combination, Outcome, Proof, describe_error
 from zerotune.backend.step.adams import SlabStep, torch_rounds_alike
@@ -42,6 +41,7 @@ from zerotune.plan.model import DeepSpeedPlan, ModelFacts, Streaming
 from zerotune.plan.resolve import pins_natively
 from zerotune.platform import Platform, detect_platform
 from zerotune.platform.facts import DEEPSPEED_NAMES
+from zerotune.training.setup import build_engine
 
 SECONDS: Final = 30.0
 _PLAIN_ENGINE: Final = 0

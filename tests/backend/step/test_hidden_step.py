@@ -24,10 +24,10 @@ from tests.backend.step.test_host_step import digest, weights_of
 from tests.support.ranks import RanksFailed, ranks, run_ranks
 from tests.support.runs import build
 from zerotune.backend import plain
-from zerotune.backend.build import build_engine
 from zerotune.backend.deepspeed.wrapper import HostStep
 from zerotune.backend.step import deferred, pending
 from zerotune.backend.step.adams import SlabStep
+from zerotune.training.setup import build_engine
 
 pytestmark = pytest.mark.deepspeed
 

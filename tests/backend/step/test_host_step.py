@@ -277,10 +277,10 @@ def test_a_parameter_without_a_gradient_is_not_stepped_with_an_earlier_one(stage
 
 def swapping(folder: str | None, pipelined: bool) -> dict[str, Any]:
     """A run at stage 3 whose sub-groups lie on NVMe, in whose midst others write one of them."""
-    from zerotune.backend.build import build_engine
     from zerotune.ema import EMAShadow
     from zerotune.optim.resolver import OptimizerResolver
     from zerotune.plan.model import DeepSpeedPlan, ModelFacts
+    from zerotune.training.setup import build_engine
 
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(601, 601) for _ in range(4)))

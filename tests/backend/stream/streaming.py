@@ -14,13 +14,13 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from zerotune.backend.build import build_engine
 from zerotune.backend.compilation import Compilation, Compiled
 from zerotune.backend.distributed import Launch
 from zerotune.ema import EMAShadow
 from zerotune.optim import ParameterGroups
 from zerotune.optim.resolver import OptimizerResolver
 from zerotune.plan.model import DeepSpeedPlan, ModelFacts, Streaming
+from zerotune.training.setup import build_engine
 
 BATCH = 2
 

@@ -293,8 +293,8 @@ def test_on_a_device_a_plan_that_does_not_ask_is_not_streamed_and_the_reason_is_
 
 
 def test_a_model_without_repeated_blocks_is_trained_by_deepspeed():
-    from zerotune.backend.build import build_engine
     from zerotune.optim.resolver import OptimizerResolver
+    from zerotune.training.setup import build_engine
 
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
     ready = DeepSpeedPlan.build(stage=2, offload="cpu", precision="bf16").resolve(

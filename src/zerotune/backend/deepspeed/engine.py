@@ -340,7 +340,7 @@ class DeepSpeedEngine(StartedEngine, ZeROEngine):
             *proven,
             *pinned,
             *built,
-            *doubtful_leaf_modules(plan, model),
+            *(doubtful_leaf_modules(plan, model) if plan.stage == 3 else ()),
             *self._wrapper.correct(),
             *improved,
             *stepping,

@@ -638,7 +638,7 @@ def leaf_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def named_leaf_modules(plan: ResolvedPlan, model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Those of the classes that the plan names; none below stage 3."""
+    """Those of the classes that the plan names."""
     classes = _leaf_classes(plan)
     return [
         module
@@ -668,7 +668,7 @@ def doubtful_leaf_modules(plan: ResolvedPlan, model: torch.nn.Module) -> tuple[D
 
 def _leaf_classes(plan: ResolvedPlan) -> list[str]:
     zero = plan.plan.zero_optimization
-    written: Any = zero.extra.get(LEAF_MODULE) if zero is not None and plan.stage == 3 else None
+    written: Any = None if zero is None else zero.extra.get(LEAF_MODULE)
     classes = written.get("classes", ()) if isinstance(written, dict) else ()
     return [classes] if isinstance(classes, str) else [str(name) for name in classes]
 

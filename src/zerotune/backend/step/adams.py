@@ -215,7 +215,8 @@ class _Begun:
     group: Mapping[str, Any]
     index: int
     """Of the group."""
-    places: Places
+    places: Places | None
+    """As of ``Stepper.begin``."""
     state: Mapping[str, Any]
     """What the optimizer keeps for the slab."""
     taken: int
@@ -242,11 +243,9 @@ class Stepper(ABC):
     def __init__(self, *, op: HostStepOp, adam: Any) -> None:
         self._op = op
         self._adam = adam
-        self._noise = Noise()
 
-    def rewind(self) -> None:
+    def rewind(self) -> None:  # noqa: B027 - most steps do not depend on what came before
         """Before the first slab of a ``step``."""
-        self._noise.rewind()
 
     def replay(self, steps: int) -> None:  # noqa: B027 - most count in each tensor's own state
         """Go through the steps that were taken before, as another process did."""
@@ -287,7 +286,7 @@ class Stepper(ABC):
         vectors, tail = self._update(
             _Begun(
                 flat=flat, group=dict(group), index=index, taken=self._count(state), factor=factor,
-                places=places or [(0, self._noise.place(index, masters.numel))], state=state,
+                places=places, state=state,
             )
         )  # fmt: skip
         whole = None if self._has_tail else masters.numel
@@ -315,13 +314,24 @@ class HostBF16Adam(Stepper):
 
     _state_dtype = torch.bfloat16
 
+    def __init__(self, *, op: HostStepOp, adam: Any) -> None:
+        super().__init__(op=op, adam=adam)
+        self._noise = Noise()
+
+    @override
+    def rewind(self) -> None:
+        self._noise.rewind()
+
     @override
     def _update(self, begun: _Begun) -> tuple[Vectors, Tail]:
         numbers, key = _torch_numbers(begun), noise_key(begun.taken, begun.index)
+        places = begun.places or [
+            (0, self._noise.place(begun.index, begun.flat["gradient"].numel()))
+        ]
 
         def runs(part: slice) -> Iterator[tuple[slice, int]]:
             """The part, cut where places begin anew, with these."""
-            for (start, place), (stop, _) in pairwise([*begun.places, (part.stop, 0)]):
+            for (start, place), (stop, _) in pairwise([*places, (part.stop, 0)]):
                 if part.start < stop and start < part.stop:
                     first = max(start, part.start)
                     yield slice(first, min(stop, part.stop)), place + first - start

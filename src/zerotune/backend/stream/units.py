@@ -395,25 +395,18 @@ def find_units(model: torch.nn.Module, named: Sequence[str] = ()) -> NamedModule
     Raises:
         EngineError: A name is of no module with weights.
     """
-    if named:
-        return _named(model, named)
-    return [(name, model.get_submodule(name)) for name in repeated_modules(model)]
-
-
-def _named(model: torch.nn.Module, named: Sequence[str]) -> NamedModules:
+    repeated = [(name, model.get_submodule(name)) for name in repeated_modules(model)]
+    if not named:
+        return repeated
     for each in named:
         if not any(each in (name, type(part).__name__) for name, part in model.named_modules()):
             raise EngineError(
                 "is neither the class nor the dotted name of a module of the model",
                 key="streamed.units",
                 value=each,
-                fix=f"such as {_examples(model)}",
+                fix=f"such as {type(repeated[0][1]).__name__ if repeated else 'Block'!r}",
             )
     return [(name, model.get_submodule(name)) for name in outermost_modules(model, named)]
-
-
-def _examples(model: torch.nn.Module) -> str:
-    return ", ".join(repr(type(part).__name__) for _, part in find_units(model)[:1]) or "'Block'"
 
 
 # -- How ZeRO-2 lays trained parameters out, which its roundings depend on.

@@ -228,15 +228,12 @@ def _published(folder: Path, parts: Mapping[str, Original], *, read: bool) -> Na
     for part, original in parts.items():
         with ModelFolderReader(folder / part) as reader:
             for key, names in original.keys(list(reader.tensors), reader.config or {}).items():
-                tensors = [
-                    reader.tensor(name) if read else _without_values(reader, name) for name in names
-                ]
+                if read:
+                    tensors = [reader.tensor(name) for name in names]
+                else:
+                    stored = [reader.tensors[name] for name in names]
+                    tensors = [torch.empty(s.shape, dtype=s.dtype, device="meta") for s in stored]
                 yield key, as_published(key, tensors)
-
-
-def _without_values(reader: ModelFolderReader, name: str) -> torch.Tensor:
-    stored = reader.tensors[name]
-    return torch.empty(stored.shape, dtype=stored.dtype, device="meta")
 
 
 def _compare_rows(file: Path, folder: Path, *, pipeline: str, parts: Sequence[str]) -> None:
