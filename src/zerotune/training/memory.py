@@ -127,7 +127,7 @@ def counted_apart(
     """Return whether the system's memory figure for this process omits page-locked memory.
 
     Some drivers map it as device memory, which no process is charged for; others as shared or
-    anonymous pagThe test page-locks 16 MiB.ich.
+    anonymous pages. The test page-locks 16 MiB.
 
     Args:
         count: Returns the system's figure in bytes.
@@ -168,8 +168,7 @@ class DeviceFigures:
 
     @property
     def beside(self) -> int:
-        """Return the bytes this process holds outside torch's allocator: context, kernels,
-        libraries.
+        """Bytes this process holds outside torch's allocator: context, kernels, libraries.
 
         The value only grows, because cuBLAS, cuDNN and NCCL are loaded on first use.
         """
@@ -349,9 +348,9 @@ class Limits:
         if peak < has // 2:
             return (
                 f"the plan needs {format_size(peak)} of the {format_size(has)} available "
-                    "to this rank, so something outside the plan used the memory; check "
-                    "other processes, the objective, tensors kept between steps, and the "
-                    "batch"
+                "to this rank, so something outside the plan used the memory; check "
+                "other processes, the objective, tensors kept between steps, and the "
+                "batch"
             ), None
         # What has just failed does not fit, whatever was expected of it.
         if counted == "device":

@@ -1,8 +1,9 @@
 """Run the checks of a ``Proof``: compare each fast path with the plain path on small models.
 
 On a device, random delays are queued on its streams, so that a missing wait shows as a late result.
-On recorded streams, which need no device, each Without a device, streams are recorded, and each
-memory access is checked for an ordering with the access it depends on."""
+Without a device, streams are recorded, and each memory access is checked for an ordering with the
+access it depends on.
+"""
 
 from __future__ import annotations
 
@@ -168,7 +169,9 @@ class Bench:
         if not torch.equal(
             wide.to(self.device).bfloat16().cpu().view(torch.int16), rounded.view(torch.int16)
         ):
-            raise DifferenceError(f"{self.device.type} rounds fp32 to bf16 differently from the host")
+            raise DifferenceError(
+                f"{self.device.type} rounds fp32 to bf16 differently from the host"
+            )
         if not torch_rounds_alike(load_host_step()):
             raise DifferenceError("torch rounds differently from the op host_step")
 
@@ -201,7 +204,9 @@ class Bench:
                 event = side.record_event()
                 event.synchronize()
                 if int(block.min()) != step % 251 or int(block.max()) != step % 251:
-                    raise DifferenceError(f"round {step}: a copy to the host differs from its source")
+                    raise DifferenceError(
+                        f"round {step}: a copy to the host differs from its source"
+                    )
                 back = torch.zeros(_ELEMENTS, dtype=torch.uint8, device=self.device)
                 side.wait_stream(self.streams.current_stream())
                 with self.streams.stream(side):
@@ -409,8 +414,7 @@ class Bench:
             _check_equal(self.left_by(streamed), self.left_by(run), where=where)
 
     def prove_exchange(self) -> float:
-        """Check the same with weights exchanged between ranks beside other collectives, and return
-        the seconds."""
+        """Check the exchange of weights between ranks; return the seconds it took."""
         if not self.platform.deepspeed.available:
             raise NotRunError("DeepSpeed does not run here")
         if self.platform.accelerator != "cpu" and len(self.platform.devices) < _RANKS:

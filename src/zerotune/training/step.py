@@ -46,7 +46,7 @@ class StepClock:
         self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
         self._started = self._now()
         self.current: str | None = None
-        """The current phase, also kept after it raises. ``None``: n``None`` outside of phases."""
+        """The current phase, also kept after it raises. ``None`` outside of phases."""
 
     def start(self) -> None:
         """Start a step."""
@@ -276,8 +276,9 @@ def check_loss(loss: Any) -> None:
         value = f"a tensor of shape {tuple(loss.shape)}"
     elif not loss.requires_grad:
         why, value = (
-            "returns a loss that does not depend on any weight"
-        ), "a tensor without gradient"
+            ("returns a loss that does not depend on any weight"),
+            "a tensor without gradient",
+        )
         fix = "compute it from the output of model(...), without torch.no_grad() or detach(), "
         fix += "and train at least one weight"
     else:
@@ -326,8 +327,8 @@ class NonFinite:
             key=self.what,
             value=self.value,
             fix=f"lower the learning rate (now {self.lr:g}), check for bad samples, clip "
-                "gradients, or use bf16 or fp32 instead of fp16; then resume from a "
-                "checkpoint",
+            "gradients, or use bf16 or fp32 instead of fp16; then resume from a "
+            "checkpoint",
         )
 
 
@@ -336,11 +337,11 @@ class NonFinitePolicy(Protocol):
     """Policy for non-finite steps; every rank decides the same."""
 
     def judge(self, found: NonFinite) -> None:
-        """Raise, or return to drop the step on all ranks.Must not be collective."""
+        """Raise, or return to drop the step on all ranks.ive."""
         ...
 
     def settle(self, trainer: RunView, metrics: StepMetrics) -> None:
-        """Called after every step, including drMay be collective."""
+        """Called after every step, including dropped ones."""
         ...
 
 
@@ -394,11 +395,13 @@ class RollBackNonFinite:
     """Drop bad steps and, after several in a row, roll back to the newest finite checkpoint.
 
     Weights, optimizer, schedule, step and EMA are loaded from the newest checkpoint without NaN or
-    infinity. The datData and random numbers continue from their current position, because repeating
-    the same batches would fail again.rgs:
+    infinity. Data and random numbers continue from their current position, because repeating the
+    same batches would fail again.
+
+    Args:
         root: Checkpoint folder of ``SaveEvery``.
-        after: Consecutive bad steps before a rollback; 1 or morIf the weights contain a bad update,
-            the rollback is immediate.ce.
+        after: Consecutive bad steps before a rollback; 1 or more. If the weights contain a bad
+            update, the rollback is immediate.
         most: Maximum number of rollbacks; one more raises.
     """
 
@@ -431,9 +434,7 @@ class RollBackNonFinite:
         look = f"check for a checkpoint in {self._root}"
         path = together(group, look, lambda: self._newest(group.is_main))[0]
         if path is None:
-            raise latest.error(
-                because=f", and {self._root} holds no finite checkpoint"
-            )
+            raise latest.error(because=f", and {self._root} holds no finite checkpoint")
         self.rolled_back += 1
         self._in_a_row, self._latest = 0, None
         trainer.roll_back(path, reason=str(latest))

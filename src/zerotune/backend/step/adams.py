@@ -31,6 +31,7 @@ from zerotune.backend.optimizers.classes import (
     scale_of,
     update_chunk,
 )
+from zerotune.backend.optimizers.client import STOPPED
 from zerotune.backend.step.kernel import (
     AdamNumbers,
     Average,
@@ -195,15 +196,30 @@ class SlabStep:
                 self.out[last].copy_(weight)
 
 
-def no_step(slab: torch.Tensor) -> SlabStep:
-    """Of a slab without a gradient, which torch leaves as it is; averages still follow it."""
-    masters = WholeMasters(slab.data.view(-1))
+def no_step(masters: Masters, out: torch.Tensor | None = None) -> SlabStep:
+    """Of a slab whose weights stay as they are; averages still follow them.
+
+    Args:
+        masters: The weights.
+        out: As ``SlabStep.out``, which nothing may have written since the engine started.
+    """
 
     def follow(part: slice, averages: Sequence[Average]) -> None:
+        if out is None and not averages:
+            return
+        weight = masters.read(part)
         for average in averages:
-            average.shadow[: part.stop - part.start].lerp_(masters.weight[part], average.weight)
+            average.shadow[: part.stop - part.start].lerp_(weight, average.weight)
+        if out is not None:
+            out[part].copy_(weight)
 
-    return SlabStep(masters=masters, out=None, vectors=follow, tail=lambda _part, _weight: None)
+    return SlabStep(
+        masters=masters,
+        out=out,
+        vectors=follow,
+        tail=lambda _part, _weight: None,
+        whole=masters.numel,
+    )
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -277,6 +293,9 @@ class Stepper(ABC):
         out = None if out is None else out.data.view(-1)
         masters = masters or WholeMasters(slab.data.view(-1))
         index = next(i for i, each in enumerate(self._adam.param_groups) if each is group)
+        if group.get(STOPPED):
+            self._count(state)
+            return no_step(masters, out)
         flat = {
             **masters.tensors,
             **{name: state[name].view(-1) for name in _ADAM_MOMENTS},
