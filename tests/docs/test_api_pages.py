@@ -38,4 +38,4 @@ def test_every_link_of_a_page_leads_to_one(api, tmp_path):
         links = re.findall(r"\]\(([\w.]+\.md)\)", path.read_text())
         assert set(links) <= names, path.name
     index = (tmp_path / "api" / "zerotune.plan.md").read_text()
-    assert "| [OffloadSection](zerotune.plan.OffloadSection.md) |" in index
+    assert "| [Workload](zerotune.plan.Workload.md) |" in index

@@ -14,8 +14,7 @@ from zerotune._util.palette import component_colours
 from zerotune.errors import DataError, MissingDependencyError
 from zerotune.plan import DeepSpeedPlan
 from zerotune.platform import Platform
-from zerotune.training import plot_loss
-from zerotune.training.report import Record, plot_report
+from zerotune.training.report import Record, plot_loss, plot_report
 
 
 def test_rates_and_rows_are_plain_arithmetic():

@@ -243,8 +243,8 @@ def model_facts(
 ) -> ModelFacts:
     """Names and shapes of a model's parameters, and the memory its activations take.
 
-    A configuration that is one of ``zerotune.plan.family_names()`` is looked up. Any other is
-    counted once, which takes a few seconds, and then remembered in the user's cache.
+    A configuration that is one of ``zerotune.plan.families.family_names()`` is looked up. Any
+    other is counted once, which takes a few seconds, and then remembered in the user's cache.
 
     Args:
         source: A module on any device; a diffusers configuration (a mapping with

@@ -16,7 +16,7 @@ from zerotune._util.text import format_size
 from zerotune.backend.proof import prove_first
 from zerotune.decisions import Decision
 from zerotune.diffusion.activations import ActivationOffload
-from zerotune.diffusion.data import BucketedDataset
+from zerotune.diffusion.data.streams import BucketedDataset
 from zerotune.diffusion.facts import example_inputs, frames_per_latent, latent_scale
 from zerotune.diffusion.passes import CALLS, KINDS, Pass, both_passes, counting
 from zerotune.errors import InvalidValueError, ZeroTuneError
@@ -257,7 +257,7 @@ def _needed(engine: Engine, data: Any) -> tuple[bool, str]:
     if room >= positions * _PER_POSITION:
         return False, (
             f"the {format_size(room)} left over are more than any model's activations at "
-                f"{positions} input positions"
+            f"{positions} input positions"
         )
     measured = known_activations(model, data, batch=plan.micro_batch_size, checkpointed=False)
     if measured.facts is None:

@@ -131,7 +131,7 @@ class EmbeddedPlan(Closing):
         if self._platform.accelerator != "cpu":
             raise EngineError(
                 "accelerate launch --cpu was used, but DeepSpeed uses "
-                    f"{self._platform.accelerator} on this machine",
+                f"{self._platform.accelerator} on this machine",
                 key="ACCELERATE_USE_CPU",
                 value=os.environ["ACCELERATE_USE_CPU"],
                 fix="omit --cpu, or set DS_ACCELERATOR=cpu in the environment as well",
@@ -145,7 +145,7 @@ class EmbeddedPlan(Closing):
                     before="several",
                     after=1,
                     reason="accelerate launch --cpu starts one process, whatever "
-                        "--num_processes is",
+                    "--num_processes is",
                     fix="start several with torchrun --nproc-per-node",
                     severity="warning",
                 )
@@ -369,7 +369,7 @@ class EmbeddedPlan(Closing):
         if launched.launched and launched.world_size != self.plan.world_size:
             raise EngineError(
                 f"the plan was resolved for {self.plan.world_size} processes, but the "
-                    f"trainer then started {launched.world_size} itself",
+                f"trainer then started {launched.world_size} itself",
                 key="world_size",
                 value=launched.world_size,
                 fix="start the script with torchrun",
@@ -396,13 +396,13 @@ class EmbeddedPlan(Closing):
         name = differing[0]
         raise EngineError(
             f"the trainer prepared a different model: {len(differing)} parameters differ "
-                f"from the plan's. For example {name} is "
-                f"{_parameter_words(planned.get(name))} in the plan and "
-                f"{_parameter_words(trained.get(name))} in the trained model",
+            f"from the plan's. For example {name} is "
+            f"{_parameter_words(planned.get(name))} in the plan and "
+            f"{_parameter_words(trained.get(name))} in the trained model",
             key="EmbeddedPlan.attach",
             value=type(module).__name__,
             fix="create the EmbeddedPlan with a model of the same configuration, adapters "
-                "and frozen parts as the trained one",
+            "and frozen parts as the trained one",
         )
 
     @property

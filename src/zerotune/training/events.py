@@ -69,8 +69,7 @@ class Callback:
         """Called after each optimizer step and its EMA update."""
 
     def on_stop(self, trainer: RunView, reason: str) -> None:
-        """Called when ``fit`` stops early: a signal, the time limit, or ``trainer.request_stop``.
-        """
+        """Called when ``fit`` stops early: a signal, the time limit, or ``trainer.request_stop``."""
 
     def on_finish(self, trainer: RunView) -> None:
         """Called when ``fit`` has reached its goal."""
@@ -91,8 +90,7 @@ class Callback:
         """Called with values measured at this step, such as a validation loss."""
 
     def on_images(self, trainer: RunView, name: str, images: torch.Tensor) -> None:
-        """Called with images (n, c, h, w) in [-1, 1] sampled at this step, such as for validation.
-        """
+        """Called with images (n, c, h, w) in [-1, 1] sampled at this step, such as for validation."""
 
 
 # -- Metrics on disk: one line of JSON per optimizer step.
@@ -178,8 +176,8 @@ class MetricsFile(Callback):
                 before=str(self._path),
                 after=None,
                 reason=f"metrics cannot be written ({error.strerror or error}), so training "
-                    "continues without them; free space or make the folder writable, and the "
-                    "next fit or resume writes again",
+                "continues without them; free space or make the folder writable, and the "
+                "next fit or resume writes again",
                 severity="warning",
             )
             announce((lost,), rank=0)
@@ -253,7 +251,7 @@ def _set_aside(path: Path) -> None:
         before=str(path),
         after=str(aside),
         reason="it holds the steps of an earlier run and this run begins at step 0, so it was "
-            "renamed; resume from a checkpoint to continue the file",
+        "renamed; resume from a checkpoint to continue the file",
         severity="warning",
     )
     announce((kept,), rank=0)

@@ -349,9 +349,9 @@ class Limits:
         if peak < has // 2:
             return (
                 f"the plan needs {format_size(peak)} of the {format_size(has)} available "
-                    "to this rank, so something outside the plan used the memory; check "
-                    "other processes, the objective, tensors kept between steps, and the "
-                    "batch"
+                "to this rank, so something outside the plan used the memory; check "
+                "other processes, the objective, tensors kept between steps, and the "
+                "batch"
             ), None
         # What has just failed does not fit, whatever was expected of it.
         if counted == "device":

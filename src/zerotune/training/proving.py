@@ -168,7 +168,9 @@ class Bench:
         if not torch.equal(
             wide.to(self.device).bfloat16().cpu().view(torch.int16), rounded.view(torch.int16)
         ):
-            raise DifferenceError(f"{self.device.type} rounds fp32 to bf16 differently from the host")
+            raise DifferenceError(
+                f"{self.device.type} rounds fp32 to bf16 differently from the host"
+            )
         if not torch_rounds_alike(load_host_step()):
             raise DifferenceError("torch rounds differently from the op host_step")
 
@@ -201,7 +203,9 @@ class Bench:
                 event = side.record_event()
                 event.synchronize()
                 if int(block.min()) != step % 251 or int(block.max()) != step % 251:
-                    raise DifferenceError(f"round {step}: a copy to the host differs from its source")
+                    raise DifferenceError(
+                        f"round {step}: a copy to the host differs from its source"
+                    )
                 back = torch.zeros(_ELEMENTS, dtype=torch.uint8, device=self.device)
                 side.wait_stream(self.streams.current_stream())
                 with self.streams.stream(side):

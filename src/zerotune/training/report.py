@@ -439,7 +439,7 @@ def bounds(
     """Return the bottleneck of each phase, largest phase first.
 
     Bytes are the minimum that the plan's engine moves. If a phase does several things, the slowest
-    is named. WhTransfers that overlap with computation are not charged to it.   """
+    is named. WhTransfers that overlap with computation are not charged to it."""
     if steps <= 0 or seconds <= 0:
         return ()
     each = {name: value / steps for name, value in phases.items()}

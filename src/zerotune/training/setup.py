@@ -21,15 +21,9 @@ from zerotune.backend.stream.engine import StreamEngine, require_other_engine, w
 from zerotune.backend.stream.ranks import SharedStreamEngine, why_not_together
 from zerotune.backend.trained_parts import TrainedParts
 from zerotune.decisions import announce
-from zerotune.diffusion.data import (
-    BatchStream,
-    BucketedDataset,
-    BucketStream,
-    DataStream,
-    ImageSource,
-    ImageTensors,
-    RepeatedBatches,
-)
+from zerotune.diffusion.data import BucketStream, DataStream, ImageTensors
+from zerotune.diffusion.data.sources import ImageSource
+from zerotune.diffusion.data.streams import BatchStream, BucketedDataset, RepeatedBatches
 from zerotune.diffusion.models.family import Unconditional
 from zerotune.diffusion.pretrained import Pretrained
 from zerotune.errors import DataError, InvalidValueError
@@ -110,7 +104,7 @@ def prepare(
         OffloadManager,
         key="offload",
         write="OffloadManager(); the plan sets what is offloaded: "
-            'DeepSpeedPlan.build(offload="cpu")',
+        'DeepSpeedPlan.build(offload="cpu")',
     )
     check_kind(run, RunFacts, key="run", write="RunFacts(…), or omit it")
     check_kind(platform, Platform, key="platform", write="zerotune.detect_platform()")
@@ -475,7 +469,7 @@ def _only_photos(data: Any) -> DataError:
         key="data",
         value=data if path else type(data).__name__,
         fix=f"data=PreparedImages({source}, buckets=AspectBuckets(area=1024 * 1024)), or "
-            "encode_dataset of that, which encodes latents and text embeddings once",
+        "encode_dataset of that, which encodes latents and text embeddings once",
     )
 
 
@@ -505,7 +499,7 @@ def check_named(batch: Any, *, key: str) -> None:
                 key=key,
                 value=odd,
                 fix="encode them first (zerotune.encode_dataset, or PreparedImages over "
-                    'DatasetImages(dataset, image="image", caption="text")), or omit them',
+                'DatasetImages(dataset, image="image", caption="text")), or omit them',
             )
         return
     kinds = [type(each).__name__ for each in batch] if isinstance(batch, list | tuple) else []
@@ -531,6 +525,6 @@ def _dict_instead(batch: Any) -> str:
     if pair:
         return (
             'return {"images": …, "labels": …} with images (c, h, w) in [-1, 1], or use '
-                "ImageTensors(images=…, labels=…)"
+            "ImageTensors(images=…, labels=…)"
         )
     return 'return {"images": …}, images (c, h, w) in [-1, 1], or use ImageTensors(images=…)'

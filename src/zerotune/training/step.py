@@ -25,7 +25,7 @@ from zerotune.training.setup import check_named
 
 if TYPE_CHECKING:
     from zerotune.backend.engine import Engine
-    from zerotune.diffusion.data import Batch, BatchStream
+    from zerotune.diffusion.data.streams import Batch, BatchStream
     from zerotune.diffusion.objective import Objective
     from zerotune.training.events import RunView
 
@@ -276,8 +276,9 @@ def check_loss(loss: Any) -> None:
         value = f"a tensor of shape {tuple(loss.shape)}"
     elif not loss.requires_grad:
         why, value = (
-            "returns a loss that does not depend on any weight"
-        ), "a tensor without gradient"
+            ("returns a loss that does not depend on any weight"),
+            "a tensor without gradient",
+        )
         fix = "compute it from the output of model(...), without torch.no_grad() or detach(), "
         fix += "and train at least one weight"
     else:
@@ -326,8 +327,8 @@ class NonFinite:
             key=self.what,
             value=self.value,
             fix=f"lower the learning rate (now {self.lr:g}), check for bad samples, clip "
-                "gradients, or use bf16 or fp32 instead of fp16; then resume from a "
-                "checkpoint",
+            "gradients, or use bf16 or fp32 instead of fp16; then resume from a "
+            "checkpoint",
         )
 
 
@@ -431,9 +432,7 @@ class RollBackNonFinite:
         look = f"check for a checkpoint in {self._root}"
         path = together(group, look, lambda: self._newest(group.is_main))[0]
         if path is None:
-            raise latest.error(
-                because=f", and {self._root} holds no finite checkpoint"
-            )
+            raise latest.error(because=f", and {self._root} holds no finite checkpoint")
         self.rolled_back += 1
         self._in_a_row, self._latest = 0, None
         trainer.roll_back(path, reason=str(latest))

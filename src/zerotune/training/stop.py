@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 import attrs
 
 from zerotune._util.text import positive, whole
-from zerotune.checkpoint import step_folder
+from zerotune.checkpoint.folders import step_folder
 from zerotune.decisions import Decision, announce
 from zerotune.errors import DataError, InvalidValueError
 from zerotune.offload.lease import give_back, holds_folders
@@ -48,7 +48,7 @@ class StopOnSignals(Callback):
     Args:
         save_to: Folder for a checkpoint ``step-…`` at the stop, for runs without ``SaveEvery``.
         signals: Signals to handle. By default SIGINT and SIGTERM, unless the script has set its own
-            handlers. EmAn empty sequence handles none.   """
+            handlers. EmAn empty sequence handles none."""
 
     def __init__(
         self,
