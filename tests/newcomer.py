@@ -25,7 +25,7 @@ PAGE = DOCS / "quickstart.md"
 CAUGHT = "nvme-optimizer-below-stage-3"
 """What is wrong with the page's configuration."""
 FIRST_STEP = r"^step +1/"
-GOES_ON = r"^step: 0 -> 20 \(epoch 6, after 0 of 4 micro batches; goes on from "
+GOES_ON = r"^step: 0 -> 20 \(epoch 6, after 0 of 4 micro batches; continues from "
 """What the trainer says of the checkpoint that the page's first script wrote."""
 
 

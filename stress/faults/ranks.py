@@ -428,7 +428,7 @@ def check_blame(work: Path, fault: Fault, survivors: list[int]) -> None:
         for line in path.read_text().splitlines():
             for rank in survivors:
                 blamed = re.search(
-                    rf"[Rr]ank {rank} (failed|stopped or ended|is stopped)", line
+                    rf"[Rr]ank {rank} (failed|stopped or exited|is stopped)", line
                 ) or re.search(rf"^(?!.*\b{fault.lost}\b).*[Rr]ank {rank} has ended", line)
                 if blamed:
                     raise Found("misnamed", f"{fault}: rank {rank} is blamed: {told(work)}")

@@ -278,7 +278,7 @@ def test_copies_that_are_waited_for_give_the_same_gradients_and_a_decision() -> 
     assert offload.counts.stored > 3
     (decision,) = offload.decisions
     assert (decision.after, "unproven here" in decision.reason) == (
-        "host, each copy waited for",
+        "host, with synchronous copies",
         True,
     )
 

@@ -208,7 +208,7 @@ def test_files_that_cannot_be_read_are_refused_with_what_to_give(folders, tmp_pa
     assert "of no model that diffusers knows" in refusal(config=None)
     assert "are scaled" in refusal({"scaled_fp8": torch.ones(2)})
     assert "diffusers' converter reads the file" in refusal(config=folders["flux"])
-    assert "config= is for such files alone" in refusal(path=folders["sd3"])
+    assert "config= applies only to such files" in refusal(path=folders["sd3"])
     assert "is not there" in refusal(path=tmp_path / "none.safetensors")
     bare = no_weights(folders["sd3"], tmp_path / "bare")
     message = refusal(parts=True, config=bare)
@@ -216,7 +216,7 @@ def test_files_that_cannot_be_read_are_refused_with_what_to_give(folders, tmp_pa
     big = {f"{MODEL}joint_blocks.37.x_block.mlp.fc1.weight": torch.ones(2, 2)}
     message = refusal(big, config=None)
     assert "stabilityai/stable-diffusion-3.5-large could not be had" in message
-    assert "give the folder of a download of stabilityai/stable-diffusion-3.5-large" in message
+    assert "pass a downloaded folder of stabilityai/stable-diffusion-3.5-large" in message
 
 
 @ranks(1)

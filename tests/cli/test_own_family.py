@@ -87,8 +87,8 @@ def test_init_writes_its_script(folder, tmp_path, capsys):
     [
         ("nowhere_at_all:Family", "cannot be imported"),
         ("families_page:Nothing", "cannot be imported"),
-        ("zerotune.plan:DeepSpeedPlan", "is no family"),
-        (OWN, "does not say what its model is"),
+        ("zerotune.plan:DeepSpeedPlan", "is not a family"),
+        (OWN, "does not name its model"),
     ],
 )
 def test_a_class_that_cannot_be_costed_is_named(folder, capsys, name, why):

@@ -81,7 +81,7 @@ def test_which_encoders_are_trained_is_checked(tmp_path):
         load_pretrained(folder, text_encoders=["text_encoder_3"])
     with pytest.raises(InvalidValueError, match="is not a loaded text encoder"):
         load_pretrained(folder, text_encoders=["text_encoder"], leave_out=["text_encoder"])
-    with pytest.raises(InvalidValueError, match="leave parts=False out"):
+    with pytest.raises(InvalidValueError, match="omit parts=False"):
         load_pretrained(folder, text_encoders=True, parts=False)
     both = load_pretrained(folder, text_encoders=["text_encoder", "text_encoder_2"])
     assert both.model.names == ("transformer", "text_encoder", "text_encoder_2")

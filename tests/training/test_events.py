@@ -68,7 +68,7 @@ def test_only_rank_0_writes(tmp_path):
 def test_somebody_elses_file_is_not_touched(notes, first, tmp_path):
     path = tmp_path / "notes.txt"
     path.write_text(notes)
-    with pytest.raises(InvalidValueError, match="not written to"):
+    with pytest.raises(InvalidValueError, match="not overwritten"):
         drive(MetricsFile(path), steps=range(first, 6))
     assert path.read_text() == notes
 
@@ -164,7 +164,9 @@ def test_another_encoding_is_refused_by_name(tmp_path, encoding):
     path.write_text("m\u00e9tr\u00ecques\n", encoding=encoding)
     before = path.read_bytes()
     for first in (1, 5):
-        with pytest.raises(InvalidValueError, match=r"metrics\.jsonl.*Fix: name another file"):
+        with pytest.raises(
+            InvalidValueError, match=r"metrics\.jsonl.*Fix: choose another file name"
+        ):
             drive(MetricsFile(path), steps=range(first, 6))
     with pytest.raises(DataError, match=r"metrics\.jsonl.*not UTF-8"):
         read_metrics(path)
@@ -173,7 +175,7 @@ def test_another_encoding_is_refused_by_name(tmp_path, encoding):
 
 @pytest.mark.parametrize("name", ["null\0", "half \ud800"])
 def test_a_path_that_cannot_be_is_refused(name, tmp_path):
-    with pytest.raises(InvalidValueError, match="is no place for metrics"):
+    with pytest.raises(InvalidValueError, match="cannot hold a metrics file"):
         drive(MetricsFile(tmp_path / name), steps=range(1, 2))
     with pytest.raises(DataError, match="cannot be read"):
         read_metrics(tmp_path / name)
@@ -187,5 +189,5 @@ def test_no_pipe_is_waited_for(tmp_path):
 
 
 def test_what_is_no_file_is_refused(tmp_path):
-    with pytest.raises(InvalidValueError, match="holds something else than metrics"):
+    with pytest.raises(InvalidValueError, match="is not a metrics file"):
         drive(MetricsFile(tmp_path), steps=range(1, 2))

@@ -188,7 +188,9 @@ def test_the_watchdog_finds_a_stopped_rank_without_its_last_word(tmp_path, lost)
     with pytest.raises(RanksFailed, match=f"rank {1 - lost}: died with exit code {EXIT_CODE}"):
         run_ranks(faulty.losing, str(tmp_path), lost, faulty.STOP, True, world_size=2)
     pid, message = (tmp_path / "pid").read_text(), (tmp_path / "ended").read_text()
-    assert message.startswith(f"rank {lost} stopped or ended without a word and the others wait")
+    assert message.startswith(
+        f"rank {lost} stopped or exited without an error and the other ranks wait"
+    )
     assert f"rank {lost} is stopped (process {pid}); it was" in message
     assert "kill -CONT" in message
 
@@ -198,7 +200,9 @@ def test_no_watchdog_takes_another_one_that_ended_its_rank_for_the_fault(tmp_pat
         run_ranks(faulty.losing, str(tmp_path), 1, faulty.STOP, True, world_size=3)
     for rank in (0, 2):
         message = (tmp_path / f"ended-{rank}").read_text()
-        assert message.startswith("rank 1 stopped or ended without a word and the others wait")
+        assert message.startswith(
+            "rank 1 stopped or exited without an error and the other ranks wait"
+        )
 
 
 @pytest.mark.deepspeed
@@ -277,7 +281,7 @@ def test_a_silent_rank_of_another_machine_is_told_by_its_silence():
     assert "rank 1 has not been heard of for 20 s; it was in forward at step 3" in text
     assert beat(1)._aged(silent_s=2, ended=None, interval_s=1) == beat(1), "a pause is no end"
     let_down = beat(0, failed="CollectiveError: a rank was lost", let_down=True, done=True)
-    assert _message([let_down, beat(1)], 2, 8).startswith("a rank was lost and the others wait")
+    assert _message([let_down, beat(1)], 2, 8).startswith("a rank failed and the others wait")
 
 
 def interrupted(*_):

@@ -74,7 +74,7 @@ def test_a_plan_may_be_a_dict_or_a_path(tmp_path: Path) -> None:
     assert as_plan(PLAN) is PLAN
     with pytest.raises(PlanFileError):
         as_plan(tmp_path / "none.json")
-    with pytest.raises(InvalidValueError, match="is no plan"):
+    with pytest.raises(InvalidValueError, match="is not a plan"):
         as_plan(3)
 
 
@@ -90,7 +90,7 @@ class Pipeline:
         ("models/sdxl", r"load_pretrained\('models/sdxl'\)"),
         (Path("models/sdxl"), "load_pretrained"),
         (Pipeline(), r"whole pipeline.*load_pretrained.*pipeline\.unet"),
-        (3, "is no torch"),
+        (3, "is not a torch"),
     ],
 )
 def test_what_is_no_model_is_told_how_to_become_one(model: Any, words: str) -> None:
@@ -104,7 +104,7 @@ def test_what_is_no_model_is_told_how_to_become_one(model: Any, words: str) -> N
         (torch.optim.SGD([torch.zeros(1)], lr=1.0), r"optimizer = 'SGD'.*build\(optimizer=\"SGD\""),
         (torch.optim.AdamW, r"AdamW.*resolver=OptimizerResolver"),
         ("Lion", r'build\(optimizer="Lion"'),
-        ({"type": "AdamW"}, "is no OptimizerResolver"),
+        ({"type": "AdamW"}, "is not an OptimizerResolver"),
         (zerotune.OptimizerResolver(), "write resolver="),
     ],
 )
@@ -142,11 +142,11 @@ def no_batch(model: Any, generator: Any) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("argument", "given", "words"),
     [
-        ("ema", True, r"ema = True: says no decay.*ema=0\.9999"),
-        ("ema", False, "leave it out"),
+        ("ema", True, r"ema = True: does not set a decay.*ema=0\.9999"),
+        ("ema", False, "omit it"),
         ("ema", Following(), r"ema = 'Following'.*EMAShadow\(decay=0\.99\)"),
         ("ema", EMAShadow, "ema = 'EMAShadow'"),
-        ("objective", "flow", r"cannot be called.*FlowMatchingObjective\(family="),
+        ("objective", "flow", r"is not callable.*FlowMatchingObjective\(family="),
         ("objective", zerotune.FlowMatchingObjective, r"is a class.*FlowMatchingObjective\(…\)"),
         ("objective", DDPMScheduler(), r"'DDPMScheduler': is a scheduler.*DenoisingObjective"),
         ("objective", FlowMatchEulerDiscreteScheduler(), "is a scheduler.*FlowMatchingObjective"),
@@ -155,14 +155,14 @@ def no_batch(model: Any, generator: Any) -> torch.Tensor:
         ("callbacks", [print], "'print': has no on_fit_start"),
         ("data", "photos", r"PreparedImages\(ImageFolder\('photos'\)"),
         ("data", Path("photos"), r"PreparedImages\(ImageFolder\('photos'\)"),
-        ("data", Photos(), r"images of any size.*PreparedImages\(Photos"),
+        ("data", Photos(), r"images of different sizes.*PreparedImages\(Photos"),
         ("non_finite", "skip", r"is no NonFinitePolicy.*SkipNonFinite\(\)"),
         ("non_finite", SkipNonFinite, "is a class"),
         ("activations", True, r"ActivationOffload\(\)"),
-        ("offload", "cpu", r"what is offloaded stands in the plan"),
+        ("offload", "cpu", r"the plan sets what is offloaded"),
         ("run", {"steps": 3}, "RunFacts"),
         ("platform", "cuda", r"detect_platform\(\)"),
-        ("plan", None, "is no plan"),
+        ("plan", None, "is not a plan"),
     ],
 )
 def test_what_a_trainer_cannot_use_is_answered_before_anything_starts(
@@ -178,10 +178,10 @@ def test_what_a_trainer_cannot_use_is_answered_before_anything_starts(
 @pytest.mark.parametrize(
     ("loss", "words"),
     [
-        (torch.ones(2, requires_grad=True), r"shape \(2,\)': gives more than one number.*mean"),
-        (0.5, r"'float': gives no tensor.*not loss\.item\(\)"),
-        (None, "'NoneType': gives no tensor"),
-        (torch.ones(()), "no weight had a part in.*without torch.no_grad"),
+        (torch.ones(2, requires_grad=True), r"shape \(2,\)': returns more than one number.*mean"),
+        (0.5, r"'float': does not return a tensor.*not loss\.item\(\)"),
+        (None, "'NoneType': does not return a tensor"),
+        (torch.ones(()), "does not depend on any weight.*without torch.no_grad"),
     ],
 )
 def test_a_loss_that_cannot_be_back_propagated_is_answered(loss: Any, words: str) -> None:
@@ -220,7 +220,7 @@ def test_what_is_exported_and_when_is_answered(tmp_path: Path) -> None:
     folder = tmp_path / "after"
     calls = [partial(trainer.fit, steps=1), partial(trainer.export, folder)]
     for call in (*calls, partial(trainer.save, folder), partial(trainer.resume, folder)):
-        refused(call, "this trainer is closed", "a new Trainer goes on")
+        refused(call, "this trainer is closed", "a new Trainer continues")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -250,7 +250,7 @@ def test_a_model_of_texts_or_labels_is_not_trained_without_an_objective_for_it()
     refused(pipelines.unet(cross_attention_dim=8), r"objective = None:.*loaded\.objective\(\)")
     without = {"objective": zerotune.FlowMatchingObjective()}
     refused(pipelines.sd3_transformer(), "objective = 'FlowMatching.*the objective's", **without)
-    refused(pipelines.flux_transformer(), "the default objective gives it noisy images alone")
+    refused(pipelines.flux_transformer(), "the default objective passes only noisy images")
     refused(tiny_unet(), r"class_labels.*ClassConditional\(\)")
 
 

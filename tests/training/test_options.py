@@ -71,7 +71,7 @@ def _check_report(report, folder):
     assert optimizer.nbytes == 32 * report.estimate.resolved.model.numel
     assert 0 < optimizer.rate < 10 * optimizer.reference
     text = report.render()
-    assert "what the step waits for:" in text
+    assert "bottleneck of each phase:" in text
     assert "operators, profiled:" in text
     data = json.loads((folder / "report.json").read_text())
     assert data["operators"][0]["name"] == report.operators[0].name
@@ -98,7 +98,7 @@ def test_recomputing_at_stage_3_gives_the_same_losses():
 def test_when_memory_runs_out_the_error_names_what_fits(kind):
     (found,) = run_ranks(diagnosed.out_of_memory, kind)
     message = found["message"]
-    assert f"no {kind} memory is left in forward of optimizer step 2" in message
+    assert f"{kind} memory ran out in forward of optimizer step 2" in message
     assert "the plan expected" in message
     assert "this process held up to" in message
     assert found["step"] == 1
@@ -131,7 +131,7 @@ def test_blocks_are_recomputed_where_the_memory_demands_it(data, monkeypatch):
     plenty = Engine(vram=2**36)
     (decision,) = set_recomputing(plenty, data, "auto")
     assert decision.after is False
-    assert "more than any model keeps for 256 positions" in decision.reason
+    assert "more than any model's activations at 256 input positions" in decision.reason
     needed = 291_216
     for room, wanted in ((needed, False), (needed - 1, True)):
         monkeypatch.setattr(activations, "_room", lambda _engine, room=room: room)

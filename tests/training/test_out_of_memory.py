@@ -47,7 +47,7 @@ def told(error, where):
 def test_the_plan_that_fits_is_ready_to_paste():
     found = told(torch.OutOfMemoryError(CUDA), situation())
     text = str(found)
-    assert "no device memory is left in backward of optimizer step 12 (CUDA out of memory." in text
+    assert "device memory ran out in backward of optimizer step 12 (CUDA out of memory." in text
     assert "the plan expected 53.11 GiB in the optimizer step" in text
     assert "this process can have 24.00 GiB" in text
     call = text.split("Trainer(plan=")[1].rstrip(".").removesuffix(")")
@@ -77,8 +77,8 @@ def test_when_nothing_fits_it_says_what_would():
 
 def test_memory_that_the_plan_does_not_take_is_not_blamed_on_it():
     found = told(MemoryError(), situation(ram=512))
-    assert "no host memory is left" in str(found)
-    assert "so something outside of it took the memory" in str(found)
+    assert "host memory ran out" in str(found)
+    assert "so something outside the plan used the memory" in str(found)
     assert found.plan is None
 
 
@@ -111,7 +111,7 @@ def test_a_failed_page_locked_allocation_is_the_hosts():
     for told_of in (where, with_room):
         found = told(RuntimeError(PAGE_LOCKING), told_of)
         assert found.key == "memory.host"
-        assert "no host memory is left" in str(found)
+        assert "host memory ran out" in str(found)
         assert "a page-locked allocation failed: CUDA error: out of memory" in str(found)
 
 

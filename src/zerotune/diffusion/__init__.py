@@ -1,6 +1,6 @@
-"""What is learned and how images are drawn from it: objectives, families, data, sampling.
+"""Objectives, model families, data pipelines and sampling.
 
-Every part works with an ``Engine`` and with a bare ``torch.nn.Module`` alike.
+Every part works with an ``Engine`` and with a bare ``torch.nn.Module``.
 """
 
 from __future__ import annotations

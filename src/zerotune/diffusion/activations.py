@@ -1,7 +1,7 @@
-"""Activations in host memory: they wait there for the backward pass, and come back a block ahead.
+"""Activation offload: keep activations in host memory and prefetch them one block ahead.
 
-``ActivationOffload`` decides which tensors leave and when they return; ``Transfers`` move them
-between a device and page-locked memory.
+``ActivationOffload`` decides which tensors are offloaded and when they return; ``Transfers`` copy
+them between a device and page-locked memory.
 """
 
 from __future__ import annotations
@@ -31,78 +31,77 @@ if TYPE_CHECKING:
 
 @attrs.define(kw_only=True)
 class Stored:
-    """A tensor in host memory, or on its way there."""
+    """A tensor that is in host memory or being copied there."""
 
     tensor: torch.Tensor
-    """The host's copy."""
+    """The copy in host memory."""
     device: torch.device
-    """Where it came from."""
+    """Device of the original tensor."""
     buffer: torch.Tensor | None = None
-    """The pool's block that ``tensor`` is a view of."""
+    """The pool's block of which ``tensor`` is a view."""
     event: Any = None
-    """Reached once the copy is complete; ``None`` where copies are not asynchronous."""
+    """Event recorded after the copy; ``None`` if copies are synchronous."""
     is_copy: bool = True
-    """Whether later changes of the device's tensor leave it alone."""
+    """Whether the copy is independent of later changes to the device tensor."""
 
 
 @attrs.define(kw_only=True)
 class Loading:
-    """A tensor on its way back to the device."""
+    """A tensor that is being copied back to the device."""
 
     tensor: torch.Tensor
-    """The device's copy; may not be read before ``Transfers.finish``."""
+    """The copy on the device; do not read it before ``Transfers.finish``."""
     event: Any = None
     waiting: Any = None
-    """The stream that may use the tensor after ``event``."""
+    """Stream that may use the tensor after ``event``."""
 
 
 class Transfers(Protocol):
-    """Copies that run beside the computation.
+    """Copies that overlap with the computation.
 
-    "The computation" is whatever the caller queues on the device's current stream.
+    "The computation" is the work queued on the device's current stream.
     """
 
     def store(self, tensor: torch.Tensor) -> Stored:
-        """Begin to copy ``tensor`` to the host, once the computation so far has made it."""
+        """Start copying ``tensor`` to the host, after the computation queued so far."""
         ...
 
     def settle(self, stored: Stored) -> None:
-        """Let the computation from here on wait until the copy is complete.
+        """Make later computation wait until the copy is complete.
 
-        After it the device's tensor may be dropped: its memory can only be used again by what is
-        queued later.
+        Afterwards the device tensor may be freed: only work queued later can reuse its memory.
         """
         ...
 
     def load(self, stored: Stored) -> Loading:
-        """Begin to copy back, once the computation so far no longer needs the memory."""
+        """Start copying back, after the computation queued so far."""
         ...
 
     def finish(self, loading: Loading) -> torch.Tensor:
-        """Let the computation from here on wait for the copy, and return the device's tensor."""
+        """Make later computation wait for the copy, and return the device tensor."""
         ...
 
     def release(self, stored: Stored) -> None:
-        """Nobody will load it again."""
+        """Release a tensor that will not be loaded again."""
         ...
 
 
 class KeptTransfers:
-    """No copies at all: for devices whose memory is the host's."""
+    """No copies, for devices that share the host's memory."""
 
     def store(self, tensor: torch.Tensor) -> Stored:
-        """The tensor itself."""
+        """Return the tensor itself."""
         return Stored(tensor=tensor, device=tensor.device, is_copy=False)
 
     def settle(self, stored: Stored) -> None:
-        """Nothing is under way."""
+        """Do nothing: no copy is pending."""
 
     def load(self, stored: Stored) -> Loading:
-        """The tensor itself."""
+        """Return the tensor itself."""
         return Loading(tensor=stored.tensor)
 
     def finish(self, loading: Loading) -> torch.Tensor:
-        """The tensor itself."""
+        """Return the tensor itself."""
         return loading.tensor
 
     def release(self, stored: Stored) -> None:
@@ -110,28 +109,28 @@ class KeptTransfers:
 
 
 class WaitingTransfers:
-    """Copies that the host waits for, in the computation's own order.
+    """Synchronous copies in the computation's own order.
 
     Args:
-        reason: Why they do not run beside it.
+        reason: Why copies cannot overlap.
     """
 
     def __init__(self, *, reason: str) -> None:
         self.reason = reason
 
     def store(self, tensor: torch.Tensor) -> Stored:
-        """Copy, and return once it is complete."""
+        """Copy and wait."""
         return Stored(tensor=tensor.detach().to("cpu", copy=True), device=tensor.device)
 
     def settle(self, stored: Stored) -> None:
-        """Nothing is under way."""
+        """Do nothing: no copy is pending."""
 
     def load(self, stored: Stored) -> Loading:
-        """Copy back, and return once it is complete."""
+        """Copy back and wait."""
         return Loading(tensor=stored.tensor.to(stored.device, copy=True))
 
     def finish(self, loading: Loading) -> torch.Tensor:
-        """The device's tensor."""
+        """Return the device tensor."""
         return loading.tensor
 
     def release(self, stored: Stored) -> None:
@@ -139,22 +138,22 @@ class WaitingTransfers:
 
 
 class BlockPool:
-    """Host blocks that are used again, by size.
+    """Pool of reusable host blocks, by size.
 
-    Never holds more than was in use at one time: with several resolutions in turns, blocks of the
-    others make room.
+    The pool never holds more than the peak in use: when resolutions alternate, blocks of other
+    sizes are freed.
 
     Args:
-        allocate: Makes a block of so many bytes.
+        allocate: Allocates a block of the given number of bytes.
     """
 
     def __init__(self, allocate: Callable[[int], torch.Tensor]) -> None:
         self._allocate = allocate
         self._idle: deque[torch.Tensor] = deque()
         self.in_use = 0
-        """Bytes handed out."""
+        """Bytes in use."""
         self.peak = 0
-        """Most bytes handed out at a time."""
+        """Peak of bytes in use."""
 
     @property
     def held(self) -> int:
@@ -162,7 +161,7 @@ class BlockPool:
         return self.in_use + sum(block.nbytes for block in self._idle)
 
     def take(self, nbytes: int) -> torch.Tensor:
-        """A block of exactly so many bytes, its contents undefined."""
+        """Return a block of exactly this many bytes with undefined contents."""
         block = next((one for one in self._idle if one.nbytes == nbytes), None)
         self.in_use += nbytes
         self.peak = max(self.peak, self.in_use)
@@ -174,23 +173,22 @@ class BlockPool:
         return self._allocate(nbytes)
 
     def give(self, block: torch.Tensor) -> None:
-        """Take a block back."""
+        """Return a block to the pool."""
         self.in_use -= block.nbytes
         self._idle.append(block)
 
 
 class StreamTransfers:
-    """Copies on one side stream, between a GPU and page-locked memory.
+    """Asynchronous copies on one side stream between a GPU and page-locked memory.
 
-    Both directions share the stream, so a host block is never written before what was read from it
-    has left. Device tensors belong to the computation's stream throughout: instead of
-    ``record_stream``, which would hold memory back for as long as the host runs ahead, the
-    computation waits for each copy before the memory is used again, and peak memory does not
-    depend on timing.
+    Both directions share the stream, so a host block is never overwritten before its previous
+    content was read. Device tensors always belong to the computation's stream. ``record_stream``
+    would hold memory for as long as the host runs ahead. Instead the computation waits for each
+    copy before the memory is reused, so peak memory does not depend on timing.
 
     Args:
         device: A device with streams, CUDA or XPU.
-        streams: Has its streams and events; torch's module of the device when not given.
+        streams: Provides streams and events; default torch's module of the device.
     """
 
     def __init__(self, device: torch.device, *, streams: Any = None) -> None:
@@ -213,11 +211,11 @@ class StreamTransfers:
         return Stored(tensor=host, device=tensor.device, buffer=block, event=event)
 
     def settle(self, stored: Stored) -> None:
-        """The computation waits for the copy."""
+        """Make the computation wait for the copy."""
         self._computation().wait_event(stored.event)
 
     def load(self, stored: Stored) -> Loading:
-        """Copy to new memory of the computation on the side stream."""
+        """Copy on the side stream to newly allocated device memory."""
         source = stored.tensor
         target = torch.empty_strided(
             source.shape, source.stride(), dtype=source.dtype, device=stored.device
@@ -230,7 +228,7 @@ class StreamTransfers:
         return Loading(tensor=target, event=self._side.record_event(), waiting=computation)
 
     def finish(self, loading: Loading) -> torch.Tensor:
-        """The computation waits for the copy."""
+        """Make the computation wait for the copy."""
         # The stream whose memory it is: a tensor that is dropped unused is waited for as well.
         loading.waiting.wait_event(loading.event)
         current = self._computation()
@@ -239,7 +237,7 @@ class StreamTransfers:
         return loading.tensor
 
     def release(self, stored: Stored) -> None:
-        """The block may be used again; the side stream keeps the order."""
+        """Mark the block as reusable; the side stream keeps the order."""
         # The device's tensor may be dropped with it, whose memory is used again from then on.
         self._computation().wait_event(stored.event)
         if stored.buffer is not None:
@@ -250,14 +248,14 @@ class StreamTransfers:
 
 
 def stored_strides(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Strides of a copy of ``tensor`` without gaps: its own where it has none."""
+    """Return strides of a gapless copy of ``tensor``: its own if it has no gaps."""
     if torch.ops.aten.is_non_overlapping_and_dense.default(tensor):
         return tensor.stride()
     return torch.empty(tensor.shape, device="meta").stride()
 
 
 _PART: Final = 2**18
-"""Bytes from which on a piece of a tensor is worth a copy of its own."""
+"""Minimum bytes of a tensor's piece that is copied separately."""
 
 
 def _dense_parts(
@@ -273,7 +271,7 @@ def _dense_parts(
 
 
 def transfers_for(device: torch.device) -> Transfers:
-    """What moves tensors of ``device``: a side stream where it has any, and that is proven."""
+    """Return the transfers for a device: a side stream if the device has proven streams."""
     if device.type not in ("cuda", "xpu"):
         return KeptTransfers()
     unproven = why_unproven("activation offload", accelerator=cast(Accelerator, device.type))
@@ -289,43 +287,43 @@ _FLAG, _HOOK = "gradient_checkpointing", "_gradient_checkpointing_func"
 
 @attrs.define(kw_only=True)
 class OffloadCounts:
-    """What an ``ActivationOffload`` has moved."""
+    """Transfers made by an ``ActivationOffload``."""
 
     stored: int = 0
     """Tensors copied to the host."""
     stored_bytes: int = 0
-    """Bytes of them."""
+    """Bytes copied to the host."""
     fetched_ahead: int = 0
-    """Tensors that were on their way back when the backward pass asked for them."""
+    """Tensors already being prefetched when the backward pass needed them."""
     fetched_late: int = 0
-    """Tensors that were not."""
+    """Tensors that were not prefetched in time."""
     kept: int = 0
-    """Tensors the backward pass found on the device still."""
+    """Tensors that were still on the device in the backward pass."""
 
 
 class ActivationOffload(Closable):
-    """Keeps what a diffusers model's checkpointed blocks leave behind in host memory.
+    """Offloads the activations of a diffusers model's checkpointed blocks to host memory.
 
-    Gradient checkpointing keeps the input of each block until the backward pass recomputes the
-    block, and all that is computed between blocks. Here all but the newest of both is copied to
-    page-locked host memory while the next block runs, and copied back while the block after it is
-    recomputed. Results are exact: the same bytes come back. On the CPU nothing is copied. ::
+    Gradient checkpointing keeps the input of each block until the backward pass recomputes it, and
+    everything computed between blocks. This class copies all but the newest of them to page-locked
+    host memory while the next block runs. It copies each one back while the following block is
+    recomputed. Results are bitwise equal. On the CPU nothing is copied. ::
 
         with ActivationOffload().attach(unet):
             loss = objective(unet, batch, generator)
             loss.backward()
 
-    Works beside autocast and ZeRO-3. What is saved may not be changed in place afterwards, as
-    under autograd itself.
+    Compatible with autocast and ZeRO-3. Saved tensors must not be changed in place afterwards, as
+    in autograd itself.
 
     Args:
-        smallest: Bytes, or text such as ``"1MiB"``; smaller tensors stay where they are, and so
-            do those that need no gradient, which all blocks share.
-        ahead: Blocks fetched before their turn.
-        transfers: Makes the copies; chosen by the device when not given.
+        smallest: Bytes, or text such as ``"1MiB"``. Smaller tensors stay on the device, as do
+            tensors without gradient, which all blocks share.
+        ahead: Blocks to prefetch.
+        transfers: Makes the copies; default chosen by the device.
 
     Raises:
-        InvalidValueError: No size, or less than one block ahead.
+        InvalidValueError: The size is invalid, or ``ahead`` is below 1.
     """
 
     def __init__(
@@ -337,7 +335,7 @@ class ActivationOffload(Closable):
     ) -> None:
         if ahead < 1:
             raise InvalidValueError(
-                "the next block must be fetched at least", key="ahead", value=ahead, fix="write 1"
+                "at least one block must be prefetched", key="ahead", value=ahead, fix="write 1"
             )
         self._smallest = parse_size(smallest, key="smallest")
         self._ahead = ahead
@@ -348,43 +346,44 @@ class ActivationOffload(Closable):
         self._newest: _Call | None = None
         self._known: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self.counts = OffloadCounts()
-        """What was moved since this object was made."""
+        """Transfers since this object was created."""
 
     @property
     def attached(self) -> bool:
-        """Whether a model uses it."""
+        """Whether it is attached to a model."""
         return bool(self._before)
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
-        """Where the activations go; empty before the first of them."""
+        """Where activations are stored; empty before the first one."""
         if self._transfers is None:
             return ()
         if isinstance(self._transfers, KeptTransfers):
-            why = "this device's memory is the host's, so there is nothing to copy"
+            why = "this device shares the host's memory, so nothing is copied"
             return (Decision(key=KEY, before="device", after="device", reason=why),)
-        why, where = "inputs of checkpointed blocks wait there for the backward pass", "host"
+        why, where = "inputs of checkpointed blocks are kept there until the backward pass", "host"
         if isinstance(self._transfers, WaitingTransfers):
-            where = "host, each copy waited for"
+            where = "host, with synchronous copies"
             why += f"; {self._transfers.reason}"
         return (Decision(key=KEY, before="device", after=where, reason=why),)
 
     def attach(self, model: torch.nn.Module) -> Self:
-        """Switch gradient checkpointing of ``model`` on, with offload.
+        """Enable gradient checkpointing of ``model`` with offload.
 
         Args:
-            model: A diffusers model with ``enable_gradient_checkpointing``; an engine's
+            model: A diffusers model with ``enable_gradient_checkpointing``; pass an engine's
                 ``module``, not the engine.
 
         Raises:
-            InvalidValueError: It has no gradient checkpointing, or this object is in use.
+            InvalidValueError: The model has no gradient checkpointing, or this object is attached
+                already.
         """
         if self.attached:
             raise InvalidValueError(
-                "serves another model already",
+                "is attached to another model",
                 key="ActivationOffload",
                 value=type(model).__name__,
-                fix="call detach() first, or make one object for each model",
+                fix="call detach() first, or create one object per model",
             )
         switch: Any = getattr(model, "enable_gradient_checkpointing", None)
         if switch is None or not getattr(model, "_supports_gradient_checkpointing", False):
@@ -408,7 +407,7 @@ class ActivationOffload(Closable):
         return self
 
     def detach(self) -> None:
-        """Put the model's gradient checkpointing back as it was. May be repeated."""
+        """Restore the model's previous gradient checkpointing. May be called repeatedly."""
         for module, values in self._before:
             for name in (_FLAG, _HOOK):
                 vars(module).pop(name, None)
@@ -419,9 +418,9 @@ class ActivationOffload(Closable):
         self._newest = None
 
     def checkpoint(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Run ``function(*args)`` without keeping what is in it, its inputs in host memory.
+        """Run ``function(*args)`` with checkpointing, its inputs in host memory.
 
-        What ``attach`` gives to diffusers; usable for blocks of any other model.
+        ``attach`` passes this function to diffusers; it also works for blocks of other models.
         """
         if not torch.is_grad_enabled():
             return function(*args)
@@ -521,7 +520,7 @@ class ActivationOffload(Closable):
 
     @override
     def close(self) -> None:
-        """The same as ``detach``."""
+        """Alias of ``detach``."""
         self.detach()
 
 
@@ -571,7 +570,7 @@ class _Saved:
             raise TrainingError(
                 "an offloaded activation was lost",
                 key="activations",
-                fix="run the backward pass before detach(), or report it",
+                fix="run the backward pass before detach(), or report a bug",
             )
         loading, self.loading = self.loading, None
         tensor = self.transfers.finish(loading)

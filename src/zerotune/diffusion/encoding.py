@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 
 
 class Ranks(Protocol):
-    """The processes that share the work, such as an engine's ``group``."""
+    """Processes that share the work, such as an engine's ``group``."""
 
     rank: int
     world_size: int
 
     def barrier(self, purpose: str, *, timeout_s: float | None = None) -> None:
-        """Wait for all, at most so many seconds."""
+        """Wait for all ranks, with a timeout in seconds."""
         ...
 
 
@@ -51,32 +51,31 @@ def encode_dataset(
     progress: bool = True,
     timeout_s: float = 24 * 3600.0,
 ) -> CachedImages | Mixture | PreferencePairs:
-    """Cache latents and text embeddings of all images, and let the frozen parts go.
+    """Cache latents and text embeddings of all images, and move the frozen parts to the host.
 
-    Collective with several ranks: each computes its share. What lies in ``folder`` from an
-    earlier run with the same settings is not computed again; see ``cache_latents``.
+    Collective with several ranks: each rank encodes its share. Entries in ``folder`` from an
+    earlier run with the same settings are reused; see ``cache_latents``.
 
     Args:
-        images: The images and their captions, or a ``Mixture`` of several such datasets,
-            or ``PreferencePairs``.
-        family: With its frozen parts.
-        folder: Where the caches go.
-        ranks: Who shares the work: an engine's ``group``. When not given, all processes a
-            launcher started, before there is an engine.
-        device: Where to encode: CUDA where there is any, when not given.
-        batch_size: Images, and texts, at a time.
-        progress: Show a bar on rank 0.
-        timeout_s: Seconds that a rank which is done waits for the slowest. The group's own timeout,
-            ten minutes, is made for collectives; a rank that died is noticed at once.
+        images: Images with captions, a ``Mixture`` of such datasets, or ``PreferencePairs``.
+        family: Family with its frozen parts.
+        folder: Folder of the caches.
+        ranks: Processes that share the work: an engine's ``group``. Default: all processes of the
+            launcher, if no engine exists yet.
+        device: Device of the encoders; default CUDA if available.
+        batch_size: Images or texts per batch.
+        progress: Show a progress bar on rank 0.
+        timeout_s: Seconds that a finished rank waits for the slowest. The group's own timeout of
+            ten minutes is meant for collectives. A rank that died is detected at once.
 
     Returns:
-        The dataset to train on, of a mixture or of pairs the same; VAE and text encoders are on the
-        host.
+        The dataset to train on; a mixture or pairs if one was given. VAE and text encoders are on
+        the host afterwards.
 
     Raises:
         DataError: The family has no frozen parts, or an image is broken.
-        InvalidValueError: Tags are shuffled anew at each use, so that texts cannot be cached.
-        CollectiveError: A rank did not come in time.
+        InvalidValueError: Tags are shuffled anew at each use, so texts cannot be cached.
+        CollectiveError: A rank did not finish in time.
     """
     with ExitStack() as resources:
         chosen = ranks or _launched_ranks(resources)
@@ -164,7 +163,7 @@ def _encode_captions(
             key="data.captions",
             before="encoded once",
             after="tokenised and encoded at each step",
-            reason="text encoders are trained, so embeddings change",
+            reason="text encoders are trained, so their embeddings change",
         )
         announce((decision,), rank=shared["rank"])
         return None

@@ -1,6 +1,6 @@
-"""Facts of a model: what it weighs, and what a training step keeps and computes.
+"""Facts of a model: its weights, and a training step's activations and arithmetic.
 
-Nothing is computed and no memory is taken: the model runs on the ``meta`` device.
+The model runs on the ``meta`` device, so nothing is computed or allocated.
 """
 
 from __future__ import annotations
@@ -54,18 +54,18 @@ _T5_TOKENS: Final = 256
 _FLUX_TOKENS: Final = 512
 _USUAL_SIDE: Final = 1024
 _LATENT: Final = 8
-"""Pixels of the image per pixel of the latent, along each side."""
+"""Image pixels per latent pixel along each side."""
 
 
 # -- Arguments of ``forward`` for diffusers' models.
 
 
 def example_inputs(module: torch.nn.Module) -> Callable[..., Mapping[str, Any]]:
-    """A function from batch, height and width in pixels to the arguments of ``forward``.
+    """Return a function from batch, height and width in pixels to the arguments of ``forward``.
 
-    Text takes as many tokens as the family's pipelines use at most: 77 for CLIP, 333 for SD3,
-    512 for Flux. Those of a declared family are what its pipeline gives its model; of one of clips
-    the function takes ``frames`` too, 1 when not given.
+    Texts have the maximum length of the family's pipelines: 77 tokens for CLIP, 333 for SD3, 512
+    for Flux. For a declared family the arguments are those its pipeline passes to its model. For a
+    video family the function also takes ``frames``, default 1.
     """
     name = type(module).__name__
     if (family := family_of_model(module)) is not None:
@@ -82,13 +82,13 @@ def example_inputs(module: torch.nn.Module) -> Callable[..., Mapping[str, Any]]:
 
 
 def latent_scale(module: torch.nn.Module) -> int:
-    """Pixels of an image per pixel of the latents that a model of this class usually sees."""
+    """Return image pixels per latent pixel for models of this class."""
     family = family_of_model(module)
     return _LATENT if family is None else family.usual_scale
 
 
 def frames_per_latent(module: torch.nn.Module) -> int | None:
-    """Frames per latent one in the clips that a model of this class takes; ``None``: images."""
+    """Return frames per latent frame for this model class; ``None`` for image models."""
     family = family_of_model(module)
     return family.usual_frames if family is not None and family.clips else None
 
@@ -120,8 +120,8 @@ def _captured_inputs(
 
     if not diffusers.utils.is_transformers_available():
         raise MissingDependencyError(
-            f"{pipeline_name(kind.pipeline)}, which knows the inputs of {type(module).__name__}, "
-            "needs transformers",
+            f"{pipeline_name(kind.pipeline)}, which provides the inputs of "
+            f"{type(module).__name__}, needs transformers",
             fix="pip install transformers; or pass inputs=, or activations=False",
         )
     family = kind(blueprint=blueprint or Blueprint.usual(pipeline_class(kind.pipeline)))
@@ -227,11 +227,11 @@ _MAKERS: Final[dict[str, Callable[[_ForwardInputs], dict[str, Any]]]] = {
 
 
 MakeInputs = Callable[[int, int, int], Mapping[str, Any]]
-"""From batch, height and width in pixels to the keyword arguments of ``forward``."""
+"""Function from batch, height and width in pixels to keyword arguments of ``forward``."""
 
 _POINTS: Final = ((2, 256), (2, 1024), (8, 256), (4, 512))
-"""Batch and side in pixels of the passes the costs are fitted to; a single sample is summed up by
-other operators."""
+"""Batch and side in pixels of the measured passes. A batch of one would use other reduction
+operators."""
 
 
 def model_facts(
@@ -241,23 +241,23 @@ def model_facts(
     activations: bool = True,
     name: str | None = None,
 ) -> ModelFacts:
-    """Names and shapes of a model's parameters, and the memory its activations take.
+    """Return names and shapes of a model's parameters, and its activation memory.
 
-    A configuration that is one of ``zerotune.plan.families.family_names()`` is looked up. Any
-    other is counted once, which takes a few seconds, and then remembered in the user's cache.
+    Configurations listed in ``zerotune.plan.families.family_names()`` are looked up. Others are measured
+    once, which takes a few seconds, and cached in the user's cache folder.
 
     Args:
-        source: A module on any device; a diffusers configuration (a mapping with
-            ``_class_name``), a ``config.json`` or a folder that holds one. A configuration is
-            built on the ``meta`` device, so a 12-billion-parameter model takes no memory.
-        inputs: Makes the arguments of ``forward`` on the ``meta`` device; known for diffusers'
-            U-Nets, SD3 and Flux transformers, and the models of all declared families.
-        activations: ``False`` leaves them out, which saves a few seconds.
-        name: Name in reports; the class by default.
+        source: A module on any device, a diffusers configuration (a mapping with ``_class_name``),
+            a ``config.json``, or a folder that contains one. Configurations are built on the
+            ``meta`` device, so even a 12-billion-parameter model needs no memory.
+        inputs: Makes the arguments of ``forward`` on the ``meta`` device. Known for diffusers'
+            U-Nets, SD3 and Flux transformers, and models of all declared families.
+        activations: ``False`` omits them, which saves a few seconds.
+        name: Name in reports; default the class name.
 
     Raises:
-        InvalidValueError: No such class or file, or a model whose inputs are not known.
-        MissingDependencyError: The pipeline that knows the model's inputs needs transformers.
+        InvalidValueError: The class or file does not exist, or the model's inputs are unknown.
+        MissingDependencyError: The pipeline that provides the model's inputs needs transformers.
     """
     if isinstance(source, torch.nn.Module):
         facts = _facts_of_module(source, inputs=inputs, activations=activations)
@@ -271,11 +271,11 @@ def model_facts(
 def count_facts(
     config: Mapping[str, Any], *, family: type[PipelineFamily] | None = None
 ) -> ModelFacts:
-    """Count the facts of a configuration, whether they are known or not.
+    """Measure the facts of a configuration, even if they are known.
 
     Args:
-        config: Of a diffusers model.
-        family: How the model is called; the family of its class when not given.
+        config: Configuration of a diffusers model.
+        family: Family that calls the model; default the family of its class.
     """
     return _Configuration(config).count(family)
 
@@ -283,23 +283,23 @@ def count_facts(
 def family_facts(
     kind: type[PipelineFamily], *, folder: str | os.PathLike[str] | None = None
 ) -> ModelFamily:
-    """What plans are priced with, of a family of yours; its model is made without weights.
+    """Return the planning facts of a custom family; its model is built without weights.
 
     Args:
         kind: The family.
-        folder: A pipeline whose model's configuration is counted; the defaults of the class that
-            ``kind.model`` names when not given.
+        folder: A pipeline folder whose model configuration is used; default the defaults of the
+            class named by ``kind.model``.
 
     Raises:
-        InvalidValueError: Neither says what the model is.
+        InvalidValueError: Neither the family nor a folder names the model.
         MissingDependencyError: The pipeline needs transformers.
     """
     if folder is None and not kind.model:
         raise InvalidValueError(
-            "does not say what its model is",
+            "does not name its model",
             key=f"{kind.__name__}.model",
             value=kind.model,
-            fix="name the class of the model in diffusers, or a pipeline's folder (--model FOLDER)",
+            fix="name the model's diffusers class, or pass a pipeline folder (--model FOLDER)",
         )
     pipeline = pipeline_class(kind.pipeline)
     blueprint, config = Blueprint.usual(pipeline), _Configuration({"_class_name": kind.model})
@@ -321,7 +321,7 @@ def family_facts(
 
 
 def configuration_digest(config: Mapping[str, Any]) -> str:
-    """A digest of a diffusers configuration; what it leaves out has its class's defaults."""
+    """Return a digest of a diffusers configuration; missing values take their class's defaults."""
     return _Configuration(config).digest
 
 
@@ -393,14 +393,14 @@ class _Configuration:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(path, json.dumps(facts_to_json(facts)).encode())
         except OSError as error:
-            _facts_log.info("the facts of %s are not remembered: %s", facts.name, error)
+            _facts_log.info("the facts of %s are not cached: %s", facts.name, error)
         return facts
 
     def count(
         self, family: type[PipelineFamily] | None = None, blueprint: Blueprint | None = None
     ) -> ModelFacts:
         """Count them, whether they are known or not."""
-        _facts_log.info("counting the activations of %s", self.content.get("_class_name"))
+        _facts_log.info("measuring the activations of %s", self.content.get("_class_name"))
         module = self.build()
         if family is None:
             return _facts_of_module(module, inputs=None, activations=True)
@@ -435,7 +435,7 @@ def _facts_of_module(
 ) -> ModelFacts:
     if activations and any(p.device.type != "meta" for p in module.parameters()):
         raise InvalidValueError(
-            "activations are counted on the meta device",
+            "activations are measured on the meta device",
             key="source",
             value=type(module).__name__,
             fix="pass its configuration (model.config), or activations=False",
@@ -453,11 +453,11 @@ def _facts_of_module(
 def measure_step(
     module: torch.nn.Module, *, inputs: MakeInputs | None = None
 ) -> tuple[ActivationFacts, ArithmeticFacts]:
-    """Memory and arithmetic of a training step, fitted to passes of several sizes.
+    """Measure memory and arithmetic of a training step, fitted to passes of several sizes.
 
     Args:
-        module: A module on the ``meta`` device; left in bf16 and without checkpointing.
-        inputs: As in ``model_facts``.
+        module: A module on the ``meta`` device; afterwards it is bf16 without checkpointing.
+        inputs: Makes the arguments, as in ``model_facts``.
     """
     make = inputs or _of_clips(example_inputs(module), frames_per_latent(module))
     module.to(torch.bfloat16)
@@ -477,7 +477,7 @@ def measure_step(
 
 
 _LATENTS: Final = 4
-"""Of a clip as it is measured, each a quarter of the point's pixels."""
+"""Frames of measured clips, each with a quarter of the point's pixels."""
 
 
 def _of_clips(make: Callable[..., Mapping[str, Any]], each: int | None) -> MakeInputs:
@@ -532,7 +532,7 @@ def _measure_offload(
 
 _SIDES: Final = (64, 128, 256, 512, 768, 1024, 1536, 2048, 4096)
 _NEARLY: Final = 0.995
-"""Share of the peak that the moments kept must reach at every size."""
+"""Minimum share of the peak that a kept moment must reach at some size."""
 
 
 def _moments(

@@ -1,4 +1,4 @@
-"""Images side by side and clips that move, for people to look at."""
+"""Grids of images and animated grids of clips for viewing."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ def images_to_grid(
     upscale: int = 1,
     gap: int = 4,
 ) -> Image:
-    """Lay images out in rows, enlarged without smoothing.
+    """Lay out images in rows, enlarged without smoothing.
 
     Args:
         images: (n, c, h, w) with 1 or 3 channels, in [-1, 1]; values outside are clamped.
         columns: Images per row.
-        row_labels: Text left of each row; fewer than rows leaves the rest without.
-        upscale: Each pixel becomes a square of this many pixels.
+        row_labels: Text left of each row; missing labels leave rows unlabelled.
+        upscale: Side of the square that each pixel becomes.
         gap: Pixels between images.
 
     Returns:
         A grayscale or RGB ``PIL.Image``; ``.save("grid.png")`` writes it.
 
     Raises:
-        InvalidValueError: Images of another shape.
+        InvalidValueError: The images have another shape.
     """
     from PIL import Image as Pillow
 
@@ -79,32 +79,32 @@ def images_to_grid(
 
 
 class ClipFormat(Protocol):
-    """A kind of file that holds a grid of clips."""
+    """A file format for a grid of clips."""
 
     @property
     def suffix(self) -> str:
-        """Ending of the file's name, with its dot."""
+        """File name extension with its dot."""
         ...
 
     def encode(self, frames: Sequence[Image]) -> bytes:
-        """The file's content.
+        """Encode frames as the file's content.
 
         Args:
-            frames: Images of one size, in order.
+            frames: Images of equal size, in order.
         """
         ...
 
 
 @attrs.frozen(kw_only=True)
 class AnimatedPNG:
-    """A PNG that browsers play, exact to the last bit; needs no more than Pillow."""
+    """A PNG animation that browsers play; lossless, and needs only Pillow."""
 
     fps: float = attrs.field(default=16.0, validator=validated(positive, fix="write 16"))
     """Frames per second."""
     suffix: str = attrs.field(default=".png", init=False)
 
     def encode(self, frames: Sequence[Image]) -> bytes:
-        """The file's content."""
+        """Encode frames as the file's content."""
         content = io.BytesIO()
         first, *others = frames
         first.save(
@@ -120,10 +120,10 @@ class AnimatedPNG:
 
 @attrs.frozen(kw_only=True)
 class MP4:
-    """A film: small. H.264 where PyAV has an encoder of it, else MPEG-4.
+    """Small lossy video files. H.264 if PyAV has an encoder for it, otherwise MPEG-4.
 
     Raises:
-        MissingDependencyError: On encoding: PyAV is not installed.
+        MissingDependencyError: PyAV is not installed; raised when encoding.
     """
 
     fps: float = attrs.field(default=16.0, validator=validated(positive, fix="write 16"))
@@ -131,10 +131,10 @@ class MP4:
     suffix: str = attrs.field(default=".mp4", init=False)
 
     def encode(self, frames: Sequence[Image]) -> bytes:
-        """The file's content; a side of an odd number of pixels gets another, of its last color."""
+        """Encode frames as the file's content; odd sides are padded by one pixel."""
         if not _has_av():
             raise MissingDependencyError(
-                "is needed to write MP4 and is not installed",
+                "is required to write MP4 and is not installed",
                 key="av",
                 fix="pip install 'zerotune[video]', or pass AnimatedPNG()",
             )
@@ -154,7 +154,7 @@ class MP4:
 
 
 def clip_format(fps: float) -> tuple[ClipFormat, Decision]:
-    """The format that this installation can write, and why."""
+    """Return the default format of this installation and the reason."""
     if _has_av():
         reason = "PyAV is installed"
         return MP4(fps=fps), _format_decision(".mp4", reason)
@@ -163,14 +163,14 @@ def clip_format(fps: float) -> tuple[ClipFormat, Decision]:
 
 
 def clips_to_grid(clips: torch.Tensor, *, columns: int) -> list[Image]:
-    """Lay clips out in rows: one grid for each frame.
+    """Lay out clips in rows: one grid per frame.
 
     Args:
         clips: (n, c, frames, h, w) with 1 or 3 channels, in [-1, 1].
         columns: Clips per row.
 
     Raises:
-        InvalidValueError: Clips of another shape.
+        InvalidValueError: The clips have another shape.
     """
     if clips.ndim != 5:
         raise InvalidValueError(

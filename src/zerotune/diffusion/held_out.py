@@ -1,4 +1,4 @@
-"""The loss on held-out data with noise that never changes, so that figures compare."""
+"""Loss on held-out data with fixed noise, so that values are comparable."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from zerotune.diffusion.sampling import equal_share, evaluating, group_of, share
 from zerotune.errors import DataError, InvalidValueError
 
 QUANTILES = (0.1, 0.3, 0.5, 0.7, 0.9)
-"""The middles of five equal parts of the noise levels."""
+"""Midpoints of five equal parts of the noise levels."""
 
 
 @attrs.frozen(kw_only=True)
 class FixedNoise:
-    """Noise that depends on a seed, the number of a batch and the row in it alone."""
+    """Noise that depends only on a seed, a batch number and a row."""
 
     seed: int
     index: int
     """Number of the batch."""
 
     def draw(self, clean: torch.Tensor, generator: torch.Generator) -> DrawnNoise:  # noqa: ARG002
-        """Standard normal values; the generator is left alone."""
+        """Return standard normal values; the generator is not used."""
         rows = [
             torch.randn(clean.shape[1:], generator=_noise_generator(self.seed, self.index, row))
             for row in range(len(clean))
@@ -42,9 +42,9 @@ class HeldOutLoss:
     """Mean squared errors on held-out data."""
 
     mean: float
-    """Over all samples and quantiles."""
+    """Mean over all samples and quantiles."""
     by_quantile: Mapping[float, float]
-    """Over all samples, from little noise to much."""
+    """Mean over all samples for each quantile, from little noise to much."""
     samples: int
 
 
@@ -56,27 +56,27 @@ def validation_loss(
     seed: int = 0,
     quantiles: Sequence[float] = QUANTILES,
 ) -> HeldOutLoss:
-    """The error on held-out batches at fixed noise levels, with fixed noise.
+    """Measure the error on held-out batches at fixed noise levels with fixed noise.
 
-    Collective under an ``Engine``: every rank calls it with the same arguments, computes its
-    share of the batches in the same number of forward passes, and receives the same figures.
-    They depend on the batches and the seed, not on the number of ranks, the step, or what the
-    objective does with noise and weights in training, so they compare between all of these.
-    The training's own random numbers are left alone.
+    Collective under an ``Engine``: every rank passes the same arguments, computes its share of the
+    batches in the same number of forward passes, and gets the same result. The result depends only
+    on the batches and the seed. It does not depend on the number of ranks, the step, or the
+    objective's noise and weighting, so it is comparable across all of them. Validation does not
+    disturb the training random state.
 
     Args:
         objective: ``DenoisingObjective``, ``FlowMatchingObjective``, or any other
             ``LevelObjective``.
-        model: An ``Engine`` or a diffusers model; put in evaluation mode meanwhile.
-        batches: All held-out batches, the same on every rank, such as a list; each is read by one
-            rank only.
-        seed: Fixes the noise.
-        quantiles: Noise levels in [0, 1], from little noise to much; one forward pass each.
+        model: An ``Engine`` or a diffusers model; temporarily in evaluation mode.
+        batches: All held-out batches, the same on every rank, such as a list; each batch is read by
+            one rank only.
+        seed: Seed of the noise.
+        quantiles: Noise levels in [0, 1], from little noise to much; one forward pass for each.
 
     Raises:
-        DataError: There are no batches, or one has no samples.
-        InvalidValueError: The objective cannot tell its error at a level, or a level is none.
-        CollectiveError: The ranks were given different arguments.
+        DataError: There are no batches, or a batch is empty.
+        InvalidValueError: The objective cannot compute its error at a level, or a level is invalid.
+        CollectiveError: The ranks passed different arguments.
     """
     levels = tuple(sorted(set(quantiles)))
     able = _check_levels(objective, batches, levels)
@@ -120,7 +120,7 @@ def _errors(
 
 
 _BatchLosses = tuple[list[float], int]
-"""A batch's loss at each level, and its samples."""
+"""Loss at each level for a batch, and the number of samples."""
 
 
 def _check_levels(
@@ -128,21 +128,21 @@ def _check_levels(
 ) -> LevelObjective:
     if not isinstance(objective, LevelObjective):
         raise InvalidValueError(
-            "cannot tell its error at one noise level",
+            "cannot compute its error at a given noise level",
             key="objective",
             value=type(objective).__name__,
-            fix="give it a method losses_at, as LevelObjective describes",
+            fix="add a method losses_at, as described by LevelObjective",
         )
     if not levels or not all(0.0 <= level <= 1.0 for level in levels):
         raise InvalidValueError(
-            "are no levels of noise",
+            "are not valid noise levels",
             key="quantiles",
             value=levels,
-            fix="write numbers from 0 to 1, at least one",
+            fix="write at least one number from 0 to 1",
         )
     if len(batches) == 0:
         raise DataError(
-            "there is nothing to validate on", key="batches", value=0, fix="give at least one batch"
+            "there are no held-out batches", key="batches", value=0, fix="pass at least one batch"
         )
     return objective
 
@@ -151,10 +151,10 @@ def _count_samples(batch: Batch, index: int) -> int:
     counts = {len(value) for value in batch.values()}
     if len(counts) != 1 or counts == {0}:
         raise DataError(
-            "all tensors of a batch have as many samples, and at least one",
+            "all tensors of a batch need the same number of samples, at least one",
             key=f"batches[{index}]",
             value=sorted(counts),
-            fix="leave empty batches out",
+            fix="remove empty batches",
         )
     return counts.pop()
 

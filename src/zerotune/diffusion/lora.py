@@ -1,7 +1,7 @@
-"""Adapters: a few trained matrices beside a frozen model. LoRA, and what grew from it.
+"""LoRA and related adapters, which train a few matrices beside a frozen model.
 
-The adapters are peft's and sit in the model itself, so that a model with adapters is to every
-engine what any model is: most of its parameters do not require a gradient.
+The adapters come from peft and are part of the model, so every engine treats the model as usual;
+most of its parameters do not require a gradient.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ _ADAPTABLE: Final = (
 )
 
 _INITIALIZATIONS: Final = (True, False, "gaussian", "orthogonal")
-"""Those of peft that leave the base weights alone; the others train against a changed base, and
-their file would not fit the published one."""
+"""Initialisations of peft that leave base weights unchanged. The others change the base, so their
+adapter files would not fit the published base."""
 
 _CLOSE: Final = 3
 
@@ -69,19 +69,19 @@ def _as_targets(targets: Any) -> Any:
 
 @attrs.frozen(kw_only=True)
 class Adapters:
-    """What all kinds of adapters have."""
+    """Settings shared by all kinds of adapters."""
 
     targets: tuple[str, ...] | str | None = attrs.field(default=None, converter=_as_targets)
-    """Layers to adapt: ends of their dotted names (``"to_q"``, ``"to_out.0"``), or one regular
-    expression for whole names; the attention projections when not given. A family's
-    ``lora_targets`` go here."""
+    """Layers to adapt: suffixes of their dotted names (``"to_q"``, ``"to_out.0"``), or one regular
+    expression for whole names; default the attention projections. A family's ``lora_targets`` can
+    be used here."""
     exclude: tuple[str, ...] | str | None = attrs.field(default=None, converter=_as_targets)
-    """Layers to leave out, written like ``targets``."""
+    """Layers to exclude, written like ``targets``."""
     name: str = attrs.field(default="default")
-    """What the adapter is called in the model; files do not hold it."""
+    """Name of the adapter in the model; files do not contain it."""
 
     peft_names: ClassVar[Mapping[str, str]]
-    """What peft's configuration calls the fields, without the layers."""
+    """Settings by their names in peft's configuration, without the layers."""
 
     @name.validator
     def _check_name(self, _attribute: Any, value: str) -> None:
@@ -101,7 +101,7 @@ class Adapters:
         return {name: dict(v) if isinstance(v, dict) else v for name, v in found.items()}
 
     def config_in(self, model: torch.nn.Module) -> Any:
-        """Peft's configuration for these adapters in this model."""
+        """Return peft's configuration for these adapters in this model."""
         layers, kind = _Layers.of(model), type(self).__name__
         targets = self.targets or layers.projections()
         layers.require(targets, key=f"{kind}.targets")
@@ -115,7 +115,7 @@ class Adapters:
         return self.config(targets)
 
     def config(self, targets: tuple[str, ...] | str | None) -> Any:
-        """Peft's configuration for these adapters at ``targets``."""
+        """Return peft's configuration for these adapters at ``targets``."""
         target, exclude = (
             list(layers) if isinstance(layers, tuple) else layers
             for layers in (targets, self.exclude)
@@ -152,17 +152,17 @@ class _Ranked(Adapters):
 
 @attrs.frozen(kw_only=True)
 class LoRA(_Ranked):
-    """What kind of adapters, and where: a product of two factors beside a weight."""
+    """Low-rank adapters: a product of two factors is added to each adapted weight."""
 
     dropout: float = attrs.field(default=0.0)
-    """Share of an adapter's inputs set to zero in training."""
+    """Dropout probability of an adapter's inputs."""
     dora: bool = False
-    """Weight-decomposed adapters (Liu et al. 2024): a trained magnitude per output."""
+    """Weight-decomposed adapters (Liu et al., 2024): a trained magnitude per output."""
     rslora: bool = False
-    """Scale by ``alpha / sqrt(rank)`` (Kalajdzievski 2023), for high ranks."""
+    """Scale by ``alpha / sqrt(rank)`` (Kalajdzievski, 2023), for high ranks."""
     init: bool | str = attrs.field(default=True)
-    """peft's ``init_lora_weights``: ``True``, ``False``, ``"gaussian"`` or ``"orthogonal"``.
-    Drawn from torch's global generator."""
+    """peft's ``init_lora_weights``: ``True``, ``False``, ``"gaussian"`` or ``"orthogonal"``. Random
+    values come from torch's global generator."""
 
     peft_names: ClassVar[Mapping[str, str]] = {
         **_Ranked.peft_names,
@@ -176,7 +176,9 @@ class LoRA(_Ranked):
     @dropout.validator
     def _check_dropout(self, _attribute: Any, value: float) -> None:
         if not 0.0 <= value < 1.0:
-            raise InvalidValueError("is a probability below 1", key="LoRA.dropout", value=value)
+            raise InvalidValueError(
+                "must be a probability below 1", key="LoRA.dropout", value=value
+            )
 
     @init.validator
     def _check_init(self, _attribute: Any, value: Any) -> None:
@@ -196,15 +198,15 @@ class LoRA(_Ranked):
 
 @attrs.frozen(kw_only=True)
 class LoKr(_Ranked):
-    """A Kronecker product beside a weight (Yeh et al. 2024): the smallest files.
+    """Adapters that add a Kronecker product to a weight (Yeh et al., 2024); small files.
 
-    The second of its factors is a product of two where ``rank`` is less than half of its size.
+    The second factor is itself a product if ``rank`` is less than half its size.
     """
 
     factor: int = -1
-    """Size of the first factor, where it divides the layer's; about the root when -1."""
+    """Size of the first factor, if it divides the layer's; -1 chooses about the square root."""
     decompose_both: bool = False
-    """Write the first factor as a product too, where its size asks for it."""
+    """Also factorise the first factor if its size allows it."""
 
     peft_names: ClassVar[Mapping[str, str]] = {
         **_Ranked.peft_names,
@@ -215,15 +217,15 @@ class LoKr(_Ranked):
 
 @attrs.frozen(kw_only=True)
 class LoHa(_Ranked):
-    """The product by elements of two products of factors (Hyeon-Woo et al. 2022)."""
+    """Adapters that multiply two low-rank products elementwise (Hyeon-Woo et al., 2022)."""
 
 
 @attrs.frozen(kw_only=True)
 class OFT(Adapters):
-    """Rotations of blocks of a weight's inputs (Qiu et al. 2023)."""
+    """Adapters that rotate blocks of a weight's inputs (Qiu et al., 2023)."""
 
     block_size: int = attrs.field(default=32, validator=_POSITIVE)
-    """Inputs that are rotated together; peft takes the nearest size that divides the layer's."""
+    """Number of inputs rotated together; peft uses the nearest size that divides the layer's."""
 
     peft_names: ClassVar[Mapping[str, str]] = {"block_size": "oft_block_size"}
 
@@ -233,7 +235,7 @@ class OFT(Adapters):
 
 
 _ADAPTER_KINDS: Final = {kind().kind: kind for kind in (LoRA, LoKr, LoHa, OFT)}
-"""By the name of peft's configuration."""
+"""Adapter classes by the name of peft's configuration."""
 
 _NOT_TRAINED: Final = frozenset(
     {"auto_mapping", "base_model_name_or_path", "peft_version", "revision", "task_type"}
@@ -242,7 +244,7 @@ _NOT_TRAINED: Final = frozenset(
 
 
 def as_adapters(lora: Any) -> Adapters:
-    """Adapters, also of peft's own configuration where nothing of it is lost.
+    """Convert adapters, including peft's configurations if no setting would be lost.
 
     Args:
         lora: Adapters, peft's ``LoraConfig``, ``LoKrConfig``, ``LoHaConfig`` or ``OFTConfig``, or
@@ -255,10 +257,11 @@ def as_adapters(lora: Any) -> Adapters:
     theirs = type(lora).__name__
     if theirs not in _ADAPTER_KINDS:
         raise InvalidValueError(
-            "is not a kind of adapter that can be trained",
+            "is not a supported kind of adapter",
             key="lora",
             value=theirs,
-            fix=f"such as LoRA(rank=16); peft's own may be {', '.join(_ADAPTER_KINDS)}",
+            fix="use for example LoRA(rank=16); supported peft kinds are "
+            f"{', '.join(_ADAPTER_KINDS)}",
         )
     kind = _ADAPTER_KINDS[theirs]
     adapters = kind(
@@ -293,32 +296,32 @@ def add_lora(
     *,
     base_dtype: str | torch.dtype | None = None,
 ) -> AdapterFacts:
-    """Freeze a model and give it trained adapters, in place.
+    """Freeze a model and add trainable adapters to it, in place.
 
-    Call it before ``zerotune.prepare`` or ``Trainer``. The adapters are fp32, as every engine
-    wants what it trains; under a bf16 plan DeepSpeed computes with them in bf16 and keeps the
-    fp32 master weights. It also casts the base to the plan's precision, and at stage 3 partitions
-    it, so ``base_dtype`` matters before that, and for the plain engine.
+    Call it before ``zerotune.prepare`` or ``Trainer``. The adapters are fp32, as all engines
+    require of trained weights. Under a bf16 plan DeepSpeed computes with bf16 copies and keeps fp32
+    master weights. DeepSpeed also casts the base to the plan's precision, and partitions it at
+    stage 3. ``base_dtype`` therefore matters only before that, and for the plain engine.
 
     Args:
         model: A diffusers model, a transformers text encoder, or any module peft can adapt.
-        lora: Which adapters: ``LoRA``, ``LoKr``, ``LoHa`` or ``OFT``; or peft's configuration of
-            one of these, such as ``LoraConfig``; ``LoRA()`` when not given.
-        base_dtype: Cast what is frozen to ``"bf16"``, ``"fp16"``, ``"fp32"`` or a torch dtype;
-            left as it is when not given.
+        lora: ``LoRA``, ``LoKr``, ``LoHa`` or ``OFT``; or a peft configuration of one of these, such
+            as ``LoraConfig``; default ``LoRA()``.
+        base_dtype: Cast frozen weights to ``"bf16"``, ``"fp16"``, ``"fp32"`` or a torch dtype;
+            unchanged by default.
 
     Returns:
-        What was added; also kept on the model, where exports compare against it.
+        Facts of the adapters. They are also stored on the model, where exports read them.
 
     Raises:
-        InvalidValueError: A target matches nothing, the model has adapters already, or peft's
-            configuration has a setting that would be lost.
+        InvalidValueError: A target matches nothing, the model already has adapters, or a setting of
+            peft's configuration is not supported.
         MissingDependencyError: peft is not installed.
     """
     wanted = as_adapters(lora)
     if isinstance(model, TrainedParts):
         raise InvalidValueError(
-            "adapters belong to one of the parts",
+            "adapters belong to a single model",
             key="model",
             value=type(model).__name__,
             fix='add_lora(parts["unet"], ...) for each part',
@@ -339,7 +342,7 @@ def add_lora(
                 key="LoRA.targets",
                 before=None,
                 after=sorted(config.target_modules),
-                reason="the attention projections this model has",
+                reason="the model's attention projections",
             ),
         )
     return _train_only(model, wanted.name, base_dtype=base_dtype, decisions=decisions)
@@ -365,10 +368,10 @@ def _require_no_adapters(model: torch.nn.Module) -> None:
     there = list(getattr(model, "peft_config", None) or ())
     if there:
         raise InvalidValueError(
-            "the model has adapters already, which new ones would switch off",
+            "the model already has adapters, which new ones would disable",
             key="model",
             value=there,
-            fix="fold them in (merge_adapters), or load the model anew",
+            fix="merge them first (merge_adapters), or load the model again",
         )
 
 
@@ -423,7 +426,7 @@ def _cast_base(model: torch.nn.Module, dtype: torch.dtype) -> tuple[Decision, ..
             key="model.base.dtype",
             before=", ".join(before),
             after=str(dtype).removeprefix("torch."),
-            reason="frozen weights need no more precision than the forward pass",
+            reason="frozen weights need only the precision of the forward pass",
         ),
     )
 
@@ -434,7 +437,7 @@ def _peft() -> ModuleType:
         return importlib.import_module("peft")
     except ImportError as error:
         raise MissingDependencyError(
-            f"is needed for LoRA and could not be imported ({error})",
+            f"is required for LoRA and could not be imported ({error})",
             key="peft",
             fix="pip install 'zerotune[lora]'",
         ) from error
@@ -442,10 +445,10 @@ def _peft() -> ModuleType:
 
 @contextmanager
 def adapters_off(model: torch.nn.Module) -> Iterator[list[torch.nn.Module]]:
-    """Run a model as it is without its adapters inside the block.
+    """Run a model with its adapters disabled inside the block.
 
     Yields:
-        The layers whose adapters are switched off; none where the model has no adapters.
+        The layers with disabled adapters; empty if the model has none.
     """
     kind = _peft().tuners.tuners_utils.BaseTunerLayer
     layers: list[Any] = [each for each in model.modules() if isinstance(each, kind)]
@@ -473,30 +476,31 @@ def load_adapters(
     base_dtype: str | torch.dtype | None = None,
     pipeline: Any = None,
 ) -> AdapterFacts:
-    """Freeze a model and give it the adapters of a file, to train on from there, in place.
+    """Freeze a model and load the adapters of a file into it, in place, to continue training them.
 
-    ``add_lora`` with a file in place of an initialization; rank, alpha and targets are the
-    file's. Its dropout is not kept in files and is none. Files of ComfyUI, kohya's trainers and
-    others are converted by diffusers' own ``lora_state_dict``, which may multiply alpha / rank
-    into the factors; who converted it is among the decisions.
+    Like ``add_lora``, but weights, rank, alpha and targets come from the file. Files do not contain
+    dropout, so it is 0. Files of ComfyUI, kohya's trainers and others are converted by diffusers'
+    ``lora_state_dict``, which may multiply alpha / rank into the factors. The decisions name the
+    converter.
 
     Args:
         model: A diffusers model or a transformers text encoder, without adapters.
-        path: A file, a folder that holds one under diffusers' usual name, or a folder of peft's.
-        component: What the file calls the model (``"unet"``, ``"text_encoder_2"``); told from
-            its class when not given.
-        name: What the adapter will be called in the model.
+        path: A file, a folder that contains one under diffusers' usual name, or a folder written by
+            peft.
+        component: Name of the model in the file (``"unet"``, ``"text_encoder_2"``); by default
+            derived from its class.
+        name: Name of the adapter in the model.
         base_dtype: As in ``add_lora``.
-        pipeline: The pipeline or its class whose ``lora_state_dict`` reads a file of others;
-            that of the model's class when not given.
+        pipeline: The pipeline, or its class, whose ``lora_state_dict`` converts foreign files; by
+            default chosen by the model's class.
 
     Returns:
-        What was added.
+        Facts of the adapters.
 
     Raises:
         CheckpointError: There is no such file.
-        CheckpointMismatchError: It has no adapters for the model, or not all of them fit.
-        InvalidValueError: The class does not tell the component, or the model has adapters.
+        CheckpointMismatchError: The file has no adapters for the model, or some do not fit.
+        InvalidValueError: The class does not imply a component, or the model already has adapters.
         MissingDependencyError: peft is not installed.
     """
     _peft()
@@ -554,7 +558,7 @@ class _AdapterFile:
         parts = {key.split(".")[0] for key in state if _IN_FILES.search(key)}
         if parts and parts <= _COMPONENTS:
             raise CheckpointMismatchError(
-                f"has nothing for {self.component!r}, only for {sorted(parts)}",
+                f"has no adapters for {self.component!r}, only for {sorted(parts)}",
                 key=str(file),
                 fix="name the component=",
             )
@@ -563,7 +567,7 @@ class _AdapterFile:
         return count, (
             Decision(
                 key="adapters.format",
-                before=f"names of others ({next(iter(state), None)}, …)",
+                before=f"has unknown names ({next(iter(state), None)}, …)",
                 after="diffusers",
                 reason=f"converted by {read.reader}",
             ),
@@ -633,7 +637,7 @@ class _AdapterFile:
         result = _peft().set_peft_model_state_dict(self.module, state, adapter_name=self.name)
         if result.unexpected_keys:
             raise CheckpointMismatchError(
-                f"has {len(result.unexpected_keys)} tensors that the model has no place for",
+                f"has {len(result.unexpected_keys)} tensors that do not exist in the model",
                 key=result.unexpected_keys[0],
                 fix="load it onto the model it was trained with",
             )
@@ -685,7 +689,7 @@ class _Layers:
         found = tuple(target for target in ATTENTION_PROJECTIONS if self._has(target))
         if not found:
             raise InvalidValueError(
-                f"{self.model} has no attention projections that are known",
+                f"{self.model} has no known attention projections",
                 key="LoRA.targets",
                 value=None,
                 fix=f"name the layers to adapt, such as {self.endings[:_CLOSE]}",
@@ -718,9 +722,7 @@ class _Layers:
         endings = self.endings
         close = did_you_mean(target, endings, count=_CLOSE, cutoff=0.5, by=str)
         fix = f"did you mean {' or '.join(map(repr, close))}?" if close else f"there are {endings}"
-        return InvalidValueError(
-            "matches no layer that can be adapted", key=key, value=target, fix=fix
-        )
+        return InvalidValueError("matches no adaptable layer", key=key, value=target, fix=fix)
 
 
 def _regular_expression(text: str, *, key: str) -> str:
@@ -729,6 +731,6 @@ def _regular_expression(text: str, *, key: str) -> str:
         re.compile(text)
     except re.error as error:
         raise InvalidValueError(
-            f"is no regular expression ({error})", key=key, value=text
+            f"is not a valid regular expression ({error})", key=key, value=text
         ) from error
     return text

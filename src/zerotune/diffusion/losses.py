@@ -1,4 +1,4 @@
-"""Losses: how far a prediction is from its target, weighted where something asks for it."""
+"""Losses: the error of a prediction, optionally weighted."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zerotune.diffusion.data.preparation import LOSS_MASKS, shrunk
 from zerotune.errors import DataError, InvalidValueError
 
 LOSS_WEIGHTS = "loss_weights"
-"""Key of a batch: what each sample's loss is multiplied by, (b,)."""
+"""Batch key of each sample's loss weight, (b,)."""
 
 _SCHEDULES = ("constant", "exponential", "snr")
 
@@ -24,36 +24,36 @@ _SCHEDULES = ("constant", "exponential", "snr")
 
 @attrs.frozen(kw_only=True, eq=False)
 class Level:
-    """How much noise is in each sample of a batch."""
+    """Noise level of each sample of a batch."""
 
     time: torch.Tensor | None = None
-    """(b,), fp32: the time step as a share of all, 0 to 1; ``None`` in EDM."""
+    """(b,), fp32: time step as a fraction of all steps, 0 to 1; ``None`` for EDM."""
     noise_to_signal: torch.Tensor | None = None
-    """(b,), fp32: deviation of the noise over the factor of the clean sample; ``None`` in flow
+    """(b,), fp32: noise deviation divided by the factor of the clean sample; ``None`` for flow
     matching."""
 
 
 @runtime_checkable
 class Loss(Protocol):
-    """The error of each value. Any object with this method will do."""
+    """Protocol of a loss: an error per value. Any object with this method is accepted."""
 
     def errors(self, prediction: torch.Tensor, target: torch.Tensor, level: Level) -> torch.Tensor:
-        """Errors, fp32, shaped as the prediction (b, c, h, w).
+        """Return errors, fp32, in the shape of the prediction (b, c, h, w).
 
         Args:
-            prediction: What the model found, fp32.
-            target: What it should have been, fp32.
-            level: How noisy its input was.
+            prediction: Output of the model, fp32.
+            target: Expected output, fp32.
+            level: Noise level of the model's input.
         """
         ...
 
 
 def unknown_schedule(schedule: str) -> InvalidValueError:
-    """What an objective says that cannot tell the noise as a schedule wants it."""
+    """Return the error for an objective whose levels do not support a loss schedule."""
     flow = schedule == "snr"
     why = "flow matching has no signal-to-noise ratio" if flow else "EDM has no time steps"
     return InvalidValueError(
-        f"{why} to schedule a threshold by",
+        f"{why}, which this threshold schedule requires",
         key="loss.schedule",
         value=schedule,
         fix=f'write schedule="{"exponential" if flow else "snr"}" or schedule="constant"',
@@ -63,7 +63,7 @@ def unknown_schedule(schedule: str) -> InvalidValueError:
 def _check_positive(_instance: object, attribute: Any, value: float) -> None:
     if not (math.isfinite(value) and value > 0):
         raise InvalidValueError(
-            "is not a valid error size",
+            "is not a valid threshold",
             key=attribute.name,
             value=value,
             fix="write a number above 0, such as 0.1",
@@ -86,17 +86,17 @@ class _ScheduledThreshold(ABC):
     def __attrs_post_init__(self) -> None:
         if self.schedule not in _SCHEDULES:
             raise InvalidValueError(
-                f"is none of {', '.join(_SCHEDULES)}",
+                f"is not one of {', '.join(_SCHEDULES)}",
                 key="schedule",
                 value=self.schedule,
                 fix='write "snr", or "exponential" for flow matching',
             )
         if self.schedule == "snr" and self.scale != 1.0:
             raise InvalidValueError(
-                'the schedule "snr" goes from 1 to the threshold and is not scaled',
+                'the schedule "snr" runs from 1 to the threshold and cannot be scaled',
                 key="scale",
                 value=self.scale,
-                fix="leave it out, or use another schedule",
+                fix="omit it, or use another schedule",
             )
 
     @abstractmethod
@@ -125,7 +125,7 @@ class _ScheduledThreshold(ABC):
 
 @attrs.frozen(kw_only=True)
 class Huber(_ScheduledThreshold):
-    """Pseudo-Huber: squared errors that become linear, so that single outliers count less.
+    """Pseudo-Huber loss: quadratic for small errors, linear for large ones, so outliers count less.
 
     ``2 c (sqrt(d² + c²) - c)``: close to ``d²`` for differences far below the threshold ``c``.
 
@@ -134,14 +134,14 @@ class Huber(_ScheduledThreshold):
     """
 
     def errors(self, prediction: torch.Tensor, target: torch.Tensor, level: Level) -> torch.Tensor:
-        """Errors, shaped as the prediction."""
+        """Return errors in the shape of the prediction."""
         distances, c = self._rooted(prediction, target, level)
         return 2 * c * distances
 
 
 @attrs.frozen(kw_only=True)
 class SmoothL1(_ScheduledThreshold):
-    """Absolute errors, smooth around 0: ``Huber`` divided by its threshold.
+    """Absolute error, smoothed around 0: ``Huber`` divided by its threshold.
 
     ``2 (sqrt(d² + c²) - c)``: close to ``2 |d|`` for differences far above the threshold ``c``.
 
@@ -149,7 +149,7 @@ class SmoothL1(_ScheduledThreshold):
     """
 
     def errors(self, prediction: torch.Tensor, target: torch.Tensor, level: Level) -> torch.Tensor:
-        """Errors, shaped as the prediction."""
+        """Return errors in the shape of the prediction."""
         return 2 * self._rooted(prediction, target, level)[0]
 
 
@@ -158,28 +158,28 @@ class SmoothL1(_ScheduledThreshold):
 
 @attrs.frozen(kw_only=True, eq=False)
 class Comparison:
-    """What a model found of a batch, and what it should have been."""
+    """A prediction and its target."""
 
     prediction: torch.Tensor
-    """(b, c, h, w), in the model's precision or fp32."""
+    """Prediction (b, c, h, w), in the model's precision or fp32."""
     target: torch.Tensor
-    """Of the same shape."""
+    """Target of the same shape."""
     batch: Mapping[str, torch.Tensor]
     """May hold ``"loss_weights"`` (b,) and ``"loss_masks"`` (b, 1, h, w)."""
     weights: torch.Tensor | None = None
-    """(b,), of the objective itself."""
+    """Loss weights of the objective, (b,)."""
     errors: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
-    """The error of each value, of prediction and target in fp32; its square when not given."""
+    """Error per value of prediction and target in fp32; default squared error."""
 
     def mean(self) -> torch.Tensor:
-        """The mean over the batch of each sample's weight times its error: a scalar, fp32."""
+        """Return the batch mean of weight times error: a scalar, fp32."""
         weighted = self.weights is not None or LOSS_WEIGHTS in self.batch
         if self.errors is None and not weighted and LOSS_MASKS not in self.batch:
             return torch.nn.functional.mse_loss(*self._in_fp32())
         return self.by_sample().mean()
 
     def by_sample(self) -> torch.Tensor:
-        """Each sample's weight times the mean of its errors (b,), fp32."""
+        """Return each sample's weight times its mean error (b,), fp32."""
         predicted, target = self._in_fp32()
         if self.errors is None:
             errors = (predicted - target) ** 2
@@ -198,7 +198,7 @@ class Comparison:
 
 
 def weighted_mean(losses: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """The mean of losses (b,) times the weights that the batch gives its samples."""
+    """Return the mean of losses (b,) times the batch's sample weights."""
     return _weighed(losses, batch).mean()
 
 
@@ -208,10 +208,10 @@ def _weighed(losses: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> torch.T
         return losses
     if given.shape != losses.shape:
         raise DataError(
-            f"one weight per sample is wanted, ({len(losses)},)",
+            f"expected one weight per sample, ({len(losses)},)",
             key=f"batch[{LOSS_WEIGHTS!r}]",
             value=tuple(given.shape),
-            fix="let each sample of the dataset have one number, a tensor of shape ()",
+            fix="give each sample of the dataset one number, a tensor of shape ()",
         )
     return losses * given.to(losses.device, torch.float32)
 
@@ -219,7 +219,7 @@ def _weighed(losses: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> torch.T
 def masks_over(
     clean: torch.Tensor, batch: Mapping[str, torch.Tensor]
 ) -> Mapping[str, torch.Tensor]:
-    """The batch, its masks over images brought to the size of what the family made of these."""
+    """Resize the batch's masks to the size of the samples that the family produces."""
     mask, images = batch.get(LOSS_MASKS), batch.get("images")
     if mask is None or images is None or mask.shape[-2:] == clean.shape[-2:]:
         return batch
@@ -237,10 +237,10 @@ def _mask_of(batch: Mapping[str, torch.Tensor], *, like: torch.Tensor) -> torch.
         mask = mask.unsqueeze(2).expand(-1, -1, like.shape[2], -1, -1)  # The same for all frames.
     if mask.shape not in (places, like.shape):
         raise DataError(
-            f"masks lie over the samples the model sees, {places}",
+            f"masks must match the samples the model sees, {places}",
             key=f"batch[{LOSS_MASKS!r}]",
             value=tuple(mask.shape),
-            fix="shrink masks of pixels to the latents, as "
-            'torch.nn.functional.interpolate(masks, size=(h, w), mode="area") does',
+            fix="shrink pixel masks to the latent size, for example with "
+            'torch.nn.functional.interpolate(masks, size=(h, w), mode="area")',
         )
     return mask.to(like.device, torch.float32)

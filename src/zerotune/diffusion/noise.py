@@ -1,7 +1,7 @@
-"""Noise: what is added to clean samples, and what of it a model has to find.
+"""Training noise: the noise added to clean samples, and the noise the model must predict.
 
-Noise composes: each kind takes another one and changes it. Every random number comes from the
-generator passed in, on the CPU.
+Noise types compose: each one wraps and modifies another. All random numbers come from the CPU
+generator that is passed in.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from zerotune.errors import InvalidValueError
 
 @attrs.frozen(kw_only=True, eq=False)
 class DrawnNoise:
-    """The noise of one batch, shaped as its samples."""
+    """Noise for one batch, in the shape of its samples."""
 
     target: torch.Tensor
-    """What the model has to find."""
+    """Noise that the model must predict."""
     added: torch.Tensor
-    """What its input is made of; the same but for ``InputPerturbation``."""
+    """Noise added to the model's input; differs from the target only for ``InputPerturbation``."""
 
 
 @runtime_checkable
 class Noise(Protocol):
-    """Draws the noise of a batch. Any object with this method will do."""
+    """Protocol: draws the noise of a batch. Any object with this method is accepted."""
 
     def draw(self, clean: torch.Tensor, generator: torch.Generator) -> DrawnNoise:
-        """Noise on the device of ``clean``.
+        """Draw noise on the device of ``clean``.
 
         Args:
             clean: Noise-free samples (b, c, h, w), fp32.
@@ -46,7 +46,7 @@ def _check_strength(_instance: object, attribute: Any, value: float) -> None:
             "is not a valid noise strength",
             key=attribute.name,
             value=value,
-            fix="write a number that is not negative, such as 0.1",
+            fix="write a non-negative number, such as 0.1",
         )
 
 
@@ -55,14 +55,14 @@ class GaussianNoise:
     """Independent standard normal values."""
 
     def draw(self, clean: torch.Tensor, generator: torch.Generator) -> DrawnNoise:
-        """One value for each of ``clean``."""
+        """Draw one value for each of ``clean``."""
         noise = _normal_like(clean.shape, clean, generator)
         return DrawnNoise(target=noise, added=noise)
 
 
 @attrs.frozen(kw_only=True)
 class OffsetNoise:
-    """Noise with a common shift per sample and channel, so that brightness is learned too.
+    """Noise with a common shift per sample and channel, so that the model learns brightness.
 
     Source: ``noise_offset`` of diffusers' ``examples/text_to_image/train_text_to_image.py``.
     """
@@ -70,10 +70,10 @@ class OffsetNoise:
     strength: float = attrs.field(default=0.1, validator=_check_strength)
     """Standard deviation of the shift."""
     noise: Noise = attrs.field(factory=GaussianNoise)
-    """What is shifted."""
+    """Noise to shift."""
 
     def draw(self, clean: torch.Tensor, generator: torch.Generator) -> DrawnNoise:
-        """The shifted noise."""
+        """Draw the shifted noise."""
         drawn = self.noise.draw(clean, generator)
         shape = (*clean.shape[:2], *(1,) * (clean.ndim - 2))
         offset = self.strength * _normal_like(shape, clean, generator)
@@ -82,19 +82,19 @@ class OffsetNoise:
 
 @attrs.frozen(kw_only=True)
 class InputPerturbation:
-    """More noise in the model's input than it has to find, which makes it forgive its own errors.
+    """Extra input noise that is not predicted, so that the model tolerates its own errors.
 
     Source: ``input_perturbation`` of diffusers' ``examples/text_to_image/train_text_to_image.py``,
     after https://arxiv.org/abs/2301.11706.
     """
 
     strength: float = attrs.field(default=0.1, validator=_check_strength)
-    """Standard deviation of what is not to be found."""
+    """Standard deviation of the extra noise."""
     noise: Noise = attrs.field(factory=GaussianNoise)
-    """What is perturbed."""
+    """Noise to perturb."""
 
     def draw(self, clean: torch.Tensor, generator: torch.Generator) -> DrawnNoise:
-        """The noise, and what is added in its place."""
+        """Draw the target noise and the perturbed input noise."""
         drawn = self.noise.draw(clean, generator)
         more = self.strength * _normal_like(clean.shape, clean, generator)
         return DrawnNoise(target=drawn.target, added=drawn.added + more)
@@ -103,7 +103,7 @@ class InputPerturbation:
 def _check_discount(_instance: object, attribute: Any, value: float) -> None:
     if not 0.0 < value <= 1.0:
         raise InvalidValueError(
-            "is not a valid share of the previous strength",
+            "is not a valid factor",
             key=attribute.name,
             value=value,
             fix="write a number above 0 and at most 1, such as 0.3",
@@ -112,10 +112,10 @@ def _check_discount(_instance: object, attribute: Any, value: float) -> None:
 
 @attrs.frozen(kw_only=True)
 class MultiResolutionNoise:
-    """Noise with coarser noise in it, of ever fewer pixels, so that large shapes are learned too.
+    """Noise mixed with coarser noise of ever fewer pixels, so that the model learns large shapes.
 
-    Each time it is drawn, smaller by 2 to 4 times per iteration and enlarged bilinearly; the sum
-    is brought back to the deviation 1 over the whole batch. Every frame of clips has its own.
+    Each iteration draws noise at a size reduced by a factor of 2 to 4 and enlarges it bilinearly.
+    The sum is normalised to deviation 1 over the batch. Every frame of a clip has its own noise.
 
     Source: ``pyramid_noise_like`` (``--multires_noise_iterations``, ``--multires_noise_discount``)
     of kohya-ss/sd-scripts, ``library/custom_train_functions.py``, after
@@ -125,14 +125,14 @@ class MultiResolutionNoise:
     iterations: int = attrs.field(
         default=6, validator=validated(whole, least=1, fix="write 6 to 10")
     )
-    """Sizes of noise that are added at most; it ends where a side has one pixel."""
+    """Maximum number of sizes; it stops when a side reaches one pixel."""
     discount: float = attrs.field(default=0.3, validator=_check_discount)
-    """What the strength is multiplied by from one size to the next."""
+    """Factor of the strength from one size to the next."""
     noise: Noise = attrs.field(factory=GaussianNoise)
-    """What coarser noise is added to."""
+    """Noise to which coarser noise is added."""
 
     def draw(self, clean: torch.Tensor, generator: torch.Generator) -> DrawnNoise:
-        """The noise of all sizes."""
+        """Draw the sum of all sizes."""
         drawn = self.noise.draw(clean, generator)
         coarse = self._coarse(tuple(clean.shape), generator).to(clean.device)
         target = drawn.target + coarse

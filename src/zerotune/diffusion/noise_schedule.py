@@ -1,8 +1,7 @@
-"""Noise schedules: diffusers' own tables, the part of them that is trained, and their shift.
+"""Noise schedules: diffusers' tables, the trained range, and their shift.
 
-A scheduler is the same object to training and to sampling, and neither may change it for the
-other: ``own_copy`` and ``adding_scheduler`` give the one that training reads,
-``drawing_scheduler`` the one that images are drawn with.
+Training and sampling share a scheduler, and neither may change it for the other. Training reads a
+copy from ``own_copy`` or ``adding_scheduler``; sampling uses ``drawing_scheduler``.
 """
 
 from __future__ import annotations
@@ -33,13 +32,13 @@ _SCHEDULE: Final = (
     "prediction_type",
     "rescale_betas_zero_snr",
 )
-"""Settings of what noise is added, and of what is predicted."""
+"""Settings for the noise schedule and the prediction type."""
 
 # -- Schedulers: the one training reads, and the one images are drawn with.
 
 
 def own_copy(scheduler: Any) -> Any:
-    """An independent copy of a scheduler, so that nothing else changes its tables.
+    """Return an independent copy of a scheduler whose tables nothing else can change.
 
     Sampling calls ``set_timesteps``, which overwrites the tables that training reads.
     """
@@ -51,10 +50,10 @@ def own_copy(scheduler: Any) -> Any:
 
 
 def adding_scheduler(scheduler: Any) -> Any:
-    """What adds noise in training for a scheduler of denoising diffusion.
+    """Return a scheduler that adds noise in training for denoising diffusion.
 
-    Euler, DPM-Solver and their like count noise in another way and know no velocity: DDPM of the
-    same configuration stands in, as in diffusers' own training scripts.
+    Euler, DPM-Solver and similar schedulers scale noise differently and do not support velocity.
+    They are replaced by DDPM with the same configuration, as in diffusers' training scripts.
     """
     if not hasattr(scheduler, "alphas_cumprod"):
         fix = "use DDPMScheduler, or FlowMatchingObjective for flow matching"
@@ -69,8 +68,8 @@ def adding_scheduler(scheduler: Any) -> Any:
     ddpm = ddpm_of(scheduler)
     if ddpm is None:
         raise InvalidValueError(
-            "it only samples, and DDPM of the same settings has another noise schedule "
-            "(alphas_cumprod)",
+            "it only samples, and DDPM with the same settings has a different noise "
+            "schedule (alphas_cumprod)",
             key="scheduler",
             value=type(scheduler).__name__,
             fix="use DDPMScheduler(trained_betas=...) with the betas that the model was made with",
@@ -79,20 +78,20 @@ def adding_scheduler(scheduler: Any) -> Any:
 
 
 def preconditions(scheduler: Any) -> bool:
-    """Whether a scheduler is one of EDM: it scales the model's inputs and outputs."""
+    """Return whether a scheduler is an EDM one, which scales the model's inputs and outputs."""
     return hasattr(scheduler, "precondition_inputs") and hasattr(scheduler, "precondition_outputs")
 
 
 def adds_noise(scheduler: Any) -> bool:
-    """Whether a denoising scheduler can itself add noise for training."""
+    """Return whether a denoising scheduler can add noise for training."""
     return hasattr(scheduler, "get_velocity") and not hasattr(scheduler, "sigmas")
 
 
 def ddpm_of(scheduler: Any) -> Any | None:
-    """DDPM with the noise schedule of another scheduler with ``alphas_cumprod``.
+    """Return DDPM with the noise schedule of another scheduler with ``alphas_cumprod``.
 
     Returns:
-        ``None`` where DDPM of the same settings has another schedule.
+        ``None`` if DDPM with the same settings has another schedule.
     """
     from diffusers import DDPMScheduler
 
@@ -110,7 +109,7 @@ def ddpm_of(scheduler: Any) -> Any | None:
 
 
 def replacement_decision(scheduler: Any, adding: Any) -> tuple[Decision, ...]:
-    """What ``adding_scheduler`` chose, where it chose."""
+    """Return the decision for a scheduler that ``adding_scheduler`` replaced."""
     if adding is scheduler:
         return ()
     return (
@@ -118,17 +117,17 @@ def replacement_decision(scheduler: Any, adding: Any) -> tuple[Decision, ...]:
             key="objective.scheduler",
             before=type(scheduler).__name__,
             after=type(adding).__name__,
-            reason="the former only samples; the latter adds the noise of the same schedule",
+            reason="the former only samples; the latter adds noise with the same schedule",
         ),
     )
 
 
 def drawing_scheduler(scheduler: Any, trained_with: Any = None) -> Any:
-    """A copy of a scheduler, changed to what a model trained with another one predicts.
+    """Return a copy of a scheduler, adapted to the prediction type the model was trained with.
 
-    A model trained down to pure noise is also drawn from it: time steps end at the last one
-    (``timestep_spacing="trailing"``), and a scheduler that knows no such schedule is replaced by
-    DDIM's, with a decision announced.
+    If training reached pure noise, sampling also starts there: time steps end at the last one
+    (``timestep_spacing="trailing"``). A scheduler that does not support such a schedule is replaced
+    by DDIM, with a decision.
 
     Args:
         scheduler: A diffusers scheduler; not changed.
@@ -160,7 +159,7 @@ def _ddim_instead_of(kind: type[Any]) -> type[Any]:
                 before=kind.__name__,
                 after=DDIMScheduler.__name__,
                 reason="the model was trained with rescale_betas_zero_snr, which the pipeline's "
-                "own scheduler does not know",
+                "own scheduler does not support",
                 severity="warning",
             ),
         )
@@ -174,38 +173,40 @@ def _ddim_instead_of(kind: type[Any]) -> type[Any]:
 
 @runtime_checkable
 class Shift(Protocol):
-    """How far noise levels are moved for samples of one shape."""
+    """Protocol: how far noise levels are shifted for samples of one shape."""
 
     def mu(self, shape: tuple[int, ...], config: Any) -> float:
-        """What a diffusers pipeline passes to its scheduler's ``set_timesteps(mu=...)``.
+        """Return the value a diffusers pipeline passes to ``set_timesteps(mu=...)``.
 
         Args:
-            shape: Of the clean samples, (b, c, h, w).
-            config: The scheduler's.
+            shape: Shape of the clean samples, (b, c, h, w).
+            config: Configuration of the scheduler.
         """
         ...
 
 
 @attrs.frozen(kw_only=True)
 class ResolutionShift:
-    """The shift of the SD3 and Flux pipelines: linear in the number of image tokens.
+    """Shift of the SD3 and Flux pipelines: linear in the number of image tokens.
 
-    Source: ``calculate_shift`` of diffusers' ``pipelines/flux/pipeline_flux.py``. It is written
-    out here because importing it loads the pipeline and transformers.
+    Source: ``calculate_shift`` of diffusers' ``pipelines/flux/pipeline_flux.py``. The formula is
+    repeated here because importing that module loads the pipeline and transformers.
     """
 
     patch_size: int = attrs.field(default=2)
-    """Side of a token in latent pixels: the transformer's ``patch_size``, or 2 where the pipeline
+    """Side of a token in latent pixels: the transformer's ``patch_size``, or 2 if the pipeline
     packs latents, as Flux does."""
 
     @patch_size.validator
     def _check_patch(self, _attribute: Any, value: int) -> None:
         if value < 1:
             fix = "write 2, as SD3 and Flux"
-            raise InvalidValueError("is no size of a patch", key="patch_size", value=value, fix=fix)
+            raise InvalidValueError(
+                "is not a valid patch size", key="patch_size", value=value, fix=fix
+            )
 
     def mu(self, shape: tuple[int, ...], config: Any) -> float:
-        """The logarithm of the shift, for all tokens of one sample."""
+        """Return the logarithm of the shift for the number of tokens in one sample."""
         height, width = shape[-2] // self.patch_size, shape[-1] // self.patch_size
         tokens = math.prod(shape[2:-2]) * height * width
         base, most = config["base_image_seq_len"], config["max_image_seq_len"]
@@ -221,23 +222,23 @@ class NoiseLevels:
     """Sigmas and the model's time steps, from high noise to low."""
 
     sigmas: torch.Tensor
-    """(n,), fp32, falling."""
+    """(n,), fp32, decreasing."""
     timesteps: torch.Tensor
-    """(n,), fp32, as the scheduler counts them."""
+    """(n,), fp32, in the scheduler's units."""
 
     def __len__(self) -> int:
         return len(self.sigmas)
 
     def __getitem__(self, index: torch.Tensor) -> NoiseLevels:
-        """The levels of these numbers, one for each sample of a batch."""
+        """Select levels by index, one for each sample of a batch."""
         return NoiseLevels(sigmas=self.sigmas[index], timesteps=self.timesteps[index])
 
     def spread(self, clean: torch.Tensor) -> torch.Tensor:
-        """The sigmas of a batch (b, 1, 1, 1), beside its samples (b, c, h, w)."""
+        """Reshape a batch's sigmas to (b, 1, 1, 1) for broadcasting over samples (b, c, h, w)."""
         return self.sigmas.to(clean.device).view(-1, *(1,) * (clean.ndim - 1))
 
     def part(self, share: tuple[float, float]) -> NoiseLevels:
-        """The levels above the first and up to the second bound."""
+        """Return the levels above the first bound up to the second."""
         if share == (0.0, 1.0):
             return self
         within = (self.sigmas > share[0]) & (self.sigmas <= share[1])
@@ -247,12 +248,13 @@ class NoiseLevels:
 
 
 def noise_levels(scheduler: Any, shape: tuple[int, ...], shift: Shift | None) -> NoiseLevels:
-    """All noise levels of a flow-matching scheduler for samples of one shape.
+    """Return all noise levels of a flow-matching scheduler for samples of one shape.
 
     Args:
-        scheduler: Untouched since it was made: its tables are those of training.
-        shape: Of the clean samples.
-        shift: For schedulers with ``use_dynamic_shifting``; the tables as they are without it.
+        scheduler: A freshly created scheduler, whose tables are those of training.
+        shape: Shape of the clean samples.
+        shift: Shift for schedulers with ``use_dynamic_shifting``; without it the tables are used
+            unchanged.
     """
     # Shifting rounds the highest one to a little more than 1 for some values of the shift.
     sigmas = scheduler.sigmas.float().clamp(max=1.0)
@@ -265,24 +267,24 @@ def noise_levels(scheduler: Any, shape: tuple[int, ...], shift: Shift | None) ->
 
 
 def at_quantile(quantile: float, count: int) -> int:
-    """Number of the entry of ``count`` that lies at a quantile."""
+    """Return the index at a quantile of ``count`` entries."""
     return min(int(quantile * count), count - 1)
 
 
 def check_range(_instance: object, attribute: Any, value: tuple[float, float]) -> None:
-    """Refuse a range of noise levels that is none."""
+    """Check a range of noise levels."""
     low, high = value
     if not 0.0 <= low < high <= 1.0:
         raise InvalidValueError(
             "is not a valid part of the schedule, from low noise to high",
             key=attribute.name,
             value=value,
-            fix="write (0.0, 1.0) for all of it, (0.0, 0.2) for the last fifth of sampling",
+            fix="use (0.0, 1.0) for the whole schedule, (0.0, 0.2) for the last fifth of sampling",
         )
 
 
 def bounds(steps: int, share: tuple[float, float]) -> tuple[int, int]:
-    """First and last-but-one-past time step of a share of ``steps``."""
+    """Return first and last-but-one-past time step of a fraction of ``steps``."""
     low, high = round(share[0] * steps), round(share[1] * steps)
     if low == high:
         raise _no_levels(share)
@@ -291,8 +293,8 @@ def bounds(steps: int, share: tuple[float, float]) -> tuple[int, int]:
 
 def _no_levels(share: tuple[float, float]) -> InvalidValueError:
     return InvalidValueError(
-        "no noise level of the schedule lies in it",
+        "the range contains no noise level of the schedule",
         key="timestep_range",
         value=share,
-        fix="make the range wider",
+        fix="widen the range",
     )

@@ -1,7 +1,6 @@
-"""What is learned: noise, velocity or the clean image, through diffusers' own schedulers.
+"""Training objectives that predict noise, velocity or the clean image with diffusers' schedulers.
 
-Every random number comes from the generator passed in, on the CPU, so that a run is the same on
-every device.
+All random numbers come from the CPU generator that is passed in, so runs are equal on every device.
 """
 
 from __future__ import annotations
@@ -51,15 +50,19 @@ _WEIGHTINGS = ("none", "sigma_sqrt", "cosmap")
 
 @runtime_checkable
 class Objective(Protocol):
-    """A loss. Any callable of this shape will do; sampling needs ``family`` and ``scheduler``."""
+    """Protocol of an objective, which computes the loss.
+
+    Any callable with this signature is
+    accepted; sampling also needs ``family`` and ``scheduler``.
+    """
 
     def __call__(
         self, model: Denoiser, batch: Mapping[str, torch.Tensor], generator: torch.Generator
     ) -> torch.Tensor:
-        """The loss of one micro batch: a scalar, fp32, on the model's device.
+        """Compute the loss of one micro batch: a scalar, fp32, on the model's device.
 
         Args:
-            model: What is trained.
+            model: Model to train.
             batch: Tensors by name, batch first.
             generator: A CPU generator, the only source of randomness.
         """
@@ -79,17 +82,17 @@ class LevelObjective(Objective, Protocol):
         noise: Noise,
         generator: torch.Generator,
     ) -> torch.Tensor:
-        """Mean squared errors (q,), fp32, one forward pass for each quantile.
+        """Return mean squared errors (q,), fp32, with one forward pass for each quantile.
 
-        Weighted by the batch, not by the objective, so that they compare between objectives.
+        They use the batch's weights but not the objective's, so they are comparable between
+        objectives.
 
         Args:
-            model: What predicts.
+            model: Model that predicts.
             batch: Tensors by name, batch first.
-            quantiles: In [0, 1], from little noise to much, of the levels that uniform draws
-                would give.
-            noise: What is added.
-            generator: For what else is drawn, such as dropped conditioning.
+            quantiles: Quantiles in [0, 1] of uniformly drawn levels, from little noise to much.
+            noise: Noise to add.
+            generator: Generator for other random numbers, such as dropped conditioning.
         """
         ...
 
@@ -99,7 +102,7 @@ class LevelObjective(Objective, Protocol):
 
 @attrs.frozen(kw_only=True, eq=False)
 class Inputs:
-    """A batch made ready for any noise level."""
+    """A batch prepared for any noise level."""
 
     batch: Mapping[str, torch.Tensor]
     clean: torch.Tensor
@@ -108,9 +111,9 @@ class Inputs:
 
 
 class SchedulerObjective(ABC):
-    """What objectives over diffusers' schedulers share: batches made ready, errors at levels.
+    """Shared base of objectives that use diffusers' schedulers.
 
-    Levels are what ``draw_levels`` gives, one for each sample; an index takes some of them.
+    ``draw_levels`` returns one level per sample; indexing selects some of them.
     """
 
     __slots__ = ()
@@ -123,10 +126,10 @@ class SchedulerObjective(ABC):
     def __call__(
         self, model: Denoiser, batch: Mapping[str, torch.Tensor], generator: torch.Generator
     ) -> torch.Tensor:
-        """The mean error of a micro batch, scalar, fp32."""
+        """Return the mean error of a micro batch, scalar, fp32."""
         if any(name.startswith(REJECTED) for name in batch):
             raise DataError(
-                "the batch holds rejected images, which this objective would leave out",
+                "the batch contains rejected images, which this objective would ignore",
                 key="objective",
                 value=type(self).__name__,
                 fix=f"write PreferenceObjective(objective={type(self).__name__}(…))",
@@ -155,7 +158,7 @@ class SchedulerObjective(ABC):
         *,
         noise: Noise | None = None,
     ) -> Inputs:
-        """A batch with its noise; that of the objective when no other is given."""
+        """Prepare a batch with noise; default the objective's own noise."""
         # In this order: seeds of earlier runs depend on it.
         clean = self.family.clean(batch)
         conditioning = self.family.conditioning(batch, generator)
@@ -165,10 +168,10 @@ class SchedulerObjective(ABC):
 
     @abstractmethod
     def draw_levels(self, inputs: Inputs, generator: torch.Generator) -> Any:
-        """A level of noise for each sample."""
+        """Draw a noise level for each sample."""
 
     def compare(self, model: Denoiser, inputs: Inputs, levels: Any) -> Comparison:
-        """What the model finds, and what it should have: as the objective weighs it."""
+        """Return prediction and target with the objective's weighting."""
         errors = None
         if self.loss is not None:
             errors = partial(self.loss.errors, level=self._level(inputs, levels))
@@ -198,10 +201,10 @@ def _new_scheduler(name: str) -> Any:
 
 @attrs.frozen(kw_only=True, eq=False)
 class DenoisingObjective(SchedulerObjective):
-    """Denoising diffusion: DDPM's forward process, mean squared error if no ``loss`` is given.
+    """Denoising diffusion with DDPM's forward process; default loss mean squared error.
 
-    Steps are uniform over the scheduler's; the target is what its ``prediction_type`` says. A
-    batch's ``"loss_weights"`` (b,) and ``"loss_masks"`` (b, 1, h, w) multiply the error.
+    Time steps are drawn uniformly from the scheduler's; ``prediction_type`` determines the target.
+    A batch's ``"loss_weights"`` (b,) and ``"loss_masks"`` (b, 1, h, w) multiply the error.
 
     Source: diffusers' ``examples/text_to_image/train_text_to_image_sdxl.py``.
     """
@@ -209,21 +212,21 @@ class DenoisingObjective(SchedulerObjective):
     scheduler: DDPMScheduler = attrs.field(
         factory=partial(_new_scheduler, "DDPMScheduler"), converter=own_copy
     )
-    """Any diffusers scheduler with ``alphas_cumprod``; a private copy is kept. With
+    """Any diffusers scheduler with ``alphas_cumprod``; a private copy is used. With
     ``rescale_betas_zero_snr=True`` the schedule ends in pure noise."""
     family: Family = attrs.field(factory=Unconditional)
-    """How a batch becomes the model's inputs."""
+    """Turns a batch into the model's inputs."""
     noise: Noise = attrs.field(factory=GaussianNoise)
-    """What is added: ``OffsetNoise``, ``InputPerturbation``, one inside the other, or your own."""
+    """Training noise: ``OffsetNoise``, ``InputPerturbation``, a combination, or your own."""
     loss: Loss | None = None
-    """``Huber``, ``SmoothL1`` or your own; the squared error when not given."""
+    """``Huber``, ``SmoothL1`` or your own; default squared error."""
     snr_gamma: float | None = attrs.field(default=None)
-    """Clip of min-SNR weighting, 5 in its paper; ``None``: all time steps weigh the same."""
+    """Clip value of min-SNR weighting, 5 in its paper; ``None`` weights all time steps equally."""
     weighting: Literal["none", "debiased_estimation"] = "none"
-    """``"debiased_estimation"`` weighs as ``debiased_weights``, and multiplies with min-SNR."""
+    """``"debiased_estimation"`` applies ``debiased_weights``; it multiplies with min-SNR."""
     timestep_range: tuple[float, float] = attrs.field(default=(0.0, 1.0), validator=check_range)
-    """Part of the schedule that is trained, from little noise to much: ``(0.0, 0.2)`` for a
-    refiner that takes over the last fifth of sampling."""
+    """Trained range of the schedule, from little noise to much: ``(0.0, 0.2)`` for a refiner that
+    handles the last fifth of sampling."""
     _adding: Any = attrs.field(
         init=False, default=attrs.Factory(lambda self: adding_scheduler(self.scheduler), True)
     )
@@ -232,24 +235,24 @@ class DenoisingObjective(SchedulerObjective):
     def _check_gamma(self, _attribute: Any, value: float | None) -> None:
         if value is not None and not (math.isfinite(value) and value > 0):
             raise InvalidValueError(
-                "is not a valid signal-to-noise ratio to clip at",
+                "is not a valid signal-to-noise ratio for clipping",
                 key="snr_gamma",
                 value=value,
-                fix="write 5.0 as the paper does, or None for no weighting",
+                fix="write 5.0 as in the paper, or None for no weighting",
             )
 
     def __attrs_post_init__(self) -> None:
         if self._prediction not in _PREDICTIONS:
             raise InvalidValueError(
-                f"this objective learns {', '.join(_PREDICTIONS)}",
+                f"this objective supports {', '.join(_PREDICTIONS)}",
                 key="scheduler.prediction_type",
                 value=self._prediction,
                 fix="use FlowMatchingObjective for flow matching",
             )
         if self._prediction == "epsilon" and float(self._adding.alphas_cumprod[-1]) == 0.0:
             raise InvalidValueError(
-                "the schedule ends in pure noise, from which a model that predicts noise cannot "
-                "tell the image",
+                "the schedule ends in pure noise, from which a noise-predicting model "
+                "learns nothing about the image",
                 key="scheduler.prediction_type",
                 value="epsilon",
                 fix='give the scheduler prediction_type="v_prediction", or '
@@ -261,28 +264,28 @@ class DenoisingObjective(SchedulerObjective):
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
-        """What was chosen for the scheduler."""
+        """Decisions about the scheduler."""
         return replacement_decision(self.scheduler, self._adding)
 
     def _check_weighting(self) -> None:
         known = ("none", "debiased_estimation")
         if self.weighting not in known:
             raise InvalidValueError(
-                f"is none of {', '.join(known)}",
+                f"is not one of {', '.join(known)}",
                 key="weighting",
                 value=self.weighting,
                 fix='write "none"; min-SNR weighting is snr_gamma=5.0',
             )
         if self.weighting != "none" and self._prediction == "sample":
             raise InvalidValueError(
-                "the weighting is one of predicted noise or velocity",
+                "the weighting is defined for predicted noise or velocity",
                 key="weighting",
                 value=self.weighting,
                 fix='write "none" for a model that predicts the clean sample',
             )
 
     def draw_levels(self, inputs: Inputs, generator: torch.Generator) -> torch.Tensor:
-        """Time steps (b,), integers, uniform over the trained ones."""
+        """Draw time steps (b,), integers, uniformly from the trained range."""
         low, high = self._bounds()
         timesteps = torch.randint(low, high, (len(inputs.clean),), generator=generator)
         return timesteps.to(inputs.clean.device)
@@ -337,13 +340,12 @@ class DenoisingObjective(SchedulerObjective):
 
 @attrs.frozen(kw_only=True, eq=False)
 class FlowMatchingObjective(SchedulerObjective):
-    """Rectified flow: straight lines from data to noise, squared error of the velocity.
+    """Rectified flow: straight paths from data to noise, squared error of the velocity.
 
     ``noisy = (1 - sigma) * clean + sigma * noise``; the target is ``noise - clean``. Sigmas and
-    time steps are the scheduler's own, so ``shift`` and the like are its settings. With its
-    ``use_dynamic_shifting`` they are moved for each batch by what its resolution asks for, as
-    they are in sampling. A batch's ``"loss_weights"`` (b,) and ``"loss_masks"`` (b, 1, h, w)
-    multiply the error.
+    time steps come from the scheduler, so options such as ``shift`` are its settings. With
+    ``use_dynamic_shifting`` they are shifted for each batch by its resolution, as in sampling. A
+    batch's ``"loss_weights"`` (b,) and ``"loss_masks"`` (b, 1, h, w) multiply the error.
 
     Source: diffusers' ``examples/dreambooth/train_dreambooth_sd3.py``.
     """
@@ -351,33 +353,32 @@ class FlowMatchingObjective(SchedulerObjective):
     scheduler: FlowMatchEulerDiscreteScheduler = attrs.field(
         factory=partial(_new_scheduler, "FlowMatchEulerDiscreteScheduler"), converter=own_copy
     )
-    """A private copy is kept."""
+    """The scheduler; a private copy is used."""
     family: Family = attrs.field(factory=Unconditional)
-    """How a batch becomes the model's inputs."""
+    """Turns a batch into the model's inputs."""
     noise: Noise = attrs.field(factory=GaussianNoise)
-    """What is added: ``OffsetNoise``, ``InputPerturbation``, one inside the other, or your own."""
+    """Training noise: ``OffsetNoise``, ``InputPerturbation``, a combination, or your own."""
     loss: Loss | None = None
-    """``Huber``, ``SmoothL1`` or your own; the squared error when not given."""
+    """``Huber``, ``SmoothL1`` or your own; default squared error."""
     precondition_outputs: bool = False
-    """Compare clean samples, ``noisy - sigma * prediction``, in the place of velocities: errors
-    weigh ``sigma ** 2``. The SD3 paper does not; diffusers' SD3 scripts do unless told
-    otherwise. ``losses_at`` compares velocities either way."""
+    """Compare clean samples, ``noisy - sigma * prediction``, instead of velocities, which weights
+    errors by ``sigma ** 2``. The SD3 paper compares velocities; diffusers' SD3 scripts compare
+    clean samples by default. ``losses_at`` compares velocities in either case."""
     density: Literal["uniform", "logit_normal", "mode"] = "uniform"
-    """How time steps are drawn (SD3 paper, section 3.1)."""
+    """Distribution of time steps (SD3 paper, section 3.1)."""
     logit_mean: float = 0.0
-    """Mean of ``"logit_normal"``; above 0 draws less noise."""
+    """Mean of ``"logit_normal"``; values above 0 draw less noise."""
     logit_std: float = 1.0
     """Standard deviation of ``"logit_normal"``."""
     mode_scale: float = 1.29
     """Scale of ``"mode"``."""
     weighting: Literal["none", "sigma_sqrt", "cosmap"] = "none"
-    """How errors weigh by noise level; with the density ``"uniform"`` these are diffusers'
+    """Error weight by noise level; with the density ``"uniform"`` these are diffusers'
     ``weighting_scheme`` of the same name."""
     timestep_range: tuple[float, float] = attrs.field(default=(0.0, 1.0), validator=check_range)
-    """Sigmas that are trained, after any shift; the density is squeezed into them."""
+    """Trained range of sigmas, after any shift; the density is rescaled to it."""
     resolution_shift: Shift | None = None
-    """How a scheduler with ``use_dynamic_shifting`` shifts; ``ResolutionShift()`` when not
-    given."""
+    """Shift for a scheduler with ``use_dynamic_shifting``; default ``ResolutionShift()``."""
 
     def __attrs_post_init__(self) -> None:
         self._check_density()
@@ -392,7 +393,7 @@ class FlowMatchingObjective(SchedulerObjective):
         weighting = self.density in _WEIGHTINGS
         fix = f'write density="uniform", weighting="{self.density}"'
         raise InvalidValueError(
-            "is a weighting of the loss" if weighting else f"is none of {', '.join(_DENSITIES)}",
+            "is a loss weighting" if weighting else f"is not one of {', '.join(_DENSITIES)}",
             key="density",
             value=self.density,
             fix=fix if weighting else 'write "uniform"',
@@ -404,7 +405,7 @@ class FlowMatchingObjective(SchedulerObjective):
         density = self.weighting in _DENSITIES
         fix = f'write density="{self.weighting}", weighting="none"'
         raise InvalidValueError(
-            "is a density of time steps" if density else f"is none of {', '.join(_WEIGHTINGS)}",
+            "is a time step density" if density else f"is not one of {', '.join(_WEIGHTINGS)}",
             key="weighting",
             value=self.weighting,
             fix=fix if density else 'write "none"',
@@ -422,10 +423,10 @@ class FlowMatchingObjective(SchedulerObjective):
             )
         if scheduler.config.get("invert_sigmas", False):
             raise InvalidValueError(
-                "the model counts time from noise to data, which this objective does not",
+                "the model counts time from noise to data, which this objective does not support",
                 key="scheduler.invert_sigmas",
                 value=True,
-                fix="invert the time steps in the family's predict, and pass invert_sigmas=False",
+                fix="invert the time steps in the family's predict, and set invert_sigmas=False",
             )
         if self.resolution_shift is not None and not scheduler.config.get(
             "use_dynamic_shifting", False
@@ -434,23 +435,23 @@ class FlowMatchingObjective(SchedulerObjective):
                 "the scheduler does not shift by resolution, so sampling would not either",
                 key="resolution_shift",
                 value=True,
-                fix="give the scheduler use_dynamic_shifting=True, or leave resolution_shift out",
+                fix="give the scheduler use_dynamic_shifting=True, or omit resolution_shift",
             )
 
     def levels(self, shape: tuple[int, ...]) -> NoiseLevels:
-        """The noise levels that batches of samples of this shape (b, c, h, w) are trained on."""
+        """Return the noise levels for training batches of this shape (b, c, h, w)."""
         shift = None
         if self.scheduler.config.get("use_dynamic_shifting", False):
             shift = self.resolution_shift or ResolutionShift()
         return noise_levels(self.scheduler, shape, shift).part(self.timestep_range)
 
     def draw_levels(self, inputs: Inputs, generator: torch.Generator) -> NoiseLevels:
-        """Sigmas and time steps (b,), drawn by the density."""
+        """Draw sigmas and time steps (b,) from the density."""
         levels = self.levels(tuple(inputs.clean.shape))
         return levels[self._draw(len(inputs.clean), len(levels), generator)]
 
     def compare(self, model: Denoiser, inputs: Inputs, levels: NoiseLevels) -> Comparison:
-        """Velocities, or with ``precondition_outputs`` clean samples."""
+        """Compare velocities, or with ``precondition_outputs`` clean samples."""
         found = super().compare(model, inputs, levels)
         if not self.precondition_outputs:
             return found
@@ -507,13 +508,13 @@ class FlowMatchingObjective(SchedulerObjective):
 
 @attrs.frozen(kw_only=True, eq=False)
 class EDMObjective(SchedulerObjective):
-    """EDM: samples plus noise of deviation sigma, squared error of the clean sample.
+    """EDM: noise of deviation sigma is added, and the error is that of the clean sample.
 
-    Inputs, noise levels and outputs are preconditioned by the scheduler's own methods. A batch's
+    The scheduler's own methods precondition inputs, noise levels and outputs. A batch's
     ``"loss_weights"`` (b,) and ``"loss_masks"`` (b, 1, h, w) multiply the error.
 
     Source: https://arxiv.org/abs/2206.00364 and ``--do_edm_style_training`` of diffusers'
-    ``examples/dreambooth/train_dreambooth_lora_sdxl.py``, whose loss is that of the defaults;
+    ``examples/dreambooth/train_dreambooth_lora_sdxl.py``, whose loss the defaults reproduce.
     ``EDMLoss`` of NVlabs/edm (``training/loss.py``) is ``density="log_normal"`` with
     ``weighting="edm"``.
     """
@@ -521,30 +522,30 @@ class EDMObjective(SchedulerObjective):
     scheduler: EDMEulerScheduler = attrs.field(
         factory=partial(_new_scheduler, "EDMEulerScheduler"), converter=own_copy
     )
-    """Or ``EDMDPMSolverMultistepScheduler``; a private copy is kept."""
+    """``EDMEulerScheduler`` or ``EDMDPMSolverMultistepScheduler``; a private copy is used."""
     family: Family = attrs.field(factory=Unconditional)
-    """How a batch becomes the model's inputs."""
+    """Turns a batch into the model's inputs."""
     noise: Noise = attrs.field(factory=GaussianNoise)
-    """What is added: ``OffsetNoise``, ``InputPerturbation``, one inside the other, or your own."""
+    """Training noise: ``OffsetNoise``, ``InputPerturbation``, a combination, or your own."""
     loss: Loss | None = None
-    """``Huber``, ``SmoothL1`` or your own; the squared error when not given."""
+    """``Huber``, ``SmoothL1`` or your own; default squared error."""
     density: Literal["uniform", "log_normal"] = "uniform"
-    """How sigmas are drawn: uniformly from the scheduler's, or by their logarithm."""
+    """Distribution of sigmas: uniform over the scheduler's, or log-normal."""
     log_mean: float = -1.2
-    """Mean of the logarithm of sigma under ``"log_normal"``."""
+    """Mean of log sigma for ``"log_normal"``."""
     log_std: float = 1.2
-    """Standard deviation of the logarithm of sigma under ``"log_normal"``."""
+    """Standard deviation of log sigma for ``"log_normal"``."""
     weighting: Literal["none", "edm"] = "none"
-    """``"edm"``: the paper's, under which the errors of an untrained model weigh the same at all
-    sigmas. With ``"uniform"`` it is far from 1: up to 250,000 at sigma 0.002."""
+    """``"edm"`` is the paper's weighting, which gives an untrained model's errors equal weight at
+    all sigmas. With ``"uniform"`` weights are far from 1: up to 250,000 at sigma 0.002."""
     timestep_range: tuple[float, float] = attrs.field(default=(0.0, 1.0), validator=check_range)
-    """Part of the scheduler's sigmas that is trained, from little noise to much."""
+    """Trained range of the scheduler's sigmas, from little noise to much."""
 
     def __attrs_post_init__(self) -> None:
         for name, known in (("density", ("uniform", "log_normal")), ("weighting", ("none", "edm"))):
             if getattr(self, name) not in known:
                 raise InvalidValueError(
-                    f"is none of {', '.join(known)}",
+                    f"is not one of {', '.join(known)}",
                     key=name,
                     value=getattr(self, name),
                     fix=f'write "{known[0]}" or "{known[1]}"',
@@ -558,14 +559,14 @@ class EDMObjective(SchedulerObjective):
             )
         if self.scheduler.config.prediction_type not in ("epsilon", "v_prediction"):
             raise InvalidValueError(
-                "outputs are preconditioned for epsilon and v_prediction",
+                "outputs can be preconditioned for epsilon and v_prediction only",
                 key="scheduler.prediction_type",
                 value=self.scheduler.config.prediction_type,
-                fix="write the one that the model was made with",
+                fix="use the prediction type the model was made with",
             )
         if self.density == "log_normal" and self.timestep_range != (0.0, 1.0):
             raise InvalidValueError(
-                "sigmas that are drawn by their logarithm are not the scheduler's",
+                "log-normal sigmas are not limited to the scheduler's table",
                 key="timestep_range",
                 value=self.timestep_range,
                 fix='write density="uniform", or move log_mean',
@@ -575,7 +576,7 @@ class EDMObjective(SchedulerObjective):
         self._bounds()
 
     def draw_levels(self, inputs: Inputs, generator: torch.Generator) -> NoiseLevels:
-        """Sigmas and their times (b,), drawn by the density."""
+        """Draw sigmas and time steps (b,) from the density."""
         count = len(inputs.clean)
         if self.density == "uniform":
             index = torch.randint(*self._bounds(), (count,), generator=generator)
@@ -624,16 +625,17 @@ class EDMObjective(SchedulerObjective):
 
 
 def min_snr_weights(scheduler: Any, timesteps: torch.Tensor, *, gamma: float) -> torch.Tensor:
-    """Min-SNR weights for what ``scheduler`` predicts.
+    """Return min-SNR weights for the prediction type of ``scheduler``.
 
-    Of the loss of the clean image they are ``min(snr, gamma)``; noise and velocity scale that loss
-    by ``snr`` and ``snr + 1``, so they are divided by it. Where the schedule ends in pure noise
-    the weight is 1, not 0: no other step would teach the model the one that sampling starts with.
+    For the loss of the clean image the weight is ``min(snr, gamma)``. Losses of noise and velocity
+    are that loss times ``snr`` and ``snr + 1``, so the weight is divided by it. If the schedule
+    ends in pure noise, the weight there is 1, not 0, because no other step trains the step that
+    sampling starts with.
 
     Args:
         scheduler: A diffusers scheduler with ``alphas_cumprod``.
         timesteps: (b,), integers.
-        gamma: The largest signal-to-noise ratio that counts in full; 5 in the paper.
+        gamma: Signal-to-noise ratio at which weights are clipped; 5 in the paper.
 
     Returns:
         (b,), fp32, on the device of ``timesteps``.
@@ -654,10 +656,10 @@ def min_snr_weights(scheduler: Any, timesteps: torch.Tensor, *, gamma: float) ->
 
 
 def debiased_weights(scheduler: Any, timesteps: torch.Tensor) -> torch.Tensor:
-    """Weights of debiased estimation for what ``scheduler`` predicts.
+    """Return weights of debiased estimation for the prediction type of ``scheduler``.
 
-    They are ``1 / sqrt(snr)`` of predicted noise and ``1 / (snr + 1)`` of predicted velocity; a
-    ratio above 1000 counts as 1000.
+    They are ``1 / sqrt(snr)`` for predicted noise and ``1 / (snr + 1)`` for predicted velocity;
+    ratios are clipped at 1000.
 
     Args:
         scheduler: A diffusers scheduler with ``alphas_cumprod``.
@@ -667,7 +669,8 @@ def debiased_weights(scheduler: Any, timesteps: torch.Tensor) -> torch.Tensor:
         (b,), fp32, on the device of ``timesteps``.
 
     Source: https://arxiv.org/abs/2310.08442 and ``--debiased_estimation_loss`` of
-    kohya-ss/sd-scripts (``library/custom_train_functions.py``), which has the form for velocity.
+    kohya-ss/sd-scripts (``library/custom_train_functions.py``), which contains the form for
+    velocity.
     """
     from diffusers.training_utils import compute_snr
 

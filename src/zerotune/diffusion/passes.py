@@ -1,7 +1,7 @@
-"""One forward and backward pass without data: what lives after each operator, and its arithmetic.
+"""Count memory after each operator, and arithmetic, of one forward and backward pass without data.
 
-The model runs on the ``meta`` device, every storage is counted from its birth to its death, and
-operators that a GPU has fused ones for keep what those keep.
+The model runs on the ``meta`` device and every storage is tracked from allocation to release.
+Operators that are fused on a GPU are charged for what the fused version keeps.
 """
 
 from __future__ import annotations
@@ -26,39 +26,39 @@ from zerotune.backend.rates import moves_memory
 from zerotune.diffusion.activations import Loading, Stored, stored_strides
 
 KINDS: Final = ("products", "convolutions", "attention", "moved")
-"""Floating-point operations of matrix products, of convolutions and of attention (a product and a
-sum are two), and bytes that all other operators read and write."""
+"""Counted work: floating-point operations of matrix products, convolutions and attention (a product
+and a sum are two), and bytes read and written by all other operators."""
 CALLS: Final = {"products": "product_calls", "attention": "attention_calls"}
-"""What is counted besides: how many operators of a kind run."""
+"""Counted calls: the number of operators of each kind."""
 _META: Final = torch.device("meta")
 
 
 @attrs.frozen(kw_only=True)
 class Pass:
-    """What one forward and backward pass took; parameters are not counted."""
+    """Memory and work of one forward and backward pass; parameters are not counted."""
 
     live: tuple[int, ...]
     """Bytes alive after each operator."""
     operators: tuple[str, ...]
-    """Their names, in the same order."""
+    """Operator names, in the same order."""
     forward: Mapping[str, int]
-    """What the forward pass computes, by ``KINDS`` and names in ``CALLS``."""
+    """Work of the forward pass by ``KINDS`` and names in ``CALLS``."""
     backward: Mapping[str, int]
-    """The same of the backward pass, with what it computes again."""
+    """Work of the backward pass, including recomputation."""
     first: int
-    """Operators of the forward pass; those that follow are the backward pass's."""
+    """Number of operators in the forward pass; the rest belong to the backward pass."""
 
     @property
     def peak(self) -> int:
-        """Most bytes alive at a time."""
+        """Peak of bytes alive."""
         return max(self.live, default=0)
 
 
 def activation_peak(module: torch.nn.Module, arguments: Mapping[str, Any]) -> int:
-    """Most bytes alive at a time in one forward and backward pass, parameters not counted.
+    """Return the peak bytes of one forward and backward pass, without parameters.
 
     Args:
-        module: A module on the ``meta`` device, whose gradients are dropped as they appear.
+        module: A module on the ``meta`` device; gradients are dropped as they appear.
         arguments: Arguments of ``forward``.
     """
     with counting(module) as count:
@@ -67,11 +67,11 @@ def activation_peak(module: torch.nn.Module, arguments: Mapping[str, Any]) -> in
 
 @contextlib.contextmanager
 def counting(module: torch.nn.Module) -> Iterator[Callable[..., Pass]]:
-    """Inside, what it gives counts one forward and backward pass.
+    """Context manager; its function counts one forward and backward pass.
 
-    Gradients are dropped as they appear: an estimate counts them apart. Of a long list of equal
-    blocks only the first and the last run; what the others would do is what those between them do,
-    and is put in. Where that does not hold, as a first forward pass of all of them tells, all run.
+    Gradients are dropped as they appear, because an estimate counts them separately. In a long list
+    of equal blocks only the first and last blocks run; the counts of one inner block stand for the
+    others. If a first forward pass shows that blocks differ, all of them run.
 
     Args:
         module: As in ``activation_peak``.
@@ -129,13 +129,13 @@ def both_passes(
     *,
     checkpointed: bool = True,
 ) -> tuple[list[Pass], list[Pass] | None]:
-    """A pass for each of these arguments, without and with recomputed blocks.
+    """Count a pass for each set of arguments, with and without recomputed blocks.
 
     Args:
-        module: As in ``activation_peak``; left without checkpointing.
-        arguments: Likewise.
-        count: What ``counting`` gave for it.
-        checkpointed: ``False`` leaves the second list out, as a model that cannot recompute does.
+        module: As in ``activation_peak``; afterwards without checkpointing.
+        arguments: Arguments of each pass.
+        count: Function returned by ``counting`` for the module.
+        checkpointed: ``False`` leaves the second list empty, for a model that cannot recompute.
     """
     full, switch = [count(each) for each in arguments], cast("Any", module)
     if not checkpointed or not hasattr(module, "enable_gradient_checkpointing"):
@@ -204,7 +204,7 @@ def _counted_forward(
 
 @attrs.define(kw_only=True)
 class Away:
-    """A tensor in host memory, from one operator to another."""
+    """A tensor in host memory between two operators."""
 
     nbytes: int
     stored: int
@@ -212,7 +212,7 @@ class Away:
     ends: int | None = None
 
     def moved(self, stored: int, begins: int, ends: int) -> Away:
-        """The same so many operators later."""
+        """Return the same interval, shifted by this many operators."""
         return Away(
             nbytes=self.nbytes,
             stored=self.stored + stored,
@@ -230,7 +230,7 @@ class CountedTransfers:
         self._count: Callable[[], int] = lambda: 0
 
     def begin(self, count: Callable[[], int]) -> None:
-        """Begin a pass, given a function that tells how many of its operators have run."""
+        """Begin a pass; the function returns how many operators have run."""
         self.away, self._at, self._count = [], {}, count
 
     def store(self, tensor: torch.Tensor) -> Stored:
@@ -280,8 +280,8 @@ class _Trace:
 
 _FIRST: Final = 3
 _LAST: Final = 3
-"""Blocks of a list that run: those at its ends differ from those between them, the more where
-inputs wait in host memory, which the last two leave on the device."""
+"""Blocks of a list that run. Blocks at the ends differ from inner ones, especially with offloaded
+inputs, where the last two stay on the device."""
 _RUN: Final = _FIRST + _LAST
 
 
@@ -493,7 +493,7 @@ class _UncompiledMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class SizesOnly(_UncompiledMode):  # type: ignore[no-untyped-call]
-    """Whatever meets a tensor without data has none either; all else is computed."""
+    """An operator's output has no data if any input has none; all else is computed."""
 
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = kwargs or {}
@@ -591,7 +591,7 @@ class _Counts(_UncompiledMode):  # type: ignore[no-untyped-call]
 # -- What operators gave: without data the same call gives the same sizes.
 
 _OUTCOMES: Final[dict[Any, _Outcome]] = {}
-"""By operator and sizes; torch's own way to them takes ten times as long."""
+"""Cache by operator and sizes; torch's own dispatch takes ten times as long."""
 _MOST_OUTCOMES: Final = 2**15
 
 
@@ -722,10 +722,10 @@ class _FusedNorm(torch.autograd.Function):
 def fuses_norm(
     given: torch.Tensor, shape: Sequence[int], weight: torch.Tensor | None = None
 ) -> bool:
-    """Whether CUDA has one operator for a root-mean-square norm of these.
+    """Return whether CUDA has a fused root-mean-square norm for these tensors.
 
-    torch takes several where the weight is of another type than what is normed ("Cannot dispatch
-    to fused implementation").
+    torch uses several operators if weight and input have different dtypes ("Cannot dispatch to
+    fused implementation").
     """
     alike = weight is None or weight.dtype == given.dtype
     return alike and tuple(shape) == tuple(given.shape[-1:])

@@ -1,4 +1,4 @@
-"""Preference: which of two images of one caption was liked better, as an objective over pairs."""
+"""Preference objective over pairs of images with one caption."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from zerotune.errors import DataError, InvalidValueError
 
 @attrs.frozen(kw_only=True, eq=False)
 class PreferenceObjective:
-    """Diffusion-DPO: the preferred image becomes likelier than the rejected one.
+    """Diffusion-DPO: raises the likelihood of the preferred image over the rejected one.
 
-    ``-log sigmoid(-beta / 2 * ((e_w - e_l) - (r_w - r_l)))``, where ``e`` are the errors of the
-    model for the preferred and the rejected image, and ``r`` those of a reference. Both images
-    have one noise and one time step. A batch holds ``rejected_images`` or ``rejected_latents``
-    beside ``images`` or ``latents``, as ``PreferencePairs`` gives them; the model is given both in
-    one pass, two samples for each of the batch. ``"loss_masks"`` multiply the errors of both, and
+    ``-log sigmoid(-beta / 2 * ((e_w - e_l) - (r_w - r_l)))``, where ``e`` are the model's errors
+    for the preferred and the rejected image, and ``r`` the errors of a reference model. Both images
+    share noise and time step. A batch contains ``rejected_images`` or ``rejected_latents`` beside
+    ``images`` or ``latents``, as ``PreferencePairs`` yields them. The model processes both in one
+    pass, two samples per pair. ``"loss_masks"`` multiply the errors of both images,
     ``"loss_weights"`` (b,) the loss of a pair.
 
-    Errors are those of ``objective``, with its noise levels, loss and weighting. Over velocities
+    Errors use the noise levels, loss and weighting of ``objective``. Over velocities
     (``FlowMatchingObjective``) this is Flow-DPO with a constant ``beta``.
 
     Source: https://arxiv.org/abs/2311.12908 and diffusers'
@@ -42,15 +42,14 @@ class PreferenceObjective:
     """
 
     objective: SchedulerObjective
-    """``DenoisingObjective``, ``EDMObjective`` or ``FlowMatchingObjective``: what the model
-    predicts, and how noisy its input is."""
+    """``DenoisingObjective``, ``EDMObjective`` or ``FlowMatchingObjective``: determines prediction
+    and noise levels."""
     beta: float = attrs.field(default=5000.0, validator=validated(positive))
-    """How closely the model keeps to the reference; higher is closer. 5000 is what diffusers'
-    script takes for SDXL, 2500 for Stable Diffusion 1.5."""
+    """Strength of the pull towards the reference; higher stays closer. diffusers' script uses 5000
+    for SDXL and 2500 for Stable Diffusion 1.5."""
     reference: Any = None
-    """The model before the training: a frozen copy, put in evaluation mode and on the device of the
-    trained one. When not given, the trained model itself without its adapters, which need no
-    second copy."""
+    """The reference model: a frozen copy, set to evaluation mode on the trained model's device.
+    Default: the trained model with its adapters disabled, which needs no second copy."""
 
     def __attrs_post_init__(self) -> None:
         if not isinstance(self.objective, SchedulerObjective):
@@ -63,35 +62,34 @@ class PreferenceObjective:
             )
         if self.reference is not None and not isinstance(self.reference, torch.nn.Module):
             raise InvalidValueError(
-                "is no model",
+                "is not a model",
                 key="reference",
                 value=type(self.reference).__name__,
-                fix='give load_pretrained(FOLDER, parts=False, dtype="bf16").model, or leave it '
-                "out where adapters are trained",
+                fix='pass load_pretrained(FOLDER, parts=False, dtype="bf16").model, or omit '
+                "it when training adapters",
             )
         if self.reference is not None and waiting(self.reference):
             raise InvalidValueError(
-                "its weights are still in their files",
+                "its weights have not been read from their files",
                 key="reference",
                 value=type(self.reference).__name__,
-                fix="load it without a plan, or call read_weights() of what load_pretrained "
-                "returned",
+                fix="load it without a plan, or call Pretrained.read_weights()",
             )
 
     @property
     def family(self) -> Family:
-        """That of the objective."""
+        """Family of ``objective``."""
         return self.objective.family
 
     @property
     def scheduler(self) -> Any:
-        """That of the objective."""
+        """Scheduler of ``objective``."""
         return self.objective.scheduler
 
     def __call__(
         self, model: Denoiser, batch: Mapping[str, torch.Tensor], generator: torch.Generator
     ) -> torch.Tensor:
-        """The loss of a micro batch of pairs, scalar, fp32."""
+        """Return the loss of a micro batch of pairs, scalar, fp32."""
         inputs = self.objective.inputs(batch, generator)
         # Drawn for one half: the other has the same.
         levels = self.objective.draw_levels(inputs, generator)
@@ -112,7 +110,7 @@ class PreferenceObjective:
         noise: Noise,
         generator: torch.Generator,
     ) -> torch.Tensor:
-        """Errors of the preferred images alone; see ``LevelObjective``."""
+        """Return errors of the preferred images only; see ``LevelObjective``."""
         return self.objective.losses_at(
             model, batch, quantiles=quantiles, noise=noise, generator=generator
         )
@@ -129,8 +127,8 @@ class PreferenceObjective:
             raise DataError(
                 f"the batch has no rejected images, only {sorted(batch)}",
                 key=f"batch['{REJECTED}latents']",
-                fix="train on PreferencePairs, or let the dataset yield rejected_images or "
-                "rejected_latents",
+                fix="train on PreferencePairs, or add rejected_images or rejected_latents to "
+                "the dataset",
             )
         # Without the preferred latents, which a family takes before images.
         kept = {name: value for name, value in batch.items() if name not in ("images", "latents")}
@@ -141,7 +139,7 @@ class PreferenceObjective:
                 f"{tuple(clean.shape)}",
                 key="batch",
                 value=sorted(beside),
-                fix="bring both to one size, as PreferencePairs does",
+                fix="resize both to one size, as PreferencePairs does",
             )
         masks = {LOSS_MASKS: _twice(batch[LOSS_MASKS])} if LOSS_MASKS in batch else {}
         return Inputs(
@@ -163,20 +161,20 @@ class PreferenceObjective:
             with adapters_off(trained) as layers:
                 if not layers:
                     raise InvalidValueError(
-                        "the model has no adapters that could be switched off",
+                        "the model has no adapters to disable",
                         key="reference",
                         value=None,
-                        fix="train adapters (add_lora), or give a frozen copy: load_pretrained("
-                        'FOLDER, parts=False, dtype="bf16").model',
+                        fix="train adapters (add_lora), or pass a frozen copy: "
+                        'load_pretrained(FOLDER, parts=False, dtype="bf16").model',
                     )
                 yield model
             return
         if self.reference is trained:
             raise InvalidValueError(
-                "is the model that is trained, from which it would never differ",
+                "is the trained model itself, so the two would never differ",
                 key="reference",
                 value=type(trained).__name__,
-                fix="load it once more",
+                fix="load a second copy",
             )
         if self.reference.device != model.device:
             self.reference.to(model.device)

@@ -1,4 +1,4 @@
-"""From a folder or a hub id to what a run needs: model, family, scheduler."""
+"""Load model, family and scheduler from a folder or a hub id."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ _KNOWN: Final[tuple[type[PipelineFamily], ...]] = (
 )
 
 _EXPERTS: Final[tuple[type[PipelineFamily], ...]] = (WanLowNoise, WanImageToVideoLowNoise)
-"""Families of the other model of a pipeline that has two."""
+"""Families for the second model of pipelines that have two."""
 
 FAMILIES: Final[dict[str, type[TextToImage]]] = {family.pipeline: family for family in _KNOWN}
 """Families by the class of their diffusers pipeline."""
@@ -145,64 +145,64 @@ FAMILY_NAMES: Final[dict[str, type[PipelineFamily]]] = {
     "wan-14b-i2v": WanImageToVideo,
     "z-image": ZImage,
 }
-"""Families by the names that plans are priced for."""
+"""Families by their names in plans."""
 
 _CONFIGURATION: Final = ("**/*.json", "*.json", "*.txt", "**/*.txt", "**/*.model")
-"""All of a pipeline on the hub but its weights."""
+"""Files of a hub pipeline except weights."""
 _PARTS: Final = ("vae", "text_encoder", "text_encoder_2", "text_encoder_3")
-"""Frozen parts that a single file may lack."""
+"""Frozen parts that a single file may omit."""
 _CONTROLNET: Final = "controlnet"
 _UNUSED: Final = ("safety_checker", "feature_extractor", "image_encoder")
-"""Neither latents, nor embeddings, nor images need these; exports copy them from the folder."""
+"""Files not needed for latents, embeddings or sampling; exports copy them from the folder."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
 class Pretrained:
-    """What was loaded."""
+    """Result of ``load_pretrained``."""
 
     model: torch.nn.Module
-    """What is trained, in training mode: whole, on the host; with a plan its weights are still in
-    their files, and the engine reads them."""
+    """The model to train, in training mode, whole and on the host. With a plan its weights are
+    still unread, and the engine reads them."""
     family: Family
-    """How it is called; with its frozen parts, where it has any."""
+    """Family that calls the model, with its frozen parts if loaded."""
     scheduler: Any
-    """The scheduler to train with: DDPM's forward process, flow matching's or EDM's."""
+    """Training scheduler: DDPM's forward process, flow matching or EDM."""
     folder: Path
-    """Where it lies; of a single file, where its configuration lies."""
+    """Folder of the pipeline; for a single file, the folder of its configuration."""
     file: Path | None = None
-    """The single file it was read from."""
+    """Path of the single file, if the model came from one."""
     plan: DeepSpeedPlan | ResolvedPlan | None = None
-    """The plan passed to ``load_pretrained``; ``Trainer(model=loaded)`` trains under it."""
+    """Plan passed to ``load_pretrained``; ``Trainer(model=loaded)`` uses it."""
     decisions: tuple[Decision, ...] = ()
-    """What was chosen while loading."""
+    """Decisions made while loading."""
 
     @property
     def component(self) -> str | None:
-        """Name of the model in its pipeline; ``None`` for one on its own, as a ControlNet is."""
+        """Name of the model in its pipeline; ``None`` for a single model such as a ControlNet."""
         if isinstance(self.family, ControlNetFamily) or not isinstance(self.family, TextToImage):
             return None
         return self.family.component
 
     @property
     def base(self) -> Path:
-        """What it was read from: ``export_pipeline(base=...)`` takes the frozen parts from here."""
+        """Source of the frozen parts for ``export_pipeline(base=...)``."""
         return self.file or self.folder
 
     def read_weights(
         self, *, dtype: str | None = None, device: torch.device | str = "cpu"
     ) -> torch.nn.Module:
-        """Read the weights that still wait in their files, for work without an engine.
+        """Read weights that are still in their files, for use without an engine.
 
         Args:
-            dtype: ``"fp32"``, ``"bf16"`` or ``"fp16"``; what ``load_pretrained`` was told when
-                not given.
-            device: Where they will lie.
+            dtype: ``"fp32"``, ``"bf16"`` or ``"fp16"``; default the dtype passed to
+                ``load_pretrained``.
+            device: Target device.
 
         Returns:
             The model.
 
         Raises:
-            CheckpointCorruptError: A file has changed since, or cannot be read.
+            CheckpointCorruptError: A file changed after loading, or cannot be read.
         """
         bring_weights(self.model, dtype=None if dtype is None else _dtype(dtype), device=device)
         return self.model
@@ -210,13 +210,13 @@ class Pretrained:
     def objective(
         self, **settings: Any
     ) -> DenoisingObjective | EDMObjective | FlowMatchingObjective:
-        """The objective these models were made with.
+        """Return the objective these models were trained with.
 
         Args:
-            **settings: Of ``FlowMatchingObjective`` for families with ``flow_matching`` (time
-                steps are drawn logit-normal if nothing else is said), of ``EDMObjective`` where
-                the scheduler is one of EDM, of ``DenoisingObjective`` for all others;
-                ``scheduler`` replaces the one of the folder.
+            **settings: Options of the objective: ``FlowMatchingObjective`` for families with
+                ``flow_matching`` (default density logit-normal), ``EDMObjective`` for an EDM
+                scheduler, otherwise ``DenoisingObjective``. ``scheduler`` replaces the folder's
+                own.
         """
         usual = {"scheduler": self.scheduler, "family": self.family}
         if isinstance(self.family, PipelineFamily):
@@ -246,57 +246,57 @@ def load_pretrained(
     local_files_only: bool = False,
     **settings: Any,
 ) -> Pretrained:
-    """Load a diffusers pipeline, a single file, or a U-Net on its own, to train it.
+    """Load a diffusers pipeline, a single file, or a U-Net for training.
 
-    VAE and text encoders are loaded whole on every rank, also inside ``deepspeed.zero.Init`` and
-    where transformers would partition them. A VAE that overflows in half precision
-    (``force_upcast``, as SDXL's) stays in fp32.
+    VAE and text encoders are loaded whole on every rank, even inside ``deepspeed.zero.Init``, where
+    transformers would partition them. A VAE that overflows in half precision (``force_upcast``,
+    such as SDXL's) stays in fp32.
 
-    With ``plan`` the weights of the trained model stay in their safetensors files, checked but
-    unread, until the engine of the plan takes them: one at a time, in the plan's precision, and at
-    stage 3 each rank only its own part of each. ``Pretrained.read_weights`` reads them whole.
+    With ``plan`` the trained model's weights are checked but stay in their safetensors files until
+    the plan's engine reads them, one at a time in the plan's precision. At stage 3 each rank reads
+    only its own part of each. ``Pretrained.read_weights`` reads them whole.
 
     Args:
         source: A folder with ``model_index.json``, the folder of an unconditional U-Net
-            (``config.json``), the id of a pipeline on the hub, or a safetensors file with the
-            whole model or its U-Net or transformer, in ComfyUI's layout or that of its first
-            publication.
-        config: Of a single file, which has none: the folder or hub id of a pipeline with the same
-            sizes. Parts that the file lacks are read from there. The pipeline that diffusers
-            knows by the file's keys when not given.
-        plan: What the model will be trained under. Without it, its weights are read whole, now.
-        dtype: Of the trained model: ``"fp32"``, which is meant when nothing is said; ``"bf16"``
-            for a base under adapters. DeepSpeed trains in the plan's precision either way.
-        quantization: A configuration of diffusers (``BitsAndBytesConfig``, ``TorchAoConfig``) for
-            the trained model, as a base under adapters; it is read and quantized on every rank.
-            Of a ControlNet, for the model that it steers.
-        frozen_dtype: Of VAE and text encoders, and of the model that a ControlNet steers.
-        family: A family of yours, for pipelines zerotune does not know; or the name of a known one
-            (``"sdxl"``), which the pipeline must be of; a class as ``"module:Class"``; or
-            ``"controlnet"``: what is trained is a
-            ControlNet of the pipeline's model, which is frozen.
-        controlnet: The folder of the ControlNet to begin with, or the ControlNet; a new one is made
-            of the model that it steers when not given.
-        parts: ``False`` leaves VAE and text encoders out: training from caches needs none.
-        text_encoders: Text encoders to train beside the model, by their names in the pipeline;
-            ``True``: its CLIPs. ``Pretrained.model`` is then ``TrainedParts``, and captions are
-            encoded in each step.
-        leave_out: Components to leave out, such as ``("text_encoder_3", "tokenizer_3")`` of SD3.
-        revision: Of the hub's repository.
-        variant: Of the weight files, such as ``"fp16"``.
-        local_files_only: Do not ask the hub.
-        **settings: Of the family: ``dropout``, ``max_sequence_length``, …
+            (``config.json``), the hub id of a pipeline, or a safetensors file. The file may hold
+            the whole model or only its U-Net or transformer, in ComfyUI's layout or that of its
+            first publication.
+        config: For a single file, which has no configuration: folder or hub id of a pipeline with
+            the same sizes. Parts missing from the file are read from there. Default: the pipeline
+            that diffusers infers from the file's keys.
+        plan: Plan for training. Without a plan all weights are read at once.
+        dtype: Dtype of the trained model: default ``"fp32"``; ``"bf16"`` for a base under adapters.
+            DeepSpeed trains in the plan's precision in either case.
+        quantization: A diffusers quantization configuration (``BitsAndBytesConfig``,
+            ``TorchAoConfig``) for a base under adapters. The base is read and quantized on every
+            rank. For a ControlNet it applies to the model that it steers.
+        frozen_dtype: Dtype of VAE and text encoders, and of the model that a ControlNet steers.
+        family: A custom family for an unsupported pipeline, the name of a known family
+            (``"sdxl"``), which the pipeline must match, a class as ``"module:Class"``, or
+            ``"controlnet"``. The last one trains a ControlNet of the pipeline's model, which is
+            frozen.
+        controlnet: Folder of an existing ControlNet, or the ControlNet itself; by default a new one
+            is derived from the model that it steers.
+        parts: ``False`` omits VAE and text encoders, which training from caches does not need.
+        text_encoders: Text encoders to train with the model, by their names in the pipeline;
+            ``True`` selects its CLIPs. ``Pretrained.model`` is then a ``TrainedParts``, and
+            captions are encoded in each step.
+        leave_out: Components to omit, such as ``("text_encoder_3", "tokenizer_3")`` of SD3.
+        revision: Revision of the hub repository.
+        variant: Variant of the weight files, such as ``"fp16"``.
+        local_files_only: Do not access the hub.
+        **settings: Settings of the family: ``dropout``, ``max_sequence_length``, …
 
     Returns:
         Model, family, training scheduler and the local folder.
 
     Raises:
-        InvalidValueError: There is nothing to load, the pipeline's family is not known, or the
-            pipeline of a declared family cannot be trained through (``probe``); its scheduler's
-            noise is not that of denoising diffusion; the model's files lack weights, hold others,
-            or hold some of another shape; the quantization cannot be had here.
-        MissingDependencyError: Text encoders without transformers installed, or a quantization
-            without its package.
+        InvalidValueError: There is nothing to load, or the pipeline's family is unknown. The
+            pipeline of a declared family cannot be trained (``probe``), its scheduler's noise is
+            not that of denoising diffusion, or the quantization is not available. The model's files
+            lack weights, contain others, or have other shapes.
+        MissingDependencyError: transformers is missing for text encoders, or a package for the
+            quantization.
     """
     folder, single, found = _located(
         source,
@@ -373,10 +373,10 @@ def _located(
         return _local_folder(source, variant=variant, **options), None, ()
     if path.suffix != SUFFIX or not path.is_file():
         raise InvalidValueError(
-            "is not there" if path.suffix == SUFFIX else f"is no {SUFFIX} file",
+            "does not exist" if path.suffix == SUFFIX else f"is not a {SUFFIX} file",
             key="source",
             value=os.fspath(source),
-            fix=f"give a file whose name ends with {SUFFIX}; config= is for such files alone",
+            fix=f"pass a file whose name ends with {SUFFIX}; config= applies only to such files",
         )
     file, found = _single_file(path, config, skip=skip, variant=variant, options=options)
     return file.config, file, found
@@ -392,11 +392,10 @@ def _local_folder(source: str | os.PathLike[str], **options: Any) -> Path:
         return Path(DiffusionPipeline.download(str(source), **options))
     except (OSError, ValueError) as error:
         raise InvalidValueError(
-            "is neither a folder nor a pipeline that could be had from the hub "
-            f"({first_line(error)})",
+            f"is neither a folder nor a pipeline available from the hub ({first_line(error)})",
             key="source",
             value=os.fspath(source),
-            fix=f"give a folder that holds {INDEX}, or a hub id such as "
+            fix=f"pass a folder that contains {INDEX}, or a hub id such as "
             "stabilityai/stable-diffusion-xl-base-1.0",
         ) from error
 
@@ -429,12 +428,12 @@ def _single_file(
             DiffusionPipeline.download(wanted, variant=variant, **others, **options)
     except (OSError, ValueError) as error:
         raise InvalidValueError(
-            f"the file holds no sizes of its model, and those of {wanted} could not be had from "
-            f"the hub ({first_line(error)})",
+            f"the file does not contain model sizes, and the configuration of {wanted} is "
+            f"not available from the hub ({first_line(error)})",
             key="config",
             value=config,
-            fix=f"give the folder of a download of {wanted}: model_index.json, all other .json and "
-            ".txt files, and weights of the parts that the file lacks",
+            fix=f"pass a downloaded folder of {wanted} with model_index.json, all other .json "
+            "and .txt files, and weights of the parts that the file lacks",
         ) from error
     if config is not None:
         return file, ()
@@ -443,16 +442,16 @@ def _single_file(
             key="config",
             before=None,
             after=wanted,
-            reason=f"diffusers knows the keys of {path.name} by this pipeline",
+            reason=f"diffusers infers this pipeline from the keys of {path.name}",
         ),
     )
 
 
 def named_family(name: str) -> type[TextToImage]:
-    """A family by its name on the command line, its class's, its pipeline's, or ``module:Class``.
+    """Find a family by its command-line name, class name, pipeline name, or ``module:Class``.
 
     Raises:
-        InvalidValueError: There is none of this name.
+        InvalidValueError: No family has this name.
     """
     if ":" in name:
         return _imported_family(name)
@@ -488,7 +487,7 @@ def _imported_family(name: str) -> type[TextToImage]:
             ) from error
     if not (isinstance(found, type) and issubclass(found, TextToImage)):
         raise InvalidValueError(
-            "is no family",
+            "is not a family",
             key="family",
             value=name,
             fix="name a subclass of zerotune.diffusion.PipelineFamily (docs/families.md)",
@@ -510,11 +509,11 @@ class _StoredPipeline:
         name = str(self.index.get("_class_name"))
         if name not in FAMILIES:
             raise InvalidValueError(
-                f"no family is known for this pipeline; known are {', '.join(FAMILIES)}",
+                f"this pipeline has no known family; supported pipelines are {', '.join(FAMILIES)}",
                 key=f"{self.folder / INDEX}: _class_name",
                 value=name,
-                fix="declare a family (docs/families.md) and pass family=; its pipeline may be a "
-                "class of yours",
+                fix="declare a family (docs/families.md) and pass family=; it may name a "
+                "pipeline class of your own",
             )
         return FAMILIES[name]
 
@@ -530,10 +529,11 @@ class _StoredPipeline:
             steering = controlnet_of(own)
         if steering is None:
             raise InvalidValueError(
-                f"no ControlNet is declared for {own.pipeline}",
+                f"{own.pipeline} has no declared ControlNet",
                 key="family",
                 value=told,
-                fix=f"those of {', '.join(family.pipeline for family in CONTROLNETS)} are",
+                fix="pipelines with a ControlNet are "
+                f"{', '.join(family.pipeline for family in CONTROLNETS)}",
             )
         return steering
 
@@ -578,12 +578,12 @@ class _StoredPipeline:
                 )
         if (wanted and not chosen) or (chosen and not parts):
             raise InvalidValueError(
-                "are trained with the tokenizers and the VAE beside them"
+                "are trained together with the pipeline's tokenizers and VAE"
                 if chosen
                 else "the pipeline has no CLIP",
                 key="text_encoders",
                 value=wanted,
-                fix="leave parts=False out" if chosen else f"name one of {', '.join(there)}",
+                fix="omit parts=False" if chosen else f"name one of {', '.join(there)}",
             )
         return tuple(chosen)
 
@@ -611,10 +611,11 @@ class _StoredPipeline:
         """Refuse what is not trained from a single file."""
         if self.single is not None:
             raise InvalidValueError(
-                "is trained from a pipeline's folder, not from a single file",
+                "can be trained from a pipeline's folder, not from a single file",
                 key=key,
                 value=value,
-                fix="write the folder once: save_pretrained of the pipeline's from_single_file",
+                fix="convert the file to a folder once: save_pretrained of the pipeline's "
+                "from_single_file",
             )
 
     def class_of(self, name: str) -> Any:
@@ -649,23 +650,24 @@ class _StoredPipeline:
         except (ImportError, AttributeError, OSError, ValueError) as error:
             if kind.reads_references and find_spec("torchvision") is None:
                 raise MissingDependencyError(
-                    f"the processor of {made.__name__} reads images, and transformers makes none "
-                    "without torchvision",
+                    f"the processor of {made.__name__} reads images, for which "
+                    "transformers requires torchvision",
                     key="torchvision",
                     fix="pip install torchvision; parts=False trains from caches without it",
                 ) from error
             if single is not None and isinstance(error, OSError):
                 raise InvalidValueError(
-                    f"the file has {listing(sorted(single.parts))} of the frozen parts, and the "
-                    f"others cannot be loaded from the folder ({first_line(error)})",
+                    f"the file contains {listing(sorted(single.parts))} of the frozen "
+                    "parts, and the others cannot be loaded from the folder "
+                    f"({first_line(error)})",
                     key="config",
                     value=str(self.folder),
-                    fix="give the folder of a whole pipeline; parts=False trains from caches "
+                    fix="pass the folder of a whole pipeline; parts=False trains from caches "
                     "without them",
                 ) from error
             if isinstance(error, ImportError):
                 raise MissingDependencyError(
-                    "text encoders come with it", key="transformers", fix="pip install transformers"
+                    "text encoders require it", key="transformers", fix="pip install transformers"
                 ) from error
             raise _not_loaded(self.folder, error) from error
         # The pipeline asks its model for sizes while it encodes texts.
@@ -698,7 +700,7 @@ class _StoredPipeline:
             key="scheduler",
             before=f"{stored}, flow_shift={shift:g}",
             after=f"{kind.__name__}, shift={shift:g}",
-            reason="the former only samples; training draws its noise levels with the same shift",
+            reason="the former only samples; training draws noise levels with the same shift",
         )
         return kind.from_config(known | {"shift": float(shift)}), (decision,)
 
@@ -718,25 +720,25 @@ class _StoredPipeline:
         if kind is None:
             why = "diffusers has no such scheduler"
         elif not hasattr(own, "alphas_cumprod"):
-            why = "it has no alphas_cumprod: its noise is none of denoising diffusion"
+            why = "it has no alphas_cumprod, so its noise is not that of denoising diffusion"
         elif ddpm is None and not adds_noise(own):
             why = "it only samples, and DDPM has no such noise schedule"
         if why:
             raise InvalidValueError(
-                f"{why}, so training would add other noise than the model was made with",
+                f"{why}, so training would add noise that the model was not trained on",
                 key=f"{self.folder / 'scheduler' / 'scheduler_config.json'}: _class_name",
                 value=stored,
-                fix="train a model with a schedule of DDPM's; if this one has DDPM's, write "
+                fix="train a model with a DDPM noise schedule; if this one has it, write "
                 "DDPMScheduler and its betas into the file",
             )
         before, after = stored, "DDPMScheduler"
-        reason = "both have the same noise schedule, and the latter is the forward process"
+        reason = "both have the same noise schedule, and the latter implements the forward process"
         if ddpm is None:
             before, after, middle = after, before, len(own.alphas_cumprod) // 2
             share = float(own.alphas_cumprod[middle])
             reason = (
-                "DDPM of the same settings has another noise schedule, so the folder's own is "
-                f"trained with (alphas_cumprod[{middle}] is {share:.4g})"
+                "DDPM with the same settings has a different noise schedule, so training "
+                f"uses the folder's own (alphas_cumprod[{middle}] is {share:.4g})"
             )
         decision = Decision(key="scheduler", before=before, after=after, reason=reason)
         return own if ddpm is None else ddpm, (decision,)
@@ -765,7 +767,7 @@ def _freeze_unread(
                     key=f"{name}.requires_grad",
                     before="all weights",
                     after=f"all but {len(unread)}, such as {unread[0]}",
-                    reason="embeddings do not depend on these",
+                    reason="embeddings do not depend on them",
                 )
             )
     return tuple(found)
@@ -799,7 +801,7 @@ def _spare_the_vae(parts: FrozenParts) -> tuple[Decision, ...]:
             key="vae.dtype",
             before=before,
             after="float32",
-            reason="its configuration says force_upcast: half precision is not enough for it",
+            reason="its configuration sets force_upcast, because half precision overflows",
         ),
     )
 
@@ -858,7 +860,7 @@ class _Loading:
                 key="model.weights",
                 before=listing(dropped),
                 after=None,
-                reason="diffusers' converter has no use for them",
+                reason="diffusers' converter does not use them",
             )
             for dropped in [file.unused(places)]
             if dropped
@@ -879,7 +881,7 @@ class _Loading:
                 f"there is neither {INDEX} nor the config.json of a UNet2DModel",
                 key="source",
                 value=str(self.folder),
-                fix="give the folder of a whole pipeline",
+                fix="pass the folder of a whole pipeline",
             )
         with unpartitioned():
             model, decisions = self.model(UNet2DModel)
@@ -922,7 +924,7 @@ class _Loading:
         return model, (
             Decision(
                 key="model.weights",
-                before="left in their files until the engine takes them",
+                before="left unread in their files until the engine reads them",
                 after=f"read on every rank and quantized by {told}",
                 reason="packages quantize whole weights",
             ),
@@ -936,10 +938,10 @@ class _Loading:
         return model, (
             Decision(
                 key="model.weights",
-                before="left in their files until the engine takes them",
+                before="left unread in their files until the engine reads them",
                 after=f"read whole on every rank, in {chosen}",
-                reason="there is no safetensors file, and others cannot be read in parts; "
-                "save_pretrained writes one",
+                reason="there is no safetensors file, and other formats cannot be read in "
+                "parts; save_pretrained writes one",
                 severity="warning",
             ),
         )
@@ -1024,7 +1026,7 @@ def _waits_in(names: str) -> Decision:
     return Decision(
         key="model.weights",
         before="read whole on every rank",
-        after=f"left in {names} until the engine takes them",
+        after=f"left unread in {names} until the engine reads them",
         reason="a plan was given; Pretrained.read_weights() reads them whole",
     )
 
@@ -1048,7 +1050,7 @@ class _Steered:
         base = None
         if isinstance(controlnet, torch.nn.Module):
             model: Any = controlnet
-            origin = f"the {type(controlnet).__name__} that was given"
+            origin = f"the {type(controlnet).__name__} that was passed"
         elif controlnet is not None:
             model, _ = attrs.evolve(self._plain, folder=Path(controlnet)).model(trained)
             origin = f"that of {os.fspath(controlnet)}"
@@ -1065,7 +1067,7 @@ class _Steered:
                 model = self.kind.new_controlnet(trained, base, scale=self._scale)
             model.to(_dtype(self.loading.dtype or "fp32"))
             base = base if exact == frozen and self.loading.quantization is None else None
-            origin = f"a copy of the {name}'s first blocks, which changes nothing yet"
+            origin = f"a copy of the {name}'s first blocks, initially without effect"
         if self.loading.quantization is not None:
             base, _ = attrs.evolve(self.loading, plan=None).model(self.stored.class_of(name), name)
             self._check_linear(base)
@@ -1122,7 +1124,7 @@ def _stored_weights(files: Sequence[Path]) -> dict[str, StoredWeight]:
         for name, tensor in read_header(file)[0].items():
             if name in found:
                 raise CheckpointCorruptError(
-                    f"is in {found[name].file.name} and in {file.name}", key=name
+                    f"appears in both {found[name].file.name} and {file.name}", key=name
                 )
             found[name] = StoredWeight(file=file, tensor=tensor, stamp=stamp)
     return found
@@ -1146,7 +1148,7 @@ def _check_fit(
     for name, weight in found.items():
         if name in state and tuple(state[name].shape) != weight.tensor.shape:
             raise InvalidValueError(
-                f"its configuration makes it {list(state[name].shape)}",
+                f"its shape by the configuration is {list(state[name].shape)}",
                 key=f"{weight.file}: {name}",
                 value=list(weight.tensor.shape),
                 fix="download the model again: its configuration belongs to other weights",
@@ -1177,7 +1179,7 @@ def _not_loaded(path: Path, error: Exception) -> InvalidValueError:
         f"cannot be loaded ({first_line(error)})",
         key="source",
         value=str(path),
-        fix="download the pipeline again, or name the variant whose files are there",
+        fix="download the pipeline again, or name a variant whose files exist",
     )
 
 
@@ -1191,6 +1193,9 @@ def _dtype_option(dtype: torch.dtype) -> dict[str, torch.dtype]:
 def _dtype(name: str) -> torch.dtype:
     if name not in DTYPES:
         raise InvalidValueError(
-            "is not a precision", key="dtype", value=name, fix=f"one of {', '.join(DTYPES)}"
+            "is not a supported precision",
+            key="dtype",
+            value=name,
+            fix=f"one of {', '.join(DTYPES)}",
         )
     return DTYPES[name]

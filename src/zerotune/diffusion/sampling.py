@@ -1,4 +1,4 @@
-"""Drawing images from a model, on one rank or shared over all of them."""
+"""Sample images from a model, on one rank or distributed over all ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 def evaluating(model: Any) -> AbstractContextManager[None]:
-    """No gradients and evaluation mode inside of it; what was before is back afterwards.
+    """Use evaluation mode without gradients inside the block; restore the state afterwards.
 
     Args:
         model: An ``Engine`` or a ``torch.nn.Module``.
@@ -50,15 +50,15 @@ def _module_evaluating(module: torch.nn.Module) -> Iterator[None]:
 
 
 class Gathering(Protocol):
-    """The processes that share the work."""
+    """Processes that share the work."""
 
     def gather(self, value: Any) -> list[Any]:
-        """The value of every rank, in rank order, on every rank."""
+        """Return every rank's value, in rank order, on every rank."""
         ...
 
 
 class Group(Gathering, Protocol):
-    """Those of an engine, which know their places and compare what they were given."""
+    """Processes of an engine, which know their ranks and compare arguments."""
 
     rank: int
     world_size: int
@@ -69,16 +69,16 @@ class Group(Gathering, Protocol):
 
 
 def shared(group: Gathering | None, purpose: str, work: Callable[[], T]) -> list[T]:
-    """Each rank's part of some work, in rank order, on every rank.
+    """Return each rank's part of some work, in rank order, on every rank.
 
-    A rank that fails still comes to the exchange, so that the others learn of it there and do
-    not wait. Where the work is a collective itself, as a forward pass at stage 3 is, they wait in
+    A rank that fails still takes part in the exchange, so that the others are notified and do not
+    wait. If the work itself is a collective, such as a forward pass at stage 3, the others wait in
     it until the group's timeout.
 
     Args:
-        group: The processes; ``None`` is this one alone.
-        purpose: What is done, for the message.
-        work: This rank's part.
+        group: The processes; ``None`` means this one alone.
+        purpose: Description of the work for the message.
+        work: Computes this rank's part.
     """
     if group is None:
         return [work()]
@@ -99,15 +99,15 @@ def shared(group: Gathering | None, purpose: str, work: Callable[[], T]) -> list
 
 
 def group_of(model: Any) -> Group | None:
-    """The processes of an engine; ``None`` for a model on its own."""
+    """Return the processes of an engine; ``None`` for a bare model."""
     return cast("Group | None", getattr(model, "group", None))
 
 
 def equal_share(count: int, group: Group | None) -> list[int]:
-    """Numbers below ``count`` that this rank works on: equally many on every rank.
+    """Return this rank's numbers below ``count``: equally many on every rank.
 
-    At stage 3 each forward pass is a collective, so a rank without work of its own repeats the
-    last number; what is computed twice counts once.
+    At stage 3 each forward pass is a collective, so a rank without work repeats its last number;
+    duplicates are dropped.
     """
     rank, world_size = (0, 1) if group is None else (group.rank, group.world_size)
     each = math.ceil(count / world_size)
@@ -117,7 +117,7 @@ def equal_share(count: int, group: Group | None) -> list[int]:
 _LARGEST_SEED = 2**63 - 1
 
 _Draw = Callable[[list[int]], torch.Tensor]
-"""From indices of images to those images."""
+"""Function from indices to images."""
 
 
 def sample(
@@ -139,47 +139,44 @@ def sample(
     generator: torch.Generator | None = None,
     batch_size: int | None = None,
 ) -> torch.Tensor:
-    """Draw images through a diffusers scheduler, at every ZeRO stage.
+    """Sample images through a diffusers scheduler, at every ZeRO stage.
 
-    Collective under an ``Engine`` with several ranks: every rank calls it with the same
-    arguments; each draws its share in the same number of forward passes, and all receive all
-    images. Image ``i`` depends on the generator and ``i`` only, not on the number of ranks or
-    the batch size. For EMA weights::
+    Collective under an ``Engine`` with several ranks: every rank passes the same arguments, samples
+    its share in the same number of forward passes, and receives all images. Image ``i`` depends
+    only on the generator and ``i``, not on the number of ranks or the batch size. For EMA weights::
 
         with ema.swapped_in():
             images = sample(engine, scheduler=DDIMScheduler(), labels=labels)
 
     Args:
-        model: An ``Engine`` or a diffusers model; put in evaluation mode meanwhile.
-        scheduler: ``FlowMatchEulerDiscreteScheduler``, ``DDPMScheduler``, ``DDIMScheduler`` …;
-            copied, not changed. A text-to-image family takes its pipeline's when not given.
-        family: How the model is called; ``Unconditional()`` when not given.
-        prompts: What to draw, of a text-to-image family; see ``TextToImage.draw``.
-        negative_prompt: What guidance leads away from; only with prompts.
-        labels: What to draw, (n,), of a family of labels.
-        count: How many to draw, without labels.
-        shape: (c, h, w) of a sample; read from the model's configuration when not given. Not
-            with prompts.
-        size: Height and width in pixels, what the model was made for when not given; only with
+        model: An ``Engine`` or a diffusers model; temporarily in evaluation mode.
+        scheduler: ``FlowMatchEulerDiscreteScheduler``, ``DDPMScheduler``, ``DDIMScheduler`` …; a
+            copy is used. Text-to-image families default to their pipeline's.
+        family: Family that calls the model; default ``Unconditional()``.
+        prompts: Prompts for a text-to-image family; see ``TextToImage.draw``.
+        negative_prompt: Negative prompt for guidance; only with prompts.
+        labels: Labels (n,) for a class-conditional family.
+        count: Number of images, without labels.
+        shape: Shape (c, h, w) of a sample; default from the model's configuration. Not allowed with
             prompts.
-        frames: Of each clip, the pipeline's default when not given; only with prompts, of a family
-            of clips.
-        references: Images that are edited, (n, 3, height, width) in [-1, 1], or several for each,
-            (n, r, 3, height, width), where the family takes them; only with prompts, of
-            a family that edits.
+        size: Height and width in pixels; default the model's native size; only with prompts.
+        frames: Frames per clip; default the pipeline's; only with prompts for a video family.
+        references: Images to edit, (n, 3, height, width) in [-1, 1], or several for each image,
+            (n, r, 3, height, width), if the family accepts them; only with prompts for an
+            editing family.
         steps: Denoising steps.
-        guidance_scale: Classifier-free guidance; 1 is none.
-        trained_with: The objective's scheduler, so that a pipeline's own predicts what was
-            learned; only with prompts.
-        generator: A CPU generator in the same state on every rank; seed 0 when not given.
-        batch_size: Images per forward pass and rank; all at once when not given.
+        guidance_scale: Classifier-free guidance scale; 1 disables guidance.
+        trained_with: Scheduler of the objective, so that the pipeline's own scheduler uses the same
+            prediction type; only with prompts.
+        generator: A CPU generator in the same state on every rank; default seed 0.
+        batch_size: Images per forward pass and rank; default all at once.
 
     Returns:
         fp32 images on the CPU, (n, c, h, w), or clips (n, c, frames, h, w), nominally in [-1, 1],
         not clamped.
 
     Raises:
-        InvalidValueError: An argument is missing or does not fit the family.
+        InvalidValueError: An argument is missing or does not apply to the family.
         CollectiveError: The ranks passed generators in different states.
     """
     family = Unconditional() if family is None else family
@@ -283,7 +280,7 @@ class _Loop:
         unknown = self.family.without_condition(conditioning)
         if unknown is None:
             raise InvalidValueError(
-                "guidance needs a model that also knows the unconditional case",
+                "guidance needs a model that was also trained unconditionally",
                 key="guidance_scale",
                 value=self.guidance_scale,
                 fix="train with ClassConditional(null_label=..., dropout=0.1), or use 1.0",
@@ -311,7 +308,7 @@ class _Loop:
 def _from_prompts(model: Denoiser, family: Family, request: Drawing) -> _Draw:
     if not isinstance(family, PromptFamily):
         raise InvalidValueError(
-            f"{type(family).__name__} takes no texts",
+            f"{type(family).__name__} does not accept prompts",
             key="prompts",
             value=request.prompts[0],
             fix="pass labels= or count=, or a text-to-image family",
@@ -334,17 +331,17 @@ def _new_loop(
 ) -> _Loop:
     if not isinstance(family, LabelFamily):
         raise InvalidValueError(
-            f"{type(family).__name__} draws from texts",
+            f"{type(family).__name__} requires prompts",
             key="prompts",
             value=None,
             fix='pass prompts=["…"]',
         )
     if scheduler is None:
         raise InvalidValueError(
-            "nothing says how to draw",
+            "no scheduler is given",
             key="scheduler",
             value=None,
-            fix="pass the objective's scheduler, or another of diffusers",
+            fix="pass the objective's scheduler, or another diffusers scheduler",
         )
     return _Loop(
         model=model, family=family, scheduler=scheduler, shape=shape or shape_of(model), **settings
@@ -352,13 +349,13 @@ def _new_loop(
 
 
 def shape_of(model: Any) -> tuple[int, int, int]:
-    """(c, h, w) of a sample, from a diffusers model's configuration."""
+    """Return (c, h, w) of a sample from a diffusers model's configuration."""
     module = getattr(model, "module", model)
     config = getattr(module, "config", {})
     size, channels = config.get("sample_size"), config.get("in_channels")
     if size is None or channels is None:
         raise InvalidValueError(
-            f"{type(module).__name__} does not tell the shape of its samples",
+            f"the configuration of {type(module).__name__} does not define the sample shape",
             key="shape",
             value=None,
             fix="pass shape=(channels, height, width)",
@@ -373,15 +370,19 @@ def _count_images(
     listed = labels if prompts is None else prompts
     if listed is not None and count not in (None, len(listed)):
         raise InvalidValueError(
-            f"{len(listed)} {'labels' if prompts is None else 'prompts'} ask for as many images",
+            f"{len(listed)} {'labels' if prompts is None else 'prompts'} already "
+            "determine the number of images",
             key="count",
             value=count,
-            fix="leave count out",
+            fix="omit count",
         )
     wanted = count if listed is None else len(listed)
     if wanted is None or wanted < 1:
         raise InvalidValueError(
-            "nothing to draw", key="count", value=wanted, fix="pass prompts=, labels= or count="
+            "there is nothing to sample",
+            key="count",
+            value=wanted,
+            fix="pass prompts=, labels= or count=",
         )
     return wanted
 
@@ -390,5 +391,5 @@ def _unfitting(belongs_to: str, **arguments: Any) -> None:
     for name, value in arguments.items():
         if value is not None:
             raise InvalidValueError(
-                f"only goes with {belongs_to}", key=name, value=value, fix="leave it out"
+                f"is only valid with {belongs_to}", key=name, value=value, fix="omit it"
             )

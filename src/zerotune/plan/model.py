@@ -72,6 +72,7 @@ if TYPE_CHECKING:
 
 Auto = Literal["auto"]
 AUTO: Final[Auto] = "auto"
+"""Stands in a plan for a value that ``resolve`` fills."""
 
 _LARGEST_INTEGER = 2**63 - 1
 

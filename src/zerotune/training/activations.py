@@ -1,7 +1,8 @@
 """Measure activation memory, and choose gradient checkpointing and activation offload.
 
-Activations are measured on the ``meta`` device at the training resolution. Blocks are recBlocks are
-recomputed if the caller asks for it, if ``Advice`` says so, or if memory requires it."""
+Activations are measured on the ``meta`` device at the training resolution. Blocks are recomputed if
+the caller asks for it, if ``Advice`` says so, or if memory requires it.
+"""
 
 from __future__ import annotations
 
@@ -137,8 +138,7 @@ def clip_frames(model: Any, data: Any) -> int | None:
 def input_positions(
     model: torch.nn.Module, size: tuple[int, int], frames: int | None = None
 ) -> int:
-    """Return the number of positions in the model's input: latent pixels, or image pixels for
-    unconditional models."""
+    """Return how many positions the input has: latent pixels, or pixels if unconditional."""
     factor = (
         1
         if type(model).__name__ == "UNet2DModel" and _in_pixels(model, "images")
@@ -197,7 +197,7 @@ def _sample(data: Any) -> Mapping[str, Any]:
 _CHECKPOINTING: Final = "gradient_checkpointing"
 _PER_POSITION: Final = 8 * 2**20
 """Upper bound of activation bytes per position of one sample. SDXL keeps 0.4 MiB per latent
-position, Flux 1.8. Where there is more rooIf more memory than this is free, nothing is measured."""
+position, Flux 1.8. If more memory than this is free, nothing is measured."""
 _USED: Final = 0.95
 """Fraction of the memory that a plan may use."""
 

@@ -112,6 +112,6 @@ class Averages:
         return "\n".join(f"{name}: {shadow.explain()}" for name, shadow in self.shadows.items())
 
     def close(self) -> None:
-        """Finish an update in progrMay be called repeatedly."""
+        """Finish an update in progress.peatedly."""
         if isinstance(self._ema, BackgroundEMA):
             self._ema.close()

@@ -59,8 +59,8 @@ _TRUE: Final = ("y", "yes", "t", "true", "on", "1")
 class EmbeddedPlan(Closing):
     """A resolved, verified plan for another trainer, with its own leased swap folder.
 
-    Create it before that trainer initializes process groups or DeepSpeed, under any launThe model
-    is passed at the point where the trainer receives it::odel::
+    Create it before that trainer initializes process groups or DeepSpeed, under any launcher. The
+    model is passed at the point where the trainer receives it::
 
         run = EmbeddedPlan(plan="ds_config.json", run=args)
         accelerator = run.accelerator()
@@ -162,7 +162,7 @@ class EmbeddedPlan(Closing):
         )
 
     def settle(self, model: torch.nn.Module) -> None:
-        """Resolve the plan for the model that is traiCollective; later calls have no effect.only.
+        """Resolve the plan for the model that is trained. Collective; later calls have no effect.
 
         Called by every method that receives the model: ``accelerator.prepare``,
         ``initialize_arguments``, ``shard``.
@@ -218,16 +218,15 @@ class EmbeddedPlan(Closing):
 
     @property
     def config(self) -> dict[str, Any]:
-        """Return a fresh copy of DeepSpeed's configuration:
-        ``DeepSpeedStrategy(config=run.config)``."""
+        """A copy of DeepSpeed's configuration, for ``DeepSpeedStrategy(config=run.config)``."""
         return self.plan.to_deepspeed()
 
     def shard(self, model: torch.nn.Module) -> None:
         """Partition the model from host memory, one parameter at a time; no effect below stage 3.
 
         Optional; call it before the trainer receives the model. Without it the trainer moves the
-        whole model to the device before DeepSpeed parRequired if the weights are still unread
-        (``load_pretrained(..., plan=...)``): they are then read here, at every stage.every stage.
+        whole model to the device before DeepSpeed partitions it. Required if the weights are still
+        unread (``load_pretrained(..., plan=...)``): they are then read here, at every stage.
         """
         self.settle(model)
         self.decide(*read_weights(self._deepspeed, self.plan, model))
@@ -237,14 +236,13 @@ class EmbeddedPlan(Closing):
             shard_from_host(self._deepspeed, model, self.plan, device=device)
 
     def initialize_arguments(self, model: torch.nn.Module) -> dict[str, Any]:
-        """Return the arguments for ``deepspeed.initialize(**run.initialize_arguments(model))``."""
+        """Return arguments for ``deepspeed.initialize(**run.initialize_arguments(model))``."""
         require_read(model)
         self.settle(model)
         return initialize_arguments(self.plan, model)
 
     def accelerator_arguments(self) -> dict[str, Any]:
-        """Return plugin, precision and accumulation for
-        ``Accelerator(**run.accelerator_arguments())``."""
+        """Return arguments for ``Accelerator(**run.accelerator_arguments())``."""
         outline = self._settled or self._outline
         self.decide(*loads_whole(outline))
         arguments = accelerator_arguments(outline)
@@ -260,10 +258,12 @@ class EmbeddedPlan(Closing):
         """Return an ``accelerate.Accelerator`` for an otherwise unchanged script.
 
         Its ``prepare`` replaces the script's optimizer and schedule with the plan's, records this
-        as decisions, and attaches the ``save_state`` and ``load_state`` write and read portable
-        checkpoints, including each EMA passed to ``register_for_checkpointing``; the script's hooks
-        are not called. called. I``get_state_dict`` returns the whole model on rank 0 at every
-        stage.TheyThese three methods are collective. ``end_training`` closes the run.     Args:
+        as decisions, and attaches the engine. ``save_state`` and ``load_state`` write and read
+        portable checkpoints, including each EMA passed to ``register_for_checkpointing``; the
+        script's hooks are not called. ``get_state_dict`` returns the whole model on rank 0 at every
+        stage. These three methods are collective. ``end_training`` closes the run.
+
+        Args:
             arguments: Arguments of the script's own ``Accelerator``. A value set by the plan
                 overrides them and is recorded as a decision.
 

@@ -29,8 +29,7 @@ PHASES: Final = ("data", "forward", "backward", "optimizer", "ema")
 
 @attrs.frozen(kw_only=True)
 class StepMetrics:
-    """What one optimizer step did. Times and memory are this rank's; all other values are the same
-    on every rank."""
+    """Metrics of one step: times and memory are this rank's, all else is global."""
 
     step: int
     """Optimizer steps taken, including this one."""
@@ -62,14 +61,13 @@ class Callback:
     """
 
     def on_fit_start(self, trainer: RunView, *, steps: int | None) -> None:
-        """Called when ``fit`` begins; ``steps`` is the last optimizer step, ``None`` if only a stop
-        ends it."""
+        """Called when ``fit`` begins; ``steps`` is the last step, ``None`` without a limit."""
 
     def on_step_end(self, trainer: RunView, metrics: StepMetrics) -> None:
         """Called after each optimizer step and its EMA update."""
 
     def on_stop(self, trainer: RunView, reason: str) -> None:
-        """Called when ``fit`` stops early: a signal, the time limit, or ``trainer.request_stop``."""
+        """Called when ``fit`` stops early: signal, time limit, or ``trainer.request_stop``."""
 
     def on_finish(self, trainer: RunView) -> None:
         """Called when ``fit`` has reached its goal."""
@@ -90,7 +88,7 @@ class Callback:
         """Called with values measured at this step, such as a validation loss."""
 
     def on_images(self, trainer: RunView, name: str, images: torch.Tensor) -> None:
-        """Called with images (n, c, h, w) in [-1, 1] sampled at this step, such as for validation."""
+        """Called with images (n, c, h, w) in [-1, 1] that were sampled at this step."""
 
 
 # -- Metrics on disk: one line of JSON per optimizer step.
@@ -124,10 +122,14 @@ def as_callbacks(callbacks: Any) -> tuple[Callback, ...]:
 class MetricsFile(Callback):
     """Appends every step's metrics to a JSON-lines file, on rank 0.
 
-    A resume deletes the lines of steps that will be repeated, so the file holds each step once. A
-    run that begins If a run begins at step 0, an existing file is renamed to ``NAME.1``,
-    ``NAME.2``, ….ll or cannot be written costIf the disk is full or read-only, a warning is logged,
-    metrics are dropped and training continues.   Raises:
+    A resume deletes the lines of steps that will be repeated, so the file holds each step once. If
+    a run begins at step 0, an existing file is renamed to ``NAME.1``, ``NAME.2``, …. If the disk is
+    full or read-only, a warning is logged, metrics are dropped and training continues.
+
+    Args:
+        path: The file; its folder is created.
+
+    Raises:
         InvalidValueError: Raised by ``fit`` if the path holds something other than metrics.
     """
 

@@ -127,7 +127,7 @@ def counted_apart(
     """Return whether the system's memory figure for this process omits page-locked memory.
 
     Some drivers map it as device memory, which no process is charged for; others as shared or
-    anonymous pagThe test page-locks 16 MiB.ich.
+    anonymous pages. The test page-locks 16 MiB.
 
     Args:
         count: Returns the system's figure in bytes.
@@ -168,8 +168,7 @@ class DeviceFigures:
 
     @property
     def beside(self) -> int:
-        """Return the bytes this process holds outside torch's allocator: context, kernels,
-        libraries.
+        """Bytes this process holds outside torch's allocator: context, kernels, libraries.
 
         The value only grows, because cuBLAS, cuDNN and NCCL are loaded on first use.
         """

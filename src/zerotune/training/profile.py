@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
 @attrs.frozen(kw_only=True)
 class Profile:
-    """Profiler settings: trace ``steps`` optimizer steps after ``warmup`` untraced ones, once per
-    trainer.
+    """Trace ``steps`` optimizer steps after ``warmup`` untraced ones, once per trainer.
 
     Profiling leaves results bitwise unchanged, but traced steps are slower.
     """

@@ -1,8 +1,9 @@
 """Run the checks of a ``Proof``: compare each fast path with the plain path on small models.
 
 On a device, random delays are queued on its streams, so that a missing wait shows as a late result.
-On recorded streams, which need no device, each Without a device, streams are recorded, and each
-memory access is checked for an ordering with the access it depends on."""
+Without a device, streams are recorded, and each memory access is checked for an ordering with the
+access it depends on.
+"""
 
 from __future__ import annotations
 
@@ -413,8 +414,7 @@ class Bench:
             _check_equal(self.left_by(streamed), self.left_by(run), where=where)
 
     def prove_exchange(self) -> float:
-        """Check the same with weights exchanged between ranks beside other collectives, and return
-        the seconds."""
+        """Check the exchange of weights between ranks; return the seconds it took."""
         if not self.platform.deepspeed.available:
             raise NotRunError("DeepSpeed does not run here")
         if self.platform.accelerator != "cpu" and len(self.platform.devices) < _RANKS:

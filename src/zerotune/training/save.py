@@ -44,13 +44,14 @@ class SaveEvery(Callback):
     """Save ``root/step-…`` every few steps or minutes, and when a run ends, early or not.
 
     While ``fit`` runs, no other process may save to ``root``: a second job with the same folder
-    fails before its first step (see ``RootHold``At that time leftovers of killed runs are deleted.
-    Checkpoints beyond ``keep`` are deleted after each save and when ``fit`` ends.ve.
+    fails before its first step (see ``RootHold``). At that time leftovers of killed runs are
+    deleted. Checkpoints beyond ``keep`` are deleted after each save and when ``fit`` ends.
 
     Args:
         steps: Optimizer steps between two checkpoints.
-        minutes: Minutes between two checkpoints by rank 0's clock. With bIf both are given, the
-            earlier one counts.der of the checkpoints.
+        minutes: Minutes between two checkpoints by rank 0's clock. If both are given, the earlier
+            one counts.
+        root: Folder of the checkpoints.
         keep: Number of checkpoints to keep; ``None`` keeps all.
 
     Raises:

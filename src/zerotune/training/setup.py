@@ -73,8 +73,10 @@ def prepare(
     Args:
         model: The model in fp32, or a result of ``load_pretrained``.
         plan: A plan, a DeepSpeed configuration as a dict, or the path of one; a ``ResolvedPlan`` is
-            used unchanged. That of ``load_pDefaults to the plan of ``load_pretrained``.r: Resolves optimizer and schedule; default ``OptimizerResolver()``. Not asNot used
-            if a resolved plan already contains them.   offload: Leases swap folders; default ``OffloadManager()``.
+            used unchanged. Defaults to the plan of ``load_pretrained``.
+        resolver: Resolves optimizer and schedule; default ``OptimizerResolver()``. Not used if a
+            resolved plan already contains them.
+        offload: Leases swap folders; default ``OffloadManager()``.
         run: Values for fields that the plan leaves ``"auto"``.
         platform: The machine; detected by default.
         deepspeed: ``False`` selects the plain engine.
@@ -256,7 +258,7 @@ def check_model(model: Any) -> None:
         fix = f"load it: loaded = zerotune.load_pretrained({os.fspath(model)!r}), then loaded.model"
     elif hasattr(model, "components") or hasattr(model, "save_pretrained"):
         why = "is a whole pipeline; only one of its models is trained"
-        fix = "zerotune.load_pretrained(FOLDER) returns model and objective, or pass pipeline.unet"
+        fix = "zerotune.load_pretrained(FOLDER) returns model and objective, or pass pipeline.unet "
         fix += "(or pipeline.transformer)"
     else:
         why, fix = "is not a torch.nn.Module", "pass the module to train"
@@ -282,7 +284,7 @@ def check_objective(objective: Any, model: torch.nn.Module) -> None:
     raise InvalidValueError(
         f"{type(called).__name__} is conditioned on {needed}, and "
         + ("the default objective" if objective is None else "the objective's family")
-        + "passes only noisy images",
+        + " passes only noisy images",
         key="objective",
         value=None if objective is None else type(objective).__name__,
         fix="FlowMatchingObjective(family=ClassConditional())"
@@ -411,10 +413,11 @@ def as_stream(data: Any, *, engine: Engine, seed: int, **loading: Any) -> BatchS
     """Return a stream of this rank's micro batches.
 
     Args:
-        data: A ``BatchStream`` is returned unchangAn object with ``__len__`` and ``__getitem__``
-            that is no list or tuple is a dataset: it is sharded over the ranks in an order fixed by
-            ``seed``. A bucketed dataset such as ``PreparedImages`` gives batches of one bucket Any
-            other iterable yields this rank's ow``None`` means no data.n batches.``None`` is no data.
+        data: A ``BatchStream`` is returned unchanged. An object with ``__len__`` and
+            ``__getitem__`` that is no list or tuple is a dataset: it is sharded over the ranks in
+            an order fixed by ``seed``. A bucketed dataset such as ``PreparedImages`` gives batches
+            of one bucket each. Any other iterable yields this rank's own batches. ``None`` means no
+            data.
         engine: Provides rank, world size and micro batch size.
         seed: Fixes the order.
         loading: ``num_workers`` and ``pin_memory`` of the stream over a dataset.
@@ -474,8 +477,7 @@ def _only_photos(data: Any) -> DataError:
 
 
 def samples_by_name(data: Any) -> Any:
-    """Return a dataset of dicts: the given one, or one over a ``TensorDataset`` of images and
-    labels."""
+    """Return a dataset of dicts; a ``TensorDataset`` of images and labels is wrapped."""
     if isinstance(data, TensorDataset) and len(data.tensors) <= _IMAGES_AND_LABELS:
         images, *labels = data.tensors
         if images.ndim == _IMAGE_BATCH_DIMS and images.is_floating_point():

@@ -46,7 +46,7 @@ class StepClock:
         self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
         self._started = self._now()
         self.current: str | None = None
-        """The current phase, also kept after it raises. ``None``: n``None`` outside of phases."""
+        """The current phase, also kept after it raises. ``None`` outside of phases."""
 
     def start(self) -> None:
         """Start a step."""
@@ -337,11 +337,11 @@ class NonFinitePolicy(Protocol):
     """Policy for non-finite steps; every rank decides the same."""
 
     def judge(self, found: NonFinite) -> None:
-        """Raise, or return to drop the step on all ranks.Must not be collective."""
+        """Raise, or return to drop the step on all ranks.ive."""
         ...
 
     def settle(self, trainer: RunView, metrics: StepMetrics) -> None:
-        """Called after every step, including drMay be collective."""
+        """Called after every step, including dropped ones."""
         ...
 
 
@@ -395,11 +395,13 @@ class RollBackNonFinite:
     """Drop bad steps and, after several in a row, roll back to the newest finite checkpoint.
 
     Weights, optimizer, schedule, step and EMA are loaded from the newest checkpoint without NaN or
-    infinity. The datData and random numbers continue from their current position, because repeating
-    the same batches would fail again.rgs:
+    infinity. Data and random numbers continue from their current position, because repeating the
+    same batches would fail again.
+
+    Args:
         root: Checkpoint folder of ``SaveEvery``.
-        after: Consecutive bad steps before a rollback; 1 or morIf the weights contain a bad update,
-            the rollback is immediate.ce.
+        after: Consecutive bad steps before a rollback; 1 or more. If the weights contain a bad
+            update, the rollback is immediate.
         most: Maximum number of rollbacks; one more raises.
     """
 

@@ -41,14 +41,16 @@ class StopOnSignals(Callback):
 
     The current step is finished and all ranks stop after the same step, even if only one got the
     signal. Every checkpoint callback saves once, and ``fit`` returns with the signal in
-    ``report.stopped``. So the sThe script then continues after ``fit`` and exits with code 0.d
-    signal raises ``KeyboardInterrupt`` at once. The handlThe previous handlers are restored after
-    ``fit``.the main thread Python allows no handlers, so it does nothing there.
+    ``report.stopped``. The script then continues after ``fit`` and exits with code 0. A second
+    signal raises ``KeyboardInterrupt`` at once. The previous handlers are restored after ``fit``.
+
+    Outside the main thread Python allows no handlers, so it does nothing there.
 
     Args:
         save_to: Folder for a checkpoint ``step-…`` at the stop, for runs without ``SaveEvery``.
         signals: Signals to handle. By default SIGINT and SIGTERM, unless the script has set its own
-            handlers. EmAn empty sequence handles none."""
+            handlers. An empty sequence handles none.
+    """
 
     def __init__(
         self,
@@ -133,8 +135,8 @@ def with_signals(callbacks: tuple[Callback, ...]) -> tuple[Callback, ...]:
 class StopBeforeDiskFills(Callback):
     """Stop a run when other programs fill its swap disk, before a write fails.
 
-    Every checkpoint callback saves once, and ``report.stopped`` holds the numbers.Trainers whose
-    plan swaps to a leased folder have one by default..
+    Every checkpoint callback saves once, and ``report.stopped`` holds the numbers. Trainers whose
+    plan swaps to a leased folder have one by default.
     """
 
     def __init__(self, folders: Iterable[Path]) -> None:
@@ -238,7 +240,7 @@ class Stopping:
         self._deadline = None if goal.seconds is None else time.monotonic() + goal.seconds
 
     def request(self, reason: str) -> None:
-        """Request a stop before the next steNot collective; safe in a signal handler.er."""
+        """Request a stop before the next step. Not collective; safe in a signal handler."""
         self._request = self._request or reason
 
     def agreed(self) -> bool:

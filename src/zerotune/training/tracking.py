@@ -24,8 +24,10 @@ class Trackers(Callback):
     """Logs a run to experiment trackers from rank 0, through accelerate.
 
     Logged are loss, learning rate, gradient norm, speed, phase times, memory, validation results,
-    the resolved plan as hyper-parameters, and all decisions as text. They are closed with the
-    trainer, so thatTrackers are closed with the trainer, so several calls of ``fit`` are one run::ensorboard", folder="runs", project="digits")])
+    the resolved plan as hyper-parameters, and all decisions as text. Trackers are closed with the
+    trainer, so several calls of ``fit`` are one run::
+
+        Trainer(..., callbacks=[Trackers("tensorboard", folder="runs", project="digits")])
 
     A tracker that fails is dropped with a warning.
 

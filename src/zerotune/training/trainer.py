@@ -1,4 +1,4 @@
-"""``Trainer``: the wiring of all parts."""
+"""The ``Trainer`` class, which connects all parts of a run."""
 
 from __future__ import annotations
 
@@ -82,45 +82,44 @@ if TYPE_CHECKING:
 
 
 class Trainer(Closing, Readable):
-    """Wires engine, objective, data, EMA, checkpoints and callbacks together.
+    """Connects engine, objective, data, EMA, checkpoints and callbacks.
 
-    Everything but the model and the plan is optional, and every part works alone as well::
+    Only the model and the plan are required, and every part also works alone::
 
         with Trainer(model=unet, plan=plan, data=dataset, ema=EMAShadow(decay=0.999)) as trainer:
             trainer.fit(steps=1000)
             trainer.save("checkpoints/step-1000")
             images = trainer.sample(count=16)
 
-    Under a launcher every process makes a trainer and calls the same methods.
+    Under a launcher every process creates a trainer and calls the same methods.
 
     Args:
-        model: The model, in fp32; or what ``load_pretrained`` gave, which knows plan, objective
-            and pipeline too.
-        plan: What is wanted of ZeRO, offload, precision, batch and optimizer, also as a dict or
-            the path of a file; or the ``Advice`` it comes from, which is then followed for the
-            activations as well.
-        resolver: Settles optimizer and schedule.
+        model: The model in fp32, or a result of ``load_pretrained``, which also provides plan,
+            objective and pipeline.
+        plan: ZeRO stage, offload, precision, batch and optimizer: a plan, a dict or the path of a
+            file. If it is an ``Advice``, its gradient checkpointing and activation offload are used
+            as well.
+        resolver: Resolves optimizer and schedule.
         offload: Leases swap folders.
-        ema: Follows the weights: a decay, an ``EMAShadow``, several as ``EMAShadows``, or either
-            in a ``BackgroundEMA``; attached here, saved and resumed under their names.
+        ema: EMA of the weights: a decay, an ``EMAShadow``, several as ``EMAShadows``, or either in
+            a ``BackgroundEMA``. It is attached here, and saved and resumed under its name.
         data: A dataset with ``__len__`` and ``__getitem__``, an iterable of micro batches (a
             ``DataLoader``, a list), or a ``BatchStream``. Batches are dicts of tensors.
-        objective: Gives the loss; flow matching of images without conditioning by default.
-        activations: Keeps the inputs of checkpointed blocks in host memory.
-        callbacks: What is told of each step; a ``ProgressBar`` when not given. Unless one is
-            among them, a ``StopOnSignals`` is added.
-        non_finite: What to do about a loss or gradient that is not finite; ``RaiseNonFinite()``
-            when not given.
-        run: What the script knows and the plan may leave ``"auto"``.
-        platform: The machine; detected when not given.
-        deepspeed: ``False`` asks for the plain engine.
-        seed: Fixes data order, noise, time steps and the global generators.
-        timeout_s: Seconds after which a collective gives up.
+        objective: Computes the loss; default flow matching on unconditional images.
+        activations: Offloads the inputs of checkpointed blocks to host memory.
+        callbacks: Callbacks of the run; default a ``ProgressBar``. A ``StopOnSignals`` is added
+            unless one is present.
+        non_finite: Policy for a non-finite loss or gradient; default ``RaiseNonFinite()``.
+        run: Values for fields that the plan leaves ``"auto"``.
+        platform: The machine; detected by default.
+        deepspeed: ``False`` selects the plain engine.
+        seed: Seed of data order, noise, time steps and the global generators.
+        timeout_s: Timeout of collectives in seconds.
         options: ``compile``, ``gradient_checkpointing``, ``threads``, ``workers``, ``pin``,
             ``profile``, ``watchdog``; see ``RunOptions``.
 
     Raises:
-        ZeroTuneError: As ``zerotune.prepare``.
+        ZeroTuneError: The same errors as ``zerotune.prepare``.
     """
 
     def __init__(
@@ -152,7 +151,7 @@ class Trainer(Closing, Readable):
         check_kind(non_finite, NonFinitePolicy, key="non_finite", write="SkipNonFinite()")
         check_kind(activations, ActivationOffload, key="activations", write="ActivationOffload()")
         self._loaded = model if isinstance(model, Pretrained) else None
-        """What ``load_pretrained`` gave, where that is what is trained."""
+        """The result of ``load_pretrained``, if the model came from one."""
         if self._loaded is not None:
             plan = self._loaded.plan if plan is None else plan
             model = self._loaded.model
@@ -171,7 +170,7 @@ class Trainer(Closing, Readable):
             compile=options.get("compile", False),
             timeout_s=timeout_s,
         )
-        """What trains."""
+        """Engine of the run."""
         self.resources.push(self.engine)
         with self._starting():
             self.stream = as_stream(data, engine=self.engine, seed=seed, **_loading(options))
@@ -200,21 +199,21 @@ class Trainer(Closing, Readable):
         self.last_saved: tuple[int, Path] | None = None
         """Step and folder of the latest checkpoint this trainer wrote."""
         self.decisions: tuple[Decision, ...] = self.running.decisions
-        """Automatic choices since the engine was built; the engine holds its own."""
+        """Decisions made after the engine was built; the engine holds its own."""
 
     @property
     def step(self) -> int:
-        """Optimizer steps taken, those before a resume included."""
+        """Optimizer steps taken, including those before a resume."""
         return self.engine.state.global_step
 
     @property
     def phase(self) -> str | None:
-        """What of a step is under way: ``"data"``, ``"forward"``, …; ``None``: nothing of it."""
+        """Current phase of the step: ``"data"``, ``"forward"``, …; ``None`` outside a step."""
         return self.running.clock.current
 
     @property
     def timeout_s(self) -> float:
-        """Seconds after which a collective gives up."""
+        """Timeout of collectives in seconds."""
         return self.running.timeout_s
 
     @property
@@ -229,33 +228,34 @@ class Trainer(Closing, Readable):
         epochs: float | None = None,
         time_limit: float | timedelta | None = None,
     ) -> Report:
-        """Train until the earliest of what is given; steps and epochs count from the beginning.
+        """Train until the earliest limit; steps and epochs count from the beginning.
 
-        Collective. After ``resume`` it goes on from there, so the same call finishes a run that
-        was interrupted, and takes no step when they are all taken. It also ends, after the step
-        under way, at SIGINT or SIGTERM (see ``StopOnSignals``) and by ``request_stop``;
-        ``report.stopped`` then says why.
+        Collective. After ``resume`` training continues from the checkpoint, so the same call
+        finishes an interrupted run. It takes no step if the goal is already reached. SIGINT,
+        SIGTERM (see ``StopOnSignals``) and ``request_stop`` also end it after the current step;
+        ``report.stopped`` then holds the reason.
 
         Args:
-            steps: The number of the last step.
-            epochs: Passes over the data, for data that know their length.
-            time_limit: Seconds or a ``timedelta`` from now on, by the first clock to reach it.
-                Leave room for the step under way and a checkpoint.
+            steps: Number of the last step.
+            epochs: Passes over the data, for data of known length.
+            time_limit: Seconds or a ``timedelta`` from now; the first rank to reach it ends the
+                run. The run overshoots by up to one step and a checkpoint; set the limit with that
+                margin.
 
         Returns:
             The report.
 
         Raises:
-            InvalidValueError: Nothing is given, or a number is out of range.
-            DataError: There are no data, a batch does not fit, or epochs cannot be counted.
-            TrainingError: Loss or gradient are not finite, and ``non_finite`` does not go on.
-            OutOfMemoryError: Memory ran out; the message names the plan that fits.
-            CollectiveError: The ranks' data differ, or a rank was lost; the message names it.
+            InvalidValueError: No limit is given, or a number is out of range.
+            DataError: There are no data, a batch has the wrong size, or epochs cannot be counted.
+            TrainingError: Loss or gradient are not finite, and ``non_finite`` raises.
+            OutOfMemoryError: Memory ran out; the message names a plan that fits.
+            CollectiveError: The ranks' data differ, or a rank failed; the message names it.
         """
         self._check_open("train")
         train_step = self._train_step()
         if self.stream is not None:
-            fix = "give every rank the same data and seed; each takes its own share of them"
+            fix = "give every rank the same data and seed; the stream assigns each rank its share"
             self.engine.group.agree(self.stream.state_dict(), "data", fix=fix)
         goal = Goal.of(self.engine, self.stream, steps=steps, epochs=epochs, time_limit=time_limit)
         self.engine.module.train()
@@ -275,20 +275,21 @@ class Trainer(Closing, Readable):
         return self._report(thorough=self._record.totals["seconds"] > 30)
 
     def request_stop(self, reason: str) -> None:
-        """End ``fit`` before the next step, on all ranks. Not collective: one rank is enough."""
+        """Stop ``fit`` on all ranks before the next step. Not collective: one rank is enough."""
         self._stopping.request(reason)
 
     def save(self, path: str | os.PathLike[str], *, allow_not_finite: bool = False) -> Path:
-        """Write a checkpoint: engine, EMA, data position and random numbers. Collective.
+        """Write a checkpoint: engine, EMA, data position and random state. Collective.
 
         Args:
-            path: The checkpoint's folder.
-            allow_not_finite: Save NaN and infinities too, to look at them.
+            path: Folder of the checkpoint.
+            allow_not_finite: Also save NaN and infinity, for debugging.
 
         Raises:
             CheckpointError: It cannot be written.
-            CheckpointNotFiniteError: It would hold NaN or infinities.
-            CollectiveError: A rank did not come, as in ``if trainer.is_main: trainer.save(...)``.
+            CheckpointNotFiniteError: The checkpoint would contain NaN or infinity.
+            CollectiveError: A rank did not call it, as in ``if trainer.is_main:
+                trainer.save(...)``.
         """
         self._check_open("save")
         # Before the first exchange, so that a rank that does not come is told with the folder.
@@ -304,7 +305,7 @@ class Trainer(Closing, Readable):
         return written
 
     def extra_state(self) -> dict[str, Any]:
-        """What a trainer adds to a checkpoint, for those who write it themselves. Collective."""
+        """Return the trainer's part of a checkpoint, for custom checkpoints. Collective."""
         return trainer_state(
             stream=self.stream,
             generator=self._generator,
@@ -313,25 +314,25 @@ class Trainer(Closing, Readable):
         )
 
     def note_saved(self, path: Path, *, step: int) -> None:
-        """Tell the callbacks of a checkpoint written from ``extra_state``. On every rank."""
+        """Notify callbacks of a checkpoint written from ``extra_state``. Call on every rank."""
         self.last_saved = step, path
         self._tell("on_save", path)
 
     def resume(self, path: str | os.PathLike[str]) -> None:
-        """Go on from a checkpoint as if there had been no interruption. Collective.
+        """Continue from a checkpoint as if there had been no interruption. Collective.
 
-        Under the plan it was saved under, bit for bit; under any other, what that changes is in
-        ``decisions``, as is where it goes on: step, epoch and place in the data, logged on rank
-        0. From a checkpoint that was converted, or that a script of one's own wrote, weights,
-        optimizer, schedule and step go on; the data begin at their start. What does not fit is
-        found before weights, data or random numbers change.
+        Under the same plan the continuation is bitwise equal. Under another plan, ``decisions``
+        lists the differences. The step, epoch and data position are also a decision, logged on rank
+        0. 0. A checkpoint that was converted, or saved by another script, restores weights,
+           optimizer, schedule and step; the data start at their beginning.
+        Mismatches are detected before weights, data or random state change.
 
         Args:
-            path: A checkpoint, as ``save``, ``save_checkpoint`` or ``convert`` wrote it.
+            path: A checkpoint written by ``save``, ``save_checkpoint`` or ``convert``.
 
         Raises:
-            CheckpointError: There is none, or it belongs to another model.
-            DataError: The data are not those of the checkpoint.
+            CheckpointError: There is no checkpoint, or it belongs to another model.
+            DataError: The data differ from those of the checkpoint.
         """
         self._check_open("resume")
         self.decisions += resumed(
@@ -345,16 +346,16 @@ class Trainer(Closing, Readable):
         self._tell("on_resume", Path(path))
 
     def roll_back(self, path: str | os.PathLike[str], *, reason: str) -> None:
-        """Take weights, optimizer, schedule, step and EMA of a checkpoint, and go on from there.
+        """Load weights, optimizer, schedule, step and EMA of a checkpoint, and continue from it.
 
-        Data and random numbers stay where they are, unlike with ``resume``. Collective.
+        Unlike ``resume``, it leaves data position and random state unchanged. Collective.
 
         Args:
             path: A checkpoint of this model.
-            reason: Why, for ``decisions``.
+            reason: Reason for ``decisions``.
 
         Raises:
-            CheckpointError: There is none, or it belongs to another model.
+            CheckpointError: There is no checkpoint, or it belongs to another model.
         """
         before, shadows = self.step, self.averages.shadows
         contents = load_checkpoint(path, engine=self.engine, shadows=shadows, rng=False)
@@ -363,14 +364,14 @@ class Trainer(Closing, Readable):
         self._tell("on_resume", Path(path))
 
     def log(self, values: Mapping[str, float]) -> None:
-        """Tell the callbacks of numbers measured at this step, such as a validation loss."""
+        """Pass values measured at this step to the callbacks, such as a validation loss."""
         self._tell("on_values", values)
 
     def show(self, name: str, images: torch.Tensor) -> None:
-        """Tell the callbacks of what was drawn at this step.
+        """Pass images sampled at this step to the callbacks.
 
         Args:
-            name: What it is called.
+            name: Name of the images.
             images: Images (n, c, h, w), or clips (n, c, frames, h, w), in [-1, 1].
         """
         self._tell("on_images", name, images)
@@ -382,25 +383,25 @@ class Trainer(Closing, Readable):
         weights: str | EMAShadow | None = None,
         dtype: str | torch.dtype = "fp32",
     ) -> Path:
-        """Write what was trained, as what was loaded. Collective.
+        """Export the trained weights in the format they were loaded from. Collective.
 
-        Adapters where the model trains some (``export_adapters``); the whole pipeline where
-        ``model=`` was what ``load_pretrained`` gave (``export_pipeline``); else the model
+        Writes adapters if the model has some (``export_adapters``), the whole pipeline if
+        ``model=`` was a result of ``load_pretrained`` (``export_pipeline``), otherwise the model
         (``export_model``).
 
         Args:
-            path: The folder; a name that ends with ``.safetensors`` is a single file, of a
-                pipeline in ComfyUI's layout.
+            path: The folder. A name ending in ``.safetensors`` writes a pipeline as a single file
+                in ComfyUI's layout.
             weights: ``"trained"``, ``"ema"``, the name of one of several EMAs, or the EMA itself;
-                the first EMA where there is one when not given.
+                default the first EMA, if any.
             dtype: ``"fp32"``, ``"bf16"``, ``"fp16"`` or a torch dtype.
 
         Returns:
             The absolute path.
 
         Raises:
-            InvalidValueError: There is no EMA, or it is none of these.
-            CheckpointError: It cannot be written.
+            InvalidValueError: There is no EMA, or the value is none of these.
+            CheckpointError: The export cannot be written.
         """
         self._check_open("export")
         what: dict[str, Any] = {"weights": self.averages.chosen(weights), "dtype": dtype}
@@ -412,23 +413,23 @@ class Trainer(Closing, Readable):
         return export_model(path, engine=self.engine, **what)
 
     def sample(self, **wanted: Unpack[SampleOptions]) -> torch.Tensor:
-        """Draw images, with the EMA weights where there are any. Collective.
+        """Sample images, with EMA weights if there are any. Collective.
 
         Args:
-            wanted: ``prompts``, ``labels`` or ``count``, and how; see ``SampleOptions``.
+            wanted: ``prompts``, ``labels`` or ``count``, and options of ``SampleOptions``.
 
         Returns:
             fp32 images on the CPU, (n, c, h, w), nominally in [-1, 1], on every rank.
 
         Raises:
-            InvalidValueError: An argument is missing or does not fit.
+            InvalidValueError: An argument is missing or invalid.
         """
         self._check_open("sample")
         self.engine.group.barrier("drawing images")
         return draw(self.engine, objective=self.objective, averages=self.averages, wanted=wanted)
 
     def report(self) -> Report:
-        """What the steps of this trainer cost, on this rank. Not collective."""
+        """This rank's report of the steps this trainer took. Not collective."""
         return self._report(thorough=True)
 
     def _report(self, *, thorough: bool) -> Report:
@@ -446,16 +447,16 @@ class Trainer(Closing, Readable):
 
     @override
     def brief(self) -> str:
-        """What runs, and how far it is."""
+        """Summarise engine and progress in a line."""
         return f"{describe(self.engine.plan)}, step {self.step}"
 
     @override
     def page(self) -> Page:
-        """What runs, on less than a screen; ``explain`` has all of it."""
+        """Return a summary of less than a screen; ``explain`` is complete."""
         return running_page(self.engine.plan, [*self.engine.decisions, *self.decisions])
 
     def explain(self) -> str:
-        """What runs, verified, with every automatic choice."""
+        """Describe the verified engine with every decision."""
         parts = [self.engine.explain(*self.decisions)]
         if isinstance(self.stream, BucketStream) and (mixed := self.stream.explain()):
             parts.append(mixed)
@@ -470,17 +471,17 @@ class Trainer(Closing, Readable):
     def _check_open(self, what: str) -> None:
         if self._closed:
             raise TrainingError(
-                f"this trainer is closed, and its engine with it: it cannot {what} any more",
+                f"this trainer and its engine are closed: it can no longer {what}",
                 key="trainer",
                 value=f"closed after step {self.step}",
-                fix="do it inside the with block, before close(); a new Trainer goes on with "
-                "trainer.resume(CHECKPOINT)",
+                fix="call it inside the with block, before close(); a new Trainer continues "
+                "with trainer.resume(CHECKPOINT)",
             )
 
     def _train_step(self) -> TrainStep:
         if self.stream is None:
             raise DataError(
-                "there is nothing to train on",
+                "no data are given",
                 key="data",
                 value=None,
                 fix="Trainer(data=...): a dataset or an iterable of batches",
@@ -537,23 +538,23 @@ class Trainer(Closing, Readable):
 
 
 class RunOptions(TypedDict, total=False):
-    """Options of ``Trainer`` that change how a run goes, never what is trained."""
+    """Options of ``Trainer`` for how a run executes; none changes what is trained."""
 
     compile: bool | Mapping[str, Any] | Compilation
-    """``True``, or options of ``Compilation``, compiles the forward pass; off by default."""
+    """``True``, or ``Compilation`` options, compiles the forward pass; off by default."""
     gradient_checkpointing: bool | Literal["auto"]
-    """Recompute blocks in the backward pass; ``"auto"``, the default: if memory demands it."""
+    """Recompute blocks in the backward pass; ``"auto"``, the default, decides by memory."""
     threads: int | None
-    """OpenMP threads of this rank; ``None``, the default: its share of the machine's cores, where
-    the CPU computes and the user has not chosen."""
+    """OpenMP threads of this rank. ``None``, the default, uses its share of the cores if the CPU
+    computes and the user has set no number."""
     profile: Profile | None
     """A torch profiler trace of a few steps; none by default."""
     workers: int
-    """Processes that read a dataset ahead; 0, the default, reads in this one."""
+    """Worker processes that prefetch a dataset; 0, the default, loads in this process."""
     pin: bool
-    """Put the batches of a dataset in page-locked memory, for faster copies to a GPU."""
+    """Page-lock the batches of a dataset, for faster copies to a GPU."""
     watchdog: Watchdog | bool
-    """Ends a run whose ranks wait for each other for ever; on by default with several ranks."""
+    """Ends a run whose ranks deadlock; on by default with several ranks."""
 
 
 def _loading(options: RunOptions) -> dict[str, Any]:
@@ -563,7 +564,7 @@ def _loading(options: RunOptions) -> dict[str, Any]:
 
 
 class Running:
-    """The run around a trainer's steps. Collective to make."""
+    """Everything a run sets up besides steps: threads, watchdog, profiler. Collective."""
 
     def __init__(
         self,
@@ -578,7 +579,7 @@ class Running:
         self._engine, self._data = engine, data
         self.timeout_s = timeout_s
         self.clock = StepClock(engine.device)
-        """Knows the phase under way."""
+        """Clock that knows the current phase."""
         self._activations: Activations | None = None
         workers = int(options.get("workers") or getattr(data, "num_workers", 0) or 0)
         wanted = options.get("threads")
@@ -594,7 +595,7 @@ class Running:
             *decisions,
             *keep_activations(engine, advice=advice, activations=activations),
         )
-        """What was chosen."""
+        """Decisions of the setup."""
         profile, watchdog = options.get("profile"), options.get("watchdog", True)
         self._profiler = None if profile is None else Profiler(profile)
         folders = [folder for folder in engine.plan.nvme_paths.values() if folder is not None]
@@ -606,7 +607,7 @@ class Running:
             StopBeforeDiskFills(Path(folder) for folder in folders) if folders else None,
         )
         self.callbacks: tuple[Callback, ...] = tuple(one for one in around if one is not None)
-        """Callbacks for all of the above."""
+        """Callbacks that belong to the setup."""
 
     @property
     def operators(self) -> tuple[Operator, ...]:
@@ -616,11 +617,11 @@ class Running:
     def estimate(
         self, shadows: Iterable[EMAShadow], *, measure: bool = False
     ) -> MemoryEstimate | None:
-        """What this run should need; ``None`` where the model is not known.
+        """Estimate this run's memory; ``None`` if the model is unknown.
 
         Args:
-            shadows: The EMAs that run along.
-            measure: Measure the activations of the batch too, once; takes about a second.
+            shadows: EMAs of the run.
+            measure: Also measure the batch's activations, once; takes about a second.
         """
         plan = self._engine.plan
         if plan.model is None:
@@ -644,7 +645,7 @@ class Running:
         )
 
     def measured(self, shadows: Iterable[EMAShadow], *, thorough: bool) -> dict[str, Any]:
-        """The fields of ``Report`` that are known here."""
+        """Return the fields of ``Report`` that this object knows."""
         return {
             "estimate": self.estimate(shadows, measure=thorough),
             "copy_rate": copy_rate() if thorough else None,
@@ -652,9 +653,9 @@ class Running:
         }
 
     def situation(self, shadows: Iterable[EMAShadow]) -> Situation:
-        """What the run is doing, for when memory runs out."""
+        """Describe what the run is doing, for an out-of-memory error."""
         step = self._engine.state.global_step + 1
-        phase = self.clock.current or "something between the phases"
+        phase = self.clock.current or "work between the phases"
         return Situation(
             plan=self._engine.plan,
             doing=f"{phase} of optimizer step {step}",
@@ -708,11 +709,11 @@ class _GroupStops(Callback):
                 key=f"optimizer.groups.{group.name}",
                 before="frozen" if not due else "trained",
                 after="trained" if not due else "frozen",
-                reason=f"{taken} steps are taken, and its last is step {group.until}",
+                reason=f"{taken} steps are already taken, and the last step is {group.until}",
             )
             trainer.decisions += (decision,)
             announce((decision,), rank=trainer.engine.group.rank)
 
 
 RunView = Trainer
-"""A run as its callbacks see it; anything with the attributes that they use will do."""
+"""A run as callbacks see it; any object with the attributes they use is accepted."""

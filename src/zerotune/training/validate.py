@@ -1,4 +1,4 @@
-"""Looking at a run while it trains: images, and the loss on held-out data."""
+"""Validation during training: sampled images, and the loss on held-out data."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ _PREVIEW_FPS: Final = 16.0
 
 
 class Validation(Callback):
-    """Does something before the first step, every few steps, and after the last.
+    """Base class: validates before the first step, every few steps, and after the last.
 
-    Training goes on as if it had not: the random numbers are what they were. Override
-    ``measure``, which every rank calls.
+    Validation does not disturb the training random state. Override ``measure``, which runs on every
+    rank.
 
     Args:
-        every: Optimizer steps between two times.
+        every: Optimizer steps between two validations.
 
     Raises:
         InvalidValueError: ``every`` is below 1.
@@ -54,21 +54,21 @@ class Validation(Callback):
         self._latest: int | None = None
 
     def measure(self, trainer: RunView) -> None:
-        """What to do; collective work is safe."""
+        """The validation itself; may be collective."""
         raise NotImplementedError
 
     def on_fit_start(self, trainer: RunView, *, steps: int | None) -> None:  # noqa: ARG002
-        """The first time."""
+        """Validate before the first step."""
         self._latest = None
         self._once(trainer)
 
     def on_step_end(self, trainer: RunView, metrics: StepMetrics) -> None:
-        """When it is time."""
+        """Validate if it is due."""
         if metrics.step % self._every == 0:
             self._once(trainer)
 
     def on_finish(self, trainer: RunView) -> None:
-        """The last time; not after an early stop, where there may be no time for it."""
+        """Validate after the last step. Skipped after an early stop, when time may be short."""
         self._once(trainer)
 
     def _once(self, trainer: RunView) -> None:
@@ -79,25 +79,25 @@ class Validation(Callback):
 
 
 class ValidationImages(Validation):
-    """Draws the same images every few steps, at every ZeRO stage, with EMA or trained weights.
+    """Samples the same images every few steps, at every ZeRO stage, with EMA or trained weights.
 
-    Each time a grid is written to ``folder/step-….png`` and the images go to the trackers; of a
-    family of clips the grid moves (``clips=``), and trackers get the middle frames::
+    Each validation writes a grid to ``folder/step-….png`` and sends the images to the trackers. For
+    video families the grid is an animation (``clips=``), and trackers get the middle frames::
 
         ValidationImages(every=500, prompts=["a red cube"], steps=30, folder="samples")
 
     Args:
-        every: Optimizer steps between two grids.
-        folder: Where the grids go.
-        columns: Images per row; about a square when not given.
-        name: What trackers call the images.
-        clips: What clips are written as: ``MP4(fps=24)`` or ``AnimatedPNG(fps=24)``. When not
-            given, MP4 at 16 frames a second where PyAV is installed, else an animated PNG.
-        wanted: What to draw and how, as ``trainer.sample`` takes it: ``prompts``, ``labels`` or
-            ``count``, ``seed``, ``steps``, ``guidance_scale``, ``ema``, …
+        every: Optimizer steps between two validations.
+        folder: Folder of the grids.
+        columns: Images per row; default nearly square.
+        name: Name of the images in trackers.
+        clips: Format of clips: ``MP4(fps=24)`` or ``AnimatedPNG(fps=24)``. Default MP4 at 16 frames
+            per second if PyAV is installed, otherwise an animated PNG.
+        wanted: Arguments of ``trainer.sample``: ``prompts``, ``labels`` or ``count``, ``seed``,
+            ``steps``, ``guidance_scale``, ``ema``, …
 
     Attributes:
-        decisions: What clips are written as, where that was chosen.
+        decisions: The choice of clip format, if it was automatic.
     """
 
     decisions: tuple[Decision, ...] = ()
@@ -117,7 +117,7 @@ class ValidationImages(Validation):
         self._wanted, self._clips = wanted, clips
 
     def measure(self, trainer: RunView) -> None:
-        """Draw, write and show. Collective."""
+        """Sample, write and log the images. Collective."""
         images = trainer.sample(**self._wanted)
         suffix = self._clip_format().suffix if images.ndim == 5 else ".png"
         path = self._folder / f"step-{trainer.step:08d}{suffix}"
@@ -148,22 +148,22 @@ class ValidationImages(Validation):
 
 
 class ValidationLoss(Validation):
-    """Measures the loss on held-out data with noise that never changes, so that figures compare.
+    """Measures the loss on held-out data with fixed noise, so that values are comparable.
 
     Logged as ``validation/loss``, and by noise level as ``validation/loss/0.1`` and so on.
 
     Args:
-        every: Optimizer steps between two times.
-        data: Held-out data, the same on every rank: a list of batches, or a dataset as
-            ``Trainer(data=...)`` takes it, whose first samples are used in order. One in buckets,
-            such as ``PreparedImages``, gives batches of one bucket each.
-        batches: How many batches; of a list all when not given, else 8.
-        batch_size: Samples per batch of a dataset; the plan's micro batch when not given.
-        seed: Fixes the noise.
-        ema: ``True`` measures the EMA weights, a name one of several.
+        every: Optimizer steps between two validations.
+        data: Held-out data, the same on every rank: a list of batches, or a dataset accepted by
+            ``Trainer(data=...)``, whose first samples are used in order. A bucketed dataset such as
+            ``PreparedImages`` gives batches of one bucket each.
+        batches: Number of batches; default all of a list, or 8 of a dataset.
+        batch_size: Samples per batch of a dataset; default the plan's micro batch size.
+        seed: Seed of the noise.
+        ema: ``True`` measures the EMA weights; a name selects one of several.
 
     Attributes:
-        history: Step and mean loss of each time.
+        history: Step and mean loss of each validation.
     """
 
     def __init__(
@@ -182,7 +182,7 @@ class ValidationLoss(Validation):
         self.history: list[tuple[int, float]] = []
 
     def measure(self, trainer: RunView) -> None:
-        """Measure and log. Collective."""
+        """Measure and log the loss. Collective."""
         size = self._batch_size or trainer.engine.plan.micro_batch_size
         with trainer.averages.swapped_in(self._ema):
             loss = validation_loss(
@@ -224,7 +224,7 @@ class _DatasetBatches(Sequence["Batch"]):
 
 @contextmanager
 def untouched_randomness() -> Iterator[None]:
-    """Put the global generators of Python, numpy and torch back after the block."""
+    """Restore the global generators of Python, numpy and torch after the block."""
     tensors, text = capture_generators()
     try:
         yield
@@ -236,21 +236,21 @@ def untouched_randomness() -> Iterator[None]:
 
 
 class SampleOptions(TypedDict, total=False):
-    """What to draw, and how: options of ``zerotune.diffusion.sample``, and two more."""
+    """Options of ``zerotune.diffusion.sample``, and two more."""
 
     prompts: Sequence[str]
     negative_prompt: str
     labels: torch.Tensor
     count: int
     scheduler: Any
-    """The objective's, or with prompts the pipeline's, when not given."""
+    """Scheduler; default the objective's, or with prompts the pipeline's."""
     steps: int
     guidance_scale: float
     seed: int
-    """Fixes the images; 0 when not given."""
+    """Seed of the images; default 0."""
     ema: bool | str
-    """``False`` draws with the trained weights, a name with one of several EMAs, ``True`` (when
-    not given) with the first there is."""
+    """``False`` samples with the trained weights, a name with one of several EMAs, ``True`` (the
+    default) with the first EMA, if any."""
     shape: tuple[int, int, int]
     size: tuple[int, int]
     frames: int
@@ -261,7 +261,7 @@ class SampleOptions(TypedDict, total=False):
 def draw(
     engine: Engine, *, objective: Any, averages: Averages, wanted: SampleOptions
 ) -> torch.Tensor:
-    """What ``trainer.sample`` does."""
+    """Implementation of ``trainer.sample``."""
     options: dict[str, Any] = dict(wanted)
     seed, ema = options.pop("seed", 0), options.pop("ema", True)
     if options.get("prompts") is not None:

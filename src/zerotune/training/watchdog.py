@@ -1,9 +1,9 @@
-"""Ends a run whose ranks wait for each other for ever, and says where each of them is.
+"""Ends a run whose ranks deadlock, and reports where each rank is.
 
-Ranks that run another number of forward passes, or other modules, leave a collective that never
-completes: without this, a job holds its GPUs until a timeout whose message names no module. Here
-a thread of each rank looks now and then where the training thread is, on its stacks, and writes
-that into the process group's store, which needs no collective.
+If ranks run different modules, or a different number of forward passes, some collective never
+completes. Without a watchdog the job holds its GPUs until a timeout whose message names no module.
+A thread of each rank periodically reads the training thread's stack and writes its position to the
+process group's store, which needs no collective.
 """
 
 from __future__ import annotations
@@ -39,17 +39,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger("zerotune")
 
 EXIT_CODE: Final = 75
-"""What a process that is ended returns: ``EX_TEMPFAIL``, so that a scheduler may try again."""
+"""Exit code of a process that the watchdog ends: ``EX_TEMPFAIL``, so that a scheduler may retry."""
 _SLOWEST_S: Final = 5.0
 _GRACE_S: Final = 10.0
-"""How long the others may go on after a rank has failed: it may be going to be handled."""
+"""Seconds the other ranks may continue after a rank has failed, because its error may yet be
+handled."""
 _STORE_ANSWER_S: Final = 3.0
-"""How long the store may take to answer; one whose holder is stopped never does."""
+"""Timeout of store requests; a store whose host process is stopped never answers."""
 _SILENT_BEATS: Final = 3
-"""Intervals without a word after which a rank counts as silent."""
+"""Heartbeats that may be missed before a rank counts as silent."""
 _watch_numbers = itertools.count()
 _HOLDERS: Final = ("self", "module", "sub_module", "param")
-"""Local names under which torch and DeepSpeed hold the module or parameter they work for."""
+"""Names of local variables in which torch and DeepSpeed hold the current module or parameter."""
 
 
 # -- Where a process is in its work.
@@ -60,13 +61,14 @@ class Position:
     """Step, phase and module of one rank."""
 
     step: int
-    """The optimizer step under way, counted from 1."""
+    """The current optimizer step, counted from 1."""
     phase: str | None
-    """``"data"``, ``"forward"``, ``"backward"``, ``"optimizer"``, ``"ema"``; ``None``: none."""
+    """``"data"``, ``"forward"``, ``"backward"``, ``"optimizer"``, ``"ema"``; ``None`` between
+    phases."""
     module: str | None
-    """Dotted name of the innermost module at work; ``None``: none is."""
+    """Dotted name of the innermost running module; ``None`` if none runs."""
     line: str = ""
-    """File, line and function where Python is."""
+    """File, line and function that Python executes."""
 
     def __str__(self) -> str:
         if self.phase is None:
@@ -82,9 +84,9 @@ class Position:
 
 
 def names_of(model: torch.nn.Module) -> dict[int, str]:
-    """Dotted name by ``id`` of each module, and for each parameter the name of its module.
+    """Map the ``id`` of each module to its dotted name, and of each parameter to its module's name.
 
-    The root has the name of its class.
+    The root is named after its class.
     """
     names = {}
     for name, module in model.named_modules():
@@ -97,10 +99,10 @@ def names_of(model: torch.nn.Module) -> dict[int, str]:
 def look(
     names: Mapping[int, str], *, step: int, phase: str | None, thread: int
 ) -> tuple[Position, int]:
-    """Where a thread is, and a number that changes whenever it moves on.
+    """Return a thread's position, and a number that changes whenever the thread moves.
 
-    Costs nothing until it is called: the stacks of all threads are read once. A backward pass on
-    a GPU runs in threads of its own; their modules count too.
+    The only cost is at the call: the stacks of all threads are read once. A backward pass on a GPU
+    runs in its own threads; their modules count too.
     """
     frames = sys._current_frames()
     watcher = threading.get_ident()
@@ -116,7 +118,7 @@ def look(
 def look_back(
     error: BaseException, names: Mapping[int, str], *, step: int, phase: str | None
 ) -> Position:
-    """Where an exception came from."""
+    """Return the position where an exception was raised."""
     trace: TracebackType | None = error.__traceback__
     frames = []
     while trace is not None:
@@ -156,22 +158,22 @@ def _line(stack: list[FrameType]) -> str:
 
 @attrs.frozen(kw_only=True)
 class Beat:
-    """What one rank last said of itself."""
+    """The last heartbeat of one rank."""
 
     rank: int
     position: Position
     still_s: float
-    """Seconds since it last moved."""
+    """Seconds since the rank last moved."""
     failed: str | None = None
-    """The exception it left ``fit`` with."""
+    """Exception with which it left ``fit``."""
     let_down: bool = False
-    """Whether that exception only tells what happened to another rank."""
+    """Whether that exception only reports another rank's failure."""
     done: bool = False
     """Whether it has left ``fit``."""
     pulse: int = 0
-    """How often it has spoken; a process that is stopped or killed no longer does."""
+    """Number of heartbeats; it stops growing if the process is stopped or killed."""
     gone: str | None = None
-    """What others know of a rank that no longer speaks for itself; ``None``: it speaks."""
+    """What other ranks know of a silent rank; ``None`` while it sends heartbeats."""
 
     def __str__(self) -> str:
         if self.gone is not None:
@@ -180,7 +182,7 @@ class Beat:
             verb = "gave up" if self.let_down else "failed"
             return f"rank {self.rank} {verb}: {self.failed}; it {self.position._was()}"
         if self.done:
-            return f"rank {self.rank} has left fit after step {self.position.step - 1}"
+            return f"rank {self.rank} left fit after step {self.position.step - 1}"
         return f"rank {self.rank} {self.position}, for {self.still_s:.0f} s"
 
     def _aged(self, *, silent_s: float, ended: str | None, interval_s: float) -> Beat:
@@ -190,24 +192,24 @@ class Beat:
         return attrs.evolve(
             self,
             still_s=self.still_s + silent_s,
-            gone=ended or f"has not been heard of for {silent_s:.0f} s",
+            gone=ended or f"sent its last heartbeat {silent_s:.0f} s ago",
         )
 
 
 class Watchdog(Callback):
-    """Ends all ranks when none has moved for a while, naming rank, phase and module.
+    """Ends all ranks if none has moved for a while, and names rank, phase and module.
 
-    Nothing is hooked into the model and nothing runs in the training thread: the stacks are read
-    from outside, a few times per timeout. A rank that fails ends the others too, soon after.
+    The model has no hooks and the training thread no extra work: stacks are read from another
+    thread, a few times per timeout. If a rank fails, the others are ended soon after.
 
     Args:
-        timeout_s: Seconds without any movement on any rank, at least one of them in a step.
-            ``None``: four fifths of the trainer's ``timeout_s``, so that it speaks first.
-        end: Called with the message on each rank; logs it and ends the process by default,
-            because a thread that waits in a collective cannot be woken.
+        timeout_s: Seconds without movement on any rank while at least one is in a step. ``None``
+            uses four fifths of the trainer's ``timeout_s``, so that the watchdog reports first.
+        end: Called with the message on each rank. By default it logs the message and ends the
+            process, because a thread that waits in a collective cannot be woken.
 
-    A rank that is killed or stopped says nothing any more: it is known by its silence, and on the
-    same machine by the state of its process.
+    A killed or stopped rank is detected by its missing heartbeats, and on the same machine by its
+    process state.
     """
 
     def __init__(
@@ -220,22 +222,22 @@ class Watchdog(Callback):
         self._watch: _Watch | None = None
 
     def on_fit_start(self, trainer: RunView, *, steps: int | None) -> None:  # noqa: ARG002
-        """Watch, where there are several ranks."""
+        """Start watching if there are several ranks."""
         if trainer.engine.group.world_size > 1:
             timeout = self._timeout_s or 0.8 * trainer.timeout_s
             self._watch = _Watch(trainer, timeout_s=timeout, end=self._end)
 
     def on_fit_end(self, trainer: RunView) -> None:  # noqa: ARG002
-        """Tell the others how it ended, and stop."""
+        """Report the outcome to the other ranks, and stop."""
         watch, self._watch = self._watch, None
         if watch is not None:
             watch.stop(sys.exc_info()[1])
 
 
 def end_process(message: str) -> None:
-    """Log a message and end this process at once, whatever its other threads wait for.
+    """Log a message and end this process at once, whatever its threads wait for.
 
-    Swap folders it holds are given back.
+    Its swap folders are released.
     """
     logger.critical("%s", message)
     with contextlib.suppress(OSError, ValueError):
@@ -404,21 +406,22 @@ def _message(beats: list[Beat], world: int, timeout_s: float) -> str:
     gone = [beat for beat in beats if beat.gone]
     where = "; ".join(str(beat) for beat in beats)
     if failed:
-        return f"{_rank_names(failed)} failed and the others wait for it: {where}"
+        return f"{_rank_names(failed)} failed and the other ranks wait for it: {where}"
     if gone:
         return (
-            f"{_rank_names(gone)} stopped or ended without a word and the others wait for it: "
-            f"{where}. The kernel's log says whether it was killed for its memory; `kill -CONT` "
-            "continues a process that is stopped."
+            f"{_rank_names(gone)} stopped or exited without an error and the other ranks "
+            f"wait for it: {where}. The kernel's log says whether it was killed for its "
+            "memory; `kill -CONT` continues a stopped process."
         )
     if any(beat.let_down for beat in beats):
-        return f"a rank was lost and the others wait for it: {where}"
+        return f"a rank failed and the others wait for it: {where}"
     places = {(beat.position.step, beat.position.phase, beat.position.module) for beat in beats}
     why = (
-        "The ranks are in different places: each must run the same modules, as often, in the same "
-        "order; look for conditions on the rank or on the data, and for batches of unequal number."
+        "The ranks are in different places: each must run the same modules equally often "
+        "in the same order; check for conditions on the rank or the data, and for "
+        "unequal numbers of batches."
         if len(places) > 1 or any(beat.done for beat in beats)
-        else "All ranks are in the same place, which takes longer than the timeout: look at the "
+        else "All ranks are in the same place, which takes longer than the timeout: check the "
         "network and the disks, or raise Watchdog(timeout_s=...)."
     )
     return f"no rank of {world} has moved for {timeout_s:g} s: {where}. {why}"

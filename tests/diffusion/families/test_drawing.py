@@ -240,13 +240,13 @@ def test_a_scheduler_passed_in_is_not_changed(loaded):
 
 def test_what_does_not_fit_is_refused(loaded, folders):
     sdxl = loaded["sdxl"]
-    with pytest.raises(InvalidValueError, match="draws from texts"):
+    with pytest.raises(InvalidValueError, match="requires prompts"):
         sample(sdxl.model, family=sdxl.family, count=2, scheduler=DDIMScheduler())
-    with pytest.raises(InvalidValueError, match="Unconditional takes no texts"):
+    with pytest.raises(InvalidValueError, match="Unconditional does not accept prompts"):
         sample(sdxl.model, family=Unconditional(), prompts=["a"])
-    with pytest.raises(InvalidValueError, match=r"size = .*only goes with prompts"):
+    with pytest.raises(InvalidValueError, match=r"size = .*is only valid with prompts"):
         sample(sdxl.model, family=ClassConditional(), count=1, size=(8, 8))
-    with pytest.raises(InvalidValueError, match=r"shape = .*only goes with labels or count"):
+    with pytest.raises(InvalidValueError, match=r"shape = .*is only valid with labels or count"):
         ours(sdxl, shape=(3, 8, 8))
     bare = load_pretrained(folders["sdxl"], parts=False)
     with pytest.raises(DataError, match="prompts cannot be used"):
