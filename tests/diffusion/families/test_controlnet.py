@@ -426,7 +426,7 @@ def test_training_goes_on_from_a_folder_or_from_a_whole_pipeline(folders, tmp_pa
 
 
 def test_what_has_no_controlnet_is_named(folders):
-    with pytest.raises(InvalidValueError, match="StableDiffusionP.* has no declared ControlNet"):
+    with pytest.raises(InvalidValueError, match=r"StableDiffusionP.* has no declared ControlNet"):
         load_pretrained(folders["sd15"], family="controlnet")
     assert {family.pipeline for family in CONTROLNETS} <= set(FAMILIES)
     loaded = load_pretrained(folders["sdxl"], family="controlnet", parts=False)
