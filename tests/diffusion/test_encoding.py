@@ -271,7 +271,7 @@ def test_texts_without_the_image_they_edit_are_refused(edits, tmp_path):
     family = loaded.family
     for path in edits.glob("*.reference.png"):
         path.unlink()
-    with pytest.raises(DataError, match="no image has one"):
+    with pytest.raises(DataError, match="no image has a reference"):
         encode_dataset(edited(edits), family=family, folder=tmp_path / "c", progress=False)
     assert not (tmp_path / "c").exists()
     with pytest.raises(DataError, match="needs a reference image"):

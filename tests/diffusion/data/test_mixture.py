@@ -179,7 +179,7 @@ def test_probabilities_are_parts_of_all_samples():
     assert stream.epoch == 2.0
     assert sum(stream.used.values()) == 80
     assert stream.used["a"] == pytest.approx(20, abs=2)
-    assert "a: 30 images, each 0.333333 times in an epoch" in stream.explain()
+    assert "a: 30 images, each 0.333333 times per epoch" in stream.explain()
     assert "a 25.0%" in str(data.decisions[0])
     plain = BucketStream(Numbered([8] * 4), micro_batch_size=4)
     assert plain.explain() == ""
@@ -202,7 +202,7 @@ def test_other_repeats_are_another_order():
     parts = [([8] * 6, Fraction(1)), ([8] * 6, Fraction(2))]
     (stream,) = streams(mixture(parts), micro=1, ranks=1)
     state = stream.state_dict()
-    with pytest.raises(DataError, match="how often they come"):
+    with pytest.raises(DataError, match="buckets or repeats"):
         streams(mixture([parts[0], ([8] * 6, Fraction(3))]), micro=1, ranks=1, state=state)
 
 
@@ -300,22 +300,22 @@ def test_what_cannot_be_mixed_is_refused(folders):
     )
     for sets, message in (
         ({}, "at least one"),
-        ([zoe], "datasets by name"),
-        ({"zoe": streamed}, "read from its beginning"),
+        ([zoe], "dataset by name"),
+        ({"zoe": streamed}, "sequential source"),
         ({"zoe": ImageFolder(folders / "zoe")}, "has no buckets"),
         ({"zoe": folders}, "has no buckets"),
         ({"zoe": Mixture({"zoe": zoe})}, "mixture itself"),
         ({"zoe": zoe, "other": Numbered([8])}, "neither latents nor images"),
-        ({"people": people, "other": Numbered([8])}, "hold what those of others lack"),
+        ({"people": people, "other": Numbered([8])}, "samples with different keys"),
         ({"people": people, "clips": Clips()}, "others are clips"),
     ):
         with pytest.raises(DataError, match=message):
             Mixture(sets)
     for options, message in (
         ({"repeats": {"zoo": 2}}, "did you mean zoe"),
-        ({"repeats": {"zoe": 0}}, "not above 0"),
-        ({"repeats": {"zoe": math.inf}}, "not above 0"),
-        ({"repeats": {"zoe": 1e-9}}, "less than one"),
+        ({"repeats": {"zoe": 0}}, "must be above 0"),
+        ({"repeats": {"zoe": math.inf}}, "must be above 0"),
+        ({"repeats": {"zoe": 1e-9}}, "below one in"),
         ({"probabilities": {"zoe": 0.5}}, "sum"),
         ({"probabilities": {}}, "lack zoe"),
         ({"probabilities": {"zoe": 1.0}, "repeats": {"zoe": 2}}, "one of them"),

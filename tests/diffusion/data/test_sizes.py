@@ -62,7 +62,7 @@ def test_a_second_start_looks_at_no_file_and_says_so(few, looked, tmp_path):
     assert looked() == 0
     assert sizes(second) == sizes(first)
     (told,) = (decision for decision in second.decisions if decision.key == "data.sizes")
-    assert told.after == "6 of an earlier start"
+    assert told.after == "6 from an earlier start"
     assert str(index_file(tmp_path)) in told.reason
 
 

@@ -63,7 +63,7 @@ def test_a_folder_gives_all_its_images_and_lists_the_broken(folder, broken_names
     choice, broken = source.decisions
     assert (choice.key, choice.after) == ("data.captions", ".txt")
     assert (broken.before, broken.after) == (304, 300)
-    assert "4 images are left out: cut.jpg" in caplog.text
+    assert "4 images are skipped: cut.jpg" in caplog.text
     write_broken(source.broken, tmp_path / "broken.jsonl")
     lines = (tmp_path / "broken.jsonl").read_text().splitlines()
     assert [json.loads(line)["name"] for line in lines] == list(broken_names)
@@ -91,7 +91,7 @@ def test_broken_files_stop_the_run_if_so_asked_and_never_pass_unseen(folder, tmp
     for path in folder.rglob("*"):
         if path.is_file() and path.name != "text.png":
             path.unlink()
-    with pytest.raises(DataError, match="no image that can be read"):
+    with pytest.raises(DataError, match="no readable image"):
         ImageFolder(folder)
     with pytest.raises(DataError, match="no folder"):
         ImageFolder(tmp_path / "nowhere")
@@ -206,7 +206,7 @@ def test_masks_and_references_lie_beside_images_in_folders_and_shards(tmp_path, 
     joined = RepeatedSource(JoinedSources([ImageFolder(whole), ImageFolder(whole)]), times=2)
     assert joined.companions == {"mask", "reference"}
     assert joined.companion(7, "mask").size == (20, 16)
-    with pytest.raises(DataError, match="references beside"):
+    with pytest.raises(DataError, match="no references"):
         JoinedSources([ImageFolder(whole), plain])
     without = JoinedSources([ImageFolder(whole, references=None), plain])
     assert without.companions == {"mask"}
@@ -215,12 +215,12 @@ def test_masks_and_references_lie_beside_images_in_folders_and_shards(tmp_path, 
 
 def test_an_image_is_broken_with_what_lies_beside_it(tmp_path, photos):
     folder = beside(tmp_path / "one", photos, references=(0,))
-    assert "no reference beside it" in ImageFolder(folder).broken[0].reason
+    assert "has no reference" in ImageFolder(folder).broken[0].reason
     assert [image.name for image in in_a_tar(folder).broken] == ["one.tar/1"]
     folder = beside(tmp_path / "two", photos)
     photos[0].resize((16, 20)).save(folder / "1.mask.png")
     (folder / "0.reference.webp").write_bytes(b"no")
-    with pytest.raises(DataError, match="no image that can be read"):
+    with pytest.raises(DataError, match="no readable image"):
         ImageFolder(folder)
     (folder / "0.reference.webp").write_bytes((folder / "1.reference.webp").read_bytes())
     source_broken = {image.name: image.reason for image in ImageFolder(folder).broken}

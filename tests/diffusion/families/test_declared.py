@@ -382,7 +382,7 @@ def test_a_pipeline_that_calls_twice_doubles_or_forgets_is_refused(bare, monkeyp
         (doubled, "given 4 samples of 2"),
         (same_time, "does not receive a time step for each sample"),
         (without_gradient, "no gradient reaches the first block"),
-        (no_step, "ended without a step"),
+        (no_step, "ended without a scheduler step"),
     ):
         altered(monkeypatch, diffusers.WanPipeline, change)
         with pytest.raises(InvalidValueError, match=reason):
@@ -441,7 +441,7 @@ def test_clips_are_drawn_by_both_experts(folders):
     low = load_pretrained(folders["wan22"], frozen_dtype="fp32", family=WanLowNoise)
     assert "transformer" in low.family.parts.modules
     alone = load_pretrained(folders["wan22"], frozen_dtype="fp32", leave_out=("transformer_2",))
-    with pytest.raises(DataError, match="drawn by both"):
+    with pytest.raises(DataError, match="sampling needs both"):
         sample(alone.model, family=alone.family, prompts=["a"], steps=2, size=(16, 16), frames=3)
 
 

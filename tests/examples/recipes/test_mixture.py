@@ -58,7 +58,7 @@ def test_it_stops_and_goes_on_as_if_it_had_not(stage, world_size, data, tmp_path
     starts = [[*stopped, "--steps", "2"], [*stopped, "--steps", "5"], [*whole, "--steps", "5"]]
     ((before, after, at_once), said), *_ = run_ranks(run, starts, world_size=world_size)
     assert before + after == at_once
-    assert "zoe at 256 pixels: 1 images, each 4 times in an epoch" in said
+    assert "zoe at 256 pixels: 1 images, each 4 times per epoch" in said
     used = [int(count) for count in re.findall(r"(\d+) used so far", said)]
     assert len(used) == 4
     assert sum(used) == 5 * world_size

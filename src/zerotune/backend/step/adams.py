@@ -148,7 +148,7 @@ class SplitMasters(Masters):
 # -- The Adams that step them.
 
 
-_VECTOR: Final = 16
+VECTOR: Final = 16
 """Elements of the widest vectors; what is left over, DeepSpeed and torch update one by one."""
 _ADAM_MOMENTS: Final = ("exp_avg", "exp_avg_sq")
 TORCH_ADAMS: Final = (torch.optim.Adam, torch.optim.AdamW)
@@ -181,7 +181,7 @@ class SlabStep:
 
         The averages are shadows of exactly these elements.
         """
-        whole = self.masters.numel // _VECTOR * _VECTOR if self.whole is None else self.whole
+        whole = self.masters.numel // VECTOR * VECTOR if self.whole is None else self.whole
         middle = max(start, min(stop, whole))
         if start < middle:
             self.vectors(slice(start, middle), averages)
@@ -570,7 +570,7 @@ def _torch_numbers(begun: _Begun, *, decoupled: bool = True) -> TorchAdamNumbers
 def torch_rounds_alike(op: HostStepOp) -> bool:
     """Whether an AdamWBF16States would."""
     generator = torch.Generator().manual_seed(0)
-    numel, group = 64 * _VECTOR, {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8}
+    numel, group = 64 * VECTOR, {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8}
     group["weight_decay"] = 0.01
     weight, gradient = (torch.randn(numel, generator=generator) for _ in range(2))
     moments = torch.rand(2, numel, generator=generator).bfloat16() * 1e-3
@@ -594,7 +594,7 @@ def torch_rounds_alike_in_fp32(op: HostStepOp) -> bool:
     """Whether the fused Adam and AdamW would."""
     generator = torch.Generator().manual_seed(0)
     for kind in TORCH_ADAMS:
-        start, *gradients = torch.randn(4, 64 * _VECTOR + 5, generator=generator).unbind()
+        start, *gradients = torch.randn(4, 64 * VECTOR + 5, generator=generator).unbind()
         theirs, mine = (torch.nn.Parameter(start.clone()) for _ in range(2))
         fused = kind([theirs], lr=1e-3, weight_decay=0.01, fused=True)
         stepped = kind([mine], lr=1e-3, weight_decay=0.01)

@@ -1,4 +1,4 @@
-"""Batches for training: sources of images, aspect-ratio buckets, order, caches."""
+"""Training data: sources of images, aspect-ratio buckets, sample order, caches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Aspect-ratio buckets: which size each image gets, and what is cut off. Arithmetic only."""
+"""Aspect-ratio buckets: arithmetic for the training size and crop of each image."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from zerotune.decisions import Decision
 from zerotune.errors import DataError, InvalidValueError
 
 Size = tuple[int, int]
-"""Width and height in pixels, in this order, as Pillow has it."""
+"""Width and height in pixels, in this order, as in Pillow."""
 
 
 @attrs.frozen(kw_only=True, order=True)
 class Bucket:
-    """A size that images are brought to."""
+    """A target size for images."""
 
     width: int
     height: int
@@ -44,17 +44,17 @@ class ReferenceBucket(Bucket):
 
 @attrs.frozen(kw_only=True)
 class Placement:
-    """How one image comes into its bucket: resized to ``resized``, then cropped."""
+    """How an image fits its bucket: resize to ``resized``, then crop."""
 
     bucket: Bucket
     original: Size
-    """Of the upright image."""
+    """Size of the upright image."""
     resized: Size
-    """At least as large as the bucket in both directions, and equal to it in one."""
+    """Resized size: at least the bucket in both directions, and equal to it in one."""
 
     @property
     def scale(self) -> float:
-        """Above 1 the image is enlarged."""
+        """Resize factor; above 1 the image is enlarged."""
         return max(
             self.bucket.width / self.original[0],
             self.bucket.height / self.original[1],
@@ -62,13 +62,13 @@ class Placement:
 
     @property
     def excess(self) -> Size:
-        """Pixels to be cut off after resizing, horizontally and vertically; one of them is 0."""
+        """Pixels to crop after resizing, horizontally and vertically; one of them is 0."""
         return self.resized[0] - self.bucket.width, self.resized[1] - self.bucket.height
 
 
 @attrs.frozen(kw_only=True)
 class BucketAssignment:
-    """Which bucket each image of a dataset is in."""
+    """The bucket of each image of a dataset."""
 
     placements: tuple[Placement, ...]
     """One per image, in the order of the dataset."""
@@ -76,7 +76,7 @@ class BucketAssignment:
 
     @cached_property
     def members(self) -> dict[Bucket, tuple[int, ...]]:
-        """Image numbers by bucket, buckets in order of width."""
+        """Return image indices by bucket, buckets sorted by width."""
         found: dict[Bucket, list[int]] = {}
         for index, placement in enumerate(self.placements):
             found.setdefault(placement.bucket, []).append(index)
@@ -84,7 +84,7 @@ class BucketAssignment:
         return {bucket: tuple(found[bucket]) for bucket in sorted(found, key=attrs.astuple)}
 
     def table(self) -> str:
-        """One line per bucket: size and number of images."""
+        """Return one line per bucket: size and number of images."""
         return "\n".join(f"{bucket!s:>11}  {len(of)}" for bucket, of in self.members.items())
 
 
@@ -92,35 +92,35 @@ class BucketAssignment:
 class AspectBuckets:
     """All sizes of at most ``area`` pixels whose sides are multiples of ``step``.
 
-    For each width the largest height that fits is a bucket, and for each height the largest
-    width; the largest square is one too. An image goes to the bucket whose shape is nearest to
-    its own (by ratio), the larger one if two are as near.
+    For each width the largest height that fits is a bucket, and vice versa; the largest square is
+    one too. Each image is assigned to the bucket with the nearest aspect ratio; ties go to the
+    larger bucket.
 
     Raises:
-        InvalidValueError: A value out of range, or no size fits.
+        InvalidValueError: A value is out of range, or no size fits.
     """
 
     area: int = attrs.field(default=1024 * 1024, validator=validated(positive, fix="raise it"))
-    """Most pixels of an image."""
+    """Maximum pixels of an image."""
     step: int = attrs.field(default=64, validator=validated(positive, fix="raise it"))
-    """Sides are multiples of it; the VAE and the U-Net together must divide by it."""
+    """Divisor of both sides: the combined downsampling factor of VAE and U-Net."""
     max_aspect: float = attrs.field(default=2.0)
-    """Longest side over shortest. More extreme images are cropped to it."""
+    """Maximum ratio of the longer to the shorter side. More extreme images are cropped to it."""
 
     def __attrs_post_init__(self) -> None:
         if self.max_aspect < 1:
             raise InvalidValueError(
-                "the longest side over the shortest is at least 1",
+                "the ratio of the longer to the shorter side is at least 1",
                 key="max_aspect",
                 value=self.max_aspect,
                 fix="write 1 for squares only",
             )
         if self.step * self.step > self.area:
             raise InvalidValueError(
-                f"no size with sides divisible by {self.step} has so few pixels",
+                f"every size with sides divisible by {self.step} has more pixels",
                 key="area",
                 value=self.area,
-                fix=f"give at least {self.step**2}, or a smaller step",
+                fix=f"use at least {self.step**2}, or a smaller step",
             )
 
     @classmethod
@@ -140,7 +140,7 @@ class AspectBuckets:
 
     @cached_property
     def sizes(self) -> tuple[Bucket, ...]:
-        """Every bucket, narrowest first."""
+        """All buckets, narrowest first."""
         found: set[Size] = set()
         for side in range(self.step, int(math.sqrt(self.area * self.max_aspect)) + 1, self.step):
             other = self.area // side // self.step * self.step
@@ -159,11 +159,11 @@ class AspectBuckets:
         return tuple(Bucket(width=w, height=h) for w, h in sorted(largest))
 
     def nearest(self, size: Size, *, among: Iterable[Bucket] | None = None) -> Bucket:
-        """The bucket whose shape is nearest to an image's.
+        """Return the bucket whose aspect ratio is nearest to an image's.
 
         Args:
             size: Width and height of the upright image.
-            among: Choose from these instead of all.
+            among: Candidate buckets; default all.
 
         Raises:
             DataError: A side is below 1.
@@ -180,19 +180,19 @@ class AspectBuckets:
         return min(self.sizes if among is None else among, key=distance)
 
     def place(self, size: Size, *, bucket: Bucket | None = None) -> Placement:
-        """How an image of this size comes into its bucket, or into the one given."""
+        """Return the placement of an image in its bucket or in the given one."""
         return place_in(size, self.nearest(size) if bucket is None else bucket)
 
     def assign(self, sizes: Sequence[Size], *, minimum: int = 1) -> BucketAssignment:
-        """Give every image a bucket.
+        """Assign every image to a bucket.
 
         Args:
             sizes: Width and height of each upright image.
-            minimum: Images of a bucket with fewer go to the nearest bucket that has as many;
-                the micro batch size is a good choice. What was moved is recorded.
+            minimum: Images in buckets with fewer images move to the nearest bucket that has enough;
+                the micro batch size is a good value. Moves are recorded as decisions.
 
         Raises:
-            DataError: There is no image, or one without pixels.
+            DataError: There is no image, or an image has no pixels.
         """
         if not sizes:
             raise DataError("is empty", key="sizes", value=0, fix="give at least one image")
@@ -216,7 +216,7 @@ class AspectBuckets:
 
 
 def place_in(size: Size, bucket: Bucket) -> Placement:
-    """How an image of this size comes into a bucket."""
+    """Return the placement of an image of this size in a bucket."""
     width, height = size
     # In whole numbers: a rounded scale may leave the image one pixel short of its bucket.
     if bucket.width * height >= bucket.height * width:
@@ -235,8 +235,8 @@ def _merged_buckets(
             key="buckets",
             before=len(counts),
             after=len(kept),
-            reason=f"{sum(counts[bucket] for bucket in gone)} images of buckets with fewer than "
-            f"{minimum} ({', '.join(map(str, gone))}) go to the nearest fuller bucket",
+            reason=f"{sum(counts[bucket] for bucket in gone)} images in buckets with fewer than "
+            f"{minimum} ({', '.join(map(str, gone))}) move to the nearest fuller bucket",
         )
 
 
@@ -248,6 +248,7 @@ def _enlarged_images(placements: Sequence[Placement]) -> Iterable[Decision]:
             before=1.0,
             after=round(max(scales), 3),
             reason=f"{len(scales)} of {len(placements)} images are smaller than their bucket and "
-            f"are enlarged, at most {max(scales):.2f} times; leave them out or lower the area",
+            f"are enlarged, by up to {max(scales):.2f} times; remove them or reduce the "
+            "area",
             severity="warning",
         )

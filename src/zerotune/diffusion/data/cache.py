@@ -1,7 +1,7 @@
-"""Caches: tensors computed once and kept on a disk, under a key of what they were computed from.
+"""Caches of encoded tensors on disk, keyed by a hash of their inputs.
 
-``cache_latents`` and ``cache_texts`` fill them, each rank its share; ``CachedImages`` trains from
-them.
+``cache_latents`` and ``cache_texts`` fill them, with the work sharded over ranks; ``CachedImages``
+reads them in training.
 """
 
 from __future__ import annotations
@@ -40,59 +40,59 @@ from zerotune.diffusion.data.streams import check_rank, row_of, stack_named
 from zerotune.errors import DataError, InvalidValueError
 
 FORMAT: Final = "1"
-"""Part of every key: a change of what is stored makes older caches invisible."""
+"""Format version in every key; raising it invalidates older caches."""
 
 _MOST_OPEN = 128
 
 
 @attrs.frozen(kw_only=True)
 class CacheSettings:
-    """All that decides what an encoder makes of an input. Another value is another cache."""
+    """Settings that determine an encoder's output. Different settings use different caches."""
 
     kind: str
-    """``"latents"``, ``"text"``, …; part of the folder's name."""
+    """``"latents"``, ``"text"``, …; part of the folder name."""
     model: str
-    """Which weights: a hub id with its revision, or ``hash_weights`` of a module."""
+    """Identity of the weights: a hub id with its revision, or ``hash_weights`` of a module."""
     dtype: str
-    """Of the encoder's arithmetic, such as ``"bfloat16"``."""
+    """Dtype of the encoder's arithmetic, such as ``"bfloat16"``."""
     settings: Mapping[str, Any] = attrs.field(factory=dict)
-    """Everything else, JSON types: token length, scaling factor, clip skip, …"""
+    """All other settings as JSON types: token length, scaling factor, clip skip, …"""
 
     def __attrs_post_init__(self) -> None:
         if not self.kind.isidentifier():
             raise InvalidValueError(
-                "is part of a folder's name", key="kind", value=self.kind, fix="write one word"
+                "must be usable in a folder name", key="kind", value=self.kind, fix="write one word"
             )
         self.digest()  # Refuses what is not JSON here and not after the first shard.
 
     def digest(self) -> str:
-        """A hash of all settings, 32 hexadecimal digits.
+        """Return a hash of all settings, 32 hexadecimal digits.
 
         Raises:
-            InvalidValueError: A setting is not of a JSON type.
+            InvalidValueError: A setting is not a JSON type.
         """
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:32]
 
     def to_json(self) -> str:
-        """All settings as canonical JSON.
+        """Return all settings as canonical JSON.
 
         Raises:
-            InvalidValueError: A setting is not of a JSON type.
+            InvalidValueError: A setting is not a JSON type.
         """
         try:
             return json.dumps({"format": FORMAT, **attrs.asdict(self)}, sort_keys=True)
         except TypeError as error:
             raise InvalidValueError(
-                f"holds more than JSON types ({error})",
+                f"contains values that are not JSON types ({error})",
                 key="settings",
-                fix="write classes as their names and dtypes as strings",
+                fix="use names for classes and strings for dtypes",
             ) from None
 
 
 def hash_weights(module: torch.nn.Module) -> str:
-    """A hash of a module's parameters and buffers: names, shapes, types and values.
+    """Return a hash of a module's parameters and buffers: names, shapes, dtypes and values.
 
-    Reads all weights once; give a hub id and a revision instead where you know them.
+    It reads all weights once; a known hub id with revision is faster.
     """
     digest = hashlib.sha256()
     for name, tensor in sorted(module.state_dict().items()):
@@ -116,25 +116,25 @@ def _checksum(name: str, tensor: torch.Tensor) -> str:
 
 
 def hash_key(*parts: object) -> str:
-    """A key for one input: a hash of what it consists of."""
+    """Return a key for one input: a hash of its parts."""
     return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:40]
 
 
 class TensorCache:
-    """Named tensors by key, in safetensors files that are each written whole or not at all.
+    """Named tensors by key, in safetensors files that are written atomically.
 
-    The files of one group of settings lie in ``root/<kind>-<digest>/``, and each names that
-    digest again, so neither a changed setting nor a moved file gives tensors of other settings.
-    Any number of ranks may write at once: files are named by the keys they hold.
-    Each tensor has a checksum, which is compared whenever it is read.
+    Files with the same settings are in ``root/<kind>-<digest>/`` and contain that digest. Neither a
+    changed setting nor a moved file can therefore return tensors of other settings. Any number of
+    ranks may write concurrently, because files are named by the keys they contain. Each tensor has
+    a checksum that is verified at every read.
 
     Args:
-        root: Folder of all caches; it may lie on a shared disk.
-        settings: What the tensors depend on beside their keys.
+        root: Parent folder of all caches; it may be on a shared disk.
+        settings: Settings that the tensors depend on, besides their keys.
 
     Attributes:
-        decisions: Files that were set aside, damaged ones and those of versions without
-            checksums; what they held will be computed again.
+        decisions: Files that were rejected because they are damaged or have no checksums; their
+            entries are recomputed.
     """
 
     def __init__(self, root: str | os.PathLike[str], *, settings: CacheSettings) -> None:
@@ -157,8 +157,8 @@ class TensorCache:
         return self.__dict__ | {"_open": {}}
 
     def refresh(self) -> None:
-        """Look for files that other processes wrote."""
-        with system_errors(DataError, self.folder, "is no place for a cache"):
+        """Look for files written by other processes."""
+        with system_errors(DataError, self.folder, "cannot hold a cache"):
             there = self.folder.is_dir()
         if not there:
             return
@@ -167,13 +167,13 @@ class TensorCache:
                 self._index(path)
 
     def write(self, entries: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-        """Write the tensors of several keys as one file, atomically.
+        """Write the tensors of several keys to one file, atomically.
 
         Args:
-            entries: Tensors by name by key; each key has the same names.
+            entries: Tensors by name for each key; all keys have the same names.
 
         Raises:
-            DataError: A tensor holds values that are not finite, or the file cannot be written.
+            DataError: A tensor is not finite, or the file cannot be written.
         """
         tensors = {
             f"{key}/{name}": tensor.detach().cpu().contiguous()
@@ -183,7 +183,7 @@ class TensorCache:
         for name, tensor in tensors.items():
             if tensor.is_floating_point() and not torch.isfinite(tensor).all():
                 raise DataError(
-                    "the encoder gave values that are not finite",
+                    "the encoder returned non-finite values",
                     key=name,
                     fix="run it in float32 or bfloat16; SDXL's VAE overflows in float16",
                 )
@@ -198,17 +198,17 @@ class TensorCache:
             raise DataError(
                 f"a file of the cache cannot be written ({said})",
                 key=str(path),
-                fix="free space or make the folder writable, and call again: what was written "
-                "stays, the rest is computed",
+                fix="free space or make the folder writable, then call again: existing "
+                "entries are kept and only missing ones are computed",
             ) from error
         self._open.pop(path, None)
         self._index(path)
 
     def read(self, key: str) -> dict[str, torch.Tensor]:
-        """The tensors of a key.
+        """Return the tensors of a key.
 
         Raises:
-            DataError: They were not computed with these settings, or are not what was written.
+            DataError: The key is missing, or its tensors are damaged.
         """
         if key not in self._places:
             raise DataError(
@@ -224,7 +224,7 @@ class TensorCache:
             raise _damaged_entry(path, key, f"cannot be read ({error})") from error
         for name, tensor in tensors.items():
             if _checksum(f"{key}/{name}", tensor) != sums[name]:
-                raise _damaged_entry(path, f"{key}/{name}", "is not what was written")
+                raise _damaged_entry(path, f"{key}/{name}", "does not match its checksum")
         return tensors
 
     def _opened(self, path: Path) -> Any:
@@ -247,15 +247,15 @@ class TensorCache:
                 names = list(file.keys())
             sums = json_of(metadata.get("checksums", "null"))
             if sums is not None and sums.keys() != set(names):
-                raise ValueError("its checksums are those of other entries")
+                raise ValueError("its checksums belong to other entries")
         except (SafetensorError, OSError, ValueError, AttributeError) as error:
             self._set_aside(path, f"is damaged ({error})")
             return
         if metadata.get("settings") != self.settings.digest():
-            self._set_aside(path, "belongs to other settings")
+            self._set_aside(path, "was written with other settings")
             return
         if sums is None:
-            self._set_aside(path, "is of a version that kept no checksums")
+            self._set_aside(path, "has an old format without checksums")
             return
         self._seen.add(path)
         by_key: dict[str, dict[str, str]] = {}
@@ -270,7 +270,7 @@ class TensorCache:
             key="cache",
             before=path.name,
             after=None,
-            reason=f"the file in {self.folder.name} {reason}; what it held is computed again",
+            reason=f"the file in {self.folder.name} {reason}; its entries are computed again",
             severity="warning",
         )
         self.decisions += (decision,)
@@ -286,13 +286,13 @@ def _damaged_entry(path: Path, entry: str, reason: str) -> DataError:
     return DataError(
         f"the entry {entry} {reason}",
         key=str(path),
-        fix="delete the file and fill the cache again (`cache_latents`, `cache_texts`): only what "
-        "it held is computed",
+        fix="delete the file and fill the cache again (`cache_latents`, `cache_texts`): only "
+        "its entries are recomputed",
     )
 
 
 def cache_names(caches: Iterable[TensorCache]) -> str:
-    """Settings of several caches in one word, for a dataset's identity."""
+    """Return the settings of several caches as one word for a dataset's identity."""
     return "+".join(cache.settings.digest() for cache in caches)
 
 
@@ -300,44 +300,45 @@ def cache_names(caches: Iterable[TensorCache]) -> str:
 
 
 EncodeImages = Callable[[torch.Tensor], Mapping[str, torch.Tensor]]
-"""Images (b, 3, h, w) in [-1, 1] to tensors by name, batch first, such as ``{"latents": …}``."""
+"""Function from images (b, 3, h, w) in [-1, 1] to named tensors, batch first, such as ``{"latents":
+…}``."""
 EncodeTexts = Callable[[Sequence[str]], Mapping[str, torch.Tensor]]
-"""Captions to tensors by name, batch first, such as ``{"prompt_embeds": …}``."""
+"""Function from captions to named tensors, batch first, such as ``{"prompt_embeds": …}``."""
 Progress = Callable[[int, int], None]
-"""Called with what this rank has done and what it has to do."""
+"""Called with the number of finished and total items of this rank."""
 
 TEXTS: Final = "texts"
-"""Kind of a cache of texts."""
+"""Kind of a cache of text embeddings."""
 EDITS: Final = "edits"
-"""Kind of a cache of texts that were encoded together with the image they edit."""
+"""Kind of a cache of texts encoded together with the image that they edit."""
 
 EncodeEdits = Callable[[Sequence[str], torch.Tensor], Mapping[str, torch.Tensor]]
-"""As ``EncodeTexts``, of captions and the images (b, 3, h, w) in [-1, 1] that they edit, or several
-of each, (b, r, 3, h, w)."""
+"""Like ``EncodeTexts``, for captions with the images (b, 3, h, w) in [-1, 1] that they edit; with
+several images each, (b, r, 3, h, w)."""
 ReadImages = Callable[[Mapping[str, torch.Tensor]], torch.Tensor | None]
-"""Of the tensors of a batch the images that texts are read with; ``None``: it has none."""
+"""Return the images of a batch that texts are encoded with, or ``None``."""
 
 _CORNER = "crop_corner"
 
 
 class CacheOptions(TypedDict, total=False):
-    """How a cache is filled."""
+    """Options for filling a cache."""
 
     batch_size: int
     """Images or texts per call."""
     shard_size: int
     """Images or texts per file."""
     rank: int
-    """This process; 0 when not given."""
+    """Rank of this process; default 0."""
     world_size: int
-    """Processes that share the work; 1 when not given."""
+    """Number of processes that share the work; default 1."""
     progress: Progress | None
-    """Called after each batch, and once at the start."""
+    """Called once at the start and after each batch."""
     release: Callable[[], None] | None
-    """Called when this rank has nothing left to compute, also if it had nothing at all, with the
-    encoder no longer needed: ``lambda: vae.to("cpu")``."""
+    """Called when this rank has finished and no longer needs the encoder, even if it had no work:
+    ``lambda: vae.to("cpu")``."""
     barrier: Callable[[], None] | None
-    """Waits for all ranks; needed above one."""
+    """Waits for all ranks; required with more than one."""
 
 
 def cache_latents(
@@ -348,26 +349,26 @@ def cache_latents(
     encode_references: EncodeImages | None = None,
     **options: Unpack[CacheOptions],
 ) -> None:
-    """Compute the latents of all images that are not in the cache. Collective.
+    """Encode the latents of all images that are not cached yet. Collective.
 
-    An image's key is made of its stored bytes, its size, its bucket, how it is prepared and
-    whether it is mirrored; what lies beside it belongs to it. Masks are kept in the latents' size
-    as ``loss_masks``, and what the encoder gives for references as ``reference_latents``, (b, r, …)
-    where images may have several. A file is
-    written every ``shard_size`` images; what was written stays when the process is killed, and the
-    next call computes the rest, on any number of ranks.
+    An image's key consists of its stored bytes, size, bucket, preparation and mirroring, and the
+    files beside it. Masks are stored at latent size as ``loss_masks``, encoded references as
+    ``reference_latents``, (b, r, …) if images may have several. A file is written every
+    ``shard_size`` images. If the process is killed, these files stay, and the next call encodes the
+    rest on any number of ranks.
 
     Args:
-        dataset: The images. Mirrored ones are added if its augmentation flips.
-        cache: Where they go.
-        encode: Runs the VAE. It gives tensors for a batch of one size; the VAE's mean, or mean
-            and deviation if noise is to be drawn anew each epoch. Shapes (b, …).
-        encode_references: The same for images that are edited, where that is something else.
-        **options: Of ``CacheOptions``; 4 images per call and 256 per file when not given.
+        dataset: The images. Mirrored images are added if its augmentation flips.
+        cache: Cache to fill.
+        encode: Runs the VAE. It receives batches of equally sized images and returns the VAE's
+            mean, or mean and deviation to draw new noise each epoch. Shapes (b, …).
+        encode_references: Encoder of edited images, if it differs.
+        **options: Options of ``CacheOptions``; default 4 images per call and 256 per file.
 
     Raises:
-        DataError: An image is broken, or the encoder gives the wrong number or no finite values.
-        InvalidValueError: A size or rank that cannot be.
+        DataError: An image is broken, or the encoder returns the wrong number of tensors or
+            non-finite values.
+        InvalidValueError: A size or rank is out of range.
     """
     images = CachedImages(dataset, latents=cache)
     shapes: dict[str, tuple[int, bool]] = {}
@@ -414,10 +415,10 @@ def cache_texts(
     encode: EncodeTexts,
     **options: Unpack[CacheOptions],
 ) -> None:
-    """Compute the embeddings of all captions that are not in the cache. Collective.
+    """Encode all captions that are not cached yet. Collective.
 
-    The empty caption is always among them. Equal captions are computed once. Arguments and
-    errors are those of ``cache_latents``; 16 captions per call and 1,024 per file when not given.
+    The empty caption is always included. Equal captions are encoded once. Arguments and errors are
+    those of ``cache_latents``; default 16 captions per call and 1,024 per file.
     """
     texts = {text_key(text): text for text in (*captions, "")}
 
@@ -436,21 +437,22 @@ def cache_edits(
     read: ReadImages | None = None,
     **options: Unpack[CacheOptions],
 ) -> None:
-    """Compute embeddings of captions with the image that each edits. Collective.
+    """Encode captions together with the image that each edits. Collective.
 
-    As ``cache_texts``, for encoders that read both together: each caption of an image counts, on
-    each of its sides if images are mirrored, and the empty one where captions are dropped.
+    Like ``cache_texts``, for encoders that read both together. Every caption of an image is
+    encoded, also for the mirrored image if images are flipped, and the empty caption if captions
+    are dropped.
 
     Args:
         dataset: Images with their captions and references.
-        cache: Where they go, of the kind ``EDITS``.
+        cache: Cache of the kind ``EDITS`` to fill.
         encode: Runs the encoder.
-        read: What the encoder is given beside the captions; references when not given.
-        **options: Of ``CacheOptions``; 4 texts per call and 64 per file when not given.
+        read: Returns the images for the encoder; default the references.
+        **options: Options of ``CacheOptions``; default 4 texts per call and 64 per file.
 
     Raises:
-        DataError: There are no references; and as ``cache_latents``.
-        InvalidValueError: Tags are shuffled anew at each use, so that texts cannot be counted.
+        DataError: The dataset has no references; also the errors of ``cache_latents``.
+        InvalidValueError: Tags are shuffled anew at each use, so texts cannot be enumerated.
     """
     if read is None:
         check_edits(dataset)
@@ -477,38 +479,38 @@ def cache_edits(
 
 
 def check_edits(dataset: PreparedImages) -> None:
-    """Refuse images without references, and captions that cannot be counted."""
+    """Check that images have references and captions can be enumerated."""
     dataset.augmentation.check_countable()
     if REFERENCE not in dataset.companions:
         raise DataError(
-            "texts are encoded together with the image that they edit, and no image has one",
+            "texts are encoded together with the edited image, but no image has a reference",
             key="dataset.companions",
             value=sorted(dataset.companions),
-            fix="put it beside the image, cat.reference.png beside cat.png (docs/data.md)",
+            fix="add one beside each image: cat.reference.png beside cat.png (docs/data.md)",
         )
 
 
 def text_key(caption: str) -> str:
-    """The key of a caption."""
+    """Return the key of a caption."""
     return hash_key("text", caption)
 
 
 class CachedImages:
-    """A bucketed dataset that reads latents, and embeddings if given, instead of pixels.
+    """A bucketed dataset that reads cached latents, and embeddings if given, instead of images.
 
-    A sample holds the encoders' outputs, ``captions`` if there is no cache of texts, and sizes
-    and crops as ``PreparedImages``. Its order, flips and dropped captions are those of
-    ``PreparedImages``: a run may go on from pixels to latents. Images are not decoded.
+    A sample contains the encoders' outputs, ``captions`` if no text cache is given, and sizes and
+    crops as in ``PreparedImages``. Order, flips and dropped captions equal those of
+    ``PreparedImages``, so a run may switch from pixels to latents. No image is decoded.
 
     Args:
-        dataset: The images the cache was filled with.
-        latents: The filled cache.
-        texts: The filled cache of captions.
+        dataset: The dataset with which the cache was filled.
+        latents: Filled cache of latents.
+        texts: Filled cache of captions.
 
     Raises:
-        DataError: On reading: an image or caption is not in its cache.
-        InvalidValueError: ``texts`` are given, and tags are in another order at each use; or the
-            preparation holds an object without a ``repr`` of its own.
+        DataError: Raised on reading if an image or caption is not cached.
+        InvalidValueError: ``texts`` are given although tags are shuffled anew at each use, or the
+            preparation contains an object without a stable ``repr``.
     """
 
     def __init__(
@@ -529,12 +531,12 @@ class CachedImages:
 
     @property
     def companions(self) -> frozenset[str]:
-        """What lies beside the images."""
+        """Kinds of files beside the images."""
         return self._dataset.companions
 
     @property
     def identity(self) -> str:
-        """That of the images: the order does not depend on what is cached."""
+        """Identity of the images, so that the order does not depend on caching."""
         return self._dataset.identity
 
     @property
@@ -546,7 +548,7 @@ class CachedImages:
         return len(self._dataset)
 
     def latent_key(self, index: int, *, flipped: bool) -> str:
-        """The key of an image: its stored bytes and all that happens to it before the VAE."""
+        """Return the key of an image: a hash of its stored bytes and preparation."""
         # Beside others with masks one without has a mask too, of ones.
         return hash_key(
             self._dataset.contents[index],
@@ -557,7 +559,7 @@ class CachedImages:
         )
 
     def words_key(self, caption: str, index: int, *, flipped: bool) -> str:
-        """The key of a caption of an image, or of both where they were encoded together."""
+        """Return the key of an image's caption, or of both if they were encoded together."""
         if self._texts is None or self._texts.settings.kind != EDITS:
             return text_key(caption)
         return hash_key("edit", caption, self.latent_key(index, flipped=flipped))
@@ -583,12 +585,12 @@ def _check_reproducible(preparation: Preparation) -> None:
     for name, part in attrs.asdict(preparation, recurse=False).items():
         if not is_reproducible(repr(part)):
             raise InvalidValueError(
-                "its repr, which is part of each image's key, holds a memory address, so that "
-                "every process would compute the whole cache again",
+                "its repr is part of each image's key but contains a memory address, so "
+                "every process would encode the whole cache again",
                 key=f"preparation.{name}",
                 value=part,
-                fix="decorate its class with attrs.frozen or dataclass(frozen=True), or give it a "
-                "__repr__ that names all its settings; functions have none",
+                fix="decorate its class with attrs.frozen or dataclass(frozen=True), or give "
+                "it a __repr__ with all its settings; functions have none",
             )
 
 
@@ -609,7 +611,7 @@ def _compute_missing(
     """Compute this rank's share of what the cache lacks, in batches of one bucket."""
     if barrier is None and world_size > 1:
         raise InvalidValueError(
-            "ranks must wait for each other before they read",
+            "ranks must wait for each other before reading",
             key="barrier",
             value=None,
             fix="pass torch.distributed.barrier",
@@ -657,9 +659,9 @@ def _rows_by_key(
     for name, tensor in encoded.items():
         if len(tensor) != len(keys):
             raise DataError(
-                f"the encoder was given {len(keys)} and gave {len(tensor)}",
+                f"the encoder received {len(keys)} and returned {len(tensor)}",
                 key=name,
-                fix="give tensors with the batch first",
+                fix="return tensors with the batch first",
             )
     # Cloned: a view would keep the whole batch alive until its file is written.
     return {

@@ -1,4 +1,4 @@
-"""Clips: video files and folders of frames, in buckets of frames, height and width."""
+"""Video clips: files and folders of frames, in buckets of frames, height and width."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 VIDEOS: Final = frozenset((".avi", ".m4v", ".mkv", ".mov", ".mp4", ".webm"))
-"""Files with these endings, in either case, are clips."""
+"""File extensions of videos, in either case."""
 
 _FINEST: Final = 60_060
-"""Largest denominator of a rate: 24000/1001 and the like are kept as they are."""
+"""Maximum denominator of a frame rate, so that 24000/1001 and similar rates stay exact."""
 
 _HALF: Final = Fraction(1, 2)
 
@@ -58,7 +58,7 @@ _HALF: Final = Fraction(1, 2)
 
 
 class Clip(Protocol):
-    """What lies on the disk of one clip."""
+    """Access to one stored clip."""
 
     @property
     def rate(self) -> Fraction:
@@ -66,19 +66,19 @@ class Clip(Protocol):
         ...
 
     def first(self) -> tuple[Size, int]:
-        """Width and height of the first upright frame, and how many there are said to be."""
+        """Return width and height of the first upright frame, and the declared number of frames."""
         ...
 
     def images(self) -> Iterator[Image]:
-        """All frames, upright, RGB or RGBA."""
+        """Return all frames, upright, RGB or RGBA."""
         ...
 
     def picked(self, numbers: Sequence[int]) -> list[Image]:
-        """Some frames, by their numbers, which rise and may be repeated."""
+        """Return frames by increasing indices, which may repeat."""
         ...
 
     def content(self) -> str:
-        """A hash of all that is stored."""
+        """Return a hash of the stored data."""
         ...
 
 
@@ -115,7 +115,7 @@ class _VideoFile:
         with _container(path) as (_, stream):
             rate = stream.average_rate or stream.guessed_rate
         if not rate or rate <= 0:
-            raise ValueError("it does not say how many frames it has in a second")
+            raise ValueError("it does not declare a frame rate")
         return cls(path=path, rate=Fraction(rate))
 
     def first(self) -> tuple[Size, int]:
@@ -141,7 +141,7 @@ class _VideoFile:
                 read[count - 1] = image
             if len(read) == len(wanted):
                 return [read[number] for number in numbers]
-        raise ValueError(f"it ends after {count} frames, and frame {max(wanted)} is wanted")
+        raise ValueError(f"it ends after {count} frames, but frame {max(wanted)} is needed")
 
     def content(self) -> str:
         digest = hashlib.sha256()
@@ -157,43 +157,43 @@ def _container(path: Path) -> Iterator[tuple[Any, Any]]:
     check_regular(path)
     with need("av", package="av", extra="video").open(os.fspath(path)) as container:
         if not container.streams.video:
-            raise ValueError("it holds no images")
+            raise ValueError("it contains no images")
         yield container, container.streams.video[0]
 
 
 class ClipCheck(Protocol):
-    """How closely clips are looked at when a source is opened."""
+    """Protocol: how thoroughly clips are checked when a source is opened."""
 
     def look(self, clip: Clip) -> tuple[Size, int]:
-        """Width and height of the upright frames, and how many there are."""
+        """Return width and height of the upright frames, and their number."""
         ...
 
 
 @attrs.frozen(kw_only=True)
 class WholeClip:
-    """Decode every frame: finds clips that are cut off, and counts what is there."""
+    """Decode every frame: detects truncated clips and counts frames exactly."""
 
     def look(self, clip: Clip) -> tuple[Size, int]:
-        """Width and height of all frames, and how many there are."""
+        """Return width and height of all frames, and their number."""
         sizes = [image.size for image in clip.images()]
         if len(set(sizes)) != 1:
             found = ", ".join(f"{width}x{height}" for width, height in sorted(set(sizes)))
-            raise ValueError(f"its frames are of several sizes: {found}" if sizes else "no frames")
+            raise ValueError(f"its frames have different sizes: {found}" if sizes else "no frames")
         return sizes[0], len(sizes)
 
 
 @attrs.frozen(kw_only=True)
 class FirstFrame:
-    """Decode the first frame and believe the file's length: fast.
+    """Decode only the first frame and trust the declared length: fast.
 
-    A clip that turns out shorter stops the run when it is read.
+    If a clip turns out to be shorter, the run stops when reading it.
     """
 
     def look(self, clip: Clip) -> tuple[Size, int]:
-        """Width and height of the first frame, and how many there are said to be."""
+        """Return width and height of the first frame, and the declared number of frames."""
         size, count = clip.first()
         if count < 1:
-            raise ValueError("it does not say how long it is; pass check=WholeClip()")
+            raise ValueError("it does not declare its length; use check=WholeClip()")
         return size, count
 
 
@@ -205,10 +205,10 @@ _CLIP_CHECKS: Final = {"whole": WholeClip, "first": FirstFrame}
 
 @attrs.frozen(kw_only=True)
 class ClipItem(ImageItem):
-    """What is known of a clip without its pixels."""
+    """Metadata of a clip."""
 
     frames: int
-    """How many there are."""
+    """Number of frames."""
     rate: Fraction
     """Frames per second."""
 
@@ -219,41 +219,41 @@ class ClipSource(Protocol):
     def __len__(self) -> int: ...
 
     def item(self, index: int) -> ClipItem:
-        """Name, size, length and caption."""
+        """Return name, size, length and caption."""
         ...
 
     def frames(self, index: int, numbers: Sequence[int]) -> list[Image]:
-        """Some frames, upright, RGB or RGBA."""
+        """Return some frames, upright, RGB or RGBA."""
         ...
 
     def content(self, index: int) -> str:
-        """A hash of the stored clip."""
+        """Return a hash of the stored clip."""
         ...
 
 
 class ClipFolder:
-    """All clips of a folder and its subfolders, in order of their names.
+    """All clips of a folder and its subfolders, sorted by name.
 
-    A video file is a clip, which needs PyAV (``zerotune[video]``), and so is every folder in the
-    root that holds images and no videos: its images are the frames, in order of their names,
-    where ``9.png`` comes before ``10.png``.
+    A clip is a video file, which requires PyAV (``zerotune[video]``), or a folder inside the root
+    that contains images and no videos. Its images are the frames in natural order: ``9.png`` comes
+    before ``10.png``.
 
     Args:
-        root: The folder. Names that begin with a dot are left out.
-        frame_rate: Frames per second of the folders of frames, which do not say.
-        captions: Where captions are, as for ``ImageFolder``: ``cat.txt`` is that of ``cat.mp4``
-            and of the folder ``cat``.
-        check: ``"whole"``, the default, decodes every frame at the start, ``"first"`` is faster.
-        on_broken: ``"skip"``, the default, leaves broken clips out, ``"error"`` stops.
+        root: The folder. Names that begin with a dot are ignored.
+        frame_rate: Frame rate of folders of frames, which do not declare one.
+        captions: Source of captions, as for ``ImageFolder``: ``cat.txt`` belongs to ``cat.mp4`` and
+            to the folder ``cat``.
+        check: ``"whole"``, the default, decodes every frame at the start; ``"first"`` is faster.
+        on_broken: ``"skip"``, the default, skips broken clips; ``"error"`` stops.
 
     Attributes:
-        broken: What was left out, and why.
-        decisions: What was chosen and skipped.
+        broken: Skipped clips with reasons.
+        decisions: Automatic choices and skipped clips.
 
     Raises:
-        DataError: There is no clip, or a caption file is malformed.
+        DataError: There are no clips, or a caption file is malformed.
         InvalidValueError: The rate is not above 0.
-        MissingDependencyError: Pillow is not installed, or PyAV and there are videos.
+        MissingDependencyError: Pillow is not installed, or PyAV is missing for videos.
     """
 
     def __init__(
@@ -266,11 +266,11 @@ class ClipFolder:
         on_broken: OnBroken | None = None,
     ) -> None:
         place, rate = Path(root), _checked_rate(frame_rate, key="frame_rate")
-        with system_errors(DataError, place, "clips cannot be read from it"):
+        with system_errors(DataError, place, "clips cannot be read there"):
             there = place.is_dir()
         if not there:
             raise DataError(
-                "is no folder", key="root", value=os.fspath(root), fix="name a folder of clips"
+                "is not a folder", key="root", value=os.fspath(root), fix="pass a folder of clips"
             )
         policy = broken_policy(on_broken)
         looker: ClipCheck = named_policy(check, _CLIP_CHECKS, key="check", method="look")
@@ -324,14 +324,14 @@ class ClipFolder:
         return len(self._items)
 
     def item(self, index: int) -> ClipItem:
-        """Name, size, length and caption."""
+        """Return name, size, length and caption."""
         return self._items[index]
 
     def frames(self, index: int, numbers: Sequence[int]) -> list[Image]:
-        """Some frames, upright, RGB or RGBA.
+        """Return some frames, upright, RGB or RGBA.
 
         Raises:
-            DataError: The clip is broken or shorter than it was said to be.
+            DataError: The clip is broken or shorter than declared.
         """
         unreadable: tuple[type[Exception], ...] = (*readable_errors(), *self._errors, IndexError)
         try:
@@ -340,11 +340,11 @@ class ClipFolder:
             raise DataError(
                 why(error),
                 key=self._items[index].name,
-                fix="open the source with check=WholeClip(), which finds such clips at the start",
+                fix="open the source with check=WholeClip(), which detects such clips at the start",
             ) from error
 
     def content(self, index: int) -> str:
-        """A hash of the file, or of all frames."""
+        """Return a hash of the file, or of all frames."""
         return self._clips[index].content()
 
 
@@ -364,7 +364,8 @@ def _clips_in(root: Path) -> tuple[dict[str, Path | tuple[Path, ...]], list[Brok
         else:
             strays += [
                 BrokenImage(
-                    name=path.relative_to(root).as_posix(), reason="lies in no folder of frames"
+                    name=path.relative_to(root).as_posix(),
+                    reason="is not inside a folder of frames",
                 )
                 for path in sorted(images)
             ]
@@ -386,14 +387,16 @@ def _rate_decision(rate: Fraction, folders: int) -> tuple[Decision, ...]:
             key="data.frame_rate",
             before=None,
             after=round(float(rate), 3),
-            reason=f"{folders} folders of frames do not say how many they have in a second",
+            reason=f"{folders} folders of frames do not declare a frame rate",
         ),
     )
 
 
 def _checked_rate(value: float | Fraction, *, key: str) -> Fraction:
     if not 0 < value < float("inf"):
-        raise InvalidValueError("is no rate", key=key, value=value, fix="write frames per second")
+        raise InvalidValueError(
+            "is not a frame rate", key=key, value=value, fix="write frames per second"
+        )
     return Fraction(value).limit_denominator(_FINEST)
 
 
@@ -402,7 +405,7 @@ def _checked_rate(value: float | Fraction, *, key: str) -> Fraction:
 
 @attrs.frozen(kw_only=True, order=True)
 class ClipBucket(Bucket):
-    """A size and a length that clips are brought to."""
+    """A target size and length for clips."""
 
     frames: int
 
@@ -412,19 +415,19 @@ class ClipBucket(Bucket):
 
 @attrs.frozen(kw_only=True)
 class ClipPlacement(Placement):
-    """How one clip comes into its bucket: which frames, resized, then cropped."""
+    """How a clip fits its bucket: selected frames, resize, then crop."""
 
     bucket: ClipBucket
     start: int
-    """Number of the first frame."""
+    """Index of the first frame."""
     step: Fraction
-    """Frames of the clip from one to the next; not always whole."""
+    """Source frames per selected frame; may be fractional."""
     fps: Fraction
-    """Frames per second of what is trained."""
+    """Frames per second in training."""
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """The frames of the clip that are used: the nearest in time."""
+        """Return indices of the selected frames, nearest in time."""
         return tuple(
             self.start + int(number * self.step + _HALF) for number in range(self.bucket.frames)
         )
@@ -440,65 +443,65 @@ def _frames_per_second(value: float | Fraction) -> Fraction:
 
 @attrs.frozen(kw_only=True)
 class ClipBuckets:
-    """Each size of ``sizes`` at each length of ``frames``.
+    """Buckets for clips: each size of ``sizes`` at each length of ``frames``.
 
-    A clip goes to the longest length that it fills, and of that to the size whose shape is
-    nearest to its own. Of a longer clip the middle is taken.
+    A clip is assigned to the longest length it can fill, and there to the size with the nearest
+    aspect ratio. Longer clips are cut to their middle.
 
     Raises:
-        InvalidValueError: A length that the VAE cannot take, or a rate not above 0.
+        InvalidValueError: The VAE does not support a length, or a rate is not above 0.
     """
 
     sizes: AspectBuckets
-    """Width and height; the same for all lengths."""
+    """Width and height, for all lengths."""
     compression: int = attrs.field(default=4, validator=validated(whole, fix="write 1"))
-    """Frames that the VAE makes one latent frame of, after the first, which has one of its own:
+    """Frames that the VAE compresses to one latent frame, after the first frame, which has its own:
     ``family.parts.latents.frames``."""
     frames: tuple[int, ...] = attrs.field(default=(17, 33, 49, 81), converter=_rising)
-    """Lengths, each 1 more than a multiple of ``compression``; 1 is a picture."""
+    """Lengths, each 1 more than a multiple of ``compression``; 1 is a still image."""
     fps: Fraction | None = attrs.field(
         default=None, converter=attrs.converters.optional(_frames_per_second)
     )
-    """Frames per second that clips are brought to, by leaving out or repeating frames; when not
-    given each keeps its own rate."""
+    """Target frame rate, reached by dropping or repeating frames; by default each clip keeps its
+    own rate."""
 
     @frames.validator
     def _check_lengths(self, _attribute: Any, value: tuple[int, ...]) -> None:
         for frames in value:
-            whole(frames, key="frames", fix="write how many frames, such as 17")
+            whole(frames, key="frames", fix="write a number of frames, such as 17")
             if (frames - 1) % self.compression:
                 below = frames - (frames - 1) % self.compression
                 raise InvalidValueError(
-                    f"a VAE that makes one of {self.compression} frames after the first takes 1 "
-                    f"more than a multiple of {self.compression}",
+                    f"a VAE that compresses {self.compression} frames to one after the "
+                    f"first needs 1 more than a multiple of {self.compression}",
                     key="frames",
                     value=frames,
                     fix=f"write {below} or {below + self.compression}",
                 )
         if not value:
             raise InvalidValueError(
-                "there is no length", key="frames", value=value, fix="write (17,)"
+                "no length is given", key="frames", value=value, fix="write (17,)"
             )
 
     def step(self, item: ClipItem) -> Fraction:
-        """Frames of a clip from one that is used to the next."""
+        """Return source frames per selected frame."""
         return Fraction(1) if self.fps is None else item.rate / self.fps
 
     def length(self, item: ClipItem) -> int | None:
-        """The longest length that a clip fills; ``None``: it is too short for all."""
+        """Return the longest length that a clip fills; ``None`` if it is too short for all."""
         available = int((item.frames - 1) / self.step(item)) + 1
         return max((length for length in self.frames if length <= available), default=None)
 
     def assign(self, items: Sequence[ClipItem], *, minimum: int = 1) -> BucketAssignment:
-        """Give every clip a bucket.
+        """Assign every clip to a bucket.
 
         Args:
             items: The clips.
-            minimum: Clips of a bucket with fewer go to the nearest one of the same length that
-                has as many; see ``AspectBuckets.assign``.
+            minimum: Clips in buckets with fewer clips move to the nearest one of the same length
+                that has enough; see ``AspectBuckets.assign``.
 
         Raises:
-            DataError: There is no clip, or one that is too short for all lengths.
+            DataError: There are no clips, or a clip is too short for all lengths.
         """
         if not items:
             raise DataError("is empty", key="clips", value=0, fix="give at least one clip")
@@ -538,7 +541,7 @@ class ClipBuckets:
                 + (", …" if len(short) > 5 else ""),
                 key="frames",
                 value=self.frames,
-                fix="add a shorter length (1 is a picture), lower fps, or take them out",
+                fix="add a shorter length (1 is a still image), lower fps, or remove them",
             )
 
     def _frame_decisions(
@@ -550,8 +553,8 @@ class ClipBuckets:
                 key="clips.fps",
                 before=None,
                 after=str(self.fps),
-                reason=f"{len(slow)} of {len(items)} clips have fewer frames in a second, and "
-                f"some of their frames come twice ({slow[0]}, …)",
+                reason=f"{len(slow)} of {len(items)} clips have a lower frame rate, so some of "
+                f"their frames are repeated ({slow[0]}, …)",
                 severity="warning",
             )
         spans = [numbers[-1] - numbers[0] + 1 for numbers in map(_frame_numbers, placements)]
@@ -561,8 +564,8 @@ class ClipBuckets:
                 key="clips.frames",
                 before=there,
                 after=sum(spans),
-                reason="of clips longer than their bucket the middle is used; cut them into "
-                "several clips to use all",
+                reason="only the middle of clips longer than their bucket is used; cut them "
+                "into several clips to use all",
             )
 
 
@@ -574,16 +577,17 @@ def _frame_numbers(placement: Placement) -> tuple[int, ...]:
 
 
 class PreparedClips(PreparedImages):
-    """A bucketed dataset of clips and captions; caches and streams take it as they take images.
+    """A bucketed dataset of clips and captions; caches and streams accept it like images.
 
-    A sample is that of ``PreparedImages``, but that ``images`` are (3, frames, h, w). All frames of
-    a clip are cropped and mirrored alike; a crop that looks at the image looks at the first.
+    A sample equals one of ``PreparedImages``, except that ``images`` have the shape (3, frames, h,
+    w). All frames of a clip are cropped and mirrored alike; content-dependent crops use the first
+    frame.
 
     Args:
-        source: Such as ``ClipFolder``.
-        buckets: The lengths and sizes to bring clips to.
-        minimum: Clips of buckets with fewer go to a fuller one; see ``ClipBuckets.assign``.
-        preparation: Alpha, resizing, cropping.
+        source: Source, such as ``ClipFolder``.
+        buckets: Lengths and sizes of clips.
+        minimum: Clips in buckets with fewer clips move to a fuller one; see ``ClipBuckets.assign``.
+        preparation: Transparency, resizing, cropping.
         augmentation: Flips and captions.
 
     Raises:
@@ -612,7 +616,7 @@ class PreparedClips(PreparedImages):
         return buckets.assign(items, minimum=minimum)  # type: ignore[no-any-return]
 
     def pixels(self, index: int, *, flipped: bool) -> tuple[torch.Tensor, Size]:
-        """One clip (3, frames, h, w) in [-1, 1], and left and top of its crop as shown."""
+        """Return one clip (3, frames, h, w) in [-1, 1], and left and top of its displayed crop."""
         placement = self.assignment.placements[index]
         source: Any = self.source
         frames = source.frames(index, _frame_numbers(placement))

@@ -1,4 +1,4 @@
-"""A folder of images, with captions beside them or in ``metadata.jsonl`` or ``metadata.csv``."""
+"""A folder of images with captions in text files, ``metadata.jsonl`` or ``metadata.csv``."""
 
 from __future__ import annotations
 
@@ -43,19 +43,19 @@ from zerotune.errors import DataError
 
 
 def parse_jsonl(text: str, *, source: str, file: str, caption: str) -> dict[str, Words]:
-    """Captions by file name from JSON lines.
+    """Parse captions by file name from JSON lines.
 
     Args:
-        text: The lines; blank ones are left out.
+        text: The lines; blank lines are skipped.
         source: Name of the file, for messages.
-        file: Key that holds the image's path, relative to the metadata file.
-        caption: Key that holds the caption, or a list of several.
+        file: Key of the image path, relative to the metadata file.
+        caption: Key of the caption, or of a list of captions.
     """
     return _collect(_json_rows(text, source), source=source, file=file, caption=caption)
 
 
 def parse_csv(text: str, *, source: str, file: str, caption: str) -> dict[str, Words]:
-    """Captions by file name from comma-separated values with a header; like ``parse_jsonl``."""
+    """Parse captions by file name from CSV with a header; see ``parse_jsonl``."""
     return _collect(_csv_rows(text, source), source=source, file=file, caption=caption)
 
 
@@ -69,7 +69,7 @@ def _json_rows(text: str, source: str) -> Iterator[tuple[int, dict[str, Any]]]:
         except ValueError as error:
             raise _bad_line(source, number, f"is not JSON ({error})") from None
         if not isinstance(row, dict):
-            raise _bad_line(source, number, "is no JSON object")
+            raise _bad_line(source, number, "is not a JSON object")
         yield number, row
 
 
@@ -96,10 +96,12 @@ def _collect(
             value = row.get(column)
             several = value if column == caption and isinstance(value, list) else [value]
             if not all(isinstance(each, str) for each in several):
-                raise _bad_line(source, number, f"has no text {column!r} (it has {sorted(row)})")
+                raise _bad_line(
+                    source, number, f"has no text column {column!r} (columns: {sorted(row)})"
+                )
         name = _path_beside(row[file], source, number)
         if captions.get(name, row[caption]) != row[caption]:
-            raise _bad_line(source, number, f"gives {name!r} a second caption")
+            raise _bad_line(source, number, f"has a second caption for {name!r}")
         captions[name] = row[caption]
     return captions
 
@@ -107,7 +109,7 @@ def _collect(
 def _path_beside(name: str, source: str, number: int) -> str:
     path = PurePosixPath(name.replace("\\", "/"))
     if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in name:
-        raise _bad_line(source, number, f"names {name!r}, which does not lie beside this file")
+        raise _bad_line(source, number, f"names {name!r}, which is outside this file's folder")
     return str(path)
 
 
@@ -124,23 +126,23 @@ def _bad_line(source: str, number: int, reason: str) -> DataError:
 
 
 class CaptionFiles(Protocol):
-    """Finds the captions of a folder."""
+    """Protocol: finds the captions of a folder."""
 
     def read(self, root: Path, names: Iterable[str]) -> Mapping[str, Words]:
-        """Captions, one or several, by image name: a path relative to ``root`` with slashes."""
+        """Return one or several captions by image name, a path relative to ``root``."""
         ...
 
 
 @attrs.frozen(kw_only=True)
 class TextBeside:
-    """``cat.txt`` holds the caption of ``cat.png``, and that of the folder ``cat`` of frames."""
+    """Text files beside images: ``cat.txt`` describes ``cat.png`` or the folder ``cat``."""
 
     suffix: str = ".txt"
     words: CaptionText = attrs.field(factory=WholeText, converter=caption_text)
-    """``"lines"``: each line is a caption of its own."""
+    """``"lines"`` reads each line as a separate caption."""
 
     def read(self, root: Path, names: Iterable[str]) -> Mapping[str, Words]:
-        """Captions of the images that have such a file.
+        """Read captions of the images with such a file.
 
         Raises:
             DataError: A caption is not UTF-8.
@@ -158,52 +160,52 @@ class TextBeside:
 
 @attrs.frozen(kw_only=True)
 class MetadataFile:
-    """One ``.jsonl`` or ``.csv`` file in the folder names images and captions."""
+    """One ``.jsonl`` or ``.csv`` file in the folder with image names and captions."""
 
     name: str = "metadata.jsonl"
     file: str = "file_name"
-    """Key or column with the image's path."""
+    """Key or column of the image path."""
     caption: str = "text"
-    """Key or column with the caption; in JSON it may be a list of several."""
+    """Key or column of the caption; in JSON it may be a list."""
 
     def read(self, root: Path, names: Iterable[str]) -> Mapping[str, Words]:  # noqa: ARG002
-        """All captions of the file, also of images that are not there.
+        """Read all captions of the file, including those of missing images.
 
         Raises:
             DataError: The file is missing or malformed.
         """
         path = root / self.name
         if not path.is_file():
-            raise DataError("is not there", key=self.name, fix=f"put it into {root.name}")
+            raise DataError("does not exist", key=self.name, fix=f"add it to {root.name}")
         parse = parse_csv if path.suffix == ".csv" else parse_jsonl
         return parse(_read_utf8(path), source=self.name, file=self.file, caption=self.caption)
 
 
 class ImageFolder(EncodedSource):
-    """All images of a folder and its subfolders, in order of their names.
+    """All images of a folder and its subfolders, sorted by name.
 
-    Beside ``cat.png`` may lie ``cat.mask.png``, which says where its loss counts (white) and where
-    not (black), and ``cat.reference.png``, which is edited to become it or steers it (ControlNets).
-    An image that is made of several has ``cat.reference2.png``, ``cat.reference3.png``, … as well.
-    References may as well have the same names in a folder of their own, or in one for each.
+    ``cat.mask.png`` beside ``cat.png`` weights the loss: white counts, black does not.
+    ``cat.reference.png`` is the image before an edit, or the condition of a ControlNet. An image
+    with several references also has ``cat.reference2.png``, ``cat.reference3.png``, ….
+    References may also have the image's own name in separate folders, one for each reference.
 
     Args:
-        root: The folder. Names that begin with a dot are left out.
-        captions: Where captions are. When not given: ``metadata.jsonl`` if it is there, else
-            ``metadata.csv``, else text files beside the images; which one is recorded.
-        masks: What a mask's name has before its ending; ``None``: there are none.
-        references: The same of what is edited. If one image has a reference, all must; each may
-            have another number of them.
-        reference_folder: A folder that holds references under the images' own names, with any
-            ending: ``conditions/cat.png`` of ``photos/cat.jpg``. Several folders hold the first,
+        root: The folder. Names that begin with a dot are ignored.
+        captions: Source of captions. Default: ``metadata.jsonl`` if present, then ``metadata.csv``,
+            otherwise text files beside the images; the choice is recorded as a decision.
+        masks: Suffix of a mask's name before its extension; ``None`` for no masks.
+        references: Suffix of a reference's name. If one image has a reference, all need one; the
+            number of references may differ.
+        reference_folder: Folder of references with the images' own names and any extension:
+            ``conditions/cat.png`` for ``photos/cat.jpg``. Several folders contain the first,
             second, … reference of each image.
-        check: ``"whole"``, the default, decodes every file at the start, ``"header"`` is faster.
-        on_broken: ``"skip"``, the default, leaves broken files out, ``"error"`` stops. An image
-            that the metadata name and the folder lacks is broken too, and one whose mask is of
-            another shape or whose reference is missing.
+        check: ``"whole"``, the default, decodes every file at the start; ``"header"`` is faster.
+        on_broken: ``"skip"``, the default, skips broken files; ``"error"`` stops. An image listed
+            in the metadata but missing in the folder is also broken, and so is one with a mask of
+            another aspect ratio or a missing reference.
 
     Raises:
-        DataError: There is no image, or a caption file is malformed.
+        DataError: There are no images, or a caption file is malformed.
         MissingDependencyError: Pillow is not installed.
     """
 
@@ -250,18 +252,18 @@ class ImageFolder(EncodedSource):
             beside=self._files_beside,
             companions=Counter(kind for others in self._beside.values() for kind in others),
             missing=[
-                BrokenImage(name=name, reason="is named in the metadata and is not there")
+                BrokenImage(name=name, reason="is listed in the metadata but does not exist")
                 for name in sorted(set(words) - set(names))
             ],
             decisions=decisions,
         )
 
     def encoded(self, index: int) -> Path:
-        """The file of an image."""
+        """Return the image file."""
         return self._root / self._items[index].name
 
     def beside(self, index: int) -> Mapping[str, Path | bytes]:
-        """The files beside an image."""
+        """Return the files beside an image."""
         return self._files_beside(self._items[index].name)
 
     def _stamp(self, name: str) -> Stamp | None:
@@ -301,20 +303,20 @@ def _pair_across(
             beside.setdefault(name, {})[kind] = str(folder / other)
     if not any(kind in found for found in beside.values()):
         raise DataError(
-            "holds no file of an image's name",
+            "contains no file with an image's name",
             key="reference_folder",
             value=str(folder),
-            fix="give references the names of their images: conditions/cat.png of photos/cat.jpg",
+            fix="name references like their images: conditions/cat.png for photos/cat.jpg",
         )
 
 
 def _checked_folder(path: str | os.PathLike[str], *, key: str) -> Path:
     folder = Path(path)
-    with system_errors(DataError, folder, "images cannot be read from it"):
+    with system_errors(DataError, folder, "images cannot be read there"):
         there = folder.is_dir()
     if not there:
         raise DataError(
-            "is no folder", key=key, value=os.fspath(path), fix="name a folder of images"
+            "is not a folder", key=key, value=os.fspath(path), fix="pass a folder of images"
         )
     return folder
 
@@ -334,7 +336,7 @@ def _images_in(root: Path) -> list[str]:
 
 
 def caption_files(root: Path) -> tuple[CaptionFiles, tuple[Decision, ...]]:
-    """Where the captions of a folder are, and why."""
+    """Return the caption files of a folder, and the reason."""
     for name in ("metadata.jsonl", "metadata.csv"):
         if (root / name).is_file():
             after, reason = name, f"{name} is in the folder"
@@ -347,9 +349,9 @@ def caption_files(root: Path) -> tuple[CaptionFiles, tuple[Decision, ...]]:
 
 def _read_utf8(path: Path) -> str:
     try:
-        with system_errors(DataError, path, "captions cannot be read from it"):
+        with system_errors(DataError, path, "captions cannot be read there"):
             return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise DataError(
-            f"is not UTF-8 (byte {error.start})", key=path.name, fix="save it as UTF-8"
+            f"is not valid UTF-8 (byte {error.start})", key=path.name, fix="save it as UTF-8"
         ) from None

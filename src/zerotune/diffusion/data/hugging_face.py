@@ -1,4 +1,4 @@
-"""Hugging Face datasets, and any other map-style dataset of images, as sources."""
+"""Sources over Hugging Face datasets and other map-style datasets of images."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ if TYPE_CHECKING:
 
 
 class HuggingFaceImages(EncodedSource):
-    """A dataset of the ``datasets`` library with an image column, on a disk or from the hub.
+    """A dataset of the ``datasets`` library with an image column, from disk or the hub.
 
-    Images stay encoded in the dataset's own files; EXIF orientation and transparency are treated
-    as everywhere here, not as the library would. For streaming see ``StreamedImages``.
+    Images stay encoded in the dataset's files. EXIF orientation and transparency are handled by
+    zerotune, not by the library. For streaming datasets use ``StreamedImages``.
 
     Args:
-        dataset: What ``datasets.load_dataset(..., split="train")`` gives.
+        dataset: A dataset from ``datasets.load_dataset(..., split="train")``.
         image: Name of the image column.
-        caption: Name of the caption column; ``None`` for no captions. Rows may hold lists.
-        reference: Name of a column of images that are edited, or that steer a ControlNet; or names
-            of several columns, of which all but the first may be empty in a row.
-        check: ``"whole"``, the default, decodes every image at the start, ``"header"`` is faster.
-        on_broken: ``"skip"``, the default, leaves broken images out, ``"error"`` stops.
+        caption: Name of the caption column; ``None`` for no captions. Rows may contain lists.
+        reference: Name of the column with images before an edit, or conditions of a ControlNet; or
+            names of several columns, of which all but the first may be empty in a row.
+        check: ``"whole"``, the default, decodes every image at the start; ``"header"`` is faster.
+        on_broken: ``"skip"``, the default, skips broken images; ``"error"`` stops.
 
     Raises:
         DataError: A column is missing, or no image can be read.
@@ -99,11 +99,11 @@ class HuggingFaceImages(EncodedSource):
         )
 
     def encoded(self, index: int) -> Path | bytes:
-        """The image as it is stored."""
+        """Return the stored image bytes."""
         return self._encoded(int(self._items[index].name))
 
     def beside(self, index: int) -> Mapping[str, Path | bytes]:
-        """The images of the references' columns."""
+        """Return the reference images of a row."""
         return self._beside_row(int(self._items[index].name))
 
     def _beside_row(self, row: int) -> Mapping[str, Path | bytes]:
@@ -137,18 +137,18 @@ class HuggingFaceImages(EncodedSource):
 
 
 class DatasetImages(EncodedSource):
-    """Any map-style dataset whose samples hold a ``PIL.Image``, such as torchvision's.
+    """Any map-style dataset whose samples contain a ``PIL.Image``, such as torchvision's.
 
-    Every sample is read once at the start for its size.
+    Every sample is read once at the start to determine its size.
 
     Args:
-        dataset: With ``__len__`` and ``__getitem__``.
-        image: Takes the image out of a sample; or the name or place where it is in there.
-        caption: Takes the caption, or a list of several, out of a sample; or its name or place.
-        on_broken: What becomes of samples that cannot be read.
+        dataset: A dataset with ``__len__`` and ``__getitem__``.
+        image: Function from sample to image, or the image's key or index.
+        caption: Function from sample to caption or list of captions, or its key or index.
+        on_broken: Policy for unreadable samples.
 
     Raises:
-        DataError: There is no image, or by ``on_broken``.
+        DataError: There are no images, or ``on_broken`` raises.
     """
 
     def __init__(
@@ -178,11 +178,11 @@ class DatasetImages(EncodedSource):
         )
 
     def encoded(self, index: int) -> bytes:
-        """The sample's image as PNG."""
+        """Return the sample's image as PNG."""
         return _png(self._image(self._dataset[int(self._items[index].name)]))
 
     def content(self, index: int) -> str:
-        """A hash of the pixels."""
+        """Return a hash of the pixels."""
         image = self.image(index)
         return hashlib.sha256(f"{image.mode}{image.size}".encode() + image.tobytes()).hexdigest()
 
@@ -197,10 +197,10 @@ def _taker(key: str, how: Any, sample: Any) -> Callable[[Any], Any]:
     if isinstance(how, str | int) and (sample is None or how in places):
         return itemgetter(how)
     raise DataError(
-        f"is nowhere in the samples, which are of the type {type(sample).__name__}",
+        f"does not exist in the samples, which have the type {type(sample).__name__}",
         key=key,
         value=how,
-        fix=f"one of {', '.join(map(repr, places))}, or a function of a sample"
+        fix=f"use one of {', '.join(map(repr, places))}, or a function of a sample"
         if len(places) > 0
         else f"write a function of a sample: {key}=lambda sample: …",
     )

@@ -1,4 +1,4 @@
-"""Encoded images as upright RGB, and what to do about transparency and broken files."""
+"""Decode images upright as RGB, with policies for transparency and broken files."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 SUFFIXES = frozenset((".avif", ".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"))
-"""Files with these endings, in either case, are images."""
+"""File extensions of images, in either case."""
 _SWAPPED = frozenset((5, 6, 7, 8))
 _ORIENTATION = 0x0112  # EXIF's tag
 _SCALED = frozenset(("JPEG", "MPO"))
 
 
 class AlphaPolicy(Protocol):
-    """Makes an image without transparency of one with it."""
+    """Protocol: removes transparency from an image."""
 
     def flatten(self, image: Image) -> Image:
-        """An RGB image of an RGBA one."""
+        """Convert an RGBA image to RGB."""
         ...
 
 
 @attrs.frozen(kw_only=True)
 class AlphaOnColor:
-    """Lay transparent images on a background: what the eye sees on a page of that color."""
+    """Composite transparent images onto a background colour."""
 
     color: tuple[int, int, int] = (255, 255, 255)
 
     def flatten(self, image: Image) -> Image:
-        """The image on the background."""
+        """Composite the image onto the background."""
         background = pillow("Image").new("RGBA", image.size, (*self.color, 255))
         flat: Image = pillow("Image").alpha_composite(background, image).convert("RGB")
         return flat
@@ -51,15 +51,15 @@ class AlphaOnColor:
 
 @attrs.frozen(kw_only=True)
 class DropAlpha:
-    """Keep the colors that lie hidden under transparency, as they were stored."""
+    """Drop the alpha channel and keep the stored colours."""
 
     def flatten(self, image: Image) -> Image:
-        """The color channels."""
+        """Return the colour channels."""
         return image.convert("RGB")
 
 
 def alpha_policy(alpha: Any) -> AlphaPolicy:
-    """What becomes of transparency, also by its name."""
+    """Return a transparency policy, also by its name."""
     kinds = {"white": AlphaOnColor, "drop": DropAlpha}
     policy: AlphaPolicy = named_policy(alpha, kinds, key="alpha", method="flatten")
     return policy
@@ -67,26 +67,26 @@ def alpha_policy(alpha: Any) -> AlphaPolicy:
 
 @attrs.frozen(kw_only=True)
 class BrokenImage:
-    """A file or record that gives no image."""
+    """A file or record that cannot be decoded."""
 
     name: str
     reason: str
 
 
 class BrokenPolicy(Protocol):
-    """Decides what becomes of a broken image."""
+    """Protocol: handles a broken image."""
 
     def broken(self, image: BrokenImage) -> None:
-        """Return to leave the image out, or raise."""
+        """Return to skip the image, or raise."""
         ...
 
 
 @attrs.frozen(kw_only=True)
 class SkipBroken:
-    """Leave broken images out. They are listed in the source's ``broken`` and announced."""
+    """Skip broken images. They are listed in the source's ``broken`` and logged."""
 
     def broken(self, image: BrokenImage) -> None:
-        """Leave it out."""
+        """Skip it."""
 
 
 @attrs.frozen(kw_only=True)
@@ -100,24 +100,24 @@ class RefuseBroken:
             DataError: Always.
         """
         raise DataError(
-            image.reason, key=image.name, fix='repair or remove it, or pass on_broken="skip"'
+            image.reason, key=image.name, fix='repair or remove it, or use on_broken="skip"'
         )
 
 
 OnBroken = BrokenPolicy | Literal["skip", "error", "refuse"]
-"""What becomes of a broken image."""
+"""Policies for broken images by name."""
 
 
 def named_policy(
     value: Any, kinds: Mapping[str, Callable[[], Any]], *, key: str, method: str
 ) -> Any:
-    """A policy by its name, or an object that has its method.
+    """Return a policy by its name, or check an object's method.
 
     Args:
         value: The name, the object, or ``None`` for the first of ``kinds``.
-        kinds: What makes a policy, by name.
-        key: Where it was given.
-        method: What an object must have.
+        kinds: Factories of policies by name.
+        key: Name of the argument.
+        method: Method that an object must have.
     """
     if value is None or (isinstance(value, str) and value in kinds):
         return kinds[value or next(iter(kinds))]()
@@ -132,26 +132,26 @@ def named_policy(
 
 
 def broken_policy(on_broken: OnBroken | None) -> BrokenPolicy:
-    """What becomes of broken images; ``SkipBroken()`` when not given."""
+    """Return the policy for broken images; default ``SkipBroken()``."""
     kinds = {"skip": SkipBroken, "error": RefuseBroken, "refuse": RefuseBroken}
     policy: BrokenPolicy = named_policy(on_broken, kinds, key="on_broken", method="broken")
     return policy
 
 
 class ImageCheck(Protocol):
-    """How closely images are looked at when a source is opened."""
+    """Protocol: how thoroughly images are checked when a source is opened."""
 
     def size(self, file: Path | bytes) -> Size:
-        """Width and height of the upright image; raises what Pillow raises."""
+        """Return width and height of the upright image; errors of Pillow propagate."""
         ...
 
 
 @attrs.frozen(kw_only=True)
 class WholeImage:
-    """Decode every pixel: finds truncated files before the training does."""
+    """Decode every pixel, which detects truncated files before training."""
 
     def size(self, file: Path | bytes) -> Size:
-        """Width and height of the upright image."""
+        """Return width and height of the upright image."""
         with _open(file) as image:
             if image.format in _SCALED and image.getexif().get(_ORIENTATION, 1) == 1:
                 width, height = image.size
@@ -165,13 +165,13 @@ class WholeImage:
 
 @attrs.frozen(kw_only=True)
 class HeaderOnly:
-    """Read only the size: fast. A file broken further down stops the run when it is read.
+    """Read only the size: fast. If a file is damaged later on, the run stops when reading it.
 
-    PNG files are read whole all the same, because their orientation may come last.
+    PNG files are still read whole, because their orientation may be stored at the end.
     """
 
     def size(self, file: Path | bytes) -> Size:
-        """Width and height of the upright image."""
+        """Return width and height of the upright image."""
         with _open(file) as image:
             width, height = image.size
             swapped = image.getexif().get(_ORIENTATION) in _SWAPPED
@@ -179,28 +179,28 @@ class HeaderOnly:
 
 
 Check = ImageCheck | Literal["whole", "header"]
-"""How closely images are looked at."""
+"""Image checks by name."""
 
 
 def image_check(check: Check | None) -> ImageCheck:
-    """How closely images are looked at; ``WholeImage()`` when not given."""
+    """Return the image check; default ``WholeImage()``."""
     kinds = {"whole": WholeImage, "header": HeaderOnly}
     found: ImageCheck = named_policy(check, kinds, key="check", method="size")
     return found
 
 
 def pillow(module: str) -> ModuleType:
-    """A module of Pillow."""
+    """Import a module of Pillow."""
     return need(f"PIL.{module}", package="pillow")
 
 
 def need(module: str, *, package: str, extra: str = "data") -> ModuleType:
-    """Import an optional module.
+    """Import an optional dependency.
 
     Args:
-        module: Its name.
-        package: What it is installed as.
-        extra: Which of zerotune's extras brings it.
+        module: Name of the module.
+        package: Name of the package.
+        extra: The zerotune extra that installs it.
     """
     try:
         return importlib.import_module(module)
@@ -208,16 +208,16 @@ def need(module: str, *, package: str, extra: str = "data") -> ModuleType:
         if error.name is None or error.name.split(".")[0] != module.split(".", maxsplit=1)[0]:
             raise
         raise MissingDependencyError(
-            "is needed to read these data and is not installed",
+            "is required to read these data and is not installed",
             key=package,
             fix=f"pip install 'zerotune[{extra}]'",
         ) from error
 
 
 def decode(file: Path | bytes) -> Image:
-    """An image as people see it: upright by its EXIF orientation, 8 bits, RGB or RGBA.
+    """Decode an image upright by its EXIF orientation, 8 bits, RGB or RGBA.
 
-    Images of 16 bits are scaled to 8, where Pillow would clip them to white.
+    16-bit images are scaled to 8 bits; Pillow would clip them to white.
     """
     with _open(file) as image:
         image.load()
@@ -226,24 +226,24 @@ def decode(file: Path | bytes) -> Image:
 
 
 def why(error: Exception) -> str:
-    """A reason to give for an image that could not be decoded."""
+    """Return the reason why an image could not be decoded."""
     # Pillow's and the system's messages name the file, which the list does already.
     if type(error).__name__ == "UnidentifiedImageError":
-        text = "of no known format"
+        text = "its format is unknown"
     else:
         text = getattr(error, "strerror", None) or str(error) or type(error).__name__
     return f"cannot be read as an image ({text})"
 
 
 def readable_errors() -> tuple[type[Exception], ...]:
-    """What Pillow raises for files that hold no whole image."""
+    """Exceptions of Pillow for incomplete images."""
     bomb: type[Exception] = pillow("Image").DecompressionBombError
     # Decoders of rare formats raise the last three on damaged headers.
     return (OSError, bomb, SyntaxError, ValueError, EOFError)
 
 
 def write_broken(broken: Iterable[BrokenImage], path: str | os.PathLike[str]) -> None:
-    """Write a list of broken images, one JSON object per line.
+    """Write broken images to a file, one JSON object per line.
 
     Raises:
         DataError: The file cannot be written.
@@ -255,14 +255,14 @@ def write_broken(broken: Iterable[BrokenImage], path: str | os.PathLike[str]) ->
 
 @contextmanager
 def reading(file: Path) -> Iterator[IO[bytes]]:
-    """A file that belongs to the data, opened."""
-    purpose = "belongs to the data and cannot be read"
+    """Open a file of the data set."""
+    purpose = "belongs to the data set and cannot be read"
     with system_errors(DataError, file, purpose), reading_regular(file) as opened:
         yield opened
 
 
 def bytes_of(file: Path | bytes) -> bytes:
-    """What is in a file that belongs to the data."""
+    """Return the bytes of a file of the data set."""
     if isinstance(file, bytes):
         return file
     with reading(file) as opened:
@@ -281,9 +281,11 @@ def _eight_bits(image: Image) -> Image:
 
         values = np.asarray(image).astype(np.int64)
         if values.min(initial=0) < 0 or values.max(initial=0) > 0xFFFF:
-            raise ValueError(f"pixels of mode {image.mode} beyond 16 bits have no known white")
+            raise ValueError(
+                f"pixels of mode {image.mode} with more than 16 bits have no defined white"
+            )
         gray: Image = pillow("Image").fromarray((values // 257).astype(np.uint8))
         return gray.convert("RGB")
     if image.mode == "F":
-        raise ValueError("floating-point pixels have no known white")
+        raise ValueError("floating-point pixels have no defined white")
     return image.convert("RGBA" if image.has_transparency_data else "RGB")

@@ -1,4 +1,4 @@
-"""Images that can only be read one after the other: Hugging Face streaming, remote shards."""
+"""Sequential sources of images: Hugging Face streaming, remote shards."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from zerotune.diffusion.data.streams import (
 from zerotune.errors import DataError
 
 _MOST_EPOCHS: Final = 10**6
-"""More than any run takes; to resume, they are read again."""
+"""Larger than any valid position; a resume reads samples again up to the saved position."""
 
 
 @attrs.frozen(kw_only=True)
@@ -53,34 +53,34 @@ class _Arrived:
 
 
 class StreamedImages:
-    """Endless micro batches, each of one bucket, of samples that come one after the other.
+    """Endless micro batches, one bucket each, from samples that arrive in sequence.
 
-    Images wait until their bucket has a micro batch; what waits at the end of an epoch is
-    completed in the next, so none is lost. Every rank reads the whole stream and prepares its
-    share of it, so all take equal steps and the order does not depend on their number: for
-    local files ``TarShards`` and ``HuggingFaceImages`` read less. To resume, what was consumed is
-    read again without being looked at.
+    Images wait until their bucket has a full micro batch. Images still waiting at the end of an
+    epoch are used in the next one, so none is lost. Every rank reads the whole stream and prepares
+    its share, so all ranks take equal steps and the order does not depend on their number. For
+    local files ``TarShards`` and ``HuggingFaceImages`` read less. A resume reads and discards the
+    consumed samples.
 
     Args:
-        samples: Can be iterated again and again and gives the same samples on all ranks, such as
+        samples: An iterable that can be restarted and yields the same samples on all ranks, such as
             a streaming Hugging Face dataset (``set_epoch`` is called) or a
-            ``webdataset.WebDataset`` of all shards.
-        read: Takes the encoded image and its caption, or a list of several, out of a sample.
-        buckets: The sizes to bring images to.
+            ``webdataset.WebDataset`` over all shards.
+        read: Returns a sample's encoded image and its caption, or a list of captions.
+        buckets: Target sizes of images.
         micro_batch_size: Samples per batch and rank.
-        rank: This process.
+        rank: Rank of this process.
         world_size: Processes that share the data.
-        preparation: Alpha, resizing, cropping.
-        augmentation: Flips, and which captions.
-        check: ``"whole"`` decodes every image on every rank; with ``"header"`` each
-            decodes its own, and an image that is cut off stops the run.
-        on_broken: What becomes of images that cannot be read.
+        preparation: Transparency, resizing, cropping.
+        augmentation: Flips and caption selection.
+        check: ``"whole"`` decodes every image on every rank. With ``"header"`` each rank decodes
+            only its own, and a truncated image stops the run.
+        on_broken: Policy for unreadable images.
 
     Attributes:
-        broken: What was left out since the start or the last resume.
+        broken: Images skipped since the start or the last resume.
 
     Raises:
-        InvalidValueError: A size or rank that cannot be.
+        InvalidValueError: A size or rank is out of range.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class StreamedImages:
 
     @property
     def epoch(self) -> int:
-        """The pass over the samples that is being read, from 0."""
+        """Current pass over the samples, from 0."""
         return self._epoch
 
     def __iter__(self) -> StreamedImages:
@@ -124,7 +124,7 @@ class StreamedImages:
         return stack_samples([self._prepare(arrived) for arrived in step[self._rank]])
 
     def state_dict(self) -> dict[str, Any]:
-        """The place in the stream and who waits, the same on every rank."""
+        """Return the stream position and waiting images, equal on every rank."""
         waiting = [arrived.draw for of in self._waiting.values() for arrived in of]
         return {
             "epoch": self._epoch,
@@ -134,10 +134,10 @@ class StreamedImages:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved place: read and throw away what was consumed.
+        """Continue from a saved position: read and discard the consumed samples.
 
         Raises:
-            DataError: The stream gives other samples, or fewer; or this is no saved place.
+            DataError: The stream yields other or fewer samples, or the state is invalid.
         """
         waiting = {_saved_draw(each) for each in saved(state, "waiting", list)}
         epoch, count = saved(state, "epoch", int, most=_MOST_EPOCHS), saved(state, "count", int)
@@ -154,7 +154,7 @@ class StreamedImages:
             if (self._epoch, self._count - 1) in waiting:
                 self._receive(sample)
         if last and (sample is None or self._digest(sample) != last):
-            raise _other_samples("gives other samples than before")
+            raise _other_samples("yields different samples than before")
         self._last = last
 
     def _assemble(self) -> list[_Arrived]:
@@ -169,10 +169,10 @@ class StreamedImages:
             self._receive(sample)
             if self._epoch > self._arrived_in + 1:
                 raise DataError(
-                    f"gave no image that can be read in all of epoch {self._arrived_in + 1}",
+                    f"yielded no readable image in all of epoch {self._arrived_in + 1}",
                     key="samples",
                     value=[image.name for image in self.broken[:3]],
-                    fix="look at what read= returns",
+                    fix="check the return value of read=",
                 )
 
     def _take(self) -> Any:
@@ -188,10 +188,10 @@ class StreamedImages:
             self._iterator = None
             self._epoch, self._count = self._epoch + 1, 0
         raise DataError(
-            "gives no sample",
+            "yields no sample",
             key="samples",
             value=type(self._samples).__name__,
-            fix="give something that can be iterated again and again, not a generator",
+            fix="pass something that can be iterated repeatedly, not a generator",
         )
 
     def _receive(self, sample: Any) -> None:
@@ -228,7 +228,7 @@ class StreamedImages:
             raise DataError(
                 why(error),
                 key=f"sample {arrived.draw.index}",
-                fix='pass check="whole", which finds such images before they are shared out',
+                fix='use check="whole", which detects such images before they are distributed',
             ) from error
         pixels, corner = to_pixels(
             image,
@@ -263,5 +263,5 @@ def _other_samples(reason: str) -> DataError:
     return DataError(
         reason,
         key="samples",
-        fix="give the same data in the same order, or start a new stream and leave its state out",
+        fix="use the same data in the same order, or start a new stream without this state",
     )

@@ -1,4 +1,4 @@
-"""Several datasets in one run, each as often as it should come."""
+"""Mix several datasets in one run, with a weight for each."""
 
 from __future__ import annotations
 
@@ -24,40 +24,40 @@ from zerotune.diffusion.data.streams import BatchStream, BucketedDataset, shares
 from zerotune.errors import DataError, InvalidValueError
 
 _FINEST_SHARE: Final = 10**6
-"""Most parts that a share is counted in."""
+"""Maximum denominator of a repeat count."""
 
 
 class Mixture:
-    """Several bucketed datasets as one, each with its own sizes, captions and masks.
+    """Several bucketed datasets combined, each with its own sizes, captions and masks.
 
     ::
 
         data = Mixture({"zoe": zoe, "people": people}, repeats={"zoe": 10})
 
-    An epoch holds each image of a set as often as ``repeats`` says. Where that is not a whole
-    number, some images come once more than others in one epoch and once less in the next; after e
-    epochs each was used between ``floor(e * repeats)`` and ``ceil(e * repeats)`` times. A set that
-    is through begins again in another order. Samples of several sets share a micro batch where
-    their buckets are of one size. ``encode_dataset`` takes a mixture and gives one.
+    In an epoch each image of a set is used as often as ``repeats`` says. If that number r is
+    fractional, some images are used once more in one epoch and once less in the next. After e
+    epochs each image was used between ``floor(e * r)`` and ``ceil(e * r)`` times. A set that is
+    exhausted restarts in a new order. Samples of different sets share a micro batch if their
+    buckets have the same size. ``encode_dataset`` accepts and returns mixtures.
 
     Args:
         sets: Datasets by name: ``PreparedImages``, ``PreparedClips``, or ``CachedImages`` of one
             family.
-        repeats: Uses of each image of a set in an epoch, above 0; 1 for sets that are not named.
-        probabilities: In place of ``repeats``, the part that each set has in all samples; their
-            sum is 1. An epoch then is as many samples as all sets hold together.
+        repeats: Uses of each image of a set per epoch, above 0; default 1.
+        probabilities: Alternative to ``repeats``: the fraction of samples from each set; fractions
+            add up to 1. An epoch then has as many samples as all sets together.
 
     Attributes:
         sets: The datasets by name.
-        shares: Numbers and repeats of each set.
-        companions: What lies beside the images of any set. An image of a set without masks counts
-            everywhere.
-        decisions: What is mixed, and what was chosen for each set.
+        shares: Images and repeats of each set.
+        companions: Kinds of files beside the images of any set. In a set without masks the whole
+            image counts.
+        decisions: The mixture, and decisions of each set.
 
     Raises:
-        DataError: Something cannot be mixed: no sets, one without buckets, images with and without
-            references, pixels and caches, images and clips.
-        InvalidValueError: A number of repeats, or a probability, that cannot be.
+        DataError: The sets cannot be mixed: there are none, one has no buckets, or they combine
+            images with and without references, pixels and caches, or images and clips.
+        InvalidValueError: A repeat count or probability is invalid.
     """
 
     def __init__(
@@ -82,27 +82,27 @@ class Mixture:
 
     @cached_property
     def assignment(self) -> BucketAssignment:
-        """The bucket of each image of all sets."""
+        """Bucket of each image of all sets."""
         found = [dataset.assignment.placements for dataset in self.sets.values()]
         return BucketAssignment(placements=tuple(itertools.chain.from_iterable(found)))
 
     @cached_property
     def identity(self) -> str:
-        """Changes when one of the sets does."""
+        """Identity of the data; it changes if any set changes."""
         known = [dataset.identity for dataset in self.sets.values()]
         return hashlib.sha256("\n".join(known).encode()).hexdigest()
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
-        """What is mixed, and what was chosen for each set."""
+        """The mixture, and decisions of each set."""
         theirs = (getattr(dataset, "decisions", ()) for dataset in self.sets.values())
         return (*self._own, *itertools.chain.from_iterable(theirs))
 
     def over(self, sets: Mapping[str, BucketedDataset]) -> Mixture:
-        """The same mixture of the same images in another form, such as encoded.
+        """Return this mixture over other forms of the same images, such as encoded ones.
 
         Args:
-            sets: A dataset for each name of ``sets``.
+            sets: A dataset for each key of ``sets``.
         """
         return Mixture(sets, repeats={share.name: share.repeats for share in self.shares})
 
@@ -124,11 +124,11 @@ class Mixture:
         over = sample.get("latents", sample.get("images"))
         if over is None:
             raise DataError(
-                "its samples have no masks, those of others have, and neither latents nor images "
-                "tell how large one is",
+                "its samples have no masks, other sets have masks, and neither latents "
+                "nor images define the mask size",
                 key=f"sets[{name!r}]",
                 value=sorted(sample),
-                fix=f"let its samples hold {LOSS_MASKS!r}, ones of (1, h, w)",
+                fix=f"add {LOSS_MASKS!r} to its samples, ones of (1, h, w)",
             )
         return {**sample, LOSS_MASKS: torch.ones(1, *over.shape[-2:])}
 
@@ -141,19 +141,19 @@ class Mixture:
         }
         _check_equal(
             clips,
-            "some are images and others are clips",
+            "some sets are images and others are clips",
             fix="put the images into a ClipFolder, with a length of 1: ClipBuckets(frames=(1, 17))",
         )
         _check_equal(
             {share.name: sorted(self[share.images.start]) for share in self.shares},
-            "samples of some hold what those of others lack",
-            fix="give pixels of all, or let encode_dataset encode the whole mixture; references "
-            "lie beside the images of all sets or of none",
+            "the sets have samples with different keys",
+            fix="use pixels for all, or encode the whole mixture with encode_dataset; either "
+            "all sets have references or none",
         )
         _check_equal(
             {name: getattr(dataset, "settings", None) for name, dataset in sets},
-            "some were encoded by other models or settings than others",
-            fix="let encode_dataset encode the whole mixture",
+            "the sets were encoded with different models or settings",
+            fix="encode the whole mixture with encode_dataset",
         )
 
     def _mixed(self) -> Decision:
@@ -161,22 +161,22 @@ class Mixture:
         uses = {share.name: len(share.images) * share.repeats for share in self.shares}
         total = sum(uses.values())
         parts = [
-            f"{share.name} {float(uses[share.name] / total):.1%} "
-            f"({len(share.images)} images, each {float(share.repeats):g} times in an epoch)"
+            f"{share.name} {float(uses[share.name] / total):.1%} ({len(share.images)} "
+            f"images, each {float(share.repeats):g} times per epoch)"
             for share in self.shares
         ]
         return Decision(
             key="data.mixture",
             before=f"{len(self)} images in {len(self.shares)} sets",
             after=", ".join(parts),
-            reason="a set that is through begins again in another order",
+            reason="an exhausted set restarts in a new order",
         )
 
 
 def _check_sets(sets: Any) -> None:
     if not isinstance(sets, Mapping) or not sets:
         raise DataError(
-            "are datasets by name, at least one",
+            "pass at least one dataset by name",
             key="sets",
             value=type(sets).__name__,
             fix='write Mixture({"zoe": zoe, "people": people})',
@@ -184,15 +184,15 @@ def _check_sets(sets: Any) -> None:
     for name, dataset in sets.items():
         why = fix = ""
         if isinstance(dataset, BatchStream):
-            why = "can only be read from its beginning, so the share of its images is unknown"
-            fix = "give images that lie on a disk: TarShards, HuggingFaceImages or ImageFolder"
+            why = "is a sequential source, so the share of its images is unknown"
+            fix = "use images on a local disk: TarShards, HuggingFaceImages or ImageFolder"
         elif not isinstance(dataset, BucketedDataset):
             why = "has no buckets"
-            fix = "write PreparedImages(…, buckets=AspectBuckets(…)) of it"
+            fix = "use PreparedImages(…, buckets=AspectBuckets(…)) of it"
         elif shares_of(dataset):
             why, fix = "is a mixture itself", "put all sets into one mixture"
         elif not dataset.assignment.placements:
-            why, fix = "is empty", "give at least one image"
+            why, fix = "is empty", "pass at least one image"
         if why:
             key, value = f"sets[{name!r}]", type(dataset).__name__
             raise DataError(why, key=key, value=value, fix=fix)
@@ -209,19 +209,19 @@ def _repeats(
         return {name: known.get(name, Fraction(1)) for name in sets}
     if repeats is not None:
         raise InvalidValueError(
-            "says how often each set comes, and probabilities say it too",
+            "and probabilities both define how often each set is used",
             key="repeats",
             value=dict(repeats),
-            fix="give one of them",
+            fix="use one of them",
         )
     parts = _fractions(probabilities, sets, key="probabilities")
     missing = sorted(set(sets) - set(parts))
     if missing or abs(float(sum(parts.values())) - 1) > len(parts) / _FINEST_SHARE:
         raise InvalidValueError(
-            f"lack {', '.join(missing)}" if missing else "have another sum than 1",
+            f"lack {', '.join(missing)}" if missing else "do not add up to 1",
             key="probabilities",
             value=dict(probabilities),
-            fix="give one for each set, such as 0.8 and 0.2",
+            fix="give a fraction for each set, such as 0.8 and 0.2",
         )
     everything = sum(map(len, sets.values()))
     return {name: part * everything / len(sets[name]) for name, part in parts.items()}
@@ -235,22 +235,22 @@ def _fractions(
         if name not in sets:
             close = did_you_mean(name, sets) or list(sets)
             raise InvalidValueError(
-                "there is no such set",
+                "is not the name of a set",
                 key=f"{key}[{name!r}]",
                 value=value,
                 fix=f"did you mean {' or '.join(close)}?",
             )
         if not (isinstance(value, int | float | Fraction) and 0 < value < math.inf):
             raise InvalidValueError(
-                "is not above 0", key=f"{key}[{name!r}]", value=value, fix="leave the set out"
+                "must be above 0", key=f"{key}[{name!r}]", value=value, fix="omit the set"
             )
         found[name] = Fraction(value).limit_denominator(_FINEST_SHARE)
         if not found[name]:
             raise InvalidValueError(
-                f"is less than one in {_FINEST_SHARE:,}",
+                f"is below one in {_FINEST_SHARE:,}",
                 key=f"{key}[{name!r}]",
                 value=value,
-                fix="leave the set out",
+                fix="omit the set",
             )
     return found
 

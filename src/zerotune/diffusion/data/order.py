@@ -1,4 +1,4 @@
-"""The order of samples and micro batches: fixed by a seed, the same on all ranks, resumable."""
+"""The order of samples and micro batches: seeded, equal on all ranks, resumable."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ import attrs
 import torch
 
 RUN: Final = 8
-"""Micro batches of one group that come in a row: shared out evenly by 2, 4 and 8 ranks."""
+"""Consecutive micro batches of one group; 2, 4 and 8 ranks share them evenly."""
 _REMEMBERED: Final = 4
 
 
 def derive_seed(seed: int, *parts: object) -> int:
-    """An independent seed for one purpose, the same on every machine; 0 to 2**63 - 1."""
+    """Derive an independent seed for one purpose, equal on every machine; 0 to 2**63 - 1."""
     text = "/".join(str(part) for part in (seed, *parts))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
 @attrs.frozen(kw_only=True)
 class SampleOrder:
-    """An endless sequence of sample numbers: one permutation per epoch, back to back.
+    """An endless sequence of sample indices: one permutation per epoch, concatenated.
 
-    A batch may hold the end of one epoch and the start of the next. That is what lets every
-    epoch use each sample exactly once while all ranks take equal steps, whatever the sizes.
+    A batch may contain the end of one epoch and the start of the next. So every epoch uses each
+    sample exactly once while all ranks take equal steps, for any sizes.
     """
 
     length: int
-    """Samples of the dataset."""
+    """Number of samples in the dataset."""
     seed: int
     shuffle: bool = True
 
     def between(self, start: int, stop: int) -> list[int]:
-        """Sample numbers at positions ``start`` to ``stop - 1`` of the sequence."""
+        """Return sample indices at positions ``start`` to ``stop - 1`` of the sequence."""
         found: list[int] = []
         while start < stop:
             epoch, offset = divmod(start, self.length)
@@ -57,23 +57,23 @@ class SampleOrder:
 
 @attrs.frozen(kw_only=True)
 class Draw:
-    """One use of one image. Flips and dropped captions depend on both numbers."""
+    """One use of one image. Flips and dropped captions depend on both indices."""
 
     index: int
-    """Number of the image in its dataset."""
+    """Index of the image in its dataset."""
     epoch: int
-    """Which use of this image it is, from 0."""
+    """Number of this use of the image, from 0."""
 
 
 @attrs.frozen(kw_only=True)
 class Share:
-    """One of several sets of images that are trained on together."""
+    """One of several sets of images in a mixture."""
 
     name: str
     images: range
-    """Numbers of its images among those of all sets."""
+    """Indices of its images among all sets."""
     repeats: Fraction
-    """Uses of each image in an epoch."""
+    """Uses of each image per epoch."""
 
 
 @attrs.frozen(kw_only=True)
@@ -93,37 +93,37 @@ class _Lane:
 class BucketOrder:
     """An endless sequence of micro batches; every image is used once per epoch, or as its set says.
 
-    Each bucket has an endless sequence of its own: one permutation per epoch, back to back, cut
-    into micro batches of equal size. A micro batch belongs to the epoch of its first image, and
-    the micro batches of one epoch are shuffled over all buckets. So no image is left over or
-    used twice, whatever the sizes: the rest of a bucket is completed from its next epoch, which
-    then has those images behind it. The sequence does not depend on the number of ranks.
+    Each bucket has its own endless sequence: one permutation per epoch, concatenated and cut into
+    micro batches of equal size. A micro batch belongs to the epoch of its first image, and the
+    micro batches of one epoch are shuffled over all buckets. No image is left over or used twice,
+    for any sizes: the remainder of a bucket is filled from its next epoch, which then skips those
+    images. The sequence does not depend on the number of ranks.
 
-    An image of a set with ``repeats`` r was used at least ``floor(e * r)`` and at most
-    ``ceil(e * r)`` times after e epochs. Where r is not whole, each pass over the set's images in
-    a bucket has a permutation of its own, and epochs take up where the one before left off.
+    After e epochs an image of a set with ``repeats`` r was used at least ``floor(e * r)`` and at
+    most ``ceil(e * r)`` times. If r is fractional, each pass over the set's images in a bucket has
+    its own permutation, and each epoch continues where the previous one stopped.
     """
 
     buckets: tuple[tuple[int, ...], ...]
-    """Image numbers of each bucket; none is empty."""
+    """Image indices of each bucket; no bucket is empty."""
     micro_batch_size: int
     seed: int = 0
     shuffle: bool = True
     origin: tuple[int, ...] = ()
-    """Images of each bucket that were used before this sequence begins; empty: none."""
+    """Images of each bucket used before this sequence begins; empty for none."""
     shares: tuple[Share, ...] = ()
-    """The sets that the images are of; empty: one, each of whose images comes once."""
+    """Sets of the images; empty for a single set with one use per image."""
     groups: tuple[int, ...] = ()
-    """A number for each bucket; micro batches of buckets with equal numbers come in runs of
-    ``RUN``, so that ranks which share a step have equally much to do. Empty: no runs."""
+    """A group number for each bucket. Micro batches of equal groups come in runs of ``RUN``, so
+    that ranks in the same step have equal work. Empty disables runs."""
 
     @property
     def length(self) -> float:
-        """Uses of images in an epoch."""
+        """Uses of images per epoch."""
         return float(sum(self._rates))
 
     def batches(self, start: int) -> Iterator[list[Draw]]:
-        """Micro batches from number ``start`` on, endlessly."""
+        """Yield micro batches endlessly from index ``start``."""
         epoch = self._epoch_at(start)
         offset = start - self._batches_before(epoch)
         while True:
@@ -132,7 +132,7 @@ class BucketOrder:
             epoch, offset = epoch + 1, 0
 
     def used(self, position: int) -> tuple[int, ...]:
-        """Images of each bucket that are behind the first ``position`` micro batches."""
+        """Return images of each bucket used in the first ``position`` micro batches."""
         epoch = self._epoch_at(position)
         counts = [self._numbers_before(bucket, epoch) for bucket in range(len(self.buckets))]
         for bucket, _ in self._epoch(epoch)[: position - self._batches_before(epoch)]:
@@ -143,7 +143,7 @@ class BucketOrder:
         )
 
     def used_of_shares(self, position: int) -> tuple[int, ...]:
-        """Uses of images of each set in the first ``position`` micro batches."""
+        """Return images of each set used in the first ``position`` micro batches."""
         counts = [0] * max(1, len(self.shares))
         for bucket, done in enumerate(self.used(position)):
             epoch = self._epoch_of(bucket, done)

@@ -1,4 +1,4 @@
-"""Pairs of images of one caption, of which one was preferred and one rejected."""
+"""Pairs of a preferred and a rejected image with one caption."""
 
 from __future__ import annotations
 
@@ -19,37 +19,37 @@ from zerotune.diffusion.data.streams import BucketedDataset
 from zerotune.errors import DataError
 
 REJECTED: Final = "rejected_"
-"""What the name of a batch's tensor begins with that is of the rejected image."""
+"""Prefix of batch keys for the rejected image."""
 
 _OF_THE_IMAGE: Final = ("images", "latents")
 
 
 class PreferencePairs:
-    """A bucketed dataset of pairs: a sample holds both images of one caption.
+    """A bucketed dataset of pairs: each sample contains both images of one caption.
 
-    It is the preferred image's sample with ``rejected_images``, or ``rejected_latents``, beside it.
-    The rejected image comes into the bucket of the preferred one and is mirrored with it; its own
-    caption and masks are not read. ``encode_dataset`` takes pairs and gives pairs::
+    A sample equals the preferred image's sample plus ``rejected_images`` or ``rejected_latents``.
+    The rejected image uses the bucket and flip of the preferred one; its own caption and masks are
+    not read. ``encode_dataset`` accepts and returns pairs::
 
         pairs = PreferencePairs(ImageFolder("liked"), ImageFolder("rejected"), buckets=buckets)
 
     Args:
-        preferred: Such as ``ImageFolder``, with the captions.
-        rejected: Images of the same names, whatever their endings.
-        buckets: The sizes to bring images to.
-        minimum: As of ``PreparedImages``.
-        preparation: Alpha, resizing, cropping, of both.
-        augmentation: Flips of both, and which captions.
+        preferred: Source with the captions, such as ``ImageFolder``.
+        rejected: Images with the same names and any extension.
+        buckets: Target sizes of images.
+        minimum: As in ``PreparedImages``.
+        preparation: Transparency, resizing and cropping of both images.
+        augmentation: Flips of both images, and caption selection.
 
     Attributes:
-        sets: The datasets of both, ``"preferred"`` and ``"rejected"``.
+        sets: The two datasets, ``"preferred"`` and ``"rejected"``.
 
     Raises:
         DataError: An image has no partner.
     """
 
     samples_each: Final = 2
-    """Images that the model is given for each sample."""
+    """Images per sample in the model's batch."""
 
     def __init__(
         self,
@@ -72,18 +72,18 @@ class PreferencePairs:
 
     @property
     def assignment(self) -> BucketAssignment:
-        """The bucket of each pair."""
+        """Bucket of each pair."""
         return self.sets["preferred"].assignment
 
     @property
     def identity(self) -> str:
-        """Changes when images are added, removed, renamed or resized."""
+        """Identity of the data; it changes if images are added, removed, renamed or resized."""
         both = "\0".join(half.identity for half in self.sets.values())
         return hashlib.sha256(both.encode()).hexdigest()
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
-        """What was chosen for the sources and the buckets."""
+        """Decisions of the sources and buckets."""
         halves = self.sets.values()
         return tuple(each for half in halves for each in getattr(half, "decisions", ()))
 
@@ -97,10 +97,10 @@ class PreferencePairs:
         return {**self.sets["preferred"][use], **beside}
 
     def over(self, sets: Mapping[str, BucketedDataset]) -> PreferencePairs:
-        """The same pairs of the same images in another form, such as encoded.
+        """Return these pairs over other forms of the same images, such as encoded ones.
 
         Args:
-            sets: A dataset for each name of ``sets``.
+            sets: A dataset for each key of ``sets``.
         """
         found = copy.copy(self)
         found.sets = MappingProxyType(dict(sets))
@@ -127,10 +127,10 @@ def _check_partners(preferred: ImageSource, rejected: ImageSource) -> None:
     raise DataError(
         f"images without a partner of the same name: {listing(alone)}"
         if alone
-        else "several images of one name, and another order of them",
+        else "several images share a name, and their order differs",
         key="rejected",
         value=f"{len(names[1])} images for {len(names[0])} preferred ones",
-        fix="give both images of a pair one name, one in each folder; a file that is left out as "
+        fix="give both images of a pair the same name, one in each folder; a file skipped as "
         "broken leaves its partner alone",
     )
 

@@ -1,4 +1,4 @@
-"""Images of a source as tensors of their bucket's size, with SDXL's size and crop conditioning."""
+"""Convert images to tensors of their bucket's size, with SDXL's size and crop conditioning."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 LOSS_MASKS: Final = "loss_masks"
-"""Key of a batch: what each place's squared error is multiplied by, (b, 1, h, w)."""
+"""Batch key of loss masks, which multiply the squared error at each position, (b, 1, h, w)."""
 REFERENCE_IMAGES: Final = "reference_images"
-"""Key of a batch: images (b, 3, h, w) in [-1, 1] that are edited, or (b, r, 3, h, w) where some
-samples of the data have several."""
+"""Batch key of reference images to edit, (b, 3, h, w) in [-1, 1]; (b, r, 3, h, w) if some samples
+have several."""
 
 _BETWEEN_WORDS: Final = " ,;."
 
@@ -50,52 +50,56 @@ Resampling = Literal["lanczos", "bicubic", "bilinear", "box", "nearest"]
 
 
 class Crop(Protocol):
-    """Decides which part of a resized image is kept."""
+    """Protocol: chooses the crop of a resized image."""
 
     def corner(self, image: Image, excess: Size) -> Size:
-        """Left and top of the part, each from 0 to the excess in that direction."""
+        """Return left and top of the crop, each from 0 to the excess in that direction."""
         ...
 
 
 @attrs.frozen(kw_only=True)
 class CenterCrop:
-    """Keep the middle."""
+    """Crop the middle."""
 
     def corner(self, image: Image, excess: Size) -> Size:  # noqa: ARG002
-        """Half of the excess."""
+        """Return half of the excess."""
         return excess[0] // 2, excess[1] // 2
 
 
 @attrs.frozen(kw_only=True)
 class Preparation:
-    """How images become tensors. All of it is part of a latent cache's key."""
+    """Settings for converting images to tensors. All of them are part of a latent cache's key."""
 
     alpha: AlphaPolicy = attrs.field(factory=AlphaOnColor, converter=alpha_policy)
-    """``"white"`` lays transparent images on white, ``"drop"`` keeps the colors under it."""
+    """``"white"`` composites transparent images onto white; ``"drop"`` keeps their stored colours.
+    """
     crop: Crop = attrs.field(factory=CenterCrop)
     resampling: Resampling = attrs.field(default="lanczos")
-    """``"nearest"`` keeps pixel art crisp."""
+    """Resize filter; ``"nearest"`` keeps pixel art sharp."""
 
     @resampling.validator
     def _known(self, _: Any, value: str) -> None:
         known = ("lanczos", "bicubic", "bilinear", "box", "nearest")
         if value not in known:
             raise InvalidValueError(
-                "is not known", key="resampling", value=value, fix=f"one of {', '.join(known)}"
+                "is not a known filter",
+                key="resampling",
+                value=value,
+                fix=f"one of {', '.join(known)}",
             )
 
     def apply(
         self, image: Image, placement: Placement, *, corner: Size | None = None
     ) -> tuple[Image, Size]:
-        """Flatten, resize and crop.
+        """Remove transparency, resize and crop.
 
         Args:
             image: RGB or RGBA.
-            placement: How it comes into its bucket.
-            corner: Left and top of the crop, where another image has decided.
+            placement: Placement in its bucket.
+            corner: Left and top of the crop, if another image determines it.
 
         Returns:
-            The RGB image in its bucket's size, and left and top of the crop in the resized one.
+            The RGB image in its bucket's size, and left and top of the crop in the resized image.
         """
         flat = self.alpha.flatten(image) if image.mode == "RGBA" else image
         kind = pillow("Image").Resampling[self.resampling.upper()]
@@ -107,26 +111,26 @@ class Preparation:
 
 @attrs.frozen(kw_only=True)
 class TagShuffle:
-    """Captions that are lists of tags, in another order at each use.
+    """Shuffles captions that are lists of tags, anew at each use.
 
-    ``TagShuffle(kept=1)`` makes "zoe, smiling, red hat" into "zoe, red hat, smiling".
+    ``TagShuffle(kept=1)`` turns "zoe, smiling, red hat" into "zoe, red hat, smiling".
     """
 
     kept: int = attrs.field(default=0, validator=validated(whole, least=0, fix="write 0"))
-    """Tags at the beginning that stay where they are."""
+    """Number of leading tags that keep their position."""
     dropout: float = attrs.field(default=0.0, validator=validated(probability))
-    """Share of the other tags that are left out."""
+    """Probability of dropping each other tag."""
     separator: str = attrs.field(default=",")
-    """What stands between tags."""
+    """Separator of tags."""
     orders: int | None = attrs.field(default=None)
-    """Different orders of each caption, which come in turn. When not given each use has its own,
-    and no cache can hold the embeddings."""
+    """Number of orders of each caption, used in turn. By default each use has a new order, so
+    embeddings cannot be cached."""
 
     @separator.validator
     def _some(self, _: Any, value: str) -> None:
         if not value:
             raise InvalidValueError(
-                "nothing stands between tags",
+                "the separator is empty",
                 key="TagShuffle.separator",
                 value=value,
                 fix='write ","',
@@ -135,10 +139,10 @@ class TagShuffle:
     @orders.validator
     def _counted(self, _: Any, value: int | None) -> None:
         if value is not None:
-            whole(value, key="TagShuffle.orders", fix="write 8, or leave it out")
+            whole(value, key="TagShuffle.orders", fix="write 8, or omit it")
 
     def shuffled(self, caption: str, *, seed: int) -> str:
-        """A caption in the order that a seed gives."""
+        """Return a caption in the order given by a seed."""
         tags = [tag.strip() for tag in caption.split(self.separator) if tag.strip()]
         draw = random.Random(seed)  # noqa: S311 - an order, and no secret
         moved = [tag for tag in tags[self.kept :] if draw.random() >= self.dropout]
@@ -149,33 +153,33 @@ class TagShuffle:
 
 @attrs.frozen(kw_only=True)
 class Augmentation:
-    """What varies from epoch to epoch, drawn from the seed, the image and the epoch alone."""
+    """Random variations per epoch, determined by the seed, the image and the epoch."""
 
     flip: float = attrs.field(default=0.0, validator=validated(probability))
-    """Share of uses that are mirrored left to right."""
+    """Probability of mirroring an image horizontally."""
     caption_dropout: float = attrs.field(default=0.0, validator=validated(probability))
-    """Share of uses whose caption is empty, for guidance without a classifier."""
+    """Probability of replacing the caption by the empty text, for classifier-free guidance."""
     tags: TagShuffle | None = None
-    """Captions are lists of tags, which are shuffled."""
+    """Shuffles captions that are lists of tags."""
     prefix: str = ""
-    """Words in front of each caption, such as a trigger word, ``"zoe, "``; shuffling and dropping
-    tags leaves them there. An image without a caption has them alone."""
+    """Text before each caption, such as a trigger word, ``"zoe, "``. Shuffling and dropping tags
+    does not affect it. An image without a caption gets only this text."""
     suffix: str = ""
-    """The same behind each caption."""
+    """Text after each caption, treated the same way."""
     seed: int = 0
 
     def flips(self, draw: Draw) -> bool:
-        """Whether this use is mirrored."""
+        """Return whether this use is mirrored."""
         return self._chance("flip", draw) < self.flip
 
     def drops_caption(self, draw: Draw) -> bool:
-        """Whether this use goes without its caption."""
+        """Return whether this use has no caption."""
         return self._chance("caption", draw) < self.caption_dropout
 
     def words(self, captions: Sequence[str], draw: Draw) -> str:
-        """The caption of one use, empty when it is dropped.
+        """Return the caption of one use; empty if it is dropped.
 
-        Of several each comes once, in an order of the image's own, before one comes again.
+        With several captions each is used once, in an order of the image's own, before any repeats.
         """
         if self.drops_caption(draw):
             return ""
@@ -187,10 +191,10 @@ class Augmentation:
         return self._arranged(captions[order[place]], draw.index, order[place], turn)
 
     def all_words(self, captions: Sequence[str], index: int) -> Iterator[str]:
-        """Every text that ``words`` may give for an image, but the empty one of dropped captions.
+        """Return every text that ``words`` may return for an image, except the empty one.
 
         Raises:
-            InvalidValueError: Tags are in another order at each use.
+            InvalidValueError: Tags are shuffled anew at each use.
         """
         self.check_countable()
         turns = 1 if self.tags is None or self.tags.orders is None else self.tags.orders
@@ -199,18 +203,19 @@ class Augmentation:
                 yield self._arranged(caption, index, number, turn)
 
     def check_countable(self) -> None:
-        """Refuse texts that no cache can hold.
+        """Check that texts can be enumerated for a cache.
 
         Raises:
-            InvalidValueError: Tags are in another order at each use.
+            InvalidValueError: Tags are shuffled anew at each use.
         """
         if self.tags is not None and self.tags.orders is None:
             raise InvalidValueError(
-                "tags are in another order at each use, so their embeddings cannot be cached",
+                "tags are shuffled anew at each use, so their embeddings cannot be cached",
                 key="augmentation.tags.orders",
                 value=None,
-                fix="write TagShuffle(orders=8): as many orders of each caption, all cached; or "
-                "cache the latents alone (cache_latents) and let texts be encoded in training",
+                fix="write TagShuffle(orders=8), which caches that many orders of each "
+                "caption; or cache only the latents (cache_latents) and encode texts in "
+                "training",
             )
 
     def _arranged(self, caption: str, index: int, number: int, turn: int) -> str:
@@ -228,22 +233,24 @@ class Augmentation:
 class PreparedImages:
     """A bucketed dataset of images and captions.
 
-    A sample holds ``images`` (3, h, w) in [-1, 1], ``captions`` (text), and what SDXL calls
+    A sample contains ``images`` (3, h, w) in [-1, 1], ``captions`` (text), and SDXL's
     micro-conditioning, each (2,), vertical before horizontal: ``original_sizes`` of the upright
-    image, ``crop_corners`` in the resized one, ``target_sizes`` of the bucket. Where the source has
-    them beside its images, also ``loss_masks`` and ``reference_images``; see ``tensors``.
+    image, ``crop_corners`` in the resized image, ``target_sizes`` of the bucket. If the source has
+    masks or references, a sample also contains ``loss_masks`` and ``reference_images``; see
+    ``tensors``.
 
     Args:
-        source: Such as ``ImageFolder``.
-        buckets: The sizes to bring images to.
-        minimum: Images of buckets with fewer go to a fuller one; see ``AspectBuckets.assign``.
-        preparation: Alpha, resizing, cropping.
-        augmentation: Flips, and which captions.
+        source: Source, such as ``ImageFolder``.
+        buckets: Target sizes of images.
+        minimum: Images in buckets with fewer images move to a fuller one; see
+            ``AspectBuckets.assign``.
+        preparation: Transparency, resizing, cropping.
+        augmentation: Flips and caption selection.
 
     Attributes:
-        companions: What lies beside the images: ``"mask"``, ``"reference"``.
-        assignment: The bucket of each image.
-        decisions: What was chosen for the source and the buckets.
+        companions: Kinds of files beside the images: ``"mask"``, ``"reference"``.
+        assignment: Bucket of each image.
+        decisions: Decisions of the source and the buckets.
     """
 
     def __init__(
@@ -270,12 +277,12 @@ class PreparedImages:
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
-        """What was chosen for the source and the buckets."""
+        """Decisions of the source and the buckets."""
         return (*getattr(self.source, "decisions", ()), *self.assignment.decisions)
 
     @cached_property
     def identity(self) -> str:
-        """Changes when images are added, removed, renamed or resized."""
+        """Identity of the data; it changes if images are added, removed, renamed or resized."""
         digest = hashlib.sha256()
         for index in range(len(self.source)):
             item = self.source.item(index)
@@ -284,28 +291,29 @@ class PreparedImages:
 
     @cached_property
     def contents(self) -> tuple[str, ...]:
-        """A hash of each stored image. Reads every file once."""
+        """Return a hash of each stored image. It reads every file once."""
         return tuple(self.source.content(index) for index in range(len(self.source)))
 
     def __len__(self) -> int:
         return len(self.source)
 
     def caption(self, draw: Draw) -> str:
-        """The caption of one use, empty when it is dropped."""
+        """Return the caption of one use; empty if it is dropped."""
         return self.augmentation.words(self.source.item(draw.index).captions, draw)
 
     def texts(self) -> tuple[str, ...]:
-        """All texts that ``caption`` may give, each once: what a cache of texts must hold.
+        """Return all texts that ``caption`` may return, without duplicates, for a cache of texts.
 
         Raises:
-            InvalidValueError: They cannot be counted, since tags are shuffled anew at each use.
+            InvalidValueError: The texts cannot be enumerated, because tags are shuffled anew at
+                each use.
         """
         self.augmentation.check_countable()
         known = (text for index in range(len(self)) for text in self._words_of(index))
         return tuple(dict.fromkeys(("", *known)))
 
     def texts_of(self, index: int) -> tuple[str, ...]:
-        """All texts that ``caption`` may return for an image, the empty one if it can occur."""
+        """Return all texts that ``caption`` may return for an image, empty text included."""
         known = tuple(dict.fromkeys(self._words_of(index)))
         dropped = self.augmentation.caption_dropout > 0
         return ("", *(text for text in known if text)) if dropped or not known else known
@@ -314,17 +322,17 @@ class PreparedImages:
         return self.augmentation.all_words(self.source.item(index).captions, index)
 
     def pixels(self, index: int, *, flipped: bool) -> tuple[torch.Tensor, Size]:
-        """One image (3, h, w) in [-1, 1], and left and top of its crop in the image shown."""
+        """Return one image (3, h, w) in [-1, 1], and left and top of its displayed crop."""
         placement = self.assignment.placements[index]
         return to_pixels(self.source.image(index), placement, self.preparation, flipped=flipped)
 
     def tensors(self, index: int, *, flipped: bool) -> tuple[dict[str, torch.Tensor], Size]:
-        """One image and what lies beside it, all cut alike, and left and top of the crop as shown.
+        """Return one image with mask and reference, cropped alike, and the displayed corner.
 
         Returns:
-            ``images`` as ``pixels`` gives them; where images have masks ``loss_masks`` (1, h, w) in
-            [0, 1], ones for those without; where they have references ``reference_images``
-            (3, h, w) in [-1, 1], or (r, 3, h, w) where some images have several.
+            Keys are ``images`` as in ``pixels``; ``loss_masks`` (1, h, w) in [0, 1] if the source
+            has masks, ones for images without; ``reference_images`` (3, h, w) in [-1, 1] if it has
+            references, or (r, 3, h, w) if some images have several.
         """
         if not self.companions:
             pixels, corner = self.pixels(index, flipped=flipped)
@@ -395,7 +403,7 @@ def _assign_by_references(
 def to_pixels(
     image: Image, placement: Placement, preparation: Preparation, *, flipped: bool
 ) -> tuple[torch.Tensor, Size]:
-    """An image in its bucket (3, h, w) in [-1, 1], and left and top of its crop as shown."""
+    """Return an image (3, h, w) in [-1, 1], and left and top of its displayed crop."""
     (pixels,), corner = all_to_pixels([image], placement, preparation, flipped=flipped)
     return pixels, corner
 
@@ -403,7 +411,7 @@ def to_pixels(
 def all_to_pixels(
     images: Iterable[Image], placement: Placement, preparation: Preparation, *, flipped: bool
 ) -> tuple[list[torch.Tensor], Size]:
-    """Images that belong together, all cut where the first of them is; as ``to_pixels``."""
+    """Return several images, all cropped like the first; see ``to_pixels``."""
     tensors: list[torch.Tensor] = []
     corner: Size | None = None
     for image in images:
@@ -416,12 +424,12 @@ def all_to_pixels(
 
 
 def shrunk(masks: torch.Tensor, sides: Sequence[int]) -> torch.Tensor:
-    """Masks (b, 1, h, w) over other sides: the mean of what each place covers."""
+    """Resize masks (b, 1, h, w) by averaging over the area of each position."""
     return torch.nn.functional.interpolate(masks, size=tuple(sides), mode="area")
 
 
 def micro_conditioning(placement: Placement, corner: Size) -> dict[str, torch.Tensor]:
-    """SDXL's size and crop conditioning, each (2,), vertical before horizontal."""
+    """Return SDXL's size and crop conditioning, each (2,), vertical before horizontal."""
     width, height = placement.original
     bucket = placement.bucket
     return {
@@ -432,7 +440,7 @@ def micro_conditioning(placement: Placement, corner: Size) -> dict[str, torch.Te
 
 
 def to_tensor(image: Image) -> torch.Tensor:
-    """An RGB image as (3, h, w) in [-1, 1]."""
+    """Convert an RGB image to (3, h, w) in [-1, 1]."""
     import numpy as np
 
     values = torch.from_numpy(np.array(image.convert("RGB"), dtype=np.uint8))

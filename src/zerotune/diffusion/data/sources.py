@@ -1,4 +1,4 @@
-"""What gives images and captions: the protocol, sources made of others, sizes read once."""
+"""Protocol of image sources, combined sources, and an index of image sizes."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 Numbers = tuple[int, ...]
-"""What is kept of a file: width and height, of a clip also its frames."""
+"""Indexed size of a file: width and height; for a clip also its frames."""
 Stamp = list[list[int]]
-"""Of each file that belongs to a name: when it changed, in nanoseconds, and its bytes."""
+"""Modification time in nanoseconds and bytes of each file that belongs to a name."""
 
 _INDEX_VERSION: Final = 1
 _BETWEEN_WRITES_S: Final = 60.0
@@ -50,16 +50,15 @@ _logger: Final = logging.getLogger("zerotune")
 
 
 class SizeIndex:
-    """A cache file with the sizes of images that have not changed since they were read.
+    """A cache file with the sizes of unchanged images.
 
-    One process at a time reads what is missing, and the others of the machine wait for what it
-    writes: each file is decoded once, by one rank. A place that cannot be written does no harm.
+    One process reads missing sizes while the machine's other processes wait for its file, so each
+    image is decoded once by one rank. If the location is not writable, sizes are only not cached.
 
     Args:
-        parts: What the sizes depend on beside their files: the folder, how closely the files are
-            looked at, … Nothing is kept without any, and where the ``repr`` of one differs
-            between processes.
-        count: Numbers of each.
+        parts: Values that determine the sizes besides the files: the folder, the check, … Nothing
+            is cached without any, or if a value's ``repr`` differs between processes.
+        count: Numbers per entry.
     """
 
     def __init__(self, *parts: object, count: int = 2) -> None:
@@ -73,10 +72,10 @@ class SizeIndex:
 
     @contextmanager
     def open(self, stamps: Mapping[str, Stamp | None]) -> Iterator[SizeIndex]:
-        """Look names up inside the block, and keep what is new at its end.
+        """Look up names inside the block, and save new entries at its end.
 
         Args:
-            stamps: Of every name (``stamp_of``); what has none is read each time.
+            stamps: Stamps of every name (``stamp_of``); names without a stamp are always read.
         """
         self._stamps, self._stored = stamps, self._read()
         if self._path is None or all(self._known(name) for name in stamps):
@@ -90,7 +89,7 @@ class SizeIndex:
                 self._write(self._path)
 
     def get(self, name: str, read: Callable[[], Numbers]) -> Numbers:
-        """What is known of a name, or else what ``read`` finds."""
+        """Return the entry of a name, or the result of ``read``."""
         known = self._known(name)
         if known is not None:
             self._reused += 1
@@ -105,25 +104,25 @@ class SizeIndex:
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
-        """What was not read anew, or could not be kept."""
+        """Decisions about reused entries and failed writes."""
         found = []
         if self._reused:
             found.append(
                 Decision(
                     key="data.sizes",
                     before="read from each file",
-                    after=f"{self._reused} of an earlier start",
-                    reason=f"these files have not changed since; delete {self._path} to read all",
+                    after=f"{self._reused} from an earlier start",
+                    reason=f"these files have not changed; delete {self._path} to read all again",
                 )
             )
         if self._refusal is not None:
             found.append(
                 Decision(
                     key="data.sizes",
-                    before="kept for the next start",
-                    after="read again by every rank and at the next start",
-                    reason=f"{self._path} cannot be written ({self._refusal.strerror}); "
-                    "XDG_CACHE_HOME names another place",
+                    before="cached for the next start",
+                    after="read by every rank at each start",
+                    reason=f"{self._path} cannot be written ({self._refusal.strerror}); set "
+                    "XDG_CACHE_HOME to another folder",
                 )
             )
         return tuple(found)
@@ -169,7 +168,9 @@ class SizeIndex:
             if has_locks():
                 descriptor = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600)
                 if not try_lock(descriptor, exclusive=True):
-                    _logger.info("another process reads the sizes of these files; waiting for it")
+                    _logger.info(
+                        "another process is reading the sizes of these files; waiting for it"
+                    )
                     try_lock(descriptor, exclusive=True, patience=math.inf)
         except OSError as error:
             self._refusal = error
@@ -181,7 +182,7 @@ class SizeIndex:
 
 
 def stamp_of(files: Iterable[Path]) -> Stamp | None:
-    """When files were changed and how long they are; ``None`` where one cannot be asked."""
+    """Return modification times and sizes of files; ``None`` if one is not accessible."""
     try:
         known = [file.stat() for file in files]
     except (OSError, ValueError):
@@ -205,17 +206,17 @@ T = TypeVar("T")
 
 @attrs.frozen(kw_only=True)
 class ImageItem:
-    """What is known of an image without its pixels."""
+    """Metadata of an image."""
 
     name: str
-    """Unique within its source; the same on every machine."""
+    """Unique name within its source, equal on every machine."""
     size: Size
     """Width and height of the upright image."""
     caption: str = ""
     further: tuple[str, ...] = ()
-    """More captions of the same; one of all is drawn for each use."""
+    """Additional captions; one of all captions is drawn for each use."""
     references: int = 0
-    """Images that are edited together to become it."""
+    """Number of reference images."""
 
     def __attrs_post_init__(self) -> None:
         for text in self.captions:
@@ -223,7 +224,7 @@ class ImageItem:
 
     @property
     def captions(self) -> tuple[str, ...]:
-        """All captions; none where there is no word."""
+        """All captions; empty if no caption has text."""
         return (self.caption, *self.further) if self.caption else ()
 
 
@@ -234,63 +235,63 @@ Words = str | Sequence[str]
 
 
 def all_of(found: Words) -> tuple[str, ...]:
-    """All captions that are not empty."""
+    """Return all captions that are not empty."""
     return tuple(text for text in ((found,) if isinstance(found, str) else found) if text)
 
 
 def worded(found: Words) -> dict[str, Any]:
-    """The fields of an item that hold its captions."""
+    """Return the caption fields of an item."""
     texts = all_of(found)
     return {"caption": texts[0] if texts else "", "further": texts[1:]}
 
 
 class CaptionText(Protocol):
-    """What a text file says of an image."""
+    """Protocol: parses the captions in a text file."""
 
     def captions(self, text: str) -> Words:
-        """The caption, or several."""
+        """Return the caption, or several."""
         ...
 
 
 @attrs.frozen(kw_only=True)
 class WholeText:
-    """A file is a caption, of however many lines."""
+    """The whole file is one caption."""
 
     def captions(self, text: str) -> Words:
-        """The text, without spaces around it."""
+        """Return the text without surrounding whitespace."""
         return text.strip()
 
 
 @attrs.frozen(kw_only=True)
 class TextLines:
-    """Each line that is not blank is a caption of its own."""
+    """Each line that is not blank is a caption."""
 
     def captions(self, text: str) -> Words:
-        """The lines, without spaces around them."""
+        """Return the lines without surrounding whitespace."""
         return tuple(line.strip() for line in text.splitlines() if line.strip())
 
 
 def caption_text(words: Any) -> CaptionText:
-    """How a text is read, also by its name."""
+    """Return a caption parser, also by its name."""
     kinds = {"whole": WholeText, "lines": TextLines}
     found: CaptionText = named_policy(words, kinds, key="words", method="captions")
     return found
 
 
 MASK: Final = "mask"
-"""Name of an image's loss mask: white counts, black does not."""
+"""Name of loss masks: white counts, black does not."""
 REFERENCE: Final = "reference"
-"""Name of the image that is edited to become the sample."""
+"""Name of the first reference image, which is edited to become the sample."""
 REFERENCES: Final = (REFERENCE, *(f"{REFERENCE}{number}" for number in range(2, 11)))
-"""Names of all images that are edited together to become the sample, in their order."""
+"""Names of all reference images of a sample, in order."""
 
 
 def companion_endings(masks: str | None, references: str | None) -> dict[str, str]:
-    """What the names of masks and references have before their endings, by what lies there.
+    """Return the suffixes of mask and reference names before their extensions, by kind.
 
     Args:
-        masks: Of a mask; ``None``: there are none.
-        references: Of the first reference; the second has a 2 behind it, and so on.
+        masks: Suffix of a mask; ``None`` for no masks.
+        references: Suffix of the first reference; the second has a 2 after it, and so on.
     """
     found = {} if masks is None else {MASK: masks}
     if references is not None:
@@ -300,65 +301,65 @@ def companion_endings(masks: str | None, references: str | None) -> dict[str, st
 
 @runtime_checkable
 class ImageSource(Protocol):
-    """Images with captions, in a fixed order that is the same on all ranks."""
+    """Protocol: images with captions in a fixed order, equal on all ranks."""
 
     def __len__(self) -> int: ...
 
     def item(self, index: int) -> ImageItem:
-        """Name, size and caption."""
+        """Return name, size and caption."""
         ...
 
     def image(self, index: int) -> Image:
-        """The upright image, RGB or RGBA."""
+        """Return the upright image, RGB or RGBA."""
         ...
 
     def content(self, index: int) -> str:
-        """A hash of the stored image."""
+        """Return a hash of the stored image."""
         ...
 
 
 class EncodedSource:
-    """A source over encoded images; subclasses say where the bytes are.
+    """Base class of sources with encoded images; subclasses provide the bytes.
 
     Attributes:
-        broken: What was left out, and why.
-        decisions: What was chosen and skipped.
+        broken: Skipped images with reasons.
+        decisions: Automatic choices and skipped images.
     """
 
     broken: tuple[BrokenImage, ...] = ()
     decisions: tuple[Decision, ...] = ()
     companions: frozenset[str] = frozenset()
-    """What lies beside the images: ``MASK``, of some of them, ``REFERENCE``, of all, and the others
-    of ``REFERENCES``, of some."""
+    """Kinds of files beside the images: ``REFERENCE`` for all of them, ``MASK`` and the other
+    ``REFERENCES`` for some."""
 
     _items: Sequence[ImageItem] = ()
 
     def encoded(self, index: int) -> Path | bytes:
-        """The file, or what is in it."""
+        """Return the file, or its content."""
         raise NotImplementedError
 
     def beside(self, index: int) -> Mapping[str, Path | bytes]:  # noqa: ARG002 - for subclasses
-        """The files, or what is in them, that lie beside an image, by ``companions``."""
+        """Return files beside an image, or their content, by ``companions``."""
         return {}
 
     def __len__(self) -> int:
         return len(self._items)
 
     def item(self, index: int) -> ImageItem:
-        """Name, size and caption."""
+        """Return name, size and caption."""
         return self._items[index]
 
     def image(self, index: int) -> Image:
-        """The upright image, RGB or RGBA."""
+        """Return the upright image, RGB or RGBA."""
         return self._decoded(index, self.encoded(index))
 
     def companion(self, index: int, kind: str) -> Image | None:
-        """What lies beside an image, upright; ``None`` where nothing does."""
+        """Return the upright mask or reference of an image; ``None`` if it has none."""
         file = self.beside(index).get(kind)
         return None if file is None else self._decoded(index, file)
 
     def content(self, index: int) -> str:
-        """A hash of the encoded image, and of what lies beside it."""
+        """Return a hash of the encoded image and the files beside it."""
         own = hashlib.sha256(bytes_of(self.encoded(index)))
         for kind, file in sorted(self.beside(index).items()):
             own.update(kind.encode() + hashlib.sha256(bytes_of(file)).digest())
@@ -410,7 +411,7 @@ class EncodedSource:
         def look(name: str) -> Size:
             width, height = sizes.get(name, lambda: read(name))
             if edits and REFERENCE not in beside(name):
-                raise ValueError("there is no reference beside it, and there is beside others")
+                raise ValueError("it has no reference, but other images have one")
             return width, height
 
         def item(name: str, size: Size) -> ImageItem:
@@ -431,7 +432,7 @@ class EncodedSource:
             raise DataError(
                 why(error),
                 key=self._items[index].name,
-                fix='open the source with check="whole", which finds such files at the start',
+                fix='open the source with check="whole", which detects such files at the start',
             ) from error
 
 
@@ -439,16 +440,16 @@ def _check_companion(kind: str, file: Path | bytes, size: Size, check: ImageChec
     try:
         found = check.size(file)
     except readable_errors() as error:
-        raise ValueError(f"the {kind} beside it {why(error)}") from error
+        raise ValueError(f"its {kind} {why(error)}") from error
     if kind == MASK and not same_shape(found, size):
         raise ValueError(
-            f"the mask beside it is {found[0]}x{found[1]}, which is not its shape, "
+            f"its mask is {found[0]}x{found[1]}, which differs in aspect ratio from "
             f"{size[0]}x{size[1]}"
         )
 
 
 def same_shape(one: Size, other: Size) -> bool:
-    """Whether two sizes are of one shape, but for rounding to whole pixels."""
+    """Return whether two sizes have the same aspect ratio, up to rounding to whole pixels."""
     off = abs(one[0] * other[1] - one[1] * other[0])
     return off <= max(*one, *other)
 
@@ -464,20 +465,20 @@ def scan(
     missing: Iterable[BrokenImage] = (),
     errors: tuple[type[Exception], ...] = (),
 ) -> tuple[list[Item], tuple[BrokenImage, ...], tuple[Decision, ...]]:
-    """Look at everything that a source may hold.
+    """Check all candidates of a source.
 
     Args:
-        stamps: Names in order, each with what changes when its files do.
-        look: Size, or size and length, of one; by way of ``index``.
-        item: The item of a name and what ``look`` returned.
-        index: What earlier starts read.
-        on_broken: What becomes of those that cannot be read.
-        strays: What is broken without a look, in front of the others.
-        missing: The same, behind them.
-        errors: What ``look`` raises for unreadable files beside what Pillow raises.
+        stamps: Names in order, each with a stamp of its files.
+        look: Returns the size, or size and length, of one name; called through ``index``.
+        item: Builds the item of a name and its size.
+        index: Sizes read by earlier starts.
+        on_broken: Policy for unreadable images.
+        strays: Broken entries known in advance, reported before the others.
+        missing: Missing entries, reported after the others.
+        errors: Exceptions of ``look`` for unreadable files, besides Pillow's.
 
     Returns:
-        The items, all that is broken, and the decisions about both.
+        Items, broken entries, and decisions about both.
     """
     broken: list[BrokenImage] = []
 
@@ -498,10 +499,10 @@ def scan(
                 items.append(item(name, seen))
     if not items:
         raise DataError(
-            f"holds no image that can be read ({len(broken)} broken)",
+            f"contains no readable image ({len(broken)} broken)",
             key="data",
             value=[image.name for image in broken[:3]],
-            fix="look at the paths and the formats",
+            fix="check the paths and the file formats",
         )
     for image in missing:
         leave_out(image)
@@ -520,7 +521,7 @@ def _scan_decisions(
                 key="data.broken",
                 before=len(items) + len(broken),
                 after=len(items),
-                reason=f"{len(broken)} images are left out: {named}"
+                reason=f"{len(broken)} images are skipped: {named}"
                 + ("; …" if len(broken) > 5 else ""),
                 severity="warning",
             )
@@ -542,9 +543,9 @@ def _scan_decisions(
             Decision(
                 key="data.captions",
                 before="several",
-                after="one for each use",
-                reason=f"{several} of {len(items)} images have several captions: each comes once "
-                "before one comes again",
+                after="one of them per use",
+                reason=f"{several} of {len(items)} images have several captions: each is used "
+                "once before any repeats",
             )
         )
     return tuple(found)
@@ -558,9 +559,9 @@ def _companion_decisions(counts: Mapping[str, int], of: int) -> tuple[Decision, 
         of: Images.
     """
     effect = {
-        MASK: "their loss counts where it is white, and everywhere without one",
-        REFERENCE: "it is what they were before an edit, or what steers a ControlNet",
-        **dict.fromkeys(REFERENCES[1:], "it is edited together with the others"),
+        MASK: "they weight the loss: white counts; images without a mask count everywhere",
+        REFERENCE: "they are the images before an edit, or conditions of a ControlNet",
+        **dict.fromkeys(REFERENCES[1:], "they are edited together with the others"),
     }
     return tuple(
         Decision(
@@ -575,7 +576,7 @@ def _companion_decisions(counts: Mapping[str, int], of: int) -> tuple[Decision, 
 
 
 def companions_of(source: Any) -> frozenset[str]:
-    """What lies beside the images of a source; nothing where it knows of no companions."""
+    """Return the kinds of files beside a source's images; empty if it supports none."""
     return frozenset(getattr(source, "companions", ()))
 
 
@@ -602,11 +603,11 @@ def has_several_references(source: Any) -> bool:
 
 
 class RepeatedSource:
-    """A source whose images come several times per epoch, each time with its own flip.
+    """A source whose images are used several times per epoch, each with its own flip.
 
     Args:
-        source: What to repeat.
-        times: How often each image comes in one epoch.
+        source: Source to repeat.
+        times: Uses of each image per epoch.
     """
 
     def __init__(self, source: ImageSource, *, times: int) -> None:
@@ -622,41 +623,41 @@ class RepeatedSource:
         return getattr(self._source, name)
 
     def item(self, index: int) -> ImageItem:
-        """Name, size and caption."""
+        """Return name, size and caption."""
         return self._source.item(index % len(self._source))
 
     def image(self, index: int) -> Image:
-        """The upright image."""
+        """Return the upright image."""
         return self._source.image(index % len(self._source))
 
     def companion(self, index: int, kind: str) -> Image | None:
-        """What lies beside an image."""
+        """Return the mask or reference of an image."""
         source: Any = self._source
         return source.companion(index % len(source), kind)  # type: ignore[no-any-return]
 
     def frames(self, index: int, numbers: Sequence[int]) -> list[Image]:
-        """Frames of a clip, where the source has clips."""
+        """Return frames of a clip, if the source has clips."""
         source: Any = self._source
         return source.frames(index % len(source), numbers)  # type: ignore[no-any-return]
 
     def content(self, index: int) -> str:
-        """A hash of the stored image."""
+        """Return a hash of the stored image."""
         return self._source.content(index % len(self._source))
 
 
 class JoinedSources:
-    """Several sources one after the other; use ``RepeatedSource`` to weigh them.
+    """Concatenated sources; use ``RepeatedSource`` to weight them.
 
     Args:
-        sources: At least one.
+        sources: At least one source.
 
     Raises:
-        DataError: There is none, or references lie beside the images of some only.
+        DataError: There is no source, or only some have references.
     """
 
     def __init__(self, sources: Sequence[ImageSource]) -> None:
         if not sources:
-            raise DataError("is empty", key="sources", value=0, fix="give at least one")
+            raise DataError("is empty", key="sources", value=0, fix="pass at least one")
         self._sources = tuple(sources)
         self._ends = list(itertools.accumulate(map(len, sources)))
         beside = [companions_of(source) for source in sources]
@@ -664,20 +665,20 @@ class JoinedSources:
         without = [number for number, found in enumerate(beside) if REFERENCE not in found]
         if REFERENCE in self.companions and without:
             raise DataError(
-                "have no references beside their images, and the others have",
+                "have no references, but other sources have",
                 key="sources",
                 value=without,
-                fix="join sources that all have them, or pass references=None to those that have",
+                fix="join sources that all have references, or pass references=None to those",
             )
 
     @property
     def broken(self) -> tuple[BrokenImage, ...]:
-        """What all sources left out."""
+        """Skipped images of all sources."""
         return sum((tuple(getattr(s, "broken", ())) for s in self._sources), ())
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
-        """What all sources chose."""
+        """Decisions of all sources."""
         return sum((tuple(getattr(s, "decisions", ())) for s in self._sources), ())
 
     def __len__(self) -> int:
@@ -691,18 +692,18 @@ class JoinedSources:
         return number, self._sources[number], index - before
 
     def item(self, index: int) -> ImageItem:
-        """Name, size and caption; the name says which source."""
+        """Return name, size and caption; the name includes the source."""
         number, source, inner = self._find(index)
         item = source.item(inner)
         return attrs.evolve(item, name=f"{number}/{item.name}")
 
     def image(self, index: int) -> Image:
-        """The upright image."""
+        """Return the upright image."""
         _, source, inner = self._find(index)
         return source.image(inner)
 
     def companion(self, index: int, kind: str) -> Image | None:
-        """What lies beside an image."""
+        """Return the mask or reference of an image."""
         _, found, inner = self._find(index)
         source: Any = found
         if kind not in companions_of(found):
@@ -710,12 +711,12 @@ class JoinedSources:
         return source.companion(inner, kind)  # type: ignore[no-any-return]
 
     def frames(self, index: int, numbers: Sequence[int]) -> list[Image]:
-        """Frames of a clip, where the sources have clips."""
+        """Return frames of a clip, if the sources have clips."""
         _, found, inner = self._find(index)
         source: Any = found
         return source.frames(inner, numbers)  # type: ignore[no-any-return]
 
     def content(self, index: int) -> str:
-        """A hash of the stored image."""
+        """Return a hash of the stored image."""
         _, source, inner = self._find(index)
         return source.content(inner)

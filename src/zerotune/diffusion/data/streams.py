@@ -1,4 +1,4 @@
-"""Streams: endless micro batches, one rank's share, that can be left and continued."""
+"""Streams: endless, resumable micro batches of one rank."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ T = TypeVar("T")
 
 _MOST_INT64: Final = 2**63 - 1
 _MOST_BATCHES: Final = 10**9
-"""More than any run takes; they are read one by one."""
+"""Larger than any valid position; batches are skipped one by one."""
 _LOOKED_AT: Final = 64
 _MOST_UNSIGNED: Final = 2.0
-"""Standardised images and latents go further, and below 0 as well."""
+"""Limit on pixel values; standardised images and latents exceed it and are also negative."""
 _MOST_STANDARDISED: Final = 100.0
 
 Batch = Mapping[str, torch.Tensor]
@@ -36,18 +36,18 @@ Batch = Mapping[str, torch.Tensor]
 
 @runtime_checkable
 class BatchStream(Protocol):
-    """Endless micro batches that can be left and continued."""
+    """Endless micro batches with a resumable position."""
 
     def __next__(self) -> Batch:
-        """This rank's next micro batch."""
+        """Return this rank's next micro batch."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the stream is, the same on every rank; JSON types only."""
+        """Return the stream position, equal on every rank; JSON types only."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved place."""
+        """Continue from a saved position."""
         ...
 
 
@@ -55,27 +55,27 @@ class BatchStream(Protocol):
 
 
 class ImageTensors(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """A dataset that lies in memory.
+    """A dataset in memory.
 
     Args:
         images: (n, c, h, w) in [-1, 1].
-        labels: (n,), integers; left out of the batches when not given.
+        labels: (n,), integers; optional.
 
     Attributes:
-        decisions: A warning where the images look as if they were in [0, 1].
+        decisions: A warning if the images appear to be in [0, 1].
 
     Raises:
-        DataError: Lengths differ, there is nothing, or the images are not in [-1, 1], such as
-            whole numbers up to 255.
+        DataError: Lengths differ, there are no images, or they are not in [-1, 1], for example
+            integers up to 255.
     """
 
     def __init__(self, *, images: torch.Tensor, labels: torch.Tensor | None = None) -> None:
         if len(images) == 0 or (labels is not None and len(labels) != len(images)):
             raise DataError(
-                "images and labels must be as many, and at least one",
+                "images and labels need the same length, at least one",
                 key="labels",
                 value=None if labels is None else len(labels),
-                fix=f"{len(images)} images were given",
+                fix=f"{len(images)} images were passed",
             )
         self.decisions = _check_range(images)
         announce(self.decisions)
@@ -89,13 +89,13 @@ class ImageTensors(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 
 def check_float(images: torch.Tensor, *, key: str) -> None:
-    """Refuse images of whole numbers, such as 0 to 255."""
+    """Check that images are floating-point, not integers from 0 to 255."""
     if not images.is_floating_point():
         raise DataError(
-            "images are floating-point numbers in [-1, 1]",
+            "images must be floating-point numbers in [-1, 1]",
             key=key,
             value=str(images.dtype).removeprefix("torch."),
-            fix="images.float() / 127.5 - 1 brings 0 to 255 there",
+            fix="images.float() / 127.5 - 1 converts integers from 0 to 255",
         )
 
 
@@ -105,7 +105,7 @@ def _check_range(images: torch.Tensor) -> tuple[Decision, ...]:
     least, most = (float(value) for value in images[:_LOOKED_AT].aminmax())
     if (least >= 0 and most > _MOST_UNSIGNED) or max(-least, most) > _MOST_STANDARDISED:
         raise DataError(
-            f"images are in [-1, 1], and these reach from {least:g} to {most:g}",
+            f"images must be in [-1, 1], and these range from {least:g} to {most:g}",
             key="images",
             value=tuple(images.shape),
             fix=f"images / {most / 2:g} - 1" if least >= 0 else f"images / {max(-least, most):g}",
@@ -116,8 +116,9 @@ def _check_range(images: torch.Tensor) -> tuple[Decision, ...]:
         Decision(
             key="data.images",
             before="in [-1, 1]",
-            after=f"from {least:g} to {most:g}, as given",
-            reason="no value is negative, as if the images were in [0, 1]: write images * 2 - 1",
+            after=f"from {least:g} to {most:g}, unchanged",
+            reason="no value is negative, so the images appear to be in [0, 1]: write images * "
+            "2 - 1",
             severity="warning",
         ),
     )
@@ -127,21 +128,21 @@ def _check_range(images: torch.Tensor) -> tuple[Decision, ...]:
 
 
 class Captions(tuple[str, ...]):
-    """Captions of a batch, which "move" to a device by staying what they are."""
+    """A tuple of captions with a no-op ``.to()``, so that loops may move whole batches."""
 
     def to(self, *_: Any, **__: Any) -> Captions:
-        """Itself: text has no device. A loop may then move all values of a batch alike."""
+        """Return itself, because text has no device."""
         return self
 
 
 _MASK: Final = "_mask"
-"""Ending of the name of a mask: ``prompt_embeds_mask`` marks what is text in ``prompt_embeds``."""
+"""Suffix of mask keys: ``prompt_embeds_mask`` marks the text positions of ``prompt_embeds``."""
 
 
 def stack_samples(samples: list[Any]) -> Batch:
-    """A batch of samples: tensors are stacked (``stack_named``), strings become ``Captions``.
+    """Collate samples: tensors are stacked (``stack_named``), strings become ``Captions``.
 
-    Numbers and arrays, and samples that are no mappings, go through torch's ``default_collate``.
+    Numbers, arrays and samples that are not mappings are passed to torch's ``default_collate``.
     """
     first = samples[0]
     if not isinstance(first, Mapping):
@@ -156,10 +157,10 @@ def stack_samples(samples: list[Any]) -> Batch:
 
 
 def stack_named(rows: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Tensors of several samples as those of a batch.
+    """Stack the tensors of several samples by name.
 
-    All of a name are of one shape, but for those that come with a mask: they, and their masks, are
-    padded with zeros to the longest. ``row_of`` takes that away again.
+    Tensors of one name have equal shapes, except those with a mask, which are padded with zeros to
+    the longest, together with their masks. ``row_of`` removes the padding.
     """
     batch = {}
     for name in rows[0] if rows else ():
@@ -174,15 +175,15 @@ def stack_named(rows: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.T
                 "samples of one batch have tensors of different shapes",
                 key=name,
                 value=shapes,
-                fix="bring them to one shape; texts without a mask share a batch only at one "
-                "length, so train with train_micro_batch_size_per_gpu=1",
+                fix="give them equal shapes; texts without a mask share a batch only at "
+                "equal length, so train with train_micro_batch_size_per_gpu=1",
             )
         batch[name] = torch.stack(tensors)
     return batch
 
 
 def row_of(batch: Mapping[str, torch.Tensor], index: int) -> dict[str, torch.Tensor]:
-    """The tensors of one sample, those with a mask as long as it marks them."""
+    """Return the tensors of one sample without padding."""
     row = {name: tensor[index] for name, tensor in batch.items()}
     for name in list(row):
         if name + _MASK in row:
@@ -260,29 +261,29 @@ class _OrderedStream(ABC):
 
 
 class DataStream(_OrderedStream):
-    """Endless micro batches of a map-style dataset, one rank's share.
+    """Endless micro batches of a map-style dataset for one rank.
 
-    The order depends on the seed only: two ranks with micro batches of 4 see together what one
-    rank with 8 sees. The place in it is one number, the samples all ranks have consumed, so a
-    run can continue with another number of ranks or another batch size.
+    The order depends only on the seed: two ranks with micro batches of 4 process together what one
+    rank with 8 processes. The position is one number, the samples consumed by all ranks, so a run
+    can continue with another number of ranks or batch size.
 
     Args:
         dataset: Anything with ``__len__`` and ``__getitem__``, such as a
             ``torch.utils.data.Dataset`` or a Hugging Face dataset in torch format.
         micro_batch_size: Samples per batch and rank.
-        seed: Fixes the order.
-        rank: This process.
+        seed: Seed of the order.
+        rank: Rank of this process.
         world_size: Processes that share the data.
-        shuffle: ``False``: the dataset's own order, epoch after epoch.
-        num_workers: Processes that read ahead; 0 reads in this process.
-        collate: Makes a batch of a list of samples; ``stack_samples`` when not given.
-        pin_memory: Put batches in pinned memory, for faster copies to a GPU.
+        shuffle: ``False`` keeps the dataset's own order, epoch after epoch.
+        num_workers: Worker processes that prefetch; 0 loads in this process.
+        collate: Collate function for a list of samples; default ``stack_samples``.
+        pin_memory: Page-lock batches for faster copies to a GPU.
 
     Attributes:
-        decisions: A warning where all samples together are fewer than the micro batches of a step.
+        decisions: A warning if the dataset has fewer samples than the micro batches of a step.
 
     Raises:
-        InvalidValueError: A size or rank that cannot be.
+        InvalidValueError: A size or rank is out of range.
         DataError: The dataset is empty.
     """
 
@@ -302,14 +303,14 @@ class DataStream(_OrderedStream):
         loading = {"num_workers": num_workers, "collate_fn": collate, "pin_memory": pin_memory}
         super().__init__(dataset, micro_batch_size, rank, world_size, **loading)
         if len(dataset) == 0:
-            raise DataError("is empty", key="dataset", value=0, fix="give at least one sample")
+            raise DataError("is empty", key="dataset", value=0, fix="pass at least one sample")
         if hasattr(dataset, "assignment"):
             # It would give samples of many sizes, each with the flip of its first epoch for ever.
             raise DataError(
-                "its samples lie in buckets, which this stream does not know",
+                "its samples have different bucket sizes, which this stream does not support",
                 key="dataset",
                 value=type(dataset).__name__,
-                fix="give it to BucketStream",
+                fix="pass it to BucketStream",
             )
         self._size, self._taken = micro_batch_size, micro_batch_size * world_size
         self._order: SampleOrder = SampleOrder(length=len(dataset), seed=seed, shuffle=shuffle)
@@ -323,16 +324,16 @@ class DataStream(_OrderedStream):
 
     @property
     def epoch(self) -> float:
-        """Epochs consumed; 1.5 is the middle of the second."""
+        """Epochs consumed; 1.5 is halfway through the second."""
         return self._position / self._order.length
 
     @property
     def steps_per_epoch(self) -> float:
-        """Micro batches that each rank takes in one epoch, on average."""
+        """Mean number of micro batches per rank and epoch."""
         return self._order.length / self._size / self._world_size
 
     def state_dict(self) -> dict[str, Any]:
-        """The place in the order, the same on every rank."""
+        """Return the position in the order, equal on every rank."""
         return {
             "position": self._position,
             "length": self._order.length,
@@ -341,11 +342,11 @@ class DataStream(_OrderedStream):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved place, in the saved order.
+        """Continue from a saved position in the saved order.
 
         Raises:
-            DataError: The dataset has another length, so the order would be another; or this is
-                no saved place. The stream is then where it was.
+            DataError: The dataset has another length and therefore another order, or the state is
+                invalid. The stream then keeps its position.
         """
         length = saved(state, "length", int)
         order = attrs.evolve(
@@ -359,7 +360,7 @@ class DataStream(_OrderedStream):
                 f"the dataset had {length} samples when this state was saved",
                 key="dataset",
                 value=self._order.length,
-                fix="give the same data, or start a new stream and leave its state out",
+                fix="use the same data, or start a new stream without this state",
             )
         self._continue(order, position)
 
@@ -387,8 +388,8 @@ def _too_few(length: int, taken: int) -> tuple[Decision, ...]:
             key="data",
             before=f"{length} samples",
             after=f"{taken} in the micro batches of all ranks",
-            reason="some samples are several times in one step; give more data, or smaller micro "
-            "batches",
+            reason="some samples occur several times in one step; use more data, or smaller "
+            "micro batches",
             severity="warning",
         ),
     )
@@ -399,48 +400,47 @@ def _too_few(length: int, taken: int) -> tuple[Decision, ...]:
 
 @runtime_checkable
 class BucketedDataset(Protocol):
-    """A dataset whose samples have one of a few sizes."""
+    """A dataset whose samples come in a few sizes."""
 
     @property
     def assignment(self) -> BucketAssignment:
-        """The bucket of each sample."""
+        """Bucket of each sample."""
         ...
 
     @property
     def identity(self) -> str:
-        """Changes when samples are added, removed, reordered or resized."""
+        """Identity of the data; it changes if samples are added, removed, reordered or resized."""
         ...
 
     def __getitem__(self, draw: Draw) -> Mapping[str, Any]:
-        """Tensors and strings of one sample; of equal shape within a bucket."""
+        """Return tensors and strings of one sample; shapes are equal within a bucket."""
         ...
 
 
 class BucketStream(_OrderedStream):
     """Endless micro batches of a bucketed dataset, each of one size.
 
-    All ranks take equal steps of equal micro batches. Which micro batches there are, and in
-    which order, depends on the data, the seed and the micro batch size, not on the number of
-    ranks: rank r of w takes every w-th. A run continues exactly where it stopped with another
-    number of ranks. With another micro batch size it continues with the images not used yet,
-    in new company.
+    All ranks take equal steps with equal micro batches. The micro batches and their order depend on
+    the data, the seed and the micro batch size, not on the number of ranks: rank r of w gets every
+    w-th. With another number of ranks a run continues exactly where it stopped. With another micro
+    batch size it continues with the unused images, grouped differently.
 
     Args:
-        dataset: Such as ``PreparedImages`` or ``CachedImages``.
+        dataset: Dataset, such as ``PreparedImages`` or ``CachedImages``.
         micro_batch_size: Samples per batch and rank.
-        seed: Fixes the order.
-        rank: This process.
+        seed: Seed of the order.
+        rank: Rank of this process.
         world_size: Processes that share the data.
-        shuffle: ``False``: each bucket in the dataset's order, one bucket after the other.
-        num_workers: Processes that read ahead; 0 reads in this process.
-        collate: Makes a batch of a list of samples; ``stack_samples`` when not given.
-        pin_memory: Put tensors in pinned memory, for faster copies to a GPU.
+        shuffle: ``False`` keeps the dataset's order within each bucket, one bucket after another.
+        num_workers: Worker processes that prefetch; 0 loads in this process.
+        collate: Collate function for a list of samples; default ``stack_samples``.
+        pin_memory: Page-lock tensors for faster copies to a GPU.
 
     Attributes:
-        decisions: What was chosen for buckets that hold less than a micro batch.
+        decisions: Decisions for buckets smaller than a micro batch.
 
     Raises:
-        InvalidValueError: A size or rank that cannot be.
+        InvalidValueError: A size or rank is out of range.
     """
 
     def __init__(
@@ -474,17 +474,17 @@ class BucketStream(_OrderedStream):
 
     @property
     def epoch(self) -> float:
-        """Epochs consumed by all ranks together; 1.5 is the middle of the second."""
+        """Epochs consumed by all ranks together; 1.5 is halfway through the second."""
         return sum(self._order.used(self._position)) / self._order.length
 
     @property
     def steps_per_epoch(self) -> float:
-        """Micro batches that each rank takes in one epoch, on average."""
+        """Mean number of micro batches per rank and epoch."""
         return self._order.length / self._order.micro_batch_size / self._world_size
 
     @property
     def used(self) -> dict[str, int]:
-        """Images of each set that all ranks together have been given; empty without a mixture."""
+        """Images of each set consumed by all ranks together; empty without a mixture."""
         shares = self._order.shares
         if not shares:
             return {}
@@ -492,17 +492,17 @@ class BucketStream(_OrderedStream):
         return dict(zip(names, self._order.used_of_shares(self._position), strict=True))
 
     def explain(self) -> str:
-        """What comes how often and has come so far; empty without a mixture."""
+        """Describe frequency and use of each set; empty without a mixture."""
         used = self.used
         rows = [
-            f"  {share.name}: {len(share.images)} images, each "
-            f"{float(share.repeats):g} times in an epoch, {used[share.name]} used so far"
+            f" {share.name}: {len(share.images)} images, each {float(share.repeats):g} "
+            f"times per epoch, {used[share.name]} used so far"
             for share in self._order.shares
         ]
         return "\n".join(["data: a mixture", *rows]) if rows else ""
 
     def state_dict(self) -> dict[str, Any]:
-        """The place in the order, the same on every rank."""
+        """Return the position in the order, equal on every rank."""
         return {
             "position": self._position,
             "origin": list(self._order.origin),
@@ -513,20 +513,19 @@ class BucketStream(_OrderedStream):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved place, in the saved order.
+        """Continue from a saved position in the saved order.
 
         Raises:
-            DataError: The images or their buckets are others, so the order would be another; or
-                this is no saved place. The stream is then where it was.
+            DataError: The images or their buckets differ, and therefore the order, or the state is
+                invalid. The stream then keeps its position.
         """
         if saved(state, "data", str) != self._identity:
             raise DataError(
-                "the images, their buckets or how often they come were others when this state was "
-                "saved",
+                "the images, their buckets or repeats have changed since this state was saved",
                 key="dataset",
                 value=self._identity,
-                fix="give the same data, buckets and repeats, or start a new stream and leave its "
-                "state out",
+                fix="use the same data, buckets and repeats, or start a new stream without "
+                "this state",
             )
         order = attrs.evolve(
             self._order,
@@ -555,7 +554,7 @@ class BucketStream(_OrderedStream):
 
 
 def dataset_digest(dataset: BucketedDataset) -> str:
-    """Identifies samples and buckets: what the order of a stream depends on."""
+    """Return a digest of samples and buckets, which determine the order of a stream."""
     digest = hashlib.sha256(dataset.identity.encode())
     for bucket, members in dataset.assignment.members.items():
         digest.update(f"{bucket}:{members}\n".encode())
@@ -565,7 +564,7 @@ def dataset_digest(dataset: BucketedDataset) -> str:
 
 
 def shares_of(dataset: Any) -> tuple[Share, ...]:
-    """The sets that a dataset consists of; none where all its samples come equally often."""
+    """Return the sets of a dataset; empty if all samples are used equally often."""
     return tuple(getattr(dataset, "shares", ()))
 
 
@@ -583,9 +582,9 @@ def _small_buckets(assignment: BucketAssignment, size: int) -> tuple[Decision, .
             key="buckets",
             before=None,
             after=size,
-            reason=f"buckets with fewer images than a micro batch give the same image several "
-            f"times in it, and then less often: {', '.join(small)}; give minimum={size} to move "
-            f"them to fuller buckets",
+            reason="buckets with fewer images than a micro batch repeat images within it and "
+            f"use them less often afterwards: {', '.join(small)}; set minimum={size} to "
+            "move them to fuller buckets",
             severity="warning",
         ),
     )
@@ -595,13 +594,13 @@ def _small_buckets(assignment: BucketAssignment, size: int) -> tuple[Decision, .
 
 
 class RepeatedBatches:
-    """Endless batches of any iterable of batches: a ``DataLoader``, a list, your own class.
+    """Endless batches of an iterable of batches: a ``DataLoader``, a list, your own class.
 
-    It is started again when it ends. To continue a run, as many batches as were consumed are
-    read and thrown away; an iterable with a random order must fix it by its own seed.
+    It is restarted when it ends. A resume reads and discards the consumed batches, so an iterable
+    with a random order must seed it itself.
 
     Args:
-        batches: What gives this rank's micro batches each time it is iterated.
+        batches: An iterable that yields this rank's micro batches each time.
     """
 
     def __init__(self, batches: Iterable[Batch]) -> None:
@@ -624,23 +623,23 @@ class RepeatedBatches:
             batch = next(self._iterator, None)
         if batch is None:
             raise DataError(
-                f"gave no batch ({self._count} before)",
+                f"yielded no batch ({self._count} before)",
                 key="data",
                 value=type(self._batches).__name__,
-                fix="give something that can be iterated again and again, not a generator",
+                fix="pass something that can be iterated repeatedly, not a generator",
             )
         self._count += 1
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """How many batches each rank has consumed."""
+        """Return the number of batches consumed by each rank."""
         return {"batches": self._count}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Skip to a saved place.
+        """Skip to a saved position.
 
         Raises:
-            DataError: This is no saved place, or there is no batch.
+            DataError: The state is invalid, or there is no batch.
         """
         count = saved(state, "batches", int, most=_MOST_BATCHES)
         self._count, self._iterator = 0, None
@@ -660,15 +659,15 @@ def saved(
     most: int = _MOST_INT64,
     of: str = "state",
 ) -> T:
-    """A field of a stream's saved state, which may have been altered since.
+    """Return a field of a stream's saved state after checking it.
 
     Args:
-        state: What was saved.
-        key: The field.
-        kind: What it must be.
-        least: Of a whole number.
-        most: Of a whole number.
-        of: What ``state`` is, for the message.
+        state: The saved state.
+        key: Name of the field.
+        kind: Required type.
+        least: Minimum of an integer.
+        most: Maximum of an integer.
+        of: Description of ``state`` for the message.
     """
     value: Any = state.get(key, UNSET) if isinstance(state, Mapping) else UNSET
     if isinstance(value, int) and kind is int:
@@ -682,27 +681,27 @@ def saved(
 
 
 def no_place(key: str, value: Any) -> DataError:
-    """That a stream's saved state is none."""
+    """Return the error for an invalid saved state."""
     return DataError(
-        "is missing from the saved place of this stream"
+        "is missing from the saved position of this stream"
         if value is UNSET
-        else "no stream saves such a place",
+        else "is not a valid saved position",
         key=key,
         value=value,
-        fix="give a state that state_dict() returned, or start a new stream without one",
+        fix="use a state returned by state_dict(), or start a new stream without one",
     )
 
 
 def check_micro_batch(size: int) -> None:
-    """Refuse a number of samples that cannot be."""
+    """Check a number of samples."""
     whole(size, key="micro_batch_size", fix="write 1")
 
 
 def check_rank(rank: int, world_size: int) -> None:
-    """Refuse a rank that cannot be."""
+    """Check a rank."""
     if not 0 <= rank < world_size:
         raise InvalidValueError(
-            f"lies between 0 and {world_size - 1}", key="rank", value=rank, fix="pass both"
+            f"must be between 0 and {world_size - 1}", key="rank", value=rank, fix="pass both"
         )
 
 
@@ -710,11 +709,11 @@ _PRIOR_WEIGHTS = "loss_weights"
 
 
 class PriorPreservation:
-    """Micro batches of instance samples followed by prior samples, weighted as DreamBooth does.
+    """Micro batches of instance samples followed by prior samples, weighted as in DreamBooth.
 
-    The mean over such a batch is ``instance_loss + weight * prior_loss``, each the mean over its
-    own samples. The plan's micro batch size is that of both streams together; they need not be
-    equally large. The two take their samples from streams of their own, each with its own epochs::
+    The batch mean is ``instance_loss + weight * prior_loss``, each a mean over its own samples. The
+    plan's micro batch size is the sum of both streams' sizes, which may differ. Each stream has its
+    own order and epochs::
 
         data = PriorPreservation(
             instances=DataStream(photos, micro_batch_size=2),
@@ -722,9 +721,9 @@ class PriorPreservation:
         )
 
     Args:
-        instances: What is learned.
-        priors: What the model drew of the class before it was trained.
-        weight: How much the prior counts.
+        instances: Samples of the subject to learn.
+        priors: Samples of the class, drawn by the model before training.
+        weight: Weight of the prior loss.
 
     Raises:
         InvalidValueError: The weight is negative or not finite.
@@ -736,7 +735,7 @@ class PriorPreservation:
     def __init__(self, *, instances: BatchStream, priors: BatchStream, weight: float = 1.0) -> None:
         if not (math.isfinite(weight) and weight >= 0):
             raise InvalidValueError(
-                "a loss weight is a finite number from 0 on",
+                "must be a finite number of at least 0",
                 key="weight",
                 value=weight,
                 fix="write 1.0",
@@ -756,10 +755,10 @@ class PriorPreservation:
         instance, prior = next(self._instances), next(self._priors)
         if instance.keys() != prior.keys():
             raise DataError(
-                f"instances have {sorted(instance)}, priors {sorted(prior)}",
+                f"instances have {sorted(instance)}, but priors have {sorted(prior)}",
                 key="priors",
                 value=sorted(instance.keys() ^ prior.keys()),
-                fix="let both datasets give the same keys",
+                fix="use the same keys in both datasets",
             )
         weights = self._weights(instance, prior)
         joined = {name: _join_prior(name, instance[name], prior[name]) for name in instance}
@@ -768,14 +767,14 @@ class PriorPreservation:
         return {**joined, _PRIOR_WEIGHTS: weights}
 
     def state_dict(self) -> dict[str, Any]:
-        """The places of both streams."""
+        """Return the positions of both streams."""
         return {"instances": self._instances.state_dict(), "priors": self._priors.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue both streams.
 
         Raises:
-            DataError: The state is not that of two streams.
+            DataError: The state does not belong to two streams.
         """
         if not isinstance(state, Mapping):
             raise no_place("state", state)
@@ -784,7 +783,7 @@ class PriorPreservation:
                 "was saved without prior preservation",
                 key="state",
                 value=sorted(state),
-                fix="give the data the run was started with, or leave its state out",
+                fix="use the data that the run started with, or omit its state",
             )
         before = self._instances.state_dict()
         self._instances.load_state_dict(state["instances"])
@@ -811,7 +810,7 @@ def _join_prior(name: str, instance: Any, prior: Any) -> Any:
     shapes = [tuple(getattr(value, "shape", ()))[1:] for value in (instance, prior)]
     if shapes[0] != shapes[1] or type(instance) is not type(prior):
         raise DataError(
-            f"samples of instances and priors do not fit together: {shapes[0]} and {shapes[1]}",
+            f"samples of instances and priors have different shapes: {shapes[0]} and {shapes[1]}",
             key=f"batch[{name!r}]",
             value=(type(instance).__name__, type(prior).__name__),
             fix="bring both to one size, with buckets of the same single size for instance",

@@ -1,4 +1,4 @@
-"""WebDataset's tar shards, read at random places: exact order, exact resume, no pipeline."""
+"""Random access to WebDataset's tar shards, with exact order and exact resume."""
 
 from __future__ import annotations
 
@@ -50,25 +50,25 @@ class _Member:
 
 
 class TarShards(EncodedSource):
-    """Images in uncompressed tar files on a disk, as WebDataset and img2dataset write them.
+    """Images in local uncompressed tar files, as written by WebDataset and img2dataset.
 
     Members whose names agree up to the first dot form one sample: ``0001.jpg``, its caption
     ``0001.txt``, and as in ``ImageFolder`` ``0001.mask.png``, ``0001.reference.png``, … The
-    shards are indexed once and then read member by member, so the order is that of every other
-    source, each rank reads only its share, and a run resumes without reading what is behind it.
+    shards are indexed once and then read member by member. So the order equals that of every other
+    source, each rank reads only its share, and a resume reads nothing twice.
 
     Args:
-        shards: The files, in the order wanted.
-        caption: Ending of the caption's member: text, or ``json`` with ``caption_key`` in it.
-        caption_key: Key of the caption in a JSON member, or of a list of several.
-        words: ``"lines"``: each line of a text is a caption of its own.
-        masks: What a mask's member has before its ending; ``None``: there are none.
-        references: The same of what is edited. If one image has a reference, all must.
-        check: ``"whole"``, the default, decodes every image at the start, ``"header"`` is faster.
-        on_broken: ``"skip"``, the default, leaves broken images out, ``"error"`` stops.
+        shards: The files, in order.
+        caption: Extension of the caption's member: text, or ``json`` with ``caption_key``.
+        caption_key: Key of the caption, or list of captions, in a JSON member.
+        words: ``"lines"`` reads each line of a text as a separate caption.
+        masks: Suffix of a mask's member before its extension; ``None`` for no masks.
+        references: Suffix of a reference's member. If one image has a reference, all need one.
+        check: ``"whole"``, the default, decodes every image at the start; ``"header"`` is faster.
+        on_broken: ``"skip"``, the default, skips broken images; ``"error"`` stops.
 
     Raises:
-        DataError: A shard is missing, compressed or cut off, or there is no image.
+        DataError: A shard is missing, compressed or truncated, or there is no image.
     """
 
     def __init__(
@@ -90,9 +90,9 @@ class TarShards(EncodedSource):
                 endings = samples.setdefault(f"{shard.name}/{key}", {})
                 if ending in endings:
                     raise DataError(
-                        f"has {key}.{ending} twice, or another shard of this name has it",
+                        f"contains {key}.{ending} twice, or another shard contains the same name",
                         key=shard.name,
-                        fix="give each sample a name of its own",
+                        fix="give each sample a unique name",
                     )
                 endings[ending] = member
         self._images: dict[str, _Member] = {}
@@ -124,11 +124,11 @@ class TarShards(EncodedSource):
         )
 
     def encoded(self, index: int) -> bytes:
-        """The image's member."""
+        """Return the image's member."""
         return self._images[self._items[index].name].read()
 
     def beside(self, index: int) -> Mapping[str, Path | bytes]:
-        """The members beside an image."""
+        """Return the members beside an image."""
         return self._members_beside(self._items[index].name)
 
     def _stamp(self, name: str, changed: Mapping[Path, Stamp | None]) -> Stamp | None:
@@ -164,15 +164,15 @@ def _index_shard(shard: Path) -> Iterator[tuple[str, str, _Member]]:
                     continue
                 stem, _, ending = path.name.partition(".")
                 if info.offset_data + info.size > shard.stat().st_size:
-                    raise tarfile.ReadError(f"{info.name} is cut off")
+                    raise tarfile.ReadError(f"{info.name} is truncated")
                 member = _Member(shard=shard, offset=info.offset_data, size=info.size)
                 yield str(path.parent / stem), ending, member
     except (OSError, ValueError, tarfile.TarError) as error:
         raise DataError(
             f"cannot be read as an uncompressed tar file ({error})",
             key=os.fspath(shard),
-            fix="unpack compressed shards (gunzip), load incomplete ones again, and use "
-            "StreamedImages for shards that are not on a disk",
+            fix="unpack compressed shards (gunzip), download incomplete ones again, and use "
+            "StreamedImages for remote shards",
         ) from error
 
 
@@ -193,7 +193,9 @@ def _member_caption(
         value = json_of(text).get(json_key)
     except (ValueError, AttributeError) as error:
         raise DataError(
-            f"is no caption ({error})", key=f"{name}.{ending}", fix="write UTF-8 text or JSON"
+            f"is not a valid caption ({error})",
+            key=f"{name}.{ending}",
+            fix="use UTF-8 text or JSON",
         ) from None
     if isinstance(value, list):
         return [text for text in value if isinstance(text, str)]

@@ -1,1 +1,1 @@
-"""One file per family of models: what a batch means to it and how it is called."""
+"""Model families: how each reads a batch and calls its model."""

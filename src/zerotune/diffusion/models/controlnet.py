@@ -1,7 +1,7 @@
-"""ControlNets: a copy of a model's first half steers the model, which is frozen, by an image.
+"""ControlNets: a trained copy of a model's first half steers the frozen model by an image.
 
-What is trained is the ControlNet; the pipeline of diffusers calls it and then its base. Condition
-images are the references of a data set: they lie beside their images and are cut alike.
+Only the ControlNet is trained; the diffusers pipeline calls it before its base model. Condition
+images are the dataset's references: they are stored beside their images and cropped alike.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 _SHADES: Final = 255
 _WIDTHS: Final = (16, 32, 96, 256)
-"""Channels of the condition's embedding, each half as large as the one before."""
+"""Channels of the condition's embedding, each stage half as many as the one before."""
 
 
 class _ControlModel(PipelineModel):
@@ -90,9 +90,9 @@ class _EncodedCondition(Described):
 
 @attrs.frozen(kw_only=True, eq=False)
 class ControlNetFamily(PipelineFamily):
-    """A ControlNet and the model that it steers. Mix it into the family of that model.
+    """Mixin for a ControlNet with the model that it steers. Add it to the family of that model.
 
-    Condition images are ``reference_images`` of a batch, or ``reference_latents`` of a cache.
+    Condition images are ``reference_images`` of a batch, or cached ``reference_latents``.
     """
 
     component: ClassVar[str] = "controlnet"
@@ -103,7 +103,7 @@ class ControlNetFamily(PipelineFamily):
     """Class of the ControlNet in diffusers."""
 
     base: Any = None
-    """The model that is steered, frozen."""
+    """The frozen model to steer."""
 
     @classmethod
     def new_controlnet(
@@ -113,11 +113,11 @@ class ControlNetFamily(PipelineFamily):
         *,
         scale: int,  # noqa: ARG003 - of those that see pixels
     ) -> torch.nn.Module:
-        """A ControlNet that changes nothing yet, its weights those of a base.
+        """Create a ControlNet from a base model's weights, initially without effect.
 
         Args:
-            kind: Its class.
-            base: The base, whole.
+            kind: Class of the ControlNet.
+            base: The complete base model.
             scale: Pixels per latent pixel.
         """
         # A copy of the configuration: SD3's constructor writes into it.
@@ -132,7 +132,7 @@ class ControlNetFamily(PipelineFamily):
         return {name: config[name] for name in heads}
 
     def without_data(self) -> Self:
-        """With a base that has no weights either."""
+        """Return this family with a base model without weights."""
         with unpartitioned(), torch.device("meta"):
             return attrs.evolve(self, base=type(self.base).from_config(self.base.config))
 
@@ -147,7 +147,7 @@ class ControlNetFamily(PipelineFamily):
     def _base_beside(self, model: Denoiser) -> Any:
         if self.base is None:
             raise DataError(
-                f"{type(self).__name__} has no model to steer",
+                f"{type(self).__name__} has no base model",
                 key="base",
                 value=None,
                 fix='load it: load_pretrained(folder, family="controlnet")',
@@ -157,7 +157,7 @@ class ControlNetFamily(PipelineFamily):
         return self.base
 
     def adjust(self, pipe: Any, call_kwargs: dict[str, Any]) -> None:
-        """Let the pipeline take latents of the condition where it would encode an image."""
+        """Make the pipeline accept condition latents instead of encoding an image."""
         super().adjust(pipe, call_kwargs)
         latents = call_kwargs[str(self.reference)]
         scale = self.latent_space().scale
@@ -173,7 +173,7 @@ class ControlNetFamily(PipelineFamily):
 
 
 class StableDiffusionXLControlNet(ControlNetFamily, StableDiffusionXL):
-    """A ControlNet of Stable Diffusion XL, which is shown the condition's pixels."""
+    """A ControlNet for Stable Diffusion XL, which receives the condition as pixels."""
 
     pipeline: ClassVar[str] = "StableDiffusionXLControlNetPipeline"
     controlnet: ClassVar[str] = "ControlNetModel"
@@ -182,13 +182,13 @@ class StableDiffusionXLControlNet(ControlNetFamily, StableDiffusionXL):
 
     @classmethod
     def new_controlnet(cls, kind: Any, base: Any, *, scale: int) -> torch.nn.Module:
-        """A ControlNet of the U-Net's encoder, which halves the condition to the latents' size."""
+        """Create a ControlNet from the U-Net's encoder; it reduces the condition to latent size."""
         widths = _WIDTHS[: scale.bit_length()]
         made = kind.from_unet(base, conditioning_embedding_out_channels=widths)
         return cast("torch.nn.Module", made)
 
     def adjust(self, pipe: Any, call_kwargs: dict[str, Any]) -> None:
-        """Give both models each sample's own sizes; pixels are taken as they are."""
+        """Pass each sample's own sizes to both models; pixels are passed unchanged."""
         StableDiffusionXL.adjust(self, pipe, call_kwargs)
 
     def encode_references(
@@ -197,11 +197,11 @@ class StableDiffusionXLControlNet(ControlNetFamily, StableDiffusionXL):
         *,
         device: torch.device | None = None,  # noqa: ARG002
     ) -> dict[str, Tensor]:
-        """``{"images": …}``: shades from 0 to 255, for a cache."""
+        """Return ``{"images": …}``: values from 0 to 255, for a cache."""
         return {"images": _shades(images).to(torch.uint8)}
 
     def latent_settings(self) -> CacheSettings:
-        """Conditions are kept as pixels."""
+        """Return settings that cache conditions as pixels."""
         usual = super().latent_settings()
         return attrs.evolve(usual, settings={**usual.settings, "references": "pixels"})
 
@@ -218,7 +218,7 @@ class StableDiffusionXLControlNet(ControlNetFamily, StableDiffusionXL):
     def example(
         self, model: Any, *, batch: int, side: int | tuple[int, int], frames: int = 2
     ) -> tuple[Tensor, Conditioning]:
-        """With pixels of the condition."""
+        """Return example arguments with condition pixels."""
         latents, known = super().example(model, batch=batch, side=side, frames=frames)
         height, width = (each * self.latent_space().scale for each in latents.shape[-2:])
         pixels = torch.empty(batch, 3, height, width, device="meta")
@@ -231,10 +231,10 @@ def _shades(images: Tensor) -> Tensor:
 
 
 class StableDiffusion3ControlNet(ControlNetFamily, StableDiffusion3):
-    """A ControlNet of Stable Diffusion 3 and 3.5: latents of the condition, patch by patch.
+    """A ControlNet for Stable Diffusion 3 and 3.5, which receives condition latents as patches.
 
-    A new one is told the pooled text as diffusers' training script tells it, and its pipeline does
-    so too (``force_zeros_for_pooled_projection`` is off); InstantX's are loaded as they are.
+    A new one receives the pooled text as in diffusers' training script, and so does its pipeline
+    (``force_zeros_for_pooled_projection`` is off); InstantX's are loaded unchanged.
     """
 
     pipeline: ClassVar[str] = "StableDiffusion3ControlNetPipeline"
@@ -242,7 +242,7 @@ class StableDiffusion3ControlNet(ControlNetFamily, StableDiffusion3):
 
     @classmethod
     def new_controlnet(cls, kind: Any, base: Any, *, scale: int) -> torch.nn.Module:
-        """A ControlNet of the first twelve blocks."""
+        """Create a ControlNet from the first twelve blocks."""
         made: Any = super().new_controlnet(kind, base, scale=scale)
         made.register_to_config(force_zeros_for_pooled_projection=False)
         return cast("torch.nn.Module", made)
@@ -254,7 +254,7 @@ class StableDiffusion3ControlNet(ControlNetFamily, StableDiffusion3):
         return {"num_layers": layers, "num_extra_conditioning_channels": 0}
 
     def adjust(self, pipe: Any, call_kwargs: dict[str, Any]) -> None:
-        """Without the VAE's shift where the ControlNet was made without it."""
+        """Omit the VAE's shift if the ControlNet was trained without it."""
         config = pipe.controlnet.config
         if config.force_zeros_for_pooled_projection:
             vae = pipe.vae.config
@@ -264,7 +264,7 @@ class StableDiffusion3ControlNet(ControlNetFamily, StableDiffusion3):
 
 
 class FluxControlNet(ControlNetFamily, Flux):
-    """A ControlNet of Flux.1, of its first four double and no single blocks when it is new."""
+    """A ControlNet for Flux.1; a new one has its first four double blocks and no single blocks."""
 
     pipeline: ClassVar[str] = "FluxControlNetPipeline"
     controlnet: ClassVar[str] = "FluxControlNetModel"
@@ -276,7 +276,7 @@ class FluxControlNet(ControlNetFamily, Flux):
 
 
 class QwenImageControlNet(ControlNetFamily, QwenImage):
-    """A ControlNet of Qwen-Image, of its first five blocks when it is new."""
+    """A ControlNet for Qwen-Image; a new one has its first five blocks."""
 
     pipeline: ClassVar[str] = "QwenImageControlNetPipeline"
     controlnet: ClassVar[str] = "QwenImageControlNetModel"
@@ -296,5 +296,5 @@ CONTROLNETS: Final[tuple[type[ControlNetFamily], ...]] = (
 
 
 def controlnet_of(family: type[PipelineFamily]) -> type[ControlNetFamily] | None:
-    """The family of ControlNets that steer models of a family; ``None`` where there is none."""
+    """Return the ControlNet family for models of a family, or ``None``."""
     return next((each for each in CONTROLNETS if family in each.__bases__), None)

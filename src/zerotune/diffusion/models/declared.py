@@ -1,4 +1,4 @@
-"""The families that are declarations: what their pipelines do not say themselves."""
+"""Declared families: settings that their pipelines do not provide."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _SIZES = ("original_sizes", "crop_corners", "target_sizes")
 _TIME_IDS = "time_ids"
 _ROUNDED_UP = 1 + 1e-6
 _MASKLESS = 3
-"""Arguments by place of a checkpointed block: states, times and places."""
+"""Positional arguments of a checkpointed block: states, times and positions."""
 _UNBINNED = {"use_resolution_binning": False}
 
 
@@ -43,9 +43,9 @@ def _take_any_size(pipe: Any) -> None:
 
 
 class StableDiffusion(PipelineFamily):
-    """Stable Diffusion 1.5, 2.1 and what descends from them; 2.1 learns velocities at 768².
+    """Stable Diffusion 1.5, 2.1 and derived models; 2.1 predicts velocity at 768².
 
-    Its scheduler's ``prediction_type`` says which.
+    The scheduler's ``prediction_type`` decides.
     """
 
     pipeline: ClassVar[str] = "StableDiffusionPipeline"
@@ -56,24 +56,24 @@ class StableDiffusion(PipelineFamily):
     by_class: ClassVar[bool] = True
 
     def embedding_settings(self) -> dict[str, Any]:
-        """None: CLIP's texts have one length."""
+        """Return no settings, because CLIP's texts have a fixed length."""
         return {}
 
     def adjust(self, pipe: Any, call_kwargs: dict[str, Any]) -> None:  # noqa: ARG002
-        """Take sides that the VAE takes."""
+        """Accept sizes that the VAE supports."""
         _take_any_size(pipe)
 
 
 class StableDiffusionXL(PipelineFamily):
     """Stable Diffusion XL: two CLIPs, and a U-Net conditioned on sizes and crops.
 
-    A batch may hold ``original_sizes``, ``crop_corners`` and ``target_sizes``, each (b, 2),
-    vertical before horizontal, as ``PreparedImages`` gives them; without them images count as
+    A batch may contain ``original_sizes``, ``crop_corners`` and ``target_sizes``, each (b, 2),
+    vertical before horizontal, as ``PreparedImages`` yields them. By default images count as
     uncropped and of their own size.
 
-    The empty text becomes zeros where the pipeline's ``force_zeros_for_empty_prompt`` says so: it
-    is what the model meets as the unconditional case when images are drawn. diffusers' training
-    script embeds the empty text instead. Podell et al., "SDXL", section 2.2.
+    If the pipeline sets ``force_zeros_for_empty_prompt``, the empty text is encoded as zeros, which
+    is the unconditional input in sampling. diffusers' training script embeds the empty text
+    instead. Podell et al., "SDXL", section 2.2.
     """
 
     pipeline: ClassVar[str] = "StableDiffusionXLPipeline"
@@ -87,7 +87,7 @@ class StableDiffusionXL(PipelineFamily):
     def embed(
         self, parts: FrozenParts, captions: Sequence[str], device: torch.device
     ) -> dict[str, Tensor]:
-        """``prompt_embeds`` (b, 77, w1 + w2) and ``pooled_prompt_embeds`` (b, w2)."""
+        """Return ``prompt_embeds`` (b, 77, w1 + w2) and ``pooled_prompt_embeds`` (b, w2)."""
         texts = super().embed(parts, captions, device)
         if not parts.pipeline.config.force_zeros_for_empty_prompt:
             return texts
@@ -100,16 +100,16 @@ class StableDiffusionXL(PipelineFamily):
     def embed_negative(
         self, parts: FrozenParts, texts: Sequence[str], device: torch.device
     ) -> dict[str, Tensor]:
-        """As ``embed``: the empty one is zeros, too."""
+        """Like ``embed``; the empty text becomes zeros, too."""
         return self.embed(parts, texts, device)
 
     def embedding_settings(self) -> dict[str, Any]:
-        """What becomes of the empty text."""
+        """Return how the empty text is encoded."""
         config = self._needed("captions").pipeline.config
         return {"force_zeros_for_empty_prompt": config.force_zeros_for_empty_prompt}
 
     def conditioning(self, batch: Mapping[str, Tensor], generator: torch.Generator) -> Conditioning:
-        """Embeddings, and ``time_ids`` (b, 6): original size, crop corner, target size."""
+        """Return embeddings and ``time_ids`` (b, 6): original size, crop corner, target size."""
         return {**super().conditioning(batch, generator), _TIME_IDS: self._time_ids(batch)}
 
     def _time_ids(self, batch: Mapping[str, Tensor]) -> Tensor:
@@ -127,7 +127,7 @@ class StableDiffusionXL(PipelineFamily):
         return super()._call_kwargs(noisy, conditioning, device) | sizes
 
     def adjust(self, pipe: Any, call_kwargs: dict[str, Any]) -> None:
-        """Give the model each sample's own sizes; the pipeline takes one for all."""
+        """Pass each sample's own sizes to the model; the pipeline has one value for all."""
         _take_any_size(pipe)
         sizes = call_kwargs.pop(_TIME_IDS, None)
 
@@ -143,12 +143,12 @@ class StableDiffusionXL(PipelineFamily):
     def example(
         self, model: Any, *, batch: int, side: int | tuple[int, int], frames: int = 2
     ) -> tuple[Tensor, Conditioning]:
-        """With sizes."""
+        """Return example arguments with sizes."""
         latents, texts = super().example(model, batch=batch, side=side, frames=frames)
         return latents, {**texts, _TIME_IDS: self._time_ids({"latents": latents})}
 
     def example_text(self, name: str, config: Any, batch: int) -> Tensor:
-        """The U-Net's configuration tells the width of pooled texts and six sizes in one."""
+        """Derive the width of pooled texts and the six sizes from the U-Net's configuration."""
         if name != "pooled_prompt_embeds":
             return super().example_text(name, config, batch)
         width = config.projection_class_embeddings_input_dim - 6 * config.addition_time_embed_dim
@@ -156,9 +156,9 @@ class StableDiffusionXL(PipelineFamily):
 
 
 class StableDiffusion3(PipelineFamily):
-    """Stable Diffusion 3 and 3.5: two CLIPs, and T5 if it is there.
+    """Stable Diffusion 3 and 3.5: two CLIPs, and optionally T5.
 
-    Texts of T5 have the pipeline's 256 tokens; diffusers' training script takes 77.
+    T5 texts have the pipeline's 256 tokens; diffusers' training script uses 77.
     """
 
     pipeline: ClassVar[str] = "StableDiffusion3Pipeline"
@@ -178,9 +178,9 @@ class StableDiffusion3(PipelineFamily):
 
 
 class Flux(PipelineFamily):
-    """Flux.1: CLIP and T5; ``dev`` embeds its guidance, 1 in training as in diffusers' script.
+    """Flux.1: CLIP and T5; ``dev`` embeds its guidance, 1 in training as in diffusers.
 
-    Texts have 512 tokens; ``schnell`` takes at most 256.
+    Texts have 512 tokens; ``schnell`` supports at most 256.
     """
 
     pipeline: ClassVar[str] = "FluxPipeline"
@@ -206,7 +206,7 @@ class Flux(PipelineFamily):
 
 
 class QwenImage(PipelineFamily):
-    """Qwen-Image: texts of their own lengths with a mask, packed latents."""
+    """Qwen-Image: texts of variable length with a mask, packed latents."""
 
     pipeline: ClassVar[str] = "QwenImagePipeline"
     model: ClassVar[str] = "QwenImageTransformer2DModel"
@@ -216,10 +216,10 @@ class QwenImage(PipelineFamily):
 
 
 class ZImage(PipelineFamily):
-    """Z-Image: a list of texts, each of its own length; the model's sign and time are reversed.
+    """Z-Image: texts of variable length as a list; the model's sign and time are reversed.
 
-    Its pipeline adds ``guidance_scale`` times the difference to the conditioned prediction, so
-    guidance begins at 0 there and at 1 here.
+    Its pipeline adds ``guidance_scale`` times the difference to the conditional prediction, so no
+    guidance is 0 there and 1 here.
     """
 
     pipeline: ClassVar[str] = "ZImagePipeline"
@@ -339,7 +339,7 @@ class Flux2(PipelineFamily):
 
 
 class Flux2Klein(Flux2):
-    """Flux.2 klein: guided in truth."""
+    """Flux.2 klein: classifier-free guidance."""
 
     pipeline: ClassVar[str] = "Flux2KleinPipeline"
     guided_by: ClassVar[str | None] = "guidance_scale"
@@ -347,34 +347,34 @@ class Flux2Klein(Flux2):
 
 
 class Wan(PipelineFamily):
-    """Wan 2.1 and 2.2, texts to clips; of 2.2's two experts the one for much noise."""
+    """Wan 2.1 and 2.2, text to video; for 2.2 the expert for high noise."""
 
     pipeline: ClassVar[str] = "WanPipeline"
     model: ClassVar[str] = "WanTransformer3DModel"
     usual_frames: ClassVar[int] = 4
     clips: ClassVar[bool] = True
     other: ClassVar[str] = "transformer_2"
-    """The other expert's name in the pipeline."""
+    """Name of the other expert in the pipeline."""
 
     @property
     def boundary(self) -> float | None:
-        """The sigma at which the experts change; ``None`` where there is one model."""
+        """The sigma at which the experts switch; ``None`` for a single model."""
         found = self.known_blueprint().settings.get("boundary_ratio")
         return None if found is None else float(found)
 
     def objective_settings(self) -> dict[str, Any]:
-        """An expert is trained on its own noise levels."""
+        """Return noise levels of this expert."""
         return {} if self.boundary is None else {"timestep_range": self._levels(self.boundary)}
 
     def _levels(self, boundary: float) -> tuple[float, float]:
         return boundary, 1.0
 
     def calls_one_by_one(self) -> bool:
-        """Wan 2.2's small model takes a time step for each token, the same for all samples."""
+        """Whether samples run one by one, as in Wan 2.2's small model."""
         return bool(self.known_blueprint().settings.get("expand_timesteps"))
 
     def predicting_pipeline(self, model: Denoiser, scheduler: Any) -> Any:
-        """One model for all time steps: which expert it is the objective's levels decide."""
+        """Return a pipeline that uses this expert for all time steps."""
         blueprint = self.known_blueprint()
         settings = {**blueprint.settings, "boundary_ratio": None}
         stand_in = PipelineModel(config=config_of(model), model=model)
@@ -383,17 +383,17 @@ class Wan(PipelineFamily):
         )
 
     def drawing_pipeline(self, parts: FrozenParts, model: Denoiser, scheduler: Any) -> Any:
-        """Both experts: the trained one, and the other as it was loaded.
+        """Return a pipeline with both experts: the trained one, and the other as loaded.
 
         Raises:
-            DataError: The other expert was left out.
+            DataError: The other expert was omitted.
         """
         if self.boundary is None:
             return super().drawing_pipeline(parts, model, scheduler)
         other = parts.modules.get(self.other)
         if other is None:
             raise DataError(
-                "the other expert was left out, and clips are drawn by both",
+                "the other expert was omitted, and sampling needs both",
                 key=f"parts.{self.other}",
                 value=None,
                 fix="load it",
@@ -408,7 +408,7 @@ class Wan(PipelineFamily):
 
 
 class WanLowNoise(Wan):
-    """Of Wan 2.2's two experts the one for little noise: ``family=WanLowNoise``."""
+    """The low-noise expert of Wan 2.2: ``family=WanLowNoise``."""
 
     component: ClassVar[str] = "transformer_2"
     other: ClassVar[str] = "transformer"
@@ -418,7 +418,7 @@ class WanLowNoise(Wan):
 
 
 class Sana(PipelineFamily):
-    """Sana: a VAE that compresses 32-fold, Gemma's texts with their mask."""
+    """Sana: a VAE with 32-fold compression, Gemma's texts with a mask."""
 
     pipeline: ClassVar[str] = "SanaPipeline"
     model: ClassVar[str] = "SanaTransformer2DModel"
@@ -428,7 +428,7 @@ class Sana(PipelineFamily):
 
 
 class Lumina2(PipelineFamily):
-    """Lumina Image 2.0: Gemma's texts with their mask; time runs from noise to data."""
+    """Lumina Image 2.0: Gemma's texts with a mask; time runs from noise to data."""
 
     pipeline: ClassVar[str] = "Lumina2Pipeline"
     model: ClassVar[str] = "Lumina2Transformer2DModel"
@@ -436,7 +436,7 @@ class Lumina2(PipelineFamily):
 
 
 class LTXVideo(PipelineFamily):
-    """LTX-Video: tokens of single latents, a VAE that compresses 32-fold and 8 frames to one."""
+    """LTX-Video: one token per latent; the VAE compresses 32-fold, and 8 frames to one."""
 
     pipeline: ClassVar[str] = "LTXPipeline"
     model: ClassVar[str] = "LTXVideoTransformer3DModel"
@@ -448,7 +448,7 @@ class LTXVideo(PipelineFamily):
 
 
 class HunyuanVideo(PipelineFamily):
-    """HunyuanVideo: LLaMA's texts with their mask and CLIP's; embedded guidance."""
+    """HunyuanVideo: LLaMA's texts with a mask, and CLIP's; embedded guidance."""
 
     pipeline: ClassVar[str] = "HunyuanVideoPipeline"
     model: ClassVar[str] = "HunyuanVideoTransformer3DModel"
@@ -464,7 +464,7 @@ class HunyuanVideo(PipelineFamily):
 
 
 class Chroma(PipelineFamily):
-    """Chroma: Flux without CLIP and without embedded guidance; T5's texts with their mask."""
+    """Chroma: Flux without CLIP and embedded guidance; T5's texts with a mask."""
 
     pipeline: ClassVar[str] = "ChromaPipeline"
     model: ClassVar[str] = "ChromaTransformer2DModel"
@@ -482,7 +482,7 @@ class Chroma(PipelineFamily):
     def predict(
         self, model: Denoiser, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning
     ) -> Tensor:
-        """As of any pipeline, with the mask also where blocks are checkpointed."""
+        """Predict like other pipelines, and pass the mask also to checkpointed blocks."""
         _pass_mask_on(getattr(model, "module", model))
         return super().predict(model, noisy, timesteps, conditioning)
 
@@ -506,7 +506,7 @@ def _pass_mask_on(module: Any) -> None:
 
 
 class AuraFlow(PipelineFamily):
-    """AuraFlow: its pipeline takes one time step for all samples, so they are called in turn."""
+    """AuraFlow: its pipeline has one time step for all samples, so samples run one by one."""
 
     pipeline: ClassVar[str] = "AuraFlowPipeline"
     model: ClassVar[str] = "AuraFlowTransformer2DModel"
@@ -515,7 +515,7 @@ class AuraFlow(PipelineFamily):
 
 
 class PixArtAlpha(PipelineFamily):
-    """PixArt-alpha: denoising; the variance that its transformer also predicts is left as it is."""
+    """PixArt-alpha: denoising; the transformer's predicted variance is not trained."""
 
     pipeline: ClassVar[str] = "PixArtAlphaPipeline"
     text_tensors: ClassVar[tuple[str, ...]] = _WITH_MASK
@@ -524,17 +524,17 @@ class PixArtAlpha(PipelineFamily):
 
 
 class PixArtSigma(PixArtAlpha):
-    """PixArt-Sigma: as alpha, with longer texts."""
+    """PixArt-Sigma: like PixArt-alpha, with longer texts."""
 
     pipeline: ClassVar[str] = "PixArtSigmaPipeline"
     model: ClassVar[str] = "PixArtTransformer2DModel"
 
 
 class Krea2(PipelineFamily):
-    """Krea 2: states of several layers for each token of a text.
+    """Krea 2: each text token has states of several layers.
 
-    Its pipeline adds ``guidance_scale`` times the difference to the conditioned prediction, so
-    guidance begins at 0 there and at 1 here.
+    Its pipeline adds ``guidance_scale`` times the difference to the conditional prediction, so no
+    guidance is 0 there and 1 here.
     """
 
     pipeline: ClassVar[str] = "Krea2Pipeline"
@@ -544,7 +544,7 @@ class Krea2(PipelineFamily):
     unguided: ClassVar[float] = 0.0
 
     def example_text(self, name: str, config: Any, batch: int) -> Tensor:
-        """Layers between tokens and width."""
+        """Return example texts with a layer dimension between tokens and width."""
         if name.endswith("mask"):
             return super().example_text(name, config, batch)
         shape = (batch, self.tokens(), config.num_text_layers, config.text_hidden_dim)
@@ -573,9 +573,10 @@ class _Patches:
 
 
 class HiDream(PipelineFamily):
-    """HiDream-I1: texts of CLIP, T5 and of each of LLaMA's layers; experts chosen by token.
+    """HiDream-I1: texts of CLIP, T5 and every layer of LLaMA; a mixture of experts per token.
 
-    Caches and batches hold LLaMA's layers after the sample, the pipeline takes them before it.
+    Caches and batches store LLaMA's layers after the sample dimension; the pipeline expects them
+    before it.
     """
 
     pipeline: ClassVar[str] = "HiDreamImagePipeline"
@@ -597,7 +598,7 @@ class HiDream(PipelineFamily):
     packing: ClassVar[Packing] = _Patches()
 
     def adjust(self, pipe: Any, call_kwargs: dict[str, Any]) -> None:
-        """The pipeline brings every image to the area of its ``default_sample_size``."""
+        """Keep the pipeline from resizing images to its ``default_sample_size``."""
         side = math.sqrt(call_kwargs["height"] * call_kwargs["width"]) / pipe.vae_scale_factor
         pipe.default_sample_size = side * _ROUNDED_UP
 
@@ -608,19 +609,19 @@ class HiDream(PipelineFamily):
         prompts: Mapping[str, Any],
         prefix: str = "",
     ) -> dict[str, Tensor]:
-        """Batch first, LLaMA's layers too."""
+        """Encode texts batch first, including LLaMA's layers."""
         found = super().encode_with(pipeline, device, prompts, prefix)
         return found | {"prompt_embeds_llama3": found["prompt_embeds_llama3"].transpose(0, 1)}
 
     def text_kwargs(
         self, texts: Mapping[str, Tensor], device: torch.device, prefix: str = ""
     ) -> dict[str, Any]:
-        """Layers first."""
+        """Return text arguments with layers first."""
         layers = {"prompt_embeds_llama3": texts["prompt_embeds_llama3"].transpose(0, 1)}
         return super().text_kwargs({**texts, **layers}, device, prefix)
 
     def example_text(self, name: str, config: Any, batch: int) -> Tensor:
-        """As the four encoders give them."""
+        """Return example outputs of the four encoders."""
         if name == "pooled_prompt_embeds":
             return torch.empty(batch, config.text_emb_dim, device="meta")
         t5, llama = config.caption_channels
@@ -631,38 +632,38 @@ class HiDream(PipelineFamily):
 
 
 class FluxKontext(Flux):
-    """Flux.1 Kontext: edits the images whose latents are ``reference_latents`` of a batch."""
+    """Flux.1 Kontext: edits the images in ``reference_latents`` of a batch."""
 
     pipeline: ClassVar[str] = "FluxKontextPipeline"
     reference: ClassVar[str | None] = "image"
     arguments: ClassVar[Mapping[str, Any]] = {"_auto_resize": False}
 
     def sized(self, size: Mapping[str, int]) -> dict[str, int]:
-        """The pipeline resizes images to its own area unless it is given another."""
+        """Set the size, because the pipeline otherwise resizes images to its own area."""
         return {**size, "max_area": size["height"] * size["width"]}
 
 
 @attrs.frozen(kw_only=True, eq=False)
 class QwenImageEdit(ReadingFamily, QwenImage):
-    """Qwen-Image-Edit: Qwen2.5-VL reads a text together with the image that is edited.
+    """Qwen-Image-Edit: Qwen2.5-VL reads a text together with the image to edit.
 
-    So an embedding belongs to a text and an image, in caches too.
+    An embedding therefore belongs to a text and an image, in caches too.
     """
 
     pipeline: ClassVar[str] = "QwenImageEditPipeline"
     reference: ClassVar[str | None] = "image"
 
     reference_area: int = attrs.field(default=1024 * 1024, validator=validated(whole))
-    """Pixels that images are brought to before they are edited. The pipeline knows no other value
-    than the default; a smaller one spares tokens, and drawings outside of zerotune differ."""
+    """Area in pixels of the image to edit. The pipeline only supports the default. A smaller value
+    saves tokens, but sampling outside zerotune then differs."""
 
     @property
     def read_area(self) -> int:
-        """Area in pixels at which Qwen2.5-VL reads an image."""
+        """Return the area in pixels at which Qwen2.5-VL reads an image."""
         return self.reference_area
 
     def at_shown_size(self, images: Tensor) -> Tensor:
-        """As the pipeline brings an image to its size."""
+        """Resize an image as the pipeline does."""
         pipeline = self._needed("references").pipeline
         (width, height), pictures = self._resized(pipeline, images, self.reference_area)
         return cast("Tensor", pipeline.image_processor.preprocess(pictures, height, width))
@@ -670,11 +671,11 @@ class QwenImageEdit(ReadingFamily, QwenImage):
     def read(
         self, parts: FrozenParts, caption: str, pictures: list[Any], device: torch.device
     ) -> dict[str, Tensor]:
-        """What ``encode_prompt`` makes of a caption and its images."""
+        """Encode a caption with its images by ``encode_prompt``."""
         return self.encode_with(parts.pipeline, device, {"prompt": [caption], "image": pictures})
 
     def pictures_of(self, parts: FrozenParts, images: Tensor) -> list[list[Any]]:
-        """In the size at which Qwen2.5-VL reads them."""
+        """Resize images to the size at which Qwen2.5-VL reads them."""
         samples = images if images.ndim == 5 else images.unsqueeze(1)
         return [self._resized(parts.pipeline, each, self.read_area)[1] for each in samples]
 
@@ -695,22 +696,22 @@ class QwenImageEdit(ReadingFamily, QwenImage):
         return width, height
 
     def embedding_settings(self) -> dict[str, Any]:
-        """How large an image is read."""
+        """Return the area at which an image is read."""
         return {**super().embedding_settings(), "read_area": self.read_area}
 
     def latent_settings(self) -> CacheSettings:
-        """How large an image is shown, too."""
+        """Return settings including the area of the image to edit."""
         usual = super().latent_settings()
         own = {**usual.settings, "reference_area": self.reference_area}
         return attrs.evolve(usual, settings=own)
 
     def reference_input(self, latents: Tensor) -> _Picture | list[_Picture]:
-        """Latents in the place of PIL images: of one, or of a list where it takes several."""
+        """Return latents that replace a PIL image, or a list if several are supported."""
         found = _pictures(latents, self.latent_space().scale)
         return found if self.several_references else found[0]
 
     def adjust(self, pipe: Any, call_kwargs: dict[str, Any]) -> None:
-        """Let the pipeline take the images' latents, and the model know their sizes."""
+        """Make the pipeline accept reference latents, and tell the model their sizes."""
         given = call_kwargs["image"]
         pictures = _Pictures(given if self.several_references else [given])
         pipe.image_processor = pictures
@@ -718,9 +719,9 @@ class QwenImageEdit(ReadingFamily, QwenImage):
 
 
 class QwenImageEditPlus(QwenImageEdit):
-    """Qwen-Image-Edit 2509 and later: one or several images, read smaller than they are shown.
+    """Qwen-Image-Edit 2509 and later: one or several images, encoded at a smaller size.
 
-    Its pipeline takes one sample, so they are called, and drawn, in turn.
+    Its pipeline accepts one sample, so training and sampling run samples one by one.
     """
 
     pipeline: ClassVar[str] = "QwenImageEditPlusPipeline"
@@ -729,11 +730,11 @@ class QwenImageEditPlus(QwenImageEdit):
 
     @property
     def read_area(self) -> int:
-        """What the pipeline says."""
+        """Return the pipeline's value."""
         return int(sys.modules[self.known_blueprint().kind.__module__].CONDITION_IMAGE_SIZE)
 
     def draw(self, model: Denoiser, drawing: Drawing) -> Tensor:
-        """Images (n, 3, height, width) of prompts, one after the other."""
+        """Sample images (n, 3, height, width) of prompts one by one."""
         images, drawn = self.drawn_references(drawing), []
         for prompt, seed, image in zip(drawing.prompts, drawing.seeds, images, strict=True):
             single = attrs.evolve(
@@ -767,16 +768,16 @@ DECLARED = (
     HiDream,
     FluxKontext,
 )
-"""All of them that a pipeline's class decides."""
+"""Families selected by a pipeline's class."""
 
 BY_MODEL: Mapping[str, type[PipelineFamily]] = {
     family.model: family for family in DECLARED if "model" in vars(family)
 }
-"""Families by the class of their model, where that decides."""
+"""Families by the class of their model, if it is unique."""
 
 
 def family_of_model(model: Any) -> type[PipelineFamily] | None:
-    """The family whose pipeline knows what a model takes; ``None`` where its class is not known."""
+    """Return the family for a model class; ``None`` if the class is unknown."""
     if getattr(model, "use_additional_conditions", False) is True:
         return PixArtAlpha  # Its pipeline alone gives PixArt's model sizes.
     return BY_MODEL.get(type(model).__name__)

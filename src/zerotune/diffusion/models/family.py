@@ -1,4 +1,4 @@
-"""What a kind of model is to the library: how it is called in training and drawn from."""
+"""Interfaces of model families: how a model is called in training and sampling."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from zerotune.diffusion.data.streams import check_float
 from zerotune.errors import DataError, InvalidValueError
 
 Conditioning = Mapping[str, Tensor]
-"""Keyword arguments of the model's forward pass, batch first; empty without conditioning."""
+"""Keyword arguments of the model's forward pass, batch first; empty if unconditional."""
 
 
 class Denoiser(Protocol):
-    """What predicts: an ``Engine``, or any diffusers model."""
+    """The model that predicts: an ``Engine``, or any diffusers model."""
 
     @property
     def device(self) -> torch.device:
-        """Where its inputs must lie."""
+        """Device of its inputs."""
         ...
 
     @property
     def dtype(self) -> torch.dtype:
-        """Precision of its floating-point inputs."""
+        """Dtype of its floating-point inputs."""
         ...
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -38,54 +38,54 @@ class Denoiser(Protocol):
 
 @runtime_checkable
 class Family(Protocol):
-    """A kind of model: how a batch becomes its inputs, and how it is called.
+    """A kind of model: turns a batch into inputs and calls the model.
 
-    Tensors stay where the batch lies until ``predict`` moves them to the model. To draw images
-    as well, a family is a ``LabelFamily`` or a ``PromptFamily``.
+    Tensors stay on the batch's device until ``predict`` moves them to the model. A family that can
+    also sample is a ``LabelFamily`` or a ``PromptFamily``.
     """
 
     def clean(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """The noise-free samples (b, c, h, w) of a batch, fp32."""
+        """Return the clean samples (b, c, h, w) of a batch, fp32."""
         ...
 
     def conditioning(self, batch: Mapping[str, Tensor], generator: torch.Generator) -> Conditioning:
-        """What the model may know of each sample in training, dropped at random if so asked."""
+        """Return the conditioning of each sample in training, with random dropout if configured."""
         ...
 
     def predict(
         self, model: Denoiser, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning
     ) -> Tensor:
-        """The model's output, shaped as ``noisy``, in its precision or fp32.
+        """Return the model's output in the shape of ``noisy``, in its dtype or fp32.
 
         Args:
-            model: What predicts.
+            model: Model that predicts.
             noisy: Noisy samples (b, c, h, w), fp32.
-            timesteps: (b,), as the scheduler counts them; floats stay fp32.
-            conditioning: What ``conditioning`` or ``condition_on`` gave.
+            timesteps: (b,), in the scheduler's units; floats stay fp32.
+            conditioning: Value of ``conditioning`` or ``condition_on``.
         """
         ...
 
 
 @runtime_checkable
 class LabelFamily(Family, Protocol):
-    """A family whose samples are images, of a class or of none; drawn by zerotune's own loop."""
+    """A family of class-conditional or unconditional images, sampled by zerotune's own loop."""
 
     def condition_on(self, labels: Tensor | None) -> Conditioning:
-        """The conditioning for drawing samples of these labels (b,)."""
+        """Return the conditioning for sampling these labels (b,)."""
         ...
 
     def without_condition(self, conditioning: Conditioning) -> Conditioning | None:
-        """The "nothing is known" counterpart for guidance; ``None`` where there is none."""
+        """Return the unconditional counterpart for guidance, or ``None``."""
         ...
 
 
 @attrs.frozen(kw_only=True, eq=False)
 class Drawing:
-    """Images wanted of one rank; options are those of ``sample``."""
+    """Images that one rank samples, with options of ``sample``."""
 
     prompts: tuple[str, ...]
     seeds: tuple[int, ...]
-    """One for each prompt: it alone decides the image's noise."""
+    """One generator per prompt, which alone determines the image's noise."""
     negative_prompt: str = ""
     steps: int = 50
     guidance_scale: float = 1.0
@@ -98,35 +98,35 @@ class Drawing:
 
 @runtime_checkable
 class PromptFamily(Family, Protocol):
-    """A family whose images are drawn from texts, through its diffusers pipeline."""
+    """A family whose images are sampled from prompts through its diffusers pipeline."""
 
     def draw(self, model: Denoiser, drawing: Drawing) -> Tensor:
-        """Images (n, 3, height, width) on the CPU, fp32, nominally in [-1, 1]."""
+        """Sample images (n, 3, height, width) on the CPU, fp32, nominally in [-1, 1]."""
         ...
 
 
 def take(batch: Mapping[str, Tensor], key: str) -> Tensor:
-    """A tensor of a batch."""
+    """Return a tensor of a batch."""
     if key not in batch:
         raise DataError(
             f"the batch has no {key!r}, only {sorted(batch)}",
             key=f"batch[{key!r}]",
-            fix="let the dataset yield dicts with it, or use another family",
+            fix="add it to the dataset's samples, or use another family",
         )
     return batch[key]
 
 
 def images_of(batch: Mapping[str, Tensor]) -> Tensor:
-    """The images of a batch, fp32."""
+    """Return the images of a batch, fp32."""
     images = take(batch, "images")
     check_float(images, key="batch['images']")
     return images.float()
 
 
 def to_model(value: Tensor, model: Denoiser) -> Tensor:
-    """A tensor on the model's device and, if it holds floats, in its precision.
+    """Move a tensor to the model's device and cast floats to its dtype.
 
-    Not for time steps and sizes: bf16 cannot tell 999 from 1000.
+    Do not use it for time steps and sizes, because bf16 cannot distinguish 999 from 1000.
     """
     return value.to(model.device, model.dtype if value.is_floating_point() else value.dtype)
 
@@ -144,35 +144,35 @@ def call_diffusers_model(
 
 
 def prediction_of(output: Any, *, like: Tensor) -> Tensor:
-    """The prediction in what a diffusers model returned."""
+    """Return the prediction in a diffusers model's output."""
     prediction = output if isinstance(output, Tensor) else output[0]
     if not isinstance(prediction, Tensor) or prediction.shape != like.shape:
         shape = getattr(prediction, "shape", None)
         raise DataError(
-            "the model's output is not shaped like its input "
-            f"({None if shape is None else tuple(shape)} against {tuple(like.shape)})",
+            f"the model's output has shape {None if shape is None else tuple(shape)}, but "
+            f"its input has {tuple(like.shape)}",
             key="model.forward",
-            fix="predict as many channels as the samples have; learned variance is not trained",
+            fix="predict as many channels as the samples have; learned variance is not supported",
         )
     return prediction
 
 
 def config_of(model: Any) -> Any:
-    """The configuration of a diffusers model, also of one inside an engine."""
+    """Return the configuration of a diffusers model, also of one inside an engine."""
     return getattr(model, "module", model).config
 
 
 def parameters_of(function: Any) -> Mapping[str, inspect.Parameter]:
-    """The parameters of a function by name."""
+    """Return a function's parameters by name."""
     return inspect.signature(function).parameters
 
 
 @attrs.frozen(kw_only=True)
 class Unconditional:
-    """Batches hold ``"images"`` (b, c, h, w) in [-1, 1]; the model sees nothing else."""
+    """Unconditional images: batches contain ``"images"`` (b, c, h, w) in [-1, 1]."""
 
     def clean(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """The images, fp32."""
+        """Return the images, fp32."""
         return images_of(batch)
 
     def conditioning(
@@ -180,18 +180,18 @@ class Unconditional:
         batch: Mapping[str, Tensor],  # noqa: ARG002 - the protocol's
         generator: torch.Generator,  # noqa: ARG002
     ) -> Conditioning:
-        """Nothing."""
+        """Return no conditioning."""
         return {}
 
     def condition_on(self, labels: Tensor | None) -> Conditioning:
-        """Nothing.
+        """Return no conditioning.
 
         Raises:
-            InvalidValueError: Labels for a family without any.
+            InvalidValueError: Labels were given.
         """
         if labels is not None:
             raise InvalidValueError(
-                "an unconditional model takes no labels",
+                "an unconditional model does not accept labels",
                 key="labels",
                 value=tuple(labels.shape),
                 fix="use ClassConditional, or pass count= instead of labels=",
@@ -199,7 +199,7 @@ class Unconditional:
         return {}
 
     def without_condition(self, conditioning: Conditioning) -> Conditioning | None:  # noqa: ARG002
-        """There is nothing to guide towards."""
+        """Return ``None``, because guidance is not possible."""
         return None
 
     def predict(
@@ -211,33 +211,33 @@ class Unconditional:
 
 @attrs.frozen(kw_only=True)
 class ClassConditional:
-    """Batches hold ``"images"`` (b, c, h, w) in [-1, 1] and ``"labels"`` (b,), integers.
+    """Batches contain ``"images"`` (b, c, h, w) in [-1, 1] and integer ``"labels"`` (b,).
 
-    The model is called with ``class_labels``, as diffusers' ``UNet2DModel`` with
-    ``num_class_embeds`` takes them. For classifier-free guidance give it one class more than the
-    data has, and name that class ``null_label``.
+    The model is called with ``class_labels``, like diffusers' ``UNet2DModel`` with
+    ``num_class_embeds``. For classifier-free guidance create it with one extra class, and set
+    ``null_label`` to that class.
     """
 
     null_label: int | None = None
-    """The class that means "unknown"; ``None``: the model cannot be guided."""
+    """The class for "no label"; ``None`` disables guidance."""
     dropout: float = attrs.field(default=0.0, validator=validated(probability))
-    """Share of labels replaced by ``null_label`` in training."""
+    """Probability of replacing a label by ``null_label`` in training."""
 
     def __attrs_post_init__(self) -> None:
         if self.dropout > 0 and self.null_label is None:
             raise InvalidValueError(
-                "dropped labels need a class that means unknown",
+                "dropping labels needs a null class",
                 key="dropout",
                 value=self.dropout,
                 fix="set null_label to the model's last class, num_class_embeds - 1",
             )
 
     def clean(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """The images, fp32."""
+        """Return the images, fp32."""
         return images_of(batch)
 
     def conditioning(self, batch: Mapping[str, Tensor], generator: torch.Generator) -> Conditioning:
-        """The labels, some of them replaced by ``null_label``."""
+        """Return the labels, some of them replaced by ``null_label``."""
         labels = take(batch, "labels")
         if self.null_label is None or self.dropout == 0:
             return {"class_labels": labels}
@@ -245,22 +245,22 @@ class ClassConditional:
         return {"class_labels": labels.masked_fill(dropped.to(labels.device), self.null_label)}
 
     def condition_on(self, labels: Tensor | None) -> Conditioning:
-        """The labels; all ``null_label`` is not implied.
+        """Return the labels unchanged.
 
         Raises:
-            InvalidValueError: No labels.
+            InvalidValueError: No labels were given.
         """
         if labels is None:
             raise InvalidValueError(
                 "a class-conditional model needs labels",
                 key="labels",
                 value=None,
-                fix="pass labels=torch.tensor([...]); null_label draws any class",
+                fix="pass labels=torch.tensor([...]); null_label samples any class",
             )
         return {"class_labels": labels}
 
     def without_condition(self, conditioning: Conditioning) -> Conditioning | None:
-        """The same number of ``null_label``; ``None`` when there is no such class."""
+        """Return as many ``null_label``; ``None`` if there is no null class."""
         if self.null_label is None:
             return None
         return {"class_labels": torch.full_like(conditioning["class_labels"], self.null_label)}

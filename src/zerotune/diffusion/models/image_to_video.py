@@ -1,7 +1,7 @@
-"""Families that go on from an image: the condition of a clip is its own first frame.
+"""Image-to-video families: a clip's condition is its first frame.
 
-What the model is shown of the image is kept beside the latents in caches, since it cannot be told
-from them: the VAE encodes the first frame together with empty ones.
+Caches store the model's view of the image beside the latents, because it cannot be derived from
+them: the VAE encodes the first frame together with empty frames.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from zerotune.diffusion.models.reading import ReadingFamily
 from zerotune.errors import DataError
 
 IMAGE_EMBEDS: Final = "image_embeds"
-"""Key of a batch: what CLIP sees in the first frames, (b, tokens, width)."""
+"""Batch key of CLIP's embedding of the first frames, (b, tokens, width)."""
 
 _TRAINED_TIMES: Final = 1000.0
 _IMAGE_TOKENS: Final = 257
 _NOISE_ARGUMENTS: Final = 9
-"""Arguments of ``prepare_latents`` of the pipelines of texts (Wan, HunyuanVideo), which follow
-the image in their likes for images; the last are the latents."""
+"""Arguments of ``prepare_latents`` in the text-to-video pipelines (Wan, HunyuanVideo). The
+image-to-video pipelines have the image before them; the last are the latents."""
 _NOISE_SHARE: Final = 0.999
 """Of the latents that HunyuanVideo's pipeline draws a clip from; the rest is the image."""
 _LEFT_OUT: Final = 4
@@ -46,10 +46,10 @@ _LEFT_OUT: Final = 4
 
 @attrs.frozen(kw_only=True, eq=False)
 class ImageToVideo(PipelineFamily):
-    """A family of clips that begin with a given image. Mix it into the family of its model.
+    """Mixin for clips that continue a given image. Add it to the family of its model.
 
-    The image is the first frame of each clip, in training; in drawing it is one of
-    ``references``. Caches hold what the model is shown of it as ``reference_latents``.
+    In training the image is each clip's first frame; in sampling it is one of ``references``.
+    Caches store the model's view of it as ``reference_latents``.
     """
 
     reference: ClassVar[str | None] = "image"
@@ -59,22 +59,22 @@ class ImageToVideo(PipelineFamily):
 
     @abstractmethod
     def encode_frames(self, parts: FrozenParts, images: Tensor, frames: int) -> dict[str, Tensor]:
-        """What the model is shown of first frames, on the parts' devices.
+        """Encode first frames as the model sees them, on the devices of the parts.
 
         Args:
             parts: The frozen parts.
             images: First frames (b, 3, height, width) in [-1, 1].
-            frames: Of the clips.
+            frames: Number of frames in the clips.
         """
 
     @abstractmethod
     def frame_parts(self, parts: FrozenParts) -> tuple[str, ...]:
-        """Parts that ``encode_frames`` needs."""
+        """Return the parts that ``encode_frames`` needs."""
 
     def encode_images(
         self, images: Tensor, *, device: torch.device | None = None
     ) -> dict[str, Tensor]:
-        """Latents of clips (b, 3, frames, height, width), and what is shown of their first."""
+        """Encode clips (b, 3, frames, height, width) and their first frames."""
         return {
             **super().encode_images(images, device=device),
             **self._first_frames(images, device=device),
@@ -97,14 +97,14 @@ class ImageToVideo(PipelineFamily):
             return self.encode_frames(parts, clips[:, :, 0], clips.shape[2])
 
     def latent_settings(self) -> CacheSettings:
-        """The first frame is encoded, too."""
+        """Return settings including the encoding of the first frame."""
         usual, parts = super().latent_settings(), self._needed("images")
         others = [name for name in self.frame_parts(parts) if name != "vae"]
         own = {"first_frame": parts.hash(others) if others else True}
         return attrs.evolve(usual, settings={**usual.settings, **own})
 
     def conditioning(self, batch: Mapping[str, Tensor], generator: torch.Generator) -> Conditioning:
-        """Embeddings of texts, and what the model is shown of first frames."""
+        """Return text embeddings and the encoded first frame."""
         if REFERENCES not in batch:
             images = images_of(batch)
             known = self._first_frames(images, device=images.device)
@@ -113,7 +113,7 @@ class ImageToVideo(PipelineFamily):
         return {**found, **{n: batch[n].float() for n in (IMAGE_EMBEDS,) if n in batch}}
 
     def drawing_arguments(self, drawing: Drawing, *, device: torch.device) -> dict[str, Any]:
-        """With what the model is shown of the images that clips go on from."""
+        """Return arguments including the encoded images to continue."""
         images = self.drawn_references(drawing)
         parts = self._needed("references")
         usual = parameters_of(self.known_blueprint().kind.__call__)["num_frames"].default
@@ -128,18 +128,18 @@ class ImageToVideo(PipelineFamily):
         return self.drawn_references(drawing)
 
     def drawn_references(self, drawing: Drawing) -> Tensor:
-        """The images that clips go on from, in the size that is drawn.
+        """Return the images to continue, at the sampled size.
 
         Raises:
-            DataError: There are none, or they are of another size.
+            DataError: There are no images, or their size differs.
         """
         images = super().drawn_references(drawing)
         if drawing.size is not None and tuple(images.shape[-2:]) != tuple(drawing.size):
             raise DataError(
-                f"clips of {tuple(drawing.size)} are to go on from images of another size",
+                f"the images to continue differ in size from the clips, {tuple(drawing.size)}",
                 key="references",
                 value=tuple(images.shape[-2:]),
-                fix="resize and crop the images to size=, or leave it out",
+                fix="resize and crop the images to size=, or omit it",
             )
         return images
 
@@ -150,13 +150,13 @@ class ImageToVideo(PipelineFamily):
     # -- A first frame that is given, not learned.
 
     def gives_first(self, model: Any) -> bool:  # noqa: ARG002 - for subclasses
-        """Whether the image takes the place of the first latent frame."""
+        """Return whether the image replaces the first latent frame."""
         return False
 
     def predict(
         self, model: Denoiser, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning
     ) -> Tensor:
-        """As of any pipeline; where the first latent frame is given, that is right as it is."""
+        """Predict like other pipelines; a given first latent frame is returned unchanged."""
         found = super().predict(model, noisy, timesteps, conditioning)
         if not self.gives_first(model):
             return found
@@ -167,14 +167,14 @@ class ImageToVideo(PipelineFamily):
         return torch.cat([right.to(found), found[:, :, 1:]], dim=2)
 
     def drawn_latents(self, output: Any, last: Tensor) -> Tensor:
-        """With the frame that was given."""
+        """Return latents with the given frame."""
         frames: Tensor = output.frames
         return frames if frames.shape == last.shape else last
 
     def example(
         self, model: Any, *, batch: int, side: int | tuple[int, int], frames: int = 2
     ) -> tuple[Tensor, Conditioning]:
-        """With a first frame, as the model is shown it."""
+        """Return example arguments with a first frame."""
         latents, known = super().example(model, batch=batch, side=side, frames=frames)
         shown = known[REFERENCES][:, :, :1] if self.gives_first(model) else known[REFERENCES]
         return latents, {**known, REFERENCES: shown}
@@ -275,29 +275,29 @@ class _WanImage(ImageToVideo):
 
 
 class WanImageToVideo(_WanImage, Wan):
-    """Wan 2.1 and 2.2 that go on from an image; of two experts the one for much noise."""
+    """Wan 2.1 and 2.2 image-to-video; for 2.2 the high-noise expert."""
 
 
 class WanImageToVideoLowNoise(_WanImage, WanLowNoise):
-    """Of Wan 2.2's two experts the one for little noise."""
+    """The low-noise expert of Wan 2.2 image-to-video."""
 
 
 class HunyuanVideoImageToVideo(ImageToVideo, ReadingFamily, HunyuanVideo):
-    """HunyuanVideo that goes on from an image, which LLaVA reads together with each text.
+    """HunyuanVideo image-to-video; LLaVA reads the image together with each text.
 
-    The model's configuration says whether the image takes the place of the first latent frame
-    (``token_replace``) or lies in channels of its own (``latent_concat``). Of the latter's clips
-    the pipeline leaves out the first four frames.
+    The model's configuration says whether the image replaces the first latent frame
+    (``token_replace``) or has its own channels (``latent_concat``). In the latter case the pipeline
+    drops the first four frames of each clip.
     """
 
     pipeline: ClassVar[str] = "HunyuanVideoImageToVideoPipeline"
 
     def gives_first(self, model: Any) -> bool:
-        """As the model's configuration says."""
+        """Return whether the configuration says ``token_replace``."""
         return bool(config_of(model).image_condition_type == "token_replace")
 
     def frame_parts(self, parts: FrozenParts) -> tuple[str, ...]:  # noqa: ARG002
-        """The VAE; what LLaVA makes of the image belongs to the texts."""
+        """Return the VAE; LLaVA's embedding of the image belongs to the texts."""
         return ("vae",)
 
     def encode_frames(
@@ -306,19 +306,19 @@ class HunyuanVideoImageToVideo(ImageToVideo, ReadingFamily, HunyuanVideo):
         images: Tensor,
         frames: int,  # noqa: ARG002
     ) -> dict[str, Tensor]:
-        """``reference_latents`` (b, c, 1, h, w)."""
+        """Return ``reference_latents`` (b, c, 1, h, w)."""
         return {REFERENCES: parts.encode_images(images).unsqueeze(2)}
 
     # -- Texts.
 
     def check_dataset(self, dataset: Any) -> None:
-        """Refuse captions that cannot be counted; what is read with them is in every clip."""
+        """Check that captions can be enumerated; every clip contains its image."""
         dataset.augmentation.check_countable()
 
     def read(
         self, parts: FrozenParts, caption: str, pictures: list[Any], device: torch.device
     ) -> dict[str, Tensor]:
-        """Embeddings of the image's tokens, thinned out, and of the caption's behind them."""
+        """Encode a subset of the image's tokens, followed by the caption's."""
         prompts = {
             "prompt": [caption],
             "image": pictures,
@@ -327,7 +327,7 @@ class HunyuanVideoImageToVideo(ImageToVideo, ReadingFamily, HunyuanVideo):
         return self.encode_with(parts.pipeline, device, prompts)
 
     def pictures_of(self, parts: FrozenParts, images: Tensor) -> list[list[Any]]:
-        """In their own size: LLaVA's processor has one."""
+        """Return images at their own size, because LLaVA's processor resizes them."""
         processor = parts.pipeline.video_processor
         found = processor.numpy_to_pil(processor.pt_to_numpy(images.float() / 2 + 0.5))
         return [[picture] for picture in found]
@@ -335,7 +335,7 @@ class HunyuanVideoImageToVideo(ImageToVideo, ReadingFamily, HunyuanVideo):
     def embed_negative(
         self, parts: FrozenParts, texts: Sequence[str], device: torch.device
     ) -> dict[str, Tensor]:
-        """What the pipeline makes of negative prompts: LLaVA reads them with a black image."""
+        """Encode negative prompts with a black image, as the pipeline does."""
         taken = parameters_of(parts.pipeline.encode_prompt)["image_embed_interleave"]
         (black,) = self.pictures_of(parts, -torch.ones(1, 3, 16, 16))
         encoded = [
@@ -356,13 +356,13 @@ class HunyuanVideoImageToVideo(ImageToVideo, ReadingFamily, HunyuanVideo):
         device: torch.device,
         negative: bool = False,
     ) -> dict[str, Tensor]:
-        """Prompts with the image that their clip goes on from."""
+        """Return prompts with the image that each clip continues."""
         if negative:
             return self.remembered_negative(texts, device=device)
         return super().drawn_texts(texts, drawing, device=device)
 
     def embedding_settings(self) -> dict[str, Any]:
-        """How many of the image's tokens are kept, too."""
+        """Return settings including the number of image tokens kept."""
         kept = {"image_embed_interleave": self._interleave(self._needed("captions"))}
         return {**super().embedding_settings(), **kept}
 
@@ -373,7 +373,7 @@ class HunyuanVideoImageToVideo(ImageToVideo, ReadingFamily, HunyuanVideo):
     # -- The call.
 
     def adjust(self, pipe: Any, call_kwargs: dict[str, Any]) -> None:
-        """Show the model each sample's own image; noise is mixed with it in drawing alone."""
+        """Pass each sample's own image to the model; only sampling mixes noise with it."""
         super().adjust(pipe, call_kwargs)
         shown = call_kwargs[str(self.reference)]
         call_kwargs[str(self.reference)] = torch.zeros(1, 3, 1, 1)  # Nobody looks at it.
@@ -397,14 +397,14 @@ class HunyuanVideoImageToVideo(ImageToVideo, ReadingFamily, HunyuanVideo):
         return super()._as_latents(padded, noisy)
 
     def draw(self, model: Denoiser, drawing: Drawing) -> Tensor:
-        """Clips (n, 3, frames, height, width), four frames shorter where the image lies apart."""
+        """Sample clips (n, 3, frames, height, width), four frames shorter for ``latent_concat``."""
         clips = super().draw(model, drawing)
         return clips if self.gives_first(model) else clips[:, :, _LEFT_OUT:]
 
     def example(
         self, model: Any, *, batch: int, side: int | tuple[int, int], frames: int = 2
     ) -> tuple[Tensor, Conditioning]:
-        """With one latent frame of the image."""
+        """Return example arguments with one latent frame of the image."""
         latents, known = super().example(model, batch=batch, side=side, frames=frames)
         return latents, {**known, REFERENCES: known[REFERENCES][:, :, :1]}
 
@@ -413,4 +413,4 @@ IMAGE_TO_VIDEO: Final[tuple[type[ImageToVideo], ...]] = (
     WanImageToVideo,
     HunyuanVideoImageToVideo,
 )
-"""All of them that a pipeline's class decides."""
+"""Families selected by a pipeline's class."""

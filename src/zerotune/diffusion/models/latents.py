@@ -1,4 +1,4 @@
-"""What a VAE's latents are to the model that learns them: compression, statistics, packing."""
+"""Latent spaces of VAEs: compression, normalisation and packing."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from zerotune.errors import DataError
 from zerotune.plan.model import latent_frames
 
 _PATCH: Final = 2
-"""Side of the patches that a VAE with batch statistics (Flux.2's) puts into its channels."""
+"""Side of the patches that a VAE with batch statistics (Flux.2's) folds into channels."""
 
 
 class LatentSpace:
-    """The latents of one VAE: mean 0 and deviation 1 as far as its configuration says how.
+    """The latents of one VAE, normalised to mean 0 and deviation 1 as its configuration defines.
 
-    Knows diffusers' VAEs of images and of clips, deterministic ones (``AutoencoderDC``), scaling
-    factors with and without shift, means and deviations of channels, and batch statistics.
+    Supports diffusers' VAEs for images and clips, deterministic ones (``AutoencoderDC``), scaling
+    factors with and without shift, channel means and deviations, and batch statistics.
 
     Args:
-        vae: A diffusers VAE; one on the ``meta`` device does for ``scale`` and ``frames``.
+        vae: A diffusers VAE; a VAE on the ``meta`` device suffices for ``scale`` and ``frames``.
     """
 
     def __init__(self, vae: Any) -> None:
@@ -38,7 +38,7 @@ class LatentSpace:
 
     @property
     def channels(self) -> int:
-        """Of the latents."""
+        """Number of latent channels."""
         config = self._vae.config
         own = config.get("latent_channels") or config.get("z_dim")
         return int(own) * (_PATCH**2 if self._patched else 1)
@@ -55,12 +55,12 @@ class LatentSpace:
         return int(self._vae.config.get("scale_factor_temporal") or self._from_steps())
 
     def latent_frames(self, frames: int) -> int:
-        """Latent frames of a clip; the first frame has one of its own."""
+        """Return the latent frames of a clip; the first frame has its own."""
         return latent_frames(frames, per_latent=self.frames)
 
     @torch.no_grad()
     def encode(self, images: torch.Tensor) -> torch.Tensor:
-        """The means of the VAE's distributions as the model sees them.
+        """Return the mean of the VAE's distribution, normalised for the model.
 
         Args:
             images: (b, 3, height, width) or (b, 3, frames, height, width) in [-1, 1].
@@ -85,13 +85,14 @@ class LatentSpace:
 
     @torch.no_grad()
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
-        """Images or clips of latents, one at a time: decoding takes more memory than encoding.
+        """Decode latents one sample at a time, because decoding needs more memory than encoding.
 
         Args:
-            latents: As ``encode`` gives them.
+            latents: Latents in the format of ``encode``.
 
         Returns:
-            Shaped as ``encode`` takes them, nominally in [-1, 1], fp32, on the CPU.
+            Images or clips in the shape that ``encode`` accepts, nominally in [-1, 1], fp32, on the
+            CPU.
         """
         mean, deviation = self._statistics(latents.float())
         scaled = latents.float() * deviation + mean
@@ -106,18 +107,18 @@ class LatentSpace:
         return decoded.squeeze(2) if single else decoded
 
     def settings(self) -> dict[str, Any]:
-        """All that decides what the VAE makes of an image, but its weights and precision."""
+        """Return all settings that determine the VAE's output, except weights and dtype."""
         names = ("scaling_factor", "shift_factor", "latents_mean", "latents_std")
         return {name: self._vae.config.get(name) for name in names}
 
     def _check_frames(self, frames: int) -> None:
         if (frames - 1) % self.frames:
             raise DataError(
-                f"the VAE makes one latent frame of {self.frames} after the first, so {frames} "
-                "leave some over",
+                f"the VAE compresses {self.frames} frames to one after the first, which "
+                f"does not divide {frames}",
                 key="frames",
                 value=frames,
-                fix=f"pass ClipBuckets(compression={self.frames}, frames=...): 1 more than a "
+                fix=f"use ClipBuckets(compression={self.frames}, frames=...): 1 more than a "
                 f"multiple of {self.frames}",
             )
 
@@ -171,10 +172,10 @@ class LatentSpace:
 
 @runtime_checkable
 class Packing(Protocol):
-    """How a pipeline wants its latents, and how its predictions lie."""
+    """Protocol: converts between latents and the pipeline's layout."""
 
     def pack(self, latents: torch.Tensor) -> torch.Tensor:
-        """What the pipeline takes as ``latents``.
+        """Convert to the pipeline's ``latents``.
 
         Args:
             latents: (b, c, [frames,] h, w).
@@ -182,39 +183,39 @@ class Packing(Protocol):
         ...
 
     def unpack(self, prediction: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-        """A prediction as latents.
+        """Convert a prediction to latents.
 
         Args:
-            prediction: What the pipeline gives its scheduler.
-            shape: Of the latents.
+            prediction: Output that the pipeline passes to its scheduler.
+            shape: Shape of the latents.
         """
         ...
 
 
 @attrs.frozen
 class Unpacked:
-    """Latents as they are."""
+    """No packing."""
 
     def pack(self, latents: torch.Tensor) -> torch.Tensor:
-        """The same."""
+        """Return the latents unchanged."""
         return latents
 
     def unpack(self, prediction: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:  # noqa: ARG002
-        """The same."""
+        """Return the prediction unchanged."""
         return prediction
 
 
 @attrs.frozen
 class Tokens:
-    """A row of tokens, (b, n, c * patch²): patches line by line, channels first inside of each."""
+    """A sequence of tokens, (b, n, c * patch²): patches row by row, channels first inside each."""
 
     patch: int = 1
-    """Side of a patch in latent pixels; frames are not put together."""
+    """Side of a patch in latent pixels; frames are not merged."""
     packs: bool = True
-    """Whether the pipeline wants tokens; if not, it makes them itself and only predicts them."""
+    """Whether the pipeline expects tokens as input; otherwise it only predicts them."""
 
     def pack(self, latents: torch.Tensor) -> torch.Tensor:
-        """The tokens of latents."""
+        """Convert latents to tokens."""
         if not self.packs:
             return latents
         count, channels, *frames, height, width = latents.shape
@@ -225,7 +226,7 @@ class Tokens:
         return grid.permute(0, 2, 3, 5, 1, 4, 6).flatten(4).flatten(1, 3)
 
     def unpack(self, prediction: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-        """Latents of tokens."""
+        """Convert tokens to latents."""
         count, channels, *frames, height, width = shape
         side = self.patch
         grid = prediction.reshape(

@@ -1,7 +1,7 @@
-"""A diffusers pipeline around a model in training: its frozen parts, and who stands for its model.
+"""A diffusers pipeline around a trained model, with its frozen parts.
 
-The parts that are not trained (VAE, text encoders, tokenizers) are ``FrozenParts``; in the place of
-the trained model the pipeline has a ``PipelineModel``, which calls the engine.
+Frozen VAE, text encoders and tokenizers are ``FrozenParts``. A ``PipelineModel`` replaces the
+trained model in the pipeline and calls the engine.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ _KEPT_EXACT: Final = (
     "txt_ids",
     "position_ids",
 )
-"""Numbers that bf16 cannot hold."""
+"""Arguments with integers that bf16 cannot represent."""
 
 Embeddings = Mapping[str, torch.Tensor]
-"""Tensors of texts by name, batch first."""
+"""Text tensors by name, batch first."""
 
 
 class FrozenParts:
     """A diffusers pipeline without its trained model, whole on every rank and without gradients.
 
-    Weights stay where they are until something has to be computed; ``on`` brings some of them to
-    a device for a while, ``release`` back to the host for good.
+    Weights stay on their device until they are needed; ``on`` moves some of them temporarily, and
+    ``release`` moves all back to the host.
 
     Args:
-        pipeline: Such as ``StableDiffusionXLPipeline``, its trained component ``None`` or a
-            ``PipelineModel``.
+        pipeline: A pipeline such as ``StableDiffusionXLPipeline``; its trained component is
+            ``None`` or a ``PipelineModel``.
 
     Raises:
-        EngineError: A part was partitioned by ZeRO-3 while it was loaded.
+        EngineError: ZeRO-3 partitioned a part while it was loaded.
     """
 
     def __init__(self, pipeline: Any) -> None:
@@ -64,7 +64,7 @@ class FrozenParts:
 
     @property
     def modules(self) -> dict[str, torch.nn.Module]:
-        """The parts that hold weights, by their name in the pipeline."""
+        """Parts with weights, by their name in the pipeline."""
         return {
             name: part
             for name, part in self.pipeline.components.items()
@@ -76,26 +76,27 @@ class FrozenParts:
         """The autoencoder.
 
         Raises:
-            DataError: It was left out.
+            DataError: The pipeline was loaded without it.
         """
         if self.pipeline.vae is None:
             raise DataError(
-                "the pipeline was loaded without its VAE, so there are neither latents nor images",
+                "the pipeline was loaded without its VAE, so it can neither encode nor "
+                "decode images",
                 key="parts.vae",
                 value=None,
-                fix='load it: leave_out without "vae"',
+                fix='load it: remove "vae" from leave_out',
             )
         return self.pipeline.vae
 
     @property
     def trained_encoders(self) -> dict[str, TrainedEncoder]:
-        """What stands for the text encoders that are trained, by name."""
+        """Wrappers of trained text encoders by name."""
         components = self.pipeline.components.items()
         return {name: part for name, part in components if isinstance(part, TrainedEncoder)}
 
     @contextmanager
     def calling(self, model: Denoiser) -> Iterator[None]:
-        """Inside the block the trained text encoders are those of an engine, or of a model."""
+        """Use the trained text encoders of an engine or a model inside the block."""
         encoders = self.trained_encoders.values()
         for encoder in encoders:
             encoder.call_in(model)
@@ -110,24 +111,24 @@ class FrozenParts:
         """The frozen text encoders by name.
 
         Raises:
-            DataError: All were left out.
+            DataError: All of them were omitted.
         """
         found = {n: module for n, module in self.modules.items() if n.startswith("text_encoder")}
         if not found and not self.trained_encoders:
             raise DataError(
-                "the pipeline was loaded without text encoders, so texts cannot be used",
+                "the pipeline was loaded without text encoders, so texts cannot be encoded",
                 key="parts.text_encoders",
                 value=None,
-                fix="load them: leave_out without their names",
+                fix="load them: remove their names from leave_out",
             )
         return found
 
     @property
     def latents(self) -> LatentSpace:
-        """What the autoencoder's latents are to the model.
+        """Latent space of the autoencoder.
 
         Raises:
-            DataError: It was left out.
+            DataError: The pipeline was loaded without it.
         """
         return LatentSpace(self.vae)
 
@@ -137,21 +138,21 @@ class FrozenParts:
         return self.latents.scale
 
     def to(self, device: torch.device | str, names: Sequence[str] | None = None) -> FrozenParts:
-        """Move the weights of some parts, or of all."""
+        """Move the weights of some or all parts."""
         for name, module in self.modules.items():
             if names is None or name in names:
                 module.to(device)
         return self
 
     def release(self) -> None:
-        """Move all weights to the host and give the device's memory back."""
+        """Move all weights to the host and free device memory."""
         self.to("cpu")
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
     @contextmanager
     def on(self, device: torch.device, names: Sequence[str]) -> Iterator[None]:
-        """Some parts on a device; afterwards they are where they were."""
+        """Move some parts to a device inside the block, and back afterwards."""
         modules = self.modules
         moved = [
             (modules[name], next(modules[name].parameters()).device)
@@ -174,15 +175,15 @@ class FrozenParts:
         device: torch.device,
         kind: str = "",
     ) -> dict[str, torch.Tensor]:
-        """Embeddings of texts, each computed once on ``device`` and then kept on the host.
+        """Return cached embeddings of texts, each computed once on ``device`` and kept on the host.
 
-        Where text encoders are trained nothing is kept: the next embedding is another.
+        If text encoders are trained, nothing is cached.
 
         Args:
-            texts: What is encoded.
-            encode: How.
-            device: Where.
-            kind: Another one is remembered apart.
+            texts: Texts to encode.
+            encode: Encode function.
+            device: Device of the encoders.
+            kind: Cache key; each kind is cached separately.
         """
         if self.trained_encoders:
             with self.on(device, list(self.text_encoders)), torch.no_grad():
@@ -197,42 +198,43 @@ class FrozenParts:
         return stack_named([known[text] for text in texts])
 
     def encode_images(self, images: torch.Tensor) -> torch.Tensor:
-        """Latents of images or clips; see ``LatentSpace.encode``."""
+        """Encode images or clips; see ``LatentSpace.encode``."""
         return self.latents.encode(images)
 
     def decode_latents(self, latents: torch.Tensor) -> torch.Tensor:
-        """Images or clips of latents; see ``LatentSpace.decode``."""
+        """Decode latents; see ``LatentSpace.decode``."""
         return self.latents.decode(latents)
 
     def vae_settings(self) -> dict[str, Any]:
-        """All that decides what the VAE makes of an image, but its weights and precision."""
+        """Return all settings that determine the VAE's output, except weights and dtype."""
         return self.latents.settings()
 
     def hash(self, names: Sequence[str]) -> str:
-        """A hash of the weights of some parts."""
+        """Return a hash of the weights of some parts."""
         return "+".join(hash_weights(self.modules[name]) for name in names)
 
 
 def pipeline_class(pipeline: str | type[Any]) -> Any:
-    """A pipeline of diffusers by its name, or a class of somebody's own."""
+    """Return a diffusers pipeline class by name, or a custom class."""
     import diffusers
 
     if isinstance(pipeline, type):
         return pipeline
     if not diffusers.utils.is_transformers_available():
         raise MissingDependencyError(
-            f"diffusers has {pipeline} only beside transformers", fix="pip install transformers"
+            f"diffusers provides {pipeline} only if transformers is installed",
+            fix="pip install transformers",
         )
     return getattr(diffusers, pipeline)
 
 
 def pipeline_name(pipeline: str | type[Any]) -> str:
-    """What a pipeline's class is called."""
+    """Return the name of a pipeline's class."""
     return pipeline.__name__ if isinstance(pipeline, type) else pipeline
 
 
 def component_class(library: str, name: str) -> Any:
-    """The class of a component, as ``model_index.json`` names it; ``None``: there is none."""
+    """Return the class of a component named in ``model_index.json``, or ``None``."""
     import diffusers
 
     found = getattr(diffusers, name, None)
@@ -245,12 +247,12 @@ def component_class(library: str, name: str) -> Any:
 
 
 class Described:
-    """A model that answers questions and computes nothing: no module to a pipeline.
+    """A model that provides its configuration but cannot compute, and is no module.
 
-    So it neither decides where the pipeline computes nor moves with it.
+    It therefore does not affect the pipeline's device.
 
     Args:
-        module: One on the ``meta`` device, or one that waits elsewhere.
+        module: A module on the ``meta`` device, or an offloaded one.
     """
 
     dtype = torch.float32
@@ -266,22 +268,22 @@ class Described:
 
 @attrs.frozen(kw_only=True, eq=False)
 class Blueprint:
-    """A diffusers pipeline without its weights: what it takes to make one around an engine."""
+    """A diffusers pipeline without weights, from which one is built around an engine."""
 
     kind: type[Any]
-    """Its class."""
+    """Class of the pipeline."""
     settings: Mapping[str, Any]
-    """Arguments of its constructor that are no components."""
+    """Constructor arguments that are not components."""
     components: tuple[str, ...]
-    """The others, by name."""
+    """Components by name."""
     scheduler: Any
-    """What it draws with."""
+    """Scheduler for sampling."""
     vae: Described | None
-    """What it asks for sizes."""
+    """Component that defines sizes."""
 
     @classmethod
     def of(cls, pipeline: Any) -> Blueprint:
-        """That of a pipeline."""
+        """Create the blueprint of a pipeline."""
         names = tuple(pipeline.components)
         settings = {
             name: value
@@ -298,11 +300,11 @@ class Blueprint:
 
     @classmethod
     def read(cls, folder: Path, kind: type[Any]) -> Blueprint:
-        """That of a pipeline in a folder; no weights are read.
+        """Read the blueprint of a pipeline in a folder without reading weights.
 
         Args:
-            folder: With ``model_index.json``.
-            kind: The pipeline's class.
+            folder: Folder with ``model_index.json``.
+            kind: Class of the pipeline.
         """
         index = json_of((folder / "model_index.json").read_text())
         known = {name: entry for name, entry in index.items() if isinstance(entry, list)}
@@ -333,7 +335,7 @@ class Blueprint:
     @classmethod
     @functools.cache
     def usual(cls, kind: type[Any]) -> Blueprint:
-        """One of a class alone: its settings, and its sizes without a VAE, are the defaults."""
+        """Create a blueprint from a class, with default settings and sizes."""
         from diffusers import FlowMatchEulerDiscreteScheduler
 
         return cls(
@@ -349,7 +351,7 @@ class Blueprint:
         )
 
     def around(self, **components: Any) -> Any:
-        """A pipeline of these components and the described VAE alone."""
+        """Build a pipeline from these components and the described VAE."""
         settings: dict[str, Any] = dict.fromkeys(self.components) | dict(self.settings)
         if "safety_checker" in settings:
             settings["requires_safety_checker"] = False  # It would warn of that at every step.
@@ -359,15 +361,15 @@ class Blueprint:
 
 
 class PipelineModel(torch.nn.Module):
-    """Looks like the model to a pipeline and calls the engine.
+    """Replaces the model in a pipeline and calls the engine.
 
-    Floating-point inputs are brought to the engine's precision, time steps and sizes excepted,
-    and the output back to fp32, so that the scheduler's arithmetic is not done in bf16. It has no
-    parameters of its own: moving or casting the pipeline leaves the engine alone.
+    It casts floating-point inputs to the engine's dtype, except time steps and sizes, and outputs
+    to fp32, so that the scheduler does not compute in bf16. It has no parameters, so moving or
+    casting the pipeline does not affect the engine.
 
     Args:
         config: The model's configuration.
-        model: What predicts; without one it only answers questions about the configuration.
+        model: Model that predicts; without one only the configuration is available.
     """
 
     def __init__(self, *, config: Any, model: Denoiser | None = None) -> None:
@@ -378,21 +380,21 @@ class PipelineModel(torch.nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the engine computes."""
+        """Device of the engine."""
         return torch.device("cpu") if self._model is None else self._model.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the pipeline keeps latents and embeddings in."""
+        """Dtype of the pipeline's latents and embeddings."""
         return torch.float32
 
     @contextmanager
     def cache_context(self, name: str, **_: Any) -> Iterator[None]:  # noqa: ARG002 - diffusers'
-        """Nothing is cached between the steps of training."""
+        """Do nothing: training caches nothing between steps."""
         yield
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the engine with the arguments a pipeline gives its model."""
+        """Call the engine with the pipeline's arguments."""
         output = call_cast(self._model, args, kwargs)
         prediction = output[0] if isinstance(output, tuple) else output.sample
         if isinstance(prediction, list):
@@ -407,17 +409,17 @@ class PipelineModel(torch.nn.Module):
 
 
 class TrainedEncoder(torch.nn.Module):
-    """Looks like a text encoder to a pipeline and calls the part of an engine that is trained.
+    """Replaces a text encoder in a pipeline and calls the trained one in the engine.
 
-    It has no parameters of its own, so that the pipeline neither moves nor freezes them.
+    It has no parameters, so the pipeline neither moves nor freezes them.
 
     Args:
-        name: What the pipeline and ``TrainedParts`` call it.
+        name: Name in the pipeline and in ``TrainedParts``.
         module: The encoder.
     """
 
     dtype = torch.float32
-    """What the pipeline keeps embeddings in."""
+    """Dtype of the pipeline's embeddings."""
 
     def __init__(self, *, name: str, module: torch.nn.Module) -> None:
         super().__init__()
@@ -425,7 +427,7 @@ class TrainedEncoder(torch.nn.Module):
         self.__dict__.update(_name=name, _module=module, _within=None)
 
     def call_in(self, model: Denoiser | None) -> None:
-        """Call the part of this engine from now on; ``None``: the module itself."""
+        """Use this engine's part from now on; ``None`` uses the module itself."""
         self.__dict__["_within"] = model
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -441,7 +443,7 @@ class TrainedEncoder(torch.nn.Module):
 
 
 def call_cast(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Call a model with a pipeline's arguments in its precision, times and sizes excepted."""
+    """Call a model with a pipeline's arguments in its dtype, except time steps and sizes."""
     names = inspect.signature(primary_of(model).forward).parameters
     arguments = [
         value if name in _KEPT_EXACT else _cast_floats(value, model.dtype)

@@ -1,9 +1,9 @@
-"""Text-to-image families: VAE, text encoders, and a diffusers pipeline that predicts and draws.
+"""Text-to-image families that predict and sample through their diffusers pipeline.
 
-The pipeline's own ``__call__`` runs, without its ``no_grad``, with the engine in the place of its
-model and a scheduler of one step, whose time is that of each sample. What it hands its scheduler
-is the prediction, with its graph. Scaling of times, signs, position ids, masks, guidance embeddings
-and reference images are so diffusers' own code.
+Training runs the pipeline's ``__call__`` for one step with gradients. The engine replaces the
+model, and a scheduler with each sample's own time replaces the scheduler. The argument of
+``scheduler.step`` is the prediction, with its graph. So diffusers' own code handles time scaling,
+signs, position ids, masks, guidance embeddings and reference images.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 NEGATIVE: Final = "negative_"
 CAPTIONS: Final = "captions"
-"""Key of a batch: its texts, which wait for their embedding where text encoders are trained."""
+"""Batch key of captions to encode in training, if text encoders are trained."""
 
 _NONE: Final[Mapping[str, Any]] = MappingProxyType({})
 
@@ -62,105 +62,106 @@ class _UsualSpace:
 
 @attrs.frozen(kw_only=True, eq=False)
 class TextToImage(ABC):
-    """A family of latent text-to-image models. Subclass it to add one.
+    """Base class of latent text-to-image families. Subclass it to add one.
 
-    A batch holds ``latents`` (b, c, h, w) and the tensors of ``text_tensors``, as caches give
-    them, or ``images`` (b, 3, height, width) in [-1, 1] and ``captions``, which are then encoded
-    as they come. Both may be mixed.
+    A batch contains ``latents`` (b, c, h, w) and the tensors of ``text_tensors``, as from caches,
+    or ``images`` (b, 3, height, width) in [-1, 1] and ``captions``, which are encoded in each step.
+    The two forms may be mixed.
 
-    A subclass names its pipeline, and says how texts are encoded (``embed``) and how the model is
-    called (``predict``).
+    A subclass names its pipeline and implements ``embed``, which encodes texts, and ``predict``,
+    which calls the model.
     """
 
     pipeline: ClassVar[Any]
-    """What loads and draws: the name of a class in diffusers, or a class of yours."""
+    """Pipeline that loads and samples: name of a diffusers class, or a custom class."""
     component: ClassVar[str]
     """Name of the trained model in the pipeline."""
     text_tensors: ClassVar[tuple[str, ...]]
-    """What ``embed`` gives, as the pipeline's arguments are called."""
+    """Outputs of ``embed``, named like the pipeline's arguments."""
     lora_targets: ClassVar[tuple[str, ...]]
-    """Modules that get adapters by default, as in diffusers' training scripts."""
+    """Default modules for adapters, as in diffusers' training scripts."""
     flow_matching: ClassVar[bool] = False
-    """Whether these models learn velocities along straight lines, or noise."""
+    """Whether these models use flow matching; otherwise they predict noise."""
     reads_references: ClassVar[bool] = False
-    """Whether texts are encoded together with the image that is edited."""
+    """Whether texts are encoded together with the image to edit."""
 
     usual_scale: ClassVar[int] = 8
-    """Pixels per latent pixel where no VAE tells."""
+    """Pixels per latent pixel if no VAE is available."""
     usual_frames: ClassVar[int] = 1
-    """Frames per latent frame where no VAE tells."""
+    """Frames per latent frame if no VAE is available."""
     packing: ClassVar[Packing] = Unpacked()
-    """How the pipeline wants its latents."""
+    """Layout of latents in the pipeline."""
     clips: ClassVar[bool] = False
-    """Whether latents have frames: (b, c, frames, h, w)."""
+    """Whether latents have a frame dimension: (b, c, frames, h, w)."""
     listed: ClassVar[bool] = False
-    """Whether the pipeline takes one tensor per text, each of its own length."""
+    """Whether the pipeline expects a list of texts, each of its own length."""
     guided_by: ClassVar[str | None] = "guidance_scale"
-    """The argument of guidance that calls the model twice; ``None`` where there is none."""
+    """Name of the guidance argument that runs the model twice, or ``None``."""
     unguided: ClassVar[float] = 1.0
-    """Its value without guidance."""
+    """Value of that argument that disables guidance."""
     embedded_guidance_arg: ClassVar[str | None] = None
-    """The argument of the guidance that a distilled model takes as an input."""
+    """Name of the guidance argument that a distilled model takes as an input."""
     reference: ClassVar[str | None] = None
-    """The argument that takes ``reference_latents``."""
+    """Name of the argument for ``reference_latents``."""
     needs_references: ClassVar[bool] = True
-    """Whether each sample of a family with ``reference`` must have an image that is edited."""
+    """Whether every sample of a family with ``reference`` needs a reference image."""
     several_references: ClassVar[bool] = False
-    """Whether a sample may be made of several images."""
+    """Whether a sample may have several reference images."""
     by_class: ClassVar[bool] = False
-    """Whether the pipeline's class decides the call, so that the family may be made by hand."""
+    """Whether the pipeline's class alone determines the call, so that the family can be created
+    directly."""
     arguments: ClassVar[Mapping[str, Any]] = _NONE
-    """Further keyword arguments of the call."""
+    """Additional keyword arguments of the call."""
 
     parts: FrozenParts | None = None
-    """VAE and text encoders. Not needed to train from caches; needed to draw images."""
+    """VAE and text encoders. Required for sampling, but not for training from caches."""
     dropout: float = attrs.field(default=0.0, validator=validated(probability))
-    """Share of samples trained on the empty text, for guidance without a classifier."""
+    """Probability of training on the empty text, for classifier-free guidance."""
     parts_device: torch.device | None = None
-    """Where the parts encode what comes uncached; the batch's device when not given."""
+    """Device on which the parts encode uncached data; default the batch's device."""
     guidance: float = 1.0
-    """Guidance that a distilled model takes as an input in training."""
+    """Embedded guidance value of a distilled model in training."""
     blueprint: Blueprint | None = None
-    """The pipeline without weights; that of ``parts`` when not given."""
+    """The pipeline without weights; default that of ``parts``."""
 
     base_component: ClassVar[str | None] = None
-    """The pipeline's name of a frozen model that the trained one steers."""
+    """Pipeline name of a frozen model that the trained one steers."""
 
     also_needed: ClassVar[tuple[str, ...]] = ()
-    """Components that are needed beside VAE and text encoders, though other families do not."""
+    """Required components that other families do not need."""
 
     @classmethod
     def separate_models(cls) -> tuple[str, ...]:
-        """Components that are loaded apart from VAE and text encoders."""
+        """Return components that are loaded separately from VAE and text encoders."""
         return tuple(name for name in (cls.component, cls.base_component) if name is not None)
 
     @abstractmethod
     def embed(
         self, parts: FrozenParts, captions: Sequence[str], device: torch.device
     ) -> dict[str, Tensor]:
-        """Embeddings of captions by ``text_tensors``, batch first, through the pipeline."""
+        """Encode captions with the pipeline; returns ``text_tensors``, batch first."""
 
     def embed_negative(
         self, parts: FrozenParts, texts: Sequence[str], device: torch.device
     ) -> dict[str, Tensor]:
-        """As ``embed``, of negative prompts: some pipelines give prompts instructions."""
+        """Like ``embed``, for negative prompts; some pipelines add instructions to prompts."""
         return self.embed(parts, texts, device)
 
     @abstractmethod
     def predict(
         self, model: Denoiser, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning
     ) -> Tensor:
-        """The model's output, shaped as ``noisy``."""
+        """Return the model's output in the shape of ``noisy``."""
 
     def clean(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """The latents of a batch (b, c, h, w), fp32; images are encoded."""
+        """Return the latents of a batch (b, c, h, w), fp32; images are encoded."""
         if "latents" in batch:
             return batch["latents"].float()
         images = images_of(batch)
         return self.encode_images(images, device=images.device)["latents"].to(images.device)
 
     def conditioning(self, batch: Mapping[str, Tensor], generator: torch.Generator) -> Conditioning:
-        """Embeddings of a batch's texts, some of them replaced by those of the empty text."""
+        """Return text embeddings of a batch, some of them replaced by those of the empty text."""
         first = self.text_tensors[0]
         if self.trains_texts:
             return {CAPTIONS: self._kept_captions(batch, generator)}  # type: ignore[dict-item]
@@ -192,16 +193,16 @@ class TextToImage(ABC):
 
     @property
     def trains_texts(self) -> bool:
-        """Whether text encoders are trained beside the model, so that no embedding may be kept."""
+        """Return whether text encoders are trained, so that no embedding may be cached."""
         return self.parts is not None and bool(self.parts.trained_encoders)
 
     def _kept_captions(self, batch: Mapping[str, Any], generator: torch.Generator) -> Captions:
         """The captions of a batch, some of them empty; the engine encodes them."""
         if self.text_tensors[0] in batch:
             raise DataError(
-                "are embeddings that were computed once, and text encoders are trained",
+                "contain precomputed embeddings, but text encoders are trained",
                 key=f"batch[{self.text_tensors[0]!r}]",
-                fix="give captions: encode_dataset with this family caches latents alone",
+                fix="pass captions: encode_dataset with this family caches only latents",
             )
         captions: Any = take(batch, CAPTIONS)
         if self.dropout == 0:
@@ -211,7 +212,7 @@ class TextToImage(ABC):
         return Captions("" if gone else caption for caption, gone in pairs)
 
     def with_texts(self, model: Denoiser, conditioning: Conditioning) -> Conditioning:
-        """The conditioning with embeddings in the place of captions, computed with their graph."""
+        """Return conditioning with captions replaced by embeddings, with gradients."""
         if CAPTIONS not in conditioning:
             return conditioning
         others = {name: value for name, value in conditioning.items() if name != CAPTIONS}
@@ -264,7 +265,7 @@ class TextToImage(ABC):
         )
 
     def texts_of(self, batch: Mapping[str, Any], captions: Sequence[str]) -> dict[str, Tensor]:
-        """Embeddings of captions of a batch, or of other texts in their place."""
+        """Return embeddings of a batch's captions, or of replacement texts."""
         return self.encode_texts(captions, device=self.clean_device(batch))
 
     def empty_texts_of(
@@ -273,11 +274,11 @@ class TextToImage(ABC):
         *,
         device: torch.device,
     ) -> dict[str, Tensor]:
-        """What dropped texts of a batch become, (1, …), or (b, …) where samples differ in it."""
+        """Return embeddings for dropped texts of a batch, (1, …), or (b, …) if samples differ."""
         return self.unconditional(device=device)
 
     def clean_device(self, batch: Mapping[str, Any]) -> torch.device:
-        """Where the tensors of a batch lie."""
+        """Return the device of a batch's tensors."""
         for value in batch.values():
             if isinstance(value, Tensor):
                 return value.device
@@ -290,18 +291,17 @@ class TextToImage(ABC):
         device: torch.device | None = None,
         references: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """Embeddings of captions on ``device``, batch first.
+        """Return embeddings of captions on ``device``, batch first.
 
         Args:
-            captions: The texts.
-            device: Where they are encoded.
-            references: Images that are edited (b, 3, height, width) in [-1, 1], or several of each
-                (b, r, 3, height, width), for families that read them together with their texts
+            captions: Captions.
+            device: Device of the encoders.
+            references: Images to edit (b, 3, height, width) in [-1, 1], or several per sample
+                (b, r, 3, height, width), for families that encode them together with texts
                 (``reads_references``).
 
         Raises:
-            DataError: The family was made without its frozen parts, or it reads references and
-                there are none.
+            DataError: The family has no frozen parts, or required references are missing.
         """
         parts = self._needed("captions")
         self._bring(parts, device, list(parts.text_encoders))
@@ -321,51 +321,51 @@ class TextToImage(ABC):
         references: Tensor,
         device: torch.device,
     ) -> dict[str, Tensor]:
-        """As ``embed``, of captions and the images they belong to, where they are read together."""
+        """Like ``embed``, for captions that are encoded together with their images."""
         raise NotImplementedError
 
     def no_references(self, key: str) -> DataError:
-        """What a family that edits says where there is nothing to edit."""
+        """Return the error for a missing reference image."""
         return DataError(
-            f"{type(self).__name__} needs a reference image for each sample, and there is none",
+            f"{type(self).__name__} needs a reference image for each sample",
             key=key,
             value=None,
-            fix="let the dataset yield reference_images (b, 3, height, width), or cache latents "
+            fix="add reference_images (b, 3, height, width) to the dataset, or cache latents "
             "and texts with encode_dataset",
         )
 
     def encode_images(
         self, images: Tensor, *, device: torch.device | None = None
     ) -> dict[str, Tensor]:
-        """``{"latents": …}`` of images (b, 3, height, width) in [-1, 1], for a cache."""
+        """Encode images (b, 3, height, width) in [-1, 1] as ``{"latents": …}`` for a cache."""
         parts = self._needed("images")
         self._bring(parts, device, ["vae"])
         return {"latents": parts.encode_images(images)}
 
     def at_shown_size(self, images: Tensor) -> Tensor:
-        """Images that are edited (b, 3, height, width) in the size the model is shown them in."""
+        """Resize images to edit (b, 3, height, width) to the size the model sees."""
         return images
 
     def encode_references(
         self, images: Tensor, *, device: torch.device | None = None
     ) -> dict[str, Tensor]:
-        """``{"latents": …}`` of images that are edited, for a cache."""
+        """Encode images to edit as ``{"latents": …}`` for a cache."""
         return self.encode_images(self.at_shown_size(images), device=device)
 
     def remembered(self, texts: Sequence[str], *, device: torch.device) -> dict[str, Tensor]:
-        """Embeddings of few texts that come again and again, computed once each."""
+        """Return embeddings of frequently used texts, each computed once."""
         parts = self._needed("captions")
         encoded = parts.remember(texts, lambda t: self.embed(parts, t, device), device=device)
         return {name: value.to(device) for name, value in encoded.items()}
 
     def unconditional(self, *, device: torch.device) -> dict[str, Tensor]:
-        """What dropped texts become: the pipeline's empty negative prompt, (1, …)."""
+        """Return embeddings for dropped texts: the pipeline's empty negative prompt, (1, …)."""
         return self.remembered_negative([""], device=device)
 
     def remembered_negative(
         self, texts: Sequence[str], *, device: torch.device
     ) -> dict[str, Tensor]:
-        """Embeddings of negative prompts, computed once each."""
+        """Return embeddings of negative prompts, each computed once."""
         parts = self._needed("captions")
         encoded = parts.remember(
             texts, lambda t: self.embed_negative(parts, t, device), device=device, kind=NEGATIVE
@@ -373,7 +373,7 @@ class TextToImage(ABC):
         return {name: value.to(device) for name, value in encoded.items()}
 
     def latent_settings(self) -> CacheSettings:
-        """What cached latents depend on."""
+        """Return the settings that cached latents depend on."""
         parts = self._needed("images")
         return CacheSettings(
             kind="latents",
@@ -383,7 +383,7 @@ class TextToImage(ABC):
         )
 
     def text_settings(self) -> CacheSettings:
-        """What cached embeddings depend on."""
+        """Return the settings that cached embeddings depend on."""
         parts = self._needed("captions")
         encoders = parts.text_encoders
         return CacheSettings(
@@ -394,14 +394,14 @@ class TextToImage(ABC):
         )
 
     def embedding_settings(self) -> dict[str, Any]:
-        """Settings of ``embed`` beyond the encoders' weights, of JSON types."""
+        """Return settings of ``embed`` besides the encoders' weights, as JSON types."""
         return {}
 
     def known_blueprint(self) -> Blueprint:
-        """The pipeline without weights.
+        """Return the pipeline without weights.
 
         Raises:
-            DataError: The family was made by hand, without one.
+            DataError: The family was created directly without one.
         """
         if self.blueprint is not None:
             return self.blueprint
@@ -410,14 +410,14 @@ class TextToImage(ABC):
         if self.by_class:
             return Blueprint.usual(pipeline_class(self.pipeline))
         raise DataError(
-            f"{type(self).__name__} does not know its pipeline",
+            f"{type(self).__name__} has no pipeline",
             key="blueprint",
             value=None,
-            fix="load it: load_pretrained(folder).family, also with parts=False",
+            fix="load it: load_pretrained(folder).family, which also works with parts=False",
         )
 
     def latent_space(self) -> LatentSpace | _UsualSpace:
-        """Sizes of the latents: of the VAE, or the usual ones where none tells."""
+        """Return the latent space of the VAE, or the family's default."""
         vae = self.known_blueprint().vae
         if vae is None:
             return _UsualSpace(scale=self.usual_scale, frames=self.usual_frames)
@@ -428,17 +428,17 @@ class TextToImage(ABC):
         return blueprint.around(**{self.component: stand_in, "scheduler": scheduler, **others})
 
     def objective_settings(self) -> dict[str, Any]:
-        """Settings of the objective that these models were made with."""
+        """Return settings of the objective these models were trained with."""
         return {}
 
     def text_kwargs(
         self, texts: Mapping[str, Tensor], device: torch.device, prefix: str = ""
     ) -> dict[str, Any]:
-        """The pipeline's arguments of texts.
+        """Return text arguments of the pipeline.
 
         Args:
-            texts: By ``text_tensors``, batch first.
-            device: Where they go.
+            texts: Tensors by ``text_tensors``, batch first.
+            device: Target device.
             prefix: ``"negative_"`` for negative prompts.
         """
         # fp32: pipelines keep latents, and time steps, in the precision of their texts.
@@ -452,7 +452,7 @@ class TextToImage(ABC):
         return {f"{prefix}{name}": value for name, value in moved.items()}
 
     def reference_input(self, latents: Tensor) -> Any:
-        """What the pipeline is given as the image that is edited.
+        """Return the pipeline's argument for the image to edit.
 
         Args:
             latents: (b, c, h, w), or (b, r, c, h, w) with ``several_references``.
@@ -460,19 +460,19 @@ class TextToImage(ABC):
         return latents
 
     def adjust(self, pipe: Any, call_kwargs: dict[str, Any]) -> None:  # noqa: B027 - few need it
-        """Prepare a new pipeline for the keyword arguments of its call (``height``, …)."""
+        """Adapt a new pipeline to its call arguments (``height``, …)."""
 
     def sized(self, size: Mapping[str, int]) -> dict[str, int]:
-        """Keyword arguments of the call for a size in pixels and frames."""
+        """Return call arguments for a size in pixels and frames."""
         return dict(size)
 
     # -- Drawing.
 
     def draw(self, model: Denoiser, drawing: Drawing) -> Tensor:
-        """Images (n, 3, height, width) of prompts, or clips (n, 3, frames, height, width).
+        """Sample images (n, 3, height, width) of prompts, or clips (n, 3, frames, height, width).
 
         Raises:
-            DataError: The family was made without its frozen parts.
+            DataError: The family has no frozen parts.
         """
         parts = self._needed("prompts")
         scheduler = drawing_scheduler(
@@ -500,28 +500,28 @@ class TextToImage(ABC):
             )
 
     def drawn_latents(self, output: Any, last: Tensor) -> Tensor:  # noqa: ARG002 - for subclasses
-        """The latents that were drawn.
+        """Return the sampled latents.
 
         Args:
-            output: What the pipeline returned.
-            last: What its last step gave.
+            output: Output of the pipeline.
+            last: Output of its last step.
         """
         return last
 
     @property
     def drawing_parts(self) -> tuple[str, ...]:
-        """Parts that compute while images are drawn, beside the VAE at the end."""
+        """Return the parts needed during sampling, besides the VAE at the end."""
         return ()
 
     def drawing_pipeline(self, parts: FrozenParts, model: Denoiser, scheduler: Any) -> Any:
-        """The pipeline that draws."""
+        """Return the sampling pipeline."""
         return self._around(Blueprint.of(parts.pipeline), model, scheduler)
 
     def drawing_arguments(self, drawing: Drawing, *, device: torch.device) -> dict[str, Any]:
-        """Keyword arguments of the pipeline for prompts and guidance.
+        """Return pipeline arguments for prompts and guidance.
 
-        A model distilled for guidance takes it as an input; with a negative prompt it takes the one
-        of its training, and is guided by two predictions.
+        A guidance-distilled model takes the scale as an input. With a negative prompt that input
+        keeps its training value, and guidance uses two predictions.
         """
         kwargs = {
             **self.arguments,
@@ -554,19 +554,19 @@ class TextToImage(ABC):
         device: torch.device,
         negative: bool = False,
     ) -> dict[str, Tensor]:
-        """Embeddings of prompts, or of negative ones, computed once each."""
+        """Return embeddings of prompts or negative prompts, each computed once."""
         encoded = self.remembered_negative if negative else self.remembered
         return encoded(texts, device=device)
 
     def drawn_references(self, drawing: Drawing) -> Tensor:
-        """The images that are edited.
+        """Return the images to edit.
 
         Raises:
-            DataError: There are none.
+            DataError: No images were given.
         """
         if drawing.references is None:
             raise DataError(
-                f"{type(self).__name__} draws from reference images, and none were given",
+                f"{type(self).__name__} needs reference images for sampling",
                 key="references",
                 value=None,
                 fix="pass references=, images (n, 3, height, width) in [-1, 1]",
@@ -605,8 +605,8 @@ class TextToImage(ABC):
     def _needed(self, what: str) -> FrozenParts:
         if self.parts is None:
             raise DataError(
-                f"{type(self).__name__} has neither VAE nor text encoders, so {what} cannot be "
-                "used",
+                f"{type(self).__name__} has neither VAE nor text encoders, so {what} "
+                "cannot be encoded",
                 key="parts",
                 value=None,
                 fix=f"load them: {type(self).__name__}(parts=...), or load_pretrained(folder)",
@@ -648,8 +648,8 @@ class _LastStep:
 
 
 REFERENCES: Final = "reference_latents"
-"""Key of a batch: latents (b, c, h, w) of the images that are edited, or (b, r, c, h, w) where
-samples may have several."""
+"""Batch key of latents (b, c, h, w) of the images to edit, or (b, r, c, h, w) if samples may have
+several."""
 
 _TEXT_WIDTHS: Final = (
     "joint_attention_dim",
@@ -659,16 +659,16 @@ _TEXT_WIDTHS: Final = (
     "cap_feat_dim",
     "cross_attention_dim",
 )
-"""Keys of configurations of diffusers' models."""
+"""Configuration keys of diffusers models."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
 class PipelineFamily(TextToImage):
-    """A family that its diffusers pipeline describes. Subclass it and name what differs.
+    """A family defined by its diffusers pipeline. Subclass it and declare what differs.
 
-    Any pipeline will do that takes ``latents`` and ``prompt_embeds`` and gives its scheduler what
-    its model predicts. ``load_pretrained`` tries it once, on the ``meta`` device, and refuses with
-    the reason.
+    It supports any pipeline that accepts ``latents`` and ``prompt_embeds`` and passes its model's
+    prediction to its scheduler. ``load_pretrained`` tests it once on the ``meta`` device, and
+    rejects it with a reason.
     """
 
     component: ClassVar[str] = "transformer"
@@ -677,28 +677,27 @@ class PipelineFamily(TextToImage):
     flow_matching: ClassVar[bool] = True
 
     model: ClassVar[str] = ""
-    """Class of the trained model in diffusers; needed for ``model_facts`` of a configuration."""
+    """Class of the trained model in diffusers; required for ``model_facts`` of a configuration."""
     encoded: ClassVar[tuple[str, ...]] = ()
-    """What ``encode_prompt`` returns, in order, where that is not ``text_tensors`` and then the
-    same of negative prompts."""
+    """Outputs of ``encode_prompt`` in order, if they are not ``text_tensors`` followed by the
+    negative ones."""
     text_width: ClassVar[str | None] = None
-    """The key of the model's configuration that says how wide texts are, where it is none of the
-    usual ones."""
+    """Configuration key of the text width, if it is not one of the usual keys."""
     one_by_one: ClassVar[bool] = False
-    """Whether the pipeline takes one time step for all samples: they are then called in turn."""
+    """Whether the pipeline has one time step for all samples, so that samples run one by one."""
 
     max_sequence_length: int | None = None
-    """Tokens of a text; what the pipeline's ``__call__`` takes when not given."""
+    """Tokens per text; default the pipeline's."""
     texts_alone: bool = False
-    """Encode texts one by one; ``load_pretrained`` sets it where the pipeline pads to the longest,
-    so that an embedding would depend on the texts beside it."""
+    """Whether texts are encoded one by one. ``load_pretrained`` sets it if the pipeline pads to the
+    longest text, which would make embeddings depend on the batch."""
 
     # -- Texts.
 
     def embed(
         self, parts: FrozenParts, captions: Sequence[str], device: torch.device
     ) -> dict[str, Tensor]:
-        """Embed captions with ``encode_prompt``, with the arguments that ``__call__`` passes."""
+        """Encode captions with ``encode_prompt`` and the arguments that ``__call__`` passes."""
         singles = [[caption] for caption in captions] if self.texts_alone else [list(captions)]
         found = [
             self.encode_with(
@@ -711,7 +710,7 @@ class PipelineFamily(TextToImage):
     def embed_negative(
         self, parts: FrozenParts, texts: Sequence[str], device: torch.device
     ) -> dict[str, Tensor]:
-        """What the pipeline makes of negative prompts: some give prompts instructions."""
+        """Encode negative prompts; some pipelines add instructions to prompts."""
         if "negative_prompt" not in parameters_of(parts.pipeline.encode_prompt):
             return self.embed(parts, texts, device)
         prompts = {
@@ -728,13 +727,13 @@ class PipelineFamily(TextToImage):
         prompts: Mapping[str, Any],
         prefix: str = "",
     ) -> dict[str, Tensor]:
-        """What ``encode_prompt`` makes of texts, by ``text_tensors``, batch first.
+        """Encode texts with ``encode_prompt``; returns ``text_tensors``, batch first.
 
         Args:
-            pipeline: Whose.
-            device: Where.
-            prompts: What to encode.
-            prefix: ``"negative_"`` for what it makes of negative prompts.
+            pipeline: Pipeline to use.
+            device: Device of the encoders.
+            prompts: Texts to encode.
+            prefix: ``"negative_"`` selects the outputs for negative prompts.
         """
         encode = pipeline.encode_prompt
         known = {**self._prompt_arguments(pipeline), "device": device, **prompts}
@@ -748,7 +747,7 @@ class PipelineFamily(TextToImage):
         return {name: _text_tensor(named, name, prefix) for name in self.text_tensors}
 
     def embedding_settings(self) -> dict[str, Any]:
-        """The length of texts."""
+        """Return the length of texts."""
         pipeline = self._needed("captions").pipeline
         length = self._prompt_arguments(pipeline).get("max_sequence_length")
         # Only where it is so: other caches stay what they are.
@@ -771,12 +770,12 @@ class PipelineFamily(TextToImage):
     # -- Samples.
 
     def clean(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """The latents of a batch (b, c, [frames,] h, w), fp32; images and clips are encoded."""
+        """Return the latents of a batch (b, c, [frames,] h, w), fp32; images are encoded."""
         latents = super().clean(batch)
         return latents.unsqueeze(2) if self.clips and latents.ndim == 4 else latents
 
     def conditioning(self, batch: Mapping[str, Tensor], generator: torch.Generator) -> Conditioning:
-        """Embeddings of a batch's texts, and latents of the images that are edited."""
+        """Return text embeddings of a batch, and latents of its images to edit."""
         texts = super().conditioning(batch, generator)
         without = REFERENCES not in batch and REFERENCE_IMAGES not in batch
         if self.reference is None or (without and not self.needs_references):
@@ -790,9 +789,10 @@ class PipelineFamily(TextToImage):
         images = batch.get(REFERENCE_IMAGES)
         if images is None:
             raise DataError(
-                f"{type(self).__name__} needs reference images, the batch has only {sorted(batch)}",
+                f"{type(self).__name__} needs reference images, but the batch has only "
+                f"{sorted(batch)}",
                 key=f"batch[{REFERENCES!r}]",
-                fix="let the dataset yield reference_images (b, 3, height, width) or their latents",
+                fix="add reference_images (b, 3, height, width) or their latents to the dataset",
             )
         device = images.device
 
@@ -806,10 +806,11 @@ class PipelineFamily(TextToImage):
     def predict(
         self, model: Denoiser, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning
     ) -> Tensor:
-        """What the pipeline's ``__call__`` gives its scheduler in one step, shaped as ``noisy``.
+        """Return the value that the pipeline's ``__call__`` passes to its scheduler in one step.
 
         Raises:
-            DataError: The pipeline called its model more than once, or predicts another shape.
+            DataError: The pipeline called its model more than once, or the prediction has another
+                shape.
         """
         conditioning = self.with_texts(model, conditioning)
         if not self.calls_one_by_one():
@@ -826,19 +827,19 @@ class PipelineFamily(TextToImage):
         return torch.cat(singles)
 
     def calls_one_by_one(self) -> bool:
-        """Whether the samples of a batch are called in turn."""
+        """Return whether samples of a batch run one by one."""
         return self.one_by_one
 
     def in_one_call(
         self, model: Denoiser, noisy: Tensor, steps: Tensor, conditioning: Conditioning
     ) -> Tensor:
-        """The prediction of one call of the pipeline.
+        """Return the prediction of one call of the pipeline.
 
         Args:
-            model: What predicts.
-            noisy: As for ``predict``.
-            steps: What the pipeline's loop is over: (1, b), or (1,) for one time for all samples.
-            conditioning: As for ``predict``.
+            model: Model that predicts.
+            noisy: As in ``predict``.
+            steps: Time steps of the pipeline's loop: (1, b), or (1,) for one time for all samples.
+            conditioning: As in ``predict``.
         """
         blueprint = self.known_blueprint()
         scheduler = _OneStep(blueprint.scheduler.config, steps.to(model.device))
@@ -854,7 +855,7 @@ class PipelineFamily(TextToImage):
             found.__traceback__ = None  # Its frames hold the graph.
         else:
             raise DataError(
-                "the pipeline's call ended without a step of its scheduler",
+                "the pipeline's call ended without a scheduler step",
                 key=type(self).__name__,
                 fix="write predict by hand (docs/families.md)",
             )
@@ -869,7 +870,8 @@ class PipelineFamily(TextToImage):
         raise DataError(
             f"the pipeline predicts {tuple(prediction.shape)} for latents of {wanted}",
             key=f"{self.pipeline}.scheduler.step",
-            fix="name the packing of its latents; learned variance and guidance are not trained",
+            fix="declare the packing of its latents; learned variance and guidance are not "
+            "supported",
         )
 
     def _call_kwargs(
@@ -923,22 +925,22 @@ class PipelineFamily(TextToImage):
         )
 
     def predicting_pipeline(self, model: Denoiser, scheduler: Any) -> Any:
-        """The pipeline whose call is the prediction."""
+        """Return the pipeline whose call makes the prediction."""
         return self._around(self.known_blueprint(), model, scheduler)
 
     # -- Examples.
 
     def without_data(self) -> Self:
-        """The family for a try on the ``meta`` device."""
+        """Return the family for a test on the ``meta`` device."""
         return self
 
     def example(
         self, model: Any, *, batch: int, side: int | tuple[int, int], frames: int = 2
     ) -> tuple[Tensor, Conditioning]:
-        """Latents and conditioning of the shapes that a model takes, without data but for masks.
+        """Return example latents and conditioning with the model's shapes; only masks have data.
 
         Args:
-            model: A diffusers model; its configuration says how wide texts are.
+            model: A diffusers model; its configuration defines the text width.
             batch: Samples.
             side: Height and width of the latents, or both in one.
             frames: Latent frames of a clip.
@@ -953,7 +955,7 @@ class PipelineFamily(TextToImage):
         return latents, known
 
     def example_text(self, name: str, config: Any, batch: int) -> Tensor:
-        """A tensor of texts as the model takes it; masks are ones, all else is without data."""
+        """Return an example text tensor; masks are ones, everything else has no data."""
         if name.endswith("mask"):
             return torch.ones(batch, self.tokens(), dtype=torch.bool)
         if name.startswith("pooled"):
@@ -965,14 +967,14 @@ class PipelineFamily(TextToImage):
             if config.get(name) is not None:
                 return int(config[name])
         raise InvalidValueError(
-            "the model's configuration does not say how wide texts are",
+            "the model's configuration does not define the text width",
             key=f"{type(self).__name__}.text_width",
             value=self.text_width,
-            fix=f"name the key of its configuration; tried were {', '.join(_TEXT_WIDTHS)}",
+            fix=f"declare its configuration key; tried were {', '.join(_TEXT_WIDTHS)}",
         )
 
     def tokens(self) -> int:
-        """Of a text, padded."""
+        """Return the padded number of tokens per text."""
         usual = parameters_of(self.known_blueprint().kind.__call__).get("max_sequence_length")
         return self.max_sequence_length or (usual.default if usual is not None else 0) or 64
 
@@ -1045,9 +1047,9 @@ def _text_tensor(named: Mapping[str, Any], name: str, prefix: str) -> Tensor:
         return torch.ones(embeds.shape[:2], dtype=torch.long, device=embeds.device)
     if not isinstance(found, Tensor):
         raise InvalidValueError(
-            "encode_prompt gave no such tensor",
+            "encode_prompt did not return this tensor",
             key=f"text_tensors: {name}",
             value=type(found).__name__,
-            fix="name what it returns, in order: encoded = (...)",
+            fix="declare its outputs in order: encoded = (...)",
         )
     return found

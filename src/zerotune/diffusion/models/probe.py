@@ -1,7 +1,7 @@
-"""One try of a declared family before anything is trained: sizes without arithmetic.
+"""Test a declared family before training, on shapes without arithmetic.
 
-The model has no weights (it lies on the ``meta`` device), while masks, sizes and time steps are
-real, so that a pipeline may look at them.
+The model is on the ``meta`` device without weights. Masks, sizes and time steps are real, because
+pipelines may read them.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 _PROBED_SAMPLES: Final = 2
 _TIMES: Final = (900.0, 100.0)
 _PROBED_SIDE: Final = 16
-"""Of the latents: even in patches, and small."""
+"""Side of the test latents: small, and an even number of patches."""
 _PROBED_TEXTS: Final = ("a", "a cat on a wall " * 6)
 _BATCH_ROUNDING: Final = 0.05
 
 
 @attrs.define(eq=False)
 class Witness:
-    """A model without weights that remembers what it was called with."""
+    """A model without weights that records its calls."""
 
     module: torch.nn.Module
     calls: list[tuple[Any, Any]] = attrs.field(factory=list)
@@ -51,27 +51,27 @@ class Witness:
         single = family.calls_one_by_one()
         wanted = _PROBED_SAMPLES if single else 1
         if len(self.calls) != wanted:
-            raise _not_trainable(family, f"its model is called {len(self.calls)} times in one step")
+            raise _not_trainable(family, f"its model is called {len(self.calls)} times per step")
         rows = 1 if single else _PROBED_SAMPLES
         for call in self.calls:
             found = _rows_of_call(call)
             if found != rows:
                 raise _not_trainable(
-                    family, f"its model is given {found} samples of {rows}: guidance is on"
+                    family, f"its model receives {found} samples instead of {rows}: guidance is on"
                 )
         if not single and not _tells_samples_apart(self.calls[0]):
             raise _not_trainable(family, "its model does not receive a time step for each sample")
 
 
 def probe(family: PipelineFamily, model: torch.nn.Module) -> tuple[Decision, ...]:
-    """Try a family on a model like this one, and say why it cannot be trained.
+    """Test a family on a model's configuration, and report why it cannot be trained.
 
     Args:
-        family: With its blueprint.
-        model: Of a diffusers class; a copy without weights is made of its configuration.
+        family: Family with its blueprint.
+        model: Model of a diffusers class; the test uses a copy without weights.
 
     Returns:
-        A warning where the model cannot be tried without weights.
+        A warning if the model cannot be tested without weights.
     """
     kind: Any = type(model)
     with unpartitioned(), torch.device("meta"):
@@ -90,11 +90,11 @@ def probe(family: PipelineFamily, model: torch.nn.Module) -> tuple[Decision, ...
         return (
             Decision(
                 key="family",
-                before="tried without weights",
+                before="tested without weights",
                 after="not tried",
-                reason=f"{pipeline_name(family.pipeline)} looks at numbers that a model without "
-                f"weights has not ({str(error).splitlines()[0]}); the first prediction shows "
-                "whether it fits",
+                reason=f"{pipeline_name(family.pipeline)} reads values that a model without "
+                f"weights lacks ({str(error).splitlines()[0]}); the first prediction "
+                "shows whether it fits",
                 severity="warning",
             ),
         )
@@ -106,14 +106,14 @@ def probe(family: PipelineFamily, model: torch.nn.Module) -> tuple[Decision, ...
 
 
 def probe_texts(family: PipelineFamily) -> tuple[PipelineFamily, tuple[Decision, ...]]:
-    """Encode a short and a long text, alone and together: who is beside a text must not matter.
+    """Check that texts of different length do not affect each other's embeddings.
 
     Args:
-        family: With its frozen parts; without text encoders nothing is tried.
+        family: Family with its frozen parts; without text encoders nothing is tested.
 
     Returns:
-        The family, which encodes texts one by one if its pipeline pads to the longest; and what
-        was chosen, with a warning where texts of different length cannot share a micro batch.
+        The family, which encodes texts one by one if its pipeline pads to the longest; and
+        decisions, with a warning if texts of different length cannot share a micro batch.
     """
     encoders = () if family.parts is None else family.parts.modules
     if family.reads_references or not any(name.startswith("text_encoder") for name in encoders):
@@ -128,8 +128,9 @@ def probe_texts(family: PipelineFamily) -> tuple[PipelineFamily, tuple[Decision,
                 key="family.texts_alone",
                 before=False,
                 after=True,
-                reason=f"{pipeline_name(family.pipeline)} pads texts to the longest beside them, "
-                "which changes their embeddings; each is encoded by itself",
+                reason=f"{pipeline_name(family.pipeline)} pads texts to the longest in the "
+                "batch, which changes their embeddings, so each text is encoded "
+                "separately",
             ),
         )
     try:
@@ -139,8 +140,8 @@ def probe_texts(family: PipelineFamily) -> tuple[PipelineFamily, tuple[Decision,
             Decision(
                 key="family.text_tensors",
                 before="texts of any length in a micro batch",
-                after="texts of one length in a micro batch",
-                reason=f"{pipeline_name(family.pipeline)} gives texts their own lengths and no "
+                after="texts of equal length in a micro batch",
+                reason=f"{pipeline_name(family.pipeline)} has texts of variable length without a "
                 f"mask ({error.key}): train with train_micro_batch_size_per_gpu=1",
                 severity="warning",
             ),
@@ -200,5 +201,5 @@ def _not_trainable(family: PipelineFamily, reason: str) -> InvalidValueError:
         f"cannot be trained through its pipeline: {reason}",
         key="family",
         value=f"{type(family).__name__} ({pipeline_name(family.pipeline)})",
-        fix="name in the declaration what differs, or write predict by hand (docs/families.md)",
+        fix="declare what differs, or write predict by hand (docs/families.md)",
     )
