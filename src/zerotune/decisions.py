@@ -33,8 +33,8 @@ _announced: set[tuple[str, str, str]] = set()
 class Decision:
     """What is said of one setting: what it was, what it becomes, why, and what to write instead.
 
-    An automatic choice, the finding of a rule (``zerotune.plan.Finding`` is this class), or what a
-    later step refuses.
+    An automatic choice, the finding of a rule (``zerotune.plan.rules.Finding`` is this class), or
+    what a later step refuses.
     """
 
     key: str

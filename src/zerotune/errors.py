@@ -262,7 +262,8 @@ class NothingFitsError(PlanError):
     """No plan fits into the memory there is.
 
     Attributes:
-        nearest: The candidate that is over the budget by least (``zerotune.plan.Candidate``).
+        nearest: The candidate that is over the budget by least (a ``Candidate`` of
+            ``zerotune.plan.advise``).
         remedies: What would fit or take less (``zerotune.plan.advise.Remedy``).
         more: How much more memory would do, in words.
     """

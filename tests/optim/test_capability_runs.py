@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.ranks import ranks
-from zerotune.optim import OPTIMIZERS, CapabilityTable
+from zerotune.optim.capability import CapabilityTable
+from zerotune.optimizers.catalogue import OPTIMIZERS
 
 PAGE = Path(__file__).parents[2] / "docs" / "optimizers.md"
 CELLS = [

@@ -39,8 +39,8 @@ from zerotune.training import (
     Trackers,
     ValidationImages,
     ValidationLoss,
-    read_metrics,
 )
+from zerotune.training.events import read_metrics
 
 
 class At(Callback):

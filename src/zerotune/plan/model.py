@@ -2497,8 +2497,8 @@ class DeepSpeedPlan(Readable, Section):
         Args:
             world_size: Number of ranks.
             platform: The machine; rules that need one are skipped without it.
-            schema: What ``zerotune.plan_schema()`` says of the installed DeepSpeed, by which the
-                sections that are passed through are judged; by default a copy on file.
+            schema: What ``zerotune.backend.schema.plan_schema()`` says of the installed DeepSpeed,
+                by which the sections that are passed through are judged; by default a copy on file.
         """
         context = Context(world_size=world_size, platform=platform, schema=schema)
         from zerotune.plan.rules import check_plan
