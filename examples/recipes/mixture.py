@@ -2,7 +2,8 @@
 
     torchrun examples/recipes/mixture.py --base SDXL --data photos --output runs/zoe --steps 2000
 
-photos holds a folder for each set, named as kohya's scripts have it: 10_zoe comes ten times per epoch, 1_people once. Every set is trained at each of --areas. --trigger names words in front of the
+photos holds a folder for each set, named as kohya's scripts have it: 10_zoe comes ten times per
+epoch, 1_people once. Every set is trained at each of --areas. --trigger names words in front of the
 captions of a set; the captions of the others are dropped at times, so that guidance works. The
 same command goes on after a stop.
 """

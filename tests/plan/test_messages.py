@@ -85,7 +85,9 @@ def test_an_argument_too_many_never_gets_an_empty_fix(name):
     plan = DeepSpeedPlan.from_dict({"scheduler": {"type": name, "params": {"zzzzz": 1}}})
     resolved = plan.resolve(platform=Platform.synthetic("cuda"))
     text = message(lambda: OptimizerResolver().settled(resolved))
-    assert text.endswith("Fix: remove it: there are none." if name == "constant" else "_type.")
+    assert text.endswith(
+        "Fix: remove it: it accepts no arguments." if name == "constant" else "_type."
+    )
 
 
 TEMPLATES = ("{{ batch }}", "${BATCH}", "$BATCH", "<batch size>", "%BATCH%", "@BATCH@", "{batch}",

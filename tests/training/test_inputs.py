@@ -220,7 +220,7 @@ def test_what_is_exported_and_when_is_answered(tmp_path: Path) -> None:
     folder = tmp_path / "after"
     calls = [partial(trainer.fit, steps=1), partial(trainer.export, folder)]
     for call in (*calls, partial(trainer.save, folder), partial(trainer.resume, folder)):
-        refused(call, "this trainer is closed", "a new Trainer continues")
+        refused(call, "this trainer and its engine are closed", "a new Trainer continues")
     assert list(tmp_path.iterdir()) == []
 
 
