@@ -167,7 +167,7 @@ def load_and_export(day: Day) -> str:
     """Load a pipeline by its family's name, train it with an average, go on, export."""
     (said,) = run_ranks(loaded_and_exported, str(day.folder))
     check("step: 0 -> 1 (epoch 1, after 1 of 2 micro batches; continues from" in said, said)
-    return "one number for the EMA, one callback, a message that says where it goes on"
+    return "one number for the EMA, one callback, a message that says where it continues"
 
 
 def mistakes(day: Day) -> str:

@@ -117,7 +117,7 @@ def test_whatever_needs_all_ranks_begins_at_a_barrier_that_says_what_it_is(monke
         "export adapters": "exporting adapters to ",
         "merge": "merging into nowhere/merged",
         "draw": "drawing images",
-        "run on an average": "running on averaged weights",
+        "run on an average": "running with averaged weights",
         "gather an average": "gathering the weights",
         "save in the background": "saving in nowhere",
     }
