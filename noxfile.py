@@ -228,7 +228,7 @@ def wheel(session: nox.Session) -> None:
 def second_day(session: nox.Session) -> None:
     """Play the second day with the wheel, in an environment that has nothing else of zerotune."""
     built = built_wheel(session)
-    install(session, f"zerotune[demo,test] @ {built.as_uri()}")
+    install(session, f"zerotune[demo,lora,test] @ {built.as_uri()}")
     # Ops built against one environment's torch are built anew for another's.
     session.env["TORCH_EXTENSIONS_DIR"] = f"{EXTENSIONS}-wheel"
     session.env.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -21,11 +21,11 @@ PAGE = 4096
 NOTES = (
     # One paragraph each.
     (
-        "`save` ends when the call returns, `save to disk` when the files are on the disk "
-        "(`fsync`), which zerotune's call itself waits for; it has then also read every byte "
-        "back. In `resume` files come from the page cache."
+        "`save` ends when the call returns, and `save to disk` when the files are on the disk "
+        "(`fsync`). zerotune's call itself waits for the disk, and also reads every byte back. "
+        "`resume` reads files from the page cache."
     ),
-    "`memory` is the most that anonymous memory grew, in the save or in the resume.",
+    "`memory` is the largest growth of anonymous memory, in the save or in the resume.",
 )
 
 

@@ -18,8 +18,8 @@ from bench.runner import Benchmark, Case, Goal, Measured, alternate
 
 MEMORY, BUCKETS = "DataLoader, files in memory", "BucketStream of an ImageFolder"
 PLAIN = (
-    "The plain loader decodes from memory and makes squares of the same area, without captions "
-    "or sizes. Neither uses other processes."
+    "The plain loader decodes from memory and returns squares of the same area, without captions "
+    "or sizes. Neither loader uses other processes."
 )
 
 

@@ -104,12 +104,14 @@ class Run:
 
     def train(self) -> dict[str, Any]:
         """Build the engine, take steps; what the plan estimates for it."""
-        from zerotune.plan.memory.estimate import RUNTIME
+        from zerotune.plan.memory.estimate import RUNTIME, Workload
 
         settings = self._settings
         size = {key: settings[key] for key in ("batch", "side")}
-        plan, facts = self._steps(settings["model"], steps=settings["steps"], **size)
-        estimate = plan.estimate(facts, batch=size["batch"], resolution=size["side"])
+        engine = self._steps(settings["model"], steps=settings["steps"], **size)
+        resolution = (size["side"], size["side"])
+        estimate = engine.plan.estimate(Workload(batch=size["batch"], resolution=resolution))
+        facts = engine.plan.model
         return {
             # The libraries are not in what is measured.
             "estimated": estimate.host - RUNTIME,
@@ -141,7 +143,7 @@ class Run:
                 arguments = {name: _filled(value, engine) for name, value in inputs.items()}
                 engine.backward(engine(**arguments).sample.float().pow(2).mean())
                 engine.step()
-        return plan, facts
+        return engine
 
 
 def _filled(value: Any, engine: Any) -> Any:

@@ -8,9 +8,8 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
-import shutil
 import sys
-from collections.abc import Container
+from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -71,9 +70,20 @@ def _rank(path: str) -> tuple[bool, bool, str]:
 
 
 def write(folder: Path) -> None:
-    """Write all pages into ``folder``, which is emptied first."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    """Write all pages into ``folder``; those that are as they were are not read again."""
+    folder.mkdir(parents=True, exist_ok=True)
+    written = dict(_pages())
+    for name, text in written.items():
+        page = folder / name
+        if not page.exists() or page.read_text() != text:
+            page.write_text(text)
+    for page in folder.iterdir():
+        if page.name not in written:
+            page.unlink()
+
+
+def _pages() -> Iterator[tuple[str, str]]:
+    """The file's name and the text of each page."""
     pages = homes()
     of_package: dict[str, list[str]] = {name: [] for name in (*FACADES, *BELOW)}
     for package, names in BELOW.items():
@@ -82,7 +92,7 @@ def write(folder: Path) -> None:
         of_package[_package_of(path)].append(path)
         if _package_of(path) == "zerotune.errors":
             continue
-        (folder / f"{path}.md").write_text(_page(path, aliases))
+        yield f"{path}.md", _page(path, aliases)
     for package, paths in of_package.items():
         own = {
             alias: path
@@ -90,8 +100,8 @@ def write(folder: Path) -> None:
             for alias in names
             if alias.rpartition(".")[0] == package
         }
-        (folder / f"{package}.md").write_text(_package(package, sorted(paths, key=_last), own))
-    (folder / "index.md").write_text(_index(tuple(of_package)))
+        yield f"{package}.md", _package(package, sorted(paths, key=_last), own)
+    yield "index.md", _index(tuple(of_package))
 
 
 def _package_of(path: str) -> str:
@@ -169,9 +179,19 @@ def _package(package: str, paths: list[str], aliases: dict[str, str]) -> str:
 
 def _first_sentence(path: str) -> str:
     value = _value(path)
-    documented = inspect.isclass(value) or inspect.isfunction(value)
-    words = " ".join((inspect.getdoc(value) or "" if documented else "").split("\n\n")[0].split())
+    described = inspect.isclass(value) or inspect.isfunction(value)
+    text = inspect.getdoc(value) or "" if described else _below(path)
+    words = " ".join(text.split("\n\n")[0].split())
     return words.replace("``", "`").replace("|", "\\|")
+
+
+def _below(path: str) -> str:
+    """What stands below a constant, where it is made."""
+    from sphinx.pycode import ModuleAnalyzer
+
+    package, _, name = path.rpartition(".")
+    analyzer = ModuleAnalyzer.for_module(_made_in(package, name))
+    return "\n".join(analyzer.find_attr_docs().get(("", name), []))
 
 
 def _index(packages: tuple[str, ...]) -> str:

@@ -1,7 +1,7 @@
-"""The table of docs/families.md: what trained, held against the plain engine, and on which cards.
+"""Write the table of docs/families.md: losses compared with the plain engine, and cards.
 
-``python docs/generate_families.py`` writes the page anew; ``... NOTES`` records a run first, from
-the file that the families' matrix notes its losses in (``ZEROTUNE_FAMILY_NOTES``).
+``python docs/generate_families.py`` rewrites the page. ``... NOTES`` first records a run from the
+file in which the tests of all families note their losses (``ZEROTUNE_FAMILY_NOTES``).
 """
 
 from __future__ import annotations
@@ -79,11 +79,11 @@ FAMILIES: Final[Mapping[str, tuple[type, str | None]]] = {
     "ltx": (LTXVideo, "ltx-video"),
     "hunyuan-video": (HunyuanVideo, "hunyuan-video"),
 }
-"""What the runs call a family: its class, and the published model whose size and cards are told."""
+"""The name of a family in the runs: its class, and the published model of its size and cards."""
 
 
 def recorded(notes: Iterable[str]) -> dict[str, Any]:
-    """What a run noted: for each family and variant the stages, ranks and the largest deviation."""
+    """Stages, ranks and the largest deviation of each family and variant in a run's notes."""
     families: dict[str, dict[str, dict[str, Any]]] = {}
     for name, case, ranks, variant, deviation in map(json.loads, notes):
         kind = "adapters" if variant.startswith("lora") else "all weights"
@@ -96,16 +96,16 @@ def recorded(notes: Iterable[str]) -> dict[str, Any]:
 
 
 def table(records: Mapping[str, Any]) -> str:
-    """What was run, and what was not."""
+    """The table of all families, with the runs of each."""
     versions = ", ".join(f"{name} {one}" for name, one in records["versions"].items())
     introduction = (
-        f"Tiny models of each class, on {versions}, {records['date']}: the largest relative "
-        "difference of a step's fp32 loss to the plain engine's, over all that ran; each export "
-        "was reloaded in plain diffusers with the same bits. The card is the smallest for which "
-        "`advise` finds a plan at 1024 x 1024, of clips in the size that [what fits](fits.md) "
-        f"names, batch 1, in bf16: adapters of rank {RANK} with "
-        "64 GiB of host memory, all weights with 128 GiB and NVMe; an estimate, of the model "
-        "named beside it."
+        f"These runs trained tiny models of each class on {versions}, {records['date']}. A figure "
+        "is the largest relative difference between a step's fp32 loss and the plain engine's, "
+        "over all runs. Each export was reloaded in plain diffusers with the same bits. The card "
+        "is the smallest for which `advise` finds a plan in bf16 with batch 1, at 1024 x 1024, or "
+        "for clips in the size that [what fits](fits.md) names. Adapters have rank "
+        f"{RANK} and 64 GiB of host memory; all weights have 128 GiB and NVMe. The card is an "
+        "estimate for the published model of the row."
     )
     lines = [introduction, "", f"| {' | '.join(COLUMNS)} |", f"|{'---|' * 7}{'--:|' * 3}"]
     for name, (kind, published) in FAMILIES.items():
@@ -137,7 +137,7 @@ def _published(name: str | None) -> list[str]:
 
 
 def _smallest(name: str, *, lora: int | None, ram: str, nvme: str) -> str:
-    """The smallest card with a plan; larger ones have one too."""
+    """The smallest card with a plan; all larger cards have one too."""
     few, many = 0, len(CARDS)
     clips = model_family(name).frames is not None
     while few < many:
@@ -167,7 +167,7 @@ def page(text: str, records: Mapping[str, Any]) -> str:
 
 
 def stored() -> dict[str, Any]:
-    """What was recorded."""
+    """The recorded runs."""
     found: dict[str, Any] = json.loads(RECORDS.read_text(encoding="utf-8"))
     return found
 

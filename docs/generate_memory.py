@@ -1,4 +1,4 @@
-"""Write docs/fits.md, which plan ``advise`` gives for cards people have, and a table of memory.md.
+"""Write docs/fits.md, what ``advise`` gives for cards people have, and a table of memory-proof.md.
 
 ``python docs/generate_memory.py``; a test fails when the committed files are not what this prints.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,45 +16,63 @@ from typing import Any
 import attrs
 
 from zerotune._util.text import parse_size
+from zerotune.builder.models import model_name
 from zerotune.errors import NothingFitsError
 from zerotune.plan import DeepSpeedPlan
 from zerotune.plan.advise import Advice
 from zerotune.plan.families import family_names, model_family
+from zerotune.plan.memory.time import catalogued_rates
+from zerotune.platform import Platform
 
 TARGET = Path(__file__).parent / "fits.md"
 
 INTRODUCTION = """\
-Full fine-tuning with AdamW in bf16 with fp32 master weights, one GPU, 1024 x 1024 pixels, batch 1,
-EMA in host memory; clips in the size that is named. Estimates of zerotune's memory model, not
-measurements; [the memory page](memory.md) says what they are checked against."""
+Predicted seconds of a step with the fastest plan that fits, and where that plan puts things: one
+GPU with {host} of host memory and an NVMe disk, batch 1, {side} x {side} pixels (clips as named),
+AdamW in bf16 with fp32 master weights, an EMA in host memory. Nothing of it was measured on a GPU:
+memory comes from [the memory model](memory.md), seconds from [published figures of
+cards](memory.md#how-long-a-step-takes), here of {cards}.
+
+{letters}. A \\* recomputes blocks in the backward pass (gradient checkpointing), two also keep
+their inputs in host memory; a dash says that nothing fits. For a machine of your own ask `zerotune
+plan advise --family sdxl --vram 24 --ram 64`, with `--nvme 2TB`, `--lora {rank}` or `--base-dtype
+nf4` (QLoRA): it prints the plan."""
 
 STREAMING = """\
-Predicted seconds of a step on 24 GiB with more and more host memory, no EMA: of the fastest plan
-that fits without [streaming weights](engines.md#streamed-weights), then of the fastest that
-streams them; a dash where none fits. Gradients are clipped. Streaming has to be asked for
-(`streamed=True`), and has not been measured on a GPU."""
+[Streaming](streaming.md) moves weights through the GPU block by block. It has to be asked for
+(`streamed=True`), and has not been measured on a GPU.
 
-FAMILIES = {
-    "sdxl": "SDXL U-Net, 2.6 billion parameters",
-    "sd3-medium": "SD3 medium, 2.0 billion parameters",
-    "flux": "Flux.1, 11.9 billion parameters",
-}
-ADAPTED = {
-    "chroma": "Chroma, 8.9 billion parameters",
-    "qwen-image": "Qwen-Image, 20.4 billion parameters",
-    "z-image": "Z-Image, 6.2 billion parameters",
-}
-"""Those of which adapters alone are listed."""
-OTHERS = (
-    *("flux2", "flux2-klein-9b", "flux2-klein-4b", "krea2"),
-    *("hunyuan-video", "wan-14b", "wan-1.3b", "ltx-video"),
+Predicted seconds of a step on 24 GiB with more and more host memory, no NVMe, no EMA, gradients
+clipped: of the fastest plan without streaming, then of the fastest that streams; a dash where none
+fits."""
+
+FOREMOST = (
+    *("sd15", "sdxl", "sd35-medium", "sd35-large", "flux", "flux2", "qwen-image", "z-image"),
+    *("wan-1.3b", "wan-14b", "ltx-video", "hunyuan-video"),
 )
-"""Those that share a table."""
-LARGER = ("80GiB", "48GiB", "24GiB", "16GiB")
-CARDS = ("80GiB", "48GiB", "24GiB", "16GiB", "12GiB", "10GiB", "8GiB", "6GiB")
+OTHERS = (
+    *("sd21", "sd3-medium", "flux2-klein-4b", "flux2-klein-9b", "chroma", "krea2", "hidream"),
+    *("aura-flow", "lumina2", "pixart-sigma", "sana"),
+)
+"""Those whose tables are folded; editing models and ControlNets are in the last table alone."""
+DETAILED = ("sdxl", "flux")
+"""Families of which each plan is listed."""
+CARDS = ("80GiB", "48GiB", "24GiB", "16GiB", "12GiB", "8GiB")
+HOST, NVME = "128GiB", "2TB"
 STREAMED_HOSTS = ("64GiB", "128GiB", "192GiB", "256GiB")
 RANK = 16
-HOSTS = {"64GiB": "0", "128GiB": "0", "512GiB": "0", "128GiB and NVMe": "2TB"}
+SIDE = 1024
+UNBROKEN = "\N{NO-BREAK SPACE}"
+LETTERS = {
+    "A": "everything on the GPU",
+    "B": "optimizer in host memory, as much of it on the GPU as fits",
+    "C": "optimizer in host memory",
+    "D": "optimizer and weights in host memory",
+    "E": "optimizer on NVMe",
+    "F": "optimizer on NVMe, weights in host memory",
+    "G": "optimizer and weights on NVMe",
+}
+"""Where a plan puts things, from least to most offload."""
 STAGES = {
     "no partitioning": {"stage": 0},
     "ZeRO-2": {"stage": 2},
@@ -76,23 +95,97 @@ STAGES = {
 
 def page() -> str:
     """The whole page."""
+    letters = "; ".join(f"**{letter}** {meaning}" for letter, meaning in LETTERS.items())
     parts = [
         "<!-- Written by docs/generate_memory.py; edit that. -->",
         "# What fits where",
-        INTRODUCTION,
+        INTRODUCTION.format(host=_gib(HOST), side=SIDE, rank=RANK, cards=_cards(), letters=letters),
     ]
-    for family, title in FAMILIES.items():
-        parts += [f"## {title}", _costs(family), _advice(family), _advice(family, lora=RANK)]
-    for family, title in ADAPTED.items():
-        parts += [f"## {title}", _advice(family, lora=RANK, cards=CARDS[1::2])]
-    parts += ["## Flux.2, Krea 2, and models of clips", _others()]
-    parts += ["## Streamed weights", STREAMING, _streamed()]
+    for title, lora in (("All weights", None), (f"Adapters of rank {RANK}", RANK)):
+        parts += [f"## {title}", _table(FOREMOST, lora)]
+        parts.append(_folded("More models", _table(OTHERS, lora)))
+        parts += [] if lora else map(_costs, DETAILED)
+    parts.append("## Streamed weights")
+    title = "Seconds of every family on 24 GiB, with and without streamed weights"
+    parts.append(_folded(title, STREAMING, _streamed()))
     return "\n\n".join(parts) + "\n"
 
 
-def _costs(family: str) -> str:
-    from zerotune.platform import Platform
+def _folded(title: str, *blocks: str) -> str:
+    return "\n\n".join(["<details>", f"<summary>{title}</summary>", *blocks, "</details>"])
 
+
+def _cards() -> str:
+    names = [_card(size) for size in CARDS]
+    return f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def _card(size: str) -> str:
+    """The card whose figures stand for one of this size."""
+    memory = parse_size(size, key="vram")
+    platform = Platform.synthetic("cuda", vram=memory, ram=parse_size(HOST, key="ram"))
+    found = re.search(r"of (.+?) \(", catalogued_rates(platform).origin)
+    assert found is not None
+    return found[1]
+
+
+def _gib(size: str) -> str:
+    return size.replace("GiB", f"{UNBROKEN}GiB")
+
+
+def _named(name: str) -> str:
+    """What people call a family, with the size of a clip."""
+    known = model_family(name)
+    clip = "" if known.frames is None else f", {known.frames} x {known.resolution}²"
+    return f"{model_name(name).partition(' (')[0]}{clip}"
+
+
+def _table(families: Sequence[str], lora: int | None) -> str:
+    """A row for each family, a column for each card."""
+    rows = [
+        "| model | billions | " + " | ".join(map(_gib, CARDS)) + " |",
+        "|---|--:|" + "--:|" * len(CARDS),
+    ]
+    for name in families:
+        cells = [_named(name), f"{model_family(name).facts.numel / 1e9:.1f}"]
+        cells += [_cell(name, card, lora) for card in CARDS]
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def _cell(name: str, card: str, lora: int | None) -> str:
+    try:
+        advice = DeepSpeedPlan.advise(
+            name, vram=card, ram=HOST, nvme=NVME, ema="host", precision="bf16", lora=lora
+        )
+    except NothingFitsError:
+        return "-"
+    if advice.chosen.time is None:
+        raise AssertionError(f"the arithmetic of {name} is not known")
+    marks = "\\*" * (advice.gradient_checkpointing + advice.activation_offload)
+    return f"{_amount(advice.chosen.time.expected)}{UNBROKEN}{_letter(advice)}{marks}"
+
+
+def _letter(advice: Advice) -> str:
+    """Where the plan puts things, as ``LETTERS`` has it."""
+    optimizer = advice.plan.offload_optimizer_device
+    parameters = advice.plan.offload_param_device
+    if optimizer == "nvme":
+        return {"none": "E", "cpu": "F", "nvme": "G"}[parameters]
+    if parameters == "cpu":
+        return "D"
+    if optimizer == "none":
+        return "A"
+    section = advice.plan.zero_optimization.offload_optimizer
+    return "C" if section is None or section.ratio is None else "B"
+
+
+def _amount(seconds: float) -> str:
+    """Two digits that count."""
+    return f"{seconds:.0f}" if seconds >= 10 else f"{seconds:.{1 if seconds >= 1 else 2}f}"
+
+
+def _costs(family: str) -> str:
     platform = Platform.synthetic("cuda", vram=80 * 2**30, ram=512 * 2**30)
     rows = [
         "| plan | device | device, no gradient checkpointing | host | NVMe |",
@@ -105,76 +198,26 @@ def _costs(family: str) -> str:
                 family,
                 platform=platform,
                 ema="host",
-                resolution=1024,
+                resolution=SIDE,
                 gradient_checkpointing=checkpointing,
             )
             cells.append(f"{estimate.device / 2**30:.1f}")
         cells += [f"{estimate.host / 2**30:.1f}", f"{estimate.nvme / 2**30:.1f}"]
         rows.append(f"| {title} | " + " | ".join(cells) + " |")
-    return "What each plan needs, GiB at its peak:\n\n" + "\n".join(rows)
-
-
-def _advice(family: str, *, lora: int | None = None, cards: Sequence[str] = CARDS) -> str:
-    rows = [
-        "| card | " + " | ".join(f"host {host}" for host in HOSTS) + " |",
-        "|---|" + "---|" * len(HOSTS),
-    ]
-    for card in cards:
-        cells = []
-        for host, nvme in HOSTS.items():
-            try:
-                cells.append(_cell(_advise(family, card, host.split()[0], nvme, lora)))
-            except NothingFitsError:
-                cells.append("nothing fits")
-        rows.append(f"| {card} | " + " | ".join(cells) + " |")
-    subject = "" if lora is None else f" for adapters of rank {lora} (`lora={lora}`)"
-    return f"What `advise` chooses{subject}:\n\n" + "\n".join(rows)
-
-
-def _advise(family: str, card: str, host: str, nvme: str, lora: int | None) -> Advice:
-    return DeepSpeedPlan.advise(
-        family,
-        vram=card,
-        ram=host,
-        nvme=nvme,
-        ema="host",
-        precision="bf16",
-        lora=lora,
-    )
-
-
-def _others() -> str:
-    """Adapters of more families, each at its own size, beside 128 GiB of host memory."""
-    rows = [
-        "| model | billions | sample | " + " | ".join(LARGER) + " |",
-        "|---|--:|---|" + "---|" * len(LARGER),
-    ]
-    for name in OTHERS:
-        known = model_family(name)
-        frames = "" if known.frames is None else f"{known.frames} frames of "
-        cells = [name, f"{known.facts.numel / 1e9:.1f}"]
-        cells.append(f"{frames}{known.resolution} x {known.resolution}")
-        for card in LARGER:
-            try:
-                cells.append(_cell(_advise(name, card, "128GiB", "0", RANK)))
-            except NothingFitsError:
-                cells.append("nothing fits")
-        rows.append(f"| {' | '.join(cells)} |")
-    subject = f"adapters of rank {RANK} with 128 GiB of host memory"
-    return f"What `advise` chooses for {subject}:\n\n" + "\n".join(rows)
+    return _folded(f"GiB that each plan needs for {_named(family)}", "\n".join(rows))
 
 
 def _streamed() -> str:
     """Every family, all of its weights and adapters, with and without streaming."""
     rows = [
-        "| model | trained | " + " | ".join(f"host {host}" for host in STREAMED_HOSTS) + " |",
+        "| model | trained | " + " | ".join(map(_gib, STREAMED_HOSTS)) + " |",
         "|---|---|" + "--:|" * len(STREAMED_HOSTS),
     ]
     for name in family_names():
         for lora in (None, RANK):
             cells = _streamed_cells(name, lora)
             trained = "all weights" if lora is None else "adapters"
-            rows.append(f"| {name} | {trained} | {' | '.join(cells)} |")
+            rows.append(f"| {_named(name)} | {trained} | {' | '.join(cells)} |")
     return "\n".join(rows)
 
 
@@ -199,21 +242,16 @@ def _seconds(advice: Advice, host: str) -> str:
     return " / ".join(f"{seconds[key]:.2f}" if key in seconds else "-" for key in (False, True))
 
 
-def _cell(advice: Advice) -> str:
-    recompute = ", recomputing" if advice.gradient_checkpointing else ""
-    return f"{advice.chosen.title}{recompute} ({advice.estimate.device / 2**30:.1f} GiB)"
-
-
 # -- The memory model against passes of real models on a device without memory.
 
-MEMORY = TARGET.with_name("memory.md")
+PROOF = TARGET.with_name("memory-proof.md")
 RESULT = TARGET.parent / "results" / "fake_device.json"
 BEGIN, END = "<!-- passes: written by docs/generate_memory.py -->", "<!-- end of passes -->"
 
 
-def memory_page() -> str:
-    """docs/memory.md with its table made anew."""
-    text = MEMORY.read_text(encoding="utf-8")
+def proof_page() -> str:
+    """docs/memory-proof.md with its table made anew."""
+    text = PROOF.read_text(encoding="utf-8")
     before, rest = text.split(BEGIN)
     return f"{before}{BEGIN}\n\n{_passes()}\n\n{END}{rest.split(END)[1]}"
 
@@ -245,6 +283,6 @@ def _error(value: float, against: float) -> str:
 
 if __name__ == "__main__":
     text = page()
-    MEMORY.write_text(memory_page(), encoding="utf-8")
+    PROOF.write_text(proof_page(), encoding="utf-8")
     TARGET.write_text(text, encoding="utf-8")
     sys.stdout.write(f"{TARGET.name}: {len(text.splitlines())} lines\n")

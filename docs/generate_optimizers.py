@@ -1,6 +1,7 @@
-"""Write what each optimizer can do where into docs/optimizers.md, from the package's table.
+"""Write the table of optimizers, stages and offload into docs/optimizers.md.
 
-``python docs/generate_optimizers.py``; a test fails when the page is not what this writes.
+The package's table is the source. Run ``python docs/generate_optimizers.py``; a test fails if the
+page differs.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ from zerotune.optim import OPTIMIZERS, CapabilityTable
 PAGE = Path(__file__).with_name("optimizers.md")
 BEGIN, END = "<!-- capabilities: begin -->", "<!-- capabilities: end -->"
 _LEGEND = (
-    "✓ works, ◐ works with a change that `capability(…)` names (both were run), "
-    "✗ cannot, · not run."
+    "The marks mean: ✓ works, ◐ works with a change that `capability(…)` names, ✗ cannot, "
+    "· not run. Cells with ✓ and ◐ were run."
 )
 
 
 def rendered(table: CapabilityTable) -> str:
-    """The table for the docs: a row a name, a column a place."""
+    """The table for the docs: one row per optimizer, one column per stage and offload."""
     columns = [(0, "none"), (1, "none"), (2, "none"), (3, "none"), (1, "cpu"), (2, "cpu"),
                (3, "cpu"), (3, "nvme")]  # fmt: skip
     head = [
@@ -27,7 +28,7 @@ def rendered(table: CapabilityTable) -> str:
     versions = ", ".join(f"{package} {number}" for package, number in table.versions.items())
     lines = [
         f"Run with {versions} on {table.platform}, accelerator {table.accelerator}.",
-        "A cell with two marks: fp32, then bf16.",
+        "If a cell has two marks, the first is for fp32 and the second for bf16.",
         "",
         f"| name | {' | '.join(head)} |",
         f"|---|{'---|' * len(columns)}",
@@ -58,7 +59,7 @@ def _mark(table: CapabilityTable, name: str, place: tuple[int, str], notes: dict
 
 
 def page() -> str:
-    """The page with its table made anew."""
+    """The page with its table rewritten."""
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{BEGIN}\n{rendered(CapabilityTable.stored())}\n{END}{after}"

@@ -64,18 +64,20 @@ COSTS = (
 """What a reader needs first; each is a goal of its benchmark, or compared beside the goals."""
 
 METHOD = """\
-Contestants of a case run in turns, round by round, on one machine, so that what slows the machine
-for a while slows all of them. A ratio is the median of the ratios round by round. The interval
-beside it holds that median at 95 %, whatever the distribution (order statistics; of five rounds
-lowest and highest, at 94 %); a figure without one was measured once. A goal is met, or missed,
-where the whole interval is on one side of it. Where the interval holds the goal, the noise is
-larger than the difference, and the page says which side the median is on. Medians, quartiles,
-settings and versions are in the JSON files.
+Contestants of a case run alternately, round by round, on one machine, so that a slowdown of the
+machine affects all of them. A ratio is the median of the ratios of single rounds. The interval
+beside a ratio contains this median with a confidence of 95 %, whatever the distribution (order
+statistics). With five rounds it is the interval from the lowest to the highest ratio, at 94 %. A
+figure without an interval was measured once. A goal is met or missed if the whole interval is on
+one side of the goal. If the interval contains the goal, the noise is larger than the difference,
+and the page says on which side the median is. The JSON files contain medians, quartiles, settings
+and versions.
 
-Estimates of memory are held against two measures: *in use* is what the process's live blocks take;
-the *peak of the process* also holds freed blocks that the C library keeps for later, which on a CPU
-is up to a fifth more. An estimate may be at most 3 % below what is in use, and at most 10 % above
-the peak of the process; it is **not** a bound of that peak."""
+Estimates of memory are compared with two measurements. Memory *in use* is the size of the
+process's live blocks. The *peak of the process* also contains freed blocks that the C library
+keeps for later; on a CPU these add up to a fifth. An estimate may be at most 3 % below the memory
+in use, and at most 10 % above the peak of the process. An estimate is **not** an upper bound of
+that peak."""
 
 # The reference system's own figures, as published: SDXL's full U-Net, ZeRO-2 with the optimizer
 # in RAM, on an RTX 4090 with 24 GB.
@@ -109,8 +111,8 @@ REASONS: Mapping[tuple[str, str], str] = {
     ),
     ("checkpoint", "ZeRO-3: a save"): "zerotune has then also read every byte back and hashed it",
     ("stream", "host pass of nine tenths"): (
-        "the simulated arithmetic alone takes 1.04 of its ideal time on these cores, and the passes "
-        "of the last units have nothing left to hide behind"
+        "the simulated arithmetic alone takes 1.04 of its ideal time on these cores, and nothing "
+        "is left that could hide the passes of the last units"
     ),
     ("stream", "host pass of twice"): "the bound itself is 0.58 of it",
     ("stream", "a bus of 1.5 times"): "the bound itself is 0.85 of the hidden step",
@@ -118,28 +120,32 @@ REASONS: Mapping[tuple[str, str], str] = {
 """Why a goal is missed where it is, by benchmark and the beginning of its text."""
 
 
+LOWER_BOUNDS = """\
+A step of SDXL's full U-Net at 1024 x 1024 and batch 8 with recomputed blocks needs at least:"""
+
 ABOUT = """\
-A ratio below 1 is less time or memory than what it is compared with, which ran in turns with it;
-the interval in brackets holds it at 95 % ([method](measurements.md#method))."""
+A ratio below 1 means less time or memory than the reference, which ran alternately with zerotune.
+The interval in brackets has a confidence of 95 % ([method](measurements.md#method))."""
 
 ONE_PASS = """\
-Adam, unscaling, clipping and every average are one pass over host memory, where DeepSpeed and an
-EMA make several; on a GPU it runs once `zerotune doctor --prove`, or the first start, has found the
-same bits there ([proven on this machine](diagnostics.md#proven-on-this-machine))."""
+zerotune runs Adam, unscaling, clipping and every EMA in one pass over host memory; DeepSpeed and a
+separate EMA need several passes. On a GPU the single pass runs after `zerotune doctor --prove`, or
+the first start, has found the same results bit for bit
+([proven on this machine](diagnostics.md#proven-on-this-machine))."""
 
 NOT_ON_A_GPU = """\
-Nothing here ran on a GPU: what offload costs over a bus, what hides behind a device's work and how
-full its memory gets is predicted ([memory](memory.md)), not measured. `python -m bench.gpu`
-measures it on a GPU of at least 24 GiB, SDXL's full U-Net in turns with the configuration whose
-figures are published, from an RTX 4090 with 24 GB:"""
+None of these figures was measured on a GPU. The costs of offload over a bus, the overlap with a
+device's work and the device's memory are predicted ([memory](memory.md)). `python -m bench.gpu`
+measures them on a GPU of at least 24 GiB. The command runs SDXL's full U-Net alternately with the
+configuration of the published figures, which come from an RTX 4090 with 24 GB:"""
 
 REPEAT = """\
-`python -m pip install nox && nox -s bench -- all` measures all of it, in about half an hour on a
-quiet machine. Every figure, goal, method and command is on [measurements](measurements.md)."""
+`python -m pip install nox && nox -s bench -- all` runs all measurements, in about half an hour on a
+quiet machine. [Measurements](measurements.md) lists every figure, goal, method and command."""
 
 EVERYTHING = """\
-Everything that the benchmarks found, made from the results in `docs/results`; nothing here is typed
-by hand. What comes of it is on [performance](performance.md)."""
+This page contains all results of the benchmarks. A script writes it from `docs/results`.
+[Performance](performance.md) summarises the results."""
 
 
 def result() -> str:
@@ -160,18 +166,19 @@ def page() -> str:
     parts = [
         WRITTEN_BY,
         "# Performance",
-        f"Measured without a GPU, on {machines}, {days[0]} to {days[-1]}. {ABOUT}",
+        f"These figures were measured without a GPU, on {machines}, {days[0]} to {days[-1]}.",
+        ABOUT,
         f"![Ratios of time to what zerotune is compared with](images/{PICTURE.name})",
-        "## What you gain",
+        "## Gains",
         ONE_PASS,
         _compared(results, GAINS),
-        "## What it costs",
+        "## Costs",
         _compared(results, COSTS),
         _estimates(results["memory"]),
         "## Not measured yet",
         NOT_ON_A_GPU,
         _published(),
-        "## Repeat it",
+        "## Repeating the measurements",
         REPEAT,
     ]
     return "\n\n".join(parts) + "\n"
@@ -188,12 +195,12 @@ def measurements() -> str:
         _headline(results),
         "## Method",
         METHOD,
-        "## How to reproduce",
+        "## Commands",
         _commands(results),
-        "## The least a GPU's step takes",
-        "A step of SDXL's full U-Net at 1024 x 1024 and batch 8, recomputed, takes at least:",
+        "## Lower bounds of a step on a GPU",
+        LOWER_BOUNDS,
         "\n".join(
-            ["| what | per step |", "|---|--:|", *(f"| {' | '.join(row)} |" for row in LEAST)]
+            ["| quantity | per step |", "|---|--:|", *(f"| {' | '.join(row)} |" for row in LEAST)]
         ),
         "## The memory model",
         *_memory(results["memory"]),
@@ -211,7 +218,7 @@ def stored() -> dict[str, dict[str, Any]]:
 
 
 def _compared(results: Mapping[str, Any], table: Sequence[tuple[str, ...]]) -> str:
-    rows = ["| zerotune's … | compared with | ratio (95 %) | so it is |", "|---|---|--:|---|"]
+    rows = ["| zerotune | compared with | ratio (95 %) | result |", "|---|---|--:|---|"]
     for name, *compared, words in table:
         found = compared_in(results[name], *compared)
         rows.append(f"| {words} | {compared[-1]} | {_spread(found)} | {_side(found)} |")
@@ -225,8 +232,8 @@ def _estimates(result: Mapping[str, Any]) -> str:
         of_use.append(100 * (estimated / in_use - 1))
         of_peak.append(100 * (estimated / peak - 1))
     return (
-        f"A plan's estimate of memory differs by {_range(of_use)} from what is in use, and by "
-        f"{_range(of_peak)} from the peak of the process, over {len(of_use)} plans."
+        f"Over {len(of_use)} plans, the estimate of memory differs by {_range(of_use)} from the "
+        f"memory in use, and by {_range(of_peak)} from the peak of the process."
     )
 
 
@@ -351,15 +358,15 @@ def _commands(results: Mapping[str, Any]) -> str:
             f"{' to '.join(dict.fromkeys((days[0], days[-1])))}, {minutes:.1f} minutes |"
         )
     return "\n".join(rows) + (
-        "\n\n`nox -s bench -- NAME` is the same in an environment of its own, "
-        "`python -m bench all --output docs/results` measures all that needs no GPU, and "
-        "`--quick` shows within seconds that a benchmark works."
+        "\n\n`nox -s bench -- NAME` runs the same command in a separate environment. "
+        "`python -m bench all --output docs/results` runs all benchmarks that need no GPU. "
+        "`--quick` checks within seconds that a benchmark works."
     )
 
 
 def _memory(result: Mapping[str, Any]) -> Iterator[str]:
     cores = result["hardware"]["usable_cores"]
-    yield f"The plan's estimate beside the peak of real steps, {cores} CPU cores:"
+    yield f"The table compares the plan's estimate with real steps on {cores} CPU cores:"
     rows = [
         "| plan | peak of the process | in use | estimated | to what is in use | to the peak |",
         "|---|--:|--:|--:|--:|--:|",
@@ -371,8 +378,8 @@ def _memory(result: Mapping[str, Any]) -> Iterator[str]:
         rows.append("| " + " | ".join(cells) + " |")
     yield "\n".join(rows)
     yield (
-        "On a CPU the C library keeps freed blocks of up to 32 MiB for later, which the peak of "
-        "the process holds too: leave room for it there."
+        "On a CPU the C library keeps freed blocks of up to 32 MiB for later. The peak of the "
+        "process contains these blocks, so leave room for them there."
     )
 
 

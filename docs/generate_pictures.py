@@ -34,6 +34,8 @@ PICTURE = DOCS / "images" / "memory.png"
 COMMAND = "plan advise --family sdxl --vram 12 --ram 128 --ema host"
 ANSWER = "zerotune-answer"
 RESULTS = DOCS / "results"
+TALLEST = 8.8
+"""Inches of a chart, a hundred pixels each."""
 SHOWN = "zerotune-shown"
 """A chart holds under this name what it shows, so that a test finds an older one."""
 
@@ -100,28 +102,39 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
     """A panel for each quantity, a bar with quartiles for each contestant of each case."""
     drawn = panels(result)
     lines = [sum(len(bars) + 1 for bars in cases.values()) for cases in drawn.values()]
-    height = 0.24 * sum(lines) + 0.6 * len(lines) + 0.8
+    rest = 0.6 * len(lines) + 0.8
+    # A chart is no taller than a screen.
+    line = min(0.24, (TALLEST - rest) / sum(lines))
+    height = line * sum(lines) + rest
     figure = empty_figure(figsize=(8.0, height), dpi=100, layout="constrained")
     marks = "bar: median, line: quartiles; orange: zerotune, dark: compared with"
     heading = textwrap.fill(f"{result['title']}. {machine(result)}; {marks}", 90)
     figure.suptitle(heading, fontsize=9)
     axes = figure.subplots(len(drawn), 1, height_ratios=lines, squeeze=False)[:, 0]
     for axis, (quantity, cases) in zip(axes, drawn.items(), strict=True):
-        _draw_panel(axis, quantity, cases, result)
+        _draw_panel(axis, quantity, cases, result, fontsize=8 if line > 0.2 else 7)
     picture = io.BytesIO()
     figure.savefig(picture, format="png", metadata={SHOWN: shown(result), "Software": None})
     write_atomically(path, picture.getvalue())
 
 
 def _draw_panel(
-    axis: Any, quantity: str, cases: Mapping[str, Mapping[str, Any]], result: Mapping[str, Any]
+    axis: Any,
+    quantity: str,
+    cases: Mapping[str, Mapping[str, Any]],
+    result: Mapping[str, Any],
+    *,
+    fontsize: float,
 ) -> None:
     baselines = {case["name"]: case["baseline"] for case in result["cases"]}
     most = max(bar["median"] for bars in cases.values() for bar in bars.values())
     size, unit = unit_of(most, quantity)
     names: list[str] = []
     for case, bars in cases.items():
-        names.append(f"{textwrap.shorten(case, 50)}:")
+        # Over the bars, where it has room to be whole.
+        inside = axis.get_yaxis_transform()
+        axis.text(0.005, len(names), case, fontsize=fontsize, va="center", transform=inside)
+        names.append("")
         for name, bar in bars.items():
             middle, low, high = (bar[key] / size for key in ("median", "q1", "q3"))
             other = BASELINE if name == baselines[case] else OTHERS
@@ -129,9 +142,9 @@ def _draw_panel(
             axis.barh(len(names), middle, color=colour, height=0.7)
             axis.plot([low, high], [len(names)] * 2, color="black", linewidth=1)
             text = f" {amount(bar['median'], quantity)}"
-            axis.text(max(middle, high), len(names), text, fontsize=8, va="center")
+            axis.text(max(middle, high), len(names), text, fontsize=fontsize, va="center")
             names.append(name)
-    axis.set_yticks(range(len(names)), names, fontsize=8)
+    axis.set_yticks(range(len(names)), names, fontsize=fontsize)
     axis.set_ylim(len(names), -0.6)
     axis.margins(x=0.12)
     axis.tick_params(axis="x", labelsize=8)

@@ -11,9 +11,9 @@ TARGET = Path(__file__).with_name("rules.md")
 HEAD = """\
 # Rules
 
-What `plan.check()` looks for, and `resolve()` before it fills anything in. An *error* stops
-`resolve()`; a *warning* becomes a recorded decision; a *note* is only reported by `check()`. Every
-finding names the key, the value, the reason and what to write instead:
+`plan.check()` applies the rules on this page to a plan. `resolve()` applies them too, before it
+fills in any value. An *error* stops `resolve()`. A *warning* becomes a recorded decision. Only
+`check()` reports a *note*. Every finding names the key, the value, the reason and the fix:
 
 ```{doctest}
 >>> from zerotune import DeepSpeedPlan
@@ -24,7 +24,7 @@ error nvme-optimizer-below-stage-3 zero_optimization.offload_optimizer.device
 
 ```
 
-What the rules say of DeepSpeed was read in the code of 0.19.8, or seen when it ran.
+The statements about DeepSpeed come from the code of release 0.19.8, or from runs of it.
 `python docs/generate_rules.py` writes this page.
 """
 
@@ -38,42 +38,44 @@ MEANING = {
 STRICTER = {
     r"(aio|optimizer|scheduler|flops_profiler|activation_checkpointing|data_types)"
     r"|data_efficiency(\.data_sampling|\.data_routing)?": "DeepSpeed ignores keys it does not know,"
-    " and with them a misspelt setting",
-    r"(aio|optimizer|scheduler)\..*": "DeepSpeed does not look at the value before the engine uses"
+    " so a misspelt setting has no effect",
+    r"(aio|optimizer|scheduler)\..*": "DeepSpeed does not check the value before the engine uses"
     " it",
-    r"zero_optimization\..*|fp16\..*": "pydantic takes `true` for 1 and numbers beyond 64 bits, and"
-    " leaves negative sizes and counts to the engine",
+    r"zero_optimization\..*|fp16\..*": "pydantic accepts `true` as 1, numbers beyond 64 bits, and"
+    " negative sizes and counts",
     r"(train_|gradient_|prescale_|steps_per_print|wall_clock|zero_|vocabulary_size).*"
-    r"|data_types\..*_dtype": "DeepSpeed looks at the value only where it is used, or takes `true`"
-    " for 1",
+    r"|data_types\..*_dtype": "DeepSpeed checks the value only where it is used, or accepts `true`"
+    " as 1",
     r"(sequence|tensor|expert)_parallel.*|pipeline\.stages|hybrid_engine\.inference_tp_size": (
-        "other parallelism than over data does not work here yet"
+        "zerotune supports data parallelism only"
     ),
-    r"expert_parallel|flops_profiler\.enabled|timers|torch_autocast\..*": "what DeepSpeed takes for"
-    " empty, or for true, is no object, list or truth value",
+    r"expert_parallel|flops_profiler\.enabled|timers|torch_autocast\..*": "DeepSpeed accepts values"
+    " that are neither objects, lists nor booleans as empty or true",
 }
-"""Key to why it is refused here although ``DeepSpeedConfig`` takes it."""
+"""Keys that zerotune refuses and ``DeepSpeedConfig`` accepts, with the reason."""
 LAXER = {
-    r"aio\.use_gds": "whether there is a CUDA device is known only where it runs",
+    r"aio\.use_gds": "zerotune checks files on machines without the CUDA device too",
     r"autotuning\..*|data_efficiency\..*": "only `deepspeed --autotuning` and DeepSpeed's own data"
-    " loader read it, and their sections are judged by shape alone",
+    " loader read these sections, so only their structure is checked",
     r"train_batch_size|train_micro_batch_size_per_gpu|gradient_accumulation_steps"
-    r"|wall_clock_breakdown": '`"auto"` and what is not written are filled in by resolving',
-    r"(seq_parallel_)?communication_data_type": '`"auto"` is refused by resolving',
-    r"vocabulary_size|zero_optimization\.zenflow\..*_interval": "a number written as text",
-    r"zero_optimization\.compute_grad_norm": "0 for false; a rule looks at false",
-    r"zero_optimization\.offload_optimizer\.ratio": "at stage 0 resolving leaves the section out",
+    r"|wall_clock_breakdown": '`resolve()` fills in `"auto"` and missing values',
+    r"(seq_parallel_)?communication_data_type": '`resolve()` refuses `"auto"`',
+    r"vocabulary_size|zero_optimization\.zenflow\..*_interval": (
+        "zerotune accepts a number written as text"
+    ),
+    r"zero_optimization\.compute_grad_norm": "zerotune accepts 0 as false; a rule checks false",
+    r"zero_optimization\.offload_optimizer\.ratio": "at stage 0 `resolve()` omits the section",
 }
-"""Key to why it is taken here although ``DeepSpeedConfig`` refuses it."""
+"""Keys that zerotune accepts and ``DeepSpeedConfig`` refuses, with the reason."""
 
 AGREEMENT = """\
-## Where DeepSpeed says otherwise
+## Differences from DeepSpeed's own checks
 
-A test asks DeepSpeed's own `DeepSpeedConfig` about every key with values of every kind, and about
-combinations of stages, offload, precision and reduction. What is accepted here is accepted there,
-and what is refused there is refused here, but for these:
+A test passes every key, with values of every kind, to DeepSpeed's own `DeepSpeedConfig`. The test
+also passes combinations of stages, offload, precision and reduction. zerotune and DeepSpeed accept
+and refuse the same configurations, with these exceptions:
 
-| what is | keys | why |
+| difference | keys | reason |
 |---|---|---|
 """
 
@@ -83,9 +85,9 @@ def page() -> str:
     parts = [HEAD]
     for severity, title in MEANING.items():
         rules = [rule for rule in all_rules() if rule.severity == severity]
-        parts.append(f"## {title}\n\n| rule | what | why, and what to do |\n|---|---|---|")
+        parts.append(f"## {title}\n\n| rule | condition | reason and fix |\n|---|---|---|")
         parts.append("\n".join(_row(rule) for rule in rules) + "\n")
-    rows = [("refused here alone", STRICTER), ("taken here alone", LAXER)]
+    rows = [("refused by zerotune only", STRICTER), ("accepted by zerotune only", LAXER)]
     parts.append(
         AGREEMENT
         + "\n".join(

@@ -21,6 +21,7 @@ import os
 import sys
 import time
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 # Threads that spin while they wait starve each other on a machine with few or busy cores. This
@@ -29,6 +30,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 from diffusers import UNet2DModel
+from matplotlib.figure import Figure
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from sklearn.svm import SVC
@@ -153,13 +155,36 @@ def make(folder: Path) -> Path:
     return folder
 
 
-def first_half(options: argparse.Namespace) -> tuple[Path, float]:
+def milestones(options: argparse.Namespace) -> list[int]:
+    """Steps at which a digit of each class is drawn, twice as many each time."""
+    return sorted({max(1, options.steps // 2**power) for power in range(5)})
+
+
+def fit(
+    trainer: Trainer, options: argparse.Namespace, *, steps: int, drawn: dict[int, torch.Tensor]
+) -> None:
+    """Train up to ``steps``, and draw on the way."""
+    for step in milestones(options):
+        if trainer.step < step <= steps:
+            trainer.fit(steps=step)
+            drawn[step] = sample(trainer, options, labels=torch.arange(CLASSES))
+    trainer.fit(steps=steps)
+
+
+def sample(trainer: Trainer, options: argparse.Namespace, *, labels: torch.Tensor) -> torch.Tensor:
+    """Draw digits with the EMA weights."""
+    return trainer.sample(
+        labels=labels, steps=SAMPLING_STEPS, guidance_scale=GUIDANCE_SCALE, seed=options.seed
+    )
+
+
+def first_half(options: argparse.Namespace, drawn: dict[int, torch.Tensor]) -> tuple[Path, float]:
     """Train half way, save, and take one step more to know how it would go on."""
     half = options.steps // 2
     with new_trainer(options) as trainer:
         if trainer.is_main:
             print(trainer.explain() if options.verbose else trainer, flush=True)
-        trainer.fit(steps=half)
+        fit(trainer, options, steps=half, drawn=drawn)
         checkpoint = trainer.save(options.output / "checkpoint")
         if trainer.is_main:
             print(
@@ -169,9 +194,12 @@ def first_half(options: argparse.Namespace) -> tuple[Path, float]:
 
 
 def second_half(
-    options: argparse.Namespace, checkpoint: Path, expected: float
+    options: argparse.Namespace,
+    drawn: dict[int, torch.Tensor],
+    checkpoint: Path,
+    expected: float,
 ) -> tuple[bool, torch.Tensor]:
-    """Resume in a fresh trainer, finish, and draw digits with the EMA weights."""
+    """Resume in a fresh trainer, finish, and draw digits."""
     half = options.steps // 2
     with new_trainer(options) as trainer:
         trainer.resume(checkpoint)
@@ -190,21 +218,19 @@ def second_half(
                 f"resumed at step {half}; the loss of step {half + 1} is {resumed!r}, "
                 f"without the interruption it was {expected!r}"
             )
-        report = trainer.fit(steps=options.steps)
+        fit(trainer, options, steps=options.steps, drawn=drawn)
         trainer.save(checkpoint)
-        images = trainer.sample(
-            labels=wanted_labels(options),
-            steps=SAMPLING_STEPS,
-            guidance_scale=GUIDANCE_SCALE,
-            seed=options.seed,
-        )
+        images = sample(trainer, options, labels=wanted_labels(options))
         if trainer.is_main:
+            report = trainer.report()
             print(report.render())
             report.save(options.output)
         return trainer.is_main, images
 
 
-def write_pictures(options: argparse.Namespace, images: torch.Tensor) -> None:
+def write_pictures(
+    options: argparse.Namespace, images: torch.Tensor, drawn: dict[int, torch.Tensor]
+) -> None:
     grid = images_to_grid(
         images,
         columns=options.per_class,
@@ -213,11 +239,36 @@ def write_pictures(options: argparse.Namespace, images: torch.Tensor) -> None:
     )
     grid.save(options.output / "digits.png")
     history = read_metrics(options.output / "metrics.jsonl")
-    plot_loss(
-        options.output / "loss.png",
-        steps=[metrics.step for metrics in history],
-        losses=[metrics.loss for metrics in history],
-    )
+    steps, losses = zip(*((metrics.step, metrics.loss) for metrics in history), strict=True)
+    plot_loss(options.output / "loss.png", steps=steps, losses=losses)
+    draw_learning(options, steps, losses, drawn)
+
+
+def draw_learning(
+    options: argparse.Namespace,
+    steps: Sequence[int],
+    losses: Sequence[float],
+    drawn: dict[int, torch.Tensor],
+) -> None:
+    """One picture: the loss, and a row of digits for each step at which they were drawn."""
+    figure = Figure(figsize=(9, 3 + 0.8 * len(drawn)), layout="constrained")
+    curve, digits = figure.subplots(2, 1, height_ratios=(2, 0.8 * len(drawn)))
+    curve.plot(steps, losses, color="#4d6b80", linewidth=1)
+    for step in drawn:
+        curve.axvline(step, color="#d9601a", linewidth=1, linestyle="dashed")
+    curve.set(xlabel="optimizer step", ylabel="loss")
+    curve.set(xlim=(0, 1.01 * options.steps), ylim=(0, None))
+    curve.legend(["loss of a step", "digits drawn"], frameon=False)
+    rows = images_to_grid(torch.cat(list(drawn.values())), columns=CLASSES, upscale=8)
+    digits.imshow(rows, cmap="gray", interpolation="nearest", vmin=0, vmax=255)
+    epochs = [step * options.batch_size / len(real_digits()) for step in drawn]
+    words = [f"step {step}\nepoch {epoch:.1f}" for step, epoch in zip(drawn, epochs, strict=True)]
+    height = rows.height / len(drawn)
+    digits.set_yticks([(row + 0.5) * height for row in range(len(drawn))], words)
+    digits.set_xticks([])
+    digits.tick_params(length=0)
+    digits.spines[:].set_visible(False)
+    figure.savefig(options.output / "learning.png", dpi=100)
 
 
 def wanted_labels(options: argparse.Namespace) -> torch.Tensor:
@@ -241,17 +292,20 @@ def recognised(images: torch.Tensor, labels: torch.Tensor) -> float:
 def run(options: argparse.Namespace) -> int:
     started = time.perf_counter()
     make(options.output)
-    checkpoint, expected = first_half(options)
-    is_main, images = second_half(options, checkpoint, expected)
+    drawn: dict[int, torch.Tensor] = {}
+    checkpoint, expected = first_half(options, drawn)
+    is_main, images = second_half(options, drawn, checkpoint, expected)
     if not is_main:
         return 0
-    write_pictures(options, images)
+    write_pictures(options, images, drawn)
     share = recognised(images, wanted_labels(options))
     print(
         f"recognised {share:.1f} % of {len(images)} generated digits "
         f"(required: {options.require:g} %) after {time.perf_counter() - started:.0f} s"
     )
-    print(f"see digits.png, loss.png, memory.png and metrics.jsonl in {options.output}")
+    print(
+        f"see learning.png, digits.png, loss.png, memory.png and metrics.jsonl in {options.output}"
+    )
     return 0 if share >= options.require else 1
 
 

@@ -29,6 +29,10 @@ GOES_ON = r"^step: 0 -> 20 \(epoch 6, after 0 of 4 micro batches; continues from
 """What the trainer says of the checkpoint that the page's first script wrote."""
 
 
+ANSWER = r"ema = True: says no decay.*ema=0\.9999"
+"""What a trainer says of an average without a decay."""
+
+
 @attrs.frozen
 class Stage:
     """One thing that a newcomer waits for."""
@@ -98,7 +102,38 @@ def go_on(way: Way) -> None:
         raise AssertionError("nothing was exported")
 
 
-STAGES: tuple[Callable[[Way], None], ...] = (create, install, check, start, again, go_on)
+def mistake(way: Way) -> None:
+    """the answer to a mistake in that script: ema=True"""
+    command = _script(way)
+    script = way.folder / "first.py"
+    script.write_text(script.read_text().replace("ema=0.99", "ema=True"))
+    shown(command, way, until=ANSWER, status=1)
+
+
+def recipes(way: Way) -> None:
+    """what each recipe of the wheel takes: --help, one after the other"""
+    listed = "import zerotune.examples.recipes as r; print(*r.__path__, end='')"
+    folder = subprocess.check_output(
+        [way.python, "-c", listed], cwd=way.folder, env=dict(way.environment), text=True
+    )
+    names = sorted(file.stem for file in Path(folder).glob("*.py"))
+    if not names:
+        raise AssertionError(f"{folder} holds no recipe")
+    for name in names:
+        module = f"zerotune.examples.recipes.{name}"
+        shown([way.python, "-m", module, "--help"], way, until=r"--base BASE")
+
+
+STAGES: tuple[Callable[[Way], None], ...] = (
+    create,
+    install,
+    check,
+    start,
+    again,
+    go_on,
+    mistake,
+    recipes,
+)
 
 
 def _script(way: Way, parts: int = 1) -> list[str]:

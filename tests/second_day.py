@@ -14,6 +14,7 @@ import importlib.util
 import io
 import json
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -167,7 +168,7 @@ def load_and_export(day: Day) -> str:
     """Load a pipeline by its family's name, train it with an average, go on, export."""
     (said,) = run_ranks(loaded_and_exported, str(day.folder))
     check("step: 0 -> 1 (epoch 1, after 1 of 2 micro batches; continues from" in said, said)
-    return "one number for the EMA, one callback, a message that says where it continues"
+    return "one number for the EMA, one callback, where it continues, a folder and a single file"
 
 
 def mistakes(day: Day) -> str:
@@ -195,30 +196,74 @@ STEPS: tuple[Callable[[Day], str], ...] = (
 )
 
 
-def mix(day: Day) -> str:
-    """Start the recipe of a mixture, and give the same command again."""
-    shape = ["--areas", "256", "--bucket-step", "4", "--batch", "1", "--every", "2"]
-    line = ["--base", str(day.folder / "model"), "--data", str(day.folder / "sets"), *shape]
-    line += ["--output", str(day.folder / "mixed")]
-    (found,) = run_ranks(from_recipe, "mixture", [*line, "--steps", "2"], [*line, "--steps", "3"])
+# -- The recipes: each command stops after two steps, and is given again with one step more.
+
+
+def recipe(day: Day, name: str, *line: str, exported: str) -> str:
+    """Start a recipe, and give the same command again."""
+    output = str(day.folder / f"of-{name}")
+    command = [*line, "--bucket-step", "4", "--every", "2", "--output", output]
+    (found,) = run_ranks(from_recipe, name, [*command, "--steps", "2"], [*command, "--steps", "3"])
     check([len(losses) for losses in found] == [2, 1], f"losses {found}")
-    check((day.folder / "mixed" / "lora.safetensors").is_file(), "nothing was exported")
-    return "two steps, one more, and adapters"
+    check((Path(output) / exported).exists(), f"{exported} was not written")
+    return f"two steps, one more, {exported}"
+
+
+def mix(day: Day) -> str:
+    """Train on a mixture of data."""
+    line = ["--base", str(day.folder / "model"), "--data", str(day.folder / "sets")]
+    line += ["--areas", "256", "--batch", "1"]
+    return recipe(day, "mixture", *line, exported="lora.safetensors")
 
 
 def train_text_encoders(day: Day) -> str:
-    """Start the recipe of text encoders, and give the same command again."""
-    shape = ["--area", "256", "--bucket-step", "4", "--batch", "1", "--every", "2"]
-    line = ["--base", str(day.folder / "model"), "--data", str(day.folder / "photos"), *shape]
-    line += ["--text-steps", "3", "--output", str(day.folder / "texts")]
-    (found,) = run_ranks(
-        from_recipe, "text_encoder", [*line, "--steps", "2"], [*line, "--steps", "3"]
-    )
-    check([len(losses) for losses in found] == [2, 1], f"losses {found}")
-    return "two steps, one more"
+    """Train text encoders too."""
+    line = ["--base", str(day.folder / "model"), "--data", str(day.folder / "photos")]
+    line += ["--area", "256", "--batch", "1", "--text-steps", "3"]
+    return recipe(day, "text_encoder", *line, exported="lora.safetensors")
 
 
-RECIPES: tuple[Callable[[Day], str], ...] = (mix, train_text_encoders)
+def train_a_controlnet(day: Day) -> str:
+    """Train a ControlNet."""
+    run_ranks(edges_drawn, str(day.folder))
+    line = ["--base", str(day.folder / "sdxl" / "wide"), "--data", str(day.folder / "photos")]
+    line += ["--conditions", str(day.folder / "edges"), "--area", "256", "--batch", "1"]
+    line += ["--draw-steps", "1"]
+    return recipe(day, "controlnet", *line, exported="controlnet/config.json")
+
+
+def train_on_preferences(day: Day) -> str:
+    """Train on which of two images was preferred."""
+    run_ranks(pairs_made, str(day.folder))
+    line = ["--base", str(day.folder / "sdxl" / "wide"), "--data", str(day.folder / "pairs")]
+    line += ["--area", "256", "--accumulation", "1", "--rank", "2"]
+    return recipe(day, "preference", *line, exported="lora.safetensors")
+
+
+def train_one_file(day: Day) -> str:
+    """Train the single file that was exported before."""
+    line = ["--base", str(day.folder / "trained.safetensors")]
+    line += ["--config", str(day.folder / "sdxl" / "wide"), "--data", str(day.folder / "photos")]
+    line += ["--area", "256", "--batch", "1"]
+    return recipe(day, "single_file", *line, exported="model.safetensors")
+
+
+def train_on_clips(day: Day) -> str:
+    """Train on clips that go on from an image."""
+    run_ranks(clips_cut, str(day.folder))
+    line = ["--base", str(day.folder / "wan"), "--data", str(day.folder / "clips")]
+    line += ["--area", "256", "--frames", "5", "--fps", "24", "--rank", "2", "--draw-steps", "1"]
+    return recipe(day, "image_to_video", *line, exported="adapters")
+
+
+RECIPES: tuple[Callable[[Day], str], ...] = (
+    mix,
+    train_text_encoders,
+    train_a_controlnet,
+    train_on_preferences,
+    train_one_file,
+    train_on_clips,
+)
 """With a wheel only: beside the source tree each recipe has tests of its own."""
 
 
@@ -260,6 +305,48 @@ def prepared(folder: str) -> bool:
         (photos / f"{name}.png").write_bytes((data / f"{name}.png").read_bytes())
         (photos / f"{name}.txt").write_text(caption)
     return True
+
+
+def edges_drawn(folder: str) -> None:
+    """The photographs' edges, under their names in a folder of their own."""
+    import numpy as np
+    from PIL import Image
+    from skimage.feature import canny
+
+    (Path(folder) / "edges").mkdir()
+    for file in (Path(folder) / "photos").glob("*.png"):
+        with Image.open(file) as photo:
+            found = canny(np.asarray(photo.convert("L")) / 255, sigma=2)
+        Image.fromarray(found.astype(np.uint8) * 255).save(Path(folder) / "edges" / file.name)
+
+
+def pairs_made(folder: str) -> None:
+    """The photographs, and the same ones upside down, which nobody prefers."""
+    from PIL import Image
+
+    pairs = Path(folder) / "pairs"
+    shutil.copytree(Path(folder) / "photos", pairs / "preferred")
+    (pairs / "rejected").mkdir()
+    for file in (pairs / "preferred").glob("*.png"):
+        with Image.open(file) as photo:
+            photo.rotate(180).save(pairs / "rejected" / file.name)
+
+
+def clips_cut(folder: str) -> None:
+    """Views that move over the photographs, and a tiny Wan that goes on from an image."""
+    from PIL import Image
+
+    from tests.support.declared_pipelines import wan_i2v
+
+    wan_i2v(Path(folder) / "wan")
+    for name, caption in PHOTOS.items():
+        frames = Path(folder) / "clips" / name
+        frames.mkdir(parents=True)
+        frames.with_suffix(".txt").write_text(caption)
+        with Image.open(Path(folder) / "photos" / f"{name}.png") as photo:
+            for number in range(5):
+                left = 30 * number
+                photo.convert("RGB").crop((left, 0, left + 240, 240)).save(frames / f"{number}.png")
 
 
 def finetuned(line: list[str], stop: int | None) -> list[float]:
@@ -368,10 +455,10 @@ def loaded_and_exported(folder: str) -> str:
     from diffusers import StableDiffusionXLPipeline
 
     import zerotune
-    from tests.support import pipelines
+    from tests.support import single_files
 
     path = Path(folder)
-    base = pipelines.MAKERS["sdxl"](path / "sdxl")
+    base = single_files.sdxl(path / "sdxl")
     plan = zerotune.DeepSpeedPlan.build(
         stage=2, offload="cpu", precision="fp32", optimizer="AdamW", lr=1e-3
     )
@@ -390,6 +477,7 @@ def loaded_and_exported(folder: str) -> str:
                     trainer.save(path / "once")
                 else:
                     trainer.export(path / "trained")
+                    trainer.export(path / "trained.safetensors")
     whole = StableDiffusionXLPipeline.from_pretrained(path / "trained")
     check(all(bool(torch.isfinite(p).all()) for p in whole.unet.parameters()), "not finite")
     return said.getvalue()
@@ -409,7 +497,7 @@ def mistaken(folder: str) -> dict[str, str]:
 
     from tests.support.models import tiny_unet
     from tests.training.workers import FAMILY, dataset, plan
-    from zerotune import FlowMatchingObjective, Trainer
+    from zerotune import FlowMatchingObjective, ProgressBar, SaveEvery, Trainer
     from zerotune.errors import ZeroTuneError
 
     config = plan().to_deepspeed()
@@ -438,6 +526,12 @@ def mistaken(folder: str) -> dict[str, str]:
         "an optimizer": attempt("OptimizerResolver", optimizer=adam),
         "a dataset of tuples": attempt("dict", data=[(1, 2), (3, 4)] * 8),
         "no data": attempt("data", data=None),
+        "one callback": attempt("", callbacks=ProgressBar()),
+        "a yes for a decay": attempt("ema=0.9999", ema=True),
+        "a name for an objective": attempt("FlowMatchingObjective", objective="flow"),
+        "an objective of a vector": attempt("mean", objective=lambda *_: torch.ones(2)),
+        "a class for a callback": attempt("is a class", callbacks=SaveEvery),
+        "a path for data": attempt("PreparedImages", data=folder),
     }
 
 

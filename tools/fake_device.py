@@ -1,7 +1,7 @@
 """A device without memory: real models at their real sizes, every byte of a pass counted.
 
 ``python -m tools.fake_device`` counts the passes of every family beside what the memory model says,
-for docs/memory.md. They run on torch's fake tensors with the operators a CUDA device has for
+for docs/memory-proof.md. They run on torch's fake tensors with the operators a CUDA device has for
 attention and for norms, and with what these take beside their results. What they allocate and free
 is kept in order, so that torch's caching allocator can be asked what it would have reserved.
 """

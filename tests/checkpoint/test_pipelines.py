@@ -53,7 +53,7 @@ def test_an_export_takes_the_names_of_averages(tmp_path):
     assert same == {"trained": True, "ema": True, "slow": True}
     assert errors["unknown"] == (
         "InvalidValueError: weights = 'fast': no EMA with this name is attached to the engine. "
-        "Fix: write one of 'trained', 'ema', 'slow', or pass an attached EMAShadow."
+        "Fix: use one of 'trained', 'ema', 'slow', or pass an attached EMAShadow."
     )
     assert "weights = 'EMAShadows': no EMA with this name" in errors["several"]
     assert "weights = 'ema': 2 EMAs with this name" in errors["twice"]

@@ -17,8 +17,8 @@ def test_the_page_is_current():
 
 
 def test_the_table_of_passes_is_current():
-    written = runpy.run_path(str(DOCS / "generate_memory.py"))["memory_page"]()
-    assert written == (DOCS / "memory.md").read_text(encoding="utf-8"), (
+    written = runpy.run_path(str(DOCS / "generate_memory.py"))["proof_page"]()
+    assert written == (DOCS / "memory-proof.md").read_text(encoding="utf-8"), (
         "run python docs/generate_memory.py"
     )
 

@@ -13,9 +13,10 @@ from tests.training.fakes import drive, report
 from zerotune._util.palette import component_colours
 from zerotune.errors import DataError, MissingDependencyError
 from zerotune.plan import DeepSpeedPlan
+from zerotune.plan.charts import draw_panels
 from zerotune.platform import Platform
 from zerotune.training import plot_loss
-from zerotune.training.report import Record, plot_report
+from zerotune.training.report import Record, moving_mean, plot_report
 
 
 def test_rates_and_rows_are_plain_arithmetic():
@@ -153,6 +154,15 @@ def test_the_curve_goes_where_the_losses_go(tmp_path):
     assert highest(0.1, 0.3) < highest(0.7, 0.9) - height // 10
 
 
+def test_a_mean_stands_at_the_middle_of_its_steps():
+    steps = range(11, 111)
+    middles, means = moving_mean(steps, [1.0] * 50 + [0.0] * 50)
+    assert (middles[0], middles[-1], len(means)) == (20.5, 100.5, 81)
+    half = means.index(0.5)
+    assert middles[half] == 60.5, "between the last high loss, of step 60, and the first low one"
+    assert moving_mean([7, 8], [3.0, 1.0]) == ([7.5], [2.0])
+
+
 def test_a_curve_of_nothing_is_refused(tmp_path):
     with pytest.raises(DataError):
         plot_loss(tmp_path / "loss.png", steps=[], losses=[])
@@ -189,6 +199,24 @@ def test_the_memory_picture_is_a_chart_with_what_was_measured(tmp_path):
     assert found.measured_memory() == {"host": found.host_peak, "device": found.device_peak}
     without = plot_report(tmp_path / "without.png", report(estimate=None))
     assert without.stat().st_size > 5000
+
+
+def test_on_a_cpu_the_runtime_of_the_picture_is_what_was_measured(tmp_path, monkeypatch):
+    known = DeepSpeedPlan.build(stage=2).estimate("sd15", platform=Platform.synthetic("cpu"))
+    drawn = []
+
+    def draw(heading, panels):
+        drawn.append((heading, dict(part[:2] for part in panels[0].parts)))
+        return draw_panels(heading, panels)
+
+    monkeypatch.setattr("zerotune.training.report.draw_panels", draw)
+    cpu = {"estimate": known, "host_before": 3 * 2**28, "device_peak": None}
+    plot_report(tmp_path / "memory.png", report(**cpu))
+    ((heading, parts),) = drawn
+    assert parts["runtime"] == 0.75
+    assert "runtime as measured" in heading
+    plot_report(tmp_path / "gpu.png", report())
+    assert "as measured" not in drawn[1][0]
 
 
 def test_one_step_is_one_step():

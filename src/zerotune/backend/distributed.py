@@ -50,7 +50,7 @@ _PULSE_S: Final = 1.0
 """Time between two signs of life for ranks of other machines."""
 _SILENCE_S: Final = 5.0
 """Time without any after which a rank is lost, once something has gone wrong."""
-_LOOK_S: Final = 0.5
+LOOK_S: Final = 0.5
 """Time between two looks at the processes of the ranks that others wait for."""
 _NOBODY_SENDS: Final = 1 << 30
 """A tag that no message has."""
@@ -359,7 +359,7 @@ class ProcessGroup:
         over = threading.Event()
 
         def look() -> None:
-            while not over.wait(_LOOK_S):
+            while not over.wait(LOOK_S):
                 if self._roll.dead():
                     self._wake()
                     return
@@ -475,12 +475,12 @@ class _Arrivals:
         return False
 
     def _all_come(self) -> bool:
-        timeout, looked = self._timeout.total_seconds(), -_LOOK_S
+        timeout, looked = self._timeout.total_seconds(), -LOOK_S
         self._missing = list(range(self._launch.world_size))
         while not self._store.check(self._keys):
             waited = time.monotonic() - self._began
             # Before the end too: the store may go, and whoever holds it give up first.
-            if waited >= looked + _LOOK_S:
+            if waited >= looked + LOOK_S:
                 looked = waited
                 self._look()
             if waited >= timeout:

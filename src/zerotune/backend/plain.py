@@ -39,6 +39,7 @@ from zerotune.backend.proof import prove_offload
 from zerotune.backend.step.adams import (
     TORCH_ADAMS,
     HostTorchAdam,
+    WholeMasters,
     no_step,
     torch_rounds_alike_in_fp32,
 )
@@ -492,7 +493,7 @@ class PlainStep(DeferredSteps):
         # Loading a state makes new groups, which accelerate does too.
         groups = {id(p): group for group in self._optimizer.param_groups for p in group["params"]}
         begun = [
-            no_step(slab)
+            no_step(WholeMasters(slab.data.view(-1)))
             if slab.grad is None
             else self._adam.begin(
                 slab,

@@ -17,7 +17,7 @@ import torch
 from packaging.version import Version
 
 from zerotune._util.text import did_you_mean, json_of, listing
-from zerotune.backend.checks import DTYPES
+from zerotune.backend.checks import DTYPES, is_torchao
 from zerotune.backend.single_file import INDEX, SUFFIX, SingleFile, place_rows
 from zerotune.backend.stored import (
     StoredWeight,
@@ -1070,9 +1070,26 @@ class _Steered:
             origin = f"a copy of the {name}'s first blocks, initially without effect"
         if self.loading.quantization is not None:
             base, _ = attrs.evolve(self.loading, plan=None).model(self.stored.class_of(name), name)
+            self._check_linear(base)
         base = self._base(frozen) if base is None else base
         decision = Decision(key="model", before=name, after=_CONTROLNET, reason=f"it is {origin}")
         return model, base.requires_grad_(False).eval(), (decision,)
+
+    def _check_linear(self, base: torch.nn.Module) -> None:
+        """Stage 3 replaces torch's linear layer for all models, by one that transposes weights."""
+        plan = self.loading.plan
+        plan = plan.plan if isinstance(plan, ResolvedPlan) else plan
+        zero = None if plan is None else plan.zero_optimization
+        if zero is None or zero.stage != 3 or zero.memory_efficient_linear is False:
+            return
+        if any(map(is_torchao, base.parameters())):
+            raise InvalidValueError(
+                "DeepSpeed's linear layer of stage 3 does not know torchao's tensors",
+                key="quantization",
+                value=type(self.loading.quantization).__name__,
+                fix="write zero_optimization.memory_efficient_linear = false, or quantize with "
+                "bitsandbytes (diffusers.BitsAndBytesConfig)",
+            )
 
     def _base(self, dtype: str) -> Any:
         name = str(self.kind.base_component)

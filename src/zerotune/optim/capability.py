@@ -179,7 +179,7 @@ class Situation:
         streams = self.uses_deepspeed and self.offload == "cpu" and self.stage in (2, 3)
         if entry.name == _8BIT_STATES and not streams:
             yield _cannot(
-                "its moments are stored with streamed weights, at stage 2 or 3 with CPU offload",
+                "it works for streamed weights only, at stage 2 or 3 with CPU offload",
                 "AdamW8bit",
             )
         if self.offload == "nvme" and entry.name == _BF16_STATES:
@@ -205,8 +205,7 @@ class Situation:
         """Numbers of all weights together, or of whole matrices; ZeRO hands over parts."""
         if entry.own_schedule and self.stage == 3:
             yield _cannot(
-                "it keeps values that depend on all weights, but stage 3 steps one "
-                "sub-group at a time",
+                "it keeps values shared by all weights, but stage 3 steps one sub-group at a time",
                 f"{entry.name} at stage 2",
             )
         elif entry.name == "Prodigy" and self.world_size > 1:
@@ -216,8 +215,7 @@ class Situation:
             )
         if entry.name == "Adafactor":
             yield _cannot(
-                "it factors the second moment of matrices, but ZeRO passes it flat "
-                "partitions, which would change the algorithm and save nothing"
+                "it factors the second moment of whole matrices, but ZeRO passes it flat partitions"
             )
 
     def _handed_over(self, entry: OptimizerEntry) -> Capability:

@@ -565,7 +565,7 @@ TORCH_ENTRIES: Final[tuple[OptimizerEntry, ...]] = (
         family="torch",
         summary="Quasi-Newton method that evaluates the loss several times per step",
         parameters=(lr(1.0),),
-        refusal="it needs a closure that recomputes the loss, which no engine here provides",
+        refusal="it needs a closure that recomputes the loss, which no engine passes to it",
         instead="SGD",
     ),
     OptimizerEntry(
@@ -573,7 +573,7 @@ TORCH_ENTRIES: Final[tuple[OptimizerEntry, ...]] = (
         family="torch",
         summary="Adam for sparse gradients",
         parameters=(lr(ADAM_LR), betas(), eps(), *torch_switches("maximize")),
-        refusal="it takes sparse gradients only, which diffusion models do not have",
+        refusal="it accepts only sparse gradients, which diffusion models do not have",
         instead="Adam",
     ),
 )

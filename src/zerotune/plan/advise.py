@@ -64,7 +64,7 @@ class Budget:
     """Disk space for swap files of one machine, for all its ranks; 0: none."""
     reserve: float = 0.05
     """Share of device and host memory that is kept free, for others and for what an allocator
-    cannot give back: 0.6 to 3.8 % of what is alive, by its model (docs/memory.md)."""
+    cannot give back: 0.6 to 3.8 % of what is alive, by its model (docs/memory-proof.md)."""
 
     def usable(self, place: Place) -> int:
         """Bytes a plan may need at most."""

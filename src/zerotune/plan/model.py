@@ -72,6 +72,7 @@ if TYPE_CHECKING:
 
 Auto = Literal["auto"]
 AUTO: Final[Auto] = "auto"
+"""Stands in a plan for a value that ``resolve`` fills."""
 
 _LARGEST_INTEGER = 2**63 - 1
 
@@ -958,7 +959,7 @@ ACCELERATE_BLOCK: Final = frozenset(
 )
 """Keys accelerate reads inside ``deepspeed_config``."""
 
-LAUNCH: Final = frozenset(
+STARTING: Final = frozenset(
     {
         "command_file",
         "commands",
@@ -968,20 +969,25 @@ LAUNCH: Final = frozenset(
         "deepspeed_hostfile",
         "deepspeed_inclusion_filter",
         "deepspeed_multinode_launcher",
+        "enable_cpu_affinity",
+        "gpu_ids",
+        "main_training_function",
+        "mpirun_config",
+        "rdzv_backend",
+        "same_network",
+    }
+)
+"""Further keys of an accelerate YAML that say how and where processes are started."""
+LAUNCH: Final = STARTING | frozenset(
+    {
         "downcast_bf16",
         "dynamo_backend",
         "dynamo_config",
-        "enable_cpu_affinity",
         "fp16",
         "fp8_config",
         "fsdp_config",
-        "gpu_ids",
-        "main_training_function",
         "megatron_lm_config",
-        "mpirun_config",
         "parallelism_config",
-        "rdzv_backend",
-        "same_network",
         "tpu_env",
         "tpu_name",
         "tpu_use_cluster",

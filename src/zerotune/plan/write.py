@@ -28,6 +28,7 @@ from zerotune.plan.model import (
     AUTO,
     FP16_BESIDE,
     PRECISIONS,
+    STARTING,
     Bf16Section,
     DeepSpeedPlan,
     LaunchSection,
@@ -263,29 +264,13 @@ _UNSAID: Final[Mapping[str, Any]] = {
 }
 """Launch setting to the value that ``accelerate config`` writes by default; ``False``
 stands for the word "no" too, as which YAML reads it without quotes."""
-_LAUNCHER_SETTINGS: Final = frozenset(
-    {
-        "num_processes",
-        "command_file",
-        "commands",
-        "compute_environment",
-        "debug",
-        "deepspeed_exclusion_filter",
-        "deepspeed_hostfile",
-        "deepspeed_inclusion_filter",
-        "deepspeed_multinode_launcher",
-        "enable_cpu_affinity",
-        "gpu_ids",
-        "machine_rank",
-        "main_process_ip",
-        "main_process_port",
-        "main_training_function",
-        "mpirun_config",
-        "num_machines",
-        "rdzv_backend",
-        "same_network",
-    }
-)
+_LAUNCHER_SETTINGS: Final = STARTING | {
+    "machine_rank",
+    "main_process_ip",
+    "main_process_port",
+    "num_machines",
+    "num_processes",
+}
 """Settings of how and where processes are started, which no plan is resolved with."""
 
 

@@ -14,9 +14,11 @@ from zerotune.decisions import Decision
 from zerotune.errors import InvalidValueError
 
 Accelerator = Literal["cuda", "rocm", "mps", "xpu", "cpu"]
+"""What a machine trains on."""
 ACCELERATORS: Final[tuple[Accelerator, ...]] = get_args(Accelerator)
 
 GIB: Final = 1024**3
+"""Bytes of a gibibyte."""
 
 
 def user_cache() -> Path:

@@ -230,7 +230,8 @@ def plot_report(path: str | os.PathLike[str], report: Report) -> Path:
     """Plot memory per place and the split of the step time as PNG.
 
     Bars show the estimate's components, with a line at the measured peak. Without an estimate they
-    show measured values.
+    show measured values. On a CPU the runtime is not the estimate's constant but what the process
+    held before its engine was built.
 
     Args:
         path: The file; its folder is created.
@@ -244,8 +245,11 @@ def plot_report(path: str | os.PathLike[str], report: Report) -> Path:
     """
     measured = report.measured_memory()
     if report.estimate is not None:
-        heading = memory_heading(report.estimate)
-        panels = memory_panels(report.estimate, measured=measured)
+        estimate, heading = report.estimate, memory_heading(report.estimate)
+        if estimate.resolved.platform.accelerator == "cpu":
+            estimate = _with_runtime_measured(estimate, report.host_before)
+            heading += "; runtime as measured: what the process held before its engine was built"
+        panels = memory_panels(estimate, measured=measured)
     else:
         heading = f"Memory per rank ({report.processes})"
         unit, size = common_unit(measured.values())
@@ -267,6 +271,15 @@ def plot_report(path: str | os.PathLike[str], report: Report) -> Path:
         note=f"{counted(report.steps, 'step')}, {report.steps_per_second:.2f} it/s",
     )
     return write_png(path, draw_panels(heading, [*panels, step]), dpi=PIXELS_PER_INCH)
+
+
+def _with_runtime_measured(estimate: MemoryEstimate, host_before: int) -> MemoryEstimate:
+    """Without the constant, which would be most of the bar of a small model."""
+    items = tuple(
+        attrs.evolve(item, nbytes=host_before) if item.component == "runtime" else item
+        for item in estimate.items
+    )
+    return attrs.evolve(estimate, items=items)
 
 
 def _item_row(item: MemoryItem) -> tuple[str, str, str, str]:
@@ -323,7 +336,7 @@ _WINDOW: Final = 20
 def plot_loss(
     path: str | os.PathLike[str], *, steps: Sequence[int], losses: Sequence[float]
 ) -> Path:
-    """Plot the loss of each step and its running mean as PNG.
+    """Plot the loss of each step and its moving mean, centred on its steps, as PNG.
 
     Args:
         path: The file; its folder is created.
@@ -346,15 +359,26 @@ def plot_loss(
     figure = empty_figure(figsize=(7.0, 4.0), layout="constrained")
     axes = figure.add_subplot()
     axes.plot(steps, losses, color=PALE, linewidth=0.8, label="each step")
-    means = [
-        sum(losses[max(0, end - _WINDOW) : end]) / min(end, _WINDOW)
-        for end in range(1, len(losses) + 1)
-    ]
-    axes.plot(steps, means, color=STRONG, linewidth=1.8, label=f"mean of {_WINDOW} steps")
+    middles, means = moving_mean(steps, losses)
+    label = f"mean of {counted(min(_WINDOW, len(losses)), 'step')}"
+    axes.plot(middles, means, color=STRONG, linewidth=1.8, label=label)
     axes.set(xlabel="optimizer step", ylabel="loss", title="Training loss")
     axes.grid(visible=True, alpha=0.3)
     axes.legend()
     return write_png(path, figure, dpi=120)
+
+
+def moving_mean(steps: Sequence[int], losses: Sequence[float]) -> tuple[list[float], list[float]]:
+    """Compute means of successive losses, and the middle of the steps of each mean.
+
+    Args:
+        steps: Step numbers, ascending.
+        losses: Losses, one per step; at least one.
+    """
+    window = min(_WINDOW, len(losses))
+    starts = range(len(losses) - window + 1)
+    middles = [(steps[start] + steps[start + window - 1]) / 2 for start in starts]
+    return middles, [sum(losses[start : start + window]) / window for start in starts]
 
 
 def write_png(path: str | os.PathLike[str], figure: Any, *, dpi: float) -> Path:

@@ -243,6 +243,31 @@ def test_noise_is_drawn_by_the_place_in_the_group_however_a_slab_is_cut():
     assert 0.05 < float((expected > 1).float().mean()) < 0.5
 
 
+@pytest.mark.parametrize("cut", [64, 96])
+@ranks(1)
+def test_a_group_that_has_stopped_is_followed_and_cast_but_not_stepped(cut):
+    from zerotune.backend.optimizers.client import STOPPED
+    from zerotune.backend.step.adams import HostAdam
+    from zerotune.backend.step.kernel import Average, load_host_step
+
+    adam = cpu_adam(torch.randn(100), True, 0.01)
+    host, (group,) = HostAdam(op=load_host_step(), adam=adam), adam.param_groups
+    (slab,) = group["params"]
+    shadow, out = torch.zeros(100), torch.zeros(100, dtype=torch.bfloat16)
+    found = []
+    for stopped in (False, True):
+        group[STOPPED] = stopped
+        step = host.begin(slab, gradient=torch.randn(100), group=group, factor=1.0, out=out.zero_())
+        for part in (slice(0, cut), slice(cut, 100)):
+            step.run(part.start, part.stop, [Average(shadow=shadow[part], weight=0.5)])
+        state = adam.state[slab]
+        found.append([slab.data.clone(), state["exp_avg"].clone(), state["exp_avg_sq"].clone()])
+    assert all(map(torch.equal, *found))
+    assert adam.state[slab]["step"] == 2
+    assert torch.equal(out, slab.data.bfloat16())
+    torch.testing.assert_close(shadow, 0.75 * slab.data)
+
+
 def test_the_source_is_one_file_wherever_it_was_installed(tmp_path, monkeypatch):
     folder, found = tmp_path / "built", []
     folder.mkdir()

@@ -16,7 +16,8 @@ from PIL import Image
 
 from tests.diffusion.families.parity import WHOLE, worst
 from tests.diffusion.families.training import example
-from tests.support.ranks import run_ranks
+from tests.support.needs import needs
+from tests.support.ranks import ranks, run_ranks
 from tests.support.runs import PLAIN, Case, start
 from zerotune.checkpoint import export_model
 from zerotune.diffusion import encode_dataset, load_pretrained, sample
@@ -25,6 +26,7 @@ from zerotune.diffusion.data.order import Draw
 from zerotune.diffusion.models.controlnet import CONTROLNETS
 from zerotune.diffusion.pretrained import FAMILIES
 from zerotune.errors import DataError, InvalidValueError
+from zerotune.plan import DeepSpeedPlan, ModelFacts
 
 NAMES = ["sdxl", "sd3", "flux", "qwen-image"]
 TIMES = torch.tensor([700.0, 20.0])
@@ -156,9 +158,8 @@ SCRIPTS = {
 }
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_losses_and_gradients_are_those_of_diffusers_scripts(bare, name):
-    loaded = bare(name)
+def compare_with_script(name, loaded):
+    """The loss, which is the script's, as are its gradients."""
     flows = loaded.family.flow_matching
     objective = loaded.objective(
         **({"scheduler": FlowMatchEulerDiscreteScheduler()} if flows else {})
@@ -179,6 +180,12 @@ def test_losses_and_gradients_are_those_of_diffusers_scripts(bare, name):
         if theirs is not None:
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-8)
     assert sum(float(each.abs().sum()) for each in gradients[1] if each is not None) > 0
+    return losses[0]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_losses_and_gradients_are_those_of_diffusers_scripts(bare, name):
+    compare_with_script(name, bare(name))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -285,6 +292,98 @@ def test_losses_are_those_of_the_plain_engine(folders, tmp_path, stage, world_si
         assert worst(losses, wanted) < 1e-6
         assert len(set(losses)) == 3
         assert same, "plain diffusers predicts something else from the export"
+
+
+# -- A quantized base, which is no part of the engine's model.
+
+
+def quantization(kind):
+    """diffusers' configuration, which quantizes on a processor too."""
+    if kind == "int8":
+        needs("torchao", may_lack="it is an extra")
+        from torchao.quantization import Int8WeightOnlyConfig
+
+        return diffusers.TorchAoConfig(Int8WeightOnlyConfig())
+    needs("bitsandbytes", may_lack="it is an extra")
+    from diffusers.quantizers.bitsandbytes.bnb_quantizer import BnB4BitDiffusersQuantizer
+
+    # bitsandbytes computes on processors, diffusers does not ask it to.
+    BnB4BitDiffusersQuantizer.validate_environment = lambda *_, **__: None
+    BnB4BitDiffusersQuantizer.update_device_map = lambda *_: {"": "cpu"}
+    return diffusers.BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
+    )
+
+
+def quantized(folder, kind, **options):
+    loaded = load(folder, parts=False, dtype="fp32", quantization=quantization(kind), **options)
+    for module in loaded.family.base.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            # Packing for processors divides by blocks, and tiny layers are narrower than one.
+            module.support_avx512bf16_for_cpu = False
+    return loaded
+
+
+@ranks(1)
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+@pytest.mark.parametrize("name", ["sdxl", "flux"])
+def test_losses_on_a_quantized_base_are_those_of_diffusers_scripts(folders, name, kind):
+    loaded, plain = quantized(folders[name], kind), load(folders[name], parts=False)
+    facts = [ModelFacts.from_module(each.family.base) for each in (loaded, plain)]
+    assert facts[0].storages == (kind,)
+    assert facts[0].weight_bytes(2) < 0.9 * facts[1].weight_bytes(2)
+    # A copy of the exact weights, not of those that were rounded.
+    pairs = zip(loaded.model.parameters(), plain.model.parameters(), strict=True)
+    assert all(torch.equal(ours, exact) for ours, exact in pairs)
+    losses = [compare_with_script(name, each) for each in (loaded, plain)]
+    assert losses[0] != losses[1]
+    assert losses[0] == pytest.approx(losses[1], rel=0.05)
+
+
+def bits_of(module):
+    """Stored bytes of all weights."""
+    found = {}
+    for name, parameter in module.named_parameters():
+        stored = getattr(parameter, "qdata", parameter).detach().contiguous()
+        found[name] = stored.view(torch.uint8).clone()
+    return found
+
+
+@pytest.mark.deepspeed
+@ranks(1)
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+def test_a_quantized_base_keeps_its_bits_at_each_stage(folders, kind):
+    found = []
+    # DeepSpeed's own linear layer does not know torchao's tensors.
+    whole = (*WHOLE, *([("memory_efficient_linear", False)] if kind == "int8" else []))
+    for case in (PLAIN, Case(stage=2, offload="cpu"), Case(stage=3, overrides=whole)):
+        loaded = quantized(folders["sd3"], kind)
+        before, objective = bits_of(loaded.family.base), loaded.objective()
+        engine = start(attrs.evolve(case, micro_batch=2, lr=1e-3), loaded.model)
+        losses = []
+        for step in range(3):
+            torch.manual_seed(step)
+            loss = objective(engine, batch(loaded, step=step), torch.Generator().manual_seed(step))
+            engine.backward(loss)
+            engine.step()
+            losses.append(float(loss.detach()))
+        after = bits_of(loaded.family.base)
+        assert all(torch.equal(after[name], bits) for name, bits in before.items())
+        engine.close()
+        found.append(losses)
+    assert len(set(found[0])) == 3
+    assert worst(found[1], found[0]) < 1e-6
+    assert worst(found[2], found[0]) < 1e-6
+
+
+def test_stage_3_replaces_a_layer_that_torchao_needs(folders):
+    given = {"family": "controlnet", "parts": False, "quantization": quantization("int8")}
+    plan = DeepSpeedPlan.build(stage=3)
+    with pytest.raises(InvalidValueError, match=r"TorchAoConfig.*memory_efficient_linear = false"):
+        load_pretrained(folders["sd3"], plan=plan, **given)
+    kept = DeepSpeedPlan.build(stage=3, memory_efficient_linear=False)
+    for plan in (kept, DeepSpeedPlan.build(stage=2)):
+        load_pretrained(folders["sd3"], plan=plan, **given)
 
 
 # -- Loading and conditions.

@@ -125,6 +125,10 @@ def _optimizer_factory(choice: OptimizerChoice) -> Callable[..., Any]:
     return cast(Callable[..., Any], optimizer_class)
 
 
+STOPPED: Final = "stopped"
+"""Key of a group: whether its last step is taken, so that a step leaves its weights and states."""
+
+
 class CurveScheduler:
     """Sets the learning rate of every group from ``zerotune.optimizers.schedules.lr_at``.
 
@@ -175,7 +179,10 @@ class CurveScheduler:
         rate = lr_at(self._choice, self._steps, self._base_lr)
         groups = zip(self._optimizer.param_groups, self._factors, self._base_betas, strict=True)
         for (group, usual, base_betas), until in zip(groups, self._until, strict=False):
-            factor = 0.0 if until is not None and self._steps >= until else usual
+            stopped = until is not None and self._steps >= until
+            factor = 0.0 if stopped else usual
+            if until is not None:
+                group[STOPPED] = stopped
             if isinstance(group["lr"], torch.Tensor):
                 # torchao compiles its update around the rate's tensor and refuses a number.
                 group["lr"].fill_(rate * factor)

@@ -31,6 +31,7 @@ from zerotune.backend.optimizers.classes import (
     scale_of,
     update_chunk,
 )
+from zerotune.backend.optimizers.client import STOPPED
 from zerotune.backend.step.kernel import (
     AdamNumbers,
     Average,
@@ -147,7 +148,7 @@ class SplitMasters(Masters):
 # -- The Adams that step them.
 
 
-_VECTOR: Final = 16
+VECTOR: Final = 16
 """Elements of the widest vectors; what is left over, DeepSpeed and torch update one by one."""
 _ADAM_MOMENTS: Final = ("exp_avg", "exp_avg_sq")
 TORCH_ADAMS: Final = (torch.optim.Adam, torch.optim.AdamW)
@@ -180,7 +181,7 @@ class SlabStep:
 
         The averages are shadows of exactly these elements.
         """
-        whole = self.masters.numel // _VECTOR * _VECTOR if self.whole is None else self.whole
+        whole = self.masters.numel // VECTOR * VECTOR if self.whole is None else self.whole
         middle = max(start, min(stop, whole))
         if start < middle:
             self.vectors(slice(start, middle), averages)
@@ -195,15 +196,30 @@ class SlabStep:
                 self.out[last].copy_(weight)
 
 
-def no_step(slab: torch.Tensor) -> SlabStep:
-    """Of a slab without a gradient, which torch leaves as it is; averages still follow it."""
-    masters = WholeMasters(slab.data.view(-1))
+def no_step(masters: Masters, out: torch.Tensor | None = None) -> SlabStep:
+    """Of a slab whose weights stay as they are; averages still follow them.
+
+    Args:
+        masters: The weights.
+        out: As ``SlabStep.out``, which nothing may have written since the engine started.
+    """
 
     def follow(part: slice, averages: Sequence[Average]) -> None:
+        if out is None and not averages:
+            return
+        weight = masters.read(part)
         for average in averages:
-            average.shadow[: part.stop - part.start].lerp_(masters.weight[part], average.weight)
+            average.shadow[: part.stop - part.start].lerp_(weight, average.weight)
+        if out is not None:
+            out[part].copy_(weight)
 
-    return SlabStep(masters=masters, out=None, vectors=follow, tail=lambda _part, _weight: None)
+    return SlabStep(
+        masters=masters,
+        out=out,
+        vectors=follow,
+        tail=lambda _part, _weight: None,
+        whole=masters.numel,
+    )
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -277,6 +293,9 @@ class Stepper(ABC):
         out = None if out is None else out.data.view(-1)
         masters = masters or WholeMasters(slab.data.view(-1))
         index = next(i for i, each in enumerate(self._adam.param_groups) if each is group)
+        if group.get(STOPPED):
+            self._count(state)
+            return no_step(masters, out)
         flat = {
             **masters.tensors,
             **{name: state[name].view(-1) for name in _ADAM_MOMENTS},
@@ -551,7 +570,7 @@ def _torch_numbers(begun: _Begun, *, decoupled: bool = True) -> TorchAdamNumbers
 def torch_rounds_alike(op: HostStepOp) -> bool:
     """Whether an AdamWBF16States would."""
     generator = torch.Generator().manual_seed(0)
-    numel, group = 64 * _VECTOR, {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8}
+    numel, group = 64 * VECTOR, {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8}
     group["weight_decay"] = 0.01
     weight, gradient = (torch.randn(numel, generator=generator) for _ in range(2))
     moments = torch.rand(2, numel, generator=generator).bfloat16() * 1e-3
@@ -575,7 +594,7 @@ def torch_rounds_alike_in_fp32(op: HostStepOp) -> bool:
     """Whether the fused Adam and AdamW would."""
     generator = torch.Generator().manual_seed(0)
     for kind in TORCH_ADAMS:
-        start, *gradients = torch.randn(4, 64 * _VECTOR + 5, generator=generator).unbind()
+        start, *gradients = torch.randn(4, 64 * VECTOR + 5, generator=generator).unbind()
         theirs, mine = (torch.nn.Parameter(start.clone()) for _ in range(2))
         fused = kind([theirs], lr=1e-3, weight_decay=0.01, fused=True)
         stepped = kind([mine], lr=1e-3, weight_decay=0.01)

@@ -23,15 +23,13 @@ from typing_extensions import override
 
 from zerotune._util.closing import Closable
 from zerotune._util.proc import ENDED
-from zerotune.backend.distributed import ProcessGroup, together
+from zerotune.backend.distributed import LOOK_S, ProcessGroup, together
 from zerotune.backend.stream.units import HostMemory, Unit
 from zerotune.errors import CollectiveError, EngineError
 from zerotune.plan.model import UNIT_ALIGNED
 
 _PAUSE_S: Final = 20e-6, 1e-3
 """Shortest and longest pause between two looks at a counter."""
-_LOOK_S: Final = 0.5
-"""Time between two looks at the processes of ranks that are waited for."""
 _LONGEST_REASON: Final = 600
 _LANDED, _ADDED, _MET, _STATE = range(4)
 _LEFT, _FAILED = 1, 2
@@ -395,8 +393,8 @@ class Meeting(Closable):
         while late := [rank for rank, each in enumerate(counters.tolist()) if each < count]:
             self._raise()
             now = time.monotonic()
-            self._look(late, purpose, processes=now - looked >= _LOOK_S)
-            if now - looked >= _LOOK_S:
+            self._look(late, purpose, processes=now - looked >= LOOK_S)
+            if now - looked >= LOOK_S:
                 looked = now
             if now - began >= self._timeout_s:
                 self._missing(purpose, dict.fromkeys(late, "never came") | self._group.ended())

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 import attrs
 import torch
 
-from zerotune.backend.step.adams import Masters, SplitMasters, WholeMasters
+from zerotune.backend.step.adams import VECTOR, Masters, SplitMasters, WholeMasters
 from zerotune.errors import EngineError
 from zerotune.plan.model import UNIT_ALIGNED, outermost_modules, repeated_modules
 
@@ -416,7 +416,6 @@ def find_units(model: torch.nn.Module, named: Sequence[str] = ()) -> NamedModule
 # where the compiler of DeepSpeed's Adam chose the roundings.
 
 
-_VECTOR: Final = 16
 _ALIGNMENT: Final = 2
 """Elements to a multiple of which DeepSpeed pads a group for each rank."""
 
@@ -467,6 +466,6 @@ class FlatOrder:
         size = self._parts[group]
         for rank in range(self.world_size):
             stop = min(place.stop, (rank + 1) * size)
-            start = max(place.start, (rank + 1) * size - size % _VECTOR)
+            start = max(place.start, (rank + 1) * size - size % VECTOR)
             if start < stop:
                 yield slice(start - place.start, stop - place.start)

@@ -1,0 +1,107 @@
+"""The built site as its readers get it: in Chromium, in the light and in the dark."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.builder.pages import browser
+from tests.docs.pages import DOCS
+from tests.support.needs import needs
+
+SCREEN, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
+# Furo's own: a skip link, and a sidebar that is off the screen on a phone.
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(3600)]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """Where it is built; ``ZEROTUNE_SITE`` names one that is."""
+    if given := os.environ.get("ZEROTUNE_SITE"):
+        return Path(given)
+    needs("furo")
+    built = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html"]
+    subprocess.run([*command, str(DOCS), str(built)], check=True, timeout=1200)
+    return built
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    with browser() as launched:
+        yield launched
+
+
+@pytest.fixture
+def tab(chromium):
+    context = chromium.new_context(viewport=SCREEN, reduced_motion="reduce")
+    yield context.new_page()
+    context.close()
+
+
+def pages(site):
+    """Each page once; of the API those that are written differently."""
+    found = sorted(site.glob("*.html"))
+    kinds = ("index", "zerotune", "zerotune.errors", "zerotune.plan", "zerotune.Trainer")
+    return [*found, *(site / "api" / f"{name}.html" for name in kinds)]
+
+
+def test_axe_finds_nothing_to_say(tab, site):
+    axe = needs("axe_playwright_python.sync_playwright").Axe()
+    faults = []
+    for page in pages(site):
+        tab.goto(page.as_uri())
+        for scheme, only in (("light", {}), ("dark", {"runOnly": ["color-contrast"]})):
+            tab.emulate_media(color_scheme=scheme)
+            found = axe.run(tab, options={"resultTypes": ["violations"], **only}).response
+            assert found["passes"], page.name
+            faults += [
+                (page.name, scheme, each["id"], [node["html"][:120] for node in each["nodes"][:3]])
+                for each in found["violations"]
+            ]
+    assert faults == []
+
+
+def test_what_is_too_wide_scrolls_by_keyboard_and_nothing_else_does(tab, site):
+    tab.set_viewport_size(PHONE)
+    for page in pages(site):
+        tab.goto(page.as_uri())
+        wide = tab.evaluate("""() => [document.documentElement.scrollWidth, innerWidth]""")
+        assert wide[0] <= wide[1], f"{page.name} is {wide[0]} px wide"
+    tab.goto((site / "fits.html").as_uri())
+    table = tab.get_by_role("group", name=re.compile("All weights")).first
+    table.focus()
+    tab.keyboard.press("ArrowRight")
+    tab.wait_for_function(
+        "() => [...document.querySelectorAll('.table-wrapper')].some((one) => one.scrollLeft > 0)"
+    )
+
+
+def test_what_fits_is_two_screens_at_most(tab, site):
+    tab.goto((site / "fits.html").as_uri())
+    assert tab.evaluate("() => document.documentElement.scrollHeight") <= 2 * SCREEN["height"]
+    tab.locator("details > summary").first.click()
+    assert tab.locator("details[open] table").first.is_visible()
+
+
+def test_every_link_inside_the_site_leads_somewhere(site):
+    anchors = {}
+    for page in site.rglob("*.html"):
+        anchors[page] = set(re.findall(r'\bid="([^"]+)"', page.read_text()))
+    broken = []
+    for page, _ in anchors.items():
+        for link in re.findall(r'href="([^"]+)"', page.read_text()):
+            if re.match(r"[a-z]+:", link) or page.name in ("genindex.html", "search.html"):
+                continue
+            path, _, anchor = link.partition("#")
+            target = (page.parent / path).resolve() if path else page
+            if path.endswith("/") or target.suffix != ".html":
+                continue
+            if target not in anchors or (anchor and anchor not in anchors[target]):
+                broken.append(f"{page.name}: {link}")
+    assert broken == []
