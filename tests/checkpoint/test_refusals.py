@@ -55,8 +55,8 @@ def test_damage_is_found_before_anything_is_loaded(damaged, harm, message):
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("extra tensor", r"extra\.a\[1\] = tensor\(\[0\.\]\): JSON cannot hold it"),
-        ("extra nan", r"extra\.a\.b = nan: JSON cannot hold it"),
+        ("extra tensor", r"extra\.a\[1\] = tensor\(\[0\.\]\): JSON cannot represent it"),
+        ("extra nan", r"extra\.a\.b = nan: JSON cannot represent it"),
         ("extra key", r"extra\.a = 1: JSON only supports text keys.*write '1'"),
         ("shadow name", r"shadows = 'a/b'"),
         ("accumulating", r"gradient_accumulation_steps = 2: 1 of 2 micro batches"),

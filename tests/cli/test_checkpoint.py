@@ -35,7 +35,7 @@ def test_show(portable, capsys):
     assert code == 0
     assert "Sample" in out
     assert "2 with 18 elements, fp32" in out
-    assert "no plan: weights alone" in out
+    assert "no plan: weights only" in out
     assert "weights-00001-of-00001.safetensors" in out
 
 

@@ -152,7 +152,7 @@ def test_spinning_platters_are_said(tmp_path, monkeypatch):
     monkeypatch.setattr("zerotune.offload.root.is_rotational", lambda _: True)
     root = check(tmp_path)
     assert root.rotational
-    assert "spinning" in warnings_of(root)["offload.disk"]
+    assert "rotating" in warnings_of(root)["offload.disk"]
 
 
 def test_a_folder_others_may_empty_is_said(tmp_path):

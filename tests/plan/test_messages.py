@@ -105,7 +105,7 @@ def test_a_template_is_called_one(template):
     with pytest.raises(InvalidValueError) as caught:
         DeepSpeedPlan.from_dict(config)
     assert {error.reason for error in caught.value.each()} == {
-        "is a template that was not filled in"
+        "is a template placeholder without a value"
     }
     assert len(caught.value.each()) == 5
     settings = {"optimizer": {"type": "AdamW", "params": {"lr": template}}}
@@ -130,7 +130,7 @@ def test_other_folders_are_folders(path):
 
 @pytest.mark.parametrize("template", [each for each in TEMPLATES if each != "{batch}"])
 def test_a_template_without_quotes_is_called_one_too(template):
-    with pytest.raises(PlanSyntaxError, match="template that was not filled in"):
+    with pytest.raises(PlanSyntaxError, match="template placeholder without a value"):
         parse_json(f'{{"train_batch_size": {template}}}', source="x")
 
 

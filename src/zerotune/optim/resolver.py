@@ -126,7 +126,7 @@ class OptimizerResolution:
             blocks.append(Line("parameter groups, first match wins:"))
             blocks += [Line(describe(group), indent=2) for group in optimizer.groups]
         if scheduler is None:
-            blocks.append(Line("scheduler: none (constant learning rate)"))
+            blocks.append(Line("scheduler: none, the learning rate stays constant"))
         else:
             summary = SCHEDULERS[scheduler.name].summary.lower()
             blocks.append(Line(f"scheduler: {scheduler.name}, {summary}"))

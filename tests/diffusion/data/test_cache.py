@@ -495,7 +495,7 @@ def test_encoders_leave_the_device_and_bad_ones_are_refused(some, tmp_path):
     assert len(released) == 2
     with pytest.raises(DataError, match="received 4 and returned 1"):
         fill(dataset, tmp_path / "a", lambda images: {"latents": images[:1]})
-    with pytest.raises(DataError, match="not finite"):
+    with pytest.raises(DataError, match="non-finite"):
         fill(dataset, tmp_path / "b", lambda images: {"latents": images / 0})
     with pytest.raises(InvalidValueError, match="barrier"):
         fill(dataset, tmp_path / "c", Encoder(), world_size=2)

@@ -225,7 +225,7 @@ def test_broken_clips_are_left_out_or_refused(root):
     assert len(fast) == 3
     with pytest.raises(DataError, match=r"^long.*WholeClip"):
         fast.frames(1, range(12))
-    with pytest.raises(DataError, match="is no folder"):
+    with pytest.raises(DataError, match="is not a folder"):
         ClipFolder(root / "long.txt")
 
 

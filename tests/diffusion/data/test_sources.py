@@ -262,7 +262,7 @@ def test_a_caption_with_half_a_character_is_refused_by_name(tmp_path, photos):
     photos[0].resize((32, 24)).save(tmp_path / "a.png")
     line = '{"file_name": "a.png", "text": ["whole", "half \\ud800"]}\n'
     (tmp_path / "metadata.jsonl").write_text(line)
-    with pytest.raises(InvalidValueError, match=r"caption of a\.png.*half of a surrogate pair"):
+    with pytest.raises(InvalidValueError, match=r"caption of a\.png.*unpaired surrogate"):
         ImageFolder(tmp_path)
 
 
