@@ -47,7 +47,7 @@ def tab(chromium):
 def pages(site):
     """Each page once; of the API those that are written differently."""
     found = sorted(site.glob("*.html"))
-    kinds = ("index", "zerotune", "zerotune.errors", "zerotune.plan", "zerotune.Trainer")
+    kinds = ("index", "zerotune", "zerotune.errors", "zerotune.plan", "zerotune.training.Trainer")
     return [*found, *(site / "api" / f"{name}.html" for name in kinds)]
 
 
