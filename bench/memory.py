@@ -109,8 +109,8 @@ class Run:
         settings = self._settings
         size = {key: settings[key] for key in ("batch", "side")}
         engine = self._steps(settings["model"], steps=settings["steps"], **size)
-        resolution = (size["side"], size["side"])
-        estimate = engine.plan.estimate(Workload(batch=size["batch"], resolution=resolution))
+        workload = Workload(batch=size["batch"], height=size["side"], width=size["side"])
+        estimate = engine.plan.estimate(workload)
         facts = engine.plan.model
         return {
             # The libraries are not in what is measured.
