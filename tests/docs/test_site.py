@@ -15,7 +15,6 @@ from tests.docs.pages import DOCS
 from tests.support.needs import needs
 
 SCREEN, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
-# Furo's own: a skip link, and a sidebar that is off the screen on a phone.
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(3600)]
 
 
