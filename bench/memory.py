@@ -124,9 +124,10 @@ class Run:
     def _steps(self, name: str, *, batch: int, side: int, steps: int) -> Any:
         import diffusers
 
-        from zerotune import DeepSpeedPlan, OptimizerResolver, build_engine
+        from zerotune import DeepSpeedPlan, OptimizerResolver
         from zerotune.diffusion.facts import example_inputs
         from zerotune.plan.model import ModelFacts
+        from zerotune.training.setup import build_engine
 
         plan = DeepSpeedPlan.build(
             precision="fp32", micro_batch_size=batch, **self._settings["plan"]

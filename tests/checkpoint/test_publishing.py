@@ -11,9 +11,9 @@ from tests.support.hub import stand_in
 from tests.support.needs import needs
 from zerotune.backend.adapters import LORA_FILE
 from zerotune.backend.stored import read_header
-from zerotune.checkpoint import Card, publish
 from zerotune.checkpoint.export.driver import ExportWriter
 from zerotune.checkpoint.export.model import model_writer
+from zerotune.checkpoint.publishing import Card, publish
 from zerotune.checkpoint.tensors import TensorSpec
 from zerotune.decisions import Decision
 from zerotune.errors import CheckpointError, InvalidValueError
@@ -191,7 +191,7 @@ def test_what_is_no_whole_export_is_not_sent(hub, tmp_path):
             send(hub, wrong)
     picture = tmp_path / "x.txt"
     picture.write_text("x")
-    with pytest.raises(InvalidValueError, match="not an image or clip"):
+    with pytest.raises(InvalidValueError, match="not a displayable image or clip"):
         send(hub, adapter_file(tmp_path), card=Card(samples={"a": picture}))
     assert hub.requests == []
     with pytest.raises(InvalidValueError, match="repo_id"):

@@ -8,7 +8,7 @@ import pytest
 
 from zerotune import cli
 from zerotune.plan import DeepSpeedPlan
-from zerotune.platform import GIB
+from zerotune.platform.facts import GIB
 
 ROOMY = ("--vram", "24GiB", "--ram", "128GiB")
 TINY = ("--vram", "1GiB", "--ram", "2GiB")
@@ -118,7 +118,7 @@ class TestWhenSomethingFits:
         path = tmp_path / "new" / "memory.pdf"
         assert advise(*ROOMY, "--chart", str(path)) == 0
         assert path.read_bytes().startswith(b"%PDF-")
-        assert f"made the folder {tmp_path / 'new'}" in capsys.readouterr().err
+        assert f"created the folder {tmp_path / 'new'}" in capsys.readouterr().err
         assert advise(*ROOMY, "--chart", str(path)) == 0
         assert capsys.readouterr().err == ""
 

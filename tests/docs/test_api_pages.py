@@ -52,4 +52,4 @@ def test_every_link_of_a_page_leads_to_one(api, tmp_path):
         assert set(links) <= names, path.name
         assert "|  |" not in path.read_text(), f"{path.name}: a name without a summary"
     index = (tmp_path / "api" / "zerotune.plan.md").read_text()
-    assert "| [OffloadSection](zerotune.plan.OffloadSection.md) |" in index
+    assert "| [Workload](zerotune.plan.Workload.md) |" in index

@@ -10,7 +10,8 @@ import torch
 from tests.ema.test_shadow import move, weights
 from tests.support.memory import in_use, needs_mallinfo
 from tests.support.models import HostileNet
-from zerotune.ema import DeviceStore, EMAModel, EMAShadow, FileStore, HostStore
+from zerotune.ema import DeviceStore, EMAModel, EMAShadow, FileStore
+from zerotune.ema.shadow import HostStore
 from zerotune.errors import EMAError, InvalidValueError
 
 
@@ -99,7 +100,7 @@ def test_move_keeps_every_bit_and_says_where_it_is(tmp_path):
 
 @pytest.mark.parametrize("place", ["nvme", HostStore, 3])
 def test_what_is_no_place_is_refused(place):
-    with pytest.raises(InvalidValueError, match="not a valid place for a shadow"):
+    with pytest.raises(InvalidValueError, match="not a valid store for a shadow"):
         EMAShadow(store=place)
 
 

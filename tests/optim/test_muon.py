@@ -6,7 +6,8 @@ import attrs
 import pytest
 
 from zerotune.errors import InvalidValueError, OptimizerError
-from zerotune.optim import MUON_DEFAULTS, MuonPatterns, OptimizerResolver, ParameterGroups
+from zerotune.optim import MuonPatterns, OptimizerResolver, ParameterGroups
+from zerotune.optim.groups import MUON_DEFAULTS
 from zerotune.plan.model import ModelFacts, ParameterFacts
 
 SHAPES = [
@@ -77,17 +78,17 @@ def test_groups_of_ones_own_are_split_too(resolve):
 
 
 def test_a_vector_cannot_be_muons(resolve):
-    with pytest.raises(InvalidValueError, match="this is none"):
+    with pytest.raises(InvalidValueError, match="this is not a matrix"):
         resolve(muon=MuonPatterns(rules=[("*", True)]))
 
 
 def test_a_place_that_does_not_exist_is_refused():
-    with pytest.raises(InvalidValueError, match="no such place"):
+    with pytest.raises(InvalidValueError, match="not a known position"):
         MuonPatterns(rules=[("@middle", True)])
 
 
 def test_a_model_without_hidden_matrices_is_an_error(resolve):
-    with pytest.raises(OptimizerError, match="no parameter of this model is for Muon"):
+    with pytest.raises(OptimizerError, match="Muon can update no parameter of this model"):
         resolve(shapes=SHAPES[:1])
 
 

@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 
 from zerotune.errors import InvalidValueError, PlanConflictError
-from zerotune.plan import DeepSpeedPlan, LaunchSection, RunFacts
+from zerotune.plan import DeepSpeedPlan, RunFacts
+from zerotune.plan.model import LaunchSection
 from zerotune.plan.resolve import decide_precision
 from zerotune.platform import Platform
 
@@ -70,7 +71,7 @@ def test_a_cpu_that_would_emulate_bf16_says_so():
     assert (decision.key, decision.after) == ("precision", "fp32")
     assert "would emulate" in decision.reason
     off = {"bf16": {"enabled": False}, "fp16": {"enabled": "auto"}}
-    assert decide(off, CPU)[1][0].reason == "the configuration switches bf16 off"
+    assert decide(off, CPU)[1][0].reason == "the configuration disables bf16"
 
 
 def test_fp16_on_the_cpu_accelerator_becomes_bf16_with_a_warning():

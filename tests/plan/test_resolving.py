@@ -4,10 +4,11 @@ import attrs
 import pytest
 
 from zerotune.errors import InvalidValueError, PlanConflictError, UnresolvedPlanError
-from zerotune.plan import DeepSpeedPlan, ModelFacts, RunFacts, ZeroSection, rules
+from zerotune.plan import DeepSpeedPlan, ModelFacts, RunFacts, rules
 from zerotune.plan import resolve as filling
-from zerotune.plan.model import AUTO
-from zerotune.platform import DeepSpeedSupport, Platform
+from zerotune.plan.model import AUTO, ZeroSection
+from zerotune.platform import Platform
+from zerotune.platform.facts import DeepSpeedSupport
 
 BF16 = {"bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": 1}
 
@@ -347,7 +348,7 @@ def test_a_missing_deepspeed_is_reported_even_when_nothing_is_dropped(no_deepspe
 def test_deepspeed_can_be_switched_off(cuda):
     resolved = resolve(zero(stage=2), cuda, deepspeed=False)
     assert not resolved.uses_deepspeed
-    assert decision(resolved, "zero_optimization").reason == "DeepSpeed was switched off"
+    assert decision(resolved, "zero_optimization").reason == "DeepSpeed is disabled"
     assert warnings(resolve(BF16, cuda, deepspeed=False)) == []
 
 

@@ -17,25 +17,22 @@ from tests.support.declared_pipelines import hunyuan_video, ltx, wan
 from tests.support.needs import needs
 from tests.support.ranks import ranks
 from zerotune import DeepSpeedPlan, Trainer
-from zerotune.diffusion import MP4, AnimatedPNG, encode_dataset, load_pretrained
+from zerotune.diffusion import encode_dataset, load_pretrained
 from zerotune.diffusion.data import (
     AspectBuckets,
     Augmentation,
     BucketStream,
-    CacheSettings,
     ClipBuckets,
     ClipFolder,
-    ClipItem,
-    Draw,
-    FirstFrame,
-    JoinedSources,
     Preparation,
     PreparedClips,
-    RepeatedSource,
-    TensorCache,
-    cache_latents,
 )
+from zerotune.diffusion.data.cache import CacheSettings, TensorCache, cache_latents
+from zerotune.diffusion.data.clips import ClipItem, FirstFrame
 from zerotune.diffusion.data.images import RefuseBroken
+from zerotune.diffusion.data.order import Draw
+from zerotune.diffusion.data.sources import JoinedSources, RepeatedSource
+from zerotune.diffusion.grid import MP4, AnimatedPNG
 from zerotune.errors import DataError, InvalidValueError, MissingDependencyError
 from zerotune.training.validate import ValidationImages
 
@@ -218,14 +215,14 @@ def test_broken_clips_are_left_out_or_refused(root):
     assert [source.item(index).name for index in range(len(source))] == ["deep/take.2"]
     reasons = {broken.name: broken.reason for broken in source.broken}
     assert "format is unknown" in reasons["long"]
-    assert "several sizes: 8x8, 16x16" in reasons["mixed"]
+    assert "different sizes: 8x8, 16x16" in reasons["mixed"]
     with pytest.raises(DataError, match=r"different sizes|format is unknown"):
         ClipFolder(root, on_broken=RefuseBroken())
     fast = ClipFolder(root, check=FirstFrame())
     assert len(fast) == 3
     with pytest.raises(DataError, match=r"^long.*WholeClip"):
         fast.frames(1, range(12))
-    with pytest.raises(DataError, match="is no folder"):
+    with pytest.raises(DataError, match="is not a folder"):
         ClipFolder(root / "long.txt")
 
 
