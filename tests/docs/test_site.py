@@ -15,7 +15,6 @@ from tests.docs.pages import DOCS
 from tests.support.needs import needs
 
 SCREEN, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
-# Furo's own: a skip link, and a sidebar that is off the screen on a phone.
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(3600)]
 
 
@@ -47,7 +46,7 @@ def tab(chromium):
 def pages(site):
     """Each page once; of the API those that are written differently."""
     found = sorted(site.glob("*.html"))
-    kinds = ("index", "zerotune", "zerotune.errors", "zerotune.plan", "zerotune.Trainer")
+    kinds = ("index", "zerotune", "zerotune.errors", "zerotune.plan", "zerotune.training.Trainer")
     return [*found, *(site / "api" / f"{name}.html" for name in kinds)]
 
 

@@ -6,6 +6,8 @@ import json
 import runpy
 from pathlib import Path
 
+from zerotune.plan.advise import _ALIKE
+
 DOCS = Path(__file__).parents[2] / "docs"
 
 
@@ -14,6 +16,11 @@ def test_the_page_is_current():
     assert written == (DOCS / "fits.md").read_text(encoding="utf-8"), (
         "run python docs/generate_memory.py"
     )
+
+
+def test_the_memory_page_says_which_predictions_count_as_alike():
+    told = " ".join((DOCS / "memory.md").read_text(encoding="utf-8").split())
+    assert f"those that are within {100 * (_ALIKE - 1):.0f} % of it the first" in told
 
 
 def test_the_table_of_passes_is_current():
