@@ -109,8 +109,8 @@ class Run:
         settings = self._settings
         size = {key: settings[key] for key in ("batch", "side")}
         engine = self._steps(settings["model"], steps=settings["steps"], **size)
-        resolution = (size["side"], size["side"])
-        estimate = engine.plan.estimate(Workload(batch=size["batch"], resolution=resolution))
+        workload = Workload(batch=size["batch"], height=size["side"], width=size["side"])
+        estimate = engine.plan.estimate(workload)
         facts = engine.plan.model
         return {
             # The libraries are not in what is measured.
@@ -124,9 +124,10 @@ class Run:
     def _steps(self, name: str, *, batch: int, side: int, steps: int) -> Any:
         import diffusers
 
-        from zerotune import DeepSpeedPlan, OptimizerResolver, build_engine
+        from zerotune import DeepSpeedPlan, OptimizerResolver
         from zerotune.diffusion.facts import example_inputs
         from zerotune.plan.model import ModelFacts
+        from zerotune.training.setup import build_engine
 
         plan = DeepSpeedPlan.build(
             precision="fp32", micro_batch_size=batch, **self._settings["plan"]

@@ -22,7 +22,9 @@ from bench.runner import Benchmark, Case, Goal, Measured, alternate
 from bench.workers import Worker, resolved
 from tools.families import FLUX, SD3
 from zerotune.diffusion.facts import example_inputs
-from zerotune.training import Callback, RunView, StepMetrics
+from zerotune.training import Callback
+from zerotune.training.events import StepMetrics
+from zerotune.training.trainer import RunView
 
 MEASURED, PREDICTED = "measured", "predicted"
 PARTS: Final = ("forward", "backward", "optimizer", "ema")

@@ -42,6 +42,132 @@ BELOW = {
 }
 """Names that are documented where they are, by package."""
 
+_PLAN, _DATA, _MODELS = "zerotune.plan", "zerotune.diffusion.data", "zerotune.diffusion.models"
+RELATED = {
+    "zerotune.plan.DeepSpeedPlan": {
+        f"{_PLAN}.model": "ResolvedPlan ZeroSection OffloadSection AioSection Bf16Section "
+        "Fp16Section OptimizerSection SchedulerSection LaunchSection",
+        f"{_PLAN}.advise": "Advice Budget Candidate",
+        f"{_PLAN}.diff": "PlanDifference Change",
+        f"{_PLAN}.rules": "Finding Rule RuleContext all_rules",
+        "zerotune.optimizers.catalogue": "OptimizerChoice SchedulerChoice",
+    },
+    "zerotune.plan.ModelFacts": {
+        f"{_PLAN}.model": "ParameterFacts ActivationFacts ActivationCost",
+        f"{_PLAN}.families": "family family_names",
+    },
+    "zerotune.plan.Workload": {f"{_PLAN}.memory.estimate": "MemoryEstimate MemoryItem MemoryPeak"},
+    "zerotune.plan.plan_document": {f"{_PLAN}.write": "PlanDocument SavedPlan"},
+    "zerotune.optim.OptimizerResolver": {
+        "zerotune.optim.resolver": "OptimizerResolution",
+        "zerotune.optim.capability": "Capability CapabilityTable",
+        "zerotune.optimizers.catalogue": "OPTIMIZERS OptimizerEntry Parameter",
+        "zerotune.optimizers.schedules": "SCHEDULERS SchedulerEntry",
+    },
+    "zerotune.optim.MuonPatterns": {"zerotune.optim.groups": "MUON_DEFAULTS"},
+    "zerotune.platform.Platform": {
+        "zerotune.platform.facts": "Accelerator DeepSpeedSupport Device HostMemory",
+    },
+    "zerotune.platform.detect_platform": {
+        "zerotune.platform.detect": "PlatformProbe MachineProbe TorchFacts Cores",
+    },
+    "zerotune.offload.OffloadManager": {
+        "zerotune.offload.manager": "Lease",
+        "zerotune.offload.root": "SwapRoot",
+        "zerotune.offload.lease": "find_leases FoundLease LeaseRecord",
+        "zerotune.offload.space": "swap_needs SwapNeeds",
+    },
+    "zerotune.offload.cleanup_stale_swap": {"zerotune.offload.cleaning": "CleanupReport Leftover"},
+    "zerotune.ema.EMAShadow": {
+        "zerotune.ema.decay": "DecaySchedule ConstantDecay",
+        "zerotune.ema.shadow": "ShadowStore HostStore",
+    },
+    "zerotune.checkpoint.save_checkpoint": {
+        "zerotune.checkpoint.contents": "ShadowLike",
+        "zerotune.checkpoint.manifest": "Manifest",
+        "zerotune.checkpoint.folders": "prune step_folder verify_checkpoint",
+    },
+    "zerotune.checkpoint.load_checkpoint": {
+        "zerotune.checkpoint.load": "CheckpointContents",
+        "zerotune.checkpoint.conversion": "convert",
+    },
+    "zerotune.checkpoint.BackgroundSaver": {"zerotune.checkpoint.save": "PendingCheckpoint"},
+    "zerotune.checkpoint.export_adapters": {
+        "zerotune.checkpoint.export.adapters": "ExportedAdapters",
+    },
+    "zerotune.checkpoint.export_model": {
+        "zerotune.checkpoint.export.model": "export_checkpoint",
+        "zerotune.checkpoint.publishing": "publish Published Card",
+    },
+    "zerotune.diffusion.add_lora": {"zerotune.backend.adapters": "AdapterFacts"},
+    "zerotune.diffusion.validation_loss": {"zerotune.diffusion.held_out": "HeldOutLoss"},
+    "zerotune.diffusion.Huber": {"zerotune.diffusion.losses": "Loss"},
+    "zerotune.diffusion.OffsetNoise": {
+        "zerotune.diffusion.noise": "Noise DrawnNoise GaussianNoise",
+    },
+    "zerotune.diffusion.FlowMatchingObjective": {
+        "zerotune.diffusion.objective": "Objective LevelObjective",
+        "zerotune.diffusion.noise_schedule": "Shift ResolutionShift",
+    },
+    "zerotune.diffusion.images_to_grid": {
+        "zerotune.diffusion.grid": "clips_to_grid MP4 AnimatedPNG",
+    },
+    "zerotune.diffusion.load_pretrained": {
+        "zerotune.diffusion.pretrained": "Pretrained FAMILIES",
+        f"{_MODELS}.pipeline": "FrozenParts",
+    },
+    "zerotune.diffusion.PipelineFamily": {
+        f"{_MODELS}.family": "Family PromptFamily LabelFamily Conditioning Denoiser Drawing",
+        f"{_MODELS}.pipeline_family": "TextToImage",
+        f"{_MODELS}.latents": "Packing Tokens Unpacked",
+        f"{_MODELS}.declared": "AuraFlow Chroma Flux Flux2 Flux2Klein FluxKontext HiDream "
+        "HunyuanVideo Krea2 LTXVideo Lumina2 PixArtAlpha PixArtSigma QwenImage QwenImageEdit "
+        "QwenImageEditPlus Sana StableDiffusion StableDiffusion3 StableDiffusionXL Wan "
+        "WanLowNoise ZImage",
+    },
+    f"{_DATA}.AspectBuckets": {f"{_DATA}.buckets": "Bucket BucketAssignment Placement"},
+    f"{_DATA}.PreparedImages": {
+        f"{_DATA}.cache": "CachedImages TensorCache CacheSettings cache_latents cache_texts "
+        "cache_edits hash_weights",
+    },
+    f"{_DATA}.Preparation": {
+        f"{_DATA}.preparation": "CenterCrop",
+        f"{_DATA}.images": "AlphaOnColor DropAlpha",
+    },
+    f"{_DATA}.ImageFolder": {
+        f"{_DATA}.sources": "ImageSource ImageItem JoinedSources RepeatedSource CaptionText "
+        "TextLines WholeText",
+        f"{_DATA}.images": "BrokenImage RefuseBroken SkipBroken HeaderOnly WholeImage write_broken",
+    },
+    f"{_DATA}.ClipFolder": {f"{_DATA}.clips": "ClipSource ClipItem FirstFrame WholeClip"},
+    "zerotune.diffusion.DataStream": {
+        f"{_DATA}.streams": "Batch BatchStream Captions RepeatedBatches stack_samples",
+        f"{_DATA}.order": "Draw SampleOrder derive_seed",
+    },
+    f"{_DATA}.BucketStream": {
+        f"{_DATA}.streams": "BucketedDataset",
+        f"{_DATA}.order": "BucketOrder",
+    },
+    "zerotune.training.Trainer": {
+        "zerotune.training.trainer": "RunOptions RunView",
+        "zerotune.training.validate": "SampleOptions",
+        "zerotune.training.report": "Report Bound plot_loss plot_report",
+        "zerotune.training.step": "TrainStep NonFinite NonFinitePolicy RaiseNonFinite",
+        "zerotune.training.memory": "expected_memory",
+        "zerotune.backend.compilation": "Compilation",
+    },
+    "zerotune.training.Callback": {"zerotune.training.events": "StepMetrics"},
+    "zerotune.training.MetricsFile": {"zerotune.training.events": "read_metrics"},
+    "zerotune.training.Profile": {"zerotune.training.profile": "Operator"},
+    "zerotune.training.ValidationImages": {"zerotune.training.validate": "Validation"},
+    "zerotune.training.EmbeddedPlan": {"zerotune.training.embedded": "EngineSchedule"},
+    "zerotune.training.prepare": {
+        "zerotune.training.setup": "build_engine",
+        "zerotune.backend.schema": "plan_schema",
+    },
+}
+"""What comes with a name, by module: values that it returns, and what it also takes by name."""
+
 
 def homes() -> dict[str, list[str]]:
     """Public paths of each exported object: where its page is, then the others."""
@@ -138,7 +264,10 @@ def _page(path: str, aliases: list[str]) -> str:
     package = _package_of(path)
     # Not in the tree of pages: the theme writes the whole tree beside each page.
     lines = ["---", "orphan: true", "---", f"[{package}]({package}.md)", ""]
-    lines += [f"# {path.rpartition('.')[2]}", "", "```{eval-rst}", f".. {kind}:: {path}"]
+    # A protocol is not made; its own signature would be that of any call.
+    signature = "()" if getattr(_value(path), "_is_protocol", False) else ""
+    title = path.rpartition(".")[2]
+    lines += [f"# {title}", "", "```{eval-rst}", f".. {kind}:: {path}{signature}"]
     if kind == "autodata":
         # What a constant is says the line below it, where it is made.
         package, _, name = path.rpartition(".")
@@ -150,7 +279,18 @@ def _page(path: str, aliases: list[str]) -> str:
     # As data, so that a class of this name is one and not several to what links to it.
     for alias in aliases:
         lines += _same(alias)
-    return "\n".join([*lines, "```", ""])
+    lines.append("```")
+    if path in RELATED:
+        lines += ["", "## Related", "", "Imported from the modules that make them.", ""]
+        for module, names in RELATED[path].items():
+            lines += [line for name in names.split() for line in _related(f"{module}.{name}")]
+    return "\n".join([*lines, ""])
+
+
+def _related(path: str) -> list[str]:
+    kind = _directive(path)
+    members = ["   :members:"] if kind == "autoclass" else []
+    return ["```{eval-rst}", f".. {kind}:: {path}", *members, "```", ""]
 
 
 def _same(alias: str) -> list[str]:
@@ -205,7 +345,8 @@ def _index(packages: tuple[str, ...]) -> str:
             "# API",
             "",
             "Every name that a script may use, by package, a page each. What most scripts need is",
-            "in `zerotune` itself.",
+            "in `zerotune` itself. The page of a name also documents what it returns, and what few",
+            "scripts write, with the module to import it from.",
             "",
             "| | |",
             "|---|---|",

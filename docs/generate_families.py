@@ -103,9 +103,9 @@ def table(records: Mapping[str, Any]) -> str:
         "is the largest relative difference between a step's fp32 loss and the plain engine's, "
         "over all runs. Each export was reloaded in plain diffusers with the same bits. The card "
         "is the smallest for which `advise` finds a plan in bf16 with batch 1, at 1024 x 1024, or "
-        "for clips in the size that [what fits](fits.md) names. Adapters have rank "
-        f"{RANK} and 64 GiB of host memory; all weights have 128 GiB and NVMe. The card is an "
-        "estimate for the published model of the row."
+        "for clips in the size that [what fits](fits.md) names. The figures for adapters assume "
+        f"rank {RANK} and 64 GiB of host memory. Those for all weights assume 128 GiB and NVMe. "
+        "The card is an estimate for the published model of the row."
     )
     lines = [introduction, "", f"| {' | '.join(COLUMNS)} |", f"|{'---|' * 7}{'--:|' * 3}"]
     for name, (kind, published) in FAMILIES.items():

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from zerotune.optim import OPTIMIZERS, CapabilityTable
+from zerotune.optim.capability import CapabilityTable
+from zerotune.optimizers.catalogue import OPTIMIZERS
 
 PAGE = Path(__file__).with_name("optimizers.md")
 BEGIN, END = "<!-- capabilities: begin -->", "<!-- capabilities: end -->"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from zerotune.plan import Rule, all_rules
+from zerotune.plan.rules import Rule, all_rules
 
 TARGET = Path(__file__).with_name("rules.md")
 

@@ -49,7 +49,8 @@ from zerotune import (
 )
 from zerotune.ema import RampDecay
 from zerotune.errors import PlanError, TrainingError
-from zerotune.training import plot_loss, read_metrics
+from zerotune.training.events import read_metrics
+from zerotune.training.report import plot_loss
 
 CLASSES = 10
 NULL_LABEL = CLASSES

@@ -11,32 +11,20 @@ import torch
 
 from tests.offload.plans import swapping_plan
 from tests.training.faulty import small
-from zerotune.checkpoint import (
-    RootHold,
-    convert,
-    export_checkpoint,
-    export_pipeline,
-    merge_adapters,
-    verify_checkpoint,
-)
-from zerotune.diffusion.data import (
-    CacheSettings,
-    ImageFolder,
-    TarShards,
-    TensorCache,
-    write_broken,
-)
+from zerotune.checkpoint import RootHold, export_pipeline, merge_adapters
+from zerotune.checkpoint.conversion import convert
+from zerotune.checkpoint.export.model import export_checkpoint
+from zerotune.checkpoint.folders import verify_checkpoint
+from zerotune.diffusion.data import ImageFolder, TarShards
+from zerotune.diffusion.data.cache import CacheSettings, TensorCache
+from zerotune.diffusion.data.images import write_broken
 from zerotune.ema import EMAModel, EMAShadow, FileStore
 from zerotune.errors import ZeroTuneError
-from zerotune.offload import OffloadManager, cleanup_stale_swap, find_leases
-from zerotune.training import (
-    SaveEvery,
-    SaveEveryInBackground,
-    Trainer,
-    plot_loss,
-    plot_report,
-    read_metrics,
-)
+from zerotune.offload import OffloadManager, cleanup_stale_swap
+from zerotune.offload.lease import find_leases
+from zerotune.training import SaveEvery, SaveEveryInBackground, Trainer
+from zerotune.training.events import read_metrics
+from zerotune.training.report import plot_loss, plot_report
 
 Work = Callable[[Path], Any]
 

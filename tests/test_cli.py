@@ -19,7 +19,8 @@ from zerotune.cli import doctor
 from zerotune.cli.doctor import Checkup
 from zerotune.decisions import Decision
 from zerotune.errors import InvalidValueError, PlatformError
-from zerotune.platform import GIB, DeepSpeedSupport, Platform
+from zerotune.platform import Platform
+from zerotune.platform.facts import GIB, DeepSpeedSupport
 from zerotune.platform.toolchain import LibAio, Tool, Toolchain
 
 

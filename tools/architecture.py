@@ -82,7 +82,7 @@ def entered() -> Iterator[list[str]]:
 
 def planning() -> dict[str, list[str]]:
     """The journeys that need neither torch nor DeepSpeed."""
-    from zerotune.plan import family
+    from zerotune.plan.families import family
 
     adam = {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.01}}
     plan = zerotune.DeepSpeedPlan.build(

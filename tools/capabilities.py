@@ -26,8 +26,9 @@ from typing import Any
 import torch
 
 from zerotune.errors import ZeroTuneError
-from zerotune.optim import OPTIMIZERS, CapabilityTable, OptimizerResolver
-from zerotune.optim.capability import Cell
+from zerotune.optim import OptimizerResolver
+from zerotune.optim.capability import CapabilityTable, Cell
+from zerotune.optimizers.catalogue import OPTIMIZERS
 from zerotune.plan.model import DeepSpeedPlan, ModelFacts, Streaming
 from zerotune.platform import detect_platform
 from zerotune.training.setup import build_engine

@@ -2,10 +2,10 @@
 
     torchrun examples/recipes/mixture.py --base SDXL --data photos --output runs/zoe --steps 2000
 
-photos holds a folder for each set, named as kohya's scripts have it: 10_zoe comes ten times per
-epoch, 1_people once. Every set is trained at each of --areas. --trigger names words in front of the
-captions of a set; the captions of the others are dropped at times, so that guidance works. The
-same command goes on after a stop.
+photos contains one folder per set, named as for kohya's scripts: images of 10_zoe come ten times
+per epoch, images of 1_people once. Every set is trained at each of --areas. --trigger puts words in
+front of the captions of a set. The captions of the other sets are sometimes dropped, so that
+guidance works. After a stop, the same command continues the run.
 """
 
 from __future__ import annotations

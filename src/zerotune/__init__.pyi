@@ -1,7 +1,5 @@
 # All that the package exports: for type checkers, and for ``zerotune._util.lazy`` at run time.
 
-from zerotune.backend.engine import Engine as Engine
-from zerotune.backend.schema import plan_schema as plan_schema
 from zerotune.checkpoint import export_adapters as export_adapters
 from zerotune.checkpoint import export_model as export_model
 from zerotune.checkpoint import export_pipeline as export_pipeline
@@ -31,7 +29,6 @@ from zerotune.offload import cleanup_stale_swap as cleanup_stale_swap
 from zerotune.optim import OptimizerResolver as OptimizerResolver
 from zerotune.plan import DeepSpeedPlan as DeepSpeedPlan
 from zerotune.plan import ModelFacts as ModelFacts
-from zerotune.plan import ResolvedPlan as ResolvedPlan
 from zerotune.plan import RunFacts as RunFacts
 from zerotune.platform import Platform as Platform
 from zerotune.platform import detect_platform as detect_platform
@@ -46,6 +43,5 @@ from zerotune.training import Trainer as Trainer
 from zerotune.training import ValidationImages as ValidationImages
 from zerotune.training import ValidationLoss as ValidationLoss
 from zerotune.training import prepare as prepare
-from zerotune.training.setup import build_engine as build_engine
 
 __version__: str

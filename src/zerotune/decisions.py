@@ -33,8 +33,8 @@ _announced: set[tuple[str, str, str]] = set()
 class Decision:
     """A record about one setting: its old and new value, the reason, and the fix.
 
-    It is an automatic choice, the finding of a rule (``zerotune.plan.Finding`` is this class), or
-    the error of a later step.
+    A decision is an automatic choice, the finding of a rule (``zerotune.plan.rules.Finding`` is
+    this class), or the error of a later step.
     """
 
     key: str

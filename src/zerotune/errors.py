@@ -262,7 +262,8 @@ class NothingFitsError(PlanError):
     """No plan fits the available memory.
 
     Attributes:
-        nearest: The candidate that exceeds the limits least (``zerotune.plan.Candidate``).
+        nearest: The candidate that exceeds the limits least (a ``Candidate`` of
+            ``zerotune.plan.advise``).
         remedies: Changes that would fit or need less memory (``zerotune.plan.advise.Remedy``).
         more: Description of the additional memory that would suffice.
     """

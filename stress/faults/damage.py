@@ -10,10 +10,10 @@ import torch
 
 from stress.faults.campaign import Found
 from zerotune._util.ownership import new_run_id
-from zerotune.diffusion.data import CacheSettings, TensorCache
+from zerotune.diffusion.data.cache import CacheSettings, TensorCache
 from zerotune.errors import ZeroTuneError
-from zerotune.offload import LeaseRecord, cleanup_stale_swap
-from zerotune.offload.lease import LOCK_FILE, lease_name
+from zerotune.offload import cleanup_stale_swap
+from zerotune.offload.lease import LOCK_FILE, LeaseRecord, lease_name
 
 
 class CacheBits:

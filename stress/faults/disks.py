@@ -27,8 +27,10 @@ from stress.faults.resuming import batches, trainer
 from stress.faults.workers import Team
 from tests.checkpoint.runs import everything
 from tests.offload.plans import swapping_plan
-from zerotune.checkpoint import BackgroundSaver, latest_checkpoint, verify_checkpoint
-from zerotune.diffusion.data import CacheSettings, ImageTensors, TensorCache
+from zerotune.checkpoint import BackgroundSaver, latest_checkpoint
+from zerotune.checkpoint.folders import verify_checkpoint
+from zerotune.diffusion.data import ImageTensors
+from zerotune.diffusion.data.cache import CacheSettings, TensorCache
 from zerotune.errors import ZeroTuneError
 from zerotune.offload import OffloadManager
 from zerotune.training import MetricsFile, SaveEvery

@@ -23,7 +23,8 @@ from stress.faults.trainee import IN_HOST_MEMORY, STEPS, tell_and_train
 from stress.faults.workers import wait_for
 from tests.offload.conftest import Holder
 from tests.support.ranks import _fork_server, compile_io
-from zerotune.offload import cleanup_stale_swap, find_leases
+from zerotune.offload import cleanup_stale_swap
+from zerotune.offload.lease import find_leases
 
 PHASES = ("start", "ready", *(f"{what} {n}" for n in range(STEPS) for what in ("step", "saving")))
 

@@ -26,13 +26,8 @@ from tests.checkpoint.runs import everything
 from zerotune import DeepSpeedPlan, EMAShadow, ImageTensors, Trainer, decisions
 from zerotune.checkpoint import latest_checkpoint
 from zerotune.errors import CheckpointNotFiniteError, TrainingError, ZeroTuneError
-from zerotune.training import (
-    RaiseNonFinite,
-    RollBackNonFinite,
-    SaveEvery,
-    SaveEveryInBackground,
-    SkipNonFinite,
-)
+from zerotune.training import RollBackNonFinite, SaveEvery, SaveEveryInBackground, SkipNonFinite
+from zerotune.training.step import RaiseNonFinite
 
 PLACES = ("data", "loss", "gradient", "weight", "moment")
 POLICIES = ("raise", "skip", "roll back")

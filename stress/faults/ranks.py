@@ -26,7 +26,8 @@ from stress.faults.killing import libaio
 from stress.faults.workers import quiet, rank_variables, wait_for
 from tests.support.ranks import _fork_server, compile_io, free_port, on_a_machine
 from zerotune import DeepSpeedPlan, ImageTensors, Trainer
-from zerotune.checkpoint import latest_checkpoint, verify_checkpoint
+from zerotune.checkpoint import latest_checkpoint
+from zerotune.checkpoint.folders import verify_checkpoint
 from zerotune.offload import OffloadManager, cleanup_stale_swap
 from zerotune.training import Callback, SaveEvery, SaveEveryInBackground
 

@@ -24,7 +24,8 @@ from stress.faults.resuming import batches, loss
 from stress.faults.workers import quiet
 from tests.support.ranks import _fork_server
 from zerotune import DeepSpeedPlan, ImageTensors, Trainer
-from zerotune.checkpoint import latest_checkpoint, verify_checkpoint
+from zerotune.checkpoint import latest_checkpoint
+from zerotune.checkpoint.folders import verify_checkpoint
 from zerotune.errors import ZeroTuneError
 from zerotune.training import Callback, SaveEvery, SaveEveryInBackground
 

@@ -11,8 +11,8 @@ import torch
 from tests.offload.engines import net_loss, plan_for, wide_net
 from zerotune import DeepSpeedPlan
 from zerotune.offload import OffloadManager
-from zerotune.plan import ModelFacts, ResolvedPlan
-from zerotune.plan.model import Streaming
+from zerotune.plan import ModelFacts
+from zerotune.plan.model import ResolvedPlan, Streaming
 
 STEPS = 4
 IN_HOST_MEMORY = {"plain": (False, False), "plain, hidden": (False, True), "hidden": (True, True)}

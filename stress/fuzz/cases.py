@@ -13,7 +13,8 @@ import attrs
 
 from tests.plan.conftest import REFERENCE_A, REFERENCE_B, REFERENCE_C
 from tests.plan.styles import ACCELERATE, DEEPSPEED, SIMPLETUNER, TRAINERS
-from zerotune.optim import OPTIMIZERS, SCHEDULERS
+from zerotune.optimizers.catalogue import OPTIMIZERS
+from zerotune.optimizers.schedules import SCHEDULERS
 from zerotune.plan.model import (
     LAUNCH,
     TOP_LEVEL,

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 
 from zerotune._util import ownership
-from zerotune.offload import LeaseRecord
+from zerotune.offload.lease import LeaseRecord
 
 
 def test_a_record_that_does_not_fit_leaves_nothing_and_the_former_one_whole(tmp_path):

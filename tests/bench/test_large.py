@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from bench.large import DOUBLE, SINGLE, flux_depth, flux_need
-from zerotune.platform import GIB, Platform
+from zerotune.platform import Platform
+from zerotune.platform.facts import GIB
 
 
 def machine(ram: int, torch: str) -> Platform:

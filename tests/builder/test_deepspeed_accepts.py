@@ -12,7 +12,8 @@ from tests.builder.states import CHOSEN
 from tests.support.ranks import run_ranks
 from zerotune.builder.forms import FormState
 from zerotune.builder.preview import Machines, understand
-from zerotune.optim import OPTIMIZERS, SCHEDULERS
+from zerotune.optimizers.catalogue import OPTIMIZERS
+from zerotune.optimizers.schedules import SCHEDULERS
 
 pytestmark = pytest.mark.deepspeed
 

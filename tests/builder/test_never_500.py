@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from tests.builder.states import CHOSEN, PLAN
 from zerotune.builder import forms as wire
 from zerotune.builder.forms import FormState, read_plan
-from zerotune.optim import OPTIMIZERS, SCHEDULERS
+from zerotune.optimizers.catalogue import OPTIMIZERS
+from zerotune.optimizers.schedules import SCHEDULERS
 from zerotune.plan import DeepSpeedPlan
 from zerotune.plan.model import TOP_LEVEL, ZERO, OffloadSection, ZeroSection, modelled
 

@@ -14,8 +14,9 @@ from typing import Any
 from tests.checkpoint.refusals import Tried
 from tests.checkpoint.runs import everything
 from tests.support.runs import PLAIN, Case
-from zerotune.checkpoint import latest_checkpoint, verify_checkpoint
+from zerotune.checkpoint import latest_checkpoint
 from zerotune.checkpoint import manifest as manifests
+from zerotune.checkpoint.folders import verify_checkpoint
 from zerotune.errors import ZeroTuneError
 
 ODD: tuple[Any, ...] = (

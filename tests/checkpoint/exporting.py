@@ -15,7 +15,8 @@ from tests.checkpoint.refusals import failing_write, told
 from tests.checkpoint.runs import shadow_of
 from tests.support.models import tiny_unet
 from tests.support.runs import Case, start, unet_loss
-from zerotune.checkpoint import export_checkpoint, export_model, save_checkpoint
+from zerotune.checkpoint import export_model, save_checkpoint
+from zerotune.checkpoint.export.model import export_checkpoint
 
 SHARD = 2**20
 

@@ -16,9 +16,9 @@ import torch
 
 from tests.checkpoint.runs import everything, hostile, reseed, shadow_of, train
 from tests.support.runs import PLAIN, Case
-from zerotune.checkpoint import load_checkpoint, save_checkpoint, verify_checkpoint
+from zerotune.checkpoint import load_checkpoint, save_checkpoint
 from zerotune.checkpoint import tensors as tensorfile
-from zerotune.checkpoint.folders import finite_checkpoint
+from zerotune.checkpoint.folders import finite_checkpoint, verify_checkpoint
 from zerotune.ema import EMAShadow
 
 

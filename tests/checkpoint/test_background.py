@@ -16,8 +16,9 @@ from tests.support.runs import Case
 @pytest.mark.deepspeed
 @ranks(2)
 def test_training_goes_on_while_a_checkpoint_is_written(tmp_path):
-    from zerotune.checkpoint import BackgroundSaver, load_checkpoint, verify_checkpoint
+    from zerotune.checkpoint import BackgroundSaver, load_checkpoint
     from zerotune.checkpoint import tensors as tensorfile
+    from zerotune.checkpoint.folders import verify_checkpoint
 
     engine = hostile(Case(stage=2), seed=0)
     ema = shadow_of(engine)

@@ -58,7 +58,7 @@ def save_with_a_dying_rank(root: str) -> None:
 
 
 def test_a_rank_that_dies_while_saving_is_named(tmp_path):
-    from zerotune.checkpoint import verify_checkpoint
+    from zerotune.checkpoint.folders import verify_checkpoint
 
     with pytest.raises(RanksFailed, match="rank 1: died with exit code 3"):
         run_ranks(save_with_a_dying_rank, str(tmp_path), world_size=2)

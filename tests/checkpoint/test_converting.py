@@ -19,7 +19,8 @@ from tests.checkpoint.runs import shadow_of
 from tests.support.models import tiny_unet
 from tests.support.ranks import run_ranks
 from tests.support.runs import start
-from zerotune.checkpoint import convert, verify_checkpoint
+from zerotune.checkpoint.conversion import convert
+from zerotune.checkpoint.folders import verify_checkpoint
 from zerotune.checkpoint.manifest import Manifest
 from zerotune.errors import CheckpointError
 

@@ -14,10 +14,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.support.killing import comes_to_its_end
-from zerotune.checkpoint import folders, prune
+from zerotune.checkpoint import folders
 from zerotune.checkpoint import tensors as tensorfile
 from zerotune.checkpoint.export.driver import Whole
 from zerotune.checkpoint.export.model import ModelFolderReader, model_writer
+from zerotune.checkpoint.folders import prune
 from zerotune.checkpoint.tensors import TensorSpec
 from zerotune.errors import CheckpointCorruptError, CheckpointError
 

@@ -12,9 +12,17 @@ import pytest
 
 from tests.checkpoint.crafted import sign
 from tests.checkpoint.samples import fill, publish
-from zerotune.checkpoint import latest_checkpoint, prune, step_folder, verify_checkpoint
+from zerotune.checkpoint import latest_checkpoint
 from zerotune.checkpoint import manifest as manifests
-from zerotune.checkpoint.folders import Staging, check_space, checked_path, find_checkpoint
+from zerotune.checkpoint.folders import (
+    Staging,
+    check_space,
+    checked_path,
+    find_checkpoint,
+    prune,
+    step_folder,
+    verify_checkpoint,
+)
 from zerotune.checkpoint.manifest import MANIFEST
 from zerotune.errors import CheckpointError
 

@@ -16,8 +16,8 @@ from tests.checkpoint.samples import publish
 from tests.support.ranks import run_ranks
 from tests.training import faulty
 from zerotune._util import ownership as mechanism
-from zerotune.checkpoint import RootHold, folders, latest_checkpoint, prune, step_folder
-from zerotune.checkpoint.folders import OWNER_LOCK, OWNER_RECORD
+from zerotune.checkpoint import RootHold, folders, latest_checkpoint
+from zerotune.checkpoint.folders import OWNER_LOCK, OWNER_RECORD, prune, step_folder
 from zerotune.errors import CheckpointError
 
 HOLDER = """

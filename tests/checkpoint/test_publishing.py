@@ -11,9 +11,9 @@ from tests.support.hub import stand_in
 from tests.support.needs import needs
 from zerotune.backend.adapters import LORA_FILE
 from zerotune.backend.stored import read_header
-from zerotune.checkpoint import Card, publish
 from zerotune.checkpoint.export.driver import ExportWriter
 from zerotune.checkpoint.export.model import model_writer
+from zerotune.checkpoint.publishing import Card, publish
 from zerotune.checkpoint.tensors import TensorSpec
 from zerotune.decisions import Decision
 from zerotune.errors import CheckpointError, InvalidValueError

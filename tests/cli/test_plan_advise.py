@@ -8,7 +8,7 @@ import pytest
 
 from zerotune import cli
 from zerotune.plan import DeepSpeedPlan
-from zerotune.platform import GIB
+from zerotune.platform.facts import GIB
 
 ROOMY = ("--vram", "24GiB", "--ram", "128GiB")
 TINY = ("--vram", "1GiB", "--ram", "2GiB")

@@ -10,8 +10,9 @@ from diffusers import DDPMScheduler
 from tests.diffusion.adapting import SAMPLES, SIZE, TOKENS, WIDTH, Adapted, tiny_sdxl
 from tests.support.runs import Case, start
 from zerotune.checkpoint import load_checkpoint, save_checkpoint
-from zerotune.diffusion import DenoisingObjective, DrawnNoise, PreferenceObjective
+from zerotune.diffusion import DenoisingObjective, PreferenceObjective
 from zerotune.diffusion.models.declared import StableDiffusionXL
+from zerotune.diffusion.noise import DrawnNoise
 
 
 class OfTheSample:

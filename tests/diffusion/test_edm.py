@@ -12,7 +12,8 @@ from diffusers import (
     FlowMatchEulerDiscreteScheduler,
 )
 
-from zerotune.diffusion import DenoisingObjective, EDMObjective, GaussianNoise, Huber
+from zerotune.diffusion import DenoisingObjective, EDMObjective, Huber
+from zerotune.diffusion.noise import GaussianNoise
 from zerotune.errors import InvalidValueError
 
 PLAYGROUND = {"sigma_data": 0.5, "sigma_max": 80.0, "sigma_min": 0.002}

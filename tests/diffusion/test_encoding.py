@@ -28,9 +28,9 @@ from zerotune.diffusion.data import (
     ImageFolder,
     PreparedImages,
     TextBeside,
-    TextLines,
 )
 from zerotune.diffusion.data.order import Draw
+from zerotune.diffusion.data.sources import TextLines
 from zerotune.errors import CollectiveError, DataError, MissingDependencyError
 
 

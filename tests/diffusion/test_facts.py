@@ -15,7 +15,7 @@ from diffusers import FluxTransformer2DModel, SD3Transformer2DModel, UNet2DCondi
 from tests.support.declared_pipelines import MAKERS
 from tests.support.models import tiny_unet
 from tests.support.needs import needs
-from zerotune.diffusion import Flux, LoRA, add_lora, passes
+from zerotune.diffusion import LoRA, add_lora, passes
 from zerotune.diffusion import facts as counting
 from zerotune.diffusion.facts import (
     example_inputs,
@@ -24,6 +24,7 @@ from zerotune.diffusion.facts import (
     measure_step,
     model_facts,
 )
+from zerotune.diffusion.models.declared import Flux
 from zerotune.diffusion.passes import activation_peak
 from zerotune.diffusion.passes import counting as counting_passes
 from zerotune.errors import InvalidValueError

@@ -10,8 +10,7 @@ import torch
 from PIL import Image
 
 from tests.support.needs import needs
-from zerotune.diffusion import MP4, AnimatedPNG, clips_to_grid
-from zerotune.diffusion.grid import clip_format
+from zerotune.diffusion.grid import MP4, AnimatedPNG, clip_format, clips_to_grid
 from zerotune.errors import InvalidValueError, MissingDependencyError
 from zerotune.training.tracking import _pixels
 

@@ -11,7 +11,7 @@ from tests.support.models import Ranked, tiny_unet
 from tests.support.ranks import run_ranks
 from tests.support.runs import Case
 from zerotune.diffusion import DenoisingObjective, FlowMatchingObjective, validation_loss
-from zerotune.diffusion.data import derive_seed
+from zerotune.diffusion.data.order import derive_seed
 from zerotune.errors import DataError, InvalidValueError
 
 PARTITIONED = (("stage3_param_persistence_threshold", 0),)

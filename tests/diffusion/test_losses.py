@@ -12,13 +12,13 @@ from diffusers import DDPMScheduler, FlowMatchEulerDiscreteScheduler
 from zerotune.diffusion import (
     DenoisingObjective,
     FlowMatchingObjective,
-    GaussianNoise,
     Huber,
     InputPerturbation,
     MultiResolutionNoise,
     OffsetNoise,
     SmoothL1,
 )
+from zerotune.diffusion.noise import GaussianNoise
 from zerotune.diffusion.objective import debiased_weights
 from zerotune.errors import InvalidValueError
 

@@ -20,12 +20,12 @@ from hypothesis import strategies as st
 from zerotune.diffusion import (
     DenoisingObjective,
     FlowMatchingObjective,
-    GaussianNoise,
     InputPerturbation,
     OffsetNoise,
-    ResolutionShift,
     Unconditional,
 )
+from zerotune.diffusion.noise import GaussianNoise
+from zerotune.diffusion.noise_schedule import ResolutionShift
 from zerotune.diffusion.objective import min_snr_weights
 from zerotune.errors import DataError, InvalidValueError
 

@@ -28,11 +28,11 @@ from zerotune.diffusion.data import (
     AspectBuckets,
     Augmentation,
     BucketStream,
-    Draw,
     HuggingFaceImages,
     ImageFolder,
     PreferencePairs,
 )
+from zerotune.diffusion.data.order import Draw
 from zerotune.diffusion.models.declared import StableDiffusionXL
 from zerotune.errors import DataError, InvalidValueError
 

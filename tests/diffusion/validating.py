@@ -6,7 +6,8 @@ from typing import Any
 
 from tests.support.models import digits_batch, tiny_unet
 from tests.support.runs import Case, start, unet_loss
-from zerotune.diffusion import ClassConditional, FlowMatchingObjective, HeldOutLoss, validation_loss
+from zerotune.diffusion import ClassConditional, FlowMatchingObjective, validation_loss
+from zerotune.diffusion.held_out import HeldOutLoss
 
 OBJECTIVE = FlowMatchingObjective(family=ClassConditional(null_label=10, dropout=0.3))
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zerotune.ema import ConstantDecay, DecaySchedule, HalfLife, RampDecay, WarmupDecay
-from zerotune.ema.decay import as_schedule, decay_of_update
+from zerotune.ema import HalfLife, RampDecay, WarmupDecay
+from zerotune.ema.decay import ConstantDecay, DecaySchedule, as_schedule, decay_of_update
 from zerotune.errors import InvalidValueError
 
 

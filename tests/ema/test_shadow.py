@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from tests.support.models import HostileNet, tiny_unet
-from zerotune.ema import ConstantDecay, EMAShadow, RampDecay, WarmupDecay
+from zerotune.ema import EMAShadow, RampDecay, WarmupDecay
+from zerotune.ema.decay import ConstantDecay
 from zerotune.errors import EMAError, EngineError, InvalidValueError
 
 

@@ -10,7 +10,8 @@ import torch
 from tests.ema.test_shadow import move, weights
 from tests.support.memory import in_use, needs_mallinfo
 from tests.support.models import HostileNet
-from zerotune.ema import DeviceStore, EMAModel, EMAShadow, FileStore, HostStore
+from zerotune.ema import DeviceStore, EMAModel, EMAShadow, FileStore
+from zerotune.ema.shadow import HostStore
 from zerotune.errors import EMAError, InvalidValueError
 
 

@@ -36,7 +36,8 @@ from tests.examples.embedded import (
 from tests.support.errors import error_of
 from tests.support.needs import needs
 from tests.support.ranks import free_port, ranks, run_ranks
-from zerotune.checkpoint import convert, verify_checkpoint
+from zerotune.checkpoint.conversion import convert
+from zerotune.checkpoint.folders import verify_checkpoint
 from zerotune.platform import detect_platform
 
 SCRIPTS = Path(__file__).parents[2] / "examples" / "embedding"
@@ -461,6 +462,7 @@ def launched(launcher: list[str], script: str, folder: Path, **env: str) -> str:
 
 
 @engine_runs
+@pytest.mark.nightly
 def test_a_script_runs_under_accelerates_cpu_flag(tmp_path):
     printed = launched(CPU_FLAG, "accelerate_after", tmp_path / "end")
     assert verify_checkpoint(tmp_path / "end").plan.stage == 2

@@ -18,7 +18,7 @@ from PIL import Image
 from tests.examples.test_examples import fits_a_screen, saying
 from tests.support import pipelines
 from tests.support.ranks import free_port, run_ranks
-from zerotune.checkpoint import convert
+from zerotune.checkpoint.conversion import convert
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PHOTOS = {

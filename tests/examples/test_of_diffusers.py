@@ -21,7 +21,7 @@ from tests.examples.of_diffusers import (
 from tests.support import pipelines
 from tests.support.needs import needs
 from tests.support.ranks import run_ranks
-from zerotune.checkpoint import verify_checkpoint
+from zerotune.checkpoint.folders import verify_checkpoint
 
 SDXL, FLUX = "train_text_to_image_sdxl", "train_dreambooth_lora_flux"
 PAGE = (Path(__file__).parents[2] / "docs" / "embedding.md").read_text()

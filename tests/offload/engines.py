@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from zerotune.offload import OffloadManager, swap_needs
+from zerotune.offload import OffloadManager
+from zerotune.offload.space import swap_needs
 from zerotune.optim import OptimizerResolver
 from zerotune.plan import DeepSpeedPlan, ModelFacts
 

@@ -16,15 +16,16 @@ import pytest
 from tests.offload.plans import swapping_plan
 from zerotune._util.ownership import new_run_id
 from zerotune.errors import OffloadError
-from zerotune.offload import (
-    LeaseRecord,
-    OffloadManager,
-    cleaning,
-    cleanup_stale_swap,
-    find_leases,
-)
+from zerotune.offload import OffloadManager, cleaning, cleanup_stale_swap
 from zerotune.offload.cleaning import Users
-from zerotune.offload.lease import DRAFT_PREFIX, LOCK_FILE, lease_name, making_in
+from zerotune.offload.lease import (
+    DRAFT_PREFIX,
+    LOCK_FILE,
+    LeaseRecord,
+    find_leases,
+    lease_name,
+    making_in,
+)
 from zerotune.offload.root import PROBE_PREFIX
 
 CLEANER = """

@@ -17,7 +17,8 @@ import pytest
 from stress.faults.killing import Victim, digest_of
 from stress.faults.trainee import train
 from tests.support.ranks import run_ranks
-from zerotune.offload import cleanup_stale_swap, find_leases
+from zerotune.offload import cleanup_stale_swap
+from zerotune.offload.lease import find_leases
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.nvme]
 

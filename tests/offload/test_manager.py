@@ -15,7 +15,8 @@ import pytest
 
 from tests.offload.plans import plain_plan, swapping_plan
 from zerotune.errors import OffloadError, UnresolvedPlanError
-from zerotune.offload import OffloadManager, find_leases
+from zerotune.offload import OffloadManager
+from zerotune.offload.lease import find_leases
 from zerotune.optim import OptimizerResolver
 from zerotune.plan import DeepSpeedPlan
 from zerotune.platform import Platform

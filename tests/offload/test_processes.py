@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.offload.plans import swapping_plan
-from zerotune.offload import OffloadManager, cleanup_stale_swap, find_leases
-from zerotune.offload.lease import run_id_of
+from zerotune.offload import OffloadManager, cleanup_stale_swap
+from zerotune.offload.lease import find_leases, run_id_of
 
 
 def states(root):

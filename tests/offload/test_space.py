@@ -13,7 +13,7 @@ from tests.offload.plans import swapping_plan
 from tests.support.ranks import ranks
 from zerotune._util.text import disk_size
 from zerotune.errors import OffloadError
-from zerotune.offload import OffloadManager, swap_needs
+from zerotune.offload import OffloadManager
 from zerotune.offload.manager import local_ranks
 from zerotune.offload.root import RootChoice, check_root
 from zerotune.offload.space import (
@@ -21,6 +21,7 @@ from zerotune.offload.space import (
     SwapFiles,
     SwapNeeds,
     check_space,
+    swap_needs,
     tell_shortage,
 )
 from zerotune.plan import ModelFacts

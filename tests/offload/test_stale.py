@@ -11,9 +11,9 @@ import pytest
 
 from zerotune._util.ownership import new_run_id
 from zerotune.errors import OffloadError
-from zerotune.offload import LeaseRecord, cleanup_stale_swap, find_leases
+from zerotune.offload import cleanup_stale_swap
 from zerotune.offload import lease as stale
-from zerotune.offload.lease import lease_name
+from zerotune.offload.lease import LeaseRecord, find_leases, lease_name
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zerotune.errors import InvalidValueError
-from zerotune.optim import OPTIMIZERS, SCHEDULERS
 from zerotune.optim.capability import check
-from zerotune.optimizers.catalogue import Parameter
+from zerotune.optimizers.catalogue import OPTIMIZERS, Parameter
+from zerotune.optimizers.schedules import SCHEDULERS
 
 ADAMW = OPTIMIZERS["AdamW"]
 

@@ -3,8 +3,9 @@ from __future__ import annotations
 import pytest
 
 from zerotune.errors import OptimizerError
-from zerotune.optim import OPTIMIZERS, CapabilityTable, OptimizerResolver
-from zerotune.optim.capability import Cell, Situation, capability_of
+from zerotune.optim import OptimizerResolver
+from zerotune.optim.capability import CapabilityTable, Cell, Situation, capability_of
+from zerotune.optimizers.catalogue import OPTIMIZERS
 from zerotune.platform import Platform
 
 STAGES = (0, 1, 2, 3)

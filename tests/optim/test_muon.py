@@ -6,7 +6,8 @@ import attrs
 import pytest
 
 from zerotune.errors import InvalidValueError, OptimizerError
-from zerotune.optim import MUON_DEFAULTS, MuonPatterns, OptimizerResolver, ParameterGroups
+from zerotune.optim import MuonPatterns, OptimizerResolver, ParameterGroups
+from zerotune.optim.groups import MUON_DEFAULTS
 from zerotune.plan.model import ModelFacts, ParameterFacts
 
 SHAPES = [

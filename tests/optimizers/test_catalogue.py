@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from tests.support.needs import needs
-from zerotune.optim import OPTIMIZERS, SCHEDULERS
 from zerotune.optim.capability import CONFIGURATION_ONLY
-from zerotune.optimizers.catalogue import TORCH_NAMES
+from zerotune.optimizers.catalogue import OPTIMIZERS, TORCH_NAMES
+from zerotune.optimizers.schedules import SCHEDULERS
 
 # Adam's switch is spelt adam_w_mode in a DeepSpeed configuration; differentiable has no use here.
 LEFT_OUT = {"differentiable", "decoupled_weight_decay"}

@@ -5,13 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zerotune.errors import InvalidValueError, OptimizerError
-from zerotune.optim import (
-    OPTIMIZERS,
-    SCHEDULERS,
-    normalise_optimizer_name,
-    normalise_scheduler_name,
-)
-from zerotune.optimizers.catalogue import parse_optimizer_name
+from zerotune.optimizers.catalogue import OPTIMIZERS, normalise_optimizer_name, parse_optimizer_name
+from zerotune.optimizers.schedules import SCHEDULERS, normalise_scheduler_name
 
 DEEPSPEED_NAMES = (
     "AdamW", "Adam", "Adagrad", "Lamb", "OneBitAdam", "OneBitLamb", "ZeroOneAdam", "MuAdam",

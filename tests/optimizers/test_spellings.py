@@ -7,7 +7,8 @@ import pytest
 from zerotune import DeepSpeedPlan, OptimizerResolver, Platform
 from zerotune.errors import OptimizerError
 from zerotune.optimizers.catalogue import BY_WORD, OPTIMIZERS, TORCH_NAMES
-from zerotune.plan import Workload, family
+from zerotune.plan import Workload
+from zerotune.plan.families import family
 from zerotune.plan.rules import RuleContext, check_plan
 
 CUDA = Platform.synthetic("cuda", vram=24 << 30, ram=256 << 30)

@@ -8,9 +8,9 @@ import pytest
 
 from zerotune import DeepSpeedPlan, OptimizerResolver, Platform, RunFacts
 from zerotune.errors import PlanError, PlanFileError
-from zerotune.plan import RuleContext
 from zerotune.plan.accelerate import OF_THE_SCRIPT
 from zerotune.plan.read import plan_from_mapping, read_partly
+from zerotune.plan.rules import RuleContext
 
 FOUR = {
     "train_batch_siz": 8,

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zerotune.errors import PlanConflictError
-from zerotune.plan import DeepSpeedPlan, LaunchSection, RunFacts
+from zerotune.plan import DeepSpeedPlan, RunFacts
+from zerotune.plan.model import LaunchSection
 from zerotune.plan.resolve import Batch, solve_batch
 
 AUTO = "auto"

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zerotune.errors import InvalidValueError
-from zerotune.optimizers.catalogue import GroupChoice
-from zerotune.plan import DeepSpeedPlan, OptimizerChoice, SchedulerChoice
+from zerotune.optimizers.catalogue import GroupChoice, OptimizerChoice, SchedulerChoice
+from zerotune.plan import DeepSpeedPlan
 from zerotune.plan.diff import Change
 from zerotune.platform import Platform
 

@@ -12,16 +12,16 @@ import pytest
 
 from tests.plan.accelerate_runs import ALONE
 from tests.support.ranks import free_port, run_ranks
-from zerotune.plan import (
+from zerotune.plan import DeepSpeedPlan
+from zerotune.plan import model as known_keys
+from zerotune.plan.model import (
     AioSection,
     Bf16Section,
-    DeepSpeedPlan,
     Fp16Section,
     OffloadSection,
     ZeroSection,
+    modelled,
 )
-from zerotune.plan import model as known_keys
-from zerotune.plan.model import modelled
 from zerotune.plan.resolve import PERSISTENCE_LIMIT, SMALLEST_SWAP_BYTES, sub_groups
 
 GOLDEN = sorted((Path(__file__).parent / "golden").glob("*.json"))

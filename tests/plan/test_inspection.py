@@ -8,7 +8,8 @@ import pytest
 
 from zerotune import cli
 from zerotune.optim import OptimizerResolver
-from zerotune.plan import DeepSpeedPlan, RuleContext
+from zerotune.plan import DeepSpeedPlan
+from zerotune.plan.rules import RuleContext
 from zerotune.platform import Platform
 
 NVME = "zero_optimization.offload_optimizer.device"

@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 
 from zerotune.errors import InvalidValueError, PlanConflictError, PlanError, UnknownKeyError
-from zerotune.plan import DeepSpeedPlan, LaunchSection, ZeroSection
+from zerotune.plan import DeepSpeedPlan
+from zerotune.plan.model import LaunchSection, ZeroSection
 from zerotune.plan.read import SHORT_NAMES
 
 START = {

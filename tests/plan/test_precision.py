@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 
 from zerotune.errors import InvalidValueError, PlanConflictError
-from zerotune.plan import DeepSpeedPlan, LaunchSection, RunFacts
+from zerotune.plan import DeepSpeedPlan, RunFacts
+from zerotune.plan.model import LaunchSection
 from zerotune.plan.resolve import decide_precision
 from zerotune.platform import Platform
 

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from zerotune.errors import PlanError
-from zerotune.plan import DeepSpeedPlan, ModelFacts, RuleContext, RunFacts
+from zerotune.plan import DeepSpeedPlan, ModelFacts, RunFacts
 from zerotune.plan import model as known_keys
 from zerotune.plan.model import (
     AioSection,
@@ -20,7 +20,7 @@ from zerotune.plan.model import (
     ZeroSection,
     modelled,
 )
-from zerotune.plan.rules import check_plan
+from zerotune.plan.rules import RuleContext, check_plan
 from zerotune.platform import Platform
 
 SLOW = settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.too_slow])

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from tests.support.needs import needs
-from zerotune.plan import ModelFacts, ParameterFacts
+from zerotune.plan import ModelFacts
+from zerotune.plan.model import ParameterFacts
 
 torch = needs("torch", may_lack="what a plan knows of a model is asked of modules here")
 

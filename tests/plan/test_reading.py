@@ -14,14 +14,8 @@ from zerotune.errors import (
     PlanSyntaxError,
     UnknownKeyError,
 )
-from zerotune.plan import (
-    AioSection,
-    Bf16Section,
-    DeepSpeedPlan,
-    LaunchSection,
-    OffloadSection,
-    ZeroSection,
-)
+from zerotune.plan import DeepSpeedPlan
+from zerotune.plan.model import AioSection, Bf16Section, LaunchSection, OffloadSection, ZeroSection
 
 
 def test_reference_a_reads_as_it_is_written(reference_a):

@@ -14,13 +14,9 @@ import pytest
 
 from tests.plan.conftest import ADAMW, REFERENCE_A, REFERENCE_B, REFERENCE_C, WARMUP, unet_facts
 from zerotune.errors import InvalidValueError, UnresolvedPlanError
-from zerotune.plan import (
-    DeepSpeedPlan,
-    OptimizerChoice,
-    ResolvedPlan,
-    RunFacts,
-    SchedulerChoice,
-)
+from zerotune.optimizers.catalogue import OptimizerChoice, SchedulerChoice
+from zerotune.plan import DeepSpeedPlan, RunFacts
+from zerotune.plan.model import ResolvedPlan
 from zerotune.platform import Platform
 
 GOLDEN = Path(__file__).parent / "golden"

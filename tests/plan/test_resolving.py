@@ -4,10 +4,11 @@ import attrs
 import pytest
 
 from zerotune.errors import InvalidValueError, PlanConflictError, UnresolvedPlanError
-from zerotune.plan import DeepSpeedPlan, ModelFacts, RunFacts, ZeroSection, rules
+from zerotune.plan import DeepSpeedPlan, ModelFacts, RunFacts, rules
 from zerotune.plan import resolve as filling
-from zerotune.plan.model import AUTO
-from zerotune.platform import DeepSpeedSupport, Platform
+from zerotune.plan.model import AUTO, ZeroSection
+from zerotune.platform import Platform
+from zerotune.platform.facts import DeepSpeedSupport
 
 BF16 = {"bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": 1}
 

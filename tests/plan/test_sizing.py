@@ -3,8 +3,9 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zerotune.plan import ModelFacts, ParameterFacts
+from zerotune.plan import ModelFacts
 from zerotune.plan import resolve as sizing
+from zerotune.plan.model import ParameterFacts
 
 SHAPES = st.lists(st.lists(st.integers(0, 400), max_size=3).map(tuple), min_size=1, max_size=30)
 

@@ -10,8 +10,9 @@ import pytest
 import yaml
 
 from zerotune.errors import InvalidValueError
-from zerotune.plan import DeepSpeedPlan, LaunchSection, plan_document
+from zerotune.plan import DeepSpeedPlan, plan_document
 from zerotune.plan.accelerate import OF_THE_SCRIPT
+from zerotune.plan.model import LaunchSection
 
 # What `accelerate launch` sets for a configuration file, and what the script then gets.
 LAUNCH = """

@@ -18,16 +18,9 @@ import pytest
 
 from zerotune import decisions
 from zerotune.errors import InvalidValueError
-from zerotune.platform import (
-    GIB,
-    Cores,
-    DeepSpeedSupport,
-    Device,
-    HostMemory,
-    Platform,
-    TorchFacts,
-    detect_platform,
-)
+from zerotune.platform import Platform, detect_platform
+from zerotune.platform.detect import Cores, TorchFacts
+from zerotune.platform.facts import GIB, DeepSpeedSupport, Device, HostMemory
 
 RTX_4090 = Device(name="NVIDIA GeForce RTX 4090", total_memory=24 * GIB, capability=(8, 9))
 T4 = Device(name="Tesla T4", total_memory=15 * GIB, capability=(7, 5))

@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from zerotune.errors import PlatformError
-from zerotune.platform import Device, MachineProbe
+from zerotune.platform.detect import MachineProbe
+from zerotune.platform.facts import Device
 
 
 def fake_torch(

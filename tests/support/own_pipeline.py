@@ -10,7 +10,8 @@ from diffusers import OvisImagePipeline, OvisImageTransformer2DModel
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
 
 from tests.support.declared_pipelines import ovis_image
-from zerotune.diffusion import PipelineFamily, Tokens
+from zerotune.diffusion import PipelineFamily
+from zerotune.diffusion.models.latents import Tokens
 
 
 class ReversedTransformer(OvisImageTransformer2DModel):

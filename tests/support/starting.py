@@ -52,8 +52,8 @@ def settled(request: dict[str, Any], folder: Path) -> Any:
 
 
 def start_engine(request: dict[str, Any], folder: str) -> Started:
-    """Through ``zerotune.build_engine``."""
-    from zerotune import build_engine
+    """Through ``zerotune.training.setup.build_engine``."""
+    from zerotune.training.setup import build_engine
 
     plan, model = settled(request, Path(folder))
     engine = build_engine(model=model, plan=plan)

@@ -9,8 +9,9 @@ import attrs
 
 from zerotune.plan import DeepSpeedPlan, ModelFacts, RunFacts
 from zerotune.platform import Platform
-from zerotune.training import Report, StepMetrics
+from zerotune.training.events import StepMetrics
 from zerotune.training.memory import expected_memory
+from zerotune.training.report import Report
 
 METRICS = StepMetrics(
     step=1,

@@ -11,7 +11,8 @@ import pytest
 
 from tests.training.fakes import METRICS, drive
 from zerotune.errors import DataError, InvalidValueError
-from zerotune.training import MetricsFile, read_metrics
+from zerotune.training import MetricsFile
+from zerotune.training.events import read_metrics
 
 
 def test_what_is_written_is_read_back(tmp_path):

@@ -13,13 +13,15 @@ from tests.support.models import digits_batch, tiny_unet
 from zerotune import ImageTensors
 from zerotune.errors import UnresolvedPlanError
 from zerotune.plan import DeepSpeedPlan, ModelFacts, RunFacts
-from zerotune.platform import GIB, Platform
-from zerotune.training import expected_memory, memory
+from zerotune.platform import Platform
+from zerotune.platform.facts import GIB
+from zerotune.training import memory
 from zerotune.training.activations import known_activations
 from zerotune.training.memory import (
     DeviceFigures,
     counted_apart,
     device_peak,
+    expected_memory,
     host_now,
     host_peak,
 )

@@ -64,7 +64,7 @@ def test_charts_leave_the_notebooks_matplotlib_alone(tmp_path):
 
     from zerotune import DeepSpeedPlan
     from zerotune.plan.charts import plot_memory
-    from zerotune.training import plot_loss
+    from zerotune.training.report import plot_loss
 
     plot_loss(f"{tmp_path}/loss.png", steps=[1, 2], losses=[2.0, 1.0])
     plot_memory(DeepSpeedPlan.build(stage=2).estimate("sdxl"), f"{tmp_path}/memory.png")

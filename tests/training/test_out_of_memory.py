@@ -12,7 +12,8 @@ import torch
 import zerotune.plan
 from zerotune.errors import EngineError, OffloadError, OutOfMemoryError
 from zerotune.plan import DeepSpeedPlan
-from zerotune.platform import GIB, Platform
+from zerotune.platform import Platform
+from zerotune.platform.facts import GIB
 from zerotune.training.memory import Limits, Situation, advising, build_call, out_of_memory
 
 CUDA = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 23.64 GiB"

@@ -15,8 +15,7 @@ from zerotune.errors import DataError, MissingDependencyError
 from zerotune.plan import DeepSpeedPlan
 from zerotune.plan.charts import draw_panels
 from zerotune.platform import Platform
-from zerotune.training import plot_loss
-from zerotune.training.report import Record, moving_mean, plot_report
+from zerotune.training.report import Record, moving_mean, plot_loss, plot_report
 
 
 def test_rates_and_rows_are_plain_arithmetic():

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from zerotune.diffusion import DataStream, ImageTensors, RepeatedBatches
+from zerotune.diffusion import DataStream, ImageTensors
+from zerotune.diffusion.data.streams import RepeatedBatches
 from zerotune.training import Callback
 from zerotune.training.save import (
     TrainerState,

@@ -18,7 +18,7 @@ from tests.training import workers
 from tests.training.workers import Losses, dataset, plan, regression, trainer
 from zerotune import DataStream, EMAShadow, OffloadManager, prepare
 from zerotune.errors import ZeroTuneError
-from zerotune.training import read_metrics
+from zerotune.training.events import read_metrics
 
 ENGINES = [
     pytest.param(True, 1, marks=pytest.mark.deepspeed),

@@ -17,8 +17,14 @@ import attrs
 import torch
 
 from zerotune.decisions import Decision
-from zerotune.platform import MachineProbe
-from zerotune.platform.detect import CoreShare, affinity_here, cpu_quota, read_cpus, share_cores
+from zerotune.platform.detect import (
+    CoreShare,
+    MachineProbe,
+    affinity_here,
+    cpu_quota,
+    read_cpus,
+    share_cores,
+)
 
 if TYPE_CHECKING:
     from zerotune.backend.distributed import ProcessGroup

@@ -33,9 +33,8 @@ from zerotune.backend.distributed import ProcessGroup
 from zerotune.decisions import Decision
 from zerotune.errors import InvalidValueError
 from zerotune.plan.model import ResolvedPlan
-from zerotune.platform import Accelerator
 from zerotune.platform.detect import MachineProbe, first_line
-from zerotune.platform.facts import DEEPSPEED_NAMES, user_cache
+from zerotune.platform.facts import DEEPSPEED_NAMES, Accelerator, user_cache
 
 KEY: Final = "proof"
 VARIABLE: Final = "ZEROTUNE_PROOF"

@@ -17,10 +17,9 @@ from zerotune._util.text import squash
 from zerotune.builder.forms import to_wire
 from zerotune.builder.models import MODEL_NAMES, model_name
 from zerotune.errors import UNSET, ZeroTuneError
-from zerotune.optim import OPTIMIZERS, SCHEDULERS, Parameter
-from zerotune.optimizers.catalogue import BY_WORD
-from zerotune.plan import family_names
-from zerotune.plan.families import model_family
+from zerotune.optimizers.catalogue import BY_WORD, OPTIMIZERS, Parameter
+from zerotune.optimizers.schedules import SCHEDULERS
+from zerotune.plan.families import family_names, model_family
 from zerotune.plan.memory.time import CARDS
 from zerotune.plan.model import (
     REMOVED,

@@ -30,26 +30,15 @@ from zerotune.builder.forms import (
 from zerotune.builder.models import model_name
 from zerotune.decisions import Decision, worst_first
 from zerotune.errors import UNSET, InvalidValueError, NothingFitsError, ZeroTuneError
-from zerotune.optim import OPTIMIZERS, OptimizerResolver
+from zerotune.optim import OptimizerResolver
 from zerotune.optim.capability import Situation, installed_packages, missing_package
-from zerotune.plan import (
-    AUTO,
-    Candidate,
-    DeepSpeedPlan,
-    MemoryEstimate,
-    ModelFacts,
-    ResolvedPlan,
-    RuleContext,
-    RunFacts,
-    Workload,
-    family_names,
-    plan_document,
-)
-from zerotune.plan.advise import Remedy
-from zerotune.plan.families import as_facts, model_family
-from zerotune.plan.memory.estimate import EMAPlace, sample_size
+from zerotune.optimizers.catalogue import OPTIMIZERS
+from zerotune.plan import DeepSpeedPlan, ModelFacts, RunFacts, Workload, plan_document
+from zerotune.plan.advise import Candidate, Remedy
+from zerotune.plan.families import as_facts, family_names, model_family
+from zerotune.plan.memory.estimate import EMAPlace, MemoryEstimate, sample_size
 from zerotune.plan.memory.time import CARDS, StepTime, known_rates, step_time
-from zerotune.plan.model import OFFLOAD_DEVICES, PRECISIONS, STORAGES
+from zerotune.plan.model import AUTO, OFFLOAD_DEVICES, PRECISIONS, STORAGES, Context, ResolvedPlan
 from zerotune.plan.text import (
     DURING,
     FOREMOST,
@@ -515,7 +504,7 @@ class _Form:
     def resolve(self, plan: DeepSpeedPlan) -> tuple[ResolvedPlan | None, list[Decision]]:
         model = self._model()
         run, assumed = self._assumed_run(plan)
-        context = RuleContext(
+        context = Context(
             world_size=self.setup.world_size, platform=self.platform, model=model, run=run
         )
         found = plan.inspect(context, settle=OptimizerResolver(platform=self.platform).settled)
@@ -547,9 +536,9 @@ class _Form:
         run, _ = self._assumed_run(rest)
         try:
             found = rest.inspect(
-                RuleContext(world_size=self.setup.world_size),
+                Context(world_size=self.setup.world_size),
                 settle=OptimizerResolver(platform=self.platform).settled,
-                resolve_in=RuleContext(
+                resolve_in=Context(
                     world_size=self.setup.world_size, platform=self.platform, run=run
                 ),
                 mistakes=self.reading.errors,

@@ -19,7 +19,8 @@ from zerotune.builder.forms import FormState, is_written, to_wire
 from zerotune.builder.preview import Machines, Preview, understand
 from zerotune.decisions import Decision
 from zerotune.errors import UNSET
-from zerotune.optim import OPTIMIZERS, SCHEDULERS
+from zerotune.optimizers.catalogue import OPTIMIZERS
+from zerotune.optimizers.schedules import SCHEDULERS
 from zerotune.plan.model import ZERO_ALIASES
 
 MOST_BUTTONS: Final = 4

@@ -54,7 +54,12 @@ _FREE_MARGIN: Final = 2**24
 
 
 def step_folder(root: str | os.PathLike[str], step: int) -> Path:
-    """Return the folder for the checkpoint of an optimizer step: ``<root>/step-00001234``."""
+    """Return the folder for the checkpoint of an optimizer step: ``<root>/step-00001234``.
+
+    Args:
+        root: The folder of all checkpoints.
+        step: Number of the optimizer step.
+    """
     return Path(root) / f"step-{step:08d}"
 
 
@@ -800,6 +805,9 @@ quarter."""
 
 def verify_checkpoint(directory: str | os.PathLike[str]) -> Manifest:
     """Verify size and hash of every file of a checkpoint. Not collective.
+
+    Args:
+        directory: The checkpoint's folder.
 
     Raises:
         CheckpointError: There is no checkpoint here.

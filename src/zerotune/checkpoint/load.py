@@ -556,7 +556,13 @@ def restore(
     into: Engine,
     shadows: Mapping[str, ShadowLike] | None = None,
 ) -> CheckpointContents:
-    """Alias of ``load_checkpoint`` for custom loops. Collective."""
+    """Alias of ``load_checkpoint`` for custom loops. Collective.
+
+    Args:
+        directory: A folder written by ``save_checkpoint`` or ``convert``.
+        into: The engine.
+        shadows: Averages to load, by name.
+    """
     return load_checkpoint(directory, engine=into, shadows=shadows)
 
 

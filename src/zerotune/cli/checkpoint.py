@@ -61,7 +61,7 @@ class _ConvertCheckpoint(Below):
         )
 
     def run(self) -> int:
-        from zerotune.checkpoint import convert
+        from zerotune.checkpoint.conversion import convert
 
         written = convert(
             self.arguments.path,

@@ -15,7 +15,8 @@ from zerotune._util.table import Line, Page, Table
 from zerotune.cli import print_json, print_page
 from zerotune.errors import PlatformError, ZeroTuneError
 from zerotune.plan.memory.time import RATE_NAMES, Rates, known_rates, store_rates
-from zerotune.platform import GIB, Platform, detect_platform
+from zerotune.platform import Platform, detect_platform
+from zerotune.platform.facts import GIB
 
 if TYPE_CHECKING:
     from zerotune._util.table import Block

@@ -22,7 +22,7 @@ from zerotune.cli.plan import (
 from zerotune.errors import InvalidValueError, PlanFileError
 
 if TYPE_CHECKING:
-    from zerotune.plan import Advice
+    from zerotune.plan.advise import Advice
     from zerotune.plan.families import ModelFamily
 
 NAME: Final = "init"

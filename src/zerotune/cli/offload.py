@@ -82,7 +82,8 @@ class _Status(Below):
     configure = staticmethod(_add_root)
 
     def run(self) -> int:
-        from zerotune.offload import cleanup_stale_swap, find_leases
+        from zerotune.offload import cleanup_stale_swap
+        from zerotune.offload.lease import find_leases
 
         report = cleanup_stale_swap(self.arguments.root, dry_run=True)
         leases = find_leases(self.arguments.root)

@@ -13,9 +13,11 @@ from zerotune.errors import InvalidValueError, PlanFileError, PlanSyntaxError, U
 if TYPE_CHECKING:
     from zerotune.decisions import Decision
     from zerotune.errors import NothingFitsError
-    from zerotune.plan import Advice, DeepSpeedPlan, MemoryEstimate, ResolvedPlan
+    from zerotune.plan import DeepSpeedPlan
+    from zerotune.plan.advise import Advice
     from zerotune.plan.families import ModelFamily
-    from zerotune.plan.memory.estimate import Place
+    from zerotune.plan.memory.estimate import MemoryEstimate, Place
+    from zerotune.plan.model import ResolvedPlan
     from zerotune.plan.text import RankBudget
     from zerotune.platform import Platform
 
@@ -288,7 +290,8 @@ class _Check(Below):
         import attrs
 
         from zerotune.decisions import Decision, raise_all
-        from zerotune.plan import RuleContext, read
+        from zerotune.plan import read
+        from zerotune.plan.rules import RuleContext
         from zerotune.platform import Platform
 
         world_size = self.arguments.world_size
@@ -370,7 +373,8 @@ def _settle_written(resolved: ResolvedPlan) -> ResolvedPlan:
 
 def _open_run(plan: DeepSpeedPlan) -> Any:
     """A run that knows what the plan leaves to it, and says nothing else."""
-    from zerotune.plan import AUTO, RunFacts
+    from zerotune.plan import RunFacts
+    from zerotune.plan.model import AUTO
 
     optimizer = (plan.optimizer.params if plan.optimizer else None) or {}
     scheduler = (plan.scheduler.params if plan.scheduler else None) or {}

@@ -23,7 +23,7 @@ from zerotune._util.text import parse_size
 from zerotune.backend.proof import why_unproven
 from zerotune.decisions import Decision, announce
 from zerotune.errors import InvalidValueError, TrainingError
-from zerotune.platform import Accelerator
+from zerotune.platform.facts import Accelerator
 
 if TYPE_CHECKING:
     from typing_extensions import Self

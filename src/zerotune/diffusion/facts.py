@@ -243,8 +243,8 @@ def model_facts(
 ) -> ModelFacts:
     """Return names and shapes of a model's parameters, and its activation memory.
 
-    Configurations listed in ``zerotune.plan.family_names()`` are looked up. Others are measured
-    once, which takes a few seconds, and cached in the user's cache folder.
+    Configurations listed in ``zerotune.plan.families.family_names()`` are looked up. Others are
+    measured once, which takes a few seconds, and cached in the user's cache folder.
 
     Args:
         source: A module on any device, a diffusers configuration (a mapping with ``_class_name``),

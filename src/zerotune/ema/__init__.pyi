@@ -1,8 +1,6 @@
 # All that the package exports: for type checkers, and for ``zerotune._util.lazy`` at run time.
 
 from zerotune.ema.background import BackgroundEMA as BackgroundEMA
-from zerotune.ema.decay import ConstantDecay as ConstantDecay
-from zerotune.ema.decay import DecaySchedule as DecaySchedule
 from zerotune.ema.decay import HalfLife as HalfLife
 from zerotune.ema.decay import RampDecay as RampDecay
 from zerotune.ema.decay import WarmupDecay as WarmupDecay
@@ -11,5 +9,3 @@ from zerotune.ema.shadow import DeviceStore as DeviceStore
 from zerotune.ema.shadow import EMAShadow as EMAShadow
 from zerotune.ema.shadow import EMAShadows as EMAShadows
 from zerotune.ema.shadow import FileStore as FileStore
-from zerotune.ema.shadow import HostStore as HostStore
-from zerotune.ema.shadow import ShadowStore as ShadowStore

@@ -103,6 +103,9 @@ def swap_needs(resolved: ResolvedPlan) -> SwapNeeds | None:
     one file for its master weights, one for each state, and one per parameter for gradients.
     Lengths are rounded up to 1024 bytes per aio thread.
 
+    Args:
+        resolved: The plan, resolved with its model.
+
     Returns:
         ``None`` if the plan was resolved without a model.
     """

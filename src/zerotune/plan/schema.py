@@ -1,4 +1,4 @@
-"""Reading the JSON Schema that ``zerotune.plan_schema`` makes, without DeepSpeed.
+"""Reading the JSON Schema that ``zerotune.backend.schema.plan_schema`` makes, without DeepSpeed.
 
 ``passed_schema`` is a part of it on file: what DeepSpeed itself judges of the sections that plans
 pass through. ``faults`` judges as DeepSpeed's models do, which take ``"5"`` and ``5.0`` for 5.

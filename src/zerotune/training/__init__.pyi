@@ -1,37 +1,19 @@
 # All that the package exports: for type checkers, and for ``zerotune._util.lazy`` at run time.
 
-from zerotune.backend.compilation import Compilation as Compilation
 from zerotune.backend.trained_parts import frozen as frozen
 from zerotune.training.embedded import EmbeddedPlan as EmbeddedPlan
-from zerotune.training.embedded import EngineSchedule as EngineSchedule
 from zerotune.training.events import Callback as Callback
 from zerotune.training.events import MetricsFile as MetricsFile
-from zerotune.training.events import StepMetrics as StepMetrics
-from zerotune.training.events import read_metrics as read_metrics
-from zerotune.training.memory import expected_memory as expected_memory
-from zerotune.training.profile import Operator as Operator
 from zerotune.training.profile import Profile as Profile
 from zerotune.training.progress import ProgressBar as ProgressBar
-from zerotune.training.report import Bound as Bound
-from zerotune.training.report import Report as Report
-from zerotune.training.report import plot_loss as plot_loss
-from zerotune.training.report import plot_report as plot_report
 from zerotune.training.save import SaveEvery as SaveEvery
 from zerotune.training.save import SaveEveryInBackground as SaveEveryInBackground
 from zerotune.training.setup import prepare as prepare
-from zerotune.training.step import NonFinite as NonFinite
-from zerotune.training.step import NonFinitePolicy as NonFinitePolicy
-from zerotune.training.step import RaiseNonFinite as RaiseNonFinite
 from zerotune.training.step import RollBackNonFinite as RollBackNonFinite
 from zerotune.training.step import SkipNonFinite as SkipNonFinite
-from zerotune.training.step import TrainStep as TrainStep
 from zerotune.training.stop import StopOnSignals as StopOnSignals
 from zerotune.training.tracking import Trackers as Trackers
-from zerotune.training.trainer import RunOptions as RunOptions
-from zerotune.training.trainer import RunView as RunView
 from zerotune.training.trainer import Trainer as Trainer
-from zerotune.training.validate import SampleOptions as SampleOptions
-from zerotune.training.validate import Validation as Validation
 from zerotune.training.validate import ValidationImages as ValidationImages
 from zerotune.training.validate import ValidationLoss as ValidationLoss
 from zerotune.training.watchdog import Watchdog as Watchdog

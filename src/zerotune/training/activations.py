@@ -17,7 +17,7 @@ from zerotune._util.text import format_size
 from zerotune.backend.proof import prove_first
 from zerotune.decisions import Decision
 from zerotune.diffusion.activations import ActivationOffload
-from zerotune.diffusion.data import BucketedDataset
+from zerotune.diffusion.data.streams import BucketedDataset
 from zerotune.diffusion.facts import example_inputs, frames_per_latent, latent_scale
 from zerotune.diffusion.passes import CALLS, KINDS, Pass, both_passes, counting
 from zerotune.errors import InvalidValueError, ZeroTuneError

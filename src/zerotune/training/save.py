@@ -18,24 +18,19 @@ import torch
 
 from zerotune._util.text import counted
 from zerotune.backend.distributed import together
-from zerotune.checkpoint import (
-    BackgroundSaver,
-    PendingCheckpoint,
-    RootHold,
-    load_checkpoint,
-    prune,
-    step_folder,
-)
-from zerotune.checkpoint.folders import find_checkpoint, remove_leftovers
+from zerotune.checkpoint import BackgroundSaver, RootHold, load_checkpoint
+from zerotune.checkpoint.folders import find_checkpoint, prune, remove_leftovers, step_folder
+from zerotune.checkpoint.save import PendingCheckpoint
 from zerotune.decisions import Decision, announce
-from zerotune.diffusion.data import RepeatedBatches, derive_seed
+from zerotune.diffusion.data.order import derive_seed
+from zerotune.diffusion.data.streams import RepeatedBatches
 from zerotune.errors import UNSET, CheckpointCorruptError, InvalidValueError
 from zerotune.training.events import Callback
 
 if TYPE_CHECKING:
     from zerotune.backend.distributed import ProcessGroup
     from zerotune.backend.engine import Engine
-    from zerotune.diffusion.data import BatchStream
+    from zerotune.diffusion.data.streams import BatchStream
     from zerotune.ema import EMAShadow
     from zerotune.training.events import RunView, StepMetrics
 

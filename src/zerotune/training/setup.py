@@ -21,15 +21,9 @@ from zerotune.backend.stream.engine import StreamEngine, require_other_engine, w
 from zerotune.backend.stream.ranks import SharedStreamEngine, why_not_together
 from zerotune.backend.trained_parts import TrainedParts
 from zerotune.decisions import announce
-from zerotune.diffusion.data import (
-    BatchStream,
-    BucketedDataset,
-    BucketStream,
-    DataStream,
-    ImageSource,
-    ImageTensors,
-    RepeatedBatches,
-)
+from zerotune.diffusion.data import BucketStream, DataStream, ImageTensors
+from zerotune.diffusion.data.sources import ImageSource
+from zerotune.diffusion.data.streams import BatchStream, BucketedDataset, RepeatedBatches
 from zerotune.diffusion.models.family import Unconditional
 from zerotune.diffusion.pretrained import Pretrained
 from zerotune.errors import DataError, InvalidValueError

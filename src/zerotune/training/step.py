@@ -25,7 +25,7 @@ from zerotune.training.setup import check_named
 
 if TYPE_CHECKING:
     from zerotune.backend.engine import Engine
-    from zerotune.diffusion.data import Batch, BatchStream
+    from zerotune.diffusion.data.streams import Batch, BatchStream
     from zerotune.diffusion.objective import Objective
     from zerotune.training.events import RunView
 

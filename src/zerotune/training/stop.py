@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 import attrs
 
 from zerotune._util.text import positive, whole
-from zerotune.checkpoint import step_folder
+from zerotune.checkpoint.folders import step_folder
 from zerotune.decisions import Decision, announce
 from zerotune.errors import DataError, InvalidValueError
 from zerotune.offload.lease import give_back, holds_folders

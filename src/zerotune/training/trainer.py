@@ -322,10 +322,10 @@ class Trainer(Closing, Readable):
         """Continue from a checkpoint as if there had been no interruption. Collective.
 
         Under the same plan the continuation is bitwise equal. Under another plan, ``decisions``
-        lists the differences. The step, epoch and data position are also a decision, logged on rank
-        0. 0. A checkpoint that was converted, or saved by another script, restores weights,
-           optimizer, schedule and step; the data start at their beginning.
-        Mismatches are detected before weights, data or random state change.
+        lists the differences. The step, epoch and data position are also a decision, which rank 0
+        logs. A checkpoint that was converted, or saved by another script, restores weights,
+        optimizer, schedule and step; the data start at their beginning. Mismatches are detected
+        before weights, data or random state change.
 
         Args:
             path: A checkpoint written by ``save``, ``save_checkpoint`` or ``convert``.

@@ -28,7 +28,7 @@ from zerotune.training.setup import samples_by_name
 
 if TYPE_CHECKING:
     from zerotune.backend.engine import Engine
-    from zerotune.diffusion.data import Batch
+    from zerotune.diffusion.data.streams import Batch
     from zerotune.training.averages import Averages
     from zerotune.training.events import RunView, StepMetrics
 

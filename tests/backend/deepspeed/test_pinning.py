@@ -16,7 +16,8 @@ from zerotune.backend.deepspeed import start
 from zerotune.plan import DeepSpeedPlan, ModelFacts
 from zerotune.plan.memory.estimate import Workload
 from zerotune.plan.resolve import SETTING, pins_exactly, pins_natively
-from zerotune.platform import GIB, HostMemory, Platform, detect_platform
+from zerotune.platform import Platform, detect_platform
+from zerotune.platform.facts import GIB, HostMemory
 
 
 def resolved(accelerator: Any = "cuda", torch_version: str | None = None, **more: Any) -> Any:

@@ -14,7 +14,8 @@ from zerotune import EMAShadow, Trainer
 from zerotune.checkpoint import latest_checkpoint, save_checkpoint
 from zerotune.errors import EngineError, TrainingError
 from zerotune.plan.model import DeepSpeedPlan, ModelFacts, Streaming
-from zerotune.training import RaiseNonFinite, RollBackNonFinite, SaveEvery, SkipNonFinite
+from zerotune.training import RollBackNonFinite, SaveEvery, SkipNonFinite
+from zerotune.training.step import RaiseNonFinite
 
 # DeepSpeed keeps for the whole process what its first engine made.
 pytestmark = [pytest.mark.deepspeed, ranks(1)]

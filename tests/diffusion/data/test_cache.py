@@ -26,20 +26,22 @@ from zerotune.diffusion.data import (
     AspectBuckets,
     Augmentation,
     BucketStream,
-    CachedImages,
-    CacheSettings,
-    Draw,
     ImageFolder,
     Preparation,
     PreparedImages,
     TagShuffle,
-    TensorCache,
     TextBeside,
-    TextLines,
+)
+from zerotune.diffusion.data.cache import (
+    CachedImages,
+    CacheSettings,
+    TensorCache,
     cache_latents,
     cache_texts,
     hash_weights,
 )
+from zerotune.diffusion.data.order import Draw
+from zerotune.diffusion.data.sources import TextLines
 from zerotune.errors import DataError, InvalidValueError
 
 SMALL = AspectBuckets(area=32 * 32, step=8)

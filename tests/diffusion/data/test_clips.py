@@ -17,25 +17,22 @@ from tests.support.declared_pipelines import hunyuan_video, ltx, wan
 from tests.support.needs import needs
 from tests.support.ranks import ranks
 from zerotune import DeepSpeedPlan, Trainer
-from zerotune.diffusion import MP4, AnimatedPNG, encode_dataset, load_pretrained
+from zerotune.diffusion import encode_dataset, load_pretrained
 from zerotune.diffusion.data import (
     AspectBuckets,
     Augmentation,
     BucketStream,
-    CacheSettings,
     ClipBuckets,
     ClipFolder,
-    ClipItem,
-    Draw,
-    FirstFrame,
-    JoinedSources,
     Preparation,
     PreparedClips,
-    RepeatedSource,
-    TensorCache,
-    cache_latents,
 )
+from zerotune.diffusion.data.cache import CacheSettings, TensorCache, cache_latents
+from zerotune.diffusion.data.clips import ClipItem, FirstFrame
 from zerotune.diffusion.data.images import RefuseBroken
+from zerotune.diffusion.data.order import Draw
+from zerotune.diffusion.data.sources import JoinedSources, RepeatedSource
+from zerotune.diffusion.grid import MP4, AnimatedPNG
 from zerotune.errors import DataError, InvalidValueError, MissingDependencyError
 from zerotune.training.validate import ValidationImages
 

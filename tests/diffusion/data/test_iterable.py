@@ -10,15 +10,9 @@ from collections import Counter
 import pytest
 import torch
 
-from zerotune.diffusion.data import (
-    AspectBuckets,
-    Augmentation,
-    BatchStream,
-    HeaderOnly,
-    HuggingFaceImages,
-    RefuseBroken,
-    StreamedImages,
-)
+from zerotune.diffusion.data import AspectBuckets, Augmentation, HuggingFaceImages, StreamedImages
+from zerotune.diffusion.data.images import HeaderOnly, RefuseBroken
+from zerotune.diffusion.data.streams import BatchStream
 from zerotune.errors import DataError
 
 SMALL = AspectBuckets(area=32 * 32, step=8)

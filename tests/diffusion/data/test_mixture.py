@@ -19,19 +19,16 @@ from zerotune.diffusion import encode_dataset, load_pretrained
 from zerotune.diffusion.data import (
     AspectBuckets,
     Augmentation,
-    Bucket,
-    BucketAssignment,
     BucketStream,
-    Draw,
     ImageFolder,
     Mixture,
-    Placement,
     PreparedImages,
     StreamedImages,
     TagShuffle,
 )
+from zerotune.diffusion.data.buckets import Bucket, BucketAssignment, Placement
 from zerotune.diffusion.data.clips import ClipBucket
-from zerotune.diffusion.data.order import RUN
+from zerotune.diffusion.data.order import RUN, Draw
 from zerotune.errors import DataError, InvalidValueError
 
 

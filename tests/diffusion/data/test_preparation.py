@@ -11,20 +11,19 @@ from PIL import Image
 
 from tests.support.cropping import FirstLight
 from zerotune.diffusion.data import (
-    AlphaOnColor,
     AspectBuckets,
     Augmentation,
     BucketStream,
     DatasetImages,
-    Draw,
-    DropAlpha,
     ImageFolder,
     Preparation,
     PreparedImages,
     TagShuffle,
     TextBeside,
-    TextLines,
 )
+from zerotune.diffusion.data.images import AlphaOnColor, DropAlpha
+from zerotune.diffusion.data.order import Draw
+from zerotune.diffusion.data.sources import TextLines
 from zerotune.errors import InvalidValueError
 
 SMALL = AspectBuckets(area=32 * 32, step=8)

@@ -15,12 +15,12 @@ from zerotune.diffusion.data import (
     BucketStream,
     HuggingFaceImages,
     ImageFolder,
-    JoinedSources,
     Mixture,
     PreferencePairs,
     PreparedImages,
     TarShards,
 )
+from zerotune.diffusion.data.sources import JoinedSources
 from zerotune.errors import DataError
 
 COUNTS = (1, 2, 2, 3)

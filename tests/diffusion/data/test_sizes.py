@@ -13,14 +13,8 @@ from PIL import Image
 from tests.diffusion.data import workers
 from tests.diffusion.data.workers import Counting
 from tests.support.ranks import run_ranks
-from zerotune.diffusion.data import (
-    ClipFolder,
-    HeaderOnly,
-    HuggingFaceImages,
-    ImageFolder,
-    TarShards,
-    WholeImage,
-)
+from zerotune.diffusion.data import ClipFolder, HuggingFaceImages, ImageFolder, TarShards
+from zerotune.diffusion.data.images import HeaderOnly, WholeImage
 from zerotune.errors import DataError
 
 

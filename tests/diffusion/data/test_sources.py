@@ -17,21 +17,21 @@ from PIL import Image
 from zerotune.decisions import _announced
 from zerotune.diffusion.data import (
     DatasetImages,
-    DropAlpha,
-    HeaderOnly,
     HuggingFaceImages,
     ImageFolder,
-    JoinedSources,
     MetadataFile,
     Preparation,
-    RefuseBroken,
-    RepeatedSource,
     TarShards,
     TextBeside,
-    TextLines,
+)
+from zerotune.diffusion.data.images import (
+    DropAlpha,
+    HeaderOnly,
+    RefuseBroken,
     WholeImage,
     write_broken,
 )
+from zerotune.diffusion.data.sources import JoinedSources, RepeatedSource, TextLines
 from zerotune.errors import DataError, InvalidValueError, MissingDependencyError
 
 

@@ -9,14 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zerotune.diffusion import (
-    BatchStream,
-    ClassConditional,
-    DataStream,
-    ImageTensors,
-    RepeatedBatches,
-    Unconditional,
-)
+from zerotune.diffusion import ClassConditional, DataStream, ImageTensors, Unconditional
+from zerotune.diffusion.data.streams import BatchStream, RepeatedBatches
 from zerotune.errors import DataError, InvalidValueError
 
 

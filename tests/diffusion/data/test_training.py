@@ -11,14 +11,11 @@ from zerotune import DeepSpeedPlan, FlowMatchingObjective, Trainer, Unconditiona
 from zerotune.diffusion.data import (
     AspectBuckets,
     BucketStream,
-    CachedImages,
-    CacheSettings,
     DataStream,
     ImageFolder,
     PreparedImages,
-    TensorCache,
-    cache_latents,
 )
+from zerotune.diffusion.data.cache import CachedImages, CacheSettings, TensorCache, cache_latents
 from zerotune.errors import DataError
 from zerotune.training.validate import ValidationLoss
 

@@ -8,13 +8,8 @@ from typing import Any
 import torch
 
 from zerotune import DeepSpeedPlan, FlowMatchingObjective, Trainer, Unconditional
-from zerotune.diffusion.data import (
-    AspectBuckets,
-    Augmentation,
-    ImageFolder,
-    PreparedImages,
-    WholeImage,
-)
+from zerotune.diffusion.data import AspectBuckets, Augmentation, ImageFolder, PreparedImages
+from zerotune.diffusion.data.images import WholeImage
 
 
 def color_unet() -> Any:

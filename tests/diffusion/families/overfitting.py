@@ -10,7 +10,8 @@ import torch
 from tests.support import pipelines
 from zerotune import DeepSpeedPlan, EMAShadow, Trainer
 from zerotune.diffusion import encode_dataset, load_pretrained, sample
-from zerotune.diffusion.data import AspectBuckets, ImageFolder, PreparedImages, RepeatedSource
+from zerotune.diffusion.data import AspectBuckets, ImageFolder, PreparedImages
+from zerotune.diffusion.data.sources import RepeatedSource
 
 SIDE = 32
 REPEATS = 2

@@ -13,16 +13,9 @@ from PIL import Image
 
 from tests.diffusion.families.training import example
 from tests.support.declared_pipelines import MAKERS
-from zerotune.diffusion import (
-    PipelineFamily,
-    QwenImage,
-    Tokens,
-    Wan,
-    WanLowNoise,
-    ZImage,
-    load_pretrained,
-    sample,
-)
+from zerotune.diffusion import PipelineFamily, load_pretrained, sample
+from zerotune.diffusion.models.declared import QwenImage, Wan, WanLowNoise, ZImage
+from zerotune.diffusion.models.latents import Tokens
 from zerotune.diffusion.models.pipeline import Blueprint
 from zerotune.diffusion.models.probe import probe
 from zerotune.errors import DataError, InvalidValueError

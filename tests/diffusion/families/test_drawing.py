@@ -20,11 +20,11 @@ from diffusers import (
 from zerotune.diffusion import (
     ClassConditional,
     DenoisingObjective,
-    TextToImage,
     Unconditional,
     load_pretrained,
     sample,
 )
+from zerotune.diffusion.models.pipeline_family import TextToImage
 from zerotune.diffusion.noise_schedule import drawing_scheduler
 from zerotune.errors import DataError, InvalidValueError
 

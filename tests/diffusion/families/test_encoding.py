@@ -6,7 +6,8 @@ import diffusers
 import pytest
 import torch
 
-from zerotune.diffusion import Flux, StableDiffusionXL, load_pretrained
+from zerotune.diffusion import load_pretrained
+from zerotune.diffusion.models.declared import Flux, StableDiffusionXL
 from zerotune.errors import DataError
 
 TEXTS = ["a cat", "the dog ran", ""]

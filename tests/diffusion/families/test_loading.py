@@ -28,18 +28,20 @@ from diffusers import (
 from tests.support import pipelines
 from tests.support.models import tiny_unet
 from zerotune.diffusion import (
-    FAMILIES,
     ClassConditional,
     DenoisingObjective,
     EDMObjective,
     FlowMatchingObjective,
-    Flux,
     Huber,
+    load_pretrained,
+)
+from zerotune.diffusion.models.declared import (
+    Flux,
     StableDiffusion,
     StableDiffusion3,
     StableDiffusionXL,
-    load_pretrained,
 )
+from zerotune.diffusion.pretrained import FAMILIES
 from zerotune.errors import DataError, InvalidValueError, MissingDependencyError
 
 KINDS = {"sd15": StableDiffusion, "sdxl": StableDiffusionXL, "sd3": StableDiffusion3, "flux": Flux}

@@ -18,7 +18,8 @@ from tests.support.declared_pipelines import ovis_image
 from tests.support.ranks import ranks, run_ranks
 from tests.support.runs import PLAIN, start
 from zerotune.checkpoint import export_pipeline
-from zerotune.diffusion import FAMILIES, load_pretrained, sample
+from zerotune.diffusion import load_pretrained, sample
+from zerotune.diffusion.pretrained import FAMILIES
 from zerotune.errors import InvalidValueError
 
 

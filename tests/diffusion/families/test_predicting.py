@@ -7,7 +7,7 @@ import torch
 from diffusers import FluxPipeline
 
 from tests.support import pipelines
-from zerotune.diffusion import Flux, StableDiffusion3, StableDiffusionXL
+from zerotune.diffusion.models.declared import Flux, StableDiffusion3, StableDiffusionXL
 from zerotune.errors import DataError
 
 

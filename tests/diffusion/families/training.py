@@ -15,15 +15,11 @@ from tests.support.declared_pipelines import without_videos
 from tests.support.runs import Case, start
 from zerotune.checkpoint import export_pipeline
 from zerotune.checkpoint.export.adapters import LORA_FILE, export_adapters
-from zerotune.diffusion import (
-    PipelineFamily,
-    Pretrained,
-    TextToImage,
-    WanLowNoise,
-    load_pretrained,
-    sample,
-)
+from zerotune.diffusion import PipelineFamily, load_pretrained, sample
 from zerotune.diffusion.lora import LoRA, add_lora
+from zerotune.diffusion.models.declared import WanLowNoise
+from zerotune.diffusion.models.pipeline_family import TextToImage
+from zerotune.diffusion.pretrained import Pretrained
 
 TOKENS = 6
 SHARES = 2

@@ -15,7 +15,8 @@ from zerotune.plan.text import (
     rank_budget,
     subject,
 )
-from zerotune.platform import GIB, Platform
+from zerotune.platform import Platform
+from zerotune.platform.facts import GIB
 
 MODEL = ModelFacts.from_shapes([("weight", (2000, 1000))], name="UNet")
 

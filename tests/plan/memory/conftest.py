@@ -6,7 +6,8 @@ import pytest
 
 from zerotune.plan import DeepSpeedPlan, ModelFacts
 from zerotune.plan.memory.estimate import ALWAYS, MemoryEstimate, MemoryItem, Workload
-from zerotune.platform import GIB, Platform
+from zerotune.platform import Platform
+from zerotune.platform.facts import GIB
 
 
 def item(component, place, gib, phases=ALWAYS, **more):

@@ -8,7 +8,7 @@ import pytest
 from zerotune._util.palette import ALARM, INK
 from zerotune.errors import InvalidValueError, MissingDependencyError, PlanFileError
 from zerotune.plan.charts import draw_panels, memory_panels, plot_memory
-from zerotune.platform import GIB
+from zerotune.platform.facts import GIB
 
 
 def labels(axes):

@@ -5,7 +5,7 @@ import json
 import attrs
 
 from zerotune.plan.text import estimate_page, fits
-from zerotune.platform import GIB
+from zerotune.platform.facts import GIB
 
 
 def test_data_is_complete_and_json(estimate):

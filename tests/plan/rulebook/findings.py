@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from zerotune.plan import DeepSpeedPlan, Finding, LaunchSection, RuleContext, all_rules
+from zerotune.plan import DeepSpeedPlan
+from zerotune.plan.model import LaunchSection
+from zerotune.plan.rules import Finding, RuleContext, all_rules
 
 RULES = {rule.id: rule for rule in all_rules()}
 

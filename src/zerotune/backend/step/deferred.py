@@ -34,8 +34,13 @@ from zerotune.backend.step.pending import (
 from zerotune.decisions import Decision, announce
 from zerotune.errors import PlatformError
 from zerotune.plan.model import ResolvedPlan
-from zerotune.platform import MachineProbe
-from zerotune.platform.detect import affinity_here, cpu_quota, describe_cpus, read_cpus
+from zerotune.platform.detect import (
+    MachineProbe,
+    affinity_here,
+    cpu_quota,
+    describe_cpus,
+    read_cpus,
+)
 
 KEY: Final = "optimizer.step"
 HIDDEN_KEY: Final = "optimizer.step.hidden"

@@ -72,6 +72,10 @@ class SharedSteps(StreamedSteps):
         """Of the step under way; dropped ones count too."""
 
     @override
+    def break_off(self) -> None:
+        """The ranks are apart then: all of them have to start again."""
+
+    @override
     def _land(self, unit: Unit, came: Mapping[int, torch.Tensor], window: Window) -> None:
         stage = self._meeting.stage(unit)
         for index, gradient in came.items():

@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 LOSS_MASKS: Final = "loss_masks"
 """Batch key of loss masks, which multiply the squared error at each position, (b, 1, h, w)."""
 REFERENCE_IMAGES: Final = "reference_images"
-"""Batch key of reference images to edit, (b, 3, h, w) in [-1, 1], or (b, r, 3, h, w) if some
-samples have several."""
+"""Batch key of reference images to edit, (b, 3, h, w) in [-1, 1]; (b, r, 3, h, w) if some samples
+have several."""
 
 _BETWEEN_WORDS: Final = " ,;."
 

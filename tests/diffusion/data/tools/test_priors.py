@@ -16,9 +16,8 @@ from zerotune.diffusion import (
     FlowMatchingObjective,
     ImageTensors,
     PriorPreservation,
-    RepeatedBatches,
 )
-from zerotune.diffusion.data import BatchStream, Captions
+from zerotune.diffusion.data.streams import BatchStream, Captions, RepeatedBatches
 from zerotune.errors import DataError, InvalidValueError
 
 
