@@ -2498,8 +2498,8 @@ class DeepSpeedPlan(Readable, Section):
         Args:
             world_size: Number of ranks.
             platform: The machine; rules that need one are skipped by default.
-            schema: ``zerotune.plan_schema()`` of the installed DeepSpeed, for checking sections
-                that are passed through; default a stored copy.
+            schema: ``zerotune.backend.schema.plan_schema()`` of the installed DeepSpeed, for
+                checking sections that are passed through; default a stored copy.
         """
         context = Context(world_size=world_size, platform=platform, schema=schema)
         from zerotune.plan.rules import check_plan
