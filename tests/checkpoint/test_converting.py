@@ -96,7 +96,7 @@ def test_a_model_folder_becomes_a_checkpoint_and_a_model_folder_again(tmp_path):
     convert(tmp_path / "portable", tmp_path / "again")
     again = UNet2DModel.from_pretrained(tmp_path / "again")
     assert torch.equal(output_of(again.eval()), output_of(model.eval()))
-    with pytest.raises(CheckpointError, match=r"portable: exists and is not replaced"):
+    with pytest.raises(CheckpointError, match=r"portable: exists and is not overwritten"):
         convert(tmp_path / "model", tmp_path / "portable")
 
 

@@ -127,7 +127,7 @@ def test_a_tensor_in_two_files_is_named(tmp_path):
     for name in ("1.safetensors", "2.safetensors"):
         write(tmp_path / name, {"a": torch.zeros(3)})
     files = [tmp_path / "1.safetensors", tmp_path / "2.safetensors"]
-    with pytest.raises(CheckpointCorruptError, match=r"^2\.\w+: 'a': is in 1\.safetensors too"):
+    with pytest.raises(CheckpointCorruptError, match=r"^2\.\w+: 'a': is also in 1\.safetensors"):
         TensorReader(files)
 
 
@@ -137,7 +137,9 @@ def test_what_is_not_in_the_file_is_named(tmp_path):
     with TensorReader([path]) as reader:
         with pytest.raises(CheckpointCorruptError, match=r"^export/b: is in no file"):
             reader.tensor("b")
-        with pytest.raises(CheckpointCorruptError, match=r"has 3 elements and 2 to 4 are wanted"):
+        with pytest.raises(
+            CheckpointCorruptError, match=r"has 3 elements, but elements 2 to 4 are needed"
+        ):
             reader.fill(torch.zeros(2), "a", 2)
         with pytest.raises(CheckpointCorruptError, match=r"instead of torch\.float32 \(4,\)"):
             reader.check("a", torch.float32, (4,))

@@ -113,7 +113,7 @@ class TestWhatIsWritten:
 
         assert init(*CARD, pictures=pictures) == 0
 
-        assert "1 picture, no captions" in capsys.readouterr().out
+        assert "1 picture, without captions" in capsys.readouterr().out
         assert constants(tmp_path / "run" / "train.py")["PROMPTS"] == ["a photo"]
 
 
@@ -133,8 +133,8 @@ class TestWhatIsRefused:
 
         said = refused(*CARD)
 
-        assert f"{name}: is there already" in said
-        assert "Fix: name another folder" in said
+        assert f"{name}: exists already" in said
+        assert "Fix: choose another folder" in said
         assert [file.name for file in (tmp_path / "run").iterdir()] == [name]
         assert (tmp_path / "run" / name).read_text() == "mine"
 

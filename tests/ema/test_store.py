@@ -113,7 +113,7 @@ def test_follow_goes_on_with_a_reloaded_model():
     for name, full in ema.gather():
         expected = before[name].lerp(weights(twin)[name], 0.5)
         assert torch.equal(full, expected)
-    with pytest.raises(EMAError, match="other weights"):
+    with pytest.raises(EMAError, match="does not match the weights"):
         ema.follow(torch.nn.Linear(2, 2))
 
 

@@ -435,7 +435,7 @@ class TestRanks:
             assert (caught.value.key, caught.value.value) == ("lease record", str(record))
             plans = [swapping_plan(lr=lr, world_size=2) for lr in (3e-4, 1e-4)]
             digests = [plan.digest()[:12] for plan in plans]
-            assert f"digest {digests[0]} instead of {digests[1]}" in caught.value.reason
+            assert f"this record: {digests[0]} instead of {digests[1]}" in caught.value.reason
             assert "share return the whole string of rank 0" in caught.value.fix
 
     @pytest.mark.parametrize("rank", [0, 1])

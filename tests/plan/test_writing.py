@@ -122,7 +122,7 @@ class TestSave:
     def test_accelerates_json_is_not_written_over_as_something_else(self, plan, tmp_path):
         file = tmp_path / "default_config.json"
         file.write_text('{"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 1}}')
-        with pytest.raises(PlanFileError, match="settings of accelerate"):
+        with pytest.raises(PlanFileError, match="accelerate's settings"):
             plan.save(file)
 
 

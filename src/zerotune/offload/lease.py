@@ -136,8 +136,7 @@ class LeaseRecord(OwnerRecord):
             if other.plan_digest != self.plan_digest:
                 raise OffloadError(
                     f"rank {self.rank} has a different plan than rank {other.rank}, the owner of "
-                    f"this record: digest {self.plan_digest[:12]} instead of "
-                    f"{other.plan_digest[:12]}",
+                    f"this record: {self.plan_digest[:12]} instead of {other.plan_digest[:12]}",
                     key="lease record",
                     value=str(file),
                     fix="give every rank the same configuration and arguments; to see the "

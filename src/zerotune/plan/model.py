@@ -1604,7 +1604,7 @@ class Amount:
         return batch * each
 
     def times(self, factor: float) -> Amount:
-        """So many times as much."""
+        """Scaled by this factor."""
         return Amount(
             per_sample=factor * self.per_sample,
             per_pixel=factor * self.per_pixel,
@@ -1618,36 +1618,36 @@ def _as_amount(value: Any) -> Amount:
 
 @attrs.frozen(kw_only=True)
 class PassWork:
-    """What a pass computes and moves, in 2-byte elements."""
+    """Work and memory traffic of one pass, in 2-byte elements."""
 
     products: Amount = attrs.field(converter=_as_amount)
     """Floating-point operations of matrix products; a product and a sum are two."""
     convolutions: Amount = attrs.field(converter=_as_amount)
     """Floating-point operations of convolutions."""
     attention: Amount = attrs.field(converter=_as_amount)
-    """Floating-point operations of attention, which is computed again in the backward pass."""
+    """Floating-point operations of attention, which is recomputed in the backward pass."""
     moved: Amount = attrs.field(converter=_as_amount)
     """Bytes that all other operators read and write."""
     operators: int = 0
-    """How many operators run, views included; 0: not counted."""
+    """Number of operators, including views; 0 if not counted."""
     product_calls: int = 0
-    """How many of them are matrix products."""
+    """Number of matrix products among them."""
     attention_calls: int = 0
-    """How many of them are attention."""
+    """Number of attention operators among them."""
 
 
 @attrs.frozen(kw_only=True)
 class ArithmeticFacts:
-    """The work of a training step's passes."""
+    """Arithmetic of a training step's passes."""
 
     forward: PassWork
     backward: PassWork
     recomputed: PassWork | None = None
-    """What is done once more where blocks are recomputed; ``None``: the model cannot do that."""
+    """Recomputed work with gradient checkpointing; ``None`` if the model does not support it."""
 
     @property
     def of_frozen_weights(self) -> ArithmeticFacts:
-        """The same without gradients of weights, which are half of the backward pass's products."""
+        """Return the work without weight gradients, half of the backward pass's products."""
         halved = attrs.evolve(
             self.backward,
             products=self.backward.products.times(0.5),
@@ -1658,27 +1658,27 @@ class ArithmeticFacts:
 
 @attrs.frozen(kw_only=True)
 class ActivationFacts:
-    """What a forward and backward pass of a model keeps, in bytes of 2-byte elements."""
+    """Activation bytes of a forward and backward pass, in 2-byte elements."""
 
     full: ActivationCost
-    """Everything the backward pass needs is kept."""
+    """Without recomputation."""
     checkpointed: ActivationCost | None = None
-    """Blocks are recomputed; ``None``: the model cannot do that."""
+    """With recomputed blocks; ``None`` if the model does not support it."""
     offloaded: ActivationCost | None = None
     """Blocks are recomputed and their inputs wait in host memory, as ``ActivationOffload`` does
     it: what is left on the device; ``None``: not known."""
     offloaded_host: ActivationCost | None = None
-    """What it takes of host memory."""
+    """Host memory of the offloaded inputs."""
 
 
 @attrs.frozen(kw_only=True)
 class BlockFacts:
-    """A kind of module that a model is built of, many times."""
+    """A kind of module that a model repeats."""
 
     class_name: str
-    """``"BasicTransformerBlock"``."""
+    """Class name, such as ``"BasicTransformerBlock"``."""
     count: int
-    """How many there are."""
+    """Number of these modules."""
     numel: int
     """Elements of the largest of them."""
 
@@ -1718,11 +1718,11 @@ ATTENTION_PROJECTIONS: Final = (
     "SelfAttention.v",
     "SelfAttention.o",
 )
-"""What the attention projections of diffusers' models, CLIP and T5 are called."""
+"""Names of attention projections in diffusers' models, CLIP and T5."""
 
 
 def check_storage(storage: str | None) -> None:
-    """Whether weights are kept in this."""
+    """Check the name of a storage dtype."""
     if storage is None or storage in STORAGES:
         return
     raise InvalidValueError(
@@ -1734,11 +1734,11 @@ def check_storage(storage: str | None) -> None:
 
 
 def latent_frames(frames: int, *, per_latent: int) -> int:
-    """Latent frames of a clip.
+    """Return the latent frames of a clip.
 
     Args:
-        frames: Of the clip; the first has a latent of its own.
-        per_latent: Frames that each other latent stands for.
+        frames: Frames of the clip; the first has its own latent.
+        per_latent: Frames per further latent.
     """
     return (frames - 1) // per_latent + 1
 
@@ -1750,33 +1750,33 @@ class ModelFacts:
     parameters: tuple[ParameterFacts, ...] = attrs.field(converter=as_tuple)
     name: str = "model"
     activations: ActivationFacts | None = None
-    """What a training step keeps beside the weights; ``None``: not known."""
+    """Activation memory of a training step; ``None`` if unknown."""
     arithmetic: ArithmeticFacts | None = None
-    """What a training step computes; ``None``: not known."""
+    """Arithmetic of a training step; ``None`` if unknown."""
     blocks: tuple[BlockFacts, ...] = ()
-    """Its innermost repeated modules, as far as they are known."""
+    """The innermost repeated modules, as far as they are known."""
     units: tuple[str, ...] = ()
-    """Dotted names of the modules whose weights are streamed, each as a whole."""
+    """Dotted names of modules that are streamed as a unit."""
     frames_per_latent: int | None = None
     """Frames of a clip that each of its latents after the first stands for; ``None``: it is trained
     on images."""
 
     def positions(self, *, height: int, width: int, frames: int | None = None) -> int:
-        """What activations grow with: pixels of an image, or of as many as a clip has latents.
+        """Return the size that activations scale with: image pixels times latent frames.
 
         Args:
             height: Pixels.
             width: Pixels.
-            frames: Of a clip; one when not given.
+            frames: Frames of a clip; default one.
         """
         return height * width * latent_frames(frames or 1, per_latent=self.frames_per_latent or 1)
 
     @classmethod
     def from_module(cls, module: Any) -> ModelFacts:
-        """Read the facts off a ``torch.nn.Module`` (on any device, ``meta`` included).
+        """Read the facts of a ``torch.nn.Module`` on any device, including ``meta``.
 
-        Parameters sharded by ``deepspeed.zero.Init`` report their full shape, quantized ones that
-        of the weight they stand for.
+        Parameters sharded by ``deepspeed.zero.Init`` report their full shape; quantized ones report
+        the shape of the original weight.
         """
         return cls(
             name=type(module).__name__,
@@ -1800,18 +1800,18 @@ class ModelFacts:
     def with_adapters(
         self, rank: int, *, targets: Iterable[str] | None = None, base_dtype: str | None = None
     ) -> ModelFacts:
-        """The same model, frozen, with trained LoRA adapters beside some of its layers.
+        """Return the model, frozen, with trained LoRA adapters on some of its layers.
 
         Args:
-            rank: Inner size of the two factors.
-            targets: Ends of the layers' dotted names; the attention projections by default, as
-                ``add_lora`` takes them.
-            base_dtype: One of ``STORAGES``, in which the matrices of the frozen model are kept;
-                the plan's precision when not given.
+            rank: Inner dimension of the two factors.
+            targets: Suffixes of the layers' dotted names, as in ``add_lora``; default the attention
+                projections.
+            base_dtype: Storage dtype of the frozen matrices, one of ``STORAGES``; default the
+                plan's precision.
 
         Raises:
-            InvalidValueError: The rank is no whole number above 0, no layer has such a name, or
-                no weights are kept in such a dtype.
+            InvalidValueError: The rank is not a positive integer, no layer has such a name, or the
+                dtype is unknown.
         """
         check_storage(base_dtype)
         if not is_integer(rank) or rank < 1:
@@ -1844,7 +1844,7 @@ class ModelFacts:
 
     @cached_property
     def trainable(self) -> tuple[ParameterFacts, ...]:
-        """The parameters the optimizer sees."""
+        """The parameters that the optimizer updates."""
         return tuple(parameter for parameter in self.parameters if parameter.trainable)
 
     @cached_property
@@ -1864,17 +1864,17 @@ class ModelFacts:
 
     @cached_property
     def largest_trainable(self) -> int:
-        """Elements of the largest trainable parameter; 0 where nothing is trained."""
+        """Elements of the largest trainable parameter; 0 if there is none."""
         return max((parameter.numel for parameter in self.trainable), default=0)
 
     @cached_property
     def storages(self) -> tuple[str, ...]:
-        """What its quantized weights are kept in; empty where none is quantized."""
+        """Storage dtypes of its quantized weights; empty if there are none."""
         return tuple(sorted({each.storage for each in self.parameters if each.storage}))
 
     @cached_property
     def largest_quantized(self) -> int:
-        """Elements of the largest quantized weight, which is multiplied with in full."""
+        """Elements of the largest quantized weight, which is dequantized for its multiplication."""
         return max((each.numel for each in self.parameters if each.storage), default=0)
 
     @cached_property
@@ -1883,27 +1883,27 @@ class ModelFacts:
         return sum(each.numel for each in self.parameters if each.storage)
 
     def weight_bytes(self, element_bytes: int, *, ranks: int = 1) -> int:
-        """What all weights take, or one of ``ranks`` parts of each, padding included."""
+        """Return the bytes of all weights, or of one of ``ranks`` padded parts of each."""
         if not self.storages:
             return element_bytes * (self.numel if ranks == 1 else sum(self.parts(ranks)))
         return sum([-(-each.nbytes(element_bytes) // ranks) for each in self.parameters])
 
     def parts(self, ranks: int) -> tuple[int, ...]:
-        """Elements of one of ``ranks`` parts of each parameter, padding included."""
+        """Return the elements of one of ``ranks`` parts of each parameter, including padding."""
         # Kept: every candidate of an advice adds up the same thousands of them.
         if ranks not in self._parts:
             self._parts[ranks] = tuple([-(-each.numel // ranks) for each in self.parameters])
         return self._parts[ranks]
 
     def trainable_parts(self, ranks: int) -> tuple[int, ...]:
-        """The same of each trainable parameter."""
+        """Return the same for each trainable parameter."""
         if self.trainable == self.parameters:
             return self.parts(ranks)
         return tuple([-(-each.numel // ranks) for each in self.trainable])
 
     @cached_property
     def streamed(self) -> StreamedFacts:
-        """What streaming moves of it, and what stays on the device."""
+        """Sizes of the parts that are streamed or stay on the device."""
         units, elements = set(self.units), {name: [0, 0] for name in self.units}
         rest = [0, 0]
         for each in self.parameters:
@@ -1926,10 +1926,10 @@ class ModelFacts:
         )
 
     def streamed_by(self, named: Iterable[str]) -> StreamedFacts:
-        """What streaming moves, where modules are named that come as a whole.
+        """Return the sizes for streaming the named modules.
 
         Args:
-            named: Dotted names; without any that is of a module, ``units`` are what comes.
+            named: Dotted names or classes; by default ``units`` are streamed.
         """
         names = tuple(parameter.name for parameter in self.parameters)
         found = [unit for unit in named if any(name.startswith(f"{unit}.") for name in names)]
@@ -1950,25 +1950,25 @@ vector of the step."""
 
 @attrs.frozen(kw_only=True)
 class StreamedFacts:
-    """Elements that streaming moves and keeps, each parameter's rounded up to ``UNIT_ALIGNED``."""
+    """Elements that are streamed or stay on the device, rounded up to ``UNIT_ALIGNED``."""
 
     trained: tuple[int, ...]
-    """Of each streamed unit whose weights are trained."""
+    """Elements of each streamed unit with trained weights."""
     frozen: tuple[int, ...]
-    """Of each streamed unit whose weights are not."""
+    """Elements of each streamed unit with frozen weights."""
     resident_trained: int
-    """Of what is trained and stays on the device."""
+    """Trained elements that stay on the device."""
     resident_frozen: int
-    """Of what is frozen and stays on the device; as many as there are."""
+    """Frozen elements that stay on the device, unpadded."""
 
     @cached_property
     def units(self) -> tuple[int, ...]:
-        """Of each streamed unit."""
+        """Elements of each streamed unit."""
         return (*self.trained, *self.frozen)
 
     @cached_property
     def total(self) -> int:
-        """Of all streamed units."""
+        """Elements of all streamed units."""
         return sum(self.units)
 
 
@@ -2025,7 +2025,7 @@ def _in_a_row(module: Any) -> set[str]:
 
 @attrs.frozen(kw_only=True)
 class RunFacts:
-    """What the training script knows and a configuration may leave ``"auto"``."""
+    """Values that the training script knows and a configuration may leave ``"auto"``."""
 
     lr: float | None = None
     """Peak learning rate, dimensionless."""
@@ -2036,26 +2036,26 @@ class RunFacts:
     """Samples per forward pass and rank."""
     gradient_accumulation_steps: int | None = None
     gradient_clipping: float | None = None
-    """Largest global L2 norm of the gradient; 0 switches clipping off."""
+    """Maximum global L2 norm of the gradient; 0 disables clipping."""
     mixed_precision: str | None = None
     """``"bf16"``, ``"fp16"`` or ``"fp32"``."""
     total_steps: int | None = None
     """Optimizer steps of the whole run."""
     warmup_steps: int | None = None
-    """Optimizer steps of warm-up."""
+    """Warm-up in optimizer steps."""
 
     @classmethod
     def from_arguments(cls, arguments: Any) -> RunFacts:
-        """What the flags of a training script say, by the names that diffusers' scripts give them.
+        """Read a training script's flags by their names in diffusers' scripts.
 
-        So ``--learning_rate`` keeps its effect on a plan whose ``lr`` is ``"auto"``. What a script
-        has no flag for, or leaves ``None``, stays open.
+        So ``--learning_rate`` still applies to a plan whose ``lr`` is ``"auto"``. Values without a
+        flag, or ``None``, stay open.
 
         Args:
             arguments: An ``argparse.Namespace``, or anything with such attributes.
 
         Raises:
-            InvalidValueError: A value of another type than such a flag has.
+            InvalidValueError: A value has another type than such a flag.
         """
         given = {
             fact: _flag(arguments, name, kind)
@@ -2109,10 +2109,10 @@ def _launch_said(launch: LaunchSection | None) -> Section | None:
 
 @attrs.frozen(kw_only=True, repr=False)
 class DeepSpeedPlan(Readable, Section):
-    """A DeepSpeed configuration as a frozen value; may hold ``"auto"``.
+    """A DeepSpeed configuration as a frozen value; may contain ``"auto"``.
 
-    Attribute names are DeepSpeed's own top-level keys; ``None`` means "not written". Two plans
-    are equal when they say the same, wherever they were read from.
+    Attribute names are DeepSpeed's top-level keys; ``None`` means that a key is not set. Two plans
+    with the same settings are equal, whatever they were read from.
     """
 
     passed_through: ClassVar[frozenset[str]] = TOP_LEVEL | REMOVED.keys()
@@ -2125,7 +2125,7 @@ class DeepSpeedPlan(Readable, Section):
     gradient_accumulation_steps: int | Auto | None = setting(Integer(minimum=1))
     """Forward passes per optimizer step."""
     gradient_clipping: float | Auto | None = setting(Number())
-    """Largest global L2 norm of the gradient; 0: off."""
+    """Maximum global L2 norm of the gradient; 0 disables clipping."""
     zero_optimization: ZeroSection | None = setting(Nested(ZeroSection, before=legacy_zero))
     bf16: Bf16Section | None = setting(Nested(Bf16Section))
     fp16: Fp16Section | None = setting(Nested(Fp16Section))
@@ -2133,23 +2133,23 @@ class DeepSpeedPlan(Readable, Section):
     scheduler: SchedulerSection | None = setting(Nested(SchedulerSection))
     aio: AioSection | None = setting(Nested(AioSection))
     zero_allow_untested_optimizer: bool | Auto | None = setting(Boolean())
-    """Let ZeRO run an optimizer DeepSpeed has not tested."""
+    """Allow ZeRO with an optimizer that DeepSpeed has not tested."""
     zero_force_ds_cpu_optimizer: bool | Auto | None = setting(Boolean())
-    """Refuse other optimizers than DeepSpeed's own when offloading."""
+    """Reject optimizers other than DeepSpeed's own with offload."""
     steps_per_print: int | Auto | None = setting(Integer(minimum=1))
-    """Steps between DeepSpeed's own progress lines."""
+    """Steps between DeepSpeed's progress lines."""
     wall_clock_breakdown: bool | Auto | None = setting(Boolean())
     """Log the time of forward, backward and step."""
     extra: Mapping[str, Any] = extra_keys()
 
     launch: LaunchSection | None = attrs.field(default=None, eq=_launch_said)
-    """What a launcher's or trainer's file adds; never sent to DeepSpeed."""
+    """Additional settings of a launcher's or trainer's file; never passed to DeepSpeed."""
     decisions: tuple[Decision, ...] = attrs.field(default=(), converter=as_tuple, eq=False)
-    """What reading changed, and why."""
+    """Decisions made while reading."""
     source: str = attrs.field(default="code", eq=False)
-    """Where the plan came from: a file name, ``"dict"`` or ``"code"``."""
+    """Source of the plan: a file name, ``"dict"`` or ``"code"``."""
     names: Names = attrs.field(factory=dict, eq=False, repr=False)
-    """What that file calls settings that have another name there, by path; for messages."""
+    """Names of settings in that file, by path, for messages."""
 
     @launch.validator
     def _check_launch(self, attribute: attrs.Attribute[Any], value: Any) -> None:
@@ -2158,7 +2158,7 @@ class DeepSpeedPlan(Readable, Section):
 
     @property
     def stage(self) -> int | Auto:
-        """ZeRO stage as written; 0 when nothing is written."""
+        """ZeRO stage as written; 0 if it is not set."""
         zero = self.zero_optimization
         return 0 if zero is None or zero.stage is None else zero.stage
 
@@ -2207,14 +2207,14 @@ class DeepSpeedPlan(Readable, Section):
         also_known: Collection[str] = (),
         folder: Path | None = None,
     ) -> DeepSpeedPlan:
-        """Read a DeepSpeed configuration, or a dict that holds one as ``deepspeed_config``.
+        """Read a DeepSpeed configuration, or a dict with one under ``deepspeed_config``.
 
         Args:
-            config: The configuration, as ``json.load`` gives it.
+            config: The configuration, as returned by ``json.load``.
             source: Name used in messages.
-            also_known: Paths of further keys to pass through, for a DeepSpeed newer than the
-                one zerotune knows (``"zero_optimization.new_key"``).
-            folder: Where a relative path inside the configuration is looked up first.
+            also_known: Paths of additional keys to accept, for a DeepSpeed newer than zerotune
+                (``"zero_optimization.new_key"``).
+            folder: Base folder of relative paths in the configuration.
 
         Raises:
             PlanError: Unknown key, wrong type, value out of range, contradicting spellings.
@@ -2233,7 +2233,7 @@ class DeepSpeedPlan(Readable, Section):
         """Read a JSON file, or JSON text (anything that starts with ``{``).
 
         Comments and trailing commas are accepted with a warning; other mistakes are errors with
-        line and column. A trainer's file that holds ``deepspeed_config`` is unwrapped.
+        line and column. A trainer's file with ``deepspeed_config`` is unwrapped.
 
         Args:
             path_or_text: The file, or the text.
@@ -2278,7 +2278,7 @@ class DeepSpeedPlan(Readable, Section):
         also_known: Collection[str] = (),
         folder: Path | None = None,
     ) -> DeepSpeedPlan:
-        """Read the settings of ``accelerate config``, as its YAML file holds them.
+        """Read the settings of ``accelerate config`` in the format of its YAML file.
 
         Args:
             settings: The settings.
@@ -2302,15 +2302,15 @@ class DeepSpeedPlan(Readable, Section):
     ) -> DeepSpeedPlan:
         """Read the variables that ``accelerate launch`` sets; accelerate itself is not needed.
 
-        ``accelerate launch`` does not pass the paths of NVMe folders on: where one is missing, a
-        warning is recorded.
+        ``accelerate launch`` does not pass on the folders of NVMe offload; a missing one is a
+        recorded warning.
 
         Args:
-            environ: The variables; those of this process by default.
+            environ: The variables; default those of this process.
             also_known: As in ``from_dict``, for a file that they name.
 
         Raises:
-            InvalidValueError: They do not ask for DeepSpeed.
+            InvalidValueError: The variables do not request DeepSpeed.
             PlanError: As in ``from_yaml``.
         """
         from zerotune.plan import read
@@ -2337,23 +2337,23 @@ class DeepSpeedPlan(Readable, Section):
         return read.read_whole(lambda log: read.load_plan(path, log), also_known=also_known)
 
     def to_deepspeed(self) -> dict[str, Any]:
-        """The configuration as written; may hold ``"auto"``. A fresh, deep copy."""
+        """Return a deep copy of the configuration as written; may contain ``"auto"``."""
         return self.to_dict()
 
     def to_json(self, *, indent: int = 2) -> str:
-        """The configuration as written, as JSON text."""
+        """Return the configuration as written, as JSON text."""
         return json.dumps(self.to_dict(), indent=indent, allow_nan=False)
 
     def to_yaml(self, *, lossy: Collection[str] = ()) -> str:
-        """The YAML of ``accelerate config`` that says this plan.
+        """Return an equivalent YAML for ``accelerate config``.
 
-        What had to be said in another way is logged; ``plan_document`` gives it as data.
+        Changes of form are logged; ``plan_document`` returns them as data.
 
         Args:
-            lossy: Launch settings that may be lost where accelerate has no place for them.
+            lossy: Launch settings that may be dropped if accelerate does not support them.
 
         Raises:
-            InvalidValueError: accelerate has no place for another one.
+            InvalidValueError: accelerate does not support another launch setting.
         """
         from zerotune.plan import write
 
@@ -2362,7 +2362,7 @@ class DeepSpeedPlan(Readable, Section):
         return document.text
 
     def to_python(self) -> str:
-        """A Python expression equal to this plan, where ``DeepSpeedPlan`` is imported."""
+        """Return a Python expression that equals this plan."""
         from zerotune.plan import write
 
         return write.python_expression(self)
@@ -2375,20 +2375,19 @@ class DeepSpeedPlan(Readable, Section):
         lossy: Collection[str] = (),
         like: Mapping[str, Any] | None = None,
     ) -> SavedPlan:
-        """Write the plan to a file, which is whole or not there; what it replaces is kept.
+        """Write the plan to a file atomically and keep the previous version.
 
         Args:
-            path: The file. Its predecessor is kept beside it as ``….bak``.
+            path: The file. Its previous version is kept as ``….bak``.
             format: ``"deepspeed"``, ``"accelerate"``, ``"python"`` or ``"trainer"`` (a
-                ``config.json`` with a ``deepspeed_config``: everything else of an existing file
-                is kept, and the form in which it holds the configuration); by default from the
-                suffix and from what the file holds.
-            lossy: Launch settings that may be lost where the format has no place for them.
-            like: A configuration whose order of keys JSON keeps.
+                ``config.json`` with a ``deepspeed_config``, in which everything else and the form
+                of the configuration are kept); default by the suffix and the existing file.
+            lossy: Launch settings that may be dropped if the format does not support them.
+            like: A configuration whose key order is used for JSON.
 
         Raises:
-            InvalidValueError: The format has no place for a launch setting that ``lossy`` does
-                not name; nothing is written.
+            InvalidValueError: The format does not support a launch setting that ``lossy`` does not
+                name; nothing is written.
             PlanFileError: The file cannot be written.
             PlanError: An existing file that must be kept in part cannot be read.
         """
@@ -2397,9 +2396,10 @@ class DeepSpeedPlan(Readable, Section):
         return write.save_plan(self, path, format=format, lossy=lossy, like=like)
 
     def normalised(self) -> DeepSpeedPlan:
-        """The plan in canonical spelling, as reading gives it; what changes is recorded.
+        """Return the plan in canonical spelling, as after reading, with recorded changes.
 
-        Names of optimizers and schedulers stay as written, until ``zerotune.optim`` settles.
+        Names of optimizers and schedulers keep their spelling until ``zerotune.optim`` resolves
+        them.
         """
         from zerotune.plan import read
 
@@ -2408,16 +2408,16 @@ class DeepSpeedPlan(Readable, Section):
     def with_overrides(
         self, overrides: Mapping[str, Any], *, also_known: Collection[str] = ()
     ) -> DeepSpeedPlan:
-        """The plan with some settings changed, each change recorded as a decision.
+        """Return the plan with changed settings, each recorded as a decision.
 
         Args:
-            overrides: By path (``"zero_optimization.stage"``), nested, or by the short names of
-                ``zerotune.plan.read.SHORT_NAMES`` (``"zero_stage"``, ``"mixed_precision"``);
-                ``None`` removes a setting.
+            overrides: Settings by path (``"zero_optimization.stage"``), nested, or by the short
+                names of ``zerotune.plan.read.SHORT_NAMES`` (``"zero_stage"``,
+                ``"mixed_precision"``); ``None`` removes a setting.
             also_known: As in ``from_dict``.
 
         Raises:
-            PlanError: As in ``from_dict``; also one setting given twice under two names.
+            PlanError: As in ``from_dict``; also if one setting is given under two names.
         """
         from zerotune.plan import read
 
@@ -2441,22 +2441,22 @@ class DeepSpeedPlan(Readable, Section):
         scheduler: str | Mapping[str, Any] | None = None,
         **zero_overrides: Any,
     ) -> DeepSpeedPlan:
-        """Build a plan from the few things that matter.
+        """Build a plan from its main settings.
 
         Args:
             stage: ZeRO stage, 0 to 3.
-            offload: Where the optimizer lives: ``"none"``, ``"cpu"`` or ``"nvme"``.
-            offload_param: Where parameters wait, stage 3 only.
-            nvme_path: Folder for swap files; ``None``: a leased folder.
+            offload: Location of the optimizer: ``"none"``, ``"cpu"`` or ``"nvme"``.
+            offload_param: Location of parameters, only at stage 3.
+            nvme_path: Folder for swap files; ``None`` uses a leased folder.
             precision: ``"bf16"``, ``"fp16"``, ``"fp32"`` or ``"auto"``.
             train_batch_size: Samples per optimizer step, all ranks.
             micro_batch_size: Samples per forward pass and rank.
             gradient_accumulation_steps: Forward passes per optimizer step.
-            gradient_clipping: Largest gradient norm; 0 switches clipping off.
+            gradient_clipping: Maximum gradient norm; 0 disables clipping.
             optimizer: Name, or ``{"type": …, "params": {…}}``.
-            lr: Learning rate; the optimizer's default, with a decision, when not given.
-            scheduler: Name, or ``{"type": …, "params": {…}}``; ``None``: a constant rate, as in
-                DeepSpeed; ``"auto"``: WarmupLR, as long as fits the run.
+            lr: Learning rate; default the optimizer's, with a decision.
+            scheduler: Name, or ``{"type": …, "params": {…}}``. ``None`` is a constant rate, as in
+                DeepSpeed; ``"auto"`` is WarmupLR with a length that fits the run.
             **zero_overrides: Keys of ``zero_optimization``.
 
         Raises:
@@ -2493,13 +2493,13 @@ class DeepSpeedPlan(Readable, Section):
         platform: Platform | None = None,
         schema: Mapping[str, Any] | None = None,
     ) -> tuple[Decision, ...]:
-        """Everything the rules have to say about this plan, errors first; raises nothing.
+        """Return all findings of the rules about this plan, errors first, without raising.
 
         Args:
             world_size: Number of ranks.
-            platform: The machine; rules that need one are skipped without it.
-            schema: What ``zerotune.backend.schema.plan_schema()`` says of the installed DeepSpeed,
-                by which the sections that are passed through are judged; by default a copy on file.
+            platform: The machine; rules that need one are skipped by default.
+            schema: ``zerotune.backend.schema.plan_schema()`` of the installed DeepSpeed, for
+                checking sections that are passed through; default a stored copy.
         """
         context = Context(world_size=world_size, platform=platform, schema=schema)
         from zerotune.plan.rules import check_plan
@@ -2518,20 +2518,20 @@ class DeepSpeedPlan(Readable, Section):
         hidden: bool | None = None,
         streamed: bool | Streaming | None = None,
     ) -> ResolvedPlan:
-        """Fill in everything automatic for one machine, model and world size.
+        """Resolve all automatic values for one machine, model and world size.
 
         Args:
-            platform: The machine; detected when not given.
-            model: Shapes of the parameters; buffers are sized from them.
+            platform: The machine; detected by default.
+            model: Shapes of the parameters, which determine buffer sizes.
             world_size: Number of ranks.
-            run: What the training script knows; fills ``"auto"`` and missing keys.
-            deepspeed: ``False`` asks for the plain engine.
-            host_step: ``False`` leaves Adam in host memory to DeepSpeed's own step.
-            hidden: Whether Adam in host memory steps in a thread of its own, behind the next
-                forward; where that gains something when not given. The bits are the same.
-            streamed: Whether weights are on the device only while they are used: ``True``, or a
-                ``Streaming`` that says how. The bits are those of ZeRO-2 with CPU offload. Where
-                that cannot be, a decision says why, and DeepSpeed trains.
+            run: Values for ``"auto"`` and missing keys.
+            deepspeed: ``False`` selects the plain engine.
+            host_step: ``False`` uses DeepSpeed's own step for Adam in host memory.
+            hidden: Whether Adam in host memory steps in a thread during the next forward pass;
+                default if that saves time. Results are bitwise equal.
+            streamed: Whether weights are on the device only during use: ``True``, or ``Streaming``
+                options. Results are bitwise equal to ZeRO-2 with CPU offload. If streaming is not
+                possible, a decision gives the reason and DeepSpeed trains.
 
         Raises:
             PlanError: The plan cannot run like this; the message names key, reason and fix.
@@ -2559,18 +2559,18 @@ class DeepSpeedPlan(Readable, Section):
         resolve_in: Context | None = None,
         mistakes: Collection[ZeroTuneError] = (),
     ) -> Inspection:
-        """Everything that stops this plan or deserves a word, and what it becomes.
+        """Return all findings about this plan, and the resolved plan.
 
-        ``check`` asks the rules alone. Here the plan is resolved as well, and its optimizer and
-        schedule are settled; they are looked at also where a rule refuses something else.
+        ``check`` applies only the rules. This method also resolves the plan with its optimizer and
+        schedule, even if a rule rejects something else.
 
         Args:
-            context: Where the plan is to run, as the rules are to see it.
-            settle: Settles optimizer and schedule, as ``OptimizerResolver().settled`` does.
-            resolve_in: Where it is resolved, instead of ``context``: with a machine and a run
-                that the rules are not to speak of.
-            mistakes: What reading refused, where this plan is what is left without it: then
-                only what is refused besides is told.
+            context: Context for the rules.
+            settle: Resolves optimizer and schedule, like ``OptimizerResolver().settled``.
+            resolve_in: Context for resolution if it differs: with a machine and a run that the
+                rules ignore.
+            mistakes: Errors of reading, if this plan is the remaining part; only additional errors
+                are then reported.
         """
         from zerotune.plan import rules
 
@@ -2578,43 +2578,43 @@ class DeepSpeedPlan(Readable, Section):
 
     @override
     def brief(self) -> str:
-        """What is asked for, in one line."""
+        """Summarise the requested settings in one line."""
         from zerotune.plan import text
 
         return text.describe_plan(self)
 
     @override
     def page(self) -> Page:
-        """What is asked for, and what the rules find, as a report."""
+        """Return the requested settings and the findings of the rules as a report."""
         from zerotune.plan import text
 
         return text.plan_page(self)
 
     def explain(self, *, world_size: int = 1, platform: Platform | None = None) -> str:
-        """What this plan means and what the rules have to say about it, as text.
+        """Describe this plan and the findings of the rules as text.
 
         Args:
-            world_size: Number of ranks the rules are to think of.
-            platform: The machine; rules that need one are skipped without it.
+            world_size: Number of ranks for the rules.
+            platform: The machine; rules that need one are skipped by default.
         """
         from zerotune.plan import text
 
         return text.plan_page(self, world_size=world_size, platform=platform).text()
 
     def explain_markdown(self, *, world_size: int = 1, platform: Platform | None = None) -> str:
-        """The same as ``explain``, as Markdown tables."""
+        """Return ``explain`` as Markdown tables."""
         from zerotune.plan import text
 
         return text.plan_page(self, world_size=world_size, platform=platform).markdown()
 
     def summary(self, *, world_size: int = 1, platform: Platform | None = None) -> dict[str, Any]:
-        """The same as ``explain``, as plain data that JSON can hold."""
+        """Return ``explain`` as JSON-serialisable data."""
         from zerotune.plan import text
 
         return text.plan_data(self, world_size=world_size, platform=platform)
 
     def diff(self, other: DeepSpeedPlan) -> PlanDifference:
-        """What ``other`` says otherwise; false when the plans are equal.
+        """Return the differences from ``other``; false if the plans are equal.
 
         Raises:
             InvalidValueError: ``other`` is not a ``DeepSpeedPlan``.
@@ -2650,41 +2650,44 @@ class DeepSpeedPlan(Readable, Section):
         prefer: Preference = "fastest",
         streamed: bool = False,
     ) -> Advice:
-        """The fastest plan that fits, by prediction.
+        """Return the plan with the shortest predicted step that fits.
 
         Args:
             model: ``ModelFacts``, a module, or the name of a family (``"sdxl"``).
-            vram: Memory of each device, in bytes or as ``"12GiB"``; this machine's by default.
-            ram: RAM of each machine; this machine's by default.
-            nvme: Disk space for swap files of each machine; none by default.
+            vram: Memory of each device, in bytes or as ``"12GiB"``; default this machine's.
+            ram: RAM of each machine; default this machine's.
+            nvme: Disk space for swap files on each machine; default none.
             batch: Samples per forward pass and rank.
-            resolution: Side in pixels, or height and width; a family's own by default.
-            frames: Of a clip, where the model takes clips; a family's own by default.
+            resolution: Side in pixels, or height and width; default the family's own.
+            frames: Frames per clip for a video model; default the family's own.
             world_size: Number of ranks, all on one machine.
             precision: ``"bf16"``, ``"fp16"``, ``"fp32"`` or ``"auto"``.
             gradient_accumulation_steps: Forward passes per optimizer step.
-            gradient_clipping: Largest gradient norm. 0 switches clipping off, so that streamed
-                weights are stepped in the backward pass.
+            gradient_clipping: Maximum gradient norm. 0 disables clipping, so that streamed weights
+                are updated in the backward pass.
             optimizer: Name, or ``{"type": …, "params": {…}}``.
-            ema: Where an ``EMAShadow`` lives.
+            ema: Location of an ``EMAShadow``.
             frozen_bytes: Bytes of frozen parts that stay on the device; each rank loads them whole.
-            model_in_memory: Whether each rank holds the whole model in fp32 before it starts, and
-                not in files (``load_pretrained(folder, plan=plan)``).
-            reserve: Share of device and host memory to keep free.
-            platform: The machine; CUDA when ``vram`` and ``ram`` are given, else this one.
-            lora: Rank of adapters on the attention projections, trained in place of the model;
-                for other layers pass ``facts.with_adapters(rank, targets=...)`` as the model.
-            base_dtype: What the model beside the adapters is quantized to (``"nf4"``, ``"fp4"``,
-                ``"int8"``, ``"fp8"``); the plan's precision when not given.
-            rates: How fast it is; as measured by ``zerotune doctor --rates``, or catalogued.
-            prefer: ``"least offload"``: with the lowest stage, whatever it takes; so it is also
-                where the arithmetic of the model is not known.
-            streamed: Whether a plan that streams weights may be chosen. Such plans are listed
-                anyway; ``plan.resolve(streamed=advice.streamed)`` makes one run.
+            model_in_memory: Whether each rank has the whole model in fp32 in memory at the start,
+                instead of in files (``load_pretrained(folder, plan=plan)``).
+            reserve: Fraction of device and host memory to keep free.
+            platform: The machine; default CUDA if ``vram`` and ``ram`` are given, otherwise this
+                one.
+            lora: Rank of adapters on the attention projections, which are trained instead of the
+                model; for other layers pass ``facts.with_adapters(rank, targets=...)`` as the
+                model.
+            base_dtype: Quantization of the base model under adapters (``"nf4"``, ``"fp4"``,
+                ``"int8"``, ``"fp8"``); default the plan's precision.
+            rates: Rates of the machine; default measured by ``zerotune doctor --rates``, or
+                catalogued.
+            prefer: ``"least offload"`` chooses the least offload and the lowest stage regardless of
+                time; also the default if the model's arithmetic is unknown.
+            streamed: Whether a plan with streamed weights may be chosen. Such plans are listed in
+                any case; ``plan.resolve(streamed=advice.streamed)`` enables one.
 
         Raises:
-            NothingFitsError: No plan fits; holds the nearest.
-            PlanError: A size, family or option that does not exist.
+            NothingFitsError: No plan fits; the error contains the closest one.
+            PlanError: A size, family or option is invalid.
         """
         plan = cls.build(
             precision=precision,
@@ -2733,27 +2736,28 @@ class DeepSpeedPlan(Readable, Section):
         lora: int | None = None,
         base_dtype: str | None = None,
     ) -> MemoryEstimate:
-        """What training needs of the device, of host RAM and of NVMe, by component.
+        """Estimate device memory, host RAM and NVMe by component.
 
         Args:
             model: ``ModelFacts``, a module, or the name of a family (``"sdxl"``).
-            platform: The machine; detected when not given.
+            platform: The machine; detected by default.
             world_size: Number of ranks.
-            run: What the training script knows.
+            run: Values known to the training script.
             batch: Samples per forward pass and rank, instead of the plan's.
-            resolution: Side in pixels, or height and width; a family's own by default.
-            frames: Of a clip, where the model takes clips; a family's own by default.
-            ema: Where an ``EMAShadow`` lives: ``"none"``, ``"host"``, ``"device"``, ``"nvme"``.
+            resolution: Side in pixels, or height and width; default the family's own.
+            frames: Frames per clip for a video model; default the family's own.
+            ema: Location of an ``EMAShadow``: ``"none"``, ``"host"``, ``"device"``, ``"nvme"``.
             gradient_checkpointing: Whether blocks are recomputed in the backward pass.
-            activation_offload: Whether their inputs wait in host memory (``ActivationOffload``).
+            activation_offload: Whether inputs of recomputed blocks are kept in host memory
+                (``ActivationOffload``).
             frozen_bytes: Bytes of frozen parts that stay on the device; each rank loads them whole.
-            model_in_memory: Whether each rank holds the whole model in fp32 before it starts, and
-                not in files (``load_pretrained(folder, plan=plan)``).
+            model_in_memory: Whether each rank has the whole model in fp32 in memory at the start,
+                instead of in files (``load_pretrained(folder, plan=plan)``).
             lora: Rank of adapters, as in ``advise``.
-            base_dtype: What the model beside them is quantized to, as in ``advise``.
+            base_dtype: Quantization of the base model, as in ``advise``.
 
         Raises:
-            PlanError: As ``resolve``; also an unknown family or an impossible size.
+            PlanError: As in ``resolve``; also for an unknown family or an invalid size.
         """
         from zerotune.plan.memory import estimate
 
@@ -2802,12 +2806,12 @@ def _optimizer_config(optimizer: Any, lr: float | Auto | None) -> Any:
 
 
 def read_launch(raw: Mapping[str, Any], log: Log) -> LaunchSection:
-    """The launch section from the settings around a DeepSpeed configuration."""
+    """Read the launch section from the settings around a DeepSpeed configuration."""
     return read_section(LaunchSection, raw, key="launch", log=log)
 
 
 def with_launch(plan: DeepSpeedPlan, launch: LaunchSection) -> DeepSpeedPlan:
-    """Attach ``launch``; what it leaves open stays as ``plan`` has it."""
+    """Attach ``launch``; values that it leaves open keep ``plan``'s."""
     before = plan.launch.to_dict() if plan.launch else {}
     around = {**before, **launch.to_dict()}
     names = {attribute.name for attribute in modelled(LaunchSection)}
@@ -2832,20 +2836,20 @@ def check_world_size(world_size: Any) -> None:
 
 @attrs.frozen(kw_only=True)
 class Context:
-    """Where and how a plan is to run: what is known beside the plan itself."""
+    """Machine, model and run for which a plan is checked."""
 
     world_size: int = attrs.field(default=1, validator=lambda _, __, value: check_world_size(value))
     platform: Platform | None = None
     model: ModelFacts | None = None
     run: RunFacts = attrs.field(factory=RunFacts)
     uses_deepspeed: bool = True
-    """``False``: the plain engine trains, and what only concerns ZeRO is not looked at."""
+    """``False`` for the plain engine; ZeRO settings are then ignored."""
     schema: Mapping[str, Any] | None = None
-    """What ``plan_schema()`` says of the installed DeepSpeed; ``None``: the copy on file."""
+    """``plan_schema()`` of the installed DeepSpeed; ``None`` uses the stored copy."""
 
     @property
     def machine(self) -> Platform:
-        """The platform, where nothing can be said without one."""
+        """The platform, for code that requires one."""
         if self.platform is None:
             raise UnresolvedPlanError(
                 "the machine is unknown",
@@ -2871,25 +2875,25 @@ def _as_memory(size: int | float | str | None) -> int | None:
 
 @attrs.frozen(kw_only=True)
 class Streaming:
-    """How weights are streamed: what comes to the device at once, and how much of it stays."""
+    """Options of streamed weights: the units, and how much of them stays on the device."""
 
     units: tuple[str, ...] = attrs.field(default=(), converter=as_texts)
-    """Classes or dotted names of the modules that come as a whole; the blocks that a model
-    repeats when not given."""
+    """Classes or dotted names of modules that are streamed as a unit; default the model's repeated
+    blocks."""
     window: int = attrs.field(default=3)
-    """Units that may be on the device at a time, counted as the largest of them."""
+    """Number of units that may be on the device at the same time, each counted as the largest."""
     memory: int | None = attrs.field(default=None, converter=_as_memory)
-    """Bytes of the device that units may take, instead of a window; ``"6GiB"`` will do. They get
-    twice the largest at least."""
+    """Bytes of the device for units, instead of a window, such as ``"6GiB"``. At least twice the
+    largest unit is used."""
     split_masters: bool = attrs.field(default=False, kw_only=True, validator=_check_switch)
-    """Whether a master weight is the bf16 weight and its own low 16 bits, which saves 2 bytes of
-    host memory per trained weight (Apex and Transformer Engine: ``store_param_remainders``). Those
-    that lie halfway between two bf16 numbers, one in 131,072, may change by one unit in the last
+    """Whether a master weight is stored as the bf16 weight and its low 16 bits, which saves 2 bytes
+    of host memory per trained weight (Apex and Transformer Engine: ``store_param_remainders``).
+    Weights halfway between two bf16 numbers, one in 131,072, may change by one unit in the last
     place."""
     gradient_buffers: int = attrs.field(default=6)
-    """Units that may have gradients in host memory at a time, where passes begin in the backward
-    pass: without clipping, and without accumulation. One comes, one is stepped, and the passes of
-    the others are left to the next forward pass, so that more of them hide more."""
+    """Number of units that may have gradients in host memory when steps run in the backward pass,
+    that is without clipping and accumulation. One arrives, one is updated, and the others are
+    updated during the next forward pass, so more buffers hide more work."""
 
     @gradient_buffers.validator
     def _check_buffers(self, _attribute: Any, value: Any) -> None:
@@ -2902,7 +2906,7 @@ class Streaming:
         whole(value, key="streamed.window", least=2, fix=fix)
 
     def capacity(self, sizes: Collection[int]) -> int:
-        """Bytes of the device that units may take at a time.
+        """Return the bytes of the device that units may use at the same time.
 
         Args:
             sizes: Bytes of each unit.
@@ -2919,13 +2923,13 @@ class Streaming:
 
 @attrs.frozen(kw_only=True, repr=False)
 class ResolvedPlan(Readable):
-    """What will run. Made by ``DeepSpeedPlan.resolve``; completed by ``with_choices``."""
+    """A fully resolved plan, created by ``DeepSpeedPlan.resolve``."""
 
     requested: DeepSpeedPlan
     """The plan as the user wrote it."""
     plan: DeepSpeedPlan
-    """The same with every behaviour key explicit. Only the parameters of ``optimizer`` and
-    ``scheduler`` may still be ``"auto"``: ``zerotune.optim`` reads them from here and calls
+    """The same plan with every relevant key explicit. Only the parameters of ``optimizer`` and
+    ``scheduler`` may still be ``"auto"``; ``zerotune.optim`` resolves them and calls
     ``with_choices``."""
     platform: Platform
     """The machine the plan was resolved for."""
@@ -2934,27 +2938,27 @@ class ResolvedPlan(Readable):
     model: ModelFacts | None
     """The model whose shapes sized the buffers."""
     run: RunFacts
-    """What the training script knew."""
+    """Values from the training script."""
     uses_deepspeed: bool
-    """Whether DeepSpeed trains, or the plain engine."""
+    """Whether DeepSpeed trains; otherwise the plain engine."""
     precision: str
     """``"bf16"``, ``"fp16"`` or ``"fp32"``."""
     decisions: tuple[Decision, ...] = attrs.field(default=(), converter=as_tuple)
-    """Every automatic choice, those of reading first."""
+    """All decisions, those of reading first."""
     optimizer: OptimizerChoice | None = None
-    """What ``zerotune.optim`` settled on; ``None`` before ``with_choices``."""
+    """Optimizer chosen by ``zerotune.optim``; ``None`` before ``with_choices``."""
     scheduler: SchedulerChoice | None = None
-    """What ``zerotune.optim`` settled on; ``None``: none, or before ``with_choices``."""
+    """Schedule chosen by ``zerotune.optim``; ``None`` for none, or before ``with_choices``."""
     host_step: bool = True
-    """Whether Adam in host memory is stepped in one pass, where that can be."""
+    """Whether Adam in host memory uses zerotune's single pass if possible."""
     hidden_step: bool | None = None
-    """Whether that pass is taken behind the next forward; ``None``: where that gains something."""
+    """Whether that pass runs during the next forward pass; ``None`` if that saves time."""
     streamed: bool | Streaming | None = None
-    """Whether weights pass through a window on the device; ``None``: where that is proven."""
+    """Whether weights are streamed through the device; ``None`` if that is proven."""
 
     @property
     def context(self) -> Context:
-        """Where it runs, as rules and estimates look at it."""
+        """Context for rules and estimates."""
         return Context(
             world_size=self.world_size,
             platform=self.platform,
@@ -2965,14 +2969,14 @@ class ResolvedPlan(Readable):
 
     @property
     def streaming(self) -> Streaming | None:
-        """How weights are streamed; ``None``: they are not."""
+        """Streaming options; ``None`` if weights are not streamed."""
         if isinstance(self.streamed, Streaming):
             return self.streamed
         return Streaming() if self.streamed else None
 
     @property
     def stage(self) -> int:
-        """ZeRO stage; 0 when the plain engine trains."""
+        """ZeRO stage; 0 for the plain engine."""
         stage = self.plan.stage
         return int(stage) if self.uses_deepspeed else 0
 
@@ -3003,7 +3007,7 @@ class ResolvedPlan(Readable):
 
     @property
     def gradient_clipping(self) -> float:
-        """Largest global L2 norm of the gradient; 0.0: off."""
+        """Maximum global L2 norm of the gradient; 0.0 disables clipping."""
         value = self.plan.gradient_clipping
         if value is None or isinstance(value, str):
             raise _unresolved("gradient_clipping", value)
@@ -3011,9 +3015,9 @@ class ResolvedPlan(Readable):
 
     @property
     def nvme_paths(self) -> dict[str, str | None]:
-        """Folder of each part that swaps: keys ``"param"`` and ``"optimizer"``.
+        """Folder of each swapped part: keys ``"param"`` and ``"optimizer"``.
 
-        A part that does not swap has no key; ``None`` means that no folder is set yet.
+        Parts that are not swapped have no key; ``None`` means that no folder is set yet.
         """
         zero = self.plan.zero_optimization
         parts = {
@@ -3032,19 +3036,19 @@ class ResolvedPlan(Readable):
         scheduler: SchedulerChoice | None,
         decisions: Iterable[Decision] = (),
     ) -> Self:
-        """This plan with the optimizer and scheduler settled.
+        """Return this plan with optimizer and scheduler set.
 
         Args:
             optimizer: The optimizer that will run.
             scheduler: The schedule, ``None`` for a constant learning rate.
-            decisions: Why; appended to the plan's own.
+            decisions: Decisions to append.
         """
         return attrs.evolve(
             self, optimizer=optimizer, scheduler=scheduler, decisions=(*self.decisions, *decisions)
         )
 
     def without_streaming(self, reason: str) -> Self:
-        """This plan with ``streamed`` switched off, and a decision that says why."""
+        """Return this plan without streaming, with a decision that gives the reason."""
         asked = self.streamed if self.streamed is None else True
         decision = Decision(
             key="streamed",
@@ -3056,11 +3060,11 @@ class ResolvedPlan(Readable):
         return attrs.evolve(self, streamed=False, decisions=(*self.decisions, decision))
 
     def with_units_kept(self, workload: Workload, *, reserve: float = 0.05) -> ResolvedPlan:
-        """This plan, if it streams weights, with as many units on the device as there is room for.
+        """Return this plan with as many streamed units on the device as fit.
 
         Args:
-            workload: What runs beside them.
-            reserve: Share of the device's memory to keep free.
+            workload: Batch and other users of device memory.
+            reserve: Fraction of the device's memory to keep free.
 
         Raises:
             UnresolvedPlanError: The plan was resolved without a model.
@@ -3077,14 +3081,14 @@ class ResolvedPlan(Readable):
         param: str | os.PathLike[str] | None = None,
         optimizer: str | os.PathLike[str] | None = None,
     ) -> Self:
-        """This plan with the swap folders set.
+        """Return this plan with the swap folders set.
 
         Args:
-            param: Folder for parameters; ``None`` leaves it as it is.
-            optimizer: Folder for optimizer states; ``None`` leaves it as it is.
+            param: Folder for parameters; ``None`` keeps the current one.
+            optimizer: Folder for optimizer states; ``None`` keeps the current one.
 
         Raises:
-            InvalidValueError: A folder for a part that does not swap.
+            InvalidValueError: A folder was given for a part that is not swapped.
         """
         given = {"param": param, "optimizer": optimizer}
         zero = self.plan.zero_optimization
@@ -3104,10 +3108,10 @@ class ResolvedPlan(Readable):
         return attrs.evolve(self, plan=attrs.evolve(self.plan, zero_optimization=zero))
 
     def estimate(self, workload: Workload) -> MemoryEstimate:
-        """What training needs of the device, of host RAM and of NVMe, by component.
+        """Estimate device memory, host RAM and NVMe by component.
 
         Args:
-            workload: Batch, resolution and what runs beside the optimizer.
+            workload: Batch, resolution and other users of memory.
 
         Raises:
             UnresolvedPlanError: The plan was resolved without a model.
@@ -3117,24 +3121,23 @@ class ResolvedPlan(Readable):
         return estimate.estimate_resolved(self, workload)
 
     def to_deepspeed(self) -> dict[str, Any]:
-        """The configuration DeepSpeed receives; a fresh, deep copy.
+        """Return a deep copy of the configuration for DeepSpeed.
 
         Raises:
-            UnresolvedPlanError: Something is still ``"auto"``, a swap folder is missing, or the
-                optimizer is not settled although DeepSpeed would build it.
+            UnresolvedPlanError: A value is still ``"auto"``, a swap folder is missing, or the
+                optimizer is not resolved although DeepSpeed would build it.
         """
         from zerotune.plan import resolve
 
         return resolve.render(self)
 
     def digest(self) -> str:
-        """SHA-256 (hex) of the rendered configuration and the world size.
+        """Return the SHA-256 (hex) of the rendered configuration and the world size.
 
-        Swap folders are left out: they differ from run to run and change nothing that is
-        trained.
+        Swap folders are excluded, because they differ between runs and do not affect training.
 
         Raises:
-            UnresolvedPlanError: As in ``to_deepspeed``, swap folders excepted.
+            UnresolvedPlanError: As in ``to_deepspeed``, except for swap folders.
         """
         import hashlib
 
@@ -3142,7 +3145,7 @@ class ResolvedPlan(Readable):
         return hashlib.sha256(text.encode()).hexdigest()
 
     def content(self) -> dict[str, Any]:
-        """What is trained with: the rendered configuration, and what is settled outside of it.
+        """Return the rendered configuration and settings outside of it as data.
 
         Raises:
             UnresolvedPlanError: As in ``digest``.
@@ -3163,42 +3166,41 @@ class ResolvedPlan(Readable):
 
     @override
     def brief(self) -> str:
-        """What will run, in one line."""
+        """Summarise what will run in one line."""
         from zerotune.plan import text
 
         return f"{text.describe(self)}; {len(self.decisions)} decisions"
 
     @override
     def page(self) -> Page:
-        """What will run and why, as a report."""
+        """Return what will run, with reasons, as a report."""
         from zerotune.plan import text
 
         return text.resolved_page(self)
 
     def explain(self) -> str:
-        """What will run and why, as text."""
+        """Describe what will run, with reasons, as text."""
         from zerotune.plan import text
 
         return text.resolved_page(self).text()
 
     def explain_markdown(self) -> str:
-        """What will run, why, and what the rules have to say about it, as Markdown tables."""
+        """Return what will run, reasons, and findings of the rules as Markdown tables."""
         from zerotune.plan import text
 
         return text.resolved_markdown(self)
 
     def summary(self) -> dict[str, Any]:
-        """What will run, as plain data."""
+        """Return what will run as plain data."""
         from zerotune.plan import text
 
         return text.resolved_data(self)
 
     def diff(self, other: ResolvedPlan) -> PlanDifference:
-        """What runs otherwise in ``other``; false when the same would be trained.
+        """Return the differences in what ``other`` runs; false if both train the same.
 
-        The rendered configurations are compared, with their swap folders, and the engine, the
-        world size, the optimizer and the schedule; reasons are not. Neither plan need be
-        complete.
+        Rendered configurations with swap folders, engine, world size, optimizer and schedule are
+        compared; reasons are not. Neither plan needs to be complete.
 
         Raises:
             InvalidValueError: ``other`` is not a ``ResolvedPlan``.

@@ -1313,7 +1313,7 @@ def render(resolved: ResolvedPlan, *, folders: bool = True) -> dict[str, Any]:
             section.pop("nvme_path", None)
         elif folder is None:
             raise UnresolvedPlanError(
-                "NVMe offload requires a folder for its swap files",
+                "NVMe offload needs a folder for its swap files",
                 key=f"zero_optimization.offload_{part}.nvme_path",
                 fix="write a path, or use zerotune.offload.OffloadManager, which leases one",
             )

@@ -47,7 +47,7 @@ def reading_at_most(size: int | str, *, key: str = "size") -> Iterator[None]:
     largest = parse_size(size, key=key)
     if largest > _LARGEST_ALLOWED:
         raise InvalidValueError(
-            f"exceeds {format_size(_LARGEST_ALLOWED)}, the maximum for a configuration",
+            f"is more than {format_size(_LARGEST_ALLOWED)}, the maximum for a configuration",
             key=key,
             value=size,
             fix="write less, such as 64MiB",
@@ -586,7 +586,7 @@ def read_text(path: Path, *, key: str | None = None, tried: Collection[Path] = (
     except FileNotFoundError:
         places = f" (looked at {', '.join(str(place) for place in tried)})" if tried else ""
         raise PlanFileError(
-            f"the file does not exist{places}",
+            f"there is no such file{places}",
             key=name,
             value=str(path),
             fix="check the path; relative paths start at the working directory",
