@@ -42,8 +42,8 @@ LAYERS = (
     "from importlinter.cli import lint_imports_command; lint_imports_command()",
     "--no-cache",
 )
-# A file each: most tests wait for one single-threaded process.
-TWO_AT_A_TIME = ("-n", "2", "--dist", "loadfile")
+# A file each, in the order of tests/conftest.py: most tests wait for one single-threaded process.
+TWO_AT_A_TIME = ("-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
 
 
 def install(session: nox.Session, *what: str) -> None:
@@ -93,6 +93,8 @@ def demo(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Style, types, layers, then the whole suite with the real DeepSpeed engine."""
     training_environment(session)
+    # Each rank imports its test anew: compiled once, also where the machine asks for no bytecode.
+    session.env["PYTHONDONTWRITEBYTECODE"] = ""
     if not session.posargs:
         run(session, *STYLE)
         run(session, *FORMAT)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import generate_api
 
 project = "zerotune"
-author = "the zerotune developers"
+author = copyright = "the zerotune developers"
 release = zerotune.__version__
 extensions = [
     "myst_parser",
@@ -43,7 +44,7 @@ copybutton_prompt_is_regexp = True
 html_title = f"zerotune {release}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
-html_js_files = ["scrolling.js"]
+html_js_files = ["accessible.js"]
 myst_heading_anchors = 3
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
@@ -54,6 +55,22 @@ napoleon_use_ivar = True
 nitpicky = False
 
 
+def accessible(
+    app: Any, pagename: str, templatename: str, context: dict[str, Any], doctree: Any
+) -> None:
+    """Give captions a level, and make empty cells of a table's head no headings."""
+    del app, pagename, templatename, doctree
+    captions = context.get("furo_navigation_tree", "")
+    context["furo_navigation_tree"] = captions.replace(
+        'role="heading"', 'role="heading" aria-level="2"'
+    )
+    context["body"] = re.sub(
+        r'<th class="head[^"]*"><p></p></th>', '<td class="head"></td>', context.get("body", "")
+    )
+
+
 def setup(app: Any) -> None:
     """Write the pages of the API before pages are read."""
+    # Behind the theme's own, which makes the navigation.
+    app.connect("html-page-context", accessible, priority=900)
     app.connect("builder-inited", lambda app: generate_api.write(Path(app.srcdir) / "api"))

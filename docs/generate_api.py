@@ -264,7 +264,10 @@ def _page(path: str, aliases: list[str]) -> str:
     package = _package_of(path)
     # Not in the tree of pages: the theme writes the whole tree beside each page.
     lines = ["---", "orphan: true", "---", f"[{package}]({package}.md)", ""]
-    lines += [f"# {path.rpartition('.')[2]}", "", "```{eval-rst}", f".. {kind}:: {path}"]
+    # A protocol is not made; its own signature would be that of any call.
+    signature = "()" if getattr(_value(path), "_is_protocol", False) else ""
+    title = path.rpartition(".")[2]
+    lines += [f"# {title}", "", "```{eval-rst}", f".. {kind}:: {path}{signature}"]
     if kind == "autodata":
         # What a constant is says the line below it, where it is made.
         package, _, name = path.rpartition(".")

@@ -1,4 +1,4 @@
-"""The second day at its smallest, against the source tree."""
+"""The second day at its smallest, against the source tree: its beginning, and nightly all of it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,13 @@ from tests.support.needs import needs
 
 
 @pytest.mark.deepspeed
-def test_the_second_day_goes_well(tmp_path):
+@pytest.mark.parametrize(
+    "steps", [second_day.STEPS[:3], pytest.param(second_day.STEPS, marks=pytest.mark.nightly)],
+    ids=["train, stop, go on", "all"],
+)  # fmt: skip
+def test_the_second_day_goes_well(steps, tmp_path):
     for module in ("skimage", "sklearn", "transformers"):
         needs(module)
-    outcomes = list(second_day.play(tmp_path))
+    outcomes = list(second_day.play(tmp_path, steps))
     assert [f"{one.what}: {one.said}" for one in outcomes if not one.well] == []
-    assert len(outcomes) == len(second_day.STEPS)
+    assert len(outcomes) == len(steps)

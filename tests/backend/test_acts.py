@@ -17,7 +17,7 @@ pytestmark = pytest.mark.deepspeed
 SEED = int(os.environ.get("ZEROTUNE_ACTS_SEED", "28"))
 HIDDEN = ("plain cpu", "plain apart", "z1 cpu", "z2 cpu", "z3 cpu", "streamed")
 """Kinds of engines whose steps may be under way."""
-SHORT = 4
+SHORT = 2
 """Steps after the last time something is done, where each act is done in one configuration."""
 TOGETHER = 13
 """Acts that are done one after the other in one process."""

@@ -315,7 +315,7 @@ LAUNCHERS = {
     "name",
     [
         # torchrun is what accelerate starts, and other tests start Python alone.
-        pytest.param(name, marks=() if name in ("accelerate", "deepspeed") else pytest.mark.nightly)
+        pytest.param(name, marks=() if name == "accelerate" else pytest.mark.nightly)
         for name in LAUNCHERS
     ],
 )

@@ -58,15 +58,17 @@ def held() -> tuple[int, int, int]:
     return process.num_threads(), process.num_fds(), len(groups)
 
 
-def held_at_last() -> tuple[int, int, int]:
-    """What is held once it has not changed for a second.
+def held_at_last(expected: tuple[int, int, int] | None) -> tuple[int, int, int]:
+    """What is held once it is what is expected, or has not changed for a second.
 
     Threads of a closed group end by themselves, and a connection when the other rank's has ended.
     """
     if dist.is_initialized():
         dist.barrier()
     reads = [held()]
-    while len(reads) < 100 and (len(reads) < 4 or len(set(reads[-4:])) > 1):
+    while reads[-1] != expected and (
+        len(reads) < 100 and (len(reads) < 4 or len(set(reads[-4:])) > 1)
+    ):
         time.sleep(0.3)
         reads.append(held())
     return reads[-1]
@@ -84,7 +86,7 @@ def counts(case: Case | None) -> list[tuple[int, int, int]]:
             train(second)
         train(engine)
         engine.close()
-        found.append(held_at_last())
+        found.append(held_at_last(found[0] if found else None))
     return found
 
 

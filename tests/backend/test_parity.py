@@ -6,6 +6,8 @@ NVMe, which needs a larger model to swap anything, is compared in ``tests/offloa
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -31,8 +33,12 @@ CASES = [
 ]
 
 
-# Each stage and each kind of offload; all their pairs run nightly.
+# Each of them on one process or on two; nightly on both.
 TWO = [Case(stage=0), Case(stage=1), Case(stage=2, offload="cpu"), CASES[-1]]
+
+
+def cases(suite: Callable[[Case], bool]) -> list[Any]:
+    return [pytest.param(c, marks=() if suite(c) else pytest.mark.nightly) for c in CASES]
 
 
 @functools.cache
@@ -48,18 +54,14 @@ def worst(losses: list[list[float]], expected: list[list[float]]) -> float:
     )
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", cases(lambda case: case not in TWO), ids=str)
 def test_one_process_matches_the_plain_engine(case: Case) -> None:
     losses = run_ranks(train_unet, case, STEPS)
     assert losses[0][-1] < losses[0][0], "the run must learn, or agreement means nothing"
     assert worst(losses, reference(1)) < TOLERANCE
 
 
-@pytest.mark.parametrize(
-    "case",
-    [case if case in TWO else pytest.param(case, marks=pytest.mark.nightly) for case in CASES],
-    ids=str,
-)
+@pytest.mark.parametrize("case", cases(lambda case: case in TWO), ids=str)
 def test_two_processes_match_the_plain_engine(case: Case) -> None:
     losses = run_ranks(train_unet, case, STEPS, world_size=2)
     assert losses[0] != losses[1], "the ranks must see different data"

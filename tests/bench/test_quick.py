@@ -95,6 +95,8 @@ def test_stream(tmp_path):
     assert late["streamed, eager steps"]["late_fetches"]["median"] == 0
 
 
+# Of what it runs the others run all but the measured rates, which the GPU session's piece runs.
+@pytest.mark.nightly
 @pytest.mark.deepspeed
 def test_prediction(tmp_path):
     (case,) = measured("prediction", tmp_path).values()

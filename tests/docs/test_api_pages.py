@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import re
 
 import pytest
@@ -22,13 +23,25 @@ def api():
 def test_every_public_name_has_one_entry(api, tmp_path):
     api.write(tmp_path / "api")
     text = "\n".join(path.read_text() for path in (tmp_path / "api").iterdir())
-    entries = re.findall(r"^\.\. (?:auto|py:)\w+:: (\S+)$", text, re.MULTILINE)
+    entries = re.findall(r"^\.\. (?:auto|py:)\w+:: ([\w.]+)(?:\(\))?$", text, re.MULTILINE)
     errors = [
         f"zerotune.errors.{name}" for name in vars(importlib.import_module("zerotune.errors"))
     ]
     assert api.missing({*entries, *errors}) == []
     assert sorted(set(entries)) == sorted(entries)
     assert "zerotune.Trainer" in entries
+
+
+def test_every_function_describes_its_parameters(api):
+    silent = []
+    for path in api.homes():
+        if not inspect.isfunction(function := api._value(path)):
+            continue
+        text = inspect.getdoc(function) or ""
+        named = {*re.findall(r"^ +\*{0,2}(\w+):", text, re.M), *re.findall(r"``(\w+)``", text)}
+        left = {name for name in inspect.signature(function).parameters if name not in named}
+        silent += [f"{path}: {name}" for name in sorted(left)]
+    assert silent == []
 
 
 def test_every_link_of_a_page_leads_to_one(api, tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import re
 from typing import Any
 
 import pytest
@@ -179,6 +180,17 @@ def test_the_catch_that_is_shown_is_what_the_command_says(page, tmp_path, monkey
     (tmp_path / "ds_config.json").write_text(configuration())
     assert cli.main(["plan", "check", "ds_config.json"]) == 1
     assert " ".join(capsys.readouterr().out.split()) == checked(page)
+
+
+@pytest.mark.parametrize("page", [README, DOCS / "index.md"], ids=lambda page: page.name)
+def test_the_gain_that_is_told_is_what_was_measured(page):
+    measured = (DOCS / "performance.md").read_text()
+    row = r"^\| a training step with an EMA, ZeRO-{} \| DeepSpeed by hand \| ([\d.]+) "
+    two, three = (
+        float(re.search(row.format(stage), measured, re.MULTILINE)[1]) for stage in (2, 3)
+    )
+    told = " ".join(page.read_text().split())
+    assert f"takes {two:.2f} (ZeRO-2) and {three:.2f} (ZeRO-3) of the time" in told
 
 
 def test_no_page_with_code_is_left_out():

@@ -462,6 +462,7 @@ def launched(launcher: list[str], script: str, folder: Path, **env: str) -> str:
 
 
 @engine_runs
+@pytest.mark.nightly
 def test_a_script_runs_under_accelerates_cpu_flag(tmp_path):
     printed = launched(CPU_FLAG, "accelerate_after", tmp_path / "end")
     assert verify_checkpoint(tmp_path / "end").plan.stage == 2

@@ -29,7 +29,7 @@ CASES = [
     pytest.param(
         ["--stage", "1", "--offload", "none", "--accumulation", "2", *EASY],
         id="stage-1-accumulating",
-        marks=pytest.mark.deepspeed,
+        marks=[pytest.mark.deepspeed, pytest.mark.nightly],
     ),
     pytest.param(EASY, id="stage-2-cpu", marks=pytest.mark.deepspeed),
     pytest.param(

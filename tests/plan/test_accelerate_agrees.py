@@ -188,16 +188,10 @@ def launch(folder, *arguments):
     return json.loads(done.stdout.partition("LOSSES")[2].splitlines()[0])
 
 
-@pytest.mark.slow
+# Each costs four processes; what runs without a launcher is compared for every file above.
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    "name",
-    [
-        # Each costs four processes; what runs without a launcher is compared for every file above.
-        pytest.param(name, marks=() if "for diffusers" in name else pytest.mark.nightly)
-        for name in LAUNCHED
-    ],
-)
+@pytest.mark.parametrize("name", LAUNCHED)
 def test_a_launched_file_has_the_same_losses_after_conversion(name, tmp_path):
     text, steps = LAUNCHED[name]
     processes = yaml.safe_load(text).get("num_processes", 1)

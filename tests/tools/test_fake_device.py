@@ -32,10 +32,10 @@ IN_THE_SUITE = [
     ("sd15", 512, 4, KINDS[0]),
     # Most tensors are too small to leave: what is fetched ahead must not reach further for that.
     ("sd15", 128, 8, KINDS[2]),
-    ("flux2-klein-4b", 1024, 1, KINDS[2]),
     ("wan-1.3b", 256, 4, KINDS[1]),
 ]
 LARGER = [
+    ("flux2-klein-4b", 1024, 1, KINDS[2]),
     ("sdxl", 1024, 8, KINDS[2]),
     ("sdxl", 128, 8, KINDS[1]),
     ("sd3-medium", 1024, 1, KINDS[1]),

@@ -161,6 +161,8 @@ def test_a_signal_to_one_rank_ends_all_after_the_same_step(world_size, number, r
         assert text.getvalue().startswith(said if running.is_main else "")
 
 
+# Of ranks without a launcher the one above.
+@pytest.mark.nightly
 def test_a_signal_to_a_child_of_torchrun_ends_the_job_with_exit_code_0(tmp_path):
     process = subprocess.Popen(
         command(tmp_path, 10**6), env=clean_environment(), stderr=subprocess.PIPE, text=True

@@ -183,6 +183,9 @@ def frozen(engine: Engine) -> Iterator[torch.nn.Module]:
 
     Not through the engine itself: DeepSpeed takes every backward pass through an engine's output
     for one of that engine's own.
+
+    Args:
+        engine: The engine whose weights get no gradient inside the block.
     """
     trained = [each for each in engine.module.parameters() if each.requires_grad]
     for parameter in trained:

@@ -54,7 +54,12 @@ _FREE_MARGIN: Final = 2**24
 
 
 def step_folder(root: str | os.PathLike[str], step: int) -> Path:
-    """Where the checkpoint of an optimizer step lies: ``<root>/step-00001234``."""
+    """Where the checkpoint of an optimizer step lies: ``<root>/step-00001234``.
+
+    Args:
+        root: The folder of all checkpoints.
+        step: Number of the optimizer step.
+    """
     return Path(root) / f"step-{step:08d}"
 
 
@@ -800,6 +805,9 @@ _THREADS: Final = 4
 
 def verify_checkpoint(directory: str | os.PathLike[str]) -> Manifest:
     """Check every file of a checkpoint against its size and hash. Not collective.
+
+    Args:
+        directory: The checkpoint's folder.
 
     Raises:
         CheckpointError: There is no checkpoint here.

@@ -552,7 +552,13 @@ def restore(
     into: Engine,
     shadows: Mapping[str, ShadowLike] | None = None,
 ) -> CheckpointContents:
-    """``load_checkpoint`` by the name it has in a loop of one's own. Collective."""
+    """``load_checkpoint`` by the name it has in a loop of one's own. Collective.
+
+    Args:
+        directory: A folder written by ``save_checkpoint`` or ``convert``.
+        into: The engine.
+        shadows: Averages to load, by name.
+    """
     return load_checkpoint(directory, engine=into, shadows=shadows)
 
 

@@ -102,6 +102,9 @@ def swap_needs(resolved: ResolvedPlan) -> SwapNeeds | None:
     optimizer has a file for its master weights and for each state, and its gradients have one
     per parameter. Lengths are rounded up to 1024 bytes per aio thread.
 
+    Args:
+        resolved: The plan, resolved with its model.
+
     Returns:
         ``None`` when the plan was resolved without a model.
     """

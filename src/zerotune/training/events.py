@@ -210,6 +210,9 @@ class MetricsFile(Callback):
 def read_metrics(path: str | os.PathLike[str]) -> list[StepMetrics]:
     """Read a file written by ``MetricsFile``.
 
+    Args:
+        path: The file.
+
     Raises:
         DataError: The file cannot be read, or a line is invalid; the message names it.
     """

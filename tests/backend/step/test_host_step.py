@@ -142,24 +142,27 @@ def test_nor_on_two_ranks(case):
     same(case, world_size=2)
 
 
+L2 = {"type": "Adam", "params": {"adam_w_mode": False, "weight_decay": 0.1, "lr": 1e-3}}
+OTHER = {
+    "accumulated": attrs.evolve(CASES[1], accumulation=3),
+    "bf16 states": attrs.evolve(CASES[1], optimizer="AdamWBF16States"),
+    "bf16 states at stage 3": attrs.evolve(CASES[3], optimizer="AdamWBF16States", accumulation=3),
+    "clipped at times at stage 3": attrs.evolve(CASES[3], clipping=4.1),
+    "L2 decay, not clipped": attrs.evolve(CASES[2], optimizer=L2, clipping=0.0),
+}
+NIGHTLY = {
+    "accumulated at stage 3": attrs.evolve(CASES[3], accumulation=3),
+    "bf16 states, fp32": attrs.evolve(CASES[2], optimizer="AdamWBF16States", clipping=0.0),
+    "not clipped": attrs.evolve(CASES[1], clipping=0.0),
+    "clipped at times": attrs.evolve(CASES[1], clipping=4.1),
+}
+
+
 @pytest.mark.parametrize(
     "case",
-    [
-        attrs.evolve(CASES[1], accumulation=3),
-        attrs.evolve(CASES[3], accumulation=3),
-        attrs.evolve(CASES[1], optimizer="AdamWBF16States"),
-        attrs.evolve(CASES[2], optimizer="AdamWBF16States", clipping=0.0),
-        attrs.evolve(CASES[3], optimizer="AdamWBF16States", accumulation=3),
-        attrs.evolve(CASES[1], clipping=0.0),
-        attrs.evolve(CASES[1], clipping=4.1),
-        attrs.evolve(CASES[3], clipping=4.1),
-        attrs.evolve(CASES[2], optimizer={"type": "Adam", "params": {"adam_w_mode": False,
-                                          "weight_decay": 0.1, "lr": 1e-3}}),
-    ],
-    ids=["accumulated", "accumulated at stage 3", "bf16 states", "bf16 states, fp32",
-         "bf16 states at stage 3", "not clipped", "clipped at times", "clipped at times at stage 3",
-         "L2 decay"],
-)  # fmt: skip
+    [pytest.param(case, id=name) for name, case in OTHER.items()]
+    + [pytest.param(case, id=n, marks=pytest.mark.nightly) for n, case in NIGHTLY.items()],
+)
 def test_nor_with_other_settings(case):
     kept = same(case)
     assert kept[0]["added up"] == (["bfloat16"] if case.accumulation == 3 else [])
@@ -210,10 +213,9 @@ def same_plainly(cases: list[tuple[Case, bool]], world_size: int = 1) -> list[di
 
 
 def test_the_plain_engine_leaves_what_torchs_fused_step_leaves():
-    l2 = {"type": "Adam", "params": {"adam_w_mode": False, "weight_decay": 0.1, "lr": 1e-3}}
     mine, _, without = same_plainly([
         (PLAIN, False),
-        (attrs.evolve(PLAIN, optimizer=l2, clipping=4.1), True),
+        (attrs.evolve(PLAIN, optimizer=L2, clipping=4.1), True),
         (attrs.evolve(PLAIN, optimizer="AdamWBF16States", clipping=0.0), True),
     ])  # fmt: skip
     # torch's loop over tensors rounds square roots otherwise.

@@ -277,8 +277,8 @@ def train_all(folders, case, exported):
     ("stage", "world_size"),
     [
         (2, 2),
-        (3, 1),
         pytest.param(2, 1, marks=pytest.mark.nightly),
+        pytest.param(3, 1, marks=pytest.mark.nightly),
         pytest.param(3, 2, marks=pytest.mark.nightly),
     ],
 )

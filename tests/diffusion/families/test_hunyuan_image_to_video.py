@@ -145,6 +145,25 @@ def test_a_cached_text_belongs_to_its_first_frame(made, tmp_path):
     assert apart.abs().max() > 0.01, "two frames with one caption"
 
 
+def test_a_first_frame_that_is_given_costs_nothing(made, monkeypatch):
+    _, loaded = made("token_replace")
+    family = loaded.family
+    batch = {"images": clips(), "captions": PROMPTS}
+    seen = {}
+
+    def keep(self, model, noisy, timesteps, conditioning):
+        seen["prediction"] = usual(self, model, noisy, timesteps, conditioning)
+        return seen["prediction"]
+
+    usual = type(family).predict
+    monkeypatch.setattr(type(family), "predict", keep)
+    loaded.objective()(loaded.model, batch, torch.Generator().manual_seed(5))
+    noise = torch.randn(family.clean(batch).shape, generator=torch.Generator().manual_seed(5))
+    off = seen["prediction"] - (noise - family.clean(batch))
+    assert off[:, :, :1].abs().max() < 1e-4
+    assert off[:, :, 1:].abs().max() > 0.1
+
+
 def test_what_is_not_cached_is_named(made):
     _, loaded = made("token_replace")
     family = loaded.family

@@ -49,7 +49,7 @@ def run(starts: list[list[str]]) -> list[list[float]]:
 @pytest.mark.deepspeed
 @pytest.mark.parametrize(
     ("stage", "world_size"),
-    [("2", 2), ("3", 1), pytest.param("3", 2, marks=pytest.mark.nightly)],
+    [("2", 2), *(pytest.param("3", n, marks=pytest.mark.nightly) for n in (1, 2))],
 )
 def test_it_stops_and_goes_on_as_if_it_had_not(stage, world_size, data, base, tmp_path):
     common = ["--base", str(base), *data, *SMALL, "--stage", stage, "--every", "2", "--lr", "1e-3"]

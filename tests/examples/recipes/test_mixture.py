@@ -48,9 +48,8 @@ def run(starts):
 @pytest.mark.deepspeed
 @pytest.mark.parametrize(
     ("stage", "world_size"),
-    [("2", 2), pytest.param("3", 1, marks=pytest.mark.nightly),
-     pytest.param("3", 2, marks=pytest.mark.nightly)],
-)  # fmt: skip
+    [("3", 1), *(pytest.param(s, 2, marks=pytest.mark.nightly) for s in "23")],
+)
 def test_it_stops_and_goes_on_as_if_it_had_not(stage, world_size, data, tmp_path):
     base = pipelines.sdxl(tmp_path / "sdxl")
     common = ["--base", str(base), "--data", str(data), *SMALL, "--stage", stage]

@@ -54,8 +54,8 @@ def run(starts: list[list[str]]) -> list[list[float]]:
 @pytest.mark.parametrize(
     ("stage", "world_size"),
     [
-        ("2", 2),
-        pytest.param("2", 1, marks=pytest.mark.nightly),
+        ("2", 1),
+        pytest.param("2", 2, marks=pytest.mark.nightly),
         pytest.param("3", 1, marks=pytest.mark.nightly),
         pytest.param("3", 2, marks=pytest.mark.nightly),
     ],

@@ -93,6 +93,9 @@ def hash_weights(module: torch.nn.Module) -> str:
     """Return a hash of a module's parameters and buffers: names, shapes, dtypes and values.
 
     It reads all weights once; a known hub id with revision is faster.
+
+    Args:
+        module: The model; on any device.
     """
     digest = hashlib.sha256()
     for name, tensor in sorted(module.state_dict().items()):
@@ -419,6 +422,12 @@ def cache_texts(
 
     The empty caption is always included. Equal captions are encoded once. Arguments and errors are
     those of ``cache_latents``; default 16 captions per call and 1,024 per file.
+
+    Args:
+        captions: All texts; equal ones are computed once.
+        cache: Where embeddings are written.
+        encode: Embeds a list of captions.
+        options: As of ``cache_latents``.
     """
     texts = {text_key(text): text for text in (*captions, "")}
 

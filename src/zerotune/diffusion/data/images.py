@@ -245,6 +245,10 @@ def readable_errors() -> tuple[type[Exception], ...]:
 def write_broken(broken: Iterable[BrokenImage], path: str | os.PathLike[str]) -> None:
     """Write broken images to a file, one JSON object per line.
 
+    Args:
+        broken: The images, with their errors.
+        path: The file, which is replaced.
+
     Raises:
         DataError: The file cannot be written.
     """

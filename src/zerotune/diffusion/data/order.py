@@ -19,7 +19,12 @@ _REMEMBERED: Final = 4
 
 
 def derive_seed(seed: int, *parts: object) -> int:
-    """Derive an independent seed for one purpose, equal on every machine; 0 to 2**63 - 1."""
+    """Derive an independent seed for one purpose, equal on every machine; 0 to 2**63 - 1.
+
+    Args:
+        seed: The seed of a run.
+        parts: What the seed is for, such as a name and an epoch; their ``str`` counts.
+    """
     text = "/".join(str(part) for part in (seed, *parts))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 

@@ -143,6 +143,9 @@ def stack_samples(samples: list[Any]) -> Batch:
     """Collate samples: tensors are stacked (``stack_named``), strings become ``Captions``.
 
     Numbers, arrays and samples that are not mappings are passed to torch's ``default_collate``.
+
+    Args:
+        samples: Samples of one batch, all with the same keys.
     """
     first = samples[0]
     if not isinstance(first, Mapping):

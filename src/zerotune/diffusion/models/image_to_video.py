@@ -40,6 +40,8 @@ _NOISE_ARGUMENTS: Final = 9
 image-to-video pipelines have the image before them; the last are the latents."""
 _NOISE_SHARE: Final = 0.999
 """Of the latents that HunyuanVideo's pipeline draws a clip from; the rest is the image."""
+_REPLACED: Final = "token_replace"
+"""How HunyuanVideo's configuration says that the image is the first latent frame."""
 _LEFT_OUT: Final = 4
 """First frames that HunyuanVideo's pipeline leaves out where the image lies in channels."""
 
@@ -294,7 +296,7 @@ class HunyuanVideoImageToVideo(ImageToVideo, ReadingFamily, HunyuanVideo):
 
     def gives_first(self, model: Any) -> bool:
         """Return whether the configuration says ``token_replace``."""
-        return bool(config_of(model).image_condition_type == "token_replace")
+        return bool(config_of(model).image_condition_type == _REPLACED)
 
     def frame_parts(self, parts: FrozenParts) -> tuple[str, ...]:  # noqa: ARG002
         """Return the VAE; LLaVA's embedding of the image belongs to the texts."""
@@ -308,6 +310,30 @@ class HunyuanVideoImageToVideo(ImageToVideo, ReadingFamily, HunyuanVideo):
     ) -> dict[str, Tensor]:
         """Return ``reference_latents`` (b, c, 1, h, w)."""
         return {REFERENCES: parts.encode_images(images).unsqueeze(2)}
+
+    def encode_images(
+        self, images: Tensor, *, device: torch.device | None = None
+    ) -> dict[str, Tensor]:
+        """Encode clips and their first frames; a given frame is the first of its clip's latents.
+
+        The VAE normalises over all frames: a single frame has other latents than in a clip.
+        """
+        found = super().encode_images(images, device=device)
+        if self._condition_type(self._needed("images")) != _REPLACED:
+            return found
+        latents = found["latents"]
+        latents = latents if latents.ndim == 5 else latents.unsqueeze(2)
+        return {**found, "latents": torch.cat([found[REFERENCES], latents[:, :, 1:]], dim=2)}
+
+    def latent_settings(self) -> CacheSettings:
+        """Return the usual settings and the place of the image."""
+        usual = super().latent_settings()
+        kind = {"image_condition_type": self._condition_type(self._needed("images"))}
+        return attrs.evolve(usual, settings={**usual.settings, **kind})
+
+    def _condition_type(self, parts: FrozenParts) -> str | None:
+        found: str | None = parts.pipeline.transformer.config.image_condition_type
+        return found
 
     # -- Texts.
 
@@ -367,8 +393,7 @@ class HunyuanVideoImageToVideo(ImageToVideo, ReadingFamily, HunyuanVideo):
         return {**super().embedding_settings(), **kept}
 
     def _interleave(self, parts: FrozenParts) -> int:
-        kinds = {"latent_concat": 2, "token_replace": 4}
-        return kinds.get(parts.pipeline.transformer.config.image_condition_type, 1)
+        return {"latent_concat": 2, _REPLACED: 4}.get(self._condition_type(parts) or "", 1)
 
     # -- The call.
 

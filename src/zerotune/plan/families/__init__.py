@@ -147,6 +147,9 @@ def frozen_beside(model: object) -> int:
 def family(name: str) -> ModelFacts:
     """The facts of a family, all parameters trainable.
 
+    Args:
+        name: Such as ``"sdxl"``.
+
     Raises:
         InvalidValueError: No such family.
     """

@@ -1,4 +1,4 @@
-// What is wider than the page scrolls inside it, by keyboard too, under a name of its own.
+// What the theme leaves to do: names of landmarks, and tables that scroll by keyboard.
 "use strict";
 
 const WIDE = ".table-wrapper, .math-wrapper, .highlight pre";
@@ -20,7 +20,21 @@ function reach(element) {
   element.setAttribute("aria-label", `${kind} that scrolls: ${headingBefore(element)}`);
 }
 
+function name(selector, label, role) {
+  for (const element of document.querySelectorAll(selector)) {
+    element.setAttribute("aria-label", label);
+    if (role) element.setAttribute("role", role);
+  }
+}
+
 addEventListener("DOMContentLoaded", () => {
+  name(".sidebar-drawer", "All pages");
+  name(".toc-drawer", "On this page");
+  name(".content-icon-container", "This page", "navigation");
+  const article = document.querySelector("article");
+  if (article && !article.querySelector("h1")) {
+    article.insertAdjacentHTML("afterbegin", "<h1>Search</h1>");
+  }
   const sizes = new ResizeObserver((entries) => entries.forEach((one) => reach(one.target)));
   // A folded table has its size once it is unfolded.
   document.querySelectorAll(WIDE).forEach((element) => sizes.observe(element));
