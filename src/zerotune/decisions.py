@@ -1,7 +1,7 @@
-"""What is said of a setting: one record of choices, findings and refusals, and a log of them.
+"""Records of automatic choices, findings and errors about settings, and a log for them.
 
-Code that reads or settles is passed a ``Log``. It records its decisions there, and the mistakes
-behind which it can go on, so that a user sees every mistake at once.
+Readers and resolvers receive a ``Log``. They record decisions in it, and also errors after which
+they can continue, so that a user sees every error at once.
 """
 
 from __future__ import annotations
@@ -24,49 +24,47 @@ T = TypeVar("T")
 
 _LONGEST_SHOWN: Final = 1000
 _MOST_MISTAKES: Final = 20
-"""Mistakes shown at most."""
+"""Maximum number of errors shown."""
 
 _announced: set[tuple[str, str, str]] = set()
 
 
 @attrs.frozen(kw_only=True)
 class Decision:
-    """What is said of one setting: what it was, what it becomes, why, and what to write instead.
+    """A record about one setting: its old and new value, the reason, and the fix.
 
-    An automatic choice, the finding of a rule (``zerotune.plan.rules.Finding`` is this class), or
-    what a later step refuses.
+    A decision is an automatic choice, the finding of a rule (``zerotune.plan.rules.Finding`` is
+    this class), or the error of a later step.
     """
 
     key: str
-    """Path of the setting, as DeepSpeed's JSON spells it (``"zero_optimization.stage"``); empty:
-    the whole."""
+    """Path of the setting in DeepSpeed's spelling (``"zero_optimization.stage"``); empty for the
+    whole plan."""
     before: Any
-    """The value as given; ``None`` when nothing was given."""
+    """The value as given; ``None`` if it was missing."""
     after: Any
-    """The value that will be used; ``None`` when the setting was dropped; ``before`` when it
-    stays."""
+    """The value that will be used; ``None`` if the setting is removed, ``before`` if it stays."""
     reason: str
-    """One sentence that says why."""
+    """The reason, in one sentence."""
     severity: Severity = "note"
-    """``"error"`` when it stops the plan, ``"warning"`` when the user would probably object, else
-    ``"note"``."""
+    """``"error"`` stops the plan; ``"warning"`` is likely unwanted; otherwise ``"note"``."""
     fix: str = ""
-    """What to write instead, where there is something to do."""
+    """What to write instead, if anything."""
     rule: str = ""
-    """Id of the rule that found it, or the step that refused it; empty: a choice."""
+    """Id of the rule or step that found it; empty for a choice."""
     written: str | None = attrs.field(default=None, eq=False, repr=False)
-    """What the user's own file calls the setting, where that is not ``key``."""
+    """Name of the setting in the user's file if it differs from ``key``."""
     error: ZeroTuneError | None = attrs.field(default=None, eq=False, repr=False)
-    """The error it was made of."""
+    """The error from which it was created."""
 
     @classmethod
     def of(cls, error: ZeroTuneError, *, rule: str = "", severity: Severity = "error") -> Decision:
-        """An error as a record.
+        """Create a record from an error.
 
         Args:
-            error: The error; its ``others`` are not looked at.
-            rule: The rule or the step that refused it.
-            severity: How bad it is.
+            error: The error; its ``others`` are ignored.
+            rule: The rule or step that raised it.
+            severity: Severity of the record.
         """
         return cls(
             key=error.key or "",
@@ -82,7 +80,7 @@ class Decision:
 
     @property
     def value(self) -> Any:
-        """``before``, of a finding the value found; ``UNSET`` where there is none."""
+        """The value that a finding is about: ``before``, or ``UNSET``."""
         return self.before
 
     @property
@@ -92,16 +90,16 @@ class Decision:
 
     @property
     def is_shown(self) -> bool:
-        """Whether reports show it: what stays as it was is on record only, warnings excepted."""
+        """Whether reports show it; unchanged values are only recorded, except for warnings."""
         return self.severity != "note" or self.before != self.after
 
     @property
     def is_choice(self) -> bool:
-        """Whether it tells what was chosen, and not what somebody should do."""
+        """Whether it describes a choice, not something the user should do."""
         return not self.fix and self.error is None
 
     def as_error(self) -> ZeroTuneError:
-        """The record as an exception."""
+        """Return the record as an exception."""
         error = self.error
         if error is None:
             error = PlanConflictError(
@@ -119,7 +117,7 @@ class Decision:
 
 
 def worst_first(records: Iterable[Decision]) -> list[Decision]:
-    """Records, errors first, otherwise in their order."""
+    """Sort records by severity, errors first."""
     return sorted(records, key=lambda one: SEVERITIES.index(one.severity))
 
 
@@ -140,11 +138,11 @@ _WHO: Final = {
 
 
 def precedence(*, nothing: Any = None, **said: Any) -> list[tuple[Any, str]]:
-    """Everything that is said about one setting, and who says it; the first of them stands.
+    """Record which source sets one setting; the first source wins.
 
     Args:
-        nothing: The value by which somebody says nothing.
-        **said: By an ``override``, ``written`` in the configuration, by the ``run``, by what is
+        nothing: The value that means "not set".
+        **said: Values by source: ``override``, ``written`` in the configuration, ``run``,
             ``launched``.
     """
     every = ((said.get(place, nothing), who) for place, who in _WHO.items())
@@ -155,11 +153,12 @@ def precedence(*, nothing: Any = None, **said: Any) -> list[tuple[Any, str]]:
 
 
 Names = Mapping[str, str]
-"""Path of a setting to its name in a file where that is another (accelerate's, a trainer's)."""
+"""Maps the path of a setting to its name in the file, if that differs (accelerate's, a trainer's).
+"""
 
 
 def name_of(path: str | None, names: Names) -> str | None:
-    """What the file calls the setting at ``path``; ``None``: the same."""
+    """Return the file's name for the setting at ``path``; ``None`` if it is the same."""
     name, below = path or "", ""
     while name not in names:
         name, dot, last = name.rpartition(".")
@@ -171,12 +170,12 @@ def name_of(path: str | None, names: Names) -> str | None:
 
 @attrs.define(kw_only=True)
 class Log:
-    """The decisions and the mistakes of one reading or settling, in their order."""
+    """The decisions and errors of one reading or resolution, in order."""
 
     also_known: frozenset[str] = frozenset()
-    """Paths of keys to pass through although neither zerotune nor DeepSpeed knows them."""
+    """Paths of unknown keys to pass through."""
     names: dict[str, str] = attrs.field(factory=dict)
-    """What the file that is read calls its settings, by path; for what is recorded from now on."""
+    """Names of settings in the current file, by path; applies to records added later."""
     decisions: list[Decision] = attrs.field(factory=list)
     mistakes: list[ZeroTuneError] = attrs.field(factory=list)
 
@@ -189,7 +188,7 @@ class Log:
         self.decisions.append(attrs.evolve(one, written=written) if written else one)
 
     def refuse(self, error: ZeroTuneError) -> None:
-        """Record a mistake, to go on without what is wrong; raise it where it is one too many."""
+        """Record an error and continue; raise if there are too many."""
         if self._holds(error):
             raise error
         self._keep(error)
@@ -197,7 +196,7 @@ class Log:
             raise self.mistakes[-1] from None
 
     def attempt(self, work: Callable[..., T], *arguments: Any) -> T | None:
-        """What ``work`` returns; ``None`` where it makes a mistake, which is recorded."""
+        """Return the result of ``work``; record its error and return ``None`` if it fails."""
         try:
             return work(*arguments)
         except ZeroTuneError as error:
@@ -205,7 +204,7 @@ class Log:
             return None
 
     def outcome(self, work: Callable[..., T], *arguments: Any) -> T | None:
-        """What ``work`` returns; ``None`` where it ended early. Every mistake is recorded."""
+        """Return the result of ``work``; ``None`` if it failed. Every error is recorded."""
         try:
             return work(*arguments)
         except ZeroTuneError as error:
@@ -214,7 +213,7 @@ class Log:
             return None
 
     def whole(self, work: Callable[..., T], *arguments: Any) -> T:
-        """What ``work`` returns; the first of all mistakes is raised, with the others."""
+        """Return the result of ``work``; raise the first recorded error, with the others."""
         result = self.outcome(work, *arguments)
         raise_all(self.mistakes)
         return cast("T", result)
@@ -229,7 +228,7 @@ class Log:
 
 
 def raise_all(mistakes: Sequence[ZeroTuneError]) -> None:
-    """Raise ``mistakes``, if there are any, as one error: the first, with the ``others``."""
+    """Raise several errors as one: the first, with the ``others``."""
     if mistakes:
         raise mistakes[0].with_others(mistakes[1:]) from None
 
@@ -238,8 +237,8 @@ def announce(decisions: Iterable[Decision], *, rank: int | None = None) -> None:
     """Log each decision once per process, on rank 0 only.
 
     Args:
-        decisions: What to log; those already announced in this process are left out.
-        rank: This process's global rank; read from ``RANK`` when not given.
+        decisions: Decisions to log; those already logged in this process are skipped.
+        rank: Global rank of this process; default from ``RANK``.
     """
     if rank is None:
         rank = int(os.environ.get("RANK", "0"))
@@ -255,5 +254,5 @@ def announce(decisions: Iterable[Decision], *, rank: int | None = None) -> None:
 
 
 def render_decisions(decisions: Sequence[Decision]) -> str:
-    """Decisions as aligned text lines, warnings first."""
+    """Format decisions as aligned text lines, warnings first."""
     return "\n".join(f"  [{one.severity}] {one}" for one in worst_first(decisions) if one.is_shown)

@@ -55,11 +55,11 @@ _LONGEST_NAME = 300
 _LONGEST_SENTENCE = 2_000
 _DEEPEST_SHOWN = 50
 _LARGEST_WRITTEN_OUT = 12_000
-"""Bits."""
+"""Bit lengths of integers."""
 
 
 def shorten(value: object, longest: int = _LONGEST_VALUE) -> str:
-    """The ``repr`` of ``value``, cut so that a message stays readable; no more of it is made."""
+    """Return the ``repr`` of ``value``, truncated so that a message stays readable."""
     text = ""
     for piece in _pieces(value, longest):
         text += piece
@@ -96,7 +96,7 @@ def _pieces(value: object, longest: int, depth: int = 0) -> Iterator[str]:
 
 
 def readable(name: str) -> str:
-    """A key or path as messages show it: of bounded length, without control characters."""
+    """Return a key or path for messages: of bounded length, without control characters."""
     if len(name) > _LONGEST_NAME:
         name = f"{name[: _LONGEST_NAME - 1]}…"
     if name.isprintable():
@@ -105,7 +105,7 @@ def readable(name: str) -> str:
 
 
 def both_names(key: str, written: str | None) -> tuple[str, str]:
-    """What messages call a setting, and its path in brackets where the user's file differs."""
+    """Return a setting's name in the user's file, followed by its path if that differs."""
     if written is None:
         return readable(key), ""
     alike = f".{written.lstrip('-')}".endswith(f".{key.removeprefix('launch.')}")
@@ -125,12 +125,12 @@ class ZeroTuneError(Exception):
 
     Attributes:
         key: Path of the offending setting (``"zero_optimization.stage"``), or ``None``.
-        written: What the user's own file calls it, where that is not ``key``; messages show both.
-        value: The offending value; ``UNSET`` when there is none.
-        reason: Why it cannot be accepted.
+        written: Name in the user's file if it differs from ``key``; messages show both.
+        value: The offending value; ``UNSET`` if there is none.
+        reason: Why it is rejected.
         fix: What to write or do instead, or ``None``.
-        others: Further mistakes in what was read.
-        rank: The process on which it happened, where that is another one; else ``None``.
+        others: Other errors found in the same input.
+        rank: Rank on which the error occurred, if it is another process; else ``None``.
     """
 
     written: str | None = None
@@ -152,29 +152,29 @@ class ZeroTuneError(Exception):
         super().__init__(self._message())
 
     def each(self) -> tuple[ZeroTuneError, ...]:
-        """This mistake alone, and each of the others."""
+        """Yield this error without its others, then each of the others."""
         return (self.with_others(()), *self.others) if self.others else (self,)
 
     def with_others(self, others: Iterable[ZeroTuneError]) -> Self:
-        """The same mistake, with others than before."""
+        """Return a copy with these others."""
         state = {**self.__dict__, "others": tuple(others)}
         return _rebuild(type(self), state) if state["others"] or self.others else self
 
     def called(self, written: str) -> Self:
-        """The same mistake in a file that calls the setting ``written``."""
+        """Return a copy for a file that names the setting ``written``."""
         return _rebuild(type(self), {**self.__dict__, "written": written})
 
     def below(self, section: str) -> Self:
-        """The same mistake, its key inside ``section``."""
+        """Return a copy with the key inside ``section``."""
         if not section or self.key is None:
             return self
         return _rebuild(type(self), {**self.__dict__, "key": f"{section}.{self.key}"})
 
     def passed_on(self, rank: int) -> Self:
-        """This error as the other processes raise it.
+        """Return this error as the other processes raise it.
 
         Args:
-            rank: The process on which it happened.
+            rank: Rank on which it occurred.
         """
         reason = f"rank {rank} reports: {self.reason}"
         return _rebuild(type(self), {**self.__dict__, "rank": rank, "reason": reason})
@@ -243,7 +243,7 @@ class PlanSyntaxError(PlanError):
 
 
 class UnknownKeyError(PlanError):
-    """A key that neither zerotune nor DeepSpeed knows."""
+    """A key unknown to zerotune and DeepSpeed."""
 
 
 class InvalidValueError(PlanError):
@@ -251,21 +251,21 @@ class InvalidValueError(PlanError):
 
 
 class PlanConflictError(PlanError):
-    """Values that are valid alone but cannot hold together."""
+    """Values that are valid alone but contradict each other."""
 
 
 class UnresolvedPlanError(PlanError):
-    """A value is still ``"auto"`` where a final one is needed."""
+    """A value is still ``"auto"`` but must be resolved."""
 
 
 class NothingFitsError(PlanError):
-    """No plan fits into the memory there is.
+    """No plan fits the available memory.
 
     Attributes:
-        nearest: The candidate that is over the budget by least (a ``Candidate`` of
+        nearest: The candidate that exceeds the limits least (a ``Candidate`` of
             ``zerotune.plan.advise``).
-        remedies: What would fit or take less (``zerotune.plan.advise.Remedy``).
-        more: How much more memory would do, in words.
+        remedies: Changes that would fit or need less memory (``zerotune.plan.advise.Remedy``).
+        more: Description of the additional memory that would suffice.
     """
 
     def __init__(
@@ -285,7 +285,7 @@ class NothingFitsError(PlanError):
         super().__init__(reason, key=key, value=value, fix="; ".join(fixes))
 
     def in_shell(self) -> Self:
-        """The same error, with options of the command line in place of Python's arguments."""
+        """Return a copy that names command-line options instead of Python's arguments."""
         fixes = [self.more, *(each.in_shell() for each in self.remedies)]
         return _rebuild(type(self), {**self.__dict__, "fix": "; ".join(fixes)})
 
@@ -295,7 +295,7 @@ class OptimizerError(ZeroTuneError, ValueError):
 
 
 class PlatformError(ZeroTuneError, RuntimeError):
-    """This machine cannot do what was asked."""
+    """This machine does not support the request."""
 
 
 class EngineError(ZeroTuneError, RuntimeError):
@@ -303,11 +303,11 @@ class EngineError(ZeroTuneError, RuntimeError):
 
 
 class VerificationError(EngineError):
-    """After initialization, what runs is not what the resolved plan says."""
+    """The running engine differs from the resolved plan."""
 
 
 class UnsupportedEngineError(EngineError):
-    """The installed DeepSpeed lacks an attribute zerotune relies on."""
+    """The installed DeepSpeed lacks an attribute that zerotune needs."""
 
 
 class CollectiveError(EngineError):
@@ -315,15 +315,15 @@ class CollectiveError(EngineError):
 
 
 class TrainingError(ZeroTuneError, RuntimeError):
-    """Training cannot go on: the loss is not finite, or the loop is not what the plan says."""
+    """Training cannot continue: the loss is not finite, or the loop contradicts the plan."""
 
 
 class OutOfMemoryError(ZeroTuneError, RuntimeError):
-    """Memory ran out while a run was started or trained.
+    """Memory ran out during start or training.
 
     Attributes:
-        original: What torch or Python raised.
-        plan: The ``DeepSpeedPlan`` that fits; ``None``: none does, or the model is not known.
+        original: Exception raised by torch or Python.
+        plan: A ``DeepSpeedPlan`` that fits; ``None`` if there is none or the model is unknown.
     """
 
     def __init__(
@@ -335,15 +335,15 @@ class OutOfMemoryError(ZeroTuneError, RuntimeError):
 
 
 class OffloadError(ZeroTuneError, RuntimeError):
-    """A swap directory cannot be leased, used or cleaned."""
+    """A swap folder cannot be leased, used or cleaned."""
 
 
 class EMAError(ZeroTuneError, RuntimeError):
-    """An EMA shadow that is empty, detached or of another model."""
+    """An EMA shadow is empty, detached or belongs to another model."""
 
 
 class DataError(ZeroTuneError, ValueError):
-    """Training data that cannot be read or does not fit the model."""
+    """Training data cannot be read or do not fit the model."""
 
 
 class CheckpointError(ZeroTuneError, RuntimeError):
@@ -355,12 +355,12 @@ class CheckpointCorruptError(CheckpointError):
 
 
 class CheckpointNotFiniteError(CheckpointError):
-    """What would be saved holds NaN or infinities."""
+    """The checkpoint would contain NaN or infinity."""
 
 
 class CheckpointMismatchError(CheckpointError):
-    """A checkpoint belongs to another model, or lacks what was asked for."""
+    """A checkpoint belongs to another model, or lacks a requested part."""
 
 
 class MissingDependencyError(ZeroTuneError, ImportError):
-    """An optional package is needed and not installed."""
+    """An optional package is required but not installed."""

@@ -140,7 +140,7 @@ class TestPreview:
         found = preview(
             client, config={**PLAN, "optimizer": {"type": "Muon", "params": {"lr": 1e-3}}}
         )
-        reason = "DeepSpeed's own reads use_muon"
+        reason = "DeepSpeed's own version chooses parameters by name"
         assert sum(reason in one["text"] for one in found["messages"]) == 1
         (other,) = messages(found, "zero_force_ds_cpu_optimizer")
         assert "for the reason given at zero_allow_untested_optimizer" in other["text"]

@@ -203,7 +203,7 @@ def test_messages_stand_beside_their_field(page):
     [
         ('{\n  "zero_optimization": {\n    "stage": 2\n    "aio": {}\n  }\n}', "Line 4, column 5"),
         ("[1, 2]", "holds no configuration"),
-        ('{"a": 1, "b": 2, "c": 3}', "holds no DeepSpeed configuration"),
+        ('{"a": 1, "b": 2, "c": 3}', "contains no DeepSpeed configuration"),
         ('{"deepspeed_config": "/etc/passwd"}', "outside"),
         ("<script>alert(1)</script>", "Line 1, column 1"),
     ],

@@ -95,7 +95,7 @@ def test_trouble_on_one_rank_is_told_on_both(tmp_path):
     assert ("rank 1 reports: OSError", "No space left on device")[rank] in full
     with mock.patch("pathlib.Path.is_dir", return_value=False) if rank else nullcontext():
         shared = told(save)
-    assert ("rank 1 reports: rank 0 made this folder", "does not see it")[rank] in shared
+    assert ("rank 1 reports: rank 0 created this folder", "does not see it")[rank] in shared
     # Rank 0 clears up after it has told the others.
     engine.group.barrier("looking at what is left")
     assert list(tmp_path.iterdir()) == []

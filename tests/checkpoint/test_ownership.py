@@ -210,7 +210,7 @@ def test_no_record_that_is_no_file_is_waited_for(tmp_path, name):
         with RootHold(tmp_path) as hold:
             assert "is not a regular file" in hold.decisions[0].reason
     else:
-        with pytest.raises(CheckpointError, match="cannot be taken for saving"):
+        with pytest.raises(CheckpointError, match="cannot be used for saving"):
             RootHold(tmp_path)
 
 
@@ -227,7 +227,7 @@ def test_what_cannot_be_taken_is_one_error_of_ours(tmp_path, way):
             "folder": Path.mkdir,
         }
         made[way](root / OWNER_LOCK)
-    with pytest.raises(CheckpointError, match="cannot be taken for saving") as caught:
+    with pytest.raises(CheckpointError, match="cannot be used for saving") as caught:
         RootHold(root)
     assert caught.value.key == str(root)
     assert "though it may be read" in caught.value.reason

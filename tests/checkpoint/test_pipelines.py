@@ -52,11 +52,11 @@ def test_an_export_takes_the_names_of_averages(tmp_path):
     engine.close()
     assert same == {"trained": True, "ema": True, "slow": True}
     assert errors["unknown"] == (
-        "InvalidValueError: weights = 'fast': no such average is attached to the engine. "
-        "Fix: write one of 'trained', 'ema', 'slow', or pass an attached EMAShadow."
+        "InvalidValueError: weights = 'fast': no EMA with this name is attached to the engine. "
+        "Fix: use one of 'trained', 'ema', 'slow', or pass an attached EMAShadow."
     )
-    assert "weights = 'EMAShadows': no such average" in errors["several"]
-    assert "weights = 'ema': 2 averages of this name" in errors["twice"]
+    assert "weights = 'EMAShadows': no EMA with this name" in errors["several"]
+    assert "weights = 'ema': 2 EMAs with this name" in errors["twice"]
     assert "one of 'trained', 'slow'" in errors["gone"]
     assert sorted(p.name for p in folder.iterdir()) == [
         "base",

@@ -209,13 +209,13 @@ def test_files_that_cannot_be_read_are_refused_with_what_to_give(folders, tmp_pa
     assert "are scaled" in refusal({"scaled_fp8": torch.ones(2)})
     assert "diffusers' converter reads the file" in refusal(config=folders["flux"])
     assert "config= applies only to such files" in refusal(path=folders["sd3"])
-    assert "is not there" in refusal(path=tmp_path / "none.safetensors")
+    assert "does not exist" in refusal(path=tmp_path / "none.safetensors")
     bare = no_weights(folders["sd3"], tmp_path / "bare")
     message = refusal(parts=True, config=bare)
-    assert "has nothing of the frozen parts, and the others cannot be loaded" in message
+    assert "contains nothing of the frozen parts, and the others cannot be loaded" in message
     big = {f"{MODEL}joint_blocks.37.x_block.mlp.fc1.weight": torch.ones(2, 2)}
     message = refusal(big, config=None)
-    assert "stabilityai/stable-diffusion-3.5-large could not be had" in message
+    assert "stabilityai/stable-diffusion-3.5-large is not available" in message
     assert "pass a downloaded folder of stabilityai/stable-diffusion-3.5-large" in message
 
 
@@ -229,5 +229,5 @@ def test_pipelines_without_names_and_models_without_converters_are_refused(tmp_p
     with pytest.raises(InvalidValueError, match="no converter of such files for PixArt"):
         place_rows(type(model), model.config, model={}, file={"x": (1,)})
     assert message.startswith("CheckpointMismatchError: base")
-    assert "PixArtSigmaPipeline is written into a single file" in message
+    assert "single-file layout of PixArtSigmaPipeline" in message
     assert sorted(each.name for each in tmp_path.iterdir()) == ["pixart"]

@@ -35,7 +35,7 @@ def test_show(portable, capsys):
     assert code == 0
     assert "Sample" in out
     assert "2 with 18 elements, fp32" in out
-    assert "no plan: weights alone" in out
+    assert "no plan: weights only" in out
     assert "weights-00001-of-00001.safetensors" in out
 
 
@@ -74,10 +74,10 @@ def test_what_is_no_checkpoint_is_an_error(tmp_path, capsys):
     for command in ("show", "verify"):
         code, _, err = run(capsys, command, tmp_path)
         assert code == 2
-        assert "is no checkpoint" in err
+        assert "is not a checkpoint" in err
     code, _, err = run(capsys, "convert", tmp_path, tmp_path / "new")
     assert code == 2
-    assert "holds no safetensors weights" in err
+    assert "contains no safetensors weights" in err
 
 
 def test_without_torch_one_line_says_so(tmp_path, capsys, monkeypatch):

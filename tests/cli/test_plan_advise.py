@@ -118,7 +118,7 @@ class TestWhenSomethingFits:
         path = tmp_path / "new" / "memory.pdf"
         assert advise(*ROOMY, "--chart", str(path)) == 0
         assert path.read_bytes().startswith(b"%PDF-")
-        assert f"made the folder {tmp_path / 'new'}" in capsys.readouterr().err
+        assert f"created the folder {tmp_path / 'new'}" in capsys.readouterr().err
         assert advise(*ROOMY, "--chart", str(path)) == 0
         assert capsys.readouterr().err == ""
 

@@ -233,7 +233,7 @@ def test_a_key_of_a_newer_deepspeed_passes_when_it_is_named(check):
     [
         (("--max-size", "5PB"), "error: --max-size = '5PB': is more than 1.00 GiB"),
         (("--world-size", "1" * 23), "is more than 1,000,000 processes"),
-        (("\0",), "error: an argument holds a NUL character"),
+        (("\0",), "error: an argument contains a NUL character"),
     ],
 )
 def test_what_nobody_can_mean_is_an_error(check, wrong, said):

@@ -92,7 +92,7 @@ class TestWithoutAModel:
         assert explain(file(), *option) == 2
 
         error = capsys.readouterr().err
-        assert f"{option[0]}: means nothing without --family NAME" in error
+        assert f"{option[0]}: has no effect without --family NAME" in error
 
     @pytest.mark.parametrize(
         "options",

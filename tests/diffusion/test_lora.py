@@ -212,7 +212,7 @@ def test_a_model_without_attention_needs_targets():
 
 def test_a_missing_peft_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(MissingDependencyError, match=r"^peft: is needed.*zerotune\[lora\]"):
+    with pytest.raises(MissingDependencyError, match=r"^peft: is required.*zerotune\[lora\]"):
         add_lora(tiny_sd3())
 
 
@@ -308,7 +308,7 @@ def test_files_that_do_not_fit_are_refused(tmp_path):
     StableDiffusionXLPipeline.save_lora_weights(
         tmp_path, unet_lora_layers=get_peft_model_state_dict(model)
     )
-    with pytest.raises(CheckpointMismatchError, match=r"nothing for 'transformer', only.*unet"):
+    with pytest.raises(CheckpointMismatchError, match=r"no adapters for 'transformer', only.*unet"):
         load_adapters(tiny_sd3(), tmp_path)
     with pytest.raises(CheckpointMismatchError):
         load_adapters(tiny_sdxl(wide=64), tmp_path)

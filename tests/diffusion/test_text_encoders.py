@@ -219,8 +219,8 @@ def test_encoders_stop_resume_and_are_exported(name, stage, lora, world_size, tm
     assert after["moments"][4] == whole["moments"][4]
     component = "unet" if "sd1" in name or "xl" in name else "transformer"
     assert whole["training"] == after["training"] == [component]
-    assert "its last is step 2" in whole["explained"]
-    assert "its last is step 2" in after["explained"]
+    assert "the last step is 2" in whole["explained"]
+    assert "the last step is 2" in after["explained"]
 
     absent = {"text_encoder_3": None, "tokenizer_3": None} if name == "sd3" else {}
     if lora:
@@ -261,7 +261,7 @@ def test_a_group_cannot_stop_where_the_optimizer_sets_its_own_pace(tmp_path):
     resolver = OptimizerResolver(
         groups=groups, overrides={"optimizer.type": "AdamWScheduleFree", "lr": 1e-3}
     )
-    with pytest.raises(OptimizerError, match="sets its own pace"):
+    with pytest.raises(OptimizerError, match="adapts its own learning rate"):
         resolver.apply(resolved)
 
 

@@ -205,7 +205,7 @@ def test_a_shadow_that_does_not_move_is_found_out(monkeypatch):
     ema = EMAShadow(decay=0.9).attach(model)
     move(model, seed=0)
     monkeypatch.setattr(torch.Tensor, "lerp_", lambda self, *_: self)
-    with pytest.raises(EMAError, match=r"decay 0\.9 took the shadow from"):
+    with pytest.raises(EMAError, match=r"decay 0\.9 changed the distance of the shadow from"):
         ema.step()
 
 

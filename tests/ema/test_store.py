@@ -100,7 +100,7 @@ def test_move_keeps_every_bit_and_says_where_it_is(tmp_path):
 
 @pytest.mark.parametrize("place", ["nvme", HostStore, 3])
 def test_what_is_no_place_is_refused(place):
-    with pytest.raises(InvalidValueError, match="not a valid place for a shadow"):
+    with pytest.raises(InvalidValueError, match="not a valid store for a shadow"):
         EMAShadow(store=place)
 
 

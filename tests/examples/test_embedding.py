@@ -207,7 +207,7 @@ def test_what_an_accelerator_of_the_plan_puts_in_place_is_said():
         explained = run.engine.explain()
         for said in ("SGD(lr=0.5)", "ConstantLR", "pre_hook", "Accelerator.gradient_accumulation"):
             assert said in explained
-        assert "has averaged the model already" in error_of(lambda: register(late))
+        assert "has already averaged the model" in error_of(lambda: register(late))
 
 
 @engine_runs

@@ -294,7 +294,7 @@ class TestUnfinished:
         (tmp_path / f"{DRAFT_PREFIX}abc").mkdir()
         with making_in(tmp_path):
             report = cleanup_stale_swap(tmp_path)
-        assert "making something" in only(report.kept).reason
+        assert "currently creating something" in only(report.kept).reason
         assert (tmp_path / f"{DRAFT_PREFIX}abc").is_dir()
 
     def test_a_link_with_such_a_name_goes_alone(self, tmp_path):
@@ -356,14 +356,14 @@ class TestBare:
             process.stdout.readline()
             report = cleanup_stale_swap(tmp_path, adopt=True)
             process.communicate("\n")
-        assert f"process {process.pid} has a file in it open" in only(report.kept).reason
+        assert f"process {process.pid} has one of its files open" in only(report.kept).reason
         assert file.exists()
         assert len(cleanup_stale_swap(tmp_path, adopt=True).removed) == 1
 
     def test_a_process_that_comes_while_it_is_moved_gets_it_back(
         self, tmp_path, bare_swap, monkeypatch
     ):
-        doubts = iter([None, "process 7 has a file in it open"])
+        doubts = iter([None, "process 7 has one of its files open"])
         monkeypatch.setattr(cleaning, "doubt_about", lambda *_: next(doubts))
         report = cleanup_stale_swap(tmp_path, adopt=True)
         assert "process 7" in only(report.kept).reason
@@ -405,7 +405,7 @@ class TestBare:
     def test_a_process_nobody_may_look_into_protects_it(self, tmp_path, monkeypatch):
         monkeypatch.setattr(cleaning, "users_of", lambda *_, **__: Users(hidden=(12, 13)))
         report = cleanup_stale_swap(tmp_path, adopt=True)
-        assert "may not see what process 12, 13 has open" in only(report.kept).reason
+        assert "may not inspect the open files of process 12, 13" in only(report.kept).reason
 
     @pytest.mark.usefixtures("bare_swap")
     @pytest.mark.parametrize("kind", ["nfs4", "fuse.sshfs", None, "unheard"])

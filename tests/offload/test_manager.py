@@ -167,7 +167,7 @@ class TestChoiceOfRoot:
         with OffloadManager().lease(plan) as lease:
             assert lease.path.parent == tmp_path / "trainer"
             reason = next(one.reason for one in lease.decisions if one.key == "offload.root")
-        assert "taken from offload_param_path, which comes before" in reason
+        assert "taken from offload_param_path, which overrides" in reason
         assert f"nvme_path = {tmp_path / 'plan'}" in reason
         assert f"ZEROTUNE_OFFLOAD_PARAM_PATH = {tmp_path / 'environment'}" in reason
         with OffloadManager(offload_param_path=tmp_path / "argument").lease(plan) as lease:
@@ -293,7 +293,7 @@ class TestFailures:
     def test_a_folder_deleted_under_the_run_is_said(self, tmp_path):
         with OffloadManager(root=tmp_path / "root").lease(swapping_plan()) as lease:
             subprocess.run(["rm", "-r", str(tmp_path / "root")], check=True)
-        assert "somebody deleted" in decision(lease, "offload.release").reason
+        assert "was deleted while it ran" in decision(lease, "offload.release").reason
 
     def test_a_stranger_that_keeps_the_lock_is_said(self, tmp_path):
         with OffloadManager(root=tmp_path).lease(swapping_plan()) as lease:
@@ -414,7 +414,9 @@ class TestRanks:
         wire = Wire()
         with self.lease(tmp_path, wire, 0) as first:
             other = self.lease(tmp_path, wire, 1, plan=swapping_plan(lr=3e-4, world_size=2))
-            with pytest.raises(OffloadError, match="rank 1 has another plan than rank 0") as caught:
+            with pytest.raises(
+                OffloadError, match="rank 1 has a different plan than rank 0"
+            ) as caught:
                 other.__enter__()
             assert "optimizer.params.lr: rank 0: 0.0001, rank 1: 0.0003" in caught.value.reason
             assert first.path.exists()
@@ -425,14 +427,16 @@ class TestRanks:
         with self.lease(tmp_path, wire, 0):
             wire.text = wire.text.split()[0]
             other = self.lease(tmp_path, wire, 1, plan=swapping_plan(lr=3e-4, world_size=2))
-            with pytest.raises(OffloadError, match="rank 1 has another plan than rank 0") as caught:
+            with pytest.raises(
+                OffloadError, match="rank 1 has a different plan than rank 0"
+            ) as caught:
                 other.__enter__()
             (record,) = tmp_path.glob("*/rank0.json")
             assert (caught.value.key, caught.value.value) == ("lease record", str(record))
             plans = [swapping_plan(lr=lr, world_size=2) for lr in (3e-4, 1e-4)]
             digests = [plan.digest()[:12] for plan in plans]
             assert f"digest {digests[0]} instead of {digests[1]}" in caught.value.reason
-            assert "share returns all that rank 0 passed" in caught.value.fix
+            assert "share return the whole string of rank 0" in caught.value.fix
 
     @pytest.mark.parametrize("rank", [0, 1])
     def test_share_is_needed(self, tmp_path, rank):
@@ -465,7 +469,7 @@ class TestPlatforms:
     def test_without_file_locks_nothing_is_made(self, tmp_path, monkeypatch):
         monkeypatch.setitem(sys.modules, "fcntl", None)
         root = tmp_path / "swap"
-        with pytest.raises(OffloadError, match=r"no flock.*cpu instead of nvme"):
+        with pytest.raises(OffloadError, match=r"lacks flock.*cpu instead of nvme"):
             OffloadManager(root=root).lease(swapping_plan()).__enter__()
         assert not root.exists()
         with OffloadManager(root=root).lease(plain_plan()) as lease:

@@ -63,7 +63,7 @@ def test_a_file_as_parent_is_refused(tmp_path):
 
 def test_a_link_to_nothing_is_refused(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "unmounted")
-    assert "symbolic link to nothing" in refused(tmp_path / "link")
+    assert "symbolic link without a target" in refused(tmp_path / "link")
     assert not (tmp_path / "unmounted").exists()
 
 
@@ -123,7 +123,7 @@ def test_memory_is_no_disk(tmp_path, mounted):
     assert root.filesystem == "tmpfs"
     assert root.free_bytes <= 4 * 2**20
     (warning,) = [one for one in root.decisions if one.severity == "warning"]
-    assert "lives in RAM" in warning.reason
+    assert "stored in RAM" in warning.reason
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_spinning_platters_are_said(tmp_path, monkeypatch):
     monkeypatch.setattr("zerotune.offload.root.is_rotational", lambda _: True)
     root = check(tmp_path)
     assert root.rotational
-    assert "spinning" in warnings_of(root)["offload.disk"]
+    assert "rotating" in warnings_of(root)["offload.disk"]
 
 
 def test_a_folder_others_may_empty_is_said(tmp_path):

@@ -119,7 +119,7 @@ def test_two_roots_on_one_disk_share_its_space(small):
 
 
 def test_files_are_counted_too(small):
-    with pytest.raises(OffloadError, match="makes 216 files and folders, and 9"):
+    with pytest.raises(OffloadError, match="creates 216 files and folders, but only 9"):
         check_space(roots(small), asking(0, files=200), ranks=1, run_id="")
 
 
@@ -128,7 +128,7 @@ def test_what_another_run_will_write_is_taken(small):
     reserved = swap_needs(plan).of("param", "optimizer").nbytes
     with OffloadManager(root=small).lease(plan) as first:
         (first.path / "half.swp").write_bytes(b"x" * 3 * MIB)
-        with pytest.raises(OffloadError, match="spoken for by other runs"):
+        with pytest.raises(OffloadError, match="reserved by other runs"):
             OffloadManager(root=small).lease(swapping_plan(model=facts(700_000))).__enter__()
         assert reserved > 7 * MIB
         assert [path.name for path in small.iterdir()] == [first.path.name]
@@ -150,9 +150,9 @@ def test_what_is_still_to_come_is_judged_by_what_is_free(tmp_path, free, own, ot
     told = tell_shortage(tmp_path, free=free, own=own, others=others)
     assert (told is None) == enough
     if told is not None:
-        assert f"the swap disk of {tmp_path} was filled by another program" in told
+        assert f"another program filled the swap disk of {tmp_path}" in told
         assert f"({free} bytes) are free" in told
-        assert f"this run has still to write {disk_size(own)}" in told
+        assert f"this run must still write {disk_size(own)}" in told
         assert ("other runs have reserved 5.0 MiB" in told) == bool(others)
 
 
@@ -203,8 +203,8 @@ def test_a_disk_that_another_program_fills_stops_the_run_with_a_checkpoint(tmp_p
         saved = sorted(path.name for path in out.iterdir())
         other.unlink()
         second = trainer.fit(steps=3).stopped
-        assert "this run has still to write" in first
-        assert f"the swap disk of {disk} was filled by another program: 0.0 MiB (0 bytes)" in first
+        assert "this run must still write" in first
+        assert f"another program filled the swap disk of {disk}: 0.0 MiB (0 bytes)" in first
         assert saved == ["step-00000000"]
         assert "a checkpoint was saved" in trainer.decisions[-1].reason
         assert second is None, "once all is written no room is needed"

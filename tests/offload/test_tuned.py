@@ -92,7 +92,7 @@ def test_a_damaged_file_is_a_warning(tmp_path, text):
 @pytest.mark.parametrize("value", [0, -1, "8", 1.5, True, None])
 def test_settings_that_cannot_be_are_a_warning(tmp_path, value):
     _, decision = leased(tmp_path, json.dumps({"aio": {**SETTINGS, "queue_depth": value}}))
-    assert "positive whole number" in decision.reason
+    assert "positive integer" in decision.reason
     assert decision.severity == "warning"
 
 

@@ -148,15 +148,15 @@ def test_a_pattern_of_frozen_parameters_says_so(resolve):
 
 def test_a_group_that_earlier_ones_empty_is_an_error(resolve):
     rules = [ParameterGroup(name="all"), ParameterGroup(name="late", patterns="unet")]
-    with pytest.raises(OptimizerError, match=r"earlier groups have taken all.*\(all\)"):
+    with pytest.raises(OptimizerError, match=r"earlier groups match all.*\(all\)"):
         resolve(ParameterGroups(rules=rules))
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"patterns": "re:("}, "not a regular expression"),
-        ({"patterns": ()}, "picks nothing"),
+        ({"patterns": "re:("}, "not a valid regular expression"),
+        ({"patterns": ()}, "matches nothing"),
         ({"name": " "}, "needs a name"),
         ({"lr_scale": 0}, "must be a number > 0"),
         ({"lr_scale": 2.0, "params": {"lr": 1.0}}, "not both"),

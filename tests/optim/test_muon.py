@@ -78,17 +78,17 @@ def test_groups_of_ones_own_are_split_too(resolve):
 
 
 def test_a_vector_cannot_be_muons(resolve):
-    with pytest.raises(InvalidValueError, match="this is none"):
+    with pytest.raises(InvalidValueError, match="this is not a matrix"):
         resolve(muon=MuonPatterns(rules=[("*", True)]))
 
 
 def test_a_place_that_does_not_exist_is_refused():
-    with pytest.raises(InvalidValueError, match="no such place"):
+    with pytest.raises(InvalidValueError, match="not a known position"):
         MuonPatterns(rules=[("@middle", True)])
 
 
 def test_a_model_without_hidden_matrices_is_an_error(resolve):
-    with pytest.raises(OptimizerError, match="no parameter of this model is for Muon"):
+    with pytest.raises(OptimizerError, match="Muon can update no parameter of this model"):
         resolve(shapes=SHAPES[:1])
 
 

@@ -74,7 +74,7 @@ def test_reference_a_above_one_process_is_an_error_that_says_what_to_change():
     message = str(caught.value)
     assert message.startswith("train_batch_size = 8: 8 != 2 (train_micro_batch_size_per_gpu)")
     assert "x 4 (gradient_accumulation_steps) x 2 (world size)" in message
-    assert "hold at world size 1" in message
+    assert "are consistent at world size 1" in message
     for change in (
         "train_batch_size = 16",
         "gradient_accumulation_steps = 2",
@@ -84,14 +84,14 @@ def test_reference_a_above_one_process_is_an_error_that_says_what_to_change():
 
 
 def test_numbers_that_hold_nowhere_say_so():
-    with pytest.raises(PlanConflictError, match="hold at no world size"):
+    with pytest.raises(PlanConflictError, match="no number of processes makes"):
         solve(7, 2, 4)
 
 
 def test_an_uneven_share_lists_the_world_sizes_that_work():
     with pytest.raises(PlanConflictError) as caught:
         solve(12, 2, None, world_size=5)
-    assert "it can at world size 1, 2, 3, 6" in caught.value.reason
+    assert "it works at world size 1, 2, 3, 6" in caught.value.reason
     with pytest.raises(PlanConflictError, match="at no world size"):
         solve(7, 2, None)
 

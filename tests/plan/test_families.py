@@ -94,7 +94,7 @@ def test_every_file_is_complete():
 def test_an_unknown_family_is_refused_with_those_there_are():
     with pytest.raises(InvalidValueError, match=r"family = 'sdxxl'.*did you mean 'sdxl'"):
         family("sdxxl")
-    with pytest.raises(InvalidValueError, match="is not a model family"):
+    with pytest.raises(InvalidValueError, match="is not a known model family"):
         family("../families/sdxl")
 
 
@@ -102,7 +102,7 @@ def test_facts_come_from_what_people_have():
     facts = ModelFacts.from_shapes([("weight", (3, 4))])
     assert as_facts(facts) is facts
     assert as_facts("sdxl") is family("sdxl")
-    with pytest.raises(InvalidValueError, match="neither a model nor facts"):
+    with pytest.raises(InvalidValueError, match="neither a model nor model facts"):
         as_facts(12)
 
 

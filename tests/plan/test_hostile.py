@@ -45,7 +45,7 @@ class Huge:
 
 class TestYaml:
     def test_aliases_of_aliases_are_refused_before_they_are_followed(self):
-        with pytest.raises(PlanSyntaxError, match="repeats too much") as caught:
+        with pytest.raises(PlanSyntaxError, match="repeat too much") as caught:
             parse_yaml(bomb(60), source="x.yaml")
         assert caught.value.line > 1
 
@@ -54,7 +54,7 @@ class TestYaml:
         assert read == {"a": {"b": [1, 2]}, "c": {"b": [1, 2]}, "d": {"b": [1, 2]}}
 
     def test_an_anchor_inside_itself_is_refused(self):
-        with pytest.raises(PlanSyntaxError, match="contains itself"):
+        with pytest.raises(PlanSyntaxError, match="refers to itself"):
             parse_yaml("a: &a [*a]", source="x")
 
     @pytest.mark.parametrize("digits", ["0x" + "f" * 6000, "9" * 6000, "1:" * 3000 + "1"])

@@ -85,7 +85,9 @@ def test_an_argument_too_many_never_gets_an_empty_fix(name):
     plan = DeepSpeedPlan.from_dict({"scheduler": {"type": name, "params": {"zzzzz": 1}}})
     resolved = plan.resolve(platform=Platform.synthetic("cuda"))
     text = message(lambda: OptimizerResolver().settled(resolved))
-    assert text.endswith("Fix: remove it: there are none." if name == "constant" else "_type.")
+    assert text.endswith(
+        "Fix: remove it: it accepts no arguments." if name == "constant" else "_type."
+    )
 
 
 TEMPLATES = ("{{ batch }}", "${BATCH}", "$BATCH", "<batch size>", "%BATCH%", "@BATCH@", "{batch}",
@@ -103,7 +105,7 @@ def test_a_template_is_called_one(template):
     with pytest.raises(InvalidValueError) as caught:
         DeepSpeedPlan.from_dict(config)
     assert {error.reason for error in caught.value.each()} == {
-        "is a template that was not filled in"
+        "is a template placeholder without a value"
     }
     assert len(caught.value.each()) == 5
     settings = {"optimizer": {"type": "AdamW", "params": {"lr": template}}}
@@ -128,7 +130,7 @@ def test_other_folders_are_folders(path):
 
 @pytest.mark.parametrize("template", [each for each in TEMPLATES if each != "{batch}"])
 def test_a_template_without_quotes_is_called_one_too(template):
-    with pytest.raises(PlanSyntaxError, match="template that was not filled in"):
+    with pytest.raises(PlanSyntaxError, match="template placeholder without a value"):
         parse_json(f'{{"train_batch_size": {template}}}', source="x")
 
 

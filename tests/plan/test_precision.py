@@ -71,7 +71,7 @@ def test_a_cpu_that_would_emulate_bf16_says_so():
     assert (decision.key, decision.after) == ("precision", "fp32")
     assert "would emulate" in decision.reason
     off = {"bf16": {"enabled": False}, "fp16": {"enabled": "auto"}}
-    assert decide(off, CPU)[1][0].reason == "the configuration switches bf16 off"
+    assert decide(off, CPU)[1][0].reason == "the configuration disables bf16"
 
 
 def test_fp16_on_the_cpu_accelerator_becomes_bf16_with_a_warning():

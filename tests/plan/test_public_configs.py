@@ -95,7 +95,7 @@ def test_without_any_batch_key_the_run_fills_it(resolve):
 
 def test_a_batch_that_holds_at_other_world_sizes_lists_them(resolve):
     config = {"train_batch_size": 8, "gradient_accumulation_steps": 1}
-    with pytest.raises(PlanConflictError, match="it can at world size 1, 2, 4, 8"):
+    with pytest.raises(PlanConflictError, match="it works at world size 1, 2, 4, 8"):
         resolve(config, world_size=3)
 
 
@@ -263,7 +263,7 @@ def test_a_wrapped_configuration_is_unwrapped():
 
 def test_a_file_that_is_no_deepspeed_configuration_is_told_so():
     model = {"hidden_size": 64, "architectures": ["UNet"], "vocab_size": 3, "dropout": 0.1}
-    with pytest.raises(InvalidValueError, match="holds no DeepSpeed configuration"):
+    with pytest.raises(InvalidValueError, match="contains no DeepSpeed configuration"):
         read(model)
 
 

@@ -348,7 +348,7 @@ def test_a_missing_deepspeed_is_reported_even_when_nothing_is_dropped(no_deepspe
 def test_deepspeed_can_be_switched_off(cuda):
     resolved = resolve(zero(stage=2), cuda, deepspeed=False)
     assert not resolved.uses_deepspeed
-    assert decision(resolved, "zero_optimization").reason == "DeepSpeed was switched off"
+    assert decision(resolved, "zero_optimization").reason == "DeepSpeed is disabled"
     assert warnings(resolve(BF16, cuda, deepspeed=False)) == []
 
 

@@ -117,7 +117,7 @@ def test_whatever_needs_all_ranks_begins_at_a_barrier_that_says_what_it_is(monke
         "export adapters": "exporting adapters to ",
         "merge": "merging into nowhere/merged",
         "draw": "drawing images",
-        "run on an average": "running on averaged weights",
+        "run on an average": "running with averaged weights",
         "gather an average": "gathering the weights",
         "save in the background": "saving in nowhere",
     }
@@ -277,7 +277,7 @@ def test_a_silent_rank_of_another_machine_is_told_by_its_silence():
     silent = beat(1)._aged(silent_s=20, ended=None, interval_s=1)
     assert _stuck([beat(0, still_s=9), silent], 8, 2)
     text = _message([beat(0, still_s=9), silent], 2, 8)
-    assert text.startswith("rank 1 stopped or ended without a word")
+    assert text.startswith("rank 1 stopped or exited without an error")
     assert "rank 1 has not been heard of for 20 s; it was in forward at step 3" in text
     assert beat(1)._aged(silent_s=2, ended=None, interval_s=1) == beat(1), "a pause is no end"
     let_down = beat(0, failed="CollectiveError: a rank was lost", let_down=True, done=True)

@@ -220,7 +220,7 @@ def test_what_is_exported_and_when_is_answered(tmp_path: Path) -> None:
     folder = tmp_path / "after"
     calls = [partial(trainer.fit, steps=1), partial(trainer.export, folder)]
     for call in (*calls, partial(trainer.save, folder), partial(trainer.resume, folder)):
-        refused(call, "this trainer is closed", "a new Trainer continues")
+        refused(call, "this trainer and its engine are closed", "a new Trainer continues")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -234,7 +234,7 @@ def test_a_plan_is_built_with_a_name_and_a_rate() -> None:
         ({"optimizer": torch.optim.AdamW}, 'write optimizer="AdamW", lr='),
         ({"optimizer": torch.optim.SGD([torch.zeros(1)], lr=1.0)}, 'write optimizer="SGD"'),
         ({"optimizer": section, "lr": 1e-4}, "lr = 0.0001: the optimizer's params have one too"),
-        ({"optimizer": None, "lr": 1e-4}, "there is no optimizer"),
+        ({"optimizer": None, "lr": 1e-4}, "no optimizer is set"),
     ]
     for arguments, words in refused:
         with pytest.raises(ZeroTuneError, match=words):

@@ -1,4 +1,4 @@
-"""Checkpoints without pickle: whole or not there, checked before they are loaded."""
+"""Checkpoints without pickle: written atomically, and verified before loading."""
 
 from __future__ import annotations
 

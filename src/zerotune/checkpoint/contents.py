@@ -1,4 +1,4 @@
-"""What goes into a checkpoint: what one rank writes, and what the manifest says of the engine."""
+"""Contents of a checkpoint: what each rank writes, and the manifest's data about the engine."""
 
 from __future__ import annotations
 
@@ -25,37 +25,37 @@ if TYPE_CHECKING:
 SHADOW: Final = "shadow/"
 BUFFER: Final = "buffer/"
 GENERATOR: Final = "rng/"
-"""Tensors of generators are called so in a tensor file."""
+"""Prefix of generator tensors in a tensor file."""
 GENERATOR_TEXT: Final = "rng"
-"""Metadata entry that holds what is no array of numbers."""
+"""Metadata key for values that are not tensors."""
 
 Tensors = Mapping[str, torch.Tensor]
 
 
 @runtime_checkable
 class ShadowLike(Protocol):
-    """Anything that keeps tensors beside the weights, such as ``zerotune.ema.EMAShadow``.
+    """Protocol of tensors saved beside the weights, such as ``zerotune.ema.EMAShadow``.
 
-    Tensors that belong to a fragment of the master weights are fp32 and called
-    ``FragmentAddress.key``, any others have a name of their own and are alike on every rank.
+    Tensors of a fragment of the master weights are fp32 and named by ``FragmentAddress.key``. Other
+    tensors have their own names and are equal on every rank.
     """
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """This rank's tensors by name; views, not copies."""
+        """Return this rank's tensors by name; views, not copies."""
         ...
 
     def load_state_dict(self, state: Tensors) -> None:
-        """Restore them, looking up one tensor at a time."""
+        """Load them, reading one tensor at a time."""
         ...
 
 
 def shadow_key(shadow: str, key: str) -> str:
-    """Name in a rank's file of a shadow's tensor that belongs to no fragment."""
+    """Return the name in a rank's file for a shadow's tensor without fragment."""
     return f"{SHADOW}{shadow}/{key}"
 
 
 def persistent_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The buffers that belong to a model's state, by dotted name; shared ones once."""
+    """Return the persistent buffers of a model by dotted name; shared ones once."""
     buffers: dict[int, tuple[str, torch.Tensor]] = {}
     for prefix, part in module.named_modules():
         for name, buffer in part.named_buffers(recurse=False):
@@ -66,7 +66,7 @@ def persistent_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 @attrs.frozen(kw_only=True)
 class Part:
-    """A part of a parameter that this rank has something of."""
+    """A part of a parameter that this rank owns."""
 
     name: str
     start: int
@@ -74,13 +74,13 @@ class Part:
 
     @classmethod
     def of(cls, address: FragmentAddress) -> Part:
-        """The part a fragment is."""
+        """Create the part of a fragment."""
         return cls(name=address.name, start=address.start, numel=address.numel)
 
 
 @attrs.frozen(kw_only=True)
 class Counters:
-    """What an optimizer counts for a parameter."""
+    """Counters of an optimizer for a parameter."""
 
     step: int | None
     scalars: Mapping[str, float]
@@ -88,17 +88,17 @@ class Counters:
 
 @attrs.frozen(kw_only=True)
 class RankShare:
-    """What one rank will write; all ranks know it before the first byte is written."""
+    """Sizes of one rank's data, known to all ranks before writing starts."""
 
     parts: Mapping[Subject, tuple[Part, ...]]
     counters: Mapping[str, Counters]
     nbytes: int
-    """Of the file that is this rank's alone."""
+    """Tensors of this rank's own file."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
 class Piece:
-    """Elements that go into a shared file."""
+    """Elements to write into a shared file."""
 
     subject: Subject
     part: Part
@@ -107,23 +107,23 @@ class Piece:
 
 @attrs.frozen(kw_only=True, eq=False)
 class RankContents:
-    """Everything one rank writes."""
+    """Everything that one rank writes."""
 
     parts: Mapping[Subject, tuple[Part, ...]]
     counters: Mapping[str, Counters]
     shadows: Mapping[str, Tensors]
-    """The tensors of each shadow that belong to a fragment, by ``FragmentAddress.key``."""
+    """Tensors of each shadow that belong to a fragment, by ``FragmentAddress.key``."""
     others: Tensors
-    """Buffers, generators and what a shadow has besides: for this rank's own file."""
+    """Buffers, generators and other shadow tensors for this rank's own file."""
     metadata: Mapping[str, str]
     rank: int = 0
     world_size: int = 1
     pieces: tuple[Piece, ...] | None = None
-    """Copies of everything in ``parts``; ``None`` where the engine is read while writing."""
+    """Copies of everything in ``parts``; ``None`` if the engine is read while writing."""
 
     @classmethod
     def of(cls, engine: Engine, *, shadows: Mapping[str, ShadowLike], rng: bool) -> RankContents:
-        """Look at this rank's share of an engine; reads no weights."""
+        """Describe this rank's share of an engine without reading weights."""
         others = {
             BUFFER + name: buffer for name, buffer in persistent_buffers(engine.module).items()
         }
@@ -158,7 +158,7 @@ class RankContents:
         )
 
     def file(self) -> TensorFile:
-        """The file that is this rank's alone."""
+        """The rank's own file."""
         return TensorFile.of(
             f"rank-{self.rank:05d}-of-{self.world_size:05d}.safetensors",
             Subject(kind="rank", of=str(self.rank)),
@@ -167,11 +167,11 @@ class RankContents:
         )
 
     def share(self) -> RankShare:
-        """What the other ranks must know of it."""
+        """The data that other ranks need about it."""
         return RankShare(parts=self.parts, counters=self.counters, nbytes=self.file().nbytes)
 
     def read(self, engine: Engine) -> Iterator[Piece]:
-        """Everything in ``parts``, one sub-group of the master weights in memory at a time."""
+        """Read everything in ``parts``, one sub-group of master weights at a time."""
         if self.pieces is not None:
             yield from self.pieces
             return
@@ -188,7 +188,7 @@ class RankContents:
                 yield Piece(subject=subject, part=part, tensor=tensor)
 
     def copied(self, engine: Engine) -> RankContents:
-        """The same, copied into host memory: training may go on while it is written."""
+        """Return a copy in host memory, so that training may continue while it is written."""
         pieces = tuple(
             attrs.evolve(piece, tensor=_copy(piece.tensor)) for piece in self.read(engine)
         )
@@ -217,29 +217,30 @@ def _optimized(engine: Engine) -> tuple[dict[Subject, tuple[Part, ...]], dict[st
 def _checked_states(states: OptimizerStates, name: str) -> tuple[str, ...]:
     if states.others:
         raise CheckpointError(
-            f"the optimizer keeps {', '.join(states.others)}, which no checkpoint can "
-            "divide like the weights",
+            f"the optimizer keeps {', '.join(states.others)}, which checkpoints cannot "
+            "shard like the weights",
             key=name,
-            fix="train with an optimizer that keeps one number per weight, such as AdamW",
+            fix="use an optimizer that keeps one number per weight, such as AdamW",
         )
     tensors = states.tensors
     for state, tensor in tensors.items():
         if tensor.dtype not in (torch.float32, torch.bfloat16):
             raise CheckpointError(
-                f"optimizer state {state!r} is {tensor.dtype}; fp32 and bf16 states are saved",
+                f"optimizer state {state!r} is {tensor.dtype}; only fp32 and bf16 states "
+                "can be saved",
                 key=name,
-                fix="use an optimizer with states in one of them, such as AdamW",
+                fix="use an optimizer with fp32 or bf16 states, such as AdamW",
             )
     return tuple(tensors)
 
 
 def plain_data(value: Any, key: str) -> Any:
-    """``value`` as JSON gives it back: dicts with text keys, lists, text, finite numbers."""
+    """Return ``value`` as JSON would: dicts with text keys, lists, text, finite numbers."""
     if isinstance(value, Mapping):
         for name in value:
             if not isinstance(name, str):
                 raise CheckpointError(
-                    "JSON has only text keys", key=key, value=name, fix=f"write {str(name)!r}"
+                    "JSON only supports text keys", key=key, value=name, fix=f"write {str(name)!r}"
                 )
         return {name: plain_data(item, f"{key}.{name}") for name, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -248,10 +249,10 @@ def plain_data(value: Any, key: str) -> Any:
     if (value is None or isinstance(value, (str, bool, int, float))) and finite:
         return value
     raise CheckpointError(
-        "JSON cannot hold it",
+        "JSON cannot represent it",
         key=key,
         value=value,
-        fix="keep numbers, text, lists and dicts; tensors belong into a shadow",
+        fix="use numbers, text, lists and dicts; save tensors in a shadow",
     )
 
 
@@ -261,7 +262,7 @@ def plain_data(value: Any, key: str) -> Any:
 def draft(
     engine: Engine, *, shadows: Mapping[str, Any], rng: bool, extra: Mapping[str, Any]
 ) -> Manifest:
-    """The manifest of an engine as it is now, with neither parameters nor files."""
+    """Create the manifest of an engine's current state, without parameters and files."""
     state = attrs.evolve(
         engine.state,
         scheduler=plain_data(engine.state.scheduler, "scheduler"),
@@ -286,7 +287,7 @@ def draft(
 
 
 def plan_record(engine: Engine) -> PlanRecord:
-    """What the manifest says of the plan an engine runs under."""
+    """Return the manifest's record of an engine's plan."""
     plan = engine.plan
     optimizer: Any = plan.optimizer
     scheduler: Any = plan.scheduler
@@ -305,18 +306,18 @@ def plan_record(engine: Engine) -> PlanRecord:
 
 
 def buffer_records(module: torch.nn.Module) -> tuple[TensorRecord, ...]:
-    """What the manifest says of the model's buffers."""
+    """Return the manifest's records of the model's buffers."""
     return tuple(tensor_record(name, b) for name, b in persistent_buffers(module).items())
 
 
 def untrained_parameters(engine: Engine) -> dict[str, torch.nn.Parameter]:
-    """Parameters without master weights: frozen ones, and those without elements."""
+    """Return parameters without master weights: frozen and empty ones."""
     trained = engine.master_weights.parameters
     return {name: p for name, p in engine.module.named_parameters() if name not in trained}
 
 
 def model_config(module: torch.nn.Module) -> Mapping[str, Any] | None:
-    """A diffusers model's ``config.json``; ``None`` of a module that has none."""
+    """Return a diffusers model's ``config.json``; ``None`` if a module has none."""
     write = getattr(module, "to_json_string", None)
     if write is None:
         return None
@@ -329,12 +330,12 @@ def model_config(module: torch.nn.Module) -> Mapping[str, Any] | None:
 
 
 def now() -> str:
-    """UTC time, ISO 8601."""
+    """Return the UTC time, ISO 8601."""
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
 def versions() -> dict[str, str]:
-    """The installed zerotune and torch."""
+    """Return the versions of zerotune and torch."""
     return {
         "zerotune": installed_version("zerotune") or "unknown",
         "torch": torch.__version__,
@@ -342,14 +343,14 @@ def versions() -> dict[str, str]:
 
 
 def tied_names(module: torch.nn.Module) -> dict[str, str]:
-    """Further names of tied parameters, and their first."""
+    """Map further names of tied parameters to their first name."""
     first = {id(parameter): name for name, parameter in module.named_parameters()}
     every = module.named_parameters(remove_duplicate=False)
     return {name: first[id(p)] for name, p in every if first[id(p)] != name}
 
 
 def tensor_record(name: str, tensor: torch.Tensor) -> TensorRecord:
-    """What the manifest says of a tensor."""
+    """Return the manifest's record of a tensor."""
     # ZeRO-3 keeps the full shape beside a partitioned parameter.
     shape = tuple(getattr(tensor, "ds_shape", tensor.shape))
     return TensorRecord(name=name, shape=shape, dtype=str(tensor.dtype).removeprefix("torch."))
@@ -359,10 +360,10 @@ def tensor_record(name: str, tensor: torch.Tensor) -> TensorRecord:
 
 
 def capture_generators() -> tuple[dict[str, torch.Tensor], str]:
-    """The state of torch's, numpy's and Python's global generators.
+    """Capture the state of torch's, numpy's and Python's global generators.
 
     Returns:
-        1-D uint8 tensors by name, and a JSON text with the few numbers around them.
+        Returns 1-D uint8 tensors by name, and the remaining numbers as JSON text.
     """
     tensors = {"torch_cpu": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -380,7 +381,7 @@ def capture_generators() -> tuple[dict[str, torch.Tensor], str]:
 
 
 def restore_generators(tensors: Mapping[str, torch.Tensor], text: str) -> None:
-    """Put the generators back to what ``capture_generators`` saw."""
+    """Restore a state captured by ``capture_generators``."""
     python, numpy = check_generators(tensors, text)
     torch.set_rng_state(tensors[GENERATOR + "torch_cpu"].contiguous())
     random.setstate(python)
@@ -390,7 +391,7 @@ def restore_generators(tensors: Mapping[str, torch.Tensor], text: str) -> None:
 
 
 def check_generators(tensors: Mapping[str, torch.Tensor], text: str) -> tuple[Any, Any]:
-    """The states for Python's and numpy's generators; generators of no use take all of it first."""
+    """Parse the states for Python's and numpy's generators, and test them on copies."""
     try:
         numbers = json_of(text)
         kind, position, has_gauss, cached = numbers["numpy"]

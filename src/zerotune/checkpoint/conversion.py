@@ -1,4 +1,4 @@
-"""Other formats into checkpoints, and checkpoints into diffusers model folders. No engine."""
+"""Convert other formats to checkpoints, and checkpoints to diffusers model folders."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def convert(
     dtype: str = "fp32",
     base: str | os.PathLike[str] | None = None,
 ) -> Path:
-    """Convert a checkpoint into a model folder, or anything else into a checkpoint.
+    """Convert a checkpoint to a model folder, or another format to a checkpoint.
 
     ================================  ==============================================
     ``source``                        ``target``
@@ -68,28 +68,29 @@ def convert(
     ================================  ==============================================
 
     An average that diffusers' scripts save beside the model (``unet_ema``) becomes the shadow
-    ``"ema"``. What of a folder cannot be taken is logged, each with its reason, and stands in the
+    ``"ema"``. Parts of a folder that cannot be converted are logged with reasons, and listed in the
     checkpoint's ``extra["left_out"]``.
 
     Args:
-        source: What to read. accelerate's ``save_state`` under DeepSpeed keeps DeepSpeed's own
-            format in a folder called ``pytorch_model``, which is found; without DeepSpeed the
-            model's class tells which parameter a state of Adam belongs to.
-        target: What to write; must not exist.
-        shadow: Of a zerotune checkpoint, the EMA shadow to write instead of the trained weights.
-        dtype: Of the model folder: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
-        base: Of a checkpoint with frozen parameters, the model folder training began from; of
-            what accelerate saved, a model folder whose ``config.json`` names the model's class.
+        source: Folder to convert. Under DeepSpeed accelerate's ``save_state`` contains DeepSpeed's
+            own format in the folder ``pytorch_model``, which is found. Without DeepSpeed the
+            model's class is needed to assign Adam's states to parameters.
+        target: Target path; must not exist.
+        shadow: For a zerotune checkpoint: name of the EMA shadow to write instead of the trained
+            weights.
+        dtype: Dtype of the model folder: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
+        base: For a checkpoint with frozen parameters: the model folder that training started from.
+            For accelerate's folders: a model folder whose ``config.json`` names the model's class.
 
     Returns:
-        The absolute path of what was written.
+        The absolute path of the result.
 
     Raises:
-        CheckpointError: ``source`` is none of these, or ``target`` is taken.
+        CheckpointError: ``source`` has none of these formats, or ``target`` exists.
         CheckpointCorruptError: A file is damaged.
-        CheckpointMismatchError: What is asked for is not in it.
+        CheckpointMismatchError: A requested part is not in it.
     """
-    with system_errors(CheckpointError, target, f"cannot be converted to from {os.fspath(source)}"):
+    with system_errors(CheckpointError, target, f"cannot be written from {os.fspath(source)}"):
         folder = Path(source)
         if (folder / MANIFEST).exists():
             if base is not None and _is_whole_state(Path(target), Path(base)):
@@ -100,7 +101,7 @@ def convert(
         final = checked_path(target)
         if final.exists():
             raise CheckpointError(
-                "exists and is not replaced", key=str(final), fix="choose another name"
+                "exists and is not overwritten", key=str(final), fix="choose another name"
             )
         for native in (folder, folder / "pytorch_model"):
             if (native / "latest").is_file() or any(native.glob("*zero_pp_rank_*.pt")):
@@ -299,14 +300,14 @@ def _write_checkpoint(
 
 _AVERAGE: Final = Subject(kind="shadow", of="ema")
 _LEFT_OUT: Final = {
-    "random_states_*": "noise of other loops: it is drawn from seed and step from here on",
-    "scheduler*": "it has a position and no curve: the plan's schedule goes on at the same step",
-    "sampler*": "the order of other loops: the data begin at their start",
-    "dl_state_dict*": "the order of other loops: the data begin at their start",
-    "scaler.pt": "the loss scale starts as the plan says",
-    "custom_checkpoint_*": "an object of the script's own, which its class alone can read",
+    "random_states_*": "other loops draw noise differently: it is drawn from seed and step",
+    "scheduler*": "it has a position but no curve: the plan's schedule continues at the same step",
+    "sampler*": "other loops order data differently: the data start at the beginning",
+    "dl_state_dict*": "other loops order data differently: the data start at the beginning",
+    "scaler.pt": "the loss scale starts at the plan's value",
+    "custom_checkpoint_*": "an object of the script, which only its class can read",
 }
-"""What is not taken, by the names that accelerate gives its files, and why."""
+"""Files that are not converted, by accelerate's file names, with reasons."""
 
 
 @attrs.frozen(kw_only=True)
@@ -316,13 +317,13 @@ class _Averages:
 
 
 class StateFolder:
-    """A folder of accelerate's ``save_state``, with what diffusers' hooks write into it.
+    """A folder of accelerate's ``save_state``, including the output of diffusers' hooks.
 
     Args:
         folder: The folder.
 
     Attributes:
-        left_out: What has not been taken so far, by file, and why.
+        left_out: Files that were not converted, with reasons.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -337,12 +338,12 @@ class StateFolder:
 
     @property
     def is_one(self) -> bool:
-        """Whether accelerate saved it, without DeepSpeed."""
+        """Return whether accelerate saved the folder without DeepSpeed."""
         return (self.folder / _ACCELERATES_OPTIMIZER).is_file()
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
-        """That something was left out, each with its reason."""
+        """Return a decision for each file that was left out."""
         return tuple(
             Decision(
                 key=f"convert.{name}", before="saved", after=None, reason=why, severity="warning"
@@ -352,7 +353,7 @@ class StateFolder:
 
     @property
     def model(self) -> Path:
-        """Where the weights are: a hook's model folder, or accelerate's own files."""
+        """Folder of the weights: a hook's model folder, or accelerate's own files."""
         folders = [
             path.parent
             for path in sorted(self.folder.glob(f"*/{CONFIG}"))
@@ -360,21 +361,21 @@ class StateFolder:
         ]
         if len(folders) > 1:
             raise CheckpointError(
-                f"holds several models ({', '.join(path.name for path in folders)}), whose "
-                "optimizer states lie in one file",
+                f"contains several models ({', '.join(path.name for path in folders)}), "
+                "whose optimizer states are in one file",
                 key=str(self.folder),
-                fix="convert the folder of one of them, which gives its weights",
+                fix="convert the folder of one of them, which contains its weights",
             )
         if not folders and (self.folder / "pytorch_lora_weights.safetensors").is_file():
             raise CheckpointError(
-                "holds adapters alone",
+                "contains only adapters",
                 key=str(self.folder),
                 fix="load them into the model before training, with zerotune's load_adapters",
             )
         return folders[0] if folders else self.folder
 
     def averages(self, shapes: Mapping[str, tuple[int, ...]]) -> _Averages | None:
-        """What diffusers' ``EMAModel`` saved; ``None`` where there is none of these weights."""
+        """Return the average of these weights saved by diffusers' ``EMAModel``, or ``None``."""
         found = [path.parent for path in sorted(self.folder.glob(f"*_ema/{CONFIG}"))]
         for path in found:
             reader = ModelFolderReader(path)
@@ -390,27 +391,27 @@ class StateFolder:
     def adam(
         self, config: Mapping[str, Any] | None, shapes: Mapping[str, tuple[int, ...]]
     ) -> Mapping[str, Mapping[str, torch.Tensor]]:
-        """Adam's states by parameter; empty, with a note, if they cannot be assigned."""
+        """Return Adam's states by parameter; empty, with a note, if they cannot be assigned."""
         states = [each for _, each in sorted(self._optimizer["state"].items())]
         names = _trained_names(config)
         if not states:
             why = "it holds no states"
         elif not all({"step", *_ADAM_STATES} == each.keys() for each in states):
-            why = f"no states of Adam, but {', '.join(map(str, states[0]))}"
+            why = f"its states are not Adam's but {', '.join(map(str, states[0]))}"
         elif names is None:
             why = (
-                "its states have numbers and no names, and no config.json says the model's class; "
-                "give base=, a folder of this model"
+                "its states have numbers instead of names, and no config.json names the "
+                "model's class; pass base=, a folder of this model"
             )
         elif [shapes.get(name) for name in names] != [tuple(s["exp_avg"].shape) for s in states]:
-            why = "it has trained other parameters than all of the model's, and does not say which"
+            why = "it trained only some of the model's parameters, and does not say which"
         else:
             return dict(zip(names, states, strict=True))
-        self.left_out[_ACCELERATES_OPTIMIZER] = f"{why}: the optimizer starts anew"
+        self.left_out[_ACCELERATES_OPTIMIZER] = f"{why}: the optimizer starts with fresh states"
         return {}
 
     def plan(self) -> PlanRecord:
-        """As much of a plan as such a folder tells."""
+        """Return the part of a plan that such a folder contains."""
         group = self._optimizer["param_groups"][0]
         params = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
         decoupled = group.get("decoupled_weight_decay", True)

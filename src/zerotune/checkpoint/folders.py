@@ -1,8 +1,8 @@
-"""How a checkpoint or an export comes to its name, and which folders are which.
+"""Names and locks of checkpoint and export folders.
 
-A checkpoint is filled under ``<name>.tmp-<id>`` and renamed when it is whole. One of the same name
-is first renamed to ``<name>.old-<id>`` and removed last. So at every moment there is a whole
-checkpoint under one of the three names, and ``find_checkpoint`` knows them.
+A checkpoint is written as ``<name>.tmp-<id>`` and renamed when it is complete. An existing one of
+the same name is first renamed to ``<name>.old-<id>`` and removed last. So at every moment a
+complete checkpoint exists under one of the three names, and ``find_checkpoint`` knows them.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ _LEFTOVER: Final = re.compile(r"(.+)\.(tmp|old|trash)-([0-9a-f]{12})", re.ASCII)
 _SAVED_FILE: Final = re.compile(
     r"(weights|optimizer\..+|shadow\..+|rank)-\d{5}-of-\d{5}\.safetensors", re.ASCII
 )
-"""Files that saving makes, also where no manifest tells of them."""
+"""Files that saving creates, including those not listed in a manifest."""
 _MARK_ENTRY: Final = "zerotune"
-"""Where the mark of an export stands in a safetensors header."""
+"""Metadata key of an export's mark in a safetensors header."""
 _FREE_MARGIN: Final = 2**24
-"""Bytes left free beside what will be written, for the file system's own bookkeeping."""
+"""Bytes to leave free for the file system's own bookkeeping."""
 
 
 def step_folder(root: str | os.PathLike[str], step: int) -> Path:
-    """Where the checkpoint of an optimizer step lies: ``<root>/step-00001234``.
+    """Return the folder for the checkpoint of an optimizer step: ``<root>/step-00001234``.
 
     Args:
         root: The folder of all checkpoints.
@@ -64,7 +64,7 @@ def step_folder(root: str | os.PathLike[str], step: int) -> Path:
 
 
 def checked_path(directory: str | os.PathLike[str]) -> Path:
-    """An absolute path at which a checkpoint may lie."""
+    """Return an absolute path that is valid for a checkpoint."""
     path = Path(os.path.abspath(directory))  # noqa: PTH100 - Path.absolute keeps "..".
     with system_errors(CheckpointError, path, "cannot be the name of a checkpoint"):
         linked = path.is_symlink()
@@ -72,7 +72,7 @@ def checked_path(directory: str | os.PathLike[str]) -> Path:
         raise CheckpointError(
             "is a symbolic link; replacing it would not replace what it points to",
             key=str(path),
-            fix=f"give the folder itself, {os.path.realpath(path)}",
+            fix=f"pass the folder itself, {os.path.realpath(path)}",
         )
     if not path.name or "\0" in str(path) or _LEFTOVER.fullmatch(path.name):
         raise CheckpointError(
@@ -82,10 +82,10 @@ def checked_path(directory: str | os.PathLike[str]) -> Path:
 
 
 class Staging:
-    """A folder under a temporary name that will become the checkpoint ``final``.
+    """A folder with a temporary name that will become the checkpoint ``final``.
 
-    The process that made it holds a lock on it, so that others can tell work in progress from
-    what a killed process left behind.
+    Its creator holds a lock on it, which distinguishes work in progress from leftovers of a killed
+    process.
     """
 
     def __init__(self, final: Path) -> None:
@@ -97,7 +97,7 @@ class Staging:
         self._lock = _lock_folder(self.path)
 
     def publish(self) -> None:
-        """Give the folder its final name; a former checkpoint goes only after that."""
+        """Rename the folder to its final name; remove the previous checkpoint afterwards."""
         sync(self.path)
         former = self._take_place()
         sync(self._final.parent)
@@ -107,7 +107,7 @@ class Staging:
         remove_leftovers(self._final.parent, name=self._final.name)
 
     def abandon(self) -> None:
-        """Remove what was written so far."""
+        """Remove everything written so far."""
         self._release()
         if self.path.exists():
             _remove(self.path)
@@ -117,7 +117,7 @@ class Staging:
             return
         if not final.is_dir() or (any(final.iterdir()) and not (final / MANIFEST).is_file()):
             raise CheckpointError(
-                "exists and is no checkpoint, so it is not replaced",
+                "exists and is not a checkpoint, so it is not overwritten",
                 key=str(final),
                 fix="choose another folder, or remove it yourself",
             )
@@ -137,9 +137,9 @@ class Staging:
 
 
 class ExportStaging(Staging):
-    """The same for an export, which has nobody who finds it under another name meanwhile.
+    """The same for an export, which cannot be found under a temporary name.
 
-    So the two swap their names in one step, where the file system can.
+    The old and the new export are therefore exchanged in one step, if the file system supports it.
     """
 
     @override
@@ -166,27 +166,27 @@ def check_space(folder: Path, nbytes: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < nbytes + _FREE_MARGIN:
         raise CheckpointError(
-            f"the checkpoint takes {disk_size(nbytes)} and {disk_size(free)} are free",
+            f"the checkpoint needs {disk_size(nbytes)}, but only {disk_size(free)} are free",
             key=str(folder),
             fix="free disk space, keep fewer checkpoints (prune), or save elsewhere",
         )
 
 
 def find_checkpoint(directory: str | os.PathLike[str]) -> tuple[Path, Manifest]:
-    """The folder that holds the checkpoint called ``directory``, and its manifest.
+    """Return the folder of the checkpoint ``directory``, and its manifest.
 
-    Usually ``directory`` itself. When a process was killed between the two renames that replace a
-    checkpoint, the newest whole one beside it.
+    This is usually ``directory`` itself. If a process was killed between the two renames that
+    replace a checkpoint, it is the newest complete one beside it.
     """
     path = checked_path(directory)
     if (located := _located(path)) is not None:
         return located
-    fix = "give a folder written by save_checkpoint, such as <root>/step-00001234"
+    fix = "use a folder written by save_checkpoint, such as <root>/step-00001234"
     if path.is_dir() and ((path / "latest").exists() or any(path.glob("*zero_pp_rank*"))):
-        fix = f"DeepSpeed's own checkpoint? `zerotune checkpoint convert {path} NEW`"
+        fix = f"for DeepSpeed's own checkpoint use `zerotune checkpoint convert {path} NEW`"
     elif path.is_dir() and (newest := latest_checkpoint(path)) is not None:
         fix = f"did you mean {newest}?"
-    raise CheckpointError(f"is no checkpoint (no {MANIFEST} in it)", key=str(path), fix=fix)
+    raise CheckpointError(f"is not a checkpoint (no {MANIFEST} in it)", key=str(path), fix=fix)
 
 
 def _located(path: Path) -> tuple[Path, Manifest] | None:
@@ -216,14 +216,14 @@ def _located(path: Path) -> tuple[Path, Manifest] | None:
 
 
 def latest_checkpoint(root: str | os.PathLike[str]) -> Path | None:
-    """The newest whole ``step-…`` checkpoint in ``root``.
+    """Return the newest complete ``step-…`` checkpoint in ``root``.
 
-    Whole: its manifest is intact and every file has its size. Contents are checked on loading.
-    Links are not followed.
+    Complete means that its manifest is intact and every file has its size. Contents are verified on
+    loading. Symbolic links are not followed.
 
     Returns:
-        Its path, or ``None`` when there is none. What is not whole, cannot be read or is a link is
-        skipped with a warning.
+        Its path, or ``None``. Incomplete or unreadable folders and links are skipped with a
+        warning.
 
     Raises:
         CheckpointError: The folder itself cannot be read.
@@ -232,29 +232,29 @@ def latest_checkpoint(root: str | os.PathLike[str]) -> Path | None:
 
 
 def whole_checkpoints(root: Path) -> Iterator[tuple[Path, Manifest]]:
-    """Paths and manifests of the whole ``step-…`` checkpoints in ``root``, newest first.
+    """Return paths and manifests of the complete ``step-…`` checkpoints in ``root``, newest first.
 
-    What is not whole, cannot be read or is a link is skipped with a warning.
+    Incomplete or unreadable folders and links are skipped with a warning.
     """
     for path, outcome in _checkpoints(root):
         if isinstance(outcome, Manifest):
             yield path, outcome
         else:
-            logger.warning("skipping a checkpoint that is not whole: %s", outcome)
+            logger.warning("skipping an incomplete checkpoint: %s", outcome)
 
 
 def prune(root: str | os.PathLike[str], *, keep: int) -> tuple[Path, ...]:
-    """Remove all but the newest whole ``step-…`` checkpoints, and what killed saves left behind.
+    """Delete all but the newest complete ``step-…`` checkpoints, and leftovers of killed saves.
 
-    Not collective: call it on one rank, after the new checkpoint is saved. Folders that are no
-    whole checkpoint are left for you to look at; links are neither followed, counted nor removed.
+    Not collective: call it on one rank after saving a checkpoint. Incomplete folders are kept for
+    inspection. Symbolic links are not followed, counted or deleted.
 
     Args:
         root: The folder of checkpoints.
-        keep: How many to keep, 1 or more.
+        keep: Number to keep, at least 1.
 
     Returns:
-        The checkpoints that were removed.
+        The deleted checkpoints.
 
     Raises:
         CheckpointError: ``keep`` is below 1, or one cannot be removed.
@@ -262,7 +262,7 @@ def prune(root: str | os.PathLike[str], *, keep: int) -> tuple[Path, ...]:
     if keep < 1:
         raise CheckpointError("must be a whole number, 1 or more", key="keep", value=keep)
     folder, removed = Path(root), []
-    with system_errors(CheckpointError, folder, "older checkpoints cannot be removed"):
+    with system_errors(CheckpointError, folder, "older checkpoints cannot be deleted"):
         whole = [path for path, outcome in _checkpoints(folder) if isinstance(outcome, Manifest)]
         for path in whole[keep:]:
             if _is_folder(path):
@@ -283,7 +283,7 @@ def prune(root: str | os.PathLike[str], *, keep: int) -> tuple[Path, ...]:
 
 
 def check_files(folder: Path, manifest: Manifest) -> None:
-    """Check that every file is there, with its size."""
+    """Check that every file exists with its size."""
     for record in manifest.files:
         path = folder / record.name
         try:
@@ -306,13 +306,13 @@ def check_files(folder: Path, manifest: Manifest) -> None:
 
 
 def remove_leftovers(parent: Path, *, name: str | None = None) -> None:
-    """Remove folders that killed saves left in ``parent``; those still in use stay.
+    """Delete leftovers of killed saves in ``parent``; folders in use stay.
 
     Args:
         parent: The folder of checkpoints.
-        name: Only those of this checkpoint. Without it, those of all checkpoints, but for
-            whole ones whose checkpoint is missing: they stand in for it. What cannot be removed
-            is left, with a warning.
+        name: Only leftovers of this checkpoint. By default leftovers of all checkpoints. A complete
+            one whose checkpoint is missing replaces it and stays. A leftover that cannot be deleted
+            is kept, with a warning.
     """
     for path in _leftovers(parent, name=name):
         base = parent / _base(path)
@@ -325,7 +325,7 @@ def remove_leftovers(parent: Path, *, name: str | None = None) -> None:
                     _retire(path, base)
         except (OSError, CheckpointError) as error:
             # Another user's, most often: where folders are shared, it must not end this run.
-            logger.warning("what a killed save left cannot be removed: %s (%s)", path, error)
+            logger.warning("leftovers of a killed save cannot be deleted: %s (%s)", path, error)
 
 
 def _checkpoints(root: Path) -> Iterator[tuple[Path, Manifest | CheckpointError]]:
@@ -406,7 +406,7 @@ def _remove(folder: Path) -> None:
     try:
         shutil.rmtree(folder)
     except RecursionError:  # Before Python 3.13 it calls itself for each folder in a folder.
-        raise OSError(errno.ELOOP, "has too many folders in each other", str(folder)) from None
+        raise OSError(errno.ELOOP, "has too deeply nested folders", str(folder)) from None
 
 
 def _retire(former: Path, successor: Path) -> None:
@@ -416,7 +416,7 @@ def _retire(former: Path, successor: Path) -> None:
             target = successor / path.relative_to(former)
             if os.path.lexists(target):
                 target = target.with_name(f"{target.name}.former-{secrets.token_hex(6)}")
-            logger.info("%s is no part of what it lies in and is kept", target)
+            logger.info("%s does not belong to this folder and is kept", target)
             target.parent.mkdir(parents=True, exist_ok=True)
             path.rename(target)
     _remove(former)
@@ -480,23 +480,23 @@ def _held_if_unused(folder: Path) -> Iterator[bool]:
 
 @attrs.frozen(kw_only=True)
 class Mark:
-    """What the weights of an export say in their headers of the export they belong to.
+    """Mark of an export in the headers of its weights.
 
-    The same export has the same mark: it holds neither time nor version.
+    Equal exports have equal marks: it contains neither time nor version.
     """
 
     files: Mapping[str, str | None]
-    """SHA-256 (hex) by path from the top of the export; ``None`` of weights, which hold the mark
-    themselves."""
+    """SHA-256 (hex) by path from the top of the export; ``None`` for weights, which contain the
+    mark."""
 
     @property
     def metadata(self) -> dict[str, str]:
-        """For the header of the weights."""
+        """Return the metadata for the header of the weights."""
         return {_MARK_ENTRY: json.dumps({"files": self.files}, sort_keys=True)}
 
     @classmethod
     def of(cls, metadata: Mapping[str, str]) -> Mark | None:
-        """The mark in a header; ``None``: none of ours."""
+        """Return the mark in a header, or ``None``."""
         try:
             files = json_of(metadata[_MARK_ENTRY])["files"]
         except (KeyError, TypeError, ValueError):
@@ -504,7 +504,7 @@ class Mark:
         return cls(files=files) if isinstance(files, dict) else None
 
     def changed(self, top: Path) -> str | None:
-        """Which of the files in ``top`` is not as it was written; those that are gone are not."""
+        """Return a file in ``top`` that has changed since it was written, if any."""
         for name, sha256 in self.files.items():
             file = top / name
             if os.path.lexists(file) and not self._holds(file, sha256):
@@ -518,7 +518,7 @@ class Mark:
 
 
 def check_replaceable(path: Path) -> None:
-    """Check that nothing is lost when an export takes the place of ``path``."""
+    """Check that an export replaces nothing but an earlier export at ``path``."""
     if not os.path.lexists(path) or (_is_folder(path) and not any(path.iterdir())):
         return
     changed: str | None = None
@@ -537,7 +537,7 @@ def check_replaceable(path: Path) -> None:
 
 
 def check_apart(path: Path, base: Path) -> None:
-    """Check that an export does not take the place of what it is made from."""
+    """Check that an export does not replace its own source."""
     if path.resolve() == base.resolve():
         raise CheckpointError(
             "exists and is not replaced: the export is made from it",
@@ -547,7 +547,7 @@ def check_apart(path: Path, base: Path) -> None:
 
 
 def files_of_export(folder: Path) -> frozenset[str] | None:
-    """Files of the export in a folder, by their path in it; ``None``: there is no whole one."""
+    """Return the files of the export in a folder, by path; ``None`` if there is no complete one."""
     whole = [mark.files for mark in _marks(folder) if mark.changed(folder) is None]
     return frozenset(name for files in whole for name in files) if whole else None
 
@@ -578,9 +578,9 @@ def _mark_in(file: Path) -> Mark | None:
 OWNER_LOCK: Final = ".zerotune-owner.lock"
 OWNER_RECORD: Final = ".zerotune-owner.json"
 
-_NOT_TAKEN: Final = "cannot be taken for saving checkpoints, though it may be read"
+_NOT_TAKEN: Final = "cannot be used for saving checkpoints, although it may be readable"
 _LEAVING_S: Final = 0.5
-"""Seconds that a run which is just leaving may take."""
+"""Seconds allowed to a run that is just leaving."""
 
 
 class _Saver(OwnerRecord):
@@ -591,27 +591,26 @@ class _Saver(OwnerRecord):
 
 
 class RootHold(Closable):
-    """A folder of checkpoints that this process alone saves in and prunes, until it is closed.
+    """Exclusive right of this process to save and prune in a checkpoint folder, until it is closed.
 
-    A job that is started twice would otherwise remove checkpoints under its other self. Only who
-    saves takes the folder; reading, resuming and exporting need no hold. What a killed process left
-    is taken over. On a file system whose locks do not reach other machines a run there cannot be
-    seen; then the folder is taken over too, and the other one is told when it saves next
-    (``confirm``).
+    Without it, a job that is started twice would delete its own checkpoints. Only saving needs it;
+    reading, resuming and exporting do not. The folder of a killed process is taken over. If the
+    file system's locks do not reach other machines, a run there cannot be detected. The folder is
+    then taken over too, and the other run gets an error at its next save (``confirm``).
 
-    Not collective: take it on rank 0. Holds of one process share the folder::
+    Not collective: create it on rank 0. Several holds of one process share the folder::
 
         with RootHold("checkpoints"):
             ...
 
     Args:
-        root: The folder; made when it is not there.
+        root: The folder; created if missing.
 
     Attributes:
-        decisions: Whose it was before, and what is not certain.
+        decisions: Decisions about its previous owner.
 
     Raises:
-        CheckpointError: A living process holds it, or the folder cannot be written.
+        CheckpointError: A living process holds it, or the folder is not writable.
     """
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
@@ -620,17 +619,17 @@ class RootHold(Closable):
         self.decisions: tuple[Decision, ...] = self._hold.decisions
 
     def confirm(self) -> None:
-        """Check that no other run has taken the folder over; call it before each save.
+        """Check that no other run has taken over the folder; call it before each save.
 
         Raises:
-            CheckpointError: Somebody has, or it cannot be looked at.
+            CheckpointError: Another run has taken it over, or this cannot be checked.
         """
         if self._hold is not None:
             self._hold.confirm()
 
     @override
     def close(self) -> None:
-        """Give the folder up. May be repeated."""
+        """Release the folder. May be called repeatedly."""
         hold, self._hold = self._hold, None
         if hold is not None:
             hold.part()
@@ -735,8 +734,8 @@ class _Hold:
             if not ownership.lacks_locks(error):
                 raise
             self._note(
-                "this file system offers no file locks, so a run that is started a second time may "
-                "be noticed only when it saves"
+                "this file system offers no file locks, so a second start of a run may "
+                "be detected only when it saves"
             )
             return
         if not locked:
@@ -752,7 +751,7 @@ class _Hold:
         except FileNotFoundError:
             return
         except CheckpointError as error:
-            self._note(f"the record of who held it {error.reason}, and its lock is free")
+            self._note(f"the record of its owner {error.reason}, and its lock is free")
             return
         if former.owner == ProcessIdentity.current():
             return
@@ -765,8 +764,8 @@ class _Hold:
             )
         else:
             self._note(
-                f"taken over from {_saver_words(former)}, although {doubt}; if it lives, it is "
-                "told when it saves next"
+                f"taken over from {_saver_words(former)}, although {doubt}; if it is "
+                "still alive, its next save will fail with an error"
             )
 
     def _note(self, reason: str, *, severity: Severity = "warning") -> None:
@@ -789,8 +788,8 @@ def _other_saves(root: Path, record: _Saver | None, state: str) -> CheckpointErr
     return CheckpointError(
         f"{who} saves checkpoints in this folder and {state}",
         key=str(root),
-        fix="if the same job was started twice, end one of them; otherwise give each a folder of "
-        "its own",
+        fix="if the same job was started twice, end one of them; otherwise use a separate "
+        "folder for each",
     )
 
 
@@ -798,13 +797,14 @@ def _other_saves(root: Path, record: _Saver | None, state: str) -> CheckpointErr
 
 
 _LOOKED_AT_ONCE: Final = 2**22
-"""Elements looked at at a time."""
+"""Elements checked at a time."""
 _THREADS: Final = 4
-"""Files hashed at a time; a core hashes about as fast as a good disk reads a quarter."""
+"""Number of files hashed concurrently; one core hashes about as fast as a good disk reads a
+quarter."""
 
 
 def verify_checkpoint(directory: str | os.PathLike[str]) -> Manifest:
-    """Check every file of a checkpoint against its size and hash. Not collective.
+    """Verify size and hash of every file of a checkpoint. Not collective.
 
     Args:
         directory: The checkpoint's folder.
@@ -820,9 +820,9 @@ def verify_checkpoint(directory: str | os.PathLike[str]) -> Manifest:
 
 
 def finite_checkpoint(root: Path) -> Path | None:
-    """The newest whole ``step-…`` checkpoint in ``root`` without NaN or infinity.
+    """Return the newest complete ``step-…`` checkpoint in ``root`` without NaN or infinity.
 
-    Not collective. Where the manifest does not say, the files are read.
+    Not collective. If the manifest does not record this, the files are read.
     """
     for path, manifest in whole_checkpoints(root):
         spoiled = manifest.not_finite
@@ -830,7 +830,7 @@ def finite_checkpoint(root: Path) -> Path | None:
             if spoiled is None:
                 spoiled = _not_finite(*find_checkpoint(path))
         except (CheckpointError, OSError) as error:
-            logger.warning("skipping a checkpoint that cannot be read: %s", error)
+            logger.warning("skipping an unreadable checkpoint: %s", error)
             continue
         if not spoiled:
             return path
@@ -854,7 +854,7 @@ def _not_finite(folder: Path, manifest: Manifest) -> tuple[str, ...]:
 
 
 def find_damage(folder: Path, manifest: Manifest) -> tuple[CheckpointCorruptError, ...]:
-    """Everything that is wrong with the files of a checkpoint, not only the first."""
+    """Return every problem with the files of a checkpoint, not only the first."""
 
     def check(record: FileRecord) -> None:
         check_files(folder, attrs.evolve(manifest, files=[record]))
@@ -864,7 +864,7 @@ def find_damage(folder: Path, manifest: Manifest) -> tuple[CheckpointCorruptErro
 
 
 def check_hashes(folder: Path, records: Sequence[FileRecord]) -> None:
-    """Check the content of files, several at a time."""
+    """Check the content of several files concurrently."""
     for damage in _damages(partial(check_hash, folder), records):
         raise damage
 
@@ -896,7 +896,7 @@ def check_hash(folder: Path, record: FileRecord) -> None:
         raise of_system(CheckpointCorruptError, error, path, "cannot be read") from error
     if not same:
         raise CheckpointCorruptError(
-            "was altered after it was written (its hash differs)",
+            "was changed after it was written (its hash differs)",
             key=str(path),
             fix="use another checkpoint",
         )

@@ -1,7 +1,7 @@
-"""A checkpoint into an engine, whatever wrote it: compared as a whole, then filled in by parts.
+"""Load a checkpoint into an engine: compare everything, then fill fragment by fragment.
 
-Top down: the reader of a checkpoint's files; fragments filled from it; every difference between
-checkpoint and engine; counters and generators under another plan; ``load_checkpoint``.
+The module contains, in this order, the file reader, the fragment filler, the comparison of
+checkpoint and engine, counters and generators under another plan, and ``load_checkpoint``.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 
 class CheckpointReader(Closable):
-    """Reads exactly the bytes that are asked for, from the files of a checkpoint."""
+    """Reads exactly the requested bytes from the files of a checkpoint."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self._folder = folder
@@ -59,7 +59,7 @@ class CheckpointReader(Closable):
         self._readers: dict[Subject, TensorReader] = {}
 
     def of(self, subject: Subject) -> TensorReader:
-        """What reads the tensors of a subject; their headers are read at the first use."""
+        """Return the reader of a subject's tensors; headers are read at first use."""
         if subject not in self._readers:
             records = self._manifest.files_of(subject.kind, subject.of)
             files = [self._folder / record.name for record in records]
@@ -67,17 +67,17 @@ class CheckpointReader(Closable):
         return self._readers[subject]
 
     def tensor(self, subject: Subject, name: str) -> torch.Tensor:
-        """A whole tensor, on the CPU."""
+        """Return a whole tensor on the CPU."""
         return self.of(subject).tensor(name)
 
     def buffers(self, rank: int) -> dict[str, torch.Tensor]:
-        """A rank's buffers, by dotted name."""
+        """Return a rank's buffers by dotted name."""
         reader = self.of(_rank_subject(rank))
         named = [name for name in reader.tensors if name.startswith(BUFFER)]
         return {name.removeprefix(BUFFER): reader.tensor(name) for name in named}
 
     def generators(self, rank: int) -> tuple[dict[str, torch.Tensor], str]:
-        """A rank's generator states, under the names they were saved by, and the text beside."""
+        """Return a rank's generator states by their saved names, and the text with them."""
         reader = self.of(_rank_subject(rank))
         if len(reader.metadata) != 1:
             raise CheckpointCorruptError(
@@ -97,7 +97,7 @@ class CheckpointReader(Closable):
 
 
 class ShadowTensors(Mapping[str, torch.Tensor]):
-    """A shadow's tensors for the fragments of this rank, read one by one."""
+    """A shadow's tensors for the fragments of this rank, read one at a time."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class ShadowTensors(Mapping[str, torch.Tensor]):
         return into
 
     def holds(self, key: str, like: torch.Tensor) -> bool:
-        """Whether there is a tensor of this name for another one to be filled from; reads none."""
+        """Return whether a tensor exists under this name, without reading it."""
         if key in self._others:
             stored = self._alone.stored(self._others[key])
             return (stored.dtype, math.prod(stored.shape)) == (like.dtype, like.numel())
@@ -145,12 +145,12 @@ def _rank_subject(rank: int) -> Subject:
 
 
 class Filler:
-    """Fills fragments one by one, whatever parts of which parameters they are.
+    """Fills fragments one by one from any partitioning.
 
     Args:
-        reader: The checkpoint.
-        records: Its parameters.
-        states: Whether the optimizer's states carry over; if not they begin anew.
+        reader: Reader of the checkpoint.
+        records: Records of its parameters.
+        states: Whether the optimizer's states carry over; otherwise they start fresh.
     """
 
     def __init__(
@@ -194,11 +194,11 @@ class Filler:
 
 _NAMES_LISTED = 10
 _OWN_ORIGIN: Final = "save_checkpoint"
-"""``Manifest.origin`` of what was not converted."""
+"""``Manifest.origin`` of checkpoints that were not converted."""
 
 
 def check_model(manifest: Manifest, engine: Engine) -> None:
-    """Check that the trainable parameters and the buffers are those that were saved."""
+    """Check that the trainable parameters and the buffers equal those that were saved."""
     running = {name: tuple(shape) for name, shape in engine.master_weights.parameters.items()}
     saved, buffers = _shapes(manifest.parameters), _shapes(buffer_records(engine.module))
     saved_buffers = _shapes(manifest.buffers)
@@ -216,12 +216,12 @@ def check_model(manifest: Manifest, engine: Engine) -> None:
             f"the checkpoint belongs to another model: {'; '.join(differences)}",
             key="model",
             value=type(engine.module).__name__,
-            fix="build the model it was saved from, with the same parameters trainable",
+            fix="build the model it was saved from, with the same trainable parameters",
         )
 
 
 def check_accumulation(engine: Engine) -> None:
-    """Refuse an engine in the midst of a group of micro batches: their gradients would stay."""
+    """Check that an engine has no partial accumulation, whose gradients would remain."""
     steps = engine.plan.gradient_accumulation_steps
     if left := engine.state.micro_step % steps:
         raise CheckpointError(
@@ -234,7 +234,7 @@ def check_accumulation(engine: Engine) -> None:
 
 
 def changes(manifest: Manifest, engine: Engine) -> tuple[Decision, ...]:
-    """What differs but does not stand in the way: the running plan's values are used."""
+    """Return decisions for differences in which the running plan's values are used."""
     saved, running = manifest.plan, plan_record(engine)
     if saved is None:
         return ()
@@ -257,7 +257,7 @@ def changes(manifest: Manifest, engine: Engine) -> tuple[Decision, ...]:
         pairs.append(("train_batch_size", *batches))
     if manifest.origin != _OWN_ORIGIN:
         pairs = [(key, before, after) for key, before, after in pairs if before is not None]
-    divided = "the checkpoint was saved under another plan and is divided anew"
+    divided = "the checkpoint was saved under another plan and is repartitioned"
     changed = "the checkpoint was saved with another value; the running plan's is used"
     return (
         *(_load_decision(*each, divided) for each in sharding),
@@ -324,14 +324,14 @@ _ROUNDED: Final[Mapping[str, str]] = {
     "AdamWBF16States": ", rounded to bf16",
     "AdamW8BitStates": ", rounded to the nearest of 256 codes by blocks of 256",
 }
-"""What a step's optimizer keeps of states that others saved."""
+"""How the current optimizer stores states of others."""
 _POSITION: Final = "last_batch_iteration"
 
 Adapted = tuple["EngineState", tuple[Decision, ...]]
 
 
 def keeps_states(manifest: Manifest, engine: Engine) -> bool:
-    """Whether the optimizer that runs can go on with the states that were saved."""
+    """Return whether the current optimizer can use the saved states."""
     saved, running = _optimizer_name(manifest.plan), _optimizer_name(plan_record(engine))
     return saved == running or any({saved, running} <= alike for alike in _SAME_STATES)
 
@@ -343,13 +343,13 @@ def optimizer_decisions(manifest: Manifest, engine: Engine) -> tuple[Decision, .
     if saved == running:
         return (*_uneven_steps(manifest, engine), *split)
     if keeps_states(manifest, engine):
-        reason = "both keep the same states, which carry over" + _ROUNDED.get(running or "", "")
+        reason = "both keep the same states, so they carry over" + _ROUNDED.get(running or "", "")
         return (_load_decision("optimizer.type", saved, running, reason), *split)
     if saved is None:
-        reason = "the checkpoint holds none"
+        reason = "the checkpoint contains none"
         return (_load_decision("optimizer.states", None, "anew", reason, warning=True), *split)
     reason = (
-        "the states of one mean nothing to the other: weights and shadows carry over, the "
+        "their states are incompatible: weights and shadows carry over, and the "
         "optimizer starts with fresh states"
     )
     return (_load_decision("optimizer.states", saved, running, reason, warning=True), *split)
@@ -361,16 +361,17 @@ def _split_masters(engine: Engine) -> tuple[Decision, ...]:
     if not isinstance(streamed, Streaming) or not streamed.split_masters:
         return ()
     reason = (
-        "master weights halfway between two bf16 numbers, one in 131,072 at most, may become one "
-        "unit in the last place more; those that were saved split keep every bit"
+        "master weights halfway between two bf16 numbers, at most one in 131,072, may "
+        "become one unit in the last place larger; those that were saved split keep "
+        "every bit"
     )
     return (_load_decision("streamed.split_masters", "fp32", "bf16 and low 16 bits", reason),)
 
 
 def adapted_state(manifest: Manifest, engine: Engine) -> Adapted:
-    """Counters, schedule and loss scale for the engine that runs.
+    """Adapt counters, schedule and loss scale to the current engine.
 
-    Steps taken carry over; micro batches are counted anew when the accumulation differs.
+    Steps taken carry over; micro batches are counted anew if the accumulation differs.
     """
     state = manifest.state
     accumulation = engine.plan.gradient_accumulation_steps
@@ -382,7 +383,9 @@ def adapted_state(manifest: Manifest, engine: Engine) -> Adapted:
     if engine.plan.scheduler is not None and _POSITION not in state.scheduler:
         position = state.global_step - state.skipped_steps - 1
         state = attrs.evolve(state, scheduler={_POSITION: position})
-        reason = "the checkpoint has no schedule; it goes on where the steps taken would have led"
+        reason = (
+            "the checkpoint has no schedule, so it continues at the position of the steps taken"
+        )
         schedule = (_load_decision("scheduler.position", None, position + 1, reason, warning=True),)
     state, scale = carried_loss_scale(
         state,
@@ -394,11 +397,11 @@ def adapted_state(manifest: Manifest, engine: Engine) -> Adapted:
 
 
 def restart_generators(tensors: Mapping[str, torch.Tensor], *, rank: int) -> None:
-    """Seed the global generators of a rank that the saved run did not have.
+    """Seed the global generators of a rank that did not exist in the saved run.
 
     Args:
-        tensors: The generator states of a rank of the saved run.
-        rank: This process; each gets numbers of its own, the same in every resumption.
+        tensors: Generator states of a rank of the saved run.
+        rank: This process; each rank gets different numbers, the same in every resumption.
     """
     digest = hashlib.sha256(f"rank {rank}".encode())
     for name in sorted(tensors):
@@ -410,19 +413,20 @@ def restart_generators(tensors: Mapping[str, torch.Tensor], *, rank: int) -> Non
 
 
 def world_decisions(manifest: Manifest, engine: Engine, *, rng: bool) -> tuple[Decision, ...]:
-    """What another number of processes means for what each of them has for itself."""
+    """Return decisions about per-process state if the number of processes differs."""
     saved, running = manifest.world_size, engine.group.world_size
     if saved == running:
         return ()
     decisions = []
     if rng and manifest.rng:
         reason = (
-            "the first processes go on with their random numbers, further ones are seeded from "
-            "those of rank 0: the run cannot be that of the other number of processes"
+            "existing ranks continue with their random state, and additional ranks are "
+            "seeded from rank 0's, so the run differs from one with the former number of "
+            "processes"
         )
         decisions.append(_load_decision("rng", saved, running, reason, warning=True))
     if manifest.buffers:
-        reason = "each process has buffers of its own; further ones begin with those of rank 0"
+        reason = "each process has its own buffers; additional ranks start with those of rank 0"
         decisions.append(_load_decision("buffers", saved, running, reason))
     return tuple(decisions)
 
@@ -433,8 +437,8 @@ def _uneven_steps(manifest: Manifest, engine: Engine) -> tuple[Decision, ...]:
     if len(steps) < 2 or len(set(slabs)) == len(slabs):
         return ()
     reason = (
-        "some parameters got no gradient in some steps and were counted on their own; this engine "
-        "counts them together, with the largest"
+        "some parameters got no gradient in some steps and were counted separately; this "
+        "engine has one counter, set to the largest"
     )
     return (_load_decision("optimizer.step", sorted(steps), max(steps), reason),)
 
@@ -446,7 +450,7 @@ def carried_loss_scale(
     running: PlanRecord,
     fresh: Mapping[str, Any],
 ) -> Adapted:
-    """The loss scale for the engine that runs."""
+    """Return the loss scale for the current engine."""
     if saved is not None and (saved.precision, saved.engine) == (running.precision, running.engine):
         return state, ()
     before = _scale(state.loss_scaler) if saved and saved.precision == "fp16" else None
@@ -456,7 +460,7 @@ def carried_loss_scale(
         reason = f"{running.precision} needs no loss scale"
     elif before is None:
         after = _scale(fresh)
-        reason = "the checkpoint has no loss scale; it starts as the plan says"
+        reason = "the checkpoint has no loss scale; it starts at the plan's value"
     else:
         key = "cur_scale" if "cur_scale" in fresh else "scale"
         after, scaler = before, {**fresh, key: before}
@@ -488,13 +492,13 @@ def _load_decision(
 
 @attrs.frozen(kw_only=True)
 class CheckpointContents:
-    """What a loaded checkpoint held."""
+    """Contents of a loaded checkpoint."""
 
     extra: Mapping[str, Any]
-    """What the caller gave to ``save_checkpoint``."""
+    """The ``extra`` data passed to ``save_checkpoint``."""
     manifest: Manifest
     decisions: tuple[Decision, ...]
-    """What was left out, or is used with another value than was saved."""
+    """Decisions about omitted parts and changed values."""
 
 
 def load_checkpoint(
@@ -505,29 +509,29 @@ def load_checkpoint(
     rng: bool = True,
     timeout_s: float | None = None,
 ) -> CheckpointContents:
-    """Continue where ``save_checkpoint`` stopped, under the same plan or any other.
+    """Continue from a checkpoint under the same plan or any other.
 
-    Collective: every rank must call it, with the same arguments. Files and model are checked first;
-    a checkpoint that does not fit leaves the engine as it was. Every rank then reads only the parts
-    it owns: any stage, offload, precision and number of processes, DeepSpeed or not. Where the
-    plan differs, what that changes is a recorded decision.
+    Collective: every rank must call it with the same arguments. Files and model are checked first,
+    so a checkpoint that does not fit leaves the engine unchanged. Every rank then reads only the
+    parts it owns, for any stage, offload, precision and number of processes, with or without
+    DeepSpeed. Effects of a different plan are recorded as decisions.
 
     Args:
         directory: A folder written by ``save_checkpoint`` or ``convert``.
         engine: An engine of the same model.
-        shadows: EMA shadows, attached to the engine, by the names they were saved under.
+        shadows: EMA shadows attached to the engine, by their saved names.
         rng: Also restore the random number generators.
-        timeout_s: Seconds to wait for all ranks to come; the group's timeout when not given.
+        timeout_s: Timeout for the other ranks in seconds; default the group's.
 
     Returns:
-        What the caller had saved beside the engine.
+        The data that the caller saved.
 
     Raises:
         CheckpointError: There is no checkpoint here, or the engine has accumulated micro batches.
         CheckpointCorruptError: A file is missing, truncated or altered; the message names it.
-        CheckpointMismatchError: It belongs to another model; the message names every missing,
-            unexpected or differently shaped tensor.
-        CollectiveError: A rank did not come, or the arguments differ.
+        CheckpointMismatchError: It belongs to another model; the message names every tensor that is
+            missing, unexpected or of another shape.
+        CollectiveError: A rank did not call it, or the arguments differ.
     """
     group, shadows = engine.group, dict(shadows or {})
     group.barrier(f"loading checkpoint {os.fspath(directory)}", timeout_s=timeout_s)
@@ -552,7 +556,7 @@ def restore(
     into: Engine,
     shadows: Mapping[str, ShadowLike] | None = None,
 ) -> CheckpointContents:
-    """``load_checkpoint`` by the name it has in a loop of one's own. Collective.
+    """Alias of ``load_checkpoint`` for custom loops. Collective.
 
     Args:
         directory: A folder written by ``save_checkpoint`` or ``convert``.
@@ -587,7 +591,7 @@ class _Load:
                 f"the checkpoint has no such shadow; it has {list(self.manifest.shadows)}",
                 key="shadows",
                 value=absent,
-                fix="leave it out: it then starts from the loaded weights",
+                fix="omit it: it then starts from the loaded weights",
             )
         return (
             *changes(self.manifest, self._engine),
@@ -639,10 +643,10 @@ class _Load:
                 missing = [key for key, like in state.items() if not saved.holds(key, like)]
                 if missing:
                     raise CheckpointMismatchError(
-                        f"the saved shadow {name!r} does not have all of it",
+                        f"the saved shadow {name!r} is incomplete",
                         key=f"shadows.{name}",
                         value=missing[:3],
-                        fix="leave it out: it then starts from the loaded weights",
+                        fix="omit it: it then starts from the loaded weights",
                     )
 
     def restore(self) -> None:
@@ -688,7 +692,7 @@ class _Load:
         return ShadowTensors(reader, name, addresses, rank=self._like)
 
     def _left_out(self) -> tuple[Decision, ...]:
-        reason = "the checkpoint holds this shadow and load_checkpoint was not given one"
+        reason = "the checkpoint contains this shadow, but it was not passed to load_checkpoint"
         return tuple(
             _load_decision(f"shadows.{name}", "saved", None, reason, warning=True)
             for name in self.manifest.shadows

@@ -1,4 +1,4 @@
-"""``manifest.json``: what a checkpoint holds and how to tell that it is whole."""
+"""``manifest.json``: contents and integrity of a checkpoint."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ class FileRecord:
     """Its name inside the folder."""
     kind: str
     """``"weights"``, ``"optimizer"``, ``"shadow"``: tensors by parameter name, in full shape.
-    ``"rank"``: what one rank alone has."""
+    ``"rank"``: data of one rank."""
     of: str
-    """Name of the optimizer state or of the shadow; number of the rank; empty for weights."""
+    """Name of the optimizer state or the shadow, or the rank; empty for weights."""
     nbytes: int
     sha256: str
 
 
 @attrs.frozen(kw_only=True)
 class TensorRecord:
-    """A tensor of the model that is no trained parameter."""
+    """A tensor of the model that is not a trained parameter."""
 
     name: str
     shape: tuple[int, ...] = attrs.field(converter=tuple[Any, ...])
@@ -49,7 +49,7 @@ class TensorRecord:
 
 @attrs.frozen(kw_only=True)
 class ParameterRecord:
-    """A trained parameter, with what the optimizer knows of it."""
+    """A trained parameter with its optimizer data."""
 
     name: str
     """Dotted name."""
@@ -58,16 +58,16 @@ class ParameterRecord:
     dtype: str = "float32"
     """Dtype of the saved master weights."""
     step: int | None = None
-    """Updates it has seen; ``None`` where the optimizer does not count."""
+    """Updates of this parameter; ``None`` if the optimizer does not count them."""
     states: tuple[str, ...] = attrs.field(converter=tuple[Any, ...], default=())
-    """Optimizer states saved of it."""
+    """Names of its saved optimizer states."""
     scalars: Mapping[str, float] = attrs.field(factory=dict)
-    """Single numbers the optimizer keeps for it."""
+    """Scalar values that the optimizer keeps for it."""
 
 
 @attrs.frozen(kw_only=True)
 class PlanRecord:
-    """The plan a checkpoint was saved under, as far as loading must know it."""
+    """The plan of a saved run, as far as loading needs it."""
 
     engine: str
     """``"deepspeed"`` or ``"plain"``."""
@@ -87,49 +87,49 @@ class PlanRecord:
 
     @property
     def sharding(self) -> dict[str, Any]:
-        """What decides which rank holds which part, in which form; by name of the setting."""
+        """Settings that determine how state is partitioned over ranks."""
         names = ("engine", "stage", "precision", "offload_optimizer", "offload_param")
         return {name: getattr(self, name) for name in (*names, "gradient_accumulation_steps")}
 
 
 @attrs.frozen(kw_only=True)
 class Manifest:
-    """Everything about a checkpoint but the tensors."""
+    """All data of a checkpoint except the tensors."""
 
     created: str
     """UTC time, ISO 8601."""
     versions: Mapping[str, str]
     """Versions of zerotune, torch, deepspeed, …"""
     origin: str = "save_checkpoint"
-    """What wrote it: ``save_checkpoint``, or what it was converted from."""
+    """Origin: ``save_checkpoint``, or the format it was converted from."""
     world_size: int
-    """Processes that trained; each has a rank file."""
+    """Number of training processes; each has a rank file."""
     plan: PlanRecord | None
-    """``None`` when it holds weights alone."""
+    """``None`` for a checkpoint of weights only."""
     state: EngineState
     model: Mapping[str, Any] | None = None
-    """The model's own configuration, as diffusers writes it into ``config.json``."""
+    """The model's configuration, as in diffusers' ``config.json``."""
     parameters: tuple[ParameterRecord, ...] = attrs.field(converter=tuple[Any, ...])
     """The trained parameters, in the order of the master weights."""
     frozen: tuple[TensorRecord, ...] = attrs.field(converter=tuple[Any, ...], default=())
-    """Parameters that are not trained, and so are not in the checkpoint."""
+    """Frozen parameters, which are not in the checkpoint."""
     aliases: Mapping[str, str] = attrs.field(factory=dict)
-    """Further names of tied parameters, and the name they are saved under."""
+    """Maps further names of tied parameters to the saved name."""
     buffers: tuple[TensorRecord, ...] = attrs.field(converter=tuple[Any, ...])
-    """The model's persistent buffers; every rank wrote its own."""
+    """The model's persistent buffers; every rank saved its own."""
     files: tuple[FileRecord, ...] = attrs.field(converter=tuple[Any, ...])
     shadows: tuple[str, ...] = attrs.field(converter=tuple[Any, ...])
     """Names of the saved shadows."""
     rng: bool
     """Whether the state of the random number generators was saved."""
     extra: Mapping[str, Any]
-    """What the caller wanted to keep."""
+    """The caller's ``extra`` data."""
     not_finite: tuple[str, ...] | None = attrs.field(
         converter=attrs.converters.optional(tuple[Any, ...]), default=None
     )
     """Tensors with NaN or infinity, such as ``weights/conv.bias``, and buffers with NaN.
 
-    ``None``: nobody has looked.
+    ``None`` if this was not checked.
     """
 
     @property
@@ -138,11 +138,11 @@ class Manifest:
         return sum(file.nbytes for file in self.files)
 
     def files_of(self, kind: str, of: str = "") -> tuple[FileRecord, ...]:
-        """The files of the weights, of an optimizer state, of a shadow or of a rank."""
+        """Return the files of the weights, an optimizer state, a shadow or a rank."""
         return tuple(file for file in self.files if (file.kind, file.of) == (kind, of))
 
     def to_json(self) -> str:
-        """One JSON object, indented for a human reader, that carries its own hash."""
+        """Return indented JSON that contains its own hash."""
         content = {"format": FORMAT, "version": VERSION, **attrs.asdict(self)}
         return json.dumps(
             {**content, "sha256": _content_digest(content)}, indent=1, allow_nan=False
@@ -150,14 +150,14 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str, *, source: str = MANIFEST) -> Manifest:
-        """Read what ``to_json`` wrote.
+        """Parse the output of ``to_json``.
 
         Args:
             text: The manifest.
             source: Its file, for messages.
 
         Raises:
-            CheckpointCorruptError: It is not a manifest, or was altered.
+            CheckpointCorruptError: It is not a manifest, or was changed.
             CheckpointError: A newer zerotune wrote it.
         """
         try:
@@ -176,23 +176,21 @@ class Manifest:
         try:
             if saved != _content_digest(content):
                 raise _damaged_manifest(
-                    source, "was altered after it was written (its hash differs)"
+                    source, "was changed after it was written (its hash differs)"
                 )
             del content["format"], content["version"]
             manifest: Manifest = _field_value(Manifest, content, "the manifest")
             manifest._check()
         except (ValueError, RecursionError) as error:
-            raise _damaged_manifest(
-                source, f"is no manifest as zerotune writes it: {error}"
-            ) from None
+            raise _damaged_manifest(source, f"is not a valid manifest: {error}") from None
         return manifest
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """The manifest of a checkpoint folder.
+        """Read the manifest of a checkpoint folder.
 
         Raises:
-            CheckpointCorruptError: It is missing, unreadable or altered.
+            CheckpointCorruptError: It is missing, unreadable or changed.
             CheckpointError: A newer zerotune wrote it.
         """
         path = folder / MANIFEST
@@ -208,12 +206,12 @@ class Manifest:
         records: list[ParameterRecord | TensorRecord] = [*self.parameters, *self.frozen]
         for record in (*records, *self.buffers):
             if len(record.shape) > _MOST_DIMENSIONS or math.prod(record.shape) > _MOST_INTEGER // 8:
-                raise ValueError(f"{record.name!r} has a shape that no tensor has")
+                raise ValueError(f"{record.name!r} has an invalid shape")
         for what in ("optimizer", "scheduler"):
             choice = getattr(self.plan, what, None)
             named = choice is None or isinstance(choice.get("name"), str)
             if not named or (choice is not None and not isinstance(choice.get("params"), dict)):
-                raise ValueError(f"plan.{what} has no name with params")
+                raise ValueError(f"plan.{what} lacks a name with params")
         self._check_state()
 
     def _check_names(self) -> None:
@@ -225,28 +223,26 @@ class Manifest:
             **{f"states of {record.name}": list(record.states) for record in self.parameters},
         }.items():
             if len(set(names)) < len(names):
-                raise ValueError(f"{what} holds a name twice")
+                raise ValueError(f"{what} contains a name twice")
         for record in self.parameters:
             for name in record.scalars:
                 # The optimizer would keep it for ever, under whatever key.
                 if not name.isidentifier() or name in ("step", *record.states):
-                    raise ValueError(
-                        f"{record.name!r} has a number {shorten(name)}, which no state is"
-                    )
+                    raise ValueError(f"{record.name!r} has the unknown counter {shorten(name)}")
         for file in self.files:
             name = file.name
             plain = Path(name).name == name and name not in ("", ".", "..", MANIFEST)
             if not plain or not name.isprintable():
                 raise ValueError(f"{name!r} is not a plain file name")
             if file.kind not in _FILE_KINDS:
-                raise ValueError(f"{name} is of a kind that no file has, {shorten(file.kind)}")
+                raise ValueError(f"{name} has the unknown kind {shorten(file.kind)}")
 
     def _check_state(self) -> None:
         if (
             self.state.global_step > _MOST_STEPS
             or self.state.skipped_steps > self.state.global_step
         ):
-            raise ValueError("state counts steps that no run has taken")
+            raise ValueError("state counts an impossible number of steps")
         position = self.state.scheduler.get(_SCHEDULE_POSITION, 0)
         if type(position) is not int or not -1 - _MOST_STEPS <= position <= _MOST_STEPS:
             raise ValueError(f"state.scheduler.{_SCHEDULE_POSITION} cannot be {shorten(position)}")
@@ -268,7 +264,7 @@ def _damaged_manifest(source: str, reason: str) -> CheckpointCorruptError:
 
 
 def _no_number(text: str) -> None:
-    raise ValueError(f"{text} is no JSON")
+    raise ValueError(f"{text} is not valid JSON")
 
 
 # -- From JSON to records: whatever stands there, and whoever wrote it, is looked at first.
@@ -277,10 +273,10 @@ def _no_number(text: str) -> None:
 _FILE_KINDS: Final = ("weights", "optimizer", "shadow", "rank")
 _SCHEDULE_POSITION: Final = "last_batch_iteration"
 _SCALES: Final = ("cur_scale", "scale")
-"""Of a loss, which is multiplied by it and whose gradients are divided by it."""
+"""Range of loss scales: the loss is multiplied and gradients are divided by it."""
 _MOST_INTEGER: Final = 2**63 - 1
 _MOST_STEPS: Final = 10**9
-"""More than any run takes; resuming repeats what an optimizer counts."""
+"""Larger than any valid counter; resuming repeats counted steps."""
 _MOST_DIMENSIONS: Final = 64
 
 
@@ -313,5 +309,7 @@ def _record_of(kind: type[Any], value: Any, where: str) -> Any:
     if missing := [name for name in needed if name not in value]:
         raise ValueError(f"{where} lacks {missing[0]!r}")
     if unknown := [name for name in value if name not in fields]:
-        raise ValueError(f"{where} has {shorten(unknown[0])}, which this zerotune does not know")
+        raise ValueError(
+            f"{where} contains {shorten(unknown[0])}, which this zerotune does not know"
+        )
     return kind(**{n: _field_value(hints[n], each, f"{where}.{n}") for n, each in value.items()})

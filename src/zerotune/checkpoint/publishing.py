@@ -1,4 +1,4 @@
-"""An export on the Hugging Face Hub, with a model card of what is known about it."""
+"""Publish an export on the Hugging Face Hub with a model card."""
 
 from __future__ import annotations
 
@@ -21,34 +21,34 @@ CARD: Final = "README.md"
 _SAMPLE_FOLDER: Final = "samples"
 _PICTURES: Final = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".mp4")
 _PLACE: Final = re.compile(r"(?<![\w/:.])~?(?:/[\w.@+-]+){2,}/?")
-"""A path with two names or more, which is private."""
+"""A path with at least two components, which counts as private."""
 _SHARD: Final = re.compile(r"-\d{5}-of-\d{5}")
 
 
 @attrs.frozen(kw_only=True)
 class Card:
-    """What a model card says. Paths of this machine are left out of what was recorded."""
+    """Contents of a model card. Local paths are removed from recorded values."""
 
     title: str | None = None
-    """Heading; the repository's name when not given."""
+    """Heading; default the name of the repository."""
     base_model: str | None = None
-    """Id on the Hub of the model that training began from."""
+    """Hub id of the base model."""
     license: str | None = None
-    """As the Hub spells it (``"apache-2.0"``, ``"other"``)."""
+    """License in the Hub's spelling (``"apache-2.0"``, ``"other"``)."""
     tags: tuple[str, ...] = attrs.field(default=(), converter=tuple)
     plan: ResolvedPlan | None = None
-    """What ran: ``trainer.engine.plan``."""
+    """Plan of the run: ``trainer.engine.plan``."""
     decisions: tuple[Decision, ...] = attrs.field(default=(), converter=tuple)
-    """What was chosen automatically: ``engine.decisions``, ``exported.decisions``."""
+    """Decisions of the run: ``engine.decisions``, ``exported.decisions``."""
     data: Mapping[str, Any] = attrs.field(factory=dict)
-    """Facts about the data, as they are to be read: ``{"images": 1200, "size": "1024 x 1024"}``."""
+    """Facts about the data for readers: ``{"images": 1200, "size": "1024 x 1024"}``."""
     samples: Mapping[str, str | os.PathLike[str]] = attrs.field(factory=dict)
-    """Caption to a picture or clip, which is uploaded too."""
+    """Maps a caption to an image or clip file, which is uploaded too."""
     text: str = ""
-    """Markdown that comes first."""
+    """Markdown text at the top."""
 
     def markdown(self, repo_id: str, files: Iterable[str]) -> str:
-        """The whole card of a repository with these files.
+        """Return the whole card for a repository with these files.
 
         Raises:
             MissingDependencyError: huggingface_hub is not installed.
@@ -79,7 +79,7 @@ class Card:
         return "\n\n".join(["## Samples", *lines]) if lines else ""
 
     def sample_names(self) -> list[str]:
-        """What the samples are called in the repository."""
+        """Return the file names of samples in the repository."""
         return [
             f"{_SAMPLE_FOLDER}/{index:03d}{Path(path).suffix.lower()}"
             for index, path in enumerate(self.samples.values())
@@ -89,10 +89,10 @@ class Card:
         for caption, sample in self.samples.items():
             if Path(sample).suffix.lower() not in _PICTURES or not Path(sample).is_file():
                 raise InvalidValueError(
-                    "is not an image or clip that can be shown",
+                    "is not a displayable image or clip",
                     key=f"Card.samples[{caption!r}]",
                     value=Path(sample).name,
-                    fix=f"a file that ends with one of {', '.join(_PICTURES)}",
+                    fix=f"use a file that ends with one of {', '.join(_PICTURES)}",
                 )
 
     def _choices(self) -> str:
@@ -102,13 +102,13 @@ class Card:
 
 @attrs.frozen(kw_only=True)
 class Published:
-    """What is on the Hub now."""
+    """Result of an upload."""
 
     url: str
-    """Of the commit."""
+    """Id of the commit."""
     commit: str
     files: tuple[str, ...]
-    """In the repository, by path."""
+    """Files in the repository, by path."""
 
 
 def publish(
@@ -121,29 +121,31 @@ def publish(
     token: str | None = None,
     endpoint: str | None = None,
 ) -> Published:
-    """Upload what an export wrote, in one commit with its model card. Not collective.
+    """Upload an export in one commit with its model card. Not collective.
 
-    Call it on one rank. Files come first, and nobody sees them; the commit that shows them is made
-    when all are there, and only if the repository is as it was when the upload began. So an upload
-    that is interrupted leaves the repository as it was, and the next one sends what is missing.
+    Call it on one rank. Files are uploaded first and are not visible. One commit publishes them
+    when all have arrived, only if the repository has not changed since the upload began. An
+    interrupted upload therefore leaves the repository unchanged, and the next one only sends what
+    is missing.
 
     Args:
-        folder: What ``export_model``, ``export_pipeline``, ``export_adapters`` or
-            ``export_merged`` wrote, a folder or a single file. Other files in it stay here.
-        repo_id: ``owner/name``; it is made where there is none.
-        card: What the model card says besides how to load the files.
-        private: Of a repository that is made now.
-        message: Of the commit.
-        token: Of the Hub; the one that was logged in with when not given.
-        endpoint: Address of the Hub; huggingface_hub's own when not given.
+        folder: Output of ``export_model``, ``export_pipeline``, ``export_adapters`` or
+            ``export_merged``: a folder or a single file. Other files in the folder are not
+            uploaded.
+        repo_id: ``owner/name``; created if it does not exist.
+        card: Content of the model card besides loading instructions.
+        private: Whether a new repository is private.
+        message: Commit message.
+        token: Hub token; default the login token.
+        endpoint: Address of the Hub; default that of huggingface_hub.
 
     Returns:
-        What was published.
+        The published files.
 
     Raises:
-        CheckpointError: There is no whole export, one of its files was changed since, or the Hub
-            refused it.
-        InvalidValueError: A sample is no picture or clip, or the name is none the Hub takes.
+        CheckpointError: There is no complete export, a file has changed since, or the Hub rejected
+            it.
+        InvalidValueError: A sample is not an image or clip, or the repository name is invalid.
         MissingDependencyError: huggingface_hub is not installed.
     """
     hub, card = _hub(), card or Card()
@@ -186,7 +188,7 @@ def publish(
         raise CheckpointError(
             f"the upload failed and changed nothing ({type(error).__name__}: {reason})",
             key=repo_id,
-            fix="try again: what has arrived is not sent twice",
+            fix="try again: files that have arrived are not sent twice",
         ) from error
     return Published(url=done.commit_url, commit=done.oid, files=(*sorted(uploads), CARD))
 
@@ -197,7 +199,7 @@ def _hub() -> Any:
         importlib.import_module("huggingface_hub.errors")
     except ImportError as error:
         raise MissingDependencyError(
-            f"is needed to publish and could not be imported ({error})",
+            f"is required to publish and could not be imported ({error})",
             key="huggingface_hub",
             fix="pip install huggingface_hub",
         ) from error
@@ -221,7 +223,7 @@ def _export_files(top: Path) -> dict[str, Path]:
     there = sorted(name for name in names or () if (top / name).is_file())
     if not there or len(there) < len(names or ()):
         raise CheckpointError(
-            "holds no whole export of zerotune, or a file of it was changed since",
+            "contains no complete export of zerotune, or a file has changed since",
             key=str(top),
             fix="export it again, or upload the folder with huggingface_hub.upload_folder",
         )

@@ -1,7 +1,7 @@
-"""An engine into a checkpoint: planned alike on every rank, written together, read back, named.
+"""Write a checkpoint from an engine: plan, write on all ranks, verify, rename.
 
-Top down: which rank writes what into which file; the writing; ``save_checkpoint``; and saving
-while training goes on.
+The module contains, in this order, the layout of files, the writing, ``save_checkpoint``, and
+saving in the background.
 """
 
 from __future__ import annotations
@@ -53,25 +53,25 @@ if TYPE_CHECKING:
 
 
 SHARD_SIZE: Final = 4 * 2**30
-"""Most bytes of a shared file; ranks check different files at the same time."""
+"""Maximum bytes of a shared file; ranks verify different files at the same time."""
 
 Shapes = Mapping[str, tuple[int, ...]]
 
 
 @attrs.frozen(kw_only=True, eq=False)
 class Filing:
-    """The shared files of a checkpoint, and what goes into them."""
+    """Shared files of a checkpoint and their contents."""
 
     files: tuple[TensorFile, ...]
     parameters: tuple[ParameterRecord, ...]
     nbytes: int
-    """Of all files of the checkpoint but the manifest."""
+    """Bytes of all files except the manifest."""
 
     @classmethod
     def of(
         cls, shares: Sequence[RankShare], shapes: Shapes, *, shard_size: int = SHARD_SIZE
     ) -> Filing:
-        """Lay out what the ranks have between them."""
+        """Lay out the data of all ranks."""
         merged: dict[Subject, dict[str, list[Part]]] = {WEIGHTS: {}}
         for subject, some in (item for share in shares for item in share.parts.items()):
             for part in some:
@@ -105,7 +105,8 @@ def _check_covered(subject: Subject, spec: TensorSpec, parts: list[Part]) -> Non
         position += part.numel
     if position != math.prod(spec.shape) or sum(part.numel for part in parts) != position:
         raise CheckpointError(
-            f"the ranks do not hold each of its {math.prod(spec.shape)} elements once",
+            f"the ranks together do not have each of its {math.prod(spec.shape)} elements "
+            "exactly once",
             key=f"{subject.prefix}/{spec.key}",
             fix="report this with the model's class and the plan",
         )
@@ -138,7 +139,7 @@ _MOST_NAMES: Final = 5
 
 
 class Writing:
-    """One checkpoint being written, as one rank goes through it."""
+    """The writing of one checkpoint, from one rank's view."""
 
     def __init__(
         self,
@@ -161,10 +162,10 @@ class Writing:
         self._writer: TensorWriter | None = None
 
     def run(self) -> Path:
-        """Write, read back and publish. Collective over the group's control channel."""
+        """Write, verify and publish. Collective over the group's control channel."""
         group = self._group
         try:
-            self._folder = together(group, "make the folder", self._stage)[0]
+            self._folder = together(group, "create the folder", self._stage)[0]
             written = together(group, "write the weights", self._write)
             self._judge(name for _, not_finite in written for name in not_finite)
             parts = [part for each, _ in written for part in each]
@@ -193,9 +194,9 @@ class Writing:
         """Write this rank's parts, and its own file; what was written, and what is not finite."""
         if not self._folder.is_dir():
             raise CheckpointError(
-                "rank 0 made this folder and this rank does not see it",
+                "rank 0 created this folder, but this rank does not see it",
                 key=str(self._folder),
-                fix="save to a file system that all machines share",
+                fix="use a file system that all machines share",
             )
         alone = self._contents.file()
         alone.create(self._folder)
@@ -218,11 +219,11 @@ class Writing:
         self._draft = attrs.evolve(self._draft, not_finite=spoiled)
         if spoiled and not self._allow_not_finite:
             raise CheckpointNotFiniteError(
-                f"NaN or infinity in {listing(spoiled, most=_MOST_NAMES)}; the checkpoint is not "
-                "published and earlier ones stay",
+                f"NaN or infinity in {listing(spoiled, most=_MOST_NAMES)}; the checkpoint "
+                "is not published and earlier ones are kept",
                 key=str(self._final),
-                fix="go back to an earlier checkpoint with a lower learning rate, or save all the "
-                "same with allow_not_finite=True",
+                fix="go back to an earlier checkpoint with a lower learning rate, or save "
+                "anyway with allow_not_finite=True",
             )
 
     def _confirm(self, parts: Iterable[Written]) -> tuple[FileRecord, ...]:
@@ -260,36 +261,37 @@ def save_checkpoint(
     timeout_s: float | None = None,
     allow_not_finite: bool = False,
 ) -> Path:
-    """Write everything that training needs to go on, under this plan or any other.
+    """Save everything needed to continue training under this plan or any other.
 
-    Collective: every rank must call it, with the same arguments. Weights, each optimizer state and
-    each shadow become plain safetensors files keyed by parameter name, in full shape; every rank
-    writes its parts at their place, so nothing is gathered. The folder appears under its name
-    only when everything in it was read back and verified; a former checkpoint of that
-    name stays until then. Beyond the engine's own memory it needs that of one fragment.
+    Collective: every rank must call it with the same arguments. Weights, each optimizer state and
+    each shadow become safetensors files by parameter name, in full shape. Every rank writes its
+    parts in place, so nothing is gathered. The folder gets its name only after everything in it was
+    read back and verified. A previous checkpoint with that name is kept until then. Additional
+    memory: one fragment.
 
     Args:
-        directory: The checkpoint's folder, on a file system all ranks share.
-        engine: What to save: master weights, optimizer states, counters, buffers. Frozen
+        directory: Folder of the checkpoint, on a file system shared by all ranks.
+        engine: Engine to save: master weights, optimizer states, counters, buffers. Frozen
             parameters are not saved.
-        extra: What the caller wants back on loading, as JSON-able data: the position in the
-            data, for example.
+        extra: JSON-serialisable data of the caller, returned by loading: for example the data
+            position.
         shadows: EMA shadows by name.
         rng: Also save the random number generators of every rank.
-        timeout_s: Seconds to wait for all ranks to come; the group's timeout when not given.
-        allow_not_finite: Save NaN and infinities too, to look at them; rolling back passes such a
-            checkpoint over.
+        timeout_s: Timeout for the other ranks in seconds; default the group's.
+        allow_not_finite: Also save NaN and infinity, for debugging; rollbacks skip such a
+            checkpoint.
 
     Returns:
         The folder's absolute path.
 
     Raises:
-        CheckpointError: Micro batches are accumulated, ``extra`` is not JSON-able, the disk is
-            too small, or the folder exists and is no checkpoint.
-        CheckpointNotFiniteError: Weights, states or shadows hold NaN or infinities, or a buffer
+        CheckpointError: Micro batches are accumulated, ``extra`` is not JSON-serialisable, the disk
+            is too small, or the folder exists and is not a checkpoint.
+        CheckpointNotFiniteError: Weights, states or shadows contain NaN or infinity, or a buffer
             NaN; nothing is published.
-        CheckpointCorruptError: The disk does not hold what was written; the message names the file.
-        CollectiveError: A rank did not come, or the arguments differ.
+        CheckpointCorruptError: The data on disk differ from what was written; the message names the
+            file.
+        CollectiveError: A rank did not call it, or the arguments differ.
     """
     writing = _agreed_writing(
         engine,
@@ -335,7 +337,7 @@ def _agreed_writing(
         looked.append(RankContents.of(engine, shadows=shadows, rng=rng))
         return looked[0].share()
 
-    shares = together(group, "look at the weights", inspect)
+    shares = together(group, "check the weights", inspect)
     # Every rank comes to the same layout, or to the same error.
     filing = Filing.of(shares, engine.master_weights.parameters)
     contents = looked[0].copied(engine) if background else looked[0]
@@ -364,7 +366,7 @@ def _check_savable(engine: Engine, shadows: Iterable[str]) -> None:
     for name in shadows:
         if not _SHADOW_NAME.fullmatch(name):
             raise CheckpointError(
-                "files are called after it: letters, digits, '.', '-' and '_' only",
+                "it becomes part of file names: use only letters, digits, '.', '-' and '_'",
                 key="shadows",
                 value=name,
             )
@@ -384,26 +386,26 @@ class PendingCheckpoint:
 
     @property
     def done(self) -> bool:
-        """Whether it is finished, or has failed."""
+        """Whether it has finished or failed."""
         return self._written.done()
 
     @property
     def failed(self) -> bool:
-        """Whether it has failed; ``wait`` tells why."""
+        """Whether it failed; ``wait`` raises the error."""
         return self.done and self._written.exception() is not None
 
     def wait(self, *, timeout_s: float | None = None) -> Path:
-        """Wait until it is written, read back and published.
+        """Wait until it is written, verified and published.
 
         Args:
-            timeout_s: Seconds to wait at most; without it, as long as it takes.
+            timeout_s: Timeout in seconds; default none.
 
         Returns:
             The checkpoint.
 
         Raises:
-            CheckpointError: It was not finished in time, or has failed.
-            ZeroTuneError: What has failed, here or on another rank.
+            CheckpointError: It did not finish in time, or failed.
+            ZeroTuneError: The error, from this or another rank.
         """
         wait_for([self._written], timeout_s)
         if not self.done:
@@ -414,23 +416,23 @@ class PendingCheckpoint:
 class BackgroundSaver(Closable):
     """Saves checkpoints in a thread of each rank.
 
-    Weights, states and shadows of this rank are first copied into host memory, which takes as
-    much again as they do (16 bytes per fp32 weight with Adam and an EMA); then training goes on::
+    Weights, states and shadows of this rank are first copied into host memory, which takes as much
+    memory again (16 bytes per fp32 weight with Adam and an EMA). Then training continues::
 
         with BackgroundSaver(engine=engine) as saver:
             ...
             saver.save("checkpoints/step-00001000", shadows={"ema": ema})
             ...
 
-    One checkpoint is written at a time: a second ``save`` waits for the first, and raises what went
-    wrong with it; leaving the block does the same.
+    One checkpoint is written at a time: a second ``save`` waits for the first and raises its error,
+    and so does leaving the block.
 
     Args:
-        engine: What is saved.
-        timeout_s: Seconds the threads of different ranks wait for each other.
+        engine: Engine to save.
+        timeout_s: Timeout between the threads of different ranks in seconds.
 
     Raises:
-        CollectiveError: A rank did not come to make one.
+        CollectiveError: A rank did not create one.
     """
 
     def __init__(self, *, engine: Engine, timeout_s: float = 600.0) -> None:
@@ -454,14 +456,14 @@ class BackgroundSaver(Closable):
         timeout_s: float | None = None,
         allow_not_finite: bool = False,
     ) -> PendingCheckpoint:
-        """Copy everything and begin to write. Collective; arguments as in ``save_checkpoint``.
+        """Copy everything and start writing. Collective; arguments as in ``save_checkpoint``.
 
         Returns:
-            What is being written.
+            The checkpoint in progress.
 
         Raises:
-            ZeroTuneError: As ``save_checkpoint``, for what is known before writing begins; or what
-                became of the checkpoint before.
+            ZeroTuneError: The errors of ``save_checkpoint`` that are known before writing, or the
+                previous checkpoint's error.
         """
         self.wait()
         writing = _agreed_writing(
@@ -478,10 +480,10 @@ class BackgroundSaver(Closable):
         return self._pending
 
     def wait(self) -> None:
-        """Wait for the checkpoint that is being written, if any.
+        """Wait for the checkpoint in progress, if any.
 
         Raises:
-            ZeroTuneError: What has failed.
+            ZeroTuneError: Its error.
         """
         pending = self._pending
         if pending is None:
@@ -495,7 +497,7 @@ class BackgroundSaver(Closable):
 
     @override
     def close(self) -> None:
-        """Wait, and give the control channel back. May be repeated."""
+        """Wait, and release the control channel. May be called repeatedly."""
         try:
             self.wait()
         finally:

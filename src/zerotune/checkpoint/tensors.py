@@ -1,12 +1,12 @@
-"""Safetensors files, read and written piece by piece: no second copy of the weights is needed.
+"""Read and write safetensors files piece by piece, without a second copy of the weights.
 
-``safetensors.torch.save_file`` wants every tensor in memory at once; ``safe_open`` gives no byte
-offsets and reads into new memory only. But the file is an 8-byte length, a JSON header that follows
-from names and shapes alone, and the tensors' bytes one after another: so the header can be written
-first and the bytes as they come, by one process or by all, each part at its place.
+``safetensors.torch.save_file`` needs every tensor in memory at once; ``safe_open`` gives no byte
+offsets and only reads into new memory. The format is an 8-byte length, a JSON header that depends
+only on names and shapes, and the tensors' bytes in sequence. So the header can be written first,
+and any process can write its bytes in place.
 
-Nothing is gathered. Every part carries a checksum of what was meant; the finished file is read
-once, against these, and only then gets its hash.
+Nothing is gathered. Every part has a checksum of the data in memory. The finished file is read once
+and compared with these checksums, and only then hashed.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from zerotune.checkpoint.manifest import FileRecord
 from zerotune.errors import CheckpointCorruptError, CheckpointError, shorten
 
 _PIECE_ELEMENTS: Final = 2**22
-"""Elements brought to the CPU and written, or read and brought to a device, at a time."""
+"""Elements moved to the CPU and written, or read and moved to a device, at a time."""
 _VERIFIED_PIECE: Final = 2**20
 """Bytes read at a time."""
 _HASHED_AT_ONCE: Final = 2
-"""Files that are hashed at once: one thread hashes slower than a fast disk writes."""
+"""Number of files hashed concurrently, because one thread hashes slower than a fast disk writes."""
 _METADATA: Final = {"format": "pt"}
 _DTYPE_NAMES: Final = {dtype: name for name, dtype in TENSOR_DTYPES.items()}
 
 
 @attrs.frozen(kw_only=True)
 class TensorSpec:
-    """A tensor that will be written."""
+    """Description of a tensor to write."""
 
     key: str
     """Its name in the file."""
@@ -61,31 +61,31 @@ class TensorSpec:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def cast(self, dtype: torch.dtype) -> TensorSpec:
-        """The same in another dtype, unless it holds whole numbers."""
+        """Return the spec in another dtype; integer tensors are unchanged."""
         return attrs.evolve(self, dtype=dtype if self.dtype.is_floating_point else self.dtype)
 
 
 @attrs.frozen(kw_only=True)
 class Subject:
-    """What the tensors of a file are."""
+    """The kind of tensors in a file."""
 
     kind: str
     """``"weights"``, ``"optimizer"``, ``"shadow"`` or ``"rank"``; ``"export"`` outside of
     checkpoints."""
     of: str = ""
-    """Name of the optimizer state or of the shadow; number of the rank."""
+    """Name of the optimizer state or the shadow, or the rank."""
 
     @property
     def prefix(self) -> str:
-        """What the names of its files begin with."""
+        """Prefix of its file names."""
         return f"{self.kind}.{self.of}" if self.of else self.kind
 
     def label(self, name: str) -> str:
-        """What the manifest calls a tensor of it."""
+        """Return the manifest's label of one of its tensors."""
         return name if self.kind == "rank" else f"{self.prefix}/{name}"
 
     def sound(self, tensor: torch.Tensor) -> bool:
-        """Whether such a tensor may hold these values; infinities in a buffer may be a mask."""
+        """Return whether a tensor may have these values; buffers may contain infinities."""
         if self.kind == "rank":
             return not (tensor.is_floating_point() and bool(tensor.float().isnan().any()))
         return self.kind == "export" or all_finite(tensor)
@@ -96,7 +96,7 @@ EXPORT: Final = Subject(kind="export")
 
 
 def all_finite(tensor: torch.Tensor) -> bool:
-    """Whether there is neither NaN nor infinity in a tensor in host memory."""
+    """Return whether a tensor in host memory has neither NaN nor infinity."""
     # A sum is much cheaper; only where that overflows the elements are looked at. numpy's is taken
     # by this thread alone, while torch's would take the cores from those that train.
     with np.errstate(all="ignore"):
@@ -105,7 +105,7 @@ def all_finite(tensor: torch.Tensor) -> bool:
 
 
 def hash_of(path: Path) -> str:
-    """SHA-256 (hex) of a file's content."""
+    """Return the SHA-256 (hex) of a file's content."""
     digest = hashlib.sha256()
     with path.open("rb", buffering=0) as file:
         while piece := file.read(2**22):
@@ -118,7 +118,7 @@ def hash_of(path: Path) -> str:
 
 @attrs.frozen(kw_only=True, eq=False)
 class TensorFile:
-    """The byte layout of a file that is still to be written."""
+    """Byte layout of a file to be written."""
 
     name: str
     subject: Subject
@@ -138,7 +138,7 @@ class TensorFile:
         *,
         metadata: Mapping[str, str] = _METADATA,
     ) -> TensorFile:
-        """Lay out a file of these tensors, one after the other."""
+        """Lay out a file of these tensors in sequence."""
         named: dict[str, TensorSpec] = {}
         entries: dict[str, object] = {"__metadata__": dict(metadata)}
         begins: dict[str, int] = {}
@@ -148,7 +148,7 @@ class TensorFile:
                 raise CheckpointError("two tensors share this name", key=spec.key)
             if spec.dtype not in _DTYPE_NAMES:
                 raise CheckpointError(
-                    f"safetensors cannot hold {spec.dtype}",
+                    f"safetensors does not support {spec.dtype}",
                     key=spec.key,
                     fix="register the buffer with persistent=False, or as a real dtype",
                 )
@@ -173,7 +173,7 @@ class TensorFile:
         )
 
     def create(self, folder: Path) -> None:
-        """Make the file with its header and its size, on one rank."""
+        """Create the file with its header and size, on one rank."""
         path = folder / self.name
         with naming(path), path.open("xb", buffering=0) as file:
             write_at(file.fileno(), memoryview(self.header), 0)
@@ -181,7 +181,7 @@ class TensorFile:
 
 
 def split(specs: Iterable[TensorSpec], most: int | None) -> list[list[TensorSpec]]:
-    """Tensors for files of at most ``most`` bytes each; a larger tensor has its own."""
+    """Group tensors into files of at most ``most`` bytes; a larger tensor gets its own file."""
     shards: list[list[TensorSpec]] = []
     filled = 0
     for spec in specs:
@@ -194,13 +194,13 @@ def split(specs: Iterable[TensorSpec], most: int | None) -> list[list[TensorSpec
 
 
 def shard_name(stem: str, index: int, count: int) -> str:
-    """What a model's file is called among ``count``; from 1."""
+    """Return the name of one of ``count`` files of a model; from 1."""
     return f"{stem}-{index:05d}-of-{count:05d}.safetensors"
 
 
 @attrs.frozen(kw_only=True)
 class Written:
-    """A run of bytes that was written, as it was meant."""
+    """A written run of bytes with its expected checksum."""
 
     file: str
     offset: int
@@ -210,7 +210,7 @@ class Written:
 
 
 class TensorWriter(OpensFiles):
-    """Writes tensors, or this process's parts of them, at their places in files."""
+    """Writes tensors, or this process's parts of them, in place."""
 
     def __init__(self, folder: Path, files: Iterable[TensorFile]) -> None:
         super().__init__(os.O_WRONLY)
@@ -225,10 +225,10 @@ class TensorWriter(OpensFiles):
         """Write a part of a tensor.
 
         Args:
-            name: The tensor's.
-            tensor: The part, of any shape, on any device, of the dtype that was laid out; or bf16,
-                which is widened. Exports cast from any other.
-            subject: What the tensor is.
+            name: Name of the tensor.
+            tensor: The part, of any shape, on any device, in the planned dtype; bf16 is widened.
+                Exports cast from any other dtype.
+            subject: Kind of the tensor.
             start: First element in the flattened tensor.
         """
         file = self._files.get((subject, name))
@@ -242,7 +242,7 @@ class TensorWriter(OpensFiles):
             raise CheckpointError(
                 f"{subject.prefix} changed while it was saved",
                 key=name,
-                fix="let nothing train while a checkpoint is saved",
+                fix="stop training while a checkpoint is saved",
             )
         offset = first = file.offsets[name] + start * spec.dtype.itemsize
         crc, sound, path = 0, True, self._folder / file.name
@@ -260,16 +260,16 @@ class TensorWriter(OpensFiles):
 
     @property
     def written(self) -> tuple[Written, ...]:
-        """What was written so far."""
+        """Everything written so far."""
         return tuple(self._written)
 
     @property
     def not_finite(self) -> tuple[str, ...]:
-        """In which tensors there was NaN or infinity, such as ``weights/conv.bias``."""
+        """Tensors with NaN or infinity, such as ``weights/conv.bias``."""
         return tuple(self._not_finite)
 
     def sync(self) -> None:
-        """Bring everything to disk."""
+        """Flush everything to disk."""
         for path, descriptor in self._open.items():
             # A full disk may be reported only here.
             with naming(path):
@@ -278,7 +278,7 @@ class TensorWriter(OpensFiles):
     def confirm(
         self, files: Iterable[TensorFile], written: Iterable[Written]
     ) -> tuple[FileRecord, ...]:
-        """Read files back while what this process wrote comes to the disk."""
+        """Read files back while this process's writes are flushed to disk."""
         written = tuple(written)
         with ThreadPoolExecutor(1 + _HASHED_AT_ONCE) as pool:
             syncing = pool.submit(self.sync)
@@ -288,7 +288,7 @@ class TensorWriter(OpensFiles):
 
 
 def write_at(descriptor: int, piece: memoryview, offset: int) -> None:
-    """Write all of ``piece`` at a byte offset; the only place where tensors reach the disk."""
+    """Write all of ``piece`` at a byte offset; tensors are written to disk only here."""
     while piece:
         # A write may stop short, at 2 GiB at the latest.
         written = os.pwrite(descriptor, piece, offset)
@@ -303,7 +303,7 @@ def _element_bytes(tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[memoryv
 
 
 def confirm(folder: Path, file: TensorFile, written: Iterable[Written]) -> FileRecord:
-    """Read a finished file once: is every byte there, and as it was meant?"""
+    """Read a finished file once and check that every byte is correct."""
     path = folder / file.name
     header = Written(file=file.name, offset=0, nbytes=len(file.header), crc=zlib.crc32(file.header))
     digest, position = hashlib.sha256(), 0
@@ -331,9 +331,9 @@ def confirm(folder: Path, file: TensorFile, written: Iterable[Written]) -> FileR
 
 def _not_as_written(path: Path, offset: int) -> CheckpointCorruptError:
     return CheckpointCorruptError(
-        f"the disk does not hold what was written (at byte {offset})",
+        f"the data on disk differ from what was written (at byte {offset})",
         key=str(path),
-        fix="look at the disk, or save elsewhere",
+        fix="check the disk, or save elsewhere",
     )
 
 
@@ -341,21 +341,21 @@ def _not_as_written(path: Path, offset: int) -> CheckpointCorruptError:
 
 
 class TensorReader(OpensFiles):
-    """Reads exactly the bytes that are asked for, from one file or several."""
+    """Reads exactly the requested bytes from one or several files."""
 
     def __init__(self, files: Iterable[Path], *, subject: Subject = EXPORT) -> None:
         super().__init__(os.O_RDONLY)
         self._subject = subject
         self._homes: dict[str, Path] = {}
         self.tensors: dict[str, StoredTensor] = {}
-        """What is there, by name."""
+        """Tensors by name."""
         self.metadata: list[dict[str, str]] = []
-        """What the header of each file says besides."""
+        """Other metadata in the header of each file."""
         for file in files:
             tensors, metadata = read_header(file)
             if twice := [name for name in tensors if name in self._homes]:
                 raise CheckpointCorruptError(
-                    f"is in {self._homes[twice[0]].name} too",
+                    f"is also in {self._homes[twice[0]].name}",
                     key=f"{file.name}: {shorten(twice[0])}",
                     fix="use another checkpoint",
                 )
@@ -364,7 +364,7 @@ class TensorReader(OpensFiles):
             self.metadata.append(metadata)
 
     def stored(self, name: str) -> StoredTensor:
-        """Dtype and full shape of a tensor."""
+        """Return dtype and full shape of a tensor."""
         if name not in self.tensors:
             raise CheckpointCorruptError(
                 "is in no file",
@@ -374,7 +374,7 @@ class TensorReader(OpensFiles):
         return self.tensors[name]
 
     def check(self, name: str, dtype: torch.dtype | None, shape: Sequence[int]) -> None:
-        """Check that a tensor is there, as saving stores it."""
+        """Check that a tensor exists in the form that saving uses."""
         stored = self.stored(name)
         if (stored.dtype, stored.shape) != (dtype, tuple(shape)):
             raise CheckpointCorruptError(
@@ -384,18 +384,18 @@ class TensorReader(OpensFiles):
             )
 
     def fill(self, into: torch.Tensor, name: str, start: int = 0) -> None:
-        """Copy a part of a tensor.
+        """Copy a part of a tensor into ``into``.
 
         Args:
             into: 1-D, on any device.
-            name: The tensor's.
+            name: Name of the tensor.
             start: First element in the flattened tensor.
         """
         stored = self.stored(name)
         numel = math.prod(stored.shape)
         if start + into.numel() > numel:
             raise CheckpointCorruptError(
-                f"has {numel} elements and {start} to {start + into.numel()} are wanted",
+                f"has {numel} elements, but elements {start} to {start + into.numel()} are needed",
                 key=f"{self._homes[name].name}: {name}",
                 fix="use another checkpoint",
             )
@@ -410,7 +410,7 @@ class TensorReader(OpensFiles):
             offset += buffer.nbytes
 
     def tensor(self, name: str) -> torch.Tensor:
-        """A whole tensor, on the CPU."""
+        """Return a whole tensor on the CPU."""
         stored = self.stored(name)
         flat = torch.empty(math.prod(stored.shape), dtype=stored.dtype)
         self.fill(flat, name)

@@ -154,7 +154,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="backslashreplace")
     argv = sys.argv[1:] if argv is None else argv
     if any("\0" in argument for argument in argv):
-        complain("an argument holds a NUL character, which no path and no name has")
+        complain("an argument contains a NUL character, which no path or name can contain")
         return 2
     arguments = _parser(argv).parse_args(argv)
     try:

@@ -14,13 +14,14 @@ SUMMARY: Final = "Open a page that builds, explains and saves a plan."
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument(
-        "--plan", type=Path, metavar="FILE", help="the file that is opened and applied to"
+        "--plan", type=Path, metavar="FILE", help="the file to open, and the target of Apply"
     )
     parser.add_argument(
         "--root",
         type=Path,
         metavar="DIR",
-        help="the only folder the page may touch; the plan's own, else the working directory",
+        help="the only folder the page may access; default the plan's folder, or the working "
+        "directory",
     )
     parser.add_argument(
         "--host", default="127.0.0.1", help="address to listen on; this machine only by default"
@@ -30,8 +31,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--token-file",
         type=Path,
         metavar="FILE",
-        help="holds the secret to ask for; else ZEROTUNE_BUILDER_TOKEN does; made when --host is "
-        "another address",
+        help="file with the secret; default the variable ZEROTUNE_BUILDER_TOKEN; created if "
+        "--host is another address",
     )
     parser.add_argument(
         "--token",
@@ -41,7 +42,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-browser",
         action="store_true",
-        help="only print the address, as is always done with a token",
+        help="only print the address; this is always so with a token",
     )
 
 

@@ -32,7 +32,7 @@ def _add_path(parser: argparse.ArgumentParser) -> None:
 
 class _ConvertCheckpoint(Below):
     summary: ClassVar[str] = (
-        "A checkpoint into a diffusers model folder, or other formats into a checkpoint."
+        "Convert a checkpoint to a diffusers model folder, or another format to a checkpoint."
     )
 
     @staticmethod
@@ -41,7 +41,7 @@ class _ConvertCheckpoint(Below):
 
         _add_path(parser)
         parser.add_argument(
-            "target", type=Path, metavar="TARGET", help="what to write; must not exist"
+            "target", type=Path, metavar="TARGET", help="path to write; must not exist"
         )
         parser.add_argument(
             "--shadow", metavar="NAME", help="write this EMA shadow instead of the trained weights"
@@ -56,8 +56,8 @@ class _ConvertCheckpoint(Below):
             "--base",
             type=Path,
             metavar="MODEL",
-            help="the model folder that frozen weights come from; for a TARGET of .safetensors in "
-            "ComfyUI's layout the single file or pipeline that training began from",
+            help="model folder with the frozen weights; for a .safetensors TARGET in "
+            "ComfyUI's layout, the single file or pipeline that training started from",
         )
 
     def run(self) -> int:
@@ -88,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
     """
     if importlib.util.find_spec("torch") is None:
         raise MissingDependencyError(
-            "is not installed, and checkpoints are read with it",
+            "is not installed, but reading checkpoints requires it",
             key="torch",
             fix="pip install torch",
         )
@@ -96,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 class _Show(Below):
-    summary: ClassVar[str] = "What a checkpoint holds; reads its manifest alone."
+    summary: ClassVar[str] = "Print the contents of a checkpoint; reads only its manifest."
 
     configure = staticmethod(_add_path)
 
@@ -117,7 +117,7 @@ class _Show(Below):
 
 
 class _Verify(Below):
-    summary: ClassVar[str] = "Compare every file with its size and hash."
+    summary: ClassVar[str] = "Verify size and hash of every file."
 
     configure = staticmethod(_add_path)
 
@@ -144,14 +144,14 @@ def _contents_page(manifest: Manifest) -> Page:
     elements = sum(math.prod(record.shape) for record in manifest.parameters)
     states = sorted({state for record in manifest.parameters for state in record.states})
     versions = ", ".join(f"{name} {number}" for name, number in sorted(manifest.versions.items()))
-    plan, saved_under = manifest.plan, "no plan: weights alone"
+    plan, saved_under = manifest.plan, "no plan: weights only"
     if plan is not None:
         kind = "without DeepSpeed" if plan.engine == "plain" else f"stage {plan.stage}"
         saved_under = (
             f"{kind}, offload {plan.offload_optimizer}, {plan.precision}, "
             f"{plan.optimizer['name']}, {manifest.world_size} process(es)"
         )
-    frozen = [("frozen", f"{len(manifest.frozen):,}, not in it")] if manifest.frozen else []
+    frozen = [("frozen", f"{len(manifest.frozen):,}, not included")] if manifest.frozen else []
     contents = (
         ("written by", f"{manifest.origin}, {manifest.created}"),
         ("step", f"{manifest.state.global_step:,} ({manifest.state.skipped_steps} skipped)"),

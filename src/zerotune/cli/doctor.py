@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from zerotune.platform.toolchain import Toolchain
 
 NAME: Final = "doctor"
-SUMMARY: Final = "Show what this machine can train with, and why not where it cannot."
+SUMMARY: Final = "Show what this machine can train with, and the reason for what it cannot."
 
 _STATE_STYLES: Final = {
     "installed": "good",
@@ -202,25 +202,26 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--build-missing",
         nargs="*",
         metavar="OP",
-        help="compile those of the ops named (of all, when none is) that can be and are not",
+        help="compile the named ops (default all) that can be compiled and are not yet",
     )
     parser.add_argument(
         "--rates",
         action="store_true",
-        help="measure for some seconds how fast this machine computes and moves bytes, and keep"
-        " it for predictions",
+        help="measure for some seconds how fast this machine computes and moves bytes, and "
+        "save the rates for predictions",
     )
     parser.add_argument(
         "--prove",
         action="store_true",
-        help="run each fast path beside the plain one on small models, for up to half a minute,"
-        " and keep the outcome: fast paths are the default on a device only once proven there",
+        help="compare each fast path with the plain one on small models, for up to half a "
+        "minute, and save the result: fast paths are used by default on a device only "
+        "after this proof",
     )
     parser.add_argument(
-        "--allow-rocm", action="store_true", help="let DeepSpeed run on ROCm, untested"
+        "--allow-rocm", action="store_true", help="allow DeepSpeed on ROCm (untested)"
     )
     parser.add_argument(
-        "--allow-mps", action="store_true", help="let a new DeepSpeed run on Apple GPUs"
+        "--allow-mps", action="store_true", help="allow a new DeepSpeed on Apple GPUs"
     )
 
 

@@ -61,7 +61,7 @@ _MOST_PROMPTS: Final = 4
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("folder", metavar="FOLDER", help="where train.py and plan.json are written")
+    parser.add_argument("folder", metavar="FOLDER", help="folder for train.py and plan.json")
     add_family(parser, what="the model", required=True)
     parser.add_argument(
         "--photos",
@@ -70,7 +70,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="folder of images with captions beside them (cat.png, cat.txt)",
     )
     parser.add_argument(
-        "--model", metavar="MODEL", help="a pipeline's folder or hub id; the family's by default"
+        "--model", metavar="MODEL", help="a pipeline's folder or hub id; default the family's"
     )
     add_machine(parser)
     training = parser.add_argument_group("training")
@@ -79,7 +79,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--resolution",
         type=at_least_one,
         metavar="N",
-        help="pixels of a side; the model's own by default",
+        help="side in pixels; default the model's native size",
     )
     training.add_argument(
         "--steps", type=at_least_one, metavar="N", default=2000, help="optimizer steps; 2000"
@@ -95,9 +95,9 @@ def run(arguments: argparse.Namespace) -> int:
     for path in (plan, script):
         if os.path.lexists(path):
             raise InvalidValueError(
-                "is there already, and is never overwritten",
+                "exists already, and is never overwritten",
                 key=str(path),
-                fix="name another folder, or move the file away",
+                fix="choose another folder, or move the file away",
             )
     family = arguments.family
     if family.endswith("-controlnet"):
@@ -105,16 +105,16 @@ def run(arguments: argparse.Namespace) -> int:
             "trains on images with conditions, which the generated script does not support",
             key="--family",
             value=family,
-            fix="start from the recipe of a ControlNet (docs/recipes.md)",
+            fix="start from the ControlNet recipe (docs/recipes.md)",
         )
     known = model_of(arguments) if ":" in family or family in family_names() else None
     known = model_family(known) if isinstance(known, str) else known
     if known is not None and known.frames is not None:
         raise InvalidValueError(
-            "is trained on clips, and the script that is written reads images",
+            "is trained on clips, but the generated script reads images",
             key="--family",
             value=family,
-            fix="name a model of images, or write the script by hand (docs/families.md)",
+            fix="choose an image model, or write the script by hand (docs/families.md)",
         )
     model = _model(arguments)
     advice = _advice(arguments, known or family)
@@ -122,7 +122,7 @@ def run(arguments: argparse.Namespace) -> int:
     resolution = arguments.resolution or (known.resolution if known else 0)
     text = _script(arguments, advice, model=model, captions=captions, resolution=resolution)
     _write({plan: advice.plan.to_json().rstrip("\n") + "\n", script: text})
-    captioned = "with captions" if captions else "no captions: every picture is trained without"
+    captioned = "with captions" if captions else "without captions"
     print_text(
         f"{plan}: {advice.chosen.title}\n"
         f"{script}: {counted(arguments.steps, 'step')} of {model} on "
@@ -144,23 +144,23 @@ def _model(arguments: argparse.Namespace) -> str:
             # A family that does not exist is refused by the advice, which lists those that do.
             return _PIPELINES.get(arguments.family, "")
         raise InvalidValueError(
-            f"no pipeline of {arguments.family} on the hub is known here",
+            f"{arguments.family} has no known pipeline on the hub",
             key="--model",
-            fix="add --model with the folder or hub id of one",
+            fix="add --model with the folder or hub id of a pipeline",
         )
     folder = Path(given).expanduser()
     if folder.is_dir():
         if not (folder / "model_index.json").is_file():
             raise InvalidValueError(
-                "holds no model_index.json, so it is no pipeline",
+                "contains no model_index.json, so it is not a pipeline",
                 key="--model",
                 value=given,
-                fix="name the folder that save_pretrained of a whole pipeline has written",
+                fix="pass a folder written by save_pretrained of a whole pipeline",
             )
         return str(folder.resolve())
     if folder.is_absolute() or given.startswith((".", "~")):
         raise InvalidValueError(
-            "is no folder", key="--model", value=given, fix="name a pipeline's folder or hub id"
+            "is not a folder", key="--model", value=given, fix="pass a pipeline's folder or hub id"
         )
     return str(given)
 

@@ -27,19 +27,18 @@ def _add_root(parser: argparse.ArgumentParser) -> None:
 
 
 class _Clean(Below):
-    summary: ClassVar[str] = "Remove what runs that are provably dead left behind."
+    summary: ClassVar[str] = "Delete leftovers of runs that are provably dead."
 
     @staticmethod
     def configure(parser: argparse.ArgumentParser) -> None:
         _add_root(parser)
         parser.add_argument(
-            "--dry-run", action="store_true", help="only show what would be removed"
+            "--dry-run", action="store_true", help="only show what would be deleted"
         )
         parser.add_argument(
             "--adopt",
             action="store_true",
-            help="also remove DeepSpeed's own zero_stage_* folders, where no process can be using "
-            "them",
+            help="also delete DeepSpeed's own zero_stage_* folders that no process can be using",
         )
 
     def run(self) -> int:
@@ -78,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 class _Status(Below):
-    summary: ClassVar[str] = "List the leases in a root and who holds them; changes nothing."
+    summary: ClassVar[str] = "List the leases in a root with their owners, without changes."
 
     configure = staticmethod(_add_root)
 

@@ -77,14 +77,14 @@ def number_of_processes(text: str) -> int:
 def _add_reading(parser: argparse.ArgumentParser) -> None:
     """Add how a file is read."""
     parser.add_argument(
-        "--max-size", metavar="SIZE", help="largest file to read; 16MiB, of YAML 128KiB, by default"
+        "--max-size", metavar="SIZE", help="largest file to read; default 16MiB, for YAML 128KiB"
     )
     parser.add_argument(
         "--also-known",
         metavar="KEY",
         action="append",
         default=[],
-        help="path of a key to pass through, of a newer DeepSpeed; may be given again",
+        help="path of a key of a newer DeepSpeed to accept; may be repeated",
     )
 
 
@@ -107,13 +107,13 @@ def _add_workload(parser: argparse.ArgumentParser) -> None:
         "--ema",
         choices=get_args(EMAPlace),
         default="none",
-        help="where an EMA of the weights is kept",
+        help="where to keep an EMA of the weights",
     )
     group.add_argument("--lora", type=at_least_one, metavar="RANK", help=LORA_HELP)
     group.add_argument(
         "--base-dtype",
         metavar="DTYPE",
-        help=f"what the model beside the adapters is quantized to: {', '.join(STORAGES)}",
+        help=f"quantization of the base model under adapters: {', '.join(STORAGES)}",
     )
 
 
@@ -129,9 +129,9 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
 def _add_sample(group: argparse._ArgumentGroup) -> None:
     """Add what a batch is."""
     for name, what in (
-        ("batch", "samples per rank and pass; 1 by default"),
-        ("resolution", "pixels of a side; the model's own by default"),
-        ("frames", "of a clip; the model's own by default"),
+        ("batch", "samples per rank and pass; default 1"),
+        ("resolution", "side in pixels; default the model's native size"),
+        ("frames", "frames per clip; default the model's own"),
     ):
         group.add_argument(f"--{name}", type=at_least_one, metavar="N", help=what)
 
@@ -176,7 +176,7 @@ def add_configuration(group: Any) -> None:
     group.add_argument(
         "--model",
         metavar="FOLDER",
-        help="a pipeline's folder, whose model is costed; with --family module:Class",
+        help="a pipeline folder whose model is estimated; with --family module:Class",
     )
 
 
@@ -192,7 +192,7 @@ def model_of(arguments: argparse.Namespace) -> str | ModelFamily:
     kind = named_family(name)
     if not issubclass(kind, PipelineFamily):
         raise InvalidValueError(
-            "is written by hand, so that nothing tells what its model is given",
+            "has a hand-written forward pass, so the model's inputs are unknown",
             key="--family",
             value=name,
             fix="pass ModelFacts to DeepSpeedPlan.advise (docs/own-model.md)",
@@ -211,7 +211,7 @@ def _draw_chart(
         new = not folder.exists()
         plot_memory(estimate, arguments.chart, budget=budget)
         if new:
-            tell(f"made the folder {folder} for the chart")
+            tell(f"created the folder {folder} for the chart")
 
 
 # -- check
@@ -223,7 +223,7 @@ _ASSUMED_STEPS: Final = 10_000
 
 class _Check(Below):
     summary: ClassVar[str] = (
-        "Say what is wrong with a configuration; needs neither torch nor DeepSpeed."
+        "Check a configuration for mistakes; needs neither torch nor DeepSpeed."
     )
 
     @staticmethod
@@ -234,10 +234,12 @@ class _Check(Below):
             type=number_of_processes,
             default=1,
             metavar="N",
-            help="processes that train together",
+            help="number of training processes",
         )
         parser.add_argument("--json", action="store_true", help="print the findings as JSON")
-        parser.add_argument("--strict", action="store_true", help="fail on warnings too")
+        parser.add_argument(
+            "--strict", action="store_true", help="exit with an error on warnings too"
+        )
 
     def run(self) -> int:
         """Check; 0 when nothing is wrong, 1 when something is, 2 for a file that cannot be read."""
@@ -279,7 +281,7 @@ class _Check(Below):
             title = f"{self.arguments.file}: {summary or 'nothing to report'} at {ranks}"
             print_page(Page(title=title, blocks=tuple(blocks)))
             if any(isinstance(one.error, UnknownKeyError) for one in problems):
-                print_text("a key that only a newer DeepSpeed knows passes with --also-known KEY")
+                print_text("for a key of a newer DeepSpeed use --also-known KEY")
         failed = counts["error"] or (self.arguments.strict and counts["warning"])
         return status if failed else 0
 
@@ -389,7 +391,7 @@ def _open_run(plan: DeepSpeedPlan) -> Any:
 
 class _ConvertPlan(Below):
     summary: ClassVar[str] = (
-        "Write a configuration in another format, without changing what trains."
+        "Convert a configuration to another format without changing what trains."
     )
 
     @staticmethod
@@ -397,26 +399,26 @@ class _ConvertPlan(Below):
         from zerotune.plan.write import FORMATS
 
         _add_file(parser)
-        parser.add_argument("--to", choices=FORMATS, required=True, help="format to write")
+        parser.add_argument("--to", choices=FORMATS, required=True, help="target format")
         parser.add_argument(
             "-o",
             "--output",
             metavar="OUT",
-            help="file to write, its predecessor kept as OUT.bak; printed when left out",
+            help="file to write, keeping the previous one as OUT.bak; printed by default",
         )
         parser.add_argument(
             "--num-processes",
             type=number_of_processes,
             default=1,
             metavar="N",
-            help="what an accelerate YAML starts where FILE does not say it; 1 by default",
+            help="number of processes for an accelerate YAML if FILE does not set it; default 1",
         )
         parser.add_argument(
             "--lossy",
             metavar="KEYS",
             default="",
-            help="launch settings that may be lost where the format has no place for them"
-            " (num_processes,gpu_ids)",
+            help="launch settings that may be dropped if the format does not support them "
+            "(num_processes,gpu_ids)",
         )
 
     def run(self) -> int:
@@ -450,7 +452,7 @@ def _tell_decisions(decisions: Iterable[Decision]) -> None:
 # -- explain
 
 
-_ON_PROCESSOR: Final = "to train on this machine's processor"
+_ON_PROCESSOR: Final = "to train on this machine's CPU"
 _NEED_A_MODEL: Final = (
     "batch",
     "resolution",
@@ -464,9 +466,7 @@ _NEED_A_MODEL: Final = (
 
 
 class _Explain(Below):
-    summary: ClassVar[str] = (
-        "Show what a plan means and, for a model, what will run and what it needs."
-    )
+    summary: ClassVar[str] = "Describe a plan and, for a model, what will run and what it needs."
 
     @staticmethod
     def configure(parser: argparse.ArgumentParser) -> None:
@@ -474,14 +474,14 @@ class _Explain(Below):
 
         _add_file(parser)
         model = parser.add_argument_group("model")
-        add_family(model, what="cost the plan for this model")
+        add_family(model, what="estimate the plan for this model")
         add_configuration(model)
         _add_sample(model)
         model.add_argument(
-            "--no-gradient-checkpointing", action="store_true", help="keep every activation"
+            "--no-gradient-checkpointing", action="store_true", help="keep all activations"
         )
-        machine = add_machine(parser, "this one, unless something of it is given")
-        machine.add_argument("--accelerator", choices=ACCELERATORS, help="what it trains on")
+        machine = add_machine(parser, "default this machine, unless one of its properties is given")
+        machine.add_argument("--accelerator", choices=ACCELERATORS, help="accelerator for training")
         _add_workload(parser)
         _add_output(parser)
 
@@ -494,9 +494,9 @@ class _Explain(Below):
             for name in _NEED_A_MODEL:
                 if getattr(self.arguments, name) not in (None, False):
                     raise InvalidValueError(
-                        "means nothing without --family NAME",
+                        "has no effect without --family NAME",
                         key=f"--{name.replace('_', '-')}",
-                        fix="add --family NAME, or leave it out",
+                        fix="add --family NAME, or omit it",
                     )
             platform = _described_machine(self.arguments)
             summary = plan.summary(world_size=self.arguments.world_size, platform=platform)
@@ -580,12 +580,12 @@ def _described_machine(arguments: argparse.Namespace) -> Platform | None:
 
 
 class _Diff(Below):
-    summary: ClassVar[str] = "Say what one configuration sets otherwise than another."
+    summary: ClassVar[str] = "Show the differences between two configurations."
 
     @staticmethod
     def configure(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("before", metavar="BEFORE", help=_FILE_HELP)
-        parser.add_argument("after", metavar="AFTER", help="the same, changed")
+        parser.add_argument("after", metavar="AFTER", help="the changed configuration")
         _add_reading(parser)
         forms = parser.add_mutually_exclusive_group()
         forms.add_argument("--json", action="store_true", help="print JSON")
@@ -613,7 +613,7 @@ class _Diff(Below):
 
 
 class _Advise(Below):
-    summary: ClassVar[str] = "Find the fastest plan that fits a model into this much memory."
+    summary: ClassVar[str] = "Find the fastest plan that fits a model into the given memory."
 
     @staticmethod
     def configure(parser: argparse.ArgumentParser) -> None:
@@ -625,31 +625,29 @@ class _Advise(Below):
         add_machine(parser)
         training = parser.add_argument_group("training")
         _add_sample(training)
-        training.add_argument(
-            "--optimizer", default="AdamW", metavar="NAME", help="AdamW by default"
-        )
+        training.add_argument("--optimizer", default="AdamW", metavar="NAME", help="default AdamW")
         training.add_argument("--precision", choices=(AUTO, *PRECISIONS), default=AUTO)
         training.add_argument(
             "--gradient-clipping",
             type=float,
             default=1.0,
             metavar="NORM",
-            help="largest gradient norm; 0 switches clipping off, 1 by default",
+            help="maximum gradient norm; 0 disables clipping, default 1",
         )
         parser.add_argument(
             "--prefer",
             choices=PREFERENCES,
             default=PREFERENCES[0],
-            help="what to choose of all that fits; by predicted seconds per step when not given",
+            help="which of the fitting plans to choose; default by predicted seconds per step",
         )
         parser.add_argument(
             "--streamed",
             action="store_true",
-            help="also choose among plans that stream weights, which are listed anyway",
+            help="also choose among plans with streamed weights, which are listed in any case",
         )
         _add_workload(parser)
         _add_output(parser)
-        parser.add_argument("--all", action="store_true", help="show every candidate, not five")
+        parser.add_argument("--all", action="store_true", help="show all candidates, not only five")
         parser.add_argument("-o", "--output", metavar="FILE", help="save the plan; .json or .yaml")
 
     def run(self) -> int:

@@ -6,7 +6,7 @@ import argparse
 import sys
 
 NAME = "schema"
-SUMMARY = "Print every parameter of the installed DeepSpeed as JSON Schema, for editors."
+SUMMARY = "Print all parameters of the installed DeepSpeed as JSON Schema for editors."
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

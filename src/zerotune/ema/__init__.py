@@ -1,4 +1,4 @@
-"""An exponential moving average that lives where the fp32 master weights live."""
+"""Exponential moving averages on the fp32 master weights, on the rank that owns them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``BackgroundEMA``: the update runs while the next forward and backward do."""
+"""``BackgroundEMA``: update an EMA during the next forward and backward pass."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 
 class BackgroundEMA(Closable):
-    """Updates a shadow, or several, in a thread of its own; exact all the same.
+    """Updates one or several shadows in a thread, with exact results.
 
-    Between two optimizer steps the fp32 master weights stand still, so they are read where they
-    are, without a copy. The next optimizer step waits for the update, and so does whatever looks
-    at the shadow or edits the weights::
+    Between two optimizer steps the fp32 master weights do not change, so they are read in place
+    without a copy. The next optimizer step waits for the update, and so does all code that reads
+    the shadow or edits the weights::
 
         ema = EMAShadow(decay=0.9999)
         with BackgroundEMA(shadow=ema).attach(engine) as background:
@@ -36,13 +36,12 @@ class BackgroundEMA(Closable):
                     background.step()
             with ema.swapped_in(): ...
 
-    It gains where the CPU has nothing else to do meanwhile, as with a GPU that computes; where
-    forward and backward keep every core busy, it gains nothing.
+    It saves time only if the CPU is otherwise idle, for example while a GPU computes.
 
     Args:
         shadow: An ``EMAShadow`` or ``EMAShadows``.
-        optimizer: The optimizer that changes the weights; only for a bare module, because
-            engines know theirs.
+        optimizer: The optimizer that changes the weights; only for a bare module, because engines
+            know theirs.
     """
 
     def __init__(
@@ -63,22 +62,22 @@ class BackgroundEMA(Closable):
 
     @property
     def watching(self) -> bool:
-        """Whether ``attach`` has been called, and ``close`` not yet."""
+        """Whether it is attached and not closed."""
         return self._master is not None
 
     def attach(self, source: Any) -> Self:
-        """Attach the shadow if it is not yet, and watch for changes of its weights.
+        """Attach the shadow if necessary, and watch for changes of its weights.
 
         Args:
-            source: As for ``EMAShadow.attach``.
+            source: As in ``EMAShadow.attach``.
 
         Raises:
-            EMAError: This object watches already.
-            UnsupportedEngineError: The weights lie on NVMe, where reading them would fight with
-                the optimizer's own swapping, or nothing is known to change them.
+            EMAError: It is already attached.
+            UnsupportedEngineError: The weights are on NVMe, where reads would conflict with the
+                optimizer's swapping, or the code that changes them is unknown.
         """
         if self._master is not None:
-            raise EMAError("watches already", key="BackgroundEMA", fix="make one per shadow")
+            raise EMAError("watches already", key="BackgroundEMA", fix="create one per shadow")
         shadows = self._subject.shadows
         if not all(shadow.attached for shadow in shadows):
             self._subject.attach(source)
@@ -93,27 +92,27 @@ class BackgroundEMA(Closable):
         return self
 
     def expect_step(self) -> None:
-        """Nothing: it reads the weights after the step, in a thread of its own."""
+        """Do nothing: the weights are read after the step, in a thread."""
 
     def step(self) -> None:
-        """Begin to take in the weights after one applied optimizer step.
+        """Start an update with the weights after one applied optimizer step.
 
         Raises:
-            EMAError: Not attached, swapped in, the previous update failed, or the optimizer's
-                step went unseen, so that weights could change during an update.
+            EMAError: Not attached, swapped in, the previous update failed, or the optimizer's step
+                was not observed, so weights could change during an update.
         """
         if self._master is None:
             raise EMAError(
-                "is not attached to any weights",
+                "is not attached to an engine or model",
                 key="BackgroundEMA",
                 fix="BackgroundEMA(shadow=ema).attach(engine)",
             )
         self.join()
         if not self._changes:
             raise EMAError(
-                "no optimizer step has been seen before the first update",
+                "no optimizer step was observed before the first update",
                 key="BackgroundEMA.step()",
-                fix="call it after the optimizer's step, and give the optimizer that steps",
+                fix="call it after the optimizer's step, and pass the optimizer that steps",
             )
         begun = (shadow.begin_update() for shadow in self._subject.shadows)
         updates = [update for update in begun if update is not None]
@@ -124,10 +123,10 @@ class BackgroundEMA(Closable):
             self._thread.start()
 
     def join(self) -> None:
-        """Wait for the update under way.
+        """Wait for the current update.
 
         Raises:
-            EMAError: It found that the shadow does not follow the weights.
+            EMAError: The update found that the shadow does not follow the weights.
         """
         thread, self._thread = self._thread, None
         if thread is not None:
@@ -138,7 +137,7 @@ class BackgroundEMA(Closable):
 
     @override
     def close(self) -> None:
-        """Wait, and watch no longer; the shadow can be used as before."""
+        """Wait and detach; the shadow can then be used as before."""
         try:
             self.join()
         finally:

@@ -1,4 +1,4 @@
-"""How much of the shadow each update keeps: pure functions of the step, apart from storage."""
+"""EMA decay as pure functions of the step."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from zerotune.errors import InvalidValueError
 
 @runtime_checkable
 class DecaySchedule(Protocol):
-    """A decay for every step; any object with this one method will do."""
+    """Protocol: a decay for every step; any object with this method is accepted."""
 
     def at(self, step: int) -> float:
-        """Share of the shadow that step number ``step`` keeps.
+        """Return the share of the shadow that step ``step`` keeps.
 
         Args:
             step: Optimizer steps since averaging began, from 0.
@@ -31,13 +31,13 @@ def _check_share(value: Any, *, key: str) -> None:
     number = finite(value, key=key)
     if number == 1:
         raise InvalidValueError(
-            "a shadow that keeps all of itself never moves",
+            "a decay of 1 or more never updates the shadow",
             key=key,
             value=value,
             fix="0.999 follows within thousands of steps, 0.9999 within tens of thousands",
         )
     if not 0 <= number < 1:
-        raise InvalidValueError("a decay lies in [0, 1)", key=key, value=value, fix="try 0.999")
+        raise InvalidValueError("a decay must be in [0, 1)", key=key, value=value, fix="try 0.999")
 
 
 _kept_share = validated(_check_share)
@@ -53,30 +53,30 @@ class ConstantDecay:
     """Share of the shadow kept by one step."""
 
     def at(self, step: int) -> float:  # noqa: ARG002 - the protocol's argument
-        """The decay, whatever the step."""
+        """Return the decay, the same for every step."""
         return self.decay
 
 
 @attrs.frozen(kw_only=True)
 class WarmupDecay:
-    """``1 - (1 + step / inverse_gamma) ** -power``, held between ``min_decay`` and ``decay``.
+    """``1 - (1 + step / inverse_gamma) ** -power``, clipped to ``min_decay`` and ``decay``.
 
-    The formula of diffusers' ``EMAModel(use_ema_warmup=True)``: the first update copies the
-    weights. ``power`` 2/3 suits long runs (decay 0.999 after 31,600 steps, 0.9999 after a
+    This is the formula of diffusers' ``EMAModel(use_ema_warmup=True)``; the first update copies the
+    weights. A ``power`` of 2/3 suits long runs (decay 0.999 after 31,600 steps, 0.9999 after a
     million), 3/4 shorter ones (0.999 after 10,000, 0.9999 after 215,400).
     """
 
     decay: float = attrs.field(default=0.9999, validator=_kept_share)
     """Largest decay."""
     inverse_gamma: float = attrs.field(default=1.0, validator=_above_zero)
-    """Steps by which the warm-up is stretched."""
+    """Scale of the warm-up in steps."""
     power: float = attrs.field(default=2 / 3, validator=_above_zero)
     """Exponent of the warm-up."""
     min_decay: float = attrs.field(default=0.0, validator=_kept_share)
     """Smallest decay after the first update."""
 
     def at(self, step: int) -> float:
-        """0 at step 0, then rising."""
+        """Return 0 at step 0, then a rising decay."""
         if step <= 0:
             return 0.0
         # 1 - x ** -p loses every digit to cancellation while x is close to 1.
@@ -86,9 +86,9 @@ class WarmupDecay:
 
 @attrs.frozen(kw_only=True)
 class RampDecay:
-    """``(1 + step) / (10 + step)``, held between ``min_decay`` and ``decay``.
+    """``(1 + step) / (10 + step)``, clipped to ``min_decay`` and ``decay``.
 
-    What diffusers' ``EMAModel`` does without ``use_ema_warmup``.
+    This is the formula of diffusers' ``EMAModel`` without ``use_ema_warmup``.
     """
 
     decay: float = attrs.field(default=0.9999, validator=_kept_share)
@@ -97,7 +97,7 @@ class RampDecay:
     """Smallest decay after the first update."""
 
     def at(self, step: int) -> float:
-        """0 at step 0, then rising from 2/11."""
+        """Return 0 at step 0, then a decay that rises from 2/11."""
         if step <= 0:
             return 0.0
         return max(min((1 + step) / (10 + step), self.decay), self.min_decay)
@@ -105,9 +105,9 @@ class RampDecay:
 
 @attrs.frozen(kw_only=True)
 class HalfLife:
-    """The decay under which a weight's share in the average halves every so often.
+    """A decay given by the half-life of a weight's share in the average.
 
-    Give ``steps``, or ``samples`` with ``batch_size``::
+    Set ``steps``, or ``samples`` with ``batch_size``::
 
         HalfLife(steps=1000)
         HalfLife(samples=500_000, batch_size=plan.train_batch_size)
@@ -118,7 +118,7 @@ class HalfLife:
     samples: float | None = attrs.field(default=None, validator=_optional_above_zero)
     """Training samples until a contribution has halved."""
     batch_size: float | None = attrs.field(default=None, validator=_optional_above_zero)
-    """Samples per optimizer step, all ranks together; with ``samples`` only."""
+    """Samples per optimizer step on all ranks together; only with ``samples``."""
 
     def __attrs_post_init__(self) -> None:
         if (self.steps is None) == (self.samples is None):
@@ -130,7 +130,7 @@ class HalfLife:
             )
         if (self.samples is None) != (self.batch_size is None):
             raise InvalidValueError(
-                "samples and batch_size go together",
+                "samples and batch_size must be given together",
                 key="HalfLife",
                 value=(self.samples, self.batch_size),
                 fix="HalfLife(samples=500_000, batch_size=plan.train_batch_size)",
@@ -144,12 +144,12 @@ class HalfLife:
         return float(self.steps or 0.0)
 
     def at(self, step: int) -> float:  # noqa: ARG002 - the protocol's argument
-        """``0.5 ** (1 / half-life in steps)``, whatever the step."""
+        """Return ``0.5 ** (1 / half-life in steps)``, the same for every step."""
         return float(0.5 ** (1 / self.in_steps))
 
 
 def as_schedule(decay: DecaySchedule | float) -> DecaySchedule:
-    """A schedule: the given one, or a constant decay made of a number."""
+    """Return a schedule, or a constant decay for a number."""
     if isinstance(decay, (int, float)):
         return ConstantDecay(decay=decay)
     if isinstance(decay, DecaySchedule):
@@ -165,19 +165,19 @@ def as_schedule(decay: DecaySchedule | float) -> DecaySchedule:
 def decay_of_update(
     schedule: DecaySchedule, *, step: int, update_every: int = 1, start_after: int = 0
 ) -> float:
-    """The decay of an update that stands for the last ``update_every`` optimizer steps.
+    """Return the decay of one update for the last ``update_every`` optimizer steps.
 
-    The product of the decays of those steps, ``decay ** update_every`` for a constant decay, so
-    that updating less often leaves the half-life as it is.
+    It is the product of the decays of these steps (``decay ** update_every`` for a constant decay),
+    so that less frequent updates keep the half-life.
 
     Args:
-        schedule: The decay of single steps.
-        step: Optimizer steps taken, this one included, from 1.
+        schedule: Decay of single steps.
+        step: Optimizer steps taken, including this one, from 1.
         update_every: Steps since the last update.
         start_after: Steps during which the shadow follows the weights exactly.
 
     Returns:
-        A number in [0, 1); 0 where one of the steps copies the weights.
+        A number in [0, 1); 0 if one of the steps copies the weights.
     """
     product = 1.0
     for past in range(step - update_every, step):

@@ -1,4 +1,4 @@
-"""``EMAModel``: the interface of diffusers' class of that name, on an ``EMAShadow``."""
+"""``EMAModel``: diffusers' interface of the same name, based on ``EMAShadow``."""
 
 from __future__ import annotations
 
@@ -39,39 +39,39 @@ _SETTINGS = {
 
 
 class EMAModel:
-    """A drop-in for ``diffusers.training_utils.EMAModel``, under every ZeRO stage too.
+    """A drop-in replacement for ``diffusers.training_utils.EMAModel``, also under every ZeRO stage.
 
-    In a loop without DeepSpeed only the import changes. With DeepSpeed the fp32 weights are the
-    engine's, so give that instead of the parameters, once it is made::
+    In a loop without DeepSpeed only the import changes. With DeepSpeed the engine owns the fp32
+    weights, so pass the engine instead of the parameters::
 
         unet, optimizer, ... = accelerator.prepare(unet, optimizer, ...)
         ema_unet = EMAModel(unet, decay=0.9999, model_cls=..., model_config=...)
         ...
         ema_unet.step(unet.parameters())
 
-    The names and meanings are diffusers'; each difference stands on the EMA page. The largest:
-    the shadow is fp32 whatever happens, holds trainable parameters only (frozen ones are taken
-    from the model), and starts on the CPU; parameters of another number or shape are refused
-    where diffusers would leave some out. Under ZeRO everything but ``step`` and ``store`` is
-    collective: every rank must call it, and one that does not come is named.
+    Names and semantics are those of diffusers; the EMA page lists each difference. The main ones:
+    the shadow is always fp32, contains only trainable parameters (frozen ones are copied from the
+    model), and starts on the CPU. Parameters of another number or shape raise an error; diffusers
+    would ignore some. Under ZeRO everything except ``step`` and ``store`` is collective: every rank
+    must call it, and an error names a rank that does not.
 
     Args:
         parameters: Parameters, a module, a zerotune engine or a ``deepspeed.DeepSpeedEngine``.
         decay: Largest decay.
         min_decay: Smallest decay after the first update.
         update_after_step: Steps during which the shadow follows the weights exactly.
-        use_ema_warmup: ``WarmupDecay`` instead of ``RampDecay``.
+        use_ema_warmup: Use ``WarmupDecay`` instead of ``RampDecay``.
         inv_gamma: ``WarmupDecay.inverse_gamma``.
         power: ``WarmupDecay.power``.
-        foreach: Accepted and without effect: there is only one way, and it is as fast.
+        foreach: Accepted but ignored: there is only one implementation, which is equally fast.
         model_cls: A diffusers model class, for ``save_pretrained``.
         model_config: Its config.
-        store: Where the shadow lies; the host when not given.
+        store: Storage of the shadow; default host memory.
         legacy: ``max_value`` for ``decay``, ``min_value`` for ``min_decay`` and ``device`` for
             ``to(device)``, as in diffusers with a ``FutureWarning``.
 
     Raises:
-        InvalidValueError: A setting is out of range, or there is none of this name.
+        InvalidValueError: A setting is out of range or unknown.
         EMAError: The parameters are not the fp32 weights, or none is trainable.
     """
 
@@ -106,11 +106,11 @@ class EMAModel:
             self.to(device=old["device"])
 
     def follow(self, source: Any) -> None:
-        """Average the weights of the engine that trains the model.
+        """Follow the weights of the engine that trains the model.
 
-        For a script that makes its average before ``prepare``, of the model or, as diffusers'
-        scripts do, of a second copy, whose values the average then begins with. One made of the
-        engine stays as it is. Collective.
+        For a script that creates its EMA before ``prepare``, from the model or, like diffusers'
+        scripts, from a second copy. The average then starts from that copy's values. An EMA created
+        from the engine is unchanged. Collective.
 
         Args:
             source: The engine that trains the model now.
@@ -125,17 +125,17 @@ class EMAModel:
                 raise EMAError(
                     "averages other parameters than the engine's",
                     key="EMAModel.follow",
-                    fix="make it of the model that is prepared, or of a copy of it",
+                    fix="create it from the model that is prepared, or from a copy of it",
                 )
             copied = self._live()
         if not self._tracked.are_masters:
             return
         if self.optimization_step:
             raise EMAError(
-                "has averaged the model already",
+                "has already averaged the model",
                 key="EMAModel.optimization_step",
                 value=self.optimization_step,
-                fix="let it follow the engine before its first step",
+                fix="call follow(engine) before the engine's first step",
             )
         self._tracked = tracked
         self._frozen = self._frozen_now()
@@ -146,12 +146,12 @@ class EMAModel:
 
     @property
     def shadow(self) -> EMAShadow:
-        """The shadow itself, with ``swapped_in``, ``gather``, ``distance`` and the rest."""
+        """The underlying shadow, with ``swapped_in``, ``gather``, ``distance`` and more."""
         return self._shadow
 
     @property
     def optimization_step(self) -> int:
-        """Optimizer steps seen; may be set."""
+        """Optimizer steps seen; settable."""
         return self._shadow.steps
 
     @optimization_step.setter
@@ -160,10 +160,11 @@ class EMAModel:
 
     @property
     def shadow_params(self) -> list[torch.Tensor]:
-        """Full fp32 averages, by position; may be set, to tensors of the same number and shapes.
+        """Full fp32 averages by position; settable to tensors of the same number and shapes.
 
-        Of parameters these are the shadow's own tensors, which updates change, as in diffusers.
-        Of an engine they are gathered copies on the CPU: as much memory as the whole model.
+        For parameters these are the shadow's own tensors, which updates change, as in diffusers.
+        For an engine they are gathered copies on the CPU, which need as much memory as the whole
+        model.
         """
         if self._tracked.are_masters:
             return self._live()
@@ -177,9 +178,9 @@ class EMAModel:
 
     @property
     def temp_stored_params(self) -> list[torch.Tensor] | None:
-        """What ``store`` keeps, on the CPU; ``None`` when it keeps nothing. May be set.
+        """Weights saved by ``store``, on the CPU, or ``None``. Settable.
 
-        Of an engine's own weights the parts that this rank holds.
+        For an engine's own weights, the parts that this rank owns.
         """
         return list(self._stored.values()) if isinstance(self._stored, dict) else self._stored
 
@@ -188,7 +189,7 @@ class EMAModel:
         self._stored = None if values is None else list(values)
 
     def get_decay(self, optimization_step: int) -> float:
-        """Decay of the update after that many optimizer steps, from 1."""
+        """Return the decay of the update after this many optimizer steps, from 1."""
         schedule: WarmupDecay | RampDecay = RampDecay(decay=self.decay, min_decay=self.min_decay)
         if self.use_ema_warmup:
             schedule = WarmupDecay(
@@ -200,11 +201,11 @@ class EMAModel:
         return schedule.at(optimization_step - self.update_after_step - 1)
 
     def step(self, parameters: Parameters | None = None) -> None:
-        """Take in the weights after one applied optimizer step.
+        """Update the average after one applied optimizer step.
 
         Args:
-            parameters: Those of the model that trains, which may be another object than the
-                shadow was made from; may be left out when it is the same.
+            parameters: Parameters of the model that trains, which may be another object than the
+                shadow was created from; optional if it is the same.
         """
         these = self._meant(parameters)
         if not self._tracked.are(these):
@@ -218,7 +219,7 @@ class EMAModel:
 
     @torch.no_grad()
     def copy_to(self, parameters: Parameters | None = None) -> None:
-        """Write the averages into parameters: the model's own, or another's of any dtype."""
+        """Copy the averages into parameters: the model's own, or another's of any dtype."""
         given = self._meant(parameters)
         self._all_come("copy_to()")
         if self._tracked.are(given):
@@ -230,9 +231,9 @@ class EMAModel:
 
     @torch.no_grad()
     def store(self, parameters: Parameters | None = None) -> None:
-        """Keep the weights as they are: another 4 bytes per element, until ``restore``.
+        """Save a copy of the weights until ``restore``, which needs 4 bytes per element.
 
-        ``shadow.swapped_in()`` needs no such copy.
+        ``shadow.swapped_in()`` needs no copy.
         """
         given = self._meant(parameters)
         if self._tracked.are(given) and not self._tracked.are_masters:
@@ -243,10 +244,10 @@ class EMAModel:
 
     @torch.no_grad()
     def restore(self, parameters: Parameters | None = None) -> None:
-        """Put back what ``store`` kept.
+        """Restore the weights saved by ``store``.
 
         Raises:
-            EMAError: Nothing is stored, or it was stored from another model.
+            EMAError: Nothing is stored, or another model's weights are.
         """
         given, stored = self._meant(parameters), self._stored
         if stored is None:
@@ -255,7 +256,9 @@ class EMAModel:
             )
         masters = self._tracked.are(given) and not self._tracked.are_masters
         if isinstance(stored, dict) != masters or (not masters and len(stored) != len(given)):
-            raise EMAError("was stored from other parameters", key="restore()", fix="give the same")
+            raise EMAError(
+                "was stored from other parameters", key="restore()", fix="pass the same parameters"
+            )
         if isinstance(stored, dict):
             self._all_come("restore()")
             self._write(stored)
@@ -270,25 +273,25 @@ class EMAModel:
         """Move the shadow to a device.
 
         Raises:
-            InvalidValueError: ``dtype`` is not fp32: a shadow in bf16 would stand still.
+            InvalidValueError: ``dtype`` is not fp32: a bf16 shadow would not change.
         """
         del non_blocking
         if dtype not in (None, torch.float32):
             raise InvalidValueError(
-                "a shadow in less than fp32 stands still at a decay near 1",
+                "a shadow in less than fp32 does not change at a decay near 1",
                 key="dtype",
                 value=str(dtype),
-                fix="leave it out; copy_to() rounds to the model's own dtype",
+                fix="omit it; copy_to() rounds to the model's own dtype",
             )
         if device is not None and torch.device(device) != self._shadow.device:
             host = torch.device(device).type == "cpu"
             self._shadow.move(HostStore() if host else DeviceStore(device=torch.device(device)))
 
     def pin_memory(self) -> None:
-        """Without effect: updates read the weights, and nothing copies the shadow to a device."""
+        """Do nothing: updates read the weights, and the shadow is never copied to a device."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What diffusers' ``state_dict`` holds; ``shadow_params`` is the whole model in fp32."""
+        """Return the keys of diffusers' ``state_dict``; ``shadow_params`` are in fp32."""
         settings = {name: getattr(self, name) for name in _SETTINGS}
         return {
             **settings,
@@ -297,11 +300,12 @@ class EMAModel:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore what ``state_dict`` gave, here or in diffusers; all keys are optional.
+        """Load a state written by this class or by diffusers; all keys are optional.
 
         Raises:
-            InvalidValueError: A setting is of another type or out of range.
-            EMAError: ``shadow_params`` has another number or shape. Nothing has changed.
+            InvalidValueError: A setting has another type or is out of range.
+            EMAError: ``shadow_params`` has another number or shapes. Nothing has changed in that
+                case.
         """
         before = {name: getattr(self, name) for name in _SETTINGS}
         values = state_dict.get("shadow_params")
@@ -330,18 +334,18 @@ class EMAModel:
             self._frozen = {index: values[index].detach().clone() for index in self._frozen}
 
     def save_pretrained(self, path: str | Path) -> None:
-        """Write a diffusers model folder with the averages and these settings in its config.
+        """Write a diffusers model folder with the averages, and these settings in its config.
 
-        Rank 0 writes, whether the others call it too, as sharded averages need, or not. Where
-        they do, none goes on before the folder is there.
+        Rank 0 writes. Sharded averages require that all ranks call it. In that case no rank
+        continues before the folder exists.
 
         Raises:
-            EMAError: ``model_cls`` or ``model_config`` was not given, or the folder cannot be
-                written, here or on rank 0.
+            EMAError: ``model_cls`` or ``model_config`` is missing, or the folder cannot be written,
+                here or on rank 0.
         """
         if self.model_cls is None or self.model_config is None:
             raise EMAError(
-                "needs to know what model this is",
+                "needs the class of the model",
                 key="save_pretrained()",
                 fix="EMAModel(..., model_cls=UNet2DModel, model_config=unet.config)",
             )
@@ -361,7 +365,7 @@ class EMAModel:
 
     @classmethod
     def from_pretrained(cls, path: str | Path, model_cls: Any, foreach: bool = False) -> Self:
-        """Read a folder that ``save_pretrained`` wrote, here or in diffusers."""
+        """Load a folder written by ``save_pretrained`` of this class or of diffusers."""
         config = model_cls.load_config(path)
         settings = {k: config[k] for k in (*_SETTINGS, "optimization_step") if k in config}
         model = model_cls.from_pretrained(path)
@@ -411,7 +415,7 @@ class EMAModel:
         for index, value in self._frozen.items():
             if value.shape != self._tracked.full_shape(index):
                 raise EMAError(
-                    "is frozen and partitioned, so it cannot be taken from the model",
+                    "is frozen and partitioned, so it cannot be copied from the model",
                     key=self._tracked.names[index],
                     fix="use ema.shadow.gather(), which has the trainable parameters",
                 )
@@ -465,19 +469,19 @@ def _legacy(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 @attrs.frozen(kw_only=True, eq=False)
 class TrackedParameters:
-    """Parameters by position, with the view of their master weights."""
+    """Parameters by position, with access to their master weights."""
 
     parameters: tuple[torch.nn.Parameter, ...]
     """In the order of ``module.parameters()``."""
     names: tuple[str, ...]
-    """What the master weights call them."""
+    """Names in the master weights."""
     master: MasterWeights
     are_masters: bool = False
-    """Whether the parameters are the fp32 weights themselves; else they are an engine's."""
+    """Whether the parameters are the fp32 weights themselves, and not an engine's."""
 
     @classmethod
     def of(cls, source: Any) -> TrackedParameters:
-        """Of an engine, of a module, or of the parameters themselves."""
+        """Create from an engine, a module, or parameters."""
         source = unwrapped(source)
         # A Sequential is iterable too, and yields modules.
         if isinstance(source, torch.nn.Module):
@@ -499,11 +503,11 @@ class TrackedParameters:
             half = parameter.requires_grad and parameter.dtype != torch.float32
             if half or full_shape(parameter) != tuple(parameter.shape):
                 raise EMAError(
-                    "are not the fp32 weights the optimizer updates",
+                    "are not the fp32 weights that the optimizer updates",
                     key=f"parameters[{index}]",
                     value=(str(parameter.dtype), tuple(parameter.shape)),
-                    fix="EMAModel(engine, ...) once accelerate or DeepSpeed has made the engine; "
-                    "or accelerator.register_for_checkpointing(ema) after prepare",
+                    fix="EMAModel(engine, ...) after accelerate or DeepSpeed has created the "
+                    "engine; or accelerator.register_for_checkpointing(ema) after prepare",
                 )
             if id(parameter) not in names:
                 names[id(parameter)] = str(index)
@@ -520,13 +524,13 @@ class TrackedParameters:
         return full_shape(self.parameters[index])
 
     def are(self, parameters: tuple[torch.nn.Parameter, ...]) -> bool:
-        """Whether these are the same objects in the same order."""
+        """Return whether these are the same objects in the same order."""
         return len(parameters) == len(self.parameters) and all(
             mine is theirs for mine, theirs in zip(self.parameters, parameters, strict=True)
         )
 
     def alike(self, parameters: tuple[torch.nn.Parameter, ...]) -> bool:
-        """Whether others have the same number and shapes."""
+        """Return whether others have the same number and shapes."""
         return [full_shape(p) for p in self.parameters] == [tuple(p.shape) for p in parameters]
 
     def like(self, parameters: tuple[torch.nn.Parameter, ...]) -> None:
@@ -535,14 +539,14 @@ class TrackedParameters:
             raise EMAError(
                 f"there are {len(parameters)} parameters instead of {len(self.parameters)}",
                 key="parameters",
-                fix="give the parameters of the same architecture",
+                fix="pass the parameters of the same architecture",
             )
         for index, (mine, theirs) in enumerate(zip(self.parameters, parameters, strict=True)):
             if full_shape(mine) != tuple(theirs.shape):
                 raise EMAError(
                     f"has shape {tuple(theirs.shape)} instead of {full_shape(mine)}",
                     key=f"parameters[{index}]",
-                    fix="give the parameters of the same architecture",
+                    fix="pass the parameters of the same architecture",
                 )
 
 
@@ -550,16 +554,16 @@ class TrackedParameters:
 
 
 def write_folder(path: Path, write: Callable[[Path], object]) -> None:
-    """Have ``write`` fill a temporary folder beside ``path``, then put it there.
+    """Fill a temporary folder beside ``path`` with ``write``, then move it there.
 
-    A folder that exists already keeps its other files; each new file replaces the old one whole.
+    An existing folder keeps its other files; each new file replaces the old one atomically.
 
     Args:
-        path: The folder to be.
-        write: Takes the temporary folder and writes files into it, no folders.
+        path: The target folder.
+        write: Receives the temporary folder and writes files, no folders, into it.
     """
     with ExitStack() as opened:
-        opened.enter_context(system_errors(EMAError, path, "the averages cannot be written to it"))
+        opened.enter_context(system_errors(EMAError, path, "the averages cannot be written there"))
         path.parent.mkdir(parents=True, exist_ok=True)
         beside = tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent)
         draft = Path(opened.enter_context(beside)) / path.name

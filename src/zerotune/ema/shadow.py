@@ -1,7 +1,7 @@
-"""``EMAShadow``: an fp32 average of this rank's share of the master weights; and several of them.
+"""``EMAShadow``: an fp32 average of this rank's master weights, and ``EMAShadows`` for several.
 
-An update goes over the fragments once, for one shadow or for several. The first updates are
-measured: a shadow that does not come closer to the weights is an error.
+An update passes once over the fragments, for one shadow or several. The first updates are verified:
+an error is raised if a shadow does not move closer to the weights.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ if TYPE_CHECKING:
 
 
 _CHECKED_UPDATES = 3
-"""Updates that moved the shadow and are checked to have moved it towards the weights."""
+"""Number of updates that are verified to move the shadow towards the weights."""
 _ROUNDING_STEP = 2.0**-23
-"""fp32 rounds each element of an update by at most this share of it."""
+"""Maximum relative rounding error of fp32 per element of an update."""
 _COMPARED_AT_ONCE = 2**18
-"""Elements handled at a time: 2 MiB in float64 stay in a CPU's cache, ten times faster."""
+"""Elements per chunk: 2 MiB in float64 fit a CPU cache, which is ten times faster."""
 
 
 class EMAShadow(Readable):
     """An exponential moving average of an engine's fp32 master weights.
 
-    Each rank averages the fragments it owns, in fp32: nothing is gathered, and where offload
-    keeps the master weights in host RAM nothing crosses the bus. It costs 4 bytes per element
-    this rank owns::
+    Each rank averages the fragments it owns, in fp32. Nothing is gathered, and if offload keeps the
+    master weights in host RAM, nothing crosses the bus. Memory: 4 bytes per element that this rank
+    owns::
 
         ema = EMAShadow(decay=0.999).attach(engine)
         for batch in data:
@@ -55,15 +55,15 @@ class EMAShadow(Readable):
             validate(engine)
 
     Args:
-        decay: Share of the shadow one optimizer step keeps: a number or a schedule of
+        decay: Share of the shadow kept by one optimizer step: a number or a schedule of
             ``zerotune.ema.decay``.
-        update_every: Optimizer steps per update; the decay is corrected for it.
+        update_every: Optimizer steps per update; the decay is adjusted accordingly.
         start_after: Optimizer steps during which the shadow follows the weights exactly.
-        store: Where the shadow lies: ``HostStore()``, ``DeviceStore()`` or
-            ``FileStore(folder=...)``; the host when not given.
+        store: Storage of the shadow: ``HostStore()``, ``DeviceStore()`` or
+            ``FileStore(folder=...)``; default host memory.
 
     Attributes:
-        name: What exports call it: ``"ema"``, or its name in ``EMAShadows``.
+        name: Name for exports: ``"ema"``, or its name in ``EMAShadows``.
 
     Raises:
         InvalidValueError: An argument is out of range.
@@ -91,7 +91,7 @@ class EMAShadow(Readable):
         self._steps = self._checked = 0
 
     def attach(self, source: Any) -> Self:
-        """Start from the weights of ``source`` as they are now.
+        """Start from the current weights of ``source``.
 
         Collective: every rank must call it.
 
@@ -103,12 +103,14 @@ class EMAShadow(Readable):
             This shadow.
 
         Raises:
-            EMAError: It is attached already, or the ranks do not hold every element of every
-                trainable parameter between them.
+            EMAError: It is already attached, or the ranks together lack elements of a trainable
+                parameter.
             EngineError: ``source`` has no master weights.
         """
         if self._master is not None:
-            raise EMAError("is attached already", key="EMAShadow", fix="make one shadow per engine")
+            raise EMAError(
+                "is attached already", key="EMAShadow", fix="create one shadow per engine"
+            )
         master = master_weights_of(source)
         tensors = room_for(master, self._store)
         self._copy_weights(master, tensors)
@@ -120,17 +122,17 @@ class EMAShadow(Readable):
 
     @property
     def attached(self) -> bool:
-        """Whether ``attach`` has been called."""
+        """Whether it is attached."""
         return self._master is not None
 
     @property
     def shadows(self) -> tuple[EMAShadow, ...]:
-        """This one, as ``EMAShadows`` has several."""
+        """Tuple of this shadow, for the same interface as ``EMAShadows``."""
         return (self,)
 
     @property
     def swapped(self) -> bool:
-        """Whether the model runs on the averaged weights now."""
+        """Whether the model currently uses the averaged weights."""
         return self._swapped
 
     @property
@@ -146,23 +148,23 @@ class EMAShadow(Readable):
 
     @property
     def nbytes(self) -> int:
-        """Memory of this rank's shadow: 4 bytes per element it owns."""
+        """Memory of this rank's shadow: 4 bytes per element that it owns."""
         return sum(tensor.nbytes for tensor in self._tensors.values())
 
     def step(self) -> None:
-        """Take in the weights after one applied optimizer step.
+        """Update the average after one applied optimizer step.
 
         Raises:
-            EMAError: Not attached, swapped in, or one of the first updates left the shadow
-                farther from the weights than it was.
+            EMAError: Not attached, swapped in, or one of the first updates moved the shadow away
+                from the weights.
         """
         update_together(self)
 
     def expect_step(self) -> None:
-        """Announce that ``step`` follows the optimizer's next step, if that is applied.
+        """Announce that ``step`` follows the next optimizer step if that step is applied.
 
-        Where units are stepped in the backward pass, the shadow then moves with them; elsewhere
-        nothing happens. Before the backward pass; ``Trainer`` calls it.
+        If units are stepped in the backward pass, the shadow is then updated with them; otherwise
+        this has no effect. Call it before the backward pass; ``Trainer`` does so.
 
         Raises:
             EMAError: Not attached.
@@ -170,11 +172,11 @@ class EMAShadow(Readable):
         expect_together(self)
 
     def begin_update(self) -> ShadowUpdate | None:
-        """Count one optimizer step and return the update to apply to the fragments, if any.
+        """Count one optimizer step and return its update of the fragments, or ``None``.
 
-        ``step`` does it at once. For those who iterate over the fragments themselves, such as
-        several shadows in one pass: every fragment must be given to the update, and ``finish``
-        called, before the weights change again.
+        ``step`` applies it immediately. Code that iterates over the fragments itself, such as
+        several shadows in one pass, must apply the update to every fragment and call ``finish``
+        before the weights change again.
 
         Raises:
             EMAError: Not attached, or swapped in.
@@ -184,7 +186,7 @@ class EMAShadow(Readable):
         return self.update_of(self._steps)
 
     def update_of(self, step: int) -> ShadowUpdate | None:
-        """What is to be done with the fragments after so many steps, if anything."""
+        """Return the update after this many steps, or ``None``."""
         if step % self._update_every:
             return None
         decay, update = self._decay_at(step), step // self._update_every
@@ -198,19 +200,18 @@ class EMAShadow(Readable):
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """Run the model on the averaged weights inside the block.
+        """Run the model with averaged weights inside the block.
 
-        Master weights and shadow change places in memory, so there is no third copy; leaving
-        puts both back bit for bit, also when the block raises. Collective: every rank must
-        enter and leave.
+        Master weights and shadow are exchanged in place without a third copy. Leaving the block
+        restores both bit for bit, even if it raises. Collective: every rank must enter and leave.
 
         Raises:
-            EMAError: Not attached, or swapped in already.
-            CollectiveError: A rank did not come, as in ``if trainer.is_main: ...``.
+            EMAError: Not attached, or already swapped in.
+            CollectiveError: A rank did not call it, as in ``if trainer.is_main: ...``.
         """
         master = self._ready("swapped_in()")
         # Before anything moves: a rank that waits for others must still have its own weights.
-        master.group.barrier("running on averaged weights")
+        master.group.barrier("running with averaged weights")
         try:
             self._swapped = True
             self._exchange(master, to_shadow=True)
@@ -220,12 +221,12 @@ class EMAShadow(Readable):
             self._swapped = False
 
     def gather(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Name and full averaged tensor of every trainable parameter, one in memory at a time.
+        """Yield name and full average of every trainable parameter, one in memory at a time.
 
-        Collective: every rank must exhaust it.
+        Collective: every rank must iterate to the end.
 
         Yields:
-            Name and fp32 CPU tensor in the parameter's shape, in an order all ranks share.
+            Name and fp32 CPU tensor in the parameter's shape, in the same order on all ranks.
         """
         master = self._attached()
 
@@ -235,7 +236,7 @@ class EMAShadow(Readable):
         yield from master.gather(averaged)
 
     def distance(self) -> float:
-        """Relative L2 distance of shadow and master weights, over all ranks.
+        """Return the relative L2 distance of shadow and master weights over all ranks.
 
         Collective: every rank must call it.
 
@@ -250,28 +251,30 @@ class EMAShadow(Readable):
             apart += squared_distance(shadow, value)
             norm += squared_norm(value)
         if not master.replicated:
-            parts = master.group.gather((apart, norm), purpose="measure how far an average is")
+            parts = master.group.gather((apart, norm), purpose="measure the distance of an average")
             apart, norm = sum(part[0] for part in parts), sum(part[1] for part in parts)
         return math.sqrt(apart / norm) if norm else math.sqrt(apart)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """This rank's share, by ``name[start:stop]``, and ``steps``; views, not copies.
+        """Return this rank's share by ``name[start:stop]``, and ``steps``; views, not copies.
 
         Raises:
-            EMAError: Not attached, or swapped in: the shadow then holds the trained weights.
+            EMAError: Not attached, or swapped in, because the shadow then contains the trained
+                weights.
         """
         self._ready("state_dict()")
         return {**self._tensors, "steps": torch.tensor(self._steps)}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Restore what ``state_dict`` gave on this rank of the same engine.
+        """Load a ``state_dict`` of this rank of the same engine.
 
-        One tensor of ``state`` is looked up at a time, so a mapping may read them from disk.
+        Tensors of ``state`` are read one at a time, so a mapping may read them from disk.
 
         Raises:
-            EMAError: Not attached, swapped in, or other parts than this rank owns; nothing has
-                been changed then. Or a part of another size; those before it are loaded.
+            EMAError: Not attached, swapped in, or the parts are not those this rank owns; nothing
+                has changed. Also raised for a part of another size, after earlier parts were
+                loaded.
         """
         self._ready("load_state_dict()")
         self._check_parts({*self._tensors, "steps"}, set(state), key="state")
@@ -284,7 +287,7 @@ class EMAShadow(Readable):
 
     @torch.no_grad()
     def begin_anew(self) -> None:
-        """Be a copy of the weights as they are now, with no steps seen, as ``attach`` began.
+        """Reset to a copy of the current weights with no steps seen, as after ``attach``.
 
         Raises:
             EMAError: Not attached, or swapped in.
@@ -294,16 +297,16 @@ class EMAShadow(Readable):
 
     @property
     def device(self) -> torch.device:
-        """Where the shadow lies."""
+        """Device of the shadow."""
         tensors = iter(self._tensors.values())
         return next((tensor.device for tensor in tensors), torch.device("cpu"))
 
     @torch.no_grad()
     def move(self, store: ShadowStore) -> None:
-        """Put the shadow somewhere else; for a moment it lies in both places.
+        """Move the shadow; during the move it exists in both places.
 
         Raises:
-            EMAError: Not attached, swapped in, or no room there; the shadow stays where it is.
+            EMAError: Not attached, swapped in, or no space there; the shadow is not moved.
         """
         master = self._ready("move()")
         tensors = room_for(master, as_store(store))
@@ -313,7 +316,7 @@ class EMAShadow(Readable):
 
     @property
     def source(self) -> MasterWeights:
-        """The weights it follows.
+        """The master weights that it follows.
 
         Raises:
             EMAError: Not attached.
@@ -321,10 +324,10 @@ class EMAShadow(Readable):
         return self._attached(settled=False)
 
     def follow(self, source: Any) -> None:
-        """Go on with other weights of the same names and shapes, such as a reloaded model's.
+        """Follow other weights with the same names and shapes, such as a reloaded model's.
 
         Raises:
-            EMAError: Not attached, swapped in, or their parts are others; nothing has changed.
+            EMAError: Not attached, swapped in, or the parts differ; nothing has changed.
         """
         self._ready("follow()")
         master = master_weights_of(source)
@@ -335,17 +338,17 @@ class EMAShadow(Readable):
         master.averages.add(self)
 
     def settle_with(self, settle: Callable[[], None] | None) -> None:
-        """Call ``settle`` before anything looks at the shadow: it ends an update under way."""
+        """Set a function that finishes a pending update before the shadow is read."""
         self._settle = settle
 
     @property
     def store(self) -> ShadowStore:
-        """Where it lies."""
+        """Storage of the shadow."""
         return self._store
 
     @override
     def brief(self) -> str:
-        """Its decay, where it lies and how far it is."""
+        """Summarise decay, storage and steps in a line."""
         attached = (
             "not attached" if self._master is None else f"{counted(self._steps, 'step')} seen"
         )
@@ -353,11 +356,11 @@ class EMAShadow(Readable):
 
     @override
     def page(self) -> Page:
-        """What ``explain`` says, as a report."""
+        """Return ``explain`` as a report."""
         return Page(blocks=tuple(Line(line) for line in self.explain().splitlines()))
 
     def explain(self) -> str:
-        """What is averaged, how fast, and what it costs, as text."""
+        """Describe the average, its decay and its memory as text."""
         every = f", every {counted(self._update_every, 'step')}" if self._update_every > 1 else ""
         after = f", after {counted(self._start_after, 'step')}" if self._start_after else ""
         lines = [f"EMA: {self._schedule!r}{every}{after}"]
@@ -401,16 +404,16 @@ class EMAShadow(Readable):
     def _check_parts(ours: set[str], theirs: set[str], *, key: str) -> None:
         if ours != theirs:
             raise EMAError(
-                f"belongs to other weights (missing {listing(sorted(ours - theirs))}, "
+                f"does not match the weights (missing {listing(sorted(ours - theirs))}, "
                 f"unexpected {listing(sorted(theirs - ours))})",
                 key=key,
-                fix="use the model, plan and world size the shadow was made with",
+                fix="use the model, plan and world size with which the shadow was created",
             )
 
     def _attached(self, *, settled: bool = True) -> MasterWeights:
         if self._master is None:
             raise EMAError(
-                "is not attached to any weights",
+                "is not attached to an engine or model",
                 key="EMAShadow",
                 fix="ema = EMAShadow(decay=0.999).attach(engine)",
             )
@@ -425,7 +428,7 @@ class EMAShadow(Readable):
         master = self._attached(settled=settled)
         if self._swapped:
             raise EMAError(
-                "the shadow holds the trained weights while it is swapped in",
+                "the shadow contains the trained weights while it is swapped in",
                 key=what,
                 fix="leave `with ema.swapped_in()` first",
             )
@@ -446,8 +449,8 @@ class EMAShadow(Readable):
 class EMAShadows(Mapping[str, "EMAShadow"]):
     """Shadows with different half-lives on the same weights.
 
-    Every fragment is read once for all of them, which matters where it comes from NVMe or a
-    GPU. A mapping, so that it can be given as ``shadows=`` wherever checkpoints are written::
+    Every fragment is read once for all of them, which matters for NVMe or a GPU. It is a mapping,
+    so it can be passed as ``shadows=`` to checkpoint functions::
 
         emas = EMAShadows(
             shadows={
@@ -462,14 +465,14 @@ class EMAShadows(Mapping[str, "EMAShadow"]):
         shadows: Shadows that are not attached yet, by name.
 
     Raises:
-        InvalidValueError: There is none, or one stands under two names.
+        InvalidValueError: There is no shadow, or one has two names.
     """
 
     def __init__(self, *, shadows: Mapping[str, EMAShadow]) -> None:
         self._shadows = dict(shadows)
         if not self._shadows or len({*map(id, self._shadows.values())}) < len(self._shadows):
             raise InvalidValueError(
-                "needs one shadow or more, each under one name",
+                "needs at least one shadow, each with one name",
                 key="shadows",
                 value=list(self._shadows),
                 fix='EMAShadows(shadows={"fast": EMAShadow(decay=0.99)})',
@@ -484,7 +487,7 @@ class EMAShadows(Mapping[str, "EMAShadow"]):
         return self
 
     def step(self) -> None:
-        """Take in the weights after one applied optimizer step; see ``EMAShadow.step``."""
+        """Update all averages after one applied optimizer step; see ``EMAShadow.step``."""
         update_together(*self._shadows.values())
 
     def expect_step(self) -> None:
@@ -493,7 +496,7 @@ class EMAShadows(Mapping[str, "EMAShadow"]):
 
     @property
     def shadows(self) -> tuple[EMAShadow, ...]:
-        """All of them, in the order given."""
+        """All shadows, in the given order."""
         return tuple(self._shadows.values())
 
     @property
@@ -502,7 +505,7 @@ class EMAShadows(Mapping[str, "EMAShadow"]):
         return sum(shadow.nbytes for shadow in self._shadows.values())
 
     def explain(self) -> str:
-        """Every shadow, as text."""
+        """Describe every shadow as text."""
         return "\n".join(f"{name}: {shadow.explain()}" for name, shadow in self._shadows.items())
 
     @override
@@ -523,18 +526,18 @@ class EMAShadows(Mapping[str, "EMAShadow"]):
 
 @attrs.define(kw_only=True, eq=False)
 class ShadowUpdate:
-    """Takes in the fragments of one step.
+    """Applies one update to the fragments.
 
-    A watched one is measured: with decay ``d`` it must leave ``d`` times the distance between
-    shadow and weights, but for rounding.
+    A verified update must reduce the distance between shadow and weights by the factor ``d``, its
+    decay, up to rounding.
     """
 
     tensors: Mapping[str, torch.Tensor]
-    """The shadow, by the fragments' keys."""
+    """Tensors of the shadow by fragment key."""
     decay: float
     watched: bool
     done: Callable[[bool], None]
-    """Called at the end with whether the update proved that the shadow follows."""
+    """Called at the end with whether the update was verified."""
     _before: float = attrs.field(default=0.0, init=False)
     _after: float = attrs.field(default=0.0, init=False)
     _norm: float = attrs.field(default=0.0, init=False)
@@ -554,7 +557,7 @@ class ShadowUpdate:
 
     @property
     def follower(self) -> Follower | None:
-        """The update as something that moves with an optimizer's step; ``None``: it cannot."""
+        """Return the update in a form that runs within the optimizer's step, or ``None``."""
         if self.watched or not all(
             each.device.type == "cpu" and each.is_contiguous() for each in self.tensors.values()
         ):
@@ -562,10 +565,10 @@ class ShadowUpdate:
         return Follower(tensors=self.tensors, weight=1.0 - self.decay)
 
     def finish(self) -> None:
-        """Judge the update.
+        """Verify the update.
 
-        It proves nothing where the weights have not moved enough to be seen: a warm-up begins with
-        a learning rate of zero.
+        It cannot be verified if the weights hardly moved, for example in a warm-up from learning
+        rate zero.
         """
         before, after = math.sqrt(self._before), math.sqrt(self._after)
         allowed = self.decay * before + _ROUNDING_STEP * math.sqrt(self._norm)
@@ -573,23 +576,24 @@ class ShadowUpdate:
             raise EMAError(
                 "the weights or the shadow are not finite",
                 key="ema.step()",
-                fix="clip gradients or lower the learning rate, and make the shadow anew",
+                fix="clip gradients or lower the learning rate, and create a new shadow",
             )
         if after > allowed:
             raise EMAError(
-                f"an update of decay {self.decay:.6g} took the shadow from {before:.4g} to "
-                f"{after:.4g} away from the weights; {allowed:.4g} was expected",
+                f"an update with decay {self.decay:.6g} changed the distance of the "
+                f"shadow from {before:.4g} to {after:.4g}; expected {allowed:.4g}",
                 key="ema.step()",
-                fix="let nothing else write to the shadow or to the weights during the update",
+                fix="make sure that nothing else writes to the shadow or the weights during "
+                "the update",
             )
         self.done(self.watched and allowed < before)
 
 
 def update_together(*shadows: EMAShadow) -> None:
-    """One step of several shadows of the same weights, in one pass over the fragments.
+    """Update several shadows of the same weights in one pass over the fragments.
 
-    Where the optimizer's step is still under way, the shadows move with it; at NVMe offload every
-    pass brings the master weights in once.
+    If the optimizer's step is still running, the shadows are updated with it. With NVMe offload
+    every pass reads the master weights once.
     """
     updates = [update for shadow in shadows if (update := shadow.begin_update()) is not None]
     master = shadows[0].source
@@ -598,7 +602,7 @@ def update_together(*shadows: EMAShadow) -> None:
 
 
 def expect_together(*shadows: EMAShadow) -> None:
-    """Announce one step of several shadows of the same weights, where it can move with theirs."""
+    """Announce one step of several shadows of the same weights, if it can run with theirs."""
     updates = [u for s in shadows if (u := s.update_of(s.steps + 1)) is not None]
     followers = [each for update in updates if (each := update.follower) is not None]
     if len(followers) == len(updates):
@@ -606,7 +610,7 @@ def expect_together(*shadows: EMAShadow) -> None:
 
 
 def joined(master: MasterWeights, updates: Sequence[ShadowUpdate]) -> bool:
-    """Have updates made by an optimizer's step that is still under way, if it can make them all."""
+    """Return whether a running optimizer step can apply all of these updates."""
     followers = [each for update in updates if (each := update.follower) is not None]
     # Asked also when there is nothing to move: the step learns that somebody averages.
     if len(followers) < len(updates) or not master.follow(followers):
@@ -617,7 +621,7 @@ def joined(master: MasterWeights, updates: Sequence[ShadowUpdate]) -> bool:
 
 
 def apply_updates(master: MasterWeights, updates: Sequence[ShadowUpdate]) -> None:
-    """Give every fragment to every update, and judge them."""
+    """Apply every update to every fragment, and verify them."""
     for fragment in master.read() if updates else ():
         for update in updates:
             update.take(fragment)
@@ -629,7 +633,7 @@ def apply_updates(master: MasterWeights, updates: Sequence[ShadowUpdate]) -> Non
 
 
 def check_complete(master: MasterWeights, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Check that the ranks hold every element of every trainable parameter between them.
+    """Check that the ranks together have every element of every trainable parameter.
 
     Collective: every rank must call it.
     """
@@ -645,7 +649,7 @@ def check_complete(master: MasterWeights, tensors: Mapping[str, torch.Tensor]) -
     count = counts[master.group.rank] if master.replicated else sum(counts)
     if count != total:
         raise EMAError(
-            f"the ranks hold {count} of {total} elements of the trainable parameters",
+            f"the ranks together have {count} of {total} elements of the trainable parameters",
             key="attach",
             value=counts,
             fix="attach on every rank after the engine was built, or report this with the plan",
@@ -660,12 +664,12 @@ def _side_by_side(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
 
 
 def squared_norm(tensor: torch.Tensor) -> float:
-    """Sum of squares of a 1-D tensor, in float64."""
+    """Return the sum of squares of a 1-D tensor, in float64."""
     return sum(float(part.double().square().sum()) for (part,) in _side_by_side(tensor))
 
 
 def squared_distance(left: torch.Tensor, right: torch.Tensor) -> float:
-    """Squared L2 distance of two 1-D tensors of equal length, in float64."""
+    """Return the squared L2 distance of two 1-D tensors of equal length, in float64."""
     return sum(
         float(one.double().sub_(other.double()).square_().sum())
         for one, other in _side_by_side(left, right)
@@ -688,31 +692,31 @@ _BYTES = 4
 
 @runtime_checkable
 class ShadowStore(Protocol):
-    """Makes room for one rank's share of a shadow."""
+    """Protocol: allocates storage for one rank's share of a shadow."""
 
     def allocate(self, numel: int, *, device: torch.device) -> torch.Tensor:
-        """An uninitialized fp32 tensor of shape ``(numel,)``.
+        """Return an uninitialised fp32 tensor of shape ``(numel,)``.
 
         Args:
             numel: Elements this rank owns; may be 0.
-            device: Where the engine trains.
+            device: Device of the engine.
         """
         ...
 
     def __str__(self) -> str:
-        """Where that is, for people."""
+        """Return a description of the location."""
         ...
 
 
 @attrs.frozen(kw_only=True)
 class HostStore:
-    """Host memory: 4 bytes per element, not pinned. The default.
+    """Host memory, 4 bytes per element, not page-locked. This is the default.
 
-    Where offload keeps the master weights in host memory, nothing crosses the bus.
+    If offload keeps the master weights in host memory, nothing crosses the bus.
     """
 
     def allocate(self, numel: int, *, device: torch.device) -> torch.Tensor:  # noqa: ARG002
-        """An uninitialized fp32 tensor of shape ``(numel,)`` on the CPU."""
+        """Return an uninitialised fp32 tensor of shape ``(numel,)`` on the CPU."""
         return torch.empty(numel, dtype=torch.float32)
 
     def __str__(self) -> str:
@@ -721,7 +725,7 @@ class HostStore:
 
 @attrs.frozen(kw_only=True)
 class DeviceStore:
-    """Memory of the training device or of another one.
+    """Memory of the training device or another device.
 
     For engines that keep the master weights on the device.
     """
@@ -729,10 +733,10 @@ class DeviceStore:
     device: torch.device | None = attrs.field(
         default=None, converter=attrs.converters.optional(torch.device)
     )
-    """The device; the engine's own when not given."""
+    """The device; default the engine's own."""
 
     def allocate(self, numel: int, *, device: torch.device) -> torch.Tensor:
-        """An uninitialized fp32 tensor of shape ``(numel,)`` on the device."""
+        """Return an uninitialised fp32 tensor of shape ``(numel,)`` on the device."""
         return torch.empty(numel, dtype=torch.float32, device=self.device or device)
 
     def __str__(self) -> str:
@@ -741,11 +745,11 @@ class DeviceStore:
 
 @attrs.frozen(kw_only=True)
 class FileStore:
-    """A memory-mapped file: the kernel keeps what fits in memory and writes the rest to disk.
+    """A memory-mapped file: the kernel caches it in memory and writes the rest to disk.
 
-    The file loses its name as soon as it is mapped. It takes its room on the disk until the
-    shadow is gone, but no run can leave it behind, killed or not, and no other run can open it.
-    Every rank may name the same folder; on several machines it should be on a local disk::
+    The file is unlinked as soon as it is mapped. It occupies the disk until the shadow is freed,
+    but no run can leave it behind and no other run can open it. All ranks may use the same folder;
+    with several machines it should be on a local disk::
 
         EMAShadow(store=FileStore(folder=lease.path))
     """
@@ -754,10 +758,10 @@ class FileStore:
     """An existing folder, such as that of an offload lease."""
 
     def allocate(self, numel: int, *, device: torch.device) -> torch.Tensor:  # noqa: ARG002
-        """A mapped fp32 tensor of shape ``(numel,)``.
+        """Return a mapped fp32 tensor of shape ``(numel,)``.
 
         Raises:
-            EMAError: The file cannot be made, or the disk has no room for it.
+            EMAError: The file cannot be created, or the disk is full.
         """
         if numel == 0:
             return torch.empty(0, dtype=torch.float32)
@@ -772,11 +776,11 @@ class FileStore:
                 Path(path).unlink()
         except (OSError, ValueError) as error:
             raise EMAError(
-                f"{disk_size(numel * _BYTES)} for the shadow could not be had: "
+                f"{disk_size(numel * _BYTES)} for the shadow are not available: "
                 f"{getattr(error, 'strerror', None) or error}",
                 key="FileStore.folder",
                 value=str(self.folder),
-                fix="name an existing folder that can be written, on a disk with that much room",
+                fix="use an existing writable folder on a disk with that much space",
             ) from error
 
     def __str__(self) -> str:
@@ -784,13 +788,13 @@ class FileStore:
 
 
 def as_store(store: Any) -> ShadowStore:
-    """The given store, or the host."""
+    """Return the given store, or host memory."""
     if store is None:
         return HostStore()
     if isinstance(store, ShadowStore) and not isinstance(store, type):
         return store
     raise InvalidValueError(
-        "is not a valid place for a shadow",
+        "is not a valid store for a shadow",
         key="store",
         value=store,
         fix="HostStore(), DeviceStore() or FileStore(folder=...)",
@@ -798,7 +802,7 @@ def as_store(store: Any) -> ShadowStore:
 
 
 def room_for(master: MasterWeights, store: ShadowStore) -> dict[str, torch.Tensor]:
-    """A 1-D fp32 tensor for every fragment of this rank, by its key; uninitialized."""
+    """Allocate a 1-D fp32 tensor for every fragment of this rank, by key; uninitialised."""
     # One allocation, not one per fragment: thousands of small blocks would each be rounded up.
     buffer = store.allocate(master.numel, device=master.device)
     parts = torch.split(buffer, [address.numel for address in master.addresses])

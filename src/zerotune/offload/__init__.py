@@ -1,6 +1,6 @@
-"""Swap folders that one run owns, inside a root that many may share.
+"""Swap folders: each run leases its own folder inside a shared root.
 
-Needs neither torch nor DeepSpeed: it hands out paths and holds locks.
+This package needs neither torch nor DeepSpeed: it manages paths and locks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Free what dead runs left in a swap root, and nothing else.
+"""Delete what dead runs left in a swap root, and nothing else.
 
-Top down: a clean-up and its report; swap files that DeepSpeed wrote straight into a root, without
-a lease; which processes may be using them.
+The module contains, in this order, the clean-up with its report, DeepSpeed's own swap files without
+a lease, and the search for processes that may use them.
 """
 
 from __future__ import annotations
@@ -43,29 +43,29 @@ Kind = Literal["lease", "unfinished", "bare"]
 
 @attrs.frozen(kw_only=True)
 class Leftover:
-    """Something in a swap root, and what became of it."""
+    """A leftover in a swap root, and what was done with it."""
 
     path: Path
     kind: Kind
-    """``"lease"``: a run's folder. ``"unfinished"``: what a process that died was making.
-    ``"bare"``: DeepSpeed's own layout, which no lease protects."""
+    """``"lease"``: a run's folder. ``"unfinished"``: an incomplete folder of a dead process.
+    ``"bare"``: DeepSpeed's own layout without a lease."""
     nbytes: int
-    """Bytes on disk: those freed, or those it takes; 0 where it was not measured."""
+    """Bytes on disk that were freed or are in use; 0 if not measured."""
     reason: str
     """Why it was removed or kept, or how its removal failed."""
 
 
 @attrs.frozen(kw_only=True)
 class CleanupReport:
-    """What ``cleanup_stale_swap`` did, or would do."""
+    """Result of ``cleanup_stale_swap``."""
 
     root: Path
     dry_run: bool
-    """Whether nothing was changed; ``removed`` then holds what would be."""
+    """Whether it was a dry run; ``removed`` then lists what would be removed."""
     removed: tuple[Leftover, ...] = ()
     kept: tuple[Leftover, ...] = ()
     failures: tuple[Leftover, ...] = ()
-    """What should have gone and could not, ``nbytes`` of it freed all the same."""
+    """Leftovers that could not be removed completely; ``nbytes`` of them were freed."""
 
     @property
     def freed(self) -> int:
@@ -74,7 +74,7 @@ class CleanupReport:
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
-        """One record of each thing that was removed, could not be removed, or has no owner."""
+        """One record for each leftover that was removed, could not be removed, or has no owner."""
         bare = [one for one in self.kept if one.kind == "bare"]
         verb = "would free" if self.dry_run else "freed"
         return (
@@ -87,7 +87,7 @@ class CleanupReport:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as plain data that JSON can hold; bytes are whole numbers."""
+        """Return JSON-serialisable data; bytes are integers."""
         return {
             "root": str(self.root),
             "dry_run": self.dry_run,
@@ -110,33 +110,33 @@ def _cleanup_decision(one: Leftover, verb: str, *, gone: bool) -> Decision:
 
 
 Cleaner = Callable[[Path], CleanupReport]
-"""What an ``OffloadManager`` calls on each root it leases a folder in."""
+"""Function that an ``OffloadManager`` calls on each root before leasing a folder."""
 
 
 def cleanup_stale_swap(
     root: str | os.PathLike[str], *, dry_run: bool = False, adopt: bool = False
 ) -> CleanupReport:
-    """Remove what runs that are provably dead left in a swap root.
+    """Delete what provably dead runs left in a swap root.
 
-    Removed are folders that zerotune leased and that no process holds: the kernel dropped the
-    lock when the last rank died, and no owner on record is alive. Everything else stays. A file
-    of DeepSpeed's own layout (``zero_stage_3/…/rankN``) belongs to nobody in particular; it is
-    reported, and removed only with ``adopt``. Symbolic links are never followed, mounts never
-    crossed. Any number of processes may clean one root at once, while runs start and end there;
-    a clean-up that is interrupted can be repeated.
+    It deletes folders that zerotune leased and that no process holds: the kernel released the lock
+    when the last rank died, and no recorded owner is alive. Everything else stays. Files in
+    DeepSpeed's own layout (``zero_stage_3/…/rankN``) have no recorded owner; they are reported, and
+    deleted only with ``adopt``. Symbolic links are not followed, and mounts are not entered. Any
+    number of processes may clean one root at once, while runs start and end there. An interrupted
+    clean-up can be repeated.
 
     Args:
         root: The swap root.
-        dry_run: Change nothing, and report what would go.
-        adopt: Also remove DeepSpeed's own layout, where no process has a file in it open and
-            every process could be asked.
+        dry_run: Delete nothing, and report what would be deleted.
+        adopt: Also delete DeepSpeed's own layout if no process has a file in it open and every
+            process could be inspected.
 
     Raises:
-        OffloadError: The root is no folder, is a symbolic link, or cannot be read.
+        OffloadError: The root is not a folder, is a symbolic link, or cannot be read.
     """
     require_locks()
     path = Path(root).expanduser()
-    with system_errors(OffloadError, path, "cannot be cleaned up"):
+    with system_errors(OffloadError, path, "cannot be cleaned"):
         sweep = _Sweep(path=path, dry_run=dry_run, adopt=adopt)
         sweep.run()
     return CleanupReport(
@@ -173,7 +173,7 @@ class _Sweep:
                 "is a symbolic link" if linked else f"cannot be read ({error.strerror})",
                 key="offload.root",
                 value=str(self.path),
-                fix="give the swap root itself, a folder",
+                fix="pass the swap root itself, a folder",
             ) from error
 
     def _entries(self, root: int) -> None:
@@ -206,7 +206,7 @@ class _Sweep:
             said = getattr(error, "strerror", None) or getattr(error, "reason", None) or error
             other = _other_owner(root, name) if isinstance(error, PermissionError) else None
             if other is not None:
-                said = f"belongs to user {other}, whose runs clean it up ({said})"
+                said = f"belongs to user {other}, whose own runs clean it ({said})"
             # No folder of ours at all: a link, a file, a mount.
             foreign = isinstance(error, NotADirectoryError)
             foreign = foreign or getattr(error, "errno", None) == errno.ELOOP
@@ -241,7 +241,9 @@ class _Sweep:
         finally:
             os.close(folder)
         if not self.adopt:
-            reason = "DeepSpeed's own layout, without a lease; adopt=True removes it when unused"
+            reason = (
+                "DeepSpeed's own layout, without a lease; adopt=True removes it if it is unused"
+            )
             return False, swap.nbytes, reason
         if self.dry_run:
             doubt = doubt_about(swap, self.kind)
@@ -255,9 +257,9 @@ class _Sweep:
     def _unfinished(self, root: int, names: list[str]) -> None:
         try:
             alone = try_lock(root, exclusive=True)
-            reason = "a process is making something in this root now"
+            reason = "a process is currently creating something in this root"
         except (OSError, OffloadError) as error:
-            alone, reason = False, f"it is unknown whether its creator is alive ({error})"
+            alone, reason = False, f"its creator may be alive ({error})"
         for name in names:
             if not alone:
                 self.kept.append(self._leftover(name, "unfinished", 0, reason))
@@ -269,7 +271,7 @@ class _Sweep:
         if not self.dry_run:
             remove_entry(root, name, mount_identity(root), removed)
         size = before if self.dry_run else removed.freed
-        return True, size, "the process that was making it has ended"
+        return True, size, "its creator has ended"
 
 
 def _open_inside(root: int, name: str) -> int:
@@ -292,7 +294,7 @@ def _other_owner(root: int, name: str) -> int | None:
 # -- Swap files that DeepSpeed wrote straight into a root, without a lease.
 
 ADOPTED_PREFIX: Final = ".zerotune-adopted-"
-"""Of a bare folder that is being removed; one left behind is treated as a bare folder."""
+"""Prefix of a bare folder during removal; a leftover one is treated as a bare folder."""
 
 _LAYOUT_NAME: Final = re.compile(r"zero_stage_\d+", re.ASCII)
 # Names of DeepSpeed 0.19.8: runtime/swap_tensor/partitioned_param_swapper.py, optimizer_utils.py.
@@ -303,25 +305,25 @@ _FILE_NAME: Final = re.compile(r".+\.swp")
 
 @attrs.frozen(kw_only=True)
 class BareSwap:
-    """What is inside one folder of DeepSpeed's own layout."""
+    """Contents of one folder in DeepSpeed's own layout."""
 
     nbytes: int
     """Bytes allocated on disk."""
     files: frozenset[tuple[int, int]]
     """Device and inode of every swap file."""
     last_written: float
-    """When the last of them, or a folder among them, changed, seconds since 1970."""
+    """Latest modification time of its files and folders, seconds since 1970."""
     foreign: str | None
-    """Something in it that DeepSpeed did not write, if there is any."""
+    """A file in it that DeepSpeed did not write, if any."""
 
 
 def is_bare(name: str) -> bool:
-    """Whether a name inside a root is that of DeepSpeed's own layout."""
+    """Return whether a name inside a root is DeepSpeed's own layout."""
     return _LAYOUT_NAME.fullmatch(name) is not None or name.startswith(ADOPTED_PREFIX)
 
 
 def survey(folder: int) -> BareSwap:
-    """Look through an open folder of that layout."""
+    """Inspect an open folder of that layout."""
     files, foreign, newest = set(), None, os.fstat(folder).st_mtime
     for path, facts, fits in _walk_bare(folder, (_PART_NAME, _RANK_NAME, _FILE_NAME), ""):
         newest = max(newest, facts.st_mtime)
@@ -359,22 +361,22 @@ def _walk_bare(
 
 
 def doubt_about(swap: BareSwap, kind: str | None) -> str | None:
-    """Why these files may be in use or somebody's own, or ``None`` when neither can be."""
+    """Return why these files may be in use or belong to the user, or ``None``."""
     if swap.foreign is not None:
-        return f"holds {swap.foreign}, which is not a swap file of DeepSpeed"
+        return f"contains {swap.foreign}, which is not a swap file of DeepSpeed"
     if locality_of(kind) not in ("local", "memory", "overlay"):
         return f"other machines may be using it through {kind or 'an unknown file system'}"
     try:
         return users_of(swap.files, last_written=swap.last_written).doubt()
     except OSError as error:
-        return f"it cannot be seen which processes use it ({error.strerror or error})"
+        return f"the processes that use it cannot be determined ({error.strerror or error})"
 
 
 def remove_bare(root: int, name: str, *, kind: str | None, removed: Removed) -> str | None:
-    """Remove a folder of DeepSpeed's own layout if no process can be using it, else say why not.
+    """Remove an unused folder in DeepSpeed's own layout, or return why it may be in use.
 
-    It is first moved to a name that nobody knows, so that a run which starts meanwhile makes a
-    new one; then looked at once more, so that a run which started just before is noticed.
+    The folder is first renamed, so that a run that starts meanwhile creates a new one. It is then
+    inspected again, to detect a run that started just before.
     """
     with _locked_against_cleaners(root, name) as folder:
         if folder is None:
@@ -397,11 +399,11 @@ def _put_back(root: int, aside: str, name: str) -> None:
         os.rename(aside, name, src_dir_fd=root, dst_dir_fd=root)
         return
     raise OffloadError(
-        f"a process began to use it while it was being removed, and its name is taken by a newer "
-        f"folder; nothing was deleted, it is now {aside}",
+        "a process began to use it during removal, and a newer folder has its name; "
+        f"nothing was deleted, it is now {aside}",
         key="cleanup_stale_swap",
         value=name,
-        fix="end both runs and give each a lease of its own",
+        fix="end both runs and use a separate lease for each",
     )
 
 
@@ -429,30 +431,30 @@ _CLOCK_SLACK: Final = 2.0
 
 @attrs.frozen(kw_only=True)
 class Users:
-    """What a look at every process of this machine found."""
+    """Result of inspecting every process of this machine."""
 
     open_in: tuple[int, ...] = ()
-    """Processes that have one of the files open."""
+    """Processes with one of the files open."""
     swapping: tuple[int, ...] = ()
-    """Processes with DeepSpeed's aio loaded and no lease, which ran when the files were last
-    written. DeepSpeed opens a swap file only while it reads or writes it, so such a process may
-    be their owner with nothing open at this moment."""
+    """Processes with DeepSpeed's aio and no lease that were running when the files were last
+    written. DeepSpeed opens a swap file only while reading or writing it, so such a process may own
+    the files without having one open."""
     hidden: tuple[int, ...] = ()
-    """Processes that this one may not look into."""
+    """Processes that may not be inspected."""
 
     def doubt(self) -> str | None:
-        """Why the files cannot be said to be unused, or ``None`` when they can."""
+        """Why the files may be in use, or ``None``."""
         if self.open_in:
-            return f"process {listing(self.open_in, most=5)} has a file in it open"
+            return f"process {listing(self.open_in, most=5)} has one of its files open"
         if self.swapping:
             return (
-                f"process {listing(self.swapping, most=5)} has DeepSpeed's aio loaded, holds no "
-                "lease and was running when this was last written, so it may be its owner"
+                f"process {listing(self.swapping, most=5)} uses DeepSpeed's aio without a "
+                "lease and was running when this was last written, so it may be the owner"
             )
         if self.hidden:
             return (
-                f"this user may not see what process {listing(self.hidden, most=5)} has open; "
-                "clean up as root"
+                "this user may not inspect the open files of process "
+                f"{listing(self.hidden, most=5)}; clean up as root"
             )
         return None
 
@@ -460,20 +462,21 @@ class Users:
 def users_of(
     files: Collection[tuple[int, int]], *, last_written: float, proc: Path = Path("/proc")
 ) -> Users:
-    """Look for processes that use files, or may.
+    """Find processes that use, or may use, files.
 
-    Processes of other machines and, from inside a container, of other containers cannot be seen.
+    Processes of other machines are not visible, nor are those of other containers from inside a
+    container.
 
     Args:
         files: Device and inode of each.
-        last_written: When the last of them was written, seconds since 1970.
-        proc: Where the kernel shows its processes.
+        last_written: Time of the last write, seconds since 1970.
+        proc: Mount point of the kernel's process information.
     """
     wanted = frozenset(files)
     lines = (proc / "stat").read_text("ascii").splitlines()
     booted = next((float(line.split()[1]) for line in lines if line.startswith("btime ")), None)
     if booted is None:
-        raise OSError("the kernel does not say when it was started")
+        raise OSError("its start time is unknown")
     open_in, swapping, hidden = [], [], []
     # A kernel that hides other users' processes hides the first one as well.
     if not (proc / "1").exists():

@@ -1,7 +1,7 @@
-"""Whose a swap folder is: the record in it, the lock on it, and how a lease is found and ended.
+"""Ownership of a swap folder: its record, its lock, and how a lease is found and ended.
 
-Top down: the record; ownership of one folder; the leases inside a root, dead and living; the end
-of a lease; how a folder is measured and removed without ever leaving it.
+The module contains, in this order, the record, ownership of one folder, all leases inside a root,
+the end of a lease, and safe measuring and removal of folders.
 """
 
 from __future__ import annotations
@@ -37,27 +37,27 @@ _LEASE_PREFIX: Final = "zerotune-"
 
 
 def lease_name(run_id: str) -> str:
-    """Name of a run's folder inside a swap root."""
+    """Return the name of a run's folder inside a swap root."""
     return f"{_LEASE_PREFIX}{run_id}"
 
 
 def is_record(name: str) -> bool:
-    """Whether a name inside a lease is that of a rank's record."""
+    """Return whether a name inside a lease is a rank's record."""
     return name.startswith("rank") and name.endswith(".json")
 
 
 def run_id_of(name: str) -> str | None:
-    """Run id of a folder that zerotune leased, ``None`` for any other name."""
+    """Return the run id of a leased folder, or ``None`` for any other name."""
     run_id = name.removeprefix(_LEASE_PREFIX)
     return run_id if name != run_id and is_run_id(run_id) else None
 
 
 @attrs.frozen(kw_only=True)
 class LeaseRecord(OwnerRecord):
-    """Who holds a lease, since when and for which plan; one per rank.
+    """Record of a lease's owner, start time and plan; one per rank.
 
-    The lock decides which processes are alive. The record shows whose folder it is and how much
-    it may grow, and protects against file systems with unreliable locks.
+    The lock decides whether a process is alive. The record names the owner and the maximum size,
+    and protects against file systems with unreliable locks.
     """
 
     rank: int
@@ -65,9 +65,9 @@ class LeaseRecord(OwnerRecord):
     world_size: int
     """Number of ranks in the run."""
     plan_digest: str
-    """``ResolvedPlan.digest()`` of the plan the run was started with."""
+    """``ResolvedPlan.digest()`` of the run's plan."""
     reserved: int = 0
-    """Bytes this rank will write here at most; 0: not known."""
+    """Maximum bytes this rank will write here; 0 if unknown."""
 
     _types: ClassVar[dict[str, tuple[type, ...]]] = {
         **OwnerRecord._types,
@@ -86,19 +86,19 @@ class LeaseRecord(OwnerRecord):
     @classmethod
     @override
     def damaged(cls, text: str, reason: str) -> OffloadError:
-        """The error of a record that is none."""
+        """Return the error for an invalid record."""
         return OffloadError(
             reason,
             key="lease record",
             value=text,
-            fix="leave the folder alone unless you know that its run has ended; then delete it",
+            fix="do not touch the folder unless you know that its run has ended; then delete it",
         )
 
     def write(self, folder: Path) -> None:
-        """Write ``rank<N>.json`` so that a reader sees all of it or nothing.
+        """Write ``rank<N>.json`` atomically.
 
         Raises:
-            OSError: The file system refuses.
+            OSError: The file system does not allow it.
         """
         self.write_to(folder / f"rank{self.rank}.json")
 
@@ -135,13 +135,14 @@ class LeaseRecord(OwnerRecord):
             other = LeaseRecord.read(file)
             if other.plan_digest != self.plan_digest:
                 raise OffloadError(
-                    f"rank {self.rank} has another plan than rank {other.rank}, whose record this "
-                    f"is: digest {self.plan_digest[:12]} instead of {other.plan_digest[:12]}, and "
-                    "a record tells no more of a plan",
+                    f"rank {self.rank} has a different plan than rank {other.rank}, the owner of "
+                    f"this record: digest {self.plan_digest[:12]} instead of "
+                    f"{other.plan_digest[:12]}",
                     key="lease record",
                     value=str(file),
-                    fix="give every rank the same configuration and arguments; the message says "
-                    "what differs where OffloadManager.share returns all that rank 0 passed",
+                    fix="give every rank the same configuration and arguments; to see the "
+                    "differences, let OffloadManager.share return the whole string of "
+                    "rank 0",
                 )
 
     def _create(self, root: Path, path: Path) -> int | None:
@@ -179,7 +180,7 @@ class LeaseRecord(OwnerRecord):
 
 LOCK_FILE: Final = "lease.lock"
 DRAFT_PREFIX: Final = ".zerotune-new-"
-"""Of a folder that becomes a lease once it is complete; its maker holds the root meanwhile."""
+"""Prefix of a folder that is not a complete lease yet; its creator holds the root meanwhile."""
 
 _JOIN_PATIENCE: Final = 5.0
 _LEAVE_PATIENCE: Final = 0.5
@@ -188,16 +189,16 @@ _directories_held: weakref.WeakSet[SwapDirectory] = weakref.WeakSet()
 
 
 Removal = Literal["removed", "held", "gone"]
-"""How a folder was left. ``"held"``: another rank still holds it and will remove it; ``"gone"``:
-somebody else had deleted it."""
+"""Result of leaving a folder. ``"held"``: another rank still holds it and will remove it;
+``"gone"``: another process had deleted it."""
 
 
 class SwapDirectory:
-    """One run's own folder inside a swap root, held by this process until it is left.
+    """One run's own folder inside a swap root, held by this process until it leaves.
 
     Attributes:
         path: The folder, ``<root>/zerotune-<run id>``.
-        created: Whether this rank made it; the others joined.
+        created: Whether this rank created it; the others joined.
         ranks: Number of ranks that may hold it.
     """
 
@@ -212,7 +213,7 @@ class SwapDirectory:
 
     @classmethod
     def claim(cls, root: Path, record: LeaseRecord) -> SwapDirectory:
-        """Make the run's folder, or join it when another rank of this node has made it."""
+        """Create the run's folder, or join it if another rank of this node has created it."""
         path = root / lease_name(record.run_id)
         try:
             lock = record._join(path)
@@ -222,7 +223,7 @@ class SwapDirectory:
             if lock is None:
                 created, lock = False, record._join(path)
         except OSError as error:
-            raise _lease_error(path, "cannot be made or joined", error) from error
+            raise _lease_error(path, "cannot be created or joined", error) from error
         if lock is None:
             raise OffloadError(
                 "was removed while this rank joined it", key="offload.root", value=str(path)
@@ -235,14 +236,14 @@ class SwapDirectory:
         return self._lock is not None
 
     def leave(self) -> None:
-        """Drop this rank's hold and leave the folder to the others."""
+        """Release this rank's hold and leave the folder to the others."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
         _directories_held.discard(self)
 
     def leave_and_remove(self) -> Removal:
-        """Drop this rank's hold and remove the folder if it was the last."""
+        """Release this rank's hold and remove the folder if it was the last."""
         if self._lock is None:
             return "held"
         try:
@@ -256,7 +257,7 @@ class SwapDirectory:
 
 
 def try_lock(descriptor: int, *, exclusive: bool, patience: float = 0.0) -> bool:
-    """Lock an open file, waiting at most ``patience`` seconds."""
+    """Lock an open file with a timeout of ``patience`` seconds."""
     try:
         return ownership.try_lock(descriptor, exclusive=exclusive, patience=patience)
     except OSError as error:
@@ -266,10 +267,10 @@ def try_lock(descriptor: int, *, exclusive: bool, patience: float = 0.0) -> bool
 
 
 def require_locks() -> None:
-    """Check that this operating system can hold a lease at all."""
+    """Check that this operating system supports leases."""
     if not ownership.has_locks():
         raise _no_locks(
-            "this operating system has no flock, so a swap folder cannot be owned safely"
+            "this operating system lacks flock, so a swap folder cannot be owned safely"
         )
 
 
@@ -277,7 +278,7 @@ def _no_locks(reason: str) -> OffloadError:
     return OffloadError(
         reason,
         key="offload.root",
-        fix="swap to a local disk on Linux, or offload to cpu instead of nvme",
+        fix="use a local disk on Linux, or offload to cpu instead of nvme",
     )
 
 
@@ -292,10 +293,10 @@ def _lease_error(path: Path, what: str, error: OSError) -> OffloadError:
 
 @contextmanager
 def making_in(root: Path) -> Iterator[None]:
-    """Hold the root while something unfinished is in it.
+    """Hold the root while it contains something unfinished.
 
-    The kernel lets go when the process dies. Whoever gets the root for itself then knows that
-    every unfinished thing it sees was left behind.
+    The kernel releases the hold when the process dies. A process that holds the root exclusively
+    therefore knows that every unfinished item is a leftover.
     """
     folder = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -328,7 +329,7 @@ def _remove_own(path: Path, lock: int) -> Removal:
                 "is no longer the folder this run made; nothing in it was removed",
                 key="offload.root",
                 value=str(path),
-                fix="look at what is there and delete it by hand if it is yours",
+                fix="inspect its contents and delete it by hand if it is yours",
             )
         dismantle(folder, Removed())
     finally:
@@ -339,10 +340,10 @@ def _remove_own(path: Path, lock: int) -> Removal:
 
 
 def dismantle(folder: int, removed: Removed) -> None:
-    """Empty a leased folder whose lock the caller holds alone.
+    """Empty a leased folder whose lock the caller holds exclusively.
 
-    The records and the lock file go last: a removal that is interrupted leaves a folder that is
-    still recognised as a lease and still proves, by its free lock, that nobody holds it.
+    The records and the lock file are deleted last. After an interruption the folder is therefore
+    still recognised as a lease, and its free lock shows that it has no owner.
     """
     records = {name for name in os.listdir(folder) if is_record(name)}
     remove_contents(folder, keep={LOCK_FILE, *records}, removed=removed)
@@ -377,30 +378,30 @@ class FoundLease:
     run_id: str
     """Id of the run that leased it."""
     state: LeaseState
-    """``"live"``: somebody holds it. ``"stale"``: its owner is provably dead. ``"empty"``: a
-    removal is under way, or was interrupted at its last step. ``"unknown"``: neither life nor
-    death can be proved, so it is left alone."""
+    """``"live"``: a process holds it. ``"stale"``: its owner is provably dead. ``"empty"``: its
+    removal is in progress, or was interrupted at the last step. ``"unknown"``: its state cannot be
+    proved, so it is left alone."""
     reason: str
     """Why it is in that state."""
     size: int
-    """Bytes it takes on disk; 0 where it cannot be examined."""
+    """Bytes on disk; 0 if it cannot be examined."""
     records: tuple[LeaseRecord, ...] = ()
-    """What its ranks wrote about themselves, by rank."""
+    """Records of its ranks, by rank."""
 
     @property
     def reserved(self) -> int:
-        """Bytes its ranks said they will write at most; 0: they did not know."""
+        """Maximum bytes its ranks will write; 0 if unknown."""
         return sum(record.reserved for record in self.records)
 
     @property
     def still_to_come(self) -> int:
-        """Bytes that are reserved and not yet written."""
+        """Reserved bytes that are not written yet."""
         return max(0, self.reserved - self.size)
 
 
 @attrs.frozen(kw_only=True)
 class Verdict:
-    """What was found out about an open lease, which stays true while its lock is held."""
+    """State of an open lease, valid while its lock is held."""
 
     state: LeaseState
     reason: str
@@ -408,7 +409,7 @@ class Verdict:
 
 
 def find_leases(root: Path) -> tuple[FoundLease, ...]:
-    """Every lease inside ``root``, by name; changes nothing.
+    """Return every lease inside ``root`` by name, without changes.
 
     Raises:
         OffloadError: The root cannot be listed.
@@ -421,7 +422,7 @@ def find_leases(root: Path) -> tuple[FoundLease, ...]:
 
 
 def find_lease(path: Path) -> FoundLease | None:
-    """The lease of a folder; ``None`` when it is none, or gone; changes nothing."""
+    """Return the lease of a folder, or ``None``, without changes."""
     return _inspect(path, run_id_of(path.name), filesystem_kind(path.parent))
 
 
@@ -460,12 +461,12 @@ def _inspect(path: Path, run_id: str | None, kind: str | None) -> FoundLease | N
 
 @contextmanager
 def judged(folder: int, kind: str | None) -> Iterator[Verdict]:
-    """Say whether a lease is dead; a dead one stays locked, and so dead, inside the block."""
+    """Yield whether a lease is dead; a dead one stays locked, and thus dead, inside the block."""
     try:
         lock = open_regular(LOCK_FILE, os.O_RDWR | os.O_NOFOLLOW, within=folder)
     except FileNotFoundError:
         if os.fstat(folder).st_nlink and not os.listdir(folder):
-            yield Verdict(state="empty", reason="a removal is under way or was interrupted")
+            yield Verdict(state="empty", reason="its removal is in progress or was interrupted")
             return
         raise
     try:
@@ -509,7 +510,7 @@ def _read_records(folder: int) -> tuple[LeaseRecord, ...]:
 def _doubt(records: tuple[LeaseRecord, ...], kind: str | None) -> str | None:
     """Why a free lock is no proof of death here, or ``None`` when it is."""
     if not records and kind not in LOCAL_FILESYSTEMS:
-        return f"it has no record, and locks on {kind or 'this file system'} prove nothing alone"
+        return f"it has no record, and on {kind or 'this file system'} a free lock is no proof"
     return next((doubt for record in records if (doubt := record.doubt(kind))), None)
 
 
@@ -519,7 +520,7 @@ def _doubt(records: tuple[LeaseRecord, ...], kind: str | None) -> str | None:
 def release(
     directories: tuple[SwapDirectory, ...], barrier: Callable[[], None] | None
 ) -> tuple[tuple[Decision, ...], tuple[OffloadError, ...]]:
-    """Leave after a run that ended well; its maker removes each folder once all are out.
+    """Leave after a successful run; the creator removes each folder after all ranks have left.
 
     Without ``barrier`` the last rank to leave removes it.
     """
@@ -547,8 +548,7 @@ def release(
                     key="offload.release",
                     before=str(directory.path),
                     after=None,
-                    reason=f"somebody deleted this run's swap folder {directory.path.name} "
-                    "while it ran",
+                    reason=f"this run's swap folder {directory.path.name} was deleted while it ran",
                     severity="warning",
                 )
             )
@@ -558,9 +558,9 @@ def release(
 
 
 def abandon(directories: tuple[SwapDirectory, ...]) -> tuple[Decision, ...]:
-    """Leave after a failure without waiting: the other ranks may never come.
+    """Leave after a failure without waiting for other ranks.
 
-    Never raises for a folder that cannot be removed, so the failure itself is what is seen.
+    It never raises if a folder cannot be removed, so that the original failure is visible.
     """
     decisions, errors = release(directories, None)
     return (*decisions, *(kept_after(error) for error in errors))
@@ -572,33 +572,33 @@ def holds_folders() -> bool:
 
 
 def abandon_held() -> None:
-    """Leave every folder this process still holds, because it is about to end."""
+    """Leave every folder this process still holds before it ends."""
     abandon(tuple(_directories_held))
 
 
 def give_back(number: int, _: FrameType | None) -> None:
-    """A handler: end the process as the signal would, without its swap folders."""
+    """Signal handler: remove the swap folders and end the process as the signal would."""
     abandon_held()
     signal.signal(number, signal.SIG_DFL)
     signal.raise_signal(number)
 
 
 def deleted_under(directories: tuple[SwapDirectory, ...]) -> OffloadError | None:
-    """The error of a run whose swap folder somebody deleted while it ran, if somebody did."""
+    """Return the error for a swap folder that was deleted while its run was active, or ``None``."""
     for directory in directories:
         if directory.held and not directory.path.exists():
             return OffloadError(
-                "somebody deleted this run's swap folder while it ran, so what was in it is lost",
+                "this run's swap folder was deleted while it ran, so its contents are lost",
                 key="offload.root",
                 value=str(directory.path),
-                fix="start again from the last checkpoint; clean a root up with "
-                "`zerotune offload clean`, which leaves living runs alone",
+                fix="restart from the last checkpoint; to clean a root use `zerotune offload "
+                "clean`, which never touches active runs",
             )
     return None
 
 
 def kept_after(error: OffloadError) -> Decision:
-    """The record of a folder that could not be removed."""
+    """Return the record of a folder that could not be removed."""
     return _left_behind(error.value, error.reason)
 
 
@@ -616,10 +616,10 @@ def _left_behind(path: Path | str, reason: str) -> Decision:
 
 @attrs.define(kw_only=True)
 class Removed:
-    """What a removal has freed so far, which stays true when it fails or is interrupted."""
+    """Progress of a removal, valid even if it fails or is interrupted."""
 
     freed: int = 0
-    """Bytes that were allocated on disk for what is gone."""
+    """Bytes on disk that were freed."""
 
 
 def open_folder(path: str | Path, *, within: int | None = None) -> int:
@@ -629,7 +629,7 @@ def open_folder(path: str | Path, *, within: int | None = None) -> int:
 
 
 def folder_bytes(folder: int) -> int:
-    """Bytes allocated on disk below an open folder; what vanishes meanwhile counts as 0."""
+    """Return bytes on disk below an open folder; files that vanish count as 0."""
     # However deep the tree, one folder of it is open at a time.
     here = open_folder(".", within=folder)
     try:
@@ -679,12 +679,12 @@ def remove_contents(
     """Remove everything below an open folder.
 
     Args:
-        folder: Descriptor of the folder, which stays.
-        keep: Names directly inside it that stay too.
-        removed: Counts along; what it counts is kept when an error ends the removal.
+        folder: Descriptor of the folder, which is kept.
+        keep: Names directly inside it to keep.
+        removed: Progress counter; it stays valid if an error ends the removal.
 
     Returns:
-        Bytes that were allocated on disk for what is gone.
+        Bytes on disk that were freed.
     """
     removed = Removed() if removed is None else removed
     before = removed.freed
@@ -694,19 +694,19 @@ def remove_contents(
 
 
 def remove_entry(folder: int, name: str, home: tuple[int, str | None], removed: Removed) -> None:
-    """Remove one name inside an open folder, with all below it.
+    """Remove one name inside an open folder, with everything below it.
 
     Args:
         folder: Descriptor of the folder.
-        name: A name directly inside it; one that is missing is no error.
-        home: ``mount_identity(folder)``, beyond which nothing is touched.
-        removed: Counts along.
+        name: A name directly inside it; a missing one is ignored.
+        home: ``mount_identity(folder)``; other mounts are not touched.
+        removed: Progress counter.
     """
     _Emptying(top=folder, home=home, removed=removed).remove([name])
 
 
 DEEP_PREFIX: Final = ".zerotune-deep-"
-"""Of a folder that lay deep in a tree which is being removed."""
+"""Prefix of a folder that was moved up from deep inside a tree during removal."""
 
 _DEEPEST_EMPTIED: Final = 64
 

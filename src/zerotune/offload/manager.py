@@ -1,4 +1,4 @@
-"""Give each run a swap folder of its own inside a root that many runs may share."""
+"""Lease a separate swap folder for each run inside a shared root."""
 
 from __future__ import annotations
 
@@ -45,36 +45,36 @@ if TYPE_CHECKING:
 
 _Directories = tuple[SwapDirectory, ...]
 Share = Callable[[str], str]
-"""Collective: every rank calls it and gets the string rank 0 passed."""
+"""Collective function that returns rank 0's string on every rank."""
 Barrier = Callable[[], None]
-"""Collective: returns once every rank has called it."""
+"""Collective function that returns after every rank has called it."""
 
 _FAILURE_PREFIX: Final = "failed: "
 
 
 @attrs.define(kw_only=True, eq=False, repr=False)
 class Lease(Readable):
-    """A run's hold on its swap folders."""
+    """A run's swap folders while it holds them."""
 
     plan: ResolvedPlan
-    """The plan, with its NVMe paths inside the lease."""
+    """The plan, with NVMe paths inside the lease."""
     paths: Mapping[Target, Path] = attrs.field(factory=lambda: MappingProxyType({}))
-    """Folder for ``"param"`` and ``"optimizer"``, those that go to NVMe only."""
+    """Folders for ``"param"`` and ``"optimizer"``, only for those on NVMe."""
     roots: tuple[SwapRoot, ...] = ()
-    """The checked roots that hold these folders."""
+    """The checked roots of these folders."""
     run_id: str | None = None
-    """Shared by all ranks; ``None`` when nothing goes to NVMe."""
+    """Run id, shared by all ranks; ``None`` without NVMe."""
     decisions: tuple[Decision, ...] = ()
-    """Every automatic choice, those made when the lease ends included."""
+    """All decisions, including those made when the lease ends."""
 
     @override
     def brief(self) -> str:
-        """Its folders."""
+        """Summarise its folders in a line."""
         return ", ".join(f"{name} in {path}" for name, path in self.paths.items()) or "no folders"
 
     @override
     def page(self) -> Page:
-        """The lease as a page: its folders, and every decision about them."""
+        """Return a page with its folders and all decisions about them."""
         lines = (str(decision) for decision in self.decisions if decision.is_shown)
         return Page(
             title=f"Lease {self.run_id or 'of nothing'}: {self.brief()}",
@@ -83,7 +83,7 @@ class Lease(Readable):
 
     @property
     def path(self) -> Path | None:
-        """The parameters' folder, else the optimizer's; ``None`` when nothing goes to NVMe."""
+        """The parameters' folder, or the optimizer's; ``None`` without NVMe."""
         return self.paths.get("param", self.paths.get("optimizer"))
 
     def _carrying(self) -> Lease:
@@ -113,22 +113,22 @@ class Lease(Readable):
 
 @attrs.frozen(kw_only=True)
 class Invitation:
-    """What rank 0 tells the others."""
+    """Data that rank 0 shares with the other ranks."""
 
     run_id: str
     aio: Mapping[str, Any] = attrs.field(factory=dict)
-    """Measured ``aio`` settings: all ranks must use those of one machine."""
+    """Measured ``aio`` settings, which must be equal on all ranks."""
     plan: Mapping[str, Any] = attrs.field(factory=dict)
-    """``ResolvedPlan.content()`` of rank 0's plan; empty if it is not known."""
+    """``ResolvedPlan.content()`` of rank 0's plan; empty if unknown."""
 
     def to_given_path(self) -> str:
-        """One line."""
+        """Encode as one line."""
         content = {"aio": dict(self.aio), "plan": dict(self.plan)}
         return f"{self.run_id} {json.dumps(content, sort_keys=True)}"
 
     @classmethod
     def from_given_path(cls, text: str) -> Invitation:
-        """Read what :meth:`to_text` wrote; a bare run id will do."""
+        """Parse the output of :meth:`to_text`, or a bare run id."""
         if text.startswith(_FAILURE_PREFIX):
             raise OffloadError(f"rank 0 could not lease it: {text.removeprefix(_FAILURE_PREFIX)}")
         run_id, _, rest = text.partition(" ")
@@ -142,31 +142,31 @@ class Invitation:
                 "is not a run id; share must return what rank 0 passed",
                 key="OffloadManager.share",
                 value=text,
-                fix="give a collective broadcast from rank 0",
+                fix="pass a collective that broadcasts from rank 0",
             )
         return cls(run_id=run_id, aio=content["aio"], plan=content["plan"])
 
     def check_plan(self, resolved: ResolvedPlan, *, rank: int) -> None:
-        """Whether a rank has the plan of rank 0."""
+        """Check that a rank has the plan of rank 0."""
         mine = json.loads(json.dumps(resolved.content()))
         if self.plan and mine != self.plan:
             difference = differences({0: self.plan, rank: mine})
             raise OffloadError(
-                f"rank {rank} has another plan than rank 0 ({difference})",
+                f"rank {rank} has a different plan than rank 0 ({difference})",
                 key="resolved plan",
                 fix="give every rank the same configuration and arguments",
             )
 
 
 def local_ranks(resolved: ResolvedPlan, environ: Mapping[str, str] | None = None) -> int:
-    """Ranks of this machine: ``LOCAL_WORLD_SIZE`` of the launcher, else all of them."""
+    """Return ranks of this machine: the launcher's ``LOCAL_WORLD_SIZE``, or all."""
     written = (os.environ if environ is None else environ).get("LOCAL_WORLD_SIZE", "")
     count = int(written) if written.isdecimal() else resolved.world_size
     return min(max(count, 1), resolved.world_size)
 
 
 def check_ranks(resolved: ResolvedPlan, rank: int, world_size: int | None) -> None:
-    """Refuse a rank that the plan does not have."""
+    """Check that the plan has this rank."""
     if world_size not in (None, resolved.world_size):
         raise OffloadError(
             f"the plan was resolved for {resolved.world_size} ranks",
@@ -184,7 +184,7 @@ def check_ranks(resolved: ResolvedPlan, rank: int, world_size: int | None) -> No
 
 
 def need_share(share: Share | None) -> Share:
-    """``share``, which several ranks cannot do without."""
+    """Return ``share``, which is required with several ranks."""
     if share is not None:
         return share
     raise OffloadError(
@@ -196,24 +196,23 @@ def need_share(share: Share | None) -> Share:
 
 
 class OffloadManager:
-    """Leases swap folders.
+    """Leases swap folders for runs.
 
-    Where they are made: these arguments, else ``offload_param_path`` and
-    ``offload_optimizer_path`` of the trainer's configuration, else the plan's own ``nvme_path``,
-    else the environment variables ``ZEROTUNE_OFFLOAD_PARAM_PATH``,
-    ``ZEROTUNE_OFFLOAD_OPTIMIZER_PATH`` and ``ZEROTUNE_SWAP_ROOT``, else a folder of this user's
-    in the system's temporary folder, with a warning.
+    Their location is the first that is set: these arguments, ``offload_param_path`` and
+    ``offload_optimizer_path`` of the trainer's configuration, the plan's ``nvme_path``, the
+    environment variables ``ZEROTUNE_OFFLOAD_PARAM_PATH``, ``ZEROTUNE_OFFLOAD_OPTIMIZER_PATH`` and
+    ``ZEROTUNE_SWAP_ROOT``, or a user folder in the system's temporary folder, with a warning.
 
     Args:
-        root: Folder that many runs may share, for all that is swapped.
-        offload_param_path: The same for parameters.
-        offload_optimizer_path: The same for optimizer states, where they go elsewhere.
-        share: Gives every rank the string that rank 0 passes; needed above one rank.
-        cleaner: Called on each root before a folder is used in it;
-            ``partial(cleanup_stale_swap, dry_run=True)`` reports and removes nothing.
+        root: Shared folder for everything that is swapped.
+        offload_param_path: Shared folder for parameters.
+        offload_optimizer_path: Shared folder for optimizer states, if different.
+        share: Collective that returns rank 0's string on every rank; required with several ranks.
+        cleaner: Called on each root before a folder in it is used; ``partial(cleanup_stale_swap,
+            dry_run=True)`` only reports.
 
     Raises:
-        OffloadError: A folder is blank.
+        OffloadError: A path is blank.
     """
 
     def __init__(
@@ -243,32 +242,31 @@ class OffloadManager:
         barrier: Barrier | None = None,
         share: Share | None = None,
     ) -> Iterator[Lease]:
-        """Hold a swap folder of this run's own for as long as the ``with`` block runs.
+        """Hold this run's own swap folder while the ``with`` block runs.
 
-        The engine must not outlive the block. Without NVMe offload in the plan nothing is made,
-        and only its host memory is checked.
-        What dead runs left in the root is removed first, and what the plan will write is compared
-        with what is free. The folder is removed at the end, by the rank that made it once all
-        ranks are out; after an exception, or without ``barrier``, by whichever rank is the last
-        to leave. A run that is killed leaves its folder behind; the next lease on the same root
-        removes it.
+        Close the engine before leaving the block. Without NVMe offload no folder is created, and
+        only host memory is checked. Leftovers of dead runs in the root are removed first, and the
+        plan's swap size is compared with the free space. At the end the rank that created the
+        folder removes it after all ranks have left. After an exception, or without ``barrier``, the
+        last rank to leave removes it. A killed run leaves its folder behind; the next lease on the
+        same root removes it.
 
         Args:
-            resolved: The plan to run, its optimizer settled.
+            resolved: The plan to run, with its optimizer resolved.
             rank: Global rank of this process.
-            world_size: Number of ranks; the plan's when not given.
-            barrier: Waits for all ranks; called when the block ends without an exception.
-            share: Used when the manager was made without one.
+            world_size: Number of ranks; default the plan's.
+            barrier: Waits for all ranks; called if the block ends without an exception.
+            share: Used if the manager has none.
 
         Yields:
-            The lease, whose ``plan`` is the one to hand to the engine.
+            The lease; pass its ``plan`` to the engine.
 
         Raises:
-            UnresolvedPlanError: Something in the plan is not settled.
-            OffloadError: The plan needs more host memory than there is, the ranks are not the
-                plan's or disagree, a root is unusable or too small, this system has no file
-                locks, the folder was deleted while the block failed, or it could not be removed
-                after a block that ended well.
+            UnresolvedPlanError: The plan is not fully resolved.
+            OffloadError: The plan needs more host memory than available, the ranks disagree or are
+                not the plan's, a root is unusable or too small, or the system has no file locks.
+                Also raised if the folder was deleted while the block failed, or could not be
+                removed after it succeeded.
         """
         check_ranks(resolved, rank, world_size)
         resolved, fitted = fit_host_memory(resolved, ranks=local_ranks(resolved))
@@ -400,7 +398,7 @@ class OffloadManager:
                 key="offload.root",
                 before=root,
                 after=None,
-                reason="the plan swaps nothing to NVMe, so no folder is made",
+                reason="the plan swaps nothing to NVMe, so no folder is created",
             )
             for root in attrs.astuple(self._arguments)
             if root is not None
@@ -416,7 +414,7 @@ def _given_path(root: str | os.PathLike[str] | None, name: str) -> str | None:
             "is blank",
             key=f"OffloadManager.{name}",
             value=text,
-            fix="give a folder on a local disk, or leave the argument out",
+            fix="pass a folder on a local disk, or omit the argument",
         )
     return text
 
@@ -427,8 +425,8 @@ def _path_decisions(resolved: ResolvedPlan, paths: Mapping[Target, Path]) -> tup
             key=f"zero_optimization.offload_{target}.nvme_path",
             before=resolved.nvme_paths.get(target),
             after=str(path),
-            reason="a folder of this run's own: DeepSpeed uses the same file names for every run "
-            "and deletes what it finds at start",
+            reason="a separate folder for this run: DeepSpeed uses the same file names for "
+            "every run and deletes existing ones at start",
         )
         for target, path in paths.items()
     )

@@ -1,4 +1,4 @@
-"""Which folder a run swaps to: who asked for it, whether it is usable, what was measured of it."""
+"""Choose and check a run's swap root, and read its measured settings."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ if TYPE_CHECKING:
     from zerotune.plan.model import ResolvedPlan
 
 Target = Literal["param", "optimizer"]
-"""What is swapped: parameters or optimizer states."""
+"""Kind of swapped data: parameters or optimizer states."""
 
 ROOT_VARIABLE: Final = "ZEROTUNE_SWAP_ROOT"
 PATH_VARIABLES: Final[Mapping[Target, str]] = {
     "param": "ZEROTUNE_OFFLOAD_PARAM_PATH",
     "optimizer": "ZEROTUNE_OFFLOAD_OPTIMIZER_PATH",
 }
-_FIX: Final = "give a folder on a local disk that this user may write to"
+_FIX: Final = "use a folder on a local disk that this user may write to"
 
 
 @attrs.frozen(kw_only=True)
 class Roots:
-    """``OffloadManager``'s own arguments; ``None`` for a missing one."""
+    """Arguments of ``OffloadManager``; ``None`` for a missing one."""
 
     root: str | None = None
     param: str | None = None
@@ -70,22 +70,24 @@ class Roots:
 
 @attrs.frozen(kw_only=True)
 class RootChoice:
-    """A folder to swap to and who asked for it."""
+    """A chosen swap root and its source."""
 
     path: str
     """As given."""
     key: str
-    """Setting it came from (``"OffloadManager.root"``)."""
+    """Setting that chose it (``"OffloadManager.root"``)."""
     fallback: bool = False
-    """Whether no root was requested, so that zerotune chose the temporary folder."""
+    """Whether no root was set, so that zerotune chose the temporary folder."""
     passed_over: tuple[str, ...] = ()
-    """``setting = path`` of what named another folder and had to stand back."""
+    """``setting = path`` of settings that were overridden."""
 
     def _make(self) -> Path:
         given = Path(self.path).expanduser()
         if given.is_symlink():
             if not given.exists():
-                raise self._unusable("is a symbolic link to nothing; is its disk mounted?")
+                raise self._unusable(
+                    "is a symbolic link without a target; check that its disk is mounted"
+                )
             # Whoever may change the link could move the next run's clean-up to any folder.
             raise self._unusable(
                 f"is a symbolic link (to {given.readlink()}), and a swap root must be the folder "
@@ -98,25 +100,25 @@ class RootChoice:
         length = len(os.fsencode(path)) + _ROOM_FOR_SWAP_FILES
         if length > _MOST_PATH_BYTES:
             raise self._unusable(
-                f"is too long: the swap files inside would have paths of {length} bytes, and the "
-                f"system takes {_MOST_PATH_BYTES}"
+                f"is too long: paths of the swap files inside would have {length} bytes, "
+                f"and the system allows {_MOST_PATH_BYTES}"
             )
         given.mkdir(parents=True, exist_ok=True, mode=0o700 if self.fallback else 0o777)
         if self.fallback:
             # Anybody may have made this name in a shared temporary folder.
             facts = given.lstat()
             if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.getuid():
-                raise self._unusable("belongs to somebody else")
+                raise self._unusable("belongs to another user")
         return path
 
     def _made(self, path: Path, kind: str | None, free: int) -> Decision:
         reason = f"taken from {self.key}"
         if self.passed_over:
-            reason = f"{reason}, which comes before {' and '.join(self.passed_over)}"
+            reason = f"{reason}, which overrides {' and '.join(self.passed_over)}"
         if self.fallback:
             asked = ", ".join((ROOT_VARIABLE, *PATH_VARIABLES.values()))
             reason = (
-                f"nothing names a swap root (argument root, offload_param_path, nvme_path, "
+                "no swap root is set (argument root, offload_param_path, nvme_path, "
                 f"{asked}), so the temporary folder is used"
             )
         return Decision(
@@ -134,16 +136,16 @@ class RootChoice:
 def choose_root(
     target: Target, *, arguments: Roots, resolved: ResolvedPlan, environ: Mapping[str, str]
 ) -> RootChoice:
-    """Where ``target`` is swapped to: argument, configuration, environment, else temporary.
+    """Choose a swap root: argument, configuration, environment, or temporary folder.
 
-    Optimizer states go where parameters go unless something names a folder of their own.
+    Optimizer states use the parameters' root unless they have their own.
 
     Args:
-        target: What is swapped.
-        arguments: Those of the ``OffloadManager``.
-        resolved: The plan. ``offload_param_path`` of the trainer's file comes before DeepSpeed's
-            ``nvme_path``; blank and ``"none"`` (which launchers write for a missing path) count
-            as not given.
+        target: Kind of swapped data.
+        arguments: Arguments of the ``OffloadManager``.
+        resolved: The plan. ``offload_param_path`` of the trainer's file overrides DeepSpeed's
+            ``nvme_path``; blank and ``"none"`` (which launchers write for a missing path) count as
+            missing.
         environ: Environment variables.
     """
     named = [
@@ -157,7 +159,7 @@ def choose_root(
             path = str(Path(tempfile.gettempdir()) / f"zerotune-swap-{os.getuid()}")
         except FileNotFoundError as error:
             raise OffloadError(
-                "no swap root was given and no temporary folder can be written",
+                "no swap root was set and no temporary folder is writable",
                 key="OffloadManager.root",
                 fix=_FIX,
             ) from error
@@ -172,38 +174,38 @@ def choose_root(
 # -- Whether it can be used.
 
 PROBE_PREFIX: Final = ".zerotune-probe-"
-"""Of a file that is written for a moment; its maker holds the root meanwhile."""
+"""Prefix of a short-lived file; its creator holds the root meanwhile."""
 
 _MOST_PATH_BYTES: Final = 4096
 # "/zerotune-<28>/zero_stage_3/optimizer/rank<N>/<id>_gradient_<offset>_<length>.tensor.swp" with
 # every number as long as a 64-bit integer can be (names in DeepSpeed 0.19.8, swap_tensor/).
 _ROOM_FOR_SWAP_FILES: Final = 224
 _SPINNING: Final = (
-    "this disk has spinning platters, and a step reads and writes tens of bytes per "
-    "parameter; DeepSpeed's `ds_nvme_tune` measures what it can do"
+    "this is a rotating disk, and a step reads and writes tens of bytes per parameter; "
+    "measure it with DeepSpeed's `ds_nvme_tune`"
 )
 
 
 @attrs.frozen(kw_only=True)
 class SwapRoot:
-    """A swap root that exists and was really written to."""
+    """A swap root that exists and is writable."""
 
     path: Path
     """Absolute, symlinks resolved."""
     filesystem: str | None
     """Kernel's name of its file system; ``None`` outside Linux."""
     free_bytes: int
-    """Bytes an unprivileged user may still write."""
+    """Free bytes for an unprivileged user."""
     free_inodes: int
-    """Files that can still be made; 0 where the file system does not count them."""
+    """Number of files that can still be created; 0 if the file system does not count them."""
     rotational: bool | None = None
-    """Whether it lies on spinning platters; ``None``: not known."""
+    """Whether it is on a rotating disk; ``None`` if unknown."""
     decisions: tuple[Decision, ...] = ()
-    """How it was chosen and what to know of its file system."""
+    """Decisions about its choice and its file system."""
 
 
 def check_root(choice: RootChoice) -> SwapRoot:
-    """Make the folder if needed and prove that swap files can be written to it."""
+    """Create the folder if needed and verify that swap files can be written to it."""
     try:
         path = choice._make()
         with making_in(path):
@@ -256,35 +258,39 @@ def _write_probe(path: Path) -> None:
 
 def _about_filesystem(kind: str | None) -> str | None:
     return {
-        "memory": f"{kind} lives in RAM, so swapping to it frees no memory",
+        "memory": f"{kind} is stored in RAM, so swapping to it frees no memory",
         "overlay": "overlay is a container's writable layer: it may be slow, small, or kept in "
         "RAM; mount a volume of a local disk",
         "network": f"{kind} is a shared file system: its locks may not reach other machines, so "
-        "nothing of theirs is ever cleaned up here; give each machine a root of its own",
+        "files of other machines are never cleaned up here; use a separate root for each "
+        "machine",
         "unknown": kind
         and f"{kind} is not known as a local file system: its locks may not reach other "
-        "machines, so give each machine a root of its own",
+        "machines, so use a separate root for each machine",
     }.get(locality_of(kind))
 
 
 def _about_owner(facts: os.stat_result) -> str | None:
     if facts.st_uid not in (os.getuid(), 0):
-        return f"belongs to user {facts.st_uid}, who may delete what is inside"
+        return f"belongs to user {facts.st_uid}, who may delete its contents"
     if facts.st_mode & 0o022 and not facts.st_mode & stat.S_ISVTX:
-        return "other users may write here and so delete this run's folder; chmod +t keeps them off"
+        return (
+            "other users may write here and could delete this run's folder; prevent this "
+            "with chmod +t"
+        )
     return None
 
 
 # -- The ``aio`` settings that DeepSpeed's tuner found for its disk, from a file in it.
 
 MEASURED_FILE: Final = "zerotune-aio.json"
-"""What ``ds_nvme_tune`` printed, or what ``offload bench --save`` of an earlier release wrote."""
+"""Output file of ``ds_nvme_tune``, or of ``offload bench --save`` in an earlier release."""
 TUNED: Final = ("block_size", "queue_depth", "intra_op_parallelism")
-"""Keys of ``aio`` that a measurement chooses."""
+"""Keys of ``aio`` that a measurement sets."""
 
 
 def usable_settings(root: Path) -> tuple[Mapping[str, int], tuple[Decision, ...]]:
-    """The ``aio`` settings measured for a root, if they are of this machine and this disk."""
+    """Return the ``aio`` settings measured for a root, if they belong to this machine and disk."""
     path = root / MEASURED_FILE
     settings: dict[str, int] = {}
     severity: Severity = "note"
@@ -304,8 +310,7 @@ def usable_settings(root: Path) -> tuple[Mapping[str, int], tuple[Decision, ...]
         if (measured.get("host", host), measured.get("device", device)) != (host, device):
             settings = {}
             reason = (
-                f"it was measured on {measured['host']}, on another disk or before it was "
-                "mounted anew"
+                f"it was measured on {measured['host']}, on another disk or before it was remounted"
             )
     decision = Decision(
         key="aio", before=str(path), after=settings or None, reason=reason, severity=severity
@@ -319,12 +324,12 @@ def _tuned_settings(measured: Mapping[str, Any]) -> dict[str, int]:
         section = {**section, "intra_op_parallelism": section["num_threads"]}
     settings = {name: section[name] for name in TUNED}
     if not all(type(value) is int and value > 0 for value in settings.values()):
-        raise ValueError("a setting is no positive whole number")
+        raise ValueError("a setting is not a positive integer")
     return settings
 
 
 def with_settings(resolved: ResolvedPlan, settings: Mapping[str, Any]) -> ResolvedPlan:
-    """``resolved`` with measured ``aio`` settings where the user wrote none."""
+    """Return ``resolved`` with measured ``aio`` settings if the user wrote none."""
     written = resolved.requested.aio
     chosen = {
         name: settings[name]

@@ -1,4 +1,4 @@
-"""Whether a plan fits this machine's disk and host memory, asked before anything is allocated."""
+"""Check that a plan fits this machine's disk and host memory before anything is allocated."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 
 
 _ALIGNMENT: Final = 1024
-"""``AIO_ALIGNED_BYTES``: each thread's share of a swap file is a multiple of it."""
+"""``AIO_ALIGNED_BYTES``: alignment of each thread's share of a swap file."""
 _DEFAULT_BLOCK: Final = 1_048_576
 _FOLDERS: Final = 8
 _SLACK: Final = 1.01
-"""What a file system keeps for itself per byte: block lists and rounding to blocks."""
+"""File system overhead per byte: block lists and rounding to blocks."""
 
 
 @attrs.frozen(kw_only=True)
 class SwapFiles:
-    """What one rank writes to one kind of swap file."""
+    """Files and bytes that one rank writes to one kind of swap file."""
 
     nbytes: int = 0
     count: int = 0
@@ -43,18 +43,18 @@ class SwapFiles:
         return SwapFiles(nbytes=self.nbytes + other.nbytes, count=self.count + other.count)
 
     def times(self, factor: int) -> SwapFiles:
-        """The same for so many ranks."""
+        """Return the needs of several ranks."""
         return SwapFiles(nbytes=self.nbytes * factor, count=self.count * factor)
 
 
 @attrs.frozen(kw_only=True)
 class SwapNeeds:
-    """The most one rank writes during a run, by what is swapped."""
+    """Maximum that one rank writes during a run, by kind."""
 
     files: Mapping[Target, SwapFiles]
 
     def of(self, *targets: Target) -> SwapFiles:
-        """What these targets need together."""
+        """Return the needs of these kinds together."""
         return sum((self.files.get(target, SwapFiles()) for target in targets), SwapFiles())
 
     def _check_disk(
@@ -69,22 +69,23 @@ class SwapNeeds:
         free = space.f_bavail * space.f_frsize
         others = sum(_still_to_come(folder, run_id) for folder in folders)
         said = f"{disk_size(nbytes)} for {ranks} rank(s), {disk_size(per_rank.nbytes)} each"
-        taken = f", {disk_size(others)} of it spoken for by other runs" if others else ""
+        taken = f", {disk_size(others)} of it reserved by other runs" if others else ""
         if nbytes > free - others:
             raise OffloadError(
-                f"the plan swaps {said}, and {disk_size(free)} ({free} bytes) are free{taken}: "
-                f"{disk_size(nbytes + others - free)} are missing",
+                f"the plan swaps {said}, but only {disk_size(free)} ({free} bytes) are "
+                f"free{taken}: {disk_size(nbytes + others - free)} are missing",
                 key="offload.root",
                 value=str(path),
-                fix="free that much (`zerotune offload clean` shows what dead runs left), give a "
-                "root on a larger disk, or offload to cpu",
+                fix="free that much (`zerotune offload clean` removes leftovers of dead "
+                "runs), use a root on a larger disk, or offload to cpu",
             )
         if space.f_files and files > space.f_favail:
             raise OffloadError(
-                f"the plan makes {files} files and folders, and {space.f_favail} can still be made",
+                f"the plan creates {files} files and folders, but only {space.f_favail} "
+                "can still be created",
                 key="offload.root",
                 value=str(path),
-                fix="delete small files, or give a root on another file system",
+                fix="delete small files, or use a root on another file system",
             )
         return Decision(
             key="offload.space",
@@ -95,18 +96,18 @@ class SwapNeeds:
 
 
 def swap_needs(resolved: ResolvedPlan) -> SwapNeeds | None:
-    """Bytes and files that DeepSpeed swaps, per rank, at most.
+    """Return the maximum bytes and files that DeepSpeed swaps per rank.
 
-    Counted as DeepSpeed 0.19.8 counts (``runtime/swap_tensor``): what is smaller than 1 MiB and
-    one aio block stays in memory; a parameter's part is one file; each sub-group of the
-    optimizer has a file for its master weights and for each state, and its gradients have one
-    per parameter. Lengths are rounded up to 1024 bytes per aio thread.
+    The count follows DeepSpeed 0.19.8 (``runtime/swap_tensor``). Tensors smaller than 1 MiB and one
+    aio block stay in memory. Each parameter's part is one file. Each sub-group of the optimizer has
+    one file for its master weights, one for each state, and one per parameter for gradients.
+    Lengths are rounded up to 1024 bytes per aio thread.
 
     Args:
         resolved: The plan, resolved with its model.
 
     Returns:
-        ``None`` when the plan was resolved without a model.
+        ``None`` if the plan was resolved without a model.
     """
     model = resolved.model
     if model is None:
@@ -162,9 +163,9 @@ class _SwapCounter:
 def check_space(
     roots: Mapping[Target, SwapRoot], needs: SwapNeeds | None, *, ranks: int, run_id: str
 ) -> tuple[Decision, ...]:
-    """Compare what a run will write with what is free.
+    """Compare the bytes that a run will write with the free space.
 
-    What other living runs on the same roots have said they will still write counts as taken.
+    Space reserved by other active runs on the same roots counts as used.
     """
     if needs is None:
         return (
@@ -172,7 +173,7 @@ def check_space(
                 key="offload.space",
                 before=None,
                 after=None,
-                reason="the plan was resolved without a model, so the space it needs is not known",
+                reason="the plan was resolved without a model, so the required space is unknown",
                 severity="warning",
             ),
         )
@@ -198,17 +199,17 @@ def _still_to_come(root: Path, run_id: str) -> int:
 
 
 class SpaceWatch:
-    """Whether what a run has still to swap fits on its disks, which other programs fill as well.
+    """Check whether a run's remaining swap data fit on its disks, which other programs may fill.
 
-    DeepSpeed writes each swap file when it first needs it, in the first steps, and the same blocks
-    from then on. A write that finds no room ends the process with SIGABRT.
+    DeepSpeed creates each swap file when it first needs it, in the first steps, and then rewrites
+    the same blocks. If a write finds no space, the process ends with SIGABRT.
     """
 
     def __init__(self, folders: Iterable[Path]) -> None:
         self._sizes: dict[Path, int | None] = dict.fromkeys(folders)
 
     def shortage(self, *, stepped: bool) -> str | None:
-        """Describe the missing space; ``None`` if it fits, all is written, or it is unknown.
+        """Describe the missing space; ``None`` if it fits, all is written, or the size is unknown.
 
         Args:
             stepped: Whether an optimizer step was applied since the last call.
@@ -239,14 +240,14 @@ def _shortage_on(leases: Sequence[FoundLease]) -> str | None:
 
 
 def tell_shortage(root: Path, *, free: int, own: int, others: int) -> str | None:
-    """What is missing on a disk, in numbers; ``None`` when it is enough."""
+    """Describe the missing space on a disk; ``None`` if it suffices."""
     # No swap file is smaller: below that only unaligned ends are left, which stay in memory.
     if own < SMALLEST_SWAP_BYTES or own + others <= free:
         return None
     taken = f", of which other runs have reserved {disk_size(others)}" if others else ""
     return (
-        f"the swap disk of {root} was filled by another program: {disk_size(free)} ({free} bytes) "
-        f"are free{taken}, and this run has still to write {disk_size(own)}"
+        f"another program filled the swap disk of {root}: {disk_size(free)} ({free} "
+        f"bytes) are free{taken}, but this run must still write {disk_size(own)}"
     )
 
 
@@ -261,36 +262,36 @@ _PINNED_SECTIONS: Final = ("offload_optimizer", "offload_param")
 
 @attrs.frozen(kw_only=True)
 class HostBudget:
-    """The host memory a plan takes on one machine, beside what there is."""
+    """Host memory of a plan on one machine, compared with the available memory."""
 
     per_rank: int
     """Peak bytes of one rank, page-locked memory included."""
     pinned: int
-    """Bytes of it that are page-locked, with what torch's allocator rounds them up by."""
+    """Page-locked bytes of it, including the rounding of torch's allocator."""
     locked: int
-    """Bytes of it that DeepSpeed locks itself (``mlock``), which ``ulimit -l`` limits."""
+    """Bytes of it that DeepSpeed locks itself (``mlock``), limited by ``ulimit -l``."""
     ranks: int
     """Ranks of this machine."""
     held: int
-    """Bytes one rank holds already: Python, torch, the model as it was loaded."""
+    """Bytes already held by one rank: Python, torch, the loaded model."""
     available: int
-    """Bytes that can be allocated now, the container's limit respected."""
+    """Available bytes, limited by the container."""
     lockable: int | None
-    """Bytes one rank may lock; ``None``: no limit."""
+    """Bytes one rank may lock; ``None`` without a limit."""
 
     @property
     def needed(self) -> int:
-        """Bytes all ranks of this machine will still allocate."""
+        """Bytes that all ranks of this machine will still allocate."""
         return max(0, self.per_rank - self.held) * self.ranks
 
     @property
     def fits(self) -> bool:
-        """Whether the machine has that much."""
+        """Whether the machine has enough memory."""
         return self.needed <= self.available
 
     @property
     def lock_fits(self) -> bool:
-        """Whether each rank may lock what it will lock."""
+        """Whether each rank may lock its bytes."""
         return self.lockable is None or self.locked <= self.lockable
 
     def __str__(self) -> str:
@@ -307,8 +308,9 @@ class HostBudget:
                 key=f"zero_optimization.{name}.pin_memory",
                 before=True,
                 after=False,
-                reason=f"page-locked it takes more host memory than there is ({self}); unpinned: "
-                f"{format_size(after.per_rank)}; copies to the device become slower",
+                reason=f"page-locked it needs more host memory than available ({self}); "
+                f"unpinned: {format_size(after.per_rank)}; copies to the device become "
+                "slower",
                 severity="warning",
             )
             for name in _PINNED_SECTIONS
@@ -343,9 +345,9 @@ def host_budget(
     held: int | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> HostBudget:
-    """Count the host memory of a plan whose model is known.
+    """Compute the host memory of a plan whose model is known.
 
-    Activations are not in it; on a GPU they take none.
+    Activations are not included; on a GPU they need no host memory.
     """
     import psutil
 
@@ -373,20 +375,20 @@ def host_budget(
 def fit_host_memory(
     resolved: ResolvedPlan, *, ranks: int, held: int | None = None
 ) -> tuple[ResolvedPlan, tuple[Decision, ...]]:
-    """Refuse a plan that this machine's host memory cannot hold, or stop pinning if that helps.
+    """Raise if a plan exceeds this machine's host memory, or disable pinning if that suffices.
 
-    Pinning is given up only for a single rank, and where the user did not write ``pin_memory``:
-    several ranks would each decide by what they happen to see.
+    Pinning is disabled only for a single rank and if the user did not set ``pin_memory``, because
+    several ranks could decide differently.
     """
     if resolved.model is None:
-        why = "the plan was resolved without a model, so the host memory it needs is not known"
+        why = "the plan was resolved without a model, so the required host memory is unknown"
         return resolved, (Decision(key=KEY, before=None, after=None, reason=why),)
     budget = host_budget(resolved, ranks=ranks, held=held)
     if not budget.lock_fits:
         raise OffloadError(
-            f"DeepSpeed locks {format_size(budget.locked)} of swap buffers per rank, this process "
-            f"may lock {format_size(budget.lockable or 0)}, and DeepSpeed's op aborts when it "
-            "cannot",
+            f"DeepSpeed locks {format_size(budget.locked)} of swap buffers per rank, but "
+            f"this process may lock only {format_size(budget.lockable or 0)}, so "
+            "DeepSpeed's op would abort",
             key=KEY,
             value=budget.locked,
             fix="raise the limit (ulimit -l unlimited), or lower sub_group_size and buffer_count",
@@ -401,12 +403,12 @@ def fit_host_memory(
             return unpinned, budget._pinning_given_up(fitting, resolved)
     others = [f"{what}: {format_size(size)}" for what, size in budget._alternatives(resolved)]
     raise OffloadError(
-        f"the plan needs more host memory than there is: {budget}",
+        f"the plan needs more host memory than available: {budget}",
         key=KEY,
         value=budget.needed,
-        fix=f"per rank it would be - {'; '.join(others)}"
+        fix=f"alternatives per rank: {'; '.join(others)}"
         if others
-        else "offload less, or see DeepSpeedPlan.advise",
+        else "offload less, or use DeepSpeedPlan.advise",
     )
 
 

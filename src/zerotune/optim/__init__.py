@@ -1,6 +1,6 @@
-"""Optimizers and schedules: what can run where, and what will; the names are ``optimizers``.
+"""Resolve optimizers and schedules: which can run, and which will run.
 
-Pure: neither torch nor deepspeed is imported.
+This package imports neither torch nor deepspeed.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Whether an optimizer can run in a situation, and which class then does the work.
+"""Decide whether an optimizer can run in a situation, and which class implements it.
 
-``Situation`` holds everything that depends on. ``implementation_of`` names the class, its decay
-and who builds it. ``capability_of`` asks one rule after the other, and compares what they say
-with the cells that were really run (``data/capabilities.json``), which have the last word.
-``check`` and ``reject_unknown`` judge the arguments it is given.
+``Situation`` contains everything that the answer depends on. ``implementation_of`` returns the
+class, its decay mode and who builds it. ``capability_of`` applies the rules, and then compares the
+result with measured cells (``data/capabilities.json``), which take precedence. ``check`` and
+``reject_unknown`` validate arguments.
 """
 
 from __future__ import annotations
@@ -57,22 +57,22 @@ class Situation:
     stage: int = 0
     """ZeRO stage; 0 without DeepSpeed."""
     offload: str = "none"
-    """Where the optimizer states are: ``"none"``, ``"cpu"`` or ``"nvme"``."""
+    """Location of the optimizer states: ``"none"``, ``"cpu"`` or ``"nvme"``."""
     precision: str = "fp32"
     """``"bf16"``, ``"fp16"`` or ``"fp32"``."""
     accelerator: str = "cpu"
-    """Accelerator DeepSpeed runs on (``"cuda"``, ``"cpu"``, ``"xpu"``, ``"mps"``); the platform's
-    own for the plain engine."""
+    """DeepSpeed's accelerator (``"cuda"``, ``"cpu"``, ``"xpu"``, ``"mps"``); for the plain engine
+    the platform's."""
     versions: Mapping[str, str] = attrs.field(factory=dict)
     """Installed versions by package."""
     allow_untested: bool | None = None
-    """``zero_allow_untested_optimizer`` as the configuration says; ``None`` when it does not."""
+    """``zero_allow_untested_optimizer`` of the configuration; ``None`` if missing."""
     force_cpu: bool | None = None
-    """``zero_force_ds_cpu_optimizer`` as the configuration says; ``None`` when it does not."""
+    """``zero_force_ds_cpu_optimizer`` of the configuration; ``None`` if missing."""
     bf16_states: bool = False
-    """Whether ``bf16.bf16_optimizer_states`` keeps the states in bf16."""
+    """Whether ``bf16.bf16_optimizer_states`` stores the states in bf16."""
     packages: frozenset[str] | None = None
-    """Optional packages that are installed; ``None``: not looked at, none is missed."""
+    """Installed optional packages; ``None`` if unknown, which counts as all installed."""
     world_size: int = 1
     """Number of processes."""
     zenflow: bool = False
@@ -80,7 +80,7 @@ class Situation:
 
     @classmethod
     def of(cls, resolved: ResolvedPlan) -> Situation:
-        """Read the situation off a resolved plan."""
+        """Derive the situation from a resolved plan."""
         platform = resolved.platform
         accelerator: str = platform.accelerator
         if resolved.uses_deepspeed and platform.deepspeed.accelerator:
@@ -115,16 +115,16 @@ class Situation:
 
     @property
     def offloaded(self) -> bool:
-        """Whether the update runs on the CPU while the model is elsewhere."""
+        """Whether the update runs on the CPU while the model is on a device."""
         return self.uses_deepspeed and self.offload != "none"
 
     @property
     def sharded(self) -> bool:
-        """Whether ZeRO hands the optimizer flat partitions."""
+        """Whether ZeRO passes flat partitions to the optimizer."""
         return self.uses_deepspeed and self.stage >= 1
 
     def before(self, package: str, *release: int) -> bool:
-        """Whether the installed ``package`` is older than ``release``; ``False`` when unknown."""
+        """Whether the installed ``package`` is older than ``release``; ``False`` if unknown."""
         version = self.versions.get(package)
         if version is None and package in (self.packages or ()):
             version = installed_version(package)
@@ -175,7 +175,7 @@ class Situation:
                     "keeps them in host memory"
                 )
             elif self.accelerator != "cuda":
-                yield _cannot("the kernels of bitsandbytes before 0.50 are CUDA's")
+                yield _cannot("bitsandbytes before 0.50 has kernels for CUDA only")
         streams = self.uses_deepspeed and self.offload == "cpu" and self.stage in (2, 3)
         if entry.name == _8BIT_STATES and not streams:
             yield _cannot(
@@ -188,8 +188,8 @@ class Situation:
             )
         if self.offload == "nvme" and entry.name in LOW_BIT:
             yield _cannot(
-                "DeepSpeed swaps states as if they had the weights' size and dtype; with 8-bit "
-                "states on NVMe the engine ran, and the loss did not fall",
+                "DeepSpeed swaps states as if they had the weights' size and dtype; with "
+                "8-bit states on NVMe the engine ran, but the loss did not decrease",
                 f"{entry.name} with offload to the CPU",
             )
         if self.sharded:
@@ -198,7 +198,7 @@ class Situation:
             accelerator = self.accelerator
             if accelerator not in _CPU_KERNELS["Adagrad"]:
                 yield _cannot(
-                    f"DeepSpeed has no CPU kernel of it for the {accelerator} accelerator"
+                    f"DeepSpeed has no CPU kernel for it on the {accelerator} accelerator"
                 )
 
     def _obstacles_in_parts(self, entry: OptimizerEntry) -> Iterator[Capability]:
@@ -210,7 +210,7 @@ class Situation:
             )
         elif entry.name == "Prodigy" and self.world_size > 1:
             yield _cannot(
-                "each rank would find a learning rate of its own from its part of the weights",
+                "each rank would derive its own learning rate from its part of the weights",
                 "Prodigy at stage 0",
             )
         if entry.name == "Adafactor":
@@ -230,7 +230,7 @@ class Situation:
         if self.allow_untested is False:
             return _cannot(
                 "it is not on DeepSpeed's list of optimizers tested with ZeRO, and the "
-                "configuration says zero_allow_untested_optimizer: false"
+                "configuration sets zero_allow_untested_optimizer: false"
             )
         config: dict[str, Any] = {"zero_allow_untested_optimizer": True}
         parts = [reason, "it is not on DeepSpeed's list of optimizers tested with ZeRO"]
@@ -239,7 +239,9 @@ class Situation:
         if self.offloaded:
             config["zero_force_ds_cpu_optimizer"] = False
             if entry.name != _BF16_STATES:
-                parts.append("offloaded, torch updates it on the CPU without a vectorised kernel")
+                parts.append(
+                    "when offloaded, torch updates it on the CPU without a vectorised kernel"
+                )
         return Capability(
             status="works with", reason="; ".join(part for part in parts if part), config=config
         )
@@ -249,7 +251,7 @@ OPTIONAL_PACKAGES: Final = ("mup", "bitsandbytes", "torchao", "prodigyopt", "sch
 
 
 def installed_packages() -> frozenset[str]:
-    """Which of the optional packages can be found, without importing any."""
+    """Return the optional packages that are installed, without importing any."""
     return frozenset(name for name in OPTIONAL_PACKAGES if find_spec(name) is not None)
 
 
@@ -257,21 +259,21 @@ def installed_packages() -> frozenset[str]:
 
 
 CONFIGURATION_ONLY: Final = frozenset({"adam_w_mode", "torch_adam"})
-"""Keys of DeepSpeed's configuration that no constructor of torch has."""
+"""Keys of DeepSpeed's configuration that no torch constructor accepts."""
 
 GROUP_RATES: Final = frozenset({"muon_lr", "adam_lr"})
-"""Keys that become the learning rates of Muon's two kinds of groups."""
+"""Keys for the learning rates of Muon's two kinds of groups."""
 
 
 def implementation_of(
     entry: OptimizerEntry, params: Mapping[str, Any], situation: Situation
 ) -> OptimizerChoice:
-    """The class that ``entry`` with ``params`` becomes in ``situation``; ``params`` are left out.
+    """Return the class that implements ``entry`` with ``params`` in ``situation``.
 
     Args:
         entry: An optimizer that can run there.
-        params: Its arguments; of these ``adam_w_mode``, ``torch_adam`` and
-            ``decoupled_weight_decay`` matter.
+        params: Its arguments; only ``adam_w_mode``, ``torch_adam`` and ``decoupled_weight_decay``
+            matter.
         situation: Where it runs.
     """
     decay = decay_mode(entry, params)
@@ -298,28 +300,28 @@ _BF16_STATES: Final = "AdamWBF16States"
 _8BIT_STATES: Final = "AdamW8BitStates"
 
 _OWN: Final[Mapping[str, str]] = {
-    _8BIT_STATES: "nobody else has a pass over 8-bit moments in host memory unit by unit",
-    _BF16_STATES: "DeepSpeed keeps states in bf16 only when the master weights are bf16 too",
-    "Lion": "DeepSpeed has it without CPU offload as a CUDA kernel only",
-    "Lamb": "DeepSpeed has it as a CUDA kernel for fp16 only, and ZeRO hands that kernel flat "
-    "partitions without the layers its trust ratio is about; this one sums the norms of whole "
+    _8BIT_STATES: "no other library updates 8-bit moments in host memory unit by unit",
+    _BF16_STATES: "DeepSpeed stores states in bf16 only if the master weights are bf16 too",
+    "Lion": "without CPU offload DeepSpeed only has a CUDA kernel for it",
+    "Lamb": "DeepSpeed only has a CUDA kernel for fp16, and ZeRO passes it flat partitions "
+    "without the layers that its trust ratio needs; this one sums the norms of whole "
     "parameters over their shards",
-    "Muon": "DeepSpeed's own reads use_muon from names it chooses itself, leaves out "
-    "convolutions, and refuses stage 3 as it is configured by default; this one puts split "
-    "matrices together and is the same at every stage",
+    "Muon": "DeepSpeed's own version chooses parameters by name, omits convolutions, and does "
+    "not support stage 3 in its default configuration; this one joins sharded matrices "
+    "and behaves equally at every stage",
 }
-"""Those of which zerotune has a torch implementation, and why."""
+"""Optimizers for which zerotune has a torch implementation, and why."""
 
 _CPU_KERNELS: Final[Mapping[str, frozenset[str]]] = {
     # `op_builder/{mps,xpu}` of DeepSpeed 0.19.8; CUDA's and ROCm's are those beside them.
     "Adagrad": frozenset({"cuda", "cpu", "xpu"}),
     "Lion": frozenset({"cuda", "cpu"}),
 }
-"""Accelerators on which DeepSpeed updates their states in host memory."""
+"""Accelerators on which DeepSpeed can update their states in host memory."""
 
 
 def decay_mode(entry: OptimizerEntry, params: Mapping[str, Any]) -> WeightDecay | None:
-    """How ``entry`` with ``params`` decays weights; ``None`` when it is not Adam-like."""
+    """Return how ``entry`` with ``params`` decays weights; ``None`` if it is not Adam-like."""
     # The classes of packages do not tell, so it could not be verified.
     if not entry.adam_like or entry.family == "package":
         return None
@@ -337,7 +339,7 @@ _ONE_DECAY: Final[Mapping[str, WeightDecay]] = {
     "MuAdamW": "decoupled",
     "MuAdam": "l2",
 }
-"""Those that no argument makes decay in the other way."""
+"""Optimizers whose decay mode no argument changes."""
 
 
 def _torch_class(entry: OptimizerEntry, decay: WeightDecay | None) -> str:
@@ -359,7 +361,7 @@ Status = Literal["works", "works with", "cannot"]
 
 @attrs.frozen(kw_only=True)
 class Cell:
-    """One optimizer at one stage, offload and precision."""
+    """Measured result of one optimizer at one stage, offload and precision."""
 
     name: str
     """Canonical name."""
@@ -367,11 +369,11 @@ class Cell:
     offload: str
     precision: str
     outcome: Status
-    """``"cannot"`` also where it ran, but the weights did not move or the loss did not fall."""
+    """``"cannot"`` also if it ran but the weights did not move or the loss did not decrease."""
     reason: str = ""
-    """Why it cannot, in the words of the engine; else empty."""
+    """Why it cannot run, as reported by the engine; else empty."""
     implementation: str = ""
-    """Class that did the update."""
+    """Class that performed the update."""
     first_loss: float | None = None
     """Mean of the first losses."""
     last_loss: float | None = None
@@ -389,10 +391,10 @@ def _cells_by_key(cells: Any) -> Mapping[tuple[str, int, str, str], Cell]:
 
 @attrs.frozen(kw_only=True)
 class CapabilityTable:
-    """Cells with the machine and the versions they were run on."""
+    """Measured cells with their machine and versions."""
 
     accelerator: str = "cpu"
-    """DeepSpeed's accelerator."""
+    """Accelerator in DeepSpeed's spelling."""
     versions: Mapping[str, str] = attrs.field(factory=dict)
     """Versions by package."""
     platform: str = ""
@@ -403,18 +405,18 @@ class CapabilityTable:
 
     @classmethod
     def stored(cls) -> CapabilityTable:
-        """The table that comes with zerotune."""
+        """Return the table that ships with zerotune."""
         return _stored_table()
 
     @classmethod
     def from_json(cls, text: str) -> CapabilityTable:
-        """Read what ``to_json`` wrote."""
+        """Parse the output of ``to_json``."""
         content = json.loads(text)
         cells = [Cell(**cell) for cell in content.pop("cells")]
         return cls(**content, cells=cells)
 
     def to_json(self) -> str:
-        """The table as text, one cell a line, so that a change is a readable difference."""
+        """Return the table as text, one cell per line, for readable diffs."""
         head = {
             "accelerator": self.accelerator,
             "platform": self.platform,
@@ -425,9 +427,9 @@ class CapabilityTable:
         return f'{json.dumps(head, indent=1)[:-2]},\n "cells": [\n  {body}\n ]\n}}\n'
 
     def find(self, name: str, situation: Situation) -> Cell | None:
-        """The cell for ``name`` in ``situation``; ``None`` when that was not run.
+        """Return the cell for ``name`` in ``situation``; ``None`` if it was not measured.
 
-        A cell speaks for other patch releases of its DeepSpeed, not for another minor one.
+        A cell is valid for other patch releases of its DeepSpeed, but not for other minor ones.
         """
         if not situation.uses_deepspeed or situation.accelerator != self.accelerator:
             return None
@@ -452,20 +454,20 @@ def _stored_table() -> CapabilityTable:
 
 @attrs.frozen(kw_only=True)
 class Capability:
-    """The answer for one optimizer in one situation."""
+    """Whether one optimizer can run in one situation."""
 
     status: Status
-    """``"works"``, ``"works with"`` (it changes something) or ``"cannot"``."""
+    """``"works"``, ``"works with"`` (a change) or ``"cannot"``."""
     reason: str = ""
-    """What it changes, or why it cannot run."""
+    """The change, or the reason why it cannot run."""
     alternative: str | None = None
-    """Nearest thing that runs, when it cannot."""
+    """The closest optimizer that runs, if it cannot."""
     config: Mapping[str, Any] = attrs.field(factory=dict)
-    """Top-level keys the configuration must hold for it (what it changes)."""
+    """Top-level keys that the configuration needs for it (the change)."""
     implementation: str | None = None
-    """Class that does the update with default arguments; ``None`` when it cannot run."""
+    """Class that performs the update with default arguments; ``None`` if it cannot run."""
     verified: bool = False
-    """Whether the real engine was run for it, and not only its code read."""
+    """Whether it was run on the real engine, and not only derived from the code."""
 
     @property
     def runs(self) -> bool:
@@ -476,7 +478,7 @@ class Capability:
 def capability_of(
     entry: OptimizerEntry, situation: Situation, table: CapabilityTable | None = None
 ) -> Capability:
-    """Whether the optimizer of ``entry`` can run in ``situation``."""
+    """Return whether the optimizer of ``entry`` can run in ``situation``."""
     answer = next(situation._obstacles(entry), None) or situation._handed_over(entry)
     if answer.runs:
         name = implementation_of(entry, {}, situation).implementation
@@ -485,13 +487,13 @@ def capability_of(
     if cell is None:
         return answer
     if answer.runs and cell.outcome == "cannot":
-        return _cannot(f"it was tried: {cell.reason}", verified=True)
+        return _cannot(f"a test run failed: {cell.reason}", verified=True)
     # What a rule refuses was not started, so nothing was seen of it.
     return attrs.evolve(answer, verified=answer.runs)
 
 
 def missing_package(entry: OptimizerEntry, situation: Situation) -> str | None:
-    """The optional package that ``entry`` needs and ``situation`` lacks; ``None`` for none."""
+    """Return the missing optional package that ``entry`` needs, or ``None``."""
     if entry.package is None or situation.packages is None:
         return None
     package = entry.package.partition(".")[0]
@@ -504,8 +506,8 @@ def missing_package(entry: OptimizerEntry, situation: Situation) -> str | None:
 LOW_BIT: Final = frozenset({"AdamW8bit", "TorchAOAdamW8bit", "TorchAOAdamW4bit"})
 
 TORCHAO_BLOCKS: Final = (
-    "torchao keeps a partition's states in fp32 unless its size is a multiple of block_size, which "
-    "ZeRO does not see to, so that the saving may not come about"
+    "torchao keeps a partition's states in fp32 unless its size is a multiple of "
+    "block_size, which ZeRO does not ensure, so memory may not be saved"
 )
 
 
@@ -521,7 +523,7 @@ _SWITCH: Final = {"true": True, "false": False}
 
 @cache
 def kind_of(parameter: Parameter) -> Kind:
-    """What an argument may hold; ``"auto"`` is never handed to it."""
+    """Describe the type of an argument; ``"auto"`` is never passed to it."""
     if parameter.type == "any":
         return Anything()
     if parameter.type == "bool":
@@ -542,7 +544,7 @@ def kind_of(parameter: Parameter) -> Kind:
 
 
 def read(parameter: Parameter, value: Any, *, section: str) -> Reading:
-    """``check`` that also says why the value differs from what was written, if it does."""
+    """Like ``check``, and also return why the value differs from the written one."""
     if value is None and parameter.nullable:
         return None, None
     kind, key = kind_of(parameter), f"{section}.{parameter.name}"
@@ -551,12 +553,12 @@ def read(parameter: Parameter, value: Any, *, section: str) -> Reading:
 
 
 def check(parameter: Parameter, value: Any, *, section: str) -> Any:
-    """Return ``value`` in its proper type.
+    """Convert ``value`` to its proper type.
 
     Args:
         parameter: The argument.
-        value: As written; numbers may be text (YAML reads ``1e-4`` as text).
-        section: ``"optimizer.params"`` or ``"scheduler.params"``, for the message.
+        value: Value as written; numbers may be text (YAML reads ``1e-4`` as text).
+        section: ``"optimizer.params"`` or ``"scheduler.params"``, for messages.
 
     Returns:
         A float, int, bool, str, or a tuple of floats.
@@ -567,17 +569,19 @@ def check(parameter: Parameter, value: Any, *, section: str) -> Any:
 def reject_unknown(
     written: Mapping[str, Any], accepted: Collection[str], log: Log, *, section: str, owner: str
 ) -> None:
-    """Refuse arguments that ``owner`` does not have, with the closest names, and all that exist."""
+    """Reject arguments that ``owner`` does not have, and suggest the closest names."""
     for key, value in written.items():
         if key in accepted:
             continue
         close = did_you_mean(str(key), accepted)
         there_are = (
-            f"write one of {', '.join(accepted)}" if accepted else "remove it: there are none"
+            f"use one of {', '.join(accepted)}"
+            if accepted
+            else "remove it: it accepts no arguments"
         )
         log.refuse(
             UnknownKeyError(
-                f"{owner} has no argument of this name",
+                f"{owner} has no such argument",
                 key=f"{section}.{key}",
                 value=value,
                 fix=f"did you mean {' or '.join(close)}?" if close else there_are,

@@ -1,7 +1,7 @@
-"""Which parameters get which arguments: ordered patterns over names and shapes, first match wins.
+"""Assign arguments to parameters by ordered patterns over names and shapes; the first match wins.
 
-``ParameterGroups`` and ``MuonPatterns`` are what a user writes; ``group_parameters`` and
-``muon_groups`` apply them to a model's facts, the engine later to the parameters themselves.
+Users write ``ParameterGroups`` and ``MuonPatterns``. ``group_parameters`` and ``muon_groups`` apply
+them to a model's facts, and later the engine applies them to the parameters.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from zerotune.optimizers.catalogue import GroupChoice, OptimizerChoice, Optimize
 from zerotune.plan.model import ModelFacts, ParameterFacts
 
 REGEX: Final = "re:"
-"""What a regular expression begins with; every other pattern is a glob or a subtree."""
+"""Prefix of regular expressions; every other pattern is a glob or a subtree."""
 
 _GLOB: Final = frozenset("*?[")
 
 
 def check_pattern(pattern: Any, *, key: str) -> str:
-    """Return ``pattern`` when it can be used."""
+    """Return ``pattern`` after checking it."""
     if not isinstance(pattern, str) or not pattern.strip():
         raise InvalidValueError(
-            "a pattern is text", key=key, value=pattern, fix='write for example "unet.*.bias"'
+            "a pattern must be text", key=key, value=pattern, fix='write for example "unet.*.bias"'
         )
     if pattern.startswith(REGEX):
         try:
             re.compile(pattern.removeprefix(REGEX))
         except re.error as error:
             raise InvalidValueError(
-                f"not a regular expression ({error})",
+                f"is not a valid regular expression ({error})",
                 key=key,
                 value=pattern,
                 fix="correct it, or write a glob without re: in front",
@@ -46,13 +46,13 @@ def check_pattern(pattern: Any, *, key: str) -> str:
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Whether ``pattern`` picks the parameter called ``name``.
+    """Return whether ``pattern`` matches the parameter ``name``.
 
     Args:
-        pattern: ``"re:…"`` searches a regular expression; with ``*``, ``?`` or ``[`` it is a glob
-            over the whole name (``*`` also crosses dots); anything else is a name, or the
-            module that holds it (``"unet.conv_in"``).
-        name: Dotted name as ``named_parameters()`` gives it.
+        pattern: ``"re:…"`` searches a regular expression. With ``*``, ``?`` or ``[`` the pattern is
+            a glob over the whole name (``*`` also matches dots). Anything else is a parameter or a
+            module that contains it (``"unet.conv_in"``).
+        name: Dotted name as in ``named_parameters()``.
     """
     if pattern.startswith(REGEX):
         return re.search(pattern.removeprefix(REGEX), name) is not None
@@ -62,7 +62,7 @@ def matches(pattern: str, name: str) -> bool:
 
 
 def closest_names(pattern: str, names: Iterable[str]) -> list[str]:
-    """Modules and parameters that look like what ``pattern`` may have meant, best first."""
+    """Return modules and parameters with names similar to ``pattern``, best first."""
     candidates: dict[str, None] = {}
     for name in names:
         parts = name.split(".")
@@ -77,29 +77,30 @@ def closest_names(pattern: str, names: Iterable[str]) -> list[str]:
 _RULES_KEY: Final = "groups"
 
 REST: Final = "rest"
-"""Name of the group of all that no rule picks."""
+"""Name of the group of all parameters that no rule matches."""
 
 
 @attrs.frozen(kw_only=True)
 class ParameterGroup:
-    """One rule: what it picks, and what the picked parameters get."""
+    """One rule: which parameters it matches, and their arguments."""
 
     name: str = attrs.field()
-    """What the group is called in reports."""
+    """Name of the group in reports."""
     patterns: tuple[str, ...] = attrs.field(default=("*",), converter=as_texts)
-    """Globs, module names or ``"re:…"``; one that matches is enough. All, when not given."""
+    """Globs, module names or ``"re:…"``; one match suffices. Default all parameters."""
     max_ndim: int | None = None
-    """Only parameters of at most so many dimensions: 1 picks biases and the weights of norms."""
+    """Only match parameters with at most this many dimensions: 1 matches biases and norm weights.
+    """
     params: Mapping[str, Any] = attrs.field(factory=dict)
-    """The group's own arguments (``{"lr": 1e-5, "weight_decay": 0.0}``); the optimizer's apply
-    to the rest."""
+    """The group's own arguments (``{"lr": 1e-5, "weight_decay": 0.0}``); others come from the
+    optimizer."""
     lr_scale: float | None = attrs.field(default=None)
-    """Multiple of the optimizer's learning rate, instead of an ``lr`` of its own."""
+    """Factor on the optimizer's learning rate, instead of an ``lr``."""
     until: int | None = attrs.field(default=None)
-    """Optimizer steps after which the group's rate is 0; a trainer then freezes it, too."""
+    """Optimizer steps after which the group's rate is 0; a trainer then also freezes it."""
     optional: bool = False
-    """Whether earlier rules may leave it nothing; otherwise that is an error. A pattern that
-    matches no parameter at all is one in any case."""
+    """Whether earlier rules may match all its parameters; otherwise that is an error. A pattern
+    that matches no parameter at all is always an error."""
 
     @name.validator
     def _check_name(self, _attribute: Any, value: Any) -> None:
@@ -112,9 +113,9 @@ class ParameterGroup:
             check_pattern(pattern, key=f"{_RULES_KEY}.{self.name}.patterns")
         if not value:
             raise InvalidValueError(
-                "a group without patterns picks nothing",
+                "a group without patterns matches nothing",
                 key=f"{_RULES_KEY}.{self.name}.patterns",
-                fix='write "*" for all that is left',
+                fix='write "*" for all remaining parameters',
             )
 
     @lr_scale.validator
@@ -130,10 +131,10 @@ class ParameterGroup:
             )
         if "lr" in self.params:
             raise InvalidValueError(
-                "a group has a learning rate of its own or a multiple of the optimizer's, not both",
+                "a group has either its own learning rate or a factor on the optimizer's, not both",
                 key=f"{_RULES_KEY}.{self.name}.lr_scale",
                 value=value,
-                fix="leave one of them out",
+                fix="omit one of them",
             )
 
     @until.validator
@@ -142,11 +143,11 @@ class ParameterGroup:
             whole(
                 value,
                 key=f"{_RULES_KEY}.{self.name}.until",
-                fix="write after how many optimizer steps the group stops, such as 500",
+                fix="write the number of optimizer steps after which the group stops, such as 500",
             )
 
     def picks(self, name: str, shape: tuple[int, ...]) -> bool:
-        """Whether the parameter belongs here, if no earlier rule has taken it."""
+        """Return whether this rule matches a parameter that no earlier rule matched."""
         if self.max_ndim is not None and len(shape) > self.max_ndim:
             return False
         return any(matches(pattern, name) for pattern in self.patterns)
@@ -179,9 +180,9 @@ class ParameterGroup:
 
 @attrs.frozen(kw_only=True)
 class ParameterGroups:
-    """Ordered rules; the first that picks a parameter has it.
+    """Ordered rules; the first that matches a parameter applies.
 
-    What no rule picks forms a last group, ``"rest"``, with the optimizer's own arguments::
+    Unmatched parameters form a last group, ``"rest"``, with the optimizer's own arguments::
 
         ParameterGroups.per_part(
             {"unet": {"lr": 1e-5}, "text_encoder": {"lr": 1e-6}}
@@ -189,7 +190,7 @@ class ParameterGroups:
     """
 
     rules: tuple[ParameterGroup, ...] = attrs.field(converter=tuple[ParameterGroup, ...])
-    """In the order in which they are tried."""
+    """Rules in the order of matching."""
 
     @rules.validator
     def _check_rules(self, _attribute: Any, value: tuple[ParameterGroup, ...]) -> None:
@@ -197,26 +198,26 @@ class ParameterGroups:
         for name in names:
             if names.count(name) > 1 or name == REST:
                 raise InvalidValueError(
-                    "two groups of one name"
+                    "two groups have the same name"
                     if name != REST
-                    else "this is the name of the group of all that is left",
+                    else "this name is reserved for the group of unmatched parameters",
                     key=f"{_RULES_KEY}.name",
                     value=name,
-                    fix="call one of them differently",
+                    fix="rename one of them",
                 )
 
     @classmethod
     def no_decay(cls) -> ParameterGroups:
-        """No weight decay on norms and biases: on parameters of one dimension.
+        """No weight decay on norms and biases, which have one dimension.
 
-        By dimensions and not by names, because diffusion models call their norms ``norm1``,
+        The rule uses dimensions instead of names, because diffusion models name norms ``norm1``,
         ``group_norm``, ``conv_norm_out``, ``ln_1`` …
         """
         return cls(rules=[_NO_DECAY])
 
     @classmethod
     def per_part(cls, parts: Mapping[str, Mapping[str, Any]]) -> ParameterGroups:
-        """One group for each part of what is trained.
+        """Create one group for each trained part.
 
         Args:
             parts: Arguments by module name or pattern:
@@ -231,12 +232,11 @@ class ParameterGroups:
 
     @classmethod
     def lora(cls, *, b_ratio: float = 1.0) -> ParameterGroups:
-        """Groups for LoRA adapters, without weight decay.
+        """Create groups for LoRA adapters, without weight decay.
 
         Args:
-            b_ratio: Learning rate of the up projections (``lora_B``, which start from zero) as a
-                multiple of the optimizer's; 16 is what LoRA+ recommends
-                (https://arxiv.org/abs/2402.12354).
+            b_ratio: Learning rate of the up projections (``lora_B``, which start at zero) as a
+                multiple of the optimizer's; LoRA+ recommends 16 (https://arxiv.org/abs/2402.12354).
         """
         # peft's names, and those of diffusers' older attention processors.
         up, down = r"re:lora_B|lora\.up\.", r"re:lora_A|lora\.down\."
@@ -249,9 +249,9 @@ class ParameterGroups:
         )
 
     def without_decay_on_norms_and_biases(self) -> ParameterGroups:
-        """These groups, each split in two: its norms and biases are not decayed.
+        """Return these groups with each split in two: its norms and biases are not decayed.
 
-        The part without decay is called ``"<name>, no decay"`` and is tried first.
+        The part without decay is named ``"<name>, no decay"`` and is matched first.
         """
         split: list[ParameterGroup] = []
         for rule in self.rules:
@@ -299,7 +299,7 @@ KEY: Final = "optimizer.groups"
 _PER_GROUP: Final = frozenset(
     {"lr", "weight_decay", "betas", "eps", "momentum", "dampening", "nesterov", "alpha", "rho"}
 )
-"""Arguments that every class reads from the group at each step."""
+"""Arguments that every class reads per group at each step."""
 
 
 def group_parameters(
@@ -308,19 +308,19 @@ def group_parameters(
     choice: OptimizerChoice,
     entry: OptimizerEntry,
 ) -> tuple[tuple[GroupChoice, ...], tuple[Decision, ...]]:
-    """Put every trainable parameter into the first group that picks it."""
+    """Assign every trainable parameter to the first matching group."""
     if model is None:
         raise OptimizerError(
             "parameter groups need the names of the parameters",
             key=KEY,
-            fix="give them: plan.resolve(model=ModelFacts.from_module(model))",
+            fix="pass them: plan.resolve(model=ModelFacts.from_module(model))",
         )
     if entry.name == "Prodigy":
         raise OptimizerError(
-            "it finds one rate from all weights, and ZeRO would step one group after the other",
+            "it derives one rate from all weights, but ZeRO would step one group after another",
             key=KEY,
             value=entry.name,
-            fix="leave the groups out, or use another optimizer",
+            fix="omit the groups, or use another optimizer",
         )
     groups._check_matches(model)
     taken: dict[str, list[ParameterFacts]] = {rule.name: [] for rule in groups.rules}
@@ -341,7 +341,7 @@ def group_parameters(
 def same_group(
     parameters: Sequence[ParameterFacts], name: str, params: Mapping[str, Any]
 ) -> GroupChoice:
-    """A group of ``parameters`` with explicit arguments."""
+    """Return a group with other parameters and explicit arguments."""
     return GroupChoice(
         name=name,
         params=dict(params),
@@ -351,7 +351,7 @@ def same_group(
 
 
 def describe(group: GroupChoice) -> str:
-    """One line: size and own arguments."""
+    """Describe size and own arguments in one line."""
     arguments = ", ".join(
         f"{key} {value:g}" if isinstance(value, float) else f"{key} {value}"
         for key, value in group.params.items()
@@ -378,12 +378,12 @@ def _check_empty(
             if any(other.picks(p.name, p.shape) for p in wanted)
         ]
         raise OptimizerError(
-            f"earlier groups have taken all it would pick ({', '.join(rivals)})"
+            f"earlier groups match all of its parameters ({', '.join(rivals)})"
             if rivals
             else f"no parameter it matches has {rule.max_ndim} dimensions or fewer",
             key=f"{KEY}.{rule.name}",
             value=rule.patterns,
-            fix="put it before them: the first match wins" if rivals else "leave max_ndim out",
+            fix="move it before them, because the first match wins" if rivals else "omit max_ndim",
         )
 
 
@@ -400,7 +400,7 @@ def _groups_decision(chosen: Sequence[GroupChoice]) -> Decision:
 
 
 AUXILIARY_LR: Final = 3e-4
-"""Default learning rate of the auxiliary Adam, where Muon's own is larger."""
+"""Default learning rate of the auxiliary Adam if Muon's own is larger."""
 
 _POSITIONS: Final = ("@vectors", "@first", "@last")
 
@@ -414,7 +414,7 @@ MUON_DEFAULTS: Final[tuple[tuple[str, bool], ...]] = (
     ("@last", False),
     ("*", True),
 )
-"""Hidden matrices yes; norms, biases, embeddings, the first and last layers no."""
+"""Muon for hidden matrices; Adam for norms, biases, embeddings, and the first and last layers."""
 
 
 def _muon_rules(value: Iterable[Any]) -> tuple[tuple[str, bool], ...]:
@@ -423,17 +423,17 @@ def _muon_rules(value: Iterable[Any]) -> tuple[tuple[str, bool], ...]:
 
 @attrs.frozen(kw_only=True)
 class MuonPatterns:
-    """Ordered patterns; the first that picks a parameter says whether Muon updates it.
+    """Ordered patterns; the first match decides whether Muon updates a parameter.
 
-    To change one thing, put it first::
+    To change one pattern, put it first::
 
         MuonPatterns(rules=[("unet.down_blocks.0", False), *MUON_DEFAULTS])
     """
 
     rules: tuple[tuple[str, bool], ...] = attrs.field(default=MUON_DEFAULTS, converter=_muon_rules)
-    """Pairs of a pattern (as in ``ParameterGroup``) and whether it means Muon. Three patterns go
-    by shape and place: ``"@vectors"`` (fewer than two dimensions), ``"@first"`` and ``"@last"``
-    (the model's first and last matrix). What no pattern picks is Adam's."""
+    """Pairs of a pattern (as in ``ParameterGroup``) and whether it selects Muon. Three patterns
+    select by shape and position: ``"@vectors"`` (fewer than two dimensions), ``"@first"`` and
+    ``"@last"`` (the model's first and last matrix). Adam updates all others."""
 
     @rules.validator
     def _check_rules(self, _attribute: Any, value: tuple[tuple[str, bool], ...]) -> None:
@@ -441,22 +441,22 @@ class MuonPatterns:
             check_pattern(pattern, key="use_muon")
             if pattern.startswith("@") and pattern not in _POSITIONS:
                 raise InvalidValueError(
-                    "no such place", key="use_muon", value=pattern,
+                    "is not a known position", key="use_muon", value=pattern,
                     fix=f"use one of {', '.join(_POSITIONS)}",
                 )  # fmt: skip
             if not isinstance(use, bool):
                 raise InvalidValueError(
-                    "Muon or not: true or false", key=f"use_muon.{pattern}", value=use
+                    "must be true (Muon) or false", key=f"use_muon.{pattern}", value=use
                 )
 
     def select(self, parameters: Sequence[ParameterFacts]) -> frozenset[str]:
-        """Names of those parameters that Muon updates.
+        """Return the names of parameters that Muon updates.
 
         Args:
             parameters: All trainable parameters, in the model's order.
 
         Raises:
-            InvalidValueError: A rule gives Muon a parameter that is no matrix.
+            InvalidValueError: A rule selects Muon for a parameter that is not a matrix.
         """
         matrices = [parameter.name for parameter in parameters if len(parameter.shape) > 1]
         ends = {"@first": matrices[:1], "@last": matrices[-1:]}
@@ -464,10 +464,10 @@ class MuonPatterns:
         for parameter in parameters:
             if parameter.name in chosen and len(parameter.shape) < 2:
                 raise InvalidValueError(
-                    "Muon orthogonalises matrices, and this is none",
+                    "Muon orthogonalises matrices, but this is not a matrix",
                     key=f"use_muon.{parameter.name}",
                     value=parameter.shape,
-                    fix='put ("@vectors", False) before the pattern that picks it',
+                    fix='put ("@vectors", False) before the pattern that matches it',
                 )
         return chosen
 
@@ -490,20 +490,20 @@ def muon_groups(
     patterns: MuonPatterns,
     rates: Mapping[str, float],
 ) -> tuple[OptimizerChoice, tuple[Decision, ...]]:
-    """Split every group of ``choice`` into what Muon updates and what Adam does."""
+    """Split every group of ``choice`` into parameters for Muon and for Adam."""
     if model is None:
         raise OptimizerError(
             "Muon needs the names and shapes of the parameters",
             key="optimizer.type",
             value=choice.name,
-            fix="give them: plan.resolve(model=ModelFacts.from_module(model))",
+            fix="pass them: plan.resolve(model=ModelFacts.from_module(model))",
         )
     selected = patterns.select(model.trainable)
     if not selected:
         raise OptimizerError(
-            "no parameter of this model is for Muon",
+            "Muon can update no parameter of this model",
             key="use_muon",
-            fix="choose them with OptimizerResolver(muon=MuonPatterns(rules=…)), or use AdamW",
+            fix="select them with OptimizerResolver(muon=MuonPatterns(rules=…)), or use AdamW",
         )
     muon_lr = rates.get("muon_lr", choice.lr)
     adam_lr, decisions = _adam_rate(choice, rates)
@@ -534,8 +534,8 @@ def _adam_rate(
         key="optimizer.params.adam_lr",
         before=None,
         after=lr,
-        reason=f"Muon's learning rate of {choice.lr:g} is far too large for the Adam that updates "
-        "the rest; write adam_lr to choose another",
+        reason=f"Muon's learning rate of {choice.lr:g} is far too large for the Adam that "
+        "updates the rest; set adam_lr to choose another",
         severity="warning",
     )
     return lr, (decision,)
@@ -551,7 +551,7 @@ def _convolutions_decision(
         key="use_muon",
         before=None,
         after=f"{count} convolutions",
-        reason="Muon sees a convolution as a matrix of (out, in x height x width), as its authors "
-        'do; put ("re:pattern", False) first to leave one to Adam',
+        reason="Muon treats a convolution as a matrix of (out, in x height x width), as its "
+        'authors do; to use Adam for one, put ("re:pattern", False) first',
     )
     return (decision,)

@@ -1,8 +1,8 @@
-"""``OptimizerResolver``: what will really run, settled before anything is loaded.
+"""``OptimizerResolver``: settles optimizer and schedule before anything is loaded.
 
-A request (what is asked for) becomes a runnable request (what can be had here), then complete
-arguments, then the choice. Every step that changes something records why. First comes all of the
-optimizer, then the schedule that drives it, counted in optimizer steps.
+A request becomes a runnable request (what this machine supports), then complete arguments, then the
+choice. Every step that changes something records the reason. The optimizer is settled first, then
+its schedule, counted in optimizer steps.
 """
 
 from __future__ import annotations
@@ -97,21 +97,21 @@ if TYPE_CHECKING:
 
 @attrs.frozen(kw_only=True)
 class OptimizerResolution:
-    """What ``OptimizerResolver`` settled on, and why."""
+    """Result of ``OptimizerResolver`` with its reasons."""
 
     optimizer: OptimizerChoice
-    """The optimizer that will run, every argument explicit."""
+    """The optimizer that will run, with every argument explicit."""
     scheduler: SchedulerChoice | None
     """Its schedule; ``None`` for a constant learning rate."""
     states: tuple[str, ...]
     """Names of the fp32 tensors the optimizer keeps per parameter."""
     situation: Situation
-    """Where it runs."""
+    """The situation in which it runs."""
     decisions: tuple[Decision, ...]
-    """Every automatic choice."""
+    """All automatic choices."""
 
     def explain(self) -> str:
-        """What runs, its schedule at a few steps, and every decision, as text."""
+        """Describe optimizer, schedule at a few steps, and every decision as text."""
         optimizer, scheduler = self.optimizer, self.scheduler
         builder = _BUILDER.get(optimizer.source, f"of the package {optimizer.package}")
         decay = optimizer.weight_decay_mode
@@ -123,7 +123,7 @@ class OptimizerResolution:
             _arguments(optimizer.params),
         ]
         if optimizer.groups:
-            blocks.append(Line("parameter groups, the first match wins:"))
+            blocks.append(Line("parameter groups, first match wins:"))
             blocks += [Line(describe(group), indent=2) for group in optimizer.groups]
         if scheduler is None:
             blocks.append(Line("scheduler: none, the learning rate stays constant"))
@@ -140,37 +140,36 @@ class OptimizerResolution:
 class OptimizerResolver:
     """Settles the ``optimizer`` and ``scheduler`` sections of a resolved plan.
 
-    Nothing is replaced in silence: every automatic choice is a ``Decision``. A name nobody knows
-    is an error, never AdamW.
+    Nothing is replaced silently: every automatic choice is a ``Decision``. An unknown name is an
+    error; it never becomes AdamW.
     """
 
     on_unsupported: Policy = attrs.field(default="fallback")
-    """What happens to a known optimizer that cannot run here, or to an argument the optimizer
-    does not have: ``"fallback"`` (AdamW, the arguments translated, with a warning) or
-    ``"error"``."""
+    """What to do if a known optimizer cannot run here, or lacks an argument: ``"fallback"`` (AdamW
+    with translated arguments and a warning) or ``"error"``."""
     overrides: Mapping[str, Any] | None = None
-    """Values that beat the configuration and the run: ``{"lr": 3e-5}``,
+    """Values that override the configuration and the run: ``{"lr": 3e-5}``,
     ``{"scheduler.params.warmup_num_steps": 100}``, ``{"optimizer.type": "Lion"}``,
     ``{"scheduler.type": None}`` for a constant learning rate."""
     groups: ParameterGroups | None = None
-    """Which parameters get which arguments; ``None``: all get the same."""
+    """Parameter groups; ``None`` gives all parameters the same arguments."""
     muon: MuonPatterns = attrs.field(default=MuonPatterns())
-    """Which parameters Muon updates; without effect on other optimizers."""
+    """Parameters that Muon updates; ignored by other optimizers."""
     platform: Platform | None = None
-    """``Platform`` that ``capability`` asks about when no plan is at hand."""
+    """``Platform`` for ``capability`` without a plan."""
     table: CapabilityTable | None = None
-    """Cells that were really run; those that come with zerotune when not given."""
+    """Measured cells; default the table that ships with zerotune."""
     deepspeed_version: str | None = None
-    """DeepSpeed release that ``capability`` asks about, instead of the platform's."""
+    """DeepSpeed release for ``capability``, instead of the platform's."""
 
     @on_unsupported.validator
     def _check_policy(self, _attribute: Any, value: str) -> None:
         if value not in get_args(Policy):
             raise InvalidValueError(
-                "there are two policies",
+                "is not a valid policy",
                 key="on_unsupported",
                 value=value,
-                fix='write "fallback" or "error"',
+                fix='use "fallback" or "error"',
             )
 
     def resolve(self, resolved: ResolvedPlan) -> OptimizerResolution:
@@ -181,9 +180,9 @@ class OptimizerResolver:
                 stage, offload and precision are read.
 
         Raises:
-            OptimizerError: An unknown name, or one that cannot run here under ``"error"``.
-            UnknownKeyError: An argument nobody knows.
-            InvalidValueError: An argument of the wrong type or out of range.
+            OptimizerError: The name is unknown, or the optimizer cannot run here under ``"error"``.
+            UnknownKeyError: An argument is unknown.
+            InvalidValueError: An argument has the wrong type or is out of range.
         """
         overrides = settings_by_path(self.overrides, _override_paths) if self.overrides else {}
         asked, situation, log = _Asked(resolved, overrides), Situation.of(resolved), Log()
@@ -209,20 +208,20 @@ class OptimizerResolver:
         )
 
     def apply(self, resolved: ResolvedPlan) -> ResolvedPlan:
-        """``resolved`` with the choices filled in, and the decisions announced.
+        """Return ``resolved`` with the choices filled in, and log the decisions.
 
         Raises:
-            OptimizerError: As ``resolve``.
+            OptimizerError: As in ``resolve``.
         """
         settled = self.settled(resolved)
         announce(settled.decisions[len(resolved.decisions) :])
         return settled
 
     def settled(self, resolved: ResolvedPlan) -> ResolvedPlan:
-        """As ``apply``, without announcing anything.
+        """Like ``apply``, without logging.
 
         Raises:
-            OptimizerError: As ``resolve``.
+            OptimizerError: As in ``resolve``.
         """
         resolution = self.resolve(resolved)
         return resolved.with_choices(
@@ -230,18 +229,18 @@ class OptimizerResolver:
         )
 
     def explain(self, resolved: ResolvedPlan) -> str:
-        """What would run for ``resolved`` and why, as text."""
+        """Describe what would run for ``resolved`` and why."""
         return self.resolve(resolved).explain()
 
     def schedule_curve(self, resolved: ResolvedPlan, *, steps: int | None = None) -> ScheduleCurve:
-        """The learning rate of every optimizer step, before anything is trained.
+        """Return the learning rate of every optimizer step, without training.
 
         Args:
             resolved: The plan.
-            steps: How many; the run's ``total_steps`` when not given, else 1000.
+            steps: Number of steps; default the run's ``total_steps``, or 1000.
 
         Raises:
-            OptimizerError: As ``resolve``.
+            OptimizerError: As in ``resolve``.
         """
         resolution = self.resolve(resolved)
         count = steps or resolved.run.total_steps or 1000
@@ -250,11 +249,11 @@ class OptimizerResolver:
     def plot_schedule(
         self, resolved: ResolvedPlan, path: str | os.PathLike[str], *, steps: int | None = None
     ) -> Path:
-        """Draw ``schedule_curve`` into a PNG file. Needs the extra ``zerotune[plot]``.
+        """Plot ``schedule_curve`` as a PNG file. Requires the extra ``zerotune[plot]``.
 
         Raises:
             MissingDependencyError: matplotlib is not installed.
-            OptimizerError: As ``resolve``.
+            OptimizerError: As in ``resolve``.
         """
         return plot_curve(self.schedule_curve(resolved, steps=steps), path)
 
@@ -267,17 +266,17 @@ class OptimizerResolver:
         precision: str = "fp32",
         uses_deepspeed: bool = True,
     ) -> Capability:
-        """Whether an optimizer can run, without a plan.
+        """Return whether an optimizer can run, without a plan.
 
         Args:
-            name: Any spelling ``normalise_optimizer_name`` takes.
+            name: Any spelling accepted by ``normalise_optimizer_name``.
             stage: ZeRO stage.
-            offload: Where the optimizer states live: ``"none"``, ``"cpu"``, ``"nvme"``.
+            offload: Location of the optimizer states: ``"none"``, ``"cpu"``, ``"nvme"``.
             precision: ``"bf16"``, ``"fp16"`` or ``"fp32"``.
-            uses_deepspeed: ``False`` asks about the plain engine.
+            uses_deepspeed: ``False`` selects the plain engine.
 
         Raises:
-            OptimizerError: Nobody knows the name.
+            OptimizerError: The name is unknown.
         """
         versions = dict(self.platform.versions) if self.platform is not None else {}
         if self.deepspeed_version is not None:
@@ -329,10 +328,10 @@ def _override_paths(name: str, value: Any) -> list[tuple[str, Any]]:
         )
     if path not in _TYPES and not path.startswith((_OPTIMIZER_PARAMS, _SCHEDULER_PARAMS)):
         raise UnknownKeyError(
-            "overrides reach the optimizer and the scheduler only",
+            "is not a setting of the optimizer or the scheduler",
             key=name,
             value=value,
-            fix=f'write "{_OPTIMIZER_PARAMS}lr", "{_SCHEDULER_PARAMS}warmup_num_steps", '
+            fix=f'use "{_OPTIMIZER_PARAMS}lr", "{_SCHEDULER_PARAMS}warmup_num_steps", '
             '"optimizer.type" or "scheduler.type"',
         )
     return [(path, value)]
@@ -423,15 +422,20 @@ class _Asked:
         before: Any = section.type if section and overridden else None
         severity: Severity = "warning" if overridden else "note"
         if overridden:
-            reason = "overrides ask for no schedule: the learning rate stays constant"
+            reason = "overrides disable the schedule: the learning rate stays constant"
         elif settled.entry.own_schedule:
-            reason = f"no scheduler is configured, and {settled.choice.name} sets its own pace"
+            reason = (
+                f"no scheduler is configured, and {settled.choice.name} adapts its own "
+                "learning rate"
+            )
         elif warmup:
             key, before, severity = "run.warmup_steps", warmup, "warning"
             reason = "no scheduler is configured, so the learning rate stays constant and nothing "
             reason += 'warms up; write scheduler.type = "WarmupLR", or "auto"'
         else:
-            reason = "no scheduler is configured: the learning rate stays constant, as in DeepSpeed"
+            reason = (
+                "no scheduler is configured, so the learning rate stays constant, as in DeepSpeed"
+            )
         return Decision(key=key, before=before, after=None, reason=reason, severity=severity)
 
 
@@ -450,56 +454,56 @@ _EVERY_ARGUMENT: Final = frozenset(
 
 @attrs.frozen(kw_only=True)
 class Request:
-    """What is asked for."""
+    """The requested optimizer."""
 
     name: OptimizerName
     params: Mapping[str, Any]
-    """Arguments as written; may hold ``"auto"``."""
+    """Arguments as written; may contain ``"auto"``."""
     configured: bool = True
-    """``False`` when nothing is configured and the name is zerotune's default."""
+    """``False`` if nothing is configured and the name is zerotune's default."""
 
     @property
     def entry(self) -> OptimizerEntry:
-        """The catalogue's entry."""
+        """Its entry in the catalogue."""
         return OPTIMIZERS[self.name.canonical]
 
 
 @attrs.frozen(kw_only=True)
 class Settled:
-    """The choice and everything that led to it."""
+    """The chosen optimizer with its derivation."""
 
     choice: OptimizerChoice
     entry: OptimizerEntry
     decisions: tuple[Decision, ...]
     rates: Mapping[str, float] = attrs.field(factory=dict)
-    """Learning rates of Muon's two kinds of groups, where somebody wrote them."""
+    """Explicit learning rates of Muon's two kinds of groups."""
 
 
 @attrs.define(kw_only=True)
 class Settling:
-    """The way from what is asked for to one choice of optimizer."""
+    """Derives one choice of optimizer from a request."""
 
     asked: Request
     situation: Situation
     overrides: Mapping[str, Any]
-    """Those that still have a meaning, after a fallback as well."""
+    """Arguments that still apply, also after a fallback."""
     suggestions: Mapping[str, Suggestion]
     policy: Policy
     table: CapabilityTable | None = None
     log: Log = attrs.field(init=False, factory=Log)
     request: Request = attrs.field(init=False)
-    """What can be had here."""
+    """The request that this machine supports."""
     capability: Capability = attrs.field(init=False)
     filled: Filled = attrs.field(init=False)
 
     def settled(self) -> Settled:
-        """Settle on an optimizer."""
+        """Choose an optimizer."""
         self._respell_decay()
         self.log.whole(self._complete)
         self._keep_decay_meaning()
         if self.situation.bf16_states and self.filled.values.get("fp32_optimizer_states"):
             # DeepSpeed does so anyway.
-            reason = "bf16.bf16_optimizer_states keeps the states in bf16"
+            reason = "bf16.bf16_optimizer_states stores the states in bf16"
             self.filled.change(OPTIMIZER, "fp32_optimizer_states", False, reason)
         entry, values = self.request.entry, self.filled.values
         implementation = implementation_of(entry, values, self.situation)
@@ -534,7 +538,7 @@ class Settling:
         if package is not None and entry.family == "package":
             # Who asks for an optimizer of an optional package wants that one.
             raise MissingDependencyError(
-                f"{entry.name} is in the package {package}, which is not installed",
+                f"{entry.name} needs the package {package}, which is not installed",
                 key=OPTIMIZER_TYPE,
                 value=self.asked.name.written,
                 fix=f"pip install 'zerotune[{entry.extra}]'",
@@ -552,7 +556,7 @@ class Settling:
                     f"{OPTIMIZER}.{spelling}",
                     value,
                     None,
-                    "DeepSpeed's configuration calls it adam_w_mode",
+                    "DeepSpeed's configuration names it adam_w_mode",
                 )
                 params.setdefault("adam_w_mode", value)
         name = attrs.evolve(self.asked.name, canonical=self.asked.name.under(params))
@@ -567,7 +571,7 @@ class Settling:
                     f"{OPTIMIZER}.{key}",
                     value,
                     None,
-                    f"{self.request.entry.name} has no such argument; left out",
+                    f"{self.request.entry.name} has no such argument, so it is removed",
                     "warning",
                 )
         for key in self.overrides.keys() - set(accepted):
@@ -575,7 +579,7 @@ class Settling:
                 f"{OPTIMIZER}.{key}",
                 self.overrides[key],
                 None,
-                f"an override that {self.request.entry.name} has no argument for",
+                f"an override that is not an argument of {self.request.entry.name}",
                 "warning",
             )
         kept = {key: value for key, value in self.request.params.items() if key in accepted}
@@ -606,10 +610,10 @@ class Settling:
         name = self.asked.name.canonical
         text = f"{name} cannot run on {self.situation}: {self.capability.reason}"
         if self.capability.alternative not in (None, DEFAULT_OPTIMIZER):
-            text += f"; nearer than {DEFAULT_OPTIMIZER} would be {self.capability.alternative}"
+            text += f"; closer than {DEFAULT_OPTIMIZER} is {self.capability.alternative}"
         if self.asked.entry.lr_scale and "lr" in self.asked.params:
             text += (
-                f"; the learning rate is kept, although {name}'s is usually "
+                f"; the learning rate is unchanged, although {name}'s is usually "
                 f"{self.asked.entry.lr_scale} than {DEFAULT_OPTIMIZER}'s: check it"
             )
         return text
@@ -627,7 +631,7 @@ class Settling:
                     f"{OPTIMIZER}.{key}",
                     value,
                     None,
-                    f"{DEFAULT_OPTIMIZER} takes it as {renamed[key]}",
+                    f"{DEFAULT_OPTIMIZER} names it {renamed[key]}",
                 )
             else:
                 self.log.decide(
@@ -658,7 +662,7 @@ class Settling:
                 f"{OPTIMIZER}.lr",
                 None,
                 filled.values["lr"],
-                "neither the configuration nor the run says it; zerotune's default for "
+                "neither the configuration nor the run sets it; zerotune's default for "
                 f"{entry.name}",
                 "warning" if self.request.configured else "note",
             )
@@ -712,11 +716,11 @@ class Settling:
             return
         key = f"{OPTIMIZER}.{parameter.name}"
         reason = (
-            f"{implementation.implementation}, which does the update here, has no such argument "
-            f"({', '.join(sorted(parameter.only))} would)"
+            f"{implementation.implementation}, which performs the update here, has no "
+            f"such argument ({', '.join(sorted(parameter.only))} would)"
         )
         if self.policy == "error":
-            fix = 'set "torch_adam": true' if parameter.name == "amsgrad" else "leave it out"
+            fix = 'set "torch_adam": true' if parameter.name == "amsgrad" else "omit it"
             raise OptimizerError(reason, key=key, value=value, fix=fix)
         self.filled.decide(key, value, None, reason, "warning")
 
@@ -736,7 +740,7 @@ class Settling:
                 OPTIMIZER_TYPE,
                 name.written,
                 canonical,
-                f"it names a class, and the engine picks the class itself: {canonical} runs as "
+                f"it names a class, but the engine chooses the class: {canonical} runs as "
                 f"{implementation.implementation} here",
                 "warning",
             )
@@ -745,7 +749,7 @@ class Settling:
                 OPTIMIZER_TYPE,
                 name.written,
                 canonical,
-                f"another spelling; it runs as {implementation.implementation} here",
+                f"an alias; it runs as {implementation.implementation} here",
             )
 
     def _record_capability(self) -> None:
@@ -782,7 +786,7 @@ def _check_together(entry: OptimizerEntry, values: Mapping[str, Any]) -> None:
         )
     if entry.name == "Rprop" and not values["etas"][0] < 1 < values["etas"][1]:
         raise InvalidValueError(
-            "the first factor must shrink a step and the second must grow it",
+            "the first factor must be below 1 and the second above 1",
             key=f"{OPTIMIZER}.etas",
             value=values["etas"],
             fix="write for example [0.5, 1.2]",
@@ -793,35 +797,35 @@ def _check_together(entry: OptimizerEntry, values: Mapping[str, Any]) -> None:
 
 
 DEFAULT_WARMUP: Final = 500
-"""Warm-up steps when nothing says how long the run is, and the most otherwise."""
+"""Warm-up steps if the run's length is unknown, and their maximum otherwise."""
 WARMUP_SHARE: Final = 20
-"""The default warm-up is at most one step in this many."""
+"""The default warm-up is at most one in this many steps."""
 
 
 @attrs.frozen(kw_only=True)
 class ScheduleRequest:
-    """What is asked for."""
+    """The requested schedule."""
 
     name: str
     """Canonical name."""
     params: Mapping[str, Any]
-    """Arguments as written; may hold ``"auto"``."""
+    """Arguments as written; may contain ``"auto"``."""
     written: str | None = None
-    """The name as written; ``None`` when nothing is configured."""
+    """The name as written; ``None`` if nothing is configured."""
     overrides: Mapping[str, Any] = attrs.field(factory=dict)
-    """Arguments that beat the written ones."""
+    """Arguments that override the written ones."""
     lr_overridden: bool = False
-    """Whether the optimizer's learning rate was given to the resolver."""
+    """Whether the resolver overrides the optimizer's learning rate."""
 
     @property
     def entry(self) -> SchedulerEntry:
-        """The schedule's entry."""
+        """Its entry in the catalogue."""
         return SCHEDULERS[self.name]
 
 
 @attrs.define(kw_only=True)
 class ScheduleSettling:
-    """The way from what is asked for to one choice of schedule."""
+    """Derives one choice of schedule from a request."""
 
     request: ScheduleRequest
     optimizer: OptimizerChoice
@@ -829,11 +833,11 @@ class ScheduleSettling:
     filled: Filled = attrs.field(init=False)
 
     def settled(self) -> tuple[SchedulerChoice, tuple[Decision, ...]]:
-        """Settle on a schedule."""
+        """Choose a schedule."""
         self._complete()
         entry, written, filled = self.request.entry, self.request.written, self.filled
         if written is None:
-            reason = f"no scheduler is named; {entry.name} is the default"
+            reason = f"no scheduler is named, so {entry.name} is used"
             filled.decide(SCHEDULER_TYPE, None, entry.name, reason)
         elif written != entry.name:
             filled.decide(SCHEDULER_TYPE, written, entry.name, "another spelling")
@@ -848,7 +852,7 @@ class ScheduleSettling:
             self._check_one_cycle()
         filled.record_defaults(SCHEDULER, entry.name, filled.defaulted)
         if entry.source == "zerotune":
-            reason = "DeepSpeed has no such class; zerotune steps diffusers' curve, once for each "
+            reason = "DeepSpeed has no such class; zerotune steps diffusers' curve once for each "
             filled.decide(SCHEDULER_TYPE, entry.name, entry.name, f"{reason}optimizer step")
         choice = SchedulerChoice(name=entry.name, params=filled.values, source=entry.source)
         return choice, tuple(filled.decisions)
@@ -882,10 +886,11 @@ class ScheduleSettling:
         start = params.get("last_batch_iteration", -1)
         if start != -1:
             raise InvalidValueError(
-                "a schedule is continued by resuming from a checkpoint, which knows the step",
+                "resuming from a checkpoint continues a schedule, because the checkpoint "
+                "knows the step",
                 key=f"{SCHEDULER}.last_batch_iteration",
                 value=start,
-                fix="leave it out",
+                fix="omit it",
             )
         plain: dict[str, Any] = {}
         for key, value in params.items():
@@ -894,7 +899,8 @@ class ScheduleSettling:
             if isinstance(value, (list, tuple)):
                 if len(value) != 1:
                     raise InvalidValueError(
-                        f"one value per parameter group, and {self.optimizer.name} has one group",
+                        "expected one value per parameter group, and "
+                        f"{self.optimizer.name} has one group",
                         key=f"{SCHEDULER}.{key}",
                         value=value,
                         fix="write one number",
@@ -920,7 +926,7 @@ class ScheduleSettling:
             f"{SCHEDULER}.{peak}",
             written,
             self.optimizer.lr,
-            "follows the learning rate given to OptimizerResolver(overrides=…)",
+            "follows the learning rate set by OptimizerResolver(overrides=…)",
             "warning",
         )
         return {**params, peak: self.optimizer.lr}
@@ -944,7 +950,7 @@ class ScheduleSettling:
     def _default_warmup(self) -> None:
         """Choose the warm-up length where none was requested."""
         if self.run.total_steps is None:
-            steps, reason = DEFAULT_WARMUP, "the run does not say how long it is"
+            steps, reason = DEFAULT_WARMUP, "the run's length is unknown"
         else:
             steps = min(DEFAULT_WARMUP, self.run.total_steps // WARMUP_SHARE)
             # DeepSpeed's shortest warm-up keeps two updates at the minimum.
@@ -958,9 +964,9 @@ class ScheduleSettling:
         if values.get("warmup_num_steps") != 0:
             return
         values["warmup_num_steps"] = 1
-        reason = "DeepSpeed refuses 0; 1 is its shortest"
+        reason = "DeepSpeed rejects 0; 1 is its minimum"
         if entry.name == "WarmupDecayLR":
-            reason += ", and holds warmup_min_lr for the first two updates"
+            reason += ", and keeps warmup_min_lr for the first two updates"
         severity: Severity = "note" if self.request.written is None else "warning"
         self.filled.decide(f"{SCHEDULER}.warmup_num_steps", 0, 1, reason, severity)
         floor = {"WarmupLR": "warmup_min_lr", "WarmupCosineLR": "warmup_min_ratio"}.get(entry.name)
@@ -981,7 +987,7 @@ class ScheduleSettling:
         )
         if values.get("lr_end") is not None and total == warmup:
             raise InvalidValueError(
-                "polynomial divides by the steps after the warm-up, and there are none",
+                "polynomial divides by the steps after the warm-up, but there are none",
                 key=f"{SCHEDULER}.{key}",
                 value=total,
                 fix="make the schedule longer than its warm-up",
@@ -991,7 +997,7 @@ class ScheduleSettling:
                 f"{SCHEDULER}.{key}",
                 total,
                 total,
-                f"kept, but the warm-up of {warmup} steps is longer than the whole schedule",
+                f"unchanged, but the warm-up of {warmup} steps is longer than the whole schedule",
                 "warning",
             )
 
@@ -1006,8 +1012,8 @@ class ScheduleSettling:
                 "optimizer.params.betas",
                 betas,
                 (values["cycle_min_mom"], ONE_CYCLE_BETA2),
-                "OneCycle cycles the first beta and sets the second to 0.99; write cycle_momentum "
-                "false to keep the optimizer's",
+                "OneCycle cycles the first beta and sets the second to 0.99; set "
+                "cycle_momentum to false to keep the optimizer's",
                 "warning",
             )
         if values["decay_step_size"] == 0 and values["decay_lr_rate"] > 0:
@@ -1015,7 +1021,7 @@ class ScheduleSettling:
                 f"{SCHEDULER}.decay_lr_rate",
                 values["decay_lr_rate"],
                 values["decay_lr_rate"],
-                "kept, but DeepSpeed does not decay while decay_step_size is 0",
+                "unchanged, but DeepSpeed does not decay while decay_step_size is 0",
                 "warning",
             )
 
@@ -1023,7 +1029,7 @@ class ScheduleSettling:
 def per_group_schedule(
     choice: SchedulerChoice, optimizer: OptimizerChoice
 ) -> tuple[SchedulerChoice, tuple[Decision, ...]]:
-    """Let zerotune step the curve where DeepSpeed's class would give all groups one rate."""
+    """Use zerotune's curve if DeepSpeed's class would set one rate for all groups."""
     rates = {float(group.params.get("lr", optimizer.lr)) for group in optimizer.groups}
     stopped = any(group.until is not None for group in optimizer.groups)
     if choice.source != "deepspeed" or not (rates - {optimizer.lr} or stopped):
@@ -1033,8 +1039,8 @@ def per_group_schedule(
         key=SCHEDULER_TYPE,
         before=choice.name,
         after=choice.name,
-        reason=f"{why}, and DeepSpeed's {choice.name} would set one "
-        "rate for all of them; zerotune steps the same curve, scaled for each group",
+        reason=f"{why}, but DeepSpeed's {choice.name} would set one rate for all of them; "
+        "zerotune steps the same curve, scaled for each group",
     )
     return attrs.evolve(choice, source="zerotune"), (decision,)
 
@@ -1044,34 +1050,35 @@ def per_group_schedule(
 
 @attrs.frozen(kw_only=True)
 class Suggestion:
-    """A value for an argument the configuration leaves open, and where it comes from."""
+    """A value for an open argument, and its source."""
 
     value: Any
     source: str
-    """Completes "taken from …"."""
+    """Name of the source; completes "taken from …"."""
     yields: bool = False
-    """Whether it is silent when an explicit value differs from it."""
+    """Do not warn when an explicit value overrides it."""
 
 
 @attrs.frozen(kw_only=True)
 class Sources:
-    """Where the values of one section come from."""
+    """Sources of the values of one section."""
 
     owner: str
-    """Canonical name of the optimizer or schedule, for the reasons."""
+    """Canonical name of the optimizer or schedule, for reasons."""
     section: str
     """``"optimizer.params"`` or ``"scheduler.params"``."""
     written: Mapping[str, Any]
-    """What the configuration says; may hold ``"auto"``."""
+    """Values of the configuration; may contain ``"auto"``."""
     overrides: Mapping[str, Any]
-    """What was given to the resolver; beats everything."""
+    """Values passed to the resolver, which take precedence."""
     suggestions: Mapping[str, Suggestion]
-    """What the run knows."""
+    """Values that the run provides."""
     plain_defaults: bool = False
-    """Use ``Parameter.default`` for unwritten keys too, not what DeepSpeed's class would use."""
+    """Use ``Parameter.default`` for missing keys too, instead of the default of DeepSpeed's class.
+    """
 
     def fill(self, parameters: Collection[Parameter]) -> Filled:
-        """Give every parameter a checked value; omit optional ones that are not set."""
+        """Give every parameter a checked value; optional parameters without a value are omitted."""
         filled = Filled()
         for parameter in parameters:
             filled.attempt(self._fill_one, parameter, filled)
@@ -1096,7 +1103,7 @@ class Sources:
         value, reason = read(parameter, said[0][0], section=self.section)
         before, severity, who = None if written is UNSET else written, _NOTE, said[0][1]
         if who == OVERRIDE:
-            wins = "given to OptimizerResolver(overrides=…), which wins over the configuration"
+            wins = "set by OptimizerResolver(overrides=…), which overrides the configuration"
             reason = None if before == value else wins
             severity = _NOTE if explicit is UNSET else "warning"
         elif who != WRITTEN and rival is not None:
@@ -1106,10 +1113,8 @@ class Sources:
         if who == WRITTEN and rival is not None and not rival.yields:
             other = check(parameter, rival.value, section=self.section)
             if other != value:
-                wins = f"the configuration's explicit value wins over the one from {rival.source}"
-                filled.decide(
-                    key, other, value, f'{wins}; write "auto" to let that one in', "warning"
-                )
+                wins = f"the configuration's explicit value overrides the one from {rival.source}"
+                filled.decide(key, other, value, f'{wins}; write "auto" to use that one', "warning")
         filled.values[name] = value
 
     def _default(self, parameter: Parameter, filled: Filled) -> Any:
@@ -1120,15 +1125,17 @@ class Sources:
         if value is UNSET:
             fact = _RUN_FACT.get(parameter.name)
             raise OptimizerError(
-                f"{owner} needs it, and neither the configuration nor the run says it",
+                f"{owner} needs it, but neither the configuration nor the run sets it",
                 key=key,
                 **({"value": AUTO} if automatic else {}),
-                fix=f"write a number, or give the run RunFacts({fact}=…)"
+                fix=f"write a number, or pass RunFacts({fact}=…) to the run"
                 if fact
                 else "write a number",
             )
         if automatic:
-            filled.decide(key, AUTO, value, f"the run does not say; zerotune's default for {owner}")
+            filled.decide(
+                key, AUTO, value, f"the run does not set it; zerotune's default for {owner}"
+            )
         else:
             filled.defaulted.add(parameter.name)
         return value
@@ -1136,7 +1143,7 @@ class Sources:
 
 @attrs.define(kw_only=True)
 class Filled(Log):
-    """Values by argument, the decisions behind them, and which are defaults."""
+    """Values by argument with their decisions, and which of them are defaults."""
 
     values: dict[str, Any] = attrs.field(factory=dict)
     defaulted: set[str] = attrs.field(factory=set)
@@ -1144,7 +1151,7 @@ class Filled(Log):
     def change(
         self, section: str, name: str, value: Any, reason: str, severity: Severity | None = None
     ) -> None:
-        """Change an argument's value; a warning if the former value was set explicitly."""
+        """Change an argument's value, with a warning if the previous value was explicit."""
         written = name not in self.defaulted
         before = self.values[name] if written else None
         self.defaulted.discard(name)
@@ -1153,14 +1160,14 @@ class Filled(Log):
         self.decide(f"{section}.{name}", before, value, reason, severity)
 
     def record_defaults(self, section: str, owner: str, keys: Collection[str]) -> None:
-        """Summarise in one decision the defaults that were written out."""
+        """Summarise the defaults in one decision."""
         values = {key: value for key, value in self.values.items() if key in keys}
         if values:
             self.decide(
                 section,
                 None,
                 values,
-                f"not written; defaults for {owner}, made explicit because defaults move "
+                f"not written; defaults of {owner}, made explicit because defaults change "
                 "between releases",
             )
 
@@ -1180,12 +1187,12 @@ def _not_saved(settled: Settled) -> tuple[Decision, ...]:
     """What is said of states that are not saved."""
     name = settled.choice.name
     if name in LOW_BIT:
-        reason = "checkpoints take no states in 8 or 4 bits: saving them will be refused"
+        reason = "checkpoints do not support states in 8 or 4 bits, so saving will fail"
     elif settled.entry.own_schedule:
-        reason = "the numbers it keeps for all weights together are not in checkpoints: a resumed "
-        reason += "run starts them anew"
+        reason = "its values for all weights together are not saved in checkpoints: a resumed "
+        reason += "run resets them"
         if name == "AdamWScheduleFree":
-            reason += "; evaluation, EMA and exports see the weights trained, not their average"
+            reason += "; evaluation, EMA and exports use the trained weights, not their average"
     else:
         return ()
     return (
@@ -1241,15 +1248,15 @@ def _constant_until(
     key = f"optimizer.groups.{group.name}.until"
     if own_pace:
         raise OptimizerError(
-            "the optimizer sets its own pace, and a schedule would have to end the training",
+            "the optimizer adapts its own learning rate, but only a schedule can stop the group",
             key=key,
             value=group.until,
-            fix="use AdamW, or leave until out",
+            fix="use AdamW, or omit until",
         )
     decision = Decision(
         key=SCHEDULER_TYPE,
         before=None,
         after="constant",
-        reason=f"it is what ends the training of {group.name} after step {group.until}",
+        reason=f"it stops the training of {group.name} after step {group.until}",
     )
     return SchedulerChoice(name="constant", params={}, source="zerotune"), (decision,)

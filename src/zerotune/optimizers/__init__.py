@@ -1,1 +1,1 @@
-"""Optimizers and schedules as data: names, arguments, states per weight, curves. No torch."""
+"""Optimizers and schedules as data, without torch: names, arguments, states, curves."""

@@ -1,11 +1,11 @@
-"""Every optimizer by name: what it takes, keeps and asks for, its other spellings.
+"""All optimizers by name: arguments, states, requirements and aliases.
 
-``canonical`` is what the plan, its rules and its estimates ask; nobody compares spellings. Facts
-only: whether one can run *here*, and which class does the work, is said by
-``zerotune.optim.capability``, and what a value may hold is checked by ``zerotune.optim.resolver``.
+The plan, its rules and its estimates use ``canonical`` instead of comparing spellings. This module
+only contains facts. ``zerotune.optim.capability`` decides whether an optimizer can run *here* and
+which class implements it; ``zerotune.optim.resolver`` checks values.
 
-Sources: DeepSpeed 0.19.8 (``runtime/engine.py``, ``ops/``), ``torch.optim`` of torch 2.13 and the
-packages' own constructors. Written down, so that none of them is needed to read a plan; a test
+Sources: DeepSpeed 0.19.8 (``runtime/engine.py``, ``ops/``), ``torch.optim`` of torch 2.13, and the
+packages' constructors. They are written down so that reading a plan needs none of them; a test
 compares the entries with the real constructors.
 """
 
@@ -26,43 +26,43 @@ ParameterType = Literal["float", "int", "bool", "floats", "str", "any"]
 
 @attrs.frozen(kw_only=True)
 class Parameter:
-    """One argument, described by data so that a page or a table can be made of it."""
+    """One argument, described as data for forms and tables."""
 
     name: str
-    """Key under ``params``, as DeepSpeed or torch spells it."""
+    """Key under ``params`` in DeepSpeed's or torch's spelling."""
     type: ParameterType = "float"
-    """``"floats"`` is a fixed number of floats (``betas``); ``"any"`` is passed on unchecked."""
+    """``"floats"`` is a fixed number of floats (``betas``); ``"any"`` is not checked."""
     default: Any = UNSET
-    """Value for ``"auto"``; ``UNSET`` when there is none and it must be given."""
+    """Value for ``"auto"``; ``UNSET`` if the argument is required."""
     native: Any = UNSET
-    """What DeepSpeed's class uses when the key is not written, where that is not ``default``."""
+    """Default of DeepSpeed's class if it differs from ``default``."""
     low: float | None = None
-    """Smallest value allowed (of each element)."""
+    """Minimum (of each element)."""
     high: float | None = None
-    """Largest value allowed (of each element)."""
+    """Maximum (of each element)."""
     low_open: bool = False
-    """Whether ``low`` itself is refused."""
+    """Whether ``low`` itself is excluded."""
     high_open: bool = False
-    """Whether ``high`` itself is refused."""
+    """Whether ``high`` itself is excluded."""
     length: int | None = None
     """Number of elements of ``"floats"``."""
     choices: tuple[str, ...] = ()
-    """Allowed words of a ``"str"``."""
+    """Allowed values of a ``"str"``."""
     nullable: bool = False
-    """Whether ``None`` is a value."""
+    """Whether ``None`` is allowed."""
     optional: bool = False
-    """Whether it is left out unless somebody writes it (a switch without effect on results)."""
+    """Whether it is omitted unless written (a switch that does not affect results)."""
     only: frozenset[str] = frozenset()
-    """Classes whose constructor takes it; empty means all of them."""
+    """Classes whose constructor accepts it; empty for all."""
 
     @property
     def unwritten(self) -> Any:
-        """The default value."""
+        """The default if the key is missing."""
         return self.default if self.native is UNSET else self.native
 
     @property
     def range(self) -> str:
-        """The allowed values in short, for a table."""
+        """Describe the allowed values briefly for a table."""
         if self.type == "bool":
             return "true or false"
         if self.choices:
@@ -77,22 +77,22 @@ class Parameter:
         return " ".join([noun, " and ".join(bound for bound in bounds if bound)]).strip()
 
     def accepts(self, implementation: str) -> bool:
-        """Whether the class called ``implementation`` takes this argument."""
+        """Return whether the class ``implementation`` accepts this argument."""
         return not self.only or implementation in self.only
 
 
 def number(name: str, default: float, *, low: float | None = 0, **kwargs: Any) -> Parameter:
-    """A float, not negative unless said otherwise."""
+    """Create a float argument, non-negative by default."""
     return Parameter(name=name, default=default, low=low, **kwargs)
 
 
 def integer(name: str, default: Any = UNSET, *, low: int = 1, **kwargs: Any) -> Parameter:
-    """A whole number, positive unless said otherwise."""
+    """Create an integer argument, positive by default."""
     return Parameter(name=name, type="int", default=default, low=low, **kwargs)
 
 
 def flag(name: str, default: bool = False, **kwargs: Any) -> Parameter:
-    """A switch."""
+    """Create a boolean argument."""
     return Parameter(name=name, type="bool", default=default, **kwargs)
 
 
@@ -104,17 +104,17 @@ Family = Literal["deepspeed", "torch", "package", "zerotune"]
 
 @attrs.frozen(kw_only=True)
 class Entry:
-    """An optimizer or a schedule that has a name and takes arguments."""
+    """An optimizer or a schedule with a name and arguments."""
 
     name: str
     """Canonical name (``"AdamW"``, ``"WarmupLR"``)."""
     summary: str
-    """One line for a table."""
+    """One-line description for a table."""
     parameters: tuple[Parameter, ...]
-    """All arguments a configuration may write."""
+    """All arguments that a configuration may contain."""
 
     def parameter(self, name: str) -> Parameter | None:
-        """The argument called ``name``, or ``None``."""
+        """Return the argument ``name``, or ``None``."""
         return self._by_name.get(name)
 
     @property
@@ -129,43 +129,44 @@ class Entry:
 
 @attrs.frozen(kw_only=True)
 class OptimizerEntry(Entry):
-    """One optimizer: its arguments, its states, and what it asks for."""
+    """One optimizer: its arguments, states and requirements."""
 
     family: Family
-    """``"deepspeed"`` for the names of DeepSpeed's configuration, ``"torch"`` for the classes
-    of ``torch.optim`` that DeepSpeed only knows by lookup, ``"package"`` for those of optional
-    packages, ``"zerotune"`` for those that nobody else has."""
+    """``"deepspeed"`` for names of DeepSpeed's configuration, ``"torch"`` for classes of
+    ``torch.optim`` that DeepSpeed looks up by name, ``"package"`` for optional packages,
+    ``"zerotune"`` for zerotune's own."""
     states: tuple[str, ...] = ()
-    """Tensors kept per parameter, each of the parameter's size; fp32 unless ``summary`` says."""
+    """Tensors per parameter, each of the parameter's size; fp32 unless ``summary`` says otherwise.
+    """
     conditional_states: Mapping[str, str] = attrs.field(factory=dict)
-    """Further states, by the argument that asks for each when it is not zero or false."""
+    """Additional states, by the argument that enables each if it is not zero or false."""
     fp32_per_weight: float | None = None
-    """fp32 numbers that the states take per weight, where that is not one for each of them."""
+    """fp32 numbers per weight for the states, if it is not one for each."""
     refusal: str | None = None
-    """Why it runs nowhere; AdamW does in its place, or nothing."""
+    """Why it cannot run anywhere; AdamW or nothing replaces it."""
     instead: str | None = None
-    """What comes closest to one that runs nowhere."""
+    """The closest alternative to an optimizer that cannot run anywhere."""
     adam_like: bool = False
-    """Whether it keeps Adam's two moments, and decay can be decoupled or L2."""
+    """Whether it keeps Adam's two moments and supports decoupled and L2 decay."""
     requires: tuple[str, ...] = ()
-    """What it needs, in words."""
+    """Its requirements in words."""
     package: str | None = None
-    """Module of an optional package that has it (``"prodigyopt"``, ``"mup"``)."""
+    """Module of the optional package that provides it (``"prodigyopt"``, ``"mup"``)."""
     implementation: str | None = None
-    """Its class there, where that is not ``name``."""
+    """Its class there, if it differs from ``name``."""
     extra: str | None = None
-    """Extra of zerotune that installs the package."""
+    """The zerotune extra that installs the package."""
     own_schedule: bool = False
-    """Whether it sets its own pace, so that no schedule is the right default."""
+    """Whether it adapts its own learning rate, so that no schedule is the default."""
     renamed: Mapping[str, str] = attrs.field(factory=dict)
-    """Its own arguments that mean one of AdamW's, for a fallback."""
+    """Arguments that correspond to AdamW's, for a fallback."""
     lr_scale: str | None = None
-    """How its usual learning rate differs from AdamW's; ``None`` when it does not."""
+    """How its usual learning rate differs from AdamW's; ``None`` if it does not."""
     streams: bool = False
-    """Whether it steps streamed weights unit by unit in host memory."""
+    """Whether it can update streamed weights unit by unit in host memory."""
 
     def states_for(self, params: Mapping[str, Any]) -> tuple[str, ...]:
-        """Names of the fp32 states per parameter that ``params`` lead to.
+        """Return the names of fp32 states per parameter for these ``params``.
 
         Args:
             params: The optimizer's arguments (``{"momentum": 0.9}``).
@@ -174,7 +175,7 @@ class OptimizerEntry(Entry):
         return self.states + extra
 
     def states_per_weight(self, params: Mapping[str, Any] | None = None) -> float:
-        """fp32 numbers (4 bytes each) that the states take per weight.
+        """Return the fp32 numbers (4 bytes each) that the states need per weight.
 
         Args:
             params: The optimizer's arguments; momentum and AMSGrad need more.
@@ -190,13 +191,13 @@ class OptimizerEntry(Entry):
         split_masters: bool = False,
         gradients: bool = True,
     ) -> float:
-        """Bytes of host memory per trained weight that is streamed in bf16.
+        """Return bytes of host memory per trained weight that is streamed in bf16.
 
         Args:
             params: The optimizer's arguments.
-            split_masters: Whether only the low 16 bits of the master weights are kept, beside the
+            split_masters: Whether only the low 16 bits of master weights are stored, beside the
                 bf16 weights.
-            gradients: Whether the bf16 gradients of all weights are kept at a time.
+            gradients: Whether the bf16 gradients of all weights are stored at the same time.
         """
         masters = 2 if split_masters else 4
         return 2 + masters + 4 * self.states_per_weight(params) + (2 if gradients else 0)
@@ -206,23 +207,23 @@ class OptimizerEntry(Entry):
 
 
 ADAM_LR: Final = 1e-4
-"""Peak learning rate for Adam's relatives on diffusion models, as diffusers' examples use it;
-the others keep their own class's default."""
+"""Default peak learning rate for Adam and relatives, as in diffusers' examples; others use their
+own class's default."""
 
 FUSED_ADAM: Final = frozenset({"FusedAdam"})
 CPU_ADAM: Final = frozenset({"DeepSpeedCPUAdam", "ZenFlowCPUAdam"})
 DEEPSPEED_ADAM: Final = FUSED_ADAM | CPU_ADAM
 ADAM: Final = frozenset({"AdamW", "Adam"})
-"""The two whose decay one of DeepSpeed's switches decides; torch calls its classes the same."""
+"""Optimizers whose decay depends on a switch of DeepSpeed; torch has classes of the same names."""
 
 
 def lr(default: float) -> Parameter:
-    """The learning rate."""
+    """Create the learning rate argument."""
     return Parameter(name="lr", default=default, low=0, low_open=True)
 
 
 def betas(default: tuple[float, float] = (0.9, 0.999), **kwargs: Any) -> Parameter:
-    """Decay rates of the moments."""
+    """Create the argument for the moments' decay rates."""
     return Parameter(
         name="betas", type="floats", default=default, length=2, low=0, high=1, high_open=True,
         **kwargs,
@@ -230,17 +231,17 @@ def betas(default: tuple[float, float] = (0.9, 0.999), **kwargs: Any) -> Paramet
 
 
 def eps(default: float = 1e-8, **kwargs: Any) -> Parameter:
-    """Term that keeps the denominator off zero."""
+    """Create the argument that keeps the denominator above zero."""
     return Parameter(name="eps", default=default, low=0, low_open=True, **kwargs)
 
 
 def weight_decay(default: float = 0.0, **kwargs: Any) -> Parameter:
-    """Weight decay."""
+    """Create the weight decay argument."""
     return Parameter(name="weight_decay", default=default, low=0, **kwargs)
 
 
 def torch_switches(*names: str, **kwargs: Any) -> tuple[Parameter, ...]:
-    """Switches of ``torch.optim`` that are left to torch unless somebody writes them."""
+    """Create switches of ``torch.optim`` that keep torch's default unless written."""
     return tuple(
         flag(name, optional=True, nullable=name in {"foreach", "fused"}, **kwargs) for name in names
     )
@@ -651,7 +652,7 @@ PACKAGE_ENTRIES: Final[tuple[OptimizerEntry, ...]] = (
         package="prodigyopt",
         extra=_EXTRA,
         own_schedule=True,
-        lr_scale="1, a multiple of what it finds, thousands of times larger",
+        lr_scale="1; it is a multiple of the rate it finds, thousands of times larger",
     ),
     OptimizerEntry(
         name="AdamWScheduleFree",
@@ -714,7 +715,8 @@ OPTIMIZER_TYPE: Final = "optimizer.type"
 DEFAULT_OPTIMIZER: Final = "AdamW"
 
 DECAY_SPELLINGS: Final = ("adam_w_mode", "adamw_mode", "decoupled_weight_decay")
-"""Adam's switch in DeepSpeed's configuration, and as DeepSpeed's classes and torch spell it."""
+"""Adam's decay switch in the spelling of DeepSpeed's configuration, DeepSpeed's classes and torch.
+"""
 
 OPTIMIZERS: Final[Mapping[str, OptimizerEntry]] = MappingProxyType(
     {
@@ -725,12 +727,12 @@ OPTIMIZERS: Final[Mapping[str, OptimizerEntry]] = MappingProxyType(
 """All entries by canonical name."""
 
 ONE_BIT: Final = frozenset({entry.name for entry in DEEPSPEED_ENTRIES if entry.refusal is not None})
-"""Those of DeepSpeed's that send what they have compressed to one bit."""
+"""DeepSpeed's optimizers that compress communication to one bit."""
 
 TORCH_NAMES: Final[frozenset[str]] = frozenset(
     {entry.name for entry in TORCH_ENTRIES} | {"Adam", "AdamW", "Adagrad", "Muon"}
 )
-"""Public optimizer classes of ``torch.optim``; the last four share a name with DeepSpeed's."""
+"""Public optimizer classes of ``torch.optim``; the last four share names with DeepSpeed's."""
 
 SPELLINGS: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -749,7 +751,7 @@ SPELLINGS: Final[Mapping[str, str]] = MappingProxyType(
         "aoadamw4bit": "TorchAOAdamW4bit",
     }
 )
-"""Other spellings of a name, as ``squash`` leaves them; they mean exactly the same."""
+"""Aliases of names, normalised by ``squash``; they mean exactly the same."""
 
 IMPLEMENTATION_NAMES: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -768,7 +770,7 @@ IMPLEMENTATION_NAMES: Final[Mapping[str, str]] = MappingProxyType(
         "muonwithauxadam": "Muon",
     }
 )
-"""Names of classes: DeepSpeed picks the class itself, so they stand for an optimizer name."""
+"""Class names: DeepSpeed chooses the class itself, so they stand for an optimizer name."""
 
 
 BY_WORD: Final[Mapping[str, str]] = {
@@ -776,7 +778,7 @@ BY_WORD: Final[Mapping[str, str]] = {
     **SPELLINGS,
     **IMPLEMENTATION_NAMES,
 }
-"""Canonical names by everything that stands for them, as ``squash`` leaves it."""
+"""Canonical names by all of their spellings, normalised by ``squash``."""
 
 Origin = Literal["plain", "torch", "deepspeed", "package"]
 
@@ -789,19 +791,19 @@ _PREFIXES: Final[Mapping[Origin, tuple[str, ...]]] = {
 
 @attrs.frozen(kw_only=True)
 class OptimizerName:
-    """A name and how it was written."""
+    """A name and its original spelling."""
 
     canonical: str
     """``"AdamW"``."""
     written: str
     """As given."""
     origin: Origin = "plain"
-    """The prefix it carried: none, ``torch.optim.``, ``deepspeed.`` or a package's."""
+    """Its prefix: none, ``torch.optim.``, ``deepspeed.`` or a package's."""
     implementation: bool = False
-    """Whether a class was named (``FusedAdam``) instead of an optimizer."""
+    """Whether it names a class (``FusedAdam``) instead of an optimizer."""
 
     def under(self, params: Mapping[str, Any]) -> str:
-        """Canonical name that it stands for with these arguments."""
+        """Return the canonical name that it stands for with these arguments."""
         decoupled = next((params[key] for key in DECAY_SPELLINGS if key in params), True)
         if self.implementation and self.canonical == "AdamW" and decoupled is False:
             # FusedAdam(adam_w_mode=False) is L2 Adam, and AdamW would ignore the switch.
@@ -810,21 +812,21 @@ class OptimizerName:
 
 
 def canonical(name: str, params: Mapping[str, Any] | None = None) -> str | None:
-    """Canonical name of the optimizer that a configuration asks for.
+    """Return the canonical name of the optimizer that a configuration requests.
 
     Args:
-        name: As written, in any spelling that ``normalise_optimizer_name`` takes.
+        name: Any spelling accepted by ``normalise_optimizer_name``.
         params: Its arguments: ``FusedAdam`` with ``adam_w_mode`` false is Adam.
 
     Returns:
-        A key of ``OPTIMIZERS``; ``None`` when nobody knows the name.
+        A key of ``OPTIMIZERS``; ``None`` if the name is unknown.
     """
     parsed = _parsed(name)
     return None if parsed is None else parsed.under(params or {})
 
 
 def clipping_in_optimizer(params: Mapping[str, Any]) -> InvalidValueError | None:
-    """What is wrong with clipping that stands among the optimizer's arguments, if it does."""
+    """Return the error for gradient clipping among the optimizer's arguments, or ``None``."""
     if "max_grad_norm" not in params:
         return None
     return InvalidValueError(
@@ -836,17 +838,17 @@ def clipping_in_optimizer(params: Mapping[str, Any]) -> InvalidValueError | None
 
 
 def entry_of(name: str | None) -> OptimizerEntry:
-    """The entry of what runs where ``name`` is asked for: AdamW's for what never runs.
+    """Return the entry of the optimizer that runs for ``name``: AdamW's if it can never run.
 
     Args:
-        name: A canonical name; ``None`` for one that nobody knows.
+        name: A canonical name; ``None`` if it is unknown.
     """
     entry = None if name is None else OPTIMIZERS.get(name)
     return OPTIMIZERS[DEFAULT_OPTIMIZER] if entry is None or entry.refusal else entry
 
 
 def normalise_optimizer_name(name: str) -> str:
-    """Canonical name of an optimizer.
+    """Return the canonical name of an optimizer.
 
     Args:
         name: In any case, with ``-``, ``_`` or spaces, with a ``torch.optim.`` or
@@ -856,22 +858,22 @@ def normalise_optimizer_name(name: str) -> str:
         A key of ``OPTIMIZERS``.
 
     Raises:
-        OptimizerError: Nobody knows the name; the message suggests the closest.
+        OptimizerError: The name is unknown; the message suggests the closest.
         InvalidValueError: ``name`` is not text.
     """
     return parse_optimizer_name(name).canonical
 
 
 def parse_optimizer_name(name: Any, *, key: str = OPTIMIZER_TYPE) -> OptimizerName:
-    """``normalise_optimizer_name`` that also tells how the name was written.
+    """Like ``normalise_optimizer_name``, and also return the original spelling.
 
     Args:
         name: The name as written.
-        key: Where it was written, for the message.
+        key: Where it was written, for messages.
     """
     if not isinstance(name, str) or not name.strip():
         raise InvalidValueError(
-            "an optimizer is named by text", key=key, value=name, fix='write for example "AdamW"'
+            "an optimizer name must be text", key=key, value=name, fix='write for example "AdamW"'
         )
     parsed = _parsed(name)
     if parsed is None:
@@ -919,10 +921,12 @@ def _unknown_optimizer(name: str, key: str) -> OptimizerError:
     known = ", ".join(sorted(OPTIMIZERS))
     where = f" in {prefix}" if prefix else ""
     fix = (
-        f"did you mean {' or '.join(close)}? Known are {known}" if close else f"use one of {known}"
+        f"did you mean {' or '.join(close)}? Known names: {known}"
+        if close
+        else f"use one of {known}"
     )
     return OptimizerError(
-        f"zerotune knows no optimizer of this name{where}, and does not guess one",
+        f"zerotune knows no optimizer with this name{where}",
         key=key,
         value=name,
         fix=fix,
@@ -939,41 +943,42 @@ WeightDecay = Literal["decoupled", "l2"]
 
 @attrs.frozen(kw_only=True)
 class GroupChoice:
-    """Parameters that share arguments of their own."""
+    """Parameters that share arguments."""
 
     name: str
-    """What the group is called (``"no_decay"``)."""
+    """Name of the group (``"no_decay"``)."""
     params: Mapping[str, Any]
-    """The group's own values, explicit; arguments not named here are the optimizer's."""
+    """The group's explicit values; other arguments are the optimizer's."""
     parameters: tuple[str, ...]
-    """Dotted names of the model's parameters in it, in the model's order."""
+    """Dotted names of its parameters, in the model's order."""
     numel: int
-    """Elements of these parameters."""
+    """Number of elements of these parameters."""
     until: int | None = None
-    """Optimizer steps after which they are trained no more."""
+    """Optimizer steps after which they are no longer trained."""
 
 
 @attrs.frozen(kw_only=True)
 class OptimizerChoice:
-    """What ``OptimizerResolver`` settled on; the engine verifies itself against it."""
+    """The optimizer chosen by ``OptimizerResolver``; the engine verifies itself against it."""
 
     name: str
     """Canonical name (``"AdamW"``)."""
     params: Mapping[str, Any]
-    """Every argument, explicit, nothing ``"auto"``: at least ``lr``."""
+    """All arguments, explicit and without ``"auto"``: at least ``lr``."""
     implementation: str
-    """Class that will do the update: ``"FusedAdam"``, ``"DeepSpeedCPUAdam"``, ``"AdamW"`` …
+    """Class that performs the update: ``"FusedAdam"``, ``"DeepSpeedCPUAdam"``, ``"AdamW"`` …
     (``type(optimizer).__name__``)."""
     source: OptimizerSource = "deepspeed"
-    """``"deepspeed"``: built by DeepSpeed from the rendered configuration. The others are built
-    by the engine and handed over: a class of ``torch.optim``, one of zerotune's own, or one of an
+    """``"deepspeed"``: DeepSpeed builds it from the rendered configuration. For the others the
+    engine builds it and passes it to DeepSpeed: a class of ``torch.optim``, of zerotune, or of an
     optional package."""
     weight_decay_mode: WeightDecay | None = None
     """Decay mode of Adam-like optimizers, ``None`` for others."""
     package: str | None = None
-    """Module that has the class, when ``source`` is ``"package"`` (``"prodigyopt"``)."""
+    """Module of the class if ``source`` is ``"package"`` (``"prodigyopt"``)."""
     groups: tuple[GroupChoice, ...] = ()
-    """Parameter groups, in order, together all trainable parameters; empty: one group."""
+    """Parameter groups, in order, which together contain all trainable parameters; empty for one
+    group."""
 
     @property
     def lr(self) -> float:
@@ -988,7 +993,7 @@ class SchedulerChoice:
     name: str
     """Canonical name, of DeepSpeed (``"WarmupLR"``) or diffusers (``"cosine"``)."""
     params: Mapping[str, Any]
-    """Every argument, explicit, nothing ``"auto"``."""
+    """All arguments, explicit and without ``"auto"``."""
     source: SchedulerSource = "deepspeed"
-    """Who steps it: DeepSpeed's own class, or zerotune's curve, which follows the same formula
-    and scales it for each parameter group."""
+    """Who steps it: DeepSpeed's own class, or zerotune's curve, which uses the same formula and
+    scales it for each parameter group."""

@@ -1,7 +1,7 @@
 """Learning-rate schedules by name: DeepSpeed's five and diffusers' six, in optimizer steps.
 
-And as functions of the step: nothing is trained to know a rate, and ``schedule_curve`` gives the
-whole of it as data or as a picture.
+They are also available as functions of the step: ``schedule_curve`` returns the whole curve without
+training.
 """
 
 from __future__ import annotations
@@ -46,8 +46,7 @@ class SchedulerEntry(Entry):
     source: SchedulerSource = "deepspeed"
     """Who steps it: DeepSpeed's class, or zerotune's curve."""
     peak: str | None = None
-    """Argument that holds the peak learning rate; ``None`` when the schedule scales the
-    optimizer's own."""
+    """Argument with the peak learning rate; ``None`` if the schedule scales the optimizer's own."""
 
 
 _WARMUP_STEPS: Final = integer("warmup_num_steps", 1000, low=0)
@@ -66,19 +65,19 @@ _WARMUP: Final = (
 _DEEPSPEED: Final = (
     SchedulerEntry(
         name="WarmupLR",
-        summary="Rise to the peak, then stay there",
+        summary="Rises to the peak and stays there",
         parameters=_WARMUP,
         peak="warmup_max_lr",
     ),
     SchedulerEntry(
         name="WarmupDecayLR",
-        summary="Rise to the peak, then fall in a straight line",
+        summary="Rises to the peak, then falls linearly",
         parameters=(_TOTAL_STEPS, *_WARMUP),
         peak="warmup_max_lr",
     ),
     SchedulerEntry(
         name="WarmupCosineLR",
-        summary="Rise to the optimizer's learning rate, then fall along a cosine",
+        summary="Rises to the optimizer's learning rate, then falls along a cosine",
         parameters=(
             _TOTAL_STEPS,
             number("warmup_min_ratio", 0.0, high=1),
@@ -89,7 +88,7 @@ _DEEPSPEED: Final = (
     ),
     SchedulerEntry(
         name="OneCycle",
-        summary="One rise and fall, momentum the other way round, then a decay",
+        summary="One rise and fall with opposite momentum, then a decay",
         parameters=(
             Parameter(name="cycle_min_lr", low=0, low_open=True),
             Parameter(name="cycle_max_lr", low=0, low_open=True),
@@ -108,7 +107,7 @@ _DEEPSPEED: Final = (
     ),
     SchedulerEntry(
         name="LRRangeTest",
-        summary="Rise without end, to find the largest stable learning rate",
+        summary="Rises without end, to find the largest stable learning rate",
         parameters=(
             number("lr_range_test_min_lr", 1e-3, low_open=True),
             integer("lr_range_test_step_size", 2000),
@@ -123,29 +122,29 @@ _TRAINING_STEPS: Final = integer("num_training_steps")
 
 _DIFFUSERS: Final = (
     SchedulerEntry(
-        name="constant", summary="Stay at the learning rate", parameters=(), source="zerotune"
+        name="constant", summary="Constant learning rate", parameters=(), source="zerotune"
     ),
     SchedulerEntry(
         name="constant_with_warmup",
-        summary="Rise to the learning rate, then stay there",
+        summary="Rises to the learning rate and stays there",
         parameters=(_WARMUP_0,),
         source="zerotune",
     ),
     SchedulerEntry(
         name="linear",
-        summary="Rise to the learning rate, then fall to zero in a straight line",
+        summary="Rises to the learning rate, then falls linearly to zero",
         parameters=(_WARMUP_0, _TRAINING_STEPS),
         source="zerotune",
     ),
     SchedulerEntry(
         name="cosine",
-        summary="Rise to the learning rate, then fall along a cosine",
+        summary="Rises to the learning rate, then falls along a cosine",
         parameters=(_WARMUP_0, _TRAINING_STEPS, number("num_cycles", 0.5, low_open=True)),
         source="zerotune",
     ),
     SchedulerEntry(
         name="cosine_with_restarts",
-        summary="Rise to the learning rate, then fall along a cosine, several times",
+        summary="Rises to the learning rate, then falls along a cosine, several times",
         parameters=(
             _WARMUP_0,
             _TRAINING_STEPS,
@@ -155,7 +154,7 @@ _DIFFUSERS: Final = (
     ),
     SchedulerEntry(
         name="polynomial",
-        summary="Rise to the learning rate, then fall to lr_end by a power",
+        summary="Rises to the learning rate, then falls to lr_end by a power",
         parameters=(
             _WARMUP_0,
             _TRAINING_STEPS,
@@ -196,11 +195,11 @@ _FOREIGN: Final[Mapping[str, str]] = {
     "lambdalr": "one of DeepSpeed's schedules",
     "sequentiallr": "one of DeepSpeed's schedules",
 }
-"""torch's and transformers' names, and the schedule that comes closest."""
+"""Schedule names of torch and transformers, with the closest schedule."""
 
 
 def canonical_schedule(name: str) -> str | None:
-    """Canonical name of a schedule, whatever its spelling; ``None`` if unknown."""
+    """Return the canonical name of a schedule in any spelling; ``None`` if unknown."""
     return _BY_WORD.get(_word(name))
 
 
@@ -209,20 +208,19 @@ def _word(name: str) -> str:
 
 
 def normalise_scheduler_name(name: Any, *, key: str = SCHEDULER_TYPE) -> str:
-    """Canonical name of a schedule, whatever the case and punctuation of ``name``.
+    """Return the canonical name of a schedule, ignoring case and punctuation.
 
     Args:
         name: As written (``"warmup_lr"``, ``"WarmupLR"``).
-        key: Where it was written, for the message.
+        key: Where it was written, for messages.
 
     Raises:
-        OptimizerError: A name of torch's, or one that nobody knows; the message suggests the
-            closest.
+        OptimizerError: The name belongs to torch or is unknown; the message suggests the closest.
         InvalidValueError: ``name`` is not text.
     """
     if not isinstance(name, str) or not name.strip():
         raise InvalidValueError(
-            "a schedule is named by text", key=key, value=name, fix='write for example "WarmupLR"'
+            "a schedule name must be text", key=key, value=name, fix='write for example "WarmupLR"'
         )
     canonical = canonical_schedule(name)
     if canonical is not None:
@@ -240,7 +238,7 @@ def normalise_scheduler_name(name: Any, *, key: str = SCHEDULER_TYPE) -> str:
         "no schedule has this name",
         key=key,
         value=name,
-        fix=f"did you mean {' or '.join(close)}? There are {known}"
+        fix=f"did you mean {' or '.join(close)}? Known names: {known}"
         if close
         else f"use one of {known}",
     )
@@ -272,20 +270,20 @@ def normalise_scheduler_name(name: Any, *, key: str = SCHEDULER_TYPE) -> str:
 
 
 ONE_CYCLE_BETA2: Final = 0.99
-"""Second beta that ``OneCycle`` forces on the optimizer while it cycles momentum."""
+"""Second beta that ``OneCycle`` sets on the optimizer while it cycles momentum."""
 
 
 def lr_at(choice: SchedulerChoice | None, step: int, base_lr: float) -> float:
-    """Learning rate in ``param_groups`` while update number ``step`` runs.
+    """Return the learning rate in ``param_groups`` during update ``step``.
 
     Args:
-        choice: The schedule; ``None`` is a constant learning rate.
-        step: 0-based number of the optimizer step (applied updates, not micro-batches).
-        base_lr: The parameter group's own ``lr``, used where the schedule scales it
-            (``WarmupCosineLR``, and the warm-ups when ``warmup_max_lr`` is ``None``).
+        choice: The schedule; ``None`` for a constant learning rate.
+        step: 0-based optimizer step (applied updates, not micro batches).
+        base_lr: The parameter group's own ``lr``, which some schedules scale (``WarmupCosineLR``,
+            and warm-ups if ``warmup_max_lr`` is ``None``).
 
     Returns:
-        The learning rate, equal to DeepSpeed's to the last bit.
+        The learning rate, bitwise equal to DeepSpeed's.
     """
     _check_step(step)
     if choice is None:
@@ -305,15 +303,15 @@ def lr_at(choice: SchedulerChoice | None, step: int, base_lr: float) -> float:
 def betas_at(
     choice: SchedulerChoice | None, step: int, betas: tuple[float, float] | None
 ) -> tuple[float, float] | None:
-    """Adam's betas while update number ``step`` runs; only ``OneCycle`` changes them.
+    """Return Adam's betas during update ``step``; only ``OneCycle`` changes them.
 
     Args:
-        choice: The schedule; ``None`` is a constant learning rate.
+        choice: The schedule; ``None`` for a constant learning rate.
         step: 0-based number of the optimizer step.
-        betas: The optimizer's own betas, ``None`` for an optimizer without betas.
+        betas: The optimizer's own betas; ``None`` for an optimizer without betas.
 
     Returns:
-        The betas in ``param_groups``; ``None`` when ``betas`` is ``None``.
+        The betas in ``param_groups``; ``None`` if ``betas`` is ``None``.
     """
     _check_step(step)
     if choice is None or choice.name != "OneCycle" or betas is None:
@@ -527,14 +525,14 @@ _CURVES: Final[Mapping[str, Callable[[_Update], float]]] = {
 
 @attrs.frozen(kw_only=True)
 class ScheduleCurve:
-    """The learning rate while each optimizer step runs; one curve for each group."""
+    """The learning rate of each optimizer step; one curve per group."""
 
     name: str
-    """The schedule's name; ``"constant"`` when there is none."""
+    """Name of the schedule; ``"constant"`` without one."""
     groups: tuple[str, ...]
-    """Names of the groups; ``"all"`` when there is one."""
+    """Names of the groups; ``"all"`` for a single one."""
     rates: tuple[tuple[float, ...], ...]
-    """For each group the rate of optimizer steps 0, 1, 2 …"""
+    """Rates of optimizer steps 0, 1, 2 … for each group."""
 
     @property
     def steps(self) -> int:
@@ -571,13 +569,13 @@ class ScheduleCurve:
 def schedule_curve(
     optimizer: OptimizerChoice, scheduler: SchedulerChoice | None, steps: int
 ) -> ScheduleCurve:
-    """The learning rates of the first ``steps`` optimizer steps.
+    """Return the learning rates of the first ``steps`` optimizer steps.
 
     Raises:
         InvalidValueError: ``steps`` is not positive.
     """
     if steps < 1:
-        raise InvalidValueError("a curve has at least one step", key="steps", value=steps)
+        raise InvalidValueError("a curve needs at least one step", key="steps", value=steps)
     base = [lr_at(scheduler, step, optimizer.lr) for step in range(steps)]
     groups = optimizer.groups
     factors = [float(group.params.get("lr", optimizer.lr)) / optimizer.lr for group in groups]
@@ -589,14 +587,14 @@ def schedule_curve(
 
 
 def plot_curve(curve: ScheduleCurve, path: str | os.PathLike[str]) -> Path:
-    """Write the curve as PNG; the file appears whole or not at all.
+    """Plot the curve as PNG, written atomically.
 
     Args:
-        curve: What to draw.
+        curve: Curve to plot.
         path: The file; its folder must exist.
 
     Returns:
-        The path.
+        The path of the file.
     """
     target = Path(path)
     figure = curve._figure()

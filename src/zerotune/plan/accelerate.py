@@ -76,8 +76,8 @@ def is_accelerate(content: Mapping[Any, Any]) -> bool:
 
 
 WITHOUT_DEEPSPEED = (
-    "this file trains without DeepSpeed; at stage 0 nothing is partitioned or offloaded, and"
-    " resolve(deepspeed=False) does without the engine too"
+    "this file trains without DeepSpeed: stage 0 neither partitions nor offloads, and "
+    "resolve(deepspeed=False) avoids the engine too"
 )
 _LAUNCHABLE: Final = {
     "mixed_precision": ("launch.mixed_precision", Choice(choices=("no", "fp16", "bf16", "fp8"),
@@ -201,8 +201,8 @@ class _Translation:
             key=BLOCK,
             before=dict(self.block),
             after="stage 0",
-            reason=f"distributed_type is {written}, so that accelerate does not look at it:"
-            f" {WITHOUT_DEEPSPEED}. Write distributed_type: DEEPSPEED to use it",
+            reason=f"distributed_type is {written}, so accelerate ignores the block: "
+            f"{WITHOUT_DEEPSPEED}. Set distributed_type: DEEPSPEED to use it",
             severity="warning",
         )
         self.around["distributed_type"] = written
@@ -219,7 +219,7 @@ class _Translation:
                 key="zero_optimization.stage",
                 before=None,
                 after=DEFAULT_STAGE,
-                reason="accelerate's default where no zero_stage is written",
+                reason="accelerate's default if zero_stage is missing",
             )
         for part in ("optimizer", "param"):
             section = {
@@ -242,8 +242,8 @@ class _Translation:
                 key=STEPS,
                 before=AUTO,
                 after="kept",
-                reason="accelerate itself fails on it: Accelerator() makes a number of it, unless"
-                " the script gives a gradient_accumulation_plugin; leave the key out",
+                reason="accelerate itself fails on it: Accelerator() converts it to a number, "
+                "unless the script passes a gradient_accumulation_plugin; omit the key",
                 severity="warning",
             )
         inline = {
@@ -282,11 +282,10 @@ class _Translation:
             is_itself = Path(source).resolve() == Path(self.source).resolve()
             if is_itself or is_accelerate(config):
                 raise InvalidValueError(
-                    "names this file itself" if is_itself else "names another file of accelerate",
+                    "names this file itself" if is_itself else "names another accelerate file",
                     key=key,
                     value=written,
-                    fix="name a JSON with a DeepSpeed configuration, or write zero_stage in its "
-                    "place",
+                    fix="name a JSON with a DeepSpeed configuration, or use zero_stage instead",
                 )
         return config, source, inside
 
@@ -297,10 +296,10 @@ class _Translation:
         beside = sorted(key for key in self.block if key in ZERO_IN_BLOCK | DEEPSPEED_IN_BLOCK)
         if beside:
             raise PlanConflictError(
-                f"accelerate refuses other settings beside the file: {', '.join(beside)}",
+                f"accelerate rejects other settings beside the file: {', '.join(beside)}",
                 key=f"{BLOCK}.{FILE}",
                 value=self.block[FILE],
-                fix="write them in the file, and remove them here",
+                fix="move them to the file",
             )
 
     def _lost_by_accelerate(self) -> None:
@@ -321,8 +320,8 @@ class _Translation:
                 key="gradient_clipping",
                 before=clipping,
                 after=0,
-                reason="accelerate takes 0 for not written, and DeepSpeed then clips at its own"
-                " default; zerotune does not clip",
+                reason="accelerate treats 0 as missing, and DeepSpeed then clips at its own "
+                "default; zerotune does not clip",
                 severity="warning",
             )
 
@@ -339,7 +338,8 @@ class _Translation:
             key="launch.distributed_type",
             before=None,
             after="DEEPSPEED",
-            reason=f"accelerate refuses a file without it; there is a {BLOCK}, so it is read",
+            reason=f"accelerate rejects a file without it; there is a {BLOCK}, so it is read "
+            "anyway",
             severity="warning",
         )
 
@@ -350,8 +350,8 @@ class _Translation:
                 key="launch.mixed_precision",
                 before=written,
                 after="kept",
-                reason=f"accelerate refuses it beside a {FILE}, unless --mixed_precision is given"
-                ' too; zerotune fills "auto" from it',
+                reason=f"accelerate rejects it beside a {FILE}, unless --mixed_precision is "
+                'given too; zerotune fills "auto" from it',
                 severity="warning",
             )
 
@@ -373,7 +373,7 @@ class _Translation:
                     key=f"launch.{name}",
                     before=value,
                     after="kept",
-                    reason=f"accelerate refuses this key outside of {BLOCK}",
+                    reason=f"accelerate rejects this key outside {BLOCK}",
                     severity="warning",
                 )
         return kept
@@ -387,9 +387,7 @@ def _launchable(settings: Mapping[Any, Any], log: Log) -> dict[Any, Any]:
         if value is None:
             continue
         if isinstance(value, bool) and key == "mixed_precision":
-            why = (
-                "accelerate's launcher fails on what YAML makes of a no without quotes: write 'no'"
-            )
+            why = "accelerate's launcher fails on YAML's false for an unquoted no: write 'no'"
             log.decide(path, value, "no", why, "warning")
             continue
         try:
@@ -424,13 +422,13 @@ def read_config_file(
 def _merge(merged: dict[str, Any], key: Any, value: Any, log: Log) -> None:
     if not isinstance(key, str):
         raise InvalidValueError(
-            "has a key that is not text", key=BLOCK, value=key, fix="write it in quotes"
+            "has a key that is not text", key=BLOCK, value=key, fix="put it in quotes"
         )
     if key not in plan_keys() and key not in log.also_known:
         raise unknown_key(key, value, f"{BLOCK}.{key}", known_keys.ACCELERATE_BLOCK | plan_keys())
     if key in merged and merged[key] != value:
         raise PlanConflictError(
-            "is written both in accelerate's form and in DeepSpeed's own",
+            "is set both in accelerate's form and in DeepSpeed's own",
             key=f"{BLOCK}.{key}",
             value=value,
             fix="keep one of the two forms",
@@ -563,11 +561,11 @@ def _refuse_fields_beside_file(environ: Mapping[str, str], written: str) -> None
     beside = sorted(fields & (ZERO_IN_BLOCK | DEEPSPEED_IN_BLOCK | {"mixed_precision"}))
     if beside:
         raise PlanConflictError(
-            "accelerate refuses other settings of its own YAML beside the file:"
-            f" {', '.join(beside)}",
+            "accelerate rejects other settings of its own YAML beside the file: "
+            f"{', '.join(beside)}",
             key=_FILE_VARIABLE,
             value=written,
-            fix="write them in the file, and remove them from the YAML",
+            fix="move them from the YAML to the file",
         )
 
 
@@ -584,13 +582,13 @@ def _fill_automatic(config: dict[str, Any], block: dict[str, str], log: Log) -> 
             node[last] = value
         path = ".".join(_BLOCK_PLACES[key])
         if before == AUTO:
-            log.decide(path, AUTO, value, "the command line of `accelerate launch` says so")
+            log.decide(path, AUTO, value, "set by the command line of `accelerate launch`")
         elif str(before).lower() != value:
             log.decide(
                 path,
                 value,
                 before,
-                "accelerate takes this from the file alone and ignores its own command line",
+                "accelerate reads this only from the file and ignores its own command line",
                 "warning",
             )
     return config

@@ -285,7 +285,7 @@ ACTIVATION_OFFLOAD: Final = frozenset({"cuda", "rocm", "xpu"})
 """Accelerators with memory of their own and streams to copy on."""
 
 _OPT_IN: Final = (
-    "fits; chosen only where streaming is asked for: `zerotune doctor --prove` proves its bits"
+    "fits; chosen only if streaming is requested: `zerotune doctor --prove` proves its results"
 )
 ALSO_FITS: Final = "also fits; more offload than needed, or slower"
 """Why a candidate that fits was not chosen, where nothing else is to be said of it."""
@@ -353,7 +353,7 @@ def advise(
     """See ``DeepSpeedPlan.advise``."""
     if prefer not in PREFERENCES:
         raise InvalidValueError(
-            "is not what a plan can be chosen by",
+            "is not a selection criterion",
             key="prefer",
             value=prefer,
             fix='write "fastest" or "least offload"',
@@ -400,7 +400,10 @@ def _memory_budget(
 ) -> Budget:
     if not is_number(reserve) or not 0 <= reserve < 1:
         raise InvalidValueError(
-            "is not a share of the memory", key="reserve", value=reserve, fix="write 0.05 for 5 %"
+            "is not a fraction of the memory",
+            key="reserve",
+            value=reserve,
+            fix="write 0.05 for 5 %",
         )
     if device is None:
         device = min((one.total_memory for one in platform.devices), default=0)
@@ -631,7 +634,7 @@ def _nothing_fits(request: Request, candidates: list[Candidate]) -> NothingFitsE
     )
     smaller = " a smaller batch or resolution," if request.workload.batch > 1 else ""
     return NothingFitsError(
-        f"no plan fits; nearest is {nearest.title}, which lacks {missing}",
+        f"no plan fits; the closest is {nearest.title}, which lacks {missing}",
         nearest=nearest,
         remedies=tuple(
             remedy

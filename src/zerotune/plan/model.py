@@ -97,7 +97,9 @@ class Kind(ABC):
         """``read``, with a decision about each change."""
         refuse_template(self, value, key)
         if value is None and getattr(self, "null", None) is None:
-            log.decide(key=key, before="null", after=None, reason="null means not written")
+            log.decide(
+                key=key, before="null", after=None, reason="null means that the key is not set"
+            )
             return None
         result, reason = self.read(value, key)
         if reason is not None:
@@ -304,7 +306,7 @@ class Choice(Kind):
         """Accept exactly one of the choices."""
         if not isinstance(value, str) or value not in self.choices:
             raise InvalidValueError(
-                "is not one of the possible values", key=key, value=value, fix=self._fix()
+                "is not an allowed value", key=key, value=value, fix=self._fix()
             )
 
     def read(self, value: Any, key: str) -> Reading:
@@ -357,7 +359,7 @@ class Folder(Kind):
                 "must be the path of a folder",
                 key=key,
                 value=value,
-                fix="write a path, or leave the key out to let zerotune choose the folder",
+                fix="write a path, or omit the key to let zerotune choose the folder",
             )
         check_letters(value, key)
 
@@ -419,12 +421,12 @@ def _check_json(value: Any, key: str, path: tuple[str | int, ...], left: list[in
         raise InvalidValueError(
             "is nested too deeply",
             key=_place_of(key, path),
-            fix=f"nest at most {_DEEPEST_NESTING} levels",
+            fix=f"use at most {_DEEPEST_NESTING} levels",
         )
     left[0] -= len(value)
     if left[0] < 0:
         raise InvalidValueError(
-            "holds too many values for a configuration", key=key, fix="write less"
+            "contains too many values for a configuration", key=key, fix="write less"
         )
     mapping = isinstance(value, Mapping)
     for name, item in items:
@@ -434,7 +436,7 @@ def _check_json(value: Any, key: str, path: tuple[str | int, ...], left: list[in
                     "has a key that is not text",
                     key=_place_of(key, path),
                     value=name,
-                    fix="write it in quotes",
+                    fix="put it in quotes",
                 )
             if not name.isascii():
                 check_letters(name, _place_of(key, path))
@@ -471,7 +473,7 @@ def check_letters(text: str, key: str) -> None:
         text.encode()
     except UnicodeEncodeError:
         raise InvalidValueError(
-            "has one half of a surrogate pair, which is no character",
+            "contains an unpaired surrogate (\\ud800-\\udfff), which is not valid Unicode",
             key=key,
             value=text,
             fix="write the character itself",
@@ -615,7 +617,7 @@ def _check_extra(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> 
     for key in value:
         if key in {field.name for field in modelled(type(instance))}:
             raise InvalidValueError(
-                "is a modelled key", key=str(key), fix=f"pass it as {key}=… instead of in extra"
+                "is a regular field", key=str(key), fix=f"pass it as {key}=… instead of in extra"
             )
 
 
@@ -744,14 +746,14 @@ def unknown_key(name: str, value: Any, path: str, known: Collection[str]) -> Unk
     meant = at_top or _COMMON_MISTAKES.get(name) or " or ".join(repr(guess) for guess in guesses)
     fix = f"did you mean {meant}?" if meant else "remove it, or check its spelling and its place"
     return UnknownKeyError(
-        "neither DeepSpeed nor zerotune knows this key", key=path, value=value, fix=fix
+        "the key is unknown to DeepSpeed and zerotune", key=path, value=value, fix=fix
     )
 
 
 def misplaced_key(path: str, value: Any, place: str) -> UnknownKeyError:
     """The error for a key that belongs to another section."""
     return UnknownKeyError(
-        "DeepSpeed refuses this key here", key=path, value=value, fix=f"it belongs to {place}"
+        "DeepSpeed rejects this key here", key=path, value=value, fix=f"it belongs to {place}"
     )
 
 
@@ -776,14 +778,14 @@ def _canonical_key(
 ) -> str:
     if not isinstance(written, str):
         raise InvalidValueError(
-            "has a key that is not text", key=key or None, value=written, fix="write it in quotes"
+            "has a key that is not text", key=key or None, value=written, fix="put it in quotes"
         )
     name = cls.aliases.get(written, written)
     if name == written:
         return written
     if name in raw:
         raise PlanConflictError(
-            f"is written twice, as {written!r} and as {name!r}",
+            f"is set twice, as {written!r} and as {name!r}",
             key=join(key, name),
             value=raw[written],
             fix=f"keep only {name!r}",
@@ -806,7 +808,7 @@ def refuse_template(kind: Kind, value: Any, key: str) -> None:
         words = getattr(kind, "words", "")
         meant = words if isinstance(words, str) and words else "the value itself"
         raise InvalidValueError(
-            "is a template that was not filled in", key=key, value=value, fix=f"write {meant}"
+            "is a template placeholder without a value", key=key, value=value, fix=f"write {meant}"
         )
 
 
@@ -1051,7 +1053,7 @@ class _Translating:
                 key="steps_per_print",
                 before="inf",
                 after=_LARGEST_INTEGER,
-                reason="accelerate's word for never; DeepSpeed wants a whole number here",
+                reason="accelerate's value for never; DeepSpeed requires an integer here",
             )
         for key, member in _SHORTHANDS.items():
             value = section.get(key)
@@ -1061,7 +1063,7 @@ class _Translating:
                     key=key,
                     before=value,
                     after={member: value},
-                    reason="DeepSpeed wants an object here",
+                    reason="DeepSpeed requires an object here",
                 )
         self._drop_disabled(REMOVED)
         return section
@@ -1085,7 +1087,7 @@ class _Translating:
             if isinstance(value, Mapping):
                 off = value.get("enabled", bool(value)) is False
             if off:
-                why = f"DeepSpeed 0.19 removed {what}; it was switched off, so it is left out"
+                why = f"DeepSpeed 0.19 removed {what}; it was disabled, so the key is removed"
                 self.log.decide(join(self.path, key), self.section.pop(key), None, why)
 
     def _boolean_zero(self) -> None:
@@ -1100,7 +1102,7 @@ class _Translating:
             key="zero_optimization",
             before=value,
             after=inner,
-            reason="the old boolean form; DeepSpeed reads true as stage 1",
+            reason="the old boolean form; DeepSpeed treats true as stage 1",
             severity="warning",
         )
 
@@ -1114,8 +1116,7 @@ class _Translating:
         del self.section[_SAVED_WHOLE]
         if any(each != value for each in written.values()):
             raise PlanConflictError(
-                f"is written as {next(iter(written))!r} in zero_optimization too, with another "
-                "value",
+                f"is also set as {next(iter(written))!r} in zero_optimization, with another value",
                 key=_SAVED_WHOLE,
                 value=value,
                 fix=f"keep {_GATHER!r} in zero_optimization",
@@ -1125,7 +1126,7 @@ class _Translating:
             key=_SAVED_WHOLE,
             before=value,
             after=f"zero_optimization.{_GATHER} = {value}",
-            reason="accelerate's name of this key, which DeepSpeed does not know",
+            reason="accelerate's name for this key, which DeepSpeed does not know",
         )
 
     def _offload_shorthand(self, key: str) -> None:
@@ -1138,7 +1139,7 @@ class _Translating:
             key=f"{self.path}.{key}",
             before=value,
             after={"device": device},
-            reason="DeepSpeed wants an object with a device here",
+            reason="DeepSpeed requires an object with a device here",
         )
 
     def _legacy_offload(self, key: str, modern: str) -> None:
@@ -1148,10 +1149,10 @@ class _Translating:
         device = current.get("device") if isinstance(current, Mapping) else None
         if enabled and current is not None and device != "cpu":
             raise PlanConflictError(
-                f"asks for CPU offload, but {modern} is written too and says {device!r}",
+                f"requests CPU offload, but {modern} is also set, to {device!r}",
                 key=f"{self.path}.{key}",
                 value=value,
-                fix=f"remove {key}; DeepSpeed reads {modern}",
+                fix=f"remove {key}; DeepSpeed uses {modern}",
             )
         if enabled and current is None:
             self.section[modern] = {"device": "cpu"}
@@ -1728,7 +1729,7 @@ def check_storage(storage: str | None) -> None:
         "is not a supported dtype of a quantized base",
         key="base_dtype",
         value=storage,
-        fix=f"one of {', '.join(STORAGES)}; without it the base has the plan's precision",
+        fix=f"use one of {', '.join(STORAGES)}; without it the base has the plan's precision",
     )
 
 
@@ -1823,7 +1824,7 @@ class ModelFacts:
         ]
         if not adapters:
             raise InvalidValueError(
-                f"no layer of {self.name} is called like this",
+                f"no layer of {self.name} has this name",
                 key="lora_targets",
                 value=ends,
                 fix="name the layers to adapt by the ends of their names",
@@ -2778,7 +2779,7 @@ def _optimizer_config(optimizer: Any, lr: float | Auto | None) -> Any:
     if optimizer is not None and not isinstance(optimizer, str | Mapping):
         kind = optimizer if isinstance(optimizer, type) else type(optimizer)
         raise InvalidValueError(
-            "is named here; the engine builds it, over the weights that ZeRO has partitioned",
+            "is passed here, but the engine builds it itself, over the weights partitioned by ZeRO",
             key="optimizer",
             value=kind.__name__,
             fix=f'write optimizer="{kind.__name__}", lr=…, or '
@@ -2792,10 +2793,10 @@ def _optimizer_config(optimizer: Any, lr: float | Auto | None) -> Any:
         return config
     if config is None or "lr" in config.get("params", {}):
         raise InvalidValueError(
-            "there is no optimizer" if config is None else "the optimizer's params have one too",
+            "no optimizer is set" if config is None else "the optimizer's params have one too",
             key="lr",
             value=lr,
-            fix='write optimizer="AdamW" beside it' if config is None else "write it once",
+            fix='add optimizer="AdamW"' if config is None else "set it once",
         )
     return {**config, "params": {**config.get("params", {}), "lr": lr}}
 
@@ -2847,7 +2848,7 @@ class Context:
         """The platform, where nothing can be said without one."""
         if self.platform is None:
             raise UnresolvedPlanError(
-                "the machine is not known",
+                "the machine is unknown",
                 key="platform",
                 fix="pass zerotune.platform.detect_platform(), or a Platform.synthetic(…)",
             )
@@ -2860,7 +2861,7 @@ class Context:
 def _check_switch(_instance: object, attribute: Any, value: Any) -> None:
     if not isinstance(value, bool):
         raise InvalidValueError(
-            "is true or false", key=f"streamed.{attribute.name}", value=value, fix="write True"
+            "must be true or false", key=f"streamed.{attribute.name}", value=value, fix="write True"
         )
 
 

@@ -135,7 +135,7 @@ def plan_from_mapping(
     """
     if not isinstance(config, Mapping):
         raise InvalidValueError(
-            f"{source} must hold an object", value=config, fix='write {"train_batch_size": …}'
+            f"{source} must contain an object", value=config, fix='write {"train_batch_size": …}'
         )
     wrapper = wrapper_of(config)
     if wrapper is not None:
@@ -152,7 +152,7 @@ def plan_from_mapping(
             key=INIT_FLAG,
             before=value,
             after=f"launch.{INIT_FLAG}",
-            reason="DeepSpeed does not know it; it tells the launcher how the model is built",
+            reason="an unknown key for DeepSpeed; it tells the launcher how the model is built",
         )
         launch = read_launch({INIT_FLAG: value}, log)
     plan = read_section(DeepSpeedPlan, raw, key="", log=log)
@@ -179,9 +179,9 @@ def _refuse_something_else(config: Mapping[Any, Any], source: str, log: Log) -> 
     if len(close) * 2 >= len(looked_at):
         return
     raise InvalidValueError(
-        f"{source} holds no DeepSpeed configuration: none of its keys is one of DeepSpeed's",
+        f"{source} contains no DeepSpeed configuration: none of its keys belongs to DeepSpeed",
         value=", ".join(names[:5]),
-        fix="give the file that holds zero_optimization or train_batch_size",
+        fix="use the file that contains zero_optimization or train_batch_size",
     )
 
 
@@ -230,14 +230,14 @@ class _Wrapped:
             tolerated(sentences, source, self.log)
         if not isinstance(written, Mapping):
             raise InvalidValueError(
-                "must hold a DeepSpeed configuration",
+                "must contain a DeepSpeed configuration",
                 key=wrapper,
                 value=written,
                 fix="write an object, JSON text, or the path of a JSON file",
             )
         if any(undashed(key) in WRAPPERS for key in written):
             raise InvalidValueError(
-                "holds another wrapped configuration", key=wrapper, fix="unwrap it once"
+                "contains another wrapped configuration", key=wrapper, fix="unwrap it once"
             )
         plan = plan_from_mapping(written, self.log, source=source, folder=inside or folder)
         plan = self.log.attempt(self._with_micro_batch, plan) or plan
@@ -262,10 +262,10 @@ class _Wrapped:
         others = sorted(str(key) for key in beside if key not in accelerate.LAUNCH_IN_BLOCK)
         if others:
             raise PlanConflictError(
-                f"names a file, so that nothing else may stand beside it: {', '.join(others)}",
+                f"names a file, so no other keys may be set beside it: {', '.join(others)}",
                 key=f"{self.wrapper}.{accelerate.FILE}",
                 value=block[accelerate.FILE],
-                fix="write them in the file, and remove them here",
+                fix="move them to the file",
             )
         self.log.decide(
             key=self.wrapper,
@@ -298,7 +298,8 @@ class _Wrapped:
                 key=name,
                 before=asked,
                 after=own,
-                reason=f"{written} beside the configuration; its own numbers stand before it",
+                reason=f"{written} beside the configuration; the configuration's own numbers "
+                "take precedence",
                 severity="warning",
             )
             return plan
@@ -306,7 +307,7 @@ class _Wrapped:
             key=name,
             before=own,
             after=asked,
-            reason=f"{written} of a trainer counts the samples of one pass on one rank",
+            reason=f"{written} of a trainer is the number of samples per pass and rank",
         )
         return attrs.evolve(plan, **{name: asked})
 
@@ -334,9 +335,9 @@ def plan_from_yaml(path: str | os.PathLike[str], log: Log) -> DeepSpeedPlan:
     content = parse_yaml(read_text(file), source=str(file))
     if not isinstance(content, Mapping):
         raise InvalidValueError(
-            f"{file} must hold the settings of `accelerate config`",
+            f"{file} must contain the settings of `accelerate config`",
             value=content,
-            fix="make one with `accelerate config`",
+            fix="create one with `accelerate config`",
         )
     wrapper = wrapper_of(content)
     # DeepSpeed's own keys, or a trainer's file, and nothing of accelerate.
@@ -507,7 +508,7 @@ def _places_of(plan: DeepSpeedPlan, name: str, value: Any) -> list[tuple[str, An
                 "nothing is offloaded to NVMe",
                 key=_NVME_PATH,
                 value=value,
-                fix='offload first, or write "offload_optimizer_device"',
+                fix='enable offload first, or set "offload_optimizer_device"',
             )
         return [(f"{_ZERO_KEY}.offload_{part}.nvme_path", value) for part in swapped]
     if name not in _BOTH_PRECISIONS:
@@ -565,7 +566,7 @@ def _put_setting(node: dict[str, Any], path: list[str], value: Any, key: str) ->
             below = node[parent] = {}
         if not isinstance(below, dict):
             raise InvalidValueError(
-                f"{parent!r} is no section", key=key, value=below, fix="override it as a whole"
+                f"{parent!r} is not a section", key=key, value=below, fix="override it as a whole"
             )
         node = below
     before = node.pop(last, None)

@@ -94,9 +94,9 @@ def contradiction(train: int, micro: int, accumulation: int, world_size: int) ->
     """The error for three written numbers that do not fit one world size."""
     valid, rest = divmod(train, micro * accumulation)
     holds = (
-        f"these three numbers hold at world size {valid}"
+        f"these three numbers are consistent at world size {valid}"
         if rest == 0 and valid > 0
-        else "these three numbers hold at no world size"
+        else "no number of processes makes these three numbers consistent"
     )
     changes = [f"{TRAIN} = {micro * accumulation * world_size}"]
     if train % (micro * world_size) == 0:
@@ -108,8 +108,8 @@ def contradiction(train: int, micro: int, accumulation: int, world_size: int) ->
         f" (world size); {holds}",
         key=TRAIN,
         value=train,
-        fix=f"at world size {world_size} write {' or '.join(changes)},"
-        f' or leave one of the three out or "{AUTO}"',
+        fix=f"at world size {world_size} write {' or '.join(changes)}, or omit one of the "
+        f'three or set it to "{AUTO}"',
     )
 
 
@@ -138,7 +138,7 @@ class _Solving(Log):
             (MICRO, run.micro_batch_size, batch.micro),
             (ACCUMULATION, run.gradient_accumulation_steps, batch.accumulation),
         ):
-            overruled(self, key, asked, used, "numbers stand before those of the run")
+            overruled(self, key, asked, used, "numbers take precedence over those of the run")
         return batch
 
     def _without_train(self, micro: int | None, accumulation: int | None) -> Batch:
@@ -159,7 +159,7 @@ class _Solving(Log):
             if micro is None:
                 accumulation = self._fill_accumulation()
             else:
-                self.decide(MICRO, written_micro, micro, "the run says so")
+                self.decide(MICRO, written_micro, micro, "set by the run")
         if micro is not None:
             accumulation = self._divide(train, micro, MICRO, ACCUMULATION)
             key, written, solved = ACCUMULATION, plan.gradient_accumulation_steps, accumulation
@@ -182,10 +182,10 @@ class _Solving(Log):
         most = 0 if uneven else min(per_rank, _MOST_RANKS)
         valid = [str(n) for n in range(1, most + 1) if per_rank % n == 0]
         listed = ", ".join(valid[:_MOST_LISTED])
-        holds = f"it can at world size {listed}" if valid else "it can at no world size"
+        holds = f"it works at world size {listed}" if valid else "it works at no world size"
         raise PlanConflictError(
-            f"{train} cannot be shared evenly by {known} ({known_key}) x {self.world_size} (world"
-            f" size); {holds}",
+            f"{train} is not divisible by {known} ({known_key}) x {self.world_size} "
+            f"(world size); {holds}",
             key=TRAIN,
             value=train,
             fix=f"at world size {self.world_size} write a multiple of {shared}, such as"
@@ -205,7 +205,7 @@ class _Solving(Log):
 def _number_said(run: int | None, launched: int | None = None) -> tuple[int, str]:
     for value, who in precedence(run=run, launched=launched):
         return value, f"{who} says so"
-    return 1, "nothing says otherwise"
+    return 1, "no other value is set"
 
 
 def _written_number(value: Any) -> int | None:
@@ -273,19 +273,21 @@ def decide_precision(
         if asked == AUTO:
             continue
         if enabled is not None or written.get(asked) is False:
-            stands = f"precision stands before that of {who}"
+            stands = f"precision takes precedence over that of {who}"
             overruled(log, "precision", asked, enabled or "fp32", stands)
             continue
-        log.decide("precision", None, asked, f"{who} asks for it")
+        log.decide("precision", None, asked, f"requested by {who}")
         return _adapt(asked, who, platform, log), log.decisions
     if enabled is not None:
         return _adapt(enabled, "the configuration", platform, log), log.decisions
     if AUTO not in (*written.values(), launched, run.mixed_precision):
-        log.decide("precision", None, "fp32", "no precision is on, which DeepSpeed reads as fp32")
+        log.decide(
+            "precision", None, "fp32", "no precision is enabled, which DeepSpeed treats as fp32"
+        )
         return "fp32", log.decisions
     allowed = written["bf16"] is not False
     best = "bf16" if allowed and platform.bf16 and platform.native_bf16 else "fp32"
-    reason = _what_it_computes(platform) if allowed else "the configuration switches bf16 off"
+    reason = _what_it_computes(platform) if allowed else "the configuration disables bf16"
     log.decide("precision", None, best, reason)
     return best, log.decisions
 
@@ -295,8 +297,8 @@ def _what_it_computes(platform: Platform) -> str:
     if platform.bf16 and not platform.native_bf16:
         # Forward and backward of one layer on an AVX2 core: linear 9.5, convolution 45 times.
         return (
-            f"{who} has no bf16 arithmetic (AVX512_BF16, AMX) and would emulate it, many times"
-            " slower than fp32; write bf16.enabled = true to rehearse bf16"
+            f"{who} lacks bf16 arithmetic (AVX512_BF16, AMX) and would emulate it, many "
+            "times slower than fp32; set bf16.enabled = true to test bf16"
         )
     return f"{who} {'can' if platform.bf16 else 'cannot'} compute in bf16"
 
@@ -343,10 +345,10 @@ def _adapt(precision: str, who: str, platform: Platform, log: Log) -> str:
         return "bf16"
     possible = [name for name, can in works.items() if can]
     raise PlanConflictError(
-        f"{who} asks for it, but this platform ({platform.accelerator}) cannot compute in it",
+        f"requested by {who}, but this platform ({platform.accelerator}) does not support it",
         key=f"{precision}.enabled",
         value=True,
-        fix=f'use {" or ".join(possible)}, or write "{AUTO}"',
+        fix=f'use {" or ".join(possible)}, or "{AUTO}"',
     )
 
 
@@ -606,8 +608,8 @@ AIO_BLOCK = 1_048_576
 
 
 NO_PREFETCH: Final = (
-    "DeepSpeed 0.19.8 fails when it fetches parameters ahead from NVMe (a layer is queued twice at"
-    " the turn to the backward pass)"
+    "DeepSpeed 0.19.8 fails when it prefetches parameters from NVMe (a layer is queued "
+    "twice when the backward pass begins)"
 )
 """Measured (``__prefetch_nvme_param_partitions``): the second step fails with "already assigned
 swap buffer", or the pool runs out ("Not enough buffers")."""
@@ -634,7 +636,7 @@ def elements(value: Any) -> int:
 # version installed. A value the user wrote always stands, unless the platform cannot take it.
 
 
-DEEPSPEED_DEFAULT = "the default of DeepSpeed 0.19.8, written because defaults move"
+DEEPSPEED_DEFAULT = "the default of DeepSpeed 0.19.8, written because defaults change"
 
 _ALL = (1, 2, 3)
 _LOW = (1, 2)
@@ -748,8 +750,8 @@ class Filler(Log):
             "zero_optimization.offload_param",
             "device",
             "cpu",
-            "DeepSpeed 0.19.8 swaps fp32 parameters to NVMe as bf16 on an accelerator without fp16,"
-            " which would lose precision; they wait in host memory instead",
+            "DeepSpeed 0.19.8 swaps fp32 parameters to NVMe as bf16 on an accelerator "
+            "without fp16, which would lose precision; they stay in host memory instead",
             severity="warning",
         )
         return attrs.evolve(zero, offload_param=kept)
@@ -763,7 +765,7 @@ class Filler(Log):
         written = section.buffer_size
         if isinstance(written, int) and written < need:
             raise InvalidValueError(
-                f"counts elements and must hold {what} = {need} elements",
+                f"counts elements and must be at least {what} = {need} elements",
                 key=f"{path}.buffer_size",
                 value=written,
                 fix=f'write at least {need}, or "{AUTO}"',
@@ -780,14 +782,15 @@ class Filler(Log):
             path,
             "buffer_count",
             swapping.buffers if swapping else PARAM_BUFFERS,
-            "one for each parameter resident at once, and two to spare",
+            "one for each parameter resident at once, and two spare ones",
         )
         section = self.fill(
             section,
             path,
             "max_in_cpu",
             0,
-            "NVMe was asked for; with DeepSpeed's 1e9 a smaller model never leaves host memory",
+            "NVMe was requested, but with DeepSpeed's default of 1e9 a smaller model "
+            "never leaves host memory",
         )
         return self._without_auto_path(section, path)
 
@@ -806,17 +809,17 @@ class Filler(Log):
 
     def _overlap(self, zero: ZeroSection) -> tuple[bool, str]:
         if self.accelerator == "cpu":
-            return False, "the CPU accelerator has no streams to overlap"
+            return False, "the CPU accelerator has no streams that could overlap"
         offloads = zero.offload_optimizer is not None and zero.offload_optimizer.device != "none"
         if self.stage == 3 or offloads:
-            return True, "without it gradients leave the device on the stream that computes"
-        return False, "doubles the bucket, and gains only where gradients travel"
+            return True, "without it gradients leave the device on the computation's stream"
+        return False, "it doubles the bucket, and helps only if gradients are communicated"
 
     def _persistence(self, _zero: ZeroSection) -> tuple[int, str]:
         threshold, persistent = persistence_threshold(self.model)
         model = self.model
         if model is None:
-            return threshold, "no model was given; leaves biases and norms unpartitioned"
+            return threshold, "no model was given; biases and norms stay unpartitioned"
         share = persistent / model.numel if model.numel else 0.0
         return threshold, (
             f"leaves {persistent:,} of {model.numel:,} elements ({share:.2%}) unpartitioned,"
@@ -825,8 +828,10 @@ class Filler(Log):
 
     def _sub_group(self, zero: ZeroSection) -> tuple[int, str]:
         if zero.offload_optimizer is not None and zero.offload_optimizer.device == "nvme":
-            return SUB_GROUP_NVME, "the swap pool pins several buffers of the largest sub-group"
-        return SUB_GROUP, "bounds the temporaries of the optimizer step"
+            return SUB_GROUP_NVME, (
+                "the swap pool page-locks several buffers of the largest sub-group"
+            )
+        return SUB_GROUP, "limits the temporary memory of the optimizer step"
 
     def _fill_zero(self, zero: ZeroSection) -> ZeroSection:
         """``zero`` with every key that has an effect at this stage written, and no other.
@@ -864,7 +869,7 @@ class Filler(Log):
         value = {"classes": [block.class_name for block in blocks]}
         count = sum(block.count for block in blocks)
         self.decide(
-            key, None, value, f"{count} blocks are fetched as a whole, and not layer by layer"
+            key, None, value, f"{count} blocks are fetched as a whole instead of layer by layer"
         )
         return evolved(zero, extra={**zero.extra, LEAF_MODULE: value})
 
@@ -878,7 +883,7 @@ class Filler(Log):
                 path,
                 "pin_memory",
                 False,
-                "the CPU accelerator has nothing to pin memory for",
+                "memory need not be pinned for the CPU accelerator",
             )
         else:
             section = self.fill(section, path, "pin_memory", True)
@@ -905,7 +910,7 @@ class Filler(Log):
         path = "aio"
         section = self.aio or AioSection()
         if self.accelerator != "cuda":
-            section = self.force(section, path, "use_gds", False, "GPUDirect storage needs CUDA")
+            section = self.force(section, path, "use_gds", False, "GPUDirect storage requires CUDA")
         defaults = {
             "block_size": 1_048_576,
             "queue_depth": 8,
@@ -928,7 +933,7 @@ class Filler(Log):
         if written is None or isinstance(written, str):
             self.decide(CLIPPING, written, norm, reason)
         else:
-            stands = "number stands before that of the run"
+            stands = "number takes precedence over that of the run"
             overruled(self, CLIPPING, context.run.gradient_clipping, written, stands)
         bf16, fp16 = self._fill_precision(plan)
         zero, aio = None if context.uses_deepspeed else plan.zero_optimization, None
@@ -953,7 +958,7 @@ class Filler(Log):
             plan = self.drop(plan, "", "steps_per_print", "zerotune reports progress itself")
         for name in ("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"):
             if getattr(plan, name) == AUTO:
-                plan = self.drop(plan, "", name, "follows from the optimizer")
+                plan = self.drop(plan, "", name, "determined by the optimizer")
         for path in automatic_paths(attrs.evolve(plan, optimizer=None, scheduler=None).to_dict()):
             raise UnresolvedPlanError(
                 "zerotune does not fill in this key", key=path, value=AUTO, fix="write a value"
@@ -970,13 +975,13 @@ def _always(value: Any) -> _Choose:
 
 def _sized(what: Callable[[ModelFacts | None], int], why: str) -> _Choose:
     def choose(filler: Filler, _zero: ZeroSection) -> tuple[int, str]:
-        known = "" if filler.model else "; no model was given, so a general size"
+        known = "" if filler.model else "; no model was given, so a general size is used"
         return what(filler.model), why + known
 
     return choose
 
 
-_BUCKET_WHY = "holds the largest tensor, and no more than the trainable model needs"
+_BUCKET_WHY = "the size of the largest tensor, and no more than the trainable model needs"
 
 _CHOICES: dict[str, tuple[tuple[int, ...], _Choose]] = {
     "overlap_comm": (_ALL, Filler._overlap),
@@ -993,17 +998,17 @@ _CHOICES: dict[str, tuple[tuple[int, ...], _Choose]] = {
     "sub_group_size": (_HIGH, Filler._sub_group),
     "stage3_prefetch_bucket_size": (
         _HIGH,
-        _sized(prefetch_bucket, "a block ahead; at least the largest tensor"),
+        _sized(prefetch_bucket, "one block ahead; at least the largest tensor"),
     ),
     "stage3_param_persistence_threshold": (_HIGH, Filler._persistence),
     "stage3_model_persistence_threshold": (_HIGH, _always(sys.maxsize)),
     "stage3_max_live_parameters": (
         _HIGH,
-        _sized(max_live, "twice what is fetched ahead; two bytes of device memory each"),
+        _sized(max_live, "twice the prefetch size; two bytes of device memory each"),
     ),
     "stage3_max_reuse_distance": (
         _HIGH,
-        lambda _filler, _zero: (0, "a parameter kept for reuse costs device memory"),
+        lambda _filler, _zero: (0, "a parameter kept for reuse needs device memory"),
     ),
     "stage3_gather_16bit_weights_on_model_save": (
         _HIGH,
@@ -1137,7 +1142,7 @@ def with_streaming(resolved: ResolvedPlan) -> ResolvedPlan:
         key="streamed.split_masters",
         before=True,
         after=False,
-        reason=f"weights in {resolved.precision} are no halves of their master weights",
+        reason=f"weights in {resolved.precision} are not halves of their master weights",
     )
     return attrs.evolve(
         resolved,
@@ -1169,14 +1174,14 @@ def streaming_obstacle(resolved: ResolvedPlan) -> str | None:
     obstacles = {
         "the plan was resolved without DeepSpeed": not resolved.uses_deepspeed,
         f"{', '.join(several)} is DeepSpeed's": bool(several),
-        "gradients are dealt out round robin by DeepSpeed": resolved.world_size > 1
+        "DeepSpeed distributes gradients round robin": resolved.world_size > 1
         and bool(written.get("zero_optimization", {}).get("round_robin_gradients")),
         "the plan is not one of stage 2 or 3": resolved.stage not in (2, 3),
         "the optimizer is not in host memory": resolved.offload_optimizer != "cpu",
-        "weights on NVMe are DeepSpeed's": resolved.offload_param == "nvme",
-        "a loss scale is undone by DeepSpeed": resolved.precision == "fp16",
+        "DeepSpeed manages weights on NVMe": resolved.offload_param == "nvme",
+        "DeepSpeed removes the loss scale": resolved.precision == "fp16",
         "the plan was resolved with host_step=False": not resolved.host_step,
-        "micro batches are added up in the gradients' dtype": accumulated not in (
+        "micro batches are summed in the gradients' dtype": accumulated not in (
             None, resolved.precision,
         ),
     }  # fmt: skip
@@ -1187,7 +1192,7 @@ def _for_plain_engine(
     plan: DeepSpeedPlan, platform: Platform, *, asked: bool, log: Log
 ) -> DeepSpeedPlan:
     support = platform.deepspeed
-    reasons = ("DeepSpeed was switched off",) if asked else (support.reason, support.fix)
+    reasons = ("DeepSpeed is disabled",) if asked else (support.reason, support.fix)
     why = "; ".join(filter(None, reasons))
     zero = plan.zero_optimization
     host = _host_optimizer(zero, platform)
@@ -1213,8 +1218,8 @@ def _for_plain_engine(
             key=_HOST_OPTIMIZER,
             before=host.device,
             after=host.device,
-            reason="the plain engine too keeps the optimizer in host memory and steps there; "
-            "every process all of it, since nothing is partitioned",
+            reason="the plain engine also keeps the optimizer in host memory and steps there; "
+            "every process has all of it, because nothing is partitioned",
         )
     return attrs.evolve(
         plan,
@@ -1247,8 +1252,8 @@ def _without_host_optimizer(plan: DeepSpeedPlan, log: Log) -> DeepSpeedPlan:
         key=_HOST_OPTIMIZER,
         before=zero.offload_optimizer.device,
         after=None,
-        reason="the plain engine's loss scale is undone where the gradients are, on the "
-        "device; bf16 needs none",
+        reason="the plain engine removes the loss scale on the device, where the gradients are; "
+        "bf16 needs none",
         severity="warning",
     )
     return attrs.evolve(plan, zero_optimization=None)
@@ -1308,18 +1313,18 @@ def render(resolved: ResolvedPlan, *, folders: bool = True) -> dict[str, Any]:
             section.pop("nvme_path", None)
         elif folder is None:
             raise UnresolvedPlanError(
-                "NVMe offload needs a folder for its swap files",
+                "NVMe offload requires a folder for its swap files",
                 key=f"zero_optimization.offload_{part}.nvme_path",
                 fix="write a path, or use zerotune.offload.OffloadManager, which leases one",
             )
     for path in automatic_paths(config):
         raise UnresolvedPlanError(
-            "is still automatic in the rendered configuration",
+            'is still "auto" in the rendered configuration',
             key=path,
             value=AUTO,
-            fix="settle it with zerotune.optim.OptimizerResolver().apply(resolved_plan)"
+            fix="resolve it with zerotune.optim.OptimizerResolver().apply(resolved_plan)"
             if path.startswith(("optimizer", "scheduler"))
-            else "write a value; zerotune does not fill in this key",
+            else "write a value; zerotune has no automatic value for this key",
         )
     return config
 

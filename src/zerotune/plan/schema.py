@@ -137,7 +137,7 @@ def passed_schema() -> Mapping[str, Any]:
     return properties
 
 
-_REFUSED: Final = "DeepSpeed refuses this value"
+_REFUSED: Final = "DeepSpeed rejects this value"
 
 
 def _fault(path: str, value: Any, fix: str, reason: str = _REFUSED) -> Decision:
@@ -192,7 +192,7 @@ def _faults(value: Any, schema: Mapping[str, Any], path: str) -> Iterator[Decisi
     number = as_number(int(value) if isinstance(value, bool) else value)
     for keyword, (_, within) in _COMPARED.items():
         if keyword in schema and number is not None and not within(number, schema[keyword]):
-            yield _fault(path, value, f"write {_words(schema)}", "is out of DeepSpeed's range")
+            yield _fault(path, value, f"write {_words(schema)}", "is outside DeepSpeed's range")
     yield from _faults_inside(value, schema, path)
 
 

@@ -47,7 +47,7 @@ def reading_at_most(size: int | str, *, key: str = "size") -> Iterator[None]:
     largest = parse_size(size, key=key)
     if largest > _LARGEST_ALLOWED:
         raise InvalidValueError(
-            f"is more than {format_size(_LARGEST_ALLOWED)}, which no configuration has",
+            f"exceeds {format_size(_LARGEST_ALLOWED)}, the maximum for a configuration",
             key=key,
             value=size,
             fix="write less, such as 64MiB",
@@ -64,9 +64,9 @@ def refuse_long_yaml(text: str, *, key: str) -> None:
     most = _LARGEST_FILE.get() // _YAML_SHARE
     if len(text) > most:
         raise InvalidValueError(
-            f"is longer than {format_size(most)}, more than is read again from a YAML",
+            f"is longer than {format_size(most)}, the maximum when reading a YAML again",
             key=key,
-            fix="write DeepSpeed's format, or leave something out",
+            fix="use DeepSpeed's format, or shorten it",
         )
 
 
@@ -79,8 +79,8 @@ def _without_escapes(text: str) -> str:
 
 
 _READ_MORE = (
-    "give the file of a configuration, or allow for more: --max-size SIZE on the command line,"
-    " zerotune.plan.source.reading_at_most(…) in Python"
+    "pass the file of a configuration, or raise the limit: --max-size SIZE on the "
+    "command line, zerotune.plan.source.reading_at_most(…) in Python"
 )
 
 
@@ -163,7 +163,7 @@ class _Json:
             and _QUOTED.sub("", _without_escapes(self.text)).count(",") >= most
         ):
             raise PlanFileError(
-                f"holds more than {most:,} values, too many for a configuration",
+                f"contains more than {most:,} values, too many for a configuration",
                 key="file",
                 value=self.source,
                 fix=_READ_MORE,
@@ -278,7 +278,7 @@ class _Json:
             elif match["colon"]:
                 key = json.loads(token.rstrip(": \t\r\n"))
                 if key in keys[-1]:
-                    reason = f"has the key {shorten(key)} twice in one object"
+                    reason = f"contains the key {shorten(key)} twice in one object"
                     return at, reason, _KEEP_ONE
                 keys[-1].add(key)
             elif token[0] != '"':
@@ -315,10 +315,13 @@ class _Json:
         return self.text.count("\n", 0, at) + 1, at - self.text.rfind("\n", 0, at)
 
 
-_LONG_NUMBER = ("has a number that is too long", "write fewer digits")
+_LONG_NUMBER = ("contains a number that is too long", "write fewer digits")
 _TOO_DEEP = ("is nested too deeply", f"nest at most {_MOST_LEVELS} levels")
 _KEEP_ONE = "keep one of the two"
-_HALF_LETTER = ("has one half of a surrogate pair, which is no character", "write the character")
+_HALF_LETTER = (
+    "contains an unpaired surrogate (\\ud800-\\udfff), which is not valid Unicode",
+    "write the character",
+)
 
 
 def key_lines(text: str, path: Path) -> dict[str, int]:
@@ -346,13 +349,13 @@ def _yaml_key_lines(node: Any, above: str) -> Iterator[tuple[str, int]]:
 
 
 def _no_constant(word: str) -> Any:
-    raise ValueError(f"has {word}, which JSON does not know", "write a finite number")
+    raise ValueError(f"contains {word}, which is not valid JSON", "write a finite number")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     entries = dict(pairs)
     if len(entries) != len(pairs):
-        raise ValueError("has a key twice in one object")
+        raise ValueError("contains a key twice in one object")
     return entries
 
 
@@ -361,7 +364,7 @@ def _json_number(kind: Callable[[str], Any], literal: str) -> Any:
         raise ValueError(*_LONG_NUMBER)
     value = kind(literal)
     if value in (math.inf, -math.inf):
-        raise ValueError("has a number that is too large", "write a smaller one")
+        raise ValueError("contains a number that is too large", "write a smaller one")
     return value
 
 
@@ -373,42 +376,47 @@ _DECODER = json.JSONDecoder(
 )
 
 
-_UNCLOSED = ("has a bracket that is never closed", "add the missing } or ]")
-_TEXT_UNCLOSED = ("has text that is never closed", 'add the missing "')
+_UNCLOSED = ("contains a bracket that is never closed", "add the missing } or ]")
+_TEXT_UNCLOSED = ("contains text that is never closed", 'add the missing "')
 _KEY = "Expecting property name"
 _HINTS = tuple(
     (message, re.compile(there), reason, fix)
     for message, there, reason, fix in (
-        ("", r"/\*", "has a comment that is never closed", "add the missing */"),
+        ("", r"/\*", "contains a comment that is never closed", "add the missing */"),
         ("Expecting ',' ", r"\s*\Z", *_UNCLOSED),
         (_KEY, r"\s*\Z", *_UNCLOSED),
         ("", r"\s*\Z", "ends where a value is missing", "add the value and close the braces"),
-        ("Expecting ',' ", "", "wants a comma between two entries", "add the missing comma"),
-        ("Expecting ':' ", "", "wants a colon after a key", 'write "key": value'),
-        ("Extra", "", "has something after its end", "keep one object; check the closing braces"),
+        ("Expecting ',' ", "", "lacks a comma between two entries", "add the missing comma"),
+        ("Expecting ':' ", "", "lacks a colon after a key", 'write "key": value'),
+        ("Extra", "", "contains text after its end", "keep one object; check the closing braces"),
         ("Unterminated", "", *_TEXT_UNCLOSED),
         ("Invalid control", r"\n", *_TEXT_UNCLOSED),
-        ("Invalid control", "", "has a control character in text", "escape it"),
-        ("Invalid \\u", "", "has an unknown escape", "write \\u and four hexadecimal digits"),
-        ("Invalid \\", "", "has an unknown escape", "double the backslash: \\\\"),
-        ("", "'", "has single quotes", "use double quotes"),
-        ("", "[\u201c\u201d\u201e\u2018\u2019]", "has typographic quotes", "use double quotes"),
+        ("Invalid control", "", "contains a control character in text", "escape it"),
+        ("Invalid \\u", "", "contains an unknown escape", "write \\u and four hexadecimal digits"),
+        ("Invalid \\", "", "contains an unknown escape", "double the backslash: \\\\"),
+        ("", "'", "contains single quotes", "use double quotes"),
+        (
+            "",
+            "[\u201c\u201d\u201e\u2018\u2019]",
+            "contains typographic quotes",
+            "use double quotes",
+        ),
         (
             "",
             r"[$<%@{\u2026]|\.\.\.|YOUR_|(?:TODO|FIXME)\b",
-            "has a template that was not filled in",
+            "contains a template placeholder without a value",
             "write the value itself",
         ),
-        ("", r"(nan|inf)\b", "has {}, which JSON does not know", "write a finite number"),
+        ("", r"(nan|inf)\b", "contains {}, which is not valid JSON", "write a finite number"),
         ("", r"(True|TRUE)\b", "has the Python word {}", "write true"),
         ("", r"(False|FALSE)\b", "has the Python word {}", "write false"),
         ("", r"(None|NULL)\b", "has the Python word {}", "write null"),
         ("", r"\(", "has a Python tuple", "write a list in square brackets"),
-        ("", ",", "has a comma too many", "remove it"),
-        (_KEY, "[A-Za-z_]", "has a key without quotes", "put the key in double quotes"),
-        (_KEY, "", "wants a key in double quotes here", 'write "key": value'),
-        ("", r"[-+.\d]", "has a malformed number", "write digits, such as 500000000 or 5e8"),
-        ("", r"(\w{1,80})", "has the word {} without quotes", 'write "{}"'),
+        ("", ",", "contains an extra comma", "remove it"),
+        (_KEY, "[A-Za-z_]", "contains a key without quotes", "put the key in double quotes"),
+        (_KEY, "", "needs a key in double quotes here", 'write "key": value'),
+        ("", r"[-+.\d]", "contains a malformed number", "write digits, such as 500000000 or 5e8"),
+        ("", r"(\w{1,80})", "contains the word {} without quotes", 'write "{}"'),
     )
 )
 """What ``json`` says, what stands where it stops, what is wrong with that, and what to do."""
@@ -475,7 +483,7 @@ def _check_nodes(root: Any, source: str) -> None:
         seen: set[str] = set()
         for key, _ in node.value:
             if key.id == "scalar" and key.value and key.value in seen:
-                reason = f"has the key {shorten(key.value)} twice in one block"
+                reason = f"contains the key {shorten(key.value)} twice in one block"
                 raise refused(key, reason, _KEEP_ONE)
             seen.add(key.value if key.id == "scalar" else "")
         return [inner for pair in node.value for inner in pair]
@@ -488,9 +496,9 @@ def _check_nodes(root: Any, source: str) -> None:
             sizes[id(node)] = 1 + sum(size_of(inner, depth + 1) for inner in inside(node))
         size = sizes[id(node)]
         if size is None:
-            raise refused(node, "has an anchor that contains itself", "write it out")
+            raise refused(node, "contains an anchor that refers to itself", "write it out")
         if size > len(sizes) + _MOST_REPEATED:
-            why = "is too large: it repeats too much through its aliases"
+            why = "is too large: its aliases repeat too much"
             raise refused(node, why, "write it out")
         return size
 
@@ -511,11 +519,11 @@ def parse_file(text: str, path: Path) -> tuple[Any, list[str]]:
         return parse_yaml(text, source=str(path)), []
     other = {
         ".toml": (
-            "is TOML, which holds the settings of a trainer and no DeepSpeed configuration",
-            "give the JSON or YAML that it or its command line names",
+            "is TOML, which contains a trainer's settings and no DeepSpeed configuration",
+            "pass the JSON or YAML that it or its command line names",
         ),
         ".hjson": (
-            "is HJSON, which is not read",
+            "is HJSON, which is not supported",
             "convert it to JSON: python -m hjson.tool -j FILE",
         ),
     }.get(suffix)
@@ -578,14 +586,14 @@ def read_text(path: Path, *, key: str | None = None, tried: Collection[Path] = (
     except FileNotFoundError:
         places = f" (looked at {', '.join(str(place) for place in tried)})" if tried else ""
         raise PlanFileError(
-            f"there is no such file{places}",
+            f"the file does not exist{places}",
             key=name,
             value=str(path),
-            fix="check the path; a relative one is taken from the working directory",
+            fix="check the path; relative paths start at the working directory",
         ) from None
     except IsADirectoryError:
         raise PlanFileError(
-            "is a folder", key=name, value=str(path), fix="give the path of a file"
+            "is a folder", key=name, value=str(path), fix="pass the path of a file"
         ) from None
     except UnicodeDecodeError:
         raise PlanFileError(

@@ -71,7 +71,7 @@ def write_whole(path: str | os.PathLike[str], content: bytes) -> Path:
         raise PlanFileError(
             f"cannot be written ({error.strerror or error})",
             key=os.fspath(path),
-            fix="name a file in a folder that you may write to",
+            fix="choose a file in a writable folder",
         ) from error
     return Path(path)
 
@@ -148,7 +148,7 @@ def plan_document(
         "is not a format for plans",
         key="format",
         value=format,
-        fix="write one of " + ", ".join(repr(name) for name in FORMATS),
+        fix="use one of " + ", ".join(repr(name) for name in FORMATS),
     )
 
 
@@ -169,7 +169,7 @@ def launchable(plan: DeepSpeedPlan, *, processes: int = 1) -> DeepSpeedPlan:
         key="launch.num_processes",
         before=None,
         after=processes,
-        reason="accelerate launch refuses a file without it; --num_processes overrides it",
+        reason="accelerate launch rejects a file without it; --num_processes overrides it",
     )
     return attrs.evolve(
         plan,
@@ -218,7 +218,7 @@ def format_of(path: Path) -> str:
         return "deepspeed"
     if is_accelerate(content):
         raise PlanFileError(
-            "holds the settings of accelerate as JSON, which zerotune reads but does not write",
+            "contains accelerate's settings as JSON, which zerotune can read but not write",
             key=str(path),
             fix="save to a .yaml, or name a format",
         )
@@ -296,17 +296,15 @@ class _Writer(Log):
         """DeepSpeed's own JSON; what a launcher's file says of training is said in its words."""
         where = "DeepSpeed's own configuration"
         self._settle_inside(where)
-        self._settle_precision(f"{where} says it itself")
+        self._settle_precision(f"{where} has its own setting")
         launched, config = self._launch_settings(), self.config
         if INIT_FLAG in launched and not self._says_nothing(INIT_FLAG, launched[INIT_FLAG]):
             flag = config[INIT_FLAG] = launched.pop(INIT_FLAG)
             if not flag:  # True is accelerate's default at stage 3.
-                reason = (
-                    "accelerate does not read it in this file: launch with --zero3_init_flag false"
-                )
+                reason = "accelerate ignores it in this file: launch with --zero3_init_flag false"
                 self.decide(f"launch.{INIT_FLAG}", flag, flag, reason, "warning")
         text = _json(config, indent=2)
-        self._drop_rest(launched, f"{where} has no place for it")
+        self._drop_rest(launched, f"{where} does not support it")
         return PlanDocument(format="deepspeed", text=text, decisions=self.decisions)
 
     def _launch_settings(self) -> dict[str, Any]:
@@ -329,16 +327,18 @@ class _Writer(Log):
             names = ",".join(lost)
             known = (TOP_LEVEL | LAUNCH_IN_BLOCK) - {"mixed_precision"}
             keep = (
-                "write accelerate's format, which has one, or " if known.issuperset(refused) else ""
+                "use accelerate's format, which supports it, or "
+                if known.issuperset(refused)
+                else ""
             )
             raise InvalidValueError(
                 f"{why}{others}",
                 key=f"launch.{refused[0]}",
                 value=lost[refused[0]],
-                fix=f"{keep}say that it may be lost: --lossy {names} on the command line,"
-                f" lossy={names.split(',')} in Python",
+                fix=f"{keep}allow dropping it: --lossy {names} on the command line, "
+                f"lossy={names.split(',')} in Python",
             )
-        started = "it says how processes are started, not what they train: tell the launcher"
+        started = "it only affects how processes are launched: pass it to the launcher"
         for key, value in lost.items():
             self.decide(f"launch.{key}", value, None, why, "warning")
         for key in starts:
@@ -376,12 +376,12 @@ class _Writer(Log):
             sizes = (self.plan.train_batch_size, self.plan.train_micro_batch_size_per_gpu)
             is_open = written in (None, AUTO)
             if key == "gradient_accumulation_steps" and is_open and all(map(is_integer, sizes)):
-                reason = "it follows from the two batch sizes, so that this says nothing"
+                reason = "it follows from the two batch sizes, so it is redundant"
             elif is_open:
                 self.plan, after = evolved(self.plan, **{key: launched}), launched
-                reason = f"{where} has one place for it; written as {key}"
+                reason = f"{where} has one key for it, so it is written as {key}"
             else:
-                reason = f"{where} has one place for it, and {key} = {written} stands before it"
+                reason = f"{where} has one key for it, and {key} = {written} takes precedence"
             self.decide(f"launch.{key}", launched, after, reason)
 
     def _settle_swap_folders(self, launch: LaunchSection, where: str) -> None:
@@ -399,13 +399,13 @@ class _Writer(Log):
             self.plan = evolved(
                 self.plan, zero_optimization=evolved(zero, **{f"offload_{part}": inside})
             )
-            reason = f"{where} calls it nvme_path"
+            reason = f"{where} names it nvme_path"
             path = f"zero_optimization.offload_{part}.nvme_path"
             self.decide(path, section.nvme_path, folder, reason)
         for name in ("offload_param_path", "offload_optimizer_path"):
             written = getattr(launch, name)
             if written is not None:
-                reason = f"{where} names swap folders where something is swapped, and only there"
+                reason = f"{where} has swap folders only for parts that are swapped"
                 self.decide(f"launch.{name}", written, None, reason)
         bare = evolved(launch, offload_param_path=None, offload_optimizer_path=None)
         self.plan = evolved(self.plan, launch=bare)
@@ -415,7 +415,7 @@ class _Writer(Log):
         if launch is None or launch.mixed_precision != AUTO:
             return
         self.plan = evolved(self.plan, launch=attrs.evolve(launch, mixed_precision=None))
-        reason = f"{where} does not know it"
+        reason = f"{where} does not support it"
         bf16 = self.plan.bf16.enabled if self.plan.bf16 else None
         fp16 = self.plan.fp16.enabled if self.plan.fp16 else None
         if bf16 is None and fp16 not in (True, AUTO):
@@ -446,7 +446,7 @@ class _Writer(Log):
             self.decide("launch.mixed_precision", asked, None, reason)
             return
         if stands:
-            reason = f"{why}, and the configuration's own precision stands before it"
+            reason = f"{why}, and the configuration's own precision takes precedence"
             self.decide("launch.mixed_precision", asked, None, reason, "warning")
             return
         for name, beside in (("bf16", Bf16Section()), ("fp16", FP16_BESIDE)):
@@ -473,7 +473,7 @@ class _Writer(Log):
         content: dict[str, Any] = {"distributed_type": without or "DEEPSPEED"}
         launched = self.launched
         if block is None:
-            self._settle_precision(f"accelerate refuses it beside a {FILE}")
+            self._settle_precision(f"accelerate rejects it beside a {FILE}")
             block = {FILE: self._config_text()}
             refuse_long_yaml(block[FILE], key=f"deepspeed_config.{FILE}")
             launched = self.launched
@@ -482,7 +482,7 @@ class _Writer(Log):
         elif block:
             open_keys = [key for key in OF_THE_SCRIPT if getattr(self.plan, key) is None]
             if open_keys:
-                reason = "accelerate's own keys leave to the script what is not written"
+                reason = "accelerate takes missing keys from the script"
                 reason = f"{reason}: {', '.join(open_keys)}"
                 self.decide(open_keys[0], None, AUTO, reason)
         for key, value in launched.items():
@@ -494,7 +494,7 @@ class _Writer(Log):
                 content[key] = "no" if (key, value) == ("mixed_precision", "fp32") else value
             else:
                 refused[key] = value
-        self._drop_rest(refused, "accelerate refuses it there")
+        self._drop_rest(refused, "accelerate rejects it there")
         content["deepspeed_config"] = block
         return PlanDocument(format="accelerate", text=_yaml(content), decisions=self.decisions)
 
@@ -565,20 +565,20 @@ class _Writer(Log):
         before, sentences = ({}, []) if text is None else parse_json(text, source=str(existing))
         if not isinstance(before, Mapping):
             raise InvalidValueError(
-                f"{existing} must hold an object",
+                f"{existing} must contain an object",
                 value=before,
-                fix="name a trainer's config.json, or a new file",
+                fix="choose a trainer's config.json, or a new file",
             )
         content = dict(before)
         wrapper = wrapper_of(content) or _WRAPPER
         beside = self._put_config(content, wrapper, existing)
         dashes = wrapper[: len(wrapper) - len(undashed(wrapper))]
         left = self._put_launch(content, dashes)
-        self._drop_rest(left, "a trainer's file has no place for it")
+        self._drop_rest(left, "a trainer's file does not support it")
         if text is None or content != before:
             text = _json(content, indent=2)
             if sentences:
-                reason = "JSON cannot hold it, so it is only in the .bak"
+                reason = "JSON cannot represent it, so it is only in the .bak"
                 self.decide(str(existing), "; ".join(sentences), None, reason, "warning")
         return PlanDocument(format="trainer", text=text, decisions=self.decisions, beside=beside)
 
@@ -610,7 +610,7 @@ class _Writer(Log):
         """Put the launch settings where ``content`` has them; return those without a place."""
         launched = self._launch_settings()
         launched.pop(INIT_FLAG, None)  # it is in the configuration
-        micro, reason = self.plan.train_micro_batch_size_per_gpu, "the plan says so"
+        micro, reason = self.plan.train_micro_batch_size_per_gpu, "set by the plan"
         for key in [key for key in content if undashed(key) in MICRO_KEYS]:
             if is_integer(micro) and as_number(content[key]) != micro:
                 self.decide(key, content[key], micro, reason)
@@ -639,7 +639,7 @@ def _write_with_backup(path: Path, text: str) -> Path | None:
         raise PlanFileError(
             f"cannot be read ({error.strerror or error})",
             key=str(path),
-            fix="name a file that you may read and write",
+            fix="choose a readable and writable file",
         ) from error
     if before == content:
         return None

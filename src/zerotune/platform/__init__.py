@@ -1,8 +1,8 @@
-"""What this machine is: accelerator, memory, cores, versions, and whether DeepSpeed can run.
+"""Facts about this machine: accelerator, memory, cores, versions, and DeepSpeed support.
 
-Importing this package loads neither torch nor deepspeed; ``detect_platform`` imports torch. What
-looks at the machine is loaded on first use, so that describing one costs nothing. Compilers and
-libraries are in ``zerotune.platform.toolchain``.
+Importing this package loads neither torch nor deepspeed; ``detect_platform`` imports torch.
+Detection code is loaded on first use, so that describing a machine is cheap.
+``zerotune.platform.toolchain`` covers compilers and libraries.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Looking at the machine: what training runs on, whether DeepSpeed can, and what there is of it.
+"""Detect this machine: its accelerator, memory and cores, and whether DeepSpeed can run.
 
-Facts come from a probe, so that a test can be on another machine.
+Facts come from a probe, so that tests can simulate other machines.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from zerotune.platform.facts import (
 Read = Callable[[str], "str | None"]
 
 OLDEST_DEEPSPEED: Final = "0.19.8"
-"""Oldest release that trains all of it. With 0.19.3 swapping to NVMe aborts the process, host
-memory is up to 28 % above the estimate, and as in all up to 0.19.7 no step can be taken in one
-pass. The bound in ``pyproject.toml`` is the same."""
+"""Oldest DeepSpeed release that supports all features. With 0.19.3 swapping to NVMe aborts the
+process and host memory is up to 28 % above the estimate. Up to 0.19.7 the optimizer step cannot run
+in one pass. ``pyproject.toml`` has the same bound."""
 
 _DEEPSPEED_ACCELERATORS: Final = (
     "cuda", "cpu", "xpu", "npu", "mps", "hpu", "mlu", "sdaa", "supa", "klxpu",
@@ -42,7 +42,7 @@ _DEEPSPEED_ACCELERATORS: Final = (
 _TRAINS_WITHOUT: Final = "zerotune trains with its plain engine instead"
 _DISTRIBUTIONS: Final = ("torch", "deepspeed", "accelerate", "diffusers")
 _BF16_FLAGS: Final = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
-"""What Linux calls bf16 arithmetic on x86 (the first two) and on ARM."""
+"""CPU flags of Linux for bf16 arithmetic on x86 (the first two) and on ARM."""
 _INITIAL_NAMESPACE: Final = ["0", "0", "4294967295"]
 
 
@@ -53,13 +53,13 @@ def detect_platform(
     allow_mps: bool = False,
     log: bool = True,
 ) -> Platform:
-    """Detect what this machine is, and whether DeepSpeed can run on it.
+    """Detect this machine and whether DeepSpeed can run on it.
 
-    DeepSpeed is disabled on macOS, ROCm and Windows, and where it or torch is missing; why, and
-    what to do, is in ``Platform.deepspeed`` and among ``Platform.decisions``.
+    DeepSpeed is disabled on macOS, ROCm and Windows, and if it or torch is missing.
+    ``Platform.deepspeed`` and ``Platform.decisions`` contain the reason and the fix.
 
     Args:
-        probe: Where the facts come from; this machine by default.
+        probe: Source of the facts; default this machine.
         allow_rocm: Let DeepSpeed run on ROCm, which is reported to work on some hardware.
         allow_mps: Let DeepSpeed run on Apple GPUs.
         log: Log each decision, once per process and on rank 0 only.
@@ -107,7 +107,7 @@ def detect_platform(
 
 
 def host_memory(probe: PlatformProbe, *, with_swap: bool = False) -> HostMemory:
-    """RAM of a host, and what a container leaves of it."""
+    """Return the RAM of a host and the container's limit."""
     total, available = probe.memory()
     if with_swap:
         import psutil
@@ -124,7 +124,7 @@ def host_memory(probe: PlatformProbe, *, with_swap: bool = False) -> HostMemory:
 
 @attrs.frozen(kw_only=True)
 class Hardware:
-    """The accelerator that was chosen and what it can do."""
+    """The chosen accelerator and its capabilities."""
 
     accelerator: Accelerator
     devices: tuple[Device, ...] = ()
@@ -134,11 +134,11 @@ class Hardware:
 
 
 def choose_hardware(torch: TorchFacts, environ: Mapping[str, str]) -> Hardware:
-    """Choose what to train on: the best the machine has, or what ``DS_ACCELERATOR`` names.
+    """Choose the accelerator: the best available, or the one named by ``DS_ACCELERATOR``.
 
-    The variable is DeepSpeed's, but both engines follow it, so that switching DeepSpeed off does
-    not move a run to another device. A name the machine does not have is left for
-    ``deepspeed_support`` to refuse.
+    The variable is DeepSpeed's, but both engines follow it, so that disabling DeepSpeed does not
+    move a run to another device. ``deepspeed_support`` rejects a name that the machine does not
+    have.
     """
     usable = torch.usable
     native = chosen = next(iter(usable))
@@ -153,8 +153,8 @@ def choose_hardware(torch: TorchFacts, environ: Mapping[str, str]) -> Hardware:
                     key="platform.accelerator",
                     before=native,
                     after=chosen,
-                    reason=f"the environment sets DS_ACCELERATOR={requested}, "
-                    f"which leaves {unused} unused",
+                    reason=f"DS_ACCELERATOR={requested} is set in the environment, so {unused} "
+                    "is not used",
                     severity="warning",
                 )
             )
@@ -177,7 +177,7 @@ def _at_least(devices: tuple[Device, ...], capability: tuple[int, int]) -> bool:
 # -- Whether DeepSpeed can run: an ordered list of reasons why not.
 
 _Refusal = tuple[str, "str | None"]
-"""Why not, and what to do."""
+"""Reason and fix."""
 
 
 @attrs.frozen(kw_only=True)
@@ -237,9 +237,9 @@ class _Machine:
         if requested is None or requested == native:
             return
         yield (
-            f"DS_ACCELERATOR={requested} names an accelerator zerotune finds no device for"
+            f"DS_ACCELERATOR={requested} names an accelerator without a device on this machine"
             if requested in _DEEPSPEED_ACCELERATORS
-            else f"DS_ACCELERATOR={requested!r} is not a name DeepSpeed knows",
+            else f"DS_ACCELERATOR={requested!r} is not a name that DeepSpeed knows",
             f"unset DS_ACCELERATOR or set it to {native}",
         )
 
@@ -292,38 +292,38 @@ class _Machine:
 
 @attrs.frozen(kw_only=True)
 class Cores:
-    """CPU cores, counted three ways."""
+    """CPU cores, counted in three ways."""
 
     physical: int
     logical: int
     affinity: int
-    """Logical cores this process may be scheduled on."""
+    """Logical cores on which this process may run."""
 
 
 @attrs.frozen(kw_only=True)
 class TorchFacts:
-    """What the installed torch says about itself and about the devices it can reach."""
+    """Facts from the installed torch and its devices."""
 
     cuda: str | None = None
     """CUDA version torch was built for."""
     hip: str | None = None
-    """ROCm version torch was built for; such a build reports its devices as CUDA."""
+    """ROCm version torch was built for; such a build reports its devices as CUDA devices."""
     cuda_devices: tuple[Device, ...] = ()
-    """CUDA or ROCm devices that can be used."""
+    """Usable CUDA or ROCm devices."""
     cuda_error: str | None = None
-    """Why a build for CUDA or ROCm found no device."""
+    """Why a CUDA or ROCm build found no device."""
     xpu_devices: tuple[Device, ...] = ()
     mps_device: Device | None = None
     mps_bf16: bool = False
-    """Whether the macOS is new enough for bf16 on its GPU (14 or later)."""
+    """Whether macOS supports bf16 on its GPU (14 or later)."""
     cpu_fp16: bool = False
-    """Whether this CPU has native fp16 arithmetic, without which DeepSpeed refuses fp16."""
+    """Whether this CPU has native fp16 arithmetic, which DeepSpeed requires for fp16."""
     import_error: str | None = None
     """Why ``import torch`` failed although torch is installed."""
 
     @property
     def build(self) -> str:
-        """What torch was built for."""
+        """Platform that torch was built for."""
         if self.hip is not None:
             return f"rocm {self.hip}"
         if self.cuda is not None:
@@ -334,7 +334,7 @@ class TorchFacts:
 
     @property
     def usable(self) -> dict[Accelerator, tuple[Device, ...]]:
-        """Everything the machine could train on, best first; the CPU is always there."""
+        """All usable accelerators, best first; the CPU is always included."""
         devices: dict[Accelerator, tuple[Device, ...]] = {}
         if self.cuda_devices:
             devices["rocm" if self.hip else "cuda"] = self.cuda_devices
@@ -346,7 +346,7 @@ class TorchFacts:
         return devices
 
     def missing_cuda(self, environ: Mapping[str, str]) -> list[Decision]:
-        """A decision where torch was built for CUDA or ROCm, and finds no device."""
+        """Return a decision if torch was built for CUDA or ROCm but finds no device."""
         if self.cuda_error is None or self.cuda_devices:
             return []
         wanted: Accelerator = "rocm" if self.hip else "cuda"
@@ -367,14 +367,14 @@ class TorchFacts:
 
 
 class PlatformProbe(Protocol):
-    """Raw facts about this machine; a test passes its own to be on another one."""
+    """Raw facts about a machine; tests pass their own."""
 
     def system(self) -> str:
-        """As ``platform.system()``."""
+        """Same as ``platform.system()``."""
         return platform.system()
 
     def machine(self) -> str:
-        """As ``platform.machine()``."""
+        """Same as ``platform.machine()``."""
         return platform.machine()
 
     def processor(self) -> str:
@@ -396,25 +396,25 @@ class PlatformProbe(Protocol):
         return platform.python_version()
 
     def version(self, distribution: str) -> str | None:
-        """Version of an installed distribution, or ``None``; never imports it."""
+        """Return the version of an installed distribution, or ``None``, without importing it."""
         return installed_version(distribution)
 
     def read_text(self, path: str) -> str | None:
-        """Text of a file, or ``None`` when it cannot be read."""
+        """Return the text of a file, or ``None`` if it cannot be read."""
         try:
             return Path(path).read_text(encoding="utf-8", errors="replace")
         except OSError:
             return None
 
     def memory(self) -> tuple[int, int]:
-        """Total and available RAM of the host in bytes, containers ignored."""
+        """Return total and available RAM of the host in bytes, ignoring containers."""
         import psutil
 
         memory = psutil.virtual_memory()
         return int(memory.total), int(memory.available)
 
     def cores(self) -> Cores:
-        """CPU cores, quotas ignored."""
+        """Return CPU cores, ignoring quotas."""
         import psutil
 
         logical = os.cpu_count() or 1
@@ -428,7 +428,7 @@ class PlatformProbe(Protocol):
         )
 
     def memlock(self) -> int | None:
-        """Soft limit on locked memory in bytes; ``None`` when unlimited or not a concept here."""
+        """Return the soft limit on locked memory in bytes; ``None`` without a limit."""
         try:
             import resource
         except ImportError:
@@ -437,7 +437,7 @@ class PlatformProbe(Protocol):
         return None if soft in {resource.RLIM_INFINITY, -1} else soft
 
     def torch(self) -> TorchFacts | None:
-        """Facts from torch, or ``None`` when it is not installed."""
+        """Return facts from torch, or ``None`` if it is not installed."""
         if self.version("torch") is None:
             return None
         try:
@@ -474,12 +474,11 @@ class PlatformProbe(Protocol):
         if torch.cuda._is_in_bad_fork():
             # Every CUDA call fails here, which must not look like a machine without a GPU.
             raise PlatformError(
-                "CUDA was used before this process was forked from another, and cannot be used in "
-                "it",
+                "CUDA was used before this process was forked, so it cannot be used here",
                 key="platform.accelerator",
                 value="cuda",
-                fix="start processes with the method 'spawn', or let nothing touch CUDA, not even "
-                "detect_platform(), before they are forked",
+                fix="start processes with the method 'spawn', or use CUDA, including "
+                "detect_platform(), only after forking",
             )
         # A driver that is too old makes torch warn and answer "not available"; initializing after
         # that raises with the reason, which is what the user needs.
@@ -511,11 +510,11 @@ class PlatformProbe(Protocol):
 
 
 class MachineProbe(PlatformProbe):
-    """Facts of the machine this process runs on."""
+    """Facts about the current machine."""
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text, or its type when it has none."""
+    """Return the first line of an error's text, or its type if it has none."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
 
@@ -544,16 +543,16 @@ def _mac_processor() -> str:
 
 @attrs.frozen(kw_only=True)
 class CgroupMemory:
-    """Memory limit of this process's control groups, in bytes."""
+    """Memory limit of this process's control groups in bytes."""
 
     limit: int | None = None
-    """The smallest limit; ``None`` when there is none."""
+    """The smallest limit, or ``None``."""
     available: int | None = None
-    """What the tightest level still allows, its reclaimable page cache counted as free."""
+    """Remaining bytes at the tightest level; reclaimable page cache counts as free."""
 
 
 def memory_constraint(read: Read) -> CgroupMemory:
-    """The memory limit on this process and what is left of it."""
+    """Return the memory limit of this process and the remaining bytes."""
     limits: list[int] = []
     available: list[int] = []
     for folder in _control_groups(read):
@@ -570,7 +569,7 @@ def memory_constraint(read: Read) -> CgroupMemory:
 
 
 def cpu_quota(read: Read) -> float | None:
-    """Cores' worth of CPU time this process may use, or ``None`` when there is no quota."""
+    """Return the CPU quota of this process in cores, or ``None``."""
     quotas = []
     for folder in _control_groups(read):
         fields = (read(f"{folder}/cpu.max") or "").split()
@@ -616,36 +615,36 @@ def _cgroup_number(text: str | None) -> int | None:
 
 @attrs.frozen(kw_only=True, order=True)
 class LogicalCpu:
-    """One hardware thread; ordered by where it lies."""
+    """One hardware thread, ordered by its location."""
 
     node: int
-    """NUMA node; 0 where the system does not tell."""
+    """NUMA node; 0 if unknown."""
     package: int
     """Socket."""
     core: int
     """Physical core within the socket; equal for siblings."""
     number: int
-    """As ``sched_setaffinity`` counts them."""
+    """Number as in ``sched_setaffinity``."""
 
 
 @attrs.frozen(kw_only=True)
 class CoreShare:
-    """What one rank computes on."""
+    """CPU cores and threads for one rank."""
 
     threads: int
-    """Of OpenMP, for the optimizer and for operators on the CPU."""
+    """OpenMP threads for the optimizer and CPU operators."""
     cpus: tuple[int, ...] | None
-    """Hardware threads to stay on, siblings included; ``None``: where the system puts it."""
+    """Hardware threads to pin to, siblings included; ``None`` for no pinning."""
     reason: str
-    """One sentence with the numbers."""
+    """The numbers behind it in one sentence."""
 
 
 def read_cpus(read: Read, numbers: Iterable[int]) -> tuple[LogicalCpu, ...]:
-    """Where hardware threads lie; without sysfs each counts as a core of its own.
+    """Return the topology of hardware threads; without sysfs each counts as a core.
 
     Args:
-        read: Returns a file's text, or ``None`` when it cannot be read.
-        numbers: The hardware threads this process may run on.
+        read: Returns a file's text, or ``None`` if it cannot be read.
+        numbers: Hardware threads on which this process may run.
     """
     online = parse_list(read("/sys/devices/system/node/online") or "")
     node_of = {
@@ -657,20 +656,20 @@ def read_cpus(read: Read, numbers: Iterable[int]) -> tuple[LogicalCpu, ...]:
 
 
 def affinity_here() -> frozenset[int]:
-    """Numbers of the hardware threads this process may run on."""
+    """Return the hardware threads on which this process may run."""
     if hasattr(os, "sched_getaffinity"):
         return frozenset(os.sched_getaffinity(0))
     return frozenset(range(os.cpu_count() or 1))
 
 
 def describe_cpus(cpus: Sequence[LogicalCpu], *, quota: float | None = None) -> str:
-    """What a process may compute on, in words."""
+    """Describe a process's CPU resources."""
     words = f"{len(_by_core(cpus))} physical core(s), {len(cpus)} hardware thread(s)"
     return words if quota is None else f"{words}, a container's limit of {quota:g} cores"
 
 
 def parse_list(text: str) -> tuple[int, ...]:
-    """The numbers of a kernel list, such as ``"0-3,8"``; what is not one is left out."""
+    """Parse a kernel list such as ``"0-3,8"``; invalid entries are skipped."""
     numbers: list[int] = []
     for part in text.strip().split(","):
         match = re.fullmatch(r"\s*(\d{1,5})(?:-(\d{1,5}))?\s*", part)
@@ -688,18 +687,18 @@ def share_cores(
     quota: float | None = None,
     workers: int = 0,
 ) -> CoreShare:
-    """Divide physical cores over the ranks that may run on them.
+    """Divide physical cores among the ranks that may run on them.
 
     Args:
-        own: What this rank may run on.
-        affinities: Numbers of the hardware threads of every rank of this machine.
-        rank: Which of them this is.
-        quota: Cores' worth of time that a container allows all of them together.
-        workers: Data workers of this rank; at most half of its cores is left to them.
+        own: Hardware threads available to this rank.
+        affinities: Hardware threads available to each rank of this machine.
+        rank: Index of this rank.
+        quota: The container's CPU quota in cores for all ranks together.
+        workers: Data workers of this rank; they get at most half of its cores.
     """
     if not own or not 0 <= rank < len(affinities):
         raise InvalidValueError(
-            "needs the hardware threads of every rank of this machine, this one's included",
+            "must contain the hardware threads of every rank of this machine, including this one",
             key="affinities",
             value=len(affinities),
             fix="gather os.sched_getaffinity(0) from the ranks of this machine",

@@ -1,4 +1,4 @@
-"""What a machine is, as values: devices, memory, cores and what DeepSpeed can do there."""
+"""Values that describe a machine: devices, memory, cores and DeepSpeed support."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ GIB: Final = 1024**3
 
 
 def user_cache() -> Path:
-    """Where measurements of this machine are kept: ``zerotune`` in the user's cache."""
+    """Return the folder for measurements of this machine: ``zerotune`` in the user's cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zerotune"
 
 
 DEEPSPEED_NAMES: Final[Mapping[Accelerator, str]] = MappingProxyType(
     {"cuda": "cuda", "rocm": "cuda", "mps": "mps", "xpu": "xpu", "cpu": "cpu"}
 )
-"""DeepSpeed's name of each accelerator; ROCm builds of torch present themselves as CUDA."""
+"""DeepSpeed's name of each accelerator; ROCm builds of torch report themselves as CUDA."""
 
 
 @attrs.frozen(kw_only=True)
@@ -37,49 +37,48 @@ class Device:
     """One accelerator device that training may use."""
 
     name: str
-    """Marketing name as the driver gives it."""
+    """Product name from the driver."""
     total_memory: int
-    """Bytes; on Apple silicon the working set that Metal recommends, a part of the RAM."""
+    """Bytes of memory; on Apple silicon Metal's recommended working set, a part of the RAM."""
     capability: tuple[int, int] | None = None
-    """CUDA compute capability; ``None`` for everything that is not NVIDIA."""
+    """CUDA compute capability; ``None`` for other vendors than NVIDIA."""
 
 
 @attrs.frozen(kw_only=True)
 class HostMemory:
-    """RAM of the host and what a container leaves of it, in bytes."""
+    """RAM of the host and the container's limit, in bytes."""
 
     total: int
     """Physical RAM."""
     available: int
-    """What can be allocated now without swapping, the container's limit respected."""
+    """Available bytes without swapping, limited by the container."""
     cgroup_limit: int | None = None
     """Smallest limit on the path from this process's control group to the root."""
 
     @property
     def limit(self) -> int:
-        """The most this process may ever hold."""
+        """Maximum that this process may hold."""
         return self.total if self.cgroup_limit is None else min(self.total, self.cgroup_limit)
 
 
 @attrs.frozen(kw_only=True)
 class DeepSpeedSupport:
-    """Whether DeepSpeed can run here, and if not, why and what to do."""
+    """Whether DeepSpeed can run here, with reason and fix."""
 
     available: bool
     accelerator: str | None = None
-    """DeepSpeed's own name of what it runs on: ``"cuda"`` (ROCm too), ``"cpu"``, ``"xpu"``,
-    ``"mps"``; ``None`` when it does not run."""
+    """DeepSpeed's name of its accelerator: ``"cuda"`` (including ROCm), ``"cpu"``, ``"xpu"``,
+    ``"mps"``; ``None`` if it cannot run."""
     reason: str
-    """One sentence."""
+    """The reason, in one sentence."""
     fix: str | None = None
-    """What to do when it does not run and something can be done."""
+    """The fix, if DeepSpeed cannot run and there is one."""
 
     @property
     def environment(self) -> dict[str, str]:
-        """What the backend sets before it imports deepspeed; empty when DeepSpeed does not run.
+        """Variables to set before importing deepspeed; empty if DeepSpeed cannot run.
 
-        DeepSpeed chooses its accelerator while it is imported, so this is the only way to make
-        its choice this one.
+        DeepSpeed chooses its accelerator on import, so this is the only way to control it.
         """
         return {} if self.accelerator is None else {"DS_ACCELERATOR": self.accelerator}
 
@@ -96,43 +95,44 @@ def _check_known_accelerator(_instance: object, _attribute: Any, value: str) -> 
 
 @attrs.frozen(kw_only=True)
 class Platform:
-    """The machine a plan is resolved for."""
+    """The machine for which a plan is resolved."""
 
     system: str
     """``platform.system()``: ``"Linux"``, ``"Darwin"``, ``"Windows"``."""
     machine: str
     """``platform.machine()``: ``"x86_64"``, ``"arm64"`` …"""
     processor: str = ""
-    """Name of the CPU; empty when the system does not tell."""
+    """Name of the CPU; empty if unknown."""
     accelerator: Accelerator = attrs.field(validator=_check_known_accelerator)
-    """What training runs on, with either engine."""
+    """Accelerator for training, with either engine."""
     devices: tuple[Device, ...] = ()
-    """Devices of ``accelerator``; empty on ``"cpu"``."""
+    """Devices of ``accelerator``; empty for ``"cpu"``."""
     host_memory: HostMemory
     memlock_limit: int | None = None
-    """Bytes this process may lock in RAM (pinned buffers); ``None`` when nothing limits it."""
+    """Bytes this process may lock in RAM (pinned buffers); ``None`` without a limit."""
     physical_cores: int
     logical_cores: int
-    """Cores of the machine, not those this process may use."""
+    """Physical cores of the machine, which may be more than this process may use."""
     usable_cores: int
-    """Logical cores left by CPU affinity and the container's CPU quota, at least 1."""
+    """Logical cores available after CPU affinity and the container's quota, at least 1."""
     versions: Mapping[str, str] = attrs.field(factory=dict, hash=False)
-    """Of python, torch, deepspeed, accelerate and diffusers; a missing key is not installed."""
+    """Versions of python, torch, deepspeed, accelerate and diffusers; missing keys are not
+    installed."""
     torch_build: str | None = None
-    """What the installed torch was built for (``"cuda 12.8"``, ``"rocm 6.4"``, ``"cpu"``)."""
+    """Platform torch was built for (``"cuda 12.8"``, ``"rocm 6.4"``, ``"cpu"``)."""
     bf16: bool
-    """Whether the hardware runs bf16; emulation on a GPU does not count."""
+    """Whether the hardware supports bf16; emulation on a GPU does not count."""
     native_bf16: bool
-    """Whether it has arithmetic for bf16; a CPU without it emulates, many times slower."""
+    """Whether it has native bf16 arithmetic; a CPU without it emulates bf16, many times slower."""
     fp16: bool
-    """Whether the hardware runs fp16 and DeepSpeed accepts it."""
+    """Whether the hardware supports fp16 and DeepSpeed accepts it."""
     deepspeed: DeepSpeedSupport
     decisions: tuple[Decision, ...] = ()
-    """Automatic choices made while detecting."""
+    """Decisions made during detection."""
 
     @property
     def vram(self) -> int | None:
-        """Bytes of the smallest device, what every rank can count on; ``None`` without one."""
+        """Bytes of the smallest device, which every rank can use; ``None`` without a device."""
         return min((device.total_memory for device in self.devices), default=None)
 
     @classmethod
@@ -154,24 +154,24 @@ class Platform:
         deepspeed: bool | DeepSpeedSupport = True,
         decisions: tuple[Decision, ...] = (),
     ) -> Platform:
-        """A machine that need not exist, to plan for another one or to test.
+        """Describe a machine that need not exist, for planning or tests.
 
         Args:
-            accelerator: What it trains on.
+            accelerator: Accelerator for training.
             device_count: Number of devices; ignored for ``"cpu"``.
             vram: Bytes of each device; ignored for ``"cpu"``.
             ram: Bytes of RAM.
-            available_ram: Bytes of it that are free; everything the limits leave by default.
-            cgroup_limit: Bytes a container allows.
+            available_ram: Available bytes of RAM; default everything within the limits.
+            cgroup_limit: Memory limit of the container in bytes.
             memlock_limit: Bytes that may be locked; ``None`` for no limit.
-            cores: Physical cores, each counted once.
-            bf16: Whether the hardware runs bf16.
-            native_bf16: Whether it does so without emulation; by default everything that runs
-                bf16 but ``"cpu"`` does.
-            fp16: Whether it runs fp16; by default everything but ``"cpu"`` does.
-            versions: Installed versions; none by default.
-            deepspeed: Whether DeepSpeed runs there, or a full account of it.
-            decisions: Decisions to carry along.
+            cores: Number of physical cores.
+            bf16: Whether the hardware supports bf16.
+            native_bf16: Whether it has native bf16 arithmetic; default true if it supports bf16,
+                except for ``"cpu"``.
+            fp16: Whether it supports fp16; default true except for ``"cpu"``.
+            versions: Installed versions; default none.
+            deepspeed: Whether DeepSpeed can run there, or its full description.
+            decisions: Decisions to include.
 
         Raises:
             InvalidValueError: ``accelerator`` is not one zerotune knows.
@@ -188,7 +188,7 @@ class Platform:
             deepspeed = DeepSpeedSupport(
                 available=deepspeed,
                 accelerator=DEEPSPEED_NAMES[accelerator] if deepspeed else None,
-                reason=f"the synthetic platform was made {'with' if deepspeed else 'without'} "
+                reason=f"the synthetic platform was created {'with' if deepspeed else 'without'} "
                 "DeepSpeed",
             )
         return cls(

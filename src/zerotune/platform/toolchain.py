@@ -1,4 +1,4 @@
-"""The compilers and libraries DeepSpeed's kernels are built with on first use."""
+"""Detect the compilers and libraries that build DeepSpeed's kernels on first use."""
 
 from __future__ import annotations
 
@@ -21,60 +21,60 @@ _USES_LIBAIO: Final = 'extern "C" int io_submit(); int main() { return io_submit
 
 @attrs.frozen(kw_only=True)
 class Tool:
-    """A program that was found."""
+    """An installed program."""
 
     path: str
     version: str | None
-    """``None`` when it does not tell or does not run."""
+    """Its version; ``None`` if it is unknown."""
 
 
 @attrs.frozen(kw_only=True)
 class LibAio:
-    """Whether a program can be compiled and linked against libaio; ``None`` is unknown."""
+    """Whether programs can be compiled and linked against libaio; ``None`` if unknown."""
 
     header: bool | None
     library: bool | None
 
     @property
     def usable(self) -> bool:
-        """Whether both parts were found."""
+        """Whether both parts exist."""
         return bool(self.header and self.library)
 
 
 @attrs.frozen(kw_only=True)
 class Toolchain:
-    """Everything DeepSpeed needs to build a kernel."""
+    """Everything that DeepSpeed needs to build a kernel."""
 
     cxx: Tool | None
-    """The C++ compiler torch would call: ``$CXX``, else ``c++``."""
+    """The C++ compiler that torch calls: ``$CXX``, or ``c++``."""
     nvcc: Tool | None
-    """CUDA's compiler; needed for kernels that run on an NVIDIA GPU, not for CPU ones."""
+    """CUDA's compiler; required for kernels on an NVIDIA GPU, not on a CPU."""
     cuda_home: str | None
     ninja: Tool | None
     hidden_ninja: str | None = None
-    """A ninja of this Python environment that is not on ``PATH``, where torch looks for it."""
+    """The ninja of this Python environment if it is not on ``PATH``, where torch looks for it."""
     python_headers: bool
     """Whether ``Python.h`` of this Python is installed."""
     libaio: LibAio
 
 
 class LocalMachine:
-    """What the detection asks of the machine this process runs on; a test passes its own."""
+    """Access to this machine for detection; tests pass their own."""
 
     def environ(self) -> Mapping[str, str]:
         """Environment variables."""
         return os.environ
 
     def which(self, program: str) -> str | None:
-        """Path of a program, or ``None``."""
+        """Return the path of a program, or ``None``."""
         return shutil.which(program)
 
     def exists(self, path: str) -> bool:
-        """Whether a file or directory exists."""
+        """Return whether a file or directory exists."""
         return Path(path).exists()
 
     def run(self, command: Sequence[str], source: str = "") -> tuple[int, str]:
-        """Exit status and output of a command fed with ``source``."""
+        """Return exit status and output of a command with ``source`` as input."""
         try:
             done = subprocess.run(
                 list(command),
@@ -91,7 +91,7 @@ class LocalMachine:
 
 
 def detect_toolchain(machine: LocalMachine | None = None) -> Toolchain:
-    """Find the compilers and libraries DeepSpeed's kernels are built with."""
+    """Detect the compilers and libraries that build DeepSpeed's kernels."""
     machine = machine or LocalMachine()
     compilers = detect_compilers(machine)
     if compilers.cxx is None:
@@ -100,7 +100,7 @@ def detect_toolchain(machine: LocalMachine | None = None) -> Toolchain:
 
 
 def detect_compilers(machine: LocalMachine | None = None) -> Toolchain:
-    """Find the compilers alone: nothing is compiled, and whether libaio is there stays unknown."""
+    """Detect only the compilers: nothing is compiled, and libaio stays unknown."""
     machine = machine or LocalMachine()
     ninja = _tool(machine, ["ninja"])
     environ, nvcc = machine.environ(), machine.which("nvcc")
@@ -133,7 +133,7 @@ def _tool(machine: LocalMachine, command: Sequence[str]) -> Tool | None:
 
 
 def parse_version(output: str) -> str | None:
-    """The version in what a compiler prints for ``--version``; ``None`` when there is none."""
+    """Parse the version in a compiler's ``--version`` output, or return ``None``."""
     release = re.search(r"\brelease (\d+(?:\.\d+)+)", output)
     if release:
         return release.group(1)

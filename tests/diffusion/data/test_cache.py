@@ -495,9 +495,9 @@ def test_encoders_leave_the_device_and_bad_ones_are_refused(some, tmp_path):
     for _ in range(2):
         fill(dataset, tmp_path, Encoder(), release=lambda: released.append(vae.to("meta")))
     assert len(released) == 2
-    with pytest.raises(DataError, match="given 4 and gave 1"):
+    with pytest.raises(DataError, match="received 4 and returned 1"):
         fill(dataset, tmp_path / "a", lambda images: {"latents": images[:1]})
-    with pytest.raises(DataError, match="not finite"):
+    with pytest.raises(DataError, match="non-finite"):
         fill(dataset, tmp_path / "b", lambda images: {"latents": images / 0})
     with pytest.raises(InvalidValueError, match="barrier"):
         fill(dataset, tmp_path / "c", Encoder(), world_size=2)

@@ -215,14 +215,14 @@ def test_broken_clips_are_left_out_or_refused(root):
     assert [source.item(index).name for index in range(len(source))] == ["deep/take.2"]
     reasons = {broken.name: broken.reason for broken in source.broken}
     assert "format is unknown" in reasons["long"]
-    assert "several sizes: 8x8, 16x16" in reasons["mixed"]
+    assert "different sizes: 8x8, 16x16" in reasons["mixed"]
     with pytest.raises(DataError, match=r"different sizes|format is unknown"):
         ClipFolder(root, on_broken=RefuseBroken())
     fast = ClipFolder(root, check=FirstFrame())
     assert len(fast) == 3
     with pytest.raises(DataError, match=r"^long.*WholeClip"):
         fast.frames(1, range(12))
-    with pytest.raises(DataError, match="is no folder"):
+    with pytest.raises(DataError, match="is not a folder"):
         ClipFolder(root / "long.txt")
 
 

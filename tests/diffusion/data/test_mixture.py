@@ -289,7 +289,7 @@ def test_a_mixture_trains_alike_from_pixels_and_caches(folders, tmp_path):
         ]
         assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     assert seen.used == read.used
-    with pytest.raises(DataError, match="lack"):
+    with pytest.raises(DataError, match="different keys"):
         Mixture({"zoe": pixels.sets["zoe"], "people": cached.sets["people"]})
 
 
@@ -316,7 +316,7 @@ def test_what_cannot_be_mixed_is_refused(folders):
         ({"repeats": {"zoe": 0}}, "must be above 0"),
         ({"repeats": {"zoe": math.inf}}, "must be above 0"),
         ({"repeats": {"zoe": 1e-9}}, "below one in"),
-        ({"probabilities": {"zoe": 0.5}}, "sum"),
+        ({"probabilities": {"zoe": 0.5}}, "add up"),
         ({"probabilities": {}}, "lack zoe"),
         ({"probabilities": {"zoe": 1.0}, "repeats": {"zoe": 2}}, "one of them"),
     ):

@@ -222,7 +222,7 @@ def test_streamed_weights_are_offered_and_chosen_only_where_they_are_asked_for()
     assert all(one.streamed is not None for one in streamed_of(plain))
     fitting = [one for one in streamed_of(plain) if one.fits]
     offered = min(fitting, key=lambda one: one.time.expected)
-    assert "where streaming is asked for" in offered.reason
+    assert "if streaming is requested" in offered.reason
     assert f"{offered.time.eager_seconds:.2f} s with gradient_clipping 0" in offered.reason
     assert offered.time.expected < plain.chosen.time.expected
     assert STREAMED in plain.page().text(), "among the five that are shown"

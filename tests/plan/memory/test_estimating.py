@@ -222,7 +222,7 @@ def test_what_is_left_out_is_said():
     (note,) = cost(shapes).notes
     assert "no resolution was given" in note
     (note,) = cost(shapes, resolution=64).notes
-    assert "not known for this model" in note
+    assert "unknown for this model" in note
     plain = ModelFacts(
         parameters=shapes.parameters,
         activations=ActivationFacts(full=ActivationCost(base=0, per_sample=0, per_pixel=10)),

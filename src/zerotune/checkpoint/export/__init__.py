@@ -1,1 +1,1 @@
-"""What plain diffusers, peft and ComfyUI load, written from an engine or a checkpoint."""
+"""Export models and adapters for diffusers, peft and ComfyUI from an engine or a checkpoint."""

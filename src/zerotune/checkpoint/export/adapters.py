@@ -1,4 +1,4 @@
-"""From an engine that trains adapters to the file that diffusers, peft or ComfyUI loads."""
+"""Export an engine's adapters to a file for diffusers, peft or ComfyUI."""
 
 from __future__ import annotations
 
@@ -57,15 +57,15 @@ _NAMES_SHOWN: Final = 4
 
 
 _Layer = tuple[str, str]
-"""A component, and the name of an adapted layer of it."""
+"""A component and the name of an adapted layer in it."""
 
 
 class Judgement:
-    """Looks at each tensor that is exported, and at the end says whether the whole is sound.
+    """Inspects each exported tensor, and decides at the end whether the export is valid.
 
-    A layer has learned nothing when none of its tensors differs from what it was before training,
-    or when the factor that begins at zero is still zero. That may be right for a layer outside
-    the loss, such as the last of CLIP, so it is a warning; of a whole component it is an error.
+    A layer is untrained if none of its tensors has changed, or if the factor that starts at zero is
+    still zero. This may be correct for a layer outside the loss, such as CLIP's last one, so it is
+    a warning. If it holds for a whole component, it is an error.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Judgement:
     def of(
         cls, engine: Engine, adapters: Mapping[str, tuple[str, torch.nn.Module, str]]
     ) -> Judgement:
-        """For the adapters of an engine, by component."""
+        """Create it for the adapters of an engine, by component."""
         initial: dict[str, frozenset[str]] = {}
         layers = {}
         for component, (prefix, module, adapter) in adapters.items():
@@ -96,12 +96,12 @@ class Judgement:
         return cls(initial=initial, layers=layers, steps=state.global_step - state.skipped_steps)
 
     def see(self, name: str, tensor: torch.Tensor, written: torch.Tensor) -> None:
-        """Look at a parameter.
+        """Inspect a parameter.
 
         Args:
             name: Its name in the engine.
-            tensor: In fp32.
-            written: As it goes into the file.
+            tensor: Value in fp32.
+            written: Value as written to the file.
         """
         if not written.numel():
             raise CheckpointCorruptError("is empty", key=name, value=tuple(written.shape))
@@ -109,7 +109,7 @@ class Judgement:
             raise CheckpointCorruptError(
                 f"is not finite in {written.dtype}",
                 key=name,
-                fix="look at the losses; in fp16, export in fp32 or bf16",
+                fix="check the losses; in fp16, export in fp32 or bf16",
             )
         layer = self._layers[name]
         parsed = AdapterParameter.parse(name)
@@ -119,28 +119,30 @@ class Judgement:
         self._moved[layer] = self._moved.get(layer, False) or moved
 
     def conclude(self) -> tuple[Decision, ...]:
-        """What is remarkable."""
+        """Return decisions about unusual findings."""
         still = [layer for layer, moved in self._moved.items() if not moved or layer in self._zero]
         if not still:
             return ()
         if self._steps == 0:
-            return (self._decision(still, "no optimizer step was taken: the file does nothing"),)
+            return (
+                self._decision(still, "no optimizer step was taken, so the file has no effect"),
+            )
         for component in {of for of, _ in still}:
             every = [layer for layer in self._moved if layer[0] == component]
             idle = [layer for layer in still if layer[0] == component]
             if len(idle) == len(every):
                 raise CheckpointCorruptError(
-                    f"none of the {len(every)} adapters has learned anything in {self._steps} "
+                    f"none of the {len(every)} adapters has changed in {self._steps} "
                     f"steps ({self._why(idle)})",
                     key=component,
-                    fix="look at the learning rate, and whether the loss depends on the adapters",
+                    fix="check the learning rate, and whether the loss depends on the adapters",
                 )
-        return (self._decision(still, "have learned nothing: outside the loss, perhaps"),)
+        return (self._decision(still, "have not changed; they may be outside the loss"),)
 
     def _why(self, layers: list[_Layer]) -> str:
         zero = all(layer in self._zero for layer in layers)
         kinds = " or ".join(sorted({self._zero[layer] for layer in layers})) if zero else ""
-        return f"every {kinds} is zero" if zero else "all are as they were initialized"
+        return f"every {kinds} is zero" if zero else "all have their initial values"
 
     def _decision(self, still: list[_Layer], reason: str) -> Decision:
         names = [".".join(layer) for layer in still]
@@ -166,8 +168,8 @@ _ALWAYS: Final = (
     "alpha_pattern",
     "use_dora",
 )
-"""What a file always says; the rest only where it is not peft's default, so that an older peft,
-which refuses settings it does not know, still loads it."""
+"""Settings that are always written. Others are written only if they differ from peft's default,
+because an older peft rejects unknown settings."""
 _OF_THE_RUN: Final = frozenset(
     {
         "inference_mode",
@@ -177,26 +179,25 @@ _OF_THE_RUN: Final = frozenset(
         "lora_dropout",
     }
 )
-"""Settings that mean nothing to who loads the file."""
+"""Settings that are meaningless when loading the file."""
 
 
 @attrs.frozen(kw_only=True)
 class ExportedAdapters(os.PathLike[str]):
-    """A file of adapters, written and read back. May be used as its path."""
+    """An exported adapter file; usable as its path. May be used as its path."""
 
     path: Path
     """Absolute path of the file, or of peft's folder."""
     components: tuple[str, ...]
-    """Components of the pipeline it has adapters for."""
+    """Components of the pipeline with adapters in the file."""
     tensors: int
     elements: int
     nbytes: int
     """Bytes of the file."""
     sha256: str
-    """Of the file, hex."""
+    """SHA-256 of the file, hex."""
     decisions: tuple[Decision, ...] = ()
-    """What is remarkable about the adapters: such as layers that have learned nothing, or a scale
-    that the format holds rounded."""
+    """Unusual findings, such as untrained layers, or a scale that the format rounds."""
 
     def __fspath__(self) -> str:
         return str(self.path)
@@ -213,38 +214,40 @@ def export_adapters(
     pipeline: Any = None,
     timeout_s: float | None = None,
 ) -> ExportedAdapters:
-    """Write the adapters an engine trains as ``pipeline.load_lora_weights`` wants them. Collective.
+    """Write an engine's adapters for ``pipeline.load_lora_weights``. Collective.
 
     Only adapters are gathered, one tensor at a time, from the fp32 master weights. The header
-    holds rank, alpha and kind of the adapters, as diffusers writes them. Before the file gets its
-    name it is read back and compared, and the adapters must have learned something.
+    contains rank, alpha and kind of the adapters, in diffusers' format. The file is read back and
+    compared before it gets its name, and the adapters must have changed in training.
 
     Args:
-        path: A folder, in which the file is ``pytorch_lora_weights.safetensors``, or the file
-            itself, ending with ``.safetensors``. An earlier export is replaced.
-        engine: What trains a model with adapters, or ``TrainedParts`` with some.
+        path: A folder, for the file ``pytorch_lora_weights.safetensors``, or the file itself,
+            ending in ``.safetensors``. An earlier export is replaced.
+        engine: Engine of a model with adapters, or of ``TrainedParts`` with some.
         weights: As in ``export_model``.
-        dtype: Of the tensors in the file: ``"fp32"``, ``"bf16"``, ``"fp16"`` or a torch dtype.
+        dtype: Dtype of the tensors in the file: ``"fp32"``, ``"bf16"``, ``"fp16"`` or a torch
+            dtype.
         layout: ``"diffusers"``; ``"peft"``, a folder for ``PeftModel.from_pretrained``;
-            ``"comfyui"``, a file of ``diffusion_model.*`` tensors; ``"kohya"``, a file as kohya's
-            trainers write it. The last two are read back through diffusers' own converters, and
-            hold the adapters in memory while they are written.
-        component: What the pipeline calls a single model; by its class when not given.
-            The parts of ``TrainedParts`` have their names.
-        pipeline: The pipeline or its class, to check that it loads adapters for these components.
-        timeout_s: Seconds to wait for all ranks to come; the group's timeout when not given.
+            ``"comfyui"``, a file of ``diffusion_model.*`` tensors; ``"kohya"``, a file in the
+            format of kohya's trainers. The last two are read back through diffusers' own
+            converters, and need the adapters in memory while they are written.
+        component: Name of a single model in the pipeline; default by its class. The parts of
+            ``TrainedParts`` have their own names.
+        pipeline: The pipeline or its class, for checking that it can load adapters for these
+            components.
+        timeout_s: Timeout for the other ranks in seconds; default the group's.
 
     Returns:
-        What was written, on every rank.
+        The export, on every rank.
 
     Raises:
-        CheckpointMismatchError: The model trains no adapters, or trains something besides them,
-            or layers and kinds that the format has no names for.
-        CheckpointCorruptError: Adapters are not finite or have learned nothing, or the disk does
-            not hold what was written.
-        CheckpointError: The file is somebody else's, or cannot be written.
-        InvalidValueError: There is no such format, or not for this model.
-        CollectiveError: A rank did not come, or the arguments differ.
+        CheckpointMismatchError: The model trains no adapters, trains other parameters as well, or
+            has layers or kinds that the format does not support.
+        CheckpointCorruptError: Adapters are not finite or have not changed, or the data on disk
+            differ from what was written.
+        CheckpointError: The file was not written by zerotune, or cannot be written.
+        InvalidValueError: The layout is unknown, or not available for this model.
+        CollectiveError: A rank did not call it, or the arguments differ.
     """
     if layout not in LAYOUTS:
         raise InvalidValueError(
@@ -282,20 +285,20 @@ def export_adapters(
 
 @attrs.frozen(kw_only=True)
 class AdapterOutline:
-    """Which of an engine's parameters go into a LoRA file, and under which names."""
+    """Parameters of an engine that go into an adapter file, with their names there."""
 
     keys: Mapping[str, str]
-    """For each trained parameter its name in the file."""
+    """Maps each trained parameter to its name in the file."""
     shapes: Mapping[str, tuple[int, ...]]
-    """The trained parameters in the order they are gathered."""
+    """Trained parameters in gathering order."""
     metadata: Mapping[str, Mapping[str, Any]]
-    """For each component its adapters' settings."""
+    """Adapter settings of each component."""
     adapters: Mapping[str, tuple[str, torch.nn.Module, str]]
-    """For each component its prefix in the model, the module, and its adapter's name."""
+    """Prefix in the model, module and adapter name of each component."""
 
     @classmethod
     def of(cls, engine: Engine, *, component: str | None = None) -> AdapterOutline:
-        """Look at an engine."""
+        """Create it from an engine."""
         shapes = engine.master_weights.parameters
         adapters = {
             name: (prefix, module, adapter)
@@ -314,13 +317,13 @@ class AdapterOutline:
         )
 
     def check_layout(self, layout: Layout) -> None:
-        """Check that the format can hold adapters of this kind."""
+        """Check that the format supports adapters of this kind."""
         if layout == "peft" and len(self.adapters) > 1:
             raise CheckpointMismatchError(
-                "a folder of peft's holds the adapters of one model",
+                "a peft folder contains the adapters of a single model",
                 key="layout",
                 value=layout,
-                fix='layout="diffusers" holds all of them',
+                fix='layout="diffusers" supports several',
             )
         for component, (_, module, adapter) in self.adapters.items():
             config = peft_config(module, adapter).to_dict()
@@ -329,7 +332,7 @@ class AdapterOutline:
             kind = "DoRA" if kind == "LoRA" and config.get("use_dora") else kind
             if kind not in _HOLDS[layout]:
                 raise CheckpointMismatchError(
-                    f"cannot hold {kind}: no program could read it",
+                    f"does not support {kind}, so no program could read it",
                     key="layout",
                     value=layout,
                     fix='layout="peft", for PeftModel.from_pretrained',
@@ -347,7 +350,7 @@ _HOLDS: Final[Mapping[Layout, tuple[str, ...]]] = {
 
 
 def portable_config(module: torch.nn.Module, adapter: str) -> dict[str, Any]:
-    """The settings of an adapter that a file must hold, as JSON has them."""
+    """Return the settings of an adapter for its file, as JSON types."""
     usual = type(peft_config(module, adapter))().to_dict()
     return {
         key: sorted(value) if isinstance(value, (set, frozenset)) else value
@@ -362,14 +365,14 @@ def _adapter_key(name: str, adapters: Mapping[str, tuple[str, torch.nn.Module, s
         if name.startswith(prefix) and parsed is not None:
             return f"{component}.{published_prefix(module)}{parsed.key}"
     raise CheckpointMismatchError(
-        "is trained and is no adapter, so a LoRA file cannot hold it",
+        "is trained but is not an adapter, so an adapter file cannot contain it",
         key=name,
         fix="freeze it, or export the whole model with export_merged",
     )
 
 
 def published_prefix(module: torch.nn.Module) -> str:
-    """What files say before the names of a model's layers."""
+    """Return the prefix of layer names in files."""
     # transformers 5 dropped this level of CLIP; files keep it, and diffusers takes it away again.
     flat = type(module).__name__.startswith("CLIPText") and not hasattr(module, "text_model")
     return "text_model." if flat else ""
@@ -382,10 +385,10 @@ def _check_loadable(pipeline: Any, names: tuple[str, ...]) -> None:
     kind = pipeline.__name__ if isinstance(pipeline, type) else type(pipeline).__name__
     if loadable is None or not set(names) <= set(loadable):
         raise InvalidValueError(
-            f"{kind} loads adapters for {', '.join(loadable or ()) or 'nothing'}",
+            f"{kind} can load adapters for {', '.join(loadable or ()) or 'nothing'}",
             key="component",
             value=names,
-            fix="name components as the pipeline does",
+            fix="name components as in the pipeline",
         )
 
 
@@ -569,5 +572,5 @@ class _Foreign(_Draft):
 
 def _homeless(layer: str, what: str) -> CheckpointMismatchError:
     return CheckpointMismatchError(
-        f"{what}, for which the format has no place", key=layer, fix='layout="diffusers"'
+        f"{what}, which the format does not support", key=layer, fix='layout="diffusers"'
     )

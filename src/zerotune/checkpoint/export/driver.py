@@ -1,4 +1,4 @@
-"""The way of every export: all ranks gather, rank 0 writes, reads back, and gives it its name."""
+"""Common steps of every export: all ranks gather, rank 0 writes, verifies and renames."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from zerotune.backend.engine import Engine
 
 SHARD_SIZE: Final = 10 * 2**30
-"""Most bytes of tensors in one file, as diffusers itself splits them."""
+"""Maximum bytes of tensors in one file, the same as in diffusers."""
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -43,26 +43,26 @@ Named = Iterator[tuple[str, torch.Tensor]]
 
 
 class Gatherable(Protocol):
-    """What gives full tensors by parameter name: master weights, or an EMA shadow."""
+    """Source of full tensors by parameter name: master weights, or an EMA shadow."""
 
     def gather(self) -> Named:
-        """Name and full tensor of every trained parameter. Collective."""
+        """Yield name and full tensor of every trained parameter. Collective."""
         ...
 
 
 class Draft(Protocol[T_co]):
-    """An export as rank 0 writes it."""
+    """An export in progress on rank 0."""
 
     def append(self, name: str, tensor: torch.Tensor, *, trained: bool) -> None:
-        """Write a tensor, by its name in the model; the trained ones come first."""
+        """Write a tensor by its name in the model; trained ones come first."""
         ...
 
     def publish(self) -> T_co:
-        """Read back what was written and give it its name."""
+        """Verify the written files and rename them."""
         ...
 
     def abandon(self) -> None:
-        """Remove what has not got its name."""
+        """Remove files that have no final name yet."""
         ...
 
 
@@ -75,23 +75,24 @@ def meet(
     timeout_s: float | None,
     purpose: str = "exporting to",
 ) -> Gatherable:
-    """Wait for all ranks, with the same arguments. Collective.
+    """Wait for all ranks and check that they pass the same arguments. Collective.
 
     Args:
-        engine: What is exported.
-        path: What will be written.
-        call: The function, for messages.
-        arguments: What else ranks must agree on.
+        engine: Engine to export.
+        path: Target path.
+        call: Name of the function, for messages.
+        arguments: Other arguments that must agree.
         weights: As in ``export_model``.
-        timeout_s: Seconds to wait; the group's timeout when not given.
-        purpose: What is begun, for messages.
+        timeout_s: Timeout in seconds; default the group's.
+        purpose: Description of the work, for messages.
     """
     if not hasattr(engine, "master_weights"):
         raise InvalidValueError(
-            "is no engine: weights that ZeRO partitions are whole nowhere else",
+            "is not an engine; the full weights under ZeRO are only available from the engine",
             key="engine",
             value=type(engine).__name__,
-            fix="write trainer.export(PATH), or engine=trainer.engine (what zerotune.prepare gave)",
+            fix="use trainer.export(PATH), or engine=trainer.engine (the object returned by "
+            "zerotune.prepare)",
         )
     label = weights if isinstance(weights, str) or weights is None else type(weights).__name__
     engine.group.barrier(f"{purpose} {os.fspath(path)}", timeout_s=timeout_s)
@@ -106,12 +107,12 @@ def meet(
         return named[0]
     names = ("trained", *sorted({each.name for each in averages}))
     raise InvalidValueError(
-        f"{len(named)} averages of this name are attached to the engine"
+        f"{len(named)} EMAs with this name are attached to the engine"
         if named
-        else "no such average is attached to the engine",
+        else "no EMA with this name is attached to the engine",
         key="weights",
         value=label,
-        fix=f"write one of {', '.join(map(repr, names))}, or pass an attached EMAShadow",
+        fix=f"use one of {', '.join(map(repr, names))}, or pass an attached EMAShadow",
     )
 
 
@@ -157,32 +158,32 @@ def export_together(
 
 @attrs.frozen(kw_only=True)
 class Whole:
-    """A pipeline's folder that a model folder becomes a part of."""
+    """A pipeline folder of which a model folder becomes a part."""
 
     part: str
     """Name of the part."""
     others: Mapping[str, str]
-    """SHA-256 (hex) of the files beside it, by their path from the pipeline's folder."""
+    """SHA-256 (hex) of its other files, by path from the pipeline folder."""
 
 
 class ExportWriter:
-    """Writes tensors into a folder, with texts beside them, or into a single file.
+    """Writes tensors and text files into a folder, or tensors into a single file.
 
-    What an earlier export wrote there is replaced when all of the new one is on the disk and was
-    read back; files of others in its folder stay.
+    An earlier export is replaced after the new one is on disk and verified; other files in its
+    folder stay.
 
     Args:
         path: The folder or file.
-        stem: What the files of tensors in the folder are called; ``None``: ``path`` is the file.
-        specs: Every tensor.
-        texts: Further files of the folder, by name.
-        metadata: What the headers say besides.
-        aliases: Further names of tensors, and the first name of each.
-        shard_size: Most bytes of tensors in a file; all in one when not given.
-        whole: What it becomes a part of.
+        stem: Base name of the tensor files in the folder; ``None`` if ``path`` is the file.
+        specs: All tensors to write.
+        texts: Additional files of the folder, by name.
+        metadata: Additional metadata of the headers.
+        aliases: Further names of tensors, mapped to their first names.
+        shard_size: Maximum bytes of tensors per file; default all in one.
+        whole: Pipeline of which the export becomes a part.
 
     Attributes:
-        records: The files of tensors, once it is published.
+        records: Records of the tensor files, after publishing.
     """
 
     def __init__(
@@ -228,19 +229,19 @@ class ExportWriter:
             undo.pop_all()
 
     def append(self, name: str, tensor: torch.Tensor, *, trained: bool = False) -> None:  # noqa: ARG002
-        """Write a tensor under each of its names, cast to what was announced."""
+        """Write a tensor under each of its names, cast to the planned dtype."""
         for key in all_names(name, self._aliases):
             self._writer.write(key, tensor)
 
     def append_part(self, name: str, part: torch.Tensor, *, start: int) -> None:
-        """Write a part of a tensor, from an element of the flattened tensor on."""
+        """Write a part of a tensor from an element offset."""
         self._writer.write(name, part, start=start)
 
     def publish(self, *, check: Callable[[Path], None] | None = None) -> Path:
-        """Compare what is on the disk with what was written, then give it its name.
+        """Compare the files on disk with the written data, then rename them.
 
         Args:
-            check: Looks at a single file before it gets its name.
+            check: Checks a single file before it is renamed.
         """
         self.records = self._writer.confirm(self._files, self._writer.written)
         self._writer.close()
@@ -257,12 +258,12 @@ class ExportWriter:
         return self.path
 
     def abandon(self) -> None:
-        """Remove what has not got its name."""
+        """Remove files that have no final name yet."""
         self._writer.close()
         self._staging.abandon()
 
     def write(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Path:
-        """Write all tensors and publish; nothing is left when that fails."""
+        """Write all tensors and publish; nothing is left after a failure."""
         try:
             for name, tensor in tensors:
                 self.append(name, tensor)
@@ -279,10 +280,10 @@ class ExportWriter:
 
 
 def all_names(name: str, aliases: Mapping[str, str]) -> list[str]:
-    """A tensor's first name, and its further ones."""
+    """Return a tensor's first name and its further ones."""
     return [name, *(alias for alias, first in aliases.items() if first == name)]
 
 
 def json_text(content: Mapping[str, Any]) -> bytes:
-    """A file of JSON, as diffusers and peft write theirs."""
+    """Format JSON like diffusers and peft."""
     return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()

@@ -1,4 +1,4 @@
-"""Adapters folded into the weights they adapt: a model that needs no adapters any more."""
+"""Merge adapters into the weights they adapt."""
 
 from __future__ import annotations
 
@@ -60,20 +60,20 @@ _CONVOLUTIONS: Final = {3: torch.nn.Conv1d, 4: torch.nn.Conv2d, 5: torch.nn.Conv
 class Fold:
     """The adapter of one layer.
 
-    Called with the layer's weight, in any precision, it gives the folded weight in fp32.
+    Called with the layer's weight in any dtype, it returns the merged weight in fp32.
     """
 
     layer: str
     """Dotted name of the adapted layer."""
     scaling: float = 1.0
-    """What the product of the factors is multiplied by."""
+    """Factor of the product."""
     tensors: dict[str, torch.Tensor] = attrs.field(factory=dict)
-    """fp32 on the CPU, by kind: ``lora_A``, ``lora_B``, ``lokr_w1``, ``oft_R``, …"""
+    """Factors in fp32 on the CPU, by kind: ``lora_A``, ``lora_B``, ``lokr_w1``, ``oft_R``, …"""
     settings: Mapping[str, Any] = attrs.field(factory=dict)
-    """Peft's configuration of the whole adapter."""
+    """peft's configuration of the whole adapter."""
 
     def __call__(self, weight: torch.Tensor) -> torch.Tensor:
-        """Fold."""
+        """Return the merged weight."""
         plain = weight.detach().to("cpu", torch.float32)
         try:
             wrapped = self._wrapped(plain)
@@ -87,7 +87,7 @@ class Fold:
 
     @property
     def rank(self) -> int:
-        """Inner size of the factors."""
+        """Inner dimension of the factors."""
         for kind in ("lora_A", "lora_embedding_A", "hada_w1_b"):
             if kind in self.tensors:
                 return int(self.tensors[kind].shape[0])
@@ -95,7 +95,7 @@ class Fold:
         return int(self._setting("r", "rank_pattern", 0))
 
     def scaled_by_settings(self, strength: float) -> Fold:
-        """With the scale that the settings mean for this layer; alpha is the rank without any."""
+        """Return the adapter with this layer's scale; alpha defaults to the rank."""
         named = "alpha" if "alpha" in self.settings else "lora_alpha"
         alpha = float(self._setting(named, "alpha_pattern", self.rank))
         root = self.settings.get("use_rslora", False)
@@ -113,7 +113,7 @@ class Fold:
             peft = importlib.import_module("peft")
         except ImportError as error:
             raise MissingDependencyError(
-                f"is needed to fold adapters and could not be imported ({error})",
+                f"is required to merge adapters and could not be imported ({error})",
                 key="peft",
                 fix="pip install 'zerotune[lora]'",
             ) from error
@@ -160,7 +160,7 @@ _SHAPING: Final = (
     "use_cayley_neumann",
     "num_cayley_neumann_terms",
 )
-"""Settings besides rank and alpha that say what the factors mean."""
+"""Settings besides rank and alpha that affect how the factors are applied."""
 
 
 def _layer_like(weight: torch.Tensor, *, embedding: bool) -> torch.nn.Module:
@@ -192,19 +192,19 @@ def export_merged(
     shard_size: int = SHARD_SIZE,
     timeout_s: float | None = None,
 ) -> Path:
-    """Write an engine's model with its adapters folded in, as a diffusers model folder. Collective.
+    """Write an engine's model with merged adapters as a diffusers model folder. Collective.
 
-    In memory are the adapters and one parameter at a time, at stage 3 and with NVMe too. Weights
-    are folded in fp32 and cast to ``dtype`` last, which loses less than folding in 16 bits.
+    Memory: the adapters and one parameter at a time, also at stage 3 and with NVMe. Weights are
+    merged in fp32 and then cast to ``dtype``, which is more accurate than merging in 16 bits.
 
     Args:
         path: The folder, as for ``export_model``.
-        engine: What trains a model with adapters.
+        engine: Engine of a model with adapters.
         weights: As in ``export_model``.
-        dtype: Of the floating-point tensors in the file.
-        component: Which of ``TrainedParts``.
-        shard_size: Most bytes of tensors in a file.
-        timeout_s: Seconds to wait for all ranks to come; the group's timeout when not given.
+        dtype: Dtype of floating-point tensors in the file.
+        component: Name of a part of ``TrainedParts``.
+        shard_size: Maximum bytes of tensors in a file.
+        timeout_s: Timeout for the other ranks in seconds; default the group's.
 
     Returns:
         The absolute path.
@@ -212,9 +212,9 @@ def export_merged(
     Raises:
         CheckpointMismatchError: The model trains no adapters.
         InvalidValueError: ``TrainedParts`` needs a component.
-        CheckpointError: The path is taken by something else, or writing fails.
+        CheckpointError: The path exists and is not an export, or writing fails.
         MissingDependencyError: peft is not installed.
-        CollectiveError: A rank did not come, or the arguments differ.
+        CollectiveError: A rank did not call it, or the arguments differ.
     """
     chosen = checked_dtype(dtype)
     exported = meet(
@@ -255,26 +255,26 @@ def merge_adapters(
     dtype: str | torch.dtype = "fp32",
     shard_size: int = SHARD_SIZE,
 ) -> Path:
-    """Fold a LoRA file into a model folder. Needs no engine; not collective.
+    """Merge a LoRA file into a model folder. Needs no engine; not collective.
 
     Args:
-        adapters: The file, or a folder that holds it under its usual name.
+        adapters: The file, or a folder that contains it under its usual name.
         path: The folder to write, as for ``export_model``.
         base: The model folder the adapters were trained on, such as ``<pipeline>/unet``.
-        component: What the file calls the model.
-        scale: Strength of the adapters; 1 is as trained. Must be 1 with DoRA.
-        dtype: Of the floating-point tensors in the file.
-        shard_size: Most bytes of tensors in a file.
+        component: Name of the model in the file.
+        scale: Strength of the adapters; 1 is the trained strength. Must be 1 with DoRA.
+        dtype: Dtype of floating-point tensors in the file.
+        shard_size: Maximum bytes of tensors in a file.
 
     Returns:
         The absolute path.
 
     Raises:
-        CheckpointMismatchError: The file has nothing for this component, or not all of it fits.
-        CheckpointError: A file is missing, or the path is taken by something else.
+        CheckpointMismatchError: The file has no adapters for this component, or some do not fit.
+        CheckpointError: A file is missing, or the path exists and is not an export.
         MissingDependencyError: peft is not installed.
     """
-    purpose = f"cannot be merged into from {os.fspath(adapters)}"
+    purpose = f"cannot be written from {os.fspath(adapters)}"
     with system_errors(CheckpointError, path, purpose), ExitStack() as opened:
         file, chosen = find_adapters(adapters), checked_dtype(dtype)
         check_apart(Path(path), Path(base))
@@ -286,13 +286,13 @@ def merge_adapters(
                 "is not a diffusers model",
                 key="base",
                 value=str(origin.path),
-                fix="for a text encoder: load pipeline and adapters, pipeline.fuse_lora(), save "
-                "that",
+                fix="for a text encoder, load pipeline and adapters, call "
+                "pipeline.fuse_lora(), and save that",
             )
         weights = {f"{layer}.weight": fold for layer, fold in folds.items()}
         if missing := sorted(weights.keys() - origin.tensors.keys()):
             raise CheckpointMismatchError(
-                f"is adapted and not in {base} ({len(missing)} such layers)", key=missing[0]
+                f"is adapted but not in {base} ({len(missing)} such layers)", key=missing[0]
             )
         specs = [
             TensorSpec(key=key, dtype=each.dtype, shape=each.shape).cast(chosen)
@@ -325,7 +325,7 @@ class _Merged:
         named = components(engine.module, component or unnamed)
         if len(named) > 1:
             raise InvalidValueError(
-                "one model is written at a time",
+                "only one model is written at a time",
                 key="component",
                 value=component,
                 fix=f"one of {list(named)}",
@@ -417,7 +417,7 @@ def _folds(stored: ModelFolderReader, component: str, *, scale: float) -> dict[s
         )
     if scale != 1 and any("lora_magnitude_vector" in fold.tensors for fold in folds.values()):
         raise InvalidValueError(
-            "DoRA's magnitudes were trained for full strength", key="scale", value=scale, fix="1"
+            "DoRA's magnitudes are only valid at full strength", key="scale", value=scale, fix="1"
         )
     return {layer: fold.scaled_by_settings(scale) for layer, fold in folds.items()}
 

@@ -1,4 +1,4 @@
-"""Diffusers model folders, from an engine or a checkpoint, and their reader."""
+"""Read diffusers model folders, and write them from an engine or a checkpoint."""
 
 from __future__ import annotations
 
@@ -60,16 +60,16 @@ class ModelFolderReader(TensorReader):
         files = [path] if path.is_file() else weight_files(path)
         if not files:
             raise CheckpointError(
-                "holds no safetensors weights of a model",
+                "contains no safetensors weights of a model",
                 key=str(path),
-                fix="give the folder of the model itself, such as <pipeline>/unet, saved as "
+                fix="use the folder of the model itself, such as <pipeline>/unet, saved as "
                 "safetensors",
             )
         super().__init__(files)
 
     @property
     def config(self) -> Mapping[str, Any] | None:
-        """What ``config.json`` holds."""
+        """Content of ``config.json``."""
         path = self.path / CONFIG
         if not path.is_file():
             return None
@@ -90,9 +90,9 @@ def model_writer(
     whole: Whole | None = None,
     texts: Mapping[str, bytes] | None = None,
 ) -> ExportWriter:
-    """What writes ``config.json`` and sharded safetensors that ``from_pretrained`` reads.
+    """Return a writer for ``config.json`` and sharded safetensors that ``from_pretrained`` reads.
 
-    A path that ends with ``.safetensors`` becomes a single file instead.
+    A path ending in ``.safetensors`` becomes a single file.
     """
     single = Path(path).suffix == ".safetensors"
     return ExportWriter(
@@ -117,32 +117,31 @@ def export_model(
 ) -> Path:
     """Write the engine's model as a diffusers model folder. Collective.
 
-    One parameter at a time is gathered and written by rank 0: nothing else is needed in memory,
-    at stage 3 and with NVMe too. Names, shapes and byte totals are compared on the disk before the
-    folder gets its name.
+    Rank 0 gathers and writes one parameter at a time, which is the only additional memory, also at
+    stage 3 and with NVMe. Names, shapes and byte totals are compared on disk before the folder is
+    renamed.
 
     Args:
-        path: The folder; an earlier export there is replaced when the new one is whole. A name
-            that ends with ``.safetensors`` becomes a single file.
-        engine: The model, with its frozen parameters and buffers.
-        weights: What to export of the trained parameters: ``"trained"``, an
-            attached EMA shadow, or the name of one: ``"ema"``, or its name in ``EMAShadows``; the
-            fp32 master weights when not given.
-        dtype: Of all floating-point tensors in the file: ``"fp32"``, ``"bf16"``, ``"fp16"`` or a
-            torch dtype.
-        shard_size: Most bytes of tensors in a file.
-        timeout_s: Seconds to wait for all ranks to come; the group's timeout when not given.
+        path: The folder; an earlier export is replaced when the new one is complete. A path ending
+            in ``.safetensors`` becomes a single file.
+        engine: Engine of the model; frozen parameters and buffers are exported too.
+        weights: Source of the trained parameters: ``"trained"``, an attached EMA shadow, or its
+            name (``"ema"``, or its name in ``EMAShadows``); default the fp32 master weights.
+        dtype: Dtype of all floating-point tensors in the file: ``"fp32"``, ``"bf16"``, ``"fp16"``
+            or a torch dtype.
+        shard_size: Maximum bytes of tensors in a file.
+        timeout_s: Timeout for the other ranks in seconds; default the group's.
 
     Returns:
         The absolute path.
 
     Raises:
-        CheckpointError: The path is taken by something else than an export, the disk is too
-            small, or writing fails.
-        CheckpointCorruptError: The disk does not hold what was written.
+        CheckpointError: The path exists and is not an export, the disk is too small, or writing
+            fails.
+        CheckpointCorruptError: The data on disk differ from what was written.
         CheckpointMismatchError: The model trains adapters.
-        InvalidValueError: No such average is attached to the engine.
-        CollectiveError: A rank did not come, or the arguments differ.
+        InvalidValueError: No such EMA is attached to the engine.
+        CollectiveError: A rank did not call it, or the arguments differ.
     """
     chosen = checked_dtype(dtype)
     exported = meet(
@@ -159,18 +158,18 @@ def export_model(
 
 
 def trains_adapters(engine: Engine) -> bool:
-    """Whether any of the trained parameters belongs to an adapter."""
+    """Return whether any trained parameter belongs to an adapter."""
     return any(AdapterParameter.parse(name) for name in engine.master_weights.parameters)
 
 
 def refuse_adapters(engine: Engine) -> None:
-    """Refuse an engine that trains adapters."""
+    """Check that an engine trains no adapters."""
     for name in engine.master_weights.parameters:
         if AdapterParameter.parse(name) is not None:
             raise CheckpointMismatchError(
-                "belongs to an adapter, which a model folder cannot hold",
+                "belongs to an adapter, which a model folder cannot contain",
                 key=name,
-                fix="export_adapters for a LoRA file, export_merged for a whole model",
+                fix="use export_adapters for a LoRA file, export_merged for a whole model",
             )
 
 
@@ -188,16 +187,16 @@ def export_checkpoint(
     Args:
         directory: The checkpoint.
         path: As in ``export_model``.
-        shadow: Export this EMA shadow; the trained weights when not given.
+        shadow: EMA shadow to export; default the trained weights.
         dtype: As in ``export_model``.
-        base: The model folder training began from: frozen parameters are read there.
-        shard_size: Most bytes of tensors in a file.
+        base: The model folder that training started from; frozen parameters are read there.
+        shard_size: Maximum bytes of tensors in a file.
 
     Returns:
         The absolute path.
 
     Raises:
-        CheckpointError: There is no checkpoint, or the path is taken by something else.
+        CheckpointError: There is no checkpoint, or the path exists and is not an export.
         CheckpointMismatchError: It has no such shadow, or ``base`` lacks a frozen parameter.
         CheckpointCorruptError: A file is damaged.
     """
@@ -222,7 +221,7 @@ def export_checkpoint(
 def checked_checkpoint(
     directory: str | os.PathLike[str], *, shadow: str | None
 ) -> tuple[Path, Manifest]:
-    """A checkpoint with all its files, and the shadow that is asked for."""
+    """Return a checkpoint after checking its files and the requested shadow."""
     folder, manifest = find_checkpoint(directory)
     check_files(folder, manifest)
     if shadow is not None and shadow not in manifest.shadows:
@@ -235,7 +234,7 @@ def checked_checkpoint(
 
 
 def records_of(manifest: Manifest) -> tuple[ParameterRecord | TensorRecord, ...]:
-    """All tensors of the model in a checkpoint."""
+    """Return the records of all tensors of the model in a checkpoint."""
     return (*manifest.parameters, *manifest.frozen, *manifest.buffers)
 
 
@@ -249,16 +248,16 @@ def engine_writer(
     part: tuple[str, torch.nn.Module] | None = None,
     texts: Mapping[str, bytes] | None = None,
 ) -> ExportWriter:
-    """What writes an engine's model, or a part of it, every tensor in ``dtype``.
+    """Return a writer for an engine's model, or a part of it, in ``dtype``.
 
     Args:
         path: As in ``export_model``.
         engine: The model.
         dtype: As in ``export_model``.
         shard_size: As in ``export_model``.
-        whole: What it becomes a part of.
-        part: The prefix of its names in the engine, and the module; all of it when not given.
-        texts: Files beside the weights of a model that is none of diffusers.
+        whole: Pipeline of which it becomes a part.
+        part: Prefix of its names in the engine, and the module; default the whole model.
+        texts: Additional files for a model that is not from diffusers.
     """
     prefix, module = part or ("", engine.module)
     aliases = tied_names(module)
@@ -280,12 +279,12 @@ def engine_specs(
     *,
     part: tuple[str, torch.nn.Module] | None = None,
 ) -> list[TensorSpec]:
-    """All tensors of an engine's model, or of a part of it, in ``dtype``.
+    """Return all tensors of an engine's model, or of a part of it, in ``dtype``.
 
     Args:
         engine: The model.
-        aliases: Names of tied tensors.
-        dtype: Of each tensor.
+        aliases: Further names of tied tensors.
+        dtype: Dtype of each tensor.
         part: As in ``engine_writer``.
     """
     prefix, module = part or ("", engine.module)
@@ -308,7 +307,7 @@ def specs_of(
     aliases: Mapping[str, str],
     dtype: torch.dtype,
 ) -> list[TensorSpec]:
-    """Tensors of a model under all their names, in ``dtype``."""
+    """Return the tensors of a model under all their names, in ``dtype``."""
     return [
         TensorSpec(key=key, dtype=getattr(torch, record.dtype), shape=record.shape).cast(dtype)
         for record in records
@@ -317,37 +316,37 @@ def specs_of(
 
 
 def untrained(engine: Engine) -> Named:
-    """What has no master weights, one tensor in memory at a time. Collective at stage 3."""
+    """Yield tensors without master weights, one in memory at a time. Collective at stage 3."""
     for name, parameter in untrained_parameters(engine).items():
         yield name, whole_parameter(parameter)
     yield from persistent_buffers(engine.module).items()
 
 
 class Frozen(Protocol):
-    """What holds the parameters that were not trained."""
+    """Protocol: source of parameters that were not trained."""
 
     @property
     def path(self) -> Path:
-        """Where they are."""
+        """Path of the source."""
         ...
 
     @property
     def tensors(self) -> Mapping[str, StoredTensor]:
-        """By the model's names."""
+        """Tensors by the model's names."""
         ...
 
     def tensor(self, name: str) -> torch.Tensor:
-        """One of them, on the CPU."""
+        """Return one tensor on the CPU."""
         ...
 
 
 def stored_tensors(
     reader: CheckpointReader, manifest: Manifest, shadow: str | None, frozen: Frozen | None
 ) -> Named:
-    """The tensors of the model in a checkpoint, or of a shadow of it.
+    """Yield the tensors of the model in a checkpoint, or of one of its shadows.
 
     Raises:
-        CheckpointMismatchError: Some were not trained, and ``frozen`` has them not.
+        CheckpointMismatchError: Some parameters were not trained, and ``frozen`` lacks them.
     """
     _check_frozen(manifest, frozen)
     subject = WEIGHTS if shadow is None else Subject(kind="shadow", of=shadow)
@@ -371,5 +370,5 @@ def _check_frozen(manifest: Manifest, base: Frozen | None) -> None:
                 + ("and no base was given" if base is None else f"nor in {base.path}"),
                 key=record.name,
                 value=record.shape,
-                fix="give base=, the model folder that training began from",
+                fix="pass base=, the model folder that training started from",
             )

@@ -1,4 +1,4 @@
-"""From an engine to a whole diffusers pipeline, with the trained model in it."""
+"""Export a whole diffusers pipeline with the trained model."""
 
 from __future__ import annotations
 
@@ -52,41 +52,42 @@ def export_pipeline(
     shard_size: int = SHARD_SIZE,
     timeout_s: float | None = None,
 ) -> Path:
-    """Write a pipeline: that of ``base`` with the engine's model in place of one part. Collective.
+    """Write the pipeline of ``base`` with one part replaced by the engine's model. Collective.
 
-    Of ``TrainedParts`` each takes the place of the part of its name. The other parts (VAE, text
-    encoders, tokenizers, scheduler) are copied as they are. The folder gets its name when all of it
-    is on the disk, and then takes the place of an earlier export.
+    Each part of ``TrainedParts`` replaces the part with its name. The other parts (VAE, text
+    encoders, tokenizers, scheduler) are copied unchanged. The folder is renamed when all of it is
+    on disk, and then replaces an earlier export.
 
-    A path that ends with ``.safetensors`` becomes a single file in the layout of the model's first
-    publication, which ComfyUI and diffusers' ``from_single_file`` read. From a single file as
-    ``base`` it has that file's names and other tensors; averages of the former weights
-    (``model_ema``) are left out. From a folder, Stable Diffusion 1 and XL are written with text
-    encoders and VAE, SD3 with its VAE, Flux and others as transformers alone. What the file holds
-    is compared, through diffusers' converters, before it gets its name.
+    A path ending in ``.safetensors`` becomes a single file in the layout of the model's first
+    publication, which ComfyUI and diffusers' ``from_single_file`` read. If ``base`` is a single
+    file, its names and other tensors are kept, except averages of the former weights
+    (``model_ema``). If it is a folder, the file of Stable Diffusion 1 and XL contains text encoders
+    and VAE, that of SD3 its VAE, and that of Flux and others only the transformer. The file is
+    verified through diffusers' converters before it is renamed.
 
     Args:
         path: The folder, or the single file.
         engine: The model.
-        base: Folder of the pipeline, or the single file, training began from.
-        config: Of a single file as ``base``: the pipeline's folder with its configuration. A folder
-            is written with its tokenizers and scheduler; not needed to write a single file.
-        component: Part to replace (``"unet"``, ``"transformer"``); found by the model's class
-            when not given. The parts of ``TrainedParts`` have their names.
+        base: Folder of the pipeline, or the single file, that training started from.
+        config: If ``base`` is a single file: the pipeline folder with its configuration. It
+            provides tokenizers and scheduler for a folder, and is not needed to write a single
+            file.
+        component: Part to replace (``"unet"``, ``"transformer"``); default by the model's class.
+            The parts of ``TrainedParts`` have their own names.
         weights: As in ``export_model``.
-        dtype: Of what is replaced.
-        shard_size: Most bytes of tensors in a file of a folder.
+        dtype: Dtype of the replaced part.
+        shard_size: Maximum bytes of tensors per file of a folder.
         timeout_s: As in ``export_model``.
 
     Returns:
         The absolute path.
 
     Raises:
-        CheckpointMismatchError: ``base`` is no pipeline, or has no such part; or nothing is known
-            of how the model is written into a single file.
-        InvalidValueError: No such average is attached to the engine.
-        CheckpointError: The path is taken by something else than an export, or writing fails.
-        CollectiveError: A rank did not come, or the arguments differ.
+        CheckpointMismatchError: ``base`` is not a pipeline or lacks the part, or the model's
+            single-file layout is unknown.
+        InvalidValueError: No such EMA is attached to the engine.
+        CheckpointError: The path exists and is not an export, or writing fails.
+        CollectiveError: A rank did not call it, or the arguments differ.
     """
     target, origin, chosen = Path(path).absolute(), Path(base), checked_dtype(dtype)
     settings = None if config is None else Path(config)
@@ -134,10 +135,10 @@ def _draft(
     single = target.suffix == SUFFIX
     if single and isinstance(engine.module, TrainedParts):
         raise CheckpointMismatchError(
-            "a single file is written of the model alone; text encoders were trained too",
+            "a single file contains only the model, but text encoders were trained too",
             key="path",
             value=str(target),
-            fix="give a folder, for the whole pipeline",
+            fix="pass a folder to write the whole pipeline",
         )
     if base.is_file() and single:
         layout = layout_of_file(Trained.by(engine, dtype), base, dtype=dtype)
@@ -147,7 +148,7 @@ def _draft(
             "is a single file, which has neither tokenizers nor a scheduler",
             key="base",
             value=str(base),
-            fix=f"give config=, the folder of its pipeline, or a path that ends with {SUFFIX}",
+            fix=f"pass config=, the folder of its pipeline, or a path that ends with {SUFFIX}",
         )
     folder = base if config is None else config
     if single:

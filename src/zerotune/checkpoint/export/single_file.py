@@ -1,4 +1,4 @@
-"""From an engine to one file with the whole model, in the layout of its first publication."""
+"""Export a single file with the whole model, in the layout of its first publication."""
 
 from __future__ import annotations
 
@@ -49,17 +49,17 @@ if TYPE_CHECKING:
 
 @attrs.frozen(kw_only=True)
 class Trained:
-    """A model that was trained."""
+    """A trained model to write."""
 
     kind: type[Any]
     """Its class."""
     config: Mapping[str, Any]
     specs: Mapping[str, TensorSpec]
-    """Its tensors as they will be written, by its own names."""
+    """Its tensors under their own names, as they will be written."""
 
     @classmethod
     def by(cls, engine: Engine, dtype: torch.dtype) -> Trained:
-        """The model of an engine."""
+        """Create it from the model of an engine."""
         return cls(
             kind=type(engine.module),
             config=model_config(engine.module) or {},
@@ -68,15 +68,15 @@ class Trained:
 
     @classmethod
     def stored(cls, manifest: Manifest, dtype: torch.dtype) -> Trained:
-        """The model of a checkpoint."""
+        """Create it from the model of a checkpoint."""
         import diffusers
 
         config = manifest.model or {}
         kind = getattr(diffusers, str(config.get("_class_name")), None)
         if kind is None:
             raise CheckpointMismatchError(
-                "the checkpoint's model is none of diffusers, so nothing reads it from a single "
-                "file",
+                "the checkpoint's model is not from diffusers, so nothing can read it "
+                "from a single file",
                 key="model",
                 value=config.get("_class_name"),
             )
@@ -91,25 +91,25 @@ class Trained:
 
 @attrs.frozen(kw_only=True)
 class Layout:
-    """What will be in the file."""
+    """Contents of the file."""
 
     specs: Sequence[TensorSpec]
-    """Every tensor."""
+    """All tensors."""
     places: Places
-    """Where the trained model's tensors go."""
+    """Positions of the trained model's tensors."""
     others: Callable[[], Named]
-    """The tensors of the parts that were not trained."""
+    """Tensors of the parts that were not trained."""
     check: Callable[[Path], None] | None = None
-    """Looks at the file before it gets its name."""
+    """Checks the file before it is renamed."""
 
 
 class SingleFileDraft:
-    """The file as rank 0 writes it: tensors of the trained model, then those of the other parts.
+    """A single file in progress on rank 0: tensors of the trained model, then the other parts.
 
     Args:
         target: The file.
-        base: What training began from.
-        layout: What will be in the file.
+        base: File or folder that training started from.
+        layout: Contents of the file.
     """
 
     def __init__(self, target: Path, *, base: Path, layout: Layout) -> None:
@@ -118,30 +118,30 @@ class SingleFileDraft:
         self._writer = ExportWriter(target, stem=None, specs=layout.specs)
 
     def append(self, name: str, tensor: torch.Tensor, *, trained: bool) -> None:  # noqa: ARG002
-        """Write a tensor of the trained model, each run of its rows at its place."""
+        """Write a tensor of the trained model, each run of its rows in place."""
         rows = tensor.reshape(math.prod(tensor.shape[:1]), -1)
         for run in self._layout.places[name]:
             part = rows[run.here : run.here + run.count]
             self._writer.append_part(run.key, part, start=run.there * rows.shape[1])
 
     def publish(self) -> Path:
-        """Write the other parts, read all back, and give it its name."""
+        """Write the other parts, verify everything and rename the file."""
         for key, tensor in self._layout.others():
             self._writer.append(key, tensor)
         return self._writer.publish(check=self._layout.check)
 
     def abandon(self) -> None:
-        """Remove what has not got its name."""
+        """Remove files that have no final name yet."""
         self._writer.abandon()
 
 
 def layout_of_file(model: Trained, path: Path, *, dtype: torch.dtype) -> Layout:
-    """The layout of the single file that training began from: its names, and its other parts.
+    """Return the layout of the single file that training started from.
 
     Args:
-        model: What was trained.
+        model: The trained model.
         path: The file.
-        dtype: Of the trained model's tensors; the others stay as they are.
+        dtype: Dtype of the trained model's tensors; the others are unchanged.
     """
     file = SingleFile.open(path, config=path.parent)
     places = _places(model, file.shapes)
@@ -166,22 +166,22 @@ def layout_of_file(model: Trained, path: Path, *, dtype: torch.dtype) -> Layout:
 
 
 def layout_of_folder(model: Trained, folder: Path, *, part: str, pipeline: str) -> Layout:
-    """The layout in which models of a pipeline's class were first published.
+    """Return the layout in which models of a pipeline class were first published.
 
     Args:
-        model: What was trained.
-        folder: The pipeline training began from; its other parts go into the file as well.
-        part: What the model is called there.
-        pipeline: The pipeline's class.
+        model: The trained model.
+        folder: The pipeline that training started from; its other parts go into the file as well.
+        part: Name of the model in the pipeline.
+        pipeline: Class of the pipeline.
     """
     originals = ORIGINALS.get(pipeline, {})
     if part not in originals:
         raise CheckpointMismatchError(
-            f"zerotune does not know how {pipeline} is written into a single file",
+            f"the single-file layout of {pipeline} is unknown",
             key="base",
             value=str(folder),
-            fix=f"export to a folder, or begin from a single file, whose layout is kept; known are "
-            f"{listing(list(ORIGINALS))}",
+            fix="export to a folder, or start from a single file, whose layout is kept; "
+            f"known pipelines are {listing(list(ORIGINALS))}",
         )
     specs = []
     for key, names in originals[part].keys(list(model.specs), model.config).items():
@@ -216,7 +216,7 @@ def _places(model: Trained, file: Shapes) -> Places:
             position = position + count if there == position else -1
         if position != math.prod(file[key][:1]):
             raise CheckpointMismatchError(
-                "is not made of whole rows of the model, as diffusers' converter reads it",
+                "does not consist of whole rows of the model when read by diffusers' converter",
                 key=key,
                 fix="export to a folder",
             )
@@ -252,7 +252,7 @@ def _compare_rows(file: Path, folder: Path, *, pipeline: str, parts: Sequence[st
             other = theirs.get(key)
             if other is None or other.is_meta or not torch.equal(other.float(), tensor.float()):
                 raise CheckpointCorruptError(
-                    f"diffusers reads another tensor from the file ({key})",
+                    f"diffusers reads a different tensor from the file ({key})",
                     key=name,
                     value=str(folder / name),
                     fix="export to a folder",
@@ -274,7 +274,7 @@ def export_checkpoint_as_file(
         path: The file.
         base: As in ``export_pipeline``: the single file, or the pipeline's folder.
         shadow: As in ``export_checkpoint``.
-        dtype: Of the trained model's tensors.
+        dtype: Dtype of the trained model's tensors.
 
     Raises:
         CheckpointError: As in ``export_checkpoint`` and ``export_pipeline``.
@@ -325,12 +325,12 @@ class _ModelOfFile:
 
 
 def component_of(base: Path, asked: str | None, model: str) -> tuple[str, str]:
-    """What a model is called in a pipeline, and the pipeline's class.
+    """Return a model's name in a pipeline, and the pipeline's class.
 
     Args:
-        base: The pipeline's folder.
-        asked: The name, where it is known.
-        model: The model's class.
+        base: Folder of the pipeline.
+        asked: The name, if known.
+        model: Class of the model.
     """
     try:
         index: dict[str, Any] = json_of((base / INDEX).read_text(encoding="utf-8"))
@@ -339,7 +339,7 @@ def component_of(base: Path, asked: str | None, model: str) -> tuple[str, str]:
             f"is not the folder of a diffusers pipeline: {error}",
             key="base",
             value=str(base),
-            fix=f"give the folder that training began from, with its {INDEX}",
+            fix=f"use the folder that training started from, with its {INDEX}",
         ) from error
     parts = {
         name: entry[1]
@@ -352,9 +352,9 @@ def component_of(base: Path, asked: str | None, model: str) -> tuple[str, str]:
         fitting = [name for name, kind in parts.items() if kind == model]
     if len(fitting) != 1:
         raise CheckpointMismatchError(
-            f"the pipeline has {len(fitting) or 'no'} such parts; it has {parts}",
+            f"the pipeline has {len(fitting) or 'no'} such parts; it contains {parts}",
             key="component",
             value=asked or model,
-            fix="name the part that was trained",
+            fix="name the trained part",
         )
     return fitting[0], str(index.get("_class_name"))

@@ -82,10 +82,10 @@ def model_family(name: str) -> ModelFamily:
     if name not in family_names():
         close = " or ".join(map(repr, did_you_mean(name, family_names())))
         raise InvalidValueError(
-            "is not a model family zerotune knows",
+            "is not a known model family",
             key="family",
             value=name,
-            fix=f"did you mean {close}?" if close else f"write one of {', '.join(family_names())}",
+            fix=f"did you mean {close}?" if close else f"use one of {', '.join(family_names())}",
         )
     data = json.loads(entry.read_text(encoding="utf-8"))
     facts = attrs.evolve(facts_from_json(data), name=name)
@@ -175,10 +175,10 @@ def as_facts(
     if base_dtype is None:
         return facts
     raise InvalidValueError(
-        "a quantized model is not trained itself, only adapters beside it",
+        "a quantized model cannot be trained itself, only adapters on it",
         key="base_dtype",
         value=base_dtype,
-        fix="add adapters, such as lora=16 (--lora 16), or leave it out",
+        fix="add adapters, such as lora=16 (--lora 16), or omit it",
     )
 
 
@@ -192,7 +192,7 @@ def _facts_of(model: ModelFacts | str | object) -> ModelFacts:
     if hasattr(model, "named_parameters"):
         return ModelFacts.from_module(model)
     raise InvalidValueError(
-        "is neither a model nor facts about one",
+        "is neither a model nor model facts",
         key="model",
         value=type(model).__name__,
         fix="pass ModelFacts, a module, or the name of a family such as 'sdxl'; for a diffusers"

@@ -1140,7 +1140,7 @@ def sample_size(
                 f"{facts.name} is trained on images, not on clips",
                 key="frames",
                 value=frames,
-                fix="leave frames out, or name a model of clips",
+                fix="omit frames, or choose a video model",
             )
     return {"height": height, "width": width, "frames": frames}
 
@@ -1153,7 +1153,7 @@ def sides(resolution: int | tuple[int, int] | None) -> tuple[int | None, int | N
     shaped = isinstance(pair, tuple | list) and len(pair) == 2
     if not shaped or not all(is_integer(side) and side >= 8 for side in pair):
         raise InvalidValueError(
-            "is not a size of images",
+            "is not a valid image size",
             key="resolution",
             value=resolution,
             fix="write the side in pixels, such as 1024, or (height, width)",
@@ -1270,13 +1270,13 @@ def _around_the_engine(case: Costing) -> Iterator[MemoryItem]:
 def _notes(case: Costing) -> Iterator[str]:
     work = case.workload
     if case.streaming is not None and not case.streamed.units:
-        yield "no unit is known: which modules of this class are streamed the model itself tells"
+        yield "units are unknown: the class does not define which modules are streamed"
     if work.height is None:
-        yield "activations are left out: no resolution was given"
+        yield "activations are not included: no resolution was given"
     elif case.model.activations is None:
-        yield "activations are left out: they are not known for this model; use model_facts()"
+        yield "activations are not included: they are unknown for this model; use model_facts()"
     elif case.model.frames_per_latent is not None and work.frames is None:
-        yield "activations of one frame: this model takes clips, and no frames were given"
+        yield "activations of one frame: this is a video model, and no frames were given"
     elif work.gradient_checkpointing and case.model.activations.checkpointed is None:
         yield "this model has no gradient checkpointing, so all activations are kept"
     elif work.activation_offload and not offloads_activations(case):

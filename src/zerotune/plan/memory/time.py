@@ -733,7 +733,7 @@ def step_time(estimate: MemoryEstimate, rates: Rates) -> StepTime | None:
     case = Costing(resolved=estimate.resolved, model=model, workload=work)
     parts = [*_pass_parts(case, model.arithmetic, rates), *_moved(case, estimate, rates)]
     sends = case.ranks > 1 and case.streaming is None
-    notes = ("what ranks send each other is left out",) if sends else ()
+    notes = ("communication between ranks is not included",) if sends else ()
     kept = tuple(part for part in parts if part.seconds > 0)
     return StepTime(
         parts=kept,
