@@ -234,7 +234,7 @@ def second_day(session: nox.Session) -> None:
     # Ops built against one environment's torch are built anew for another's.
     session.env["TORCH_EXTENSIONS_DIR"] = f"{EXTENSIONS}-wheel"
     session.env.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    compiled = ("doctor", "--build-missing", "cpu_adam")
+    compiled = ("doctor", "--build-missing", "cpu_adam", "fused_adam")
     session.run("python", "-m", "zerotune", *compiled, success_codes=[0, 1])
     session.run("python", "-m", "tests.second_day", *session.posargs)
 
