@@ -9,7 +9,8 @@ import pytest
 
 SCRIPT = """
 import torch, zerotune
-from zerotune import DeepSpeedPlan, ModelFacts, OptimizerResolver, build_engine
+from zerotune import DeepSpeedPlan, ModelFacts, OptimizerResolver
+from zerotune.training.setup import build_engine
 
 model = torch.nn.Linear(8, 8)
 plan = DeepSpeedPlan.build(stage=2, offload="cpu", optimizer="AdamW")

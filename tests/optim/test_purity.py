@@ -5,8 +5,8 @@ import sys
 
 SCRIPT = """
 import sys
-from zerotune.optim import OptimizerResolver, normalise_optimizer_name
-from zerotune.optimizers.catalogue import SchedulerChoice
+from zerotune.optim import OptimizerResolver
+from zerotune.optimizers.catalogue import SchedulerChoice, normalise_optimizer_name
 from zerotune.optimizers.schedules import lr_at
 from zerotune.plan.model import DeepSpeedPlan
 from zerotune.plan.model import ModelFacts

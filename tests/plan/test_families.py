@@ -108,7 +108,7 @@ def test_facts_come_from_what_people_have():
 
 def test_a_family_needs_no_torch():
     code = (
-        "import sys, json; from zerotune.plan import family; family('flux');"
+        "import sys, json; from zerotune.plan.families import family; family('flux');"
         "print(json.dumps([m for m in ('torch', 'numpy', 'diffusers') if m in sys.modules]))"
     )
     done = subprocess.run(

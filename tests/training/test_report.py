@@ -178,7 +178,7 @@ def test_without_matplotlib_the_error_says_what_to_install(tmp_path, monkeypatch
 
 def test_plotting_leaves_the_users_backend_alone(tmp_path):
     code = (
-        "import sys; from zerotune.training import plot_loss\n"
+        "import sys; from zerotune.training.report import plot_loss\n"
         "assert 'matplotlib' not in sys.modules\n"
         f"plot_loss({str(tmp_path / 'loss.png')!r}, steps=[1, 2], losses=[2.0, 1.0])\n"
         "assert 'matplotlib.pyplot' not in sys.modules"
