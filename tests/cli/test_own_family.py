@@ -99,7 +99,8 @@ def test_a_class_that_cannot_be_costed_is_named(folder, capsys, name, why):
 def test_a_module_of_the_working_directory_is_found(folder, tmp_path, monkeypatch, capsys):
     page = importlib.import_module("families_page")
     (tmp_path / "my_family.py").write_text(
-        "from zerotune.diffusion.models.declared import Sana\n\nclass Mine(Sana):\n    '''Mine.'''\n"
+        "from zerotune.diffusion.models.declared import Sana\n\n"
+        "class Mine(Sana):\n    '''Mine.'''\n"
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [each for each in sys.path if each])
