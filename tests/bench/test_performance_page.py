@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 from pathlib import Path
 
@@ -71,3 +72,13 @@ def test_no_is_said_where_the_difference_is_larger_than_the_noise(
     opposite = {"yes": "**no**", "**no**": "yes"}
     rate = generator["met"](goal | {"quantity": "images_per_second"})
     assert rate == opposite.get(said, rate)
+
+
+@pytest.mark.parametrize("states", ["fp32 moments", "bf16 moments", "8-bit moments"])
+def test_the_time_of_lean_states_is_that_of_the_results(generator, states):
+    page = (DOCS / "streaming.md").read_text(encoding="utf-8")
+    (cells,) = re.findall(rf"^\| {states} \| (.+) \| (.+) \|$", page, flags=re.MULTILINE)
+    (case,) = (c for c in generator["stored"]()["step"]["cases"] if c["name"] == "lean states")
+    for cell, name in zip(cells, (states, f"{states}, split masters"), strict=True):
+        ratio = case["contestants"][name]["thread_seconds"].get("ratio")
+        assert cell == ("1" if ratio is None else "{1:.2f} ({0:.2f} to {2:.2f})".format(*ratio))
