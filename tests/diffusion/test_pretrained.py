@@ -144,7 +144,7 @@ def test_a_shard_that_is_cut_or_doubled_is_refused(sharded, tmp_path):
     with pytest.raises(InvalidValueError, match="does not hold what it names"):
         load_pretrained(folder, plan=PLAN)
     shutil.copy(sharded / names[1], folder / names[0])
-    with pytest.raises(InvalidValueError, match=f"is in {names[0]} and in {names[1]}"):
+    with pytest.raises(InvalidValueError, match=f"appears in both {names[0]} and {names[1]}"):
         load_pretrained(folder, plan=PLAN)
 
 

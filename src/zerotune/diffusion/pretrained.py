@@ -1176,7 +1176,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _not_loaded(path: Path, error: Exception) -> InvalidValueError:
     return InvalidValueError(
-        f"cannot be loaded ({first_line(error)})",
+        f"cannot be loaded ({first_line(error).rstrip('.')})",
         key="source",
         value=str(path),
         fix="download the pipeline again, or name a variant whose files exist",

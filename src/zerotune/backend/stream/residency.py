@@ -137,7 +137,7 @@ class Residency:
         self.counts.fetched += 1
         unit.loaded = unit.current
         unit.loading = self._lane.submit(
-            lambda: unit.flat.copy_(unit.host, non_blocking=unit.host.is_pinned()),
+            lambda: _copy(unit.host, unit.flat),
             wait=None if written is None else written.result,
         )
 
@@ -309,6 +309,10 @@ class Residency:
 def _watch(tensor: Any, call: Callable[[torch.Tensor], None]) -> None:
     """Call it with a tensor's gradient once that is complete."""
     tensor.register_hook(call)
+
+
+def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
+    target.copy_(source, non_blocking=source.is_pinned())
 
 
 def _differentiated(tree: Any) -> list[torch.Tensor]:
