@@ -382,7 +382,7 @@ def test_a_disk_that_loses_bytes_is_noticed(runs, tmp_path, monkeypatch, damage)
         write(descriptor, piece, offset)
 
     monkeypatch.setattr(tensorfile, "write_at", damaged)
-    with pytest.raises(CheckpointCorruptError, match=r"does not hold|holds 30 tensors"):
+    with pytest.raises(CheckpointCorruptError, match="differ from what was written"):
         export_adapters(tmp_path, engine=engine)
     assert not list(tmp_path.iterdir())
 
@@ -483,7 +483,7 @@ def test_other_kinds_are_exported_and_fold_in(kind, fresh, tmp_path):
         model = loaded(adapted, file)
         assert torch.equal(output_without_engine(model, adapted, torch.float32), expected)
     if layout == "peft":
-        with pytest.raises(CheckpointMismatchError, match=r"cannot hold (LoHa|OFT)"):
+        with pytest.raises(CheckpointMismatchError, match=r"does not support (LoHa|OFT)"):
             export_adapters(tmp_path / "x", engine=engine)
         assert not (tmp_path / "x").exists()
     whole = type(adapted.base()).from_pretrained(export_merged(tmp_path / "m", engine=engine))
@@ -546,7 +546,7 @@ def test_the_layout_must_hold_what_is_trained(runs, tmp_path):
     dora, _ = runs("dora")
     text, _ = runs("text")
     sd3, _ = runs("sd3")
-    with pytest.raises(CheckpointMismatchError, match="cannot hold DoRA"):
+    with pytest.raises(CheckpointMismatchError, match="does not support DoRA"):
         export_adapters(tmp_path / "x", engine=dora, layout="kohya")
     with pytest.raises(CheckpointMismatchError, match="adapters of a single model"):
         export_adapters(tmp_path / "x", engine=text, layout="peft")

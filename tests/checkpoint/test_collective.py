@@ -116,5 +116,5 @@ def test_trouble_on_one_rank_is_told_on_both(tmp_path):
     assert "rank-00001-of-00002.safetensors: " in corrupt
     if rank == 0:
         assert corrupt.startswith("CheckpointCorruptError: ")
-        assert "rank 1 reports: was altered" in corrupt
+        assert "rank 1 reports: was changed after it was written" in corrupt
     engine.close()

@@ -38,8 +38,8 @@ FILE = r"optimizer\.exp_avg-00001-of-00001\.safetensors"
 @pytest.mark.parametrize(
     ("harm", "message"),
     [
-        ("flipped", rf"CheckpointCorruptError: .*flipped/{FILE}: was altered"),
-        ("header", rf"CheckpointCorruptError: .*header/{FILE}: was altered"),
+        ("flipped", rf"CheckpointCorruptError: .*flipped/{FILE}: was changed after it was written"),
+        ("header", rf"CheckpointCorruptError: .*header/{FILE}: was changed after it was written"),
         ("truncated", rf"CheckpointCorruptError: .*{FILE}: has 1500 bytes instead of \d+"),
         ("missing", rf"CheckpointCorruptError: .*{FILE}: is missing"),
         ("manifest", r"CheckpointCorruptError: .*manifest/manifest\.json: "),

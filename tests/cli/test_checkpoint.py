@@ -54,7 +54,7 @@ def test_verify_names_every_damaged_file(portable, capsys):
     (portable / "rank-00000-of-00001.safetensors").unlink()
     code, out, _ = run(capsys, "verify", portable)
     assert code == 1
-    assert f"{weights}: was altered" in out
+    assert f"{weights}: was changed after it was written" in out
     assert "rank-00000-of-00001.safetensors: is missing" in out
     found = json.loads(run(capsys, "verify", portable, "--json")[1])
     assert found["whole"] is False

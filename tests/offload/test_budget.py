@@ -112,7 +112,7 @@ def test_too_much_is_refused_with_what_would_help():
 
 def test_more_than_may_be_locked_is_refused():
     plan = resolved(machine(64, lockable=8 * 1024**2), stage=3, offload="nvme")
-    with pytest.raises(OffloadError, match=r"may lock 8\.00 MiB.*ulimit -l"):
+    with pytest.raises(OffloadError, match=r"may lock only 8\.00 MiB.*ulimit -l"):
         fit_host_memory(plan, ranks=1, held=0)
     assert fit_host_memory(resolved(machine(64, lockable=1)), ranks=1, held=0)[1]
 

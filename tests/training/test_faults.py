@@ -278,10 +278,10 @@ def test_a_silent_rank_of_another_machine_is_told_by_its_silence():
     assert _stuck([beat(0, still_s=9), silent], 8, 2)
     text = _message([beat(0, still_s=9), silent], 2, 8)
     assert text.startswith("rank 1 stopped or exited without an error")
-    assert "rank 1 has not been heard of for 20 s; it was in forward at step 3" in text
+    assert "rank 1 sent its last heartbeat 20 s ago; it was in forward at step 3" in text
     assert beat(1)._aged(silent_s=2, ended=None, interval_s=1) == beat(1), "a pause is no end"
     let_down = beat(0, failed="CollectiveError: a rank was lost", let_down=True, done=True)
-    assert _message([let_down, beat(1)], 2, 8).startswith("a rank failed and the others wait")
+    assert _message([let_down, beat(1)], 2, 8).startswith("a rank failed and the other ranks wait")
 
 
 def interrupted(*_):

@@ -214,7 +214,10 @@ def test_what_is_exported_and_when_is_answered(tmp_path: Path) -> None:
             words = (f"weights = {name!r}", "one of trained, ema")
             refused(partial(trainer.export, tmp_path / "out", weights=given), *words)
         for given in (model, trainer):
-            words = (f"engine = {type(given).__name__!r}: is no engine", "engine=trainer.engine")
+            words = (
+                f"engine = {type(given).__name__!r}: is not an engine",
+                "engine=trainer.engine",
+            )
             refused(partial(export_model, tmp_path / "out", engine=given), *words)
         refused(trainer.engine.step, "backward")
     folder = tmp_path / "after"

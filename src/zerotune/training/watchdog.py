@@ -414,7 +414,7 @@ def _message(beats: list[Beat], world: int, timeout_s: float) -> str:
             "memory; `kill -CONT` continues a stopped process."
         )
     if any(beat.let_down for beat in beats):
-        return f"a rank failed and the others wait for it: {where}"
+        return f"a rank failed and the other ranks wait for it: {where}"
     places = {(beat.position.step, beat.position.phase, beat.position.module) for beat in beats}
     why = (
         "The ranks are in different places: each must run the same modules equally often "

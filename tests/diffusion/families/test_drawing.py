@@ -249,5 +249,5 @@ def test_what_does_not_fit_is_refused(loaded, folders):
     with pytest.raises(InvalidValueError, match=r"shape = .*is only valid with labels or count"):
         ours(sdxl, shape=(3, 8, 8))
     bare = load_pretrained(folders["sdxl"], parts=False)
-    with pytest.raises(DataError, match="prompts cannot be used"):
+    with pytest.raises(DataError, match="prompts cannot be encoded"):
         ours(bare)

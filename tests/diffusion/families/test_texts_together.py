@@ -43,7 +43,10 @@ def test_a_pipeline_that_pads_to_the_longest_encodes_texts_one_by_one(folder, lo
     alone, warning = loaded.decisions
     assert (alone.key, alone.after) == ("family.texts_alone", True)
     assert warning.severity == "warning"
-    assert "no mask (prompt_embeds): train with train_micro_batch_size_per_gpu=1" in warning.reason
+    assert (
+        "without a mask (prompt_embeds): train with train_micro_batch_size_per_gpu=1"
+        in warning.reason
+    )
     pipe = CogView4Pipeline.from_pretrained(folder)
     with torch.no_grad():
         expected, _ = pipe.encode_prompt(["a dog"], do_classifier_free_guidance=False)
