@@ -223,6 +223,13 @@ def train_text_encoders(day: Day) -> str:
     return recipe(day, "text_encoder", *line, exported="lora.safetensors")
 
 
+def train_with_a_robust_loss(day: Day) -> str:
+    """Train with a robust loss."""
+    line = ["--base", str(day.folder / "model"), "--data", str(day.folder / "photos")]
+    line += ["--area", "256", "--batch", "1", "--rank", "2"]
+    return recipe(day, "losses", *line, exported="lora.safetensors")
+
+
 def train_a_controlnet(day: Day) -> str:
     """Train a ControlNet."""
     run_ranks(edges_drawn, str(day.folder))
@@ -259,6 +266,7 @@ def train_on_clips(day: Day) -> str:
 RECIPES: tuple[Callable[[Day], str], ...] = (
     mix,
     train_text_encoders,
+    train_with_a_robust_loss,
     train_a_controlnet,
     train_on_preferences,
     train_one_file,
