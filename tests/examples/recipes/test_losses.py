@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.resources
 from typing import Any
 
 import pytest
-import torch
 from diffusers import DiffusionPipeline
 
+from tests.examples.recipes.starting import photographs, started
 from tests.support import pipelines
 from tests.support.ranks import run_ranks
 
@@ -19,23 +17,7 @@ SMALL = ["--area", "256", "--bucket-step", "4", "--batch", "1", "--every", "2", 
 
 @pytest.fixture
 def data(tmp_path: Any) -> Any:
-    shipped = importlib.resources.files("skimage") / "data"
-    folder = tmp_path / "photos"
-    folder.mkdir()
-    for photo in PHOTOS:
-        (folder / f"{photo}.png").write_bytes((shipped / f"{photo}.png").read_bytes())
-        (folder / f"{photo}.txt").write_text(photo)
-    return folder
-
-
-def run(starts: list[list[str]]) -> list[list[float]]:
-    torch.set_num_threads(1)
-    main = importlib.import_module("examples.recipes.losses").main
-    found = []
-    for arguments in starts:
-        torch.manual_seed(0)  # Of new adapters, as in a process of its own.
-        found.append(main(arguments))
-    return found
+    return photographs(tmp_path / "photos", {photo: photo for photo in PHOTOS})
 
 
 @pytest.mark.deepspeed
@@ -54,7 +36,7 @@ def test_it_stops_and_continues_as_if_it_had_not(model, stage, world_size, data,
     )
     starts = [[*stopped, "--steps", "2"], [*stopped, "--steps", "4"], [*whole, "--steps", "4"]]
     starts.append([*usual, "--steps", "2", "--loss", "squared"])
-    before, after, at_once, squared = run_ranks(run, starts, world_size=world_size)[0]
+    before, after, at_once, squared = run_ranks(started, "losses", starts, world_size=world_size)[0]
     assert before + after == at_once
     assert set(squared).isdisjoint(before)
     files = [tmp_path / name / "lora.safetensors" for name in ("stopped", "whole")]

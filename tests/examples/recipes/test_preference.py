@@ -3,8 +3,6 @@ loads what it wrote."""
 
 from __future__ import annotations
 
-import importlib
-import importlib.resources
 import math
 
 import numpy as np
@@ -14,6 +12,7 @@ from diffusers import StableDiffusionXLPipeline
 from PIL import Image
 from safetensors.torch import load_file
 
+from tests.examples.recipes.starting import photographs, started
 from tests.support import pipelines
 from tests.support.ranks import run_ranks
 
@@ -25,29 +24,15 @@ SMALL += ["--every", "2", "--lr", "1e-2"]
 @pytest.fixture
 def data(tmp_path):
     """Photographs with captions, and the same photographs under noise."""
-    shipped = importlib.resources.files("skimage") / "data"
     random = np.random.default_rng(0)
-    for name in ("preferred", "rejected"):
-        (tmp_path / "pairs" / name).mkdir(parents=True)
-    for name, caption in PHOTOS.items():
-        photo = tmp_path / "pairs" / "preferred" / f"{name}.png"
-        photo.write_bytes((shipped / f"{name}.png").read_bytes())
-        photo.with_suffix(".txt").write_text(caption)
-        with Image.open(photo) as image:
+    preferred = photographs(tmp_path / "pairs" / "preferred", PHOTOS)
+    (tmp_path / "pairs" / "rejected").mkdir()
+    for name in PHOTOS:
+        with Image.open(preferred / f"{name}.png") as image:
             pixels = np.asarray(image.convert("RGB").resize((64, 64)))
         noisy = (pixels // 2 + random.integers(0, 128, pixels.shape)).astype(np.uint8)
         Image.fromarray(noisy).save(tmp_path / "pairs" / "rejected" / f"{name}.png")
     return tmp_path / "pairs"
-
-
-def run(starts: list[list[str]]) -> list[list[float]]:
-    torch.set_num_threads(1)
-    main = importlib.import_module("examples.recipes.preference").main
-    found = []
-    for arguments in starts:
-        torch.manual_seed(0)  # Of new adapters, as in a process of its own.
-        found.append(main(arguments))
-    return found
 
 
 @pytest.mark.deepspeed
@@ -65,7 +50,7 @@ def test_it_stops_and_goes_on_as_if_it_had_not(stage, world_size, data, tmp_path
     common = ["--base", str(base), "--data", str(data), *SMALL, "--stage", stage]
     stopped, whole = ([*common, "--output", str(tmp_path / name)] for name in ("stopped", "whole"))
     starts = [[*stopped, "--steps", "2"], [*stopped, "--steps", "4"], [*whole, "--steps", "4"]]
-    before, after, at_once = run_ranks(run, starts, world_size=world_size)[0]
+    before, after, at_once = run_ranks(started, "preference", starts, world_size=world_size)[0]
     assert before + after == at_once
     assert at_once[0] == pytest.approx(math.log(2), rel=1e-6), "model and reference begin as one"
     assert max(abs(loss - at_once[0]) for loss in at_once) > 1e-3

@@ -10,6 +10,7 @@ import torch
 from diffusers import StableDiffusionXLPipeline
 from safetensors.torch import load_file
 
+from tests.examples.recipes.starting import photographs
 from tests.support import single_files
 from tests.support.ranks import run_ranks
 from tests.support.runs import PLAIN, start
@@ -22,13 +23,7 @@ SMALL = ["--area", "256", "--bucket-step", "4", "--batch", "1", "--every", "2", 
 
 @pytest.fixture
 def data(tmp_path):
-    folder = tmp_path / "photos"
-    folder.mkdir()
-    shipped = importlib.resources.files("skimage") / "data"
-    for name, caption in PHOTOS.items():
-        (folder / f"{name}.png").write_bytes((shipped / f"{name}.png").read_bytes())
-        (folder / f"{name}.txt").write_text(caption)
-    return folder
+    return photographs(tmp_path / "photos", PHOTOS)
 
 
 def in_one_file(folder, file):

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.resources
 from typing import Any
 
 import pytest
-import torch
 from diffusers import DiffusionPipeline
 
+from tests.examples.recipes.starting import photographs, started
 from tests.support import pipelines
 from tests.support.ranks import run_ranks
 
@@ -20,23 +18,7 @@ SMALL += ["--every", "2", "--lr", "1e-3", "--text-lr", "1e-3", "--text-steps", "
 
 @pytest.fixture
 def data(tmp_path: Any) -> Any:
-    shipped = importlib.resources.files("skimage") / "data"
-    folder = tmp_path / "photos"
-    folder.mkdir()
-    for photo in PHOTOS:
-        (folder / f"{photo}.png").write_bytes((shipped / f"{photo}.png").read_bytes())
-        (folder / f"{photo}.txt").write_text(photo)
-    return folder
-
-
-def run(starts: list[list[str]]) -> list[list[float]]:
-    torch.set_num_threads(1)
-    main = importlib.import_module("examples.recipes.text_encoder").main
-    found = []
-    for arguments in starts:
-        torch.manual_seed(0)  # Of new adapters, as in a process of its own.
-        found.append(main(arguments))
-    return found
+    return photographs(tmp_path / "photos", {photo: photo for photo in PHOTOS})
 
 
 @pytest.mark.deepspeed
@@ -53,7 +35,7 @@ def test_it_stops_and_goes_on_as_if_it_had_not(model, extra, world_size, data, t
     common = ["--base", str(base), "--data", str(data), *SMALL, *extra]
     stopped, whole = ([*common, "--output", str(tmp_path / name)] for name in ("stopped", "whole"))
     starts = [[*stopped, "--steps", "2"], [*stopped, "--steps", "5"], [*whole, "--steps", "5"]]
-    before, after, at_once = run_ranks(run, starts, world_size=world_size)[0]
+    before, after, at_once = run_ranks(started, "text_encoder", starts, world_size=world_size)[0]
     assert before + after == at_once
     if "--all" in extra:
         DiffusionPipeline.from_pretrained(tmp_path / "whole" / "pipeline")
