@@ -227,9 +227,7 @@ class StreamedSteps:
 
         Passes are not taken from the first gradient on that is not finite.
         """
-        for window in self._windows.values():
-            if window.landed is not None:
-                window.landed.finish()
+        self._finish_landing()
         if self._under_way:
             self.passes.settle()
             if self._any_stepped():
@@ -239,6 +237,12 @@ class StreamedSteps:
                     self._adam.state[slab.key]["step"] -= 1
         self.forget_all()
         return True
+
+    def _finish_landing(self) -> None:
+        """Return once every gradient under way is on the host."""
+        for window in self._windows.values():
+            if window.landed is not None:
+                window.landed.finish()
 
     def _any_stepped(self) -> bool:
         """Whether a unit was stepped with the window's gradients."""
@@ -292,9 +296,7 @@ class StreamedSteps:
         Raises:
             BaseException: What bringing a gradient to the host failed with.
         """
-        for window in self._windows.values():
-            if window.landed is not None:
-                window.landed.finish()
+        self._finish_landing()
         norms = []
         for group in self._order:
             total = torch.zeros(1)
