@@ -348,7 +348,7 @@ def test_models_without_checkpointing_are_refused() -> None:
     with pytest.raises(InvalidValueError, match="gradient checkpointing"):
         ActivationOffload().attach(torch.nn.Linear(2, 2))
     offload = ActivationOffload().attach(Chain(2))
-    with pytest.raises(InvalidValueError, match="another model"):
+    with pytest.raises(InvalidValueError, match="already attached"):
         offload.attach(Chain(2))
     with pytest.raises(InvalidValueError, match="ahead"):
         ActivationOffload(ahead=0)
