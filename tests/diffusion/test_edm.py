@@ -177,7 +177,7 @@ def test_quantiles_go_from_little_noise_to_much():
                 scheduler=EDMDPMSolverMultistepScheduler(prediction_type="sample")
             ),
             "scheduler.prediction_type",
-            "supports only epsilon and v_prediction",
+            "prediction type of the model",
         ),
     ],
 )

@@ -213,7 +213,7 @@ class LoKr(_Ranked):
     """
 
     factor: int = -1
-    """Size of the first factor, if it divides the layer's size. -1 chooses a size near the square root
+    """Size of the first factor, if it divides the layer's size. -1 chooses about the square root
     of the layer's."""
     decompose_both: bool = False
     """Whether the first factor is also a product of low-rank matrices, if its size allows this."""
@@ -448,7 +448,7 @@ def _peft() -> ModuleType:
         return importlib.import_module("peft")
     except ImportError as error:
         raise MissingDependencyError(
-            f"peft, which LoRA needs, cannot be imported ({error})",
+            f"is required for LoRA and cannot be imported ({error})",
             key="peft",
             fix="pip install 'zerotune[lora]'",
         ) from error
