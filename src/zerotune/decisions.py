@@ -117,7 +117,7 @@ class Decision:
 
 
 def worst_first(records: Iterable[Decision]) -> list[Decision]:
-    """Sort records by severity, errors first."""
+    """Sort ``records`` by severity, errors first."""
     return sorted(records, key=lambda one: SEVERITIES.index(one.severity))
 
 

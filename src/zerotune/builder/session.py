@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
 import errno
 import hashlib
 import os
@@ -29,18 +27,7 @@ from zerotune.errors import (
 )
 from zerotune.plan import DeepSpeedPlan, plan_document
 from zerotune.plan.read import plan_from_mapping, read_whole
-from zerotune.plan.source import (
-    WRAPPERS,
-    YAML_SUFFIXES,
-    is_off,
-    parse_file,
-    parse_json,
-    parse_yaml,
-    read_text,
-    tolerated,
-    undashed,
-    wrapper_of,
-)
+from zerotune.plan.source import parse_any, read_text, tolerated, with_named_files, wrapper_of
 from zerotune.plan.write import format_of, launchable
 
 LARGEST_FILE: Final = 1 << 20
@@ -181,13 +168,14 @@ def open_text(text: str, *, name: str, root: Root, folder: Path | None = None) -
         root: Where files that the text names may lie.
         folder: Where relative ones are looked up.
     """
-    content, sentences = _read_any(text, name)
+    content, sentences = parse_any(text, source=name)
     check_content(content)
     if not isinstance(content, Mapping):
         raise InvalidValueError(
             "holds no configuration", key=name, value=content, fix="open an object of settings"
         )
-    content = _confined(content, root, folder or root.folder)
+    here = folder or root.folder
+    content = with_named_files(content, lambda key, path: root.inside(str(here / path), key=key))
 
     def read(log: Log) -> DeepSpeedPlan:
         tolerated(sentences, name, log)
@@ -198,8 +186,7 @@ def open_text(text: str, *, name: str, root: Root, folder: Path | None = None) -
     except (PlanFileError, PlanSyntaxError):
         raise
     except ZeroTuneError as error:
-        wrapped = any(undashed(key) in WRAPPERS for key in content)
-        if wrapped or not any(key in content for key in _TYPICAL):
+        if wrapper_of(content) is not None or not any(key in content for key in _TYPICAL):
             raise
         config = {str(key): value for key, value in content.items()}
         wrong = tuple(map(Decision.of, error.each()))
@@ -213,44 +200,6 @@ def _unwrapped(content: Mapping[str, Any]) -> Mapping[str, Any]:
     """The configuration inside a trainer's file, where it stands there as an object."""
     inside = content.get(wrapper_of(content) or "")
     return inside if isinstance(inside, Mapping) else content
-
-
-def _read_any(text: str, name: str) -> tuple[Any, list[str]]:
-    if Path(name).suffix.lower() in (*YAML_SUFFIXES, ".hjson", ".toml"):
-        return parse_file(text, Path(name))
-    try:
-        return parse_json(text, source=name)
-    except PlanSyntaxError as error:
-        if text.lstrip("\ufeff \t\r\n").startswith(("{", "[", "/")):
-            raise
-        # Pasted text has no suffix; what does not look like JSON may be accelerate's YAML.
-        content = parse_yaml(text, source=name)
-        if isinstance(content, Mapping):
-            return content, []
-        raise error from None
-
-
-def _confined(content: Mapping[str, Any], root: Root, folder: Path) -> dict[str, Any]:
-    """``content`` with every file it names made absolute, or refused when outside the root."""
-    safe = dict(content)
-    for key, value in content.items():
-        if undashed(key) not in WRAPPERS:
-            continue
-        if isinstance(value, Mapping):
-            safe[key] = _confined(value, root, folder)
-        elif isinstance(value, str) and not is_off(value) and not _is_json(value):
-            safe[key] = str(root.inside(str(folder / value), key=str(key)))
-    return safe
-
-
-def _is_json(written: str) -> bool:
-    """Whether a setting is a configuration itself, plain or in base64, and no path of one."""
-    if written.lstrip().startswith("{"):
-        return True
-    try:
-        return base64.urlsafe_b64decode(written).lstrip().startswith(b"{")
-    except (binascii.Error, ValueError):
-        return False
 
 
 # -- The plan file, and the plan applied last.
