@@ -566,7 +566,10 @@ def test_nothing_is_said_to_run_while_the_plan_is_invalid(page):
     page.tab.fill("#config-gradient-clipping", "-1")
     page.settle()
     page.tab.click("#tab-running")
-    assert page.tab.locator("#output").text_content() == "Correct the errors to see the running configuration."
+    assert (
+        page.tab.locator("#output").text_content()
+        == "Correct the errors to see the running configuration."
+    )
     assert "Run by" not in page.tab.locator("#optimizer-about").text_content()
     arrows = page.tab.locator("#form input:not([data-store=setup])").evaluate_all(
         "inputs => inputs.filter((input) => input.placeholder.includes('→')).map((each) => each.id)"
