@@ -397,7 +397,7 @@ class Meeting(Closable):
             if now - looked >= LOOK_S:
                 looked = now
             if now - began >= self._timeout_s:
-                self._missing(purpose, dict.fromkeys(late, "never came") | self._group.ended())
+                self._missing(purpose, dict.fromkeys(late, "never arrived") | self._group.ended())
             time.sleep(pause)
             pause = min(1.5 * pause, longest)
 
@@ -431,10 +431,10 @@ class Meeting(Closable):
         states = "; ".join(f"rank {rank} {state}" for rank, state in sorted(absent.items()))
         self._fail_with(
             CollectiveError(
-                f"not every rank came to {purpose!r} ({states})",
+                f"not every rank reached {purpose!r} ({states})",
                 key=f"rank {self._rank}",
-                fix="call it on every rank, not inside `if rank == 0`, and look in the log of the "
-                "rank named for why it stopped",
+                fix="make this call on every rank, not inside `if rank == 0`; if a rank has ended, "
+                "look for its error in its log",
             )
         )
 
