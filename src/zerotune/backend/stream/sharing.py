@@ -420,10 +420,10 @@ class Meeting(Closable):
         text = bytes(self._tables.reasons[rank].tolist()).rstrip(b"\0").decode(errors="replace")
         self._fail_with(
             EngineError(
-                f"the step under way failed on another rank ({text})",
+                f"the optimizer step failed on rank {rank} ({text})",
                 key=f"rank {rank}",
-                fix="see that rank's own error; weights are no longer alike, so resume from the "
-                "last checkpoint",
+                fix="resume from the last checkpoint, because the ranks' weights now differ; that "
+                "rank's log contains the full error",
             )
         )
 
