@@ -211,7 +211,7 @@ def test_what_is_exported_and_when_is_answered(tmp_path: Path) -> None:
     with trainer:
         for given in ("emma", True, model, Following(), trainer.engine):
             name = given if isinstance(given, str) else type(given).__name__
-            words = (f"weights = {name!r}", "one of trained, ema")
+            words = (f"weights = {name!r}", "one of: trained, ema")
             refused(partial(trainer.export, tmp_path / "out", weights=given), *words)
         for given in (model, trainer):
             words = (
