@@ -43,7 +43,10 @@ FILE = r"optimizer\.exp_avg-00001-of-00001\.safetensors"
         ("truncated", rf"CheckpointCorruptError: .*{FILE}: has 1500 bytes instead of \d+"),
         ("missing", rf"CheckpointCorruptError: .*{FILE}: is missing"),
         ("manifest", r"CheckpointCorruptError: .*manifest/manifest\.json: "),
-        ("beheaded", r"CheckpointError: .*beheaded: is not a checkpoint \(contains no manifest\.json"),
+        (
+            "beheaded",
+            r"CheckpointError: .*beheaded: is not a checkpoint \(contains no manifest\.json",
+        ),
     ],
 )
 def test_damage_is_found_before_anything_is_loaded(damaged, harm, message):
@@ -156,7 +159,9 @@ def test_another_world_size_is_a_decision(refused, refused_in):
     case = attrs.evolve(PLAIN, accumulation=2)
     for decisions in run_ranks(refusals.other_plan, str(refused_in / "good"), case, world_size=2):
         assert any(d.startswith("world_size: 1 -> 2") for d in decisions)
-        assert any(d.startswith("rng: 1 -> 2 (the ranks of the saved run continue") for d in decisions)
+        assert any(
+            d.startswith("rng: 1 -> 2 (the ranks of the saved run continue") for d in decisions
+        )
         assert any(d.startswith("train_batch_size: 8 -> 16") for d in decisions)
 
 
@@ -174,4 +179,6 @@ def test_another_optimizer_begins_with_fresh_states(refused, refused_in):
     assert found["states"] == {("momentum_buffer", False)}
     assert found["step"] == 2
     (decision,) = [d for d in found["decisions"] if d.startswith("optimizer.states: ")]
-    assert decision.startswith("optimizer.states: 'AdamW' -> 'SGD' (the states of the two optimizers are incompatible")
+    assert decision.startswith(
+        "optimizer.states: 'AdamW' -> 'SGD' (the states of the two optimizers are incompatible"
+    )
