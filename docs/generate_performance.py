@@ -170,8 +170,10 @@ def page() -> str:
     parts = [
         WRITTEN_BY,
         "# Performance",
-        f"The figures on this page were measured from {days[0]} to {days[-1]}, without a GPU, on "
-        f"{machines}.",
+        (
+            f"The figures on this page were measured from {days[0]} to {days[-1]}, without a GPU,"
+            f" on {machines}."
+        ),
         ABOUT,
         f"![Ratios of time to what zerotune is compared with](images/{PICTURE.name})",
         "## Gains",
