@@ -558,7 +558,7 @@ def extra_keys() -> Any:
 
 
 def modelled(cls: type[Section]) -> list[attrs.Attribute[Any]]:
-    """The modelled keys of a section class, in writing order."""
+    """Return the fields of ``cls`` that are keys of the configuration, in writing order."""
     fields: tuple[attrs.Attribute[Any], ...] = attrs.fields(cls)  # type: ignore[arg-type]
     return [attribute for attribute in fields if "kind" in attribute.metadata]
 
@@ -710,7 +710,7 @@ def _require_object(raw: Any, key: str) -> None:
 
 
 def join(prefix: str, name: str) -> str:
-    """The path of ``name`` inside ``prefix``."""
+    """Return the path of the key ``name`` inside the section ``prefix``."""
     return f"{prefix}.{name}" if prefix else name
 
 
@@ -2806,12 +2806,12 @@ def _optimizer_config(optimizer: Any, lr: float | Auto | None) -> Any:
 
 
 def read_launch(raw: Mapping[str, Any], log: Log) -> LaunchSection:
-    """Read the launch section from the settings around a DeepSpeed configuration."""
+    """Read launch settings from ``raw``; decisions and errors go to ``log``."""
     return read_section(LaunchSection, raw, key="launch", log=log)
 
 
 def with_launch(plan: DeepSpeedPlan, launch: LaunchSection) -> DeepSpeedPlan:
-    """Attach ``launch``; values that it leaves open keep ``plan``'s."""
+    """Return ``plan`` with the settings of ``launch``; unset ones keep the plan's values."""
     before = plan.launch.to_dict() if plan.launch else {}
     around = {**before, **launch.to_dict()}
     names = {attribute.name for attribute in modelled(LaunchSection)}
