@@ -213,7 +213,7 @@ class Log:
             return None
 
     def whole(self, work: Callable[..., T], *arguments: Any) -> T:
-        """Return the result of ``work``; raise the first recorded error with the others attached."""
+        """Return the result of ``work``; raise the first recorded error, if any."""
         result = self.outcome(work, *arguments)
         raise_all(self.mistakes)
         return cast("T", result)

@@ -8,7 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final, get_args
 
 from zerotune.cli import Below, add_commands, print_json, print_page, print_text, tell
-from zerotune.errors import InvalidValueError, PlanFileError, PlanSyntaxError, UnknownKeyError
+from zerotune.errors import (
+    InvalidValueError,
+    PlanFileError,
+    PlanSyntaxError,
+    UnknownKeyError,
+    ZeroTuneError,
+)
 
 if TYPE_CHECKING:
     from zerotune.decisions import Decision
@@ -596,13 +602,7 @@ class _Diff(Below):
 
     def run(self) -> int:
         """Compare two plans; return 0 if they are equal, else 1."""
-        from zerotune.plan import DeepSpeedPlan
-
-        before, after = (
-            DeepSpeedPlan.load(path, also_known=self.arguments.also_known)
-            for path in (self.arguments.before, self.arguments.after)
-        )
-        difference = before.diff(after)
+        difference = self._loaded(self.arguments.before).diff(self._loaded(self.arguments.after))
         if self.arguments.json:
             print_json(difference.to_dict())
         elif self.arguments.markdown:
@@ -610,6 +610,15 @@ class _Diff(Below):
         else:
             print_page(difference.page())
         return int(bool(difference))
+
+    def _loaded(self, path: str) -> DeepSpeedPlan:
+        from zerotune.plan import DeepSpeedPlan
+
+        try:
+            return DeepSpeedPlan.load(path, also_known=self.arguments.also_known)
+        except ZeroTuneError:
+            tell(f"{path} has errors, so the configurations cannot be compared")
+            raise
 
 
 # -- advise
