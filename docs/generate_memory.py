@@ -1,6 +1,6 @@
-"""Write docs/fits.md, what ``advise`` gives for cards people have, and a table of memory-proof.md.
+"""Write docs/fits.md (plans that ``advise`` finds for cards) and a table of memory-proof.md.
 
-``python docs/generate_memory.py``; a test fails when the committed files are not what this prints.
+Run ``python docs/generate_memory.py``; a test fails if the committed files differ from its output.
 """
 
 from __future__ import annotations
@@ -27,23 +27,26 @@ from zerotune.platform import Platform
 TARGET = Path(__file__).parent / "fits.md"
 
 INTRODUCTION = """\
-Predicted seconds of a step with the fastest plan that fits, and where that plan puts things: one
-GPU with {host} of host memory and an NVMe disk, batch 1, {side} x {side} pixels (clips as named),
-AdamW in bf16 with fp32 master weights, an EMA in host memory. Nothing of it was measured on a GPU:
-memory comes from [the memory model](memory.md), seconds from [published figures of
+The tables show the predicted seconds of a training step with the fastest plan that fits, and a
+letter for where the plan keeps optimizer and weights. All plans are for one GPU with {host} of host
+memory and an NVMe disk, batch 1, {side} x {side} pixels (for clips, the size in the table), AdamW
+in bf16 with fp32 master weights, and an EMA in host memory. No figure was measured on a GPU: memory
+comes from [the memory model](memory.md), and seconds come from [published figures of
 cards](memory.md#how-long-a-step-takes), here of {cards}.
 
-{letters}. A \\* recomputes blocks in the backward pass (gradient checkpointing), two also keep
-their inputs in host memory; a dash says that nothing fits. For a machine of your own ask `zerotune
-plan advise --family sdxl --vram 24 --ram 64`, with `--nvme 2TB`, `--lora {rank}` or `--base-dtype
-nf4` (QLoRA): it prints the plan."""
+The letters mean: {letters}. An asterisk (\\*) means that blocks are recomputed in the backward pass
+(gradient checkpointing); two asterisks mean that the blocks' inputs are also kept in host memory. A
+dash means that no plan fits. To get the plan for your own machine, run `zerotune plan advise
+--family sdxl --vram 24 --ram 64`, if needed with `--nvme 2TB`, `--lora {rank}` or `--base-dtype
+nf4` (QLoRA)."""
 
 STREAMING = """\
-[Streaming](streaming.md) moves weights through the GPU block by block. It has to be asked for
-(`streamed=True`), and has not been measured on a GPU.
+[Streaming](streaming.md) moves weights through the GPU block by block. You must enable streaming
+with `streamed=True`; streaming has not been measured on a GPU.
 
-Predicted seconds of a step on 24 GiB with more and more host memory, no NVMe, no EMA, gradients
-clipped: of the fastest plan without streaming, then of the fastest that streams; a dash where none
+The table shows the predicted seconds of a step on a GPU with 24 GiB, for increasing host memory,
+without NVMe or EMA, and with gradient clipping. The first figure in a cell is for the fastest plan
+without streaming, and the second for the fastest plan with streaming. A dash means that no plan
 fits."""
 
 FOREMOST = (

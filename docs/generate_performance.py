@@ -64,20 +64,21 @@ COSTS = (
 """What a reader needs first; each is a goal of its benchmark, or compared beside the goals."""
 
 METHOD = """\
-Contestants of a case run alternately, round by round, on one machine, so that a slowdown of the
-machine affects all of them. A ratio is the median of the ratios of single rounds. The interval
-beside a ratio contains this median with a confidence of 95 %, whatever the distribution (order
-statistics). With five rounds it is the interval from the lowest to the highest ratio, at 94 %. A
-figure without an interval was measured once. A goal is met or missed if the whole interval is on
-one side of the goal. If the interval contains the goal, the noise is larger than the difference,
-and the page says on which side the median is. The JSON files contain medians, quartiles, settings
-and versions.
+Each benchmark consists of cases, in which several implementations are compared. The
+implementations of a case run alternately, round by round, on one machine, so that a slowdown of
+the machine affects all of them. A ratio is the median of the ratios of single rounds. The interval
+in brackets contains this median with a confidence of 95 %, whatever the distribution (order
+statistics). With five rounds, the interval reaches from the lowest to the highest ratio, and has a
+confidence of 94 %. A figure without an interval was measured once. A goal is met or missed if the
+whole interval is on one side of the goal. If the interval contains the goal, the noise is larger
+than the difference, and the page says on which side of the goal the median is. The JSON files
+contain medians, quartiles, settings and versions.
 
 Estimates of memory are compared with two measurements. Memory *in use* is the size of the
 process's live blocks. The *peak of the process* also contains freed blocks that the C library
-keeps for later; on a CPU these add up to a fifth. An estimate may be at most 3 % below the memory
-in use, and at most 10 % above the peak of the process. An estimate is **not** an upper bound of
-that peak."""
+keeps for later; on a CPU, freed blocks add up to a fifth. An estimate may be at most 3 % below the
+memory in use, and at most 10 % above the peak of the process. An estimate is **not** an upper
+bound of the peak of the process."""
 
 # The reference system's own figures, as published: SDXL's full U-Net, ZeRO-2 with the optimizer
 # in RAM, on an RTX 4090 with 24 GB.
@@ -121,31 +122,34 @@ REASONS: Mapping[tuple[str, str], str] = {
 
 
 LOWER_BOUNDS = """\
-A step of SDXL's full U-Net at 1024 x 1024 and batch 8 with recomputed blocks needs at least:"""
+A training step of SDXL's full U-Net at 1024 x 1024, with batch 8 and recomputed blocks, needs at
+least:"""
 
 ABOUT = """\
-A ratio below 1 means less time or memory than the reference, which ran alternately with zerotune.
-The interval in brackets has a confidence of 95 % ([method](measurements.md#method))."""
+A ratio below 1 means that zerotune needed less time or memory than the reference. zerotune and the
+reference ran alternately. The interval in brackets has a confidence of 95 %
+([method](measurements.md#method))."""
 
 ONE_PASS = """\
 zerotune runs Adam, unscaling, clipping and every EMA in one pass over host memory; DeepSpeed and a
-separate EMA need several passes. On a GPU the single pass runs after `zerotune doctor --prove`, or
-the first start, has found the same results bit for bit
+separate EMA need several passes. On a GPU, zerotune uses the single pass unless a check at the
+first start, or of `zerotune doctor --prove`, has found different results
 ([proven on this machine](diagnostics.md#proven-on-this-machine))."""
 
 NOT_ON_A_GPU = """\
-None of these figures was measured on a GPU. The costs of offload over a bus, the overlap with a
-device's work and the device's memory are predicted ([memory](memory.md)). `python -m bench.gpu`
-measures them on a GPU of at least 24 GiB. The command runs SDXL's full U-Net alternately with the
-configuration of the published figures, which come from an RTX 4090 with 24 GB:"""
+No figure on this page was measured on a GPU. The costs of offload over a bus, the overlap with
+computation on a device, and the device's memory are predictions ([memory](memory.md)). On a GPU of
+at least 24 GiB, `python -m bench.gpu` measures these costs. `bench.gpu` trains SDXL's full U-Net
+alternately with zerotune and with the configuration of the published figures, which come from an
+RTX 4090 with 24 GB:"""
 
 REPEAT = """\
 `python -m pip install nox && nox -s bench -- all` runs all measurements, in about half an hour on a
-quiet machine. [Measurements](measurements.md) lists every figure, goal, method and command."""
+quiet machine. For every figure, goal, method and command, see [measurements](measurements.md)."""
 
 EVERYTHING = """\
-This page contains all results of the benchmarks. A script writes it from `docs/results`.
-[Performance](performance.md) summarises the results."""
+This page contains all results of zerotune's benchmarks. `docs/generate_performance.py` writes the
+page from the files in `docs/results`. For a summary, see [performance](performance.md)."""
 
 
 def result() -> str:
@@ -154,7 +158,7 @@ def result() -> str:
     three, two = (compared_in(results[name], *compared) for name, *compared, _ in GAINS[:2])
     return (
         f"A training step with an EMA takes {two['reached']:.2f} (ZeRO-2) and"
-        f" {three['reached']:.2f} (ZeRO-3) of the time of DeepSpeed and an EMA by hand"
+        f" {three['reached']:.2f} (ZeRO-3) of the time of a hand-written DeepSpeed loop with an EMA"
     )
 
 
@@ -166,7 +170,10 @@ def page() -> str:
     parts = [
         WRITTEN_BY,
         "# Performance",
-        f"These figures were measured without a GPU, on {machines}, {days[0]} to {days[-1]}.",
+        (
+            f"The figures on this page were measured from {days[0]} to {days[-1]}, without a GPU,"
+            f" on {machines}."
+        ),
         ABOUT,
         f"![Ratios of time to what zerotune is compared with](images/{PICTURE.name})",
         "## Gains",
@@ -358,15 +365,15 @@ def _commands(results: Mapping[str, Any]) -> str:
             f"{' to '.join(dict.fromkeys((days[0], days[-1])))}, {minutes:.1f} minutes |"
         )
     return "\n".join(rows) + (
-        "\n\n`nox -s bench -- NAME` runs the same command in a separate environment. "
+        "\n\n`nox -s bench -- NAME` runs the benchmark NAME in a separate environment. "
         "`python -m bench all --output docs/results` runs all benchmarks that need no GPU. "
-        "`--quick` checks within seconds that a benchmark works."
+        "With `--quick`, `python -m bench` checks within seconds that a benchmark works."
     )
 
 
 def _memory(result: Mapping[str, Any]) -> Iterator[str]:
     cores = result["hardware"]["usable_cores"]
-    yield f"The table compares the plan's estimate with real steps on {cores} CPU cores:"
+    yield f"The table compares the memory estimates of plans with real steps on {cores} CPU cores:"
     rows = [
         "| plan | peak of the process | in use | estimated | to what is in use | to the peak |",
         "|---|--:|--:|--:|--:|--:|",
@@ -378,8 +385,8 @@ def _memory(result: Mapping[str, Any]) -> Iterator[str]:
         rows.append("| " + " | ".join(cells) + " |")
     yield "\n".join(rows)
     yield (
-        "On a CPU the C library keeps freed blocks of up to 32 MiB for later. The peak of the "
-        "process contains these blocks, so leave room for them there."
+        "On a CPU, the C library keeps freed blocks of up to 32 MiB for later. The peak of the "
+        "process contains freed blocks, so leave memory free for them."
     )
 
 
