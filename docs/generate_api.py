@@ -1,6 +1,6 @@
-"""Write the pages of the API reference from what the packages export, a page for each name.
+"""Write the pages of the API reference from the packages' exports, one page per name.
 
-Sphinx calls it before it reads the pages; they are not kept.
+Sphinx calls ``write`` before it reads the pages; the pages are not committed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FACADES = (
     "zerotune.diffusion.data",
     "zerotune.training",
 )
-"""Every documented package that lists what it exports."""
+"""Every documented package that has an ``__all__``."""
 BELOW = {
     "zerotune.backend": (
         "engine.Engine",
@@ -40,7 +40,7 @@ BELOW = {
     "zerotune.plan": ("charts.plot_memory", "read.SHORT_NAMES"),
     "zerotune.diffusion": ("models.probe.probe",),
 }
-"""Names that are documented where they are, by package."""
+"""Names that are documented under the module that defines them, by package."""
 
 _PLAN, _DATA, _MODELS = "zerotune.plan", "zerotune.diffusion.data", "zerotune.diffusion.models"
 RELATED = {
@@ -166,7 +166,7 @@ RELATED = {
         "zerotune.backend.schema": "plan_schema",
     },
 }
-"""What comes with a name, by module: values that it returns, and what it also takes by name."""
+"""Related names for each page, by module: types of returned values and of further arguments."""
 FRONT_ENDS = "zerotune.front_ends"
 FOR_FRONT_ENDS = {
     "zerotune.decisions": "Decision Log worst_first",
@@ -185,11 +185,11 @@ FOR_FRONT_ENDS = {
     "zerotune.optim.capability": "Situation installed_packages missing_package",
     "zerotune.optimizers.catalogue": "BY_WORD",
 }
-"""What forms and other front ends for plans use as well, by module; the builder uses no more."""
+"""Further names for front ends, by module; the builder uses no others."""
 
 
 def homes() -> dict[str, list[str]]:
-    """Public paths of each exported object: where its page is, then the others."""
+    """Map the public path of each exported object's page to its other public paths."""
     elsewhere = {f"{package}.{name}" for package, names in BELOW.items() for name in names}
     found: dict[tuple[str, int], list[str]] = {}
     for package in FACADES:
@@ -208,14 +208,14 @@ def homes() -> dict[str, list[str]]:
 
 
 def _rank(path: str) -> tuple[bool, bool, str]:
-    """What stands before the names of scripts: an object's own place, then its own package."""
+    """Sort key: first the module that defines an object, then the package that contains it."""
     package = path.rpartition(".")[0]
     home = getattr(_value(path), "__module__", "") or ""
     return package not in (home, *FACADES[1:]), not home.startswith(package), path
 
 
 def write(folder: Path) -> None:
-    """Write all pages into ``folder``; those that are as they were are not read again."""
+    """Write all pages into ``folder``; unchanged pages are not rewritten."""
     folder.mkdir(parents=True, exist_ok=True)
     written = dict(_pages())
     for name, text in written.items():
@@ -228,7 +228,7 @@ def write(folder: Path) -> None:
 
 
 def _pages() -> Iterator[tuple[str, str]]:
-    """The file's name and the text of each page."""
+    """Yield the file name and the text of each page."""
     pages = homes()
     of_package: dict[str, list[str]] = {name: [] for name in (*FACADES, *BELOW)}
     for package, names in BELOW.items():
@@ -271,7 +271,7 @@ def _directive(path: str) -> str:
 
 
 def _made_in(package: str, name: str) -> str:
-    """The module that makes what a package exports, as the packages' stubs say."""
+    """Return the module that defines a package's export, as the packages' stubs say."""
     stub = Path(importlib.import_module(package).__file__ or "").with_suffix(".pyi")
     for node in ast.parse(stub.read_text()).body if stub.exists() else ():
         if isinstance(node, ast.ImportFrom) and any(alias.name == name for alias in node.names):
@@ -301,7 +301,7 @@ def _page(path: str, aliases: list[str]) -> str:
         lines += _same(alias)
     lines.append("```")
     if path in RELATED:
-        lines += ["", "## Related", "", "Imported from the modules that make them.", ""]
+        lines += ["", "## Related", "", "Import these names from their modules.", ""]
         for module, names in RELATED[path].items():
             lines += [line for name in names.split() for line in _related(f"{module}.{name}")]
     return "\n".join([*lines, ""])
@@ -344,7 +344,7 @@ def _name(path: str) -> str:
 
 
 def _same(alias: str) -> list[str]:
-    return ["", f".. py:data:: {alias}", "", "   The same."]
+    return ["", f".. py:data:: {alias}", "", "   An alias."]
 
 
 def _package(package: str, paths: list[str], aliases: dict[str, str]) -> str:
@@ -376,7 +376,7 @@ def _first_sentence(path: str) -> str:
 
 
 def _below(path: str) -> str:
-    """What stands below a constant, where it is made."""
+    """Return the docstring below a constant's definition."""
     from sphinx.pycode import ModuleAnalyzer
 
     package, _, name = path.rpartition(".")
@@ -394,9 +394,9 @@ def _index(packages: tuple[str, ...]) -> str:
         [
             "# API",
             "",
-            "Every name that a script may use, by package, a page each. What most scripts need is",
-            "in `zerotune` itself. The page of a name also documents what it returns, and what few",
-            "scripts write, with the module to import it from.",
+            "The reference has a page for every public name, ordered by package. Most scripts need",
+            "only names of `zerotune` itself. The page of a name also documents the types that the",
+            "name returns, and related names that few scripts need, with their modules.",
             "",
             "| | |",
             "|---|---|",
@@ -409,7 +409,7 @@ def _index(packages: tuple[str, ...]) -> str:
 
 
 def missing(listed: Container[str]) -> list[str]:
-    """Public paths that are not ``listed``, the names that have an entry."""
+    """Return the public paths that are not among ``listed``, the names with an entry."""
     every = [path for home, aliases in homes().items() for path in (home, *aliases)]
     return sorted(path for path in every if path not in listed)
 

@@ -1,8 +1,7 @@
 """Write docs/performance.md and docs/measurements.md from the results in docs/results alone.
 
-``python docs/generate_performance.py`` writes them and draws what is gained; a test fails when a
-committed file is not what this prints. New results come there with ``python -m bench all --output
-docs/results``.
+``python docs/generate_performance.py`` writes both pages and draws the chart of gains; a test fails
+if a committed page differs. ``python -m bench all --output docs/results`` writes new results.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ COSTS = (
     ("data", "pixels", "BucketStream of an ImageFolder", "images_per_second",
      "DataLoader, files in memory", "images per second from a folder"),
 )  # fmt: skip
-"""What a reader needs first; each is a goal of its benchmark, or compared beside the goals."""
+"""Rows of the page's tables; each is a goal or a comparison of its benchmark."""
 
 METHOD = """\
 Each benchmark consists of cases, in which several implementations are compared. The
@@ -105,20 +104,21 @@ LEAST = (
 
 REASONS: Mapping[tuple[str, str], str] = {
     ("ema", "a step with `BackgroundEMA`"): (
-        "here forward and backward run on the same cores as the update; a GPU leaves them idle"
+        "on this machine, forward and backward pass run on the same cores as the update; a GPU "
+        "leaves the cores idle"
     ),
     ("checkpoint", "ZeRO-2, optimizer in RAM: a save"): (
-        "zerotune has then also read every byte back and hashed it"
+        "zerotune's save also reads every byte back and hashes it"
     ),
-    ("checkpoint", "ZeRO-3: a save"): "zerotune has then also read every byte back and hashed it",
+    ("checkpoint", "ZeRO-3: a save"): "zerotune's save also reads every byte back and hashes it",
     ("stream", "host pass of nine tenths"): (
-        "the simulated arithmetic alone takes 1.04 of its ideal time on these cores, and nothing "
-        "is left that could hide the passes of the last units"
+        "the simulated arithmetic alone takes 1.04 of its ideal time on these cores, and the "
+        "passes of the last units run after the arithmetic, where nothing can hide them"
     ),
-    ("stream", "host pass of twice"): "the bound itself is 0.58 of it",
+    ("stream", "host pass of twice"): "the bound itself is 0.58 of the time with waits",
     ("stream", "a bus of 1.5 times"): "the bound itself is 0.85 of the hidden step",
 }
-"""Why a goal is missed where it is, by benchmark and the beginning of its text."""
+"""Reasons for missed goals, by benchmark and the beginning of the goal's text."""
 
 
 LOWER_BOUNDS = """\
@@ -153,7 +153,7 @@ page from the files in `docs/results`. For a summary, see [performance](performa
 
 
 def result() -> str:
-    """What README and the landing page say of it, in one sentence."""
+    """Return the sentence about performance in README and on the landing page."""
     results = stored()
     three, two = (compared_in(results[name], *compared) for name, *compared, _ in GAINS[:2])
     return (
@@ -163,19 +163,16 @@ def result() -> str:
 
 
 def page() -> str:
-    """What is gained, against what and on what, what is not measured, and how to repeat it."""
+    """Return docs/performance.md."""
     results = stored()
     days = sorted(case["measured"][:10] for result in results.values() for case in result["cases"])
     machines = "; ".join(dict.fromkeys(machine(result) for result in results.values()))
     parts = [
         WRITTEN_BY,
         "# Performance",
-        (
-            f"The figures on this page were measured from {days[0]} to {days[-1]}, without a GPU,"
-            f" on {machines}."
-        ),
+        f"All figures here were measured without a GPU, on {machines}, {days[0]} to {days[-1]}.",
         ABOUT,
-        f"![Ratios of time to what zerotune is compared with](images/{PICTURE.name})",
+        f"![Time of zerotune relative to each reference](images/{PICTURE.name})",
         "## Gains",
         ONE_PASS,
         _compared(results, GAINS),
@@ -192,7 +189,7 @@ def page() -> str:
 
 
 def measurements() -> str:
-    """Every figure, by topic."""
+    """Return docs/measurements.md."""
     results = stored()
     parts = [
         WRITTEN_BY,
@@ -218,7 +215,7 @@ def measurements() -> str:
 
 
 def stored() -> dict[str, dict[str, Any]]:
-    """The results, in the page's order."""
+    """Return the stored results, in the order of the page."""
     return {
         name: json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8")) for name in ORDER
     }
@@ -245,7 +242,7 @@ def _estimates(result: Mapping[str, Any]) -> str:
 
 
 def draw() -> None:
-    """Draw the table of gains: a bar for each ratio with its interval, and a line at 1."""
+    """Draw the chart of gains: a bar for each ratio with its interval, and a line at 1."""
     results = stored()
     found = [(words, compared_in(results[name], *c)) for name, *c, words in GAINS]
     figure = empty_figure(figsize=(8.0, 0.36 * len(found) + 1.0), dpi=100, layout="constrained")
@@ -255,13 +252,13 @@ def draw() -> None:
         axis.barh(line, goal["reached"], color=OURS, height=0.6)
         axis.plot([low, high], [line, line], color="black", linewidth=1)
         axis.text(max(goal["reached"], high) + 0.02, line, f"{goal['reached']:.2f}", va="center")
-    labels = [f"{words}\nbeside {goal['against']}" for words, goal in found]
+    labels = [f"{words}\ncompared with {goal['against']}" for words, goal in found]
     axis.axvline(1, color=BASELINE, linewidth=1.5)
     axis.set_yticks(range(len(found)), labels, fontsize=8)
     axis.set_ylim(len(found) - 0.4, -0.6)
     axis.tick_params(axis="y", length=0)
     axis.spines[["top", "right", "left"]].set_visible(False)
-    axis.set_xlabel("time, where 1 is what it is compared with; line: 95 % interval", fontsize=8)
+    axis.set_xlabel("time relative to the reference, which is 1; line: 95 % interval", fontsize=8)
     picture = io.BytesIO()
     figure.savefig(picture, format="png", metadata={"Software": None})
     write_atomically(PICTURE, picture.getvalue())
@@ -270,7 +267,7 @@ def draw() -> None:
 def compared_in(
     result: Mapping[str, Any], case: str, contestant: str, quantity: str, against: str
 ) -> Mapping[str, Any]:
-    """What a result says of a contestant beside another."""
+    """Return a result's comparison of one implementation with another."""
     wanted = case, contestant, quantity, against
     keys = ("case", "contestant", "quantity", "against")
     (found,) = (goal for goal in result["goals"] if tuple(goal[key] for key in keys) == wanted)
@@ -285,7 +282,7 @@ def _spread(goal: Mapping[str, Any]) -> str:
 
 
 def _side(goal: Mapping[str, Any]) -> str:
-    """Whether it differs from 1, and to which side."""
+    """Return whether the ratio differs from 1, and to which side."""
     low, high = goal["interval"]
     if low <= 1 <= high:
         return "no difference beyond the noise"
@@ -293,7 +290,7 @@ def _side(goal: Mapping[str, Any]) -> str:
 
 
 def _three(case: Mapping[str, Any]) -> list[float]:
-    """Peak of the process, what is in use, and the estimate, bytes."""
+    """Return the peak of the process, the memory in use and the estimate, in bytes."""
     names = ("measured", "measured, without freed blocks", "estimated")
     return [case["contestants"][name]["host_bytes"]["median"] for name in names]
 
@@ -337,7 +334,7 @@ def _headline(results: Mapping[str, Any]) -> str:
 
 
 def met(goal: Mapping[str, Any]) -> str:
-    """Whether a goal is met, where the noise lets anybody say so."""
+    """Return whether a goal is met, missed, or within the noise."""
     (low, high), limit = goal["interval"], goal["limit"]
     more = more_is_better(goal["quantity"])
     reached = goal["reached"] >= limit if more else goal["reached"] <= limit

@@ -1,4 +1,4 @@
-"""Writes ``rules.md`` from the rules themselves: ``python docs/generate_rules.py``."""
+"""Write ``rules.md`` from the rules: ``python docs/generate_rules.py``."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ The table lists the configurations that only zerotune or only DeepSpeed refuses:
 
 
 def page() -> str:
-    """The page as Markdown."""
+    """Return the page as Markdown."""
     parts = [HEAD]
     for severity, title in MEANING.items():
         rules = [rule for rule in all_rules() if rule.severity == severity]
