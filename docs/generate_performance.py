@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # As a script it is started from anywhere.
 sys.path.insert(0, str(ROOT))
 
-from bench.show import amount, case_table, machine, more_is_better, provenance  # noqa: E402
+from bench.show import amount, case_table, machine, more_is_better  # noqa: E402
 from zerotune._util.files import write_atomically  # noqa: E402
 from zerotune._util.palette import BASELINE, OURS, empty_figure  # noqa: E402
 
@@ -390,10 +390,17 @@ def _memory(result: Mapping[str, Any]) -> Iterator[str]:
 def _details(results: Mapping[str, Any]) -> Iterator[str]:
     for name, result in results.items():
         yield f"### {name}"
-        yield f"{result['title'][0].upper()}{result['title'][1:]}. {provenance(result)}"
+        packages = ", ".join(
+            f"{package} {number}" for package, number in result["versions"].items()
+        )
+        yield (
+            f"{result['title'][0].upper()}{result['title'][1:]}. The benchmark ran on "
+            f"{machine(result)}, with {packages}. To repeat the benchmark, run "
+            f"`{result['command']}`."
+        )
         yield f"![{result['title']}](results/{name}.png)"
         for case in result["cases"]:
-            yield f"**{case['name']}**"
+            yield f"#### {case['name']}"
             yield case_table(case)
             yield from case["notes"]
 
