@@ -167,6 +167,25 @@ RELATED = {
     },
 }
 """Related names for each page, by module: types of returned values and of further arguments."""
+FRONT_ENDS = "zerotune.front_ends"
+FOR_FRONT_ENDS = {
+    "zerotune.decisions": "Decision Log worst_first",
+    f"{_PLAN}.source": "parse_any read_text tolerated with_named_files wrapper_of",
+    f"{_PLAN}.read": "plan_from_mapping read_partly read_whole",
+    f"{_PLAN}.write": "format_of in_order launchable write_whole",
+    f"{_PLAN}.model": "AUTO OFFLOAD_DEVICES PRECISIONS STORAGES REMOVED REMOVED_ZERO ZERO_ALIASES "
+    "Boolean Context join modelled read_launch with_launch",
+    f"{_PLAN}.schema": "Parameter attribute_docs known_paths schema_parameters",
+    f"{_PLAN}.families": "as_facts model_family",
+    f"{_PLAN}.advise": "Remedy",
+    f"{_PLAN}.memory.estimate": "EMAPlace sample_size",
+    f"{_PLAN}.memory.time": "CARDS StepTime known_rates step_time",
+    f"{_PLAN}.text": "DURING FOREMOST Fit fits candidate_data describe estimate_data foremost "
+    "rank_budget seconds_words shown_and_defaults subject",
+    "zerotune.optim.capability": "Situation installed_packages missing_package",
+    "zerotune.optimizers.catalogue": "BY_WORD",
+}
+"""Further names for front ends, by module; the builder uses no others."""
 
 
 def homes() -> dict[str, list[str]]:
@@ -227,6 +246,7 @@ def _pages() -> Iterator[tuple[str, str]]:
             if alias.rpartition(".")[0] == package
         }
         yield f"{package}.md", _package(package, sorted(paths, key=_last), own)
+    yield f"{FRONT_ENDS}.md", _front_ends()
     yield "index.md", _index(tuple(of_package))
 
 
@@ -289,8 +309,38 @@ def _page(path: str, aliases: list[str]) -> str:
 
 def _related(path: str) -> list[str]:
     kind = _directive(path)
-    members = ["   :members:"] if kind == "autoclass" else []
-    return ["```{eval-rst}", f".. {kind}:: {path}", *members, "```", ""]
+    option = {"autoclass": ["   :members:"], "autodata": ["   :no-value:"]}.get(kind, [])
+    return ["```{eval-rst}", f".. {kind}:: {path}", *option, "```", ""]
+
+
+def _front_ends() -> str:
+    lines = [
+        "# For front ends",
+        "",
+        "A form, a command or a web page that shows plans needs more than a script does: readers",
+        "that report every error at once, writers that keep the order of keys, and the sentences",
+        "and data that `zerotune plan` and the builder show. The builder imports nothing else.",
+        "Import each name from the module in its heading.",
+        "",
+    ]
+    for module, names in FOR_FRONT_ENDS.items():
+        lines += [f"## {module}", ""]
+        lines += [line for name in names.split() for line in _related(f"{module}.{name}")]
+    return "\n".join(lines)
+
+
+def documented() -> set[str]:
+    """Every path that has an entry: modules' own names as well as what packages export."""
+    paths = {path for home, aliases in homes().items() for path in (home, *aliases)}
+    paths |= {f"{_made_in(path.rpartition('.')[0], _name(path))}.{_name(path)}" for path in paths}
+    paths |= {f"{package}.{name}" for package, names in BELOW.items() for name in names}
+    for table in (*RELATED.values(), FOR_FRONT_ENDS):
+        paths |= {f"{module}.{name}" for module, names in table.items() for name in names.split()}
+    return paths
+
+
+def _name(path: str) -> str:
+    return path.rpartition(".")[2]
 
 
 def _same(alias: str) -> list[str]:
@@ -351,8 +401,9 @@ def _index(packages: tuple[str, ...]) -> str:
             "| | |",
             "|---|---|",
             *rows,
+            f"| [For front ends]({FRONT_ENDS}.md) | What forms and web pages for plans use. |",
             "",
-            *("```{toctree}", ":hidden:", "", *packages, "```", ""),
+            *("```{toctree}", ":hidden:", "", *packages, FRONT_ENDS, "```", ""),
         ]
     )
 

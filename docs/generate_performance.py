@@ -139,9 +139,9 @@ first start, or of `zerotune doctor --prove`, has found different results
 NOT_ON_A_GPU = """\
 No figure on this page was measured on a GPU. The costs of offload over a bus, the overlap with
 computation on a device, and the device's memory are predictions ([memory](memory.md)). On a GPU of
-at least 24 GiB, `python -m bench.gpu` measures the costs of offload. `bench.gpu` trains SDXL's full U-Net
-alternately with zerotune and with the configuration of the published figures, which come from an
-RTX 4090 with 24 GB:"""
+at least 24 GiB, `python -m bench.gpu` measures the costs of offload. `bench.gpu` trains SDXL's full
+U-Net alternately with zerotune and with the configuration of the published figures, which come from
+an RTX 4090 with 24 GB:"""
 
 REPEAT = """\
 `python -m pip install nox && nox -s bench -- all` runs all measurements, in about half an hour on a
