@@ -97,15 +97,17 @@ def recorded(notes: Iterable[str]) -> dict[str, Any]:
 
 def table(records: Mapping[str, Any]) -> str:
     """The table of all families, with the runs of each."""
-    versions = ", ".join(f"{name} {one}" for name, one in records["versions"].items())
+    *others, last = (f"{name} {one}" for name, one in records["versions"].items())
     introduction = (
-        f"These runs trained tiny models of each class on {versions}, {records['date']}. A figure "
-        "is the largest relative difference between a step's fp32 loss and the plain engine's, "
-        "over all runs. Each export was reloaded in plain diffusers with the same bits. The card "
-        "is the smallest for which `advise` finds a plan in bf16 with batch 1, at 1024 x 1024, or "
-        "for clips in the size that [what fits](fits.md) names. The figures for adapters assume "
-        f"rank {RANK} and 64 GiB of host memory. Those for all weights assume 128 GiB and NVMe. "
-        "The card is an estimate for the published model of the row."
+        f"The runs in this table trained a tiny model of each class on {records['date']}, with "
+        f"{', '.join(others)} and {last}. Each figure is the largest relative difference between "
+        "the fp32 loss of a step and that of the plain engine, over all runs. Plain diffusers "
+        "loaded each exported model and gave the engine's predictions bit for bit. The last two "
+        "columns estimate the smallest GPU memory with which `advise` finds a plan for the "
+        "published model of the row, in bf16 with batch size 1. Image models are planned at "
+        "1024 x 1024 pixels, video models at the clip size that [what fits](fits.md) gives. "
+        f"Adapters are planned with rank {RANK} and 64 GiB of host memory, all weights with "
+        "128 GiB of host memory and 2 TB of NVMe."
     )
     lines = [introduction, "", f"| {' | '.join(COLUMNS)} |", f"|{'---|' * 7}{'--:|' * 3}"]
     for name, (kind, published) in FAMILIES.items():

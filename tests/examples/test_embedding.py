@@ -315,7 +315,7 @@ def test_an_embedded_checkpoint_is_resumed_by_a_trainer(checkpoint):
     assert seen["losses"] == pytest.approx(expected(1)[BEFORE:], rel=ALIKE)
     assert seen["step"] == BEFORE
     assert seen["ema_steps"] == ALL, "the average goes on"
-    assert "the data begin at their start" in seen["decisions"]["data"]
+    assert "the data start at the beginning" in seen["decisions"]["data"]
     assert "shadows.ema" not in seen["decisions"]
 
 
@@ -468,7 +468,7 @@ def test_a_script_runs_under_accelerates_cpu_flag(tmp_path):
     assert verify_checkpoint(tmp_path / "end").plan.stage == 2
     # Without mpirun accelerate starts one process, and says nothing.
     assert verify_checkpoint(tmp_path / "end").world_size == 1
-    assert "start several with torchrun" in printed
+    assert "start several processes with torchrun" in printed
 
 
 @engine_runs

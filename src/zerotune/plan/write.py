@@ -202,7 +202,7 @@ def save_plan(
 
 
 def format_of(path: Path) -> str:
-    """The format a file of this name should have, by its suffix and by what is there already."""
+    """Return the format for writing ``path``: by its suffix, or as the existing file has it."""
     suffix = path.suffix.lower()
     if suffix in _YAML_SUFFIXES:
         return "accelerate"
@@ -226,7 +226,7 @@ def format_of(path: Path) -> str:
 
 
 def in_order(config: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration with its keys in the order of another one; what only it has comes last."""
+    """Return ``config`` with its keys in the order of ``like``; its other keys come last."""
     names = [name for name in like if name in config]
     ordered = {name: config[name] for name in (*names, *config)}
     for name in names:

@@ -397,7 +397,7 @@ class Meeting(Closable):
             if now - looked >= LOOK_S:
                 looked = now
             if now - began >= self._timeout_s:
-                self._missing(purpose, dict.fromkeys(late, "never came") | self._group.ended())
+                self._missing(purpose, dict.fromkeys(late, "never arrived") | self._group.ended())
             time.sleep(pause)
             pause = min(1.5 * pause, longest)
 
@@ -420,10 +420,10 @@ class Meeting(Closable):
         text = bytes(self._tables.reasons[rank].tolist()).rstrip(b"\0").decode(errors="replace")
         self._fail_with(
             EngineError(
-                f"the step under way failed on another rank ({text})",
+                f"the optimizer step failed on rank {rank} ({text})",
                 key=f"rank {rank}",
-                fix="see that rank's own error; weights are no longer alike, so resume from the "
-                "last checkpoint",
+                fix="resume from the last checkpoint, because the ranks' weights now differ; that "
+                "rank's log contains the full error",
             )
         )
 
@@ -431,10 +431,10 @@ class Meeting(Closable):
         states = "; ".join(f"rank {rank} {state}" for rank, state in sorted(absent.items()))
         self._fail_with(
             CollectiveError(
-                f"not every rank came to {purpose!r} ({states})",
+                f"not every rank reached {purpose!r} ({states})",
                 key=f"rank {self._rank}",
-                fix="call it on every rank, not inside `if rank == 0`, and look in the log of the "
-                "rank named for why it stopped",
+                fix="make this call on every rank, not inside `if rank == 0`; if a rank has ended, "
+                "look for its error in its log",
             )
         )
 
