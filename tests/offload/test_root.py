@@ -133,7 +133,7 @@ def test_memory_is_no_disk(tmp_path, mounted):
         ("nfs4", "shared file system"),
         ("lustre", "shared file system"),
         ("fuse.sshfs", "shared file system"),
-        ("zonefs", "not known as a local"),
+        ("zonefs", "may not be a local"),
         ("ext4", None),
     ],
 )

@@ -609,8 +609,7 @@ class _Load:
         absent = [name for name in self._shadows if name not in self.manifest.shadows]
         if absent:
             raise CheckpointMismatchError(
-                "the checkpoint has no such shadow; its shadows are "
-                f"{list(self.manifest.shadows)}",
+                f"the checkpoint has no such shadow; its shadows are {list(self.manifest.shadows)}",
                 key="shadows",
                 value=absent,
                 fix="omit the shadow, which then starts from the loaded weights",
