@@ -365,7 +365,7 @@ class FlowMatchingObjective(SchedulerObjective):
     """Rectified flow: straight paths from data to noise, squared error of the velocity.
 
     The model receives ``noisy = (1 - sigma) * clean + sigma * noise`` and predicts the velocity
-    ``noise - clean``. Sigmas and time steps come from the scheduler, including its ``shift``. If
+    ``noise - clean``. Sigmas and time steps come from the scheduler, shifted by its ``shift``. If
     the scheduler sets ``use_dynamic_shifting``, each batch's sigmas are shifted by its resolution,
     as in sampling. A batch's ``"loss_weights"`` (b,) and ``"loss_masks"`` (b, 1, h, w) multiply the
     error.

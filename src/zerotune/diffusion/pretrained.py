@@ -214,7 +214,8 @@ class Pretrained:
         """Return the objective with which models of this family were trained.
 
         Families with ``flow_matching`` get a ``FlowMatchingObjective`` with logit-normal density.
-        Other families get an ``EDMObjective`` for an EDM scheduler, else a ``DenoisingObjective``.
+        Denoising families get an ``EDMObjective`` if their scheduler is for EDM, else a
+        ``DenoisingObjective``.
 
         Args:
             **settings: Options of the objective; ``scheduler`` replaces the loaded scheduler.
@@ -264,14 +265,14 @@ def load_pretrained(
             the whole pipeline or only its U-Net or transformer, in ComfyUI's or the original
             layout.
         config: Folder or hub id of a pipeline whose models have the sizes of a single file, which
-            has no configuration. Parts missing from the single file are read from this pipeline.
+            has no configuration. Parts missing from the single file are read from ``config``, too.
             Default: the pipeline that diffusers infers from the keys of the single file.
         plan: Plan for training. Without a plan all weights are read immediately.
         dtype: Dtype in which the trained model is loaded: default ``"fp32"``; use ``"bf16"`` for a
-            base model with adapters. DeepSpeed trains in the plan's precision whatever ``dtype``.
+            base model with adapters. DeepSpeed trains in the plan's precision, not in ``dtype``.
         quantization: A diffusers quantization configuration (``BitsAndBytesConfig``,
-            ``TorchAoConfig``) for a base model with adapters. Every rank reads and quantizes the
-            whole base model. With a ControlNet, the frozen model is quantized instead.
+            ``TorchAoConfig``) for a base model with adapters, or for the frozen model that a
+            ControlNet controls. Every rank reads and quantizes the whole model.
         frozen_dtype: Dtype of the VAE, the text encoders, and the frozen model that a ControlNet
             controls.
         family: A custom family for an unsupported pipeline, or a family's name: a known family of
@@ -281,8 +282,8 @@ def load_pretrained(
             ControlNet is initialised from the pipeline's model.
         parts: ``False`` omits VAE and text encoders, which training from caches does not need.
         text_encoders: Names in the pipeline of text encoders to train with the model; ``True``
-            selects all CLIP text encoders. ``Pretrained.model`` is then a ``TrainedParts``, and
-            captions are encoded in each step.
+            selects all CLIP text encoders. With trained text encoders, ``Pretrained.model`` is a
+            ``TrainedParts``, and captions are encoded in each step.
         leave_out: Components to omit, such as ``("text_encoder_3", "tokenizer_3")`` of SD3.
         revision: Revision of the hub repository.
         variant: Variant of the weight files, such as ``"fp16"``.
@@ -296,8 +297,8 @@ def load_pretrained(
         InvalidValueError: ``source`` cannot be loaded, its family is unknown or fails the test of
             ``probe``, its scheduler does not add denoising diffusion's noise, the quantization is
             not available, or the weights' names or shapes do not match the model.
-        MissingDependencyError: transformers, which text encoders need, is not installed, or a
-            package that the quantization needs is not.
+        MissingDependencyError: A package that text encoders or the quantization need is not
+            installed.
     """
     folder, single, found = _located(
         source,
