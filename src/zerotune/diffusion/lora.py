@@ -509,7 +509,8 @@ def load_adapters(
 
     Raises:
         CheckpointError: The file does not exist.
-        CheckpointMismatchError: The file has no adapters for the model, or some do not fit.
+        CheckpointMismatchError: The file has no adapters for the model, or adapters that do not
+            fit the model.
         InvalidValueError: The model's class does not imply a component, or the model already has
             adapters.
         MissingDependencyError: peft is not installed.

@@ -202,7 +202,7 @@ class Pretrained:
             The model with its weights.
 
         Raises:
-            CheckpointCorruptError: A weight file cannot be read, or changed after
+            CheckpointCorruptError: A weight file cannot be read, or was changed after
                 ``load_pretrained``.
         """
         bring_weights(self.model, dtype=None if dtype is None else _dtype(dtype), device=device)
@@ -505,9 +505,9 @@ class _StoredPipeline:
 
     folder: Path
     index: dict[str, Any]
-    """Its ``model_index.json``."""
+    """Content of ``model_index.json``."""
     single: SingleFile | None = None
-    """The file that holds the trained model, and parts of the pipeline."""
+    """Single file with the trained model, and possibly other parts of the pipeline."""
 
     def family(self) -> type[TextToImage]:
         name = str(self.index.get("_class_name"))

@@ -357,7 +357,7 @@ class Wan(PipelineFamily):
     usual_frames: ClassVar[int] = 4
     clips: ClassVar[bool] = True
     other: ClassVar[str] = "transformer_2"
-    """Name of the other expert in the pipeline."""
+    """Name in the pipeline of the expert that is not trained."""
 
     @property
     def boundary(self) -> float | None:

@@ -166,10 +166,21 @@ class TextToImage(ABC):
     def predict(
         self, model: Denoiser, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning
     ) -> Tensor:
-        """Return the model's prediction in the shape of ``noisy``."""
+        """Return the model's prediction in the shape of ``noisy``.
+
+        Args:
+            model: Model that predicts.
+            noisy: Noisy latents (b, c, [frames,] h, w), fp32.
+            timesteps: Time steps (b,) in the scheduler's units.
+            conditioning: Value returned by ``conditioning``.
+        """
 
     def clean(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return a batch's latents (b, c, h, w) in fp32; without latents, encode its images."""
+        """Return a batch's latents (b, c, h, w) in fp32; without latents, encode its images.
+
+        Args:
+            batch: Batch with latents or images.
+        """
         if "latents" in batch:
             return batch["latents"].float()
         images = images_of(batch)
@@ -297,7 +308,12 @@ class TextToImage(ABC):
         )
 
     def texts_of(self, batch: Mapping[str, Any], captions: Sequence[str]) -> dict[str, Tensor]:
-        """Return embeddings of ``captions``, one caption per sample of ``batch``."""
+        """Return embeddings of captions.
+
+        Args:
+            batch: Batch with the captions' samples.
+            captions: One caption per sample.
+        """
         return self.encode_texts(captions, device=self.clean_device(batch))
 
     def empty_texts_of(
@@ -307,6 +323,10 @@ class TextToImage(ABC):
         device: torch.device,
     ) -> dict[str, Tensor]:
         """Return the embeddings that replace dropped captions of a batch.
+
+        Args:
+            batch: Batch with the captions' samples.
+            device: Target device.
 
         Returns:
             One embedding (1, …) for all samples, or (b, …) if it differs by sample.
@@ -391,7 +411,11 @@ class TextToImage(ABC):
         return {"latents": parts.encode_images(images)}
 
     def at_shown_size(self, images: Tensor) -> Tensor:
-        """Resize reference images (b, 3, height, width) to the size that the model receives."""
+        """Resize reference images to the size that the model receives.
+
+        Args:
+            images: (b, 3, height, width) in [-1, 1].
+        """
         return images
 
     def encode_references(
@@ -406,7 +430,12 @@ class TextToImage(ABC):
         return self.encode_images(self.at_shown_size(images), device=device)
 
     def remembered(self, texts: Sequence[str], *, device: torch.device) -> dict[str, Tensor]:
-        """Return embeddings of texts; each text is encoded once and then remembered."""
+        """Return embeddings of texts; each text is encoded once and then cached.
+
+        Args:
+            texts: Texts to encode.
+            device: Device of the encoders and embeddings.
+        """
         parts = self._needed("captions")
         encoded = parts.remember(texts, lambda t: self.embed(parts, t, device), device=device)
         return {name: value.to(device) for name, value in encoded.items()}
@@ -418,7 +447,12 @@ class TextToImage(ABC):
     def remembered_negative(
         self, texts: Sequence[str], *, device: torch.device
     ) -> dict[str, Tensor]:
-        """Return embeddings of negative prompts; each is encoded once and then remembered."""
+        """Return embeddings of negative prompts; each prompt is encoded once and then cached.
+
+        Args:
+            texts: Negative prompts.
+            device: Device of the encoders and embeddings.
+        """
         parts = self._needed("captions")
         encoded = parts.remember(
             texts, lambda t: self.embed_negative(parts, t, device), device=device, kind=NEGATIVE
