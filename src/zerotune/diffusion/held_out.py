@@ -39,7 +39,7 @@ class FixedNoise:
 
 @attrs.frozen(kw_only=True)
 class HeldOutLoss:
-    """Loss on held-out data, in total and per noise level."""
+    """Mean squared errors on held-out data, in total and per noise level."""
 
     mean: float
     """Mean over all samples and quantiles."""
@@ -59,9 +59,9 @@ def validation_loss(
     """Measure the loss on held-out batches at fixed noise levels with fixed noise.
 
     Collective under an ``Engine``: every rank passes the same arguments, computes its share of the
-    batches, and gets the same result. Different steps and runs are comparable, because the noise
-    depends neither on the step nor on the number of ranks nor on the objective's noise and
-    weighting. Validation does not disturb the training random state.
+    batches, and gets the same result. Losses of different steps and runs are comparable, because
+    the noise depends only on the seed and the position of a sample in ``batches``. The objective's
+    noise and weighting have no effect. Validation does not disturb the training random state.
 
     Args:
         objective: ``DenoisingObjective``, ``FlowMatchingObjective``, or your own
@@ -75,7 +75,7 @@ def validation_loss(
 
     Raises:
         DataError: There are no batches, or a batch is empty.
-        InvalidValueError: ``objective`` is no ``LevelObjective``, or a noise level is invalid.
+        InvalidValueError: ``objective`` is not a ``LevelObjective``, or a noise level is invalid.
         CollectiveError: The ranks passed different arguments.
     """
     levels = tuple(sorted(set(quantiles)))

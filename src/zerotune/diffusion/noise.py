@@ -82,7 +82,7 @@ class OffsetNoise:
 
 @attrs.frozen(kw_only=True)
 class InputPerturbation:
-    """Extra input noise that the model does not predict, for tolerance of its prediction errors.
+    """Extra input noise outside the target, so that the model tolerates its prediction errors.
 
     Source: ``input_perturbation`` of diffusers' ``examples/text_to_image/train_text_to_image.py``,
     after https://arxiv.org/abs/2301.11706.

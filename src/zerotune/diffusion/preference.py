@@ -24,7 +24,7 @@ from zerotune.errors import DataError, InvalidValueError
 
 @attrs.frozen(kw_only=True, eq=False)
 class PreferenceObjective:
-    """Diffusion-DPO: makes preferred images more likely than rejected images.
+    """Diffusion-DPO objective, which makes preferred images more likely than rejected images.
 
     The loss is ``-log sigmoid(-beta / 2 * ((e_w - e_l) - (r_w - r_l)))``, with the model's errors
     ``e_w`` for the preferred and ``e_l`` for the rejected image, and the errors ``r_w`` and ``r_l``
@@ -171,7 +171,7 @@ class PreferenceObjective:
             return
         if self.reference is trained:
             raise InvalidValueError(
-                "is the trained model itself, so both models would never differ",
+                "is the trained model itself, so reference and trained model would never differ",
                 key="reference",
                 value=type(trained).__name__,
                 fix="load a second copy of the model",

@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 def evaluating(model: Any) -> AbstractContextManager[None]:
-    """Return a context manager for evaluation mode without gradients; its exit restores the mode.
+    """Switch to evaluation mode without gradients for the duration of a ``with`` block.
 
     Args:
         model: An ``Engine`` or a ``torch.nn.Module``.
@@ -115,7 +115,7 @@ def equal_share(count: int, group: Group | None) -> list[int]:
     """Return this rank's share of the indices below ``count``; all shares have equal length.
 
     Every rank needs the same number of forward passes, which are collectives at ZeRO stage 3. The
-    last shares are therefore padded with the last index, and callers drop the duplicates.
+    last shares are padded with the last index, and callers drop the duplicates.
     """
     rank, world_size = (0, 1) if group is None else (group.rank, group.world_size)
     each = math.ceil(count / world_size)
@@ -173,8 +173,8 @@ def sample(
             (n, r, 3, height, width) if the family accepts several references per image.
         steps: Number of denoising steps.
         guidance_scale: Classifier-free guidance scale; 1 disables guidance.
-        trained_with: Scheduler of the objective, only with prompts; the pipeline's scheduler adopts
-            its prediction type.
+        trained_with: Scheduler of the objective, only with prompts; the pipeline's scheduler gets
+            the same prediction type.
         generator: CPU generator in the same state on every rank; default a generator with seed 0.
         batch_size: Number of images per forward pass and rank; default all images of the rank.
 

@@ -224,7 +224,7 @@ def test_an_image_is_broken_with_what_lies_beside_it(tmp_path, photos):
         ImageFolder(folder)
     (folder / "0.reference.webp").write_bytes((folder / "1.reference.webp").read_bytes())
     source_broken = {image.name: image.reason for image in ImageFolder(folder).broken}
-    assert "its mask has the size 16x20, which differs in aspect ratio" in source_broken["1.jpg"]
+    assert "the mask (16x20) and the image (40x32) differ in aspect ratio" in source_broken["1.jpg"]
     with pytest.raises(DataError, match=r"1\.jpg"):
         ImageFolder(folder, on_broken=RefuseBroken())
 

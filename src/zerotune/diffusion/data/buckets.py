@@ -62,7 +62,7 @@ class Placement:
 
     @property
     def excess(self) -> Size:
-        """Pixels to crop after resizing, horizontally and vertically; one number is 0."""
+        """Pixels to crop after resizing, horizontally and vertically; one of the two is 0."""
         return self.resized[0] - self.bucket.width, self.resized[1] - self.bucket.height
 
 
@@ -110,7 +110,7 @@ class AspectBuckets:
     def __attrs_post_init__(self) -> None:
         if self.max_aspect < 1:
             raise InvalidValueError(
-                "must be at least 1: the ratio of the longer to the shorter side",
+                "the ratio of the longer to the shorter side must be at least 1",
                 key="max_aspect",
                 value=self.max_aspect,
                 fix="write 1 to allow only squares",
@@ -130,12 +130,15 @@ class AspectBuckets:
 
     @classmethod
     def three_quarter_megapixel(cls) -> AspectBuckets:
-        """Return sizes of 0.75 of SDXL's area (about 886² pixels), sides divisible by 64."""
+        """Return sizes of at most 0.75 of SDXL's area (about 886²), sides divisible by 64."""
         return cls(area=1024 * 768)
 
     @classmethod
     def pixel_art(cls) -> AspectBuckets:
-        """Return sizes of at most 128² pixels, sides divisible by 8, for nearest resampling."""
+        """Return sizes for pixel art: at most 128² pixels, sides divisible by 8.
+
+        Use ``Preparation(resampling="nearest")`` with these sizes.
+        """
         return cls(area=128 * 128, step=8)
 
     @cached_property

@@ -69,7 +69,7 @@ class CacheSettings:
         self.digest()  # Refuses what is not JSON here and not after the first shard.
 
     def digest(self) -> str:
-        """Return a hash of all settings, 32 hexadecimal digits.
+        """Return a hash of all settings as 32 hexadecimal digits.
 
         Raises:
             InvalidValueError: A setting is not a JSON type.
@@ -209,7 +209,7 @@ class TensorCache:
         self._index(path)
 
     def read(self, key: str) -> dict[str, torch.Tensor]:
-        """Return the tensors of a key by name.
+        """Return the tensors of a key, by tensor name.
 
         Args:
             key: Key as in ``write``.
@@ -278,7 +278,7 @@ class TensorCache:
             key="cache",
             before=path.name,
             after=None,
-            reason=f"this file in {self.folder.name} {reason}; its entries are recomputed",
+            reason=f"the file in {self.folder.name} {reason}; entries of this file are recomputed",
             severity="warning",
         )
         self.decisions += (decision,)
@@ -452,15 +452,15 @@ def cache_edits(
 ) -> None:
     """Encode each caption together with the image that it edits. Collective.
 
-    This function replaces ``cache_texts`` for encoders that read caption and image together. It
-    encodes every caption of an image, with the mirrored image too if the augmentation flips, and
-    the empty caption if captions are dropped.
+    This function replaces ``cache_texts`` for encoders that read caption and image together. Every
+    caption of an image is encoded, with the mirrored image too if the augmentation flips. The empty
+    caption is included if captions are dropped.
 
     Args:
         dataset: Images with captions and references.
         cache: Cache to fill, of the kind ``EDITS``.
         encode: Function from captions and images to named tensors, batch first.
-        read: Function that returns the encoder's images from a batch; default the references.
+        read: Function that returns the encoder's images from a batch; default the reference images.
         **options: Fields of ``CacheOptions``; by default 4 texts per call and 64 per file.
 
     Raises:
@@ -512,9 +512,10 @@ def text_key(caption: str) -> str:
 class CachedImages:
     """A bucketed dataset of cached latents and, with ``texts``, of cached text embeddings.
 
-    A sample contains the cached tensors, sizes and crops as in ``PreparedImages``, and without
-    ``texts`` also ``captions``. Order, flips and dropped captions are the same as with
-    ``PreparedImages``, so a run may switch from pixels to latents. Reading decodes no image.
+    A sample contains the cached tensors, and sizes and crops as in ``PreparedImages``; without
+    ``texts`` it also contains ``captions``. Order, flips and dropped captions are the same as with
+    ``PreparedImages``, so a run may switch from pixels to latents. Reading a sample decodes no
+    image.
 
     Args:
         dataset: Dataset with which the caches were filled.
@@ -578,7 +579,7 @@ class CachedImages:
         )
 
     def words_key(self, caption: str, index: int, *, flipped: bool) -> str:
-        """Return the cache key of a caption; in a cache of edits also of its image.
+        """Return the cache key of a caption, or of caption and image if encoded together.
 
         Args:
             caption: Caption, or the empty string if it is dropped.
@@ -610,12 +611,12 @@ def _check_reproducible(preparation: Preparation) -> None:
     for name, part in attrs.asdict(preparation, recurse=False).items():
         if not is_reproducible(repr(part)):
             raise InvalidValueError(
-                "its repr is part of every cache key but contains a memory address, so every "
-                "process would encode all images again",
+                "the repr of this object is part of every cache key but contains a memory "
+                "address, so every process would encode all images again",
                 key=f"preparation.{name}",
                 value=part,
                 fix="decorate its class with attrs.frozen or dataclass(frozen=True), or "
-                "define a __repr__ with all its settings; replace a function by such a class",
+                "define a __repr__ with all settings; replace a function by such a class",
             )
 
 

@@ -192,7 +192,7 @@ class WholeClip:
 
 @attrs.frozen(kw_only=True)
 class FirstFrame:
-    """Decode only the first frame and trust the declared length, which is faster.
+    """Decode only the first frame of each clip and trust the declared length.
 
     Reading a clip that is shorter than declared stops the run.
     """
@@ -264,8 +264,9 @@ class ClipFolder:
         frame_rate: Frame rate of clips that are folders of images.
         captions: Files with captions, as for ``ImageFolder``: ``cat.txt`` describes ``cat.mp4`` or
             the folder ``cat``.
-        check: ``"whole"``, the default, decodes every frame at the start; ``"first"`` is faster.
-        on_broken: ``"skip"``, the default, skips broken clips; ``"error"`` stops.
+        check: ``"whole"``, the default, decodes every frame at the start; ``"first"`` decodes only
+            the first frame of each clip.
+        on_broken: ``"skip"``, the default, skips broken clips; ``"error"`` raises an error.
 
     Attributes:
         broken: Skipped clips with reasons.
@@ -386,7 +387,7 @@ def _clips_in(root: Path) -> tuple[dict[str, Path | tuple[Path, ...]], list[Brok
             strays += [
                 BrokenImage(
                     name=path.relative_to(root).as_posix(),
-                    reason="is an image that belongs to no folder of frames",
+                    reason="is an image outside a folder of frames",
                 )
                 for path in sorted(images)
             ]
@@ -451,7 +452,7 @@ class ClipPlacement(Placement):
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """Indices of the selected frames, each the nearest in time."""
+        """Indices of the selected frames: those nearest to the times of the target frame rate."""
         return tuple(
             self.start + int(number * self.step + _HALF) for number in range(self.bucket.frames)
         )
@@ -470,7 +471,7 @@ class ClipBuckets:
     """Buckets of clips: each size of ``sizes`` with each length of ``frames``.
 
     A clip is assigned to the longest length that it fills and to the size with the nearest aspect
-    ratio. Only the middle of a longer clip is used.
+    ratio. A clip that is longer than its bucket is cut to its middle.
 
     Raises:
         InvalidValueError: The VAE does not support a length, or ``fps`` is not above 0.
@@ -497,7 +498,7 @@ class ClipBuckets:
                 below = frames - (frames - 1) % self.compression
                 raise InvalidValueError(
                     f"must be 1 more than a multiple of {self.compression}, because the VAE "
-                    f"compresses {self.compression} frames to one after the first frame",
+                    f"compresses every {self.compression} frames after the first into one",
                     key="frames",
                     value=frames,
                     fix=f"write {below} or {below + self.compression}",
@@ -573,7 +574,7 @@ class ClipBuckets:
                 + (", …" if len(short) > 5 else ""),
                 key="frames",
                 value=self.frames,
-                fix="add a shorter length (1 is a still image), lower fps, or remove these clips",
+                fix="add a shorter length (1 is a still image), reduce fps, or remove these clips",
             )
 
     def _frame_decisions(
@@ -609,7 +610,7 @@ def _frame_numbers(placement: Placement) -> tuple[int, ...]:
 
 
 class PreparedClips(PreparedImages):
-    """A bucketed dataset of clips and captions; caches and streams accept it like images.
+    """A bucketed dataset of clips and captions, for the same caches and streams as images.
 
     A sample has the same keys as in ``PreparedImages``; ``images`` has the shape (3, frames, h, w).
     All frames of a clip are cropped and mirrored in the same way; the first frame determines the

@@ -117,8 +117,8 @@ def _bad_line(source: str, number: int, reason: str) -> DataError:
     return DataError(
         f"line {number} {reason}",
         key=source,
-        fix='write lines such as {"file_name": "a.png", "text": "a cat"}, or columns with these '
-        "names in CSV; for different names pass captions=MetadataFile(file=..., caption=...)",
+        fix='write "file_name" and "text" as keys (JSON) or columns (CSV), or pass your names: '
+        "captions=MetadataFile(file=..., caption=...)",
     )
 
 
@@ -191,7 +191,7 @@ class ImageFolder(EncodedSource):
 
     For the image ``cat.png``, the mask ``cat.mask.png`` weights the loss: white pixels count, black
     pixels do not. ``cat.reference.png`` is the image before an edit, or the condition of a
-    ControlNet. Further references are ``cat.reference2.png``, ``cat.reference3.png``, …
+    ControlNet. Further references are ``cat.reference2.png``, ``cat.reference3.png`` and so on.
     References may also be in separate folders, under the name of the image.
 
     Args:
@@ -204,10 +204,11 @@ class ImageFolder(EncodedSource):
         reference_folder: Folder of references with the same names as the images and any extension:
             ``conditions/cat.png`` for ``photos/cat.jpg``. A list of folders contains the first,
             second, … reference of each image.
-        check: ``"whole"``, the default, decodes every file at the start; ``"header"`` is faster.
-        on_broken: ``"skip"``, the default, skips broken images; ``"error"`` stops. An image is also
-            broken if the metadata list it but it does not exist, if its mask differs in aspect
-            ratio, or if its reference is missing.
+        check: ``"whole"``, the default, decodes every image at the start; ``"header"`` reads only
+            the size of each image.
+        on_broken: ``"skip"``, the default, skips broken images; ``"error"`` raises an error. An
+            image is also broken if it is listed in the metadata but does not exist, if its mask
+            differs in aspect ratio, or if its reference is missing.
 
     Raises:
         DataError: There are no images, or a caption file is malformed.
@@ -264,11 +265,11 @@ class ImageFolder(EncodedSource):
         )
 
     def encoded(self, index: int) -> Path:
-        """Return the image file."""
+        """Return the path of an image."""
         return self._root / self._items[index].name
 
     def beside(self, index: int) -> Mapping[str, Path | bytes]:
-        """Return the companion files of an image."""
+        """Return the mask and references of an image by kind, as paths."""
         return self._files_beside(self._items[index].name)
 
     def _stamp(self, name: str) -> Stamp | None:
@@ -354,7 +355,7 @@ def caption_files(root: Path) -> tuple[CaptionFiles, tuple[Decision, ...]]:
 
 def _read_utf8(path: Path) -> str:
     try:
-        with system_errors(DataError, path, "this file with captions cannot be read"):
+        with system_errors(DataError, path, "this caption file cannot be read"):
             return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise DataError(

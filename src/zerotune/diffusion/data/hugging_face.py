@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 class HuggingFaceImages(EncodedSource):
     """Images of a dataset of the ``datasets`` library, from disk or the hub.
 
-    The images stay encoded in the dataset's files. zerotune, not the library, handles EXIF
-    orientation and transparency. For streaming datasets use ``StreamedImages``.
+    The images stay encoded in the dataset's files. EXIF orientation and transparency are handled by
+    zerotune, not by the library. For streaming datasets use ``StreamedImages``.
 
     Args:
         dataset: A dataset from ``datasets.load_dataset(..., split="train")``.
@@ -45,9 +45,10 @@ class HuggingFaceImages(EncodedSource):
         caption: Name of the caption column; ``None`` for no captions. A row may contain a
             list of captions.
         reference: Name of the column with the images before an edit or the conditions of a
-            ControlNet. In a list of columns, all but the first may be empty in a row.
-        check: ``"whole"``, the default, decodes every image at the start; ``"header"`` is faster.
-        on_broken: ``"skip"``, the default, skips broken images; ``"error"`` stops.
+            ControlNet. With several columns, a row may leave all but the first empty.
+        check: ``"whole"``, the default, decodes every image at the start; ``"header"`` reads only
+            the size of each image.
+        on_broken: ``"skip"``, the default, skips broken images; ``"error"`` raises an error.
 
     Raises:
         DataError: A column is missing, or no image can be read.
@@ -138,14 +139,14 @@ class HuggingFaceImages(EncodedSource):
 
 
 class DatasetImages(EncodedSource):
-    """Images of a map-style dataset whose samples contain a ``PIL.Image``, as in torchvision.
+    """Images of a map-style dataset whose samples contain a ``PIL.Image``.
 
     Every sample is read once at the start to determine its size.
 
     Args:
         dataset: A dataset with ``__len__`` and ``__getitem__``.
-        image: Function from a sample to its image, or key or index of the image in a sample.
-        caption: Function from a sample to its caption or list of captions, or their key or index.
+        image: Function from a sample to its image, or the image's key or index in a sample.
+        caption: Function from a sample to one or several captions, or their key or index.
         on_broken: Policy for unreadable samples.
 
     Raises:
@@ -198,7 +199,7 @@ def _taker(key: str, how: Any, sample: Any) -> Callable[[Any], Any]:
     if isinstance(how, str | int) and (sample is None or how in places):
         return itemgetter(how)
     raise DataError(
-        f"is no key or index of the samples, which have the type {type(sample).__name__}",
+        f"is not a key or index of the samples, whose type is {type(sample).__name__}",
         key=key,
         value=how,
         fix=f"write one of {', '.join(map(repr, places))}, or pass a function of a sample"

@@ -63,7 +63,7 @@ class DropAlpha:
 
 
 def alpha_policy(alpha: Any) -> AlphaPolicy:
-    """Return the transparency policy of a name, or check the methods of a policy."""
+    """Look up a transparency policy by name; a policy object is checked and returned."""
     kinds = {"white": AlphaOnColor, "drop": DropAlpha}
     policy: AlphaPolicy = named_policy(alpha, kinds, key="alpha", method="flatten")
     return policy
@@ -121,7 +121,7 @@ OnBroken = BrokenPolicy | Literal["skip", "error", "refuse"]
 def named_policy(
     value: Any, kinds: Mapping[str, Callable[[], Any]], *, key: str, method: str
 ) -> Any:
-    """Return the policy of a name, or check that an object has the method of a policy.
+    """Look up a policy by name; a policy object is checked and returned.
 
     Args:
         value: Name, object, or ``None`` for the first of ``kinds``.
@@ -142,7 +142,7 @@ def named_policy(
 
 
 def broken_policy(on_broken: OnBroken | None) -> BrokenPolicy:
-    """Return the policy of a name for broken images; default ``SkipBroken()``."""
+    """Look up the policy for broken images; default ``SkipBroken()``."""
     kinds = {"skip": SkipBroken, "error": RefuseBroken, "refuse": RefuseBroken}
     policy: BrokenPolicy = named_policy(on_broken, kinds, key="on_broken", method="broken")
     return policy
@@ -179,10 +179,10 @@ class WholeImage:
 
 @attrs.frozen(kw_only=True)
 class HeaderOnly:
-    """Read only the size of each image, which is faster.
+    """Read only the size of each image from its header.
 
-    Reading an image that is damaged behind its header stops the run. PNG files are read completely
-    even so, because the orientation may be stored at the end.
+    An image that is damaged after its header stops the run when it is read. PNG files are always
+    read completely, because the orientation may be stored at the end.
     """
 
     def size(self, file: Path | bytes) -> Size:
@@ -198,7 +198,7 @@ Check = ImageCheck | Literal["whole", "header"]
 
 
 def image_check(check: Check | None) -> ImageCheck:
-    """Return the image check of a name; default ``WholeImage()``."""
+    """Look up the image check; default ``WholeImage()``."""
     kinds = {"whole": WholeImage, "header": HeaderOnly}
     found: ImageCheck = named_policy(check, kinds, key="check", method="size")
     return found
@@ -241,7 +241,7 @@ def decode(file: Path | bytes) -> Image:
 
 
 def why(error: Exception) -> str:
-    """Return the reason why an image cannot be decoded, for a message."""
+    """Describe why an image cannot be decoded."""
     # Pillow's and the system's messages name the file, which the list does already.
     if type(error).__name__ == "UnidentifiedImageError":
         text = "its format is unknown"

@@ -141,7 +141,7 @@ class Mixture:
         _check_equal(
             clips,
             "some sets contain images and others contain clips",
-            fix="read the images as clips of one frame: ClipFolder, ClipBuckets(frames=(1, 17))",
+            fix="read the images as clips of one frame, with ClipBuckets(frames=(1, 17))",
         )
         _check_equal(
             {share.name: sorted(self[share.images.start]) for share in self.shares},

@@ -47,7 +47,7 @@ class SampleOrder:
 
         Args:
             start: First position.
-            stop: Position after the last.
+            stop: Position after the last index to return.
         """
         found: list[int] = []
         while start < stop:
@@ -67,7 +67,7 @@ class SampleOrder:
 
 @attrs.frozen(kw_only=True)
 class Draw:
-    """One use of one image; image and use determine flips and dropped captions."""
+    """One use of one image, which determines flips and dropped captions."""
 
     index: int
     """Index of the image in its dataset."""
@@ -109,8 +109,8 @@ class BucketOrder:
     skips these images. The sequence does not depend on the number of ranks.
 
     After e epochs, an image of a set with ``repeats`` r has been used at least ``floor(e * r)`` and
-    at most ``ceil(e * r)`` times. If r is fractional, a permutation of its images may continue
-    in the next epoch.
+    at most ``ceil(e * r)`` times. If r is fractional, a permutation may continue in the next
+    epoch.
     """
 
     buckets: tuple[tuple[int, ...], ...]
@@ -145,7 +145,7 @@ class BucketOrder:
             epoch, offset = epoch + 1, 0
 
     def used(self, position: int) -> tuple[int, ...]:
-        """Return how many images of each bucket are used before a micro batch.
+        """Return the number of images of each bucket that are used before a micro batch.
 
         Args:
             position: Index of the micro batch.
@@ -160,7 +160,7 @@ class BucketOrder:
         )
 
     def used_of_shares(self, position: int) -> tuple[int, ...]:
-        """Return how many images of each set are used before a micro batch.
+        """Return the number of images of each set that are used before a micro batch.
 
         Args:
             position: Index of the micro batch.

@@ -27,9 +27,9 @@ _OF_THE_IMAGE: Final = ("images", "latents")
 class PreferencePairs:
     """A bucketed dataset of pairs: a preferred and a rejected image with one caption.
 
-    A sample is that of the preferred image with ``rejected_images`` or ``rejected_latents`` added.
-    The rejected image gets the bucket and the flip of the preferred image; its caption and masks
-    are ignored. ``encode_dataset`` accepts and returns pairs::
+    A sample contains the preferred image's sample and ``rejected_images`` or ``rejected_latents``.
+    The rejected image gets the bucket and the flip of the preferred image. Captions and masks of
+    rejected images are ignored. ``encode_dataset`` accepts and returns pairs::
 
         pairs = PreferencePairs(ImageFolder("liked"), ImageFolder("rejected"), buckets=buckets)
 

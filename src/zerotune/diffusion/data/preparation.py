@@ -73,7 +73,7 @@ class CenterCrop:
 
 @attrs.frozen(kw_only=True)
 class Preparation:
-    """Settings for converting images to tensors; every key of a latent cache contains them."""
+    """Settings for converting images to tensors; the keys of cached latents depend on them."""
 
     alpha: AlphaPolicy = attrs.field(factory=AlphaOnColor, converter=alpha_policy)
     """``"white"`` composites transparent images onto white; ``"drop"`` keeps their stored colours.
@@ -101,7 +101,7 @@ class Preparation:
         Args:
             image: Image, RGB or RGBA.
             placement: Placement of the image in its bucket.
-            corner: Left and top of the crop; by default ``crop`` chooses.
+            corner: Left and top of the crop; by default the result of ``crop.corner``.
 
         Returns:
             The RGB image in bucket size, and left and top of the crop in the resized image.
@@ -144,7 +144,7 @@ class TagShuffle:
     @orders.validator
     def _counted(self, _: Any, value: int | None) -> None:
         if value is not None:
-            whole(value, key="TagShuffle.orders", fix="write 8, or omit it")
+            whole(value, key="TagShuffle.orders", fix="write 8, or omit orders")
 
     def shuffled(self, caption: str, *, seed: int) -> str:
         """Return a caption with its tags shuffled.
@@ -182,7 +182,7 @@ class Augmentation:
         """Return whether the image is mirrored.
 
         Args:
-            draw: Use of an image.
+            draw: Index of the image and number of the use.
         """
         return self._chance("flip", draw) < self.flip
 
@@ -190,7 +190,7 @@ class Augmentation:
         """Return whether the caption is replaced by the empty text.
 
         Args:
-            draw: Use of an image.
+            draw: Index of the image and number of the use.
         """
         return self._chance("caption", draw) < self.caption_dropout
 
@@ -201,7 +201,7 @@ class Augmentation:
 
         Args:
             captions: All captions of the image.
-            draw: Use of the image.
+            draw: Index of the image and number of the use.
         """
         if self.drops_caption(draw):
             return ""
@@ -258,9 +258,9 @@ class Augmentation:
 class PreparedImages:
     """A bucketed dataset of images and captions.
 
-    A sample contains ``images`` (3, h, w) in [-1, 1], ``captions`` (text), and SDXL's
-    micro-conditioning as tensors (2,), vertical before horizontal: ``original_sizes`` of the
-    upright image, ``crop_corners`` in the resized image, ``target_sizes`` of the bucket. If the
+    A sample contains ``images`` (3, h, w) in [-1, 1] and ``captions`` (text). SDXL's
+    micro-conditioning is in tensors (2,), vertical before horizontal: ``original_sizes`` of the
+    upright image, ``crop_corners`` in the resized image, and ``target_sizes`` of the bucket. If the
     source has masks or references, a sample also contains ``loss_masks`` or ``reference_images``;
     see ``tensors``.
 
@@ -326,7 +326,7 @@ class PreparedImages:
         """Return the caption for one use of an image; empty if the caption is dropped.
 
         Args:
-            draw: Use of the image.
+            draw: Index of the image and number of the use.
         """
         return self.augmentation.words(self.source.item(draw.index).captions, draw)
 
@@ -445,7 +445,7 @@ def _assign_by_references(
 def to_pixels(
     image: Image, placement: Placement, preparation: Preparation, *, flipped: bool
 ) -> tuple[torch.Tensor, Size]:
-    """Return an image (3, h, w) in [-1, 1], and left and top of its crop; both may be mirrored."""
+    """Return an image (3, h, w) in [-1, 1], mirrored if ``flipped``, and the corner of its crop."""
     (pixels,), corner = all_to_pixels([image], placement, preparation, flipped=flipped)
     return pixels, corner
 
@@ -466,7 +466,7 @@ def all_to_pixels(
 
 
 def shrunk(masks: torch.Tensor, sides: Sequence[int]) -> torch.Tensor:
-    """Resize masks (b, 1, h, w); each new value is the mean over its area."""
+    """Resize masks (b, 1, h, w) by area averaging."""
     return torch.nn.functional.interpolate(masks, size=tuple(sides), mode="area")
 
 

@@ -188,7 +188,7 @@ class SizeIndex:
 
 
 def stamp_of(files: Iterable[Path]) -> Stamp | None:
-    """Return modification time and bytes of each file; ``None`` if a file is not accessible."""
+    """Return modification time and size of each file; ``None`` if a file is not accessible."""
     try:
         known = [file.stat() for file in files]
     except (OSError, ValueError):
@@ -282,7 +282,7 @@ class TextLines:
 
 
 def caption_text(words: Any) -> CaptionText:
-    """Return the caption parser of a name, or check the methods of a caption parser."""
+    """Look up a caption parser by name; a parser object is checked and returned."""
     kinds = {"whole": WholeText, "lines": TextLines}
     found: CaptionText = named_policy(words, kinds, key="words", method="captions")
     return found
@@ -365,7 +365,7 @@ class EncodedSource:
         raise NotImplementedError
 
     def beside(self, index: int) -> Mapping[str, Path | bytes]:  # noqa: ARG002 - for subclasses
-        """Return the companion files of an image by kind, as paths or bytes.
+        """Return the mask and references of an image by kind, as paths or bytes.
 
         Args:
             index: Index of the image.
@@ -394,7 +394,7 @@ class EncodedSource:
         return None if file is None else self._decoded(index, file)
 
     def content(self, index: int) -> str:
-        """Return a hash of an encoded image and its companion files."""
+        """Return a hash of an encoded image, its mask and its references."""
         own = hashlib.sha256(bytes_of(self.encoded(index)))
         for kind, file in sorted(self.beside(index).items()):
             own.update(kind.encode() + hashlib.sha256(bytes_of(file)).digest())
@@ -446,7 +446,7 @@ class EncodedSource:
         def look(name: str) -> Size:
             width, height = sizes.get(name, lambda: read(name))
             if edits and REFERENCE not in beside(name):
-                raise ValueError("it has no reference, but other images have one")
+                raise ValueError("the image has no reference, but other images do")
             return width, height
 
         def item(name: str, size: Size) -> ImageItem:
@@ -478,8 +478,8 @@ def _check_companion(kind: str, file: Path | bytes, size: Size, check: ImageChec
         raise ValueError(f"its {kind} {why(error)}") from error
     if kind == MASK and not same_shape(found, size):
         raise ValueError(
-            f"its mask has the size {found[0]}x{found[1]}, which differs in aspect ratio from "
-            f"the image's {size[0]}x{size[1]}"
+            f"the mask ({found[0]}x{found[1]}) and the image ({size[0]}x{size[1]}) differ in "
+            "aspect ratio"
         )
 
 
@@ -504,9 +504,9 @@ def scan(
 
     Args:
         stamps: Names in order, each with the stamp of its files.
-        look: Function from a name to the size of its image, or to size and length of its clip.
-        item: Function from a name and the result of ``look`` to the item.
-        index: Index of sizes from earlier starts.
+        look: Function that returns the size of a named image, or size and length of a named clip.
+        item: Function that creates an item from a name and the result of ``look``.
+        index: Cache of sizes that earlier starts have read.
         on_broken: Policy for unreadable images.
         strays: Images known to be broken, reported first.
         missing: Images that do not exist, reported last.
@@ -595,8 +595,8 @@ def _companion_decisions(counts: Mapping[str, int], of: int) -> tuple[Decision, 
     """
     effect = {
         MASK: "white pixels count in the loss, black ones do not; without a mask all pixels count",
-        REFERENCE: "it is the image before an edit, or the condition of a ControlNet",
-        **dict.fromkeys(REFERENCES[1:], "it is edited together with the other references"),
+        REFERENCE: "references are images before an edit or conditions of a ControlNet",
+        **dict.fromkeys(REFERENCES[1:], "all references of an image are edited together"),
     }
     return tuple(
         Decision(
@@ -611,12 +611,12 @@ def _companion_decisions(counts: Mapping[str, int], of: int) -> tuple[Decision, 
 
 
 def companions_of(source: Any) -> frozenset[str]:
-    """Return the kinds of companion files of a source's images; empty without companions."""
+    """Return the kinds of companion files (masks, references) in a source."""
     return frozenset(getattr(source, "companions", ()))
 
 
 def by_reference(each: Sequence[T], *, key: str) -> dict[str, T]:
-    """Map the names of references to values.
+    """Return the values by reference name: ``reference``, ``reference2``, and so on.
 
     Args:
         each: One value per reference, in order.
@@ -671,7 +671,7 @@ class RepeatedSource:
         return source.companion(index % len(source), kind)  # type: ignore[no-any-return]
 
     def frames(self, index: int, numbers: Sequence[int]) -> list[Image]:
-        """Return frames of a clip; only for sources of clips.
+        """Return frames of a clip; the source must contain clips.
 
         Args:
             index: Index of the clip.
@@ -751,7 +751,7 @@ class JoinedSources:
         return source.companion(inner, kind)  # type: ignore[no-any-return]
 
     def frames(self, index: int, numbers: Sequence[int]) -> list[Image]:
-        """Return frames of a clip; only for sources of clips.
+        """Return frames of a clip; the source must contain clips.
 
         Args:
             index: Index of the clip.

@@ -121,7 +121,7 @@ def _check_range(images: torch.Tensor) -> tuple[Decision, ...]:
         Decision(
             key="data.images",
             before="in [-1, 1]",
-            after=f"from {least:g} to {most:g}, unchanged",
+            after=f"values from {least:g} to {most:g}, unchanged",
             reason="no value is negative, so the images appear to be in [0, 1]; convert them with "
             "images * 2 - 1",
             severity="warning",
@@ -133,10 +133,10 @@ def _check_range(images: torch.Tensor) -> tuple[Decision, ...]:
 
 
 class Captions(tuple[str, ...]):
-    """A tuple of captions with a no-op ``.to()``, so that a loop can move every batch value."""
+    """A tuple of captions with a no-op ``.to()``, as loops move all batch values to a device."""
 
     def to(self, *_: Any, **__: Any) -> Captions:
-        """Return itself, because text has no device."""
+        """Return the captions unchanged, because text has no device."""
         return self
 
 
@@ -284,7 +284,7 @@ class DataStream(_OrderedStream):
         rank: Rank of this process.
         world_size: Number of processes that share the data.
         shuffle: ``False`` keeps the dataset's order in every epoch.
-        num_workers: Number of worker processes that prefetch batches; 0 loads in this process.
+        num_workers: Number of worker processes that prefetch; 0 loads batches in this process.
         collate: Function that collates a list of samples; default ``stack_samples``.
         pin_memory: Page-lock batches for faster copies to a GPU.
 
@@ -317,7 +317,7 @@ class DataStream(_OrderedStream):
         if hasattr(dataset, "assignment"):
             # It would give samples of many sizes, each with the flip of its first epoch for ever.
             raise DataError(
-                "its samples have different sizes, which DataStream does not support",
+                "samples of this dataset differ in size, which DataStream does not support",
                 key="dataset",
                 value=type(dataset).__name__,
                 fix="pass the dataset to BucketStream",
@@ -410,7 +410,7 @@ def _too_few(length: int, taken: int) -> tuple[Decision, ...]:
 
 @runtime_checkable
 class BucketedDataset(Protocol):
-    """Protocol: a dataset whose samples are grouped into buckets of equal size."""
+    """Protocol: a dataset whose samples are grouped into buckets by size."""
 
     @property
     def assignment(self) -> BucketAssignment:
@@ -431,9 +431,9 @@ class BucketStream(_OrderedStream):
     """Endless micro batches of a bucketed dataset, each from a single bucket.
 
     Every rank gets a full micro batch at every step. The sequence of micro batches does not depend
-    on the number of ranks: rank r of w gets micro batches r, r + w, r + 2w, … A run that resumes
-    with a different number of ranks continues the same sequence. With a different micro batch size,
-    a resumed run continues with the unused images.
+    on the number of ranks: rank r of w gets every w-th micro batch, starting with r. A run that
+    resumes with a different number of ranks continues the same sequence. With a different micro
+    batch size, a resumed run continues with the unused images.
 
     Args:
         dataset: Bucketed dataset, such as ``PreparedImages`` or ``CachedImages``.
@@ -442,7 +442,7 @@ class BucketStream(_OrderedStream):
         rank: Rank of this process.
         world_size: Number of processes that share the data.
         shuffle: ``False`` yields one bucket after another, each in the dataset's order.
-        num_workers: Number of worker processes that prefetch batches; 0 loads in this process.
+        num_workers: Number of worker processes that prefetch; 0 loads batches in this process.
         collate: Function that collates a list of samples; default ``stack_samples``.
         pin_memory: Page-lock batches for faster copies to a GPU.
 
@@ -502,7 +502,7 @@ class BucketStream(_OrderedStream):
         return dict(zip(names, self._order.used_of_shares(self._position), strict=True))
 
     def explain(self) -> str:
-        """Return a table of each set's repeats and used images; empty without a mixture."""
+        """Return a text with repeats and used images of each set; empty without a mixture."""
         used = self.used
         rows = [
             f" {share.name}: {len(share.images)} images, each {float(share.repeats):g} "
@@ -564,7 +564,7 @@ class BucketStream(_OrderedStream):
 
 
 def dataset_digest(dataset: BucketedDataset) -> str:
-    """Return a digest of a dataset's samples, buckets and repeats, which determine the order."""
+    """Return a digest of a dataset's samples, buckets and repeats, which determine its order."""
     digest = hashlib.sha256(dataset.identity.encode())
     for bucket, members in dataset.assignment.members.items():
         digest.update(f"{bucket}:{members}\n".encode())
@@ -722,11 +722,11 @@ _PRIOR_WEIGHTS = "loss_weights"
 
 
 class PriorPreservation:
-    """Micro batches of instance samples followed by prior samples, weighted as in DreamBooth.
+    """Micro batches that join instance and prior samples, with the loss weights of DreamBooth.
 
-    The loss of a batch is ``instance_loss + weight * prior_loss``, two means over samples. The
-    plan's micro batch size is the sum of the two streams' micro batch sizes. Each stream has a
-    separate order and separate epochs::
+    The loss of a batch is ``instance_loss + weight * prior_loss``; each loss is a mean over its
+    samples. The plan's micro batch size is the sum of the two streams' micro batch sizes. The
+    streams have separate orders and epochs::
 
         data = PriorPreservation(
             instances=DataStream(photos, micro_batch_size=2),
@@ -757,7 +757,7 @@ class PriorPreservation:
 
     @property
     def epoch(self) -> float:
-        """Number of epochs of ``instances`` consumed."""
+        """Number of consumed epochs of the stream ``instances``."""
         instances: Any = self._instances
         return float(instances.epoch)
 
@@ -826,6 +826,6 @@ def _join_prior(name: str, instance: Any, prior: Any) -> Any:
             f"samples of instances and priors have different shapes: {shapes[0]} and {shapes[1]}",
             key=f"batch[{name!r}]",
             value=(type(instance).__name__, type(prior).__name__),
-            fix="resize instances and priors to one size, for example with the same single bucket",
+            fix="resize instances and priors to one size, for example with a single bucket",
         )
     return torch.cat([instance, prior])

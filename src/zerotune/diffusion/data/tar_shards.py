@@ -59,15 +59,16 @@ class TarShards(EncodedSource):
 
     Args:
         shards: Tar files, in order.
-        caption: Extension of captions, such as ``txt``, or ``json`` with ``caption_key``.
+        caption: Extension of caption members: ``txt``, or ``json`` together with ``caption_key``.
         caption_key: Key of the caption or list of captions in a JSON member.
         words: ``"whole"``, the default, reads a text as one caption; ``"lines"`` reads each line as
             a caption.
         masks: Suffix of mask names before the extension; ``None`` for no masks.
         references: Suffix of reference names before the extension. If one image has a reference,
             every image needs one.
-        check: ``"whole"``, the default, decodes every image at the start; ``"header"`` is faster.
-        on_broken: ``"skip"``, the default, skips broken images; ``"error"`` stops.
+        check: ``"whole"``, the default, decodes every image at the start; ``"header"`` reads only
+            the size of each image.
+        on_broken: ``"skip"``, the default, skips broken images; ``"error"`` raises an error.
 
     Raises:
         DataError: A shard is missing, compressed or truncated, or there is no image.
@@ -130,7 +131,7 @@ class TarShards(EncodedSource):
         return self._images[self._items[index].name].read()
 
     def beside(self, index: int) -> Mapping[str, Path | bytes]:
-        """Return the companion files of an image by kind, as bytes."""
+        """Return the mask and references of an image by kind, as bytes."""
         return self._members_beside(self._items[index].name)
 
     def _stamp(self, name: str, changed: Mapping[Path, Stamp | None]) -> Stamp | None:
