@@ -396,7 +396,7 @@ def _details(results: Mapping[str, Any]) -> Iterator[str]:
         )
         yield (
             f"The benchmark `{name}` reports {result['title']}. The benchmark ran on "
-            f"{machine(result)}, with {packages}. To repeat the benchmark, run "
+            f"{machine(result)}. The versions were {packages}. To repeat the benchmark, run "
             f"`{result['command']}`."
         )
         yield f"![{result['title']}](results/{name}.png)"
