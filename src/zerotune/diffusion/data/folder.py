@@ -144,7 +144,7 @@ class TextBeside:
 
     suffix: str = ".txt"
     words: CaptionText = attrs.field(factory=WholeText, converter=caption_text)
-    """``"lines"`` reads each line as a separate caption."""
+    """``"whole"`` reads a file as one caption; ``"lines"`` reads each line as a caption."""
 
     def read(self, root: Path, names: Iterable[str]) -> Mapping[str, Words]:
         """Read the captions of all images that have a text file.

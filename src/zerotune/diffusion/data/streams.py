@@ -133,7 +133,7 @@ def _check_range(images: torch.Tensor) -> tuple[Decision, ...]:
 
 
 class Captions(tuple[str, ...]):
-    """A tuple of captions with a no-op ``.to()``, as loops move all batch values to a device."""
+    """Tuple of captions with a no-op ``.to()``, because loops move all batch values to a device."""
 
     def to(self, *_: Any, **__: Any) -> Captions:
         """Return the captions unchanged, because text has no device."""
