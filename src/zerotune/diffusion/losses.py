@@ -49,7 +49,7 @@ class Loss(Protocol):
 
 
 def unknown_schedule(schedule: str) -> InvalidValueError:
-    """Return the error for an objective whose levels do not support a loss schedule."""
+    """Return the exception for an objective that does not support a threshold schedule."""
     flow = schedule == "snr"
     why = "flow matching has no signal-to-noise ratio" if flow else "EDM has no time steps"
     return InvalidValueError(

@@ -517,7 +517,7 @@ class ClipBuckets:
         return Fraction(1) if self.fps is None else item.rate / self.fps
 
     def length(self, item: ClipItem) -> int | None:
-        """Return the longest length that a clip fills; ``None`` if the clip is too short for all.
+        """Return the longest length that a clip fills; ``None`` if the clip fills no length.
 
         Args:
             item: Metadata of the clip.

@@ -202,8 +202,8 @@ class ImageFolder(EncodedSource):
         references: Suffix of reference names before the extension. If one image has a reference,
             every image needs one; the number of references may differ.
         reference_folder: Folder of references with the same names as the images and any extension:
-            ``conditions/cat.png`` for ``photos/cat.jpg``. A list of folders contains the first,
-            second, … reference of each image.
+            ``conditions/cat.png`` for ``photos/cat.jpg``. With several folders, the first folder
+            contains the first reference of each image, and so on.
         check: ``"whole"``, the default, decodes every image at the start; ``"header"`` reads only
             the size of each image.
         on_broken: ``"skip"``, the default, skips broken images; ``"error"`` raises an error. An

@@ -294,7 +294,7 @@ class BucketOrder:
                 images = lane.images if whole else self._turn(bucket, lane, turn)
                 return Draw(index=images[place], epoch=turn)
             slot -= stop - start
-        raise AssertionError("every slot of an epoch belongs to a lane")
+        raise AssertionError("every use in an epoch belongs to a set")
 
     @cached_property
     def _known(self) -> dict[tuple[object, ...], list[int]]:
