@@ -221,7 +221,7 @@ def _problem(settings: Mapping[str, Any]) -> tuple[torch.nn.Module, list[Any], A
 
 BENCHMARK = Benchmark(
     name="prediction",
-    title="predicted seconds of a step against processor seconds measured, one thread",
+    title="predicted seconds of a step, compared with measured processor seconds of one thread",
     cases=cases,
     ours=(PREDICTED,),
     better="the nearer the prediction is to what was measured, the better",

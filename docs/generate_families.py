@@ -1,7 +1,7 @@
-"""Write the table of docs/families.md: losses compared with the plain engine, and cards.
+"""Write the table of docs/families.md: deviations from the plain engine, and GPU memory.
 
-``python docs/generate_families.py`` rewrites the page. ``... NOTES`` first records a run from the
-file in which the tests of all families note their losses (``ZEROTUNE_FAMILY_NOTES``).
+``python docs/generate_families.py`` rewrites the page. With a file ``NOTES`` as its argument, it
+first records the losses that the family tests wrote to this file (``ZEROTUNE_FAMILY_NOTES``).
 """
 
 from __future__ import annotations
@@ -79,11 +79,11 @@ FAMILIES: Final[Mapping[str, tuple[type, str | None]]] = {
     "ltx": (LTXVideo, "ltx-video"),
     "hunyuan-video": (HunyuanVideo, "hunyuan-video"),
 }
-"""The name of a family in the runs: its class, and the published model of its size and cards."""
+"""By name in the runs: the family's class, and the published model for the size and the cards."""
 
 
 def recorded(notes: Iterable[str]) -> dict[str, Any]:
-    """Stages, ranks and the largest deviation of each family and variant in a run's notes."""
+    """Return the runs and the largest deviation of each family and variant, from a run's notes."""
     families: dict[str, dict[str, dict[str, Any]]] = {}
     for name, case, ranks, variant, deviation in map(json.loads, notes):
         kind = "adapters" if variant.startswith("lora") else "all weights"
@@ -96,7 +96,7 @@ def recorded(notes: Iterable[str]) -> dict[str, Any]:
 
 
 def table(records: Mapping[str, Any]) -> str:
-    """The table of all families, with the runs of each."""
+    """Return the table of all families and their runs."""
     *others, last = (f"{name} {one}" for name, one in records["versions"].items())
     introduction = (
         f"The runs in this table trained a tiny model of each class on {records['date']}, with "
@@ -139,7 +139,7 @@ def _published(name: str | None) -> list[str]:
 
 
 def _smallest(name: str, *, lora: int | None, ram: str, nvme: str) -> str:
-    """The smallest card with a plan; all larger cards have one too."""
+    """Return the smallest card with a plan; larger cards have a plan too."""
     few, many = 0, len(CARDS)
     clips = model_family(name).frames is not None
     while few < many:
@@ -162,20 +162,20 @@ def _smallest(name: str, *, lora: int | None, ram: str, nvme: str) -> str:
 
 
 def page(text: str, records: Mapping[str, Any]) -> str:
-    """The page with the table of these records."""
+    """Return the page with the table of ``records``."""
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{BEGIN}\n\n{table(records)}\n\n{END}{after}"
 
 
 def stored() -> dict[str, Any]:
-    """The recorded runs."""
+    """Return the recorded runs."""
     found: dict[str, Any] = json.loads(RECORDS.read_text(encoding="utf-8"))
     return found
 
 
 def main(arguments: list[str]) -> None:
-    """Record a run, if one is given, and write the page."""
+    """Record a run if ``arguments`` name its notes, and write the page."""
     if arguments:
         notes = Path(arguments[0]).read_text(encoding="utf-8").splitlines()
         RECORDS.write_text(json.dumps(recorded(notes), indent=1) + "\n", encoding="utf-8")

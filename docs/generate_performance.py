@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # As a script it is started from anywhere.
 sys.path.insert(0, str(ROOT))
 
-from bench.show import amount, case_table, machine, more_is_better, provenance  # noqa: E402
+from bench.show import amount, case_table, machine, more_is_better  # noqa: E402
 from zerotune._util.files import write_atomically  # noqa: E402
 from zerotune._util.palette import BASELINE, OURS, empty_figure  # noqa: E402
 
@@ -126,8 +126,8 @@ A training step of SDXL's full U-Net at 1024 x 1024, with batch 8 and recomputed
 least:"""
 
 ABOUT = """\
-A ratio below 1 means that zerotune needed less time or memory than the reference. zerotune and the
-reference ran alternately. The interval in brackets has a confidence of 95 %
+A ratio below 1 means that zerotune needed less time or memory than the reference. The reference ran
+alternately with zerotune. The interval in brackets has a confidence of 95 %
 ([method](measurements.md#method))."""
 
 ONE_PASS = """\
@@ -139,9 +139,9 @@ first start, or of `zerotune doctor --prove`, has found different results
 NOT_ON_A_GPU = """\
 No figure on this page was measured on a GPU. The costs of offload over a bus, the overlap with
 computation on a device, and the device's memory are predictions ([memory](memory.md)). On a GPU of
-at least 24 GiB, `python -m bench.gpu` measures these costs. `bench.gpu` trains SDXL's full U-Net
-alternately with zerotune and with the configuration of the published figures, which come from an
-RTX 4090 with 24 GB:"""
+at least 24 GiB, `python -m bench.gpu` measures the costs of offload. `bench.gpu` trains SDXL's full
+U-Net alternately with zerotune and with the configuration of the published figures, which come from
+an RTX 4090 with 24 GB:"""
 
 REPEAT = """\
 `python -m pip install nox && nox -s bench -- all` runs all measurements, in about half an hour on a
@@ -167,10 +167,11 @@ def page() -> str:
     results = stored()
     days = sorted(case["measured"][:10] for result in results.values() for case in result["cases"])
     machines = "; ".join(dict.fromkeys(machine(result) for result in results.values()))
+    period = f"from {days[0]} to {days[-1]}"
     parts = [
         WRITTEN_BY,
         "# Performance",
-        f"All figures here were measured without a GPU, on {machines}, {days[0]} to {days[-1]}.",
+        f"The figures on this page were measured {period}, without a GPU, on {machines}.",
         ABOUT,
         f"![Time of zerotune relative to each reference](images/{PICTURE.name})",
         "## Gains",
@@ -236,7 +237,7 @@ def _estimates(result: Mapping[str, Any]) -> str:
         of_use.append(100 * (estimated / in_use - 1))
         of_peak.append(100 * (estimated / peak - 1))
     return (
-        f"Over {len(of_use)} plans, the estimate of memory differs by {_range(of_use)} from the "
+        f"For {len(of_use)} plans, the estimate of memory differs by {_range(of_use)} from the "
         f"memory in use, and by {_range(of_peak)} from the peak of the process."
     )
 
@@ -390,10 +391,17 @@ def _memory(result: Mapping[str, Any]) -> Iterator[str]:
 def _details(results: Mapping[str, Any]) -> Iterator[str]:
     for name, result in results.items():
         yield f"### {name}"
-        yield f"{result['title'][0].upper()}{result['title'][1:]}. {provenance(result)}"
+        packages = ", ".join(
+            f"{package} {number}" for package, number in result["versions"].items()
+        )
+        yield (
+            f"{result['title'][0].upper()}{result['title'][1:]}. The benchmark ran on "
+            f"{machine(result)}, with {packages}. To repeat the benchmark, run "
+            f"`{result['command']}`."
+        )
         yield f"![{result['title']}](results/{name}.png)"
         for case in result["cases"]:
-            yield f"**{case['name']}**"
+            yield f"#### {case['name']}"
             yield case_table(case)
             yield from case["notes"]
 
