@@ -597,7 +597,7 @@ class ClipBuckets:
                 key="clips.frames",
                 before=there,
                 after=sum(spans),
-                reason="only the middle of a clip is used if it is longer than its bucket; to use "
+                reason="clips that are longer than their bucket lose frames at both ends; to use "
                 "all frames, cut long clips into several",
             )
 

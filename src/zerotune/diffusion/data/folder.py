@@ -200,7 +200,7 @@ class ImageFolder(EncodedSource):
             ``metadata.csv``, otherwise text files next to the images.
         masks: Suffix of mask names before the extension; ``None`` for no masks.
         references: Suffix of reference names before the extension. If one image has a reference,
-            every image needs one; the number of references may differ.
+            every image needs at least one.
         reference_folder: Folder of references with the same names as the images and any extension:
             ``conditions/cat.png`` for ``photos/cat.jpg``. With several folders, the first folder
             contains the first reference of each image, and so on.
