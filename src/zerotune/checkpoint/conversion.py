@@ -420,9 +420,7 @@ class StateFolder:
                 "model's class; pass base=, a folder of this model"
             )
         elif [shapes.get(name) for name in names] != [tuple(s["exp_avg"].shape) for s in states]:
-            why = (
-                "only some of the model's parameters were trained, and the file does not name them"
-            )
+            why = "only some of the model's parameters were trained, without their names"
         else:
             return dict(zip(names, states, strict=True))
         self.left_out[_ACCELERATES_OPTIMIZER] = f"{why}: the optimizer starts with fresh states"
