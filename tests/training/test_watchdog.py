@@ -25,7 +25,7 @@ def test_a_rank_that_leaves_a_block_out_at_stage_3_is_named_with_its_module(tmp_
     assert "no result within" not in str(failed.value), "nobody hangs"
     assert "died with exit code" in str(failed.value)
     for text in logs(tmp_path):
-        (last,) = [line for line in text.splitlines() if "each must run the same" in line]
+        (last,) = [line for line in text.splitlines() if "all ranks must run the same" in line]
         assert "no rank of 2 has moved for 3 s" in last
         assert re.search(r"rank 0 is in (forward|backward)( of blocks\.\d)? at step 3", last)
         assert "rank 1 is in forward of blocks.3 at step 3" in last, "it left blocks.2 out"
@@ -43,7 +43,7 @@ def test_a_store_that_went_with_rank_0_is_not_asked_again_before_its_loss_is_tol
     with pytest.raises(RanksFailed, match="rank 0: died with exit code -9"):
         run_ranks(diagnosed.left_behind, str(tmp_path), world_size=2)
     said, asked = json.loads((tmp_path / "told").read_text())
-    assert "(Rank 0 failed to come: rank 0 cannot be reached, nor the store there" in said
+    assert "(Rank 0 is missing: rank 0 cannot be reached, and neither can the store there" in said
     assert [name for name, waits in asked if waits or ".tell." in name] == [], "takes seconds each"
 
 

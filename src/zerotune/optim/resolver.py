@@ -740,8 +740,8 @@ class Settling:
                 OPTIMIZER_TYPE,
                 name.written,
                 canonical,
-                f"the name is that of a class, but the engine chooses the class: {canonical} runs as "
-                f"{implementation.implementation} here",
+                "the name is that of a class, but the engine chooses the class: "
+                f"{canonical} runs as {implementation.implementation} here",
                 "warning",
             )
         elif self.asked.configured and name.written != canonical:

@@ -558,7 +558,7 @@ def extra_keys() -> Any:
 
 
 def modelled(cls: type[Section]) -> list[attrs.Attribute[Any]]:
-    """Return the modelled keys of a section class in the order of writing."""
+    """Return the fields of ``cls`` that are keys of the configuration, in writing order."""
     fields: tuple[attrs.Attribute[Any], ...] = attrs.fields(cls)  # type: ignore[arg-type]
     return [attribute for attribute in fields if "kind" in attribute.metadata]
 
@@ -709,7 +709,7 @@ def _require_object(raw: Any, key: str) -> None:
 
 
 def join(prefix: str, name: str) -> str:
-    """Return the path of key ``name`` in the section ``prefix``."""
+    """Return the path of the key ``name`` inside the section ``prefix``."""
     return f"{prefix}.{name}" if prefix else name
 
 
@@ -2810,12 +2810,12 @@ def _optimizer_config(optimizer: Any, lr: float | Auto | None) -> Any:
 
 
 def read_launch(raw: Mapping[str, Any], log: Log) -> LaunchSection:
-    """Read the launch section from the settings around a DeepSpeed configuration."""
+    """Read launch settings from ``raw``; decisions and errors go to ``log``."""
     return read_section(LaunchSection, raw, key="launch", log=log)
 
 
 def with_launch(plan: DeepSpeedPlan, launch: LaunchSection) -> DeepSpeedPlan:
-    """Return ``plan`` with ``launch``; unset values of ``launch`` keep those of ``plan``."""
+    """Return ``plan`` with the settings of ``launch``; unset ones keep the plan's values."""
     before = plan.launch.to_dict() if plan.launch else {}
     around = {**before, **launch.to_dict()}
     names = {attribute.name for attribute in modelled(LaunchSection)}

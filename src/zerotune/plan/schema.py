@@ -51,14 +51,14 @@ class Parameter:
 
 
 def schema_parameters(schema: Mapping[str, Any]) -> tuple[Parameter, ...]:
-    """Return all keys of a schema, each section before its keys."""
+    """Return every key of ``schema``; a section precedes its keys."""
     return tuple(_walk(schema, ""))
 
 
 def known_paths(schema: Mapping[str, Any]) -> frozenset[str]:
-    """Return the paths of a schema's keys, for ``DeepSpeedPlan.from_dict(also_known=…)``.
+    """Return the path of every key in ``schema``.
 
-    A plan can then contain keys of a newer DeepSpeed that zerotune does not know.
+    ``DeepSpeedPlan.from_dict(also_known=…)`` then accepts the keys of a newer DeepSpeed.
     """
     return frozenset(parameter.path for parameter in schema_parameters(schema))
 
@@ -98,9 +98,9 @@ def _types(entry: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def attribute_docs(cls: type) -> dict[str, str]:
-    """Return the docstrings of a class's attributes, including those of base classes.
+    """Return the docstrings of the attributes of ``cls`` and its bases, by attribute name.
 
-    The result is empty if the source of the class is not available.
+    The result is empty if the source file is not available.
     """
     docs: dict[str, str] = {}
     for each in reversed(cls.__mro__):

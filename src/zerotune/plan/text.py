@@ -200,7 +200,7 @@ def _record_data(records: Iterable[Decision], names: Sequence[str]) -> list[dict
 
 
 def shown_and_defaults(decisions: Iterable[Decision]) -> tuple[list[Decision], list[Decision]]:
-    """Split decisions into those to show, warnings first, and those that write defaults."""
+    """Divide ``decisions``: those to show, warnings first, and DeepSpeed's own defaults."""
     every = [decision for decision in decisions if decision.is_shown]
     shown = [decision for decision in every if decision.reason != DEEPSPEED_DEFAULT]
     defaults = [decision for decision in every if decision.reason == DEEPSPEED_DEFAULT]
@@ -271,7 +271,7 @@ def describe_plan(plan: DeepSpeedPlan) -> str:
 
 
 def describe(resolved: ResolvedPlan) -> str:
-    """Summarise a resolved plan in one line."""
+    """Describe the plan ``resolved`` in one line."""
     parts = [f"ZeRO-{resolved.stage}" if resolved.stage else "no partitioning"]
     if not resolved.uses_deepspeed:
         parts = ["plain engine"]
@@ -411,7 +411,11 @@ class Fit:
 
 
 def fits(estimate: MemoryEstimate, budget: RankBudget | None = None) -> tuple[Fit, ...]:
-    """Return peak and budget of each place that is used or limited."""
+    """Compare the peak of each place in ``estimate`` with its ``budget``.
+
+    Places that are neither used nor limited are left out. ``budget``: bytes per rank and place;
+    a place without a limit is absent.
+    """
     limits: RankBudget = budget or {}
     every = (
         Fit(place=place, needed=estimate.peak(place).nbytes, available=limits.get(place))
@@ -491,7 +495,7 @@ _PLANNED: Final = (
 
 
 def estimate_data(estimate: MemoryEstimate) -> dict[str, Any]:
-    """Return the estimate as JSON-serialisable data; sizes are in bytes per rank."""
+    """Return ``estimate`` as JSON-compatible data; sizes are in bytes per rank."""
     resolved, model = estimate.resolved, estimate.resolved.model
     return {
         "plan": {
@@ -543,7 +547,7 @@ def describe_estimate(estimate: MemoryEstimate) -> str:
 
 
 def subject(estimate: MemoryEstimate) -> str:
-    """Summarise model and workload in one line."""
+    """Name the model and the workload of ``estimate`` in one line."""
     model = estimate.resolved.model
     workload = describe_workload(estimate.workload)
     if model is None:
@@ -670,7 +674,7 @@ def advice_data(advice: Advice) -> dict[str, Any]:
 
 
 def candidate_data(candidate: Candidate) -> dict[str, Any]:
-    """Return a candidate as JSON-serialisable data; sizes are in bytes."""
+    """Return ``candidate`` as JSON-compatible data; sizes are in bytes."""
     return {
         "title": candidate.title,
         "fits": candidate.fits,
@@ -710,7 +714,7 @@ def time_words(time: StepTime) -> str:
 
 
 def seconds_words(seconds: float) -> str:
-    """Format a short duration in seconds or milliseconds."""
+    """Format a duration of ``seconds`` in seconds or milliseconds."""
     return f"{seconds:.2f} s" if seconds >= 0.1 else f"{1000 * seconds:.1f} ms"
 
 
@@ -825,7 +829,10 @@ def _candidates_table(candidates: Sequence[Candidate], *, chosen: Candidate) -> 
 
 
 def foremost(advice: Advice, most: int) -> tuple[Candidate, ...]:
-    """Return the choice, then other candidates that fit, then those that lack least."""
+    """Select at most ``most`` candidates of ``advice``, in order of preference.
+
+    The selection has the chosen candidate, others that fit, and the one that lacks least memory.
+    """
 
     def lacking(candidate: Candidate) -> int:
         return sum(candidate.shortfalls.values())

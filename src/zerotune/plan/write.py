@@ -203,7 +203,7 @@ def save_plan(
 
 
 def format_of(path: Path) -> str:
-    """Return the format for a file, from its suffix and its existing content."""
+    """Return the format for writing ``path``: by its suffix, or as the existing file has it."""
     suffix = path.suffix.lower()
     if suffix in _YAML_SUFFIXES:
         return "accelerate"
@@ -227,7 +227,7 @@ def format_of(path: Path) -> str:
 
 
 def in_order(config: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``config`` with its keys in the order of ``like``, and other keys last."""
+    """Return ``config`` with its keys in the order of ``like``; its other keys come last."""
     names = [name for name in like if name in config]
     ordered = {name: config[name] for name in (*names, *config)}
     for name in names:
