@@ -113,7 +113,7 @@ class ParameterGroup:
             check_pattern(pattern, key=f"{_RULES_KEY}.{self.name}.patterns")
         if not value:
             raise InvalidValueError(
-                "a group without patterns matches nothing",
+                "a group without patterns matches no parameter",
                 key=f"{_RULES_KEY}.{self.name}.patterns",
                 fix='write "*" for all remaining parameters',
             )
@@ -536,8 +536,8 @@ def _adam_rate(
         key="optimizer.params.adam_lr",
         before=None,
         after=lr,
-        reason=f"Muon's learning rate of {choice.lr:g} is far too large for the Adam that "
-        "updates the rest; set adam_lr to choose another",
+        reason=f"Muon's learning rate of {choice.lr:g} is far too large for the Adam that updates "
+        "the other parameters; set adam_lr for a different rate",
         severity="warning",
     )
     return lr, (decision,)

@@ -662,8 +662,8 @@ class Settling:
                 f"{OPTIMIZER}.lr",
                 None,
                 filled.values["lr"],
-                "neither the configuration nor the run sets it; zerotune's default for "
-                f"{entry.name}",
+                "neither the configuration nor the run sets the learning rate; this is "
+                f"zerotune's default for {entry.name}",
                 "warning" if self.request.configured else "note",
             )
         _check_together(entry, filled.values)
@@ -782,7 +782,7 @@ def _check_together(entry: OptimizerEntry, values: Mapping[str, Any]) -> None:
             f"{entry.name} with nesterov needs momentum > 0 and dampening 0",
             key=f"{OPTIMIZER}.nesterov",
             value=True,
-            fix='write for example "momentum": 0.9, "dampening": 0',
+            fix='write, for example, "momentum": 0.9, "dampening": 0',
         )
     if entry.name == "Rprop" and not values["etas"][0] < 1 < values["etas"][1]:
         raise InvalidValueError(
@@ -886,8 +886,7 @@ class ScheduleSettling:
         start = params.get("last_batch_iteration", -1)
         if start != -1:
             raise InvalidValueError(
-                "resuming from a checkpoint continues a schedule, because the checkpoint "
-                "knows the step",
+                "a resumed run continues the schedule, because the checkpoint contains the step",
                 key=f"{SCHEDULER}.last_batch_iteration",
                 value=start,
                 fix="omit it",
@@ -1135,7 +1134,10 @@ class Sources:
             )
         if automatic:
             filled.decide(
-                key, AUTO, value, f"the run does not set it; zerotune's default for {owner}"
+                key,
+                AUTO,
+                value,
+                f"the run does not set this value; zerotune's default for {owner} is used",
             )
         else:
             filled.defaulted.add(parameter.name)
@@ -1168,8 +1170,8 @@ class Filled(Log):
                 section,
                 None,
                 values,
-                f"not written; defaults of {owner}, made explicit because defaults change "
-                "between releases",
+                f"the configuration does not set these arguments; the defaults of {owner} "
+                "are written because defaults change between releases",
             )
 
 
@@ -1258,6 +1260,6 @@ def _constant_until(
         key=SCHEDULER_TYPE,
         before=None,
         after="constant",
-        reason=f"it stops the training of {group.name} after step {group.until}",
+        reason=f"the schedule stops the training of group {group.name} after step {group.until}",
     )
     return SchedulerChoice(name="constant", params={}, source="zerotune"), (decision,)

@@ -427,8 +427,8 @@ _ONE_BIT_FAMILY: Final = tuple(
         summary=f"{base} with momentum compressed to one bit; removed from DeepSpeed",
         parameters=tuple(Parameter(name=each, optional=True) for each in _ONE_BIT_ARGUMENTS),
         lr_scale="larger" if base == "Lamb" else None,
-        refusal="DeepSpeed removed it in the 0.19 series (PR #8490); the last releases with it "
-        "are 0.18.x, at stage 0",
+        refusal="DeepSpeed 0.19 removed the optimizer (PR #8490); only 0.18.x and older have it, "
+        "at stage 0",
         instead="AdamW",
     )
     for name, base in (("OneBitAdam", "Adam"), ("OneBitLamb", "Lamb"), ("ZeroOneAdam", "Adam"))
@@ -653,7 +653,7 @@ PACKAGE_ENTRIES: Final[tuple[OptimizerEntry, ...]] = (
         package="prodigyopt",
         extra=_EXTRA,
         own_schedule=True,
-        lr_scale="1; it is a multiple of the rate it finds, thousands of times larger",
+        lr_scale="1, a factor on the rate that the optimizer finds, so thousands of times larger",
     ),
     OptimizerEntry(
         name="AdamWScheduleFree",

@@ -65,19 +65,19 @@ _WARMUP: Final = (
 _DEEPSPEED: Final = (
     SchedulerEntry(
         name="WarmupLR",
-        summary="Rises to the peak and stays there",
+        summary="The learning rate rises to the peak and stays there",
         parameters=_WARMUP,
         peak="warmup_max_lr",
     ),
     SchedulerEntry(
         name="WarmupDecayLR",
-        summary="Rises to the peak, then falls linearly",
+        summary="The learning rate rises to the peak, then falls linearly",
         parameters=(_TOTAL_STEPS, *_WARMUP),
         peak="warmup_max_lr",
     ),
     SchedulerEntry(
         name="WarmupCosineLR",
-        summary="Rises to the optimizer's learning rate, then falls along a cosine",
+        summary="The learning rate rises to the optimizer's rate, then falls along a cosine",
         parameters=(
             _TOTAL_STEPS,
             number("warmup_min_ratio", 0.0, high=1),
@@ -108,7 +108,7 @@ _DEEPSPEED: Final = (
     ),
     SchedulerEntry(
         name="LRRangeTest",
-        summary="Rises without end, to find the largest stable learning rate",
+        summary="The learning rate rises without end, to find the largest stable rate",
         parameters=(
             number("lr_range_test_min_lr", 1e-3, low_open=True),
             integer("lr_range_test_step_size", 2000),
@@ -127,25 +127,26 @@ _DIFFUSERS: Final = (
     ),
     SchedulerEntry(
         name="constant_with_warmup",
-        summary="Rises to the learning rate and stays there",
+        summary="The learning rate rises to the optimizer's rate and stays there",
         parameters=(_WARMUP_0,),
         source="zerotune",
     ),
     SchedulerEntry(
         name="linear",
-        summary="Rises to the learning rate, then falls linearly to zero",
+        summary="The learning rate rises to the optimizer's rate, then falls linearly to zero",
         parameters=(_WARMUP_0, _TRAINING_STEPS),
         source="zerotune",
     ),
     SchedulerEntry(
         name="cosine",
-        summary="Rises to the learning rate, then falls along a cosine",
+        summary="The learning rate rises to the optimizer's rate, then falls along a cosine",
         parameters=(_WARMUP_0, _TRAINING_STEPS, number("num_cycles", 0.5, low_open=True)),
         source="zerotune",
     ),
     SchedulerEntry(
         name="cosine_with_restarts",
-        summary="Rises to the learning rate, then falls along a cosine, several times",
+        summary="The learning rate rises to the optimizer's rate, then falls along a cosine several "
+        "times",
         parameters=(
             _WARMUP_0,
             _TRAINING_STEPS,
@@ -155,7 +156,8 @@ _DIFFUSERS: Final = (
     ),
     SchedulerEntry(
         name="polynomial",
-        summary="Rises to the learning rate, then falls to lr_end by a power",
+        summary="The learning rate rises to the optimizer's rate, then falls to lr_end as a power "
+        "function",
         parameters=(
             _WARMUP_0,
             _TRAINING_STEPS,

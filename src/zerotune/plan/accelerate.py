@@ -285,7 +285,8 @@ class _Translation:
                     "names this file itself" if is_itself else "names another accelerate file",
                     key=key,
                     value=written,
-                    fix="name a JSON with a DeepSpeed configuration, or use zero_stage instead",
+                    fix="write the path of a JSON file with a DeepSpeed configuration, or use "
+                    "zero_stage instead",
                 )
         return config, source, inside
 
@@ -320,8 +321,8 @@ class _Translation:
                 key="gradient_clipping",
                 before=clipping,
                 after=0,
-                reason="accelerate treats 0 as missing, and DeepSpeed then clips at its own "
-                "default; zerotune does not clip",
+                reason="accelerate treats 0 as missing, so DeepSpeed clips at its default; "
+                "zerotune does not clip",
                 severity="warning",
             )
 
@@ -562,11 +563,11 @@ def _refuse_fields_beside_file(environ: Mapping[str, str], written: str) -> None
     beside = sorted(fields & (ZERO_IN_BLOCK | DEEPSPEED_IN_BLOCK | {"mixed_precision"}))
     if beside:
         raise PlanConflictError(
-            "accelerate rejects other settings of its own YAML beside the file: "
+            "accelerate rejects other settings of its YAML together with the file: "
             f"{', '.join(beside)}",
             key=_FILE_VARIABLE,
             value=written,
-            fix="move them from the YAML to the file",
+            fix="move these settings from the YAML to the file",
         )
 
 

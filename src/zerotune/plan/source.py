@@ -64,9 +64,9 @@ def refuse_long_yaml(text: str, *, key: str) -> None:
     most = _LARGEST_FILE.get() // _YAML_SHARE
     if len(text) > most:
         raise InvalidValueError(
-            f"is longer than {format_size(most)}, the maximum when reading a YAML again",
+            f"is longer than {format_size(most)}, the maximum for a value in a YAML file",
             key=key,
-            fix="use DeepSpeed's format, or shorten it",
+            fix="use DeepSpeed's JSON format, or shorten the configuration",
         )
 
 
