@@ -384,5 +384,5 @@ def test_a_disk_that_is_too_small_is_named(tmp_path):
 
 def test_deepspeed_checkpoints_are_recognised(tmp_path):
     (tmp_path / "latest").write_text("global_step5")
-    with pytest.raises(CheckpointError, match="DeepSpeed's own checkpoint"):
+    with pytest.raises(CheckpointError, match="convert DeepSpeed's checkpoint"):
         find_checkpoint(tmp_path)

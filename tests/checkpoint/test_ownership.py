@@ -87,7 +87,7 @@ def test_what_a_killed_process_held_is_taken_over(tmp_path, holder):
         (decision,) = hold.decisions
         assert decision.severity == "note"
         assert f"process {first.pid} on " in decision.reason
-        assert decision.reason.endswith("has ended; its folder is taken over")
+        assert decision.reason.endswith("has ended, so this process takes over the folder")
     assert names(tmp_path) == []
 
 
@@ -230,7 +230,7 @@ def test_what_cannot_be_taken_is_one_error_of_ours(tmp_path, way):
     with pytest.raises(CheckpointError, match="cannot be used for saving") as caught:
         RootHold(root)
     assert caught.value.key == str(root)
-    assert "though it may be read" in caught.value.reason
+    assert "but may be readable" in caught.value.reason
     assert caught.value.fix
     assert not (tmp_path / "other").exists()
 

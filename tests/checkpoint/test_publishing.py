@@ -191,7 +191,7 @@ def test_what_is_no_whole_export_is_not_sent(hub, tmp_path):
             send(hub, wrong)
     picture = tmp_path / "x.txt"
     picture.write_text("x")
-    with pytest.raises(InvalidValueError, match="not a displayable image or clip"):
+    with pytest.raises(InvalidValueError, match="not an image or clip that the Hub can display"):
         send(hub, adapter_file(tmp_path), card=Card(samples={"a": picture}))
     assert hub.requests == []
     with pytest.raises(InvalidValueError, match="repo_id"):

@@ -208,14 +208,14 @@ def test_files_that_cannot_be_read_are_refused_with_what_to_give(folders, tmp_pa
     assert "does not recognise this file's model" in refusal(config=None)
     assert "stored with scales" in refusal({"scaled_fp8": torch.ones(2)})
     assert "according to diffusers' converter" in refusal(config=folders["flux"])
-    assert "config= applies only to such files" in refusal(path=folders["sd3"])
+    assert "without such a file, omit config=" in refusal(path=folders["sd3"])
     assert "does not exist" in refusal(path=tmp_path / "none.safetensors")
     bare = no_weights(folders["sd3"], tmp_path / "bare")
     message = refusal(parts=True, config=bare)
-    assert "contains nothing of the frozen parts, and the others cannot be loaded" in message
+    assert "does not contain the frozen parts that the file lacks" in message
     big = {f"{MODEL}joint_blocks.37.x_block.mlp.fc1.weight": torch.ones(2, 2)}
     message = refusal(big, config=None)
-    assert "stabilityai/stable-diffusion-3.5-large is not available" in message
+    assert "stabilityai/stable-diffusion-3.5-large cannot be downloaded" in message
     assert "pass a downloaded folder of stabilityai/stable-diffusion-3.5-large" in message
 
 

@@ -201,8 +201,8 @@ def test_what_an_accelerator_of_the_plan_puts_in_place_is_said():
         weights, averages = run.engine.master_weights.gather(), copy.shadow_params
         for (_, weight), average in zip(weights, averages, strict=True):
             torch.testing.assert_close(average, torch.lerp(weight, torch.full_like(weight, 0.5), d))
-        assert "attached already" in error_of(lambda: run.attach(model))
-        assert "other parameters than the engine's" in error_of(lambda: register(other))
+        assert "already has an engine" in error_of(lambda: run.attach(model))
+        assert "differ from the engine's parameters" in error_of(lambda: register(other))
         assert accelerator.gradient_accumulation_steps == 2
         explained = run.engine.explain()
         for said in ("SGD(lr=0.5)", "ConstantLR", "pre_hook", "Accelerator.gradient_accumulation"):
@@ -315,7 +315,7 @@ def test_an_embedded_checkpoint_is_resumed_by_a_trainer(checkpoint):
     assert seen["losses"] == pytest.approx(expected(1)[BEFORE:], rel=ALIKE)
     assert seen["step"] == BEFORE
     assert seen["ema_steps"] == ALL, "the average goes on"
-    assert "the data begin at their start" in seen["decisions"]["data"]
+    assert "the data start at the beginning" in seen["decisions"]["data"]
     assert "shadows.ema" not in seen["decisions"]
 
 
@@ -468,7 +468,7 @@ def test_a_script_runs_under_accelerates_cpu_flag(tmp_path):
     assert verify_checkpoint(tmp_path / "end").plan.stage == 2
     # Without mpirun accelerate starts one process, and says nothing.
     assert verify_checkpoint(tmp_path / "end").world_size == 1
-    assert "start several with torchrun" in printed
+    assert "start several processes with torchrun" in printed
 
 
 @engine_runs

@@ -165,7 +165,7 @@ def test_another_encoding_is_refused_by_name(tmp_path, encoding):
     before = path.read_bytes()
     for first in (1, 5):
         with pytest.raises(
-            InvalidValueError, match=r"metrics\.jsonl.*Fix: choose another file name"
+            InvalidValueError, match=r"metrics\.jsonl.*Fix: choose a different file name"
         ):
             drive(MetricsFile(path), steps=range(first, 6))
     with pytest.raises(DataError, match=r"metrics\.jsonl.*not UTF-8"):

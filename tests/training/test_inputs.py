@@ -152,14 +152,14 @@ def no_batch(model: Any, generator: Any) -> torch.Tensor:
         ("objective", FlowMatchEulerDiscreteScheduler(), "is a scheduler.*FlowMatchingObjective"),
         ("objective", no_batch, r"'no_batch'.*def objective\(model, batch, generator\)"),
         ("callbacks", SaveEvery, r"'SaveEvery': is a class.*SaveEvery\(…\)"),
-        ("callbacks", [print], "'print': has no on_fit_start"),
+        ("callbacks", [print], "'print': has no method on_fit_start"),
         ("data", "photos", r"PreparedImages\(ImageFolder\('photos'\)"),
         ("data", Path("photos"), r"PreparedImages\(ImageFolder\('photos'\)"),
         ("data", Photos(), r"images of different sizes.*PreparedImages\(Photos"),
-        ("non_finite", "skip", r"is no NonFinitePolicy.*SkipNonFinite\(\)"),
+        ("non_finite", "skip", r"is not a valid NonFinitePolicy.*SkipNonFinite\(\)"),
         ("non_finite", SkipNonFinite, "is a class"),
         ("activations", True, r"ActivationOffload\(\)"),
-        ("offload", "cpu", r"the plan sets what is offloaded"),
+        ("offload", "cpu", r"set what is offloaded in the plan"),
         ("run", {"steps": 3}, "RunFacts"),
         ("platform", "cuda", r"detect_platform\(\)"),
         ("plan", None, "is not a plan"),
@@ -211,7 +211,7 @@ def test_what_is_exported_and_when_is_answered(tmp_path: Path) -> None:
     with trainer:
         for given in ("emma", True, model, Following(), trainer.engine):
             name = given if isinstance(given, str) else type(given).__name__
-            words = (f"weights = {name!r}", "one of trained, ema")
+            words = (f"weights = {name!r}", "one of: trained, ema")
             refused(partial(trainer.export, tmp_path / "out", weights=given), *words)
         for given in (model, trainer):
             words = (
@@ -223,7 +223,7 @@ def test_what_is_exported_and_when_is_answered(tmp_path: Path) -> None:
     folder = tmp_path / "after"
     calls = [partial(trainer.fit, steps=1), partial(trainer.export, folder)]
     for call in (*calls, partial(trainer.save, folder), partial(trainer.resume, folder)):
-        refused(call, "this trainer and its engine are closed", "a new Trainer continues")
+        refused(call, "the trainer is closed", "create a new Trainer")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -195,7 +195,7 @@ def test_mistakes_have_one_clear_error_each():
     not_data = error_of(lambda: trainer(False, data=7))
     with trainer(False) as running:
         no_checkpoint = error_of(lambda: running.resume("nowhere"))
-    assert no_data.startswith("DataError: data = None: no data are given")
+    assert no_data.startswith("DataError: data = None: the trainer has no data")
     assert "'images': 3" in batch_size
     assert "drop_last=True" in batch_size
     assert "function has no scheduler" in no_scheduler

@@ -34,28 +34,32 @@ Tensors = Mapping[str, torch.Tensor]
 
 @runtime_checkable
 class ShadowLike(Protocol):
-    """Protocol of tensors saved beside the weights, such as ``zerotune.ema.EMAShadow``.
+    """Protocol of objects that are saved with the weights, such as ``zerotune.ema.EMAShadow``.
 
-    Tensors of a fragment of the master weights are fp32 and named by ``FragmentAddress.key``. Other
-    tensors have their own names and are equal on every rank.
+    A tensor for a fragment of the master weights is fp32, and its name is ``FragmentAddress.key``.
+    All other tensors are equal on every rank.
     """
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return this rank's tensors by name; views, not copies."""
+        """Return this rank's tensors by name, as views."""
         ...
 
     def load_state_dict(self, state: Tensors) -> None:
-        """Load them, reading one tensor at a time."""
+        """Copy the tensors of a state, one tensor at a time.
+
+        Args:
+            state: Tensors by name; each access reads a tensor from disk.
+        """
         ...
 
 
 def shadow_key(shadow: str, key: str) -> str:
-    """Return the name in a rank's file for a shadow's tensor without fragment."""
+    """Return the name in a rank's file of a shadow's tensor that belongs to no fragment."""
     return f"{SHADOW}{shadow}/{key}"
 
 
 def persistent_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the persistent buffers of a model by dotted name; shared ones once."""
+    """Return a model's persistent buffers by dotted name; a shared buffer has only one name."""
     buffers: dict[int, tuple[str, torch.Tensor]] = {}
     for prefix, part in module.named_modules():
         for name, buffer in part.named_buffers(recurse=False):
@@ -74,13 +78,13 @@ class Part:
 
     @classmethod
     def of(cls, address: FragmentAddress) -> Part:
-        """Create the part of a fragment."""
+        """Return the part of the parameter that a fragment contains."""
         return cls(name=address.name, start=address.start, numel=address.numel)
 
 
 @attrs.frozen(kw_only=True)
 class Counters:
-    """Counters of an optimizer for a parameter."""
+    """Step counter and scalar values of an optimizer for one parameter."""
 
     step: int | None
     scalars: Mapping[str, float]
@@ -93,7 +97,7 @@ class RankShare:
     parts: Mapping[Subject, tuple[Part, ...]]
     counters: Mapping[str, Counters]
     nbytes: int
-    """Tensors of this rank's own file."""
+    """Bytes of the file that contains only this rank's data."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -114,16 +118,22 @@ class RankContents:
     shadows: Mapping[str, Tensors]
     """Tensors of each shadow that belong to a fragment, by ``FragmentAddress.key``."""
     others: Tensors
-    """Buffers, generators and other shadow tensors for this rank's own file."""
+    """Buffers, generator states and the other shadow tensors, for this rank's file."""
     metadata: Mapping[str, str]
     rank: int = 0
     world_size: int = 1
     pieces: tuple[Piece, ...] | None = None
-    """Copies of everything in ``parts``; ``None`` if the engine is read while writing."""
+    """Copies of everything in ``parts``; ``None`` if the engine is read while files are written."""
 
     @classmethod
     def of(cls, engine: Engine, *, shadows: Mapping[str, ShadowLike], rng: bool) -> RankContents:
-        """Describe this rank's share of an engine without reading weights."""
+        """Describe this rank's part of an engine, without reading weights.
+
+        Args:
+            engine: Engine to save.
+            shadows: EMA shadows by name.
+            rng: Whether to capture the random number generators.
+        """
         others = {
             BUFFER + name: buffer for name, buffer in persistent_buffers(engine.module).items()
         }
@@ -158,7 +168,7 @@ class RankContents:
         )
 
     def file(self) -> TensorFile:
-        """The rank's own file."""
+        """Return the layout of the file that contains only this rank's data."""
         return TensorFile.of(
             f"rank-{self.rank:05d}-of-{self.world_size:05d}.safetensors",
             Subject(kind="rank", of=str(self.rank)),
@@ -167,11 +177,11 @@ class RankContents:
         )
 
     def share(self) -> RankShare:
-        """The data that other ranks need about it."""
+        """Return the sizes that all ranks need for the layout of the files."""
         return RankShare(parts=self.parts, counters=self.counters, nbytes=self.file().nbytes)
 
     def read(self, engine: Engine) -> Iterator[Piece]:
-        """Read everything in ``parts``, one sub-group of master weights at a time."""
+        """Yield the contents of ``parts``, reading one fragment of master weights at a time."""
         if self.pieces is not None:
             yield from self.pieces
             return
@@ -188,7 +198,7 @@ class RankContents:
                 yield Piece(subject=subject, part=part, tensor=tensor)
 
     def copied(self, engine: Engine) -> RankContents:
-        """Return a copy in host memory, so that training may continue while it is written."""
+        """Copy the contents to host memory, so that training can continue during the writing."""
         pieces = tuple(
             attrs.evolve(piece, tensor=_copy(piece.tensor)) for piece in self.read(engine)
         )
@@ -217,10 +227,10 @@ def _optimized(engine: Engine) -> tuple[dict[Subject, tuple[Part, ...]], dict[st
 def _checked_states(states: OptimizerStates, name: str) -> tuple[str, ...]:
     if states.others:
         raise CheckpointError(
-            f"the optimizer keeps {', '.join(states.others)}, which checkpoints cannot "
+            f"the optimizer has the states {', '.join(states.others)}, which checkpoints cannot "
             "shard like the weights",
             key=name,
-            fix="use an optimizer that keeps one number per weight, such as AdamW",
+            fix="use an optimizer whose states have one number per weight, such as AdamW",
         )
     tensors = states.tensors
     for state, tensor in tensors.items():
@@ -235,7 +245,12 @@ def _checked_states(states: OptimizerStates, name: str) -> tuple[str, ...]:
 
 
 def plain_data(value: Any, key: str) -> Any:
-    """Return ``value`` as JSON would: dicts with text keys, lists, text, finite numbers."""
+    """Convert a value to JSON data: dicts with text keys, lists, text and finite numbers.
+
+    Args:
+        value: The value.
+        key: Name of the value, for error messages.
+    """
     if isinstance(value, Mapping):
         for name in value:
             if not isinstance(name, str):
@@ -249,10 +264,10 @@ def plain_data(value: Any, key: str) -> Any:
     if (value is None or isinstance(value, (str, bool, int, float))) and finite:
         return value
     raise CheckpointError(
-        "JSON cannot represent it",
+        "cannot be saved as JSON",
         key=key,
         value=value,
-        fix="use numbers, text, lists and dicts; save tensors in a shadow",
+        fix="use finite numbers, text, lists and dicts; save tensors in a shadow",
     )
 
 
@@ -262,7 +277,14 @@ def plain_data(value: Any, key: str) -> Any:
 def draft(
     engine: Engine, *, shadows: Mapping[str, Any], rng: bool, extra: Mapping[str, Any]
 ) -> Manifest:
-    """Create the manifest of an engine's current state, without parameters and files."""
+    """Create a manifest of an engine's current state; parameters and files are added later.
+
+    Args:
+        engine: Engine to save.
+        shadows: EMA shadows by name.
+        rng: Whether the random number generators are saved.
+        extra: The caller's data.
+    """
     state = attrs.evolve(
         engine.state,
         scheduler=plain_data(engine.state.scheduler, "scheduler"),
@@ -311,13 +333,13 @@ def buffer_records(module: torch.nn.Module) -> tuple[TensorRecord, ...]:
 
 
 def untrained_parameters(engine: Engine) -> dict[str, torch.nn.Parameter]:
-    """Return parameters without master weights: frozen and empty ones."""
+    """Return the parameters without master weights, which are frozen or empty."""
     trained = engine.master_weights.parameters
     return {name: p for name, p in engine.module.named_parameters() if name not in trained}
 
 
 def model_config(module: torch.nn.Module) -> Mapping[str, Any] | None:
-    """Return a diffusers model's ``config.json``; ``None`` if a module has none."""
+    """Return the content of a diffusers model's ``config.json``; ``None`` for other modules."""
     write = getattr(module, "to_json_string", None)
     if write is None:
         return None
@@ -343,7 +365,7 @@ def versions() -> dict[str, str]:
 
 
 def tied_names(module: torch.nn.Module) -> dict[str, str]:
-    """Map further names of tied parameters to their first name."""
+    """Map the other names of each tied parameter to its first name."""
     first = {id(parameter): name for name, parameter in module.named_parameters()}
     every = module.named_parameters(remove_duplicate=False)
     return {name: first[id(p)] for name, p in every if first[id(p)] != name}
@@ -363,7 +385,7 @@ def capture_generators() -> tuple[dict[str, torch.Tensor], str]:
     """Capture the state of torch's, numpy's and Python's global generators.
 
     Returns:
-        Returns 1-D uint8 tensors by name, and the remaining numbers as JSON text.
+        1-D uint8 tensors by name, and the remaining numbers as JSON text.
     """
     tensors = {"torch_cpu": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -391,7 +413,7 @@ def restore_generators(tensors: Mapping[str, torch.Tensor], text: str) -> None:
 
 
 def check_generators(tensors: Mapping[str, torch.Tensor], text: str) -> tuple[Any, Any]:
-    """Parse the states for Python's and numpy's generators, and test them on copies."""
+    """Parse the states for Python's and numpy's generators, and test them on new generators."""
     try:
         numbers = json_of(text)
         kind, position, has_gauss, cached = numbers["numpy"]

@@ -55,7 +55,7 @@ def convert(
     dtype: str = "fp32",
     base: str | os.PathLike[str] | None = None,
 ) -> Path:
-    """Convert a checkpoint to a model folder, or another format to a checkpoint.
+    """Convert a zerotune checkpoint to a model folder, or a different format to a checkpoint.
 
     ================================  ==============================================
     ``source``                        ``target``
@@ -67,20 +67,21 @@ def convert(
     a diffusers model folder          a checkpoint of the weights alone
     ================================  ==============================================
 
-    An average that diffusers' scripts save beside the model (``unet_ema``) becomes the shadow
-    ``"ema"``. Parts of a folder that cannot be converted are logged with reasons, and listed in the
+    An EMA that diffusers' scripts save with the model (``unet_ema``) becomes the shadow ``"ema"``.
+    Parts of a folder that cannot be converted are logged with reasons, and listed in the
     checkpoint's ``extra["left_out"]``.
 
     Args:
-        source: Folder to convert. Under DeepSpeed accelerate's ``save_state`` contains DeepSpeed's
-            own format in the folder ``pytorch_model``, which is found. Without DeepSpeed the
-            model's class is needed to assign Adam's states to parameters.
-        target: Target path; must not exist.
-        shadow: For a zerotune checkpoint: name of the EMA shadow to write instead of the trained
-            weights.
+        source: Folder to convert. A folder of accelerate's ``save_state`` may contain DeepSpeed's
+            format in ``pytorch_model``. If such a folder was saved without DeepSpeed, assigning
+            Adam's states to parameters requires the model's class.
+        target: Path to write; must not exist.
+        shadow: Name of the EMA shadow to write instead of the trained weights, for a zerotune
+            checkpoint.
         dtype: Dtype of the model folder: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
-        base: For a checkpoint with frozen parameters: the model folder that training started from.
-            For accelerate's folders: a model folder whose ``config.json`` names the model's class.
+        base: For a zerotune checkpoint with frozen parameters, the model folder that training
+            started from. For a folder of accelerate, a model folder whose ``config.json`` names the
+            model's class.
 
     Returns:
         The absolute path of the result.
@@ -88,7 +89,7 @@ def convert(
     Raises:
         CheckpointError: ``source`` has none of these formats, or ``target`` exists.
         CheckpointCorruptError: A file is damaged.
-        CheckpointMismatchError: A requested part is not in it.
+        CheckpointMismatchError: ``source`` lacks the shadow, or ``base`` lacks a frozen parameter.
     """
     with system_errors(CheckpointError, target, f"cannot be written from {os.fspath(source)}"):
         folder = Path(source)
@@ -101,7 +102,7 @@ def convert(
         final = checked_path(target)
         if final.exists():
             raise CheckpointError(
-                "exists and is not overwritten", key=str(final), fix="choose another name"
+                "exists and is not overwritten", key=str(final), fix="choose a different name"
             )
         for native in (folder, folder / "pytorch_model"):
             if (native / "latest").is_file() or any(native.glob("*zero_pp_rank_*.pt")):
@@ -300,12 +301,15 @@ def _write_checkpoint(
 
 _AVERAGE: Final = Subject(kind="shadow", of="ema")
 _LEFT_OUT: Final = {
-    "random_states_*": "other loops draw noise differently: it is drawn from seed and step",
-    "scheduler*": "it has a position but no curve: the plan's schedule continues at the same step",
-    "sampler*": "other loops order data differently: the data start at the beginning",
-    "dl_state_dict*": "other loops order data differently: the data start at the beginning",
+    "random_states_*": "other training loops draw noise differently, so zerotune draws noise from "
+    "seed and step",
+    "scheduler*": "the file has a position but no curve, so the plan's schedule continues at the "
+    "same step",
+    "sampler*": "other training loops order data differently, so the data start at the beginning",
+    "dl_state_dict*": "other training loops order data differently, so the data start at the "
+    "beginning",
     "scaler.pt": "the loss scale starts at the plan's value",
-    "custom_checkpoint_*": "an object of the script, which only its class can read",
+    "custom_checkpoint_*": "only the class of the script's object can read this file",
 }
 """Files that are not converted, by accelerate's file names, with reasons."""
 
@@ -317,13 +321,13 @@ class _Averages:
 
 
 class StateFolder:
-    """A folder of accelerate's ``save_state``, including the output of diffusers' hooks.
+    """A folder of accelerate's ``save_state``, including the model folders of diffusers' hooks.
 
     Args:
         folder: The folder.
 
     Attributes:
-        left_out: Files that were not converted, with reasons.
+        left_out: Maps the name of each file that is not converted to the reason.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -338,12 +342,12 @@ class StateFolder:
 
     @property
     def is_one(self) -> bool:
-        """Return whether accelerate saved the folder without DeepSpeed."""
+        """Whether accelerate saved the folder without DeepSpeed."""
         return (self.folder / _ACCELERATES_OPTIMIZER).is_file()
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
-        """Return a decision for each file that was left out."""
+        """A decision for each file that is not converted."""
         return tuple(
             Decision(
                 key=f"convert.{name}", before="saved", after=None, reason=why, severity="warning"
@@ -353,7 +357,7 @@ class StateFolder:
 
     @property
     def model(self) -> Path:
-        """Folder of the weights: a hook's model folder, or accelerate's own files."""
+        """Folder of the weights: a model folder from a diffusers hook, or accelerate's folder."""
         folders = [
             path.parent
             for path in sorted(self.folder.glob(f"*/{CONFIG}"))
@@ -364,18 +368,20 @@ class StateFolder:
                 f"contains several models ({', '.join(path.name for path in folders)}), "
                 "whose optimizer states are in one file",
                 key=str(self.folder),
-                fix="convert the folder of one of them, which contains its weights",
+                fix="convert the folder of one of these models; its weights are converted without "
+                "optimizer states",
             )
         if not folders and (self.folder / "pytorch_lora_weights.safetensors").is_file():
             raise CheckpointError(
                 "contains only adapters",
                 key=str(self.folder),
-                fix="load them into the model before training, with zerotune's load_adapters",
+                fix="load the adapters into the model before training, with zerotune's "
+                "load_adapters",
             )
         return folders[0] if folders else self.folder
 
     def averages(self, shapes: Mapping[str, tuple[int, ...]]) -> _Averages | None:
-        """Return the average of these weights saved by diffusers' ``EMAModel``, or ``None``."""
+        """Return the EMA of these weights that diffusers' ``EMAModel`` saved, or ``None``."""
         found = [path.parent for path in sorted(self.folder.glob(f"*_ema/{CONFIG}"))]
         for path in found:
             reader = ModelFolderReader(path)
@@ -384,34 +390,44 @@ class StateFolder:
                 steps = (reader.config or {}).get("optimization_step")
                 return _Averages(reader=reader, steps=steps if isinstance(steps, int) else 0)
             self.left_out[path.name] = (
-                "an average of other weights" if len(found) == 1 else "one of several averages"
+                "the EMA belongs to different weights"
+                if len(found) == 1
+                else "the folder contains several EMAs"
             )
         return None
 
     def adam(
         self, config: Mapping[str, Any] | None, shapes: Mapping[str, tuple[int, ...]]
     ) -> Mapping[str, Mapping[str, torch.Tensor]]:
-        """Return Adam's states by parameter; empty, with a note, if they cannot be assigned."""
+        """Return Adam's states by parameter.
+
+        If the states cannot be assigned to parameters, the result is empty and ``left_out``
+        contains the reason.
+
+        Args:
+            config: The model's configuration.
+            shapes: Shape of each tensor of the model.
+        """
         states = [each for _, each in sorted(self._optimizer["state"].items())]
         names = _trained_names(config)
         if not states:
-            why = "it holds no states"
+            why = "the file contains no states"
         elif not all({"step", *_ADAM_STATES} == each.keys() for each in states):
-            why = f"its states are not Adam's but {', '.join(map(str, states[0]))}"
+            why = f"the states are not Adam's but {', '.join(map(str, states[0]))}"
         elif names is None:
             why = (
-                "its states have numbers instead of names, and no config.json names the "
+                "the states have numbers instead of names, and no config.json names the "
                 "model's class; pass base=, a folder of this model"
             )
         elif [shapes.get(name) for name in names] != [tuple(s["exp_avg"].shape) for s in states]:
-            why = "it trained only some of the model's parameters, and does not say which"
+            why = "only some of the model's parameters were trained, without their names"
         else:
             return dict(zip(names, states, strict=True))
         self.left_out[_ACCELERATES_OPTIMIZER] = f"{why}: the optimizer starts with fresh states"
         return {}
 
     def plan(self) -> PlanRecord:
-        """Return the part of a plan that such a folder contains."""
+        """Return a plan record with the folder's optimizer settings."""
         group = self._optimizer["param_groups"][0]
         params = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
         decoupled = group.get("decoupled_weight_decay", True)

@@ -1,8 +1,9 @@
 """Names and locks of checkpoint and export folders.
 
-A checkpoint is written as ``<name>.tmp-<id>`` and renamed when it is complete. An existing one of
-the same name is first renamed to ``<name>.old-<id>`` and removed last. So at every moment a
-complete checkpoint exists under one of the three names, and ``find_checkpoint`` knows them.
+A checkpoint is written as ``<name>.tmp-<id>`` and renamed when it is complete. An existing
+checkpoint of the same name is first renamed to ``<name>.old-<id>`` and deleted last. At every
+moment a complete checkpoint exists under one of the three names, all of which ``find_checkpoint``
+checks.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ _LEFTOVER: Final = re.compile(r"(.+)\.(tmp|old|trash)-([0-9a-f]{12})", re.ASCII)
 _SAVED_FILE: Final = re.compile(
     r"(weights|optimizer\..+|shadow\..+|rank)-\d{5}-of-\d{5}\.safetensors", re.ASCII
 )
-"""Files that saving creates, including those not listed in a manifest."""
+"""Names of the files that saving creates, whether or not a manifest lists them."""
 _MARK_ENTRY: Final = "zerotune"
 """Metadata key of an export's mark in a safetensors header."""
 _FREE_MARGIN: Final = 2**24
@@ -64,19 +65,19 @@ def step_folder(root: str | os.PathLike[str], step: int) -> Path:
 
 
 def checked_path(directory: str | os.PathLike[str]) -> Path:
-    """Return an absolute path that is valid for a checkpoint."""
+    """Return the absolute path, or raise an error if the path is not valid for a checkpoint."""
     path = Path(os.path.abspath(directory))  # noqa: PTH100 - Path.absolute keeps "..".
     with system_errors(CheckpointError, path, "cannot be the name of a checkpoint"):
         linked = path.is_symlink()
     if linked:
         raise CheckpointError(
-            "is a symbolic link; replacing it would not replace what it points to",
+            "is a symbolic link, but a checkpoint must be a folder",
             key=str(path),
-            fix=f"pass the folder itself, {os.path.realpath(path)}",
+            fix=f"pass the folder that the link points to, {os.path.realpath(path)}",
         )
     if not path.name or "\0" in str(path) or _LEFTOVER.fullmatch(path.name):
         raise CheckpointError(
-            "cannot be the name of a checkpoint", key=str(path), fix="choose another name"
+            "cannot be the name of a checkpoint", key=str(path), fix="choose a different name"
         )
     return path
 
@@ -84,8 +85,8 @@ def checked_path(directory: str | os.PathLike[str]) -> Path:
 class Staging:
     """A folder with a temporary name that will become the checkpoint ``final``.
 
-    Its creator holds a lock on it, which distinguishes work in progress from leftovers of a killed
-    process.
+    The creator locks the folder. Other processes recognise an unlocked temporary folder as the
+    leftover of a killed process.
     """
 
     def __init__(self, final: Path) -> None:
@@ -107,7 +108,7 @@ class Staging:
         remove_leftovers(self._final.parent, name=self._final.name)
 
     def abandon(self) -> None:
-        """Remove everything written so far."""
+        """Delete the folder and everything in it."""
         self._release()
         if self.path.exists():
             _remove(self.path)
@@ -119,7 +120,7 @@ class Staging:
             raise CheckpointError(
                 "exists and is not a checkpoint, so it is not overwritten",
                 key=str(final),
-                fix="choose another folder, or remove it yourself",
+                fix="choose a different folder, or remove this one yourself",
             )
 
     def _take_place(self) -> Path | None:
@@ -137,9 +138,10 @@ class Staging:
 
 
 class ExportStaging(Staging):
-    """The same for an export, which cannot be found under a temporary name.
+    """A folder with a temporary name that will become the export ``final``.
 
-    The old and the new export are therefore exchanged in one step, if the file system supports it.
+    If the file system supports it, the old and the new export are exchanged in one step, because
+    readers do not look for an export under a temporary name.
     """
 
     @override
@@ -162,31 +164,31 @@ class ExportStaging(Staging):
 
 
 def check_space(folder: Path, nbytes: int) -> None:
-    """Check that ``nbytes`` more fit on the disk of ``folder``."""
+    """Check that the disk of ``folder`` has room for another ``nbytes`` bytes."""
     free = shutil.disk_usage(folder).free
     if free < nbytes + _FREE_MARGIN:
         raise CheckpointError(
             f"the checkpoint needs {disk_size(nbytes)}, but only {disk_size(free)} are free",
             key=str(folder),
-            fix="free disk space, keep fewer checkpoints (prune), or save elsewhere",
+            fix="free disk space, keep fewer checkpoints (prune), or save to a different disk",
         )
 
 
 def find_checkpoint(directory: str | os.PathLike[str]) -> tuple[Path, Manifest]:
     """Return the folder of the checkpoint ``directory``, and its manifest.
 
-    This is usually ``directory`` itself. If a process was killed between the two renames that
-    replace a checkpoint, it is the newest complete one beside it.
+    The folder is usually ``directory``. If a process was killed while it replaced the checkpoint,
+    the folder is the newest complete checkpoint under a temporary name.
     """
     path = checked_path(directory)
     if (located := _located(path)) is not None:
         return located
     fix = "use a folder written by save_checkpoint, such as <root>/step-00001234"
     if path.is_dir() and ((path / "latest").exists() or any(path.glob("*zero_pp_rank*"))):
-        fix = f"for DeepSpeed's own checkpoint use `zerotune checkpoint convert {path} NEW`"
+        fix = f"convert DeepSpeed's checkpoint with `zerotune checkpoint convert {path} NEW`"
     elif path.is_dir() and (newest := latest_checkpoint(path)) is not None:
         fix = f"did you mean {newest}?"
-    raise CheckpointError(f"is not a checkpoint (no {MANIFEST} in it)", key=str(path), fix=fix)
+    raise CheckpointError(f"is not a checkpoint (contains no {MANIFEST})", key=str(path), fix=fix)
 
 
 def _located(path: Path) -> tuple[Path, Manifest] | None:
@@ -201,7 +203,7 @@ def _located(path: Path) -> tuple[Path, Manifest] | None:
             return None
     except OSError as error:
         raise CheckpointCorruptError(
-            f"cannot be read ({error.strerror})", key=str(path), fix="use another checkpoint"
+            f"cannot be read ({error.strerror})", key=str(path), fix="use a different checkpoint"
         ) from error
     beside = _leftovers(path.parent, name=path.name, kinds=("tmp", "old"))
     for sibling in sorted(beside, key=_manifest_time, reverse=True):
@@ -211,22 +213,25 @@ def _located(path: Path) -> tuple[Path, Manifest] | None:
     raise CheckpointError(
         "does not exist",
         key=str(path),
-        fix="latest_checkpoint(root) finds the newest checkpoint in a folder",
+        fix="use an existing checkpoint; latest_checkpoint(root) returns the newest in a folder",
     )
 
 
 def latest_checkpoint(root: str | os.PathLike[str]) -> Path | None:
     """Return the newest complete ``step-…`` checkpoint in ``root``.
 
-    Complete means that its manifest is intact and every file has its size. Contents are verified on
-    loading. Symbolic links are not followed.
+    A checkpoint is complete if its manifest is intact and every file has the recorded size. The
+    contents of files are verified when the checkpoint is loaded. Incomplete or unreadable folders
+    and symbolic links are skipped with a warning.
+
+    Args:
+        root: Folder of checkpoints.
 
     Returns:
-        Its path, or ``None``. Incomplete or unreadable folders and links are skipped with a
-        warning.
+        The path of the checkpoint; ``None`` if ``root`` contains no complete checkpoint.
 
     Raises:
-        CheckpointError: The folder itself cannot be read.
+        CheckpointError: ``root`` cannot be read.
     """
     return next((path for path, _ in whole_checkpoints(Path(root))), None)
 
@@ -246,18 +251,18 @@ def whole_checkpoints(root: Path) -> Iterator[tuple[Path, Manifest]]:
 def prune(root: str | os.PathLike[str], *, keep: int) -> tuple[Path, ...]:
     """Delete all but the newest complete ``step-…`` checkpoints, and leftovers of killed saves.
 
-    Not collective: call it on one rank after saving a checkpoint. Incomplete folders are kept for
-    inspection. Symbolic links are not followed, counted or deleted.
+    Not collective: call ``prune`` on one rank after saving a checkpoint. Incomplete folders are
+    kept for inspection, and symbolic links are ignored.
 
     Args:
         root: The folder of checkpoints.
-        keep: Number to keep, at least 1.
+        keep: Number of checkpoints to keep, at least 1.
 
     Returns:
-        The deleted checkpoints.
+        Paths of the deleted checkpoints.
 
     Raises:
-        CheckpointError: ``keep`` is below 1, or one cannot be removed.
+        CheckpointError: ``keep`` is below 1, or a checkpoint cannot be deleted.
     """
     if keep < 1:
         raise CheckpointError("must be a whole number, 1 or more", key="keep", value=keep)
@@ -283,36 +288,37 @@ def prune(root: str | os.PathLike[str], *, keep: int) -> tuple[Path, ...]:
 
 
 def check_files(folder: Path, manifest: Manifest) -> None:
-    """Check that every file exists with its size."""
+    """Check that every file of the manifest exists and has the recorded size."""
     for record in manifest.files:
         path = folder / record.name
         try:
             status = path.stat()
         except OSError as error:
             raise CheckpointCorruptError(
-                f"is missing ({error.strerror})", key=str(path), fix="use another checkpoint"
+                f"is missing ({error.strerror})", key=str(path), fix="use a different checkpoint"
             ) from None
         if not stat.S_ISREG(status.st_mode):
             raise CheckpointCorruptError(
-                "is not a regular file", key=str(path), fix="use another checkpoint"
+                "is not a regular file", key=str(path), fix="use a different checkpoint"
             )
         nbytes = status.st_size
         if nbytes != record.nbytes:
             raise CheckpointCorruptError(
                 f"has {nbytes} bytes instead of {record.nbytes}",
                 key=str(path),
-                fix="use another checkpoint",
+                fix="use a different checkpoint",
             )
 
 
 def remove_leftovers(parent: Path, *, name: str | None = None) -> None:
-    """Delete leftovers of killed saves in ``parent``; folders in use stay.
+    """Delete leftovers of killed saves in ``parent``.
+
+    Folders in use are kept. A complete leftover is kept if its checkpoint is missing, because the
+    leftover then replaces the checkpoint. A leftover that cannot be deleted causes a warning.
 
     Args:
         parent: The folder of checkpoints.
-        name: Only leftovers of this checkpoint. By default leftovers of all checkpoints. A complete
-            one whose checkpoint is missing replaces it and stays. A leftover that cannot be deleted
-            is kept, with a warning.
+        name: Name of the checkpoint whose leftovers are deleted; by default all checkpoints.
     """
     for path in _leftovers(parent, name=name):
         base = parent / _base(path)
@@ -353,7 +359,8 @@ def _entries(folder: Path) -> list[Path]:
         raise CheckpointError(
             f"cannot be read ({error.strerror})",
             key=str(folder),
-            fix="give this user the right to read it, or name another folder of checkpoints",
+            fix="give this user permission to read the folder, or pass a different folder of "
+            "checkpoints",
         ) from error
 
 
@@ -480,9 +487,9 @@ def _held_if_unused(folder: Path) -> Iterator[bool]:
 
 @attrs.frozen(kw_only=True)
 class Mark:
-    """Mark of an export in the headers of its weights.
+    """Metadata by which zerotune recognises its exports, in the headers of their weight files.
 
-    Equal exports have equal marks: it contains neither time nor version.
+    Equal exports have equal marks, because a mark contains neither a time nor a version.
     """
 
     files: Mapping[str, str | None]
@@ -491,12 +498,12 @@ class Mark:
 
     @property
     def metadata(self) -> dict[str, str]:
-        """Return the metadata for the header of the weights."""
+        """Return the metadata for the header of a weight file."""
         return {_MARK_ENTRY: json.dumps({"files": self.files}, sort_keys=True)}
 
     @classmethod
     def of(cls, metadata: Mapping[str, str]) -> Mark | None:
-        """Return the mark in a header, or ``None``."""
+        """Return the mark in a header's metadata, or ``None``."""
         try:
             files = json_of(metadata[_MARK_ENTRY])["files"]
         except (KeyError, TypeError, ValueError):
@@ -504,7 +511,7 @@ class Mark:
         return cls(files=files) if isinstance(files, dict) else None
 
     def changed(self, top: Path) -> str | None:
-        """Return a file in ``top`` that has changed since it was written, if any."""
+        """Return the path of a file in ``top`` that has changed since the export, or ``None``."""
         for name, sha256 in self.files.items():
             file = top / name
             if os.path.lexists(file) and not self._holds(file, sha256):
@@ -518,7 +525,7 @@ class Mark:
 
 
 def check_replaceable(path: Path) -> None:
-    """Check that an export replaces nothing but an earlier export at ``path``."""
+    """Check that ``path`` is free, or contains only an earlier export."""
     if not os.path.lexists(path) or (_is_folder(path) and not any(path.iterdir())):
         return
     changed: str | None = None
@@ -532,22 +539,22 @@ def check_replaceable(path: Path) -> None:
     raise CheckpointError(
         f"exists and is not replaced: {reason}",
         key=str(path),
-        fix="choose another name, or remove it yourself",
+        fix="choose a different name, or remove the existing file or folder yourself",
     )
 
 
 def check_apart(path: Path, base: Path) -> None:
-    """Check that an export does not replace its own source."""
+    """Check that an export does not replace the folder that it is made from."""
     if path.resolve() == base.resolve():
         raise CheckpointError(
             "exists and is not replaced: the export is made from it",
             key=str(path),
-            fix="choose another name",
+            fix="choose a different name for the export",
         )
 
 
 def files_of_export(folder: Path) -> frozenset[str] | None:
-    """Return the files of the export in a folder, by path; ``None`` if there is no complete one."""
+    """Return the paths of an export's files; ``None`` if the folder has no complete export."""
     whole = [mark.files for mark in _marks(folder) if mark.changed(folder) is None]
     return frozenset(name for files in whole for name in files) if whole else None
 
@@ -578,7 +585,7 @@ def _mark_in(file: Path) -> Mark | None:
 OWNER_LOCK: Final = ".zerotune-owner.lock"
 OWNER_RECORD: Final = ".zerotune-owner.json"
 
-_NOT_TAKEN: Final = "cannot be used for saving checkpoints, although it may be readable"
+_NOT_TAKEN: Final = "cannot be used for saving checkpoints, but may be readable"
 _LEAVING_S: Final = 0.5
 """Seconds allowed to a run that is just leaving."""
 
@@ -591,26 +598,27 @@ class _Saver(OwnerRecord):
 
 
 class RootHold(Closable):
-    """Exclusive right of this process to save and prune in a checkpoint folder, until it is closed.
+    """Lock on a checkpoint folder, so that only this process saves and prunes in the folder.
 
-    Without it, a job that is started twice would delete its own checkpoints. Only saving needs it;
-    reading, resuming and exporting do not. The folder of a killed process is taken over. If the
-    file system's locks do not reach other machines, a run there cannot be detected. The folder is
-    then taken over too, and the other run gets an error at its next save (``confirm``).
+    Without the lock, a job that is started twice would delete its own checkpoints. Reading,
+    resuming and exporting need no lock. A lock of a killed process is replaced. If file locks do
+    not reach other machines, the lock of a run on another machine is replaced too; that run gets an
+    error at its next save (``confirm``).
 
-    Not collective: create it on rank 0. Several holds of one process share the folder::
+    Not collective: create a ``RootHold`` on rank 0. One process may lock the same folder several
+    times::
 
         with RootHold("checkpoints"):
             ...
 
     Args:
-        root: The folder; created if missing.
+        root: The folder; a missing folder is created.
 
     Attributes:
-        decisions: Decisions about its previous owner.
+        decisions: Decisions about the previous owner of the lock.
 
     Raises:
-        CheckpointError: A living process holds it, or the folder is not writable.
+        CheckpointError: A living process has locked the folder, or the folder is not writable.
     """
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
@@ -619,17 +627,17 @@ class RootHold(Closable):
         self.decisions: tuple[Decision, ...] = self._hold.decisions
 
     def confirm(self) -> None:
-        """Check that no other run has taken over the folder; call it before each save.
+        """Check before a save that no other run has locked the folder meanwhile.
 
         Raises:
-            CheckpointError: Another run has taken it over, or this cannot be checked.
+            CheckpointError: Another run has locked the folder, or the lock cannot be read.
         """
         if self._hold is not None:
             self._hold.confirm()
 
     @override
     def close(self) -> None:
-        """Release the folder. May be called repeatedly."""
+        """Unlock the folder. May be called repeatedly."""
         hold, self._hold = self._hold, None
         if hold is not None:
             hold.part()
@@ -734,8 +742,8 @@ class _Hold:
             if not ownership.lacks_locks(error):
                 raise
             self._note(
-                "this file system offers no file locks, so a second start of a run may "
-                "be detected only when it saves"
+                "this file system offers no file locks, so a second start of the same job may "
+                "be detected only when the job saves"
             )
             return
         if not locked:
@@ -760,12 +768,13 @@ class _Hold:
         doubt = former.doubt(filesystem_kind(self._root))
         if doubt is None:
             self._note(
-                f"{_saver_words(former)} has ended; its folder is taken over", severity="note"
+                f"{_saver_words(former)} has ended, so this process takes over the folder",
+                severity="note",
             )
         else:
             self._note(
-                f"taken over from {_saver_words(former)}, although {doubt}; if it is "
-                "still alive, its next save will fail with an error"
+                f"taken over from {_saver_words(former)}, although {doubt}; if that process is "
+                "still alive, its next save fails with an error"
             )
 
     def _note(self, reason: str, *, severity: Severity = "warning") -> None:
@@ -788,8 +797,8 @@ def _other_saves(root: Path, record: _Saver | None, state: str) -> CheckpointErr
     return CheckpointError(
         f"{who} saves checkpoints in this folder and {state}",
         key=str(root),
-        fix="if the same job was started twice, end one of them; otherwise use a separate "
-        "folder for each",
+        fix="if the same job was started twice, end one of the two processes; otherwise use a "
+        "separate folder for each job",
     )
 
 
@@ -799,8 +808,8 @@ def _other_saves(root: Path, record: _Saver | None, state: str) -> CheckpointErr
 _LOOKED_AT_ONCE: Final = 2**22
 """Elements checked at a time."""
 _THREADS: Final = 4
-"""Number of files hashed concurrently; one core hashes about as fast as a good disk reads a
-quarter."""
+"""Number of files hashed concurrently; four cores together hash about as fast as a good disk reads.
+"""
 
 
 def verify_checkpoint(directory: str | os.PathLike[str]) -> Manifest:
@@ -810,7 +819,7 @@ def verify_checkpoint(directory: str | os.PathLike[str]) -> Manifest:
         directory: The checkpoint's folder.
 
     Raises:
-        CheckpointError: There is no checkpoint here.
+        CheckpointError: ``directory`` is not a checkpoint.
         CheckpointCorruptError: A file is missing, truncated or altered; the message names it.
     """
     folder, manifest = find_checkpoint(directory)
@@ -822,7 +831,8 @@ def verify_checkpoint(directory: str | os.PathLike[str]) -> Manifest:
 def finite_checkpoint(root: Path) -> Path | None:
     """Return the newest complete ``step-…`` checkpoint in ``root`` without NaN or infinity.
 
-    Not collective. If the manifest does not record this, the files are read.
+    If the manifest does not record whether the tensors are finite, the files are read to find out.
+    Not collective.
     """
     for path, manifest in whole_checkpoints(root):
         spoiled = manifest.not_finite
@@ -854,7 +864,7 @@ def _not_finite(folder: Path, manifest: Manifest) -> tuple[str, ...]:
 
 
 def find_damage(folder: Path, manifest: Manifest) -> tuple[CheckpointCorruptError, ...]:
-    """Return every problem with the files of a checkpoint, not only the first."""
+    """Check the files of a checkpoint, and return all errors."""
 
     def check(record: FileRecord) -> None:
         check_files(folder, attrs.evolve(manifest, files=[record]))
@@ -864,7 +874,7 @@ def find_damage(folder: Path, manifest: Manifest) -> tuple[CheckpointCorruptErro
 
 
 def check_hashes(folder: Path, records: Sequence[FileRecord]) -> None:
-    """Check the content of several files concurrently."""
+    """Check the hashes of several files concurrently."""
     for damage in _damages(partial(check_hash, folder), records):
         raise damage
 
@@ -888,7 +898,7 @@ def _damages(
 
 
 def check_hash(folder: Path, record: FileRecord) -> None:
-    """Check a file's content."""
+    """Check that a file's content has the recorded hash."""
     path = folder / record.name
     try:
         same = hash_of(path) == record.sha256
@@ -898,5 +908,5 @@ def check_hash(folder: Path, record: FileRecord) -> None:
         raise CheckpointCorruptError(
             "was changed after it was written (its hash differs)",
             key=str(path),
-            fix="use another checkpoint",
+            fix="use a different checkpoint",
         )

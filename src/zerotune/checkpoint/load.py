@@ -1,7 +1,8 @@
 """Load a checkpoint into an engine: compare everything, then fill fragment by fragment.
 
 The module contains, in this order, the file reader, the fragment filler, the comparison of
-checkpoint and engine, counters and generators under another plan, and ``load_checkpoint``.
+checkpoint and engine, the conversion of counters and generators for a different plan, and
+``load_checkpoint``.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class CheckpointReader(Closable):
         self._readers: dict[Subject, TensorReader] = {}
 
     def of(self, subject: Subject) -> TensorReader:
-        """Return the reader of a subject's tensors; headers are read at first use."""
+        """Return the reader of a subject's tensors; file headers are read at first use."""
         if subject not in self._readers:
             records = self._manifest.files_of(subject.kind, subject.of)
             files = [self._folder / record.name for record in records]
@@ -77,13 +78,13 @@ class CheckpointReader(Closable):
         return {name.removeprefix(BUFFER): reader.tensor(name) for name in named}
 
     def generators(self, rank: int) -> tuple[dict[str, torch.Tensor], str]:
-        """Return a rank's generator states by their saved names, and the text with them."""
+        """Return the saved states of a rank's generators: tensors by name, and JSON text."""
         reader = self.of(_rank_subject(rank))
         if len(reader.metadata) != 1:
             raise CheckpointCorruptError(
                 f"has {len(reader.metadata)} files instead of one",
                 key=_rank_subject(rank).prefix,
-                fix="use another checkpoint",
+                fix="use a different checkpoint",
             )
         named = [name for name in reader.tensors if name.startswith(GENERATOR)]
         text = reader.metadata[0].get(GENERATOR_TEXT, "")
@@ -97,7 +98,7 @@ class CheckpointReader(Closable):
 
 
 class ShadowTensors(Mapping[str, torch.Tensor]):
-    """A shadow's tensors for the fragments of this rank, read one at a time."""
+    """A mapping that reads a shadow's tensors for this rank's fragments one at a time."""
 
     def __init__(
         self,
@@ -123,7 +124,12 @@ class ShadowTensors(Mapping[str, torch.Tensor]):
         return into
 
     def holds(self, key: str, like: torch.Tensor) -> bool:
-        """Return whether a tensor exists under this name, without reading it."""
+        """Return whether the checkpoint has this tensor, without reading the tensor.
+
+        Args:
+            key: Name of the tensor.
+            like: Tensor with the required number of elements.
+        """
         if key in self._others:
             stored = self._alone.stored(self._others[key])
             return (stored.dtype, math.prod(stored.shape)) == (like.dtype, like.numel())
@@ -145,12 +151,12 @@ def _rank_subject(rank: int) -> Subject:
 
 
 class Filler:
-    """Fills fragments one by one from any partitioning.
+    """Fills an engine's fragments one by one, whatever the checkpoint's partitioning was.
 
     Args:
         reader: Reader of the checkpoint.
-        records: Records of its parameters.
-        states: Whether the optimizer's states carry over; otherwise they start fresh.
+        records: Records of the checkpoint's parameters.
+        states: Whether to load the optimizer's states; ``False`` resets them.
     """
 
     def __init__(
@@ -198,7 +204,7 @@ _OWN_ORIGIN: Final = "save_checkpoint"
 
 
 def check_model(manifest: Manifest, engine: Engine) -> None:
-    """Check that the trainable parameters and the buffers equal those that were saved."""
+    """Check that the engine's trained parameters and buffers have the saved names and shapes."""
     running = {name: tuple(shape) for name, shape in engine.master_weights.parameters.items()}
     saved, buffers = _shapes(manifest.parameters), _shapes(buffer_records(engine.module))
     saved_buffers = _shapes(manifest.buffers)
@@ -213,15 +219,15 @@ def check_model(manifest: Manifest, engine: Engine) -> None:
     ]
     if differences:
         raise CheckpointMismatchError(
-            f"the checkpoint belongs to another model: {'; '.join(differences)}",
+            f"the checkpoint belongs to a different model: {'; '.join(differences)}",
             key="model",
             value=type(engine.module).__name__,
-            fix="build the model it was saved from, with the same trainable parameters",
+            fix="build the model that was saved, with the same trainable parameters",
         )
 
 
 def check_accumulation(engine: Engine) -> None:
-    """Check that an engine has no partial accumulation, whose gradients would remain."""
+    """Check that the engine is not in the middle of an accumulation window."""
     steps = engine.plan.gradient_accumulation_steps
     if left := engine.state.micro_step % steps:
         raise CheckpointError(
@@ -229,12 +235,12 @@ def check_accumulation(engine: Engine) -> None:
             "added to the loaded weights",
             key="gradient_accumulation_steps",
             value=steps,
-            fix="load before training, or when engine.step() returned boundary=True",
+            fix="load before training starts, or when engine.step() has returned boundary=True",
         )
 
 
 def changes(manifest: Manifest, engine: Engine) -> tuple[Decision, ...]:
-    """Return decisions for differences in which the running plan's values are used."""
+    """Return a decision for each setting in which the running plan differs from the saved plan."""
     saved, running = manifest.plan, plan_record(engine)
     if saved is None:
         return ()
@@ -257,8 +263,8 @@ def changes(manifest: Manifest, engine: Engine) -> tuple[Decision, ...]:
         pairs.append(("train_batch_size", *batches))
     if manifest.origin != _OWN_ORIGIN:
         pairs = [(key, before, after) for key, before, after in pairs if before is not None]
-    divided = "the checkpoint was saved under another plan and is repartitioned"
-    changed = "the checkpoint was saved with another value; the running plan's is used"
+    divided = "the checkpoint was saved with a different plan and is repartitioned"
+    changed = "the checkpoint was saved with a different value; the running plan's value is used"
     return (
         *(_load_decision(*each, divided) for each in sharding),
         *(_load_decision(*each, changed, warning=True) for each in pairs),
@@ -290,7 +296,11 @@ def _shape_differences(
         for name in saved
         if name in running and saved[name] != running[name]
     ]
-    groups = {"missing from it": missing, "only in it": unexpected, "of another shape": reshaped}
+    groups = {
+        "missing from the checkpoint": missing,
+        "only in the checkpoint": unexpected,
+        "of a different shape": reshaped,
+    }
     return [
         f"{what}s {title}: {listing(names, most=_NAMES_LISTED)}"
         for title, names in groups.items()
@@ -319,12 +329,12 @@ def _pairs(
 
 
 _SAME_STATES: Final = (frozenset({"Adam", "AdamW", "AdamWBF16States", "AdamW8BitStates"}),)
-"""Optimizers that keep the same states with the same meaning."""
+"""Sets of optimizers whose states have the same names and meanings."""
 _ROUNDED: Final[Mapping[str, str]] = {
     "AdamWBF16States": ", rounded to bf16",
     "AdamW8BitStates": ", rounded to the nearest of 256 codes by blocks of 256",
 }
-"""How the current optimizer stores states of others."""
+"""Rounding by optimizers that load fp32 states of other optimizers."""
 _POSITION: Final = "last_batch_iteration"
 
 Adapted = tuple["EngineState", tuple[Decision, ...]]
@@ -337,20 +347,21 @@ def keeps_states(manifest: Manifest, engine: Engine) -> bool:
 
 
 def optimizer_decisions(manifest: Manifest, engine: Engine) -> tuple[Decision, ...]:
-    """Record which of the optimizer's states carry over."""
+    """Return decisions about optimizer states that are loaded, converted or reset."""
     saved, running = _optimizer_name(manifest.plan), _optimizer_name(plan_record(engine))
     split = _split_masters(engine)
     if saved == running:
         return (*_uneven_steps(manifest, engine), *split)
     if keeps_states(manifest, engine):
-        reason = "both keep the same states, so they carry over" + _ROUNDED.get(running or "", "")
+        reason = "both optimizers have the same states, so the saved states are loaded"
+        reason += _ROUNDED.get(running or "", "")
         return (_load_decision("optimizer.type", saved, running, reason), *split)
     if saved is None:
-        reason = "the checkpoint contains none"
+        reason = "the checkpoint contains no optimizer states, so the optimizer starts with zeros"
         return (_load_decision("optimizer.states", None, "anew", reason, warning=True), *split)
     reason = (
-        "their states are incompatible: weights and shadows carry over, and the "
-        "optimizer starts with fresh states"
+        "the states of the two optimizers are incompatible, so weights and shadows are loaded, "
+        "but the optimizer starts with fresh states"
     )
     return (_load_decision("optimizer.states", saved, running, reason, warning=True), *split)
 
@@ -361,17 +372,18 @@ def _split_masters(engine: Engine) -> tuple[Decision, ...]:
     if not isinstance(streamed, Streaming) or not streamed.split_masters:
         return ()
     reason = (
-        "master weights halfway between two bf16 numbers, at most one in 131,072, may "
-        "become one unit in the last place larger; those that were saved split keep "
+        "master weights exactly halfway between two bf16 numbers, at most one in 131,072, may "
+        "become one unit in the last place larger; master weights that were saved split keep "
         "every bit"
     )
     return (_load_decision("streamed.split_masters", "fp32", "bf16 and low 16 bits", reason),)
 
 
 def adapted_state(manifest: Manifest, engine: Engine) -> Adapted:
-    """Adapt counters, schedule and loss scale to the current engine.
+    """Return the saved counters, schedule and loss scale, adapted to the running engine.
 
-    Steps taken carry over; micro batches are counted anew if the accumulation differs.
+    The number of steps is unchanged. If the accumulation differs, the number of micro batches is
+    computed from the number of steps.
     """
     state = manifest.state
     accumulation = engine.plan.gradient_accumulation_steps
@@ -384,7 +396,8 @@ def adapted_state(manifest: Manifest, engine: Engine) -> Adapted:
         position = state.global_step - state.skipped_steps - 1
         state = attrs.evolve(state, scheduler={_POSITION: position})
         reason = (
-            "the checkpoint has no schedule, so it continues at the position of the steps taken"
+            "the checkpoint has no schedule, so the plan's schedule continues at the number of "
+            "steps taken"
         )
         schedule = (_load_decision("scheduler.position", None, position + 1, reason, warning=True),)
     state, scale = carried_loss_scale(
@@ -400,8 +413,8 @@ def restart_generators(tensors: Mapping[str, torch.Tensor], *, rank: int) -> Non
     """Seed the global generators of a rank that did not exist in the saved run.
 
     Args:
-        tensors: Generator states of a rank of the saved run.
-        rank: This process; each rank gets different numbers, the same in every resumption.
+        tensors: Generator states of a rank of the saved run, from which the seed is derived.
+        rank: Number of this rank; seeds differ between ranks and are equal in every resume.
     """
     digest = hashlib.sha256(f"rank {rank}".encode())
     for name in sorted(tensors):
@@ -420,13 +433,12 @@ def world_decisions(manifest: Manifest, engine: Engine, *, rng: bool) -> tuple[D
     decisions = []
     if rng and manifest.rng:
         reason = (
-            "existing ranks continue with their random state, and additional ranks are "
-            "seeded from rank 0's, so the run differs from one with the former number of "
-            "processes"
+            "the ranks of the saved run continue with their random state, and additional ranks "
+            "are seeded from rank 0's state, so the run differs from an uninterrupted run"
         )
         decisions.append(_load_decision("rng", saved, running, reason, warning=True))
     if manifest.buffers:
-        reason = "each process has its own buffers; additional ranks start with those of rank 0"
+        reason = "buffers are saved per process, so additional ranks start with rank 0's buffers"
         decisions.append(_load_decision("buffers", saved, running, reason))
     return tuple(decisions)
 
@@ -437,8 +449,8 @@ def _uneven_steps(manifest: Manifest, engine: Engine) -> tuple[Decision, ...]:
     if len(steps) < 2 or len(set(slabs)) == len(slabs):
         return ()
     reason = (
-        "some parameters got no gradient in some steps and were counted separately; this "
-        "engine has one counter, set to the largest"
+        "some parameters had no gradient in some steps, so their step counters differ; this "
+        "engine has one counter for several parameters and uses the largest"
     )
     return (_load_decision("optimizer.step", sorted(steps), max(steps), reason),)
 
@@ -450,7 +462,14 @@ def carried_loss_scale(
     running: PlanRecord,
     fresh: Mapping[str, Any],
 ) -> Adapted:
-    """Return the loss scale for the current engine."""
+    """Return the state with the loss scale for the running engine, and a decision about it.
+
+    Args:
+        state: The saved state.
+        saved: Record of the saved plan; ``None`` for a checkpoint of weights only.
+        running: Record of the running plan.
+        fresh: Loss scaler of the running engine.
+    """
     if saved is not None and (saved.precision, saved.engine) == (running.precision, running.engine):
         return state, ()
     before = _scale(state.loss_scaler) if saved and saved.precision == "fp16" else None
@@ -460,11 +479,11 @@ def carried_loss_scale(
         reason = f"{running.precision} needs no loss scale"
     elif before is None:
         after = _scale(fresh)
-        reason = "the checkpoint has no loss scale; it starts at the plan's value"
+        reason = "the checkpoint has no loss scale, so the loss scale starts at the plan's value"
     else:
         key = "cur_scale" if "cur_scale" in fresh else "scale"
         after, scaler = before, {**fresh, key: before}
-        reason = "the scale carries over; the steps since its last change are counted anew"
+        reason = "the saved loss scale is used; the steps since its last change are counted anew"
     state = attrs.evolve(state, loss_scaler=scaler)
     if before is None and after is None:
         return state, ()
@@ -498,7 +517,7 @@ class CheckpointContents:
     """The ``extra`` data passed to ``save_checkpoint``."""
     manifest: Manifest
     decisions: tuple[Decision, ...]
-    """Decisions about omitted parts and changed values."""
+    """Decisions about parts that were not loaded and about changed values."""
 
 
 def load_checkpoint(
@@ -509,29 +528,31 @@ def load_checkpoint(
     rng: bool = True,
     timeout_s: float | None = None,
 ) -> CheckpointContents:
-    """Continue from a checkpoint under the same plan or any other.
+    """Load a checkpoint into an engine, with the plan of the saved run or any other plan.
 
-    Collective: every rank must call it with the same arguments. Files and model are checked first,
-    so a checkpoint that does not fit leaves the engine unchanged. Every rank then reads only the
-    parts it owns, for any stage, offload, precision and number of processes, with or without
-    DeepSpeed. Effects of a different plan are recorded as decisions.
+    Collective: every rank must call ``load_checkpoint`` with the same arguments. Files and model
+    are checked before anything is loaded, so a checkpoint of a different model leaves the engine
+    unchanged. Stage, offload, precision and number of processes may differ from the saved run, with
+    or without DeepSpeed; every rank reads only its fragments. Effects of a different plan are
+    recorded as decisions.
 
     Args:
         directory: A folder written by ``save_checkpoint`` or ``convert``.
         engine: An engine of the same model.
         shadows: EMA shadows attached to the engine, by their saved names.
         rng: Also restore the random number generators.
-        timeout_s: Timeout for the other ranks in seconds; default the group's.
+        timeout_s: Seconds to wait for the other ranks; default the group's timeout.
 
     Returns:
-        The data that the caller saved.
+        The caller's ``extra`` data, the manifest and the decisions.
 
     Raises:
-        CheckpointError: There is no checkpoint here, or the engine has accumulated micro batches.
-        CheckpointCorruptError: A file is missing, truncated or altered; the message names it.
-        CheckpointMismatchError: It belongs to another model; the message names every tensor that is
-            missing, unexpected or of another shape.
-        CollectiveError: A rank did not call it, or the arguments differ.
+        CheckpointError: ``directory`` is not a checkpoint, or the engine has accumulated micro
+            batches.
+        CheckpointCorruptError: A file is missing, truncated or altered; the message names the file.
+        CheckpointMismatchError: The checkpoint belongs to a different model; the message names
+            every tensor that is missing, unexpected or of a different shape.
+        CollectiveError: A rank did not call ``load_checkpoint``, or the arguments differ.
     """
     group, shadows = engine.group, dict(shadows or {})
     group.barrier(f"loading checkpoint {os.fspath(directory)}", timeout_s=timeout_s)
@@ -560,8 +581,8 @@ def restore(
 
     Args:
         directory: A folder written by ``save_checkpoint`` or ``convert``.
-        into: The engine.
-        shadows: Averages to load, by name.
+        into: Engine to load into.
+        shadows: EMA shadows to load, by their saved names.
     """
     return load_checkpoint(directory, engine=into, shadows=shadows)
 
@@ -588,10 +609,10 @@ class _Load:
         absent = [name for name in self._shadows if name not in self.manifest.shadows]
         if absent:
             raise CheckpointMismatchError(
-                f"the checkpoint has no such shadow; it has {list(self.manifest.shadows)}",
+                f"the checkpoint has no such shadow; its shadows are {list(self.manifest.shadows)}",
                 key="shadows",
                 value=absent,
-                fix="omit it: it then starts from the loaded weights",
+                fix="omit the shadow, which then starts from the loaded weights",
             )
         return (
             *changes(self.manifest, self._engine),
@@ -646,7 +667,7 @@ class _Load:
                         f"the saved shadow {name!r} is incomplete",
                         key=f"shadows.{name}",
                         value=missing[:3],
-                        fix="omit it: it then starts from the loaded weights",
+                        fix="omit the shadow, which then starts from the loaded weights",
                     )
 
     def restore(self) -> None:

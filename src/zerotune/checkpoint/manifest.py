@@ -28,19 +28,19 @@ class FileRecord:
     """A file of the checkpoint."""
 
     name: str
-    """Its name inside the folder."""
+    """Name of the file inside the folder."""
     kind: str
-    """``"weights"``, ``"optimizer"``, ``"shadow"``: tensors by parameter name, in full shape.
-    ``"rank"``: data of one rank."""
+    """``"weights"``, ``"optimizer"`` or ``"shadow"`` for full tensors by parameter name; ``"rank"``
+    for the data of one rank."""
     of: str
-    """Name of the optimizer state or the shadow, or the rank; empty for weights."""
+    """Name of the optimizer state or of the shadow, or the rank's number; empty for weights."""
     nbytes: int
     sha256: str
 
 
 @attrs.frozen(kw_only=True)
 class TensorRecord:
-    """A tensor of the model that is not a trained parameter."""
+    """A frozen parameter or a buffer of the model."""
 
     name: str
     shape: tuple[int, ...] = attrs.field(converter=tuple[Any, ...])
@@ -58,16 +58,16 @@ class ParameterRecord:
     dtype: str = "float32"
     """Dtype of the saved master weights."""
     step: int | None = None
-    """Updates of this parameter; ``None`` if the optimizer does not count them."""
+    """Number of updates of this parameter; ``None`` if the optimizer does not count updates."""
     states: tuple[str, ...] = attrs.field(converter=tuple[Any, ...], default=())
-    """Names of its saved optimizer states."""
+    """Names of the parameter's saved optimizer states."""
     scalars: Mapping[str, float] = attrs.field(factory=dict)
-    """Scalar values that the optimizer keeps for it."""
+    """Scalar values that the optimizer stores for this parameter."""
 
 
 @attrs.frozen(kw_only=True)
 class PlanRecord:
-    """The plan of a saved run, as far as loading needs it."""
+    """The plan of a saved run: the values that loading compares with the current plan."""
 
     engine: str
     """``"deepspeed"`` or ``"plain"``."""
@@ -87,7 +87,7 @@ class PlanRecord:
 
     @property
     def sharding(self) -> dict[str, Any]:
-        """Settings that determine how state is partitioned over ranks."""
+        """Settings that determine how weights and optimizer states are partitioned over ranks."""
         names = ("engine", "stage", "precision", "offload_optimizer", "offload_param")
         return {name: getattr(self, name) for name in (*names, "gradient_accumulation_steps")}
 
@@ -101,7 +101,7 @@ class Manifest:
     versions: Mapping[str, str]
     """Versions of zerotune, torch, deepspeed, …"""
     origin: str = "save_checkpoint"
-    """Origin: ``save_checkpoint``, or the format it was converted from."""
+    """Origin: ``save_checkpoint``, or the format from which the checkpoint was converted."""
     world_size: int
     """Number of training processes; each has a rank file."""
     plan: PlanRecord | None
@@ -112,11 +112,11 @@ class Manifest:
     parameters: tuple[ParameterRecord, ...] = attrs.field(converter=tuple[Any, ...])
     """The trained parameters, in the order of the master weights."""
     frozen: tuple[TensorRecord, ...] = attrs.field(converter=tuple[Any, ...], default=())
-    """Frozen parameters, which are not in the checkpoint."""
+    """Frozen parameters; their values are not in the checkpoint."""
     aliases: Mapping[str, str] = attrs.field(factory=dict)
-    """Maps further names of tied parameters to the saved name."""
+    """Maps the other names of a tied parameter to its saved name."""
     buffers: tuple[TensorRecord, ...] = attrs.field(converter=tuple[Any, ...])
-    """The model's persistent buffers; every rank saved its own."""
+    """The model's persistent buffers; each rank saves its buffers."""
     files: tuple[FileRecord, ...] = attrs.field(converter=tuple[Any, ...])
     shadows: tuple[str, ...] = attrs.field(converter=tuple[Any, ...])
     """Names of the saved shadows."""
@@ -142,7 +142,7 @@ class Manifest:
         return tuple(file for file in self.files if (file.kind, file.of) == (kind, of))
 
     def to_json(self) -> str:
-        """Return indented JSON that contains its own hash."""
+        """Return indented JSON that includes a hash of its content."""
         content = {"format": FORMAT, "version": VERSION, **attrs.asdict(self)}
         return json.dumps(
             {**content, "sha256": _content_digest(content)}, indent=1, allow_nan=False
@@ -154,11 +154,11 @@ class Manifest:
 
         Args:
             text: The manifest.
-            source: Its file, for messages.
+            source: Path of the manifest, for error messages.
 
         Raises:
-            CheckpointCorruptError: It is not a manifest, or was changed.
-            CheckpointError: A newer zerotune wrote it.
+            CheckpointCorruptError: The text is not a manifest, or was changed.
+            CheckpointError: A newer zerotune wrote the manifest.
         """
         try:
             content = json_of(text, parse_constant=_no_number)
@@ -170,7 +170,7 @@ class Manifest:
             raise CheckpointError(
                 f"is of format version {content.get('version')!r}; this zerotune reads {VERSION}",
                 key=source,
-                fix="install the zerotune that wrote it, or a newer one",
+                fix="install the zerotune version that wrote the manifest, or a newer one",
             )
         saved = content.pop("sha256", None)
         try:
@@ -190,8 +190,8 @@ class Manifest:
         """Read the manifest of a checkpoint folder.
 
         Raises:
-            CheckpointCorruptError: It is missing, unreadable or changed.
-            CheckpointError: A newer zerotune wrote it.
+            CheckpointCorruptError: The manifest is missing, unreadable or changed.
+            CheckpointError: A newer zerotune wrote the manifest.
         """
         path = folder / MANIFEST
         try:
@@ -260,7 +260,7 @@ def _content_digest(content: Mapping[str, Any]) -> str:
 
 
 def _damaged_manifest(source: str, reason: str) -> CheckpointCorruptError:
-    return CheckpointCorruptError(reason, key=source, fix="use another checkpoint")
+    return CheckpointCorruptError(reason, key=source, fix="use a different checkpoint")
 
 
 def _no_number(text: str) -> None:
@@ -273,10 +273,10 @@ def _no_number(text: str) -> None:
 _FILE_KINDS: Final = ("weights", "optimizer", "shadow", "rank")
 _SCHEDULE_POSITION: Final = "last_batch_iteration"
 _SCALES: Final = ("cur_scale", "scale")
-"""Range of loss scales: the loss is multiplied and gradients are divided by it."""
+"""Keys of loss scales, which must be above 0."""
 _MOST_INTEGER: Final = 2**63 - 1
 _MOST_STEPS: Final = 10**9
-"""Larger than any valid counter; resuming repeats counted steps."""
+"""Upper limit of a valid step counter."""
 _MOST_DIMENSIONS: Final = 64
 
 
@@ -310,6 +310,6 @@ def _record_of(kind: type[Any], value: Any, where: str) -> Any:
         raise ValueError(f"{where} lacks {missing[0]!r}")
     if unknown := [name for name in value if name not in fields]:
         raise ValueError(
-            f"{where} contains {shorten(unknown[0])}, which this zerotune does not know"
+            f"{where} contains {shorten(unknown[0])}, which this zerotune version does not know"
         )
     return kind(**{n: _field_value(hints[n], each, f"{where}.{n}") for n, each in value.items()})

@@ -21,16 +21,16 @@ CARD: Final = "README.md"
 _SAMPLE_FOLDER: Final = "samples"
 _PICTURES: Final = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".mp4")
 _PLACE: Final = re.compile(r"(?<![\w/:.])~?(?:/[\w.@+-]+){2,}/?")
-"""A path with at least two components, which counts as private."""
+"""Local paths with at least two components, which are removed from a card."""
 _SHARD: Final = re.compile(r"-\d{5}-of-\d{5}")
 
 
 @attrs.frozen(kw_only=True)
 class Card:
-    """Contents of a model card. Local paths are removed from recorded values."""
+    """Contents of a model card. Local paths are removed from the card's values."""
 
     title: str | None = None
-    """Heading; default the name of the repository."""
+    """Heading; by default the name of the repository."""
     base_model: str | None = None
     """Hub id of the base model."""
     license: str | None = None
@@ -43,12 +43,16 @@ class Card:
     data: Mapping[str, Any] = attrs.field(factory=dict)
     """Facts about the data for readers: ``{"images": 1200, "size": "1024 x 1024"}``."""
     samples: Mapping[str, str | os.PathLike[str]] = attrs.field(factory=dict)
-    """Maps a caption to an image or clip file, which is uploaded too."""
+    """Maps each caption to an image or clip file, which is uploaded with the card."""
     text: str = ""
     """Markdown text at the top."""
 
     def markdown(self, repo_id: str, files: Iterable[str]) -> str:
-        """Return the whole card for a repository with these files.
+        """Return the whole card as Markdown.
+
+        Args:
+            repo_id: Name of the repository, ``owner/name``.
+            files: Paths of the files in the repository.
 
         Raises:
             MissingDependencyError: huggingface_hub is not installed.
@@ -79,7 +83,7 @@ class Card:
         return "\n\n".join(["## Samples", *lines]) if lines else ""
 
     def sample_names(self) -> list[str]:
-        """Return the file names of samples in the repository."""
+        """Return the paths of the samples in the repository."""
         return [
             f"{_SAMPLE_FOLDER}/{index:03d}{Path(path).suffix.lower()}"
             for index, path in enumerate(self.samples.values())
@@ -89,7 +93,7 @@ class Card:
         for caption, sample in self.samples.items():
             if Path(sample).suffix.lower() not in _PICTURES or not Path(sample).is_file():
                 raise InvalidValueError(
-                    "is not a displayable image or clip",
+                    "is not an image or clip that the Hub can display",
                     key=f"Card.samples[{caption!r}]",
                     value=Path(sample).name,
                     fix=f"use a file that ends with one of {', '.join(_PICTURES)}",
@@ -105,8 +109,8 @@ class Published:
     """Result of an upload."""
 
     url: str
-    """Id of the commit."""
     commit: str
+    """Id of the commit."""
     files: tuple[str, ...]
     """Files in the repository, by path."""
 
@@ -123,28 +127,28 @@ def publish(
 ) -> Published:
     """Upload an export in one commit with its model card. Not collective.
 
-    Call it on one rank. Files are uploaded first and are not visible. One commit publishes them
-    when all have arrived, only if the repository has not changed since the upload began. An
-    interrupted upload therefore leaves the repository unchanged, and the next one only sends what
-    is missing.
+    Call ``publish`` on one rank. Uploaded files are not visible until all files have arrived and
+    one commit adds them. The commit fails if the repository has changed since the upload began. An
+    interrupted upload leaves the repository unchanged, and the next upload sends only missing
+    files.
 
     Args:
         folder: Output of ``export_model``, ``export_pipeline``, ``export_adapters`` or
-            ``export_merged``: a folder or a single file. Other files in the folder are not
-            uploaded.
-        repo_id: ``owner/name``; created if it does not exist.
-        card: Content of the model card besides loading instructions.
+            ``export_merged``: a folder or a single file. Files that do not belong to the export are
+            not uploaded.
+        repo_id: Name of the repository, ``owner/name``; a missing repository is created.
+        card: Content of the model card; loading instructions are added.
         private: Whether a new repository is private.
         message: Commit message.
-        token: Hub token; default the login token.
-        endpoint: Address of the Hub; default that of huggingface_hub.
+        token: Hub token; by default the token of the login.
+        endpoint: Address of the Hub; by default huggingface_hub's address.
 
     Returns:
-        The published files.
+        The commit and the published files.
 
     Raises:
-        CheckpointError: There is no complete export, a file has changed since, or the Hub rejected
-            it.
+        CheckpointError: The export is missing or incomplete, a file has changed since the export,
+            or the upload failed.
         InvalidValueError: A sample is not an image or clip, or the repository name is invalid.
         MissingDependencyError: huggingface_hub is not installed.
     """
@@ -179,7 +183,7 @@ def publish(
         )
     except hub.errors.HFValidationError as error:
         raise InvalidValueError(
-            "is not a repository name", key="repo_id", value=repo_id, fix='such as "owner/name"'
+            "is not a repository name", key="repo_id", value=repo_id, fix='write "owner/name"'
         ) from error
     except Exception as error:  # huggingface_hub's, its HTTP library's, the system's
         # What stops the sending of a file is behind a bare RuntimeError that names it alone.
@@ -188,7 +192,7 @@ def publish(
         raise CheckpointError(
             f"the upload failed and changed nothing ({type(error).__name__}: {reason})",
             key=repo_id,
-            fix="try again: files that have arrived are not sent twice",
+            fix="try again; files that have arrived are not sent again",
         ) from error
     return Published(url=done.commit_url, commit=done.oid, files=(*sorted(uploads), CARD))
 
@@ -223,9 +227,9 @@ def _export_files(top: Path) -> dict[str, Path]:
     there = sorted(name for name in names or () if (top / name).is_file())
     if not there or len(there) < len(names or ()):
         raise CheckpointError(
-            "contains no complete export of zerotune, or a file has changed since",
+            "contains no complete zerotune export, or a file has changed since the export",
             key=str(top),
-            fix="export it again, or upload the folder with huggingface_hub.upload_folder",
+            fix="export again, or upload the folder with huggingface_hub.upload_folder",
         )
     return {name: top / name for name in there}
 

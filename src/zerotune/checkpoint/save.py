@@ -1,7 +1,7 @@
-"""Write a checkpoint from an engine: plan, write on all ranks, verify, rename.
+"""Write a checkpoint from an engine: lay out the files, write on all ranks, verify, rename.
 
-The module contains, in this order, the layout of files, the writing, ``save_checkpoint``, and
-saving in the background.
+The module contains, in this order, the file layout, the writer, ``save_checkpoint``, and saving in
+the background.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ if TYPE_CHECKING:
 
 
 SHARD_SIZE: Final = 4 * 2**30
-"""Maximum bytes of a shared file; ranks verify different files at the same time."""
+"""Maximum bytes of a shared file; several files let the ranks verify at the same time."""
 
 Shapes = Mapping[str, tuple[int, ...]]
 
 
 @attrs.frozen(kw_only=True, eq=False)
 class Filing:
-    """Shared files of a checkpoint and their contents."""
+    """Layout of a checkpoint's shared files."""
 
     files: tuple[TensorFile, ...]
     parameters: tuple[ParameterRecord, ...]
@@ -71,7 +71,13 @@ class Filing:
     def of(
         cls, shares: Sequence[RankShare], shapes: Shapes, *, shard_size: int = SHARD_SIZE
     ) -> Filing:
-        """Lay out the data of all ranks."""
+        """Lay out the data of all ranks in files.
+
+        Args:
+            shares: Sizes of each rank's data.
+            shapes: Full shape of each parameter.
+            shard_size: Maximum bytes of a file.
+        """
         merged: dict[Subject, dict[str, list[Part]]] = {WEIGHTS: {}}
         for subject, some in (item for share in shares for item in share.parts.items()):
             for part in some:
@@ -105,10 +111,10 @@ def _check_covered(subject: Subject, spec: TensorSpec, parts: list[Part]) -> Non
         position += part.numel
     if position != math.prod(spec.shape) or sum(part.numel for part in parts) != position:
         raise CheckpointError(
-            f"the ranks together do not have each of its {math.prod(spec.shape)} elements "
-            "exactly once",
+            f"the ranks' fragments do not contain each of the tensor's {math.prod(spec.shape)} "
+            "elements exactly once",
             key=f"{subject.prefix}/{spec.key}",
-            fix="report this with the model's class and the plan",
+            fix="report this as a bug, with the model's class and the plan",
         )
 
 
@@ -139,7 +145,7 @@ _MOST_NAMES: Final = 5
 
 
 class Writing:
-    """The writing of one checkpoint, from one rank's view."""
+    """One rank's part in writing a checkpoint."""
 
     def __init__(
         self,
@@ -162,7 +168,7 @@ class Writing:
         self._writer: TensorWriter | None = None
 
     def run(self) -> Path:
-        """Write, verify and publish. Collective over the group's control channel."""
+        """Write, verify and rename the checkpoint. Collective over the group's control channel."""
         group = self._group
         try:
             self._folder = together(group, "create the folder", self._stage)[0]
@@ -196,7 +202,7 @@ class Writing:
             raise CheckpointError(
                 "rank 0 created this folder, but this rank does not see it",
                 key=str(self._folder),
-                fix="use a file system that all machines share",
+                fix="save to a file system that all machines share",
             )
         alone = self._contents.file()
         alone.create(self._folder)
@@ -219,10 +225,10 @@ class Writing:
         self._draft = attrs.evolve(self._draft, not_finite=spoiled)
         if spoiled and not self._allow_not_finite:
             raise CheckpointNotFiniteError(
-                f"NaN or infinity in {listing(spoiled, most=_MOST_NAMES)}; the checkpoint "
-                "is not published and earlier ones are kept",
+                f"NaN or infinity in {listing(spoiled, most=_MOST_NAMES)}, so the checkpoint "
+                "is not saved; earlier checkpoints are kept",
                 key=str(self._final),
-                fix="go back to an earlier checkpoint with a lower learning rate, or save "
+                fix="resume from an earlier checkpoint with a lower learning rate, or save "
                 "anyway with allow_not_finite=True",
             )
 
@@ -261,25 +267,25 @@ def save_checkpoint(
     timeout_s: float | None = None,
     allow_not_finite: bool = False,
 ) -> Path:
-    """Save everything needed to continue training under this plan or any other.
+    """Save everything that is needed to continue training with this plan or any other plan.
 
-    Collective: every rank must call it with the same arguments. Weights, each optimizer state and
-    each shadow become safetensors files by parameter name, in full shape. Every rank writes its
-    parts in place, so nothing is gathered. The folder gets its name only after everything in it was
-    read back and verified. A previous checkpoint with that name is kept until then. Additional
-    memory: one fragment.
+    Collective: every rank must call ``save_checkpoint`` with the same arguments. Weights, optimizer
+    states and shadows are saved as safetensors files, by parameter name and in full shape. Every
+    rank writes its fragments directly into these files, so nothing is gathered and the additional
+    memory is one fragment. The folder gets its name after all files are read back and verified;
+    until then a previous checkpoint of this name is kept.
 
     Args:
         directory: Folder of the checkpoint, on a file system shared by all ranks.
-        engine: Engine to save: master weights, optimizer states, counters, buffers. Frozen
-            parameters are not saved.
-        extra: JSON-serialisable data of the caller, returned by loading: for example the data
-            position.
+        engine: Engine whose master weights, optimizer states, counters and buffers are saved.
+            Frozen parameters are not saved.
+        extra: JSON-serialisable data of the caller, such as a data position; ``load_checkpoint``
+            returns these data.
         shadows: EMA shadows by name.
         rng: Also save the random number generators of every rank.
-        timeout_s: Timeout for the other ranks in seconds; default the group's.
-        allow_not_finite: Also save NaN and infinity, for debugging; rollbacks skip such a
-            checkpoint.
+        timeout_s: Seconds to wait for the other ranks; default the group's timeout.
+        allow_not_finite: Allow NaN and infinity in the checkpoint, for debugging; rollbacks skip
+            such a checkpoint.
 
     Returns:
         The folder's absolute path.
@@ -288,10 +294,10 @@ def save_checkpoint(
         CheckpointError: Micro batches are accumulated, ``extra`` is not JSON-serialisable, the disk
             is too small, or the folder exists and is not a checkpoint.
         CheckpointNotFiniteError: Weights, states or shadows contain NaN or infinity, or a buffer
-            NaN; nothing is published.
-        CheckpointCorruptError: The data on disk differ from what was written; the message names the
+            contains NaN; no checkpoint is saved.
+        CheckpointCorruptError: The data on disk differ from the written data; the message names the
             file.
-        CollectiveError: A rank did not call it, or the arguments differ.
+        CollectiveError: A rank did not call ``save_checkpoint``, or the arguments differ.
     """
     writing = _agreed_writing(
         engine,
@@ -361,14 +367,15 @@ def _check_savable(engine: Engine, shadows: Iterable[str]) -> None:
             "their gradients would be lost",
             key="gradient_accumulation_steps",
             value=steps,
-            fix="save when engine.step() returned boundary=True",
+            fix="save when engine.step() has returned boundary=True",
         )
     for name in shadows:
         if not _SHADOW_NAME.fullmatch(name):
             raise CheckpointError(
-                "it becomes part of file names: use only letters, digits, '.', '-' and '_'",
+                "cannot be part of a file name",
                 key="shadows",
                 value=name,
+                fix="use only letters, digits, '.', '-' and '_' in the names of shadows",
             )
 
 
@@ -386,26 +393,26 @@ class PendingCheckpoint:
 
     @property
     def done(self) -> bool:
-        """Whether it has finished or failed."""
+        """Whether the writing has finished or failed."""
         return self._written.done()
 
     @property
     def failed(self) -> bool:
-        """Whether it failed; ``wait`` raises the error."""
+        """Whether the writing failed; ``wait`` raises the error."""
         return self.done and self._written.exception() is not None
 
     def wait(self, *, timeout_s: float | None = None) -> Path:
-        """Wait until it is written, verified and published.
+        """Wait until the checkpoint is written, verified and renamed.
 
         Args:
-            timeout_s: Timeout in seconds; default none.
+            timeout_s: Timeout in seconds; by default ``wait`` has no timeout.
 
         Returns:
-            The checkpoint.
+            The path of the checkpoint.
 
         Raises:
-            CheckpointError: It did not finish in time, or failed.
-            ZeroTuneError: The error, from this or another rank.
+            CheckpointError: The writing has not finished within the timeout, or has failed.
+            ZeroTuneError: The error with which this rank or another rank failed.
         """
         wait_for([self._written], timeout_s)
         if not self.done:
@@ -414,25 +421,25 @@ class PendingCheckpoint:
 
 
 class BackgroundSaver(Closable):
-    """Saves checkpoints in a thread of each rank.
+    """Saves checkpoints in a thread of each rank, while training continues.
 
-    Weights, states and shadows of this rank are first copied into host memory, which takes as much
-    memory again (16 bytes per fp32 weight with Adam and an EMA). Then training continues::
+    Weights, states and shadows of this rank are first copied into host memory, which needs as much
+    memory again (16 bytes per fp32 weight with Adam and an EMA)::
 
         with BackgroundSaver(engine=engine) as saver:
             ...
             saver.save("checkpoints/step-00001000", shadows={"ema": ema})
             ...
 
-    One checkpoint is written at a time: a second ``save`` waits for the first and raises its error,
-    and so does leaving the block.
+    Only one checkpoint is written at a time. ``save`` and the end of the block wait for the pending
+    checkpoint, and raise the error of a failed one.
 
     Args:
         engine: Engine to save.
-        timeout_s: Timeout between the threads of different ranks in seconds.
+        timeout_s: Seconds that a rank's thread waits for the threads of other ranks.
 
     Raises:
-        CollectiveError: A rank did not create one.
+        CollectiveError: A rank did not create a ``BackgroundSaver``.
     """
 
     def __init__(self, *, engine: Engine, timeout_s: float = 600.0) -> None:
@@ -459,11 +466,11 @@ class BackgroundSaver(Closable):
         """Copy everything and start writing. Collective; arguments as in ``save_checkpoint``.
 
         Returns:
-            The checkpoint in progress.
+            The pending checkpoint.
 
         Raises:
-            ZeroTuneError: The errors of ``save_checkpoint`` that are known before writing, or the
-                previous checkpoint's error.
+            ZeroTuneError: The previous checkpoint has failed, or ``save_checkpoint`` would raise an
+                error before it writes.
         """
         self.wait()
         writing = _agreed_writing(
@@ -480,10 +487,10 @@ class BackgroundSaver(Closable):
         return self._pending
 
     def wait(self) -> None:
-        """Wait for the checkpoint in progress, if any.
+        """Wait for the pending checkpoint, if any.
 
         Raises:
-            ZeroTuneError: Its error.
+            ZeroTuneError: The checkpoint has failed.
         """
         pending = self._pending
         if pending is None:
@@ -497,7 +504,7 @@ class BackgroundSaver(Closable):
 
     @override
     def close(self) -> None:
-        """Wait, and release the control channel. May be called repeatedly."""
+        """Wait for the pending checkpoint and stop. May be called repeatedly."""
         try:
             self.wait()
         finally:

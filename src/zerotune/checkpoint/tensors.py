@@ -1,12 +1,12 @@
 """Read and write safetensors files piece by piece, without a second copy of the weights.
 
 ``safetensors.torch.save_file`` needs every tensor in memory at once; ``safe_open`` gives no byte
-offsets and only reads into new memory. The format is an 8-byte length, a JSON header that depends
-only on names and shapes, and the tensors' bytes in sequence. So the header can be written first,
-and any process can write its bytes in place.
+offsets and only reads into new memory. A safetensors file consists of an 8-byte length, a JSON
+header that depends only on names, dtypes and shapes, and the tensors' bytes in sequence. Rank 0
+therefore writes the header first, and every process writes its bytes directly into the file.
 
-Nothing is gathered. Every part has a checksum of the data in memory. The finished file is read once
-and compared with these checksums, and only then hashed.
+For every part the writer computes a checksum of the data in memory. The finished file is read back
+once, compared with these checksums and hashed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _PIECE_ELEMENTS: Final = 2**22
 _VERIFIED_PIECE: Final = 2**20
 """Bytes read at a time."""
 _HASHED_AT_ONCE: Final = 2
-"""Number of files hashed concurrently, because one thread hashes slower than a fast disk writes."""
+"""Number of files hashed concurrently; one thread hashes more slowly than a fast disk writes."""
 _METADATA: Final = {"format": "pt"}
 _DTYPE_NAMES: Final = {dtype: name for name, dtype in TENSOR_DTYPES.items()}
 
@@ -46,22 +46,22 @@ class TensorSpec:
     """Description of a tensor to write."""
 
     key: str
-    """Its name in the file."""
+    """Name of the tensor in the file."""
     dtype: torch.dtype
     shape: tuple[int, ...]
 
     @classmethod
     def of(cls, key: str, tensor: torch.Tensor) -> TensorSpec:
-        """The spec of a tensor."""
+        """Return the description of a tensor."""
         return cls(key=key, dtype=tensor.dtype, shape=tuple(tensor.shape))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its elements."""
+        """Bytes of the tensor's elements."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def cast(self, dtype: torch.dtype) -> TensorSpec:
-        """Return the spec in another dtype; integer tensors are unchanged."""
+        """Return the description with a different dtype; integer tensors keep their dtype."""
         return attrs.evolve(self, dtype=dtype if self.dtype.is_floating_point else self.dtype)
 
 
@@ -77,15 +77,15 @@ class Subject:
 
     @property
     def prefix(self) -> str:
-        """Prefix of its file names."""
+        """Prefix of the file names."""
         return f"{self.kind}.{self.of}" if self.of else self.kind
 
     def label(self, name: str) -> str:
-        """Return the manifest's label of one of its tensors."""
+        """Return a tensor's name in the manifest, such as ``weights/conv.bias``."""
         return name if self.kind == "rank" else f"{self.prefix}/{name}"
 
     def sound(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor may have these values; buffers may contain infinities."""
+        """Return whether a tensor's values may be saved; buffers may contain infinities."""
         if self.kind == "rank":
             return not (tensor.is_floating_point() and bool(tensor.float().isnan().any()))
         return self.kind == "export" or all_finite(tensor)
@@ -138,19 +138,27 @@ class TensorFile:
         *,
         metadata: Mapping[str, str] = _METADATA,
     ) -> TensorFile:
-        """Lay out a file of these tensors in sequence."""
+        """Lay out a file with these tensors in sequence.
+
+        Args:
+            name: Name of the file.
+            subject: Kind of the tensors.
+            specs: Descriptions of the tensors.
+            metadata: Metadata of the header.
+        """
         named: dict[str, TensorSpec] = {}
         entries: dict[str, object] = {"__metadata__": dict(metadata)}
         begins: dict[str, int] = {}
         position = 0
         for spec in specs:
             if spec.key in entries:
-                raise CheckpointError("two tensors share this name", key=spec.key)
+                raise CheckpointError("two tensors have this name", key=spec.key)
             if spec.dtype not in _DTYPE_NAMES:
                 raise CheckpointError(
                     f"safetensors does not support {spec.dtype}",
                     key=spec.key,
-                    fix="register the buffer with persistent=False, or as a real dtype",
+                    fix="register the buffer with persistent=False, or store it in a supported "
+                    "dtype such as float32",
                 )
             entries[spec.key] = {
                 "dtype": _DTYPE_NAMES[spec.dtype],
@@ -173,7 +181,11 @@ class TensorFile:
         )
 
     def create(self, folder: Path) -> None:
-        """Create the file with its header and size, on one rank."""
+        """Create the file with its header and final size. Call on one rank.
+
+        Args:
+            folder: Folder of the file.
+        """
         path = folder / self.name
         with naming(path), path.open("xb", buffering=0) as file:
             write_at(file.fileno(), memoryview(self.header), 0)
@@ -194,13 +206,13 @@ def split(specs: Iterable[TensorSpec], most: int | None) -> list[list[TensorSpec
 
 
 def shard_name(stem: str, index: int, count: int) -> str:
-    """Return the name of one of ``count`` files of a model; from 1."""
+    """Return the name of file number ``index`` of ``count`` files; the first number is 1."""
     return f"{stem}-{index:05d}-of-{count:05d}.safetensors"
 
 
 @attrs.frozen(kw_only=True)
 class Written:
-    """A written run of bytes with its expected checksum."""
+    """A range of bytes that was written, and its checksum."""
 
     file: str
     offset: int
@@ -210,7 +222,7 @@ class Written:
 
 
 class TensorWriter(OpensFiles):
-    """Writes tensors, or this process's parts of them, in place."""
+    """Writes this process's tensors, or parts of tensors, directly into their files."""
 
     def __init__(self, folder: Path, files: Iterable[TensorFile]) -> None:
         super().__init__(os.O_WRONLY)
@@ -226,8 +238,8 @@ class TensorWriter(OpensFiles):
 
         Args:
             name: Name of the tensor.
-            tensor: The part, of any shape, on any device, in the planned dtype; bf16 is widened.
-                Exports cast from any other dtype.
+            tensor: Elements of the part, in any shape, on any device. The dtype is the planned one
+                or bf16; in exports any dtype.
             subject: Kind of the tensor.
             start: First element in the flattened tensor.
         """
@@ -242,7 +254,7 @@ class TensorWriter(OpensFiles):
             raise CheckpointError(
                 f"{subject.prefix} changed while it was saved",
                 key=name,
-                fix="stop training while a checkpoint is saved",
+                fix="do not train while a checkpoint is saved",
             )
         offset = first = file.offsets[name] + start * spec.dtype.itemsize
         crc, sound, path = 0, True, self._folder / file.name
@@ -260,7 +272,7 @@ class TensorWriter(OpensFiles):
 
     @property
     def written(self) -> tuple[Written, ...]:
-        """Everything written so far."""
+        """The ranges of bytes that were written so far."""
         return tuple(self._written)
 
     @property
@@ -269,7 +281,7 @@ class TensorWriter(OpensFiles):
         return tuple(self._not_finite)
 
     def sync(self) -> None:
-        """Flush everything to disk."""
+        """Flush all written data to disk."""
         for path, descriptor in self._open.items():
             # A full disk may be reported only here.
             with naming(path):
@@ -278,7 +290,15 @@ class TensorWriter(OpensFiles):
     def confirm(
         self, files: Iterable[TensorFile], written: Iterable[Written]
     ) -> tuple[FileRecord, ...]:
-        """Read files back while this process's writes are flushed to disk."""
+        """Read files back and compare checksums, while this process's writes are flushed to disk.
+
+        Args:
+            files: Files to read.
+            written: Ranges of bytes that all ranks have written.
+
+        Returns:
+            The files' records, with size and hash.
+        """
         written = tuple(written)
         with ThreadPoolExecutor(1 + _HASHED_AT_ONCE) as pool:
             syncing = pool.submit(self.sync)
@@ -288,7 +308,7 @@ class TensorWriter(OpensFiles):
 
 
 def write_at(descriptor: int, piece: memoryview, offset: int) -> None:
-    """Write all of ``piece`` at a byte offset; tensors are written to disk only here."""
+    """Write all bytes of ``piece`` at a byte offset."""
     while piece:
         # A write may stop short, at 2 GiB at the latest.
         written = os.pwrite(descriptor, piece, offset)
@@ -303,7 +323,13 @@ def _element_bytes(tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[memoryv
 
 
 def confirm(folder: Path, file: TensorFile, written: Iterable[Written]) -> FileRecord:
-    """Read a finished file once and check that every byte is correct."""
+    """Read a finished file once, and check that every byte is as written.
+
+    Args:
+        folder: Folder of the file.
+        file: Layout of the file.
+        written: Ranges of bytes that all ranks have written.
+    """
     path = folder / file.name
     header = Written(file=file.name, offset=0, nbytes=len(file.header), crc=zlib.crc32(file.header))
     digest, position = hashlib.sha256(), 0
@@ -331,9 +357,9 @@ def confirm(folder: Path, file: TensorFile, written: Iterable[Written]) -> FileR
 
 def _not_as_written(path: Path, offset: int) -> CheckpointCorruptError:
     return CheckpointCorruptError(
-        f"the data on disk differ from what was written (at byte {offset})",
+        f"the data on disk differ from the written data (at byte {offset})",
         key=str(path),
-        fix="check the disk, or save elsewhere",
+        fix="check the disk, or save to a different disk",
     )
 
 
@@ -350,44 +376,44 @@ class TensorReader(OpensFiles):
         self.tensors: dict[str, StoredTensor] = {}
         """Tensors by name."""
         self.metadata: list[dict[str, str]] = []
-        """Other metadata in the header of each file."""
+        """Metadata in the header of each file."""
         for file in files:
             tensors, metadata = read_header(file)
             if twice := [name for name in tensors if name in self._homes]:
                 raise CheckpointCorruptError(
                     f"is also in {self._homes[twice[0]].name}",
                     key=f"{file.name}: {shorten(twice[0])}",
-                    fix="use another checkpoint",
+                    fix="use a different checkpoint",
                 )
             self.tensors |= tensors
             self._homes |= dict.fromkeys(tensors, file)
             self.metadata.append(metadata)
 
     def stored(self, name: str) -> StoredTensor:
-        """Return dtype and full shape of a tensor."""
+        """Return dtype, full shape and byte offset of a tensor."""
         if name not in self.tensors:
             raise CheckpointCorruptError(
                 "is in no file",
                 key=f"{self._subject.prefix}/{name}",
-                fix="use another checkpoint",
+                fix="use a different checkpoint",
             )
         return self.tensors[name]
 
     def check(self, name: str, dtype: torch.dtype | None, shape: Sequence[int]) -> None:
-        """Check that a tensor exists in the form that saving uses."""
+        """Check that a tensor exists with this dtype and shape."""
         stored = self.stored(name)
         if (stored.dtype, stored.shape) != (dtype, tuple(shape)):
             raise CheckpointCorruptError(
                 f"is {stored.dtype} {stored.shape} instead of {dtype} {tuple(shape)}",
                 key=f"{self._homes[name].name}: {shorten(name)}",
-                fix="use another checkpoint",
+                fix="use a different checkpoint",
             )
 
     def fill(self, into: torch.Tensor, name: str, start: int = 0) -> None:
         """Copy a part of a tensor into ``into``.
 
         Args:
-            into: 1-D, on any device.
+            into: 1-D tensor on any device, with as many elements as the part.
             name: Name of the tensor.
             start: First element in the flattened tensor.
         """
@@ -397,7 +423,7 @@ class TensorReader(OpensFiles):
             raise CheckpointCorruptError(
                 f"has {numel} elements, but elements {start} to {start + into.numel()} are needed",
                 key=f"{self._homes[name].name}: {name}",
-                fix="use another checkpoint",
+                fix="use a different checkpoint",
             )
         offset = stored.offset + start * stored.dtype.itemsize
         if into.device.type == "cpu" and into.is_contiguous() and into.dtype == stored.dtype:
@@ -426,5 +452,5 @@ class TensorReader(OpensFiles):
                 raise OSError(f"it ends {missing} bytes too early")
         except OSError as error:
             raise CheckpointCorruptError(
-                f"cannot be read ({error})", key=str(path), fix="use another checkpoint"
+                f"cannot be read ({error})", key=str(path), fix="use a different checkpoint"
             ) from error

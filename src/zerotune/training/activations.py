@@ -1,7 +1,7 @@
 """Measure activation memory, and choose gradient checkpointing and activation offload.
 
 Activations are measured on the ``meta`` device at the training resolution. Blocks are recomputed if
-the caller asks for it, if ``Advice`` says so, or if memory requires it.
+the caller or an ``Advice`` requests recomputation, or if memory requires it.
 """
 
 from __future__ import annotations
@@ -61,9 +61,16 @@ class Activations:
 def known_activations(
     model: Any, data: Any, *, batch: int, checkpointed: bool = True
 ) -> Activations:
-    """Measure one pass of a copy of the model on the ``meta`` device, at the training resolution.
+    """Measure a forward and a backward pass on the ``meta`` device, at the training resolution.
 
-    Exact for diffusers models as configured; adapters added later are not counted.
+    The measured model is rebuilt from the configuration of a diffusers model, so adapters are not
+    counted.
+
+    Args:
+        model: The model to train.
+        data: Training data, which determine the size of the inputs.
+        batch: Samples per micro batch.
+        checkpointed: Also measure both passes with gradient checkpointing.
     """
     size, source = input_size(model, data)
     if size is None:
@@ -95,7 +102,7 @@ def known_activations(
 
 
 def input_size(model: torch.nn.Module, data: Any) -> tuple[tuple[int, int] | None, str]:
-    """Return the largest training height and width in pixels, and where they were found."""
+    """Return the largest training height and width in pixels, and the source of these values."""
     config: Any = getattr(model, "config", None)
     if isinstance(data, BucketedDataset) and data.assignment.members:
         sides = [(each.height, each.width) for each in data.assignment.members]
@@ -110,7 +117,7 @@ def input_size(model: torch.nn.Module, data: Any) -> tuple[tuple[int, int] | Non
     if isinstance(side, int):
         factor = 1 if _in_pixels(model, "images") else latent_scale(model)
         return (side * factor, side * factor), "the model's sample_size"
-    return None, "neither data nor model state an image size"
+    return None, "neither the data nor the model's configuration contains an image size"
 
 
 def _samples_each(data: Any) -> int:
@@ -138,7 +145,7 @@ def clip_frames(model: Any, data: Any) -> int | None:
 def input_positions(
     model: torch.nn.Module, size: tuple[int, int], frames: int | None = None
 ) -> int:
-    """Return how many positions the input has: latent pixels, or pixels if unconditional."""
+    """Return the number of input positions: latent pixels, or pixels for unconditional models."""
     factor = (
         1
         if type(model).__name__ == "UNet2DModel" and _in_pixels(model, "images")
@@ -212,14 +219,15 @@ def set_recomputing(
 ) -> tuple[Decision, ...]:
     """Switch gradient checkpointing on or off until the engine is closed. Collective.
 
-    diffusers checkpoints with ``use_reentrant=False``, which stage 3 requires; losses are bitwise
-    equal.
+    Gradient checkpointing does not change the losses. diffusers uses ``use_reentrant=False``, which
+    stage 3 requires.
 
     Args:
-        engine: Engine whose model is changed.
-        data: Training data; their size determines the activation memory.
-        wanted: ``"auto"`` decides by the memory estimate. It changes nothing if the model cannot
-            recompute, already recomputes, or has unknown activation memory.
+        engine: Engine of the model.
+        data: Training data, whose image size determines the activation memory.
+        wanted: ``True``, ``False``, or ``"auto"``, which switches checkpointing on if the memory
+            estimate requires it. ``"auto"`` has no effect if the model cannot checkpoint, already
+            does, or has unknown activation memory.
     """
     model: Any = engine.module
     able, before = hasattr(model, "enable_gradient_checkpointing"), recomputes(model)
@@ -228,7 +236,7 @@ def set_recomputing(
             f"{type(model).__name__} has no gradient checkpointing",
             key=_CHECKPOINTING,
             value=wanted,
-            fix='gradient_checkpointing="auto", or a diffusers model',
+            fix='write gradient_checkpointing="auto", or use a diffusers model',
         )
     if wanted == "auto":
         if not able or before:
@@ -236,7 +244,7 @@ def set_recomputing(
         # Recomputed modules gather their weights once more, so at stage 3 ranks must agree.
         wanted, why = engine.group.broadcast(_needed(engine, data))
     else:
-        why = "asked for"
+        why = "requested"
     if wanted != before:
         switch, undo = "enable_gradient_checkpointing", "disable_gradient_checkpointing"
         if before:
@@ -250,22 +258,22 @@ def _needed(engine: Engine, data: Any) -> tuple[bool, str]:
     model, plan = engine.module, engine.plan
     size, source = input_size(model, data)
     if size is None or plan.model is None:
-        return False, f"activations are not known: {source}"
+        return False, f"the activation memory is unknown: {source}"
     room = _room(engine)
     frames = clip_frames(model, data)
     positions = input_positions(model, size, frames) * plan.micro_batch_size * _samples_each(data)
     if room >= positions * _PER_POSITION:
         return False, (
-            f"the {format_size(room)} left over are more than any model's activations at "
+            f"the {format_size(room)} of free memory exceed any model's activations at "
             f"{positions} input positions"
         )
     measured = known_activations(model, data, batch=plan.micro_batch_size, checkpointed=False)
     if measured.facts is None:
-        return False, f"activations are not known: {measured.why}"
+        return False, f"the activation memory is unknown: {measured.why}"
     element = 4 if plan.precision == "fp32" else 2
     keeps = measured.facts.full.nbytes(batch=1, pixels=1, element_bytes=element)
     words = f"a pass at {size[0]} x {size[1]} pixels ({measured.why}) keeps {format_size(keeps)}"
-    return keeps > room, f"{words}, and {format_size(room)} are left over"
+    return keeps > room, f"{words} of activations, and {format_size(room)} of memory are free"
 
 
 def _room(engine: Engine) -> int:
@@ -285,7 +293,13 @@ def _room(engine: Engine) -> int:
 def keep_activations(
     engine: Engine, *, advice: Advice | None, activations: ActivationOffload | None
 ) -> tuple[Decision, ...]:
-    """Enable gradient checkpointing and activation offload until the engine is closed."""
+    """Enable gradient checkpointing and activation offload until the engine is closed.
+
+    Args:
+        engine: Engine of the model.
+        advice: Advice that may enable either of them; ignored if ``activations`` is given.
+        activations: Activation offload to attach to the model.
+    """
     model: Any = engine.module
     if advice is not None and activations is None:
         if advice.activation_offload:

@@ -1,4 +1,4 @@
-"""Common interface of a trainer's EMA: one shadow, several, or one updated in the background."""
+"""Common interface to a trainer's EMAs: one EMA, several, or EMAs updated in the background."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _EMA_NAME = "ema"
 
 
 def as_ema(ema: Any) -> EMA | None:
-    """Return an EMA object; a number is the decay of a new ``EMAShadow``."""
+    """Return an EMA object unchanged, or convert a decay to a new ``EMAShadow``."""
     if ema is None or isinstance(ema, EMAShadow | EMAShadows | BackgroundEMA):
         return ema
     if isinstance(ema, int | float) and not isinstance(ema, bool):
@@ -28,7 +28,7 @@ def as_ema(ema: Any) -> EMA | None:
         why = "does not set a decay"
     else:
         why = (
-            "is not an EMAShadow, EMAShadows or BackgroundEMA, the only averages that "
+            "is not an EMAShadow, EMAShadows or BackgroundEMA; other EMA classes do not "
             "support sharded weights"
         )
     raise InvalidValueError(
@@ -45,9 +45,9 @@ class Averages:
     """The EMA shadows of a trainer, by name.
 
     Args:
-        ema: EMA of the trainer. A single shadow is named ``"ema"``; ``EMAShadows`` keep their own
-            names.
-        engine: Engine to which shadows are attached if they are not attached yet.
+        ema: EMA of the trainer. A single ``EMAShadow`` gets the name ``"ema"``; the shadows of
+            ``EMAShadows`` keep their names.
+        engine: Engine to which the EMA is attached if it has no engine yet.
     """
 
     def __init__(self, ema: EMA | None, *, engine: Engine) -> None:
@@ -71,12 +71,17 @@ class Averages:
             self._ema.step()
 
     def expect_step(self) -> None:
-        """Announce that ``step`` follows the next optimizer step if that step is applied."""
+        """Announce a call of ``step`` after the next optimizer step, if that step is applied."""
         if self._ema is not None:
             self._ema.expect_step()
 
     def named(self, name: str | bool | EMAShadow) -> EMAShadow | None:
-        """Return the shadow with this name; ``True`` selects the first, ``False`` none."""
+        """Return an EMA.
+
+        Args:
+            name: Name of an EMA, one of the trainer's EMAs, ``True`` for the first EMA, or
+                ``False`` for ``None``.
+        """
         if name is False:
             return None
         if name is True:
@@ -88,30 +93,39 @@ class Averages:
                 "no EMA has this name",
                 key="weights",
                 value=name if isinstance(name, str) else type(name).__name__,
-                fix=f"one of {', '.join(('trained', *self.shadows))}"
-                + ("" if self.shadows else ", or Trainer(ema=EMAShadow(...))"),
+                fix=f"write one of: {', '.join(('trained', *self.shadows))}"
+                + ("" if self.shadows else "; or create Trainer(ema=EMAShadow(...))"),
             )
         return self.shadows[name]
 
     def chosen(self, weights: Any) -> EMAShadow | None:
-        """Return the shadow to export; ``"trained"`` selects none, ``None`` the first one."""
+        """Return the EMA to export.
+
+        Args:
+            weights: Name of an EMA, one of the trainer's EMAs, ``None`` for the first EMA, or
+                ``"trained"`` for no EMA.
+        """
         if weights is None or weights == "trained":
             return self.named(weights is None)
         known = isinstance(weights, str | EMAShadow)
         return self.named(weights if known else type(weights).__name__)
 
     def swapped_in(self, name: str | bool) -> AbstractContextManager[None]:
-        """Run the model with EMA weights inside the block. Collective."""
+        """Run the model with EMA weights inside the block. Collective.
+
+        Args:
+            name: Name of an EMA, ``True`` for the first EMA, or ``False`` for the trained weights.
+        """
         shadow = self.named(name)
         return nullcontext() if shadow is None else shadow.swapped_in()
 
     def explain(self) -> str:
-        """Describe all shadows as text; empty if there are none."""
+        """Describe all EMAs as text; without EMAs the text is empty."""
         if list(self.shadows) == [_EMA_NAME]:
             return self.shadows[_EMA_NAME].explain()
         return "\n".join(f"{name}: {shadow.explain()}" for name, shadow in self.shadows.items())
 
     def close(self) -> None:
-        """Finish an update in progress.peatedly."""
+        """Finish an update that runs in the background."""
         if isinstance(self._ema, BackgroundEMA):
             self._ema.close()

@@ -57,10 +57,10 @@ _TRUE: Final = ("y", "yes", "t", "true", "on", "1")
 
 
 class EmbeddedPlan(Closing):
-    """A resolved, verified plan for another trainer, with its own leased swap folder.
+    """A resolved and verified plan for another training framework, with a swap folder.
 
-    Create it before that trainer initializes process groups or DeepSpeed, under any launcher. The
-    model is passed at the point where the trainer receives it::
+    Create an ``EmbeddedPlan`` before the framework initializes process groups or DeepSpeed. Any
+    launcher works. The plan receives the model together with the framework::
 
         run = EmbeddedPlan(plan="ds_config.json", run=args)
         accelerator = run.accelerator()
@@ -72,24 +72,24 @@ class EmbeddedPlan(Closing):
         run.close()
 
     Args:
-        plan: A plan, a DeepSpeed configuration as a dict, or the path of one; a ``ResolvedPlan`` is
-            used unchanged.
-        model: The model to train, in fp32. Only needed by trainers that read the whole
-            configuration before they receive the model, such as Fabric. Only shapes and names are
-            read.
+        plan: A plan, a DeepSpeed configuration as a dict, or the path of a configuration; a
+            ``ResolvedPlan`` is used unchanged.
+        model: The model to train, in fp32; only its shapes and names are read. Required only for
+            frameworks that read the whole configuration before they receive the model, such as
+            Fabric.
         resolver: Resolves optimizer and schedule; default ``OptimizerResolver()``.
-        offload: Leases swap folders; default ``OffloadManager()``.
-        run: Values for fields that the plan leaves ``"auto"``: run facts, or the script's parsed
-            flags. Flags are read under the names used by diffusers' scripts.
+        offload: Creates the swap folders; default ``OffloadManager()``.
+        run: Values for the fields that are ``"auto"`` in the plan, as ``RunFacts`` or as the
+            script's parsed flags. Flags must have the names that diffusers' scripts use.
         platform: The machine; detected by default.
         timeout_s: Timeout of collectives in seconds.
 
     Raises:
         PlanError: The plan cannot run on this machine.
         OptimizerError: The optimizer is not available.
-        OffloadError: A swap folder cannot be leased, or host memory is too small for the plan.
-        EngineError: ``accelerate launch --cpu`` was used on a machine whose accelerator the plan
-            uses.
+        OffloadError: A swap folder cannot be created, or host memory is too small for the plan.
+        EngineError: The script runs under ``accelerate launch --cpu``, but DeepSpeed uses an
+            accelerator on this machine.
         MissingDependencyError: DeepSpeed is not installed.
     """
 
@@ -130,7 +130,7 @@ class EmbeddedPlan(Closing):
             return
         if self._platform.accelerator != "cpu":
             raise EngineError(
-                "accelerate launch --cpu was used, but DeepSpeed uses "
+                "the script runs under accelerate launch --cpu, but DeepSpeed uses "
                 f"{self._platform.accelerator} on this machine",
                 key="ACCELERATE_USE_CPU",
                 value=os.environ["ACCELERATE_USE_CPU"],
@@ -144,9 +144,8 @@ class EmbeddedPlan(Closing):
                     key="num_processes",
                     before="several",
                     after=1,
-                    reason="accelerate launch --cpu starts one process, whatever "
-                    "--num_processes is",
-                    fix="start several with torchrun --nproc-per-node",
+                    reason="accelerate launch --cpu ignores --num_processes and starts one process",
+                    fix="start several processes with torchrun --nproc-per-node",
                     severity="warning",
                 )
             )
@@ -162,19 +161,19 @@ class EmbeddedPlan(Closing):
         )
 
     def settle(self, model: torch.nn.Module) -> None:
-        """Resolve the plan for the model that is trained. Collective; later calls have no effect.
+        """Resolve the plan for the model to train. Collective.
 
-        Called by every method that receives the model: ``accelerator.prepare``,
-        ``initialize_arguments``, ``shard``.
+        Only the first call has an effect. Methods that receive the model, such as
+        ``accelerator.prepare``, ``initialize_arguments`` and ``shard``, call ``settle``.
 
         Args:
-            model: The model to train, in fp32; only shapes and names are read.
+            model: The model to train, in fp32; only its shapes and names are read.
 
         Raises:
             PlanError: The plan cannot run on this machine.
             OptimizerError: The optimizer is not available.
-            OffloadError: A swap folder cannot be leased, or host memory is too small for the plan.
-            EngineError: The script's flags changed after it created its ``Accelerator``.
+            OffloadError: A swap folder cannot be created, or host memory is too small for the plan.
+            EngineError: The script changed its flags after it created its ``Accelerator``.
         """
         if self._settled is not None:
             return
@@ -186,7 +185,7 @@ class EmbeddedPlan(Closing):
                     f"was {before} when the Accelerator was created",
                     key=key,
                     value=after,
-                    fix="change flags before creating the Accelerator",
+                    fix="change the script's flags before it creates the Accelerator",
                 )
         self._fit(resolved, model)
         if self._plugin is not None:
@@ -203,16 +202,16 @@ class EmbeddedPlan(Closing):
 
     @property
     def plan(self) -> ResolvedPlan:
-        """The resolved plan, with NVMe paths inside the leased folder.
+        """The resolved plan, with NVMe paths inside this run's swap folder.
 
         Raises:
-            EngineError: The model has not been passed yet.
+            EngineError: The plan has not received a model yet.
         """
         if self._settled is None:
             raise EngineError(
                 "the plan has not received a model yet",
                 key="EmbeddedPlan.plan",
-                fix="prepare the model first, or pass it: EmbeddedPlan(plan=..., model=...)",
+                fix="prepare the model first, or write EmbeddedPlan(plan=..., model=...)",
             )
         return self._settled
 
@@ -222,11 +221,15 @@ class EmbeddedPlan(Closing):
         return self.plan.to_deepspeed()
 
     def shard(self, model: torch.nn.Module) -> None:
-        """Partition the model from host memory, one parameter at a time; no effect below stage 3.
+        """Partition the model from host memory, one parameter at a time; for stage 3.
 
-        Optional; call it before the trainer receives the model. Without it the trainer moves the
-        whole model to the device before DeepSpeed partitions it. Required if the weights are still
-        unread (``load_pretrained(..., plan=...)``): they are then read here, at every stage.
+        Call ``shard`` before the framework receives the model. Without this call the framework
+        moves the whole model to the device before DeepSpeed partitions it. If the weights are not
+        read yet (``load_pretrained(..., plan=...)``), ``shard`` is required at every stage and
+        reads the weights.
+
+        Args:
+            model: The model to train, in fp32.
         """
         self.settle(model)
         self.decide(*read_weights(self._deepspeed, self.plan, model))
@@ -236,7 +239,11 @@ class EmbeddedPlan(Closing):
             shard_from_host(self._deepspeed, model, self.plan, device=device)
 
     def initialize_arguments(self, model: torch.nn.Module) -> dict[str, Any]:
-        """Return arguments for ``deepspeed.initialize(**run.initialize_arguments(model))``."""
+        """Return arguments for ``deepspeed.initialize(**run.initialize_arguments(model))``.
+
+        Args:
+            model: The model to train, in fp32.
+        """
         require_read(model)
         self.settle(model)
         return initialize_arguments(self.plan, model)
@@ -250,22 +257,27 @@ class EmbeddedPlan(Closing):
         return arguments
 
     def accelerate_optimizer(self, model: torch.nn.Module) -> tuple[Any, EngineSchedule]:
-        """Return optimizer and schedule for ``accelerator.prepare``, replacing the script's own."""
+        """Return the plan's optimizer and schedule for ``accelerator.prepare``.
+
+        Args:
+            model: The model to train, in fp32.
+        """
         self.settle(model)
         return accelerate_optimizer(self.plan, model), EngineSchedule(self)
 
     def accelerator(self, **arguments: Any) -> Any:
         """Return an ``accelerate.Accelerator`` for an otherwise unchanged script.
 
-        Its ``prepare`` replaces the script's optimizer and schedule with the plan's, records this
-        as decisions, and attaches the engine. ``save_state`` and ``load_state`` write and read
-        portable checkpoints, including each EMA passed to ``register_for_checkpointing``; the
-        script's hooks are not called. ``get_state_dict`` returns the whole model on rank 0 at every
-        stage. These three methods are collective. ``end_training`` closes the run.
+        The accelerator's ``prepare`` replaces the script's optimizer and schedule with those of the
+        plan, records the replacement as decisions, and attaches the engine. ``save_state`` and
+        ``load_state`` write and read portable checkpoints, including each EMA passed to
+        ``register_for_checkpointing``, and do not call the script's hooks. ``get_state_dict``
+        returns the whole model on rank 0 at every stage. ``save_state``, ``load_state`` and
+        ``get_state_dict`` are collective. ``end_training`` closes the run.
 
         Args:
-            arguments: Arguments of the script's own ``Accelerator``. A value set by the plan
-                overrides them and is recorded as a decision.
+            arguments: The script's arguments for ``Accelerator``. Values from the plan override
+                arguments; each override is recorded as a decision.
 
         Raises:
             MissingDependencyError: accelerate is not installed.
@@ -277,20 +289,21 @@ class EmbeddedPlan(Closing):
         return EngineSchedule(self)
 
     def decide(self, *decisions: Decision) -> None:
-        """Record a decision made for the script, and log it once."""
+        """Record and log decisions made for the script."""
         self._decided.extend(decisions)
         announce(decisions)
 
     def register(self, *averages: Any) -> None:
-        """Attach EMAs to the engine, and save and load them with it. Collective.
+        """Attach EMAs to the engine, and include them in its checkpoints. Collective.
 
         Args:
-            averages: ``zerotune.ema.EMAModel``, which may predate the engine, or an attached
-                ``EMAShadow``.
+            averages: ``zerotune.ema.EMAModel`` objects, which may be older than the engine, or
+                attached ``EMAShadow`` objects.
 
         Raises:
             EngineError: The object is of another class, or no engine is attached yet.
-            EMAError: The EMA has already taken steps on parameters, or belongs to another model.
+            EMAError: The EMA has already taken steps on parameters, or belongs to a different
+                model.
         """
         for each in averages:
             if not isinstance(each, EMAModel | EMAShadow):
@@ -298,7 +311,8 @@ class EmbeddedPlan(Closing):
                     "cannot be saved with the engine",
                     key="accelerator.register_for_checkpointing",
                     value=type(each).__name__,
-                    fix="use zerotune.ema.EMAModel instead of diffusers', or save it yourself",
+                    fix="use zerotune.ema.EMAModel instead of diffusers' EMAModel, or save the "
+                    "object yourself",
                 )
             if isinstance(each, EMAModel):
                 each.follow(self.engine)
@@ -307,13 +321,20 @@ class EmbeddedPlan(Closing):
             self._shadows["ema" if number == 1 else f"ema{number}"] = shadow
 
     def save(self, directory: str | os.PathLike[str]) -> Path:
-        """Save the engine and all registered EMAs with ``save_checkpoint``. Collective."""
+        """Save the engine and all registered EMAs with ``save_checkpoint``. Collective.
+
+        Args:
+            directory: Folder of the checkpoint.
+        """
         return save_checkpoint(directory, engine=self.engine, shadows=self._shadows)
 
     def load(self, directory: str | os.PathLike[str]) -> None:
         """Load the engine and all registered EMAs with ``load_checkpoint``. Collective.
 
         An EMA missing from the checkpoint starts from the loaded weights.
+
+        Args:
+            directory: Folder of the checkpoint.
         """
         engine, before = self.engine, self.engine.state.global_step
         there = together(engine.group, "find the checkpoint", lambda: find_checkpoint(directory))
@@ -327,9 +348,10 @@ class EmbeddedPlan(Closing):
         gone_on(before, engine, directory)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Gather every full tensor of the model in its own dtype on rank 0. Collective.
+        """Gather the model's full tensors on rank 0, each in its own dtype. Collective.
 
-        Host memory: the size of the model. The export functions hold only one tensor at a time.
+        The tensors need as much host memory as the model. The export functions need memory for
+        only one tensor at a time.
 
         Returns:
             CPU tensors by name; an empty dict on other ranks.
@@ -345,34 +367,36 @@ class EmbeddedPlan(Closing):
         return whole
 
     def attach(self, engine: Any) -> AttachedEngine:
-        """Verify the engine that the trainer initialized, and attach it. Collective.
+        """Verify the engine that the framework initialized, and attach it. Collective.
 
         Args:
             engine: The object returned by ``deepspeed.initialize``, ``accelerator.prepare`` or
                 Fabric's ``setup`` for the model.
 
         Returns:
-            The engine to pass to EMA and checkpoint functions; the training loop needs no change.
+            The engine for EMA and checkpoint functions; the training loop needs no change.
 
         Raises:
-            EngineError: The object is no DeepSpeed engine, another engine is attached, its model is
-                not the plan's, or the trainer started other processes.
+            EngineError: The object is not a DeepSpeed engine, an engine is already attached, the
+                engine's model differs from the plan's model, or the framework started a different
+                number of processes.
             VerificationError: The running engine differs from the plan.
         """
         if self._engine is not None:
             raise EngineError(
-                "an engine is attached already, and a plan serves one model",
+                "the plan already has an engine, and a plan can train only one model",
                 key="EmbeddedPlan.attach",
-                fix="create an EmbeddedPlan for each model with its own engine",
+                fix="create one EmbeddedPlan per trained model",
             )
         launched = Launch.from_environment()
         if launched.launched and launched.world_size != self.plan.world_size:
             raise EngineError(
                 f"the plan was resolved for {self.plan.world_size} processes, but the "
-                f"trainer then started {launched.world_size} itself",
+                f"framework then started {launched.world_size} processes",
                 key="world_size",
                 value=launched.world_size,
-                fix="start the script with torchrun",
+                fix="start the script with torchrun, so that the number of processes is known "
+                "before the plan is resolved",
             )
         self._check_model(deepspeed_engine_of(engine).module)
         self._engine = AttachedEngine(
@@ -395,14 +419,14 @@ class EmbeddedPlan(Closing):
             return
         name = differing[0]
         raise EngineError(
-            f"the trainer prepared a different model: {len(differing)} parameters differ "
-            f"from the plan's. For example {name} is "
+            f"the trained model differs from the plan's model in {len(differing)} parameters. "
+            f"For example, {name} is "
             f"{_parameter_words(planned.get(name))} in the plan and "
             f"{_parameter_words(trained.get(name))} in the trained model",
             key="EmbeddedPlan.attach",
             value=type(module).__name__,
-            fix="create the EmbeddedPlan with a model of the same configuration, adapters "
-            "and frozen parts as the trained one",
+            fix="create the EmbeddedPlan with a model that has the trained model's "
+            "configuration, adapters and frozen parameters",
         )
 
     @property
@@ -416,7 +440,7 @@ class EmbeddedPlan(Closing):
             raise EngineError(
                 "no engine is attached yet",
                 key="EmbeddedPlan.engine",
-                fix="call run.attach(model) after the trainer has initialized DeepSpeed",
+                fix="call run.attach(engine) after the framework has initialized DeepSpeed",
             )
         return self._engine
 
@@ -435,7 +459,7 @@ def _parameter_words(parameter: ParameterFacts | None) -> str:
 
 
 class EngineSchedule:
-    """Replaces a script's ``lr_scheduler``; the engine steps the real one.
+    """Replacement for a script's ``lr_scheduler``, while the engine advances the real schedule.
 
     Args:
         run: Plan of the engine.
@@ -448,12 +472,12 @@ class EngineSchedule:
         """Do nothing: the engine's ``step`` already advances the schedule."""
 
     def get_last_lr(self) -> list[float]:
-        """Return the first group's learning rate for the next optimizer step."""
+        """Return the first parameter group's learning rate for the next optimizer step."""
         return [self._run.engine.lr]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return an empty dict: the engine's state holds the position."""
+        """Return an empty dict: the engine's checkpoint contains the schedule's position."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Do nothing: the engine's state holds the position."""
+        """Do nothing: the engine's checkpoint contains the schedule's position."""

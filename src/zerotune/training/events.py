@@ -29,14 +29,14 @@ PHASES: Final = ("data", "forward", "backward", "optimizer", "ema")
 
 @attrs.frozen(kw_only=True)
 class StepMetrics:
-    """Metrics of one step: times and memory are this rank's, all else is global."""
+    """Metrics of one step: times and memory of this rank, and global values otherwise."""
 
     step: int
     """Optimizer steps taken, including this one."""
     loss: float
     """Mean over the ranks and over the accumulation window."""
     lr: float
-    """Learning rate of the first group during this step."""
+    """Learning rate of the first parameter group during this step."""
     grad_norm: float | None
     """Global L2 norm of the unclipped gradient; ``None`` where the engine does not compute it."""
     applied: bool
@@ -54,23 +54,38 @@ class StepMetrics:
 
 
 class Callback:
-    """Base class of callbacks; every method does nothing until overridden.
+    """Base class of callbacks, whose methods do nothing until a subclass overrides them.
 
-    Every rank calls every callback, so callbacks may do collective work (``trainer.save``,
-    ``trainer.sample``). Print only on rank 0: ``if trainer.is_main``.
+    Every rank calls every callback, so callbacks may call collective methods such as
+    ``trainer.save`` and ``trainer.sample``. Print only on rank 0: ``if trainer.is_main``.
     """
 
     def on_fit_start(self, trainer: RunView, *, steps: int | None) -> None:
-        """Called when ``fit`` begins; ``steps`` is the last step, ``None`` without a limit."""
+        """Called when ``fit`` begins.
+
+        Args:
+            trainer: The trainer that runs ``fit``.
+            steps: Number of the last optimizer step; ``None`` if only a time limit is given.
+        """
 
     def on_step_end(self, trainer: RunView, metrics: StepMetrics) -> None:
-        """Called after each optimizer step and its EMA update."""
+        """Called after each optimizer step and its EMA update.
+
+        Args:
+            trainer: The trainer that took the step.
+            metrics: Loss, learning rate, times and memory of the step.
+        """
 
     def on_stop(self, trainer: RunView, reason: str) -> None:
-        """Called when ``fit`` stops early: signal, time limit, or ``trainer.request_stop``."""
+        """Called when ``fit`` stops early because of a signal, a time limit or ``request_stop``.
+
+        Args:
+            trainer: The trainer that runs ``fit``.
+            reason: Why ``fit`` stops, as in ``report.stopped``.
+        """
 
     def on_finish(self, trainer: RunView) -> None:
-        """Called when ``fit`` has reached its goal."""
+        """Called when ``fit`` has taken its last step."""
 
     def on_fit_end(self, trainer: RunView) -> None:
         """Called when ``fit`` ends, even if it raises."""
@@ -79,26 +94,47 @@ class Callback:
         """Called when the trainer is closed."""
 
     def on_save(self, trainer: RunView, path: Path) -> None:
-        """Called after a checkpoint was written to ``path``."""
+        """Called after a checkpoint was saved.
+
+        Args:
+            trainer: The trainer of the checkpoint.
+            path: Folder of the checkpoint.
+        """
 
     def on_resume(self, trainer: RunView, path: Path) -> None:
-        """Called after the checkpoint at ``path`` was loaded, including a rollback by ``fit``."""
+        """Called after ``resume`` or ``roll_back`` has loaded a checkpoint.
+
+        Args:
+            trainer: The trainer that loaded the checkpoint.
+            path: Folder of the checkpoint.
+        """
 
     def on_values(self, trainer: RunView, values: Mapping[str, float]) -> None:
-        """Called with values measured at this step, such as a validation loss."""
+        """Called with values measured at this step, such as a validation loss.
+
+        Args:
+            trainer: The trainer that measured the values.
+            values: Values by name.
+        """
 
     def on_images(self, trainer: RunView, name: str, images: torch.Tensor) -> None:
-        """Called with images (n, c, h, w) in [-1, 1] that were sampled at this step."""
+        """Called with images that were sampled at this step.
+
+        Args:
+            trainer: The trainer that sampled the images.
+            name: Name of the images.
+            images: Images (n, c, h, w), or clips (n, c, frames, h, w), in [-1, 1].
+        """
 
 
 # -- Metrics on disk: one line of JSON per optimizer step.
 
 
 def as_callbacks(callbacks: Any) -> tuple[Callback, ...]:
-    """Check callbacks and return them as a tuple; a single callback is also accepted.
+    """Check one or several callbacks, and return a tuple of callbacks.
 
     Raises:
-        InvalidValueError: An object lacks a method of ``Callback``.
+        InvalidValueError: An object lacks a method of ``Callback``, or is a class.
     """
     events = [name for name in vars(Callback) if name.startswith("on_")]
     several = isinstance(callbacks, Iterable) and not isinstance(callbacks, Callback)
@@ -109,7 +145,7 @@ def as_callbacks(callbacks: Any) -> tuple[Callback, ...]:
             continue
         name = getattr(each, "__name__", type(each).__name__)
         raise InvalidValueError(
-            f"has no {lacking[0]}" if lacking else "is a class",
+            f"has no method {lacking[0]}" if lacking else "is a class",
             key="callbacks",
             value=name,
             fix="pass objects of classes that inherit from zerotune.training.Callback"
@@ -122,15 +158,15 @@ def as_callbacks(callbacks: Any) -> tuple[Callback, ...]:
 class MetricsFile(Callback):
     """Appends every step's metrics to a JSON-lines file, on rank 0.
 
-    A resume deletes the lines of steps that will be repeated, so the file holds each step once. If
-    a run begins at step 0, an existing file is renamed to ``NAME.1``, ``NAME.2``, …. If the disk is
-    full or read-only, a warning is logged, metrics are dropped and training continues.
+    A resume deletes the lines of steps that will be repeated, so the file contains each step once.
+    If a run begins at step 0, an existing file is renamed to ``NAME.1``, ``NAME.2``, …. If the disk
+    is full or read-only, a warning is logged, metrics are dropped and training continues.
 
     Args:
-        path: The file; its folder is created.
+        path: Path of the file; a missing folder is created.
 
     Raises:
-        InvalidValueError: Raised by ``fit`` if the path holds something other than metrics.
+        InvalidValueError: When ``fit`` starts, a file at ``path`` is not a metrics file.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -178,8 +214,8 @@ class MetricsFile(Callback):
                 before=str(self._path),
                 after=None,
                 reason=f"metrics cannot be written ({error.strerror or error}), so training "
-                "continues without them; free space or make the folder writable, and the "
-                "next fit or resume writes again",
+                "continues without a metrics file; free disk space or make the folder writable, "
+                "and the next fit or resume writes metrics again",
                 severity="warning",
             )
             announce((lost,), rank=0)
@@ -214,7 +250,7 @@ def read_metrics(path: str | os.PathLike[str]) -> list[StepMetrics]:
         path: The file.
 
     Raises:
-        DataError: The file cannot be read, or a line is invalid; the message names it.
+        DataError: The file cannot be read, or a line is invalid; the message gives its number.
     """
     with system_errors(DataError, path, "metrics cannot be read"):
         return [metrics for _, metrics in _lines(Path(path))]
@@ -238,7 +274,7 @@ def _lines(path: Path) -> Iterator[tuple[str, StepMetrics]]:
                 f"is not a valid metrics line ({error})",
                 key=f"{path}:{number}",
                 value=line,
-                fix="delete the line, or write to another file",
+                fix="delete the line, or choose a different file for MetricsFile",
             ) from error
 
 
@@ -255,8 +291,8 @@ def _set_aside(path: Path) -> None:
         key="MetricsFile.path",
         before=str(path),
         after=str(aside),
-        reason="it holds the steps of an earlier run and this run begins at step 0, so it was "
-        "renamed; resume from a checkpoint to continue the file",
+        reason="this run begins at step 0, so the metrics file of an earlier run was renamed; "
+        "to append to an earlier run's file, resume from a checkpoint",
         severity="warning",
     )
     announce((kept,), rank=0)
@@ -289,8 +325,8 @@ def _text_of(path: Path) -> str:
 
 def _not_metrics(path: Path) -> InvalidValueError:
     return InvalidValueError(
-        "is not a metrics file, so it is not overwritten",
+        "is not a metrics file, so the file is not overwritten",
         key="MetricsFile.path",
         value=str(path),
-        fix="choose another file name",
+        fix="choose a different file name",
     )

@@ -48,13 +48,13 @@ def expected_memory(
     frames: int | None = None,
     gradient_checkpointing: bool = False,
 ) -> MemoryEstimate:
-    """Estimate a running plan's memory per rank and component with ``DeepSpeedPlan.estimate``.
+    """Estimate a running plan's memory per rank and component.
 
     Args:
         plan: A plan that was resolved with its model.
-        emas: Where each active ``EMAShadow`` keeps its copy.
-        activations: Activation memory of one pass; omitted if unknown.
-        arithmetic: Arithmetic of one pass, for predicting its time.
+        emas: Place of each ``EMAShadow``: ``"host"`` or ``"device"``.
+        activations: Activation memory of a forward and backward pass; ``None`` if unknown.
+        arithmetic: Arithmetic of a forward and backward pass, from which its time is predicted.
         size: Height and width of the images in pixels.
         frames: Frames per clip.
         gradient_checkpointing: Whether blocks are recomputed.
@@ -126,12 +126,12 @@ def counted_apart(
 ) -> bool:
     """Return whether the system's memory figure for this process omits page-locked memory.
 
-    Some drivers map it as device memory, which no process is charged for; others as shared or
-    anonymous pages. The test page-locks 16 MiB.
+    The figure depends on the driver: page-locked memory is mapped either as device memory, which
+    no process's figure includes, or as shared or anonymous pages. The test page-locks 16 MiB.
 
     Args:
         count: Returns the system's figure in bytes.
-        lock: Page-locks and fills the given number of bytes.
+        lock: Allocates the given number of bytes as page-locked memory.
     """
     before = count()
     block = lock(_TRIAL_BYTES)
@@ -146,7 +146,7 @@ class DeviceFigures:
 
     total: int
     free: int
-    """Bytes in use on the whole device."""
+    """Free bytes on the whole device."""
     reserved: int
     """Bytes that torch's allocator holds now."""
     most_reserved: int
@@ -156,7 +156,7 @@ class DeviceFigures:
 
     @classmethod
     def now(cls, device: torch.device) -> DeviceFigures:
-        """Query driver and allocator."""
+        """Query the driver and torch's allocator."""
         free, total = torch.cuda.mem_get_info(device)
         return cls(
             total=total,
@@ -168,15 +168,15 @@ class DeviceFigures:
 
     @property
     def beside(self) -> int:
-        """Bytes this process holds outside torch's allocator: context, kernels, libraries.
+        """Bytes that this process uses outside torch's allocator: context, kernels, libraries.
 
-        The value only grows, because cuBLAS, cuDNN and NCCL are loaded on first use.
+        The value grows during a run, because cuBLAS, cuDNN and NCCL are loaded on first use.
         """
         return max(0, self.total - self.free - self.reserved - self.others)
 
     @property
     def peak(self) -> int:
-        """Return this process's peak device memory."""
+        """Return this process's peak device memory in bytes."""
         return self.most_reserved + self.beside
 
 
@@ -198,7 +198,7 @@ def _others(device: torch.device) -> int:
 def device_peak(device: torch.device) -> int | None:
     """Return this process's peak GPU memory in bytes; ``None`` without a GPU.
 
-    Includes the context and all libraries, so it is the memory a card must have.
+    The value includes the context and all libraries, so a GPU needs at least this much memory.
     """
     return DeviceFigures.now(device).peak if device.type == "cuda" else None
 
@@ -219,7 +219,7 @@ _PAGE_LOCKED: Final = "a page-locked allocation failed: "
 
 @attrs.frozen(kw_only=True)
 class Situation:
-    """What a run was doing when it ran out of memory."""
+    """Plan and current work of a run, for an out-of-memory error."""
 
     plan: ResolvedPlan
     doing: str
@@ -251,7 +251,7 @@ class Situation:
 
 @contextmanager
 def advising(situation: Callable[[], Situation]) -> Iterator[None]:
-    """Replace an out-of-memory error inside the block with one that names a plan that fits."""
+    """Replace an out-of-memory error of the block with an error that names a plan that fits."""
     try:
         yield
     except (MemoryError, RuntimeError, OSError) as error:
@@ -262,9 +262,9 @@ def advising(situation: Callable[[], Situation]) -> Iterator[None]:
 
 
 def out_of_memory(error: BaseException) -> BaseException | None:
-    """Return the out-of-memory error in a chain of causes, or ``None``.
+    """Return the out-of-memory error in an exception's chain of causes, or ``None``.
 
-    Errors for plans that zerotune itself refused are skipped, because they already say so.
+    zerotune's errors are skipped, because their messages already describe the shortage.
     """
     seen: set[int] = set()
     current: BaseException | None = error
@@ -289,12 +289,12 @@ class Limits:
     """Memory limits of this process and of all ranks on this machine."""
 
     device: int | None
-    """Device bytes available to this process; ``None`` without a device."""
+    """Device memory available to this process in bytes; ``None`` without a device."""
     device_free: int | None = None
     allocated: int | None = None
     """Peak device bytes held by torch."""
     host: int
-    """RAM in bytes available to all ranks on this machine."""
+    """RAM available to all ranks on this machine, in bytes."""
     host_free: int
 
     @classmethod
@@ -321,7 +321,11 @@ class Limits:
         )
 
     def words(self, place: Place) -> str:
-        """Describe the limit of a place as a clause."""
+        """Describe used and free memory.
+
+        Args:
+            place: ``"host"`` or ``"device"``.
+        """
         if place == "device" and self.device is not None:
             held = "" if self.allocated is None else f"torch held {format_size(self.allocated)}, "
             free = "" if self.device_free is None else f", {format_size(self.device_free)} is free"
@@ -347,10 +351,9 @@ class Limits:
         peak = estimate.peak(counted).nbytes
         if peak < has // 2:
             return (
-                f"the plan needs {format_size(peak)} of the {format_size(has)} available "
-                "to this rank, so something outside the plan used the memory; check "
-                "other processes, the objective, tensors kept between steps, and the "
-                "batch"
+                f"the plan needs only {format_size(peak)} of the {format_size(has)} available "
+                "to this rank; check whether other processes, the objective, tensors kept "
+                "between steps, or the batch use the rest"
             ), None
         # What has just failed does not fit, whatever was expected of it.
         if counted == "device":

@@ -41,21 +41,23 @@ _TRAINER_ENTRY: Final = "trainer"
 
 
 class SaveEvery(Callback):
-    """Save ``root/step-…`` every few steps or minutes, and when a run ends, early or not.
+    """Save ``root/step-…`` every few steps or minutes, and at the end of every run.
 
-    While ``fit`` runs, no other process may save to ``root``: a second job with the same folder
-    fails before its first step (see ``RootHold``). At that time leftovers of killed runs are
-    deleted. Checkpoints beyond ``keep`` are deleted after each save and when ``fit`` ends.
+    When ``fit`` starts, leftovers of killed runs are deleted from ``root``. While ``fit`` runs, no
+    other process may save to ``root``: a second job with the same folder fails before its first
+    step (see ``RootHold``). Checkpoints beyond ``keep`` are deleted after each save and when
+    ``fit`` ends.
 
     Args:
         steps: Optimizer steps between two checkpoints.
-        minutes: Minutes between two checkpoints by rank 0's clock. If both are given, the earlier
-            one counts.
+        minutes: Minutes between two checkpoints by rank 0's clock. With ``steps`` as well, a
+            checkpoint is saved when either interval has passed.
         root: Folder of the checkpoints.
         keep: Number of checkpoints to keep; ``None`` keeps all.
 
     Raises:
-        InvalidValueError: Neither interval is given, or one is not above 0.
+        InvalidValueError: Neither ``steps`` nor ``minutes`` is given, or one of them is not above
+            0.
     """
 
     def __init__(
@@ -73,7 +75,7 @@ class SaveEvery(Callback):
                 "needs a number of steps or minutes above 0",
                 key="SaveEvery",
                 value={"steps": steps, "minutes": minutes},
-                fix="SaveEvery(steps=500, root=...) or SaveEvery(minutes=30, root=...)",
+                fix="write SaveEvery(steps=500, root=...) or SaveEvery(minutes=30, root=...)",
             )
         self._steps, self._minutes = steps, minutes
         self._root, self._keep = Path(root), keep
@@ -109,14 +111,14 @@ class SaveEvery(Callback):
             self._save(trainer)
 
     def on_stop(self, trainer: RunView, reason: str) -> None:  # noqa: ARG002
-        """Save the steps since the latest checkpoint."""
+        """Save a checkpoint unless the current step is already saved."""
         if is_saved(trainer, self._root):
             self._prune(trainer)
         else:
             self._save(trainer)
 
     def on_finish(self, trainer: RunView) -> None:
-        """Save the last steps; if there are none, delete surplus checkpoints of a killed run."""
+        """Save a checkpoint unless the current step is already saved, and delete older ones."""
         if self._moved and not is_saved(trainer, self._root):
             self._save(trainer)
         else:
@@ -152,31 +154,31 @@ class SaveEvery(Callback):
 
 
 class SaveEveryInBackground(SaveEvery):
-    """``SaveEvery`` that writes checkpoints while training continues.
+    """Variant of ``SaveEvery`` that writes checkpoints while training continues.
 
-    Weights, states and shadows are first copied into host memory (16 bytes per fp32 weight with
-    Adam and an EMA). A checkpoint counts as saved when the next one is due or ``fit`` ends, because
-    only then do all ranks know that it is complete. Callbacks are notified and older checkpoints
-    deleted at that time.
+    Weights, optimizer states and EMAs are first copied into host memory (16 bytes per fp32 weight
+    with Adam and an EMA). When the next checkpoint is due or ``fit`` ends, the ranks confirm that
+    the checkpoint is complete. Only after this confirmation are callbacks notified and older
+    checkpoints deleted.
     """
 
     _saver: BackgroundSaver | None = None
     _pending: tuple[int, PendingCheckpoint] | None = None
 
     def on_stop(self, trainer: RunView, reason: str) -> None:
-        """Save the latest steps synchronously."""
+        """Save a checkpoint, and wait until it is complete."""
         self._settle(trainer)
         super().on_stop(trainer, reason)
         self._settle(trainer)
 
     def on_finish(self, trainer: RunView) -> None:
-        """Save the last steps synchronously."""
+        """Save the last checkpoint, and wait until it is complete."""
         self._settle(trainer)
         super().on_finish(trainer)
         self._settle(trainer)
 
     def on_fit_end(self, trainer: RunView) -> None:
-        """Wait for the checkpoint in progress."""
+        """Wait until the pending checkpoint is complete."""
         with ExitStack() as ends:
             ends.callback(super().on_fit_end, trainer)
             saver, self._saver = self._saver, None
@@ -212,7 +214,7 @@ class SaveEveryInBackground(SaveEvery):
 
 
 def is_saved(trainer: RunView, root: Path) -> bool:
-    """Return whether the latest checkpoint is ``root/step-…`` of the current step."""
+    """Return whether the trainer's latest checkpoint is ``root/step-…`` of the current step."""
     # As checkpoints are called once they are written; Path.absolute keeps "..".
     path = Path(os.path.abspath(step_folder(root, trainer.step)))  # noqa: PTH100
     return trainer.last_saved == (trainer.step, path)
@@ -224,7 +226,7 @@ def is_saved(trainer: RunView, root: Path) -> bool:
 def seed_everything(seed: int, *, rank: int) -> torch.Generator:
     """Seed Python, numpy and torch, and return this rank's generator for the objective.
 
-    Ranks get different numbers, so noise and dropout differ between them.
+    Each rank draws different random numbers, so noise and dropout differ between ranks.
     """
     random.seed(derive_seed(seed, "python", rank))
     np.random.seed(derive_seed(seed, "numpy", rank) % 2**32)
@@ -238,14 +240,14 @@ def generator_to_text(generator: torch.Generator) -> str:
 
 
 def generator_from_text(generator: torch.Generator, text: str) -> None:
-    """Restore a state encoded by ``generator_to_text``."""
+    """Restore a generator's state from text written by ``generator_to_text``."""
     generator.set_state(torch.tensor(list(base64.b64decode(text)), dtype=torch.uint8))
 
 
 def trainer_state(
     *, stream: BatchStream | None, generator: torch.Generator, seed: int, group: ProcessGroup
 ) -> dict[str, Any]:
-    """Return the trainer's part of a checkpoint: JSON types, equal on every rank. Collective."""
+    """Return the trainer's part of a checkpoint as JSON data, equal on every rank. Collective."""
     return {
         _TRAINER_ENTRY: {
             "seed": seed,
@@ -266,8 +268,8 @@ def resumed(
 ) -> tuple[Decision, ...]:
     """Load a checkpoint into a trainer's parts, and return decisions about differences. Collective.
 
-    A checkpoint that was converted or saved by another script has no data position and may lack the
-    EMAs. These start anew, each with a decision.
+    A checkpoint without trainer state, such as a converted one, has no data position and may lack
+    EMAs. Each missing part starts anew and is recorded as a decision.
     """
     group = engine.group
     group.barrier(f"resuming from {os.fspath(path)}")
@@ -304,13 +306,13 @@ def gone_on(
     *,
     stream: BatchStream | None = None,
 ) -> tuple[Decision, ...]:
-    """Announce on rank 0 where a run continues.
+    """Log on rank 0 the step from which a run continues, and return it as a decision.
 
     Args:
         before: Optimizer steps taken before the checkpoint was loaded.
         engine: Engine that loaded the checkpoint.
         path: The checkpoint.
-        stream: The data stream at its restored position.
+        stream: The data stream, already at its restored position.
     """
     step = engine.state.global_step
     decision = Decision(
@@ -339,17 +341,19 @@ def _place(stream: BatchStream | None) -> str:
 def _begin_decisions(data: bool, shadows: list[str]) -> tuple[Decision, ...]:
     """What a checkpoint that no trainer wrote does not tell."""
     reasons = {f"shadows.{name}": SHADOW_BEGINS for name in shadows}
-    reasons["generators"] = "the checkpoint has no trainer state: noise is drawn from seed and step"
+    reasons["generators"] = (
+        "the checkpoint has no trainer state, so the noise is drawn from seed and step"
+    )
     if data:
-        reasons["data"] = "the checkpoint has no trainer state: the data begin at their start"
+        reasons["data"] = "the checkpoint has no trainer state, so the data start at the beginning"
     return tuple(begun_anew(key, reason) for key, reason in reasons.items())
 
 
-SHADOW_BEGINS: Final = "the checkpoint lacks this EMA: it starts from the loaded weights"
+SHADOW_BEGINS: Final = "the checkpoint lacks this EMA, so the EMA starts from the loaded weights"
 
 
 def begun_anew(key: str, reason: str) -> Decision:
-    """Record that a part is missing from the checkpoint and starts anew."""
+    """Return the decision that a part missing from the checkpoint starts anew."""
     return Decision(key=key, before=None, after="anew", reason=reason, severity="warning")
 
 
@@ -365,7 +369,7 @@ class TrainerState:
 
     @classmethod
     def of(cls, state: Any) -> TrainerState:
-        """Validate the whole state before anything is changed."""
+        """Parse a trainer state; raise an error if any part of the state is invalid."""
         _check_entry("", state, dict)
         for name, kind in {"seed": int, "generators": list}.items():
             _check_entry(f".{name}", state.get(name, UNSET), kind)
@@ -381,7 +385,7 @@ class TrainerState:
     def restore(
         self, generator: torch.Generator, *, step: int, group: ProcessGroup
     ) -> tuple[Decision, ...]:
-        """Restore this rank's generator."""
+        """Restore this rank's generator, or reseed the generator if the world size changed."""
         if len(self.generators) == group.world_size:
             generator_from_text(generator, self.generators[group.rank])
             return ()
@@ -401,9 +405,9 @@ class TrainerState:
 
 @contextmanager
 def moved(stream: BatchStream | None, place: Any, *, group: ProcessGroup) -> Iterator[None]:
-    """Move a stream to a saved position; if the block fails, restore its own.
+    """Move a stream to a saved position; if the block fails, move the stream back.
 
-    Collective to enter.
+    Entering the block is collective.
     """
     if stream is None or place is None:
         yield
@@ -424,10 +428,10 @@ def _check_entry(name: str, value: Any, kind: type[Any]) -> None:
 
 def _bad_state(name: str, value: Any) -> CheckpointCorruptError:
     return CheckpointCorruptError(
-        "is missing" if value is UNSET else "is not trainer state",
+        "is missing" if value is UNSET else "is not valid trainer state",
         key=f"extra.{_TRAINER_ENTRY}{name}",
         value=value,
-        fix="use another checkpoint",
+        fix="resume from a different checkpoint",
     )
 
 
@@ -436,7 +440,7 @@ def _seed_from(seed: int, step: int, group: ProcessGroup) -> int:
 
 
 def rolled_back(before: int, after: int, reason: str, *, rank: int) -> tuple[Decision, ...]:
-    """Announce on rank 0 that the run went back to an earlier step."""
+    """Log on rank 0 that the run went back to an earlier step, and return the decision."""
     decision = Decision(key="step", before=before, after=after, reason=reason, severity="warning")
     announce((decision,), rank=rank)
     return (decision,)

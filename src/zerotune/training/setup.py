@@ -59,40 +59,40 @@ def prepare(
 ) -> Engine:
     """Resolve a plan for this machine and start its engine.
 
-    The engine owns its resources: closing it releases its swap folder and, if it started one, the
-    process group::
+    Closing the engine deletes its swap folder, and ends the process group if ``prepare`` started
+    the group::
 
         with zerotune.prepare(model=model, plan=plan) as engine:
             loss = objective(engine, batch, generator)
             engine.backward(loss)
             engine.step()
 
-    Under a launcher (``torchrun``, ``accelerate launch``, ``deepspeed``) every process calls it;
-    a bare ``python`` needs no environment.
+    Under a launcher (``torchrun``, ``accelerate launch``, ``deepspeed``) every process calls
+    ``prepare``. A single process started with ``python`` needs no environment variables.
 
     Args:
         model: The model in fp32, or a result of ``load_pretrained``.
-        plan: A plan, a DeepSpeed configuration as a dict, or the path of one; a ``ResolvedPlan`` is
-            used unchanged. Defaults to the plan of ``load_pretrained``.
-        resolver: Resolves optimizer and schedule; default ``OptimizerResolver()``. Not used if a
-            resolved plan already contains them.
-        offload: Leases swap folders; default ``OffloadManager()``.
-        run: Values for fields that the plan leaves ``"auto"``.
+        plan: A plan, a DeepSpeed configuration as a dict, or the path of a configuration; a
+            ``ResolvedPlan`` is used unchanged. Defaults to the plan of ``load_pretrained``.
+        resolver: Resolves optimizer and schedule; default ``OptimizerResolver()``. Ignored if a
+            resolved plan already contains an optimizer.
+        offload: Creates the swap folders; default ``OffloadManager()``.
+        run: Values for the fields that are ``"auto"`` in the plan.
         platform: The machine; detected by default.
         deepspeed: ``False`` selects the plain engine.
         compile: ``True``, or ``Compilation`` options, compiles the forward pass.
         timeout_s: Timeout of collectives in seconds.
-        **unknown: Rejected; the optimizer is set in the plan.
+        **unknown: Rejected, with advice for ``optimizer=``, which belongs in the plan.
 
     Returns:
-        The engine, verified against its plan, ``engine.plan``.
+        The engine; its behaviour is verified against ``engine.plan``.
 
     Raises:
         PlanError: The plan cannot run on this machine.
         OptimizerError: The optimizer is not available.
-        OffloadError: A swap folder cannot be leased, or host memory is too small for the plan.
+        OffloadError: A swap folder cannot be created, or host memory is too small for the plan.
         EngineError: The engine could not be started, or differs from the plan.
-        OutOfMemoryError: Memory ran out; the message names the plan that fits.
+        OutOfMemoryError: Memory ran out; the message names a plan that fits.
     """
     refuse_unknown(unknown, "prepare")
     wanted = None if compile is False else Compilation.of(compile)
@@ -105,10 +105,10 @@ def prepare(
         offload,
         OffloadManager,
         key="offload",
-        write="OffloadManager(); the plan sets what is offloaded: "
+        write="OffloadManager(), and set what is offloaded in the plan: "
         'DeepSpeedPlan.build(offload="cpu")',
     )
-    check_kind(run, RunFacts, key="run", write="RunFacts(…), or omit it")
+    check_kind(run, RunFacts, key="run", write="RunFacts(…), or omit run")
     check_kind(platform, Platform, key="platform", write="zerotune.detect_platform()")
     plan = as_plan(plan)
     plan = settled(
@@ -137,7 +137,7 @@ def settled(
     platform: Platform | None = None,
     deepspeed: bool = True,
 ) -> ResolvedPlan:
-    """Resolve a plan for this model, machine and number of processes.
+    """Resolve a plan for a model, a machine and the number of processes.
 
     Without a model the optimizer stays unresolved, and sizes that depend on the model are
     preliminary.
@@ -166,7 +166,10 @@ def _processes() -> tuple[int, int]:
 def leased(
     plan: ResolvedPlan, offload: OffloadManager, resources: ExitStack, timeout_s: float
 ) -> ResolvedPlan:
-    """Point the plan at this run's own swap folders; the leases are added to ``resources``."""
+    """Create this run's swap folders, and return the plan with their paths.
+
+    Closing ``resources`` deletes the folders.
+    """
     if not plan.nvme_paths:
         # No folder is made, and no other rank asked: only the host memory is looked at.
         return resources.enter_context(offload.lease(plan, rank=_processes()[0])).plan
@@ -194,20 +197,21 @@ def leased(
 
 
 def build_engine(*, model: torch.nn.Module, plan: ResolvedPlan, timeout_s: float = 600.0) -> Engine:
-    """Start training's engine and verify that it is what the plan says.
+    """Start the training engine and verify that it matches the plan.
 
     Args:
-        model: The model, in fp32.
-        plan: A resolved plan with its optimizer chosen.
-        timeout_s: Seconds after which a collective gives up.
+        model: The model in fp32.
+        plan: A resolved plan with an optimizer.
+        timeout_s: Timeout of collectives in seconds.
 
     Returns:
-        A ``DeepSpeedEngine``; a ``StreamEngine`` where weights are streamed, on several ranks a
-        ``SharedStreamEngine``; or a ``PlainEngine`` when the plan was resolved without DeepSpeed.
+        A ``DeepSpeedEngine``. If weights are streamed, a ``StreamEngine``, or a
+        ``SharedStreamEngine`` on several ranks. If the plan was resolved without DeepSpeed, a
+        ``PlainEngine``.
 
     Raises:
-        EngineError: The plan cannot be run.
-        VerificationError: What runs is not what was asked for.
+        EngineError: The engine cannot run the plan.
+        VerificationError: The running engine differs from the plan.
     """
     kind: type[DeepSpeedEngine | StreamEngine | PlainEngine]
     kind = DeepSpeedEngine if plan.uses_deepspeed else PlainEngine
@@ -231,7 +235,7 @@ def build_engine(*, model: torch.nn.Module, plan: ResolvedPlan, timeout_s: float
 
 
 def as_plan(plan: Any) -> DeepSpeedPlan | ResolvedPlan:
-    """Convert a plan, a configuration or the path of one into a plan."""
+    """Convert a plan, advice, a configuration or the path of a configuration into a plan."""
     if isinstance(plan, DeepSpeedPlan | ResolvedPlan):
         return plan
     if isinstance(plan, Advice):
@@ -244,7 +248,7 @@ def as_plan(plan: Any) -> DeepSpeedPlan | ResolvedPlan:
         "is not a plan",
         key="plan",
         value=plan,
-        fix="pass a DeepSpeedPlan, a DeepSpeed configuration as a dict, or the path of its file",
+        fix="pass a DeepSpeedPlan, a DeepSpeed configuration as a dict, or the path of a file",
     )
 
 
@@ -266,10 +270,10 @@ def check_model(model: Any) -> None:
 
 
 def check_objective(objective: Any, model: torch.nn.Module) -> None:
-    """Check that a model that needs conditioning does not get an objective without it.
+    """Check that the objective passes the conditioning that the model requires.
 
     Args:
-        objective: The objective; ``None`` is the default one, which is unconditional.
+        objective: The objective; ``None`` means the default objective, which is unconditional.
         model: The model that the objective calls.
     """
     if objective is not None:
@@ -287,9 +291,9 @@ def check_objective(objective: Any, model: torch.nn.Module) -> None:
         + " passes only noisy images",
         key="objective",
         value=None if objective is None else type(objective).__name__,
-        fix="FlowMatchingObjective(family=ClassConditional())"
+        fix="write objective=FlowMatchingObjective(family=ClassConditional())"
         if labels
-        else "loaded = zerotune.load_pretrained(FOLDER), then objective=loaded.objective()",
+        else "write loaded = zerotune.load_pretrained(FOLDER), then objective=loaded.objective()",
     )
 
 
@@ -319,10 +323,10 @@ def _no_objective(objective: Any) -> InvalidValueError:
         flow = "Flow" in name
         kind = "FlowMatchingObjective" if flow else "DenoisingObjective"
         fix = f"write objective={kind}(scheduler=…, family=…), or loaded.objective() of "
-        fix += "zerotune.load_pretrained(FOLDER), which uses the folder's own scheduler"
+        fix += "zerotune.load_pretrained(FOLDER), which uses the folder's scheduler"
     else:
         why = "is not callable; an objective computes the loss"
-        fix = "write FlowMatchingObjective(family=…), DenoisingObjective(family=…), "
+        fix = "pass FlowMatchingObjective(family=…), DenoisingObjective(family=…), "
         fix += "loaded.objective() of zerotune.load_pretrained(FOLDER), or a function of model, "
         fix += "batch and generator"
     return InvalidValueError(
@@ -354,7 +358,7 @@ def check_resolver(resolver: Any, *, key: str = "resolver") -> None:
     kind = resolver if isinstance(resolver, type) else type(resolver)
     if issubclass(kind, torch.optim.Optimizer):
         name = kind.__name__
-        why = "the engine builds the optimizer itself, over the weights partitioned by ZeRO"
+        why = "cannot be used: the engine builds the optimizer for the weights that ZeRO partitions"
     else:
         name = resolver if isinstance(resolver, str) else "AdamW"
         why = "is not an OptimizerResolver"
@@ -362,8 +366,8 @@ def check_resolver(resolver: Any, *, key: str = "resolver") -> None:
         why,
         key=key,
         value=resolver if isinstance(resolver, str) else kind.__name__,
-        fix=f'name it in the plan, DeepSpeedPlan.build(optimizer="{name}", lr=…), or '
-        f'resolver=OptimizerResolver(overrides={{"optimizer.type": "{name}", "lr": …}})',
+        fix=f'name the optimizer in the plan, DeepSpeedPlan.build(optimizer="{name}", lr=…), or '
+        f'pass resolver=OptimizerResolver(overrides={{"optimizer.type": "{name}", "lr": …}})',
     )
 
 
@@ -371,12 +375,15 @@ def refuse_unknown(arguments: Mapping[str, Any], call: str) -> None:
     """Reject unknown keyword arguments.
 
     Raises:
-        InvalidValueError: The argument is an optimizer, which belongs in the plan.
-        TypeError: For any other argument, worded as by Python.
+        InvalidValueError: The argument is ``optimizer``, which belongs in the plan.
+        TypeError: The argument has any other name.
     """
     if isinstance(arguments.get("optimizer"), OptimizerResolver):
         raise InvalidValueError(
-            "is a resolver", key="optimizer", value="OptimizerResolver", fix="write resolver=…"
+            "is a resolver, not an optimizer",
+            key="optimizer",
+            value="OptimizerResolver",
+            fix="write resolver=… instead of optimizer=…",
         )
     check_resolver(arguments.get("optimizer"), key="optimizer")
     if arguments:
@@ -390,12 +397,12 @@ def check_kind(value: Any, kind: type, *, key: str, write: str) -> None:
         value: The argument's value; ``None`` if omitted.
         kind: The class, or a runtime-checkable protocol.
         key: Name of the argument.
-        write: What to write instead.
+        write: Expression that the error's fix recommends.
     """
     if value is None or (isinstance(value, kind) and not isinstance(value, type)):
         return
     raise InvalidValueError(
-        "is a class" if isinstance(value, type) else f"is no {kind.__name__}",
+        "is a class" if isinstance(value, type) else f"is not a valid {kind.__name__}",
         key=key,
         value=value.__name__ if isinstance(value, type) else value,
         fix=f"write {key}={write}",
@@ -413,14 +420,13 @@ def as_stream(data: Any, *, engine: Engine, seed: int, **loading: Any) -> BatchS
     """Return a stream of this rank's micro batches.
 
     Args:
-        data: A ``BatchStream`` is returned unchanged. An object with ``__len__`` and
-            ``__getitem__`` that is no list or tuple is a dataset: it is sharded over the ranks in
-            an order fixed by ``seed``. A bucketed dataset such as ``PreparedImages`` gives batches
-            of one bucket each. Any other iterable yields this rank's own batches. ``None`` means no
-            data.
+        data: A ``BatchStream``, which is returned unchanged, a dataset, an iterable of this rank's
+            batches, or ``None``. An object with ``__len__`` and ``__getitem__`` is a dataset,
+            except a list or a tuple. A dataset is sharded over the ranks; each batch of a bucketed
+            dataset such as ``PreparedImages`` comes from one bucket.
         engine: Provides rank, world size and micro batch size.
-        seed: Fixes the order.
-        loading: ``num_workers`` and ``pin_memory`` of the stream over a dataset.
+        seed: Seed of a dataset's order.
+        loading: ``num_workers`` and ``pin_memory`` for a dataset.
     """
     if data is None or isinstance(data, BatchStream):
         _check_not_reading(loading, data)
@@ -447,14 +453,14 @@ def as_stream(data: Any, *, engine: Engine, seed: int, **loading: Any) -> BatchS
         "is neither a dataset nor an iterable of batches",
         key="data",
         value=type(data).__name__,
-        fix="pass something with __len__ and __getitem__, or a DataLoader",
+        fix="pass a dataset with __len__ and __getitem__, or a DataLoader",
     )
 
 
 def _check_not_reading(loading: Mapping[str, Any], data: Any) -> None:
     if loading:
         raise InvalidValueError(
-            "apply to datasets only; an iterable of batches controls its own loading",
+            "apply to datasets only, because an iterable of batches loads its batches itself",
             key="workers, pin",
             value=type(data).__name__,
             fix="pass the dataset, or pass num_workers and pin_memory to the loader or stream",
@@ -471,8 +477,8 @@ def _only_photos(data: Any) -> DataError:
         else "contains images of different sizes, which cannot form a batch",
         key="data",
         value=data if path else type(data).__name__,
-        fix=f"data=PreparedImages({source}, buckets=AspectBuckets(area=1024 * 1024)), or "
-        "encode_dataset of that, which encodes latents and text embeddings once",
+        fix=f"write data=PreparedImages({source}, buckets=AspectBuckets(area=1024 * 1024)), or "
+        "encode latents and text embeddings once with zerotune.encode_dataset",
     )
 
 
@@ -500,13 +506,13 @@ def check_named(batch: Any, *, key: str) -> None:
                 "cannot be converted to tensors",
                 key=key,
                 value=odd,
-                fix="encode them first (zerotune.encode_dataset, or PreparedImages over "
+                fix="encode these values first (zerotune.encode_dataset, or PreparedImages over "
                 'DatasetImages(dataset, image="image", caption="text")), or omit them',
             )
         return
     kinds = [type(each).__name__ for each in batch] if isinstance(batch, list | tuple) else []
     raise DataError(
-        "samples and batches are dicts of tensors by name",
+        "is not a dict; samples and batches are dicts of tensors by name",
         key=key,
         value=f"{type(batch).__name__} of {', '.join(kinds)}" if kinds else type(batch).__name__,
         fix=_dict_instead(batch),
@@ -523,7 +529,7 @@ def _dict_instead(batch: Any) -> str:
         take = (
             "image=0, caption=lambda _: ''" if pair else "image=lambda s: s, caption=lambda _: ''"
         )
-        return f"PreparedImages over DatasetImages(dataset, {take}); see the page on data"
+        return f"use PreparedImages over DatasetImages(dataset, {take}); see the page on data"
     if pair:
         return (
             'return {"images": …, "labels": …} with images (c, h, w) in [-1, 1], or use '

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 class StepClock:
     """Measures the time of each phase of a step.
 
-    On a GPU the host runs ahead, so CUDA events are timed; nothing is synchronised before
-    ``finish``.
+    On a GPU the host runs ahead of the device, so phases are timed with CUDA events, and the clock
+    synchronises only in ``finish``.
     """
 
     def __init__(
@@ -57,7 +57,11 @@ class StepClock:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time the block; may be entered many times per step."""
+        """Time the block; a step may enter a phase several times.
+
+        Args:
+            name: Name of the phase, from ``PHASES``.
+        """
         self.current = name
         # Reading data is the host's work; on the device's stream it would look like waiting.
         if self._on_cuda and name != "data":
@@ -99,16 +103,17 @@ def on_device(batch: Batch, device: torch.device) -> Batch:
 
 
 class TrainStep:
-    """Takes optimizer steps: the training loop without callbacks.
+    """Takes single optimizer steps, without callbacks.
 
     Args:
         engine: Engine to train.
         objective: Computes the loss of a micro batch.
         stream: Yields this rank's micro batches.
         generator: This rank's CPU generator for all random numbers of the objective.
-        ema: Updated after each applied step: an ``EMAShadow``, several, or one in the background.
+        ema: EMA to update after each applied step: an ``EMAShadow``, ``EMAShadows`` or a
+            ``BackgroundEMA``.
         non_finite: Policy for non-finite steps; default ``RaiseNonFinite()``.
-        clock: Measures phase times; default a new ``StepClock``.
+        clock: Measures phase times; by default a new ``StepClock``.
     """
 
     def __init__(
@@ -133,9 +138,8 @@ class TrainStep:
         Collective.
 
         Raises:
-            TrainingError: The loss is not finite on some rank and the policy raises; the weights
-                are unchanged.
-            DataError: A batch differs from the size in the plan.
+            TrainingError: The loss or the gradient is not finite, and the policy raises.
+            DataError: A batch does not have the plan's micro batch size.
         """
         engine, clock = self._engine, self._clock
         clock.start()
@@ -193,7 +197,7 @@ class TrainStep:
                 f"{count} micro batches did not complete an accumulation window",
                 key="engine.micro_step",
                 value=engine.state.micro_step,
-                fix="call engine.step() only through the trainer, or never through it",
+                fix="do not call engine.step() in a run whose steps the trainer takes",
             )
         self._check_gradient(outcome)
         return mean, outcome
@@ -210,10 +214,10 @@ class TrainStep:
         sizes = {name: len(tensor) for name, tensor in batch.items()}
         if any(size != wanted for size in sizes.values()):
             raise DataError(
-                f"a micro batch of the plan has {wanted} samples",
+                f"must have {wanted} samples, the plan's micro batch size",
                 key="batch",
                 value=sizes,
-                fix="set train_micro_batch_size_per_gpu to the loader's batch size, and "
+                fix="set train_micro_batch_size_per_gpu to the loader's batch size, and set "
                 "drop_last=True in the loader",
             )
         return on_device(batch, self._engine.device)
@@ -279,7 +283,8 @@ def check_loss(loss: Any) -> None:
             ("returns a loss that does not depend on any weight"),
             "a tensor without gradient",
         )
-        fix = "compute it from the output of model(...), without torch.no_grad() or detach(), "
+        fix = "compute the loss from the output of model(...), without torch.no_grad() or "
+        fix += "detach(), "
         fix += "and train at least one weight"
     else:
         return
@@ -291,25 +296,24 @@ def check_loss(loss: Any) -> None:
 
 @attrs.frozen(kw_only=True)
 class NonFinite:
-    """A step with a non-finite loss or gradient; equal on every rank."""
+    """A step with a non-finite loss, gradient or weight; equal on every rank."""
 
     step: int
-    """Number of the step."""
+    """Number of the optimizer step."""
     what: Literal["loss", "gradient norm", "weights"]
     value: float
-    """Loss: mean over the ranks."""
+    """The non-finite value; a loss is the mean over the ranks."""
     ranks: tuple[int, ...]
-    """Ranks with a non-finite loss; all ranks for a gradient, which is reduced over them."""
+    """Ranks with a non-finite loss; all ranks if the gradient or the weights are not finite."""
     lr: float
     weights_changed: bool
-    """Whether the weights already contain the bad update, because it was detected after the step.
-    """
+    """Whether the non-finite value was detected after the step had already changed the weights."""
 
     def __str__(self) -> str:
         weights = (
             "the weights already contain the update"
             if self.weights_changed
-            else "the weights are those before the step"
+            else "the weights are unchanged"
         )
         ranks = ", ".join(map(str, self.ranks))
         return f"not finite at step {self.step} on rank(s) {ranks}; {weights}"
@@ -321,52 +325,64 @@ class NonFinite:
         )
 
     def error(self, *, because: str = "") -> TrainingError:
-        """Return the exception for this step."""
+        """Return the exception for this step.
+
+        Args:
+            because: Clause to append to the message.
+        """
         return TrainingError(
             f"{self}{because}",
             key=self.what,
             value=self.value,
             fix=f"lower the learning rate (now {self.lr:g}), check for bad samples, clip "
-            "gradients, or use bf16 or fp32 instead of fp16; then resume from a "
-            "checkpoint",
+            "gradients, or use bf16 or fp32 instead of fp16; then resume from a checkpoint",
         )
 
 
 @runtime_checkable
 class NonFinitePolicy(Protocol):
-    """Policy for non-finite steps; every rank decides the same."""
+    """Policy for non-finite steps; every rank must make the same decision."""
 
     def judge(self, found: NonFinite) -> None:
-        """Raise, or return to drop the step on all ranks.ive."""
+        """Raise an error to end the run, or return to drop the step on all ranks.
+
+        Args:
+            found: The non-finite step.
+        """
         ...
 
     def settle(self, trainer: RunView, metrics: StepMetrics) -> None:
-        """Called after every step, including dropped ones."""
+        """Called after every step, including dropped steps.
+
+        Args:
+            trainer: The trainer that took the step.
+            metrics: Metrics of the step.
+        """
         ...
 
 
 class RaiseNonFinite:
-    """Stop the run with ``TrainingError``; the default.
+    """Default policy: stop the run with a ``TrainingError``.
 
-    A loss is checked before the weights change, so the weights stay valid.
+    The loss is checked before the weights change, so a non-finite loss does not damage the weights.
     """
 
     def judge(self, found: NonFinite) -> None:
-        """Raise."""
+        """Raise a ``TrainingError``."""
         raise found.error()
 
     def settle(self, trainer: RunView, metrics: StepMetrics) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
 
 class SkipNonFinite:
-    """Drop the whole accumulation window on all ranks and continue with the next.
+    """Policy that drops a non-finite step on all ranks and continues with the next step.
 
-    Weights, optimizer, schedule and EMA stay unchanged. The step counts as skipped
-    (``metrics.applied`` is ``False``), like a step whose fp16 loss scale overflowed.
+    A dropped step leaves weights, optimizer, schedule and EMA unchanged. Like a step whose fp16
+    loss scale overflowed, a dropped step counts as skipped (``metrics.applied`` is ``False``).
 
     Args:
-        most_in_a_row: Maximum of consecutive dropped steps; one more raises.
+        most_in_a_row: Maximum number of consecutive dropped steps; the next one raises an error.
     """
 
     def __init__(self, *, most_in_a_row: int = 10) -> None:
@@ -376,7 +392,7 @@ class SkipNonFinite:
         """Number of dropped steps."""
 
     def judge(self, found: NonFinite) -> None:
-        """Count the step; raise after too many, or if the weights contain the update."""
+        """Count the step; raise if the limit is exceeded or the weights have already changed."""
         self._in_a_row += 1
         if found.weights_changed:
             raise found.error()
@@ -386,23 +402,23 @@ class SkipNonFinite:
         announce((found.decision(),))
 
     def settle(self, trainer: RunView, metrics: StepMetrics) -> None:  # noqa: ARG002
-        """Reset the count after a good step."""
+        """Reset the count after an applied step."""
         if metrics.applied:
             self._in_a_row = 0
 
 
 class RollBackNonFinite:
-    """Drop bad steps and, after several in a row, roll back to the newest finite checkpoint.
+    """Policy that drops non-finite steps, and after several of them rolls the run back.
 
-    Weights, optimizer, schedule, step and EMA are loaded from the newest checkpoint without NaN or
-    infinity. Data and random numbers continue from their current position, because repeating the
-    same batches would fail again.
+    A rollback loads weights, optimizer, schedule, step and EMA from the newest checkpoint without
+    NaN or infinity. Data and random numbers continue from their current position, because the same
+    batches would fail again.
 
     Args:
         root: Checkpoint folder of ``SaveEvery``.
-        after: Consecutive bad steps before a rollback; 1 or more. If the weights contain a bad
-            update, the rollback is immediate.
-        most: Maximum number of rollbacks; one more raises.
+        after: Number of consecutive non-finite steps that cause a rollback; 1 or more. If a
+            non-finite step has already changed the weights, the rollback is immediate.
+        most: Maximum number of rollbacks; the next one raises an error instead.
     """
 
     def __init__(self, *, root: str | os.PathLike[str], after: int = 3, most: int = 3) -> None:
@@ -415,7 +431,7 @@ class RollBackNonFinite:
         """Number of rollbacks."""
 
     def judge(self, found: NonFinite) -> None:
-        """Count the step."""
+        """Count the step, and drop it."""
         self._in_a_row += 1
         self._latest = found
         announce((found.decision(),))
@@ -444,5 +460,5 @@ class RollBackNonFinite:
 
 
 def is_finite(norm: float | None) -> bool:
-    """Return whether a gradient norm is valid; DeepSpeed writes -1 for some invalid ones."""
+    """Return whether a gradient norm is finite and not DeepSpeed's error value -1."""
     return norm is None or (math.isfinite(norm) and norm >= 0)

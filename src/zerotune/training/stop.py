@@ -37,19 +37,19 @@ _DEFAULTS: Final = (signal.default_int_handler, *_ENDS_PROCESS)
 
 
 class StopOnSignals(Callback):
-    """Callback that turns a signal into ``trainer.request_stop``; every trainer has one.
+    """Callback that stops ``fit`` when the process receives a signal; every trainer has one.
 
-    The current step is finished and all ranks stop after the same step, even if only one got the
-    signal. Every checkpoint callback saves once, and ``fit`` returns with the signal in
-    ``report.stopped``. The script then continues after ``fit`` and exits with code 0. A second
-    signal raises ``KeyboardInterrupt`` at once. The previous handlers are restored after ``fit``.
+    All ranks finish the current step and stop after the same step, even if only one rank receives
+    the signal. Every checkpoint callback saves once, and ``fit`` returns with the signal's name in
+    ``report.stopped``. The script then continues after ``fit``. A second signal raises
+    ``KeyboardInterrupt`` at once. When ``fit`` ends, the previous signal handlers are restored.
 
-    Outside the main thread Python allows no handlers, so it does nothing there.
+    Outside the main thread, where Python allows no signal handlers, the callback has no effect.
 
     Args:
-        save_to: Folder for a checkpoint ``step-…`` at the stop, for runs without ``SaveEvery``.
-        signals: Signals to handle. By default SIGINT and SIGTERM, unless the script has set its own
-            handlers. An empty sequence handles none.
+        save_to: Folder for a checkpoint ``step-…`` after a stop, for runs without ``SaveEvery``.
+        signals: Signals to handle; an empty sequence handles none. By default the callback handles
+            SIGINT and SIGTERM, each unless the script has installed a handler for the signal.
     """
 
     def __init__(
@@ -74,16 +74,16 @@ class StopOnSignals(Callback):
             self._former[number] = signal.signal(number, self._handle)
 
     def on_stop(self, trainer: RunView, reason: str) -> None:  # noqa: ARG002
-        """Save, unless another callback has saved."""
+        """Save to ``save_to``, unless ``save_to`` already contains the current step."""
         self._received = None
         if self._save_to is not None and not is_saved(trainer, self._save_to):
             trainer.save(step_folder(self._save_to, trainer.step))
 
     def on_fit_end(self, trainer: RunView) -> None:  # noqa: ARG002
-        """Restore the handlers; a signal that came too late for ``fit`` is sent again.
+        """Restore the previous handlers, and send a signal again that arrived after the last step.
 
-        It is not sent again while an error propagates. A launcher sends SIGTERM to the remaining
-        ranks when one failed, and they must still release resources such as a swap folder.
+        While an error propagates, the signal is not sent again: a launcher that sends SIGTERM
+        because a rank failed must not keep the remaining ranks from deleting their swap folders.
         """
         failing = sys.exc_info()[1] is not None
         late, self._received = self._received, None
@@ -125,7 +125,8 @@ class StopOnSignals(Callback):
 def with_signals(callbacks: tuple[Callback, ...]) -> tuple[Callback, ...]:
     """Append a ``StopOnSignals`` unless one is present.
 
-    It comes last, so that a signal during another callback's ``on_fit_end`` waits for its work.
+    Because ``StopOnSignals`` is the last callback, a signal does not interrupt the ``on_fit_end``
+    of other callbacks.
     """
     if any(isinstance(callback, StopOnSignals) for callback in callbacks):
         return callbacks
@@ -133,21 +134,24 @@ def with_signals(callbacks: tuple[Callback, ...]) -> tuple[Callback, ...]:
 
 
 class StopBeforeDiskFills(Callback):
-    """Stop a run when other programs fill its swap disk, before a write fails.
+    """Callback that stops a run before its swap disk is full, if other programs fill the disk.
 
-    Every checkpoint callback saves once, and ``report.stopped`` holds the numbers. Trainers whose
-    plan swaps to a leased folder have one by default.
+    After such a stop every checkpoint callback saves once, and ``report.stopped`` gives the free
+    and the required bytes. Every trainer whose plan swaps to disk has this callback.
+
+    Args:
+        folders: Swap folders of the run.
     """
 
     def __init__(self, folders: Iterable[Path]) -> None:
         self._watch = SpaceWatch(folders)
 
     def on_fit_start(self, trainer: RunView, *, steps: int | None) -> None:  # noqa: ARG002
-        """Check the disk before the first step, which writes most."""
+        """Check the disk before the first step, which writes the most bytes."""
         self._look(trainer, stepped=False)
 
     def on_step_end(self, trainer: RunView, metrics: StepMetrics) -> None:
-        """Check the disk until all files are written."""
+        """Check the disk until all swap files are written."""
         self._look(trainer, stepped=metrics.applied)
 
     def _look(self, trainer: RunView, *, stepped: bool) -> None:
@@ -168,7 +172,7 @@ class CountedStream(Protocol):
 
     @property
     def epoch(self) -> float:
-        """Epochs consumed by all ranks together."""
+        """Epochs that all ranks together have consumed."""
         ...
 
     @property
@@ -182,9 +186,9 @@ class Goal:
     """When training ends."""
 
     last_step: int | None
-    """Last optimizer step; ``None`` if only time ends the run."""
+    """Last optimizer step; ``None`` if only a time limit is given."""
     seconds: float | None
-    """Time limit from now on; ``None`` without one."""
+    """Time limit in seconds from the start of ``fit``; ``None`` without a time limit."""
 
     @classmethod
     def of(
@@ -196,12 +200,20 @@ class Goal:
         epochs: float | None,
         time_limit: float | timedelta | None,
     ) -> Goal:
-        """Build the goal from the arguments of ``fit``; the earliest limit counts."""
+        """Build the goal from the arguments of ``fit``.
+
+        Args:
+            engine: Engine of the run.
+            stream: Stream of micro batches.
+            steps: Number of the last optimizer step.
+            epochs: Passes over the data; converted to a last step.
+            time_limit: Seconds or a ``timedelta``.
+        """
         if steps is None and epochs is None and time_limit is None:
             raise InvalidValueError(
                 "no limit is given",
                 key="fit",
-                fix="fit(steps=1000), fit(epochs=3) or fit(time_limit=timedelta(hours=8))",
+                fix="write fit(steps=1000), fit(epochs=3) or fit(time_limit=timedelta(hours=8))",
             )
         if isinstance(time_limit, timedelta):
             time_limit = time_limit.total_seconds()
@@ -223,7 +235,7 @@ class Goal:
 
 
 class Stopping:
-    """Early stop requests, synchronised between ranks because only one rank may know of them."""
+    """Requests to stop ``fit`` early; a request of one rank stops all ranks."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
@@ -234,13 +246,17 @@ class Stopping:
         """Why the latest ``fit`` ended early, the same on every rank; ``None`` if it did not."""
 
     def begin(self, goal: Goal) -> None:
-        """Start a ``fit``: clear earlier requests and start the clock."""
+        """Clear earlier requests, and start the clock of the time limit."""
         self._request = self.reason = None
         self._limit = goal.seconds or 0.0
         self._deadline = None if goal.seconds is None else time.monotonic() + goal.seconds
 
     def request(self, reason: str) -> None:
-        """Request a stop before the next step. Not collective; safe in a signal handler."""
+        """Request a stop before the next step. Not collective; safe in a signal handler.
+
+        Args:
+            reason: Why ``fit`` stops; the first request's reason counts.
+        """
         self._request = self._request or reason
 
     def agreed(self) -> bool:
@@ -262,12 +278,18 @@ class Stopping:
     def decisions(
         self, step: int, last_saved: tuple[int, Path] | None, goal: Goal
     ) -> tuple[Decision, ...]:
-        """Announce the early end on rank 0."""
+        """Log the early stop on rank 0, and return it as a decision.
+
+        Args:
+            step: The last optimizer step taken.
+            last_saved: Step and folder of the latest checkpoint.
+            goal: Goal of the ``fit``.
+        """
         saved = last_saved is not None and last_saved[0] == step
         what = (
             "a checkpoint was saved"
             if saved
-            else ("nothing was saved; add SaveEvery or StopOnSignals(save_to=...)")
+            else "no checkpoint was saved; add SaveEvery or StopOnSignals(save_to=...)"
         )
         decision = Decision(
             key="fit.last_step",
@@ -286,7 +308,7 @@ def _step_of_epoch(epochs: float, *, engine: Engine, stream: Any) -> int:
             f"{type(stream).__name__} has no epoch length",
             key="fit(epochs)",
             value=epochs,
-            fix="pass a dataset with __len__ and __getitem__, or give steps",
+            fix="pass a dataset with __len__ and __getitem__, or write fit(steps=...)",
         )
     windows = (epochs - stream.epoch) * stream.steps_per_epoch
     # An epoch that is whole must not take one step more because 0.1 + 0.2 is not 0.3.

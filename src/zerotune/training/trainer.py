@@ -82,9 +82,9 @@ if TYPE_CHECKING:
 
 
 class Trainer(Closing, Readable):
-    """Connects engine, objective, data, EMA, checkpoints and callbacks.
+    """Trains a model: connects engine, objective, data, EMA, checkpoints and callbacks.
 
-    Only the model and the plan are required, and every part also works alone::
+    Only the model and a plan are required::
 
         with Trainer(model=unet, plan=plan, data=dataset, ema=EMAShadow(decay=0.999)) as trainer:
             trainer.fit(steps=1000)
@@ -94,23 +94,22 @@ class Trainer(Closing, Readable):
     Under a launcher every process creates a trainer and calls the same methods.
 
     Args:
-        model: The model in fp32, or a result of ``load_pretrained``, which also provides plan,
-            objective and pipeline.
-        plan: ZeRO stage, offload, precision, batch and optimizer: a plan, a dict or the path of a
-            file. If it is an ``Advice``, its gradient checkpointing and activation offload are used
-            as well.
+        model: The model in fp32, or a result of ``load_pretrained``, which also provides a plan,
+            an objective and a pipeline.
+        plan: ZeRO stage, offload, precision, batch and optimizer, as a plan, a dict or the path of
+            a file. An ``Advice`` also sets gradient checkpointing and activation offload.
         resolver: Resolves optimizer and schedule.
-        offload: Leases swap folders.
-        ema: EMA of the weights: a decay, an ``EMAShadow``, several as ``EMAShadows``, or either in
-            a ``BackgroundEMA``. It is attached here, and saved and resumed under its name.
+        offload: Creates the swap folders.
+        ema: EMA of the weights: a decay, an ``EMAShadow``, ``EMAShadows``, or a ``BackgroundEMA``
+            around one of these classes. The trainer attaches, saves and resumes the EMA.
         data: A dataset with ``__len__`` and ``__getitem__``, an iterable of micro batches (a
             ``DataLoader``, a list), or a ``BatchStream``. Batches are dicts of tensors.
-        objective: Computes the loss; default flow matching on unconditional images.
+        objective: Computes the loss; by default flow matching on unconditional images.
         activations: Offloads the inputs of checkpointed blocks to host memory.
-        callbacks: Callbacks of the run; default a ``ProgressBar``. A ``StopOnSignals`` is added
-            unless one is present.
+        callbacks: Callbacks of the run; by default a ``ProgressBar``. The trainer adds a
+            ``StopOnSignals`` if the callbacks contain none.
         non_finite: Policy for a non-finite loss or gradient; default ``RaiseNonFinite()``.
-        run: Values for fields that the plan leaves ``"auto"``.
+        run: Values for the fields that are ``"auto"`` in the plan.
         platform: The machine; detected by default.
         deepspeed: ``False`` selects the plain engine.
         seed: Seed of data order, noise, time steps and the global generators.
@@ -197,9 +196,9 @@ class Trainer(Closing, Readable):
         for callback in self.callbacks:
             self.engine.resources.callback(callback.on_close, self)
         self.last_saved: tuple[int, Path] | None = None
-        """Step and folder of the latest checkpoint this trainer wrote."""
+        """Step and folder of the latest checkpoint that this trainer wrote."""
         self.decisions: tuple[Decision, ...] = self.running.decisions
-        """Decisions made after the engine was built; the engine holds its own."""
+        """Decisions made after the engine was built; ``engine.decisions`` holds earlier ones."""
 
     @property
     def step(self) -> int:
@@ -228,29 +227,30 @@ class Trainer(Closing, Readable):
         epochs: float | None = None,
         time_limit: float | timedelta | None = None,
     ) -> Report:
-        """Train until the earliest limit; steps and epochs count from the beginning.
+        """Train until the first of the given limits is reached. Collective.
 
-        Collective. After ``resume`` training continues from the checkpoint, so the same call
-        finishes an interrupted run. It takes no step if the goal is already reached. SIGINT,
-        SIGTERM (see ``StopOnSignals``) and ``request_stop`` also end it after the current step;
+        Steps and epochs count from step 0 of the run, so after ``resume`` the same call finishes
+        an interrupted run. If the limit is already reached, ``fit`` takes no step. SIGINT, SIGTERM
+        (see ``StopOnSignals``) and ``request_stop`` end training after the current step;
         ``report.stopped`` then holds the reason.
 
         Args:
-            steps: Number of the last step.
-            epochs: Passes over the data, for data of known length.
-            time_limit: Seconds or a ``timedelta`` from now; the first rank to reach it ends the
-                run. The run overshoots by up to one step and a checkpoint; set the limit with that
-                margin.
+            steps: Number of the last optimizer step.
+            epochs: Passes over the data; the data must have a length.
+            time_limit: Seconds or a ``timedelta`` from now; the first rank to reach the limit
+                stops all ranks. Leave a margin: the run overshoots the limit by up to one step and
+                a checkpoint.
 
         Returns:
-            The report.
+            Times, memory and losses of the run.
 
         Raises:
             InvalidValueError: No limit is given, or a number is out of range.
             DataError: There are no data, a batch has the wrong size, or epochs cannot be counted.
             TrainingError: Loss or gradient are not finite, and ``non_finite`` raises.
             OutOfMemoryError: Memory ran out; the message names a plan that fits.
-            CollectiveError: The ranks' data differ, or a rank failed; the message names it.
+            CollectiveError: The ranks have different data, or a rank failed; the message names the
+                rank.
         """
         self._check_open("train")
         train_step = self._train_step()
@@ -275,7 +275,11 @@ class Trainer(Closing, Readable):
         return self._report(thorough=self._record.totals["seconds"] > 30)
 
     def request_stop(self, reason: str) -> None:
-        """Stop ``fit`` on all ranks before the next step. Not collective: one rank is enough."""
+        """Stop ``fit`` on all ranks before the next step. Not collective.
+
+        Args:
+            reason: Value of ``report.stopped``.
+        """
         self._stopping.request(reason)
 
     def save(self, path: str | os.PathLike[str], *, allow_not_finite: bool = False) -> Path:
@@ -283,12 +287,12 @@ class Trainer(Closing, Readable):
 
         Args:
             path: Folder of the checkpoint.
-            allow_not_finite: Also save NaN and infinity, for debugging.
+            allow_not_finite: Allow NaN and infinity in the checkpoint, for debugging.
 
         Raises:
-            CheckpointError: It cannot be written.
+            CheckpointError: The checkpoint cannot be written.
             CheckpointNotFiniteError: The checkpoint would contain NaN or infinity.
-            CollectiveError: A rank did not call it, as in ``if trainer.is_main:
+            CollectiveError: A rank did not call ``save``, as in ``if trainer.is_main:
                 trainer.save(...)``.
         """
         self._check_open("save")
@@ -314,18 +318,23 @@ class Trainer(Closing, Readable):
         )
 
     def note_saved(self, path: Path, *, step: int) -> None:
-        """Notify callbacks of a checkpoint written from ``extra_state``. Call on every rank."""
+        """Notify callbacks of a checkpoint written from ``extra_state``. Call on every rank.
+
+        Args:
+            path: Folder of the checkpoint.
+            step: Optimizer step of the checkpoint.
+        """
         self.last_saved = step, path
         self._tell("on_save", path)
 
     def resume(self, path: str | os.PathLike[str]) -> None:
         """Continue from a checkpoint as if there had been no interruption. Collective.
 
-        Under the same plan the continuation is bitwise equal. Under another plan, ``decisions``
-        lists the differences. The step, epoch and data position are also a decision, which rank 0
-        logs. A checkpoint that was converted, or saved by another script, restores weights,
-        optimizer, schedule and step; the data start at their beginning. Mismatches are detected
-        before weights, data or random state change.
+        With the same plan the continued run is bitwise equal to an uninterrupted one. With a
+        different plan, ``decisions`` lists the differences. Rank 0 logs the step, epoch and data
+        position as a decision. A converted checkpoint, or one without trainer state, restores
+        weights, optimizer, schedule and step, and the data start at their beginning. Mismatches
+        raise an error before weights, data or random state change.
 
         Args:
             path: A checkpoint written by ``save``, ``save_checkpoint`` or ``convert``.
@@ -348,11 +357,12 @@ class Trainer(Closing, Readable):
     def roll_back(self, path: str | os.PathLike[str], *, reason: str) -> None:
         """Load weights, optimizer, schedule, step and EMA of a checkpoint, and continue from it.
 
-        Unlike ``resume``, it leaves data position and random state unchanged. Collective.
+        Unlike ``resume``, ``roll_back`` leaves data position and random state unchanged.
+        Collective.
 
         Args:
             path: A checkpoint of this model.
-            reason: Reason for ``decisions``.
+            reason: Why the run goes back; recorded in ``decisions``.
 
         Raises:
             CheckpointError: There is no checkpoint, or it belongs to another model.
@@ -364,7 +374,11 @@ class Trainer(Closing, Readable):
         self._tell("on_resume", Path(path))
 
     def log(self, values: Mapping[str, float]) -> None:
-        """Pass values measured at this step to the callbacks, such as a validation loss."""
+        """Pass values measured at this step, such as a validation loss, to the callbacks.
+
+        Args:
+            values: Values by name.
+        """
         self._tell("on_values", values)
 
     def show(self, name: str, images: torch.Tensor) -> None:
@@ -385,22 +399,22 @@ class Trainer(Closing, Readable):
     ) -> Path:
         """Export the trained weights in the format they were loaded from. Collective.
 
-        Writes adapters if the model has some (``export_adapters``), the whole pipeline if
-        ``model=`` was a result of ``load_pretrained`` (``export_pipeline``), otherwise the model
-        (``export_model``).
+        If the model has adapters, ``export`` writes the adapters (``export_adapters``). If
+        ``model=`` was a result of ``load_pretrained``, it writes the whole pipeline
+        (``export_pipeline``), otherwise the model (``export_model``).
 
         Args:
-            path: The folder. A name ending in ``.safetensors`` writes a pipeline as a single file
-                in ComfyUI's layout.
-            weights: ``"trained"``, ``"ema"``, the name of one of several EMAs, or the EMA itself;
-                default the first EMA, if any.
+            path: Folder of the export. For a pipeline, a name ending in ``.safetensors`` writes a
+                single file in ComfyUI's layout.
+            weights: ``"trained"``, the name of an EMA such as ``"ema"``, or the EMA itself; by
+                default the first EMA, or the trained weights if the trainer has no EMA.
             dtype: ``"fp32"``, ``"bf16"``, ``"fp16"`` or a torch dtype.
 
         Returns:
             The absolute path.
 
         Raises:
-            InvalidValueError: There is no EMA, or the value is none of these.
+            InvalidValueError: The trainer has no such EMA, or ``dtype`` is unknown.
             CheckpointError: The export cannot be written.
         """
         self._check_open("export")
@@ -413,10 +427,11 @@ class Trainer(Closing, Readable):
         return export_model(path, engine=self.engine, **what)
 
     def sample(self, **wanted: Unpack[SampleOptions]) -> torch.Tensor:
-        """Sample images, with EMA weights if there are any. Collective.
+        """Sample images, by default with EMA weights if the trainer has an EMA. Collective.
 
         Args:
-            wanted: ``prompts``, ``labels`` or ``count``, and options of ``SampleOptions``.
+            wanted: ``prompts``, ``labels`` or ``count``, and the other options of
+                ``SampleOptions``.
 
         Returns:
             fp32 images on the CPU, (n, c, h, w), nominally in [-1, 1], on every rank.
@@ -429,7 +444,7 @@ class Trainer(Closing, Readable):
         return draw(self.engine, objective=self.objective, averages=self.averages, wanted=wanted)
 
     def report(self) -> Report:
-        """This rank's report of the steps this trainer took. Not collective."""
+        """Return this rank's report of the steps that this trainer took. Not collective."""
         return self._report(thorough=True)
 
     def _report(self, *, thorough: bool) -> Report:
@@ -447,16 +462,16 @@ class Trainer(Closing, Readable):
 
     @override
     def brief(self) -> str:
-        """Summarise engine and progress in a line."""
+        """Summarise engine and progress in one line."""
         return f"{describe(self.engine.plan)}, step {self.step}"
 
     @override
     def page(self) -> Page:
-        """Return a summary of less than a screen; ``explain`` is complete."""
+        """Return a summary of the run that fits on a screen; ``explain`` returns every detail."""
         return running_page(self.engine.plan, [*self.engine.decisions, *self.decisions])
 
     def explain(self) -> str:
-        """Describe the verified engine with every decision."""
+        """Describe the verified engine, every decision, the data's buckets and the EMAs."""
         parts = [self.engine.explain(*self.decisions)]
         if isinstance(self.stream, BucketStream) and (mixed := self.stream.explain()):
             parts.append(mixed)
@@ -471,20 +486,20 @@ class Trainer(Closing, Readable):
     def _check_open(self, what: str) -> None:
         if self._closed:
             raise TrainingError(
-                f"this trainer and its engine are closed: it can no longer {what}",
+                f"the trainer is closed and can no longer {what}",
                 key="trainer",
                 value=f"closed after step {self.step}",
-                fix="call it inside the with block, before close(); a new Trainer continues "
-                "with trainer.resume(CHECKPOINT)",
+                fix="call the method inside the with block, before close(); or create a new "
+                "Trainer and call trainer.resume(CHECKPOINT)",
             )
 
     def _train_step(self) -> TrainStep:
         if self.stream is None:
             raise DataError(
-                "no data are given",
+                "the trainer has no data",
                 key="data",
                 value=None,
-                fix="Trainer(data=...): a dataset or an iterable of batches",
+                fix="pass a dataset or an iterable of batches: Trainer(data=...)",
             )
         return TrainStep(
             engine=self.engine,
@@ -538,7 +553,7 @@ class Trainer(Closing, Readable):
 
 
 class RunOptions(TypedDict, total=False):
-    """Options of ``Trainer`` for how a run executes; none changes what is trained."""
+    """Options of ``Trainer`` that set how a run executes, not what it trains."""
 
     compile: bool | Mapping[str, Any] | Compilation
     """``True``, or ``Compilation`` options, compiles the forward pass; off by default."""
@@ -617,11 +632,12 @@ class Running:
     def estimate(
         self, shadows: Iterable[EMAShadow], *, measure: bool = False
     ) -> MemoryEstimate | None:
-        """Estimate this run's memory; ``None`` if the model is unknown.
+        """Estimate this run's memory; ``None`` if the plan does not know the model.
 
         Args:
             shadows: EMAs of the run.
-            measure: Also measure the batch's activations, once; takes about a second.
+            measure: Also measure the activations of a batch, which takes about a second; later
+                calls reuse the measurement.
         """
         plan = self._engine.plan
         if plan.model is None:
@@ -645,7 +661,7 @@ class Running:
         )
 
     def measured(self, shadows: Iterable[EMAShadow], *, thorough: bool) -> dict[str, Any]:
-        """Return the fields of ``Report`` that this object knows."""
+        """Return the report's memory estimate, copy rate and most expensive operators."""
         return {
             "estimate": self.estimate(shadows, measure=thorough),
             "copy_rate": copy_rate() if thorough else None,
@@ -653,7 +669,7 @@ class Running:
         }
 
     def situation(self, shadows: Iterable[EMAShadow]) -> Situation:
-        """Describe what the run is doing, for an out-of-memory error."""
+        """Describe the run's current phase and step, for an out-of-memory error."""
         step = self._engine.state.global_step + 1
         phase = self.clock.current or "work between the phases"
         return Situation(

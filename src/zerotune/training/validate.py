@@ -37,10 +37,10 @@ _PREVIEW_FPS: Final = 16.0
 
 
 class Validation(Callback):
-    """Base class: validates before the first step, every few steps, and after the last.
+    """Base class of callbacks that validate before the first step, every few steps and at the end.
 
-    Validation does not disturb the training random state. Override ``measure``, which runs on every
-    rank.
+    Subclasses override ``measure``, which runs on every rank. Validation does not change the random
+    state of training.
 
     Args:
         every: Optimizer steps between two validations.
@@ -54,7 +54,11 @@ class Validation(Callback):
         self._latest: int | None = None
 
     def measure(self, trainer: RunView) -> None:
-        """The validation itself; may be collective."""
+        """Validate; subclasses must override this method, and may call collective methods.
+
+        Args:
+            trainer: The trainer to validate.
+        """
         raise NotImplementedError
 
     def on_fit_start(self, trainer: RunView, *, steps: int | None) -> None:  # noqa: ARG002
@@ -63,12 +67,12 @@ class Validation(Callback):
         self._once(trainer)
 
     def on_step_end(self, trainer: RunView, metrics: StepMetrics) -> None:
-        """Validate if it is due."""
+        """Validate if a validation is due."""
         if metrics.step % self._every == 0:
             self._once(trainer)
 
     def on_finish(self, trainer: RunView) -> None:
-        """Validate after the last step. Skipped after an early stop, when time may be short."""
+        """Validate after the last step; an early stop does not validate, to save time."""
         self._once(trainer)
 
     def _once(self, trainer: RunView) -> None:
@@ -79,25 +83,25 @@ class Validation(Callback):
 
 
 class ValidationImages(Validation):
-    """Samples the same images every few steps, at every ZeRO stage, with EMA or trained weights.
+    """Samples the same images every few steps, with EMA or trained weights.
 
-    Each validation writes a grid to ``folder/step-….png`` and sends the images to the trackers. For
-    video families the grid is an animation (``clips=``), and trackers get the middle frames::
+    Each validation writes a grid of images to ``folder/step-….png`` and sends the images to the
+    trackers. For video models the grid is an animation, and trackers receive the middle frames::
 
         ValidationImages(every=500, prompts=["a red cube"], steps=30, folder="samples")
 
     Args:
         every: Optimizer steps between two validations.
         folder: Folder of the grids.
-        columns: Images per row; default nearly square.
+        columns: Images per row; by default the grid is nearly square.
         name: Name of the images in trackers.
-        clips: Format of clips: ``MP4(fps=24)`` or ``AnimatedPNG(fps=24)``. Default MP4 at 16 frames
-            per second if PyAV is installed, otherwise an animated PNG.
+        clips: Format of clips: ``MP4(fps=24)`` or ``AnimatedPNG(fps=24)``. The default is MP4 at 16
+            frames per second if PyAV is installed, otherwise an animated PNG.
         wanted: Arguments of ``trainer.sample``: ``prompts``, ``labels`` or ``count``, ``seed``,
             ``steps``, ``guidance_scale``, ``ema``, …
 
     Attributes:
-        decisions: The choice of clip format, if it was automatic.
+        decisions: The automatic choice of the clip format; empty if ``clips`` is given.
     """
 
     decisions: tuple[Decision, ...] = ()
@@ -148,19 +152,21 @@ class ValidationImages(Validation):
 
 
 class ValidationLoss(Validation):
-    """Measures the loss on held-out data with fixed noise, so that values are comparable.
+    """Measures the loss on held-out data; the noise is fixed, so values are comparable.
 
-    Logged as ``validation/loss``, and by noise level as ``validation/loss/0.1`` and so on.
+    Trackers receive the loss as ``validation/loss``, and the loss per noise level as
+    ``validation/loss/0.1``, ….
 
     Args:
         every: Optimizer steps between two validations.
         data: Held-out data, the same on every rank: a list of batches, or a dataset accepted by
-            ``Trainer(data=...)``, whose first samples are used in order. A bucketed dataset such as
-            ``PreparedImages`` gives batches of one bucket each.
-        batches: Number of batches; default all of a list, or 8 of a dataset.
-        batch_size: Samples per batch of a dataset; default the plan's micro batch size.
+            ``Trainer(data=...)``. The first samples of a dataset are used, in order; each batch of
+            a bucketed dataset such as ``PreparedImages`` comes from one bucket.
+        batches: Number of batches; by default all batches of a list, or 8 batches of a dataset.
+        batch_size: Samples per batch of a dataset; by default the plan's micro batch size.
         seed: Seed of the noise.
-        ema: ``True`` measures the EMA weights; a name selects one of several.
+        ema: ``True`` measures with the weights of the first EMA, a name with the weights of that
+            EMA, ``False`` with the trained weights.
 
     Attributes:
         history: Step and mean loss of each validation.
@@ -236,7 +242,7 @@ def untouched_randomness() -> Iterator[None]:
 
 
 class SampleOptions(TypedDict, total=False):
-    """Options of ``zerotune.diffusion.sample``, and two more."""
+    """Options of ``zerotune.diffusion.sample``, as well as ``seed`` and ``ema``."""
 
     prompts: Sequence[str]
     negative_prompt: str
@@ -273,7 +279,7 @@ def draw(
                 f"{type(objective).__name__} has no scheduler to sample with",
                 key="scheduler",
                 value=None,
-                fix="pass a diffusers scheduler",
+                fix="pass a diffusers scheduler: sample(scheduler=...)",
             )
     with averages.swapped_in(ema):
         return sample(

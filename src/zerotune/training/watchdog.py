@@ -1,9 +1,9 @@
-"""Ends a run whose ranks deadlock, and reports where each rank is.
+"""Ends a run whose ranks deadlock, and reports what each rank is executing.
 
-If ranks run different modules, or a different number of forward passes, some collective never
-completes. Without a watchdog the job holds its GPUs until a timeout whose message names no module.
-A thread of each rank periodically reads the training thread's stack and writes its position to the
-process group's store, which needs no collective.
+If ranks run different modules, or different numbers of forward passes, some collective never
+completes. Without a watchdog the job occupies its GPUs until a timeout whose message names no
+module. On each rank a thread periodically reads the training thread's stack and writes the current
+module and line to the process group's store. Writing to the store needs no collective.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("zerotune")
 
 EXIT_CODE: Final = 75
-"""Exit code of a process that the watchdog ends: ``EX_TEMPFAIL``, so that a scheduler may retry."""
+"""Exit code of a process that the watchdog ends: ``EX_TEMPFAIL``, which schedulers may retry."""
 _SLOWEST_S: Final = 5.0
 _GRACE_S: Final = 10.0
 """Seconds the other ranks may continue after a rank has failed, because its error may yet be
@@ -68,7 +68,7 @@ class Position:
     module: str | None
     """Dotted name of the innermost running module; ``None`` if none runs."""
     line: str = ""
-    """File, line and function that Python executes."""
+    """File, line and function that the training thread executes."""
 
     def __str__(self) -> str:
         if self.phase is None:
@@ -84,9 +84,9 @@ class Position:
 
 
 def names_of(model: torch.nn.Module) -> dict[int, str]:
-    """Map the ``id`` of each module to its dotted name, and of each parameter to its module's name.
+    """Map the ``id`` of each module and of each parameter to the dotted name of the module.
 
-    The root is named after its class.
+    The root module's name is the name of its class.
     """
     names = {}
     for name, module in model.named_modules():
@@ -101,8 +101,14 @@ def look(
 ) -> tuple[Position, int]:
     """Return a thread's position, and a number that changes whenever the thread moves.
 
-    The only cost is at the call: the stacks of all threads are read once. A backward pass on a GPU
-    runs in its own threads; their modules count too.
+    If the thread runs no module, the stacks of other threads are searched, because autograd runs
+    backward passes on a GPU in separate threads.
+
+    Args:
+        names: Result of ``names_of``.
+        step: The current optimizer step.
+        phase: The current phase.
+        thread: Identifier of the training thread.
     """
     frames = sys._current_frames()
     watcher = threading.get_ident()
@@ -118,7 +124,14 @@ def look(
 def look_back(
     error: BaseException, names: Mapping[int, str], *, step: int, phase: str | None
 ) -> Position:
-    """Return the position where an exception was raised."""
+    """Return the position where an exception was raised.
+
+    Args:
+        error: The exception.
+        names: Result of ``names_of``.
+        step: The current optimizer step.
+        phase: The current phase.
+    """
     trace: TracebackType | None = error.__traceback__
     frames = []
     while trace is not None:
@@ -165,15 +178,15 @@ class Beat:
     still_s: float
     """Seconds since the rank last moved."""
     failed: str | None = None
-    """Exception with which it left ``fit``."""
+    """Exception that ended ``fit`` on the rank."""
     let_down: bool = False
-    """Whether that exception only reports another rank's failure."""
+    """Whether the exception in ``failed`` only reports another rank's failure."""
     done: bool = False
-    """Whether it has left ``fit``."""
+    """Whether ``fit`` has ended on the rank."""
     pulse: int = 0
-    """Number of heartbeats; it stops growing if the process is stopped or killed."""
+    """Number of heartbeats; the number stops growing if the process is stopped or killed."""
     gone: str | None = None
-    """What other ranks know of a silent rank; ``None`` while it sends heartbeats."""
+    """State of a silent rank as seen by other ranks; ``None`` while the rank sends heartbeats."""
 
     def __str__(self) -> str:
         if self.gone is not None:
@@ -197,19 +210,19 @@ class Beat:
 
 
 class Watchdog(Callback):
-    """Ends all ranks if none has moved for a while, and names rank, phase and module.
+    """Ends all ranks if no rank makes progress, and logs each rank's step, phase and module.
 
-    The model has no hooks and the training thread no extra work: stacks are read from another
-    thread, a few times per timeout. If a rank fails, the others are ended soon after.
+    The watchdog adds no hooks to the model and no work to the training thread: a separate thread
+    reads the stacks a few times per timeout. If a rank fails, the watchdog ends the other ranks
+    about ten seconds later. A killed or stopped rank is detected by its missing heartbeats, and on
+    the same machine by the state of its process.
 
     Args:
-        timeout_s: Seconds without movement on any rank while at least one is in a step. ``None``
-            uses four fifths of the trainer's ``timeout_s``, so that the watchdog reports first.
-        end: Called with the message on each rank. By default it logs the message and ends the
-            process, because a thread that waits in a collective cannot be woken.
-
-    A killed or stopped rank is detected by its missing heartbeats, and on the same machine by its
-    process state.
+        timeout_s: Seconds without progress on any rank, while at least one rank is in a step.
+            ``None`` uses four fifths of the trainer's ``timeout_s``, so that the watchdog reports
+            before a collective times out.
+        end: Called with the message on each rank. By default the message is logged and the process
+            ends, because Python cannot interrupt a thread that waits in a collective.
     """
 
     def __init__(
@@ -228,16 +241,19 @@ class Watchdog(Callback):
             self._watch = _Watch(trainer, timeout_s=timeout, end=self._end)
 
     def on_fit_end(self, trainer: RunView) -> None:  # noqa: ARG002
-        """Report the outcome to the other ranks, and stop."""
+        """Report the outcome to the other ranks, and stop watching."""
         watch, self._watch = self._watch, None
         if watch is not None:
             watch.stop(sys.exc_info()[1])
 
 
 def end_process(message: str) -> None:
-    """Log a message and end this process at once, whatever its threads wait for.
+    """Log a message and end this process at once, without waiting for its threads.
 
-    Its swap folders are released.
+    The process first deletes the swap folders that no other process uses.
+
+    Args:
+        message: The message, logged as critical.
     """
     logger.critical("%s", message)
     with contextlib.suppress(OSError, ValueError):
@@ -410,18 +426,18 @@ def _message(beats: list[Beat], world: int, timeout_s: float) -> str:
     if gone:
         return (
             f"{_rank_names(gone)} stopped or exited without an error and the other ranks "
-            f"wait for it: {where}. The kernel's log says whether it was killed for its "
+            f"wait for it: {where}. Check the kernel's log for a process killed for lack of "
             "memory; `kill -CONT` continues a stopped process."
         )
     if any(beat.let_down for beat in beats):
         return f"a rank failed and the other ranks wait for it: {where}"
     places = {(beat.position.step, beat.position.phase, beat.position.module) for beat in beats}
     why = (
-        "The ranks are in different places: each must run the same modules equally often "
-        "in the same order; check for conditions on the rank or the data, and for "
-        "unequal numbers of batches."
+        "The ranks are in different places: all ranks must run the same modules equally often "
+        "in the same order; check for conditions on the rank or the data, and for unequal "
+        "numbers of batches."
         if len(places) > 1 or any(beat.done for beat in beats)
-        else "All ranks are in the same place, which takes longer than the timeout: check the "
+        else "All ranks are at the same place, which takes longer than the timeout: check the "
         "network and the disks, or raise Watchdog(timeout_s=...)."
     )
     return f"no rank of {world} has moved for {timeout_s:g} s: {where}. {why}"
