@@ -21,11 +21,12 @@ PAGE = 4096
 NOTES = (
     # One paragraph each.
     (
-        "`save` ends when the call returns, and `save to disk` when the files are on the disk "
-        "(`fsync`). zerotune's call itself waits for the disk, and also reads every byte back. "
+        "`save` is the time until the call returns, and `save to disk` the time until the files "
+        "are on the disk (`fsync`). In zerotune, the call itself waits for the disk and reads "
+        "every byte back. "
         "`resume` reads files from the page cache."
     ),
-    "`memory` is the largest growth of anonymous memory, in the save or in the resume.",
+    "`memory` is the larger growth of anonymous memory, of the save and the resume.",
 )
 
 
@@ -100,7 +101,7 @@ def _bring_to_disk(folder: Path) -> int:
 
 BENCHMARK = Benchmark(
     name="checkpoint",
-    title="saving and resuming against DeepSpeed's and accelerate's own checkpoints",
+    title="saving and resuming, compared with DeepSpeed's and accelerate's own checkpoints",
     cases=cases,
     ours=(OURS,),
     goals=tuple(

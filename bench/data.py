@@ -18,8 +18,8 @@ from bench.runner import Benchmark, Case, Goal, Measured, alternate
 
 MEMORY, BUCKETS = "DataLoader, files in memory", "BucketStream of an ImageFolder"
 PLAIN = (
-    "The plain loader decodes from memory and returns squares of the same area, without captions "
-    "or sizes. Neither loader uses other processes."
+    "The plain loader decodes files in memory and returns squares of the same area, without "
+    "captions or sizes. Neither loader uses worker processes."
 )
 
 
@@ -104,7 +104,7 @@ def _draw(folder: Path, count: int, side: int) -> None:
 
 BENCHMARK = Benchmark(
     name="data",
-    title="images per second of buckets against a plain loader from memory",
+    title="images per second from aspect-ratio buckets, compared with a plain loader",
     cases=cases,
     ours=(BUCKETS,),
     goals=(

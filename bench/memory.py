@@ -161,7 +161,7 @@ _BELOW = "what is in use, without freed blocks, is at most 3 % above the estimat
 
 BENCHMARK = Benchmark(
     name="memory",
-    title="peak memory of real steps against the plan's estimate",
+    title="peak memory of real steps, compared with the memory estimate",
     cases=cases,
     ours=(ESTIMATED,),
     better="the nearer the estimate is to what is in use, the better",

@@ -88,7 +88,7 @@ _TRAINER = "the Trainer's own work takes at most 1 % of this small step"
 
 BENCHMARK = Benchmark(
     name="overhead",
-    title="a training step of zerotune's Trainer against loops written by hand",
+    title="a training step of zerotune's Trainer, compared with hand-written loops",
     cases=cases,
     ours=(OURS,),
     goals=(

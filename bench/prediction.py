@@ -44,7 +44,7 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
         "joint_attention_dim": 512,
         "pooled_projection_dim": 512,
     },
-    "Flux": FLUX
+    "FLUX.1": FLUX
     | {
         "num_layers": 2,
         "num_single_layers": 4,
@@ -55,7 +55,7 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
 }
 _UNET: Mapping[str, Any] = {"model": "U-Net", "side": 256, "batch": 2}
 _SD3: Mapping[str, Any] = {"model": "SD3", "side": 128, "batch": 1}
-_FLUX: Mapping[str, Any] = {"model": "Flux", "side": 256, "batch": 1}
+_FLUX: Mapping[str, Any] = {"model": "FLUX.1", "side": 256, "batch": 1}
 _RAM2, _RAM3 = {"stage": 2, "offload": "cpu"}, {"stage": 3, "offload": "cpu"}
 _CLIPPED, _FOUR = {"gradient_clipping": 1.0}, {"gradient_accumulation_steps": 4}
 # Name, model, precision, the rest of the plan, and what else is set.
@@ -74,8 +74,8 @@ _TABLE: Final = (
     ("ZeRO-3, SD3, fp32", _SD3, "fp32", {"stage": 3}, {}),
     ("ZeRO-3, RAM with parameters, SD3, bf16, EMA", _SD3, "bf16",
      _RAM3 | {"offload_param": "cpu"}, {"ema": True}),
-    ("ZeRO-2, RAM, Flux, fp32, recomputed", _FLUX, "fp32", _RAM2, {"checkpointing": True}),
-    ("ZeRO-3, RAM, Flux, bf16", _FLUX, "bf16", _RAM3, {}),
+    ("ZeRO-2, RAM, FLUX.1, fp32, recomputed", _FLUX, "fp32", _RAM2, {"checkpointing": True}),
+    ("ZeRO-3, RAM, FLUX.1, bf16", _FLUX, "bf16", _RAM3, {}),
 )  # fmt: skip
 PLANS: Final[Mapping[str, Mapping[str, Any]]] = {
     name: {**model, "plan": {**plan, "precision": precision}, **more}
@@ -221,7 +221,7 @@ def _problem(settings: Mapping[str, Any]) -> tuple[torch.nn.Module, list[Any], A
 
 BENCHMARK = Benchmark(
     name="prediction",
-    title="predicted seconds of a step against processor seconds measured, one thread",
+    title="predicted seconds of a step, compared with measured processor seconds of one thread",
     cases=cases,
     ours=(PREDICTED,),
     better="the nearer the prediction is to what was measured, the better",

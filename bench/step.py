@@ -396,7 +396,7 @@ _WHOLE = "a whole training step takes at most 0.85 of the loop by hand"
 
 BENCHMARK = Benchmark(
     name="step",
-    title="Adam's step in host memory in one pass against DeepSpeed's chain",
+    title="Adam's step in host memory in one pass, compared with DeepSpeed's several passes",
     cases=cases,
     ours=(OURS, BEHIND, *(PASS + name for name in AVERAGES), *list(LEAN)[1:]),
     goals=(

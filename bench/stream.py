@@ -23,7 +23,7 @@ PLAIN, ALL_HERE, ZERO_2 = "plain engine with offload", "streamed, all units stay
 REAL: Final = "real steps on the CPU"
 REGIMES: Final[Mapping[str, tuple[float, float, float, float, float]]] = {
     "host pass of half the arithmetic": (0.30, 0.90, 0.23, 0.23, 0.60),
-    "host pass of nine tenths of it": (0.30, 0.90, 0.23, 0.23, 1.08),
+    "host pass of nine tenths of the arithmetic": (0.30, 0.90, 0.23, 0.23, 1.08),
     "host pass of twice the arithmetic": (0.30, 0.90, 0.23, 0.23, 2.40),
     "a bus of 1.5 times the forward pass": (0.30, 0.90, 0.45, 0.45, 0.60),
 }
@@ -276,7 +276,7 @@ class RealSteps:
 
 BENCHMARK = Benchmark(
     name="stream",
-    title="streamed weights beside simulated arithmetic, buses and passes, and in real steps",
+    title="streamed weights with simulated arithmetic, bus and optimizer passes, and in real steps",
     cases=cases,
     ours=(STREAMED, EAGER, ALL_HERE),
     goals=(

@@ -1,6 +1,6 @@
-"""Write the pages of the API reference from what the packages export, a page for each name.
+"""Write the pages of the API reference from the packages' exports, one page per name.
 
-Sphinx calls it before it reads the pages; they are not kept.
+Sphinx calls ``write`` before it reads the pages; the pages are not committed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FACADES = (
     "zerotune.diffusion.data",
     "zerotune.training",
 )
-"""Every documented package that lists what it exports."""
+"""Every documented package that has an ``__all__``."""
 BELOW = {
     "zerotune.backend": (
         "engine.Engine",
@@ -40,7 +40,7 @@ BELOW = {
     "zerotune.plan": ("charts.plot_memory", "read.SHORT_NAMES"),
     "zerotune.diffusion": ("models.probe.probe",),
 }
-"""Names that are documented where they are, by package."""
+"""Names that are documented under the module that defines them, by package."""
 
 _PLAN, _DATA, _MODELS = "zerotune.plan", "zerotune.diffusion.data", "zerotune.diffusion.models"
 RELATED = {
@@ -166,11 +166,30 @@ RELATED = {
         "zerotune.backend.schema": "plan_schema",
     },
 }
-"""What comes with a name, by module: values that it returns, and what it also takes by name."""
+"""Related names for each page, by module: types of returned values and of further arguments."""
+FRONT_ENDS = "zerotune.front_ends"
+FOR_FRONT_ENDS = {
+    "zerotune.decisions": "Decision Log worst_first",
+    f"{_PLAN}.source": "parse_any read_text tolerated with_named_files wrapper_of",
+    f"{_PLAN}.read": "plan_from_mapping read_partly read_whole",
+    f"{_PLAN}.write": "format_of in_order launchable write_whole",
+    f"{_PLAN}.model": "AUTO OFFLOAD_DEVICES PRECISIONS STORAGES REMOVED REMOVED_ZERO ZERO_ALIASES "
+    "Boolean Context join modelled read_launch with_launch",
+    f"{_PLAN}.schema": "Parameter attribute_docs known_paths schema_parameters",
+    f"{_PLAN}.families": "as_facts model_family",
+    f"{_PLAN}.advise": "Remedy",
+    f"{_PLAN}.memory.estimate": "EMAPlace sample_size",
+    f"{_PLAN}.memory.time": "CARDS StepTime known_rates step_time",
+    f"{_PLAN}.text": "DURING FOREMOST Fit fits candidate_data describe estimate_data foremost "
+    "rank_budget seconds_words shown_and_defaults subject",
+    "zerotune.optim.capability": "Situation installed_packages missing_package",
+    "zerotune.optimizers.catalogue": "BY_WORD",
+}
+"""Further names for front ends, by module; the builder uses no others."""
 
 
 def homes() -> dict[str, list[str]]:
-    """Public paths of each exported object: where its page is, then the others."""
+    """Map the public path of each exported object's page to its other public paths."""
     elsewhere = {f"{package}.{name}" for package, names in BELOW.items() for name in names}
     found: dict[tuple[str, int], list[str]] = {}
     for package in FACADES:
@@ -189,14 +208,14 @@ def homes() -> dict[str, list[str]]:
 
 
 def _rank(path: str) -> tuple[bool, bool, str]:
-    """What stands before the names of scripts: an object's own place, then its own package."""
+    """Sort key: first the module that defines an object, then the package that contains it."""
     package = path.rpartition(".")[0]
     home = getattr(_value(path), "__module__", "") or ""
     return package not in (home, *FACADES[1:]), not home.startswith(package), path
 
 
 def write(folder: Path) -> None:
-    """Write all pages into ``folder``; those that are as they were are not read again."""
+    """Write all pages into ``folder``; unchanged pages are not rewritten."""
     folder.mkdir(parents=True, exist_ok=True)
     written = dict(_pages())
     for name, text in written.items():
@@ -209,7 +228,7 @@ def write(folder: Path) -> None:
 
 
 def _pages() -> Iterator[tuple[str, str]]:
-    """The file's name and the text of each page."""
+    """Yield the file name and the text of each page."""
     pages = homes()
     of_package: dict[str, list[str]] = {name: [] for name in (*FACADES, *BELOW)}
     for package, names in BELOW.items():
@@ -227,6 +246,7 @@ def _pages() -> Iterator[tuple[str, str]]:
             if alias.rpartition(".")[0] == package
         }
         yield f"{package}.md", _package(package, sorted(paths, key=_last), own)
+    yield f"{FRONT_ENDS}.md", _front_ends()
     yield "index.md", _index(tuple(of_package))
 
 
@@ -251,7 +271,7 @@ def _directive(path: str) -> str:
 
 
 def _made_in(package: str, name: str) -> str:
-    """The module that makes what a package exports, as the packages' stubs say."""
+    """Return the module that defines a package's export, as the packages' stubs say."""
     stub = Path(importlib.import_module(package).__file__ or "").with_suffix(".pyi")
     for node in ast.parse(stub.read_text()).body if stub.exists() else ():
         if isinstance(node, ast.ImportFrom) and any(alias.name == name for alias in node.names):
@@ -281,7 +301,7 @@ def _page(path: str, aliases: list[str]) -> str:
         lines += _same(alias)
     lines.append("```")
     if path in RELATED:
-        lines += ["", "## Related", "", "Imported from the modules that make them.", ""]
+        lines += ["", "## Related", "", "Import these names from their modules.", ""]
         for module, names in RELATED[path].items():
             lines += [line for name in names.split() for line in _related(f"{module}.{name}")]
     return "\n".join([*lines, ""])
@@ -289,12 +309,42 @@ def _page(path: str, aliases: list[str]) -> str:
 
 def _related(path: str) -> list[str]:
     kind = _directive(path)
-    members = ["   :members:"] if kind == "autoclass" else []
-    return ["```{eval-rst}", f".. {kind}:: {path}", *members, "```", ""]
+    option = {"autoclass": ["   :members:"], "autodata": ["   :no-value:"]}.get(kind, [])
+    return ["```{eval-rst}", f".. {kind}:: {path}", *option, "```", ""]
+
+
+def _front_ends() -> str:
+    lines = [
+        "# For front ends",
+        "",
+        "A form, a command or a web page that shows plans needs more than a script does: readers",
+        "that report every error at once, writers that keep the order of keys, and the sentences",
+        "and data that `zerotune plan` and the builder show. The builder imports nothing else.",
+        "Import each name from the module in its heading.",
+        "",
+    ]
+    for module, names in FOR_FRONT_ENDS.items():
+        lines += [f"## {module}", ""]
+        lines += [line for name in names.split() for line in _related(f"{module}.{name}")]
+    return "\n".join(lines)
+
+
+def documented() -> set[str]:
+    """Every path that has an entry: modules' own names as well as what packages export."""
+    paths = {path for home, aliases in homes().items() for path in (home, *aliases)}
+    paths |= {f"{_made_in(path.rpartition('.')[0], _name(path))}.{_name(path)}" for path in paths}
+    paths |= {f"{package}.{name}" for package, names in BELOW.items() for name in names}
+    for table in (*RELATED.values(), FOR_FRONT_ENDS):
+        paths |= {f"{module}.{name}" for module, names in table.items() for name in names.split()}
+    return paths
+
+
+def _name(path: str) -> str:
+    return path.rpartition(".")[2]
 
 
 def _same(alias: str) -> list[str]:
-    return ["", f".. py:data:: {alias}", "", "   The same."]
+    return ["", f".. py:data:: {alias}", "", "   An alias."]
 
 
 def _package(package: str, paths: list[str], aliases: dict[str, str]) -> str:
@@ -326,7 +376,7 @@ def _first_sentence(path: str) -> str:
 
 
 def _below(path: str) -> str:
-    """What stands below a constant, where it is made."""
+    """Return the docstring below a constant's definition."""
     from sphinx.pycode import ModuleAnalyzer
 
     package, _, name = path.rpartition(".")
@@ -344,21 +394,22 @@ def _index(packages: tuple[str, ...]) -> str:
         [
             "# API",
             "",
-            "Every name that a script may use, by package, a page each. What most scripts need is",
-            "in `zerotune` itself. The page of a name also documents what it returns, and what few",
-            "scripts write, with the module to import it from.",
+            "The reference has a page for every public name, ordered by package. Most scripts need",
+            "only names of `zerotune` itself. The page of a name also documents the types that the",
+            "name returns, and related names that few scripts need, with their modules.",
             "",
             "| | |",
             "|---|---|",
             *rows,
+            f"| [For front ends]({FRONT_ENDS}.md) | What forms and web pages for plans use. |",
             "",
-            *("```{toctree}", ":hidden:", "", *packages, "```", ""),
+            *("```{toctree}", ":hidden:", "", *packages, FRONT_ENDS, "```", ""),
         ]
     )
 
 
 def missing(listed: Container[str]) -> list[str]:
-    """Public paths that are not ``listed``, the names that have an entry."""
+    """Return the public paths that are not among ``listed``, the names with an entry."""
     every = [path for home, aliases in homes().items() for path in (home, *aliases)]
     return sorted(path for path in every if path not in listed)
 

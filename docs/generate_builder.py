@@ -1,6 +1,6 @@
-"""Takes the pictures of ``builder.md``: ``python docs/generate_builder.py``.
+"""Take the screenshots of ``builder.md``: ``python docs/generate_builder.py``.
 
-Needs Chromium, playwright and pillow.
+Requires Chromium, playwright and pillow.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ VIEWS = (
 
 
 def main() -> None:
-    """Open the page as a user would, plan an NVMe run, and take each picture."""
+    """Open the page as a user would, plan an NVMe run, and take each screenshot."""
     sys.path.insert(0, str(ROOT))
     from tests.builder.pages import Page, browser, served
     from zerotune.builder import create_app
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def plan_nvme(page: Any) -> None:
-    """A plan with something to see: stage 3, swap files, a card that is just large enough."""
+    """Enter a plan at stage 3 with swap files, for a card that is just large enough."""
     page.use_builtin("SDXL on 12 GB")
     page.tab.locator("#config-zero-optimization-stage-3").check()
     page.tab.locator("#config-zero-optimization-offload-optimizer-device-2").check()
@@ -60,14 +60,14 @@ def plan_nvme(page: Any) -> None:
 
 
 def fit(tab: Any) -> None:
-    """The dialog with its answer."""
+    """Open the *Fit my card* dialog and wait for its answer."""
     tab.click("#fit-button")
     tab.click("#fit-do")
     tab.wait_for_selector(".candidate")
 
 
 def keep(picture: bytes, name: str) -> None:
-    """Store a picture in few colours, among them those that mean something."""
+    """Store a screenshot with few colours, which include the colours of the components."""
     from zerotune._util.palette import COMPONENTS
 
     image = Image.open(io.BytesIO(picture)).convert("RGB")

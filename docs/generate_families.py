@@ -1,7 +1,7 @@
-"""Write the table of docs/families.md: losses compared with the plain engine, and cards.
+"""Write the table of docs/families.md: deviations from the plain engine, and GPU memory.
 
-``python docs/generate_families.py`` rewrites the page. ``... NOTES`` first records a run from the
-file in which the tests of all families note their losses (``ZEROTUNE_FAMILY_NOTES``).
+``python docs/generate_families.py`` rewrites the page. With a file ``NOTES`` as its argument, it
+first records the losses that the family tests wrote to this file (``ZEROTUNE_FAMILY_NOTES``).
 """
 
 from __future__ import annotations
@@ -79,11 +79,11 @@ FAMILIES: Final[Mapping[str, tuple[type, str | None]]] = {
     "ltx": (LTXVideo, "ltx-video"),
     "hunyuan-video": (HunyuanVideo, "hunyuan-video"),
 }
-"""The name of a family in the runs: its class, and the published model of its size and cards."""
+"""By name in the runs: the family's class, and the published model for the size and the cards."""
 
 
 def recorded(notes: Iterable[str]) -> dict[str, Any]:
-    """Stages, ranks and the largest deviation of each family and variant in a run's notes."""
+    """Return the runs and the largest deviation of each family and variant, from a run's notes."""
     families: dict[str, dict[str, dict[str, Any]]] = {}
     for name, case, ranks, variant, deviation in map(json.loads, notes):
         kind = "adapters" if variant.startswith("lora") else "all weights"
@@ -96,16 +96,18 @@ def recorded(notes: Iterable[str]) -> dict[str, Any]:
 
 
 def table(records: Mapping[str, Any]) -> str:
-    """The table of all families, with the runs of each."""
-    versions = ", ".join(f"{name} {one}" for name, one in records["versions"].items())
+    """Return the table of all families and their runs."""
+    *others, last = (f"{name} {one}" for name, one in records["versions"].items())
     introduction = (
-        f"These runs trained tiny models of each class on {versions}, {records['date']}. A figure "
-        "is the largest relative difference between a step's fp32 loss and the plain engine's, "
-        "over all runs. Each export was reloaded in plain diffusers with the same bits. The card "
-        "is the smallest for which `advise` finds a plan in bf16 with batch 1, at 1024 x 1024, or "
-        "for clips in the size that [what fits](fits.md) names. The figures for adapters assume "
-        f"rank {RANK} and 64 GiB of host memory. Those for all weights assume 128 GiB and NVMe. "
-        "The card is an estimate for the published model of the row."
+        f"The runs in this table trained a tiny model of each class on {records['date']}, with "
+        f"{', '.join(others)} and {last}. Each figure is the largest relative difference between "
+        "the fp32 loss of a step and that of the plain engine, over all runs. Plain diffusers "
+        "loaded each exported model and gave the engine's predictions bit for bit. The last two "
+        "columns estimate the smallest GPU memory with which `advise` finds a plan for the "
+        "published model of the row, in bf16 with batch size 1. Image models are planned at "
+        "1024 x 1024 pixels, video models at the clip size that [what fits](fits.md) gives. "
+        f"Adapters are planned with rank {RANK} and 64 GiB of host memory, all weights with "
+        "128 GiB of host memory and 2 TB of NVMe."
     )
     lines = [introduction, "", f"| {' | '.join(COLUMNS)} |", f"|{'---|' * 7}{'--:|' * 3}"]
     for name, (kind, published) in FAMILIES.items():
@@ -137,7 +139,7 @@ def _published(name: str | None) -> list[str]:
 
 
 def _smallest(name: str, *, lora: int | None, ram: str, nvme: str) -> str:
-    """The smallest card with a plan; all larger cards have one too."""
+    """Return the smallest card with a plan; larger cards have a plan too."""
     few, many = 0, len(CARDS)
     clips = model_family(name).frames is not None
     while few < many:
@@ -160,20 +162,20 @@ def _smallest(name: str, *, lora: int | None, ram: str, nvme: str) -> str:
 
 
 def page(text: str, records: Mapping[str, Any]) -> str:
-    """The page with the table of these records."""
+    """Return the page with the table of ``records``."""
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{BEGIN}\n\n{table(records)}\n\n{END}{after}"
 
 
 def stored() -> dict[str, Any]:
-    """The recorded runs."""
+    """Return the recorded runs."""
     found: dict[str, Any] = json.loads(RECORDS.read_text(encoding="utf-8"))
     return found
 
 
 def main(arguments: list[str]) -> None:
-    """Record a run, if one is given, and write the page."""
+    """Record a run if ``arguments`` name its notes, and write the page."""
     if arguments:
         notes = Path(arguments[0]).read_text(encoding="utf-8").splitlines()
         RECORDS.write_text(json.dumps(recorded(notes), indent=1) + "\n", encoding="utf-8")

@@ -1,6 +1,6 @@
-"""Write docs/fits.md, what ``advise`` gives for cards people have, and a table of memory-proof.md.
+"""Write docs/fits.md (plans that ``advise`` finds for cards) and a table of memory-proof.md.
 
-``python docs/generate_memory.py``; a test fails when the committed files are not what this prints.
+Run ``python docs/generate_memory.py``; a test fails if the committed files differ from its output.
 """
 
 from __future__ import annotations
@@ -27,23 +27,26 @@ from zerotune.platform import Platform
 TARGET = Path(__file__).parent / "fits.md"
 
 INTRODUCTION = """\
-Predicted seconds of a step with the fastest plan that fits, and where that plan puts things: one
-GPU with {host} of host memory and an NVMe disk, batch 1, {side} x {side} pixels (clips as named),
-AdamW in bf16 with fp32 master weights, an EMA in host memory. Nothing of it was measured on a GPU:
-memory comes from [the memory model](memory.md), seconds from [published figures of
+The tables show the predicted seconds of a training step with the fastest plan that fits, and a
+letter for where the plan keeps optimizer and weights. All plans are for one GPU with {host} of host
+memory and an NVMe disk, batch 1, {side} x {side} pixels (for clips, the size in the table), AdamW
+in bf16 with fp32 master weights, and an EMA in host memory. No figure was measured on a GPU: memory
+comes from [the memory model](memory.md), and seconds come from [published figures of
 cards](memory.md#how-long-a-step-takes), here of {cards}.
 
-{letters}. A \\* recomputes blocks in the backward pass (gradient checkpointing), two also keep
-their inputs in host memory; a dash says that nothing fits. For a machine of your own ask `zerotune
-plan advise --family sdxl --vram 24 --ram 64`, with `--nvme 2TB`, `--lora {rank}` or `--base-dtype
-nf4` (QLoRA): it prints the plan."""
+The letters mean: {letters}. An asterisk (\\*) means that blocks are recomputed in the backward pass
+(gradient checkpointing); two asterisks mean that the blocks' inputs are also kept in host memory. A
+dash means that no plan fits. To get the plan for your own machine, run `zerotune plan advise
+--family sdxl --vram 24 --ram 64`, if needed with `--nvme 2TB`, `--lora {rank}` or `--base-dtype
+nf4` (QLoRA)."""
 
 STREAMING = """\
-[Streaming](streaming.md) moves weights through the GPU block by block. It has to be asked for
-(`streamed=True`), and has not been measured on a GPU.
+[Streaming](streaming.md) moves weights through the GPU block by block. You must enable streaming
+with `streamed=True`; streaming has not been measured on a GPU.
 
-Predicted seconds of a step on 24 GiB with more and more host memory, no NVMe, no EMA, gradients
-clipped: of the fastest plan without streaming, then of the fastest that streams; a dash where none
+The table shows the predicted seconds of a step on a GPU with 24 GiB, for increasing host memory,
+without NVMe or EMA, and with gradient clipping. The first figure in a cell is for the fastest plan
+without streaming, and the second for the fastest plan with streaming. A dash means that no plan
 fits."""
 
 FOREMOST = (
@@ -54,9 +57,9 @@ OTHERS = (
     *("sd21", "sd3-medium", "flux2-klein-4b", "flux2-klein-9b", "chroma", "krea2", "hidream"),
     *("aura-flow", "lumina2", "pixart-sigma", "sana"),
 )
-"""Those whose tables are folded; editing models and ControlNets are in the last table alone."""
+"""Families in the folded tables; editing models and ControlNets are only in the last table."""
 DETAILED = ("sdxl", "flux")
-"""Families of which each plan is listed."""
+"""Families for which the page lists the memory of each plan."""
 CARDS = ("80GiB", "48GiB", "24GiB", "16GiB", "12GiB", "8GiB")
 HOST, NVME = "128GiB", "2TB"
 STREAMED_HOSTS = ("64GiB", "128GiB", "192GiB", "256GiB")
@@ -72,7 +75,7 @@ LETTERS = {
     "F": "optimizer on NVMe, weights in host memory",
     "G": "optimizer and weights on NVMe",
 }
-"""Where a plan puts things, from least to most offload."""
+"""Where a plan keeps optimizer and weights, from least to most offload."""
 STAGES = {
     "no partitioning": {"stage": 0},
     "ZeRO-2": {"stage": 2},
@@ -94,7 +97,7 @@ STAGES = {
 
 
 def page() -> str:
-    """The whole page."""
+    """Return docs/fits.md."""
     letters = "; ".join(f"**{letter}** {meaning}" for letter, meaning in LETTERS.items())
     parts = [
         "<!-- Written by docs/generate_memory.py; edit that. -->",
@@ -121,7 +124,7 @@ def _cards() -> str:
 
 
 def _card(size: str) -> str:
-    """The card whose figures stand for one of this size."""
+    """Return the listed card whose figures are used for cards with ``size`` of memory."""
     memory = parse_size(size, key="vram")
     platform = Platform.synthetic("cuda", vram=memory, ram=parse_size(HOST, key="ram"))
     found = re.search(r"of (.+?) \(", catalogued_rates(platform).origin)
@@ -134,14 +137,14 @@ def _gib(size: str) -> str:
 
 
 def _named(name: str) -> str:
-    """What people call a family, with the size of a clip."""
+    """Return a family's title, with the frames and resolution of a clip."""
     known = model_family(name)
     clip = "" if known.frames is None else f", {known.frames} x {known.resolution}²"
     return f"{model_name(name).partition(' (')[0]}{clip}"
 
 
 def _table(families: Sequence[str], lora: int | None) -> str:
-    """A row for each family, a column for each card."""
+    """Return a table with a row for each family and a column for each card."""
     rows = [
         "| model | billions | " + " | ".join(map(_gib, CARDS)) + " |",
         "|---|--:|" + "--:|" * len(CARDS),
@@ -167,7 +170,7 @@ def _cell(name: str, card: str, lora: int | None) -> str:
 
 
 def _letter(advice: Advice) -> str:
-    """Where the plan puts things, as ``LETTERS`` has it."""
+    """Return the key of ``LETTERS`` for the advised plan."""
     optimizer = advice.plan.offload_optimizer_device
     parameters = advice.plan.offload_param_device
     if optimizer == "nvme":
@@ -181,7 +184,7 @@ def _letter(advice: Advice) -> str:
 
 
 def _amount(seconds: float) -> str:
-    """Two digits that count."""
+    """Format seconds with two significant digits."""
     return f"{seconds:.0f}" if seconds >= 10 else f"{seconds:.{1 if seconds >= 1 else 2}f}"
 
 
@@ -208,7 +211,7 @@ def _costs(family: str) -> str:
 
 
 def _streamed() -> str:
-    """Every family, all of its weights and adapters, with and without streaming."""
+    """Return a table of every family, for all weights and adapters, with and without streaming."""
     rows = [
         "| model | trained | " + " | ".join(map(_gib, STREAMED_HOSTS)) + " |",
         "|---|---|" + "--:|" * len(STREAMED_HOSTS),
@@ -232,7 +235,7 @@ def _streamed_cells(name: str, lora: int | None) -> list[str]:
 
 
 def _seconds(advice: Advice, host: str) -> str:
-    """Of the fastest that fit in less host memory than was advised for."""
+    """Return the seconds of the fastest plans that fit in ``host``, without and with streaming."""
     budget = attrs.evolve(advice.budget, host=parse_size(host, key="ram"))
     seconds: dict[bool, float] = {}
     for one in (advice.chosen, *advice.runners_up):
@@ -250,7 +253,7 @@ BEGIN, END = "<!-- passes: written by docs/generate_memory.py -->", "<!-- end of
 
 
 def proof_page() -> str:
-    """docs/memory-proof.md with its table made anew."""
+    """Return docs/memory-proof.md with a new table."""
     text = PROOF.read_text(encoding="utf-8")
     before, rest = text.split(BEGIN)
     return f"{before}{BEGIN}\n\n{_passes()}\n\n{END}{rest.split(END)[1]}"

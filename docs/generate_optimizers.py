@@ -14,8 +14,8 @@ from zerotune.optimizers.catalogue import OPTIMIZERS
 PAGE = Path(__file__).with_name("optimizers.md")
 BEGIN, END = "<!-- capabilities: begin -->", "<!-- capabilities: end -->"
 _LEGEND = (
-    "The marks mean: ✓ works, ◐ works with a change that `capability(…)` names, ✗ cannot, "
-    "· not run. Cells with ✓ and ◐ were run."
+    "✓ means that the optimizer works, ◐ that it works with a change that `capability(…)` names, "
+    "✗ that it cannot work, and · that it was not run. Every cell with ✓ or ◐ was run."
 )
 
 
@@ -27,14 +27,15 @@ def rendered(table: CapabilityTable) -> str:
         f"Z{stage}" + ("" if offload == "none" else f" {offload}") for stage, offload in columns
     ]
     versions = ", ".join(f"{package} {number}" for package, number in table.versions.items())
+    machine = f"{table.platform} (accelerator {table.accelerator})"
     lines = [
-        f"Run with {versions} on {table.platform}, accelerator {table.accelerator}.",
+        f"The table was measured on {machine} with {versions}.",
         "If a cell has two marks, the first is for fp32 and the second for bf16.",
         "",
         f"| name | {' | '.join(head)} |",
         f"|---|{'---|' * len(columns)}",
     ]
-    notes: dict[str, int] = {}
+    notes: dict[str, list[str]] = {}
     for name in OPTIMIZERS:
         row = [_mark(table, name, place, notes) for place in columns]
         lines.append(f"| {name} | {' | '.join(row)} |")
@@ -42,11 +43,15 @@ def rendered(table: CapabilityTable) -> str:
         "",
         _LEGEND,
     ]
-    lines += [""] + [f"{number}. {reason}" for reason, number in notes.items()]
+    lines += [""]
+    for number, (reason, names) in enumerate(notes.items(), 1):
+        lines += [f"{number}. {', '.join(names)}: {reason}."]
     return "\n".join(lines)
 
 
-def _mark(table: CapabilityTable, name: str, place: tuple[int, str], notes: dict[str, int]) -> str:
+def _mark(
+    table: CapabilityTable, name: str, place: tuple[int, str], notes: dict[str, list[str]]
+) -> str:
     marks = []
     for precision in ("fp32", "bf16"):
         cell = table.cells.get((name, *place, precision))
@@ -54,7 +59,10 @@ def _mark(table: CapabilityTable, name: str, place: tuple[int, str], notes: dict
             "·" if cell is None else {"works": "✓", "works with": "◐", "cannot": "✗"}[cell.outcome]
         )
         if cell is not None and cell.reason:
-            mark += f"<sup>{notes.setdefault(cell.reason, len(notes) + 1)}</sup>"
+            names = notes.setdefault(cell.reason, [])
+            if name not in names:
+                names.append(name)
+            mark += f"<sup>{list(notes).index(cell.reason) + 1}</sup>"
         marks.append(mark)
     return marks[0] if marks[0] == marks[1] else " ".join(marks)
 

@@ -1,8 +1,7 @@
 """Write docs/performance.md and docs/measurements.md from the results in docs/results alone.
 
-``python docs/generate_performance.py`` writes them and draws what is gained; a test fails when a
-committed file is not what this prints. New results come there with ``python -m bench all --output
-docs/results``.
+``python docs/generate_performance.py`` writes both pages and draws the chart of gains; a test fails
+if a committed page differs. ``python -m bench all --output docs/results`` writes new results.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # As a script it is started from anywhere.
 sys.path.insert(0, str(ROOT))
 
-from bench.show import amount, case_table, machine, more_is_better, provenance  # noqa: E402
+from bench.show import amount, case_table, machine, more_is_better  # noqa: E402
 from zerotune._util.files import write_atomically  # noqa: E402
 from zerotune._util.palette import BASELINE, OURS, empty_figure  # noqa: E402
 
@@ -61,23 +60,24 @@ COSTS = (
     ("data", "pixels", "BucketStream of an ImageFolder", "images_per_second",
      "DataLoader, files in memory", "images per second from a folder"),
 )  # fmt: skip
-"""What a reader needs first; each is a goal of its benchmark, or compared beside the goals."""
+"""Rows of the page's tables; each is a goal or a comparison of its benchmark."""
 
 METHOD = """\
-Contestants of a case run alternately, round by round, on one machine, so that a slowdown of the
-machine affects all of them. A ratio is the median of the ratios of single rounds. The interval
-beside a ratio contains this median with a confidence of 95 %, whatever the distribution (order
-statistics). With five rounds it is the interval from the lowest to the highest ratio, at 94 %. A
-figure without an interval was measured once. A goal is met or missed if the whole interval is on
-one side of the goal. If the interval contains the goal, the noise is larger than the difference,
-and the page says on which side the median is. The JSON files contain medians, quartiles, settings
-and versions.
+Each benchmark consists of cases, in which several implementations are compared. The
+implementations of a case run alternately, round by round, on one machine, so that a slowdown of
+the machine affects all of them. A ratio is the median of the ratios of single rounds. The interval
+in brackets contains this median with a confidence of 95 %, whatever the distribution (order
+statistics). With five rounds, the interval reaches from the lowest to the highest ratio, and has a
+confidence of 94 %. A figure without an interval was measured once. A goal is met or missed if the
+whole interval is on one side of the goal. If the interval contains the goal, the noise is larger
+than the difference, and the page says on which side of the goal the median is. The JSON files
+contain medians, quartiles, settings and versions.
 
 Estimates of memory are compared with two measurements. Memory *in use* is the size of the
 process's live blocks. The *peak of the process* also contains freed blocks that the C library
-keeps for later; on a CPU these add up to a fifth. An estimate may be at most 3 % below the memory
-in use, and at most 10 % above the peak of the process. An estimate is **not** an upper bound of
-that peak."""
+keeps for later; on a CPU, freed blocks add up to a fifth. An estimate may be at most 3 % below the
+memory in use, and at most 10 % above the peak of the process. An estimate is **not** an upper
+bound of the peak of the process."""
 
 # The reference system's own figures, as published: SDXL's full U-Net, ZeRO-2 with the optimizer
 # in RAM, on an RTX 4090 with 24 GB.
@@ -104,71 +104,76 @@ LEAST = (
 
 REASONS: Mapping[tuple[str, str], str] = {
     ("ema", "a step with `BackgroundEMA`"): (
-        "here forward and backward run on the same cores as the update; a GPU leaves them idle"
+        "on this machine, forward and backward pass run on the same cores as the update; a GPU "
+        "leaves the cores idle"
     ),
     ("checkpoint", "ZeRO-2, optimizer in RAM: a save"): (
-        "zerotune has then also read every byte back and hashed it"
+        "zerotune's save also reads every byte back and hashes it"
     ),
-    ("checkpoint", "ZeRO-3: a save"): "zerotune has then also read every byte back and hashed it",
+    ("checkpoint", "ZeRO-3: a save"): "zerotune's save also reads every byte back and hashes it",
     ("stream", "host pass of nine tenths"): (
-        "the simulated arithmetic alone takes 1.04 of its ideal time on these cores, and nothing "
-        "is left that could hide the passes of the last units"
+        "the simulated arithmetic alone takes 1.04 of its ideal time on these cores, and the "
+        "passes of the last units run after the arithmetic, where nothing can hide them"
     ),
-    ("stream", "host pass of twice"): "the bound itself is 0.58 of it",
+    ("stream", "host pass of twice"): "the bound itself is 0.58 of the time with waits",
     ("stream", "a bus of 1.5 times"): "the bound itself is 0.85 of the hidden step",
 }
-"""Why a goal is missed where it is, by benchmark and the beginning of its text."""
+"""Reasons for missed goals, by benchmark and the beginning of the goal's text."""
 
 
 LOWER_BOUNDS = """\
-A step of SDXL's full U-Net at 1024 x 1024 and batch 8 with recomputed blocks needs at least:"""
+A training step of SDXL's full U-Net at 1024 x 1024, with batch 8 and recomputed blocks, needs at
+least:"""
 
 ABOUT = """\
-A ratio below 1 means less time or memory than the reference, which ran alternately with zerotune.
-The interval in brackets has a confidence of 95 % ([method](measurements.md#method))."""
+A ratio below 1 means that zerotune needed less time or memory than the reference. The reference ran
+alternately with zerotune. The interval in brackets has a confidence of 95 %
+([method](measurements.md#method))."""
 
 ONE_PASS = """\
 zerotune runs Adam, unscaling, clipping and every EMA in one pass over host memory; DeepSpeed and a
-separate EMA need several passes. On a GPU the single pass runs after `zerotune doctor --prove`, or
-the first start, has found the same results bit for bit
+separate EMA need several passes. On a GPU, zerotune uses the single pass unless a check at the
+first start, or of `zerotune doctor --prove`, has found different results
 ([proven on this machine](diagnostics.md#proven-on-this-machine))."""
 
 NOT_ON_A_GPU = """\
-None of these figures was measured on a GPU. The costs of offload over a bus, the overlap with a
-device's work and the device's memory are predicted ([memory](memory.md)). `python -m bench.gpu`
-measures them on a GPU of at least 24 GiB. The command runs SDXL's full U-Net alternately with the
-configuration of the published figures, which come from an RTX 4090 with 24 GB:"""
+No figure on this page was measured on a GPU. The costs of offload over a bus, the overlap with
+computation on a device, and the device's memory are predictions ([memory](memory.md)). On a GPU of
+at least 24 GiB, `python -m bench.gpu` measures the costs of offload. `bench.gpu` trains SDXL's full
+U-Net alternately with zerotune and with the configuration of the published figures, which come from
+an RTX 4090 with 24 GB:"""
 
 REPEAT = """\
 `python -m pip install nox && nox -s bench -- all` runs all measurements, in about half an hour on a
-quiet machine. [Measurements](measurements.md) lists every figure, goal, method and command."""
+quiet machine. For every figure, goal, method and command, see [measurements](measurements.md)."""
 
 EVERYTHING = """\
-This page contains all results of the benchmarks. A script writes it from `docs/results`.
-[Performance](performance.md) summarises the results."""
+This page contains all results of zerotune's benchmarks. `docs/generate_performance.py` writes the
+page from the files in `docs/results`. For a summary, see [performance](performance.md)."""
 
 
 def result() -> str:
-    """What README and the landing page say of it, in one sentence."""
+    """Return the sentence about performance in README and on the landing page."""
     results = stored()
     three, two = (compared_in(results[name], *compared) for name, *compared, _ in GAINS[:2])
     return (
         f"A training step with an EMA takes {two['reached']:.2f} (ZeRO-2) and"
-        f" {three['reached']:.2f} (ZeRO-3) of the time of DeepSpeed and an EMA by hand"
+        f" {three['reached']:.2f} (ZeRO-3) of the time of a hand-written DeepSpeed loop with an EMA"
     )
 
 
 def page() -> str:
-    """What is gained, against what and on what, what is not measured, and how to repeat it."""
+    """Return docs/performance.md."""
     results = stored()
     days = sorted(case["measured"][:10] for result in results.values() for case in result["cases"])
     machines = "; ".join(dict.fromkeys(machine(result) for result in results.values()))
+    period = f"from {days[0]} to {days[-1]}"
     parts = [
         WRITTEN_BY,
         "# Performance",
-        f"These figures were measured without a GPU, on {machines}, {days[0]} to {days[-1]}.",
+        f"The figures on this page were measured {period}, without a GPU, on {machines}.",
         ABOUT,
-        f"![Ratios of time to what zerotune is compared with](images/{PICTURE.name})",
+        f"![Time of zerotune relative to each reference](images/{PICTURE.name})",
         "## Gains",
         ONE_PASS,
         _compared(results, GAINS),
@@ -185,7 +190,7 @@ def page() -> str:
 
 
 def measurements() -> str:
-    """Every figure, by topic."""
+    """Return docs/measurements.md."""
     results = stored()
     parts = [
         WRITTEN_BY,
@@ -211,7 +216,7 @@ def measurements() -> str:
 
 
 def stored() -> dict[str, dict[str, Any]]:
-    """The results, in the page's order."""
+    """Return the stored results, in the order of the page."""
     return {
         name: json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8")) for name in ORDER
     }
@@ -232,13 +237,13 @@ def _estimates(result: Mapping[str, Any]) -> str:
         of_use.append(100 * (estimated / in_use - 1))
         of_peak.append(100 * (estimated / peak - 1))
     return (
-        f"Over {len(of_use)} plans, the estimate of memory differs by {_range(of_use)} from the "
+        f"For {len(of_use)} plans, the estimate of memory differs by {_range(of_use)} from the "
         f"memory in use, and by {_range(of_peak)} from the peak of the process."
     )
 
 
 def draw() -> None:
-    """Draw the table of gains: a bar for each ratio with its interval, and a line at 1."""
+    """Draw the chart of gains: a bar for each ratio with its interval, and a line at 1."""
     results = stored()
     found = [(words, compared_in(results[name], *c)) for name, *c, words in GAINS]
     figure = empty_figure(figsize=(8.0, 0.36 * len(found) + 1.0), dpi=100, layout="constrained")
@@ -248,13 +253,13 @@ def draw() -> None:
         axis.barh(line, goal["reached"], color=OURS, height=0.6)
         axis.plot([low, high], [line, line], color="black", linewidth=1)
         axis.text(max(goal["reached"], high) + 0.02, line, f"{goal['reached']:.2f}", va="center")
-    labels = [f"{words}\nbeside {goal['against']}" for words, goal in found]
+    labels = [f"{words}\ncompared with {goal['against']}" for words, goal in found]
     axis.axvline(1, color=BASELINE, linewidth=1.5)
     axis.set_yticks(range(len(found)), labels, fontsize=8)
     axis.set_ylim(len(found) - 0.4, -0.6)
     axis.tick_params(axis="y", length=0)
     axis.spines[["top", "right", "left"]].set_visible(False)
-    axis.set_xlabel("time, where 1 is what it is compared with; line: 95 % interval", fontsize=8)
+    axis.set_xlabel("time relative to the reference, which is 1; line: 95 % interval", fontsize=8)
     picture = io.BytesIO()
     figure.savefig(picture, format="png", metadata={"Software": None})
     write_atomically(PICTURE, picture.getvalue())
@@ -263,7 +268,7 @@ def draw() -> None:
 def compared_in(
     result: Mapping[str, Any], case: str, contestant: str, quantity: str, against: str
 ) -> Mapping[str, Any]:
-    """What a result says of a contestant beside another."""
+    """Return a result's comparison of one implementation with another."""
     wanted = case, contestant, quantity, against
     keys = ("case", "contestant", "quantity", "against")
     (found,) = (goal for goal in result["goals"] if tuple(goal[key] for key in keys) == wanted)
@@ -278,7 +283,7 @@ def _spread(goal: Mapping[str, Any]) -> str:
 
 
 def _side(goal: Mapping[str, Any]) -> str:
-    """Whether it differs from 1, and to which side."""
+    """Return whether the ratio differs from 1, and to which side."""
     low, high = goal["interval"]
     if low <= 1 <= high:
         return "no difference beyond the noise"
@@ -286,7 +291,7 @@ def _side(goal: Mapping[str, Any]) -> str:
 
 
 def _three(case: Mapping[str, Any]) -> list[float]:
-    """Peak of the process, what is in use, and the estimate, bytes."""
+    """Return the peak of the process, the memory in use and the estimate, in bytes."""
     names = ("measured", "measured, without freed blocks", "estimated")
     return [case["contestants"][name]["host_bytes"]["median"] for name in names]
 
@@ -330,7 +335,7 @@ def _headline(results: Mapping[str, Any]) -> str:
 
 
 def met(goal: Mapping[str, Any]) -> str:
-    """Whether a goal is met, where the noise lets anybody say so."""
+    """Return whether a goal is met, missed, or within the noise."""
     (low, high), limit = goal["interval"], goal["limit"]
     more = more_is_better(goal["quantity"])
     reached = goal["reached"] >= limit if more else goal["reached"] <= limit
@@ -358,15 +363,15 @@ def _commands(results: Mapping[str, Any]) -> str:
             f"{' to '.join(dict.fromkeys((days[0], days[-1])))}, {minutes:.1f} minutes |"
         )
     return "\n".join(rows) + (
-        "\n\n`nox -s bench -- NAME` runs the same command in a separate environment. "
+        "\n\n`nox -s bench -- NAME` runs the benchmark NAME in a separate environment. "
         "`python -m bench all --output docs/results` runs all benchmarks that need no GPU. "
-        "`--quick` checks within seconds that a benchmark works."
+        "With `--quick`, `python -m bench` checks within seconds that a benchmark works."
     )
 
 
 def _memory(result: Mapping[str, Any]) -> Iterator[str]:
     cores = result["hardware"]["usable_cores"]
-    yield f"The table compares the plan's estimate with real steps on {cores} CPU cores:"
+    yield f"The table compares the memory estimates of plans with real steps on {cores} CPU cores:"
     rows = [
         "| plan | peak of the process | in use | estimated | to what is in use | to the peak |",
         "|---|--:|--:|--:|--:|--:|",
@@ -378,18 +383,25 @@ def _memory(result: Mapping[str, Any]) -> Iterator[str]:
         rows.append("| " + " | ".join(cells) + " |")
     yield "\n".join(rows)
     yield (
-        "On a CPU the C library keeps freed blocks of up to 32 MiB for later. The peak of the "
-        "process contains these blocks, so leave room for them there."
+        "On a CPU, the C library keeps freed blocks of up to 32 MiB for later. The peak of the "
+        "process contains freed blocks, so leave memory free for them."
     )
 
 
 def _details(results: Mapping[str, Any]) -> Iterator[str]:
     for name, result in results.items():
         yield f"### {name}"
-        yield f"{result['title'][0].upper()}{result['title'][1:]}. {provenance(result)}"
+        packages = ", ".join(
+            f"{package} {number}" for package, number in result["versions"].items()
+        )
+        yield (
+            f"{result['title'][0].upper()}{result['title'][1:]}. The benchmark ran on "
+            f"{machine(result)}, with {packages}. To repeat the benchmark, run "
+            f"`{result['command']}`."
+        )
         yield f"![{result['title']}](results/{name}.png)"
         for case in result["cases"]:
-            yield f"**{case['name']}**"
+            yield f"#### {case['name']}"
             yield case_table(case)
             yield from case["notes"]
 

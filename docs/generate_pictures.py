@@ -1,8 +1,8 @@
-"""Draws every picture that shows what the code answers: ``python docs/generate_pictures.py``.
+"""Draw the charts that depend on the code: ``python docs/generate_pictures.py``.
 
-README's picture of memory, and the charts of docs/results with the page made of them. What a
-picture shows is written into the file, so that a test can tell when the code's answer has become
-another one. The digits are drawn by ``nox -s demo``, the builder by docs/generate_builder.py.
+Draws README's memory chart and the charts of docs/results, and writes the pages of results. Each
+file also contains the chart's data as text, so that a test notices when the code's answer changes.
+``nox -s demo`` draws the digits, and docs/generate_builder.py takes the builder's screenshots.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ COMMAND = "plan advise --family sdxl --vram 12 --ram 128 --ema host"
 ANSWER = "zerotune-answer"
 RESULTS = DOCS / "results"
 TALLEST = 8.8
-"""Inches of a chart, a hundred pixels each."""
+"""Largest height of a chart in inches, at 100 pixels per inch."""
 SHOWN = "zerotune-shown"
-"""A chart holds under this name what it shows, so that a test finds an older one."""
+"""Metadata key under which a chart stores its data, so that a test finds outdated charts."""
 
 
 def answer() -> dict[str, dict[str, int]]:
-    """Bytes of each component at the peak of device and host, as the picture shows them."""
+    """Return the bytes of each component at the peaks of device and host, as in README's chart."""
     advice = DeepSpeedPlan.advise("sdxl", vram="12GiB", ram="128GiB", ema="host")
     found: dict[str, dict[str, int]] = {}
     for place in ("device", "host"):
@@ -52,7 +52,7 @@ def answer() -> dict[str, dict[str, int]]:
 
 
 def results() -> Iterator[tuple[Path, dict[str, Any], dict[str, Any]]]:
-    """Each stored result that has a chart: its file, what is in it, and what should be."""
+    """Yield the file, the stored data and the current data of each result that has a chart."""
     for path in sorted(RESULTS.glob("*.json")):
         stored = json.loads(path.read_text(encoding="utf-8"))
         if path.with_suffix(".png").exists():
@@ -60,7 +60,7 @@ def results() -> Iterator[tuple[Path, dict[str, Any], dict[str, Any]]]:
 
 
 def draw_results() -> None:
-    """Charts and the page, with the words and goals that the benchmarks have today."""
+    """Write charts and pages with the current titles and goals of the benchmarks."""
     for path, _, today in results():
         path.write_text(compact(today), encoding="utf-8")
         draw(today, path.with_suffix(".png"))
@@ -68,7 +68,7 @@ def draw_results() -> None:
 
 
 def draw_memory() -> None:
-    """Draw README's picture with the command that README gives."""
+    """Draw README's memory chart with the command in README."""
     cli.main([*COMMAND.split(), "--chart", str(PICTURE)])
     words = PngInfo()
     words.add_text(ANSWER, json.dumps(answer(), sort_keys=True))
@@ -78,7 +78,7 @@ def draw_memory() -> None:
 
 
 def panels(result: Mapping[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
-    """By quantity and case what each contestant took, of the quantities that goals are about."""
+    """Return the results by quantity, case and implementation, for quantities with a goal."""
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for case in result["cases"]:
         taken = list(case["contestants"].values())
@@ -94,12 +94,12 @@ def panels(result: Mapping[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
 
 
 def shown(result: Mapping[str, Any]) -> str:
-    """All that the picture of a result says, as text."""
+    """Return all data of a result's chart as text."""
     return json.dumps([result["title"], machine(result), result["ours"], panels(result)])
 
 
 def draw(result: Mapping[str, Any], path: Path) -> None:
-    """A panel for each quantity, a bar with quartiles for each contestant of each case."""
+    """Draw a panel per quantity, with a bar and quartiles per implementation and case."""
     drawn = panels(result)
     lines = [sum(len(bars) + 1 for bars in cases.values()) for cases in drawn.values()]
     rest = 0.6 * len(lines) + 0.8
@@ -107,7 +107,7 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
     line = min(0.24, (TALLEST - rest) / sum(lines))
     height = line * sum(lines) + rest
     figure = empty_figure(figsize=(8.0, height), dpi=100, layout="constrained")
-    marks = "bar: median, line: quartiles; orange: zerotune, dark: compared with"
+    marks = "bar: median, line: quartiles; orange: zerotune, dark: reference"
     heading = textwrap.fill(f"{result['title']}. {machine(result)}; {marks}", 90)
     figure.suptitle(heading, fontsize=9)
     axes = figure.subplots(len(drawn), 1, height_ratios=lines, squeeze=False)[:, 0]

@@ -1,4 +1,4 @@
-"""Writes ``rules.md`` from the rules themselves: ``python docs/generate_rules.py``."""
+"""Write ``rules.md`` from the rules: ``python docs/generate_rules.py``."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ TARGET = Path(__file__).with_name("rules.md")
 HEAD = """\
 # Rules
 
-`plan.check()` applies the rules on this page to a plan. `resolve()` applies them too, before it
-fills in any value. An *error* stops `resolve()`. A *warning* becomes a recorded decision. Only
-`check()` reports a *note*. Every finding names the key, the value, the reason and the fix:
+`plan.check()` applies the rules on this page to a plan. `plan.resolve()` applies the same rules
+before it fills in any value. A finding is an error, a warning or a note. An *error* stops
+`resolve()`, a *warning* becomes a recorded decision, and only `check()` reports a *note*. Every
+finding names the key, the value, the reason and the fix:
 
 ```{doctest}
 >>> from zerotune import DeepSpeedPlan
@@ -24,7 +25,7 @@ error nvme-optimizer-below-stage-3 zero_optimization.offload_optimizer.device
 
 ```
 
-The statements about DeepSpeed come from the code of release 0.19.8, or from runs of it.
+The statements about DeepSpeed were verified by reading or running DeepSpeed 0.19.8.
 `python docs/generate_rules.py` writes this page.
 """
 
@@ -71,9 +72,9 @@ LAXER = {
 AGREEMENT = """\
 ## Differences from DeepSpeed's own checks
 
-A test passes every key, with values of every kind, to DeepSpeed's own `DeepSpeedConfig`. The test
-also passes combinations of stages, offload, precision and reduction. zerotune and DeepSpeed accept
-and refuse the same configurations, with these exceptions:
+A test passes every key, with values of every kind, to zerotune and to DeepSpeed's own
+`DeepSpeedConfig`. The test also passes combinations of stages, offload, precision and reduction.
+The table lists the configurations that only zerotune or only DeepSpeed refuses:
 
 | difference | keys | reason |
 |---|---|---|
@@ -81,7 +82,7 @@ and refuse the same configurations, with these exceptions:
 
 
 def page() -> str:
-    """The page as Markdown."""
+    """Return the page as Markdown."""
     parts = [HEAD]
     for severity, title in MEANING.items():
         rules = [rule for rule in all_rules() if rule.severity == severity]

@@ -1,7 +1,7 @@
-"""The table of versions in docs/status.md, from what sessions recorded and from nothing else.
+"""Write the table of versions in docs/status.md from the recorded test runs alone.
 
-``python docs/generate_status.py`` writes the page anew; ``... NAME... REPORT`` records a run first,
-from the JUnit file that pytest left, and fails where one of its tests did.
+``python docs/generate_status.py`` writes the page. ``generate_status.py NAME... REPORT`` first
+records a run from pytest's JUnit file REPORT, and fails if a test of the run failed.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ WANTED: Final[Mapping[str, str]] = {
     "engine, deepspeed 0.19.8": "nox -s deepspeed_versions",
     **{f"pure, Python 3.{minor}": "nox -s pure" for minor in range(10, 14)},
 }
-"""What is to be run before a release, and by what."""
+"""Parts to test before a release, and the command for each."""
 
 
 def outcome(report: Path) -> dict[str, Any]:
-    """What a run of pytest came to, on which versions."""
+    """Return the outcome and the versions of a pytest run."""
     cases = list(ElementTree.parse(report).getroot().iter("testcase"))
 
     def count(*kinds: str) -> int:
@@ -56,7 +56,7 @@ def outcome(report: Path) -> dict[str, Any]:
 
 
 def table(records: Mapping[str, Mapping[str, Any]]) -> str:
-    """What was run, and what was not."""
+    """Return the table of parts that were tested, and of parts that were not."""
     lines = ["| part | on | passed | failed | skipped | when | command |"]
     lines.append("|---|---|--:|--:|--:|---|---|")
     for name in dict.fromkeys((*WANTED, *records)):
@@ -72,14 +72,14 @@ def table(records: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def page(text: str, records: Mapping[str, Mapping[str, Any]]) -> str:
-    """The page with the table of these records."""
+    """Return the page with a table of ``records``."""
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{BEGIN}\n\n{table(records)}\n\n{END}{after}"
 
 
 def stored() -> dict[str, Any]:
-    """What was recorded so far."""
+    """Return the recorded runs."""
     if not RECORDS.exists():
         return {}
     found: dict[str, Any] = json.loads(RECORDS.read_text(encoding="utf-8"))

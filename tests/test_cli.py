@@ -213,11 +213,11 @@ class TestVerdict:
         )
 
     def test_no_offload_without_cpu_adam(self):
-        broken = attrs.evolve(ADAM, state="blocked", cause="there is no C++ compiler")
+        broken = attrs.evolve(ADAM, state="blocked", cause="no C++ compiler is installed")
         found = checkup(ops=(broken, LIBAIO))
 
         assert not found.healthy
-        assert "cannot be offloaded: cpu_adam: there is no C++ compiler." in found.verdict
+        assert "cannot be offloaded: cpu_adam: no C++ compiler is installed." in found.verdict
 
     def test_a_deepspeed_that_does_not_import(self):
         found = checkup(ops=(), ops_problem="deepspeed cannot be imported: OSError: x.")

@@ -90,12 +90,12 @@ class Decision:
 
     @property
     def is_shown(self) -> bool:
-        """Whether reports show it; unchanged values are only recorded, except for warnings."""
+        """Whether reports show the record. Unchanged values are hidden unless they are warnings."""
         return self.severity != "note" or self.before != self.after
 
     @property
     def is_choice(self) -> bool:
-        """Whether it describes a choice, not something the user should do."""
+        """Whether the record describes a choice rather than a task for the user."""
         return not self.fix and self.error is None
 
     def as_error(self) -> ZeroTuneError:
@@ -117,7 +117,7 @@ class Decision:
 
 
 def worst_first(records: Iterable[Decision]) -> list[Decision]:
-    """Sort records by severity, errors first."""
+    """Sort ``records`` by severity, errors first."""
     return sorted(records, key=lambda one: SEVERITIES.index(one.severity))
 
 
@@ -158,7 +158,7 @@ Names = Mapping[str, str]
 
 
 def name_of(path: str | None, names: Names) -> str | None:
-    """Return the file's name for the setting at ``path``; ``None`` if it is the same."""
+    """Return the name of the setting in the file, or ``None`` if the name equals ``path``."""
     name, below = path or "", ""
     while name not in names:
         name, dot, last = name.rpartition(".")
@@ -188,7 +188,7 @@ class Log:
         self.decisions.append(attrs.evolve(one, written=written) if written else one)
 
     def refuse(self, error: ZeroTuneError) -> None:
-        """Record an error and continue; raise if there are too many."""
+        """Record an error and continue; too many errors raise at once."""
         if self._holds(error):
             raise error
         self._keep(error)
@@ -196,7 +196,7 @@ class Log:
             raise self.mistakes[-1] from None
 
     def attempt(self, work: Callable[..., T], *arguments: Any) -> T | None:
-        """Return the result of ``work``; record its error and return ``None`` if it fails."""
+        """Return the result of ``work``; if it raises, record the error and return ``None``."""
         try:
             return work(*arguments)
         except ZeroTuneError as error:
@@ -204,7 +204,7 @@ class Log:
             return None
 
     def outcome(self, work: Callable[..., T], *arguments: Any) -> T | None:
-        """Return the result of ``work``; ``None`` if it failed. Every error is recorded."""
+        """Return the result of ``work``, or ``None`` if it raises. Every error is recorded."""
         try:
             return work(*arguments)
         except ZeroTuneError as error:
@@ -213,7 +213,7 @@ class Log:
             return None
 
     def whole(self, work: Callable[..., T], *arguments: Any) -> T:
-        """Return the result of ``work``; raise the first recorded error, with the others."""
+        """Return the result of ``work``; raise the first recorded error, if any."""
         result = self.outcome(work, *arguments)
         raise_all(self.mistakes)
         return cast("T", result)
@@ -228,7 +228,7 @@ class Log:
 
 
 def raise_all(mistakes: Sequence[ZeroTuneError]) -> None:
-    """Raise several errors as one: the first, with the ``others``."""
+    """Raise the first of several errors, with the rest as its ``others``."""
     if mistakes:
         raise mistakes[0].with_others(mistakes[1:]) from None
 

@@ -152,20 +152,20 @@ class ZeroTuneError(Exception):
         super().__init__(self._message())
 
     def each(self) -> tuple[ZeroTuneError, ...]:
-        """Yield this error without its others, then each of the others."""
+        """Yield this error without its ``others``, then each error in ``others``."""
         return (self.with_others(()), *self.others) if self.others else (self,)
 
     def with_others(self, others: Iterable[ZeroTuneError]) -> Self:
-        """Return a copy with these others."""
+        """Return a copy of this error whose ``others`` are replaced."""
         state = {**self.__dict__, "others": tuple(others)}
         return _rebuild(type(self), state) if state["others"] or self.others else self
 
     def called(self, written: str) -> Self:
-        """Return a copy for a file that names the setting ``written``."""
+        """Return a copy of this error with ``written``, the setting's name in the user's file."""
         return _rebuild(type(self), {**self.__dict__, "written": written})
 
     def below(self, section: str) -> Self:
-        """Return a copy with the key inside ``section``."""
+        """Return a copy of this error with its key inside ``section``."""
         if not section or self.key is None:
             return self
         return _rebuild(type(self), {**self.__dict__, "key": f"{section}.{self.key}"})
@@ -285,7 +285,7 @@ class NothingFitsError(PlanError):
         super().__init__(reason, key=key, value=value, fix="; ".join(fixes))
 
     def in_shell(self) -> Self:
-        """Return a copy that names command-line options instead of Python's arguments."""
+        """Return a copy of this error that names command-line options, not Python arguments."""
         fixes = [self.more, *(each.in_shell() for each in self.remedies)]
         return _rebuild(type(self), {**self.__dict__, "fix": "; ".join(fixes)})
 
@@ -299,7 +299,7 @@ class PlatformError(ZeroTuneError, RuntimeError):
 
 
 class EngineError(ZeroTuneError, RuntimeError):
-    """The training engine could not be started or used."""
+    """The training engine cannot be started or used."""
 
 
 class VerificationError(EngineError):

@@ -131,9 +131,9 @@ def test_what_is_read_back_otherwise_is_found():
     doubled = {**read.tensors, key: 2 * read.tensors[key]}
     for wrong in (swapped, lost, more):
         changed = attrs.evolve(read, tensors=wrong)
-        with pytest.raises(CheckpointCorruptError, match="read back"):
+        with pytest.raises(CheckpointCorruptError, match=r"this layer|different values"):
             compare(changed, layers, component="transformer", dtype=torch.float32)
-    with pytest.raises(CheckpointCorruptError, match="otherwise"):
+    with pytest.raises(CheckpointCorruptError, match="different values"):
         compare(
             attrs.evolve(read, tensors=doubled),
             layers,
@@ -145,12 +145,12 @@ def test_what_is_read_back_otherwise_is_found():
 def test_models_and_layers_without_names_are_refused():
     from tests.diffusion.adapting import tiny_sd3
 
-    with pytest.raises(InvalidValueError, match="no such files of SD3Transformer2DModel"):
+    with pytest.raises(InvalidValueError, match="cannot read SD3Transformer2DModel"):
         published(tiny_sd3(), "comfyui", "transformer")
     unet = diffusers.UNet2DConditionModel
     with pytest.raises(InvalidValueError, match="'diffusers', 'peft', 'kohya'"):
         published(unet.__new__(unet), "comfyui", "unet")
-    with pytest.raises(CheckpointMismatchError, match=r"proj_out: has no name"):
+    with pytest.raises(CheckpointMismatchError, match=r"proj_out: diffusers cannot read"):
         PUBLISHED["WanTransformer3DModel"].theirs("proj_out")
 
 
@@ -180,7 +180,7 @@ def test_lycoris_keeps_its_alpha_where_a_factor_is_a_product():
             f"transformer.{layer}.{key.rpartition('.')[2]}" for key in found
         }
     flux = model_of("FluxTransformer2DModel")
-    with pytest.raises(CheckpointMismatchError, match="of which its product is none"):
+    with pytest.raises(CheckpointMismatchError, match="which LoKr and LoHa cannot represent"):
         write_lycoris(
             {"transformer_blocks.0.attn.to_q": split},
             model=flux,

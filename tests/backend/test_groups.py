@@ -98,8 +98,8 @@ def test_groups_that_do_not_arrive_are_noticed(monkeypatch) -> None:
     monkeypatch.setattr(deepspeed, "initialize", initialize)
     with pytest.raises(VerificationError) as noticed:
         engine_with_groups(2, "none")
-    assert "optimizer.param_groups should be 4 but 1 runs" in str(noticed.value)
-    assert "weight_decay should be 0.0 but 0.1 runs" in str(noticed.value)
+    assert "optimizer.param_groups should be 4 but is 1" in str(noticed.value)
+    assert "weight_decay should be 0.0 but is 0.1" in str(noticed.value)
 
 
 def choice_of(*names: str) -> OptimizerChoice:

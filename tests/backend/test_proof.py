@@ -731,10 +731,10 @@ def test_a_check_that_breaks_is_a_failure_with_its_traceback(
 def test_what_cannot_be_compiled_leaves_the_other_paths_their_proof(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(proving, "_import", lambda _platform: "there is no C++ compiler")
+    monkeypatch.setattr(proving, "_import", lambda _platform: "no C++ compiler is installed")
     proof = proving.prove()
     assert proof.failed == ()
-    assert "there is no C++ compiler" in str(proof.obstacle("hidden step"))
+    assert "no C++ compiler is installed" in str(proof.obstacle("hidden step"))
     assert proof.obstacle("activation offload") is None
 
 

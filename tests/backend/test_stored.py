@@ -93,5 +93,5 @@ def test_a_model_without_values_or_file_is_refused():
 
 
 def test_a_trainer_that_cannot_read_says_how(waiting):
-    with pytest.raises(EngineError, match=r"4 of its weights are still in their files.*run\.shard"):
+    with pytest.raises(EngineError, match=r"4 of the model's weights.*run\.shard"):
         stored.require_read(waiting[0])

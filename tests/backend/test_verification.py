@@ -85,8 +85,8 @@ def test_one_error_names_every_difference() -> None:
     with pytest.raises(VerificationError) as caught:
         checks.raise_if_failed(engine="DeepSpeed")
     message = str(caught.value)
-    assert "zero_optimization.stage should be 2 but 1 runs" in message
-    assert "gradient_clipping should be 1.0 but 0.0 runs" in message
+    assert "zero_optimization.stage should be 2 but is 1" in message
+    assert "gradient_clipping should be 1.0 but is 0.0" in message
     assert "precision" not in message
     assert "Fix:" in message
 
@@ -130,13 +130,13 @@ def swap_behind_the_back(what: str) -> str:
 @ranks(1)
 def test_a_replaced_setting_is_noticed_in_the_running_engine() -> None:
     expected = {
-        "optimizer": "optimizer.type should be 'DeepSpeedCPUAdam' but 'DeepSpeedCPUAdagrad' runs",
-        "decay mode": "optimizer.weight_decay_mode should be 'decoupled' but 'l2' runs",
-        "stage": "zero_optimization.stage should be 2 but 1 runs",
-        "offload": "offload_optimizer.device should be 'cpu' but 'none' runs",
-        "precision": "precision should be 'fp32' but 'bf16' runs",
-        "clipping": "gradient_clipping should be 1.0 but 0.5 runs",
-        "scheduler": "scheduler.type should be 'WarmupLR' but None runs",
+        "optimizer": "optimizer.type should be 'DeepSpeedCPUAdam' but is 'DeepSpeedCPUAdagrad'",
+        "decay mode": "optimizer.weight_decay_mode should be 'decoupled' but is 'l2'",
+        "stage": "zero_optimization.stage should be 2 but is 1",
+        "offload": "offload_optimizer.device should be 'cpu' but is 'none'",
+        "precision": "precision should be 'fp32' but is 'bf16'",
+        "clipping": "gradient_clipping should be 1.0 but is 0.5",
+        "scheduler": "scheduler.type should be 'WarmupLR' but is None",
     }
     for name, sentence in expected.items():
         assert sentence in ({name: swap_behind_the_back(name) for name in list(expected)})[name], (

@@ -202,7 +202,7 @@ def test_messages_stand_beside_their_field(page):
     ("text", "expected"),
     [
         ('{\n  "zero_optimization": {\n    "stage": 2\n    "aio": {}\n  }\n}', "Line 4, column 5"),
-        ("[1, 2]", "holds no configuration"),
+        ("[1, 2]", "is not a configuration"),
         ('{"a": 1, "b": 2, "c": 3}', "contains no DeepSpeed configuration"),
         ('{"deepspeed_config": "/etc/passwd"}', "outside"),
         ("<script>alert(1)</script>", "Line 1, column 1"),
@@ -428,7 +428,7 @@ def test_every_change_is_undone_and_done_again(page):
     assert page.tab.input_value("#setup-ema") == '"none"'
     assert field.input_value() == "1"
     for after in shown[1:]:
-        assert undo(page, "Control+Shift+z").startswith("Done again: ")
+        assert undo(page, "Control+Shift+z").startswith("Redone: ")
         assert page.config() == after
     assert page.tab.locator("#redo").is_disabled()
     page.tab.click("#undo")
@@ -473,7 +473,7 @@ def test_a_reload_loses_nothing(page, place):
     (place / "plan.json").write_text(json.dumps({**PLAN, "gradient_clipping": 0.1}))
     reload(page)
     assert page.config()["gradient_clipping"] == 0.75
-    assert "changed meanwhile" in page.tab.locator("#status").text_content()
+    assert "has changed" in page.tab.locator("#status").text_content()
     page.tab.click("#apply-button")
     page.tab.get_by_role("button", name="Open it again").click()
     page.tab.click("#ask-do")
@@ -498,7 +498,7 @@ def test_it_asks_before_work_is_lost(page, place):
     page.tab.press("#save-path", "Enter")
     page.tab.locator("#save-error:has-text('is there already')").wait_for()
     assert (place / "there.json").read_text() == "{}"
-    page.tab.get_by_role("button", name="Save over it").click()
+    page.tab.get_by_role("button", name="Overwrite it").click()
     page.tab.wait_for_selector("#save-dialog", state="hidden")
     assert json.loads((place / "there.json").read_text())["gradient_clipping"] == 0.5
     assert (place / "there.json.bak").read_text() == "{}"
@@ -566,7 +566,10 @@ def test_nothing_is_said_to_run_while_the_plan_is_invalid(page):
     page.tab.fill("#config-gradient-clipping", "-1")
     page.settle()
     page.tab.click("#tab-running")
-    assert page.tab.locator("#output").text_content() == "Nothing runs until the errors are gone."
+    assert (
+        page.tab.locator("#output").text_content()
+        == "Correct the errors to see the running configuration."
+    )
     assert "Run by" not in page.tab.locator("#optimizer-about").text_content()
     arrows = page.tab.locator("#form input:not([data-store=setup])").evaluate_all(
         "inputs => inputs.filter((input) => input.placeholder.includes('→')).map((each) => each.id)"

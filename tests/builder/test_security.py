@@ -109,7 +109,7 @@ class TestToken:
         fields = "&".join(f"f{number}=1" for number in range(20))
         answer = client.get(f"/?{fields}&token=s3cret", follow_redirects=False)
         assert answer.status_code == 400
-        assert answer.json() == {"error": "a query may have 20 fields at most"}
+        assert answer.json() == {"error": "a query may contain 20 fields at most"}
 
     def test_a_bearer_token_does(self, client_of):
         client = client_of(token="s3cret")

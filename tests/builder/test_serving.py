@@ -92,7 +92,7 @@ def test_a_token_comes_from_a_file_or_the_environment(tmp_path, monkeypatch):
 
     file = tmp_path / "token"
     with pytest.raises(
-        InvalidValueError, match=r"--token-file.*cannot be read from it .No such file"
+        InvalidValueError, match=r"--token-file.*contains no readable token .No such file"
     ):
         read_token(given=None, file=file)
     file.write_text(" \n")

@@ -10,11 +10,12 @@ PAGE = Path(__file__).parents[2] / "docs" / "resume-matrix.md"
 
 _HEAD = """# Resuming every plan under every plan
 
-`nox -s nightly` generates this page with real processes and real engines. A run is saved after 5
-optimizer steps under the plan of the row, and continues for 20 steps under the plan of the column.
-x1 and x2 are the numbers of processes, which share one batch. The table gives the largest relative
-difference of a loss from the uninterrupted run. In every cell, weights, both moments of Adam,
-counters and the EMA are the same after loading as in the checkpoint, bit for bit.
+`nox -s nightly` generates this page with real processes and real engines. Each cell shows one run
+that is saved after 5 optimizer steps under the plan of its row, and resumed for 20 steps under the
+plan of its column. In the names of plans, x1 and x2 are the number of processes, which share one
+batch. Each cell gives the largest relative difference between a loss of the resumed run and the
+loss of an uninterrupted run under the plan of the row. In every cell, weights, both moments of
+Adam, counters and the EMA after loading are bit for bit those of the checkpoint.
 
 """
 
@@ -30,10 +31,11 @@ def write_table(measured: dict[str, Any], labels: Sequence[str]) -> None:
     for precision in ("fp32", "bf16"):
         values = measured[precision]
         parts.append(
-            f"## {precision}\n\nUninterrupted runs of different plans differ by up to "
-            f"{measured['spread'][precision]:.1e}, and the largest value in the table is "
-            f"{max(values.values()):.1e}. {sum(not v for v in values.values())} of {len(values)} "
-            "pairs are equal bit for bit.\n\n"
+            f"## {precision}\n\nLosses of uninterrupted {precision} runs under different plans "
+            f"differ by up to {measured['spread'][precision]:.1e}. The largest difference in the "
+            f"{precision} table is {max(values.values()):.1e}. In "
+            f"{sum(not v for v in values.values())} of {len(values)} cells, all losses are equal "
+            "bit for bit.\n\n"
         )
         parts.append("| saved under | " + " | ".join(labels) + " |\n")
         parts.append("|---" * (len(labels) + 1) + "|\n")

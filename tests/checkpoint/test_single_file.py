@@ -205,17 +205,17 @@ def test_files_that_cannot_be_read_are_refused_with_what_to_give(folders, tmp_pa
     }
     assert torch.equal(read["context_embedder.weight"], rounded["context_embedder.weight"])
     assert torch.equal(read["proj_out.bias"], rounded["proj_out.bias"])
-    assert "of no model that diffusers knows" in refusal(config=None)
+    assert "does not recognise this file's model" in refusal(config=None)
     assert "are scaled" in refusal({"scaled_fp8": torch.ones(2)})
     assert "diffusers' converter reads the file" in refusal(config=folders["flux"])
-    assert "config= applies only to such files" in refusal(path=folders["sd3"])
+    assert "without such a file, omit config=" in refusal(path=folders["sd3"])
     assert "does not exist" in refusal(path=tmp_path / "none.safetensors")
     bare = no_weights(folders["sd3"], tmp_path / "bare")
     message = refusal(parts=True, config=bare)
-    assert "contains nothing of the frozen parts, and the others cannot be loaded" in message
+    assert "does not contain the frozen parts that the file lacks" in message
     big = {f"{MODEL}joint_blocks.37.x_block.mlp.fc1.weight": torch.ones(2, 2)}
     message = refusal(big, config=None)
-    assert "stabilityai/stable-diffusion-3.5-large is not available" in message
+    assert "stabilityai/stable-diffusion-3.5-large cannot be downloaded" in message
     assert "pass a downloaded folder of stabilityai/stable-diffusion-3.5-large" in message
 
 
@@ -226,7 +226,7 @@ def test_pipelines_without_names_and_models_without_converters_are_refused(tmp_p
     engine = start(PLAIN, model)
     message = told(lambda: export_pipeline(tmp_path / "x.safetensors", engine=engine, base=folder))
     engine.close()
-    with pytest.raises(InvalidValueError, match="no converter of such files for PixArt"):
+    with pytest.raises(InvalidValueError, match="cannot convert a single file to PixArt"):
         place_rows(type(model), model.config, model={}, file={"x": (1,)})
     assert message.startswith("CheckpointMismatchError: base")
     assert "single-file layout of PixArtSigmaPipeline" in message

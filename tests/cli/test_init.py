@@ -133,7 +133,7 @@ class TestWhatIsRefused:
 
         said = refused(*CARD)
 
-        assert f"{name}: exists already" in said
+        assert f"{name}: already exists" in said
         assert "Fix: choose another folder" in said
         assert [file.name for file in (tmp_path / "run").iterdir()] == [name]
         assert (tmp_path / "run" / name).read_text() == "mine"

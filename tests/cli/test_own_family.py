@@ -88,7 +88,7 @@ def test_init_writes_its_script(folder, tmp_path, capsys):
         ("nowhere_at_all:Family", "cannot be imported"),
         ("families_page:Nothing", "cannot be imported"),
         ("zerotune.plan:DeepSpeedPlan", "is not a family"),
-        (OWN, "does not name its model"),
+        (OWN, "does not name the model's class"),
     ],
 )
 def test_a_class_that_cannot_be_costed_is_named(folder, capsys, name, why):

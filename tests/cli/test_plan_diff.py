@@ -48,3 +48,12 @@ def test_a_file_in_another_format_is_compared_by_what_it_means(tmp_path, capsys)
     )
     assert cli.main(["plan", "diff", str(tmp_path / "a.json"), str(tmp_path / "b.yaml")]) == 1
     assert "zero_optimization" not in capsys.readouterr().out
+
+
+def test_an_error_says_in_which_of_the_two_files(tmp_path, capsys):
+    (tmp_path / "a.json").write_text(json.dumps(BEFORE))
+    (tmp_path / "b.json").write_text(json.dumps({**BEFORE, "train_batch_size": 0}))
+    assert cli.main(["plan", "diff", str(tmp_path / "a.json"), str(tmp_path / "b.json")]) == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert "b.json has errors" in first
+    assert second.startswith("error: train_batch_size = 0")

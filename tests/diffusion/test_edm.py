@@ -177,7 +177,7 @@ def test_quantiles_go_from_little_noise_to_much():
                 scheduler=EDMDPMSolverMultistepScheduler(prediction_type="sample")
             ),
             "scheduler.prediction_type",
-            "made with",
+            "prediction type of the model",
         ),
     ],
 )

@@ -294,7 +294,7 @@ def test_a_configuration_without_a_class_is_refused(source):
 def test_a_missing_file_and_an_unknown_model_are_refused(tmp_path):
     with pytest.raises(InvalidValueError, match="cannot be read"):
         model_facts(tmp_path)
-    with pytest.raises(InvalidValueError, match="not known"):
+    with pytest.raises(InvalidValueError, match="does not know the arguments"):
         example_inputs(Chain())
 
 

@@ -112,7 +112,7 @@ def test_a_configuration_of_peft_is_taken_as_it_is(kind, settings):
     [
         (
             {"bias": "all"},
-            r"LoraConfig\.bias = 'all': LoRA has no such setting.*leave it at 'none'",
+            r"LoraConfig\.bias = 'all': is not supported by zerotune's LoRA.*leave bias at 'none'",
         ),
         ({"modules_to_save": ["conv_in"]}, r"LoraConfig\.modules_to_save"),
         ({"init_lora_weights": "pissa"}, r"LoRA\.init = 'pissa'"),

@@ -302,7 +302,7 @@ def test_a_loss_of_ones_own():
         (lambda: Huber(threshold=0.0), "threshold", "0.1"),
         (lambda: SmoothL1(threshold=float("nan")), "threshold", "0.1"),
         (lambda: Huber(schedule="linear"), "schedule", '"exponential"'),
-        (lambda: Huber(scale=2.0), "scale", "another schedule"),
+        (lambda: Huber(scale=2.0), "scale", "different schedule"),
         (lambda: Huber(scale=-1.0, schedule="constant"), "scale", "0.1"),
         (lambda: FlowMatchingObjective(loss=Huber()), "loss.schedule", '"exponential"'),
         (lambda: DenoisingObjective(weighting="debiased"), "weighting", "snr_gamma"),

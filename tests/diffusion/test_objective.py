@@ -171,5 +171,5 @@ def test_a_batch_without_labels_or_a_model_with_other_channels_is_a_data_error()
         def forward(self, noisy, *_):
             return torch.cat([noisy, noisy], dim=1)
 
-    with pytest.raises(DataError, match="learned variance"):
+    with pytest.raises(DataError, match="predict a variance"):
         DenoisingObjective(family=Unconditional())(Doubling(), batch(), generator())

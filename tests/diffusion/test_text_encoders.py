@@ -79,7 +79,7 @@ def test_which_encoders_are_trained_is_checked(tmp_path):
     folder = pipelines.flux(tmp_path / "flux")
     with pytest.raises(InvalidValueError, match="one of text_encoder, text_encoder_2"):
         load_pretrained(folder, text_encoders=["text_encoder_3"])
-    with pytest.raises(InvalidValueError, match="is not a loaded text encoder"):
+    with pytest.raises(InvalidValueError, match="is not a text encoder of the pipeline"):
         load_pretrained(folder, text_encoders=["text_encoder"], leave_out=["text_encoder"])
     with pytest.raises(InvalidValueError, match="omit parts=False"):
         load_pretrained(folder, text_encoders=True, parts=False)

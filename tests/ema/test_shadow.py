@@ -252,7 +252,7 @@ def test_attach_refuses_what_it_cannot_average():
     frozen = HostileNet().requires_grad_(False)
     with pytest.raises(EMAError, match="no trainable parameter"):
         EMAShadow(decay=0.9).attach(frozen)
-    with pytest.raises(EngineError, match="master weights are fp32"):
+    with pytest.raises(EngineError, match="master weights must be fp32"):
         EMAShadow(decay=0.9).attach(torch.nn.Linear(2, 2).bfloat16())
     with pytest.raises(EngineError, match="has no master weights"):
         EMAShadow(decay=0.9).attach("model")

@@ -96,7 +96,7 @@ def checkpoint(tmp_path_factory) -> str:
     results = run_ranks(run_script, "accelerate_after", BEFORE, str(path), CPU)
     check(results, zero=CPU)
     (seen,) = results
-    assert "second step" in seen["second step"]
+    assert "already taken the step" in seen["second step"]
     assert "1 of 2 micro batches are accumulated" in seen["open window"]
     assert "constant_with_warmup" in "".join(seen["decisions"])
     return str(path)
@@ -386,7 +386,7 @@ def test_accelerates_silent_swap_is_found_and_named():
     env = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     (said,) = run_ranks(swapped_in_silence, env=env)
-    assert "optimizer.type should be 'RMSprop' but 'DeepSpeedCPUAdam' runs" in said
+    assert "optimizer.type should be 'RMSprop' but is 'DeepSpeedCPUAdam'" in said
 
 
 @engine_runs

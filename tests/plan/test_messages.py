@@ -69,7 +69,7 @@ def test_a_rate_in_quotes_and_a_disk_without_a_folder_are_told():
 def test_a_bucket_is_as_large_as_the_precision_makes_it(around, size):
     zero = {"stage": 2, "overlap_comm": True, "reduce_bucket_size": 5e8}
     told = findings({**around, "zero_optimization": zero})["large-reduce-bucket"]
-    assert f"takes {size} " in told.reason
+    assert f"uses {size} " in told.reason
 
 
 def test_a_precision_that_is_refused_is_not_offered():

@@ -117,7 +117,7 @@ def test_a_swap_folder_goes_where_something_is_swapped(plan):
     zero = nvme.with_overrides({"nvme_path": "/mnt/x"}).zero_optimization
     assert zero.offload_param.nvme_path == "/mnt/x"
     assert zero.offload_optimizer.nvme_path is None
-    with pytest.raises(PlanConflictError, match="nothing is offloaded to NVMe"):
+    with pytest.raises(PlanConflictError, match="offloads nothing to NVMe"):
         plan.with_overrides({"nvme_path": "/mnt/x"})
 
 

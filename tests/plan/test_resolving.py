@@ -58,7 +58,7 @@ def test_reference_a_resolves_and_says_that_offload_param_is_ignored(reference_a
     assert resolved.gradient_clipping == 1.0
     assert resolved.precision == "fp32"
     assert warnings(resolved) == ["zero_optimization.offload_param"]
-    assert "ignores offload_param below stage 3" in resolved.decisions[0].reason
+    assert "ignores offload_param at stage 2" in resolved.decisions[0].reason
 
 
 def test_reference_a_on_the_cpu_accelerator_pins_nothing(reference_a, cpu):

@@ -91,9 +91,9 @@ def test_a_call_on_one_rank_only_is_told_who_is_missing(tmp_path, caller, what, 
     error = error_of(needing_all(trainer, tmp_path)[what])
     over.touch()
     assert time.monotonic() - began < 2 * TIMEOUT_S
-    assert error.startswith(f"CollectiveError: rank {caller}: not every rank came to '{purpose}")
+    assert error.startswith(f"CollectiveError: rank {caller}: not every rank reached '{purpose}")
     assert f"within {TIMEOUT_S:g} s" in error
-    assert f"Rank {1 - caller} failed to come: rank {1 - caller} last came to" in error
+    assert f"Rank {1 - caller} is missing: rank {1 - caller} last reached" in error
     assert "not inside `if rank == 0`" in error
     assert list(tmp_path.iterdir()) == []
 
@@ -154,7 +154,7 @@ def test_a_background_save_waits_for_a_rank_no_longer_than_the_trainer_does(tmp_
     wait_for((tmp_path / "told-1").exists)
     assert error.startswith("CollectiveError: "), "the slow one is told that it was given up"
     if rank == 0:
-        assert "rank 0: not every rank came to 'write the weights'" in error
+        assert "rank 0: not every rank reached 'write the weights'" in error
         assert f"within {ALONE_S:g} s" in error
         assert seconds < 4 * ALONE_S + 10
 
@@ -166,8 +166,8 @@ def test_a_rank_that_is_killed_is_named_and_not_the_survivor(tmp_path, lost):
     pid = (tmp_path / "pid").read_text()
     seconds, error = (tmp_path / "told").read_text().split(" ", 1)
     assert float(seconds) < 60
-    assert error.startswith(f"CollectiveError: rank {1 - lost}: a rank was lost in training (")
-    assert f"Rank {lost} failed to come: rank {lost} has ended (process {pid})" in error
+    assert error.startswith(f"CollectiveError: rank {1 - lost}: a rank was lost during training (")
+    assert f"Rank {lost} is missing: rank {lost} has ended (process {pid})" in error
     log = (tmp_path / f"rank{1 - lost}.log").read_text()
     assert f"rank {1 - lost} gave up: CollectiveError" in log
     assert f"rank {lost} has ended (process {pid})" in log
@@ -179,8 +179,8 @@ def test_a_rank_that_is_killed_is_named_in_a_loop_of_ones_own(tmp_path, stage):
     with pytest.raises(RanksFailed, match=r"^rank 1: died with exit code -9$"):
         run_ranks(faulty.losing_in_a_loop, str(tmp_path), stage, world_size=2)
     pid, error = ((tmp_path / name).read_text() for name in ("pid", "told"))
-    assert error.startswith("CollectiveError: rank 0: a rank was lost in training (")
-    assert f"Rank 1 failed to come: rank 1 has ended (process {pid})" in error
+    assert error.startswith("CollectiveError: rank 0: a rank was lost during training (")
+    assert f"Rank 1 is missing: rank 1 has ended (process {pid})" in error
 
 
 @pytest.mark.parametrize("lost", [0, 1])
@@ -215,8 +215,8 @@ def test_a_rank_that_never_starts_is_named(missing, deepspeed):
     began = time.monotonic()
     error = error_of(lambda: small(deepspeed=deepspeed))
     assert time.monotonic() - began < TIMEOUT_S + 10
-    assert error.startswith(f"CollectiveError: rank {1 - missing}: not every rank came to the st")
-    assert f"Rank {missing} failed to come: rank {missing} " in error
+    assert error.startswith(f"CollectiveError: rank {1 - missing}: not every rank reached the st")
+    assert f"Rank {missing} is missing: rank {missing} " in error
 
 
 def test_a_stopped_rank_is_named_without_a_watchdog(tmp_path):
@@ -225,7 +225,7 @@ def test_a_stopped_rank_is_named_without_a_watchdog(tmp_path):
     pid = (tmp_path / "pid").read_text()
     seconds, error = (tmp_path / "told").read_text().split(" ", 1)
     assert float(seconds) < TIMEOUT_S + 10
-    assert f"Rank 0 failed to come: rank 0 is stopped (process {pid})" in error
+    assert f"Rank 0 is missing: rank 0 is stopped (process {pid})" in error
 
 
 @ranks(2)

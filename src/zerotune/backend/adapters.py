@@ -1,10 +1,10 @@
-"""A model's adapters: what they are called in it and in files, and what they were before training.
+"""A model's adapters: names of their tensors in the model and in files, and initial values.
 
-Adapters are peft's: a layer ``X`` becomes ``X.base_layer`` beside ``X.lora_A.<adapter>``,
-``X.lokr_w1.<adapter>`` and the like; only names are read here, and peft itself is not needed.
-diffusers and peft name a layer as the model does. ComfyUI and kohya name it as the model's first
-publication did, where three projections may be one. Files are read by diffusers' own
-``lora_state_dict``; what is written here is read back by it before it gets its name.
+Adapters follow peft: a layer ``X`` becomes ``X.base_layer``, with factors ``X.lora_A.<adapter>``,
+``X.lokr_w1.<adapter>`` and so on. This module only parses names and does not import peft.
+diffusers and peft use the model's layer names. ComfyUI and kohya use those of the model's original
+publication, where one layer may combine three projections. diffusers' ``lora_state_dict`` reads
+the files, and also checks each written file before it gets its final name.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ _PARAMETER: Final = re.compile(
     r"|oft_R|oft_embedding_R)\.(?P<adapter>[^.]+)(?P<rest>\.weight|\.bias|)"
 )
 _EMPTYING: Final = re.compile(r"lora_B|lora_embedding_A|lokr_\w+|hada_\w+|oft_R|oft_embedding_R")
-"""Factors of which one that is zero leaves the base as it is."""
+"""Factors that disable the whole adapter while they are zero."""
 BASE: Final = "base_layer"
-"""What peft calls the layer that an adapter wraps."""
+"""peft's attribute name of the layer that an adapter wraps."""
 
 
 @attrs.frozen(kw_only=True)
 class AdapterParameter:
-    """A parameter that belongs to an adapter, told by its name."""
+    """The parts of an adapter parameter's name."""
 
     layer: str
-    """Dotted name of the adapted layer, without any prefix of its own."""
+    """Dotted name of the adapted layer in the model."""
     kind: str
     """``lora_A``, ``lora_magnitude_vector``, ``lokr_w1``, ``hada_w1_a``, ``oft_R``, …"""
     adapter: str
@@ -57,44 +57,48 @@ class AdapterParameter:
 
     @classmethod
     def parse(cls, name: str) -> AdapterParameter | None:
-        """Read a parameter's name; ``None`` when it belongs to no adapter."""
+        """Parse a parameter's name; ``None`` if the parameter belongs to no adapter.
+
+        Args:
+            name: Dotted name of the parameter.
+        """
         match = _PARAMETER.fullmatch(name)
         return None if match is None else cls(**match.groupdict())
 
     @property
     def key(self) -> str:
-        """Its name in a file, as peft writes it: without the adapter's."""
+        """The parameter's name in a peft file, which lacks the adapter's name."""
         rest = "" if self.kind == "lora_magnitude_vector" else self.rest
         return f"{self.layer}.{self.kind}{rest}"
 
     @property
     def empties(self) -> bool:
-        """Whether the adapter does nothing while this factor is zero; some begin so."""
+        """Whether the adapter has no effect while this factor is zero."""
         return _EMPTYING.fullmatch(self.kind) is not None and self.rest != ".bias"
 
 
 @attrs.frozen(kw_only=True)
 class AdapterFacts:
-    """What was added to a model."""
+    """Facts about an adapter that was added to a model."""
 
     name: str
     """The adapter's name in the model."""
     layers: tuple[str, ...]
     """Dotted names of the adapted layers."""
     tensors: int
-    """Trained tensors."""
+    """Number of trained tensors."""
     trained: int
-    """Elements of the trained tensors."""
+    """Number of elements of the trained tensors."""
     total: int
-    """Elements of the whole model, adapters included."""
+    """Number of elements of the whole model, including adapters."""
     decisions: tuple[Decision, ...] = ()
     """Automatic choices."""
     initial: Mapping[str, frozenset[str]] = attrs.field(factory=dict, repr=False)
-    """Fingerprints of each trained tensor before training, also after rounding to 16 bits."""
+    """Fingerprints of each trained tensor before training, in fp32 and rounded to 16 bits."""
 
     @property
     def share(self) -> float:
-        """Part of the model that is trained."""
+        """Trained fraction of the model's elements, 0 to 1."""
         return self.trained / self.total
 
     def __str__(self) -> str:
@@ -106,27 +110,37 @@ class AdapterFacts:
 
 
 def remember(model: torch.nn.Module, facts: AdapterFacts) -> None:
-    """Keep on a model what was added to it."""
+    """Store facts about an added adapter on the model.
+
+    Args:
+        model: The model with the adapter.
+        facts: Facts about the adapter.
+    """
     setattr(model, _RECORD, {**getattr(model, _RECORD, {}), facts.name: facts})
 
 
 def recall(model: torch.nn.Module, adapter: str) -> AdapterFacts | None:
-    """What was added to a model; ``None`` when somebody else added the adapter."""
+    """Return the stored facts about an adapter; ``None`` if zerotune did not add the adapter.
+
+    Args:
+        model: The model with the adapter.
+        adapter: Name of the adapter.
+    """
     record: AdapterFacts | None = getattr(model, _RECORD, {}).get(adapter)
     return record
 
 
 def peft_config(model: Any, adapter: str) -> Any:
-    """Peft's configuration object of an adapter."""
+    """Return peft's configuration object of an adapter."""
     return model.peft_config[adapter]
 
 
 def trained_adapter(names: Iterable[str], *, prefix: str = "") -> str | None:
-    """The adapter of a model that an engine trains; ``None`` when it trains none.
+    """Return the name of the adapter that an engine trains; ``None`` if the engine trains none.
 
     Args:
-        names: All parameters that the engine trains, those included that are frozen by now.
-        prefix: What those of the model begin with.
+        names: Names of all parameters of the engine's optimizer, including ones frozen later.
+        prefix: Prefix of the model's parameters among these names.
     """
     found = {
         parsed.adapter
@@ -135,28 +149,28 @@ def trained_adapter(names: Iterable[str], *, prefix: str = "") -> str | None:
     }
     if len(found) > 1:
         raise CheckpointMismatchError(
-            "several adapters are trained at once",
+            "several adapters are trained at once, but only one can be exported",
             key="adapter",
             value=sorted(found),
-            fix="train one; freeze the others",
+            fix="train one adapter, and freeze all others",
         )
     return next(iter(found), None)
 
 
 def starting_points(tensor: torch.Tensor) -> frozenset[str]:
-    """Fingerprints of a tensor as it is, and as engines of lower precision round it."""
+    """Return fingerprints of a tensor in fp32 and rounded to bf16 and fp16."""
     rounded = (tensor, tensor.to(torch.bfloat16), tensor.to(torch.float16))
     return frozenset(fingerprint(each) for each in rounded)
 
 
 def fingerprint(tensor: torch.Tensor) -> str:
-    """SHA-256 (hex) of a tensor's elements in fp32."""
+    """Return the SHA-256 of a tensor's elements in fp32, in hexadecimal."""
     flat = tensor.detach().float().cpu().contiguous().view(-1)
     return hashlib.sha256(flat.view(torch.uint8).numpy().data).hexdigest()
 
 
 def adapter_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """Names and modules of the layers that an adapter wraps."""
+    """Yield name and module of each layer that an adapter wraps."""
     for name, module in model.named_modules():
         if hasattr(module, BASE) and hasattr(module, "adapter_layer_names"):
             yield name, module
@@ -166,37 +180,46 @@ Layout = Literal["diffusers", "peft", "comfyui", "kohya"]
 LAYOUTS: Final[tuple[Layout, ...]] = ("diffusers", "peft", "comfyui", "kohya")
 
 LORA_FILE: Final = "pytorch_lora_weights.safetensors"
-"""What diffusers looks for in a folder."""
+"""File name that diffusers expects in a LoRA folder."""
 PEFT_FILE: Final = "adapter_model.safetensors"
 PEFT_CONFIG: Final = "adapter_config.json"
-"""What peft looks for in a folder."""
+"""File name of the configuration that peft expects in an adapter folder."""
 SETTINGS: Final = "lora_adapter_metadata"
-"""Where diffusers keeps rank, alpha and the like in the header."""
+"""Header key under which diffusers stores rank, alpha and further settings."""
 
 _COMFYUI: Final = "diffusion_model."
 _KOHYA: Final = "lora_unet_"
 _ENCODERS: Final = {"text_encoder": "lora_te1_", "text_encoder_2": "lora_te2_"}
 _TENSOR: Final = re.compile(r"\.(?:lora_|lokr_|hada_|alpha$|dora_scale$|diff)")
-"""Where a layer's name ends in a key."""
+"""The suffix after a layer's name in a key."""
 _CLOSE_STEPS: Final = 4
-"""Rounding steps that a scale may have cost in reading."""
+"""Tolerance, in units of machine epsilon, for scales that a reader multiplies into factors."""
 
 
 def find_adapters(path: str | os.PathLike[str]) -> Path:
-    """The LoRA file that a path means."""
+    """Return the LoRA file of a path.
+
+    Args:
+        path: A LoRA file, or a folder with a file ``pytorch_lora_weights.safetensors``.
+    """
     given = Path(path)
     file = given / LORA_FILE if given.is_dir() else given
     if not file.is_file():
         raise CheckpointError(
-            "there is no LoRA file",
+            "this LoRA file does not exist",
             key=str(file),
-            fix=f"give the file, or a folder with {LORA_FILE}",
+            fix=f"pass the path of a LoRA file, or of a folder with {LORA_FILE}",
         )
     return file
 
 
 def adapter_settings(metadata: Mapping[str, str], component: str) -> dict[str, Any] | None:
-    """What a file's header says of a component's adapters; ``None`` when it says nothing."""
+    """Return a component's adapter settings from a file's header; ``None`` if there are none.
+
+    Args:
+        metadata: Metadata of the file's header.
+        component: Name of the model in its pipeline, such as ``"transformer"``.
+    """
     try:
         every = json_of(metadata.get(SETTINGS, "{}"))
     except ValueError as error:
@@ -207,12 +230,12 @@ def adapter_settings(metadata: Mapping[str, str], component: str) -> dict[str, A
     } or None
 
 
-# -- What a layer is called.
+# -- Names of layers.
 
 
 @attrs.frozen(kw_only=True)
 class Factors:
-    """A layer's LoRA: what is added to its weight is ``scale * up @ down``."""
+    """A layer's LoRA factors: the LoRA adds ``scale * up @ down`` to the layer's weight."""
 
     down: torch.Tensor
     """(rank, inputs, …)."""
@@ -222,17 +245,17 @@ class Factors:
 
     @property
     def rank(self) -> int:
-        """Inner size."""
+        """Rank of the LoRA."""
         return int(self.down.shape[0])
 
     def scaled(self) -> Factors:
-        """The same with a scale of 1."""
+        """Return the factors with the scale multiplied into ``up``."""
         return attrs.evolve(self, up=self.up * self.scale, scale=1.0)
 
     def _same_product(self, trained: Factors, dtype: torch.dtype) -> bool | None:
-        """Whether two products are the same to the last bit; ``None``: they are not even close.
+        """Whether two LoRA products are equal bit for bit; ``None`` if they are not even close.
 
-        Readers may move a part of the scale from one factor to the other.
+        A reader may move a part of the scale from one factor to the other.
         """
         if self.down.shape != trained.down.shape or self.up.shape != trained.up.shape:
             return None
@@ -249,7 +272,7 @@ class Factors:
         return False if near else None
 
     def _dense(self, dtype: torch.dtype) -> Factors:
-        """Both factors as the file holds them, without ranks that do nothing."""
+        """Both factors rounded to the file's dtype, without ranks that have no effect."""
         down, up = self.down.to(dtype).float(), self.up.to(dtype).float()
         used = up.transpose(0, 1).flatten(1).any(dim=1)
         return attrs.evolve(self, down=down[used], up=up[:, used])
@@ -257,20 +280,24 @@ class Factors:
 
 @attrs.frozen
 class Published:
-    """What a model's layers are called in its first publication."""
+    """Layer names of a model's original publication, which ComfyUI and kohya use."""
 
     pipeline: str
-    """The diffusers pipeline whose ``lora_state_dict`` reads such files."""
+    """Name of the diffusers pipeline whose ``lora_state_dict`` reads files with these names."""
     layouts: tuple[Layout, ...]
-    """Those that it reads."""
+    """File formats that the pipeline reads."""
     layers: Mapping[str, tuple[str, ...]] = attrs.field(factory=dict)
-    """Ours by theirs, ``#`` for a block's number; several of ours are one of theirs, joined along
-    the outputs. Without any, names are the same."""
+    """Original name to diffusers' names, with ``#`` for a block's number. Several diffusers layers
+    are joined along the outputs. If empty, both names are equal."""
     reader: Layout | None = attrs.field(default=None, kw_only=True)
-    """The spelling that is handed to diffusers, where it does not read both alike."""
+    """Format to convert files to before diffusers reads them; ``None``: no conversion needed."""
 
     def theirs(self, layer: str) -> tuple[str, tuple[str, ...]]:
-        """Their name of a layer, and all of our layers in it."""
+        """Return a layer's original name, and the diffusers layers that the original layer joins.
+
+        Args:
+            layer: Name of the layer in diffusers.
+        """
         if not self.layers:
             return layer, (layer,)
         pattern, numbers = numbered(layer)
@@ -280,13 +307,18 @@ class Published:
                     with_number(each, numbers) for each in ours
                 )
         raise CheckpointMismatchError(
-            "has no name in this format that diffusers reads",
+            "diffusers cannot read this layer from a file in this format",
             key=layer,
-            fix='leave it out of the targets, or export with layout="diffusers"',
+            fix='remove the layer from the targets, or export with layout="diffusers"',
         )
 
     def respelled(self, state: Mapping[str, torch.Tensor], to: Layout) -> dict[str, torch.Tensor]:
-        """The same file in the other of the two spellings; empty where a name is not known."""
+        """Convert a file between the names of ComfyUI and kohya; empty if any name is unknown.
+
+        Args:
+            state: The file's tensors, by name.
+            to: ``"comfyui"`` or ``"kohya"``.
+        """
         flat = {name.replace(".", "_"): name for name in self.layers}
         respelled = {}
         for key, tensor in state.items():
@@ -308,7 +340,7 @@ class Published:
         return respelled
 
     def _their_names(self, model: torch.nn.Module, separator: str) -> dict[str, str]:
-        """Our name of each layer that is one of theirs, by their name."""
+        """Original name to diffusers' name, for layers with a one-to-one mapping."""
         found = {}
         for name, module in model.named_modules():
             if name and getattr(module, "weight", None) is not None:
@@ -322,7 +354,12 @@ class Published:
 
 
 def numbered(layer: str, separator: str = ".") -> tuple[str, str | None]:
-    """A name with its block's number taken out: the first one."""
+    """Replace the first number in a dotted name by ``#``; return the pattern and the number.
+
+    Args:
+        layer: Name of a layer.
+        separator: Character between the parts of the name.
+    """
     mark = re.escape(separator)
     match = re.search(rf"(?<={mark})\d+(?={mark})", layer)
     if match is None:
@@ -331,7 +368,7 @@ def numbered(layer: str, separator: str = ".") -> tuple[str, str | None]:
 
 
 def with_number(pattern: str, number: str | None) -> str:
-    """A name with its block's number put back."""
+    """Replace ``#`` in a pattern by a number."""
     return pattern if number is None else pattern.replace("#", number, 1)
 
 
@@ -344,11 +381,11 @@ _TO_KOHYA: Final = {"lora_A.weight": "lora_down.weight", "lora_B.weight": "lora_
 _TO_COMFYUI: Final = {there: here for here, there in _TO_KOHYA.items()}
 
 
-# -- The models that are known.
+# -- Known models.
 
 
 def _one_by_one(*pairs: tuple[str, str]) -> dict[str, tuple[str, ...]]:
-    """By their name, ours."""
+    """Mapping of original name to diffusers' name."""
     return {theirs: (ours,) for theirs, ours in pairs}
 
 
@@ -357,7 +394,7 @@ def _parts(block: str, *names: str) -> tuple[str, ...]:
 
 
 def _double(between: str) -> dict[str, tuple[str, ...]]:
-    """Attention of blocks with two streams; ``between`` stands between stream and projection."""
+    """Attention layers of two-stream blocks; ``between`` separates stream and projection."""
     there, block = "double_blocks.#", "transformer_blocks"
     return {
         f"{there}.img_attn{between}qkv": _parts(block, "attn.to_q", "attn.to_k", "attn.to_v"),
@@ -370,7 +407,7 @@ def _double(between: str) -> dict[str, tuple[str, ...]]:
 
 
 def _feed_forward(first: str, second: str, modulation: str) -> dict[str, tuple[str, ...]]:
-    """Feed-forward layers and modulations of Flux's blocks and those like them."""
+    """Feed-forward layers and modulations of Flux blocks and similar blocks."""
     return {
         f"double_blocks.#.{stream}_{theirs}": _parts("transformer_blocks", ours)
         for stream, ff, norm in (("img", "ff", "norm1"), ("txt", "ff_context", "norm1_context"))
@@ -465,7 +502,7 @@ PUBLISHED: Final[Mapping[str, Published]] = {
     "HiDreamImageTransformer2DModel": Published("HiDreamImagePipeline", _COMFYUI_ALONE),
     "Krea2Transformer2DModel": Published("Krea2Pipeline", _COMFYUI_ALONE, _KREA_2),
 }
-"""By the class of the model."""
+"""Original names by the model's class name."""
 
 _TEXT_ENCODERS: Final = Published("StableDiffusionXLPipeline", ("kohya",))
 
@@ -475,17 +512,22 @@ def _publication(model: torch.nn.Module, component: str) -> Published | None:
 
 
 def published(model: torch.nn.Module, form: Layout, component: str) -> Published:
-    """What is known of a model's names in a format."""
+    """Return a model's layer names in a format; raise an error if diffusers cannot read the format.
+
+    Args:
+        model: The model.
+        form: Format of the file.
+        component: Name of the model in its pipeline, such as ``"transformer"``.
+    """
     kind, known = type(model).__name__, _publication(model, component)
     if known is not None and form in known.layouts:
         return known
     others = [] if known is None else [repr(each) for each in known.layouts]
     raise InvalidValueError(
-        f"diffusers reads no such files of {kind}, so it could not be compared with what was "
-        "trained",
+        f"diffusers cannot read {kind} from this format, so the export could not be verified",
         key="layout",
         value=form,
-        fix=f"one of {', '.join([repr('diffusers'), repr('peft'), *others])}",
+        fix=f"use one of {', '.join([repr('diffusers'), repr('peft'), *others])}",
     )
 
 
@@ -501,19 +543,19 @@ def write_lora(
     outputs: Callable[[str], int],
     dtype: torch.dtype,
 ) -> dict[str, torch.Tensor]:
-    """The tensors of a file in ComfyUI's or kohya's format.
+    """Return the tensors of a LoRA file in ComfyUI's or kohya's format.
 
-    kohya's holds the factors as they are beside an ``alpha`` in fp32; ComfyUI's has no scale, so
-    it goes into the second factor before that is cast to ``dtype``.
+    kohya's format stores the factors unchanged, with an ``alpha`` in fp32. ComfyUI's format has no
+    scale, so the scale is multiplied into the second factor before the cast to ``dtype``.
 
     Args:
-        layers: Trained factors in fp32 by the layer's name.
-        model: Whose layers they are.
-        form: ``"comfyui"`` or ``"kohya"``.
-        component: What a pipeline calls the model.
-        outputs: Outputs of a layer by its name, where it is not trained and is one of theirs
-            together with others that are.
-        dtype: Of the tensors.
+        layers: Trained factors in fp32, by the layer's name.
+        model: The model that contains the layers.
+        form: Format, ``"comfyui"`` or ``"kohya"``.
+        component: Name of the model in its pipeline, such as ``"transformer"``.
+        outputs: Returns the number of outputs of an untrained layer, by name, if the format joins
+            the layer with trained ones.
+        dtype: Dtype of the file's tensors.
     """
     known = published(model, form, component)
     tensors: dict[str, torch.Tensor] = {}
@@ -539,10 +581,18 @@ def write_lycoris(
     scales: Mapping[str, float],
     dtype: torch.dtype,
 ) -> dict[str, torch.Tensor]:
-    """The same for LoKr and LoHa, whose factors LyCORIS and ComfyUI call as peft does.
+    """Return the tensors of a LoKr or LoHa file in ComfyUI's or LyCORIS' format.
 
-    LyCORIS scales a product of factors by ``alpha / rank``, and a LoKr of two whole factors not
-    at all: there the scale goes into the first one.
+    LyCORIS scales a factorised product by ``alpha / rank``. A LoKr of two unfactorised matrices
+    has no scale, so the scale is multiplied into the first matrix.
+
+    Args:
+        layers: Trained tensors in fp32, by the layer's name and peft's name of the factor.
+        model: The model that contains the layers.
+        form: Format, ``"comfyui"`` or ``"kohya"``.
+        component: Name of the model in its pipeline, such as ``"transformer"``.
+        scales: Scale of each layer, by the layer's name.
+        dtype: Dtype of the file's tensors.
     """
     known = published(model, form, component)
     written: dict[str, torch.Tensor] = {}
@@ -550,7 +600,7 @@ def write_lycoris(
         theirs, ours = known.theirs(layer)
         if len(ours) > 1:
             raise CheckpointMismatchError(
-                f"is a part of {theirs} there, of which its product is none",
+                f"this format joins the layer into {theirs}, which LoKr and LoHa cannot represent",
                 key=layer,
                 fix='train LoRA, or export with layout="peft"',
             )
@@ -574,7 +624,11 @@ def _their_stem(theirs: str, form: Layout, component: str) -> str:
 
 
 def baked_lokr(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """With the alphas of LoKr in its first factors, as ``load_lora_adapter`` wants it."""
+    """Multiply LoKr's alphas into the first factors, as ``load_lora_adapter`` expects.
+
+    Args:
+        state: The file's tensors, by name.
+    """
     found = dict(state)
     for key in [each for each in state if each.endswith(".alpha")]:
         stem = key.removesuffix(".alpha")
@@ -589,7 +643,7 @@ def baked_lokr(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _lycoris_rank(tensors: Mapping[str, torch.Tensor]) -> int | None:
-    """Inner size of factors that are products; ``None``: both are whole."""
+    """Rank of a factorised matrix; ``None`` if both matrices are unfactorised."""
     for name in ("lokr_w2_b", "lokr_w1_b", "hada_w1_b"):
         if name in tensors:
             return int(tensors[name].shape[0])
@@ -599,7 +653,7 @@ def _lycoris_rank(tensors: Mapping[str, torch.Tensor]) -> int | None:
 def _joined_factors(
     parts: list[Factors | None], names: tuple[str, ...], outputs: Callable[[str], int]
 ) -> Factors:
-    """Adapters of several layers with one input as that of all of them joined."""
+    """Join the LoRA factors of several layers with the same input into those of one layer."""
     there = [part for part in parts if part is not None]
     if len(parts) == 1:
         return there[0]
@@ -628,17 +682,17 @@ def _joined_factors(
 
 @attrs.frozen(kw_only=True)
 class Read:
-    """A file of others in diffusers' names."""
+    """A LoRA file of a different trainer, converted to diffusers' names."""
 
     tensors: dict[str, torch.Tensor]
-    """By ``<component>.<layer>.lora_A.weight`` and the like, as diffusers' converters spell it."""
+    """Tensors by diffusers' names, such as ``<component>.<layer>.lora_A.weight``."""
     alphas: dict[str, Any] | None
-    """What diffusers hands on to ``load_lora_adapter``; ``None``: it is in the tensors."""
+    """Alphas for ``load_lora_adapter``; ``None`` if the tensors include the scale."""
     reader: str
-    """Who converted it."""
+    """Name of the converter."""
 
     def _factors(self, component: str) -> dict[str, Factors]:
-        """What a converter gave, by the layers of a component."""
+        """LoRA factors by layer, for one component."""
         utils = importlib.import_module("diffusers.utils.state_dict_utils")
         state = {
             key.removeprefix(f"{component}."): tensor
@@ -660,7 +714,7 @@ class Read:
         return found
 
     def _alphas(self, component: str) -> dict[str, float]:
-        """Alphas by layer: diffusers names them by the first factor's older name."""
+        """Alphas by layer, parsed from keys with diffusers' older names of the first factor."""
         encoder = component in _ENCODERS
         found = {}
         for key, alpha in (self.alphas or {}).items():
@@ -681,21 +735,21 @@ def read_others(
     component: str,
     pipeline: Any = None,
 ) -> Read:
-    """Convert a file by diffusers' own ``lora_state_dict``.
+    """Convert a LoRA file to diffusers' names with diffusers' ``lora_state_dict``.
 
     Args:
-        state: The file's tensors by their names in it.
-        model: What it is for.
-        component: What a pipeline calls the model.
-        pipeline: The pipeline or its class; that of the model's class when not given.
+        state: The file's tensors, by their names in the file.
+        model: The model that the LoRA is for.
+        component: Name of the model in its pipeline, such as ``"transformer"``.
+        pipeline: A pipeline or its class; default: the known pipeline of the model's class.
     """
     kind, known = type(model).__name__, _publication(model, component)
     if known is None and pipeline is None:
         raise CheckpointMismatchError(
-            f"is not in diffusers' names, and no other names of {kind} are known",
+            f"the file does not use diffusers' names, and zerotune knows no other format of {kind}",
             key="adapters",
             value=next(iter(state), None),
-            fix="give the pipeline= whose load_lora_weights reads it",
+            fix="pass pipeline=, a pipeline whose load_lora_weights reads the file",
         )
     plain = None if known is None else _plain_lycoris(state, known, model, component)
     if plain is not None:
@@ -721,16 +775,16 @@ def _read_by(cls: Any, state: dict[str, torch.Tensor], model: torch.nn.Module) -
         found = cls.lora_state_dict(state, **settings)
     except (ValueError, KeyError, RuntimeError, AssertionError, IndexError, TypeError) as error:
         raise CheckpointMismatchError(
-            f"{cls.__name__} does not read it ({type(error).__name__}: {error})",
+            f"{cls.__name__} cannot read the file ({type(error).__name__}: {error})",
             key="adapters",
-            fix="look at which model and trainer it is from",
+            fix="check which model and trainer the file is from",
         ) from error
     tensors, alphas = found if isinstance(found, tuple) else (found, None)
     return Read(tensors=tensors, alphas=alphas or None, reader=f"{cls.__name__}.lora_state_dict")
 
 
 def _unscaled(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """With alphas in the second factors: some of diffusers' converters do not know them."""
+    """Multiply alphas into the second factors, since some of diffusers' converters lack alphas."""
     found = dict(state)
     for key in [each for each in state if each.endswith(".alpha")]:
         stem = key.removesuffix(".alpha")
@@ -744,7 +798,7 @@ def _unscaled(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def _plain_lycoris(
     state: Mapping[str, torch.Tensor], known: Published, model: torch.nn.Module, component: str
 ) -> dict[str, torch.Tensor] | None:
-    """LoKr and LoHa in our names; ``None``: it is neither, or names layers that are joined."""
+    """LoKr or LoHa tensors in diffusers' names; ``None`` for LoRA, or if a layer is joined."""
     kinds = {_layer_and_kind(key)[1].split("_")[0] for key in state}
     if not kinds & {"lokr", "hada"}:
         return None
@@ -766,27 +820,33 @@ _LAYER_PREFIXES: Final = (_COMFYUI, _KOHYA, "lycoris_", *_ENCODERS.values(), "lo
 def compare(
     read: Read, layers: Mapping[str, Factors], *, component: str, dtype: torch.dtype
 ) -> bool:
-    """Check that what was read is what was trained; whether it is so bit for bit.
+    """Raise an error unless a file contains the trained factors, and return whether bit for bit.
 
-    Columns of zeros, which joined layers have, do nothing and are left out.
+    Zero columns, which joined layers have, are ignored.
+
+    Args:
+        read: The file as diffusers reads it.
+        layers: Trained factors in fp32, by the layer's name.
+        component: Name of the model in its pipeline, such as ``"transformer"``.
+        dtype: Dtype of the file's tensors.
     """
     there = read._factors(component)
     exact = True
     for name, factors in layers.items():
         found = there.pop(name, None)
         if found is None:
-            raise _differs(name, f"is not read back by {read.reader}")
+            raise _differs(name, f"{read.reader} does not find this layer in the written file")
         same = found._dense(dtype)._same_product(factors._dense(dtype), dtype)
         if same is None:
-            raise _differs(name, f"is read back otherwise by {read.reader}")
+            raise _differs(name, f"{read.reader} reads different values than were written")
         exact = exact and same
     for name, extra in there.items():
         if bool(extra.up.any()) and bool(extra.down.any()):
-            raise _differs(name, f"is read back by {read.reader} and was not trained")
+            raise _differs(name, f"{read.reader} reads this layer, which was not trained")
     return exact
 
 
 def _differs(layer: str, reason: str) -> CheckpointCorruptError:
     return CheckpointCorruptError(
-        reason, key=layer, fix='export with layout="diffusers", which every tool can convert'
+        reason, key=layer, fix='export with layout="diffusers"; every tool can convert this format'
     )

@@ -1,4 +1,4 @@
-"""Can the engine hold these weights, and once it is initialized: is it what the plan asked for?"""
+"""Checks of a model's weights before the engine starts, and of the running engine afterwards."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from zerotune.backend.distributed import ProcessGroup
 
 
-# -- Before the start: precisions by the names that plans give them, and weights as they come.
+# -- Before the start: dtypes by their names in plans, and checks of the model's weights.
 
 
 DTYPES: Final[Mapping[str, torch.dtype]] = {
@@ -29,22 +29,27 @@ DTYPES: Final[Mapping[str, torch.dtype]] = {
 
 
 def checked_dtype(dtype: str | torch.dtype, *, key: str = "dtype") -> torch.dtype:
-    """A dtype of weights by zerotune's name or torch's.
+    """Return the torch dtype for a dtype or its name in zerotune.
 
     Args:
         dtype: ``"fp32"``, ``"bf16"``, ``"fp16"`` or a floating-point torch dtype.
-        key: What the argument is called, for the message.
+        key: Name of the argument, for the error message.
     """
     chosen = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
     if chosen is None or not chosen.is_floating_point:
         raise InvalidValueError(
-            "is not a precision of weights", key=key, value=dtype, fix=f"one of {list(DTYPES)}"
+            "is not a dtype for weights", key=key, value=dtype, fix=f"use one of {list(DTYPES)}"
         )
     return chosen
 
 
 def check_quantized(model: torch.nn.Module, plan: ResolvedPlan) -> None:
-    """Whether DeepSpeed can hold a model's quantized weights as the plan asks."""
+    """Raise an error if DeepSpeed cannot handle a model's quantized weights under a plan.
+
+    Args:
+        model: The model.
+        plan: The resolved plan.
+    """
     if not plan.uses_deepspeed:
         return
     quantized = [each for each in ModelFacts.from_module(model).parameters if each.storage]
@@ -53,33 +58,38 @@ def check_quantized(model: torch.nn.Module, plan: ResolvedPlan) -> None:
     key, storage = f"model.{quantized[0].name}", quantized[0].storage
     if any(is_torchao(parameter) for parameter in model.parameters()):
         raise EngineError(
-            "DeepSpeed casts, sends and cuts weights in ways that torchao's tensors do not know "
-            "('Couldn't swap Linear.weight' below stage 3, bytes of them at stage 3)",
+            "DeepSpeed casts, communicates and partitions weights in ways that torchao's tensors "
+            "do not support ('Couldn't swap Linear.weight')",
             key=key,
             value=storage,
-            fix="quantize with bitsandbytes (diffusers.BitsAndBytesConfig), which trains at every "
+            fix="quantize with bitsandbytes (diffusers.BitsAndBytesConfig), which works at every "
             "stage",
         )
     if plan.stage == 3 and plan.offload_param == "nvme":
         raise EngineError(
-            "swap files hold weights in the plan's precision, and this one is quantized",
+            "parameters cannot be offloaded to NVMe, because a weight is quantized and swap files "
+            "store weights in the plan's precision",
             key="zero_optimization.offload_param.device",
             value=f"nvme, and {key} is {storage}",
-            fix='write "cpu": a quantized base is small',
+            fix='write "cpu"; a quantized base needs little host memory',
         )
 
 
 def is_torchao(parameter: torch.Tensor) -> bool:
-    """Whether a weight is a tensor of torchao's, which says it is of the dtype it stands for."""
+    """Return whether a weight is a torchao tensor; its ``dtype`` is that of the decoded values."""
     return type(parameter).__module__.partition(".")[0] == "torchao"
 
 
 def check_model_dtype(model: torch.nn.Module, plan: ResolvedPlan) -> None:
-    """Whether the forward pass can run at the plan's precision with the weights as they are.
+    """Raise an error if the plan trains in fp32, but weights are bf16 or fp16 and stay so.
 
-    DeepSpeed casts a model to bf16 or fp16, and at stage 3 to fp32; elsewhere an fp32 plan leaves
-    weights as they come, and fp32 inputs meet them in a layer that says "mat1 and mat2 must have
-    the same dtype".
+    DeepSpeed casts a model to bf16 or fp16, and at stage 3 to fp32. Otherwise an fp32 plan does
+    not cast weights, and a layer with fp32 inputs fails with "mat1 and mat2 must have the same
+    dtype".
+
+    Args:
+        model: The model.
+        plan: The resolved plan.
     """
     if plan.precision != "fp32" or (plan.uses_deepspeed and plan.stage == 3):
         return
@@ -89,17 +99,17 @@ def check_model_dtype(model: torch.nn.Module, plan: ResolvedPlan) -> None:
         return
     name, dtype = halves[0]
     frozen = all(not p.requires_grad for p in model.parameters() if p.dtype in half)
-    train = "" if half[dtype] == "fp16" else f', or train in it: precision="{half[dtype]}"'
+    train = "" if half[dtype] == "fp16" else f', or resolve with precision="{half[dtype]}"'
     raise EngineError(
-        f"{len(halves)} of the model's weights are in {half[dtype]}, the plan trains in fp32"
-        + (", and frozen weights are not cast" if frozen else ": master weights are fp32"),
+        f"{len(halves)} of the model's weights are in {half[dtype]}, but the plan trains in fp32"
+        + (" and does not cast frozen weights" if frozen else " and needs fp32 master weights"),
         key=f"model.{name}",
         value=dtype,
         fix=f"load the model in float32 (torch_dtype=torch.float32, or model.float()){train}",
     )
 
 
-# -- After it: what runs, compared with the plan.
+# -- After the start: the running engine, compared with the plan.
 
 
 COMPARED_ARGUMENTS = ("lr", "betas", "eps", "weight_decay", "momentum", "use_muon")
@@ -107,22 +117,25 @@ COMPARED_ARGUMENTS = ("lr", "betas", "eps", "weight_decay", "momentum", "use_muo
 
 @attrs.frozen(kw_only=True)
 class RunningGroup:
-    """One group: its own arguments and whom they concern."""
+    """Arguments and members of one parameter group."""
 
     params: Mapping[str, Any]
     """Arguments by name."""
     members: frozenset[str]
     """Dotted names of the parameters."""
     until: int | None = None
-    """Optimizer steps after which the rate is 0."""
+    """Number of optimizer steps after which the learning rate is 0."""
 
     @classmethod
     def read(
         cls, group: Mapping[str, Any], members: Sequence[torch.Tensor], names: Mapping[int, str]
     ) -> RunningGroup:
-        """One of ``param_groups``, which itself holds flat shards under ZeRO.
+        """Read one entry of ``param_groups``, whose tensors are flat shards under ZeRO.
 
-        ``names`` are dotted names by the parameters' ``id``.
+        Args:
+            group: The entry.
+            members: The group's parameters.
+            names: Dotted names by the parameters' ``id``.
         """
         return cls(
             params={key: group[key] for key in COMPARED_ARGUMENTS if key in group},
@@ -135,10 +148,15 @@ def expected_groups(
     named: Sequence[tuple[str, torch.nn.Parameter]],
     client: torch.optim.Optimizer | None,
 ) -> tuple[RunningGroup, ...]:
-    """What every group should be once the engine runs.
+    """Return the parameter groups that the running engine must have.
 
-    mup divides groups by width when it is built, so there those of ``client``, the optimizer as it
-    is handed over, are what must survive; elsewhere the plan's are.
+    These are the plan's groups. mup divides groups by width when its optimizer is created, so for
+    mup these are the groups of ``client``.
+
+    Args:
+        choice: The plan's optimizer.
+        named: Names and parameters of all trained parameters.
+        client: The optimizer that is passed to the engine, if any.
     """
     if choice.package == "mup" and client is not None:
         names = {id(parameter): name for name, parameter in named}
@@ -167,18 +185,24 @@ class Check:
 
     @property
     def passed(self) -> bool:
-        """Equal; floats to the last few bits, since they pass through C++ and JSON."""
+        """Whether both values are equal; floats may differ in the last few bits."""
         return _equal(self.expected, self.actual)
 
 
 class Checks:
-    """Collects comparisons, so that one error can name every difference."""
+    """Collect comparisons, so that one error can list every difference."""
 
     def __init__(self) -> None:
         self._checks: list[Check] = []
 
     def equal(self, key: str, expected: Any, actual: Any) -> None:
-        """Add a comparison."""
+        """Add a comparison.
+
+        Args:
+            key: Key of the setting.
+            expected: The plan's value.
+            actual: The running engine's value.
+        """
         self._checks.append(Check(key=key, expected=expected, actual=actual))
 
     def optimizer(
@@ -190,9 +214,14 @@ class Checks:
         steps_taken: int = 0,
         groups: Sequence[RunningGroup] = (),
     ) -> None:
-        """Compare the class, and lr, betas, eps, weight decay and the decay mode of every group.
+        """Compare the class and every group's lr, betas, eps, weight decay and decay mode.
 
-        Without ``groups`` all groups should have ``choice.params``.
+        Args:
+            choice: The plan's optimizer.
+            optimizer: The running optimizer.
+            scheduler: The plan's schedule, if any.
+            steps_taken: Number of steps that the schedule has taken.
+            groups: Expected groups; default: every group has ``choice.params``.
         """
         self.equal("optimizer.type", choice.implementation, type(optimizer).__name__)
         running = optimizer.param_groups
@@ -231,7 +260,12 @@ class Checks:
     def group_members(
         self, expected: Sequence[RunningGroup], running: Sequence[RunningGroup]
     ) -> None:
-        """Compare which parameters each group holds."""
+        """Compare which parameters each group contains.
+
+        Args:
+            expected: Groups of the plan.
+            running: Groups of the running optimizer.
+        """
         for index, (wanted, actual) in enumerate(zip(expected, running, strict=False)):
             lost = sorted(wanted.members ^ actual.members)
             count = len(actual.members)
@@ -243,11 +277,11 @@ class Checks:
 
     @property
     def failed(self) -> tuple[Check, ...]:
-        """The comparisons that did not hold."""
+        """The failed comparisons."""
         return tuple(check for check in self._checks if not check.passed)
 
     def render(self) -> str:
-        """One line for all that hold, and one for each comparison that does not."""
+        """Return one line for all passed comparisons, and one for each failed comparison."""
         held = ", ".join(
             f"{check.key} = {check.actual!r}" for check in self._checks if check.passed
         )
@@ -259,24 +293,34 @@ class Checks:
         )
 
     def raise_if_failed(self, *, engine: str) -> None:
-        """Refuse to train when anything differs."""
+        """Raise an error that lists every failed comparison.
+
+        Args:
+            engine: Name of the component that built the engine, for the message.
+        """
         if not self.failed:
             return
         first = self.failed[0]
         differences = "; ".join(
-            f"{check.key} should be {check.expected!r} but {check.actual!r} runs"
+            f"{check.key} should be {check.expected!r} but is {check.actual!r}"
             for check in self.failed
         )
         raise VerificationError(
-            f"what {engine} built is not what the plan says ({differences})",
+            f"the engine that {engine} built differs from the plan ({differences})",
             key=first.key,
             value=first.actual,
-            fix="ask for what this engine builds, or report it: training was not started",
+            fix="change these settings of the plan, or report a bug; training has not started",
         )
 
 
 def check_alike(plan: ResolvedPlan, model: torch.nn.Module, group: ProcessGroup) -> None:
-    """Refuse ranks that train different models or plans; names what differs. Collective."""
+    """Raise an error that lists all differences of model and plan between ranks. Collective.
+
+    Args:
+        plan: The resolved plan.
+        model: The model.
+        group: The process group.
+    """
     # The model first: what is sized by its shapes differs with it in the plan.
     parameters = {
         name: f"{parameter.dtype} {list(getattr(parameter, 'ds_shape', parameter.shape))}"
@@ -288,13 +332,22 @@ def check_alike(plan: ResolvedPlan, model: torch.nn.Module, group: ProcessGroup)
 
 
 def check_same_plan(plan: ResolvedPlan, group: ProcessGroup) -> None:
-    """Refuse ranks with different plans; names the key and each rank's value. Collective."""
+    """Raise an error with key and values if ranks have different plans. Collective.
+
+    Args:
+        plan: The resolved plan.
+        group: The process group.
+    """
     content = {**plan.content(), "streamed": plan.streamed}
-    group.agree(content, "resolved plan", fix="give every rank the same arguments")
+    group.agree(content, "resolved plan", fix="pass the same arguments on every rank")
 
 
 def weight_decay_mode(optimizer: torch.optim.Optimizer) -> str | None:
-    """``"decoupled"``, ``"l2"``, or ``None`` when the optimizer does not tell."""
+    """Return ``"decoupled"``, ``"l2"``, or ``None`` if the optimizer's mode is unknown.
+
+    Args:
+        optimizer: The optimizer.
+    """
     for attribute in ("adam_w_mode", "adamw_mode"):
         if hasattr(optimizer, attribute):
             return "decoupled" if getattr(optimizer, attribute) else "l2"

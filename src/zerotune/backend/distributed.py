@@ -1,4 +1,4 @@
-"""The processes that train together, however they were launched."""
+"""Collectives between the training processes, with errors that name the missing rank."""
 
 from __future__ import annotations
 
@@ -39,22 +39,22 @@ T = TypeVar("T")
 _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _DEFAULT_TIMEOUT_S = 600.0
 _SETTLING_S: Final = 2.0
-"""How long a process may take to end once its connections are closed."""
+"""Seconds that a process may take to end after its connections are closed."""
 _ANSWER_S: Final = 3.0
-"""How long the store may take to answer when somebody is missing."""
+"""Seconds that the store may take to answer when a rank is missing."""
 _LAST_WORD_S: Final = 1.0
-"""How long rank 0 tries to tell each of the others that a rank is lost."""
+"""Seconds for which rank 0 tries to tell each remaining rank that a rank is lost."""
 _STORE_S: Final = 10.0
-"""How long a separate store connection waits for a missing key."""
+"""Seconds that a separate store connection waits for a missing key."""
 _PULSE_S: Final = 1.0
-"""Time between two signs of life for ranks of other machines."""
+"""Seconds between two heartbeats for ranks on different machines."""
 _SILENCE_S: Final = 5.0
-"""Time without any after which a rank is lost, once something has gone wrong."""
+"""Seconds without a heartbeat after which a rank counts as lost, once a collective has failed."""
 LOOK_S: Final = 0.5
-"""Time between two looks at the processes of the ranks that others wait for."""
+"""Seconds between two checks of whether the processes of missing ranks are alive."""
 _NOBODY_SENDS: Final = 1 << 30
 """A tag that no message has."""
-_NO_START: Final = "the ranks came and could not start"
+_NO_START: Final = "all ranks arrived, but the process group could not start"
 _LONGEST_LINE: Final = 200
 _COLLECTIVE: Final = re.compile(
     r"gloo|NCCL|Connection (closed by peer|reset)|Broken pipe|Socket Timeout|"
@@ -72,7 +72,7 @@ _DEEPSPEED_CACHES: Final = (
 
 @attrs.frozen(kw_only=True)
 class Launch:
-    """Who this process is, read from what ``torchrun``, ``accelerate`` or ``deepspeed`` set."""
+    """Rank and world size, as set by ``torchrun``, ``accelerate`` or ``deepspeed``."""
 
     rank: int = 0
     local_rank: int = 0
@@ -82,7 +82,11 @@ class Launch:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Launch:
-        """Read the launcher's variables."""
+        """Read the launcher's variables.
+
+        Args:
+            environment: Variables by name; default: ``os.environ``.
+        """
         variables = os.environ if environment is None else environment
         given = [name for name in _TORCHRUN if name in variables]
         # `accelerate launch` with one process, and many notebooks, set some without meaning a
@@ -93,8 +97,8 @@ class Launch:
         if missing:
             raise EngineError(
                 f"the launcher set {', '.join(given)} but not {', '.join(missing)}",
-                fix="start with torchrun, accelerate launch or deepspeed, or set all of them, "
-                "or unset them for a single process",
+                fix="start with torchrun, accelerate launch or deepspeed, set the missing "
+                "variables, or unset all of them for a single process",
             )
         numbers = {}
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
@@ -105,21 +109,25 @@ class Launch:
                     "must be a whole number",
                     key=name,
                     value=variables[name],
-                    fix="let the launcher set it",
+                    fix=f"let the launcher set {name}",
                 ) from None
         launch = cls(**numbers, launched=True)
         if not 0 <= launch.rank < launch.world_size:
             raise InvalidValueError(
-                f"a rank lies between 0 and WORLD_SIZE - 1 = {launch.world_size - 1}",
+                f"must be between 0 and WORLD_SIZE - 1 = {launch.world_size - 1}",
                 key="RANK",
                 value=launch.rank,
-                fix="let the launcher set both",
+                fix="let the launcher set RANK and WORLD_SIZE",
             )
         return launch
 
 
 def communication_backend(accelerator: str) -> str:
-    """What processes talk through on an accelerator of a plan's platform, DeepSpeed or torch."""
+    """Return torch's communication backend for an accelerator.
+
+    Args:
+        accelerator: Name of the accelerator, such as ``"cuda"``, ``"rocm"`` or ``"cpu"``.
+    """
     return "nccl" if accelerator in {"cuda", "rocm"} else "gloo"
 
 
@@ -127,14 +135,14 @@ class ProcessGroup:
     """The default process group of torch, with errors that name the missing rank.
 
     Args:
-        backend: ``"gloo"``, ``"nccl"``, … used when no group exists yet.
-        launch: Who this process is; read from the environment when not given.
-        timeout_s: Seconds after which a collective gives up.
+        backend: Backend such as ``"gloo"`` or ``"nccl"``, used if no group exists yet.
+        launch: This process's rank and world size; default: read from the environment.
+        timeout_s: Seconds after which a collective raises an error.
 
-    An existing group (the user's, or accelerate's) is joined and left alone on ``close``. One
-    that was started here is shared by all later ``ProcessGroup`` objects. The last to close ends
-    it, unless a launcher made this process for its sake: such a group lasts until the process
-    exits, because ranks cannot reliably meet a second time in the launcher's store.
+    An existing group (the user's, or accelerate's) is used and never destroyed. All
+    ``ProcessGroup`` objects share a group that zerotune creates; closing the last one destroys the
+    group. Under a launcher the group lasts until the process exits, because ranks cannot reliably
+    meet a second time in the launcher's store.
     """
 
     def __init__(
@@ -159,7 +167,7 @@ class ProcessGroup:
 
     @classmethod
     def alone(cls) -> ProcessGroup:
-        """A group of this process only, whatever else runs; starts nothing."""
+        """Return a group of this process only, without creating a torch process group."""
         group = cls.__new__(cls)
         group._timeout = timedelta(seconds=_DEFAULT_TIMEOUT_S)
         group._owned = False
@@ -168,7 +176,10 @@ class ProcessGroup:
         return group
 
     def another(self) -> ProcessGroup:
-        """The same processes on connections of their own, for another thread. Collective."""
+        """Return a group of the same processes with separate connections, for a different thread.
+
+        Collective: every rank must call it.
+        """
         if self.world_size == 1:
             return ProcessGroup.alone()
         return ProcessGroup(
@@ -176,16 +187,16 @@ class ProcessGroup:
         )
 
     def for_tensors(self) -> Any:
-        """Torch's group of the same processes on the default backend. Collective.
+        """Create a torch group of the same processes on the default backend. Collective.
 
-        It has this group's timeout, and ends with it.
+        The new group has the same timeout; ``close`` destroys it.
         """
         group = dist.new_group(timeout=self._timeout)
         self._others.append(group)
         return group
 
     def _connect(self) -> None:
-        """Give the ranks connections for what is said among them, and let them meet there."""
+        """Create the gloo group for control messages, and wait for all ranks."""
         before = _started.roll
         try:
             # NCCL can neither name a missing rank nor move objects without a GPU.
@@ -206,8 +217,8 @@ class ProcessGroup:
         """Wait for all ranks.
 
         Args:
-            purpose: What the ranks are about to do, for the message.
-            timeout_s: Seconds to wait; the group's timeout when not given.
+            purpose: Name of the operation that follows, for the error message.
+            timeout_s: Seconds to wait; default: the group's timeout.
         """
         if self.world_size == 1:
             return
@@ -215,7 +226,13 @@ class ProcessGroup:
             self._meet(deadline)
 
     def broadcast(self, value: Any, *, source: int = 0, purpose: str = "share a value") -> Any:
-        """The picklable ``value`` of rank ``source``, on every rank."""
+        """Return rank ``source``'s value on every rank.
+
+        Args:
+            value: Picklable value; ignored on the remaining ranks.
+            source: Rank whose value is sent.
+            purpose: Name of the operation, for the error message.
+        """
         if self.world_size == 1:
             return value
         box = [value]
@@ -224,7 +241,12 @@ class ProcessGroup:
         return box[0]
 
     def gather(self, value: Any, *, purpose: str = "exchange values") -> list[Any]:
-        """The picklable ``value`` of every rank, in rank order, on every rank."""
+        """Return the values of all ranks, in rank order, on every rank.
+
+        Args:
+            value: This rank's picklable value.
+            purpose: Name of the operation, for the error message.
+        """
         if self.world_size == 1:
             return [value]
         values: list[Any] = [None] * self.world_size
@@ -232,8 +254,14 @@ class ProcessGroup:
             dist.all_gather_object(values, value, group=self._control)
         return values
 
-    def agree(self, value: Any, what: str, *, fix: str = "give every rank the same") -> None:
-        """Check that every rank holds the same ``value``."""
+    def agree(self, value: Any, what: str, *, fix: str = "give every rank the same value") -> None:
+        """Raise an error that lists every rank's value unless all ranks have the same value.
+
+        Args:
+            value: This rank's picklable value.
+            what: Name of the value, for the error message.
+            fix: Fix that the error message gives.
+        """
         purpose = f"compare {what}"
         # Values may be long, and are needed only where they differ.
         digests = self.gather(hashlib.sha256(repr(value).encode()).digest(), purpose=purpose)
@@ -245,21 +273,35 @@ class ProcessGroup:
             raise CollectiveError(f"the ranks disagree ({by_rank})", key=what, fix=fix)
 
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Add ``tensor`` over all ranks, in place; returns it."""
+        """Sum a tensor over all ranks, in place, and return it.
+
+        Args:
+            tensor: Tensor of the same shape on every rank.
+        """
         if self.world_size > 1:
             with self.naming("a sum over the ranks"):
                 dist.all_reduce(tensor)
         return tensor
 
     def mean(self, value: float, *, device: torch.device) -> float:
-        """The mean of a number over all ranks."""
+        """Return the mean of a number over all ranks.
+
+        Args:
+            value: This rank's number.
+            device: Device on which the ranks exchange the number.
+        """
         if self.world_size == 1:
             return value
         total = torch.tensor(value, dtype=torch.float64 if device.type != "mps" else torch.float32)
         return float(self.sum_(total.to(device))) / self.world_size
 
     def any(self, flag: bool, *, purpose: str = "ask each other") -> bool:
-        """Whether ``flag`` holds on some rank; a few bytes, without the accelerator."""
+        """Return whether ``flag`` is true on any rank, without using the accelerator.
+
+        Args:
+            flag: This rank's flag.
+            purpose: Name of the operation, for the error message.
+        """
         if self.world_size == 1:
             return flag
         largest = torch.tensor(int(flag), dtype=torch.uint8)
@@ -268,30 +310,34 @@ class ProcessGroup:
         return bool(largest)
 
     def ended(self) -> dict[int, str]:
-        """Ranks of this machine whose processes have ended or are stopped, and which of it."""
+        """Return ranks on this machine with an ended or stopped process, and its state."""
         return {} if self.world_size == 1 else self._roll.ended()
 
     @contextlib.contextmanager
     def naming(self, doing: str) -> Iterator[None]:
-        """What torch raises when a rank is lost inside the block names that rank and the block."""
+        """If a rank is lost inside the block, raise an error that names the rank and the operation.
+
+        Args:
+            doing: Name of the operation, for the error message.
+        """
         try:
             yield
         except RuntimeError as error:
             if self.world_size == 1 or not is_collective(error):
                 raise
-            raise self._roll.lost(f"a rank was lost in {doing}", error) from error
+            raise self._roll.lost(f"a rank was lost during {doing}", error) from error
 
     @contextlib.contextmanager
     def _meeting(self, purpose: str, *, timeout_s: float | None = None) -> Iterator[float]:
-        """Leave a note of where this rank is; what fails inside names who left none.
+        """Record which collective this rank has reached; an error inside names the missing ranks.
 
-        Yields the time until which to wait.
+        Yields the time at which to stop waiting.
         """
         if self._control is None:
             raise EngineError(
-                f"this rank has closed the group and cannot {purpose}",
+                f"this rank has closed its process group and cannot take part in {purpose!r}",
                 key="group",
-                fix="do it before closing the engine",
+                fix="make this call before closing the engine",
             )
         timeout = self._timeout.total_seconds() if timeout_s is None else timeout_s
         began = time.monotonic()
@@ -303,14 +349,14 @@ class ProcessGroup:
                 raise
             waited = time.monotonic() - began
             late = waited >= 0.95 * timeout
-            when = f" within {timeout:g} s" if late else f", as was clear after {waited:.1f} s"
-            what = f"not every rank came to {purpose!r}{when}"
+            when = f" within {timeout:g} s" if late else f"; detected after {waited:.1f} s"
+            what = f"not every rank reached {purpose!r}{when}"
             raise self._roll.lost(what, error, patience=0 if late else _SETTLING_S) from error
 
     def _meet(self, deadline: float) -> None:
-        """Everyone tells rank 0, which tells everyone; each waits no longer than it wants to.
+        """Every rank reports to rank 0, which answers all; each rank waits until its own deadline.
 
-        torch's own ``monitored_barrier`` keeps all ranks but the first for the group's timeout.
+        In torch's ``monitored_barrier``, all ranks except rank 0 wait for the group's timeout.
         """
         token, tag = torch.zeros(1, dtype=torch.uint8), 2 * self._roll.count
         if not self.is_main:
@@ -345,9 +391,9 @@ class ProcessGroup:
         return dist.irecv(tensor, rank, group=self._control, tag=tag)
 
     def _wake(self) -> None:
-        """End what this rank waits for in the group; nothing can be exchanged in it any more.
+        """Abort this rank's pending collectives; the group cannot be used afterwards.
 
-        gloo closes all of a group's connections when one receive has waited too long.
+        gloo closes all connections of a group when one receive times out.
         """
         neighbour = (self.rank + 1) % self.world_size
         with contextlib.suppress(RuntimeError, ValueError):
@@ -355,7 +401,7 @@ class ProcessGroup:
 
     @contextlib.contextmanager
     def _looking(self) -> Iterator[None]:
-        """Do not wait for a rank that is late while another one's process has ended."""
+        """Stop waiting for a late rank if the process of any rank has ended."""
         over = threading.Event()
 
         def look() -> None:
@@ -373,9 +419,9 @@ class ProcessGroup:
             looking.join()
 
     def close(self) -> None:
-        """Leave the group; the last to leave ends it, if it was started here. May be repeated.
+        """Leave the group; the last user destroys it if zerotune created it. Repeatable.
 
-        Connections of its own end at once, so a rank that still waits there for this one sees it.
+        Separate connections are closed at once, so a rank that waits on them notices.
         """
         if self._control is not None:
             self._roll.close()
@@ -388,10 +434,12 @@ class ProcessGroup:
 
 
 def end_groups(groups: list[Any]) -> None:
-    """End connections of this process to others, with their threads and descriptors.
+    """Destroy gloo groups of this process, with their threads and file descriptors.
 
-    Those of NCCL stay: ending them waits for the other ranks, of which one may be lost. The list
-    is emptied, since a group ends with the last reference to it.
+    NCCL groups are not destroyed: the call would wait for all ranks, and one may be lost.
+
+    Args:
+        groups: torch's groups; the list is emptied.
     """
     while groups:
         group = groups.pop()
@@ -403,9 +451,14 @@ def end_groups(groups: list[Any]) -> None:
 
 @contextlib.contextmanager
 def meeting(launch: Launch, *, timeout_s: float) -> Iterator[None]:
-    """Wait for all processes that a launcher started, before the block makes a group of them.
+    """Wait for all launched processes before the block creates their process group.
 
-    torch itself tells at best how many are missing. Does nothing where there is a group already.
+    An error names the missing ranks, whereas torch reports only their number. If a process group
+    already exists, ``meeting`` does not wait.
+
+    Args:
+        launch: This process's rank and world size.
+        timeout_s: Seconds to wait.
     """
     if not launch.launched or launch.world_size == 1 or dist.is_initialized():
         yield
@@ -422,7 +475,7 @@ def meeting(launch: Launch, *, timeout_s: float) -> Iterator[None]:
 
 
 class _Arrivals:
-    """Who of the started processes has come, noted where torch is going to look for them too."""
+    """Record of the processes that have arrived, in the store that torch uses afterwards."""
 
     def __init__(self, launch: Launch, *, timeout: timedelta) -> None:
         self._launch, self._timeout = launch, timeout
@@ -438,7 +491,7 @@ class _Arrivals:
         self._holders: list[int] = []
 
     def wait(self) -> _RollCall:
-        """Come, and return when all have, with what finds lost ranks until a group meets."""
+        """Register this rank, wait for all ranks, and return a roll call of the ranks."""
         try:
             host, _, port = self._place.rpartition(":")
             self._store = torch._C._distributed_c10d.TCPStore(
@@ -465,7 +518,7 @@ class _Arrivals:
         raise self._absent(None)
 
     def _holds_store(self) -> bool:
-        """Whether the store ends with this rank, or with what started it on this machine."""
+        """Whether the store runs in this rank's process or in its launcher."""
         if not self._agent:
             return self._launch.rank == 0
         port = int(self._place.rpartition(":")[2])
@@ -489,7 +542,7 @@ class _Arrivals:
         return True
 
     def _look(self) -> None:
-        """See who has come, and whether the store is lost with them."""
+        """Update which ranks are missing and which of the present ranks host the store."""
         for rank in tuple(self._missing):
             if self._store.check([self._keys[rank]]):
                 self._missing.remove(rank)
@@ -498,18 +551,18 @@ class _Arrivals:
 
     def _absent(self, error: RuntimeError | None) -> CollectiveError:
         timeout, waited = self._timeout.total_seconds(), time.monotonic() - self._began
-        absent = dict.fromkeys(self._missing, "never came")
+        absent = dict.fromkeys(self._missing, "never arrived")
         if error is not None and (not absent or waited < 0.8 * timeout):
             if self._agent and self._holders:
-                absent = dict.fromkeys(self._holders, "has gone, and the store there")
+                absent = dict.fromkeys(self._holders, "has ended, and so has the store there")
             elif not self._agent and self._launch.rank:
-                absent = {0: f"cannot be reached at {self._place}, where the ranks are to meet"}
-        what = f"not every rank came to the start within {timeout:g} s"
+                absent = {0: f"cannot be reached at {self._place}, where all ranks must connect"}
+        what = f"not every rank reached the start within {timeout:g} s"
         return _naming_the_absent(what, absent, error, rank=self._launch.rank)
 
 
 class _Started:
-    """Who uses the default group, when it was started here."""
+    """Reference count of the default group, if zerotune created it."""
 
     def __init__(self) -> None:
         self._group: Any = None
@@ -517,25 +570,25 @@ class _Started:
         self._launched = False
 
         self.arrivals: _Arrivals | None = None
-        """Kept, because the store that it holds is the group's too."""
+        """A reference that keeps the store alive, which the default group uses too."""
         self.roll: _RollCall | None = None
-        """Who came, where that was found out here."""
+        """Roll call of the launched processes; ``None`` if zerotune did not wait for them."""
 
     def note(self, *, launched: bool) -> None:
-        """The default group has just been started here."""
+        """Record that zerotune has just created the default group."""
         self._group, self._users, self._launched = dist.group.WORLD, 0, launched
         atexit.unregister(self._end_at_exit)
         atexit.register(self._end_at_exit)
 
     def join(self) -> bool:
-        """Count a user; ``False`` when the default group is somebody else's."""
+        """Add a user; return ``False`` if zerotune did not create the default group."""
         if self._group is None or dist.group.WORLD is not self._group:
             return False
         self._users += 1
         return True
 
     def leave(self) -> None:
-        """A user is done."""
+        """Remove a user; the last one destroys the group, unless a launcher started the process."""
         self._users -= 1
         if self._users == 0 and not self._launched:
             self._end()
@@ -557,10 +610,10 @@ class _Started:
 
 
 def _forget_in_deepspeed(ended: Collection[Any] | None = None) -> None:
-    """Make DeepSpeed forget groups that are destroyed.
+    """Clear DeepSpeed's references to destroyed groups.
 
-    It keeps them in module globals until they are destroyed through its own function, and the next
-    engine of the process fails with "Group … is not registered". Without ``ended``: all it has.
+    DeepSpeed caches groups in module globals. With a destroyed group there, the next engine of the
+    process fails with "Group … is not registered". Without ``ended``, all caches are cleared.
     """
     groups = sys.modules.get("deepspeed.utils.groups")
     if groups is None:
@@ -571,18 +624,18 @@ def _forget_in_deepspeed(ended: Collection[Any] | None = None) -> None:
 
 
 class DeepSpeedGroups:
-    """The groups that DeepSpeed makes for the first engine started here and shares with others."""
+    """Groups that DeepSpeed creates with the first engine and reuses for later engines."""
 
     def __init__(self) -> None:
         self._users = 0
         self._groups: list[Any] = []
 
     def join(self) -> None:
-        """An engine uses them, until it calls ``leave``."""
+        """Count an engine as a user of the groups until it calls ``leave``."""
         self._users += 1
 
     def leave(self) -> None:
-        """The last to leave ends them."""
+        """Remove an engine; after the last one the groups are destroyed."""
         self._users -= 1
         if self._users == 0:
             _forget_in_deepspeed(self._groups)
@@ -590,7 +643,7 @@ class DeepSpeedGroups:
 
     @contextlib.contextmanager
     def making(self) -> Iterator[None]:
-        """Take what is made within the block for DeepSpeed's."""
+        """Record all groups that are created inside the block as DeepSpeed's."""
         groups = dist.distributed_c10d._world.pg_map
         before = set(groups)
         try:
@@ -623,9 +676,9 @@ def _start_default_group(backend: str, launch: Launch, timeout: timedelta) -> No
 
 
 class _RollCall:
-    """Each rank's last collective, noted in the store, and whether its process lives.
+    """Each rank's last collective, recorded in the store, and whether its process lives.
 
-    ``name`` is the group's, the same on every rank; what ``before`` knows of them is taken over.
+    ``name`` is the group's name, equal on all ranks; ``before`` is the roll call to continue.
     """
 
     def __init__(
@@ -636,18 +689,18 @@ class _RollCall:
         self.members: list[ProcessIdentity] = [] if before is None else before.members
         """Process of each rank."""
         self.holders: list[int] = [0] if before is None else before.holders
-        """Ranks that are lost when the store is."""
+        """Ranks on whose process or launcher the store depends."""
         self.count = 0
-        """Meetings of this group so far."""
+        """Number of collectives of this group so far."""
         self._pulse: _Pulse | None = None if before is None else before._pulse
         self._close = contextlib.ExitStack()
 
     def meet(
         self, members: list[ProcessIdentity], *, wake: Callable[[], None] | None = None
     ) -> None:
-        """All are here. Where they are of several machines, each shows from now on that it lives.
+        """Record all ranks' processes. On several machines, start sending heartbeats.
 
-        ``wake`` is called once another rank is known to be lost.
+        ``wake`` is called as soon as any other rank is known to be lost.
         """
         self.members = members
         if all(member.visible() for member in members):
@@ -659,25 +712,28 @@ class _RollCall:
             self._close.enter_context(self._pulse.waking(wake))
 
     def close(self) -> None:
-        """Nobody is going to look for this rank."""
+        """Stop the heartbeats of this rank."""
         self._close.close()
 
     def lost(
         self, what: str, error: RuntimeError, *, patience: float = _SETTLING_S
     ) -> CollectiveError:
-        """The error that says who is missing, once it can be known; ``error`` is torch's."""
+        """Wait until the missing ranks are known, and return an error that names them.
+
+        ``error`` is torch's error.
+        """
         return _naming_the_absent(what, self.absent(patience=patience), error, rank=self._rank)
 
     def here(self, purpose: str) -> None:
-        """Leave a note for who may look for this rank."""
+        """Record in the store which collective this rank has reached."""
         self.count += 1
         with contextlib.suppress(RuntimeError):
             self._store.set(f"{self._prefix}/{self._rank}", f"{self.count} {purpose}")
 
     def absent(self, *, patience: float) -> dict[int, str]:
-        """The ranks that are not where this one is, and what is known of each.
+        """Return the ranks that have not reached this rank's collective, each with its state.
 
-        For ``patience`` seconds a process that has just lost its connections may still be ending.
+        A process that has just lost its connections has ``patience`` seconds to end.
         """
         deadline = time.monotonic() + patience
         while not (absent := self._reported() or self.ended()) and time.monotonic() < deadline:
@@ -690,11 +746,11 @@ class _RollCall:
         return absent or Asking().ask(self._elsewhere, seconds=_ANSWER_S) or {}
 
     def dead(self) -> bool:
-        """Whether a rank's process is seen to have ended; one that is stopped may go on."""
+        """Return whether the process of any visible rank has ended; a stopped process has not."""
         return any(state.startswith(ENDED) for state in self.ended().values())
 
     def ended(self) -> dict[int, str]:
-        """The ranks whose processes have ended or are stopped, as far as can be seen from here."""
+        """Return ranks on this machine with an ended or stopped process, and its state."""
         conditions = {rank: process.condition() for rank, process in enumerate(self.members)}
         return {
             rank: f"{condition} (process {self.members[rank].pid})"
@@ -703,21 +759,21 @@ class _RollCall:
         }
 
     def _reported(self) -> dict[int, str]:
-        """The lost ranks that others have reported; who has may be gone by now too."""
+        """The lost ranks that any rank has reported; the reporting rank may have ended since."""
         lost = {} if self._pulse is None else self._pulse.lost
         return {} if self._rank in lost else lost
 
     def _silent(self) -> dict[int, str]:
-        """The ranks of other machines that show no sign of life, and what is known of each."""
+        """The ranks on different machines that send no heartbeat, each with its state."""
         afar = [rank for rank, member in enumerate(self.members) if not member.visible()]
         if self._pulse is None:
             return {}
         silent = self._pulse.silent(afar)
         if silent is not None:
-            what = f"has not been heard of for {_SILENCE_S:g} s"
+            what = f"has sent no heartbeat for {_SILENCE_S:g} s"
         else:
             silent = [rank for rank in afar if rank in self.holders]
-            what = "cannot be reached, nor the store there"
+            what = "cannot be reached, and neither can the store there"
         return self._reported() or {
             rank: f"{what} (process {self.members[rank].pid} on {self.members[rank].host})"
             for rank in silent
@@ -730,14 +786,14 @@ class _RollCall:
             note = self._store.get(key).decode() if self._store.check([key]) else "0 nothing"
             count, _, purpose = note.partition(" ")
             if int(count) < self.count:
-                absent[rank] = f"last came to {purpose!r}" if int(count) else "never came"
+                absent[rank] = f"last reached {purpose!r}" if int(count) else "never arrived"
         return absent
 
 
 class _Pulse:
-    """Heartbeats in the store, because processes of other machines cannot be inspected.
+    """Heartbeats in the store, because processes on other machines cannot be inspected.
 
-    ``prefix`` of the keys is the same on every rank; the store's connection is used only here.
+    ``prefix`` of the keys is equal on all ranks; only this class uses the store connection.
     """
 
     def __init__(self, prefix: str, *, rank: int, store: Any) -> None:
@@ -745,19 +801,19 @@ class _Pulse:
         self._store, self._over = store, threading.Event()
         self._wakes: list[Callable[[], None]] = []
         self.lost: dict[int, str] = {}
-        """The lost ranks, and what is known of each, once a rank has reported them."""
+        """The lost ranks that any rank has reported, each with its state."""
         self._thread = threading.Thread(target=self._run, name="zerotune-pulse", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Show no further signs."""
+        """Stop the heartbeats."""
         self._over.set()
         # One that asks the store while the interpreter ends can abort the process.
         self._thread.join(_LAST_WORD_S)
 
     @contextlib.contextmanager
     def waking(self, wake: Callable[[], None]) -> Iterator[None]:
-        """Call something within the block once other ranks are known to be lost."""
+        """Inside the block, call ``wake`` as soon as other ranks are known to be lost."""
         self._wakes.append(wake)
         if self._lost_others():
             wake()
@@ -770,9 +826,9 @@ class _Pulse:
         return bool(self.lost) and self._rank not in self.lost
 
     def silent(self, ranks: Collection[int]) -> list[int] | None:
-        """Those of the ranks that show no sign for a while; ``None``: the store does not answer.
+        """Return the ranks without a heartbeat for a while; ``None`` if the store does not answer.
 
-        Returns as soon as somebody has told of lost ranks.
+        The call returns early if any rank reports lost ranks.
         """
         asking, deadline = Asking(), time.monotonic() + _SILENCE_S
         first, left = None, list(ranks)
@@ -786,9 +842,9 @@ class _Pulse:
         return left
 
     def report(self, lost: Mapping[int, str], *, holds: bool) -> None:
-        """Let all ranks know, also those that come to it when this one is gone.
+        """Report lost ranks in the store, also for ranks that notice the failure later.
 
-        ``holds``: whether the store may go with this rank.
+        ``holds``: whether the store may end with this rank.
         """
         if not self.lost:
             text = json.dumps(dict(lost))
@@ -818,7 +874,11 @@ class _Pulse:
 
 
 def own_store(store: Any = None) -> Any:
-    """Open a connection of its own to a store, by default the process group's."""
+    """Open a separate connection to a store.
+
+    Args:
+        store: torch's store; default: the default process group's.
+    """
     store = dist.distributed_c10d._get_default_store() if store is None else store
     with contextlib.suppress(RuntimeError, AttributeError, NotImplementedError):
         store = store.clone()
@@ -828,21 +888,24 @@ def own_store(store: Any = None) -> Any:
 
 
 class Asking:
-    """Asks what may never answer, such as a store whose holder is stopped."""
+    """Run functions with a timeout, such as requests to a store that may have stopped."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
 
     @property
     def waits(self) -> bool:
-        """Whether what was asked last is still without an answer."""
+        """Whether the last function is still running."""
         return self._thread is not None and self._thread.is_alive()
 
     def ask(self, question: Callable[[], T], *, seconds: float) -> T | None:
-        """The answer, or ``None``: it failed, or nothing came in time.
+        """Run a function in a thread and return its result; ``None`` if it fails or times out.
 
-        The question runs in a thread that is left behind when it takes longer; until that has
-        ended, nothing else is asked.
+        After a timeout the thread keeps running; no further function starts before it ends.
+
+        Args:
+            question: The function.
+            seconds: Seconds to wait for the result.
         """
         answers: list[T] = []
 
@@ -865,9 +928,9 @@ def _naming_the_absent(
 ) -> CollectiveError:
     ranks = f"Rank{'s' if len(absent) > 1 else ''} {', '.join(map(str, absent))}"
     states = "; ".join(f"rank {each} {state}" for each, state in absent.items())
-    who = f"{ranks} failed to come: {states}"
+    who = f"{ranks} {'are' if len(absent) > 1 else 'is'} missing: {states}"
     if not absent:
-        who = "by now none is missing, so one gave up or failed before"
+        who = "no rank is missing now, so a rank timed out or failed earlier"
         if error is not None:
             # torch writes the source line it was compiled from in front.
             line = re.sub(r"^\[[^\]]*\] *", "", (str(error).splitlines() or [""])[0])
@@ -875,13 +938,17 @@ def _naming_the_absent(
     return CollectiveError(
         f"{what} ({who})",
         key=f"rank {rank}",
-        fix="call it on every rank, not inside `if rank == 0`, and look in the log of "
-        "the rank named for why it stopped",
+        fix="make this call on every rank, not inside `if rank == 0`; if a rank has ended, look "
+        "for its error in its log",
     )
 
 
 def is_collective(error: BaseException) -> bool:
-    """Whether torch raised this because processes could not exchange something."""
+    """Return whether torch raised an error because communication between processes failed.
+
+    Args:
+        error: The exception.
+    """
     if isinstance(error, ZeroTuneError):
         return False
     return isinstance(error, getattr(dist, "DistError", ())) or bool(_COLLECTIVE.search(str(error)))
@@ -892,15 +959,15 @@ def _await(work: Any, deadline: float) -> None:
 
 
 def together(group: ProcessGroup, purpose: str, work: Callable[[], T]) -> list[T]:
-    """Run ``work`` on every rank and return all results, in rank order, everywhere.
+    """Run a function on every rank, and return the results of all ranks, in rank order.
 
-    Collective: every rank must call it.
+    Collective: every rank must call it. If the function fails on any rank, all ranks raise.
 
     Args:
         group: The processes.
-        purpose: What is being done, for messages.
-        work: What this rank does; must not be collective itself, since a rank on which it
-            fails would leave the others waiting.
+        purpose: Name of the operation, for error messages.
+        work: Function that this rank runs. The function must not use collectives, because ranks
+            would wait forever for a rank on which it fails.
     """
     result: T | None = None
     failure: ZeroTuneError | None = None

@@ -1,4 +1,4 @@
-"""``Engine``: what trains, whatever does the work behind it."""
+"""``Engine``: the common interface of all training engines."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from zerotune.plan.model import ResolvedPlan
 
 GONE: Final = "_zerotune_gone"
-"""Attribute of a module whose weights went with its engine: why."""
+"""Attribute of a module that lost its weights when its engine closed: the reason."""
 
 E = TypeVar("E", bound="Engine")
 P = ParamSpec("P")
@@ -35,26 +35,26 @@ R = TypeVar("R")
 
 @attrs.frozen(kw_only=True)
 class StepOutcome:
-    """What one call of ``Engine.step`` did."""
+    """Result of one call of ``Engine.step``."""
 
     applied: bool
-    """The weights changed: an accumulation boundary, and no overflow of the loss scale."""
+    """Whether the weights changed: at a boundary, unless the loss scale overflowed."""
     boundary: bool
-    """The call closed a group of ``gradient_accumulation_steps`` micro batches."""
+    """Whether the call ended an accumulation window of ``gradient_accumulation_steps`` calls."""
     grad_norm: float | None = None
-    """Global L2 norm of the unclipped gradient; ``None`` where the engine does not compute it."""
+    """Global L2 norm of the unclipped gradient; ``None`` if the engine does not compute it."""
 
 
 @attrs.frozen(kw_only=True)
 class EngineState:
-    """Everything of an engine that is not a weight or an optimizer state."""
+    """State of an engine except weights and optimizer states."""
 
     global_step: int
-    """Optimizer steps taken, skipped ones included."""
+    """Number of optimizer steps, including skipped ones."""
     micro_step: int
-    """Micro batches seen."""
+    """Number of micro batches."""
     skipped_steps: int
-    """Steps not applied: the loss scale overflowed, a gradient was not finite, or discarded."""
+    """Number of steps not applied: loss scale overflow, a non-finite gradient, or ``discard``."""
     scheduler: dict[str, Any]
     loss_scaler: dict[str, Any]
 
@@ -62,7 +62,11 @@ class EngineState:
 def naming_the_lost(
     method: Callable[Concatenate[E, P], R],
 ) -> Callable[Concatenate[E, P], R]:
-    """A method of an engine in which a lost rank is named, also in a loop of one's own."""
+    """Wrap an engine's method so that its error names a rank that is lost during the call.
+
+    Args:
+        method: The method.
+    """
 
     @functools.wraps(method)
     def named(self: E, /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -75,17 +79,17 @@ def naming_the_lost(
 class Engine(Closing):
     """A model with its optimizer, running under a resolved plan.
 
-    The loop is the user's::
+    The training loop belongs to the caller::
 
         loss = objective(engine, batch)
         engine.backward(loss)
         outcome = engine.step()
 
-    ``backward`` divides by the accumulation steps; ``step`` is called once per micro batch and
-    acts on the boundary. ``close`` releases buffers and, if this engine started it, the process
-    group; ``resources`` holds what the engine depends on and what ends after it.
+    ``backward`` divides the loss by the accumulation steps. Call ``step`` once per micro batch; it
+    updates the weights at the end of an accumulation window. ``close`` releases buffers, and also
+    the process group if this engine created it; ``resources`` are closed afterwards.
 
-    A subclass sets the private attributes below while it starts, and verifies what runs.
+    A subclass sets the private attributes below when it starts, and verifies the running engine.
     """
 
     _plan: ResolvedPlan
@@ -94,50 +98,50 @@ class Engine(Closing):
     _master_weights: MasterWeights
     _decisions: tuple[Decision, ...] = ()
     _trained: frozenset[int] = frozenset()
-    """Ids of the parameters that the optimizer steps."""
+    """Ids of the parameters that the optimizer updates."""
     _host_step: DeferredSteps | None = None
-    """What takes the steps of an Adam in host memory in one pass, if anything does."""
+    """Runs the steps of an Adam in host memory in one pass; ``None`` without such an Adam."""
     _walked: tuple[tuple[str, torch.nn.Parameter], ...] = ()
-    """Names and parameters at the latest forward pass: a walk over a U-Net takes 4 ms."""
+    """Names and parameters at the last forward pass: listing those of a U-Net takes 4 ms."""
     _unfinished = False
-    """A backward pass began after the last step."""
+    """Whether a backward pass began after the last step."""
 
     @property
     def plan(self) -> ResolvedPlan:
-        """The plan this engine was verified against."""
+        """The plan that this engine runs."""
         return self._plan
 
     @property
     def module(self) -> torch.nn.Module:
-        """The user's model, without wrappers; at stage 3 partitioned outside a forward pass."""
+        """The user's model without wrappers; at stage 3, partitioned between forward passes."""
         return self._module
 
     @property
     def group(self) -> ProcessGroup:
-        """The processes that train together."""
+        """The process group of all ranks."""
         return self._group
 
     @property
     @abstractmethod
     def device(self) -> torch.device:
-        """Where batches must lie."""
+        """Device that batches must be on."""
 
     @property
     def steps_in_backward(self) -> bool:
-        """Whether the last backward pass of a window changes weights already."""
+        """Whether weights already change during the last backward pass of a window."""
         return False
 
     @property
     @abstractmethod
     def dtype(self) -> torch.dtype:
-        """Precision of the weights in the forward pass; floating-point inputs should have it.
+        """Dtype of the weights in the forward pass, and for floating-point inputs.
 
-        The plain engine keeps weights in fp32, and autocast does the rest.
+        The plain engine keeps the weights in fp32 and runs the forward pass under autocast.
         """
 
     @property
     def master_weights(self) -> MasterWeights:
-        """The fp32 weights the optimizer updates, and its states."""
+        """The fp32 weights that the optimizer updates, and the optimizer's states."""
         return self._master_weights
 
     @property
@@ -148,7 +152,7 @@ class Engine(Closing):
     @property
     @abstractmethod
     def state(self) -> EngineState:
-        """Counters, scheduler and loss scale, to be saved."""
+        """Counters, scheduler state and loss scale, for a checkpoint."""
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
@@ -164,29 +168,33 @@ class Engine(Closing):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward pass.
 
-        At stage 3, weights are gathered layer by layer; the plain engine runs it under autocast.
+        At stage 3, weights are gathered layer by layer; the plain engine uses autocast.
         """
 
     @abstractmethod
     def backward(self, loss: torch.Tensor) -> None:
-        """Back-propagate a scalar loss of one micro batch, divided by the accumulation steps."""
+        """Back-propagate the loss of one micro batch, divided by the accumulation steps.
+
+        Args:
+            loss: Scalar loss.
+        """
 
     @abstractmethod
     def step(self) -> StepOutcome:
-        """Close a micro batch; update the weights when it is the last of its group.
+        """Finish a micro batch; update the weights if it is the last of its accumulation window.
 
-        A gradient that is not finite is not applied, also where DeepSpeed would.
+        If a gradient is not finite, the step is skipped, even where DeepSpeed would apply it.
 
         Raises:
-            EngineError: No ``backward`` came before it.
+            EngineError: ``backward`` was not called before.
         """
 
     @abstractmethod
     def discard(self) -> None:
-        """Drop the accumulation window under way, in place of its last ``step``.
+        """Drop the current accumulation window's gradients, instead of its last ``step``.
 
-        Its gradients are forgotten; weights, optimizer, schedule and loss scale stay. It counts
-        as a skipped step. Collective: every rank must drop the same window.
+        Weights, optimizer, schedule and loss scale do not change. The window counts as a skipped
+        step. Collective: every rank must drop the same window.
 
         Raises:
             EngineError: A backward pass under DeepSpeed has not ended.
@@ -194,14 +202,17 @@ class Engine(Closing):
 
     @abstractmethod
     def load_state(self, state: EngineState) -> None:
-        """Restore counters, scheduler (with the learning rate it implies) and loss scale.
+        """Restore counters, scheduler (including the learning rate) and loss scale.
 
-        Gradients of a micro batch that was never closed, because of an error perhaps, are dropped.
+        Gradients of an unfinished accumulation window are dropped.
+
+        Args:
+            state: The saved state.
         """
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Evaluation mode without gradients; the earlier mode comes back after."""
+        """Inside the block, use evaluation mode without gradients; restore the mode afterwards."""
         import torch
 
         training = self._module.training
@@ -213,10 +224,10 @@ class Engine(Closing):
             self._train(training)
 
     def explain(self, *further: Decision) -> str:
-        """Describe what runs, every automatic choice, and which parts were verified.
+        """Describe the running engine, every automatic choice, and all verified settings.
 
         Args:
-            further: Decisions of what drives the engine, to be shown with its own.
+            further: Additional decisions to show, such as the trainer's.
         """
         from zerotune.plan.text import resolved_page
 
@@ -227,7 +238,7 @@ class Engine(Closing):
         self._module.train(mode)
 
     def _check_before_step(self, step: int) -> None:
-        """Check that the model is what the optimizer steps, and a few weights, others each step."""
+        """Check that every trainable parameter is optimized, and check a sample of weights."""
         self._check_trained(self._walked or tuple(self._module.named_parameters()))
         self._walked = ()
         self._master_weights.check_model(step)
@@ -237,34 +248,34 @@ class Engine(Closing):
         self._check_trained(self._walked)
 
     def _check_trained(self, named: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
-        """Check that the optimizer steps every parameter that wants a gradient."""
+        """Check that the optimizer updates every parameter that requires a gradient."""
         for name, parameter in named:
             if parameter.requires_grad and id(parameter) not in self._trained:
                 raise EngineError(
-                    "wants a gradient, but was frozen or another one when the engine started, so "
-                    "that nothing would train it",
+                    "this parameter requires a gradient, but was frozen or absent when the engine "
+                    "started, so nothing would train it",
                     key=f"model.{name}",
                     value="requires_grad=True",
-                    fix="unfreeze or add it before the engine starts; what was trained from the "
-                    "start may be frozen and unfrozen at any time",
+                    fix="add or unfreeze the parameter before the engine starts; parameters "
+                    "trainable at the start may be frozen and unfrozen later",
                 )
 
     def _check_backward(self) -> None:
-        """Check that a backward pass came before a step, or somebody else set gradients."""
+        """Check that a backward pass or the caller has set gradients before a step."""
         if not self._unfinished and all(p.grad is None for p in self._module.parameters()):
             raise EngineError(
-                "no backward pass came before it, so there is nothing to step with",
+                "there are no gradients, because engine.backward was not called before this step",
                 key="engine.step",
-                fix="call engine.backward(loss) and then engine.step(), once per micro batch",
+                fix="for every micro batch, call engine.backward(loss) and then engine.step()",
             )
 
     @abstractmethod
     def _checks(self) -> Checks:
-        """What runs now, compared with the plan."""
+        """Comparison of the running engine with the plan."""
 
 
 class StartedEngine(Engine):
-    """An engine that starts what it runs, and releases all of it when that fails."""
+    """An engine that initializes the training itself, and releases everything if this fails."""
 
     _open: ClassVar[weakref.WeakSet[StartedEngine]] = weakref.WeakSet()
     """All started engines that are still referenced."""
@@ -279,20 +290,20 @@ class StartedEngine(Engine):
 
     @abstractmethod
     def _start(self, model: torch.nn.Module, plan: ResolvedPlan, timeout_s: float) -> None:
-        """Start it, and verify what runs."""
+        """Start the engine, and verify that it matches the plan."""
 
     def _claim(self, model: torch.nn.Module) -> None:
-        """Take a model's parameters for this engine, as long as it is open."""
+        """Reserve a model's parameters for this engine while it is open."""
         named = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
         if self._claimed_elsewhere(named):
             gc.collect()  # An engine that was dropped without being closed is none.
         if others := self._claimed_elsewhere(named):
             raise EngineError(
-                "is being trained by an engine that is still open",
+                "an engine that is still open already trains this parameter",
                 key="model",
                 value=f"{type(model).__name__}.{named[next(iter(others))]}",
-                fix="close the first trainer or engine (trainer.close(), or a with block), or give "
-                "this one a copy of the model made before",
+                fix="close the first trainer or engine (call trainer.close(), or use a with "
+                "block), or train a copy made before the first engine started",
             )
         self._trained = frozenset(named)
         self._open.add(self)
@@ -303,17 +314,17 @@ class StartedEngine(Engine):
 
 
 class CountingEngine(StartedEngine):
-    """A started engine that counts its steps itself."""
+    """A started engine that counts its own steps."""
 
     _global_step = _micro_step = _skipped_steps = 0
 
     @property
     def _at_boundary(self) -> bool:
-        """Whether the micro batch under way is the last of its group."""
+        """Whether the current micro batch is the last of its accumulation window."""
         return (self._micro_step + 1) % self._plan.gradient_accumulation_steps == 0
 
     def _count_discarded(self) -> None:
-        """Count the window under way as a skipped step."""
+        """Count the current window as a skipped step."""
         count = self._plan.gradient_accumulation_steps
         self._micro_step = (self._micro_step // count + 1) * count
         self._global_step += 1
@@ -326,7 +337,11 @@ class CountingEngine(StartedEngine):
 
 
 def check_not_gone(module: torch.nn.Module) -> None:
-    """Refuse a module whose engine was closed and could not restore its weights."""
+    """Raise an error if a closed engine could not restore the module's weights.
+
+    Args:
+        module: The model to train or use.
+    """
     for each in module.modules():
         reason = vars(each).get(GONE)
         if reason is not None:
@@ -334,11 +349,16 @@ def check_not_gone(module: torch.nn.Module) -> None:
 
 
 def gone(module: torch.nn.Module, reason: str) -> EngineError:
-    """The error for a use of a module without its weights."""
+    """Return the error for using a module that has lost its weights.
+
+    Args:
+        module: The module.
+        reason: Why its engine could not restore the weights.
+    """
     return EngineError(
-        f"the engine that trained it at stage 3 is closed, and {reason}",
+        f"the stage-3 engine that trained this model is closed, and {reason}",
         key="model",
         value=type(module).__name__,
-        fix="save or export before closing (trainer.export(PATH), trainer.save(PATH)), and load "
-        "from there",
+        fix="call trainer.export(PATH) or trainer.save(PATH) before closing, and load the model "
+        "from that path",
     )

@@ -1,8 +1,8 @@
-"""The fp32 weights the optimizer updates: one view, whatever engine holds them.
+"""The fp32 weights that the optimizer updates, with one interface for every engine.
 
-Under ZeRO no rank holds all master weights, and under NVMe offload not even its own share is in
-memory. Everything that must read or write them (EMA, checkpoints, export, verification) is
-written on ``MasterWeights`` and never looks inside DeepSpeed.
+Under ZeRO no rank holds all master weights. Under NVMe offload not even a rank's share is in
+memory. EMA, checkpoints, export and verification read and write master weights through
+``MasterWeights`` and never use DeepSpeed's internals.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from zerotune.errors import EngineError, UnsupportedEngineError
 
 _OF_ADAM: Final = frozenset({"step", "exp_avg", "exp_avg_sq"})
 _BEGIN_AT: Final[Mapping[str, float]] = {"mu_product": 1.0}
-"""NAdam's product of momenta (``torch/optim/nadam.py``); whatever else is kept begins at zero."""
+"""NAdam's product of momenta (``torch/optim/nadam.py``); all other states start at zero."""
 
 
 class OptimizerStates:
-    """States, counters and other things an optimizer keeps for one tensor.
+    """The optimizer's states and step counter of one tensor.
 
-    Everything is looked up when it is asked for: an EMA, which asks for nothing, pays nothing.
+    A property reads the optimizer's state only when it is accessed.
 
     Args:
-        optimizer: A ``torch.optim.Optimizer``, DeepSpeed's included; ``None`` for weights that
-            nothing optimizes.
-        key: The tensor, as the optimizer's groups hold it.
+        optimizer: A ``torch.optim.Optimizer``, DeepSpeed's included; ``None`` for weights
+            without an optimizer.
+        key: The tensor itself, as it stands in the optimizer's parameter groups.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer | None, key: torch.Tensor) -> None:
@@ -49,9 +49,9 @@ class OptimizerStates:
     def tensors(self) -> dict[str, torch.Tensor]:
         """States with one element per weight, by name; empty before the first step.
 
-        fp32, unless the optimizer keeps them in fewer bits (``AdamWBF16States``). Of a tensor that
-        is not contiguous, or whose states are codes of one byte (``AdamW8BitStates``), they are
-        copies, which ``write_back`` brings to the optimizer.
+        States are fp32, unless the optimizer stores fewer bits (``AdamWBF16States``). For a
+        non-contiguous tensor, or one with one-byte states (``AdamW8BitStates``), the values are
+        copies; ``write_back`` writes them to the optimizer.
         """
         if self._coder is not None:
             if not self._copies:
@@ -68,7 +68,7 @@ class OptimizerStates:
         }
 
     def write_back(self) -> None:
-        """Have the optimizer's states be what was written to their copies."""
+        """Write the copies that ``tensors`` returned back to the optimizer's states."""
         if self._coder is not None:
             self._coder.encode_states(self._writable, self._copies)
             return
@@ -82,7 +82,7 @@ class OptimizerStates:
 
     @property
     def scalars(self) -> dict[str, float]:
-        """Single numbers that accompany the weights, such as NAdam's ``mu_product``."""
+        """States of one element, such as NAdam's ``mu_product``, by name."""
         return {
             name: float(value)
             for name, value in self._state_tensors()
@@ -91,7 +91,7 @@ class OptimizerStates:
 
     @property
     def others(self) -> tuple[str, ...]:
-        """Names of what cannot be divided like the weights, such as Adafactor's row sums."""
+        """Names of states that cannot be sharded like the weights, such as Adafactor's row sums."""
         if self._coder is not None:
             return ()
         covered = {"step", *self.tensors, *self.scalars}
@@ -101,19 +101,19 @@ class OptimizerStates:
 
     @property
     def described_on_nvme(self) -> bool:
-        """Whether the other properties hold while DeepSpeed has emptied all tensors.
+        """Whether the other properties are correct while the tensors are on NVMe.
 
-        It empties counters that are tensors too, and then nothing tells one from a state.
+        DeepSpeed empties all swapped tensors. An empty step counter cannot be told from a state.
         """
         counted = not isinstance(self._state.get("step"), torch.Tensor)
         return counted and self._state.keys() <= _OF_ADAM and len(self.tensors) in (0, 2)
 
     @property
     def step(self) -> int | None:
-        """Updates counted; ``None`` where the optimizer does not count.
+        """Number of updates; ``None`` if the optimizer has no step counter.
 
-        FusedAdam keeps one counter per group, on the last tensor of the group that had a
-        gradient, while all of them are updated together; the largest is the true one.
+        FusedAdam stores a group's counter only on the last tensor of the group with a gradient,
+        so the largest counter of the group is correct.
         """
         if self._optimizer is None:
             return None
@@ -127,7 +127,11 @@ class OptimizerStates:
         return max(steps, default=None)
 
     def create(self, names: tuple[str, ...]) -> None:
-        """Make zero-filled states, as the optimizer itself would at its first step."""
+        """Create zero-filled states, as the optimizer does at its first step.
+
+        Args:
+            names: Names of the states to create.
+        """
         state, dtype = self._writable, getattr(self._optimizer, "state_dtype", None)
         if self._coder is not None:
             self._coder.create_states(state, self._key.numel())
@@ -141,7 +145,7 @@ class OptimizerStates:
         state.setdefault("step", self._counter(0))
 
     def set_step(self, step: int) -> None:
-        """Set the counter."""
+        """Set the step counter."""
         state = self._writable
         if isinstance(state.get("step"), torch.Tensor):
             state["step"].fill_(step)
@@ -149,7 +153,7 @@ class OptimizerStates:
             state["step"] = self._counter(step)
 
     def set_scalars(self, scalars: Mapping[str, float]) -> None:
-        """Set the single numbers that accompany the weights."""
+        """Set states of one element, by name."""
         state = self._writable
         for name, value in scalars.items():
             if isinstance(state.get(name), torch.Tensor):
@@ -158,7 +162,7 @@ class OptimizerStates:
                 state[name] = _scalar(value)
 
     def begin_scalars_anew(self) -> None:
-        """Set single numbers to what they are before the first update, where that is not zero."""
+        """Reset one-element states whose initial value is not zero to that value."""
         for name in _BEGIN_AT.keys() & self._state.keys():
             self._state[name].fill_(_BEGIN_AT[name])
 
@@ -196,45 +200,45 @@ def _scalar(value: float) -> torch.Tensor:
 
 _COMPARED_PARAMETERS: Final = 4
 _COMPARED_ELEMENTS: Final = 64
-"""What one look at the model's weights compares, which costs a few small copies."""
+"""Sample size of ``check_model``; a check costs a few small copies."""
 
 
 @attrs.frozen(kw_only=True)
 class FragmentAddress:
-    """Where one rank's part of one parameter lies."""
+    """Location of one rank's part of one parameter."""
 
     name: str
-    """Dotted name as ``named_parameters()`` gives it."""
+    """Dotted name, as in ``named_parameters()``."""
     shape: tuple[int, ...]
     """Full, unpartitioned shape of the parameter."""
     start: int
     """First element of this part in the flattened parameter."""
     numel: int
-    """Elements of this part, padding left out."""
+    """Number of elements of this part, without padding."""
     slab: int
-    """Index of the flat tensor that holds it."""
+    """Index of the flat tensor that contains this part."""
     offset: int
     """First element of this part in that flat tensor."""
 
     @property
     def stop(self) -> int:
-        """One past the last element in the flattened parameter."""
+        """Index one past this part's last element in the flattened parameter."""
         return self.start + self.numel
 
     @property
     def full_numel(self) -> int:
-        """Elements of the whole parameter."""
+        """Number of elements of the whole parameter."""
         return math.prod(self.shape)
 
     @property
     def key(self) -> str:
-        """``name[start:stop]``: what this part is called wherever tensors are stored by name."""
+        """``name[start:stop]``, the key under which this part is stored."""
         return f"{self.name}[{self.start}:{self.stop}]"
 
 
 @attrs.frozen(kw_only=True, eq=False)
 class Slab:
-    """A flat fp32 tensor with what the optimizer keeps for it."""
+    """A flat fp32 tensor with its optimizer states."""
 
     value: torch.Tensor
     """fp32; any shape, contiguous."""
@@ -243,9 +247,9 @@ class Slab:
 
 @attrs.frozen(kw_only=True, eq=False)
 class Fragment:
-    """One rank's part of one parameter, in memory now.
+    """One rank's part of one parameter, loaded into memory.
 
-    The tensors are views: valid only until the iteration moves on.
+    The tensors are views that are valid only until the next fragment is read.
     """
 
     address: FragmentAddress
@@ -257,50 +261,54 @@ class Fragment:
     def states(self) -> Mapping[str, torch.Tensor]:
         """Optimizer states by name (``exp_avg``, ``exp_avg_sq``, …), 1-D, as long as ``value``.
 
-        Empty before the first step.
+        The mapping is empty before the first step.
         """
         states = self._slab.states.tensors
         return {name: _narrow(state, self.address) for name, state in states.items()}
 
     @property
     def step(self) -> int | None:
-        """Updates this fragment has seen; ``None`` where the optimizer does not count."""
+        """Number of updates of this fragment; ``None`` if the optimizer has no step counter."""
         return self._slab.states.step
 
     @property
     def scalars(self) -> Mapping[str, float]:
-        """Single numbers the optimizer keeps beside the weights, by name."""
+        """States of one element, such as NAdam's ``mu_product``, by name."""
         return self._slab.states.scalars
 
     @property
     def other_states(self) -> tuple[str, ...]:
-        """Names of states that cannot be divided like the weights, and so are not in ``states``."""
+        """Names of states that cannot be sharded like the weights; ``states`` lacks them."""
         return self._slab.states.others
 
 
 @attrs.frozen(kw_only=True, eq=False)
 class EditableFragment(Fragment):
-    """A fragment that may be written in place, and whose states may be created."""
+    """A fragment whose weights and states may be written in place or created."""
 
     def ensure_states(self, names: tuple[str, ...]) -> Mapping[str, torch.Tensor]:
-        """The states, created as zeros when the optimizer has not stepped yet.
+        """Return the states, first creating zeros for the whole flat tensor if any is missing.
 
-        States are made for the whole slab at once; the views returned are this fragment's.
+        Args:
+            names: States that must exist.
+
+        Returns:
+            Views of this fragment's states, by name.
         """
         if not set(names) <= set(self._slab.states.tensors):
             self._slab.states.create(names)
         return self.states
 
     def set_step(self, step: int) -> None:
-        """Set the update counter of the slab this fragment lies in."""
+        """Set the step counter of the flat tensor that contains this fragment."""
         self._slab.states.set_step(step)
 
     def set_scalars(self, scalars: Mapping[str, float]) -> None:
-        """Set the single numbers of the slab this fragment lies in."""
+        """Set states of one element, by name, for the flat tensor that contains this fragment."""
         self._slab.states.set_scalars(scalars)
 
     def begin_scalars_anew(self) -> None:
-        """Set them to what they are before the first update."""
+        """Reset states of one element to their values before the first update."""
         self._slab.states.begin_scalars_anew()
 
 
@@ -309,31 +317,31 @@ class Follower:
     """An average that moves towards the weights: ``tensor.lerp_(weights, weight)``."""
 
     tensors: Mapping[str, torch.Tensor]
-    """By the fragments' keys, as long as they are: fp32, 1-D, contiguous, on the CPU."""
+    """One tensor per fragment, by ``FragmentAddress.key``: fp32, 1-D, contiguous, on the CPU."""
     weight: float
 
 
 class Average(Protocol):
-    """An average of the weights that can be asked for by name."""
+    """A named average of the weights, such as an EMA."""
 
     name: str
 
     def gather(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Name and full tensor of every trained parameter. Collective."""
+        """Yield name and full tensor of every trained parameter. Collective."""
         ...
 
 
 class MasterLayout(ABC):
-    """How one kind of engine lays out its master weights.
+    """Placement of an engine's master weights in flat tensors (slabs).
 
     Args:
         addresses: This rank's fragments, ordered by slab.
-        order: Name and full shape of every trainable parameter, in an order that all ranks share
-            and that never leaves a slab and comes back.
+        order: Name and full shape of every trainable parameter. The order is the same on all
+            ranks, and parameters of one slab are consecutive.
     """
 
     replicated: bool = False
-    """Every rank holds everything (no partitioning)."""
+    """Whether every rank holds all master weights (no partitioning)."""
 
     def __init__(
         self,
@@ -344,58 +352,87 @@ class MasterLayout(ABC):
         self.addresses = addresses
         self.order = order
         self.edited = False
-        """Somebody else wrote master weights, which the model follows with the next step."""
+        """Master weights were written from outside; the model is updated by the next step."""
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
-        """The optimizer that changes the flat tensors; ``None`` if unknown."""
+        """The optimizer that updates the flat tensors; ``None`` if unknown."""
         return None
 
     @property
     def swapped_out(self) -> bool:
-        """Whether some of the flat tensors lie on NVMe."""
+        """Whether any of the flat tensors is on NVMe."""
         return False
 
     @property
     @abstractmethod
     def tensors(self) -> Sequence[torch.Tensor]:
-        """The flat tensors as the optimizer's groups hold them; their data may lie on NVMe."""
+        """The flat tensors in the optimizer's parameter groups; their data may be on NVMe."""
 
     def masters_of(self, address: FragmentAddress, part: slice) -> torch.Tensor:
-        """Some fp32 weights of a fragment that is in memory, 1-D; not to be written."""
+        """Return some fp32 weights of a fragment in memory, 1-D. Do not write to the result.
+
+        Args:
+            address: The fragment.
+            part: Elements of the fragment to return.
+        """
         return _narrow(self.tensors[address.slab].reshape(-1), address)[part]
 
     def settle(self) -> None:  # noqa: B027 - most layouts have no such steps
-        """Return once a step under way has written every weight and state."""
+        """Wait until a pending optimizer step has written every weight and state."""
 
     def follow(self, followers: Sequence[Follower]) -> bool:  # noqa: ARG002 - of a step under way
-        """Have averages move with a step under way; whether there is one they can move with."""
+        """Update averages as part of a pending step; see ``MasterWeights.follow``.
+
+        Args:
+            followers: The averages to update.
+
+        Returns:
+            Whether a pending step will update them.
+        """
         return False
 
     def expect(self, followers: Sequence[Follower]) -> None:  # noqa: B027 - of most layouts
         """See ``MasterWeights.expect``."""
 
     def in_model(self, address: FragmentAddress) -> torch.Tensor | None:  # noqa: ARG002
-        """What the model computes with of a fragment, 1-D.
+        """Return the model's weights of a fragment, 1-D, in the dtype the model computes with.
 
-        ``None`` where that is the master weight itself, or one of both is not in memory.
+        Args:
+            address: The fragment.
+
+        Returns:
+            ``None`` if the model computes with the master weights, or if the master weights or
+            the model's weights are not in memory.
         """
         return None
 
     def states_at_rest(self, slab: int) -> OptimizerStates | None:  # noqa: ARG002 - of most layouts
-        """States of a slab of which names, dtypes and counters can be read where the slab lies.
+        """Return a slab's states if their names, dtypes and counters are known without loading it.
 
-        ``None``: only once it is in memory.
+        Args:
+            slab: Index of the flat tensor.
+
+        Returns:
+            ``None`` if the slab must be loaded into memory first.
         """
         return None
 
     @abstractmethod
     def reading(self, slab: int) -> AbstractContextManager[Slab]:
-        """Bring a slab into memory to read it."""
+        """Load a slab into memory for reading.
+
+        Args:
+            slab: Index of the flat tensor.
+        """
 
     @abstractmethod
     def writing(self, slab: int) -> AbstractContextManager[Slab]:
-        """Bring a slab into memory; what is written to it stays."""
+        """Load a slab into memory for writing; changes are stored when the context ends.
+
+        Args:
+            slab: Index of the flat tensor.
+        """
 
     @abstractmethod
     def refresh(self) -> None:
@@ -434,9 +471,9 @@ class _Untracked(AbstractContextManager[Slab]):
 class MasterWeights:
     """Read, write and gather the fp32 master weights of an engine.
 
-    Works the same for plain training, ZeRO 0-3, with optimizer states on the GPU, in host RAM
-    or on NVMe (one sub-group in memory at a time). Only trainable parameters have master
-    weights.
+    The interface is the same for plain training and ZeRO 0-3, with optimizer states on the GPU,
+    in host RAM or on NVMe (one sub-group in memory at a time). Only trainable parameters have
+    master weights.
     """
 
     def __init__(self, *, layout: MasterLayout, group: ProcessGroup, device: torch.device) -> None:
@@ -445,16 +482,16 @@ class MasterWeights:
         self._device = device
         self._before_edit: list[Callable[[], None]] = []
         self.averages: WeakSet[Average] = WeakSet()
-        """Averages that were attached to these weights, as long as somebody holds them."""
+        """Averages attached to these weights, by weak reference."""
 
     @property
     def addresses(self) -> tuple[FragmentAddress, ...]:
-        """This rank's fragments, in the order ``read`` yields them. Cheap; reads no weights."""
+        """Addresses of this rank's fragments, in the order of ``read``. Reads no weights."""
         return self._layout.addresses
 
     @property
     def parameters(self) -> Mapping[str, tuple[int, ...]]:
-        """Full shape of every trainable parameter by name, in an order all ranks share."""
+        """Full shape of every trainable parameter by name, in the same order on all ranks."""
         return dict(self._layout.order)
 
     @property
@@ -464,56 +501,59 @@ class MasterWeights:
 
     @property
     def group(self) -> ProcessGroup:
-        """The processes that hold the weights together."""
+        """The processes over which the master weights are partitioned or replicated."""
         return self._group
 
     @property
     def device(self) -> torch.device:
-        """Where the engine trains; the master weights may lie elsewhere."""
+        """The device the engine trains on; the master weights may be on a different one."""
         return self._device
 
     @property
     def numel(self) -> int:
-        """Elements this rank owns."""
+        """Number of elements of this rank's fragments."""
         return sum(address.numel for address in self.addresses)
 
     def settle(self) -> None:
-        """Return once a step under way has written every weight and state.
+        """Wait until a pending optimizer step has written every weight and state.
 
-        What is read or written through zerotune waits by itself; this is for those who look at
-        DeepSpeed's own buffers.
+        Only code that accesses DeepSpeed's buffers directly must call ``settle``: zerotune's
+        methods wait on their own.
         """
         self._layout.settle()
 
     def expect(self, followers: Sequence[Follower]) -> None:
-        """Have averages move with the next step, where that begins in the backward pass.
+        """Announce averages to update with the next step, if it begins during the backward pass.
 
-        Elsewhere nothing happens. Once the step is applied, ``follow`` must be given the same.
+        Otherwise the call has no effect.
+
+        Args:
+            followers: The averages; pass the same ones to ``follow`` after the step.
         """
         self._layout.expect(followers)
 
     def follow(self, followers: Sequence[Follower]) -> bool:
-        """Have averages move with a step under way, which has every weight in its hands anyway.
+        """Update averages as part of the pending optimizer step, which reads every weight anyway.
 
-        Whoever looks at them must ``settle`` first.
+        Call ``settle`` before reading the averages.
 
         Args:
-            followers: None at all tells that there may be some after the next step.
+            followers: The averages. An empty sequence announces that a later step may have some.
 
         Returns:
-            Whether they will move; ``False`` where no step is under way.
+            Whether the step will update the averages; ``False`` if no step is pending.
         """
         return self._layout.follow(followers)
 
     @torch.no_grad()
     def check_model(self, sample: int) -> None:
-        """Compare some weights of the model with the master weights they are rounded from.
+        """Compare a sample of the model's weights with the master weights. Not collective.
 
-        The model follows no longer where its weights were replaced or written by somebody else,
-        which the optimizer would not see. A few elements of a few parameters are compared.
+        A difference means that code outside the engine has replaced or written the model's
+        weights. The optimizer does not see such a change.
 
         Args:
-            sample: Which: another number, other weights. Not collective.
+            sample: Seed of the sample of elements.
         """
         self.settle()
         if self._layout.edited:
@@ -545,25 +585,25 @@ class MasterWeights:
             if not alike.all():
                 worst = int((~alike).nonzero()[0])
                 raise EngineError(
-                    "the model's weights are no longer those that the optimizer steps: somebody "
-                    "replaced or wrote them, and the next step would undo or miss that",
+                    "the model's weights differ from the optimizer's master weights: other code "
+                    "replaced or wrote them, and the next step would undo or ignore the change",
                     key=address.name,
                     value=f"{float(there[worst]):g}, master weight {float(here[worst]):g}",
-                    fix="write weights through engine.master_weights.editing(), and put back what "
-                    "was swapped in before the next step",
+                    fix="write weights through engine.master_weights.editing(), and restore "
+                    "swapped weights before the next step",
                 )
 
     def read(self) -> Iterator[Fragment]:
-        """This rank's fragments, one slab in memory at a time. Not to be written."""
+        """Yield this rank's fragments, one flat tensor in memory at a time. Read only."""
         for index, addresses in self._by_slab():
             with _Untracked(self._layout.reading(index)) as slab:
                 for address in addresses:
                     yield Fragment(address=address, value=_narrow(slab.value, address), slab=slab)
 
     def describe(self) -> Iterator[tuple[FragmentAddress, OptimizerStates]]:
-        """This rank's fragments without their numbers: only names, dtypes and counters of states.
+        """Yield the address of each of this rank's fragments, and its optimizer states.
 
-        Brings in from NVMe only slabs whose states cannot be described where they lie.
+        Use only names, dtypes and counters of the states: their values may still be on NVMe.
         """
         for index, addresses in self._by_slab():
             states = self._layout.states_at_rest(index)
@@ -575,11 +615,10 @@ class MasterWeights:
 
     @contextmanager
     def editing(self) -> Iterator[Iterator[EditableFragment]]:
-        """Write fragments in place; leaving refreshes the model's low-precision weights.
+        """Write fragments in place; on exit, update the model's low-precision weights.
 
-        Collective: every rank must enter and leave, because at stages 1-3 the refreshed weights
-        are exchanged. They are refreshed also when the block raises, so that the model never
-        disagrees with its master weights::
+        Collective: every rank must enter and leave, because at stages 1-3 the ranks exchange the
+        updated weights. The model's weights are also updated if the block raises::
 
             with master.editing() as fragments:
                 for fragment in fragments:
@@ -607,32 +646,32 @@ class MasterWeights:
     def before_change(
         self, call: Callable[[], None], *, optimizer: torch.optim.Optimizer | None = None
     ) -> Callable[[], None]:
-        """Have ``call`` called before every optimizer step and every edit made through this view.
+        """Register a callback that runs before every optimizer step and every ``editing`` block.
 
-        At stage 3 an optimizer steps once per sub-group, and ``call`` is called as often.
+        At stage 3 the optimizer steps once per sub-group, and the callback runs before each.
 
         Args:
-            call: Takes nothing; what it raises stops the step.
-            optimizer: What changes the weights, for a bare module; engines know theirs. A
-                wrapper that has the real one as ``optimizer``, as accelerate's, will do.
+            call: Callback without arguments; an exception that it raises stops the step.
+            optimizer: The optimizer, needed only for master weights of a bare module. A wrapper
+                with an ``optimizer`` attribute, such as accelerate's, is accepted.
 
         Returns:
-            A function that ends it.
+            A function that removes the callback.
         """
         if self._layout.swapped_out:
             raise UnsupportedEngineError(
-                "master weights on NVMe move in and out at any time",
+                "callbacks before a step are unsupported while master weights are on NVMe",
                 key="offload_optimizer.device",
                 value="nvme",
-                fix="read them right after the optimizer's step",
+                fix="call master_weights.read() right after the optimizer's step instead",
             )
         known = self._layout.optimizer or getattr(optimizer, "optimizer", optimizer)
         if not isinstance(known, torch.optim.Optimizer):
             raise UnsupportedEngineError(
-                "it is unknown what changes these weights",
+                "the optimizer of these weights is unknown",
                 key="optimizer",
                 value=optimizer,
-                fix="give the engine instead of its module, or the optimizer that steps",
+                fix="pass the engine instead of its module, or pass optimizer=",
             )
         handle = known.register_step_pre_hook(lambda *_: call())
         self._before_edit.append(call)
@@ -646,13 +685,14 @@ class MasterWeights:
     def gather(
         self, source: Callable[[Fragment], torch.Tensor] | None = None
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Full tensors on every rank, one parameter in memory at a time.
+        """Gather full tensors on every rank, one parameter in memory at a time.
 
-        Collective: every rank must exhaust it.
+        Collective: every rank must exhaust the iterator.
 
         Args:
-            source: What to gather of a fragment: ``fragment.value`` when not given; a state, or
-                the matching part of an EMA shadow. 1-D, ``fragment.address.numel`` elements.
+            source: Returns the tensor to gather for a fragment, such as a state or the same part
+                of an EMA; 1-D with ``fragment.address.numel`` elements. Default:
+                ``fragment.value``.
 
         Yields:
             Name and full fp32 tensor in the parameter's shape, on the CPU.
@@ -674,8 +714,8 @@ class MasterWeights:
             yield name, full.view(shape).cpu()
         if pending is not None:
             raise EngineError(
-                f"parameter {pending.address.name!r} is out of the shared order",
-                fix="report this with the model's class and the plan",
+                f"parameter {pending.address.name!r} is not in the order shared by all ranks",
+                fix="report this error with the model's class and the plan",
             )
 
     @property
@@ -705,7 +745,7 @@ Named = list[tuple[str, torch.nn.Parameter]]
 
 
 def trainable_parameters(module: torch.nn.Module) -> Named:
-    """Names and parameters that require a gradient and have elements; a tied one counts once."""
+    """Return names and parameters with ``requires_grad`` and elements; tied parameters once."""
     return [
         (name, p)
         for name, p in module.named_parameters()
@@ -715,32 +755,36 @@ def trainable_parameters(module: torch.nn.Module) -> Named:
 
 
 def require_trainable(module: torch.nn.Module) -> Named:
-    """The trainable parameters of a model; there must be some."""
+    """Return the trainable parameters of a model; raise an error if there are none."""
     named = trainable_parameters(module)
     if not named:
-        raise EngineError("no parameter requires a gradient", key="model", fix="unfreeze some")
+        raise EngineError(
+            "no parameter requires a gradient",
+            key="model",
+            fix="set requires_grad = True for the parameters to train",
+        )
     return named
 
 
 def gradient_norm(parameters: Iterable[torch.nn.Parameter]) -> torch.Tensor:
-    """L2 norm of the gradients of whole parameters; as clipping computes it, which alters them."""
+    """Return the L2 norm of all gradients, computed as gradient clipping does, without clipping."""
     return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
 
 
 def full_shape(parameter: torch.nn.Parameter) -> tuple[int, ...]:
-    """Shape before ZeRO-3 partitioned it."""
+    """Return the parameter's shape before ZeRO-3 partitioning."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 class ResidentLayout(MasterLayout):
-    """Slabs that always lie in memory: all engines but ZeRO-3 with NVMe.
+    """Layout with all flat tensors in memory: every engine except ZeRO-3 with NVMe offload.
 
     Args:
-        optimizer: What steps them.
-        slabs: fp32. One that is not contiguous, as in channels_last, is read and written through
-            copies, since its fragments are numbered as if it were.
-        addresses: As for ``MasterLayout``.
-        order: As for ``MasterLayout``.
+        optimizer: Optimizer of the flat tensors.
+        slabs: Flat tensors, fp32. A non-contiguous tensor, such as a channels_last one, is read
+            and written through contiguous copies.
+        addresses: See ``MasterLayout``.
+        order: See ``MasterLayout``.
     """
 
     def __init__(
@@ -788,16 +832,16 @@ class ResidentLayout(MasterLayout):
 
     @override
     def refresh(self) -> None:
-        """The parameters are the master weights."""
+        """Do nothing: the parameters are the master weights."""
 
 
 UNDER_WAY: Final = "zerotune_step"
-"""Attribute of a ZeRO wrapper or an optimizer: what may leave a step under way, with ``settle`` and
-``follow``."""
+"""Attribute of a ZeRO wrapper or an optimizer: an object with ``settle`` and ``follow``, whose step
+may still be pending after ``step`` returns."""
 
 
 class SteppedLayout(MasterLayout):
-    """Of a ZeRO wrapper, or an optimizer, whose steps may be under way when they return."""
+    """Layout for a ZeRO wrapper or optimizer whose step may be pending after ``step`` returns."""
 
     _wrapper: Any
 
@@ -814,14 +858,12 @@ class SteppedLayout(MasterLayout):
 
 
 class ParameterLayout(SteppedLayout, ResidentLayout):
-    """The parameters are the master weights: the plain engine, and stage 0 in fp32.
-
-    Without an optimizer: a module nobody trains through an engine.
+    """Layout without partitioning: the plain engine, and DeepSpeed's stage 0 in fp32.
 
     Args:
         module: The model.
-        optimizer: What steps the master weights.
-        masters: Where these are not the parameters themselves: one for each of them.
+        optimizer: Optimizer of the master weights; ``None`` for a module outside any engine.
+        masters: One master weight per trainable parameter; default: the parameters themselves.
     """
 
     replicated = True
@@ -857,7 +899,14 @@ class ParameterLayout(SteppedLayout, ResidentLayout):
 
 
 def whole(name: str, parameter: torch.nn.Parameter, *, slab: int, offset: int) -> FragmentAddress:
-    """The address of a parameter that one rank holds whole."""
+    """Return the address of an unpartitioned parameter.
+
+    Args:
+        name: Dotted name, as in ``named_parameters()``.
+        parameter: The parameter.
+        slab: Index of its flat tensor.
+        offset: First element in that flat tensor.
+    """
     return FragmentAddress(
         name=name,
         shape=tuple(parameter.shape),
@@ -869,11 +918,11 @@ def whole(name: str, parameter: torch.nn.Parameter, *, slab: int, offset: int) -
 
 
 def check_master(tensor: torch.Tensor, name: str) -> None:
-    """Refuse a slab that is not fp32."""
+    """Raise an error unless a flat tensor is fp32."""
     if tensor.dtype != torch.float32:
         raise EngineError(
-            "master weights are fp32",
+            "master weights must be fp32",
             key=name,
             value=str(tensor.dtype),
-            fix="load the model in float32; the plan's precision decides what the forward uses",
+            fix="load the model in float32; the plan's precision sets the dtype of the forward",
         )

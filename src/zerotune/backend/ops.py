@@ -1,8 +1,8 @@
-"""DeepSpeed's compiled ops: which are built, which can be, and the root cause when one cannot.
+"""State of DeepSpeed's compiled ops: whether each is built or can be built, and if not, why.
 
-DeepSpeed compiles its kernels on first use and keeps them in torch's extension folder
-(``TORCH_EXTENSIONS_DIR``, by default below ``~/.cache``). When that fails, its own message is
-often ``… due to hardware/software issue. None``; the functions here look for the cause instead.
+DeepSpeed compiles its kernels on first use into torch's extension folder
+(``TORCH_EXTENSIONS_DIR``, by default below ``~/.cache``). If compiling fails, DeepSpeed often
+reports only ``… due to hardware/software issue. None``; this module finds the cause.
 """
 
 from __future__ import annotations
@@ -33,31 +33,39 @@ from zerotune.errors import InvalidValueError, MissingDependencyError, PlatformE
 from zerotune.platform.toolchain import Toolchain, detect_toolchain
 
 _ABANDONED_AFTER: Final = 600.0
-"""Seconds after which a lock that no visible process holds is taken for abandoned; one op compiles
-in about a minute."""
+"""Seconds after which a lock without a visible holder counts as abandoned. One op compiles in about
+a minute."""
 
 
 @attrs.frozen(kw_only=True)
 class Diagnosis:
-    """Why an op cannot be had, and what to do."""
+    """Why an op is unavailable, and a fix."""
 
     cause: str
     fix: str | None = None
 
     def as_error(self, op: str) -> PlatformError:
-        """The error of an op that cannot be had."""
+        """Return the diagnosis as an exception.
+
+        Args:
+            op: Name of the op.
+        """
         return PlatformError(self.cause, key=f"op {op}", fix=self.fix)
 
 
 def missing_module(name: str) -> Diagnosis:
-    """Diagnosis of a Python module that building needs and that is not installed."""
+    """Return the diagnosis for a build that needs a missing Python module.
+
+    Args:
+        name: Name of the module.
+    """
     # Python 3.12 dropped distutils; setuptools brings it back.
     package = "setuptools" if name.partition(".")[0] in {"distutils", "setuptools"} else name
     return Diagnosis(cause=_MODULE.format(name), fix=f"pip install {package}")
 
 
 def summary(error: BaseException) -> str:
-    """An error as one line: its type and the first line of its text."""
+    """Return an exception's type and the first line of its message, as one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
@@ -66,10 +74,10 @@ def summary(error: BaseException) -> str:
 
 
 def diagnose_build(output: str) -> Diagnosis | None:
-    """Find the root cause in the output of a failed build; ``None`` when nothing is recognised.
+    """Find the root cause of a failed build in its output; ``None`` if no known pattern matches.
 
     Args:
-        output: Text of the exception torch raised, which holds ninja's and the compiler's output.
+        output: Message of torch's exception, with the output of ninja and the compiler.
     """
     for pattern, cause, fixes in _CAUSES:
         match = re.search(pattern, output, re.MULTILINE)
@@ -85,31 +93,31 @@ def diagnose_build(output: str) -> Diagnosis | None:
 
 
 _MODULE: Final = "the Python module {} is missing"
-_TOOLKIT: Final = "install the CUDA toolkit torch was built for and set CUDA_HOME"
+_TOOLKIT: Final = "install the CUDA toolkit that torch was built for, and set CUDA_HOME"
 _LIBRARY_FIXES: Final = {
     "aio": "install libaio-dev",
-    "cuda": "install the NVIDIA driver, or name its stub library's folder in LIBRARY_PATH",
+    "cuda": "install the NVIDIA driver, or add the folder of its stub library to LIBRARY_PATH",
     "cudart": _TOOLKIT,
     "gomp": "install the OpenMP library of your compiler",
-    "": "install the package that holds lib{}",
+    "": "install the package that contains lib{}",
 }
-_PROGRAM_FIXES: Final = {"nvcc": _TOOLKIT, "": "install {}, or name another in CXX"}
+_PROGRAM_FIXES: Final = {"nvcc": _TOOLKIT, "": "install {}, or set CXX to a different compiler"}
 _HEADER_FIXES: Final = {
     "Python.h": "install the Python headers (python3-dev)",
     "libaio.h": "install libaio-dev",
     "cuda_runtime.h": _TOOLKIT,
-    "": "install the package that holds {}",
+    "": "install the package that contains {}",
 }
 _CAUSES: Final[tuple[tuple[str, str, str | Mapping[str, str] | None], ...]] = (
     (
         r"No space left on device",
         "the disk is full",
-        "free some space, or set TORCH_EXTENSIONS_DIR or TMPDIR to another disk",
+        "free disk space, or set TORCH_EXTENSIONS_DIR and TMPDIR to folders on a different disk",
     ),
     (
         r"Killed signal terminated program|SIGKILL|^Killed\s*$",
-        "the compiler was killed, most likely for want of memory",
-        "set MAX_JOBS=1, or free some memory",
+        "the compiler was killed, most likely because memory ran out",
+        "set MAX_JOBS=1, or free memory",
     ),
     (
         r"fatal error: '?([^\s':]+)'?(?::| file) [Nn]o(?:t found| such file)",
@@ -131,32 +139,32 @@ _CAUSES: Final[tuple[tuple[str, str, str | Mapping[str, str] | None], ...]] = (
     (
         r"unrecognized command[- ]line option .?(-std=[\w+]+)",
         "the compiler is too old for {}",
-        "install a newer g++, or name one in CXX",
+        "install a newer g++, or set CXX to the path of a newer one",
     ),
     (
         r"version [`'](GLIBCXX_[\d.]+|CXXABI_[\d.]+)' not found",
-        "the C++ runtime that Python loaded lacks {}, which the compiler used",
-        "use the compiler of the same environment as Python (in conda: gxx_linux-64)",
+        "the C++ runtime that Python loaded lacks {}, which the compiled library needs",
+        "compile with a compiler from Python's environment (in conda: install gxx_linux-64)",
     ),
     (
         r"undefined symbol: (\S+)",
-        "the compiled library misses the symbol {}: it was built for another torch",
-        "delete its folder in the torch extensions directory and build again",
+        "the compiled library lacks the symbol {}: it was built for a different torch",
+        "delete the op's folder in the torch extensions directory, and build the op again",
     ),
     (
         r"undefined reference to [`']([^']+)'",
-        "no library given to the linker defines {}",
+        "none of the linked libraries defines {}",
         None,
     ),
     (
         r"(\S+\.so[.\d]*): cannot open shared object file",
         "the shared library {} is missing",
-        "install the package that holds {}, or name its folder in LD_LIBRARY_PATH",
+        "install the package that contains {}, or add its folder to LD_LIBRARY_PATH",
     ),
     (r"No module named '([^']+)'", _MODULE, None),
-    (r"(?:^|\s)(?:fatal )?error: (.+)$", "the compiler says: {}", None),
+    (r"(?:^|\s)(?:fatal )?error: (.+)$", "the compiler reports: {}", None),
 )
-"""Pattern, cause and fix, or fixes by what the pattern names. From causes to symptoms: a missing
+"""Pattern, cause, and fix or fixes by the matched name. Causes precede symptoms, because a missing
 header also makes ninja report a failed command."""
 
 
@@ -164,7 +172,11 @@ header also makes ninja report a failed command."""
 
 
 def build_folder(name: str) -> Path:
-    """Where torch compiles the extension ``name``; asking torch itself would create the folder."""
+    """Return torch's build folder of an extension, without creating the folder.
+
+    Args:
+        name: Name of the extension.
+    """
     import torch
     from torch.utils import cpp_extension
 
@@ -183,16 +195,19 @@ def build_folder(name: str) -> Path:
 
 
 def built_library(folder: Path) -> Path | None:
-    """The compiled library in a build folder, or ``None``."""
+    """Return the path of the compiled library in a build folder; ``None`` if there is none."""
     library = folder / f"{folder.name}.so"
     return library if library.is_file() else None
 
 
 def why_stale(folder: Path) -> str | None:
-    """Why ninja would compile again, or ``None`` when the library is up to date.
+    """Return why ninja would compile an op again; ``None`` if the library is up to date.
 
-    A new torch or deepspeed, other flags and even another ninja (its record of commands differs
-    between releases) make a library stale.
+    A library becomes stale with a new torch or deepspeed, different flags, or a different ninja
+    version, because the format of ninja's build log differs between versions.
+
+    Args:
+        folder: Build folder of the op.
     """
     try:
         command = ["ninja", "-n", "-d", "explain"]
@@ -200,29 +215,34 @@ def why_stale(folder: Path) -> str | None:
             command, cwd=folder, capture_output=True, text=True, timeout=30, check=False
         )
     except (OSError, subprocess.SubprocessError) as error:
-        return f"ninja cannot tell whether it is up to date: {error}"
+        return f"ninja cannot check whether the library is up to date: {error}"
     if "no work to do" in done.stdout:
         return None
     explained = re.search(r"ninja explain: (.+)", done.stderr + done.stdout)
     if explained is None:
-        return "ninja would compile it again"
-    hint = "; another ninja or other flags do that" if "command line" in explained.group(1) else ""
-    return f"ninja says: {explained.group(1)}{hint}"
+        return "ninja would compile the library again"
+    changed = "command line" in explained.group(1)
+    hint = "; a different ninja version or different flags cause this" if changed else ""
+    return f"ninja reports: {explained.group(1)}{hint}"
 
 
 @attrs.frozen(kw_only=True)
 class BuildLock:
-    """The lock that a process compiling an extension holds on its folder."""
+    """The lock file of a process that compiles an extension."""
 
     path: Path
     age: float
-    """Seconds since it was taken."""
+    """Seconds since the lock was acquired."""
     holder: int | None
-    """Process that holds it; ``None`` when none can be seen, on another host for example."""
+    """Id of the process that holds the lock; ``None`` if invisible, such as on a different host."""
 
     @classmethod
     def on(cls, folder: Path) -> BuildLock | None:
-        """The lock on a build folder, or ``None``."""
+        """Return the lock of a build folder; ``None`` if the folder is not locked.
+
+        Args:
+            folder: Build folder of an op.
+        """
         path = folder / "lock"
         try:
             age = time.time() - path.stat().st_mtime
@@ -239,20 +259,20 @@ class BuildLock:
 
     @property
     def abandoned(self) -> bool:
-        """Whether the process that holds the lock is gone, so that waiting would never end."""
+        """Whether the lock's process has probably ended, so that waiting would never end."""
         return self.holder is None and self.age > _ABANDONED_AFTER
 
     def diagnose(self) -> Diagnosis:
-        """What the lock means, and what to do."""
+        """Return why the op is locked, and a fix."""
         if self.holder is not None:
             return Diagnosis(
-                cause=f"process {self.holder} has been compiling it for {self.age:.0f} s",
-                fix="wait until it is done",
+                cause=f"process {self.holder} has been compiling the op for {self.age:.0f} s",
+                fix="wait until that process has finished",
             )
         since = f"{self.age / 60:.0f} minutes" if self.age > 120 else f"{self.age:.0f} s"
         return Diagnosis(
-            cause=f"a build that began {since} ago holds its lock, and no process here has it open",
-            fix=f"if nothing on another host is compiling, delete {self.path}",
+            cause=f"the op was locked {since} ago, but no process on this host holds the lock",
+            fix=f"delete {self.path} unless a process on a different host is compiling the op",
         )
 
 
@@ -260,7 +280,12 @@ class BuildLock:
 
 
 def missing_for_loading(builder: Any, toolchain: Toolchain) -> Diagnosis | None:
-    """What keeps torch from loading the op even when it is compiled."""
+    """Return what prevents torch from loading an op, even if compiled; ``None`` if nothing does.
+
+    Args:
+        builder: DeepSpeed's builder of the op.
+        toolchain: Compilers and libraries of the machine.
+    """
     if ninja := missing_ninja(toolchain):
         return ninja
     # DeepSpeed probes libaio with the compiler each time it loads this op.
@@ -272,26 +297,30 @@ def missing_for_loading(builder: Any, toolchain: Toolchain) -> Diagnosis | None:
             return Diagnosis(
                 cause=f"the {missing} of libaio is missing",
                 fix="install libaio-dev (Debian, Ubuntu), libaio-devel (Fedora, RHEL) or "
-                "libaio (Arch, conda); if it is elsewhere, name it in CPATH and LIBRARY_PATH",
+                "libaio (Arch, conda); if installed elsewhere, set CPATH and LIBRARY_PATH",
             )
     return _deepspeeds_refusal(builder)
 
 
 def missing_ninja(toolchain: Toolchain) -> Diagnosis | None:
-    """Why torch, which looks for it even where nothing is to be compiled, finds no ninja."""
+    """Return why torch finds no ninja, which loading an op always needs; ``None`` if found.
+
+    Args:
+        toolchain: Compilers and libraries of the machine.
+    """
     if toolchain.ninja is not None:
         return None
     if toolchain.hidden_ninja is not None:
         folder = Path(toolchain.hidden_ninja).parent
         return Diagnosis(
             cause=f"ninja is installed in {folder}, which is not on PATH",
-            fix="activate the environment, or add that folder to PATH",
+            fix="activate the Python environment, or add this folder to PATH",
         )
     return Diagnosis(cause="ninja is not installed", fix="pip install ninja")
 
 
 def _deepspeeds_refusal(builder: Any) -> Diagnosis | None:
-    """What DeepSpeed's own probe has against the op."""
+    """Why DeepSpeed's compatibility check refuses the op."""
     try:
         compatible = builder.is_compatible(verbose=False)
     except ModuleNotFoundError as error:
@@ -300,27 +329,37 @@ def _deepspeeds_refusal(builder: Any) -> Diagnosis | None:
         return Diagnosis(cause=summary(error))
     if compatible:
         return None
-    detail = builder.error_log or "it gives no reason"
-    return Diagnosis(cause=f"DeepSpeed's own check refuses it: {detail}")
+    detail = builder.error_log or "no reason given"
+    return Diagnosis(cause=f"DeepSpeed's compatibility check refuses the op: {detail}")
 
 
 def missing_compiler(toolchain: Toolchain) -> Diagnosis | None:
-    """Why there is no C++ compiler."""
+    """Return why no C++ compiler works; ``None`` if one does.
+
+    Args:
+        toolchain: Compilers and libraries of the machine.
+    """
     if toolchain.cxx is None:
         return Diagnosis(
-            cause="there is no C++ compiler",
-            fix="install g++ (build-essential on Debian, gcc-c++ on Fedora), or name one in CXX",
+            cause="no C++ compiler is installed",
+            fix="install g++ (build-essential on Debian, gcc-c++ on Fedora), or set CXX to the "
+            "path of a compiler",
         )
     if toolchain.cxx.version is None:
         return Diagnosis(
             cause=f"the C++ compiler {toolchain.cxx.path} does not run",
-            fix="install g++, or name a working compiler in CXX",
+            fix="install g++, or set CXX to the path of a working compiler",
         )
     return None
 
 
 def missing_for_building(builder: Any, toolchain: Toolchain) -> Diagnosis | None:
-    """What keeps torch from compiling the op."""
+    """Return what prevents torch from compiling an op; ``None`` if nothing does.
+
+    Args:
+        builder: DeepSpeed's builder of the op.
+        toolchain: Compilers and libraries of the machine.
+    """
     if compiler := missing_compiler(toolchain):
         return compiler
     if not toolchain.python_headers:
@@ -344,7 +383,12 @@ def _builds_for_cuda(builder: Any) -> bool:
 
 
 def doubt(builder: Any, toolchain: Toolchain) -> Diagnosis | None:
-    """What may keep an op from being built, when only trying can tell."""
+    """Return why building an op may fail, if the CUDA versions of nvcc and torch differ.
+
+    Args:
+        builder: DeepSpeed's builder of the op.
+        toolchain: Compilers and libraries of the machine.
+    """
     found = None if toolchain.nvcc is None else toolchain.nvcc.version
     if found is None or not _builds_for_cuda(builder):
         return None
@@ -354,7 +398,8 @@ def doubt(builder: Any, toolchain: Toolchain) -> Diagnosis | None:
     if Version(found).major == Version(wanted).major:
         return None
     return Diagnosis(
-        cause=f"nvcc is of CUDA {found}, torch was built for CUDA {wanted}: it may not build",
+        cause=f"nvcc belongs to CUDA {found}, but torch was built for CUDA {wanted}: "
+        "compiling may fail",
         fix=_install_cuda(),
     )
 
@@ -362,21 +407,21 @@ def doubt(builder: Any, toolchain: Toolchain) -> Diagnosis | None:
 def _install_cuda() -> str:
     import torch
 
-    return f"install the CUDA {torch.version.cuda} toolkit and name its folder in CUDA_HOME"
+    return f"install the CUDA {torch.version.cuda} toolkit, and set CUDA_HOME to its folder"
 
 
 SILENT_FOR: Final = 5.0
-"""Seconds of waiting after which it is said what is waited for."""
+"""Seconds of waiting for a lock after which a warning is logged."""
 _AGAIN_AFTER: Final = 60.0
 _BEFORE_REMOVAL: Final = 0.2
-"""Seconds between two looks at torch's lock, which it closes a moment before it removes it."""
+"""Seconds between two checks of torch's lock, which torch closes shortly before deleting it."""
 _OPENING: Final = 1.0
-"""Seconds for which a new file may not yet count as open."""
+"""Seconds after its creation for which a lock is kept even if no process has it open."""
 logger = logging.getLogger("zerotune")
 
 
 class LivingLock:
-    """torch's ``FileBaton`` on a build folder, for as long as its process lives."""
+    """A replacement of torch's ``FileBaton`` whose lock ends with the process that holds it."""
 
     def __init__(self, lock_file_path: str, wait_seconds: float = 0.1, **_: Any) -> None:
         self._path = Path(lock_file_path)
@@ -384,7 +429,10 @@ class LivingLock:
         self._held: int | None = None
 
     def try_acquire(self) -> bool:
-        """Take the lock once its holder is done or dead; ninja then finds nothing left to do."""
+        """Wait until the lock's holder has finished or ended, and acquire the lock.
+
+        If the holder has finished, ninja has nothing left to compile.
+        """
         began = time.monotonic()
         announced = began + SILENT_FOR
         folder = self._path.parent
@@ -410,10 +458,10 @@ class LivingLock:
         return True
 
     def wait(self) -> None:
-        """Part of torch's interface; ``try_acquire`` has waited."""
+        """Do nothing: ``try_acquire`` has already waited. torch's interface has this method."""
 
     def release(self) -> None:
-        """Let go of it."""
+        """Release the lock."""
         if self._held is not None:
             # Removed before it is unlocked, so that no one takes it for a dead process's.
             self._path.unlink(missing_ok=True)
@@ -433,7 +481,7 @@ class LivingLock:
 
 @contextmanager
 def living_locks() -> Iterator[None]:
-    """What torch compiles inside the block, it compiles under a ``LivingLock``."""
+    """Inside the block, torch compiles extensions under a ``LivingLock``."""
     compiling: Any = importlib.import_module("torch.utils.cpp_extension")
     before = compiling.FileBaton
     compiling.FileBaton = LivingLock
@@ -452,7 +500,11 @@ def _host_and_process(path: Path) -> list[str]:
 
 
 def remove_if_dead(path: Path) -> None:
-    """Remove a lock whose process is gone; the kernel has unlocked or closed it then."""
+    """Remove a lock file whose process on this host has ended.
+
+    Args:
+        path: The lock file, torch's or a ``LivingLock``'s.
+    """
     record = _host_and_process(path)
     # Another host's lock may be invisible from here on a shared file system.
     if record and (len(record) != 2 or record[0] != socket.gethostname()):
@@ -475,9 +527,9 @@ def remove_if_dead(path: Path) -> None:
 
 
 def _is_alone(descriptor: int) -> bool:
-    """Whether no other descriptor of the file is open, of any user or container of this machine.
+    """Whether no other descriptor of the file is open, in any process of this machine.
 
-    That is when the kernel grants a write lease. False where it grants none at all.
+    The kernel grants a write lease only then. The result is ``False`` without lease support.
     """
     if not hasattr(fcntl, "F_SETLEASE"):
         return False
@@ -495,7 +547,9 @@ def _take_over(path: Path, descriptor: int, who: str) -> None:
     if os.path.samestat(os.fstat(descriptor), path.stat()):
         path.unlink()
         logger.warning(
-            "op %s: %s died while it compiled it; its lock is taken over", path.parent.name, who
+            "op %s: %s that was compiling the op has ended; its lock is removed",
+            path.parent.name,
+            who,
         )
 
 
@@ -504,23 +558,23 @@ OpState = Literal["installed", "built", "buildable", "stale", "locked", "blocked
 
 @attrs.frozen(kw_only=True)
 class OpStatus:
-    """Whether one op can be used here."""
+    """Whether an op can be used on this machine."""
 
     name: str
     purpose: str
-    """What zerotune uses it for."""
+    """Uses of the op in zerotune."""
     state: OpState
-    """``"installed"``: compiled into the deepspeed package. ``"built"``: compiled before and up
-    to date. ``"stale"``: compiled before, will be compiled again. ``"buildable"``: will be
-    compiled on first use. ``"locked"``: being compiled by another process, or left so by one that
-    died. ``"blocked"``: something is missing on this machine. ``"absent"``: DeepSpeed has no
-    implementation for this accelerator."""
+    """``"installed"``: compiled into the deepspeed package. ``"built"``: already compiled and up
+    to date. ``"stale"``: already compiled, but will be compiled again. ``"buildable"``: will be
+    compiled on first use. ``"locked"``: a different process is compiling the op, or ended while it
+    did. ``"blocked"``: this machine lacks something. ``"absent"``: DeepSpeed has no implementation
+    for this accelerator."""
     cause: str | None = None
-    """Why it is stale, locked, blocked or absent, or why building it may fail."""
+    """Why the op is stale, locked, blocked or absent, or why building it may fail."""
     fix: str | None = None
-    """What to do about it."""
+    """How to make the op usable."""
     path: str | None = None
-    """The compiled library, when there is one."""
+    """Path of the compiled library; ``None`` if there is none."""
 
     @classmethod
     def of(
@@ -532,7 +586,15 @@ class OpStatus:
         *,
         library: Path | None = None,
     ) -> OpStatus:
-        """With what a diagnosis says."""
+        """Create a status with the cause and fix of a diagnosis.
+
+        Args:
+            name: Name of the op.
+            purpose: Uses of the op in zerotune.
+            state: State of the op.
+            found: The diagnosis, if any.
+            library: The compiled library, if any.
+        """
         return cls(
             name=name,
             purpose=purpose,
@@ -544,19 +606,23 @@ class OpStatus:
 
     @property
     def usable(self) -> bool:
-        """Whether the op can be loaded, now or after compiling it."""
+        """Whether the op can be loaded, either now or after being compiled."""
         return self.state in {"installed", "built", "buildable", "stale"}
 
     def check_usable(self) -> None:
-        """Raise what keeps the op from being loaded."""
+        """Raise an error with cause and fix unless the op can be loaded."""
         if not self.usable:
-            cause = self.cause or "it cannot be used here"
+            cause = self.cause or "the op cannot be used on this machine"
             raise Diagnosis(cause=cause, fix=self.fix).as_error(self.name)
 
 
 @contextmanager
 def naming_the_cause(op: str) -> Iterator[None]:
-    """Whatever a compiler, a linker or the loader does inside ends as one ``PlatformError``."""
+    """Turn an error of the compiler, linker or loader inside the block into a ``PlatformError``.
+
+    Args:
+        op: Name of the op.
+    """
     try:
         yield
     except PlatformError:
@@ -572,7 +638,7 @@ class _Op:
     builder: str
     purpose: str
     instead: str | None = None
-    """What to do where DeepSpeed has no implementation."""
+    """Fix if DeepSpeed has no implementation for the accelerator."""
     companion: str | None = None
     """Builder of another op that DeepSpeed loads first."""
 
@@ -593,13 +659,13 @@ _OPS: Final = (
         "fused_lion",
         "FusedLionBuilder",
         "Lion without offload",
-        instead="nothing is missing: zerotune's own Lion runs here, or cpu_lion when offloaded",
+        instead="no action needed: zerotune's Lion is used, or cpu_lion with offload",
     ),
     _Op(
         "fused_lamb",
         "FusedLambBuilder",
         "Lamb",
-        instead="nothing is missing: zerotune's own Lamb runs at every stage and offload",
+        instead="no action needed: zerotune's Lamb is used at every stage, with or without offload",
     ),
 )
 
@@ -607,13 +673,13 @@ OP_NAMES: Final = tuple(op.name for op in _OPS)
 
 
 def op_report(*, toolchain: Toolchain | None = None) -> tuple[OpStatus, ...]:
-    """Say for every op zerotune uses whether it is built, can be built, or why not.
+    """Report for every op of zerotune whether it is built or can be built, and if not, why.
 
-    Nothing is compiled but a probe for libaio. Imports deepspeed, which settles the process's
-    DeepSpeed accelerator.
+    Nothing is compiled except a test program for libaio. The call imports deepspeed, which fixes
+    DeepSpeed's accelerator for the whole process.
 
     Args:
-        toolchain: Compilers and libraries; those of this machine by default.
+        toolchain: Compilers and libraries; default: those of this machine.
     """
     accelerator = _deepspeeds_accelerator()
     with same_ninja():
@@ -622,10 +688,10 @@ def op_report(*, toolchain: Toolchain | None = None) -> tuple[OpStatus, ...]:
 
 
 def build_op(name: str) -> OpStatus:
-    """Load one op, compiling it when needed, and return its status afterwards.
+    """Load one op, compile it if needed, and return its new status.
 
     Args:
-        name: One of ``OP_NAMES``.
+        name: Name of the op, one of ``OP_NAMES``.
     """
     op = next((op for op in _OPS if op.name == name), None)
     if op is None:
@@ -654,17 +720,17 @@ def build_op(name: str) -> OpStatus:
 
 @contextmanager
 def building() -> Iterator[None]:
-    """Inside the block, compile ops with one ninja and never wait for a dead process."""
+    """Inside the block, compile ops with one ninja, and ignore locks of ended processes."""
     with same_ninja(), living_locks():
         yield
 
 
 def same_ninja() -> AbstractContextManager[None]:
-    """Put this Python environment's own ninja first on ``PATH`` inside the block.
+    """Put the ninja of this Python environment first on ``PATH`` inside the block.
 
-    ninja releases record their commands differently, and each throws the other's record away.
-    With two of them, a script started as ``.venv/bin/python`` and one started in the activated
-    environment would compile the same op anew, minutes each, forever.
+    Different ninja versions invalidate each other's build log. Without this, a script started as
+    ``.venv/bin/python`` and one started in the activated environment could recompile the same op
+    in every run.
     """
     folder = Path(sys.executable).parent
     own = shutil.which("ninja", path=str(folder))
@@ -674,7 +740,7 @@ def same_ninja() -> AbstractContextManager[None]:
 
 
 def _deepspeeds_accelerator() -> Any:
-    """DeepSpeed's accelerator; what its import logs is kept back, since zerotune reports it."""
+    """DeepSpeed's accelerator; its import logs nothing, since zerotune reports the same facts."""
     logger = logging.getLogger("DeepSpeed")
 
     # It sets its logger's level during the import, so only a filter outlasts that.
@@ -714,14 +780,14 @@ def _op_status(op: _Op, accelerator: Any, toolchain: Toolchain) -> OpStatus:
 
 
 def _builder(name: str, accelerator: Any) -> Any | None:
-    """DeepSpeed's builder of that class, or ``None`` where it has no implementation."""
+    """DeepSpeed's builder of this class; ``None`` if DeepSpeed has no implementation."""
     builder = accelerator.create_op_builder(name)
     # Some accelerators answer None, others hand out a builder whose load() raises.
     return None if type(builder).__name__ in {"NoneType", "NotImplementedBuilder"} else builder
 
 
 def _build_folders(op: _Op, accelerator: Any) -> list[Path]:
-    """Build folders of everything that loading the op loads, its own first."""
+    """Build folders of the op and its companion, the op's first."""
     companion = None if op.companion is None else _builder(op.companion, accelerator)
     names = [op.name] if companion is None else [op.name, companion.name]
     return [build_folder(name) for name in names]
@@ -730,7 +796,7 @@ def _build_folders(op: _Op, accelerator: Any) -> list[Path]:
 def _jit_state(
     builder: Any, folders: list[Path], toolchain: Toolchain
 ) -> tuple[OpState, Diagnosis | None]:
-    """State of an op that torch compiles on first use, and why."""
+    """State of an op that torch compiles on first use, and the reason."""
     if lock := next(filter(None, map(BuildLock.on, folders)), None):
         return "locked", lock.diagnose()
     complete = all(map(built_library, folders))

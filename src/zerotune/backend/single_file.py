@@ -1,8 +1,8 @@
-"""A whole model in one file, in the layout of its first publication, which ComfyUI reads too.
+"""Models in a single file, in the layout of their original publication, which ComfyUI reads too.
 
-diffusers has converters from that layout to its own and none back. Here its converter is run on
-tensors whose rows are numbered, which take no memory: what comes out says where each row of each
-tensor of the model lies in the file. Weights are read and written by that.
+diffusers converts from this layout to its own, but not back. To find the mapping, zerotune runs
+diffusers' converter on small tensors of row numbers instead of weights. The result gives the
+position in the file of each row of each tensor of the model, for reading and for writing.
 """
 
 from __future__ import annotations
@@ -25,54 +25,54 @@ from zerotune.platform.detect import first_line
 Shapes = Mapping[str, tuple[int, ...]]
 
 SUFFIX: Final = ".safetensors"
-"""What the name of a single file ends with."""
+"""Suffix of a single file's name."""
 INDEX: Final = "model_index.json"
-"""What makes a folder a pipeline of diffusers."""
+"""File that every folder of a diffusers pipeline contains."""
 
 _MODEL: Final = "model.diffusion_model."
 _VAES: Final = ("first_stage_model.", "vae.")
 _STALE: Final = "model_ema."
-"""An average of the weights before they were trained on."""
+"""Prefix of an EMA, which does not match weights that are trained further."""
 _SCALED_FP8: Final = re.compile(
     r"(^|\.)(scaled_fp8|scale_weight|scale_input|weight_scale|comfy_quant)$"
 )
-"""What belongs to weights that are quantized in a way of ComfyUI's own."""
+"""Names of tensors that belong to ComfyUI's own quantization formats."""
 
 
-# -- Where the rows of a model's tensors lie.
+# -- Positions of a model's rows in a file.
 
 
 @attrs.frozen
 class Run:
-    """Rows of a tensor of the model that lie one behind another in a tensor of the file."""
+    """Rows of a model's tensor that are consecutive in a tensor of the file."""
 
     key: str
-    """The file's name of its tensor."""
+    """Name of the file's tensor."""
     there: int
-    """First row in that."""
+    """First row in the file's tensor."""
     here: int
-    """First row in the tensor of the model."""
+    """First row in the model's tensor."""
     count: int
 
 
 Places = Mapping[str, tuple[Run, ...]]
-"""Where the tensors of a model lie, by their names in the model."""
+"""Position in the file of each of a model's tensors, by its name in the model."""
 
 
 def place_rows(
     kind: type[Any], config: Mapping[str, Any], *, model: Shapes, file: Shapes
 ) -> Places:
-    """Ask diffusers' converter where the tensors of a model lie among those of a file.
+    """Find the positions in a file of a model's tensors with diffusers' converter.
 
     Args:
         kind: The model's class.
         config: The model's configuration.
-        model: Shapes of the model's tensors.
-        file: Shapes of the file's.
+        model: Shapes of the model's tensors, by name.
+        file: Shapes of the file's tensors, by name.
 
     Raises:
         InvalidValueError: diffusers has no converter for this class.
-        CheckpointMismatchError: It makes something else of such a file than the model.
+        CheckpointMismatchError: The converted file does not match the model.
     """
     starts: dict[str, int] = {}
     position = 0
@@ -92,12 +92,17 @@ def place_rows(
         numbers = converted.get(name)
         if numbers is None or numbers.numel() != _rows(shape):
             raise _other_model(
-                name, "is not in it" if numbers is None else f"has other rows than {list(shape)}"
+                name,
+                "the tensor is not in the file"
+                if numbers is None
+                else f"the number of rows differs from {list(shape)}",
             )
         places[name] = tuple(_runs(numbers.flatten(), begins, keys))
         for run in places[name]:
             if math.prod(file[run.key][1:]) != math.prod(shape[1:]):
-                raise _other_model(name, f"is {list(file[run.key])} there, not {list(shape)}")
+                raise _other_model(
+                    name, f"the shape in the file is {list(file[run.key])}, not {list(shape)}"
+                )
     return places
 
 
@@ -117,16 +122,16 @@ def _rows(shape: tuple[int, ...]) -> int:
 def _converted(
     kind: type[Any], config: dict[str, Any], given: dict[str, torch.Tensor], *, names: Shapes
 ) -> Mapping[str, torch.Tensor]:
-    """What diffusers makes of a file, by the names of the model."""
+    """Tensors of a file as converted by diffusers, by their names in the model."""
     from diffusers.loaders import single_file_model as theirs
 
     known = theirs._get_single_file_loadable_mapping_class(kind)
     if known is None:
         raise InvalidValueError(
-            f"diffusers has no converter of such files for {kind.__name__}",
+            f"diffusers cannot convert a single file to {kind.__name__}",
             key="single file",
             value=kind.__name__,
-            fix="load and export it as the folder of a pipeline",
+            fix="load and export the model as a folder of a pipeline",
         )
     if set(names) == set(given):
         return given
@@ -135,17 +140,17 @@ def _converted(
         converted: Mapping[str, torch.Tensor] = convert(checkpoint=given, config=config)
     except (KeyError, IndexError, RuntimeError, ValueError, TypeError, AttributeError) as error:
         raise _other_model(
-            kind.__name__, f"cannot be read from it ({first_line(error)})"
+            kind.__name__, f"the model cannot be read from this file ({first_line(error)})"
         ) from error
     return converted
 
 
 def _other_model(name: str, reason: str) -> CheckpointMismatchError:
     return CheckpointMismatchError(
-        f"{reason}, as diffusers' converter reads the file",
+        f"{reason}, according to diffusers' converter",
         key=name,
-        fix="give the configuration of the file's own model; sizes that were never published are "
-        "known to no converter",
+        fix="pass the configuration of the model in this file; diffusers cannot convert models of "
+        "unpublished sizes",
     )
 
 
@@ -154,34 +159,39 @@ def _other_model(name: str, reason: str) -> CheckpointMismatchError:
 
 @attrs.frozen(kw_only=True)
 class SingleFile:
-    """A safetensors file, and the folder of a pipeline that says what its model is."""
+    """A safetensors file, and a pipeline's folder with the configuration of its model."""
 
     path: Path
     config: Path
-    """With ``model_index.json``, the parts' configurations and the tokenizers; weights of parts
-    that the file lacks, too."""
+    """Folder with ``model_index.json``, configurations, tokenizers, and weights of components that
+    the file lacks."""
     tensors: Mapping[str, StoredTensor]
-    """What the file holds."""
+    """Tensors of the file, by name."""
     stamp: tuple[int, int]
 
     @classmethod
     def open(cls, path: Path, *, config: Path) -> SingleFile:
-        """Read the header."""
+        """Read the header of a file.
+
+        Args:
+            path: The safetensors file.
+            config: Folder of the pipeline.
+        """
         return cls(
             path=path, config=config, tensors=read_header(path)[0], stamp=stamp_of(path.stat())
         )
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes by the file's names."""
+        """Shapes of the file's tensors, by name."""
         return {key: tensor.shape for key, tensor in self.tensors.items()}
 
     @property
     def published(self) -> str:
-        """The pipeline on the hub that diffusers knows the file's keys by.
+        """Name on the Hub of the pipeline to which the file's keys belong, according to diffusers.
 
         Raises:
-            InvalidValueError: There is none.
+            InvalidValueError: diffusers does not recognise the keys.
         """
         from diffusers.loaders import single_file_utils as theirs
 
@@ -189,31 +199,39 @@ class SingleFile:
         kind = theirs.infer_diffusers_model_type(shaped)
         if kind == "v1" and theirs.CHECKPOINT_KEY_NAMES["v1"] not in shaped:
             raise InvalidValueError(
-                "its keys are of no model that diffusers knows",
+                "diffusers does not recognise this file's model by its keys",
                 key="source",
                 value=str(self.path),
-                fix="give config=, the folder of a pipeline with a model of its sizes",
+                fix="pass config=, the folder of a pipeline with the same model sizes",
             )
         found: str = theirs.DIFFUSERS_DEFAULT_PIPELINE_PATHS[kind]["pretrained_model_name_or_path"]
         return found
 
     def check_plain(self) -> None:
-        """Refuse weights that are numbers of ComfyUI's own scaled formats."""
+        """Raise an error if the file uses one of ComfyUI's scaled weight formats."""
         for key in self.tensors:
             if _SCALED_FP8.search(key):
                 raise InvalidValueError(
-                    "its weights are scaled, which diffusers' converters do not undo",
+                    "the weights are stored with scales, which diffusers' converters ignore",
                     key=str(self.path),
                     value=key,
-                    fix="give the file in bf16, fp16 or plain fp8",
+                    fix="use a file in bf16, fp16 or unscaled fp8",
                 )
 
     def is_stale(self, key: str) -> bool:
-        """Whether a tensor is an average of the trained weights, from before."""
+        """Return whether a tensor belongs to an EMA, which further training makes stale.
+
+        Args:
+            key: Name of the file's tensor.
+        """
         return key.startswith(_STALE)
 
     def unused(self, places: Places) -> list[str]:
-        """Tensors of the trained model that the converter drops."""
+        """Return names of the model's tensors in the file that the converter does not use.
+
+        Args:
+            places: Result of ``place_rows``.
+        """
         read = {run.key for runs in places.values() for run in runs}
         whole = any(key.startswith(_MODEL) for key in self.tensors)
         return [
@@ -221,7 +239,12 @@ class SingleFile:
         ]
 
     def weights(self, places: Places, model: Shapes) -> dict[str, StoredWeight]:
-        """Where the values of a model's tensors are, to be read when they are needed."""
+        """Return the positions of a model's weights, to be read later.
+
+        Args:
+            places: Result of ``place_rows``.
+            model: Shapes of the model's tensors, by name.
+        """
         found = {}
         for name, runs in places.items():
             pieces = []
@@ -243,13 +266,13 @@ class SingleFile:
 
     @property
     def index(self) -> dict[str, Any]:
-        """What the folder says of the pipeline."""
+        """Content of the folder's ``model_index.json``."""
         index: dict[str, Any] = json_of((self.config / INDEX).read_text())
         return index
 
     @property
     def components(self) -> dict[str, tuple[str, str]]:
-        """Library and class of the pipeline's components by name."""
+        """Library and class of each of the pipeline's components, by name."""
         return {
             name: (entry[0], entry[1])
             for name, entry in self.index.items()
@@ -259,7 +282,11 @@ class SingleFile:
         }
 
     def without(self, parts: Iterable[str]) -> dict[str, Any]:
-        """Options that leave all components out but some."""
+        """Return options of ``from_pretrained`` that load only some components.
+
+        Args:
+            parts: Names of the components to load.
+        """
         kept, index = set(parts), self.index
         left = {
             name for name, entry in index.items() if isinstance(entry, list) and name not in kept
@@ -269,7 +296,7 @@ class SingleFile:
 
     @property
     def parts(self) -> frozenset[str]:
-        """Names of the pipeline's frozen parts that the file holds."""
+        """Names of the pipeline's frozen components whose weights the file contains."""
         import transformers
         from diffusers.loaders import single_file_utils as theirs
 
@@ -284,11 +311,11 @@ class SingleFile:
         return frozenset(found & self.components.keys())
 
     def pipeline(self, kind: type[Any], options: Mapping[str, Any]) -> Any:
-        """A pipeline with parts of the file, and the folder's others.
+        """Load a pipeline with components from the file, and the remaining ones from the folder.
 
         Args:
-            kind: Its class.
-            options: Of ``from_pretrained``; components that are ``None`` are left out.
+            kind: The pipeline's class.
+            options: Options of ``from_pretrained``; components that are ``None`` are not loaded.
         """
         there = self.parts - {name for name, value in options.items() if value is None}
         rest = kind.from_pretrained(self.config, **{**options, **dict.fromkeys(there)})
@@ -301,7 +328,11 @@ class SingleFile:
         )
 
     def save_parts(self, folder: Path) -> None:
-        """Write the frozen parts that the file holds into a pipeline's folder, in fp32."""
+        """Write the file's frozen components to a pipeline's folder, in fp32.
+
+        Args:
+            folder: Folder of the pipeline.
+        """
         import diffusers
 
         kind = getattr(diffusers, self.index["_class_name"])
@@ -310,10 +341,10 @@ class SingleFile:
             getattr(pipeline, name).save_pretrained(folder / name)
 
 
-# -- What the parts of a diffusers pipeline are called in a single file.
+# -- Names of a diffusers pipeline's components in a single file.
 #
-# Names alone: where rows go follows from diffusers' converters (``place_rows``), and by them each
-# export is proven. diffusers has these names as scripts, which are no part of its package:
+# Only names: positions of rows follow from diffusers' converters (``place_rows``), which also
+# verify each export. diffusers has these names in scripts that are not part of its package:
 # https://github.com/huggingface/diffusers/blob/main/scripts/convert_diffusers_to_original_sdxl.py
 
 
@@ -324,15 +355,20 @@ _ORIGINAL_TENSOR: Final = re.compile(r"(.+)(\.(?:weight|bias))")
 
 @attrs.frozen
 class Original:
-    """Where a part goes in the file."""
+    """Names of a pipeline's component in a single file."""
 
     prefix: str
-    """Before its names."""
+    """Prefix of the file's names."""
     names: Callable[[list[str], Config], dict[str, str]]
-    """The file's names, by those of the part."""
+    """Returns the file's names without prefix, by the component's names."""
 
     def keys(self, names: list[str], config: Config) -> dict[str, tuple[str, ...]]:
-        """The part's tensors in each of the file's, by the file's name; query, key, value."""
+        """Return the component's tensors that each tensor of the file joins, in order.
+
+        Args:
+            names: Names of the component's tensors.
+            config: Configuration of the component.
+        """
         found: dict[str, tuple[str, ...]] = {}
         for name, theirs in sorted(self.names(names, config).items(), key=_projections_in_order):
             key = self.prefix + theirs
@@ -345,7 +381,12 @@ def _projections_in_order(item: tuple[str, str]) -> str:
 
 
 def as_published(key: str, tensors: list[torch.Tensor]) -> torch.Tensor:
-    """The tensor of a frozen part in a file, of those of the part."""
+    """Join a frozen component's tensors into the file's tensor.
+
+    Args:
+        key: Name of the file's tensor.
+        tensors: The component's tensors, in order.
+    """
     if _VAE_PROJECTION.search(key) and tensors[0].ndim == _MATRIX:
         return tensors[0][:, :, None, None]
     if key.endswith(".text_projection"):
@@ -355,10 +396,10 @@ def as_published(key: str, tensors: list[torch.Tensor]) -> torch.Tensor:
 
 _MATRIX: Final = 2
 _VAE_PROJECTION: Final = re.compile(r"\.attn_1\.(q|k|v|proj_out)\.weight$")
-"""Convolutions of 1 x 1 in the first VAE, linear layers in diffusers."""
+"""Layers that are 1 x 1 convolutions in the original VAE, but linear layers in diffusers."""
 
 
-# -- U-Nets and VAEs of the first Stable Diffusion.
+# -- U-Nets and VAEs of Stable Diffusion.
 
 
 _RESNET: Final = {
@@ -382,10 +423,10 @@ def _unet_names(names: list[str], config: Config) -> dict[str, str]:
     top = {ours: theirs for table in tables.values() for ours, theirs in table.items()}
     if not isinstance(config["layers_per_block"], int):
         raise InvalidValueError(
-            "blocks of different depth have no names in a single file",
+            "a single file has no names for U-Net blocks of different depths",
             key="layers_per_block",
             value=config["layers_per_block"],
-            fix="export to a folder",
+            fix="export the model to a folder",
         )
     return {name: top.get(name) or _unet_block(name, config) for name in names}
 
@@ -453,7 +494,7 @@ def _vae_block(name: str, last: int) -> str:
 
 
 def _clip_names(names: list[str], config: Config) -> dict[str, str]:  # noqa: ARG001
-    # transformers 5.6 took the model's own name away.
+    # transformers 5.6 removed the prefix text_model.
     return {name: name if name.startswith("text_") else f"text_model.{name}" for name in names}
 
 
@@ -474,7 +515,7 @@ _OPEN_CLIP: Final = (
 def _open_clip_names(names: list[str], config: Config) -> dict[str, str]:  # noqa: ARG001
     found = {}
     for name in names:
-        if name.endswith("position_ids"):  # A count from 0, which OpenCLIP does not keep.
+        if name.endswith("position_ids"):  # Numbers from 0, which OpenCLIP does not store.
             continue
         theirs = name
         for ours, replaced in _OPEN_CLIP:
@@ -484,7 +525,7 @@ def _open_clip_names(names: list[str], config: Config) -> dict[str, str]:  # noq
 
 
 def _first_names(names: list[str], config: Config) -> dict[str, str]:
-    """Of Stable Diffusion 1, whose text encoder is OpenAI's CLIP, or 2, whose is OpenCLIP."""
+    """Names for Stable Diffusion 1 (OpenAI's CLIP) or Stable Diffusion 2 (OpenCLIP)."""
     openai = config.get("hidden_act", "quick_gelu") == "quick_gelu"
     found = (_clip_names if openai else _open_clip_names)(names, config)
     prefix = "transformer" if openai else "model"
@@ -498,7 +539,7 @@ Layers = Mapping[str, tuple[str, ...]]
 
 
 def _stack(there: str, ours: str, *pairs: tuple[str, tuple[str, ...]]) -> Layers:
-    """Rows of a table for the blocks of a stack."""
+    """Table entries for the blocks of a stack."""
     return {
         f"{there}.#.{theirs}": tuple(f"{ours}.#.{name}" for name in names)
         for theirs, names in pairs
@@ -601,7 +642,7 @@ _Z_IMAGE: Final[Layers] = {
 
 
 def _by_layers(layers: Layers) -> Callable[[list[str], Config], dict[str, str]]:
-    """Names by a table of layers, or of whole tensors; what is in none has one name."""
+    """Translate names with a table of layers or tensors; names not in the table are unchanged."""
     theirs = {ours: name for name, every in layers.items() for ours in every}
 
     def names(found: list[str], config: Config) -> dict[str, str]:  # noqa: ARG001
@@ -652,8 +693,8 @@ ORIGINALS: Final[Mapping[str, Mapping[str, Original]]] = {
     "QwenImageEditPlusPipeline": {"transformer": Original("", _by_layers({}))},
     "HiDreamImagePipeline": {"transformer": Original("", _by_layers({}))},
 }
-"""What a single file holds of a pipeline and what it is called there, by the pipeline's class.
+"""Components in a single file and their names there, by the pipeline's class.
 
-SD3's and Flux's text encoders are published in files of their own; diffusers does not read CLIP's
-projection from SD3's.
+Text encoders of SD3 and Flux are published as separate files. From SD3's file, diffusers does not
+read CLIP's projection.
 """

@@ -1,9 +1,9 @@
-"""Safetensors files read piece by piece, and models whose weights wait in such files.
+"""Read safetensors files piece by piece, and load models whose weights stay in files at first.
 
-A model made inside ``without_weights`` has its sizes and its buffers, and takes no memory for its
-parameters: they lie on the ``meta`` device, and each knows where its bytes are. The engine that
-trains the model brings them, one at a time, in the dtype and to the place where they stay; at stage
-3 each rank reads its own part of each (``backend/deepspeed/sharded.py``).
+A model built inside ``without_weights`` has its shapes and buffers, but its parameters use no
+memory: they are on the ``meta`` device, and each records its position in a file. The engine reads
+the parameters one at a time, directly to their final dtype and device. At stage 3 each rank reads
+only its part of each parameter (``backend/deepspeed/sharded.py``).
 """
 
 from __future__ import annotations
@@ -43,17 +43,26 @@ TENSOR_DTYPES: Final[Mapping[str, torch.dtype]] = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }
-"""Dtypes by the names that headers give them."""
+"""Dtypes by their names in safetensors headers."""
 
 STEMS: Final = ("diffusion_pytorch_model", "model")
-"""What diffusers and transformers call the files of a model."""
+"""Stems of the weight files that diffusers and transformers write."""
 
 _READ_AT_ONCE: Final = 2**18
-"""Elements read and cast at a time."""
+"""Number of elements read and cast at a time."""
 
 
 def read_at(descriptor: int, into: memoryview, offset: int) -> int:
-    """Fill ``into`` from a byte offset on; the bytes read, fewer only at the end of the file."""
+    """Fill a buffer from a file, starting at a byte offset.
+
+    Args:
+        descriptor: File descriptor.
+        into: The buffer.
+        offset: Offset in the file of the first byte.
+
+    Returns:
+        Number of bytes read; fewer than the buffer's size only at the end of the file.
+    """
     done = 0
     while done < len(into):
         count = os.preadv(descriptor, [into[done:]], offset + done)
@@ -64,7 +73,7 @@ def read_at(descriptor: int, into: memoryview, offset: int) -> int:
 
 
 class OpensFiles(Closable):
-    """Holds the files it opens (``os.O_RDONLY`` or ``os.O_WRONLY``), each once, until closed."""
+    """Base class that opens each file once (``os.O_RDONLY`` or ``os.O_WRONLY``) until ``close``."""
 
     def __init__(self, mode: int) -> None:
         self._mode = mode
@@ -72,7 +81,7 @@ class OpensFiles(Closable):
 
     @override
     def close(self) -> None:
-        """Close the files as they are."""
+        """Close all open files."""
         while self._open:
             os.close(self._open.popitem()[1])
 
@@ -84,41 +93,50 @@ class OpensFiles(Closable):
 
 @attrs.frozen(kw_only=True)
 class StoredTensor:
-    """A tensor in a file, as the header describes it."""
+    """Dtype, shape and position of a tensor in a file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     offset: int
-    """Where its first byte lies in the file."""
+    """Offset of the first byte in the file."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its elements."""
+        """Size of the tensor in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 def read_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
-    """Tensors by name, and the metadata, of a safetensors file."""
+    """Read the header of a safetensors file.
+
+    Args:
+        path: The file.
+
+    Returns:
+        The tensors by name, and the metadata.
+    """
     try:
         with reading_regular(path) as file:
             nbytes = os.fstat(file.fileno()).st_size
             size = int.from_bytes(file.read(8), "little")
             if size > nbytes - 8:
-                raise ValueError(f"a header of {size} bytes")
+                raise ValueError(f"its header claims {size} bytes")
             entries = json_of(file.read(size), object_pairs_hook=_without_doubles)
         if not isinstance(entries, dict):
-            raise TypeError("a header that is no object")
+            raise TypeError("its header is not a JSON object")
         metadata = {str(key): str(text) for key, text in entries.pop("__metadata__", {}).items()}
         tensors = _tensor_entries(entries, begin=8 + size, end=nbytes)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointCorruptError(
-            f"cannot be read as safetensors ({error})", key=str(path), fix="use another checkpoint"
+            f"the file is not valid safetensors ({error})",
+            key=str(path),
+            fix="use a different checkpoint, or download the file again",
         ) from error
     return tensors, metadata
 
 
 def _tensor_entries(entries: Mapping[str, Any], *, begin: int, end: int) -> dict[str, StoredTensor]:
-    """Tensors of a header, one behind the other from where it ends to the end of the file."""
+    """A header's tensors, checked to fill the rest of the file without gaps."""
     tensors = {}
     for name, entry in entries.items():
         first, last = entry["data_offsets"]
@@ -128,15 +146,17 @@ def _tensor_entries(entries: Mapping[str, Any], *, begin: int, end: int) -> dict
         dtype = TENSOR_DTYPES[entry["dtype"]]
         tensors[name] = stored = StoredTensor(dtype=dtype, shape=shape, offset=begin + first)
         if last - first != stored.nbytes:
-            raise ValueError(f"{last - first} bytes for {stored.nbytes}")
+            raise ValueError(f"{shorten(name)} has {last - first} bytes instead of {stored.nbytes}")
     position = begin
     for name, stored in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
         if stored.offset != position:
-            raise ValueError(f"{shorten(name)} begins at byte {stored.offset}, not {position}")
+            raise ValueError(
+                f"{shorten(name)} begins at byte {stored.offset} instead of {position}"
+            )
         position += stored.nbytes
     if position != end:
         raise ValueError(
-            f"it does not hold what it names: tensors end at byte {position}, the file at {end}"
+            f"its tensors should end at byte {position}, but the file ends at byte {end}"
         )
     return tensors
 
@@ -149,9 +169,11 @@ def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def weight_files(folder: Path, *, variant: str | None = None) -> list[Path]:
-    """The safetensors files of a model's folder, one or all shards; none where it has none.
+    """Return the safetensors files in a model's folder: one file, all shards, or an empty list.
 
-    The folder is that of one model, ``<pipeline>/transformer``; a variant such as ``"fp16"``.
+    Args:
+        folder: Folder of a single model, such as ``<pipeline>/transformer``.
+        variant: Variant of the files, such as ``"fp16"``.
     """
     mark = "" if variant is None else f".{variant}"
     for stem in STEMS:
@@ -169,14 +191,14 @@ def _index_shards(index: Path) -> list[Path]:
         inside = all(Path(name).name == name for name in names)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointCorruptError(
-            f"cannot be read as the index of a model's shards ({type(error).__name__}: {error})",
+            f"the file is not a valid index of shards ({type(error).__name__}: {error})",
             key=str(index),
             fix="download the model again",
         ) from error
     missing = [name for name in names if not inside or not (index.parent / name).is_file()]
     if missing or not names:
         raise CheckpointCorruptError(
-            "names a shard that is not there" if missing else "names no shards",
+            "the index names a missing shard" if missing else "the index names no shards",
             key=str(index),
             value=missing[0] if missing else None,
             fix="download the model again",
@@ -184,7 +206,7 @@ def _index_shards(index: Path) -> list[Path]:
     return [index.parent / name for name in names]
 
 
-# -- Weights that wait.
+# -- Weights that are still in files.
 
 
 _WAITING: Final = "zerotune_stored"
@@ -192,17 +214,22 @@ _WAITING: Final = "zerotune_stored"
 
 @attrs.frozen(kw_only=True)
 class StoredWeight:
-    """Where a parameter's values are."""
+    """Position of a parameter's values in a file."""
 
     file: Path
     tensor: StoredTensor
     stamp: tuple[int, int]
-    """Bytes and time of change, in ns, of the file when its header was read."""
+    """File size in bytes and modification time in ns when the header was read."""
     pieces: tuple[StoredTensor, ...] = ()
-    """Where its elements lie when they are not all one behind another."""
+    """Positions of the elements if they are not contiguous in the file."""
 
     def read_into(self, flat: torch.Tensor, *, start: int = 0) -> None:
-        """Fill a 1-D tensor with the elements from ``start`` on, cast to its dtype."""
+        """Fill a 1-D tensor with the parameter's elements, cast to the tensor's dtype.
+
+        Args:
+            flat: Tensor to fill.
+            start: Index of the first element to read.
+        """
         if len(self.pieces) > 1:
             position = 0
             for each in self.pieces:
@@ -218,34 +245,37 @@ class StoredWeight:
         try:
             with reading_regular(self.file) as file:
                 if stamp_of(os.fstat(file.fileno())) != self.stamp:
-                    raise OSError("it has changed since the model was loaded")
+                    raise OSError("the file has changed since the model was loaded")
                 for piece in torch.split(flat, _READ_AT_ONCE):
                     into = buffer[: piece.numel()]
                     view = memoryview(into.view(torch.uint8).numpy().data)
                     if read_at(file.fileno(), view, tensor.offset + start * size) != len(view):
-                        raise OSError("it ends too early")
+                        raise OSError("the file ends too early")
                     piece.copy_(into)
                     start += piece.numel()
         except OSError as error:
             raise CheckpointCorruptError(
-                f"weights that waited in it cannot be read ({error})",
+                f"the model's weights cannot be read from this file ({error})",
                 key=str(self.file),
-                fix="load the pipeline again, and leave its files alone until the engine runs",
+                fix="load the pipeline again, and do not change its files before the engine starts",
             ) from error
 
 
 def stamp_of(found: os.stat_result) -> tuple[int, int]:
-    """What changes when somebody writes to a file: its bytes and its time."""
+    """Return size in bytes and modification time in ns, which change when a file is written.
+
+    Args:
+        found: Result of ``os.stat``.
+    """
     return found.st_size, found.st_mtime_ns
 
 
 @contextmanager
 def without_weights() -> Iterator[None]:
-    """Models made inside have parameters on the ``meta`` device, and buffers with values.
+    """Inside the block, models get parameters on the ``meta`` device, and buffers with values.
 
-    Buffers that are computed and in no file keep their values, unlike under
-    ``torch.device("meta")``; parameters that are one stay one, unlike with accelerate's
-    ``init_empty_weights``.
+    Unlike with ``torch.device("meta")``, computed buffers that are in no file keep their values.
+    Unlike with accelerate's ``init_empty_weights``, tied parameters stay tied.
     """
     register = torch.nn.Module.register_parameter
     made: Any = WeakIdKeyDictionary()
@@ -265,23 +295,28 @@ def without_weights() -> Iterator[None]:
 
 
 def leave_in_file(parameter: torch.nn.Parameter, weight: StoredWeight) -> None:
-    """Have a parameter on the ``meta`` device know where its values are."""
+    """Record the position in a file of a parameter on the ``meta`` device.
+
+    Args:
+        parameter: The parameter.
+        weight: Position of its values.
+    """
     setattr(parameter, _WAITING, weight)
 
 
 def stored_weight(parameter: torch.Tensor) -> StoredWeight | None:
-    """Where a parameter's values are; ``None`` for one that has them."""
+    """Return the position in a file of a parameter's values; ``None`` if they are loaded."""
     weight: StoredWeight | None = getattr(parameter, _WAITING, None)
     return weight
 
 
 def waiting(module: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """The parameters whose values are still in their files."""
+    """Return the parameters of a module whose values are still in files."""
     return [each for each in module.parameters() if stored_weight(each) is not None]
 
 
 def dtype_at_rest(parameter: torch.Tensor) -> torch.dtype:
-    """Of the values a parameter has or will get: the file's while they wait in one."""
+    """Return the dtype of a parameter's values; the file's dtype if they are not loaded."""
     weight = stored_weight(parameter)
     return parameter.dtype if weight is None else weight.tensor.dtype
 
@@ -293,14 +328,21 @@ def make_room(
     device: torch.device,
     passing: bool = False,
 ) -> StoredWeight:
-    """Give a waiting parameter memory that is not filled; the caller reads into it.
+    """Allocate uninitialised memory for a parameter whose values are still in a file.
 
-    ``passing`` memory is freed soon, so in the host it must not come from a heap, which it would
-    leave in pieces. Pages that are not filled are never taken then.
+    Args:
+        parameter: The parameter.
+        dtype: Dtype of the memory.
+        device: Device of the memory.
+        passing: Whether the memory is freed soon; host memory is then mapped separately, so that
+            the heap is not fragmented.
+
+    Returns:
+        Position of the values, which the caller must read into the parameter.
     """
     weight = stored_weight(parameter)
     if weight is None:
-        raise ValueError("the parameter has its values")
+        raise ValueError("the parameter's values are already loaded")
     nbytes = parameter.numel() * dtype.itemsize
     if passing and device.type == "cpu" and nbytes:
         room = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=dtype).view(parameter.shape)
@@ -317,10 +359,15 @@ def bring_weights(
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
 ) -> int:
-    """Read all waiting weights of a module, one at a time; how many those were.
+    """Read all weights of a module that are still in files, one at a time.
 
-    Floating-point weights are read in ``dtype``, else each in its own. Host memory holds a piece of
-    one at a time beside them.
+    Args:
+        module: The module.
+        dtype: Dtype for floating-point weights; default: the dtype of each parameter.
+        device: Device for the weights.
+
+    Returns:
+        Number of weights read.
     """
     parameters = waiting(module)
     for parameter in parameters:
@@ -332,9 +379,9 @@ def bring_weights(
 
 @contextmanager
 def standing_in(module: torch.nn.Module) -> Iterator[None]:
-    """Inside the block, weights that wait look like zeros on the CPU, and still take no memory.
+    """Inside the block, weights still in files appear as CPU zeros that use no memory.
 
-    For what puts new layers beside them and asks where they lie and in what dtype they are.
+    Code that adds layers, such as peft, reads device and dtype from these weights.
     """
     parameters = waiting(module)
     for parameter in parameters:
@@ -347,32 +394,33 @@ def standing_in(module: torch.nn.Module) -> Iterator[None]:
 
 
 def check_has_weights(module: torch.nn.Module) -> None:
-    """Whether each parameter has its values, or a file to take them from."""
+    """Raise an error if a parameter has neither values nor a file to read them from."""
     for name, parameter in module.named_parameters():
         if parameter.is_meta and stored_weight(parameter) is None:
             raise EngineError(
-                "the parameter has no values, nor a file to take them from",
+                "the parameter has no values, nor a file to read them from",
                 key=f"model.{name}",
                 value="meta",
-                fix="train the model that load_pretrained returned, not a copy of it, or build it "
-                "outside of torch.device('meta')",
+                fix="train the model that load_pretrained returned instead of a copy, or build the "
+                "model outside torch.device('meta')",
             )
 
 
 def require_read(module: torch.nn.Module) -> None:
-    """Whether weights that waited in files have been read, for a trainer that cannot do so."""
+    """Raise an error if weights are still in files, for a trainer that cannot read them."""
     count = len(waiting(module))
     if count:
         raise EngineError(
-            f"{count} of its weights are still in their files",
+            f"{count} of the model's weights are still in their files",
             key="model",
             value=type(module).__name__,
-            fix="call run.shard(model) before the trainer gets it, or load it without plan=",
+            fix="call run.shard(model) before passing the model to the trainer, or load the model "
+            "without plan=",
         )
 
 
 def _put_in_place(parameter: torch.nn.Parameter, values: torch.Tensor) -> None:
-    """Put values in place of a parameter's own, on another device; it stays the same object."""
+    """Replace a parameter's values, also by ones on a different device, but keep the object."""
     other = torch.nn.Parameter(values, requires_grad=parameter.requires_grad)
     other.__dict__.update(parameter.__dict__)
     torch.utils.swap_tensors(parameter, other)  # type: ignore[no-untyped-call]

@@ -272,7 +272,7 @@ async def _answered(answer: Callable[[Data], Any], sent: Data) -> Response:
     except _CallbackError as error:
         return JSONResponse({"error": f"The trainer could not apply it: {error}"}, status_code=502)
     except (OverflowError, RecursionError):
-        return _error(400, InvalidValueError("holds a number too large", key="request"))
+        return _error(400, InvalidValueError("contains a number that is too large", key="request"))
     return JSONResponse(to_wire(data), headers={"cache-control": "no-store"})
 
 

@@ -36,23 +36,23 @@ def create_app(
     templates_folder: str | os.PathLike[str] | None = None,
     largest_body: int = LARGEST_BODY,
 ) -> ASGIApp:
-    """The config builder as an ASGI application.
+    """Create the config builder, an ASGI application.
 
-    It can be mounted under a prefix of another application:
+    Another application can mount the builder under a prefix:
     ``Mount("/builder", create_app(on_apply=use_plan))``.
 
     Args:
         plan: What the form shows first; a common case by default.
-        plan_file: File that *apply* writes; it is read whenever a page is opened.
-        root: Folder that every path the page names must lie in; the working directory by default.
-        on_apply: Called with the plan when the user applies it, in a worker thread; text that it
-            returns is shown.
+        plan_file: File that *Apply* writes and that every newly opened page reads.
+        root: The only folder that the page may access; default the working directory.
+        on_apply: Called with the plan, in a worker thread, when the user applies the plan. The
+            page shows a returned text.
         token: Secret that every request must bring, as ``?token=`` once or as a bearer token.
-        hosts: Names in ``Host`` headers that are answered, without ports. Add the name under
+        hosts: Accepted names in ``Host`` headers, without ports. Add the name under
             which your own server is reached.
-        templates_folder: Where the user's templates are; in the user's configuration directory
-            by default.
-        largest_body: Bytes of a request.
+        templates_folder: Folder of the user's templates; default in the user's configuration
+            directory.
+        largest_body: Maximum size of a request, in bytes.
 
     Raises:
         InvalidValueError: ``plan_file`` lies outside ``root``.

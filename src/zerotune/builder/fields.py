@@ -42,30 +42,30 @@ ZERO: Final = "zero_optimization"
 Kind = Literal["value", "flag", "choice", "select", "path"]
 
 STAGES: Final[Mapping[int, tuple[str, str]]] = {
-    0: ("Off", "Every GPU holds everything: weights, gradients and optimizer states."),
+    0: ("Off", "Every GPU has all weights, gradients and optimizer states."),
     1: (
         "Optimizer states",
         (
-            "Each GPU keeps its part of the optimizer states and fp32 master weights; weights and "
-            "gradients are whole on every GPU."
+            "Optimizer states and fp32 master weights are partitioned; every GPU has all weights "
+            "and gradients."
         ),
     ),
     2: (
         "+ gradients",
         (
-            "Gradients are partitioned as well; only the 16-bit weights are whole on every GPU. "
-            "The stage for offloading the optimizer of a model whose weights fit."
+            "Gradients are partitioned as well; every GPU has all 16-bit weights. Use stage 2 to "
+            "offload the optimizer if the weights fit on the GPU."
         ),
     ),
     3: (
         "+ weights",
         (
-            "Weights are partitioned too and gathered layer by layer. Needed when the 16-bit "
-            "weights do not fit, for parameters in host memory, and for NVMe."
+            "Weights are partitioned as well and gathered layer by layer. Use stage 3 if the "
+            "16-bit weights do not fit on the GPU, to offload parameters, or to use NVMe."
         ),
     ),
 }
-"""What each ZeRO stage is called, and what it partitions."""
+"""Name of each ZeRO stage, and a sentence about its partitioning."""
 
 
 @attrs.frozen(kw_only=True)
@@ -74,7 +74,7 @@ class Option:
 
     label: str
     sets: Mapping[str, Any]
-    """Path to the value that choosing it writes; ``None`` removes the setting."""
+    """Values that the option writes, by path; ``None`` removes a setting."""
     hint: str = ""
 
 
@@ -83,7 +83,7 @@ class Field:
     """One control of the page."""
 
     path: str
-    """Where its value lies, and so which messages belong to it."""
+    """Path of the setting; messages about this path appear at the control."""
     label: str
     kind: Kind = "value"
     hint: str = ""
@@ -172,7 +172,7 @@ def _setup_field(
 
 @cache
 def page_fields() -> Mapping[str, Any]:
-    """What the page is rendered from: its fields by the part they stand in, and their words."""
+    """Return the fields of the page by section, with their labels and hints."""
     stages = ((str(number), number, name) for number, (name, _) in STAGES.items())
     return {
         "stages": STAGES,
@@ -218,17 +218,17 @@ def page_fields() -> Mapping[str, Any]:
 
 
 _BATCH_FIELDS: Final = (
-    ("train_micro_batch_size_per_gpu", "Micro batch", "Samples per forward pass and GPU."),
+    ("train_micro_batch_size_per_gpu", "Micro batch", "Samples per GPU and forward pass."),
     ("gradient_accumulation_steps", "Accumulation", "Forward passes per optimizer step."),
     (
         "train_batch_size",
         "Whole batch",
-        "Micro batch times accumulation times processes; left empty it follows from them.",
+        "Micro batch times accumulation times processes; computed if empty.",
     ),
     (
         "gradient_clipping",
         "Gradient clipping",
-        "Largest global norm of the gradient; 0 switches it off.",
+        "Maximum global norm of the gradient; 0 disables clipping.",
     ),
 )
 
@@ -240,13 +240,13 @@ def _workload_fields() -> tuple[Field, ...]:
     places = {"no": "none", "in RAM": "host", "on the GPU": "device", "on NVMe": "nvme"}
     return (
         _setup_field("family", "Model", options={**families, "another model (no estimate)": ""}),
-        _setup_field("resolution", "Resolution", "Pixels of a side."),
-        _setup_field("frames", "Frames", "Of a clip."),
+        _setup_field("resolution", "Resolution", "Side of the image in pixels."),
+        _setup_field("frames", "Frames", "Frames per clip."),
         _setup_field("lora", "LoRA rank", "Leave empty to train the whole model."),
         _setup_field(
             "base_dtype",
             "Base dtype",
-            "Of the frozen model beside the adapters.",
+            "Precision of the frozen base model under LoRA adapters.",
             options=storages,
         ),
         _setup_field("ema", "EMA of the weights", options=places),
@@ -255,7 +255,9 @@ def _workload_fields() -> tuple[Field, ...]:
             "Gradient checkpointing",
             options={"yes, recompute": True, "no, keep all": False},
         ),
-        _setup_field("total_steps", "Steps of the run", "For schedules that leave it open."),
+        _setup_field(
+            "total_steps", "Steps of the run", "Length of schedules that do not set their own."
+        ),
     )
 
 
@@ -266,12 +268,12 @@ def _machine_fields() -> tuple[Field, ...]:
         _card_field(),
         _setup_field("vram", "VRAM per GPU, GiB"),
         _setup_field("ram", "RAM, GiB"),
-        _setup_field("nvme", "NVMe, GiB", "0: no swap files."),
+        _setup_field("nvme", "NVMe, GiB", "0 disables swap files."),
     )
 
 
 def _card_field() -> Field:
-    """A card by name, which has its memory and its rates."""
+    """A card by name; the card sets memory and rates."""
     options = [Option(label="another card", sets={"card": ""})]
     for card in CARDS:
         label = f"{card.name}, {card.memory} GiB"
@@ -280,7 +282,7 @@ def _card_field() -> Field:
         path="card",
         label="Card",
         kind="select",
-        hint="Fills in its VRAM; times are predicted with its rates.",
+        hint="Sets VRAM; predicted times use the rates of this card.",
         options=tuple(options),
         store="setup",
     )
@@ -291,7 +293,7 @@ def _card_field() -> Field:
 
 @cache
 def catalogue() -> dict[str, Any]:
-    """Every optimizer and schedule with its parameters."""
+    """Return every optimizer and schedule with its parameters."""
     return {
         "optimizers": [
             {
@@ -335,10 +337,10 @@ def _parameters(parameters: Iterable[Parameter]) -> list[dict[str, Any]]:
 
 @cache
 def schema_data() -> dict[str, Any]:
-    """Every parameter of the installed DeepSpeed, or why there are none.
+    """Return every parameter of the installed DeepSpeed, or the reason for their absence.
 
-    Importing DeepSpeed takes seconds, so a page that does not open the advanced section never
-    pays for it.
+    Importing DeepSpeed takes seconds, so the page calls this function only when the user opens the
+    advanced section.
     """
     from zerotune.backend.schema import plan_schema
 

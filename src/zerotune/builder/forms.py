@@ -51,30 +51,30 @@ def parse_request(text: str) -> Any:
 
 
 def check_content(value: Any) -> None:
-    """Refuse what is too deep or too much to be a configuration."""
+    """Raise an error for data that is too large or too deeply nested for a configuration."""
     pending, seen = [(value, 0)], 0
     while pending:
         item, depth = pending.pop()
         seen += 1
         if depth > DEEPEST or seen > MOST_VALUES:
-            raise _refused_request("is too large or too deeply nested to be a configuration")
+            raise _refused_request("is too large or too deeply nested for a configuration")
         if isinstance(item, Mapping):
             pending.extend((part, depth + 1) for pair in item.items() for part in pair)
         elif isinstance(item, list | tuple):
             pending.extend((part, depth + 1) for part in item)
         elif isinstance(item, str) and _SURROGATE.search(item):
-            raise _refused_request("holds text that is not Unicode")
+            raise _refused_request("contains text that is not Unicode")
         elif isinstance(item, float) and not math.isfinite(item):
-            raise _refused_request("holds a number that is not finite")
+            raise _refused_request("contains a number that is not finite")
 
 
 def from_wire(value: Any) -> Any:
-    """What the page sent, as Python holds it."""
+    """Convert data of the page to Python values."""
     if isinstance(value, dict):
         if value.keys() == {INTEGER}:
             written = value[INTEGER]
             if not isinstance(written, str) or not _INTEGER.fullmatch(written):
-                raise _refused_request(f"holds {written!r} in place of an integer")
+                raise _refused_request(f"contains {written!r} instead of an integer")
             return int(written)
         return {key: from_wire(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -83,7 +83,7 @@ def from_wire(value: Any) -> Any:
 
 
 def to_wire(value: Any) -> Any:
-    """Any value as data that JSON and JavaScript can hold; what is no data becomes its text."""
+    """Convert any value to JSON that JavaScript reads exactly; other objects become text."""
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, int):
@@ -96,7 +96,7 @@ def to_wire(value: Any) -> Any:
 
 
 def as_mapping(value: Any, key: str) -> dict[str, Any]:
-    """``value`` if it is an object; ``None`` is an empty one."""
+    """Return ``value``, which must be an object; ``None`` becomes an empty object."""
     if value is None:
         return {}
     if not isinstance(value, dict):
@@ -105,7 +105,7 @@ def as_mapping(value: Any, key: str) -> dict[str, Any]:
 
 
 def as_text(value: Any, key: str, *, longest: int = 4096) -> str:
-    """``value`` if it is text of reasonable length."""
+    """Return ``value``, which must be text of at most ``longest`` characters."""
     if not isinstance(value, str) or len(value) > longest or "\0" in value:
         raise InvalidValueError(
             "must be text", key=key, value=value, fix=f"send at most {longest} characters"
@@ -114,10 +114,10 @@ def as_text(value: Any, key: str, *, longest: int = 4096) -> str:
 
 
 def as_choice(value: Any, key: str, *, choices: tuple[_ChoiceT, ...]) -> _ChoiceT:
-    """``value`` if it is one of some choices."""
+    """Return ``value``, which must be one of ``choices``."""
     if value not in choices:
         raise InvalidValueError(
-            "is not one of the choices",
+            "is not a valid choice",
             key=key,
             value=value,
             fix=f"write one of {', '.join(map(repr, choices))}",
@@ -134,18 +134,18 @@ def _refused_request(reason: str) -> InvalidValueError:
 
 @attrs.frozen(kw_only=True)
 class FormState:
-    """What the form holds."""
+    """The content of the form."""
 
     config: dict[str, Any] = attrs.field(factory=dict)
-    """A DeepSpeed configuration, as far as it is written."""
+    """The DeepSpeed configuration; it may be incomplete."""
     launch: dict[str, Any] = attrs.field(factory=dict)
-    """Settings of a launcher or trainer around it."""
+    """Settings of a launcher or trainer."""
     setup: dict[str, Any] = attrs.field(factory=dict)
-    """What is planned for; see ``preview.Setup``."""
+    """Model, workload and machine; see ``preview.Setup``."""
 
     @classmethod
     def of_request(cls, data: Any) -> FormState:
-        """The state a page sent."""
+        """Read the state that the page sent."""
         whole = as_mapping(data, "state")
         return cls(
             **{name: as_mapping(whole.get(name), name) for name in ("config", "launch", "setup")}
@@ -159,7 +159,7 @@ class FormState:
         setup: Mapping[str, Any] | None = None,
         like: Mapping[str, Any] | None = None,
     ) -> FormState:
-        """The state that says a plan, its keys in the order of ``like``."""
+        """Return the form of a plan, with its keys in the order of ``like``."""
         launch = plan.launch.to_dict() if plan.launch else {}
         around = dict(setup or {})
         if isinstance(launch.get("num_processes"), int) and launch["num_processes"] > 0:
@@ -168,37 +168,37 @@ class FormState:
         return cls(config=config, launch=launch, setup=around)
 
     def data(self) -> dict[str, Any]:
-        """The state as the page holds it."""
+        """Return the state as data for the page."""
         return {name: to_wire(getattr(self, name)) for name in ("config", "launch", "setup")}
 
 
 def told_as_lost(plan: DeepSpeedPlan) -> tuple[str, ...]:
-    """The launch settings whose loss the page tells beside the text: all but the precision."""
+    """Return the launch settings that DeepSpeed's JSON cannot contain, except the precision."""
     launch = plan.launch.to_dict() if plan.launch else {}
     return tuple(key for key in launch if key != "mixed_precision")
 
 
 @attrs.frozen(kw_only=True)
 class Reading:
-    """A plan read from the form, and what was wrong."""
+    """A plan read from the form, and the errors."""
 
     plan: DeepSpeedPlan | None
-    """``None`` when something is wrong."""
+    """The plan; ``None`` if the form has errors."""
     rest: DeepSpeedPlan | None = None
-    """What is left without the settings that are wrong, to find what else is."""
+    """The plan without its invalid settings, for finding further errors."""
     errors: tuple[ZeroTuneError, ...] = ()
-    """Everything that is, as far as each can be told apart from the others."""
+    """Every error that could be identified."""
 
 
 def read_plan(state: FormState) -> Reading:
-    """The plan a form says; raises nothing."""
+    """Read the plan of a form; errors are returned, not raised."""
 
     def read(log: Log) -> DeepSpeedPlan:
         wrapper = wrapper_of(state.config)
         if wrapper is not None:
             # Reading it could open any file of this machine; only `open_text` does, in the root.
             raise InvalidValueError(
-                "is a configuration inside a configuration", key=wrapper, fix="open it as a file"
+                "contains another configuration", key=wrapper, fix="open it as a file"
             )
         plan = plan_from_mapping(state.config, log, source="form")
         return with_launch(plan, read_launch(state.launch, log))
@@ -208,7 +208,7 @@ def read_plan(state: FormState) -> Reading:
 
 
 def is_written(config: Any, key: str) -> bool:
-    """Whether a configuration has a setting at a path."""
+    """Whether ``config`` contains the setting at the path ``key``."""
     here = config
     for name in key.split("."):
         if not isinstance(here, dict) or name not in here:

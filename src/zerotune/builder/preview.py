@@ -58,7 +58,7 @@ from zerotune.platform import Platform, detect_platform
 
 
 def message_data(one: Decision) -> dict[str, str]:
-    """A choice, finding or error as the page receives it: a sentence or two about one setting."""
+    """Return a choice, finding or error as data for the page."""
     change = f"{_shown_value(one.before)} → {_shown_value(one.after)}"
     return {
         "severity": one.severity,
@@ -73,7 +73,7 @@ def message_data(one: Decision) -> dict[str, str]:
 def told_of(
     decisions: Iterable[Decision], *, findings: Collection[Decision] = ()
 ) -> list[Decision]:
-    """Decisions without DeepSpeed's own defaults and what ``findings`` tell."""
+    """Return the decisions that are neither DeepSpeed's defaults nor among ``findings``."""
     unique: list[Decision] = []
     for decision in shown_and_defaults(decisions)[0]:
         if decision not in findings and decision not in unique:
@@ -100,7 +100,7 @@ _PACKAGES: Final = ("deepspeed", "torch", "accelerate", "diffusers")
 
 @attrs.frozen(kw_only=True)
 class Setup:
-    """A model, what one step works on, and the machine."""
+    """The model, the workload of one step, and the machine."""
 
     family: str = "sdxl"
     """A model family; ``""``: another model, whose memory is not estimated."""
@@ -132,13 +132,13 @@ class Setup:
 
     @property
     def frames_of_clips(self) -> int | None:
-        """``frames``, which stay in the form when a model of images is chosen, and say nothing."""
+        """Frames of a clip; ``None`` for an image model, although the form keeps the value."""
         takes_clips = bool(self.family) and model_family(self.family).frames is not None
         return self.frames if takes_clips else None
 
 
 def read_setup(raw: Mapping[str, Any]) -> tuple[Setup, list[ZeroTuneError]]:
-    """A setup as the page sends it, and what is wrong with it; wrong values are left out."""
+    """Read a setup from the page; return the valid values and the errors."""
     errors: list[ZeroTuneError] = []
     given: dict[str, Any] = {}
     for name, read in _SETUP_READERS.items():
@@ -171,7 +171,7 @@ _READ_AS: Final[Mapping[str, Callable[[Setup], str]]] = {
 
 
 def drawn_for(setup: Setup, wrong: Collection[str]) -> str:
-    """For what memory was estimated, where some of what is planned for cannot be read."""
+    """Say which setup the estimate is for, if some of the form's setup is invalid."""
     words = [words(setup) for name, words in _READ_AS.items() if f"setup.{name}" in wrong]
     if not words:
         return ""
@@ -184,7 +184,7 @@ def _listed(words: list[str]) -> str:
 
 
 class Machines:
-    """This machine, looked at once, since detecting imports torch; and others as described."""
+    """This machine, detected once because detection imports torch, and described machines."""
 
     def __init__(self) -> None:
         self._versions = installed_versions(_PACKAGES)
@@ -195,7 +195,7 @@ class Machines:
         return detect_platform(log=False)
 
     def of(self, setup: Setup) -> Platform:
-        """The machine a setup speaks of."""
+        """Return the machine that a setup describes."""
         if setup.this_machine:
             return self.this
         platform = Platform.synthetic(
@@ -211,7 +211,7 @@ class Machines:
         return attrs.evolve(platform, devices=tuple(named))
 
     def sizes(self, setup: Setup) -> dict[str, int | None]:
-        """Bytes of one device, and of RAM and swap files for all ranks."""
+        """Return the bytes of one device, and RAM and swap space of all ranks together."""
         if not setup.this_machine:
             return {"device": setup.vram, "host": setup.ram, "nvme": setup.nvme}
         return {
@@ -274,7 +274,7 @@ _PLACE_LABELS: Final = {"device": "GPU", "host": "RAM", "nvme": "NVMe"}
 
 @attrs.frozen(kw_only=True)
 class Verdict:
-    """Whether a plan runs and fits: said in one place, and shown everywhere."""
+    """Whether a plan runs and fits; every part of the page shows this verdict."""
 
     kind: Literal["fits", "unknown", "short", "stopped"]
     brief: str
@@ -284,19 +284,19 @@ class Verdict:
 
     @property
     def runs(self) -> bool:
-        """Whether it runs; it may lack memory."""
+        """Whether the plan runs, given enough memory."""
         return self.kind != "stopped"
 
     @classmethod
     def of(
         cls, messages: Iterable[Decision], resolved: ResolvedPlan | None, fit: Iterable[Fit]
     ) -> Verdict:
-        """The verdict on a plan.
+        """Judge a plan.
 
         Args:
             messages: All that is said of it and of what is planned for.
-            resolved: What it becomes; ``None``: nothing that runs.
-            fit: Each place of memory against what there is; empty: not estimated.
+            resolved: The resolved plan; ``None`` if the plan cannot run.
+            fit: Need and budget of each place of memory; empty without an estimate.
         """
         stopped = resolved is None or any(one.severity == "error" for one in messages)
         if stopped:
@@ -334,7 +334,7 @@ class Preview:
 
     @property
     def verdict(self) -> Verdict:
-        """Whether it runs and fits."""
+        """Whether the plan runs and fits."""
         return Verdict.of(self.messages, self.resolved, self.fit)
 
     def _outputs(self) -> dict[str, Any]:
@@ -423,7 +423,7 @@ class Preview:
 
 
 def understand(state: FormState, machines: Machines) -> Preview:
-    """Read a form, check it and resolve it; raises nothing."""
+    """Read, check and resolve a form; errors are returned, not raised."""
     setup, wrong = read_setup(state.setup)
     reading = read_plan(state)
     form = _Form(state=state, setup=setup, platform=machines.of(setup), reading=reading)
@@ -532,7 +532,7 @@ class _Form:
             raise _about_setup(error) from None
 
     def also_wrong(self, rest: DeepSpeedPlan) -> list[Decision]:
-        """What is refused among the settings that could be read; only about what is written."""
+        """Return the errors in settings that could be read, for written settings only."""
         run, _ = self._assumed_run(rest)
         try:
             found = rest.inspect(
@@ -572,7 +572,7 @@ class _Form:
 
 
 def preview_data(preview: Preview, *, applied: DeepSpeedPlan | None) -> dict[str, Any]:
-    """A preview as the page receives it."""
+    """Return a preview as data for the page."""
     plan, resolved, verdict = preview.plan, preview.resolved, preview.verdict
     return {
         "valid": plan is not None,
@@ -636,14 +636,14 @@ def _memory_bars(estimate: MemoryEstimate, every: Iterable[Fit]) -> dict[str, An
 
 
 def time_texts(time: StepTime) -> dict[str, str]:
-    """A predicted step in words: how long, and by which rates."""
+    """Format a predicted step: its duration and the rates behind the prediction."""
     return {"seconds": seconds_words(time.expected), "rates": f"rates {time.origin}"}
 
 
 def capabilities(
     platform: Platform, *, stage: int, offload: str, precision: str
 ) -> list[dict[str, Any]]:
-    """Every optimizer of the catalogue, with whether it runs there and why not."""
+    """List every optimizer of the catalogue, with the reason if it cannot run."""
     resolver = OptimizerResolver(platform=platform)
     here = Situation(packages=installed_packages())
     found = []
@@ -695,13 +695,15 @@ _FROM_ADVICE: Final = ("zero_optimization", "aio")
 
 
 def advise(state: FormState, machines: Machines) -> dict[str, Any]:
-    """What fits the setup of a form, best first, each with the form it would lead to."""
+    """List the plans that fit a setup, best first, each with its resulting form."""
     setup, wrong = read_setup(state.setup)
     if wrong:
         raise wrong[0]
     if not setup.family:
         raise InvalidValueError(
-            "is needed to know what fits", key="setup.family", fix="choose a model family"
+            "is missing, so no plan can be estimated",
+            key="setup.family",
+            fix="choose a model family",
         )
     sizes = machines.sizes(setup)
     try:

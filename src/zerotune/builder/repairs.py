@@ -24,22 +24,22 @@ from zerotune.optimizers.schedules import SCHEDULERS
 from zerotune.plan.model import ZERO_ALIASES
 
 MOST_BUTTONS: Final = 4
-"""Of one finding."""
+"""Maximum number of buttons of one finding."""
 _MOST_TRIED: Final = 8
 _MOST_FINDINGS: Final = 20
-"""Findings that get buttons, worst first."""
+"""Maximum number of findings with buttons; the worst come first."""
 
 
 @attrs.frozen(kw_only=True)
 class Edit:
-    """One change of the form: a value, another name, or a setting taken out."""
+    """One change of the form: set, rename or remove a setting."""
 
     store: str = "config"
     path: str
     value: Any = UNSET
-    """What is written; unset: nothing is."""
+    """The new value; ``UNSET`` removes the setting."""
     to: str = ""
-    """The other path, where its value moves."""
+    """The new path of a renamed setting."""
 
     def apply(self, state: FormState) -> None:
         """Change ``state`` in place."""
@@ -53,7 +53,7 @@ class Edit:
             _put(held, self.path.split("."), self.value)
 
     def data(self) -> dict[str, Any]:
-        """As the page receives it."""
+        """Return the data for the page."""
         data: dict[str, Any] = {"store": self.store, "path": self.path}
         if self.to:
             return {**data, "to": self.to}
@@ -85,18 +85,18 @@ def _put(held: dict[str, Any], names: list[str], value: Any) -> None:
 
 @attrs.frozen(kw_only=True)
 class Repair:
-    """A button: what it says, and what it changes."""
+    """A button: its label and its changes of the form."""
 
     label: str
     edits: tuple[Edit, ...]
 
     def data(self) -> dict[str, Any]:
-        """As the page receives it."""
+        """Return the data for the page."""
         return {"label": self.label, "edits": [edit.data() for edit in self.edits]}
 
 
 def repairs(preview: Preview, state: FormState, machines: Machines) -> list[list[Repair]]:
-    """What mends each message of a preview, most direct first; notes without a fix: nothing."""
+    """List the repairs of each message, most direct first; notes without a fix have none."""
     found: list[list[Repair]] = []
     for message in preview.messages:
         wanted = bool(message.fix) or message.severity == "error"
@@ -328,7 +328,7 @@ def _without(message: Decision, what: str, state: FormState) -> Iterator[Repair]
 
 
 def with_repairs(data: list[dict[str, Any]], found: list[list[Repair]]) -> list[Mapping[str, Any]]:
-    """Messages as the page receives them, with their buttons."""
+    """Return messages as data for the page, with their buttons."""
     return [
         {**message, "repairs": [repair.data() for repair in each]}
         for message, each in zip(data, found, strict=True)

@@ -47,7 +47,7 @@ _READING: Final = frozenset({"GET", "HEAD"})
 
 
 class Guard:
-    """Checks host, origin, token and size of each request, and adds the safety headers."""
+    """Middleware that checks host, origin, token and size of requests and adds security headers."""
 
     def __init__(
         self,
@@ -77,12 +77,12 @@ class Guard:
         try:
             body = await asyncio.wait_for(_body(receive, self._largest), PATIENCE_S)
         except asyncio.TimeoutError:
-            late = _refuse(408, f"the whole request must come within {PATIENCE_S:.0f} seconds")
+            late = _refuse(408, f"the whole request must arrive within {PATIENCE_S:.0f} seconds")
             late.headers["connection"] = "close"
             await late(scope, receive, sender)
             return
         if body is None:
-            too_large = f"a request may have {self._largest} bytes at most"
+            too_large = f"a request may contain {self._largest} bytes at most"
             await _refuse(413, too_large)(scope, receive, sender)
             return
         await self._app(scope, _replay(body, receive), sender)
@@ -92,7 +92,7 @@ class Guard:
         host = headers.get("host", "").lower()
         name = _PORT.sub("", host)
         if len(headers.getlist("host")) != 1 or name not in self._hosts:
-            return _refuse(421, "this host name is not one the builder was started for")
+            return _refuse(421, "the builder does not accept this host name")
         origin = headers.get("origin")
         if origin is not None and origin.lower() not in (f"http://{host}", f"https://{host}"):
             return _refuse(403, "requests from other sites are refused")
@@ -108,7 +108,7 @@ class Guard:
             if headers.get("content-length", "0").isdecimal() and (
                 int(headers.get("content-length", "0")[:18]) > self._largest
             ):
-                return _refuse(413, f"a request may have {self._largest} bytes at most")
+                return _refuse(413, f"a request may contain {self._largest} bytes at most")
         return None
 
     def _token_answer(self, scope: Scope) -> Response | None:
@@ -127,7 +127,7 @@ class Guard:
             query = scope.get("query_string", b"").decode("latin-1")
             asked = parse_qs(query, max_num_fields=_MOST_FIELDS)
         except ValueError:
-            return _refuse(400, f"a query may have {_MOST_FIELDS} fields at most")
+            return _refuse(400, f"a query may contain {_MOST_FIELDS} fields at most")
         if scope["method"] in _READING and self._is_token(*asked.get("token", [])[:1]):
             # Out of the address bar, the history and every log of addresses.
             # Two slashes at the start would name another host.

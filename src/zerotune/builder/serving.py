@@ -39,7 +39,7 @@ def serve(
 ) -> None:
     """Serve the builder until interrupted.
 
-    Another host than loopback always gets a token; one is made when none is given. An address
+    A host other than loopback always needs a token; without one, a token is created. An address
     with a token is only printed: every user of the machine can read a browser's command line.
     """
     token = read_token(given=token, file=token_file)
@@ -66,7 +66,7 @@ def serve(
 
 
 def read_token(*, given: str | None, file: Path | None) -> str | None:
-    """The token: the one given, that in a file, else ``ZEROTUNE_BUILDER_TOKEN``."""
+    """Read the token: ``token``, the content of a file, or ``ZEROTUNE_BUILDER_TOKEN``."""
     if given is not None:
         return given
     if file is None:
@@ -76,10 +76,10 @@ def read_token(*, given: str | None, file: Path | None) -> str | None:
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise InvalidValueError(
-            f"the token cannot be read from it ({reason})",
+            f"contains no readable token ({reason})",
             key="--token-file",
             value=str(file),
-            fix="name a file that holds the token and nothing else",
+            fix="pass a file that contains only the token",
         ) from error
     if not token:
         raise InvalidValueError(
@@ -97,7 +97,7 @@ def is_loopback(host: str) -> bool:
 
 
 def host_names(host: str) -> set[str]:
-    """Names under which a browser may ask for an address we listen on."""
+    """Return the names by which a browser may address the server."""
     names = {f"[{host}]" if ":" in host else host}
     if host in {"0.0.0.0", "::"}:  # noqa: S104 - only compared with
         own = socket.gethostname()
@@ -109,14 +109,14 @@ def host_names(host: str) -> set[str]:
 
 
 def page_address(host: str, port: int, token: str | None) -> str:
-    """What to open in a browser."""
+    """Return the address to open in a browser."""
     shown = "127.0.0.1" if host in {"0.0.0.0", "::"} else host  # noqa: S104 - only compared with
     shown = f"[{shown}]" if ":" in shown else shown
     return f"http://{shown}:{port}/" + (f"?token={token}" if token else "")
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
-    """A socket that already listens, so that connections succeed once the address is printed."""
+    """Open a listening socket, so that the printed address accepts connections at once."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listening = socket.socket(family, socket.SOCK_STREAM)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -126,16 +126,16 @@ def bound_socket(host: str, port: int) -> socket.socket:
     except (OSError, OverflowError) as error:
         listening.close()
         raise InvalidValueError(
-            f"the server cannot listen on this address ({error})",
+            f"is an address that the server cannot listen on ({error})",
             key="--port",
             value=f"{host}:{port}",
-            fix="give another --port; 0 takes a free one",
+            fix="choose another --port; 0 selects a free one",
         ) from error
     return listening
 
 
 class PatientProtocol(H11Protocol):
-    """HTTP whose connections are closed when the head of a request does not come in time."""
+    """HTTP protocol that closes a connection if a request's headers arrive too slowly."""
 
     _waiting: asyncio.TimerHandle | None = None
 
@@ -145,7 +145,7 @@ class PatientProtocol(H11Protocol):
         self._wait()
 
     def data_received(self, data: bytes) -> None:
-        """Go on waiting while only a part of a head has come."""
+        """Continue waiting while the headers are incomplete."""
         super().data_received(data)
         if self.conn.their_state is h11.IDLE:
             self._wait()
@@ -153,7 +153,7 @@ class PatientProtocol(H11Protocol):
             self._stop_waiting()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Nothing is left to wait for."""
+        """Stop waiting for the headers."""
         self._stop_waiting()
         super().connection_lost(exc)
 

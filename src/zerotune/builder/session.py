@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
 import errno
 import hashlib
 import os
@@ -29,18 +27,7 @@ from zerotune.errors import (
 )
 from zerotune.plan import DeepSpeedPlan, plan_document
 from zerotune.plan.read import plan_from_mapping, read_whole
-from zerotune.plan.source import (
-    WRAPPERS,
-    YAML_SUFFIXES,
-    is_off,
-    parse_file,
-    parse_json,
-    parse_yaml,
-    read_text,
-    tolerated,
-    undashed,
-    wrapper_of,
-)
+from zerotune.plan.source import parse_any, read_text, tolerated, with_named_files, wrapper_of
 from zerotune.plan.write import format_of, launchable
 
 LARGEST_FILE: Final = 1 << 20
@@ -59,7 +46,7 @@ _TYPICAL: Final = (
 
 @attrs.frozen(kw_only=True)
 class PathFacts:
-    """What a path field shows."""
+    """Facts about the path in a field of the page."""
 
     path: str
     """Absolute, symbolic links resolved."""
@@ -67,16 +54,16 @@ class PathFacts:
     folder: bool
     """Whether it is a folder."""
     writable: bool
-    """Whether files can be made in it, or, where it does not exist, whether it can be made."""
+    """Whether the user may create files in the folder, or create the missing folder."""
     free: int
-    """Bytes an unprivileged user may still write there."""
+    """Free bytes on its file system for an unprivileged user."""
     total: int
     sentence: str
-    """All of this in words."""
+    """The facts as one sentence."""
 
     @classmethod
     def of(cls, path: Path) -> PathFacts:
-        """Facts about ``path`` for somebody who wants swap files there."""
+        """Examine ``path`` as a folder for swap files."""
         exists = path.exists()
         nearest = next(each for each in (path, *path.parents) if each.exists())
         writable = nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)
@@ -103,15 +90,15 @@ class PathFacts:
 
 @attrs.frozen(kw_only=True)
 class Root:
-    """A folder that paths of the page must lie in, symbolic links followed."""
+    """The only folder that the page may access; symbolic links are followed first."""
 
     folder: Path
     """Absolute, symbolic links resolved."""
 
     def inside(self, written: Any, *, key: str) -> Path:
-        """The path ``written``, absolute and resolved; a relative one is taken from the root."""
+        """Resolve the path ``written``; a relative path starts at the root."""
         if not isinstance(written, str) or not written.strip() or "\0" in written:
-            raise InvalidValueError("is no path", key=key, value=written, fix="write a path")
+            raise InvalidValueError("is not a path", key=key, value=written, fix="write a path")
         try:
             path = (self.folder / Path(written.strip()).expanduser()).resolve()
             path.exists()  # The system refuses what is too long for it, where it looks at all.
@@ -119,25 +106,25 @@ class Root:
                 raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
         except (OSError, ValueError, RuntimeError) as error:
             raise InvalidValueError(
-                f"is no path ({error})", key=key, value=written, fix="write another one"
+                f"is not a path ({error})", key=key, value=written, fix="write another path"
             ) from None
         if not path.is_relative_to(self.folder):
             raise InvalidValueError(
-                f"lies outside {self.folder}, which is all the builder may touch",
+                f"lies outside {self.folder}, the only folder that the builder may access",
                 key=key,
                 value=written,
-                fix="name a path inside it, or start the builder with another --root",
+                fix="choose a path inside this folder, or start the builder with another --root",
             )
         return path
 
     def facts(self, written: Any, *, key: str = "path") -> PathFacts:
-        """Facts about a path inside."""
+        """Examine a path inside the root."""
         path = self.inside(written, key=key)
         try:
             return PathFacts.of(path)
         except (OSError, ValueError) as error:
             raise InvalidValueError(
-                f"cannot be looked at ({error})", key=key, value=written, fix="write another path"
+                f"cannot be examined ({error})", key=key, value=written, fix="write another path"
             ) from None
 
 
@@ -146,7 +133,7 @@ class Root:
 
 @attrs.frozen(kw_only=True)
 class Opened:
-    """What was opened: as a form, and what reading it changed."""
+    """An opened configuration as a form, with the decisions made while reading."""
 
     state: FormState
     messages: tuple[Decision, ...]
@@ -154,7 +141,7 @@ class Opened:
 
 
 def open_file(written: Any, root: Root) -> Opened:
-    """Open a file inside the root, as ``open_text``."""
+    """Open the configuration file ``written``, which must lie inside the root."""
     path = root.inside(written, key="path")
     try:
         size = path.stat().st_size if path.is_file() else 0
@@ -164,7 +151,10 @@ def open_file(written: Any, root: Root) -> Opened:
         ) from None
     if size > LARGEST_FILE:
         raise PlanFileError(
-            "is too large to be a configuration", key="path", value=str(path), fix="name another"
+            "is too large for a configuration",
+            key="path",
+            value=str(path),
+            fix="choose another file",
         )
     return open_text(read_text(path, key="path"), name=str(path), root=root, folder=path.parent)
 
@@ -172,22 +162,23 @@ def open_file(written: Any, root: Root) -> Opened:
 def open_text(text: str, *, name: str, root: Root, folder: Path | None = None) -> Opened:
     """Open the text of a configuration.
 
-    A configuration that says something impossible opens all the same, to be repaired in the
-    form; only what is no JSON or YAML, or no configuration at all, is refused.
+    A configuration with invalid settings opens nevertheless, so that the user can correct them in
+    the form. Text that is not JSON, YAML or a configuration raises an error.
 
     Args:
         text: JSON or accelerate's YAML.
-        name: Name of the file, for messages and for its suffix.
-        root: Where files that the text names may lie.
-        folder: Where relative ones are looked up.
+        name: Name of the file; messages show it, and its suffix selects the format.
+        root: Folder that must contain every file that the text names.
+        folder: Folder that relative paths in the text start at; default the root.
     """
-    content, sentences = _read_any(text, name)
+    content, sentences = parse_any(text, source=name)
     check_content(content)
     if not isinstance(content, Mapping):
         raise InvalidValueError(
-            "holds no configuration", key=name, value=content, fix="open an object of settings"
+            "is not a configuration", key=name, value=content, fix="open a JSON object of settings"
         )
-    content = _confined(content, root, folder or root.folder)
+    here = folder or root.folder
+    content = with_named_files(content, lambda key, path: root.inside(str(here / path), key=key))
 
     def read(log: Log) -> DeepSpeedPlan:
         tolerated(sentences, name, log)
@@ -198,8 +189,7 @@ def open_text(text: str, *, name: str, root: Root, folder: Path | None = None) -
     except (PlanFileError, PlanSyntaxError):
         raise
     except ZeroTuneError as error:
-        wrapped = any(undashed(key) in WRAPPERS for key in content)
-        if wrapped or not any(key in content for key in _TYPICAL):
+        if wrapper_of(content) is not None or not any(key in content for key in _TYPICAL):
             raise
         config = {str(key): value for key, value in content.items()}
         wrong = tuple(map(Decision.of, error.each()))
@@ -215,44 +205,6 @@ def _unwrapped(content: Mapping[str, Any]) -> Mapping[str, Any]:
     return inside if isinstance(inside, Mapping) else content
 
 
-def _read_any(text: str, name: str) -> tuple[Any, list[str]]:
-    if Path(name).suffix.lower() in (*YAML_SUFFIXES, ".hjson", ".toml"):
-        return parse_file(text, Path(name))
-    try:
-        return parse_json(text, source=name)
-    except PlanSyntaxError as error:
-        if text.lstrip("\ufeff \t\r\n").startswith(("{", "[", "/")):
-            raise
-        # Pasted text has no suffix; what does not look like JSON may be accelerate's YAML.
-        content = parse_yaml(text, source=name)
-        if isinstance(content, Mapping):
-            return content, []
-        raise error from None
-
-
-def _confined(content: Mapping[str, Any], root: Root, folder: Path) -> dict[str, Any]:
-    """``content`` with every file it names made absolute, or refused when outside the root."""
-    safe = dict(content)
-    for key, value in content.items():
-        if undashed(key) not in WRAPPERS:
-            continue
-        if isinstance(value, Mapping):
-            safe[key] = _confined(value, root, folder)
-        elif isinstance(value, str) and not is_off(value) and not _is_json(value):
-            safe[key] = str(root.inside(str(folder / value), key=str(key)))
-    return safe
-
-
-def _is_json(written: str) -> bool:
-    """Whether a setting is a configuration itself, plain or in base64, and no path of one."""
-    if written.lstrip().startswith("{"):
-        return True
-    try:
-        return base64.urlsafe_b64decode(written).lstrip().startswith(b"{")
-    except (binascii.Error, ValueError):
-        return False
-
-
 # -- The plan file, and the plan applied last.
 
 
@@ -262,7 +214,7 @@ ABSENT: Final = "absent"
 
 
 def default_plan() -> DeepSpeedPlan:
-    """What an empty form says: the common case, optimizer and warm-up written out."""
+    """Return the plan of an empty form: ZeRO-2, CPU offload, bf16, AdamW, warm-up."""
     warmup = {"warmup_min_lr": 0.0, "warmup_max_lr": 1e-4, "warmup_num_steps": 500}
     return DeepSpeedPlan.build(
         stage=2,
@@ -274,7 +226,7 @@ def default_plan() -> DeepSpeedPlan:
 
 
 class Session:
-    """The plan file and the plan applied last; shared by all tabs."""
+    """The plan file and the last applied plan, shared by all browser tabs."""
 
     def __init__(
         self,
@@ -293,11 +245,11 @@ class Session:
 
     @property
     def can_apply(self) -> bool:
-        """Whether there is anything to apply to."""
+        """Whether *Apply* has a target: a plan file or a trainer."""
         return self.plan_file is not None or self._on_apply is not None
 
     def opening(self) -> dict[str, Any]:
-        """What a fresh page shows."""
+        """Return the data of a newly opened page."""
         state, messages = self._initial, []
         version = None
         if self.plan_file is not None:
@@ -327,17 +279,17 @@ class Session:
         version: str | None,
         processes: int = 1,
     ) -> dict[str, Any]:
-        """Write the plan file, then tell the trainer that mounted the builder.
+        """Write the plan file, then pass the plan to the trainer that mounted the builder.
 
         Args:
             plan: What to apply.
-            like: The configuration as the form holds it, whose order of keys is kept.
-            processes: What accelerate's launcher is to start, where the plan does not say it.
-            version: Version of the plan file that the page started from; ``None`` overwrites.
+            like: The configuration of the form; its order of keys is kept.
+            processes: Number of processes for accelerate's launcher if the plan does not set it.
+            version: Expected version of the plan file; ``None`` overwrites any version.
         """
         if not self.can_apply:
             raise PlanConflictError(
-                "there is nothing to apply to",
+                "has no target: the builder was started without a plan file",
                 key="apply",
                 fix="start the builder with --plan FILE, or save to a file",
             )
@@ -365,11 +317,11 @@ class Session:
 
         Args:
             plan: What to write.
-            like: As in ``apply``.
-            processes: What accelerate's launcher is to start, where the plan does not say it.
-            path: The file, already found to be inside the root.
-            format_: As in ``DeepSpeedPlan.save``.
-            version: Version it must still have; ``None`` overwrites.
+            like: The configuration of the form; its order of keys is kept.
+            processes: Number of processes for accelerate's launcher if the plan does not set it.
+            path: The file, which ``Root.inside`` has checked.
+            format_: The ``format`` of ``DeepSpeedPlan.save``.
+            version: Expected version of the file; ``None`` overwrites any version.
         """
         with self._lock:
             written = self._write(
@@ -416,7 +368,7 @@ class Session:
 
 
 def version_of(path: Path) -> str:
-    """A name for what a file holds now."""
+    """Return the version of a file: a hash of its content."""
     try:
         return version_of_content(path.read_bytes())
     except OSError:
@@ -424,5 +376,5 @@ def version_of(path: Path) -> str:
 
 
 def version_of_content(content: bytes) -> str:
-    """A name for some content."""
+    """Return the version of some content: its hash."""
     return hashlib.sha256(content).hexdigest()[:16]

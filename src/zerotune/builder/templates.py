@@ -33,7 +33,7 @@ _MOST_TEMPLATES: Final = 500
 
 @attrs.frozen(kw_only=True)
 class Template:
-    """A form under a name."""
+    """A named form."""
 
     name: str
     state: FormState
@@ -42,7 +42,7 @@ class Template:
     """Changes with the content; a page gives it back to show what it has seen."""
 
     def data(self) -> dict[str, Any]:
-        """As it is sent, stored and exported."""
+        """Return the data that is sent, stored and exported."""
         return {
             "zerotune_template": FORMAT,
             "name": self.name,
@@ -52,14 +52,14 @@ class Template:
 
 
 def user_folder() -> Path:
-    """Where templates are kept: below ``XDG_CONFIG_HOME``, else ``~/.config``."""
+    """Return the folder of the user's templates, in ``XDG_CONFIG_HOME`` or ``~/.config``."""
     base = os.environ.get("XDG_CONFIG_HOME")
     home = Path(base) if base and Path(base).is_absolute() else Path.home() / ".config"
     return home / "zerotune" / "templates"
 
 
 def checked_name(name: Any) -> str:
-    """A name that is a file name everywhere, in one spelling."""
+    """Check and normalise a template's name, so that every system accepts it as a file name."""
     plain = unicodedata.normalize("NFC", name).strip() if isinstance(name, str) else ""
     good = _NAME_PATTERN.fullmatch(plain) and not _RESERVED.fullmatch(plain)
     if not good or len(plain.encode("utf-8", "replace")) > _LONGEST_BYTES:
@@ -73,14 +73,14 @@ def checked_name(name: Any) -> str:
 
 
 class TemplateStore:
-    """A folder of templates that several tabs and several builders may use at once."""
+    """A folder of templates; several tabs and builders may use it at the same time."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = user_folder() if folder is None else folder
         self._lock = threading.Lock()
 
     def all(self) -> list[Template]:
-        """Every template that can be read, by name."""
+        """Return every readable template, by name."""
         found = []
         for path in self._files():
             try:
@@ -94,12 +94,12 @@ class TemplateStore:
         path = self._find(checked_name(name))
         if path is None:
             raise PlanFileError(
-                "there is no template of this name", key="name", value=name, fix="reload the list"
+                "is not the name of a template", key="name", value=name, fix="reload the list"
             )
         return _read_stored(path)
 
     def put(self, template: Template, *, version: str | None) -> Template:
-        """Store a template; ``version`` is the one it replaces, ``None`` for a new one."""
+        """Store a template and replace ``version`` of it; ``None`` refuses to replace any."""
         name = checked_name(template.name)
         with self._writing():
             path = self._find(name)
@@ -109,7 +109,7 @@ class TemplateStore:
             return self._write(attrs.evolve(template, name=name), path)
 
     def rename(self, name: Any, to: Any, *, version: str | None) -> Template:
-        """Give a template another name."""
+        """Rename a template."""
         old, new = checked_name(name), checked_name(to)
         with self._writing():
             path = self._find(old)
@@ -140,7 +140,7 @@ class TemplateStore:
                     "was deleted or renamed in another tab",
                     key="name",
                     value=name,
-                    fix="save it as a new template",
+                    fix="save the form as a new template",
                 )
             return
         if version is None:
@@ -150,7 +150,7 @@ class TemplateStore:
                 "was changed in another tab",
                 key="name",
                 value=name,
-                fix="load it again, or save under another name",
+                fix="load the template again, or save under another name",
             )
 
     def _files(self) -> list[Path]:
@@ -195,11 +195,13 @@ class TemplateStore:
 
 
 def read_template(text: str, *, name: str) -> Template:
-    """A template from its text."""
+    """Read a template from its text."""
     data = parse_request(text)
     if not isinstance(data, dict) or data.get("zerotune_template") != FORMAT:
         raise InvalidValueError(
-            "is not a template of this builder", key=name, fix="export one, or open it as a plan"
+            "is not a template of the builder",
+            key=name,
+            fix="import an exported template, or open the file as a plan",
         )
     description = data.get("description", "")
     return Template(
@@ -222,10 +224,10 @@ def _read_stored(path: Path) -> Template:
 
 def _taken(name: str) -> PlanConflictError:
     return PlanConflictError(
-        "there is already a template of this name",
+        "is already the name of a template",
         key="name",
         value=name,
-        fix="choose another name, or load it and save it again",
+        fix="choose another name, or load the existing template and save it again",
     )
 
 
@@ -234,7 +236,7 @@ def _taken(name: str) -> PlanConflictError:
 
 @attrs.frozen(kw_only=True)
 class BuiltinTemplate:
-    """A machine and a model, for which the fastest plan that fits is looked up."""
+    """A model and a machine; the template is the fastest plan that fits."""
 
     id: str
     name: str
@@ -348,12 +350,12 @@ BUILTIN: Final = (
 
 
 def builtin_template(template_id: str) -> BuiltinTemplate:
-    """A built-in template by id."""
+    """Return a built-in template by its id."""
     for template in BUILTIN:
         if template.id == template_id:
             return template
     raise InvalidValueError(
-        "there is no such template",
+        "is not the name of a template",
         key="template",
         value=template_id,
         fix=f"use one of {', '.join(template.id for template in BUILTIN)}",
@@ -361,5 +363,5 @@ def builtin_template(template_id: str) -> BuiltinTemplate:
 
 
 def starting_state(template: BuiltinTemplate, setup: Mapping[str, Any]) -> FormState:
-    """The form a template starts from, before anything is advised."""
+    """Return the initial form of a template, before the plan is chosen."""
     return FormState.of_plan(default_plan(), setup={**setup, **template.setup})

@@ -14,7 +14,7 @@ SUMMARY: Final = "Open a page that builds, explains and saves a plan."
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument(
-        "--plan", type=Path, metavar="FILE", help="the file to open, and the target of Apply"
+        "--plan", type=Path, metavar="FILE", help="the file that the page opens and Apply writes"
     )
     parser.add_argument(
         "--root",
@@ -24,9 +24,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "directory",
     )
     parser.add_argument(
-        "--host", default="127.0.0.1", help="address to listen on; this machine only by default"
+        "--host",
+        default="127.0.0.1",
+        help="address to listen on; the default accepts connections from this machine only",
     )
-    parser.add_argument("--port", type=int, default=8265, metavar="N", help="8265; 0: a free one")
+    parser.add_argument(
+        "--port",
+        type=int,
+        default=8265,
+        metavar="N",
+        help="port of the server; default 8265, 0 selects a free port",
+    )
     parser.add_argument(
         "--token-file",
         type=Path,
@@ -42,7 +50,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-browser",
         action="store_true",
-        help="only print the address; this is always so with a token",
+        help="print the address without opening a browser; always the case with a token",
     )
 
 

@@ -78,10 +78,10 @@ class _ConvertCheckpoint(Below):
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Do what was asked.
+    """Run the selected subcommand.
 
     Returns:
-        0 when all is well; 1 when ``verify`` finds damage.
+        0 on success; 1 if ``verify`` finds damage.
 
     Raises:
         MissingDependencyError: torch is not installed.

@@ -41,7 +41,7 @@ _PATH_CHARACTERS: Final = 20
 
 @attrs.frozen(kw_only=True)
 class Checkup:
-    """The state of a machine, as far as training on it goes."""
+    """The properties of a machine that matter for training."""
 
     platform: Platform
     toolchain: Toolchain
@@ -54,7 +54,7 @@ class Checkup:
 
     @classmethod
     def of(cls, platform: Platform) -> Checkup:
-        """Examine the machine that ``platform`` describes, which must be this one."""
+        """Examine this machine; ``platform`` must describe it."""
         from zerotune.backend.ops import op_report
         from zerotune.backend.step.kernel import host_step_status
         from zerotune.platform.toolchain import detect_toolchain
@@ -103,7 +103,7 @@ class Checkup:
         return next((op for op in self.ops if op.name == "cpu_adam" and not op.usable), None)
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as JSON-ready values."""
+        """Return all properties as JSON-compatible values."""
         data = attrs.asdict(self)
         host = self.platform.host_memory
         data["platform"]["host_memory"]["limit"] = host.limit
@@ -226,9 +226,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Examine the machine; 0 when DeepSpeed runs and can offload the optimizer, else 1.
+    """Examine the machine and print the result.
 
-    1 as well where a proof was asked for and something differs.
+    Returns:
+        0 if DeepSpeed runs and can offload the optimizer and a requested proof passes, else 1.
     """
     # DeepSpeed and its builders print; what we print on stdout may be read by a program.
     with redirect_stdout(sys.stderr):

@@ -67,10 +67,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--photos",
         metavar="DIR",
         required=True,
-        help="folder of images with captions beside them (cat.png, cat.txt)",
+        help="folder of images and their captions (cat.png, cat.txt)",
     )
     parser.add_argument(
-        "--model", metavar="MODEL", help="a pipeline's folder or hub id; default the family's"
+        "--model",
+        metavar="MODEL",
+        help="a pipeline's folder or hub id; the default depends on the family",
     )
     add_machine(parser)
     training = parser.add_argument_group("training")
@@ -79,7 +81,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--resolution",
         type=at_least_one,
         metavar="N",
-        help="side in pixels; default the model's native size",
+        help="side of the image in pixels; default the model's native size",
     )
     training.add_argument(
         "--steps", type=at_least_one, metavar="N", default=2000, help="optimizer steps; 2000"
@@ -87,7 +89,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write both files, or neither."""
+    """Write train.py and plan.json, or neither."""
     from zerotune.plan.families import family_names, model_family
 
     folder = Path(arguments.folder)
@@ -95,14 +97,14 @@ def run(arguments: argparse.Namespace) -> int:
     for path in (plan, script):
         if os.path.lexists(path):
             raise InvalidValueError(
-                "exists already, and is never overwritten",
+                "already exists, and existing files are not overwritten",
                 key=str(path),
-                fix="choose another folder, or move the file away",
+                fix="choose another folder, or move the existing file",
             )
     family = arguments.family
     if family.endswith("-controlnet"):
         raise InvalidValueError(
-            "trains on images with conditions, which the generated script does not support",
+            "needs conditioning images, which the generated script does not read",
             key="--family",
             value=family,
             fix="start from the ControlNet recipe (docs/recipes.md)",

@@ -33,7 +33,7 @@ class _Clean(Below):
     def configure(parser: argparse.ArgumentParser) -> None:
         _add_root(parser)
         parser.add_argument(
-            "--dry-run", action="store_true", help="only show what would be deleted"
+            "--dry-run", action="store_true", help="list the folders without deleting them"
         )
         parser.add_argument(
             "--adopt",
@@ -67,11 +67,11 @@ class _Clean(Below):
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Do what was asked.
+    """Run the selected subcommand.
 
     Returns:
-        0 when all is well; 1 when ``status`` sees something dead, ``clean`` could not remove
-        something, or DeepSpeed's own folders lie about unowned.
+        0 on success; 1 if ``status`` finds the folder of a dead process, ``clean`` could not delete
+        a folder, or a folder of DeepSpeed has no owner.
     """
     return int(arguments.command(arguments).run())
 

@@ -8,7 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final, get_args
 
 from zerotune.cli import Below, add_commands, print_json, print_page, print_text, tell
-from zerotune.errors import InvalidValueError, PlanFileError, PlanSyntaxError, UnknownKeyError
+from zerotune.errors import (
+    InvalidValueError,
+    PlanFileError,
+    PlanSyntaxError,
+    UnknownKeyError,
+    ZeroTuneError,
+)
 
 if TYPE_CHECKING:
     from zerotune.decisions import Decision
@@ -33,7 +39,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command that was named."""
+    """Run the selected subcommand."""
     size = getattr(arguments, "max_size", None)
     command = arguments.command(arguments)
     if size is None:
@@ -54,7 +60,7 @@ LORA_HELP: Final = "train LoRA adapters of this rank instead of the full model"
 
 
 def at_least_one(text: str) -> int:
-    """A whole number of at least 1, for ``argparse``."""
+    """Parse a whole number of at least 1 for ``argparse``."""
     try:
         number = int(text)
     except ValueError:
@@ -65,7 +71,7 @@ def at_least_one(text: str) -> int:
 
 
 def number_of_processes(text: str) -> int:
-    """A number of processes, for ``argparse``."""
+    """Parse a number of processes for ``argparse``."""
     number = at_least_one(text)
     if number > _MOST_PROCESSES:
         raise argparse.ArgumentTypeError(
@@ -75,7 +81,7 @@ def number_of_processes(text: str) -> int:
 
 
 def _add_reading(parser: argparse.ArgumentParser) -> None:
-    """Add how a file is read."""
+    """Add the options for reading a file."""
     parser.add_argument(
         "--max-size", metavar="SIZE", help="largest file to read; default 16MiB, for YAML 128KiB"
     )
@@ -84,7 +90,7 @@ def _add_reading(parser: argparse.ArgumentParser) -> None:
         metavar="KEY",
         action="append",
         default=[],
-        help="path of a key of a newer DeepSpeed to accept; may be repeated",
+        help="path of a key of a newer DeepSpeed that is accepted; may be repeated",
     )
 
 
@@ -137,7 +143,7 @@ def _add_sample(group: argparse._ArgumentGroup) -> None:
 
 
 def add_machine(parser: argparse.ArgumentParser, about: str = FROM_HERE) -> Any:
-    """Add the memory to plan for; ``sizes_of`` and ``machine_of`` read it."""
+    """Add the options for the machine's memory, which ``sizes_of`` and ``machine_of`` read."""
     machine = parser.add_argument_group("machine", about)
     machine.add_argument("--vram", metavar="SIZE", help="memory of each device (12, 12GiB)")
     machine.add_argument("--ram", metavar="SIZE", help="memory of the host (64, 64GiB)")
@@ -146,7 +152,7 @@ def add_machine(parser: argparse.ArgumentParser, about: str = FROM_HERE) -> Any:
 
 
 def sizes_of(arguments: argparse.Namespace) -> dict[str, int]:
-    """Bytes of the memory that was given; a number alone is GiB, in which cards are named."""
+    """Return the bytes of each memory option; a number without a unit is in GiB."""
     # Not an argparse type: argparse would throw away the fix.
     from zerotune._util.text import parse_memory
 
@@ -159,7 +165,7 @@ def sizes_of(arguments: argparse.Namespace) -> dict[str, int]:
 
 
 def add_family(group: Any, *, what: str, required: bool = False) -> None:
-    """Add the model to cost; ``model_of`` reads it."""
+    """Add the option for the model to estimate, which ``model_of`` reads."""
     from zerotune.plan.families import family_names
 
     names = ", ".join(family_names())
@@ -181,7 +187,7 @@ def add_configuration(group: Any) -> None:
 
 
 def model_of(arguments: argparse.Namespace) -> str | ModelFamily:
-    """The family to cost: its name, or what is counted of the user's class without weights."""
+    """Return the model to estimate: a family's name, or facts counted from the user's class."""
     name: str = arguments.family
     if ":" not in name:
         return name
@@ -242,7 +248,7 @@ class _Check(Below):
         )
 
     def run(self) -> int:
-        """Check; 0 when nothing is wrong, 1 when something is, 2 for a file that cannot be read."""
+        """Check a file; return 0 without findings, 1 with findings, 2 if it cannot be read."""
         from zerotune.decisions import SEVERITIES, Decision, worst_first
 
         status = 1
@@ -281,7 +287,7 @@ class _Check(Below):
             title = f"{self.arguments.file}: {summary or 'nothing to report'} at {ranks}"
             print_page(Page(title=title, blocks=tuple(blocks)))
             if any(isinstance(one.error, UnknownKeyError) for one in problems):
-                print_text("for a key of a newer DeepSpeed use --also-known KEY")
+                print_text("for a key of a newer DeepSpeed, pass --also-known KEY")
         failed = counts["error"] or (self.arguments.strict and counts["warning"])
         return status if failed else 0
 
@@ -422,7 +428,7 @@ class _ConvertPlan(Below):
         )
 
     def run(self) -> int:
-        """Convert; 0 also when what ``--lossy`` names was lost, which is said on stderr."""
+        """Convert a file; settings dropped by ``--lossy`` are listed on stderr."""
         from zerotune.plan import DeepSpeedPlan
         from zerotune.plan.write import launchable, plan_document
 
@@ -480,13 +486,16 @@ class _Explain(Below):
         model.add_argument(
             "--no-gradient-checkpointing", action="store_true", help="keep all activations"
         )
-        machine = add_machine(parser, "default this machine, unless one of its properties is given")
+        machine = add_machine(
+            parser,
+            "the default is this machine; any of these options describes a machine instead",
+        )
         machine.add_argument("--accelerator", choices=ACCELERATORS, help="accelerator for training")
         _add_workload(parser)
         _add_output(parser)
 
     def run(self) -> int:
-        """Explain; 1 when the rules find an error or memory does not suffice, else 0."""
+        """Explain a plan; return 1 if a rule finds an error or memory is insufficient, else 0."""
         from zerotune.plan import DeepSpeedPlan
 
         plan = DeepSpeedPlan.load(self.arguments.file, also_known=self.arguments.also_known)
@@ -592,14 +601,8 @@ class _Diff(Below):
         forms.add_argument("--markdown", action="store_true", help="print Markdown")
 
     def run(self) -> int:
-        """Compare; 0 when both say the same, 1 when they do not."""
-        from zerotune.plan import DeepSpeedPlan
-
-        before, after = (
-            DeepSpeedPlan.load(path, also_known=self.arguments.also_known)
-            for path in (self.arguments.before, self.arguments.after)
-        )
-        difference = before.diff(after)
+        """Compare two plans; return 0 if they are equal, else 1."""
+        difference = self._loaded(self.arguments.before).diff(self._loaded(self.arguments.after))
         if self.arguments.json:
             print_json(difference.to_dict())
         elif self.arguments.markdown:
@@ -607,6 +610,15 @@ class _Diff(Below):
         else:
             print_page(difference.page())
         return int(bool(difference))
+
+    def _loaded(self, path: str) -> DeepSpeedPlan:
+        from zerotune.plan import DeepSpeedPlan
+
+        try:
+            return DeepSpeedPlan.load(path, also_known=self.arguments.also_known)
+        except ZeroTuneError:
+            tell(f"{path} has errors, so the configurations cannot be compared")
+            raise
 
 
 # -- advise
@@ -643,15 +655,17 @@ class _Advise(Below):
         parser.add_argument(
             "--streamed",
             action="store_true",
-            help="also choose among plans with streamed weights, which are listed in any case",
+            help="allow the choice of a plan with streamed weights; such plans are always listed",
         )
         _add_workload(parser)
         _add_output(parser)
-        parser.add_argument("--all", action="store_true", help="show all candidates, not only five")
+        parser.add_argument(
+            "--all", action="store_true", help="show all candidates instead of five"
+        )
         parser.add_argument("-o", "--output", metavar="FILE", help="save the plan; .json or .yaml")
 
     def run(self) -> int:
-        """Advise; 0 when something fits, else 1."""
+        """Advise a plan; return 0 if one fits, else 1."""
         from zerotune.errors import NothingFitsError
         from zerotune.optimizers.catalogue import parse_optimizer_name
         from zerotune.plan import DeepSpeedPlan
@@ -721,7 +735,7 @@ class _Advise(Below):
 
 
 def machine_of(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The machine to plan for; memory that is not given is this one's, which is said."""
+    """Return the machine to plan for; missing sizes are this machine's and are printed."""
     machine: dict[str, Any] = {"nvme": 0, **sizes_of(arguments)}
     if "vram" in machine and "ram" in machine:
         return machine

@@ -1,7 +1,7 @@
 """Activation offload: keep activations in host memory and prefetch them one block ahead.
 
-``ActivationOffload`` decides which tensors are offloaded and when they return; ``Transfers`` copy
-them between a device and page-locked memory.
+``ActivationOffload`` decides which tensors are offloaded and when they are prefetched.
+``Transfers`` copy tensors between a device and page-locked memory.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 
 @attrs.define(kw_only=True)
 class Stored:
-    """A tensor that is in host memory or being copied there."""
+    """A tensor that is in host memory, or is being copied to host memory."""
 
     tensor: torch.Tensor
     """The copy in host memory."""
     device: torch.device
     """Device of the original tensor."""
     buffer: torch.Tensor | None = None
-    """The pool's block of which ``tensor`` is a view."""
+    """Block of the pool that contains ``tensor``."""
     event: Any = None
     """Event recorded after the copy; ``None`` if copies are synchronous."""
     is_copy: bool = True
@@ -57,59 +57,79 @@ class Loading:
 
 
 class Transfers(Protocol):
-    """Copies that overlap with the computation.
+    """Interface of copies between device and host that overlap with the computation.
 
     "The computation" is the work queued on the device's current stream.
     """
 
     def store(self, tensor: torch.Tensor) -> Stored:
-        """Start copying ``tensor`` to the host, after the computation queued so far."""
+        """Start copying ``tensor`` to the host, after the computation queued so far.
+
+        Args:
+            tensor: Tensor on the device.
+        """
         ...
 
     def settle(self, stored: Stored) -> None:
-        """Make later computation wait until the copy is complete.
+        """Make later computation wait until the copy to the host is complete.
 
-        Afterwards the device tensor may be freed: only work queued later can reuse its memory.
+        After ``settle``, the caller may free the device tensor, because only later computation can
+        reuse its memory.
+
+        Args:
+            stored: Value returned by ``store``.
         """
         ...
 
     def load(self, stored: Stored) -> Loading:
-        """Start copying back, after the computation queued so far."""
+        """Start copying a tensor back to the device, after the computation queued so far.
+
+        Args:
+            stored: Value returned by ``store``.
+        """
         ...
 
     def finish(self, loading: Loading) -> torch.Tensor:
-        """Make later computation wait for the copy, and return the device tensor."""
+        """Make later computation wait for the copy to the device, and return the device tensor.
+
+        Args:
+            loading: Value returned by ``load``.
+        """
         ...
 
     def release(self, stored: Stored) -> None:
-        """Release a tensor that will not be loaded again."""
+        """Release a tensor that will not be loaded again.
+
+        Args:
+            stored: Value returned by ``store``.
+        """
         ...
 
 
 class KeptTransfers:
-    """No copies, for devices that share the host's memory."""
+    """Transfers without copies, for devices that share the host's memory."""
 
     def store(self, tensor: torch.Tensor) -> Stored:
-        """Return the tensor itself."""
+        """Store the original tensor, not a copy."""
         return Stored(tensor=tensor, device=tensor.device, is_copy=False)
 
     def settle(self, stored: Stored) -> None:
-        """Do nothing: no copy is pending."""
+        """Do nothing, because no copy is pending."""
 
     def load(self, stored: Stored) -> Loading:
-        """Return the tensor itself."""
+        """Load the original tensor, not a copy."""
         return Loading(tensor=stored.tensor)
 
     def finish(self, loading: Loading) -> torch.Tensor:
-        """Return the tensor itself."""
+        """Return the original tensor."""
         return loading.tensor
 
     def release(self, stored: Stored) -> None:
-        """Do nothing: no memory was allocated."""
+        """Do nothing, because no memory was allocated."""
 
 
 class WaitingTransfers:
-    """Synchronous copies in the computation's own order.
+    """Synchronous copies, which do not overlap with the computation.
 
     Args:
         reason: Why copies cannot overlap.
@@ -119,14 +139,14 @@ class WaitingTransfers:
         self.reason = reason
 
     def store(self, tensor: torch.Tensor) -> Stored:
-        """Copy and wait."""
+        """Copy ``tensor`` to the host and wait for the copy."""
         return Stored(tensor=tensor.detach().to("cpu", copy=True), device=tensor.device)
 
     def settle(self, stored: Stored) -> None:
-        """Do nothing: no copy is pending."""
+        """Do nothing, because no copy is pending."""
 
     def load(self, stored: Stored) -> Loading:
-        """Copy back and wait."""
+        """Copy a tensor back to the device and wait for the copy."""
         return Loading(tensor=stored.tensor.to(stored.device, copy=True))
 
     def finish(self, loading: Loading) -> torch.Tensor:
@@ -134,17 +154,17 @@ class WaitingTransfers:
         return loading.tensor
 
     def release(self, stored: Stored) -> None:
-        """Do nothing: these transfers use no pooled memory."""
+        """Do nothing, because these transfers use no pool."""
 
 
 class BlockPool:
-    """Pool of reusable host blocks, by size.
+    """Pool of reusable blocks of host memory.
 
-    The pool never holds more than the peak in use: when resolutions alternate, blocks of other
-    sizes are freed.
+    The pool never contains more bytes than were in use at the peak. If the sizes change, for
+    example when resolutions alternate, the pool frees blocks of the previous sizes.
 
     Args:
-        allocate: Allocates a block of the given number of bytes.
+        allocate: Function that allocates a block of a number of bytes.
     """
 
     def __init__(self, allocate: Callable[[int], torch.Tensor]) -> None:
@@ -157,11 +177,11 @@ class BlockPool:
 
     @property
     def held(self) -> int:
-        """Bytes of all blocks."""
+        """Bytes of all blocks, in use or idle."""
         return self.in_use + sum(block.nbytes for block in self._idle)
 
     def take(self, nbytes: int) -> torch.Tensor:
-        """Return a block of exactly this many bytes with undefined contents."""
+        """Return a block of exactly ``nbytes`` bytes with undefined contents."""
         block = next((one for one in self._idle if one.nbytes == nbytes), None)
         self.in_use += nbytes
         self.peak = max(self.peak, self.in_use)
@@ -179,16 +199,16 @@ class BlockPool:
 
 
 class StreamTransfers:
-    """Asynchronous copies on one side stream between a GPU and page-locked memory.
+    """Asynchronous copies between a GPU and page-locked memory on one side stream.
 
-    Both directions share the stream, so a host block is never overwritten before its previous
-    content was read. Device tensors always belong to the computation's stream. ``record_stream``
-    would hold memory for as long as the host runs ahead. Instead the computation waits for each
-    copy before the memory is reused, so peak memory does not depend on timing.
+    Because copies in both directions share the side stream, a host block is never overwritten
+    before its previous content was read. Device tensors always belong to the computation's stream.
+    The computation waits for each copy before it reuses memory, so that peak memory does not depend
+    on timing. ``record_stream`` would occupy memory for as long as the host runs ahead.
 
     Args:
-        device: A device with streams, CUDA or XPU.
-        streams: Provides streams and events; default torch's module of the device.
+        device: A device with streams: CUDA or XPU.
+        streams: Module that provides streams and events; default torch's module for the device.
     """
 
     def __init__(self, device: torch.device, *, streams: Any = None) -> None:
@@ -200,7 +220,7 @@ class StreamTransfers:
         )
 
     def store(self, tensor: torch.Tensor) -> Stored:
-        """Copy to a page-locked block on the side stream."""
+        """Start copying ``tensor`` to a page-locked block on the side stream."""
         block = self.pool.take(tensor.numel() * tensor.element_size())
         host = block.view(tensor.dtype).as_strided(tensor.shape, stored_strides(tensor))
         self._side.wait_stream(self._computation())
@@ -211,25 +231,25 @@ class StreamTransfers:
         return Stored(tensor=host, device=tensor.device, buffer=block, event=event)
 
     def settle(self, stored: Stored) -> None:
-        """Make the computation wait for the copy."""
+        """Make the computation wait for the copy to the host."""
         self._computation().wait_event(stored.event)
 
     def load(self, stored: Stored) -> Loading:
-        """Copy on the side stream to newly allocated device memory."""
+        """Start copying a tensor to newly allocated device memory on the side stream."""
         source = stored.tensor
         target = torch.empty_strided(
             source.shape, source.stride(), dtype=source.dtype, device=stored.device
         )
         computation = self._computation()
-        # What had this memory before may still be queued there.
+        # Work that used this memory before may still be queued there.
         self._side.wait_stream(computation)
         with self._streams.stream(self._side):
             target.copy_(source, non_blocking=True)
         return Loading(tensor=target, event=self._side.record_event(), waiting=computation)
 
     def finish(self, loading: Loading) -> torch.Tensor:
-        """Make the computation wait for the copy."""
-        # The stream whose memory it is: a tensor that is dropped unused is waited for as well.
+        """Make the computation wait for the copy to the device."""
+        # The stream that owns the memory must wait too, even if the tensor is dropped unused.
         loading.waiting.wait_event(loading.event)
         current = self._computation()
         if current != loading.waiting:
@@ -237,8 +257,8 @@ class StreamTransfers:
         return loading.tensor
 
     def release(self, stored: Stored) -> None:
-        """Mark the block as reusable; the side stream keeps the order."""
-        # The device's tensor may be dropped with it, whose memory is used again from then on.
+        """Return the block to the pool; the side stream orders its next use after this copy."""
+        # The device tensor may be dropped at the same time, and its memory reused.
         self._computation().wait_event(stored.event)
         if stored.buffer is not None:
             self.pool.give(stored.buffer)
@@ -248,20 +268,20 @@ class StreamTransfers:
 
 
 def stored_strides(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return strides of a gapless copy of ``tensor``: its own if it has no gaps."""
+    """Return strides for a copy of ``tensor`` without gaps in memory."""
     if torch.ops.aten.is_non_overlapping_and_dense.default(tensor):
         return tensor.stride()
     return torch.empty(tensor.shape, device="meta").stride()
 
 
 _PART: Final = 2**18
-"""Minimum bytes of a tensor's piece that is copied separately."""
+"""Minimum size in bytes of a part of a tensor that is copied separately."""
 
 
 def _dense_parts(
     target: torch.Tensor, source: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Pieces that lie in one block each, so that no copy needs memory of the device."""
+    """Yield pairs of contiguous parts, so that no copy allocates device memory."""
     dense = torch.ops.aten.is_non_overlapping_and_dense.default(source)
     if dense or source.dim() < 2 or source.nbytes < _PART * len(source):
         yield target, source
@@ -271,7 +291,7 @@ def _dense_parts(
 
 
 def transfers_for(device: torch.device) -> Transfers:
-    """Return the transfers for a device: a side stream if the device has proven streams."""
+    """Return the transfers for a device, which use a side stream if its streams are proven."""
     if device.type not in ("cuda", "xpu"):
         return KeptTransfers()
     unproven = why_unproven("activation offload", accelerator=cast(Accelerator, device.type))
@@ -294,36 +314,37 @@ class OffloadCounts:
     stored_bytes: int = 0
     """Bytes copied to the host."""
     fetched_ahead: int = 0
-    """Tensors already being prefetched when the backward pass needed them."""
+    """Tensors whose prefetch had started when the backward pass needed them."""
     fetched_late: int = 0
-    """Tensors that were not prefetched in time."""
+    """Tensors whose prefetch had not started when the backward pass needed them."""
     kept: int = 0
     """Tensors that were still on the device in the backward pass."""
 
 
 class ActivationOffload(Closable):
-    """Offloads the activations of a diffusers model's checkpointed blocks to host memory.
+    """Offload the activations of a diffusers model's checkpointed blocks to host memory.
 
-    Gradient checkpointing keeps the input of each block until the backward pass recomputes it, and
-    everything computed between blocks. This class copies all but the newest of them to page-locked
-    host memory while the next block runs. It copies each one back while the following block is
-    recomputed. Results are bitwise equal. On the CPU nothing is copied. ::
+    Gradient checkpointing keeps the inputs of all blocks, and tensors computed between blocks,
+    until the backward pass. This class copies the activations of each block to page-locked host
+    memory while the next block runs; only the newest block's stay on the device. The backward pass
+    copies the activations of a block back while it recomputes the block after it. Results are
+    bitwise equal to training without offload. On the CPU, nothing is copied. ::
 
         with ActivationOffload().attach(unet):
             loss = objective(unet, batch, generator)
             loss.backward()
 
-    Compatible with autocast and ZeRO-3. Saved tensors must not be changed in place afterwards, as
-    in autograd itself.
+    The class supports autocast and ZeRO-3. As with autograd, saved tensors must not be changed in
+    place before the backward pass.
 
     Args:
-        smallest: Bytes, or text such as ``"1MiB"``. Smaller tensors stay on the device, as do
-            tensors without gradient, which all blocks share.
-        ahead: Blocks to prefetch.
-        transfers: Makes the copies; default chosen by the device.
+        smallest: Minimum size of offloaded tensors, in bytes or as text such as ``"1MiB"``. Tensors
+            without gradient, which all blocks share, always stay on the device.
+        ahead: Number of blocks to prefetch.
+        transfers: Object that copies tensors; default chosen by the device.
 
     Raises:
-        InvalidValueError: The size is invalid, or ``ahead`` is below 1.
+        InvalidValueError: ``smallest`` is not a valid size, or ``ahead`` is below 1.
     """
 
     def __init__(
@@ -350,18 +371,18 @@ class ActivationOffload(Closable):
 
     @property
     def attached(self) -> bool:
-        """Whether it is attached to a model."""
+        """Return whether this object is attached to a model."""
         return bool(self._before)
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
-        """Where activations are stored; empty before the first one."""
+        """Return the decision where activations are stored; empty before the first activation."""
         if self._transfers is None:
             return ()
         if isinstance(self._transfers, KeptTransfers):
             why = "this device shares the host's memory, so nothing is copied"
             return (Decision(key=KEY, before="device", after="device", reason=why),)
-        why, where = "inputs of checkpointed blocks are kept there until the backward pass", "host"
+        why, where = "the host stores inputs of checkpointed blocks until the backward pass", "host"
         if isinstance(self._transfers, WaitingTransfers):
             where = "host, with synchronous copies"
             why += f"; {self._transfers.reason}"
@@ -375,12 +396,12 @@ class ActivationOffload(Closable):
                 ``module``, not the engine.
 
         Raises:
-            InvalidValueError: The model has no gradient checkpointing, or this object is attached
-                already.
+            InvalidValueError: The model has no gradient checkpointing, or this object is already
+                attached to a model.
         """
         if self.attached:
             raise InvalidValueError(
-                "is attached to another model",
+                "is already attached to a model",
                 key="ActivationOffload",
                 value=type(model).__name__,
                 fix="call detach() first, or create one object per model",
@@ -391,7 +412,7 @@ class ActivationOffload(Closable):
                 "has no gradient checkpointing",
                 key="model",
                 value=type(model).__name__,
-                fix="train a diffusers model that supports enable_gradient_checkpointing()",
+                fix="pass a diffusers model that supports enable_gradient_checkpointing()",
             )
         before = [
             (module, {name: vars(module)[name] for name in (_FLAG, _HOOK) if name in vars(module)})
@@ -407,7 +428,7 @@ class ActivationOffload(Closable):
         return self
 
     def detach(self) -> None:
-        """Restore the model's previous gradient checkpointing. May be called repeatedly."""
+        """Restore the model's previous gradient checkpointing; repeated calls have no effect."""
         for module, values in self._before:
             for name in (_FLAG, _HOOK):
                 vars(module).pop(name, None)
@@ -418,19 +439,24 @@ class ActivationOffload(Closable):
         self._newest = None
 
     def checkpoint(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Run ``function(*args)`` with checkpointing, its inputs in host memory.
+        """Run ``function(*args)`` with gradient checkpointing, and offload its inputs.
 
-        ``attach`` passes this function to diffusers; it also works for blocks of other models.
+        ``attach`` passes this method to diffusers. Models without diffusers' checkpointing may call
+        it for their blocks.
+
+        Args:
+            function: Block to run.
+            *args: Arguments of the block.
         """
         if not torch.is_grad_enabled():
             return function(*args)
         call = self._begin()
-        # Inside, the hooks of `checkpoint` itself are the innermost: these see its inputs only.
+        # Inside the block, the innermost hooks are checkpoint's; these hooks see its inputs only.
         with saved_tensors_hooks(call.pack, self._unpack):
             return checkpoint(function, *args, use_reentrant=False)
 
     def _enter_model(self, _model: torch.nn.Module, _arguments: Any) -> None:
-        # What is computed between blocks goes with the block before it.
+        # Tensors computed between blocks belong to the block before them.
         between = saved_tensors_hooks(self._pack_between, self._unpack)
         between.__enter__()
         self._between.append(between)
@@ -474,13 +500,13 @@ class ActivationOffload(Closable):
     def _worth_it(self, tensor: torch.Tensor) -> bool:
         weight = tensor.is_leaf or (tensor._base is not None and tensor._base.is_leaf)
         dimensions = zip(tensor.shape, tensor.stride(), strict=True)
-        # What is expanded takes less memory than its copy would.
+        # An expanded tensor needs less memory than its copy would.
         expanded = any(size > 1 and stride == 0 for size, stride in dimensions)
         return tensor.requires_grad and not weight and not expanded
 
     def _store(self, call: _Call) -> None:
         for saved in call.saved():
-            # Smaller ones are followed all the same: what took them is a block to fetch ahead.
+            # Smaller tensors are recorded too: their block still counts for prefetching.
             leaves = saved.call is call and saved.nbytes >= self._smallest
             if leaves and saved.stored is None and saved.tensor is not None:
                 saved.check_unchanged(saved.tensor)
@@ -525,10 +551,10 @@ class ActivationOffload(Closable):
 
 
 class _Saved:
-    """One tensor, wherever it is; ends with the last part of the graph that needs it."""
+    """A saved tensor on the device or the host; released when no graph needs it any more."""
 
     def __init__(self, *, tensor: torch.Tensor, call: _Call, transfers: Transfers) -> None:
-        # Without its history: the graph it belongs to holds this object.
+        # Detached, because its graph references this object.
         self.tensor: torch.Tensor | None = tensor.detach()
         self.version = tensor._version
         self.nbytes = tensor.numel() * tensor.element_size()
@@ -536,41 +562,43 @@ class _Saved:
         self.stored: Stored | None = None
         self.loading: Loading | None = None
         self.call = call
-        """The newest block that takes it; with that one it leaves."""
+        """Newest block with this input; the tensor is offloaded with this block."""
 
     def stay(self, tensor: torch.Tensor, call: _Call) -> None:
-        """One more block takes it, so it is here anyway."""
+        """Keep the tensor on the device, because a later block has the same input."""
         self.tensor, self.call = tensor.detach(), call
 
     def check_unchanged(self, tensor: torch.Tensor) -> None:
-        """Refuse to give back what was changed after it was saved."""
+        """Raise an error if the tensor was changed in place after it was saved."""
         if tensor._version != self.version:
             raise TrainingError(
-                "the input of a checkpointed block was changed in place after the block had run",
+                "an operation changed the input of a checkpointed block in place, after the block "
+                "had run",
                 key="activations",
                 value=tuple(tensor.shape),
-                fix="use the out-of-place operation, or train without ActivationOffload",
+                fix="replace the operation by an out-of-place one, or train without "
+                "ActivationOffload",
             )
 
     def here(self) -> torch.Tensor | None:
-        """The device's own tensor, if it has not been given up."""
+        """Return the original device tensor, or ``None`` if it was freed."""
         if self.tensor is not None:
             self.check_unchanged(self.tensor)
         return self.tensor
 
     def prefetch(self) -> None:
-        """Begin to bring it back, unless it is here or on its way."""
+        """Start copying the tensor to the device, unless it is there or being copied."""
         if self.stored is not None and self.tensor is None and self.loading is None:
             self.loading = self.transfers.load(self.stored)
 
     def fetch(self) -> torch.Tensor:
-        """Bring it back."""
+        """Return the tensor on the device."""
         self.prefetch()
         if self.loading is None:
             raise TrainingError(
-                "an offloaded activation was lost",
+                "an offloaded activation is neither on the device nor on the host",
                 key="activations",
-                fix="run the backward pass before detach(), or report a bug",
+                fix="run the backward pass before detach(); if you do, report a bug",
             )
         loading, self.loading = self.loading, None
         tensor = self.transfers.finish(loading)
@@ -579,7 +607,7 @@ class _Saved:
         return tensor
 
     def __del__(self) -> None:
-        # A copy under way would write into memory that is used again.
+        # A pending copy would write into memory that has been reused.
         if self.loading is not None:
             self.transfers.finish(self.loading)
         if self.stored is not None:
@@ -595,7 +623,7 @@ class _Call:
         self._saved: list[weakref.ref[_Saved]] = []
 
     def pack(self, tensor: torch.Tensor) -> _Ticket | torch.Tensor:
-        """What the graph keeps instead of ``tensor``."""
+        """Return the object that the autograd graph stores in place of ``tensor``."""
         saved = self._owner._save(tensor, self)
         if isinstance(saved, torch.Tensor):
             return saved
@@ -603,7 +631,7 @@ class _Call:
         return _Ticket(call=self, saved=saved)
 
     def saved(self) -> Iterator[_Saved]:
-        """Its inputs that some graph still needs."""
+        """Yield the block's inputs that an autograd graph still needs."""
         for reference in self._saved:
             saved = reference()
             if saved is not None:
@@ -611,12 +639,12 @@ class _Call:
 
     @property
     def alive(self) -> bool:
-        """Whether any of its inputs is still needed."""
+        """Return whether an autograd graph still needs an input of the block."""
         return any(True for _ in self.saved())
 
 
 class _Ticket:
-    """What the graph keeps: which tensor, and of which block."""
+    """A saved tensor and its block; the autograd graph stores it in place of the tensor."""
 
     def __init__(self, *, call: _Call, saved: _Saved) -> None:
         self.call, self.saved = call, saved

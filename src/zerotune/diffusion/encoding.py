@@ -1,4 +1,4 @@
-"""Encode a whole dataset once, so that VAE and text encoders can leave the device."""
+"""Encoding of a whole dataset before training, so that VAE and text encoders leave the device."""
 
 from __future__ import annotations
 
@@ -30,13 +30,18 @@ if TYPE_CHECKING:
 
 
 class Ranks(Protocol):
-    """Processes that share the work, such as an engine's ``group``."""
+    """Protocol: processes that share the work, such as an engine's ``group``."""
 
     rank: int
     world_size: int
 
     def barrier(self, purpose: str, *, timeout_s: float | None = None) -> None:
-        """Wait for all ranks, with a timeout in seconds."""
+        """Wait for all ranks.
+
+        Args:
+            purpose: Reason of the wait, for the error message.
+            timeout_s: Timeout in seconds; default the group's timeout.
+        """
         ...
 
 
@@ -58,24 +63,23 @@ def encode_dataset(
 
     Args:
         images: Images with captions, a ``Mixture`` of such datasets, or ``PreferencePairs``.
-        family: Family with its frozen parts.
-        folder: Folder of the caches.
-        ranks: Processes that share the work: an engine's ``group``. Default: all processes of the
-            launcher, if no engine exists yet.
+        family: Family whose frozen parts (VAE, text encoders) encode the dataset.
+        folder: Folder for the caches.
+        ranks: Processes that share the work, such as an engine's ``group``. The default, all
+            processes of the launcher, requires that no engine exists yet.
         device: Device of the encoders; default CUDA if available.
-        batch_size: Images or texts per batch.
+        batch_size: Number of images or texts per batch.
         progress: Show a progress bar on rank 0.
-        timeout_s: Seconds that a finished rank waits for the slowest. The group's own timeout of
-            ten minutes is meant for collectives. A rank that died is detected at once.
+        timeout_s: Seconds that a finished rank waits for the slowest rank. The death of a rank is
+            detected immediately.
 
     Returns:
-        The dataset to train on; a mixture or pairs if one was given. VAE and text encoders are on
-        the host afterwards.
+        The dataset to train on, a mixture or pairs if ``images`` is one.
 
     Raises:
         DataError: The family has no frozen parts, or an image is broken.
         InvalidValueError: Tags are shuffled anew at each use, so texts cannot be cached.
-        CollectiveError: A rank did not finish in time.
+        CollectiveError: A rank did not finish within ``timeout_s``.
     """
     with ExitStack() as resources:
         chosen = ranks or _launched_ranks(resources)

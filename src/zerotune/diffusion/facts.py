@@ -1,6 +1,6 @@
-"""Facts of a model: its weights, and a training step's activations and arithmetic.
+"""Facts about a model: its weights, and the activations and arithmetic of a training step.
 
-The model runs on the ``meta`` device, so nothing is computed or allocated.
+The model runs on the ``meta`` device, where nothing is computed or allocated.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _T5_TOKENS: Final = 256
 _FLUX_TOKENS: Final = 512
 _USUAL_SIDE: Final = 1024
 _LATENT: Final = 8
-"""Image pixels per latent pixel along each side."""
+"""Image pixels per latent pixel along one side."""
 
 
 # -- Arguments of ``forward`` for diffusers' models.
@@ -64,15 +64,18 @@ def example_inputs(module: torch.nn.Module) -> Callable[..., Mapping[str, Any]]:
     """Return a function from batch, height and width in pixels to the arguments of ``forward``.
 
     Texts have the maximum length of the family's pipelines: 77 tokens for CLIP, 333 for SD3, 512
-    for Flux. For a declared family the arguments are those its pipeline passes to its model. For a
-    video family the function also takes ``frames``, default 1.
+    for Flux. For a declared family, the function returns the arguments that the pipeline passes to
+    its model. For a video family, the function has a further argument ``frames``, default 1.
+
+    Args:
+        module: Model on the ``meta`` device.
     """
     name = type(module).__name__
     if (family := family_of_model(module)) is not None:
         return _captured_inputs(family, module)
     if name not in _MAKERS:
         raise InvalidValueError(
-            "the arguments of this model's forward are not known",
+            "zerotune does not know the arguments of this model's forward",
             key="module",
             value=name,
             fix="pass inputs=, a function from batch, height and width to keyword arguments",
@@ -82,18 +85,18 @@ def example_inputs(module: torch.nn.Module) -> Callable[..., Mapping[str, Any]]:
 
 
 def latent_scale(module: torch.nn.Module) -> int:
-    """Return image pixels per latent pixel for models of this class."""
+    """Return the number of image pixels per latent pixel, along one side, for a model's class."""
     family = family_of_model(module)
     return _LATENT if family is None else family.usual_scale
 
 
 def frames_per_latent(module: torch.nn.Module) -> int | None:
-    """Return frames per latent frame for this model class; ``None`` for image models."""
+    """Return the number of frames per latent frame for a model's class; ``None`` for images."""
     family = family_of_model(module)
     return family.usual_frames if family is not None and family.clips else None
 
 
-class _Seen(Exception):  # noqa: N818 - no error: it ends the call
+class _Seen(Exception):  # noqa: N818 - not an error: ends the pipeline's call
     def __init__(self, arguments: dict[str, Any]) -> None:
         super().__init__("the model's arguments")
         self.arguments = arguments
@@ -101,7 +104,7 @@ class _Seen(Exception):  # noqa: N818 - no error: it ends the call
 
 @attrs.frozen(kw_only=True)
 class _Asking:
-    """Stands for a model and ends the pipeline's call with what it would be given."""
+    """A stand-in for a model, which ends the pipeline's call by raising the model's arguments."""
 
     module: torch.nn.Module
 
@@ -122,7 +125,7 @@ def _captured_inputs(
         raise MissingDependencyError(
             f"{pipeline_name(kind.pipeline)}, which provides the inputs of "
             f"{type(module).__name__}, needs transformers",
-            fix="pip install transformers; or pass inputs=, or activations=False",
+            fix="run pip install transformers, or pass inputs= or activations=False",
         )
     family = kind(blueprint=blueprint or Blueprint.usual(pipeline_class(kind.pipeline)))
     space = family.latent_space()
@@ -134,7 +137,7 @@ def _captured_inputs(
             side=(height // space.scale, width // space.scale),
             frames=latent_frames(frames, per_latent=space.frames),
         )
-        # All samples in one call, also of a pipeline that takes them in turn: their graphs add up.
+        # All samples in one call, even if the pipeline runs one by one, because graphs add up.
         steps = torch.tensor([500.0])
         if not family.calls_one_by_one():
             steps = steps.expand(1, batch)
@@ -150,16 +153,16 @@ def _captured_inputs(
 
 @attrs.frozen
 class _ForwardInputs:
-    """Arguments of models whose pipelines need not be there: without data, by hand."""
+    """Arguments, without data, of models whose pipelines are not needed."""
 
     config: Any
     batch: int
     height: int
     width: int
-    """Pixels."""
+    """Width of the image in pixels."""
 
     def unet(self) -> dict[str, Any]:
-        # An unconditional model of three channels works on pixels, others on latents.
+        # An unconditional model with three channels predicts pixels, others predict latents.
         in_pixels = self.config.in_channels == 3
         arguments = {"sample": self._image(1 if in_pixels else _LATENT), "timestep": self._times}
         if self.config.num_class_embeds:
@@ -223,14 +226,14 @@ _MAKERS: Final[dict[str, Callable[[_ForwardInputs], dict[str, Any]]]] = {
 }
 
 
-# -- Parameters and activations, counted.
+# -- Counting parameters and activations.
 
 
 MakeInputs = Callable[[int, int, int], Mapping[str, Any]]
 """Function from batch, height and width in pixels to keyword arguments of ``forward``."""
 
 _POINTS: Final = ((2, 256), (2, 1024), (8, 256), (4, 512))
-"""Batch and side in pixels of the measured passes. A batch of one would use other reduction
+"""Batch and side in pixels of the measured passes. A batch of one would use different reduction
 operators."""
 
 
@@ -241,22 +244,23 @@ def model_facts(
     activations: bool = True,
     name: str | None = None,
 ) -> ModelFacts:
-    """Return names and shapes of a model's parameters, and its activation memory.
+    """Return the names and shapes of a model's parameters, and its activation memory.
 
-    Configurations listed in ``zerotune.plan.families.family_names()`` are looked up. Others are
-    measured once, which takes a few seconds, and cached in the user's cache folder.
+    The facts of configurations in ``zerotune.plan.families.family_names()`` are part of zerotune.
+    Other configurations are measured, which takes a few seconds, and cached in the user's cache
+    folder.
 
     Args:
         source: A module on any device, a diffusers configuration (a mapping with ``_class_name``),
-            a ``config.json``, or a folder that contains one. Configurations are built on the
-            ``meta`` device, so even a 12-billion-parameter model needs no memory.
-        inputs: Makes the arguments of ``forward`` on the ``meta`` device. Known for diffusers'
-            U-Nets, SD3 and Flux transformers, and models of all declared families.
-        activations: ``False`` omits them, which saves a few seconds.
+            a ``config.json``, or a folder that contains a ``config.json``. A configuration needs no
+            memory for weights, because its model is built on the ``meta`` device.
+        inputs: Function that creates the arguments of ``forward`` on the ``meta`` device. It is not
+            needed for diffusers' U-Nets, SD3 and Flux transformers, and declared families' models.
+        activations: ``False`` omits activation memory, which saves a few seconds.
         name: Name in reports; default the class name.
 
     Raises:
-        InvalidValueError: The class or file does not exist, or the model's inputs are unknown.
+        InvalidValueError: The class or file does not exist, or ``inputs`` is needed.
         MissingDependencyError: The pipeline that provides the model's inputs needs transformers.
     """
     if isinstance(source, torch.nn.Module):
@@ -271,11 +275,11 @@ def model_facts(
 def count_facts(
     config: Mapping[str, Any], *, family: type[PipelineFamily] | None = None
 ) -> ModelFacts:
-    """Measure the facts of a configuration, even if they are known.
+    """Measure the facts of a configuration, without looking up known facts.
 
     Args:
         config: Configuration of a diffusers model.
-        family: Family that calls the model; default the family of its class.
+        family: Family that calls the model; default the family of the model's class.
     """
     return _Configuration(config).count(family)
 
@@ -283,23 +287,24 @@ def count_facts(
 def family_facts(
     kind: type[PipelineFamily], *, folder: str | os.PathLike[str] | None = None
 ) -> ModelFamily:
-    """Return the planning facts of a custom family; its model is built without weights.
+    """Return the facts about a custom family that planning needs.
 
     Args:
         kind: The family.
-        folder: A pipeline folder whose model configuration is used; default the defaults of the
-            class named by ``kind.model``.
+        folder: Pipeline folder with the model's configuration; default the class ``kind.model``
+            with its default configuration.
 
     Raises:
-        InvalidValueError: Neither the family nor a folder names the model.
+        InvalidValueError: ``kind.model`` is empty, and ``folder`` is ``None``.
         MissingDependencyError: The pipeline needs transformers.
     """
     if folder is None and not kind.model:
         raise InvalidValueError(
-            "does not name its model",
+            "does not name the model's class",
             key=f"{kind.__name__}.model",
             value=kind.model,
-            fix="name the model's diffusers class, or pass a pipeline folder (--model FOLDER)",
+            fix="set model in the family to a diffusers class, or pass a pipeline folder "
+            "(--model FOLDER)",
         )
     pipeline = pipeline_class(kind.pipeline)
     blueprint, config = Blueprint.usual(pipeline), _Configuration({"_class_name": kind.model})
@@ -321,13 +326,13 @@ def family_facts(
 
 
 def configuration_digest(config: Mapping[str, Any]) -> str:
-    """Return a digest of a diffusers configuration; missing values take their class's defaults."""
+    """Return a digest of a diffusers configuration, completed by its class's defaults."""
     return _Configuration(config).digest
 
 
 @attrs.frozen
 class _Configuration:
-    """A diffusers configuration, whose facts are catalogued, remembered or counted."""
+    """A diffusers configuration, whose facts are part of zerotune, cached or measured."""
 
     content: Mapping[str, Any]
 
@@ -359,7 +364,7 @@ class _Configuration:
                 "is not a model class of diffusers",
                 key="_class_name",
                 value=name,
-                fix='write the class, such as "UNet2DConditionModel"',
+                fix='write the name of a model class, such as "UNet2DConditionModel"',
             )
         return kind
 
@@ -372,7 +377,7 @@ class _Configuration:
     def digest(self) -> str:
         kind = self.kind
         arguments = inspect.signature(kind.__init__).parameters.values()
-        # Published files have null and false for each other.
+        # Published files use null and false interchangeably.
         full = {
             each.name: self.content.get(each.name, each.default) or None
             for each in arguments
@@ -382,7 +387,7 @@ class _Configuration:
         return hashlib.sha256(text.encode()).hexdigest()
 
     def facts(self, *, inputs: MakeInputs | None, activations: bool) -> ModelFacts:
-        """As ``model_facts``; what is counted is remembered."""
+        """Return facts as ``model_facts`` does; measured facts are cached."""
         facts = None if inputs is not None else self._known()
         if facts is not None:
             return facts if activations else attrs.evolve(facts, activations=None, arithmetic=None)
@@ -399,7 +404,7 @@ class _Configuration:
     def count(
         self, family: type[PipelineFamily] | None = None, blueprint: Blueprint | None = None
     ) -> ModelFacts:
-        """Count them, whether they are known or not."""
+        """Measure the facts, without looking up known facts."""
         _facts_log.info("measuring the activations of %s", self.content.get("_class_name"))
         module = self.build()
         if family is None:
@@ -420,7 +425,7 @@ class _Configuration:
 
     @property
     def file(self) -> Path:
-        """Where facts are kept that this very code counted with this torch and this diffusers."""
+        """Return the cache file of facts measured with this code, torch and diffusers."""
         import diffusers
 
         code = hashlib.sha256(f"{self.digest} {torch.__version__} {diffusers.__version__}".encode())
@@ -435,10 +440,10 @@ def _facts_of_module(
 ) -> ModelFacts:
     if activations and any(p.device.type != "meta" for p in module.parameters()):
         raise InvalidValueError(
-            "activations are measured on the meta device",
+            "activations can be measured only for a model on the meta device",
             key="source",
             value=type(module).__name__,
-            fix="pass its configuration (model.config), or activations=False",
+            fix="pass the model's configuration (model.config), or activations=False",
         )
     facts = attrs.evolve(
         ModelFacts.from_module(module),
@@ -453,11 +458,11 @@ def _facts_of_module(
 def measure_step(
     module: torch.nn.Module, *, inputs: MakeInputs | None = None
 ) -> tuple[ActivationFacts, ArithmeticFacts]:
-    """Measure memory and arithmetic of a training step, fitted to passes of several sizes.
+    """Measure the memory and arithmetic of a training step by passes of several sizes.
 
     Args:
-        module: A module on the ``meta`` device; afterwards it is bf16 without checkpointing.
-        inputs: Makes the arguments, as in ``model_facts``.
+        module: A module on the ``meta`` device; it is cast to bf16, and its checkpointing disabled.
+        inputs: Function that creates the arguments of ``forward``, as in ``model_facts``.
     """
     make = inputs or _of_clips(example_inputs(module), frames_per_latent(module))
     module.to(torch.bfloat16)
@@ -477,11 +482,11 @@ def measure_step(
 
 
 _LATENTS: Final = 4
-"""Frames of measured clips, each with a quarter of the point's pixels."""
+"""Number of latent frames of measured clips; each has a quarter of an image's pixels."""
 
 
 def _of_clips(make: Callable[..., Mapping[str, Any]], each: int | None) -> MakeInputs:
-    """Inputs of as many positions, in clips where there are so many frames to a latent one."""
+    """Return inputs of clips with as many latent pixels as an image; unchanged for image models."""
     if each is None:
         return make
     frames = (_LATENTS - 1) * each + 1
@@ -510,11 +515,11 @@ def _fit_work(counts: Sequence[Mapping[str, int]]) -> PassWork:
 def _measure_offload(
     module: torch.nn.Module, arguments: Sequence[Mapping[str, Any]], count: Callable[..., Pass]
 ) -> tuple[ActivationCost, ActivationCost] | tuple[None, None]:
-    """What is left on the device, and what the host takes, when block inputs are offloaded."""
+    """Return the bytes on the device and on the host if block inputs are offloaded."""
     if not getattr(module, "_supports_gradient_checkpointing", False):
         return None, None
     passes, stays, transfers = [], [], CountedTransfers()
-    # All of them leave, whatever their size, so that each pass is made of the same operators.
+    # Inputs of all sizes are offloaded, so that every pass has the same operators.
     offload = ActivationOffload(smallest=0, transfers=transfers)
     with offload.attach(module):
         for each in arguments:
@@ -532,7 +537,7 @@ def _measure_offload(
 
 _SIDES: Final = (64, 128, 256, 512, 768, 1024, 1536, 2048, 4096)
 _NEARLY: Final = 0.995
-"""Minimum share of the peak that a kept moment must reach at some size."""
+"""Minimum share of the peak, at every size, that the chosen moments must reach."""
 
 
 def _moments(
@@ -540,12 +545,12 @@ def _moments(
     tensors: np.ndarray | None = None,
     spans: Sequence[tuple[int | None, int | None]] = (),
 ) -> ActivationCost:
-    """Bytes of a pass as the largest of few moments, each linear in the size."""
+    """Return the bytes of a pass as the maximum of a few moments, each linear in the size."""
     if len({one.operators for one in passes}) > 1:
-        # Which operators run depends on the size, so moments cannot be compared.
+        # Operators depend on the size, so that moments cannot be compared.
         return _fit([one.peak for one in passes])
     live = _planes(np.asarray([one.live for one in passes], dtype=float).T)
-    # Batches and pixels at which the moment that needs most is looked for.
+    # Batches and pixels at which the largest moment is searched.
     grid = [(batch, side * side) for batch in (1, 2, 4, 8, 16, 32, 64) for side in _SIDES]
     batches, pixels = np.asarray(grid, dtype=float).T
     positions = batches * pixels
@@ -570,7 +575,7 @@ def _moments(
 
 
 def _cover(totals: np.ndarray) -> list[int]:
-    """Rows that together come near the largest row at every column, as few as it takes."""
+    """Return few rows whose maximum comes near the largest row in every column."""
     peaks, chosen = totals.max(axis=0), [int(totals[:, -1].argmax())]
     while True:
         missing = totals[chosen].max(axis=0) / peaks
@@ -581,7 +586,7 @@ def _cover(totals: np.ndarray) -> list[int]:
 
 
 def _grouped(tensors: np.ndarray, counts: np.ndarray) -> tuple[tuple[int, float, float], ...]:
-    """Tensors that are alike, counted; those that are never below the limit left out."""
+    """Return equal tensors with their count, without tensors that are always offloaded."""
     groups: dict[tuple[float, float], int] = {}
     for (_, per_sample, per_pixel), count in zip(tensors, counts, strict=True):
         key = (max(0.0, round(float(per_sample), 2)), max(0.0, round(float(per_pixel), 6)))
@@ -591,11 +596,11 @@ def _grouped(tensors: np.ndarray, counts: np.ndarray) -> tuple[tuple[int, float,
 
 
 def _planes(values: np.ndarray) -> np.ndarray:
-    """For each row of values, one column for each point: base, per sample and per pixel."""
+    """Fit base, per-sample and per-pixel bytes to each row of values at the measured points."""
     rows = np.asarray([[1.0, batch, batch * side * side] for batch, side in _POINTS])
     solution, *_ = np.linalg.lstsq(rows, values.T, rcond=None)
     planes: np.ndarray = solution.T
-    # Exact but for rounding, which is not to be seen in what does not grow with the size.
+    # The fit is exact except for rounding, which becomes 0 here.
     rounding = 1e-9 * np.abs(values).max(axis=1, keepdims=True)
     return np.where(np.abs(planes) * rows.max(axis=0) < rounding, 0.0, planes)
 

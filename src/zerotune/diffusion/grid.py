@@ -1,4 +1,4 @@
-"""Grids of images and animated grids of clips for viewing."""
+"""Image grids of samples, and animated grids of clips."""
 
 from __future__ import annotations
 
@@ -31,29 +31,29 @@ def images_to_grid(
     upscale: int = 1,
     gap: int = 4,
 ) -> Image:
-    """Lay out images in rows, enlarged without smoothing.
+    """Arrange images in a grid, optionally enlarged without smoothing.
 
     Args:
-        images: (n, c, h, w) with 1 or 3 channels, in [-1, 1]; values outside are clamped.
-        columns: Images per row.
-        row_labels: Text left of each row; missing labels leave rows unlabelled.
-        upscale: Side of the square that each pixel becomes.
-        gap: Pixels between images.
+        images: Images (n, c, h, w) with 1 or 3 channels; values are clamped to [-1, 1].
+        columns: Number of images per row.
+        row_labels: Text to the left of each row; rows without a text have no label.
+        upscale: Integer factor by which the images are enlarged.
+        gap: Number of pixels between images.
 
     Returns:
         A grayscale or RGB ``PIL.Image``; ``.save("grid.png")`` writes it.
 
     Raises:
-        InvalidValueError: The images have another shape.
+        InvalidValueError: ``images`` has a different shape or is empty.
     """
     from PIL import Image as Pillow
 
     if images.ndim != 4 or images.shape[1] not in (1, 3) or len(images) == 0:
         raise InvalidValueError(
-            "must be (n, 1 or 3, h, w), n at least 1",
+            "must have the shape (n, 1 or 3, h, w) with n of at least 1",
             key="images",
             value=tuple(images.shape),
-            fix="decode latents first",
+            fix="decode latents to images first",
         )
     pixels = ((images.float().cpu().clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
     height, width = (side * upscale for side in pixels.shape[2:])
@@ -79,15 +79,15 @@ def images_to_grid(
 
 
 class ClipFormat(Protocol):
-    """A file format for a grid of clips."""
+    """Protocol: a file format for a grid of clips."""
 
     @property
     def suffix(self) -> str:
-        """File name extension with its dot."""
+        """File name extension, including the dot."""
         ...
 
     def encode(self, frames: Sequence[Image]) -> bytes:
-        """Encode frames as the file's content.
+        """Return the content of a file with the given frames.
 
         Args:
             frames: Images of equal size, in order.
@@ -97,14 +97,14 @@ class ClipFormat(Protocol):
 
 @attrs.frozen(kw_only=True)
 class AnimatedPNG:
-    """A PNG animation that browsers play; lossless, and needs only Pillow."""
+    """A lossless PNG animation, which browsers play and which requires only Pillow."""
 
     fps: float = attrs.field(default=16.0, validator=validated(positive, fix="write 16"))
     """Frames per second."""
     suffix: str = attrs.field(default=".png", init=False)
 
     def encode(self, frames: Sequence[Image]) -> bytes:
-        """Encode frames as the file's content."""
+        """Return the content of a PNG file with the given frames."""
         content = io.BytesIO()
         first, *others = frames
         first.save(
@@ -120,10 +120,10 @@ class AnimatedPNG:
 
 @attrs.frozen(kw_only=True)
 class MP4:
-    """Small lossy video files. H.264 if PyAV has an encoder for it, otherwise MPEG-4.
+    """A small, lossy video file: H.264, or MPEG-4 if PyAV has no H.264 encoder.
 
     Raises:
-        MissingDependencyError: PyAV is not installed; raised when encoding.
+        MissingDependencyError: PyAV is not installed; raised by ``encode``.
     """
 
     fps: float = attrs.field(default=16.0, validator=validated(positive, fix="write 16"))
@@ -131,12 +131,12 @@ class MP4:
     suffix: str = attrs.field(default=".mp4", init=False)
 
     def encode(self, frames: Sequence[Image]) -> bytes:
-        """Encode frames as the file's content; odd sides are padded by one pixel."""
+        """Return the content of an MP4 file; odd widths and heights are padded by one pixel."""
         if not _has_av():
             raise MissingDependencyError(
-                "is required to write MP4 and is not installed",
+                "is not installed but is required to write MP4",
                 key="av",
-                fix="pip install 'zerotune[video]', or pass AnimatedPNG()",
+                fix="run pip install 'zerotune[video]', or pass AnimatedPNG()",
             )
         av: Any = importlib.import_module("av")
         content = io.BytesIO()
@@ -154,7 +154,7 @@ class MP4:
 
 
 def clip_format(fps: float) -> tuple[ClipFormat, Decision]:
-    """Return the default format of this installation and the reason."""
+    """Return the default clip format of this installation, and a decision with the reason."""
     if _has_av():
         reason = "PyAV is installed"
         return MP4(fps=fps), _format_decision(".mp4", reason)
@@ -163,18 +163,18 @@ def clip_format(fps: float) -> tuple[ClipFormat, Decision]:
 
 
 def clips_to_grid(clips: torch.Tensor, *, columns: int) -> list[Image]:
-    """Lay out clips in rows: one grid per frame.
+    """Arrange clips in a grid, and return one image per frame.
 
     Args:
-        clips: (n, c, frames, h, w) with 1 or 3 channels, in [-1, 1].
-        columns: Clips per row.
+        clips: Clips (n, c, frames, h, w) with 1 or 3 channels; values are clamped to [-1, 1].
+        columns: Number of clips per row.
 
     Raises:
-        InvalidValueError: The clips have another shape.
+        InvalidValueError: ``clips`` has a different shape or is empty.
     """
     if clips.ndim != 5:
         raise InvalidValueError(
-            "must be (n, 1 or 3, frames, h, w)",
+            "must have the shape (n, 1 or 3, frames, h, w)",
             key="clips",
             value=tuple(clips.shape),
             fix="pass images to images_to_grid",

@@ -16,19 +16,19 @@ from zerotune.diffusion.sampling import equal_share, evaluating, group_of, share
 from zerotune.errors import DataError, InvalidValueError
 
 QUANTILES = (0.1, 0.3, 0.5, 0.7, 0.9)
-"""Midpoints of five equal parts of the noise levels."""
+"""Midpoints of five equal parts of the range of noise levels."""
 
 
 @attrs.frozen(kw_only=True)
 class FixedNoise:
-    """Noise that depends only on a seed, a batch number and a row."""
+    """Noise that depends only on the seed, the index of the batch, and the row in the batch."""
 
     seed: int
     index: int
-    """Number of the batch."""
+    """Index of the batch."""
 
     def draw(self, clean: torch.Tensor, generator: torch.Generator) -> DrawnNoise:  # noqa: ARG002
-        """Return standard normal values; the generator is not used."""
+        """Return standard normal values; ``generator`` is not used."""
         rows = [
             torch.randn(clean.shape[1:], generator=_noise_generator(self.seed, self.index, row))
             for row in range(len(clean))
@@ -39,7 +39,7 @@ class FixedNoise:
 
 @attrs.frozen(kw_only=True)
 class HeldOutLoss:
-    """Mean squared errors on held-out data."""
+    """Mean squared errors on held-out data, in total and per noise level."""
 
     mean: float
     """Mean over all samples and quantiles."""
@@ -56,26 +56,26 @@ def validation_loss(
     seed: int = 0,
     quantiles: Sequence[float] = QUANTILES,
 ) -> HeldOutLoss:
-    """Measure the error on held-out batches at fixed noise levels with fixed noise.
+    """Measure the loss on held-out batches at fixed noise levels with fixed noise.
 
     Collective under an ``Engine``: every rank passes the same arguments, computes its share of the
-    batches in the same number of forward passes, and gets the same result. The result depends only
-    on the batches and the seed. It does not depend on the number of ranks, the step, or the
-    objective's noise and weighting, so it is comparable across all of them. Validation does not
-    disturb the training random state.
+    batches, and gets the same result. Losses of different steps and runs are comparable, because
+    the noise depends only on the seed and the position of a sample in ``batches``. The objective's
+    noise and weighting have no effect. Validation does not disturb the training random state.
 
     Args:
-        objective: ``DenoisingObjective``, ``FlowMatchingObjective``, or any other
+        objective: ``DenoisingObjective``, ``FlowMatchingObjective``, or your own
             ``LevelObjective``.
-        model: An ``Engine`` or a diffusers model; temporarily in evaluation mode.
-        batches: All held-out batches, the same on every rank, such as a list; each batch is read by
-            one rank only.
+        model: An ``Engine`` or a diffusers model, in evaluation mode during the call.
+        batches: Sequence of all held-out batches, the same on every rank. Each rank reads only its
+            share.
         seed: Seed of the noise.
-        quantiles: Noise levels in [0, 1], from little noise to much; one forward pass for each.
+        quantiles: Noise levels from 0 (little noise) to 1 (much noise). Each level requires one
+            forward pass per batch.
 
     Raises:
         DataError: There are no batches, or a batch is empty.
-        InvalidValueError: The objective cannot compute its error at a level, or a level is invalid.
+        InvalidValueError: ``objective`` is not a ``LevelObjective``, or a noise level is invalid.
         CollectiveError: The ranks passed different arguments.
     """
     levels = tuple(sorted(set(quantiles)))
@@ -128,14 +128,14 @@ def _check_levels(
 ) -> LevelObjective:
     if not isinstance(objective, LevelObjective):
         raise InvalidValueError(
-            "cannot compute its error at a given noise level",
+            "cannot compute the loss at a given noise level",
             key="objective",
             value=type(objective).__name__,
-            fix="add a method losses_at, as described by LevelObjective",
+            fix="add the method losses_at of LevelObjective to the objective",
         )
     if not levels or not all(0.0 <= level <= 1.0 for level in levels):
         raise InvalidValueError(
-            "are not valid noise levels",
+            "must be noise levels between 0 and 1",
             key="quantiles",
             value=levels,
             fix="write at least one number from 0 to 1",
@@ -151,7 +151,7 @@ def _count_samples(batch: Batch, index: int) -> int:
     counts = {len(value) for value in batch.values()}
     if len(counts) != 1 or counts == {0}:
         raise DataError(
-            "all tensors of a batch need the same number of samples, at least one",
+            "all tensors of a batch must have the same number of samples, at least 1",
             key=f"batches[{index}]",
             value=sorted(counts),
             fix="remove empty batches",

@@ -1,7 +1,7 @@
-"""LoRA and related adapters, which train a few matrices beside a frozen model.
+"""LoRA and related adapters, which train a few matrices added to a frozen model.
 
-The adapters come from peft and are part of the model, so every engine treats the model as usual;
-most of its parameters do not require a gradient.
+The adapters come from peft and become part of the model. Engines need no special support, because
+the frozen parameters of the model simply require no gradient.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ _ADAPTABLE: Final = (
 )
 
 _INITIALIZATIONS: Final = (True, False, "gaussian", "orthogonal")
-"""Initialisations of peft that leave base weights unchanged. The others change the base, so their
-adapter files would not fit the published base."""
+"""Initialisations of peft that do not change base weights. Adapters with a different initialisation
+would not fit the published base model."""
 
 _CLOSE: Final = 3
 
@@ -72,36 +72,42 @@ class Adapters:
     """Settings shared by all kinds of adapters."""
 
     targets: tuple[str, ...] | str | None = attrs.field(default=None, converter=_as_targets)
-    """Layers to adapt: suffixes of their dotted names (``"to_q"``, ``"to_out.0"``), or one regular
-    expression for whole names; default the attention projections. A family's ``lora_targets`` can
-    be used here."""
+    """Layers to adapt: suffixes of dotted names (``"to_q"``, ``"to_out.0"``), such as a family's
+    ``lora_targets``, or one regular expression for whole names. Default: the attention
+    projections."""
     exclude: tuple[str, ...] | str | None = attrs.field(default=None, converter=_as_targets)
     """Layers to exclude, written like ``targets``."""
     name: str = attrs.field(default="default")
-    """Name of the adapter in the model; files do not contain it."""
+    """Name of the adapter in the model; adapter files do not contain this name."""
 
     peft_names: ClassVar[Mapping[str, str]]
-    """Settings by their names in peft's configuration, without the layers."""
+    """Names in peft's configuration by the names of settings, without targets and exclude."""
 
     @name.validator
     def _check_name(self, _attribute: Any, value: str) -> None:
         if not re.fullmatch(r"[A-Za-z0-9_-]+", value):
             raise InvalidValueError(
-                "may hold letters, digits, - and _", key=f"{type(self).__name__}.name", value=value
+                "may contain only letters, digits, - and _",
+                key=f"{type(self).__name__}.name",
+                value=value,
             )
 
     @property
     def kind(self) -> str:
-        """The name of peft's configuration."""
+        """Return the class name of peft's configuration."""
         return f"{type(self).__name__}Config"
 
     def settings(self) -> dict[str, Any]:
-        """Arguments of peft's configuration, without the layers."""
+        """Return the arguments of peft's configuration, without targets and excluded layers."""
         found = {theirs: getattr(self, name) for name, theirs in self.peft_names.items()}
         return {name: dict(v) if isinstance(v, dict) else v for name, v in found.items()}
 
     def config_in(self, model: torch.nn.Module) -> Any:
-        """Return peft's configuration for these adapters in this model."""
+        """Return peft's configuration of the adapters, with targets checked against ``model``.
+
+        Args:
+            model: Model to adapt.
+        """
         layers, kind = _Layers.of(model), type(self).__name__
         targets = self.targets or layers.projections()
         layers.require(targets, key=f"{kind}.targets")
@@ -115,7 +121,11 @@ class Adapters:
         return self.config(targets)
 
     def config(self, targets: tuple[str, ...] | str | None) -> Any:
-        """Return peft's configuration for these adapters at ``targets``."""
+        """Return peft's configuration of the adapters.
+
+        Args:
+            targets: Layers to adapt.
+        """
         target, exclude = (
             list(layers) if isinstance(layers, tuple) else layers
             for layers in (targets, self.exclude)
@@ -129,14 +139,14 @@ class _Ranked(Adapters):
     """Adapters that have a rank."""
 
     rank: int = attrs.field(default=16, validator=_POSITIVE)
-    """Inner size of the factors."""
+    """Inner dimension of the factors."""
     alpha: float | None = attrs.field(default=None, validator=attrs.validators.optional(_POSITIVE))
-    """The product of the factors is scaled by ``alpha / rank``; the rank when not given, which
-    is a scale of 1."""
+    """Numerator of the scale ``alpha / rank`` of the factors' product; default ``rank``, which
+    gives a scale of 1."""
     rank_pattern: dict[str, int] = attrs.field(factory=dict)
-    """Other ranks for some layers, by the end of their name or a regular expression."""
+    """Ranks of single layers, by a suffix of the layer's name or a regular expression."""
     alpha_pattern: dict[str, float] = attrs.field(factory=dict)
-    """Other alphas for some layers, likewise."""
+    """Alphas of single layers, by a suffix of the layer's name or a regular expression."""
 
     peft_names: ClassVar[Mapping[str, str]] = {
         "rank": "r",
@@ -146,23 +156,23 @@ class _Ranked(Adapters):
     }
 
     def settings(self) -> dict[str, Any]:
-        """Arguments of peft's configuration, without the layers."""
+        """Return the arguments of peft's configuration, with ``alpha`` filled in."""
         return super().settings() | {self.peft_names["alpha"]: self.alpha or self.rank}
 
 
 @attrs.frozen(kw_only=True)
 class LoRA(_Ranked):
-    """Low-rank adapters: a product of two factors is added to each adapted weight."""
+    """Low-rank adapters, which add a product of two small matrices to each adapted weight."""
 
     dropout: float = attrs.field(default=0.0)
     """Dropout probability of an adapter's inputs."""
     dora: bool = False
-    """Weight-decomposed adapters (Liu et al., 2024): a trained magnitude per output."""
+    """Train weight-decomposed adapters (Liu et al., 2024) with a magnitude per output."""
     rslora: bool = False
-    """Scale by ``alpha / sqrt(rank)`` (Kalajdzievski, 2023), for high ranks."""
+    """Scale by ``alpha / sqrt(rank)`` (Kalajdzievski, 2023), which suits high ranks."""
     init: bool | str = attrs.field(default=True)
-    """peft's ``init_lora_weights``: ``True``, ``False``, ``"gaussian"`` or ``"orthogonal"``. Random
-    values come from torch's global generator."""
+    """Initialisation, peft's ``init_lora_weights``: ``True``, ``False``, ``"gaussian"`` or
+    ``"orthogonal"``. Random values come from torch's global generator."""
 
     peft_names: ClassVar[Mapping[str, str]] = {
         **_Ranked.peft_names,
@@ -176,37 +186,37 @@ class LoRA(_Ranked):
     @dropout.validator
     def _check_dropout(self, _attribute: Any, value: float) -> None:
         if not 0.0 <= value < 1.0:
-            raise InvalidValueError(
-                "must be a probability below 1", key="LoRA.dropout", value=value
-            )
+            raise InvalidValueError("is not a probability below 1", key="LoRA.dropout", value=value)
 
     @init.validator
     def _check_init(self, _attribute: Any, value: Any) -> None:
         if value not in _INITIALIZATIONS or (not isinstance(value, (bool, str))):
             raise InvalidValueError(
-                "changes the base weights, or needs data before training",
+                "is not supported, because this initialisation changes base weights or needs data",
                 key="LoRA.init",
                 value=value,
-                fix=f"one of {list(_INITIALIZATIONS)}",
+                fix=f"write one of {list(_INITIALIZATIONS)}",
             )
 
     @property
     def kind(self) -> str:
-        """The name of peft's configuration."""
+        """Return the class name of peft's configuration."""
         return "LoraConfig"
 
 
 @attrs.frozen(kw_only=True)
 class LoKr(_Ranked):
-    """Adapters that add a Kronecker product to a weight (Yeh et al., 2024); small files.
+    """Adapters that add a Kronecker product to each adapted weight (Yeh et al., 2024).
 
-    The second factor is itself a product if ``rank`` is less than half its size.
+    The files are small. If ``rank`` is less than half the size of the second factor, this factor is
+    a product of two low-rank matrices.
     """
 
     factor: int = -1
-    """Size of the first factor, if it divides the layer's; -1 chooses about the square root."""
+    """Size of the first factor, if it divides the layer's size. -1 chooses about the square root
+    of the layer's."""
     decompose_both: bool = False
-    """Also factorise the first factor if its size allows it."""
+    """Whether the first factor is also a product of low-rank matrices, if its size allows this."""
 
     peft_names: ClassVar[Mapping[str, str]] = {
         **_Ranked.peft_names,
@@ -217,20 +227,20 @@ class LoKr(_Ranked):
 
 @attrs.frozen(kw_only=True)
 class LoHa(_Ranked):
-    """Adapters that multiply two low-rank products elementwise (Hyeon-Woo et al., 2022)."""
+    """Adapters that add an elementwise product of low-rank matrices (Hyeon-Woo et al., 2022)."""
 
 
 @attrs.frozen(kw_only=True)
 class OFT(Adapters):
-    """Adapters that rotate blocks of a weight's inputs (Qiu et al., 2023)."""
+    """Adapters that rotate blocks of each adapted weight's inputs (Qiu et al., 2023)."""
 
     block_size: int = attrs.field(default=32, validator=_POSITIVE)
-    """Number of inputs rotated together; peft uses the nearest size that divides the layer's."""
+    """Number of inputs per block; peft uses the nearest number that divides the layer's inputs."""
 
     peft_names: ClassVar[Mapping[str, str]] = {"block_size": "oft_block_size"}
 
     def settings(self) -> dict[str, Any]:
-        """Arguments of peft's configuration, without the layers."""
+        """Return the arguments of peft's configuration, with the rank derived from block_size."""
         return super().settings() | {"r": 0}
 
 
@@ -240,15 +250,15 @@ _ADAPTER_KINDS: Final = {kind().kind: kind for kind in (LoRA, LoKr, LoHa, OFT)}
 _NOT_TRAINED: Final = frozenset(
     {"auto_mapping", "base_model_name_or_path", "peft_version", "revision", "task_type"}
 )
-"""Fields of peft's configurations that only describe a file."""
+"""Fields of peft's configurations that do not affect training."""
 
 
 def as_adapters(lora: Any) -> Adapters:
-    """Convert adapters, including peft's configurations if no setting would be lost.
+    """Return adapters from adapters, from a peft configuration, or from ``None``.
 
     Args:
         lora: Adapters, peft's ``LoraConfig``, ``LoKrConfig``, ``LoHaConfig`` or ``OFTConfig``, or
-            ``None`` for ``LoRA()``.
+            ``None`` for ``LoRA()``. Every setting of a peft configuration must be supported.
     """
     if lora is None:
         return LoRA()
@@ -260,7 +270,7 @@ def as_adapters(lora: Any) -> Adapters:
             "is not a supported kind of adapter",
             key="lora",
             value=theirs,
-            fix="use for example LoRA(rank=16); supported peft kinds are "
+            fix="pass adapters such as LoRA(rank=16), or one of these peft configurations: "
             f"{', '.join(_ADAPTER_KINDS)}",
         )
     kind = _ADAPTER_KINDS[theirs]
@@ -274,16 +284,16 @@ def as_adapters(lora: Any) -> Adapters:
         value, default = getattr(lora, field.name), getattr(kept, field.name)
         if field.name not in _NOT_TRAINED and value != default:
             raise InvalidValueError(
-                f"{kind.__name__} has no such setting, so it would be lost",
+                f"is not supported by zerotune's {kind.__name__}",
                 key=f"{theirs}.{field.name}",
                 value=value,
-                fix=f"leave it at {default!r}",
+                fix=f"leave {field.name} at {default!r}",
             )
     return adapters
 
 
 def _as_written(layers: Any) -> Any:
-    # peft keeps a set, whose order differs between processes.
+    # peft stores a set, whose order differs between processes.
     return tuple(sorted(layers)) if isinstance(layers, set) else layers
 
 
@@ -298,33 +308,34 @@ def add_lora(
 ) -> AdapterFacts:
     """Freeze a model and add trainable adapters to it, in place.
 
-    Call it before ``zerotune.prepare`` or ``Trainer``. The adapters are fp32, as all engines
-    require of trained weights. Under a bf16 plan DeepSpeed computes with bf16 copies and keeps fp32
-    master weights. DeepSpeed also casts the base to the plan's precision, and partitions it at
-    stage 3. ``base_dtype`` therefore matters only before that, and for the plain engine.
+    Call ``add_lora`` before ``zerotune.prepare`` or ``Trainer``. The adapters are in fp32, because
+    all engines require trained weights in fp32. With a bf16 plan, DeepSpeed computes with bf16
+    copies of the adapters. DeepSpeed also casts the frozen weights to the plan's precision, and
+    partitions them at stage 3. With DeepSpeed, ``base_dtype`` therefore only applies until the
+    engine starts.
 
     Args:
-        model: A diffusers model, a transformers text encoder, or any module peft can adapt.
-        lora: ``LoRA``, ``LoKr``, ``LoHa`` or ``OFT``; or a peft configuration of one of these, such
-            as ``LoraConfig``; default ``LoRA()``.
-        base_dtype: Cast frozen weights to ``"bf16"``, ``"fp16"``, ``"fp32"`` or a torch dtype;
-            unchanged by default.
+        model: A diffusers model, a transformers text encoder, or any module that peft can adapt.
+        lora: ``LoRA``, ``LoKr``, ``LoHa`` or ``OFT``, or a peft configuration of one of these
+            kinds, such as ``LoraConfig``; default ``LoRA()``.
+        base_dtype: Dtype of the frozen weights: ``"bf16"``, ``"fp16"``, ``"fp32"`` or a torch
+            dtype; default unchanged.
 
     Returns:
-        Facts of the adapters. They are also stored on the model, where exports read them.
+        Facts about the adapters; the model stores a copy, which exports read.
 
     Raises:
-        InvalidValueError: A target matches nothing, the model already has adapters, or a setting of
-            peft's configuration is not supported.
+        InvalidValueError: A target matches no layer, the model already has adapters, or a setting
+            of a peft configuration is not supported.
         MissingDependencyError: peft is not installed.
     """
     wanted = as_adapters(lora)
     if isinstance(model, TrainedParts):
         raise InvalidValueError(
-            "adapters belong to a single model",
+            "adapters can be added only to a single model",
             key="model",
             value=type(model).__name__,
-            fix='add_lora(parts["unet"], ...) for each part',
+            fix='call add_lora(parts["unet"], ...) for each part',
         )
     _require_no_adapters(model)
     config = wanted.config_in(model)
@@ -342,36 +353,36 @@ def add_lora(
                 key="LoRA.targets",
                 before=None,
                 after=sorted(config.target_modules),
-                reason="the model's attention projections",
+                reason="targets default to the model's attention projections",
             ),
         )
     return _train_only(model, wanted.name, base_dtype=base_dtype, decisions=decisions)
 
 
 def _read_for_magnitudes(model: torch.nn.Module) -> tuple[Decision, ...]:
-    """DoRA begins with the norms of the base weights: read those that wait in their files."""
+    """Read unread base weights, because DoRA's magnitudes start as norms of base weights."""
     if not bring_weights(model):
         return ()
     return (
         Decision(
             key="model.weights",
-            before="in their files",
+            before="read from their files by the engine",
             after="read whole on every rank",
-            reason="DoRA's magnitudes begin as norms of the base weights",
+            reason="DoRA's magnitudes start as norms of the base weights",
             severity="warning",
         ),
     )
 
 
 def _require_no_adapters(model: torch.nn.Module) -> None:
-    """Refuse a model that has adapters: only those added last would be active."""
+    """Reject a model that has adapters, because new adapters would disable them."""
     there = list(getattr(model, "peft_config", None) or ())
     if there:
         raise InvalidValueError(
-            "the model already has adapters, which new ones would disable",
+            "the model already has adapters, which new adapters would disable",
             key="model",
             value=there,
-            fix="merge them first (merge_adapters), or load the model again",
+            fix="merge the existing adapters with merge_adapters, or load the model again",
         )
 
 
@@ -382,7 +393,7 @@ def _train_only(
     base_dtype: str | torch.dtype | None,
     decisions: tuple[Decision, ...] = (),
 ) -> AdapterFacts:
-    """Have a model train one adapter in fp32 and nothing else; record what that is."""
+    """Make one adapter, in fp32, the only trained part of a model; record facts about it."""
     trained, layers = {}, dict[str, None]()
     for name, parameter in model.named_parameters():
         parsed = AdapterParameter.parse(name)
@@ -416,7 +427,7 @@ def _cast_base(model: torch.nn.Module, dtype: torch.dtype) -> tuple[Decision, ..
     ]
     before = sorted({str(p.dtype).removeprefix("torch.") for p in frozen if p.dtype != dtype})
     for parameter in frozen:
-        # What stage 3 has partitioned keeps its dtype in the partition too.
+        # Parameters that stage 3 has partitioned keep their dtype.
         if not hasattr(parameter, "ds_id"):
             parameter.data = parameter.data.to(dtype)
     if not before:
@@ -432,12 +443,12 @@ def _cast_base(model: torch.nn.Module, dtype: torch.dtype) -> tuple[Decision, ..
 
 
 def _peft() -> ModuleType:
-    """The package."""
+    """Import peft."""
     try:
         return importlib.import_module("peft")
     except ImportError as error:
         raise MissingDependencyError(
-            f"is required for LoRA and could not be imported ({error})",
+            f"is required for LoRA and cannot be imported ({error})",
             key="peft",
             fix="pip install 'zerotune[lora]'",
         ) from error
@@ -445,16 +456,15 @@ def _peft() -> ModuleType:
 
 @contextmanager
 def adapters_off(model: torch.nn.Module) -> Iterator[list[torch.nn.Module]]:
-    """Run a model with its adapters disabled inside the block.
+    """Disable a model's adapters inside the ``with`` block.
 
     Yields:
-        The layers with disabled adapters; empty if the model has none.
+        The layers with disabled adapters; empty if the model has no adapters.
     """
     kind = _peft().tuners.tuners_utils.BaseTunerLayer
     layers: list[Any] = [each for each in model.modules() if isinstance(each, kind)]
     before = [each.disable_adapters for each in layers]
-    # Not by peft's enable_adapters, which stops their gradients as well: an engine has decided by
-    # these what it trains.
+    # peft's enable_adapters would also change requires_grad, by which engines choose what to train.
     for layer in layers:
         layer._disable_adapters = True
     try:
@@ -476,31 +486,32 @@ def load_adapters(
     base_dtype: str | torch.dtype | None = None,
     pipeline: Any = None,
 ) -> AdapterFacts:
-    """Freeze a model and load the adapters of a file into it, in place, to continue training them.
+    """Freeze a model and load adapters from a file into it, in place, to continue their training.
 
-    Like ``add_lora``, but weights, rank, alpha and targets come from the file. Files do not contain
-    dropout, so it is 0. Files of ComfyUI, kohya's trainers and others are converted by diffusers'
-    ``lora_state_dict``, which may multiply alpha / rank into the factors. The decisions name the
-    converter.
+    Weights, rank, alpha and targets come from the file. Dropout is 0, because adapter files do not
+    contain it. Files of ComfyUI, kohya's trainers and others are converted by ``lora_state_dict``
+    of a diffusers pipeline, which may multiply alpha / rank into the factors. ``facts.decisions``
+    names the pipeline.
 
     Args:
         model: A diffusers model or a transformers text encoder, without adapters.
-        path: A file, a folder that contains one under diffusers' usual name, or a folder written by
-            peft.
-        component: Name of the model in the file (``"unet"``, ``"text_encoder_2"``); by default
-            derived from its class.
+        path: A file, a folder that contains a file with diffusers' usual name, or a folder written
+            by peft.
+        component: Name of the model in the file (``"unet"``, ``"text_encoder_2"``); default derived
+            from the model's class.
         name: Name of the adapter in the model.
-        base_dtype: As in ``add_lora``.
-        pipeline: The pipeline, or its class, whose ``lora_state_dict`` converts foreign files; by
-            default chosen by the model's class.
+        base_dtype: Dtype of the frozen weights, as in ``add_lora``.
+        pipeline: Pipeline, or pipeline class, whose ``lora_state_dict`` converts files of other
+            programs; default chosen by the model's class.
 
     Returns:
-        Facts of the adapters.
+        Facts about the adapters.
 
     Raises:
-        CheckpointError: There is no such file.
+        CheckpointError: The file does not exist.
         CheckpointMismatchError: The file has no adapters for the model, or some do not fit.
-        InvalidValueError: The class does not imply a component, or the model already has adapters.
+        InvalidValueError: The model's class does not imply a component, or the model already has
+            adapters.
         MissingDependencyError: peft is not installed.
     """
     _peft()
@@ -512,34 +523,35 @@ def load_adapters(
             expected, decisions = file.load(pipeline)
     except (ValueError, RuntimeError, KeyError, TypeError) as error:
         raise CheckpointMismatchError(
-            f"does not fit {type(model).__name__} ({error})", key=os.fspath(path)
+            f"the adapters do not fit {type(model).__name__} ({error})", key=os.fspath(path)
         ) from error
     facts = _train_only(model, name, base_dtype=base_dtype, decisions=decisions)
     if facts.tensors != expected:
         raise CheckpointMismatchError(
-            f"has {expected} tensors for {part!r}, of which the model took {facts.tensors}",
+            f"the file has {expected} tensors for {part!r}, but only {facts.tensors} of them fit "
+            "the model",
             key=os.fspath(path),
-            fix="load it onto the model it was trained with",
+            fix="load the file into the model with which it was trained",
         )
     return facts
 
 
 @attrs.frozen(kw_only=True)
 class _AdapterFile:
-    """Adapters in a file, and the model they go to."""
+    """A file with adapters, and the model that receives the adapters."""
 
     module: Any
     path: Path
     component: str
-    """What the file calls the model."""
+    """Name of the model in the file."""
     name: str
-    """What the adapter will be called in the model."""
+    """Name of the adapter in the model."""
 
     def load(self, pipeline: Any) -> tuple[int, tuple[Decision, ...]]:
-        """Put a file's adapters into a model.
+        """Load the file's adapters into the model.
 
         Returns:
-            How many tensors there are for the model, and what was done with them.
+            Number of tensors for the model, and the decision to convert the file, if any.
         """
         if (self.path / PEFT_CONFIG).is_file():
             return self._load_peft(), ()
@@ -558,23 +570,23 @@ class _AdapterFile:
         parts = {key.split(".")[0] for key in state if _IN_FILES.search(key)}
         if parts and parts <= _COMPONENTS:
             raise CheckpointMismatchError(
-                f"has no adapters for {self.component!r}, only for {sorted(parts)}",
+                f"the file has no adapters for {self.component!r}, only for {sorted(parts)}",
                 key=str(file),
-                fix="name the component=",
+                fix="pass one of these names as component=",
             )
         read = read_others(state, model=self.module, component=self.component, pipeline=pipeline)
         count = self._load_read(read)
         return count, (
             Decision(
                 key="adapters.format",
-                before=f"has unknown names ({next(iter(state), None)}, …)",
+                before=f"unknown tensor names ({next(iter(state), None)}, …)",
                 after="diffusers",
                 reason=f"converted by {read.reader}",
             ),
         )
 
     def _load_named(self, state: dict[str, torch.Tensor], **settings: Any) -> None:
-        """A component's tensors in diffusers' names."""
+        """Load a component's tensors, which have diffusers' names."""
         if hasattr(self.module, "load_lora_adapter"):
             self.module.load_lora_adapter(
                 state, prefix=self.component, adapter_name=self.name, **settings
@@ -592,7 +604,7 @@ class _AdapterFile:
         )
 
     def _load_read(self, read: Read) -> int:
-        """What diffusers' converters gave, or LoKr and LoHa in the layers' names."""
+        """Load tensors from diffusers' converters, or LoKr and LoHa tensors with layers' names."""
         state = {key: t for key, t in read.tensors.items() if key.startswith(f"{self.component}.")}
         if any(".hada_" in key for key in state):
             return self._load_loha(state)
@@ -621,7 +633,7 @@ class _AdapterFile:
         return len(own)
 
     def _load_peft(self) -> int:
-        """A folder of peft's."""
+        """Load a folder written by peft."""
         config = _peft().PeftConfig.from_pretrained(str(self.path))
         state, _ = _read_tensors(self.path / PEFT_FILE)
         own = {key.removeprefix("base_model.model."): tensor for key, tensor in state.items()}
@@ -637,9 +649,9 @@ class _AdapterFile:
         result = _peft().set_peft_model_state_dict(self.module, state, adapter_name=self.name)
         if result.unexpected_keys:
             raise CheckpointMismatchError(
-                f"has {len(result.unexpected_keys)} tensors that do not exist in the model",
+                f"the file has {len(result.unexpected_keys)} tensors that the model does not have",
                 key=result.unexpected_keys[0],
-                fix="load it onto the model it was trained with",
+                fix="load the file into the model with which it was trained",
             )
 
 
@@ -666,18 +678,18 @@ class _Layers:
 
     names: list[str]
     model: str
-    """The model's class."""
+    """Class name of the model."""
 
     @classmethod
     def of(cls, model: torch.nn.Module) -> _Layers:
-        """Those of a model."""
+        """Return the adaptable layers of a model."""
         every = model.named_modules()
         found = [name for name, module in every if isinstance(module, _ADAPTABLE)]
         return cls(found, type(model).__name__)
 
     @property
     def endings(self) -> list[str]:
-        """Ends of names that mean a kind of layer: the last part, or two where it is a number."""
+        """Return the different suffixes of layer names, such as ``to_q`` and ``to_out.0``."""
         found: dict[str, None] = {}
         for name in self.names:
             parts = name.split(".")
@@ -685,26 +697,26 @@ class _Layers:
         return list(found)
 
     def projections(self) -> tuple[str, ...]:
-        """The attention projections."""
+        """Return the suffixes of the attention projections."""
         found = tuple(target for target in ATTENTION_PROJECTIONS if self._has(target))
         if not found:
             raise InvalidValueError(
                 f"{self.model} has no known attention projections",
                 key="LoRA.targets",
                 value=None,
-                fix=f"name the layers to adapt, such as {self.endings[:_CLOSE]}",
+                fix=f"set targets to the layers to adapt, such as {self.endings[:_CLOSE]}",
             )
         return found
 
     def require(
         self, targets: tuple[str, ...] | str, *, key: str, written: str | None = None
     ) -> None:
-        """Check that each of some targets matches a layer.
+        """Check that every target matches a layer.
 
         Args:
-            targets: Ends of names, or one regular expression for whole names.
-            key: What they are, for messages.
-            written: How the user wrote the expression.
+            targets: Suffixes of names, or one regular expression for whole names.
+            key: Key of the targets, for messages.
+            written: The regular expression as the user wrote it.
         """
         if isinstance(targets, str):
             pattern = _regular_expression(targets, key=key)
@@ -726,7 +738,7 @@ class _Layers:
 
 
 def _regular_expression(text: str, *, key: str) -> str:
-    """A regular expression that compiles."""
+    """Check that a regular expression compiles, and return it."""
     try:
         re.compile(text)
     except re.error as error:

@@ -1,4 +1,4 @@
-"""Losses: the error of a prediction, optionally weighted."""
+"""Losses: errors of a prediction, optionally with weights and masks."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ class Level:
 
 @runtime_checkable
 class Loss(Protocol):
-    """Protocol of a loss: an error per value. Any object with this method is accepted."""
+    """Protocol: computes an error per value. Any object with a method ``errors`` is accepted."""
 
     def errors(self, prediction: torch.Tensor, target: torch.Tensor, level: Level) -> torch.Tensor:
-        """Return errors, fp32, in the shape of the prediction (b, c, h, w).
+        """Return the errors, fp32, in the shape of the prediction (b, c, h, w).
 
         Args:
             prediction: Output of the model, fp32.
             target: Expected output, fp32.
-            level: Noise level of the model's input.
+            level: Noise levels of the model's input.
         """
         ...
 
@@ -75,13 +75,13 @@ class _ScheduledThreshold(ABC):
     """Errors that are squared below a threshold and grow no faster than linearly above it."""
 
     threshold: float = attrs.field(default=0.1, validator=_check_positive)
-    """Where the square ends, at the noisiest time step. ``huber_c`` of sd-scripts."""
+    """Threshold at the noisiest time step; ``huber_c`` of sd-scripts."""
     schedule: Literal["constant", "exponential", "snr"] = "snr"
-    """How the threshold depends on the noise: not at all, falling exponentially from ``scale`` at
-    the first time step, or by the signal-to-noise ratio from 1. Flow matching does not know the
-    last, and EDM not the second."""
+    """How the threshold depends on the noise: not at all; exponentially falling from ``scale`` at
+    the first time step (not with EDM); or following the signal-to-noise ratio from 1 (not with flow
+    matching)."""
     scale: float = attrs.field(default=1.0, validator=_check_positive)
-    """What the threshold is multiplied by; not with ``"snr"``."""
+    """Factor of the threshold; not with ``"snr"``."""
 
     def __attrs_post_init__(self) -> None:
         if self.schedule not in _SCHEDULES:
@@ -96,15 +96,15 @@ class _ScheduledThreshold(ABC):
                 'the schedule "snr" runs from 1 to the threshold and cannot be scaled',
                 key="scale",
                 value=self.scale,
-                fix="omit it, or use another schedule",
+                fix="omit scale, or use a different schedule",
             )
 
     @abstractmethod
     def errors(self, prediction: torch.Tensor, target: torch.Tensor, level: Level) -> torch.Tensor:
-        """Errors, shaped as the prediction."""
+        """Return the errors in the shape of the prediction."""
 
     def thresholds(self, level: Level) -> torch.Tensor:
-        """The threshold of each sample (b,), or of all (1,)."""
+        """Return the threshold of each sample (b,), or one threshold for all samples (1,)."""
         c = self.threshold
         if self.schedule == "exponential" and level.time is not None:
             return torch.exp(math.log(c) * level.time) * self.scale
@@ -125,31 +125,33 @@ class _ScheduledThreshold(ABC):
 
 @attrs.frozen(kw_only=True)
 class Huber(_ScheduledThreshold):
-    """Pseudo-Huber loss: quadratic for small errors, linear for large ones, so outliers count less.
+    """Pseudo-Huber loss: quadratic for small and linear for large errors, so outliers count less.
 
-    ``2 c (sqrt(d² + c²) - c)``: close to ``d²`` for differences far below the threshold ``c``.
+    With the threshold ``c``, the error of a difference ``d`` is ``2 c (sqrt(d² + c²) - c)``, which
+    is close to ``d²`` if ``|d|`` is far below ``c``.
 
     Source: ``--loss_type huber`` of kohya-ss/sd-scripts (``library/train_util.py``), after
     https://arxiv.org/abs/2403.16728.
     """
 
     def errors(self, prediction: torch.Tensor, target: torch.Tensor, level: Level) -> torch.Tensor:
-        """Return errors in the shape of the prediction."""
+        """Return the errors in the shape of the prediction."""
         distances, c = self._rooted(prediction, target, level)
         return 2 * c * distances
 
 
 @attrs.frozen(kw_only=True)
 class SmoothL1(_ScheduledThreshold):
-    """Absolute error, smoothed around 0: ``Huber`` divided by its threshold.
+    """Smoothed absolute error: the ``Huber`` loss divided by its threshold.
 
-    ``2 (sqrt(d² + c²) - c)``: close to ``2 |d|`` for differences far above the threshold ``c``.
+    With the threshold ``c``, the error of a difference ``d`` is ``2 (sqrt(d² + c²) - c)``, which is
+    close to ``2 |d|`` if ``|d|`` is far above ``c``.
 
     Source: ``--loss_type smooth_l1`` of kohya-ss/sd-scripts (``library/train_util.py``).
     """
 
     def errors(self, prediction: torch.Tensor, target: torch.Tensor, level: Level) -> torch.Tensor:
-        """Return errors in the shape of the prediction."""
+        """Return the errors in the shape of the prediction."""
         return 2 * self._rooted(prediction, target, level)[0]
 
 
@@ -158,28 +160,28 @@ class SmoothL1(_ScheduledThreshold):
 
 @attrs.frozen(kw_only=True, eq=False)
 class Comparison:
-    """A prediction and its target."""
+    """A prediction with its target, weights and masks."""
 
     prediction: torch.Tensor
     """Prediction (b, c, h, w), in the model's precision or fp32."""
     target: torch.Tensor
     """Target of the same shape."""
     batch: Mapping[str, torch.Tensor]
-    """May hold ``"loss_weights"`` (b,) and ``"loss_masks"`` (b, 1, h, w)."""
+    """Batch, optionally with ``"loss_weights"`` (b,) and ``"loss_masks"`` (b, 1, h, w)."""
     weights: torch.Tensor | None = None
     """Loss weights of the objective, (b,)."""
     errors: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
     """Error per value of prediction and target in fp32; default squared error."""
 
     def mean(self) -> torch.Tensor:
-        """Return the batch mean of weight times error: a scalar, fp32."""
+        """Return the mean of the weighted errors over the batch: a scalar, fp32."""
         weighted = self.weights is not None or LOSS_WEIGHTS in self.batch
         if self.errors is None and not weighted and LOSS_MASKS not in self.batch:
             return torch.nn.functional.mse_loss(*self._in_fp32())
         return self.by_sample().mean()
 
     def by_sample(self) -> torch.Tensor:
-        """Return each sample's weight times its mean error (b,), fp32."""
+        """Return the weighted mean error of each sample (b,), fp32."""
         predicted, target = self._in_fp32()
         if self.errors is None:
             errors = (predicted - target) ** 2
@@ -198,7 +200,7 @@ class Comparison:
 
 
 def weighted_mean(losses: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return the mean of losses (b,) times the batch's sample weights."""
+    """Return the mean of losses (b,), multiplied by the sample weights of the batch."""
     return _weighed(losses, batch).mean()
 
 
@@ -208,10 +210,10 @@ def _weighed(losses: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> torch.T
         return losses
     if given.shape != losses.shape:
         raise DataError(
-            f"expected one weight per sample, ({len(losses)},)",
+            f"must contain one weight per sample: a tensor of shape ({len(losses)},)",
             key=f"batch[{LOSS_WEIGHTS!r}]",
             value=tuple(given.shape),
-            fix="give each sample of the dataset one number, a tensor of shape ()",
+            fix="add a tensor of shape () to each sample of the dataset",
         )
     return losses * given.to(losses.device, torch.float32)
 
@@ -219,7 +221,7 @@ def _weighed(losses: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> torch.T
 def masks_over(
     clean: torch.Tensor, batch: Mapping[str, torch.Tensor]
 ) -> Mapping[str, torch.Tensor]:
-    """Resize the batch's masks to the size of the samples that the family produces."""
+    """Return the batch with its masks resized to the size of ``clean``."""
     mask, images = batch.get(LOSS_MASKS), batch.get("images")
     if mask is None or images is None or mask.shape[-2:] == clean.shape[-2:]:
         return batch
@@ -237,10 +239,10 @@ def _mask_of(batch: Mapping[str, torch.Tensor], *, like: torch.Tensor) -> torch.
         mask = mask.unsqueeze(2).expand(-1, -1, like.shape[2], -1, -1)  # The same for all frames.
     if mask.shape not in (places, like.shape):
         raise DataError(
-            f"masks must match the samples the model sees, {places}",
+            f"masks must have the shape {places}: the model's input with one channel",
             key=f"batch[{LOSS_MASKS!r}]",
             value=tuple(mask.shape),
-            fix="shrink pixel masks to the latent size, for example with "
+            fix="resize pixel masks to the latent size, for example with "
             'torch.nn.functional.interpolate(masks, size=(h, w), mode="area")',
         )
     return mask.to(like.device, torch.float32)

@@ -1,7 +1,7 @@
 """Training noise: the noise added to clean samples, and the noise the model must predict.
 
-Noise types compose: each one wraps and modifies another. All random numbers come from the CPU
-generator that is passed in.
+Noise types compose: ``OffsetNoise(noise=MultiResolutionNoise())`` adds an offset to noise of
+several resolutions. All random numbers come from the CPU generator that the caller passes.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from zerotune.errors import InvalidValueError
 
 @attrs.frozen(kw_only=True, eq=False)
 class DrawnNoise:
-    """Noise for one batch, in the shape of its samples."""
+    """Noise for one batch of samples, in the shape of the batch."""
 
     target: torch.Tensor
     """Noise that the model must predict."""
     added: torch.Tensor
-    """Noise added to the model's input; differs from the target only for ``InputPerturbation``."""
+    """Noise in the model's input; only with ``InputPerturbation`` it differs from the target."""
 
 
 @runtime_checkable
 class Noise(Protocol):
-    """Protocol: draws the noise of a batch. Any object with this method is accepted."""
+    """Protocol: draws the noise of a batch. Any object with a method ``draw`` is accepted."""
 
     def draw(self, clean: torch.Tensor, generator: torch.Generator) -> DrawnNoise:
         """Draw noise on the device of ``clean``.
 
         Args:
             clean: Noise-free samples (b, c, h, w), fp32.
-            generator: A CPU generator, the only source of randomness.
+            generator: CPU generator, the only source of randomness.
         """
         ...
 
@@ -55,25 +55,25 @@ class GaussianNoise:
     """Independent standard normal values."""
 
     def draw(self, clean: torch.Tensor, generator: torch.Generator) -> DrawnNoise:
-        """Draw one value for each of ``clean``."""
+        """Draw one value for each value of ``clean``."""
         noise = _normal_like(clean.shape, clean, generator)
         return DrawnNoise(target=noise, added=noise)
 
 
 @attrs.frozen(kw_only=True)
 class OffsetNoise:
-    """Noise with a common shift per sample and channel, so that the model learns brightness.
+    """Noise plus a random offset per sample and channel, so that the model learns brightness.
 
     Source: ``noise_offset`` of diffusers' ``examples/text_to_image/train_text_to_image.py``.
     """
 
     strength: float = attrs.field(default=0.1, validator=_check_strength)
-    """Standard deviation of the shift."""
+    """Standard deviation of the offset."""
     noise: Noise = attrs.field(factory=GaussianNoise)
-    """Noise to shift."""
+    """Noise to which the offset is added."""
 
     def draw(self, clean: torch.Tensor, generator: torch.Generator) -> DrawnNoise:
-        """Draw the shifted noise."""
+        """Draw the noise and add the offset."""
         drawn = self.noise.draw(clean, generator)
         shape = (*clean.shape[:2], *(1,) * (clean.ndim - 2))
         offset = self.strength * _normal_like(shape, clean, generator)
@@ -82,7 +82,7 @@ class OffsetNoise:
 
 @attrs.frozen(kw_only=True)
 class InputPerturbation:
-    """Extra input noise that is not predicted, so that the model tolerates its own errors.
+    """Extra input noise outside the target, so that the model tolerates its prediction errors.
 
     Source: ``input_perturbation`` of diffusers' ``examples/text_to_image/train_text_to_image.py``,
     after https://arxiv.org/abs/2301.11706.
@@ -94,7 +94,7 @@ class InputPerturbation:
     """Noise to perturb."""
 
     def draw(self, clean: torch.Tensor, generator: torch.Generator) -> DrawnNoise:
-        """Draw the target noise and the perturbed input noise."""
+        """Draw the noise to predict and the perturbed input noise."""
         drawn = self.noise.draw(clean, generator)
         more = self.strength * _normal_like(clean.shape, clean, generator)
         return DrawnNoise(target=drawn.target, added=drawn.added + more)
@@ -112,10 +112,11 @@ def _check_discount(_instance: object, attribute: Any, value: float) -> None:
 
 @attrs.frozen(kw_only=True)
 class MultiResolutionNoise:
-    """Noise mixed with coarser noise of ever fewer pixels, so that the model learns large shapes.
+    """Sum of noise at decreasing resolutions, so that the model learns large shapes.
 
-    Each iteration draws noise at a size reduced by a factor of 2 to 4 and enlarges it bilinearly.
-    The sum is normalised to deviation 1 over the batch. Every frame of a clip has its own noise.
+    Each iteration reduces the resolution by a factor of 2 to 4 and enlarges the drawn noise
+    bilinearly. The sum is normalised to standard deviation 1 over the batch. The frames of a clip
+    have independent noise.
 
     Source: ``pyramid_noise_like`` (``--multires_noise_iterations``, ``--multires_noise_discount``)
     of kohya-ss/sd-scripts, ``library/custom_train_functions.py``, after
@@ -125,14 +126,14 @@ class MultiResolutionNoise:
     iterations: int = attrs.field(
         default=6, validator=validated(whole, least=1, fix="write 6 to 10")
     )
-    """Maximum number of sizes; it stops when a side reaches one pixel."""
+    """Maximum number of resolutions; there are fewer if a side reaches one pixel."""
     discount: float = attrs.field(default=0.3, validator=_check_discount)
-    """Factor of the strength from one size to the next."""
+    """Factor of the strength from one resolution to the next."""
     noise: Noise = attrs.field(factory=GaussianNoise)
     """Noise to which coarser noise is added."""
 
     def draw(self, clean: torch.Tensor, generator: torch.Generator) -> DrawnNoise:
-        """Draw the sum of all sizes."""
+        """Draw and normalise the sum of all resolutions."""
         drawn = self.noise.draw(clean, generator)
         coarse = self._coarse(tuple(clean.shape), generator).to(clean.device)
         target = drawn.target + coarse

@@ -1,7 +1,7 @@
-"""Noise schedules: diffusers' tables, the trained range, and their shift.
+"""Noise schedules: schedulers of diffusers, the trained range, and the shift by resolution.
 
-Training and sampling share a scheduler, and neither may change it for the other. Training reads a
-copy from ``own_copy`` or ``adding_scheduler``; sampling uses ``drawing_scheduler``.
+Training and sampling share a scheduler but must not change it for each other. Training uses a copy
+from ``own_copy`` or ``adding_scheduler``; sampling uses a copy from ``drawing_scheduler``.
 """
 
 from __future__ import annotations
@@ -32,33 +32,31 @@ _SCHEDULE: Final = (
     "prediction_type",
     "rescale_betas_zero_snr",
 )
-"""Settings for the noise schedule and the prediction type."""
+"""Settings that define the noise schedule and the prediction type."""
 
-# -- Schedulers: the one training reads, and the one images are drawn with.
+# -- Schedulers for training and for sampling.
 
 
 def own_copy(scheduler: Any) -> Any:
-    """Return an independent copy of a scheduler whose tables nothing else can change.
-
-    Sampling calls ``set_timesteps``, which overwrites the tables that training reads.
-    """
+    """Return a copy of a scheduler, because sampling overwrites the tables that training reads."""
     options = {}
     if hasattr(scheduler, "set_shift"):
-        # set_shift changes neither the configuration nor the tables of training.
+        # set_shift changes neither the configuration nor the training tables.
         options["shift"] = scheduler.shift
     return type(scheduler).from_config(scheduler.config, **options)
 
 
 def adding_scheduler(scheduler: Any) -> Any:
-    """Return a scheduler that adds noise in training for denoising diffusion.
+    """Return a scheduler that adds noise in training, for denoising diffusion.
 
-    Euler, DPM-Solver and similar schedulers scale noise differently and do not support velocity.
-    They are replaced by DDPM with the same configuration, as in diffusers' training scripts.
+    DDPM with the same configuration replaces Euler, DPM-Solver and similar schedulers, as in
+    diffusers' training scripts. Such schedulers scale noise differently and do not support
+    velocity.
     """
     if not hasattr(scheduler, "alphas_cumprod"):
         fix = "use DDPMScheduler, or FlowMatchingObjective for flow matching"
         raise InvalidValueError(
-            "denoising needs a scheduler with alphas_cumprod",
+            "DenoisingObjective needs a scheduler with alphas_cumprod",
             key="scheduler",
             value=type(scheduler).__name__,
             fix="use EDMObjective" if preconditions(scheduler) else fix,
@@ -68,17 +66,18 @@ def adding_scheduler(scheduler: Any) -> Any:
     ddpm = ddpm_of(scheduler)
     if ddpm is None:
         raise InvalidValueError(
-            "it only samples, and DDPM with the same settings has a different noise "
+            "can only sample, and DDPM with the same settings has a different noise "
             "schedule (alphas_cumprod)",
             key="scheduler",
             value=type(scheduler).__name__,
-            fix="use DDPMScheduler(trained_betas=...) with the betas that the model was made with",
+            fix="use DDPMScheduler(trained_betas=...) with the betas of the model's original "
+            "training",
         )
     return ddpm
 
 
 def preconditions(scheduler: Any) -> bool:
-    """Return whether a scheduler is an EDM one, which scales the model's inputs and outputs."""
+    """Return whether a scheduler is for EDM, and scales the model's inputs and outputs."""
     return hasattr(scheduler, "precondition_inputs") and hasattr(scheduler, "precondition_outputs")
 
 
@@ -88,28 +87,28 @@ def adds_noise(scheduler: Any) -> bool:
 
 
 def ddpm_of(scheduler: Any) -> Any | None:
-    """Return DDPM with the noise schedule of another scheduler with ``alphas_cumprod``.
+    """Return a DDPM scheduler with the noise schedule of ``scheduler``.
 
     Returns:
-        ``None`` if DDPM with the same settings has another schedule.
+        ``None`` if DDPM with the same settings has a different noise schedule.
     """
     from diffusers import DDPMScheduler
 
     config = scheduler.config
-    # As keywords: diffusers drops settings that the configuration holds as its class's defaults.
+    # As keywords, because diffusers drops settings that the configuration lists as defaults.
     settings = {name: config[name] for name in _SCHEDULE if name in config}
     try:
         ddpm = DDPMScheduler.from_config(config, **settings)
     except NotImplementedError:  # A beta_schedule that DDPM does not know.
         return None
     ours, theirs = ddpm.alphas_cumprod, scheduler.alphas_cumprod.float()
-    # Some end a schedule of pure noise at 2^-24.
+    # Some schedulers replace a final 0 by 2^-24.
     same = ours.shape == theirs.shape and torch.allclose(ours, theirs, rtol=1e-3, atol=1e-6)
     return ddpm if same else None
 
 
 def replacement_decision(scheduler: Any, adding: Any) -> tuple[Decision, ...]:
-    """Return the decision for a scheduler that ``adding_scheduler`` replaced."""
+    """Return the decision to replace a scheduler, if ``adding_scheduler`` replaced it."""
     if adding is scheduler:
         return ()
     return (
@@ -117,21 +116,22 @@ def replacement_decision(scheduler: Any, adding: Any) -> tuple[Decision, ...]:
             key="objective.scheduler",
             before=type(scheduler).__name__,
             after=type(adding).__name__,
-            reason="the former only samples; the latter adds noise with the same schedule",
+            reason=f"{type(scheduler).__name__} only samples; {type(adding).__name__} adds noise "
+            "with the same schedule",
         ),
     )
 
 
 def drawing_scheduler(scheduler: Any, trained_with: Any = None) -> Any:
-    """Return a copy of a scheduler, adapted to the prediction type the model was trained with.
+    """Return a copy of a scheduler for sampling, with the prediction type and shift of training.
 
-    If training reached pure noise, sampling also starts there: time steps end at the last one
-    (``timestep_spacing="trailing"``). A scheduler that does not support such a schedule is replaced
-    by DDIM, with a decision.
+    If the training schedule ends in pure noise, sampling starts in pure noise
+    (``timestep_spacing="trailing"``). A decision announces that DDIM replaces a scheduler that does
+    not support such a schedule.
 
     Args:
         scheduler: A diffusers scheduler; not changed.
-        trained_with: The objective's scheduler.
+        trained_with: Scheduler of the training objective; ``None`` keeps the scheduler's settings.
 
     Source: Lin et al., "Common Diffusion Noise Schedules and Sample Steps are Flawed", 3.3.
     """
@@ -145,7 +145,7 @@ def drawing_scheduler(scheduler: Any, trained_with: Any = None) -> Any:
             kept["clip_sample"] = False  # DDIM's default is for pixels; these are latents.
     if "shift" in kept and "flow_shift" in inspect.signature(kind.__init__).parameters:
         kept["flow_shift"] = kept.pop("shift")
-    # As keywords: diffusers drops settings that the configuration holds as defaults.
+    # As keywords, because diffusers drops settings that the configuration lists as defaults.
     return kind.from_config(scheduler.config, **kept)
 
 
@@ -158,8 +158,8 @@ def _ddim_instead_of(kind: type[Any]) -> type[Any]:
                 key="sampling.scheduler",
                 before=kind.__name__,
                 after=DDIMScheduler.__name__,
-                reason="the model was trained with rescale_betas_zero_snr, which the pipeline's "
-                "own scheduler does not support",
+                reason="the model was trained with rescale_betas_zero_snr, which "
+                f"{kind.__name__} does not support",
                 severity="warning",
             ),
         )
@@ -173,10 +173,10 @@ def _ddim_instead_of(kind: type[Any]) -> type[Any]:
 
 @runtime_checkable
 class Shift(Protocol):
-    """Protocol: how far noise levels are shifted for samples of one shape."""
+    """Interface of a shift of noise levels that depends on the shape of samples."""
 
     def mu(self, shape: tuple[int, ...], config: Any) -> float:
-        """Return the value a diffusers pipeline passes to ``set_timesteps(mu=...)``.
+        """Return the value that a diffusers pipeline passes to ``set_timesteps(mu=...)``.
 
         Args:
             shape: Shape of the clean samples, (b, c, h, w).
@@ -187,26 +187,26 @@ class Shift(Protocol):
 
 @attrs.frozen(kw_only=True)
 class ResolutionShift:
-    """Shift of the SD3 and Flux pipelines: linear in the number of image tokens.
+    """Shift of the SD3 and Flux pipelines; its logarithm is linear in the number of image tokens.
 
     Source: ``calculate_shift`` of diffusers' ``pipelines/flux/pipeline_flux.py``. The formula is
-    repeated here because importing that module loads the pipeline and transformers.
+    repeated here because importing its module loads the pipeline and transformers.
     """
 
     patch_size: int = attrs.field(default=2)
-    """Side of a token in latent pixels: the transformer's ``patch_size``, or 2 if the pipeline
-    packs latents, as Flux does."""
+    """Side of a token in latent pixels: the transformer's ``patch_size``, or 2 for pipelines that
+    pack latents, such as Flux's."""
 
     @patch_size.validator
     def _check_patch(self, _attribute: Any, value: int) -> None:
         if value < 1:
-            fix = "write 2, as SD3 and Flux"
+            fix = "write 2, the patch size of SD3 and Flux"
             raise InvalidValueError(
-                "is not a valid patch size", key="patch_size", value=value, fix=fix
+                "is not a positive patch size", key="patch_size", value=value, fix=fix
             )
 
     def mu(self, shape: tuple[int, ...], config: Any) -> float:
-        """Return the logarithm of the shift for the number of tokens in one sample."""
+        """Return the logarithm of the shift for samples of one shape."""
         height, width = shape[-2] // self.patch_size, shape[-1] // self.patch_size
         tokens = math.prod(shape[2:-2]) * height * width
         base, most = config["base_image_seq_len"], config["max_image_seq_len"]
@@ -214,17 +214,17 @@ class ResolutionShift:
         return float(tokens * slope + (config["base_shift"] - slope * base))
 
 
-# -- Levels of noise, and the part of them that is trained.
+# -- Noise levels, and the trained range.
 
 
 @attrs.frozen(kw_only=True, eq=False)
 class NoiseLevels:
-    """Sigmas and the model's time steps, from high noise to low."""
+    """Noise levels: sigmas, and the time steps that the model receives."""
 
     sigmas: torch.Tensor
-    """(n,), fp32, decreasing."""
+    """Sigmas (n,), fp32, in decreasing order."""
     timesteps: torch.Tensor
-    """(n,), fp32, in the scheduler's units."""
+    """Time steps (n,), fp32, in the scheduler's units."""
 
     def __len__(self) -> int:
         return len(self.sigmas)
@@ -238,7 +238,7 @@ class NoiseLevels:
         return self.sigmas.to(clean.device).view(-1, *(1,) * (clean.ndim - 1))
 
     def part(self, share: tuple[float, float]) -> NoiseLevels:
-        """Return the levels above the first bound up to the second."""
+        """Return the noise levels with ``share[0] < sigma <= share[1]``."""
         if share == (0.0, 1.0):
             return self
         within = (self.sigmas > share[0]) & (self.sigmas <= share[1])
@@ -251,12 +251,11 @@ def noise_levels(scheduler: Any, shape: tuple[int, ...], shift: Shift | None) ->
     """Return all noise levels of a flow-matching scheduler for samples of one shape.
 
     Args:
-        scheduler: A freshly created scheduler, whose tables are those of training.
+        scheduler: A scheduler with its training tables, before any ``set_timesteps``.
         shape: Shape of the clean samples.
-        shift: Shift for schedulers with ``use_dynamic_shifting``; without it the tables are used
-            unchanged.
+        shift: Shift for schedulers with ``use_dynamic_shifting``; ``None`` leaves sigmas unchanged.
     """
-    # Shifting rounds the highest one to a little more than 1 for some values of the shift.
+    # For some shifts, rounding makes the highest sigma slightly larger than 1.
     sigmas = scheduler.sigmas.float().clamp(max=1.0)
     if shift is None:
         return NoiseLevels(sigmas=sigmas, timesteps=scheduler.timesteps)
@@ -267,24 +266,25 @@ def noise_levels(scheduler: Any, shape: tuple[int, ...], shift: Shift | None) ->
 
 
 def at_quantile(quantile: float, count: int) -> int:
-    """Return the index at a quantile of ``count`` entries."""
+    """Return the index of the entry at a quantile in [0, 1] of ``count`` entries."""
     return min(int(quantile * count), count - 1)
 
 
 def check_range(_instance: object, attribute: Any, value: tuple[float, float]) -> None:
-    """Check a range of noise levels."""
+    """Check that a range of noise levels has ``0 <= low < high <= 1``."""
     low, high = value
     if not 0.0 <= low < high <= 1.0:
         raise InvalidValueError(
-            "is not a valid part of the schedule, from low noise to high",
+            "is not a range (low, high) of noise levels between 0 and 1",
             key=attribute.name,
             value=value,
-            fix="use (0.0, 1.0) for the whole schedule, (0.0, 0.2) for the last fifth of sampling",
+            fix="use (0.0, 1.0) for the whole schedule, or (0.0, 0.2) for the last fifth of "
+            "sampling",
         )
 
 
 def bounds(steps: int, share: tuple[float, float]) -> tuple[int, int]:
-    """Return first and last-but-one-past time step of a fraction of ``steps``."""
+    """Return the first time step of a range, and its end (exclusive), of ``steps`` time steps."""
     low, high = round(share[0] * steps), round(share[1] * steps)
     if low == high:
         raise _no_levels(share)
@@ -296,5 +296,5 @@ def _no_levels(share: tuple[float, float]) -> InvalidValueError:
         "the range contains no noise level of the schedule",
         key="timestep_range",
         value=share,
-        fix="widen the range",
+        fix="write a wider range",
     )

@@ -1,6 +1,7 @@
 """Training objectives that predict noise, velocity or the clean image with diffusers' schedulers.
 
-All random numbers come from the CPU generator that is passed in, so runs are equal on every device.
+All random numbers come from a CPU generator that the caller passes, so they are the same on every
+device.
 """
 
 from __future__ import annotations
@@ -50,10 +51,10 @@ _WEIGHTINGS = ("none", "sigma_sqrt", "cosmap")
 
 @runtime_checkable
 class Objective(Protocol):
-    """Protocol of an objective, which computes the loss.
+    """Interface of an objective, which computes the loss.
 
-    Any callable with this signature is
-    accepted; sampling also needs ``family`` and ``scheduler``.
+    Training accepts any callable with this signature; sampling also needs the attributes ``family``
+    and ``scheduler``.
     """
 
     def __call__(
@@ -64,14 +65,14 @@ class Objective(Protocol):
         Args:
             model: Model to train.
             batch: Tensors by name, batch first.
-            generator: A CPU generator, the only source of randomness.
+            generator: CPU generator for all random numbers.
         """
         ...
 
 
 @runtime_checkable
 class LevelObjective(Objective, Protocol):
-    """An objective that can also compute its error at given noise levels."""
+    """Interface of an objective that can also compute the error at chosen noise levels."""
 
     def losses_at(
         self,
@@ -82,17 +83,17 @@ class LevelObjective(Objective, Protocol):
         noise: Noise,
         generator: torch.Generator,
     ) -> torch.Tensor:
-        """Return mean squared errors (q,), fp32, with one forward pass for each quantile.
+        """Return mean squared errors (q,), fp32, with one forward pass per quantile.
 
-        They use the batch's weights but not the objective's, so they are comparable between
-        objectives.
+        The errors use the batch's loss weights, but not the objective's weighting, and can
+        therefore be compared between objectives.
 
         Args:
             model: Model that predicts.
             batch: Tensors by name, batch first.
-            quantiles: Quantiles in [0, 1] of uniformly drawn levels, from little noise to much.
+            quantiles: Positions in [0, 1] in the range of trained noise levels; 0 is least noise.
             noise: Noise to add.
-            generator: Generator for other random numbers, such as dropped conditioning.
+            generator: CPU generator for all random numbers, such as noise and dropout.
         """
         ...
 
@@ -102,7 +103,7 @@ class LevelObjective(Objective, Protocol):
 
 @attrs.frozen(kw_only=True, eq=False)
 class Inputs:
-    """A batch prepared for any noise level."""
+    """A batch's clean samples, conditioning and noise, to combine at any noise level."""
 
     batch: Mapping[str, torch.Tensor]
     clean: torch.Tensor
@@ -111,10 +112,7 @@ class Inputs:
 
 
 class SchedulerObjective(ABC):
-    """Shared base of objectives that use diffusers' schedulers.
-
-    ``draw_levels`` returns one level per sample; indexing selects some of them.
-    """
+    """Base class of objectives that use diffusers' schedulers."""
 
     __slots__ = ()
 
@@ -126,7 +124,7 @@ class SchedulerObjective(ABC):
     def __call__(
         self, model: Denoiser, batch: Mapping[str, torch.Tensor], generator: torch.Generator
     ) -> torch.Tensor:
-        """Return the mean error of a micro batch, scalar, fp32."""
+        """Return the loss of a micro batch, a scalar in fp32."""
         if any(name.startswith(REJECTED) for name in batch):
             raise DataError(
                 "the batch contains rejected images, which this objective would ignore",
@@ -146,7 +144,7 @@ class SchedulerObjective(ABC):
         noise: Noise,
         generator: torch.Generator,
     ) -> torch.Tensor:
-        """Mean squared errors at quantiles of the trained levels; see ``LevelObjective``."""
+        """Return mean squared errors at chosen noise levels; see ``LevelObjective.losses_at``."""
         inputs = self.inputs(batch, generator, noise=noise)
         levels = self._levels_at(inputs, quantiles)
         return torch.stack([self._predict(model, inputs, level).mean() for level in levels])
@@ -158,8 +156,14 @@ class SchedulerObjective(ABC):
         *,
         noise: Noise | None = None,
     ) -> Inputs:
-        """Prepare a batch with noise; default the objective's own noise."""
-        # In this order: seeds of earlier runs depend on it.
+        """Prepare a batch, and draw its noise.
+
+        Args:
+            batch: Tensors by name, batch first.
+            generator: CPU generator for all random numbers.
+            noise: Noise to add; default the objective's ``noise``.
+        """
+        # In this order, because the random numbers of earlier runs depend on it.
         clean = self.family.clean(batch)
         conditioning = self.family.conditioning(batch, generator)
         drawn = (noise or self.noise).draw(clean, generator)
@@ -168,10 +172,24 @@ class SchedulerObjective(ABC):
 
     @abstractmethod
     def draw_levels(self, inputs: Inputs, generator: torch.Generator) -> Any:
-        """Draw a noise level for each sample."""
+        """Draw a noise level for each sample.
+
+        Args:
+            inputs: Prepared batch.
+            generator: CPU generator for all random numbers.
+
+        Returns:
+            Noise levels, which can be indexed by sample.
+        """
 
     def compare(self, model: Denoiser, inputs: Inputs, levels: Any) -> Comparison:
-        """Return prediction and target with the objective's weighting."""
+        """Return the model's prediction and its target, with the objective's weights and loss.
+
+        Args:
+            model: Model that predicts.
+            inputs: Prepared batch.
+            levels: Noise levels from ``draw_levels``.
+        """
         errors = None
         if self.loss is not None:
             errors = partial(self.loss.errors, level=self._level(inputs, levels))
@@ -180,19 +198,19 @@ class SchedulerObjective(ABC):
 
     @abstractmethod
     def _levels_at(self, inputs: Inputs, quantiles: Sequence[float]) -> Sequence[Any]:
-        """A level of noise for each quantile, the same for all samples."""
+        """Return a noise level for each quantile, the same for all samples."""
 
     @abstractmethod
     def _predict(self, model: Denoiser, inputs: Inputs, levels: Any) -> Comparison:
-        """What the model finds at a level of each sample, and what it should have, unweighted."""
+        """Return prediction and target at each sample's noise level, without weights."""
 
     @abstractmethod
     def _weights(self, levels: Any) -> torch.Tensor | None:
-        """What samples at these levels weigh (b,)."""
+        """Return the loss weights (b,) of samples at these noise levels."""
 
     @abstractmethod
     def _level(self, inputs: Inputs, levels: Any) -> Level:
-        """How noisy each sample is at these levels, for the loss."""
+        """Return the time and the noise-to-signal ratio of each sample, for the loss."""
 
 
 def _new_scheduler(name: str) -> Any:
@@ -203,8 +221,9 @@ def _new_scheduler(name: str) -> Any:
 class DenoisingObjective(SchedulerObjective):
     """Denoising diffusion with DDPM's forward process; default loss mean squared error.
 
-    Time steps are drawn uniformly from the scheduler's; ``prediction_type`` determines the target.
-    A batch's ``"loss_weights"`` (b,) and ``"loss_masks"`` (b, 1, h, w) multiply the error.
+    Time steps are drawn uniformly from those of the scheduler. The scheduler's ``prediction_type``
+    determines the target. A batch's ``"loss_weights"`` (b,) and ``"loss_masks"`` (b, 1, h, w)
+    multiply the error.
 
     Source: diffusers' ``examples/text_to_image/train_text_to_image_sdxl.py``.
     """
@@ -212,7 +231,7 @@ class DenoisingObjective(SchedulerObjective):
     scheduler: DDPMScheduler = attrs.field(
         factory=partial(_new_scheduler, "DDPMScheduler"), converter=own_copy
     )
-    """Any diffusers scheduler with ``alphas_cumprod``; a private copy is used. With
+    """Any diffusers scheduler with ``alphas_cumprod``; the objective makes a copy. With
     ``rescale_betas_zero_snr=True`` the schedule ends in pure noise."""
     family: Family = attrs.field(factory=Unconditional)
     """Turns a batch into the model's inputs."""
@@ -223,10 +242,11 @@ class DenoisingObjective(SchedulerObjective):
     snr_gamma: float | None = attrs.field(default=None)
     """Clip value of min-SNR weighting, 5 in its paper; ``None`` weights all time steps equally."""
     weighting: Literal["none", "debiased_estimation"] = "none"
-    """``"debiased_estimation"`` applies ``debiased_weights``; it multiplies with min-SNR."""
+    """``"debiased_estimation"`` multiplies the loss, after any min-SNR weighting, by the weights of
+    debiased estimation."""
     timestep_range: tuple[float, float] = attrs.field(default=(0.0, 1.0), validator=check_range)
-    """Trained range of the schedule, from little noise to much: ``(0.0, 0.2)`` for a refiner that
-    handles the last fifth of sampling."""
+    """Trained range of the schedule, from little noise to much. ``(0.0, 0.2)`` trains a refiner for
+    the last fifth of sampling."""
     _adding: Any = attrs.field(
         init=False, default=attrs.Factory(lambda self: adding_scheduler(self.scheduler), True)
     )
@@ -235,19 +255,20 @@ class DenoisingObjective(SchedulerObjective):
     def _check_gamma(self, _attribute: Any, value: float | None) -> None:
         if value is not None and not (math.isfinite(value) and value > 0):
             raise InvalidValueError(
-                "is not a valid signal-to-noise ratio for clipping",
+                "is not a positive, finite signal-to-noise ratio",
                 key="snr_gamma",
                 value=value,
-                fix="write 5.0 as in the paper, or None for no weighting",
+                fix="write 5.0, as in the min-SNR paper, or None for no weighting",
             )
 
     def __attrs_post_init__(self) -> None:
         if self._prediction not in _PREDICTIONS:
             raise InvalidValueError(
-                f"this objective supports {', '.join(_PREDICTIONS)}",
+                f"DenoisingObjective supports only {', '.join(_PREDICTIONS)}",
                 key="scheduler.prediction_type",
                 value=self._prediction,
-                fix="use FlowMatchingObjective for flow matching",
+                fix="write a supported prediction type, or use FlowMatchingObjective for a "
+                "flow-matching model",
             )
         if self._prediction == "epsilon" and float(self._adding.alphas_cumprod[-1]) == 0.0:
             raise InvalidValueError(
@@ -255,7 +276,7 @@ class DenoisingObjective(SchedulerObjective):
                 "learns nothing about the image",
                 key="scheduler.prediction_type",
                 value="epsilon",
-                fix='give the scheduler prediction_type="v_prediction", or '
+                fix='create the scheduler with prediction_type="v_prediction", or with '
                 "rescale_betas_zero_snr=False",
             )
         self._check_weighting()
@@ -264,7 +285,7 @@ class DenoisingObjective(SchedulerObjective):
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
-        """Decisions about the scheduler."""
+        """Return the decision to replace the scheduler; empty if it is not replaced."""
         return replacement_decision(self.scheduler, self._adding)
 
     def _check_weighting(self) -> None:
@@ -274,18 +295,19 @@ class DenoisingObjective(SchedulerObjective):
                 f"is not one of {', '.join(known)}",
                 key="weighting",
                 value=self.weighting,
-                fix='write "none"; min-SNR weighting is snr_gamma=5.0',
+                fix='write "none"; for min-SNR weighting, set snr_gamma=5.0',
             )
         if self.weighting != "none" and self._prediction == "sample":
             raise InvalidValueError(
-                "the weighting is defined for predicted noise or velocity",
+                "is defined only for models that predict noise or velocity, but this scheduler's "
+                'prediction_type is "sample"',
                 key="weighting",
                 value=self.weighting,
-                fix='write "none" for a model that predicts the clean sample',
+                fix='write weighting="none"',
             )
 
     def draw_levels(self, inputs: Inputs, generator: torch.Generator) -> torch.Tensor:
-        """Draw time steps (b,), integers, uniformly from the trained range."""
+        """Draw integer time steps (b,) uniformly from the trained range."""
         low, high = self._bounds()
         timesteps = torch.randint(low, high, (len(inputs.clean),), generator=generator)
         return timesteps.to(inputs.clean.device)
@@ -342,10 +364,11 @@ class DenoisingObjective(SchedulerObjective):
 class FlowMatchingObjective(SchedulerObjective):
     """Rectified flow: straight paths from data to noise, squared error of the velocity.
 
-    ``noisy = (1 - sigma) * clean + sigma * noise``; the target is ``noise - clean``. Sigmas and
-    time steps come from the scheduler, so options such as ``shift`` are its settings. With
-    ``use_dynamic_shifting`` they are shifted for each batch by its resolution, as in sampling. A
-    batch's ``"loss_weights"`` (b,) and ``"loss_masks"`` (b, 1, h, w) multiply the error.
+    The model receives ``noisy = (1 - sigma) * clean + sigma * noise`` and predicts the velocity
+    ``noise - clean``. Sigmas and time steps come from the scheduler, including its ``shift``. If
+    the scheduler sets ``use_dynamic_shifting``, each batch's sigmas are shifted by its resolution,
+    as in sampling. A batch's ``"loss_weights"`` (b,) and ``"loss_masks"`` (b, 1, h, w) multiply the
+    error.
 
     Source: diffusers' ``examples/dreambooth/train_dreambooth_sd3.py``.
     """
@@ -353,7 +376,7 @@ class FlowMatchingObjective(SchedulerObjective):
     scheduler: FlowMatchEulerDiscreteScheduler = attrs.field(
         factory=partial(_new_scheduler, "FlowMatchEulerDiscreteScheduler"), converter=own_copy
     )
-    """The scheduler; a private copy is used."""
+    """Scheduler that defines the sigmas; the objective makes a copy."""
     family: Family = attrs.field(factory=Unconditional)
     """Turns a batch into the model's inputs."""
     noise: Noise = attrs.field(factory=GaussianNoise)
@@ -361,9 +384,9 @@ class FlowMatchingObjective(SchedulerObjective):
     loss: Loss | None = None
     """``Huber``, ``SmoothL1`` or your own; default squared error."""
     precondition_outputs: bool = False
-    """Compare clean samples, ``noisy - sigma * prediction``, instead of velocities, which weights
+    """Compare clean samples, ``noisy - sigma * prediction``, in place of velocities; this weights
     errors by ``sigma ** 2``. The SD3 paper compares velocities; diffusers' SD3 scripts compare
-    clean samples by default. ``losses_at`` compares velocities in either case."""
+    clean samples by default. ``losses_at`` always compares velocities."""
     density: Literal["uniform", "logit_normal", "mode"] = "uniform"
     """Distribution of time steps (SD3 paper, section 3.1)."""
     logit_mean: float = 0.0
@@ -373,10 +396,10 @@ class FlowMatchingObjective(SchedulerObjective):
     mode_scale: float = 1.29
     """Scale of ``"mode"``."""
     weighting: Literal["none", "sigma_sqrt", "cosmap"] = "none"
-    """Error weight by noise level; with the density ``"uniform"`` these are diffusers'
+    """Loss weight as a function of sigma. With ``density="uniform"``, the value equals diffusers'
     ``weighting_scheme`` of the same name."""
     timestep_range: tuple[float, float] = attrs.field(default=(0.0, 1.0), validator=check_range)
-    """Trained range of sigmas, after any shift; the density is rescaled to it."""
+    """Trained range of sigmas, after any shift; the density is rescaled to this range."""
     resolution_shift: Shift | None = None
     """Shift for a scheduler with ``use_dynamic_shifting``; default ``ResolutionShift()``."""
 
@@ -423,40 +446,46 @@ class FlowMatchingObjective(SchedulerObjective):
             )
         if scheduler.config.get("invert_sigmas", False):
             raise InvalidValueError(
-                "the model counts time from noise to data, which this objective does not support",
+                "with invert_sigmas, time runs from noise to data, which FlowMatchingObjective "
+                "does not support",
                 key="scheduler.invert_sigmas",
                 value=True,
-                fix="invert the time steps in the family's predict, and set invert_sigmas=False",
+                fix="set invert_sigmas=False, and invert the time steps in the family's predict",
             )
         if self.resolution_shift is not None and not scheduler.config.get(
             "use_dynamic_shifting", False
         ):
             raise InvalidValueError(
-                "the scheduler does not shift by resolution, so sampling would not either",
+                "sampling would not apply the shift, because the scheduler does not set "
+                "use_dynamic_shifting",
                 key="resolution_shift",
                 value=True,
-                fix="give the scheduler use_dynamic_shifting=True, or omit resolution_shift",
+                fix="create the scheduler with use_dynamic_shifting=True, or omit resolution_shift",
             )
 
     def levels(self, shape: tuple[int, ...]) -> NoiseLevels:
-        """Return the noise levels for training batches of this shape (b, c, h, w)."""
+        """Return all trained noise levels for batches of one shape.
+
+        Args:
+            shape: Shape of the clean samples (b, c, h, w).
+        """
         shift = None
         if self.scheduler.config.get("use_dynamic_shifting", False):
             shift = self.resolution_shift or ResolutionShift()
         return noise_levels(self.scheduler, shape, shift).part(self.timestep_range)
 
     def draw_levels(self, inputs: Inputs, generator: torch.Generator) -> NoiseLevels:
-        """Draw sigmas and time steps (b,) from the density."""
+        """Draw sigmas and time steps (b,) from ``density``."""
         levels = self.levels(tuple(inputs.clean.shape))
         return levels[self._draw(len(inputs.clean), len(levels), generator)]
 
     def compare(self, model: Denoiser, inputs: Inputs, levels: NoiseLevels) -> Comparison:
-        """Compare velocities, or with ``precondition_outputs`` clean samples."""
+        """Return prediction and target: velocities, or clean samples (``precondition_outputs``)."""
         found = super().compare(model, inputs, levels)
         if not self.precondition_outputs:
             return found
         sigma = levels.spread(inputs.clean)
-        # With the noise that is to be found, or a perturbed input would tell the rest.
+        # With the target noise: a perturbed input would reveal the perturbation.
         noisy = (1.0 - sigma) * inputs.clean + sigma * inputs.noise.target
         velocity = found.prediction.float()
         device = velocity.device
@@ -508,21 +537,23 @@ class FlowMatchingObjective(SchedulerObjective):
 
 @attrs.frozen(kw_only=True, eq=False)
 class EDMObjective(SchedulerObjective):
-    """EDM: noise of deviation sigma is added, and the error is that of the clean sample.
+    """EDM: add noise of standard deviation sigma, and compare the denoised with the clean sample.
 
-    The scheduler's own methods precondition inputs, noise levels and outputs. A batch's
+    The scheduler's methods precondition inputs, noise levels and outputs. A batch's
     ``"loss_weights"`` (b,) and ``"loss_masks"`` (b, 1, h, w) multiply the error.
 
-    Source: https://arxiv.org/abs/2206.00364 and ``--do_edm_style_training`` of diffusers'
-    ``examples/dreambooth/train_dreambooth_lora_sdxl.py``, whose loss the defaults reproduce.
-    ``EDMLoss`` of NVlabs/edm (``training/loss.py``) is ``density="log_normal"`` with
-    ``weighting="edm"``.
+    The defaults reproduce the loss of diffusers'
+    ``examples/dreambooth/train_dreambooth_lora_sdxl.py`` with ``--do_edm_style_training``.
+    ``density="log_normal"`` with ``weighting="edm"`` reproduces ``EDMLoss`` of NVlabs/edm
+    (``training/loss.py``).
+
+    Source: https://arxiv.org/abs/2206.00364.
     """
 
     scheduler: EDMEulerScheduler = attrs.field(
         factory=partial(_new_scheduler, "EDMEulerScheduler"), converter=own_copy
     )
-    """``EDMEulerScheduler`` or ``EDMDPMSolverMultistepScheduler``; a private copy is used."""
+    """``EDMEulerScheduler`` or ``EDMDPMSolverMultistepScheduler``; the objective makes a copy."""
     family: Family = attrs.field(factory=Unconditional)
     """Turns a batch into the model's inputs."""
     noise: Noise = attrs.field(factory=GaussianNoise)
@@ -530,14 +561,14 @@ class EDMObjective(SchedulerObjective):
     loss: Loss | None = None
     """``Huber``, ``SmoothL1`` or your own; default squared error."""
     density: Literal["uniform", "log_normal"] = "uniform"
-    """Distribution of sigmas: uniform over the scheduler's, or log-normal."""
+    """Distribution of sigmas: uniform over the scheduler's table of sigmas, or log-normal."""
     log_mean: float = -1.2
     """Mean of log sigma for ``"log_normal"``."""
     log_std: float = 1.2
     """Standard deviation of log sigma for ``"log_normal"``."""
     weighting: Literal["none", "edm"] = "none"
-    """``"edm"`` is the paper's weighting, which gives an untrained model's errors equal weight at
-    all sigmas. With ``"uniform"`` weights are far from 1: up to 250,000 at sigma 0.002."""
+    """``"edm"`` is the paper's weighting, which makes the loss of an untrained model equal at all
+    sigmas. With ``density="uniform"``, its weights are far from 1: up to 250,000 at sigma 0.002."""
     timestep_range: tuple[float, float] = attrs.field(default=(0.0, 1.0), validator=check_range)
     """Trained range of the scheduler's sigmas, from little noise to much."""
 
@@ -559,24 +590,26 @@ class EDMObjective(SchedulerObjective):
             )
         if self.scheduler.config.prediction_type not in ("epsilon", "v_prediction"):
             raise InvalidValueError(
-                "outputs can be preconditioned for epsilon and v_prediction only",
+                "EDM supports only epsilon and v_prediction",
                 key="scheduler.prediction_type",
                 value=self.scheduler.config.prediction_type,
-                fix="use the prediction type the model was made with",
+                fix="create the scheduler with the prediction type of the model's original "
+                "training",
             )
         if self.density == "log_normal" and self.timestep_range != (0.0, 1.0):
             raise InvalidValueError(
-                "log-normal sigmas are not limited to the scheduler's table",
+                'has no effect with density="log_normal", which draws sigmas independently of the '
+                "scheduler's time steps",
                 key="timestep_range",
                 value=self.timestep_range,
-                fix='write density="uniform", or move log_mean',
+                fix='write density="uniform", or omit timestep_range and change log_mean',
             )
         if getattr(self.loss, "schedule", None) == "exponential":
             raise unknown_schedule("exponential")
         self._bounds()
 
     def draw_levels(self, inputs: Inputs, generator: torch.Generator) -> NoiseLevels:
-        """Draw sigmas and time steps (b,) from the density."""
+        """Draw sigmas and time steps (b,) from ``density``."""
         count = len(inputs.clean)
         if self.density == "uniform":
             index = torch.randint(*self._bounds(), (count,), generator=generator)
@@ -606,7 +639,7 @@ class EDMObjective(SchedulerObjective):
         sigma = levels.spread(clean)
         given = self.scheduler.precondition_inputs(clean + sigma * noise.added, sigma)
         found = self.family.predict(model, given, levels.timesteps, inputs.conditioning).float()
-        # With the noise that is to be found, or a perturbed input would tell the rest.
+        # With the target noise: a perturbed input would reveal the perturbation.
         noisy, sigma = (clean + sigma * noise.target).to(found.device), sigma.to(found.device)
         denoised = self.scheduler.precondition_outputs(noisy, found, sigma)
         return Comparison(prediction=denoised, target=clean, batch=inputs.batch)
@@ -627,14 +660,13 @@ class EDMObjective(SchedulerObjective):
 def min_snr_weights(scheduler: Any, timesteps: torch.Tensor, *, gamma: float) -> torch.Tensor:
     """Return min-SNR weights for the prediction type of ``scheduler``.
 
-    For the loss of the clean image the weight is ``min(snr, gamma)``. Losses of noise and velocity
-    are that loss times ``snr`` and ``snr + 1``, so the weight is divided by it. If the schedule
-    ends in pure noise, the weight there is 1, not 0, because no other step trains the step that
-    sampling starts with.
+    The weight is ``min(snr, gamma)`` if the model predicts the clean image, ``min(snr, gamma) /
+    snr`` for noise, and ``min(snr, gamma) / (snr + 1)`` for velocity. At a time step of pure noise,
+    the weight is 1, not 0, because sampling starts at this time step.
 
     Args:
         scheduler: A diffusers scheduler with ``alphas_cumprod``.
-        timesteps: (b,), integers.
+        timesteps: Integer time steps (b,).
         gamma: Signal-to-noise ratio at which weights are clipped; 5 in the paper.
 
     Returns:
@@ -658,19 +690,18 @@ def min_snr_weights(scheduler: Any, timesteps: torch.Tensor, *, gamma: float) ->
 def debiased_weights(scheduler: Any, timesteps: torch.Tensor) -> torch.Tensor:
     """Return weights of debiased estimation for the prediction type of ``scheduler``.
 
-    They are ``1 / sqrt(snr)`` for predicted noise and ``1 / (snr + 1)`` for predicted velocity;
-    ratios are clipped at 1000.
+    The weight is ``1 / sqrt(snr)`` if the model predicts noise, and ``1 / (snr + 1)`` for velocity;
+    ``snr`` is clipped at 1000.
 
     Args:
         scheduler: A diffusers scheduler with ``alphas_cumprod``.
-        timesteps: (b,), integers.
+        timesteps: Integer time steps (b,).
 
     Returns:
         (b,), fp32, on the device of ``timesteps``.
 
-    Source: https://arxiv.org/abs/2310.08442 and ``--debiased_estimation_loss`` of
-    kohya-ss/sd-scripts (``library/custom_train_functions.py``), which contains the form for
-    velocity.
+    Source: https://arxiv.org/abs/2310.08442; for velocity, ``--debiased_estimation_loss`` of
+    kohya-ss/sd-scripts (``library/custom_train_functions.py``).
     """
     from diffusers.training_utils import compute_snr
 

@@ -1,7 +1,7 @@
-"""Count memory after each operator, and arithmetic, of one forward and backward pass without data.
+"""Count the memory and arithmetic of one forward and backward pass without data.
 
-The model runs on the ``meta`` device and every storage is tracked from allocation to release.
-Operators that are fused on a GPU are charged for what the fused version keeps.
+The model runs on the ``meta`` device, and every storage is tracked from allocation to release. An
+operator that is fused on a GPU counts with the memory that its fused version keeps.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from zerotune.backend.rates import moves_memory
 from zerotune.diffusion.activations import Loading, Stored, stored_strides
 
 KINDS: Final = ("products", "convolutions", "attention", "moved")
-"""Counted work: floating-point operations of matrix products, convolutions and attention (a product
-and a sum are two), and bytes read and written by all other operators."""
+"""Counted kinds of work: floating-point operations of matrix products, convolutions and attention
+(a multiplication and an addition are two), and bytes that all other operators read and write."""
 CALLS: Final = {"products": "product_calls", "attention": "attention_calls"}
-"""Counted calls: the number of operators of each kind."""
+"""Names of counted calls, by the kind of work whose operators are counted."""
 _META: Final = torch.device("meta")
 
 
@@ -38,11 +38,11 @@ class Pass:
     """Memory and work of one forward and backward pass; parameters are not counted."""
 
     live: tuple[int, ...]
-    """Bytes alive after each operator."""
+    """Allocated bytes after each operator."""
     operators: tuple[str, ...]
-    """Operator names, in the same order."""
+    """Names of the operators, in order of execution."""
     forward: Mapping[str, int]
-    """Work of the forward pass by ``KINDS`` and names in ``CALLS``."""
+    """Work of the forward pass, by the names in ``KINDS`` and ``CALLS``."""
     backward: Mapping[str, int]
     """Work of the backward pass, including recomputation."""
     first: int
@@ -50,15 +50,17 @@ class Pass:
 
     @property
     def peak(self) -> int:
-        """Peak of bytes alive."""
+        """Return the peak of allocated bytes."""
         return max(self.live, default=0)
 
 
 def activation_peak(module: torch.nn.Module, arguments: Mapping[str, Any]) -> int:
-    """Return the peak bytes of one forward and backward pass, without parameters.
+    """Return the peak of allocated bytes in one forward and backward pass.
+
+    Parameters and their gradients are not counted.
 
     Args:
-        module: A module on the ``meta`` device; gradients are dropped as they appear.
+        module: A module on the ``meta`` device.
         arguments: Arguments of ``forward``.
     """
     with counting(module) as count:
@@ -67,14 +69,14 @@ def activation_peak(module: torch.nn.Module, arguments: Mapping[str, Any]) -> in
 
 @contextlib.contextmanager
 def counting(module: torch.nn.Module) -> Iterator[Callable[..., Pass]]:
-    """Context manager; its function counts one forward and backward pass.
+    """Yield a function that counts one forward and backward pass of a module.
 
-    Gradients are dropped as they appear, because an estimate counts them separately. In a long list
-    of equal blocks only the first and last blocks run; the counts of one inner block stand for the
-    others. If a first forward pass shows that blocks differ, all of them run.
+    Gradients of parameters are freed immediately, because estimates count gradients separately. In
+    a long list of equal blocks, only the first and the last blocks run; the other blocks count like
+    an inner block that runs. If a first forward pass shows that the blocks differ, all blocks run.
 
     Args:
-        module: As in ``activation_peak``.
+        module: A module on the ``meta`` device.
     """
 
     def drop(parameter: torch.Tensor) -> None:
@@ -86,7 +88,7 @@ def counting(module: torch.nn.Module) -> Iterator[Callable[..., Pass]]:
     def count(arguments: Mapping[str, Any], transfers: CountedTransfers | None = None) -> Pass:
         nonlocal checked
         if repeats and not checked:
-            # Twice: models keep tables of their first call.
+            # Twice, because models cache tables in their first call.
             for counts in (_Counts(module), _Counts(module)):
                 with _counted_forward(module, arguments, counts):
                     pass
@@ -99,7 +101,7 @@ def counting(module: torch.nn.Module) -> Iterator[Callable[..., Pass]]:
                 except IndexError:
                     if not shown:
                         raise
-                    repeats.clear()  # The model looks its layers up by number.
+                    repeats.clear()  # The model indexes its layers.
                     continue
             if counted is not None and shown and not checked:
                 checked = True
@@ -129,13 +131,13 @@ def both_passes(
     *,
     checkpointed: bool = True,
 ) -> tuple[list[Pass], list[Pass] | None]:
-    """Count a pass for each set of arguments, with and without recomputed blocks.
+    """Count passes without and with gradient checkpointing, one for each set of arguments.
 
     Args:
-        module: As in ``activation_peak``; afterwards without checkpointing.
+        module: A module on the ``meta`` device; afterwards its checkpointing is disabled.
         arguments: Arguments of each pass.
-        count: Function returned by ``counting`` for the module.
-        checkpointed: ``False`` leaves the second list empty, for a model that cannot recompute.
+        count: Function that ``counting`` yields for the module.
+        checkpointed: ``False`` omits passes with checkpointing; the second result is then ``None``.
     """
     full, switch = [count(each) for each in arguments], cast("Any", module)
     if not checkpointed or not hasattr(module, "enable_gradient_checkpointing"):
@@ -152,7 +154,7 @@ def _trace(
     repeats: Sequence[_Repeat],
     transfers: CountedTransfers | None,
 ) -> Pass | None:
-    """Count one pass, adding the omitted blocks; ``None`` if their cost cannot be determined."""
+    """Count one pass, including omitted blocks; ``None`` if their cost cannot be determined."""
     counts = _Counts(module)
     if transfers is not None:
         transfers.begin(lambda: len(counts.live))
@@ -188,23 +190,23 @@ def _trace(
 def _counted_forward(
     module: torch.nn.Module, arguments: Mapping[str, Any], counts: _Counts
 ) -> Iterator[Any]:
-    """Run a forward pass, and be counted inside; gives the loss."""
+    """Run a forward pass, and yield the loss; work inside the ``with`` block is counted."""
     module.train()
     tensors = [leaf for leaf in tree_leaves(dict(arguments)) if isinstance(leaf, torch.Tensor)]
-    # A model without data takes arguments that have some only so.
+    # A model without data accepts arguments with data only under sizes_only.
     beside_data = not all(tensor.is_meta for tensor in tensors)
     sizes = sizes_only() if beside_data else contextlib.nullcontext()
     with _fused_operators(counts), counts, sizes:
         output = module(**arguments)
         sample = output[0] if isinstance(output, tuple) else output.sample
-        # Z-Image gives one tensor for each sample.
+        # Z-Image returns one tensor per sample.
         samples = torch.stack(sample) if isinstance(sample, list) else sample
         yield samples.float().pow(2).mean()
 
 
 @attrs.define(kw_only=True)
 class Away:
-    """A tensor in host memory between two operators."""
+    """A tensor that is in host memory from one operator to another."""
 
     nbytes: int
     stored: int
@@ -212,7 +214,7 @@ class Away:
     ends: int | None = None
 
     def moved(self, stored: int, begins: int, ends: int) -> Away:
-        """Return the same interval, shifted by this many operators."""
+        """Return the same tensor, with its positions shifted by numbers of operators."""
         return Away(
             nbytes=self.nbytes,
             stored=self.stored + stored,
@@ -222,7 +224,7 @@ class Away:
 
 
 class CountedTransfers:
-    """Simulated copies of meta tensors; records when each tensor is in host memory."""
+    """Simulated transfers of meta tensors, which record when each tensor is in host memory."""
 
     def __init__(self) -> None:
         self.away: list[Away] = []
@@ -230,11 +232,11 @@ class CountedTransfers:
         self._count: Callable[[], int] = lambda: 0
 
     def begin(self, count: Callable[[], int]) -> None:
-        """Begin a pass; the function returns how many operators have run."""
+        """Begin a pass; ``count`` returns the number of operators that have run."""
         self.away, self._at, self._count = [], {}, count
 
     def store(self, tensor: torch.Tensor) -> Stored:
-        """As ``Transfers``."""
+        """Record that a copy of ``tensor`` to the host starts."""
         with _disable_current_modes():
             shape, strides = tensor.shape, stored_strides(tensor)
             host = torch.empty_strided(shape, strides, dtype=tensor.dtype, device="meta")
@@ -243,11 +245,11 @@ class CountedTransfers:
         return Stored(tensor=host, device=tensor.device)
 
     def settle(self, stored: Stored) -> None:
-        """As ``Transfers``."""
+        """Record that the device tensor may be freed."""
         self._at[id(stored.tensor)].begins = self._count()
 
     def load(self, stored: Stored) -> Loading:
-        """As ``Transfers``."""
+        """Record that a copy back to the device starts."""
         self._at[id(stored.tensor)].ends = self._count()
         source = stored.tensor
         target = torch.empty_strided(
@@ -256,17 +258,17 @@ class CountedTransfers:
         return Loading(tensor=target)
 
     def finish(self, loading: Loading) -> torch.Tensor:
-        """As ``Transfers``."""
+        """Return the device tensor."""
         return loading.tensor
 
     def release(self, stored: Stored) -> None:
-        """As ``Transfers``."""
+        """Forget a tensor that will not be loaded again."""
         self._at.pop(id(stored.tensor), None)
 
 
 @attrs.define(kw_only=True)
 class _Trace:
-    """A pass while blocks are put in."""
+    """Counts of a pass, to which omitted blocks are added."""
 
     live: np.ndarray
     operators: list[str]
@@ -276,18 +278,18 @@ class _Trace:
     away: list[Away]
 
 
-# -- Lists of equal blocks, of which few need to run.
+# -- Lists of equal blocks, of which only a few run.
 
 _FIRST: Final = 3
 _LAST: Final = 3
-"""Blocks of a list that run. Blocks at the ends differ from inner ones, especially with offloaded
-inputs, where the last two stay on the device."""
+"""Number of blocks that run at each end of a list. Blocks at the ends differ from inner blocks: for
+example, with activation offload the inputs of the last two stay on the device."""
 _RUN: Final = _FIRST + _LAST
 
 
 @attrs.define(kw_only=True)
 class _Repeat:
-    """A list of equal blocks, of which few run, and when each of those begins."""
+    """A list of equal blocks, of which only a few run, and the start of each block that runs."""
 
     parent: torch.nn.Module
     name: str
@@ -297,12 +299,12 @@ class _Repeat:
 
     @property
     def missing(self) -> int:
-        """Blocks that do not run."""
+        """Return the number of blocks that do not run."""
         return len(self.every) - _RUN
 
     @contextlib.contextmanager
     def shortened(self) -> Iterator[None]:
-        """Inside, the list has its first and its last blocks."""
+        """Reduce the list to its first and last blocks inside the ``with`` block."""
         few = torch.nn.ModuleList([*self.every[:_FIRST], *self.every[-_LAST:]])
         setattr(self.parent, self.name, few)
         try:
@@ -312,7 +314,7 @@ class _Repeat:
 
     @contextlib.contextmanager
     def watched(self, counts: _Counts) -> Iterator[None]:
-        """Inside, marks are set where a block begins, forwards and backwards."""
+        """Record the start of each block's forward and backward pass inside the ``with`` block."""
         self.forward, self.backward = [], {}
 
         def mark() -> _Mark:
@@ -324,7 +326,7 @@ class _Repeat:
 
         def leave(block: Any, _arguments: Any, output: Any) -> None:
             def begin(_gradient: Any) -> None:
-                # The first of its outputs that has one; blocks are recomputed after that.
+                # The first output with a gradient; the block is recomputed later.
                 self.backward.setdefault(block, mark())
 
             for leaf in () if self.backward else tree_leaves(output):
@@ -340,10 +342,10 @@ class _Repeat:
                 hook.remove()
 
     def fill(self, trace: _Trace, *, others: Sequence[_Repeat]) -> bool:
-        """Put the missing blocks into a trace, and move the marks of other lists behind them.
+        """Add the missing blocks to a trace, and shift the marks of other lists.
 
         Returns:
-            Whether that can be done: neighbours in the middle must do the same.
+            Whether the cost of the missing blocks is known: two inner blocks must have equal costs.
         """
         if len(self.forward) != _RUN or len(self.backward) != _RUN:
             return False
@@ -386,7 +388,7 @@ class _Repeat:
         return self.missing * periods
 
     def _copy_away(self, trace: _Trace, there: _Period, back: _Period) -> bool:
-        """Put in what the missing blocks leave in host memory."""
+        """Add the tensors that the missing blocks offload to host memory."""
         block = [one for one in trace.away if there.begin <= one.stored < there.end]
         after = [one for one in trace.away if there.end <= one.stored < there.end + there.length]
         later, earlier = there.length, -back.length
@@ -412,7 +414,7 @@ class _Repeat:
 
 @attrs.define
 class _Mark:
-    """A place between operators, and the work before it."""
+    """A position between operators, and the work done before this position."""
 
     at: int
     work: Counter[str]
@@ -420,22 +422,22 @@ class _Mark:
 
 @attrs.frozen(kw_only=True)
 class _Period:
-    """What one block does that the next one does as well."""
+    """The operators and work of one block, which the next block repeats."""
 
     begin: int
     end: int
     growth: int
-    """Bytes that each more of them leaves."""
+    """Bytes that remain allocated after each block."""
     work: Mapping[str, int]
 
     @property
     def length(self) -> int:
-        """Operators."""
+        """Return the number of operators."""
         return self.end - self.begin
 
     @classmethod
     def between(cls, trace: _Trace, one: _Mark, two: _Mark, three: _Mark) -> _Period | None:
-        """That between two marks; ``None``: what follows up to the third is something else."""
+        """Return the period between two marks; ``None`` if it differs from the next period."""
         begin, end = one.at, two.at
         growth = (
             trace.live[end : three.at] - trace.live[begin:end]
@@ -452,7 +454,7 @@ class _Period:
 
 
 def _find_repeats(parent: torch.nn.Module) -> Iterator[_Repeat]:
-    """The lists of equal blocks of a model, none of them inside another."""
+    """Yield the lists of equal blocks of a model, without lists inside other lists."""
     for name, child in parent.named_children():
         if isinstance(child, torch.nn.ModuleList) and _are_alike(child):
             yield _Repeat(parent=parent, name=name, every=child)
@@ -461,7 +463,7 @@ def _find_repeats(parent: torch.nn.Module) -> Iterator[_Repeat]:
 
 
 def _are_alike(blocks: torch.nn.ModuleList) -> bool:
-    """Whether a list is long, and its blocks differ in nothing but their weights and numbers."""
+    """Return whether a list is long, and its blocks differ only in weights and indices."""
     if len(blocks) <= _RUN:
         return False
 
@@ -471,7 +473,7 @@ def _are_alike(blocks: torch.nn.ModuleList) -> bool:
                 name,
                 type(part),
                 [(key, tensor.shape, tensor.dtype) for key, tensor in part.named_parameters()],
-                # A block may know its own place in the list.
+                # A block may store its index in the list.
                 sorted(
                     (key, value - index if type(value) is int and "layer" in key else value)
                     for key, value in vars(part).items()
@@ -488,12 +490,12 @@ def _are_alike(blocks: torch.nn.ModuleList) -> bool:
 class _UncompiledMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # Nothing is compiled here, and torch's guard takes half the time of an operator.
+        # Nothing is compiled here, and torch's guard needs half the time of an operator.
         return False
 
 
 class SizesOnly(_UncompiledMode):  # type: ignore[no-untyped-call]
-    """An operator's output has no data if any input has none; all else is computed."""
+    """Mode in which an operator computes without data if one of its inputs has no data."""
 
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = kwargs or {}
@@ -507,7 +509,7 @@ class SizesOnly(_UncompiledMode):  # type: ignore[no-untyped-call]
 
 
 def _tensors_in(value: Any) -> list[torch.Tensor]:
-    """The tensors of an operator's arguments or results; ``tree_leaves`` takes its time."""
+    """Return the tensors in an operator's arguments or results, faster than ``tree_leaves``."""
     if isinstance(value, torch.Tensor):
         return [value]
     found = []
@@ -525,7 +527,10 @@ def _to_meta(leaf: Any) -> Any:
 
 @contextlib.contextmanager
 def sizes_only() -> Iterator[None]:
-    """Compute on meta tensors inside the block; a mask without data selects every element."""
+    """Allow meta tensors together with others inside the ``with`` block.
+
+    A mask without data selects every element.
+    """
     before = symbolic.meta_nonzero_assume_all_nonzero
     symbolic.meta_nonzero_assume_all_nonzero = True
     try:
@@ -536,7 +541,7 @@ def sizes_only() -> Iterator[None]:
 
 
 class _Counts(_UncompiledMode):  # type: ignore[no-untyped-call]
-    """Counts the storages that live, those of a model's own tensors left out."""
+    """Count allocated storages, except those of the model's parameters and buffers."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -579,7 +584,7 @@ class _Counts(_UncompiledMode):  # type: ignore[no-untyped-call]
         weakref.finalize(storage, self._forget, key)
 
     def computes(self, kind: str, amount: int) -> None:
-        """An operator of a kind has run."""
+        """Add the work of one operator of a kind."""
         self.work[kind] += amount
         if kind in CALLS:
             self.work[CALLS[kind]] += 1
@@ -588,17 +593,18 @@ class _Counts(_UncompiledMode):  # type: ignore[no-untyped-call]
         self._now -= self._sizes.pop(key, 0)
 
 
-# -- What operators gave: without data the same call gives the same sizes.
+# -- Results of operators: without data, equal calls return equal sizes.
 
 _OUTCOMES: Final[dict[Any, _Outcome]] = {}
-"""Cache by operator and sizes; torch's own dispatch takes ten times as long."""
+"""Cache of results by operator and sizes; torch's dispatch needs ten times as long."""
 _MOST_OUTCOMES: Final = 2**15
 
 
 def _backward_of_convolution(grad: Any, image: Any, weight: Any, *settings: Any) -> int:
-    """Operations of a backward pass: of the input and of the weight as many as forward.
+    """Return the operations of a convolution's backward pass.
 
-    torch's own formula counts the weight's as if there were no groups.
+    The gradients of input and weight need as many operations each as the forward pass. torch's
+    formula ignores groups for the weight's gradient.
     """
     transposed, wanted = settings[4], settings[7]
     once = conv_flop_count(
@@ -609,17 +615,17 @@ def _backward_of_convolution(grad: Any, image: Any, weight: Any, *settings: Any)
 
 @attrs.frozen(kw_only=True)
 class _Outcome:
-    """What an operator without data gave, and what it computes."""
+    """Sizes of an operator's results, and its work."""
 
     results: tuple[tuple[Any, Any, torch.dtype] | None, ...] | None
-    """Shapes, strides and types; ``None``: of tensors that share memory with others."""
+    """Shapes, strides and dtypes; ``None`` if results share memory with other tensors."""
     single: bool
     kind: str | None
     amount: int
 
     @classmethod
     def of(cls, func: Any, args: Any, kwargs: Any, result: Any) -> _Outcome:
-        """That of one call."""
+        """Return the outcome of one call."""
         formula, kind, amount = flop_registry.get(func._overloadpacket), None, 0
         if formula is not None:
             kind = "convolutions" if "convolution" in func._opname else "products"
@@ -642,7 +648,7 @@ class _Outcome:
         return cls(results=results, single=single, kind=kind, amount=amount)
 
     def again(self) -> Any:
-        """New results of the same sizes."""
+        """Return new results of the same sizes."""
         made = tuple(
             one and torch.empty_strided(one[0], one[1], dtype=one[2], device=_META)
             for one in self.results or ()
@@ -651,7 +657,7 @@ class _Outcome:
 
 
 def _is_whole(value: Any) -> bool:
-    """Whether this is a tensor that fills its own memory."""
+    """Return whether a value is a meta tensor that fills its storage."""
     if not isinstance(value, torch.Tensor) or not value.is_meta:
         return False
     like = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=_META)
@@ -660,7 +666,7 @@ def _is_whole(value: Any) -> bool:
 
 @functools.cache
 def _makes_new(func: Any) -> bool:
-    """Whether an operator's results are its own: it is no view, and changes nothing in place."""
+    """Return whether an operator returns new tensors: neither views nor changed inputs."""
     return not func.is_view and not func._schema.is_mutable
 
 
@@ -675,7 +681,7 @@ def _key_of(value: Any) -> Any:
 
 
 class _FlashAttention(torch.autograd.Function):
-    """Attention as fused kernels account for it: the matrix itself is never stored."""
+    """Attention with the memory of a fused kernel, which never stores the attention matrix."""
 
     @staticmethod
     def forward(
@@ -691,16 +697,16 @@ class _FlashAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_gradients: torch.Tensor) -> Any:
         query, key, value, _output, _log_sum = ctx.saved_tensors
-        # The product of query and key once more, and two for each of them and the value.
+        # Five products: query and key again, and those for the gradients.
         ctx.counts.computes("attention", 10 * query.numel() * key.shape[-2])
         results = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-        # The query's gradient is summed up in fp32.
+        # The query's gradient is accumulated in fp32.
         torch.empty(query.shape, dtype=torch.float32, device=query.device)
         return None, *results
 
 
 class _FusedNorm(torch.autograd.Function):
-    """The root-mean-square norm as CUDA has it: its input is kept, and no copy in fp32."""
+    """CUDA's fused root-mean-square norm, which keeps its input without a copy in fp32."""
 
     @staticmethod
     def forward(
@@ -724,8 +730,8 @@ def fuses_norm(
 ) -> bool:
     """Return whether CUDA has a fused root-mean-square norm for these tensors.
 
-    torch uses several operators if weight and input have different dtypes ("Cannot dispatch to
-    fused implementation").
+    If weight and input have different dtypes, torch warns "Cannot dispatch to fused implementation"
+    and uses several operators.
     """
     alike = weight is None or weight.dtype == given.dtype
     return alike and tuple(shape) == tuple(given.shape[-1:])
@@ -733,7 +739,7 @@ def fuses_norm(
 
 @contextlib.contextmanager
 def _fused_operators(counts: _Counts) -> Iterator[None]:
-    # On the meta device torch falls back to what is made of smaller operators.
+    # On the meta device, torch would use several smaller operators.
     def attention(query: Any, key: Any, value: Any, *_args: Any, **_kwargs: Any) -> Any:
         return _FlashAttention.apply(counts, query, key, value)  # type: ignore[no-untyped-call]
 

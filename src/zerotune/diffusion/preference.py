@@ -1,4 +1,4 @@
-"""Preference objective over pairs of images with one caption."""
+"""Preference objective for pairs of images with one caption."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from zerotune.errors import DataError, InvalidValueError
 
 @attrs.frozen(kw_only=True, eq=False)
 class PreferenceObjective:
-    """Diffusion-DPO: raises the likelihood of the preferred image over the rejected one.
+    """Diffusion-DPO objective, which makes preferred images more likely than rejected images.
 
-    ``-log sigmoid(-beta / 2 * ((e_w - e_l) - (r_w - r_l)))``, where ``e`` are the model's errors
-    for the preferred and the rejected image, and ``r`` the errors of a reference model. Both images
-    share noise and time step. A batch contains ``rejected_images`` or ``rejected_latents`` beside
-    ``images`` or ``latents``, as ``PreferencePairs`` yields them. The model processes both in one
-    pass, two samples per pair. ``"loss_masks"`` multiply the errors of both images,
-    ``"loss_weights"`` (b,) the loss of a pair.
+    The loss is ``-log sigmoid(-beta / 2 * ((e_w - e_l) - (r_w - r_l)))``, with the model's errors
+    ``e_w`` for the preferred and ``e_l`` for the rejected image, and the errors ``r_w`` and ``r_l``
+    of a reference model. Both images of a pair share noise and time step. A batch of
+    ``PreferencePairs`` contains ``images`` and ``rejected_images``, or ``latents`` and
+    ``rejected_latents``. One forward pass processes both images of each pair. ``"loss_masks"``
+    multiply the errors of both images; ``"loss_weights"`` (b,) multiply the losses of pairs.
 
-    Errors use the noise levels, loss and weighting of ``objective``. Over velocities
-    (``FlowMatchingObjective``) this is Flow-DPO with a constant ``beta``.
+    The errors use the noise levels, loss and weighting of ``objective``. With a
+    ``FlowMatchingObjective``, the loss is that of Flow-DPO with a constant ``beta``.
 
     Source: https://arxiv.org/abs/2311.12908 and diffusers'
     ``examples/research_projects/diffusion_dpo/train_diffusion_dpo_sdxl.py``; for flow matching
@@ -42,14 +42,14 @@ class PreferenceObjective:
     """
 
     objective: SchedulerObjective
-    """``DenoisingObjective``, ``EDMObjective`` or ``FlowMatchingObjective``: determines prediction
-    and noise levels."""
+    """``DenoisingObjective``, ``EDMObjective`` or ``FlowMatchingObjective``, which determines
+    prediction and noise levels."""
     beta: float = attrs.field(default=5000.0, validator=validated(positive))
-    """Strength of the pull towards the reference; higher stays closer. diffusers' script uses 5000
-    for SDXL and 2500 for Stable Diffusion 1.5."""
+    """Strength of the pull towards the reference model. diffusers' script uses 5000 for SDXL and
+    2500 for Stable Diffusion 1.5."""
     reference: Any = None
-    """The reference model: a frozen copy, set to evaluation mode on the trained model's device.
-    Default: the trained model with its adapters disabled, which needs no second copy."""
+    """Reference model: a frozen copy, which is moved to the trained model's device. The default is
+    the trained model with its adapters disabled, without a second copy."""
 
     def __attrs_post_init__(self) -> None:
         if not isinstance(self.objective, SchedulerObjective):
@@ -57,7 +57,7 @@ class PreferenceObjective:
                 "cannot compare the two images of a pair",
                 key="objective",
                 value=type(self.objective).__name__,
-                fix="give a DenoisingObjective or a FlowMatchingObjective, such as "
+                fix="pass a DenoisingObjective or a FlowMatchingObjective, such as "
                 "loaded.objective()",
             )
         if self.reference is not None and not isinstance(self.reference, torch.nn.Module):
@@ -66,14 +66,14 @@ class PreferenceObjective:
                 key="reference",
                 value=type(self.reference).__name__,
                 fix='pass load_pretrained(FOLDER, parts=False, dtype="bf16").model, or omit '
-                "it when training adapters",
+                "reference if you train adapters",
             )
         if self.reference is not None and waiting(self.reference):
             raise InvalidValueError(
-                "its weights have not been read from their files",
+                "the weights of this model have not been read from their files",
                 key="reference",
                 value=type(self.reference).__name__,
-                fix="load it without a plan, or call Pretrained.read_weights()",
+                fix="load the model without a plan, or call Pretrained.read_weights()",
             )
 
     @property
@@ -110,7 +110,7 @@ class PreferenceObjective:
         noise: Noise,
         generator: torch.Generator,
     ) -> torch.Tensor:
-        """Return errors of the preferred images only; see ``LevelObjective``."""
+        """Return the losses of the preferred images; see ``LevelObjective.losses_at``."""
         return self.objective.losses_at(
             model, batch, quantiles=quantiles, noise=noise, generator=generator
         )
@@ -125,7 +125,7 @@ class PreferenceObjective:
         }
         if not beside:
             raise DataError(
-                f"the batch has no rejected images, only {sorted(batch)}",
+                f"the batch has no rejected images, only the keys {sorted(batch)}",
                 key=f"batch['{REJECTED}latents']",
                 fix="train on PreferencePairs, or add rejected_images or rejected_latents to "
                 "the dataset",
@@ -135,11 +135,11 @@ class PreferenceObjective:
         rejected = self.family.clean({**kept, **beside}).to(clean.device)
         if rejected.shape != clean.shape:
             raise DataError(
-                f"the rejected images are {tuple(rejected.shape)}, the preferred ones "
-                f"{tuple(clean.shape)}",
+                f"the rejected images have the shape {tuple(rejected.shape)}, but the preferred "
+                f"images have {tuple(clean.shape)}",
                 key="batch",
                 value=sorted(beside),
-                fix="resize both to one size, as PreferencePairs does",
+                fix="resize both images of a pair to one size, as PreferencePairs does",
             )
         masks = {LOSS_MASKS: _twice(batch[LOSS_MASKS])} if LOSS_MASKS in batch else {}
         return Inputs(
@@ -161,7 +161,7 @@ class PreferenceObjective:
             with adapters_off(trained) as layers:
                 if not layers:
                     raise InvalidValueError(
-                        "the model has no adapters to disable",
+                        "the trained model has no adapters to disable",
                         key="reference",
                         value=None,
                         fix="train adapters (add_lora), or pass a frozen copy: "
@@ -171,10 +171,10 @@ class PreferenceObjective:
             return
         if self.reference is trained:
             raise InvalidValueError(
-                "is the trained model itself, so the two would never differ",
+                "is the trained model itself, so reference and trained model would never differ",
                 key="reference",
                 value=type(trained).__name__,
-                fix="load a second copy",
+                fix="load a second copy of the model",
             )
         if self.reference.device != model.device:
             self.reference.to(model.device)

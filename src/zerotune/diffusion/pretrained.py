@@ -1,4 +1,4 @@
-"""Load model, family and scheduler from a folder or a hub id."""
+"""Load a model with its family and scheduler from a folder or a hub id."""
 
 from __future__ import annotations
 
@@ -161,10 +161,10 @@ class Pretrained:
     """Result of ``load_pretrained``."""
 
     model: torch.nn.Module
-    """The model to train, in training mode, whole and on the host. With a plan its weights are
-    still unread, and the engine reads them."""
+    """The model to train, in training mode, unpartitioned, on the host. With a plan, its weights
+    are still unread; the engine reads them."""
     family: Family
-    """Family that calls the model, with its frozen parts if loaded."""
+    """Family that calls the model; contains the frozen parts if they were loaded."""
     scheduler: Any
     """Training scheduler: DDPM's forward process, flow matching or EDM."""
     folder: Path
@@ -178,31 +178,32 @@ class Pretrained:
 
     @property
     def component(self) -> str | None:
-        """Name of the model in its pipeline; ``None`` for a single model such as a ControlNet."""
+        """Name of the trained model in its pipeline; ``None`` for a ControlNet or a bare U-Net."""
         if isinstance(self.family, ControlNetFamily) or not isinstance(self.family, TextToImage):
             return None
         return self.family.component
 
     @property
     def base(self) -> Path:
-        """Source of the frozen parts for ``export_pipeline(base=...)``."""
+        """Folder or single file to pass to ``export_pipeline(base=...)`` for the frozen parts."""
         return self.file or self.folder
 
     def read_weights(
         self, *, dtype: str | None = None, device: torch.device | str = "cpu"
     ) -> torch.nn.Module:
-        """Read weights that are still in their files, for use without an engine.
+        """Read weights that are still in their files, to use the model without an engine.
 
         Args:
-            dtype: ``"fp32"``, ``"bf16"`` or ``"fp16"``; default the dtype passed to
-                ``load_pretrained``.
+            dtype: Dtype of the weights: ``"fp32"``, ``"bf16"`` or ``"fp16"``; default the dtype
+                passed to ``load_pretrained``.
             device: Target device.
 
         Returns:
-            The model.
+            The model with its weights.
 
         Raises:
-            CheckpointCorruptError: A file changed after loading, or cannot be read.
+            CheckpointCorruptError: A weight file cannot be read, or changed after
+                ``load_pretrained``.
         """
         bring_weights(self.model, dtype=None if dtype is None else _dtype(dtype), device=device)
         return self.model
@@ -210,13 +211,13 @@ class Pretrained:
     def objective(
         self, **settings: Any
     ) -> DenoisingObjective | EDMObjective | FlowMatchingObjective:
-        """Return the objective these models were trained with.
+        """Return the objective with which models of this family were trained.
+
+        Families with ``flow_matching`` get a ``FlowMatchingObjective`` with logit-normal density.
+        Other families get an ``EDMObjective`` for an EDM scheduler, else a ``DenoisingObjective``.
 
         Args:
-            **settings: Options of the objective: ``FlowMatchingObjective`` for families with
-                ``flow_matching`` (default density logit-normal), ``EDMObjective`` for an EDM
-                scheduler, otherwise ``DenoisingObjective``. ``scheduler`` replaces the folder's
-                own.
+            **settings: Options of the objective; ``scheduler`` replaces the loaded scheduler.
         """
         usual = {"scheduler": self.scheduler, "family": self.family}
         if isinstance(self.family, PipelineFamily):
@@ -246,57 +247,57 @@ def load_pretrained(
     local_files_only: bool = False,
     **settings: Any,
 ) -> Pretrained:
-    """Load a diffusers pipeline, a single file, or a U-Net for training.
+    """Load a diffusers pipeline, a single file, or an unconditional U-Net for training.
 
-    VAE and text encoders are loaded whole on every rank, even inside ``deepspeed.zero.Init``, where
-    transformers would partition them. A VAE that overflows in half precision (``force_upcast``,
-    such as SDXL's) stays in fp32.
+    Every rank loads the whole VAE and the whole text encoders, even inside ``deepspeed.zero.Init``,
+    where transformers would partition them. A VAE that overflows in half precision
+    (``force_upcast``, such as SDXL's) stays in fp32.
 
-    With ``plan`` the trained model's weights are checked but stay in their safetensors files until
-    the plan's engine reads them, one at a time in the plan's precision. At stage 3 each rank reads
-    only its own part of each. ``Pretrained.read_weights`` reads them whole.
+    With ``plan``, the trained model's weights are checked but stay in their safetensors files until
+    the plan's engine reads them, one weight at a time, in the plan's precision. At stage 3 each
+    rank reads only its own part of each weight. Without an engine, ``Pretrained.read_weights``
+    reads all weights.
 
     Args:
         source: A folder with ``model_index.json``, the folder of an unconditional U-Net
             (``config.json``), the hub id of a pipeline, or a safetensors file. The file may hold
-            the whole model or only its U-Net or transformer, in ComfyUI's layout or that of its
-            first publication.
-        config: For a single file, which has no configuration: folder or hub id of a pipeline with
-            the same sizes. Parts missing from the file are read from there. Default: the pipeline
-            that diffusers infers from the file's keys.
-        plan: Plan for training. Without a plan all weights are read at once.
-        dtype: Dtype of the trained model: default ``"fp32"``; ``"bf16"`` for a base under adapters.
-            DeepSpeed trains in the plan's precision in either case.
+            the whole pipeline or only its U-Net or transformer, in ComfyUI's or the original
+            layout.
+        config: Folder or hub id of a pipeline whose models have the sizes of a single file, which
+            has no configuration. Parts missing from the single file are read from this pipeline.
+            Default: the pipeline that diffusers infers from the keys of the single file.
+        plan: Plan for training. Without a plan all weights are read immediately.
+        dtype: Dtype in which the trained model is loaded: default ``"fp32"``; use ``"bf16"`` for a
+            base model with adapters. DeepSpeed trains in the plan's precision whatever ``dtype``.
         quantization: A diffusers quantization configuration (``BitsAndBytesConfig``,
-            ``TorchAoConfig``) for a base under adapters. The base is read and quantized on every
-            rank. For a ControlNet it applies to the model that it steers.
-        frozen_dtype: Dtype of VAE and text encoders, and of the model that a ControlNet steers.
-        family: A custom family for an unsupported pipeline, the name of a known family
-            (``"sdxl"``), which the pipeline must match, a class as ``"module:Class"``, or
-            ``"controlnet"``. The last one trains a ControlNet of the pipeline's model, which is
-            frozen.
-        controlnet: Folder of an existing ControlNet, or the ControlNet itself; by default a new one
-            is derived from the model that it steers.
+            ``TorchAoConfig``) for a base model with adapters. Every rank reads and quantizes the
+            whole base model. With a ControlNet, the frozen model is quantized instead.
+        frozen_dtype: Dtype of the VAE, the text encoders, and the frozen model that a ControlNet
+            controls.
+        family: A custom family for an unsupported pipeline, or a family's name: a known family of
+            this pipeline (``"sdxl"``), a class as ``"module:Class"``, or ``"controlnet"``.
+            ``"controlnet"`` trains a ControlNet of the pipeline's model, and freezes that model.
+        controlnet: Folder of an existing ControlNet, or the ControlNet itself; by default a new
+            ControlNet is initialised from the pipeline's model.
         parts: ``False`` omits VAE and text encoders, which training from caches does not need.
-        text_encoders: Text encoders to train with the model, by their names in the pipeline;
-            ``True`` selects its CLIPs. ``Pretrained.model`` is then a ``TrainedParts``, and
+        text_encoders: Names in the pipeline of text encoders to train with the model; ``True``
+            selects all CLIP text encoders. ``Pretrained.model`` is then a ``TrainedParts``, and
             captions are encoded in each step.
         leave_out: Components to omit, such as ``("text_encoder_3", "tokenizer_3")`` of SD3.
         revision: Revision of the hub repository.
         variant: Variant of the weight files, such as ``"fp16"``.
         local_files_only: Do not access the hub.
-        **settings: Settings of the family: ``dropout``, ``max_sequence_length``, …
+        **settings: Settings of the family, such as ``dropout`` or ``max_sequence_length``.
 
     Returns:
         Model, family, training scheduler and the local folder.
 
     Raises:
-        InvalidValueError: There is nothing to load, or the pipeline's family is unknown. The
-            pipeline of a declared family cannot be trained (``probe``), its scheduler's noise is
-            not that of denoising diffusion, or the quantization is not available. The model's files
-            lack weights, contain others, or have other shapes.
-        MissingDependencyError: transformers is missing for text encoders, or a package for the
-            quantization.
+        InvalidValueError: ``source`` cannot be loaded, its family is unknown or fails the test of
+            ``probe``, its scheduler does not add denoising diffusion's noise, the quantization is
+            not available, or the weights' names or shapes do not match the model.
+        MissingDependencyError: transformers, which text encoders need, is not installed, or a
+            package that the quantization needs is not.
     """
     folder, single, found = _located(
         source,
@@ -376,7 +377,7 @@ def _located(
             "does not exist" if path.suffix == SUFFIX else f"is not a {SUFFIX} file",
             key="source",
             value=os.fspath(source),
-            fix=f"pass a file whose name ends with {SUFFIX}; config= applies only to such files",
+            fix=f"pass an existing {SUFFIX} file as source; without such a file, omit config=",
         )
     file, found = _single_file(path, config, skip=skip, variant=variant, options=options)
     return file.config, file, found
@@ -392,7 +393,8 @@ def _local_folder(source: str | os.PathLike[str], **options: Any) -> Path:
         return Path(DiffusionPipeline.download(str(source), **options))
     except (OSError, ValueError) as error:
         raise InvalidValueError(
-            f"is neither a folder nor a pipeline available from the hub ({first_line(error)})",
+            "is neither a local folder nor a pipeline that can be downloaded from the hub "
+            f"({first_line(error)})",
             key="source",
             value=os.fspath(source),
             fix=f"pass a folder that contains {INDEX}, or a hub id such as "
@@ -428,12 +430,12 @@ def _single_file(
             DiffusionPipeline.download(wanted, variant=variant, **others, **options)
     except (OSError, ValueError) as error:
         raise InvalidValueError(
-            f"the file does not contain model sizes, and the configuration of {wanted} is "
-            f"not available from the hub ({first_line(error)})",
+            f"the file contains no model configuration, and the configuration of {wanted} "
+            f"cannot be downloaded from the hub ({first_line(error)})",
             key="config",
             value=config,
-            fix=f"pass a downloaded folder of {wanted} with model_index.json, all other .json "
-            "and .txt files, and weights of the parts that the file lacks",
+            fix=f"pass a downloaded folder of {wanted} that contains all .json and .txt files, and "
+            "the weights of the parts that the file lacks",
         ) from error
     if config is not None:
         return file, ()
@@ -448,7 +450,7 @@ def _single_file(
 
 
 def named_family(name: str) -> type[TextToImage]:
-    """Find a family by its command-line name, class name, pipeline name, or ``module:Class``.
+    """Find a family class by its command-line name, class name, pipeline, or ``module:Class``.
 
     Raises:
         InvalidValueError: No family has this name.
@@ -483,7 +485,8 @@ def _imported_family(name: str) -> type[TextToImage]:
                 f"cannot be imported ({first_line(error)})",
                 key="family",
                 value=name,
-                fix="write the module as in an import, and the class: my_family:OvisImage",
+                fix="write the module's import name, a colon and the class name, such as "
+                "my_family:OvisImage",
             ) from error
     if not (isinstance(found, type) and issubclass(found, TextToImage)):
         raise InvalidValueError(
@@ -512,13 +515,12 @@ class _StoredPipeline:
                 f"this pipeline has no known family; supported pipelines are {', '.join(FAMILIES)}",
                 key=f"{self.folder / INDEX}: _class_name",
                 value=name,
-                fix="declare a family (docs/families.md) and pass family=; it may name a "
-                "pipeline class of your own",
+                fix="declare a family for this pipeline (docs/families.md) and pass it as family=",
             )
         return FAMILIES[name]
 
     def chosen_family(self, told: type[TextToImage] | str | None) -> type[TextToImage]:
-        """The family that was named, or the one of the pipeline, or of its ControlNets."""
+        """Return the requested family; by default the family of the pipeline."""
         if told is None or not isinstance(told, str):
             return told or self.family()
         if told != _CONTROLNET:
@@ -532,7 +534,7 @@ class _StoredPipeline:
                 f"{own.pipeline} has no declared ControlNet",
                 key="family",
                 value=told,
-                fix="pipelines with a ControlNet are "
+                fix="to train a ControlNet, load one of these pipelines: "
                 f"{', '.join(family.pipeline for family in CONTROLNETS)}",
             )
         return steering
@@ -549,7 +551,7 @@ class _StoredPipeline:
                 )
 
     def left_out(self, names: Sequence[str], needed: Sequence[str]) -> dict[str, Any]:
-        # What the pipeline was saved without must be left out in so many words.
+        # Components that the pipeline was saved without must be omitted explicitly.
         absent = [name for name, entry in self.index.items() if entry == [None, None]]
         unused = [name for name in _UNUSED if name in self.index and name not in needed]
         quiet = (
@@ -560,7 +562,7 @@ class _StoredPipeline:
     def encoders_to_train(
         self, wanted: bool | Sequence[str], leave_out: Sequence[str], *, parts: bool
     ) -> tuple[str, ...]:
-        """Names of the text encoders that are trained."""
+        """Return the names of the text encoders to train."""
         there = {
             name: str(entry[1])
             for name, entry in self.index.items()
@@ -571,7 +573,7 @@ class _StoredPipeline:
         for name in chosen:
             if name not in there or name in leave_out:
                 raise InvalidValueError(
-                    "is not a loaded text encoder",
+                    "is not a text encoder of the pipeline, or is omitted by leave_out",
                     key="text_encoders",
                     value=name,
                     fix=f"one of {', '.join(n for n in there if n not in leave_out) or 'none'}",
@@ -590,7 +592,7 @@ class _StoredPipeline:
     def encoders(
         self, names: Sequence[str], dtype: torch.dtype, variant: str | None
     ) -> dict[str, torch.nn.Module]:
-        """Text encoders that are trained, whole, on the host."""
+        """Load the text encoders to train, unpartitioned, on the host."""
         if not names:
             return {}
         self.refuse_file("text_encoders", names)
@@ -608,14 +610,14 @@ class _StoredPipeline:
         return found
 
     def refuse_file(self, key: str, value: Any) -> None:
-        """Refuse what is not trained from a single file."""
+        """Reject the option ``key`` if the model is loaded from a single file."""
         if self.single is not None:
             raise InvalidValueError(
-                "can be trained from a pipeline's folder, not from a single file",
+                "needs the folder of a pipeline; source is a single file",
                 key=key,
                 value=value,
-                fix="convert the file to a folder once: save_pretrained of the pipeline's "
-                "from_single_file",
+                fix="convert the file to a folder: load it with the pipeline's from_single_file, "
+                "then call save_pretrained",
             )
 
     def class_of(self, name: str) -> Any:
@@ -625,7 +627,7 @@ class _StoredPipeline:
             kind = component_class(*entry)
         if kind is None:
             raise InvalidValueError(
-                "the pipeline has no such model",
+                "the pipeline does not contain this model",
                 key=f"{self.folder / INDEX}: {name}",
                 value=entry,
                 fix="download the whole pipeline",
@@ -639,7 +641,7 @@ class _StoredPipeline:
         options: dict[str, Any],
         encoders: Mapping[str, torch.nn.Module],
     ) -> FrozenParts:
-        """The pipeline, with stand-ins for what is trained."""
+        """Load the pipeline, with stand-ins for the models that are trained."""
         made, single = pipeline_class(kind.pipeline), self.single
         apart = dict.fromkeys((*kind.separate_models(), *encoders))
         try:
@@ -653,17 +655,17 @@ class _StoredPipeline:
                     f"the processor of {made.__name__} reads images, for which "
                     "transformers requires torchvision",
                     key="torchvision",
-                    fix="pip install torchvision; parts=False trains from caches without it",
+                    fix="pip install torchvision, or pass parts=False to train from caches",
                 ) from error
             if single is not None and isinstance(error, OSError):
                 raise InvalidValueError(
-                    f"the file contains {listing(sorted(single.parts))} of the frozen "
-                    "parts, and the others cannot be loaded from the folder "
-                    f"({first_line(error)})",
+                    "the folder does not contain the frozen parts that the file lacks "
+                    f"({first_line(error)}); of the frozen parts, the file contains "
+                    f"{listing(sorted(single.parts))}",
                     key="config",
                     value=str(self.folder),
-                    fix="pass the folder of a whole pipeline; parts=False trains from caches "
-                    "without them",
+                    fix="pass the folder of a whole pipeline, or pass parts=False to train from "
+                    "caches",
                 ) from error
             if isinstance(error, ImportError):
                 raise MissingDependencyError(
@@ -681,7 +683,7 @@ class _StoredPipeline:
         from diffusers import DDPMScheduler, FlowMatchEulerDiscreteScheduler
 
         kind = FlowMatchEulerDiscreteScheduler if flow_matching else DDPMScheduler
-        # The stored one may be for drawing, such as Euler's; its settings are the model's.
+        # The stored scheduler may be for sampling, such as Euler's; its settings are the model's.
         try:
             config = kind.load_config(self.folder, subfolder="scheduler", local_files_only=True)
         except OSError as error:
@@ -700,7 +702,7 @@ class _StoredPipeline:
             key="scheduler",
             before=f"{stored}, flow_shift={shift:g}",
             after=f"{kind.__name__}, shift={shift:g}",
-            reason="the former only samples; training draws noise levels with the same shift",
+            reason=f"{stored} only samples; training draws noise levels with the same shift",
         )
         return kind.from_config(known | {"shift": float(shift)}), (decision,)
 
@@ -728,8 +730,8 @@ class _StoredPipeline:
                 f"{why}, so training would add noise that the model was not trained on",
                 key=f"{self.folder / 'scheduler' / 'scheduler_config.json'}: _class_name",
                 value=stored,
-                fix="train a model with a DDPM noise schedule; if this one has it, write "
-                "DDPMScheduler and its betas into the file",
+                fix="train a model with a DDPM noise schedule; if this model has such a schedule, "
+                "write DDPMScheduler and its betas into the file",
             )
         before, after = stored, "DDPMScheduler"
         reason = "both have the same noise schedule, and the latter implements the forward process"
@@ -767,7 +769,7 @@ def _freeze_unread(
                     key=f"{name}.requires_grad",
                     before="all weights",
                     after=f"all but {len(unread)}, such as {unread[0]}",
-                    reason="embeddings do not depend on them",
+                    reason="embeddings do not depend on the excluded weights",
                 )
             )
     return tuple(found)
@@ -801,7 +803,8 @@ def _spare_the_vae(parts: FrozenParts) -> tuple[Decision, ...]:
             key="vae.dtype",
             before=before,
             after="float32",
-            reason="its configuration sets force_upcast, because half precision overflows",
+            reason="the VAE's configuration sets force_upcast, because it overflows in half "
+            "precision",
         ),
     )
 
@@ -821,7 +824,7 @@ class _Loading:
     single: SingleFile | None = None
 
     def model(self, kind: Any, name: str | None = None) -> tuple[Any, tuple[Decision, ...]]:
-        """A model of this class from the folder, or from its subfolder of that name."""
+        """Load a model of class ``kind`` from the folder, or from its subfolder ``name``."""
         place = self.folder / (name or "")
         if self.dtype is not None:
             _dtype(self.dtype)
@@ -860,7 +863,7 @@ class _Loading:
                 key="model.weights",
                 before=listing(dropped),
                 after=None,
-                reason="diffusers' converter does not use them",
+                reason="diffusers' converter does not use these weights",
             )
             for dropped in [file.unused(places)]
             if dropped
@@ -872,16 +875,16 @@ class _Loading:
         return model, tuple(decisions)
 
     def bare_model(self, settings: dict[str, Any]) -> Pretrained:
-        """A U-Net without a pipeline."""
+        """Load an unconditional U-Net that belongs to no pipeline."""
         from diffusers import DDPMScheduler, UNet2DModel
 
         config = _read_json(self.folder / "config.json")
         if config.get("_class_name") != "UNet2DModel":
             raise InvalidValueError(
-                f"there is neither {INDEX} nor the config.json of a UNet2DModel",
+                f"the folder contains neither {INDEX} nor the config.json of a UNet2DModel",
                 key="source",
                 value=str(self.folder),
-                fix="pass the folder of a whole pipeline",
+                fix="pass the folder of a whole pipeline, or of a UNet2DModel",
             )
         with unpartitioned():
             model, decisions = self.model(UNet2DModel)
@@ -904,8 +907,8 @@ class _Loading:
                 "diffusers reads GGUF from single files, not from a pipeline's folder",
                 key="quantization",
                 value=told,
-                fix=f"model = diffusers.{kind.__name__}.from_single_file(FILE, "
-                "quantization_config=...), then add_lora(model)",
+                fix=f"write model = diffusers.{kind.__name__}.from_single_file(FILE, "
+                "quantization_config=...), then call add_lora(model)",
             )
         precision = "bf16" if self.plan is None else self.plan.precision
         dtype = self.dtype or (precision if precision in DTYPES else "bf16")
@@ -913,7 +916,7 @@ class _Loading:
             model = self._read_now(kind, name, _dtype(dtype), quantization_config=self.quantization)
         except ImportError as error:
             raise MissingDependencyError(
-                f"the quantization needs a package ({first_line(error)})",
+                f"this quantization needs a package that is not installed ({first_line(error)})",
                 key="quantization",
                 value=told,
                 fix="pip install 'zerotune[optimizers]', which has bitsandbytes and torchao",
@@ -924,9 +927,9 @@ class _Loading:
         return model, (
             Decision(
                 key="model.weights",
-                before="left unread in their files until the engine reads them",
-                after=f"read on every rank and quantized by {told}",
-                reason="packages quantize whole weights",
+                before="read from their files by the engine",
+                after=f"read and quantized on every rank by {told}",
+                reason="quantization packages need whole weights",
             ),
         )
 
@@ -938,10 +941,10 @@ class _Loading:
         return model, (
             Decision(
                 key="model.weights",
-                before="left unread in their files until the engine reads them",
+                before="read from their files by the engine",
                 after=f"read whole on every rank, in {chosen}",
-                reason="there is no safetensors file, and other formats cannot be read in "
-                "parts; save_pretrained writes one",
+                reason="the model has no safetensors file, and other formats cannot be read in "
+                "parts; convert the model with save_pretrained",
                 severity="warning",
             ),
         )
@@ -973,11 +976,11 @@ class _Loading:
         except (OSError, ValueError, RuntimeError) as error:
             if quantization:
                 raise InvalidValueError(
-                    f"the model cannot be read with it ({first_line(error)})",
+                    f"the model cannot be loaded with this quantization ({first_line(error)})",
                     key="quantization",
                     value=type(self.quantization).__name__,
-                    fix="diffusers quantizes with bitsandbytes on a GPU only; TorchAoConfig "
-                    "quantizes anywhere",
+                    fix="without a GPU, use TorchAoConfig, because diffusers runs bitsandbytes "
+                    "on GPUs only",
                 ) from error
             raise _not_loaded(place, error) from error
         if not quantization:
@@ -1026,14 +1029,14 @@ def _waits_in(names: str) -> Decision:
     return Decision(
         key="model.weights",
         before="read whole on every rank",
-        after=f"left unread in {names} until the engine reads them",
-        reason="a plan was given; Pretrained.read_weights() reads them whole",
+        after=f"read from {names} by the engine",
+        reason="load_pretrained received a plan; without an engine, call Pretrained.read_weights()",
     )
 
 
 @attrs.frozen(kw_only=True)
 class _Steered:
-    """A model that is frozen, and the ControlNet that steers it."""
+    """A frozen model, and the ControlNet that controls it."""
 
     loading: _Loading
     stored: _StoredPipeline
@@ -1042,7 +1045,7 @@ class _Steered:
     def read(
         self, controlnet: str | os.PathLike[str] | torch.nn.Module | None, frozen: str
     ) -> tuple[Any, Any, tuple[Decision, ...]]:
-        """The ControlNet, the model it steers in ``frozen``, and where the former is from."""
+        """Load the ControlNet, the frozen model in dtype ``frozen``, and a decision about both."""
         import diffusers
 
         trained, name = getattr(diffusers, self.kind.controlnet), str(self.kind.base_component)
@@ -1058,10 +1061,10 @@ class _Steered:
             model, _ = self._plain.model(trained, _CONTROLNET)
             origin = "the pipeline's"
         else:
-            # In the precision of the files: a copy of rounded weights would be another one.
+            # In the precision of the files: rounded weights would make a different ControlNet.
             exact = _stored_dtype(self.loading.folder / name, self.loading.variant)
             base = self._base(exact)
-            # What is no copy is drawn at random: equally on every rank and in every run.
+            # Weights that are not copied are random: the same on every rank and in every run.
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(0)
                 model = self.kind.new_controlnet(trained, base, scale=self._scale)
@@ -1084,10 +1087,10 @@ class _Steered:
             return
         if any(map(is_torchao, base.parameters())):
             raise InvalidValueError(
-                "DeepSpeed's linear layer of stage 3 does not know torchao's tensors",
+                "DeepSpeed's linear layer for stage 3 does not support torchao's tensors",
                 key="quantization",
                 value=type(self.loading.quantization).__name__,
-                fix="write zero_optimization.memory_efficient_linear = false, or quantize with "
+                fix="set zero_optimization.memory_efficient_linear to false, or quantize with "
                 "bitsandbytes (diffusers.BitsAndBytesConfig)",
             )
 
@@ -1148,21 +1151,24 @@ def _check_fit(
     for name, weight in found.items():
         if name in state and tuple(state[name].shape) != weight.tensor.shape:
             raise InvalidValueError(
-                f"its shape by the configuration is {list(state[name].shape)}",
+                f"the model's configuration requires a tensor of shape {list(state[name].shape)}",
                 key=f"{weight.file}: {name}",
                 value=list(weight.tensor.shape),
-                fix="download the model again: its configuration belongs to other weights",
+                fix="download the model again, because its configuration does not match its "
+                "weights",
             )
 
 
 def _check_weight_names(place: Path, *, missing: Sequence[str], unexpected: Sequence[str]) -> None:
-    for names, what in ((missing, "lacks weights of the model"), (unexpected, "holds others")):
+    lacks, extra = "lacks weights of the model", "contains weights that the model does not have"
+    for names, what in ((missing, lacks), (unexpected, extra)):
         if names:
             raise InvalidValueError(
                 f"{what}: {listing(list(names))}",
                 key="source",
                 value=str(place),
-                fix="download the model again: its configuration belongs to other weights",
+                fix="download the model again, because its configuration does not match its "
+                "weights",
             )
 
 
@@ -1179,7 +1185,7 @@ def _not_loaded(path: Path, error: Exception) -> InvalidValueError:
         f"cannot be loaded ({first_line(error).rstrip('.')})",
         key="source",
         value=str(path),
-        fix="download the pipeline again, or name a variant whose files exist",
+        fix="download the pipeline again, or pass a variant= whose files exist",
     )
 
 
@@ -1193,7 +1199,7 @@ def _dtype_option(dtype: torch.dtype) -> dict[str, torch.dtype]:
 def _dtype(name: str) -> torch.dtype:
     if name not in DTYPES:
         raise InvalidValueError(
-            "is not a supported precision",
+            "is not a supported dtype",
             key="dtype",
             value=name,
             fix=f"one of {', '.join(DTYPES)}",

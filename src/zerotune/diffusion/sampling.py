@@ -1,4 +1,4 @@
-"""Sample images from a model, on one rank or distributed over all ranks."""
+"""Sampling of images from a model, on one rank or distributed over all ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 def evaluating(model: Any) -> AbstractContextManager[None]:
-    """Use evaluation mode without gradients inside the block; restore the state afterwards.
+    """Switch to evaluation mode without gradients for the duration of a ``with`` block.
 
     Args:
         model: An ``Engine`` or a ``torch.nn.Module``.
@@ -50,35 +50,43 @@ def _module_evaluating(module: torch.nn.Module) -> Iterator[None]:
 
 
 class Gathering(Protocol):
-    """Processes that share the work."""
+    """Protocol: processes that exchange values."""
 
     def gather(self, value: Any) -> list[Any]:
-        """Return every rank's value, in rank order, on every rank."""
+        """Return every rank's value, in rank order, on every rank.
+
+        Args:
+            value: Value of this rank.
+        """
         ...
 
 
 class Group(Gathering, Protocol):
-    """Processes of an engine, which know their ranks and compare arguments."""
+    """Protocol: processes of an engine, which exchange and compare values."""
 
     rank: int
     world_size: int
 
     def agree(self, value: Any, what: str) -> None:
-        """Check that every rank holds the same value."""
+        """Check that every rank passes the same value.
+
+        Args:
+            value: Value of this rank.
+            what: Description of the value, for the error message.
+        """
         ...
 
 
 def shared(group: Gathering | None, purpose: str, work: Callable[[], T]) -> list[T]:
-    """Return each rank's part of some work, in rank order, on every rank.
+    """Compute this rank's part of some work, and return the parts of all ranks in rank order.
 
-    A rank that fails still takes part in the exchange, so that the others are notified and do not
-    wait. If the work itself is a collective, such as a forward pass at stage 3, the others wait in
-    it until the group's timeout.
+    If ``work`` fails on one rank, all ranks raise an error. If ``work`` fails within a collective,
+    such as a forward pass at ZeRO stage 3, the other ranks wait until the group's timeout.
 
     Args:
-        group: The processes; ``None`` means this one alone.
-        purpose: Description of the work for the message.
-        work: Computes this rank's part.
+        group: Processes that share the work; ``None`` for this process alone.
+        purpose: Description of the work, for the error message.
+        work: Function that computes this rank's part.
     """
     if group is None:
         return [work()]
@@ -104,10 +112,10 @@ def group_of(model: Any) -> Group | None:
 
 
 def equal_share(count: int, group: Group | None) -> list[int]:
-    """Return this rank's numbers below ``count``: equally many on every rank.
+    """Return this rank's share of the indices below ``count``; all shares have equal length.
 
-    At stage 3 each forward pass is a collective, so a rank without work repeats its last number;
-    duplicates are dropped.
+    Every rank needs the same number of forward passes, which are collectives at ZeRO stage 3. The
+    last shares are padded with the last index, and callers drop the duplicates.
     """
     rank, world_size = (0, 1) if group is None else (group.rank, group.world_size)
     each = math.ceil(count / world_size)
@@ -139,37 +147,36 @@ def sample(
     generator: torch.Generator | None = None,
     batch_size: int | None = None,
 ) -> torch.Tensor:
-    """Sample images through a diffusers scheduler, at every ZeRO stage.
+    """Sample images with a diffusers scheduler, at any ZeRO stage.
 
     Collective under an ``Engine`` with several ranks: every rank passes the same arguments, samples
-    its share in the same number of forward passes, and receives all images. Image ``i`` depends
-    only on the generator and ``i``, not on the number of ranks or the batch size. For EMA weights::
+    its share, and receives all images. The noise of an image does not depend on the number of ranks
+    or the batch size. To sample with EMA weights::
 
         with ema.swapped_in():
             images = sample(engine, scheduler=DDIMScheduler(), labels=labels)
 
     Args:
-        model: An ``Engine`` or a diffusers model; temporarily in evaluation mode.
-        scheduler: ``FlowMatchEulerDiscreteScheduler``, ``DDPMScheduler``, ``DDIMScheduler`` …; a
-            copy is used. Text-to-image families default to their pipeline's.
+        model: An ``Engine`` or a diffusers model, in evaluation mode during the call.
+        scheduler: Diffusers scheduler, such as ``DDIMScheduler``, which is copied. The default of a
+            text-to-image family is the scheduler of its pipeline.
         family: Family that calls the model; default ``Unconditional()``.
         prompts: Prompts for a text-to-image family; see ``TextToImage.draw``.
         negative_prompt: Negative prompt for guidance; only with prompts.
         labels: Labels (n,) for a class-conditional family.
-        count: Number of images, without labels.
-        shape: Shape (c, h, w) of a sample; default from the model's configuration. Not allowed with
-            prompts.
-        size: Height and width in pixels; default the model's native size; only with prompts.
-        frames: Frames per clip; default the pipeline's; only with prompts for a video family.
-        references: Images to edit, (n, 3, height, width) in [-1, 1], or several for each image,
-            (n, r, 3, height, width), if the family accepts them; only with prompts for an
-            editing family.
-        steps: Denoising steps.
+        count: Number of images; required without labels and prompts.
+        shape: Shape (c, h, w) of a sample, only without prompts; default from the model's
+            configuration.
+        size: Height and width in pixels, only with prompts; default the model's native size.
+        frames: Number of frames per clip, only with a video family; default the pipeline's number.
+        references: Images to edit, (n, 3, height, width) in [-1, 1], only with an editing family;
+            (n, r, 3, height, width) if the family accepts several references per image.
+        steps: Number of denoising steps.
         guidance_scale: Classifier-free guidance scale; 1 disables guidance.
-        trained_with: Scheduler of the objective, so that the pipeline's own scheduler uses the same
-            prediction type; only with prompts.
-        generator: A CPU generator in the same state on every rank; default seed 0.
-        batch_size: Images per forward pass and rank; default all at once.
+        trained_with: Scheduler of the objective, only with prompts; the pipeline's scheduler gets
+            the same prediction type.
+        generator: CPU generator in the same state on every rank; default a generator with seed 0.
+        batch_size: Number of images per forward pass and rank; default all images of the rank.
 
     Returns:
         fp32 images on the CPU, (n, c, h, w), or clips (n, c, frames, h, w), nominally in [-1, 1],
@@ -280,10 +287,10 @@ class _Loop:
         unknown = self.family.without_condition(conditioning)
         if unknown is None:
             raise InvalidValueError(
-                "guidance needs a model that was also trained unconditionally",
+                "requires a model that was also trained without labels",
                 key="guidance_scale",
                 value=self.guidance_scale,
-                fix="train with ClassConditional(null_label=..., dropout=0.1), or use 1.0",
+                fix="train with ClassConditional(null_label=..., dropout=0.1), or pass 1.0",
             )
         return unknown
 
@@ -311,7 +318,7 @@ def _from_prompts(model: Denoiser, family: Family, request: Drawing) -> _Draw:
             f"{type(family).__name__} does not accept prompts",
             key="prompts",
             value=request.prompts[0],
-            fix="pass labels= or count=, or a text-to-image family",
+            fix="pass labels= or count= instead, or pass a text-to-image family",
         )
 
     def draw(picked: list[int]) -> torch.Tensor:
@@ -341,7 +348,7 @@ def _new_loop(
             "no scheduler is given",
             key="scheduler",
             value=None,
-            fix="pass the objective's scheduler, or another diffusers scheduler",
+            fix="pass a diffusers scheduler, such as the objective's",
         )
     return _Loop(
         model=model, family=family, scheduler=scheduler, shape=shape or shape_of(model), **settings
@@ -349,7 +356,7 @@ def _new_loop(
 
 
 def shape_of(model: Any) -> tuple[int, int, int]:
-    """Return (c, h, w) of a sample from a diffusers model's configuration."""
+    """Return the shape (c, h, w) of a sample from a diffusers model's configuration."""
     module = getattr(model, "module", model)
     config = getattr(module, "config", {})
     size, channels = config.get("sample_size"), config.get("in_channels")
@@ -379,10 +386,10 @@ def _count_images(
     wanted = count if listed is None else len(listed)
     if wanted is None or wanted < 1:
         raise InvalidValueError(
-            "there is nothing to sample",
+            "no images are requested",
             key="count",
             value=wanted,
-            fix="pass prompts=, labels= or count=",
+            fix="pass prompts=, labels= or count= with at least one image",
         )
     return wanted
 

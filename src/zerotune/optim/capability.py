@@ -493,7 +493,7 @@ def capability_of(
 
 
 def missing_package(entry: OptimizerEntry, situation: Situation) -> str | None:
-    """Return the missing optional package that ``entry`` needs, or ``None``."""
+    """Return the optional package that ``entry`` needs and ``situation`` lacks, or ``None``."""
     if entry.package is None or situation.packages is None:
         return None
     package = entry.package.partition(".")[0]

@@ -1,11 +1,11 @@
 # ruff: noqa: RUF009  (`setting` and `extra_keys` return attrs.field, as RUF009 cannot see)
-"""What a plan consists of: settings, sections, facts, choices, and the plan itself.
+"""The parts of a plan: settings, sections, facts, choices, and the plan itself.
 
-From the bottom up: the *kinds* of settings, how sections are declared and read, the keys that
-DeepSpeed knows beyond them, old spellings, the sections, what is known of the model and of the
-run, and at the end ``DeepSpeedPlan`` (what the user wants) and ``ResolvedPlan`` (what will run).
-Reading, writing, checking, resolving and the rest are modules above this one. The two plans have
-them as methods, each of which imports its module when it is called.
+The module defines, from the bottom up: the *kinds* of settings, the declaration and reading of
+sections, the DeepSpeed keys that zerotune passes through, old spellings, the sections, facts about
+the model and the run, ``DeepSpeedPlan`` (what the user wants) and ``ResolvedPlan`` (what will run).
+Other modules read, write, check and resolve plans. Both plan classes offer these actions as
+methods, and each method imports its module when it is called.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ Reading = tuple[Any, "str | None"]
 
 
 class Kind(ABC):
-    """What a setting may hold."""
+    """The type of a setting: checks a value, and reads it from what a file contains."""
 
     __slots__ = ()
 
@@ -94,7 +94,7 @@ class Kind(ABC):
         """Bring what was written into canonical form."""
 
     def read_into(self, log: Log, value: Any, key: str) -> Any:
-        """``read``, with a decision about each change."""
+        """Read ``value`` like ``read``, and log a decision for each change."""
         refuse_template(self, value, key)
         if value is None and getattr(self, "null", None) is None:
             log.decide(
@@ -114,7 +114,7 @@ def is_auto(value: object) -> bool:
 
 @attrs.frozen(kw_only=True)
 class _OrAuto(Kind):
-    """A kind whose settings may be left to zerotune."""
+    """A kind that may accept ``"auto"``, which leaves the value to zerotune."""
 
     auto: bool = True
     """Whether ``"auto"`` is a value."""
@@ -136,9 +136,9 @@ class Number(_OrAuto):
     minimum: float = 0.0
     maximum: float = math.inf
     above: float | None = None
-    """A lower bound that is refused itself."""
+    """Exclusive lower bound."""
     below: float | None = None
-    """An upper bound that is refused itself."""
+    """Exclusive upper bound."""
     remark: str = ""
     """An explanation of a value with an unexpected meaning."""
 
@@ -161,7 +161,7 @@ class Number(_OrAuto):
 
     @property
     def words(self) -> str:
-        """What it may be, as in "a number of at least 0 and less than 1"."""
+        """The allowed values in words, as in "a number of at least 0 and less than 1"."""
         remark = f" ({self.remark})" if self.remark else ""
         return f"a number{self._bounds()}{remark}"
 
@@ -188,7 +188,7 @@ def _bound(words: str, bound: float | None) -> str:
 
 @attrs.frozen(kw_only=True)
 class Real(Number):
-    """A number that always comes out as a ``float``."""
+    """A number that is always read as a ``float``."""
 
     def read(self, value: Any, key: str) -> Reading:
         """Accept whole numbers and numbers in strings."""
@@ -225,24 +225,24 @@ class Integer(Number):
 
     @property
     def words(self) -> str:
-        """What it may be, as in "an integer of at least 1"."""
+        """The allowed values in words, as in "an integer of at least 1"."""
         return f"an integer{self._bounds()}"
 
 
 @attrs.frozen(kw_only=True)
 class Numbers(Kind):
-    """A fixed number of numbers."""
+    """A tuple of numbers with a fixed length."""
 
     each: Number
     length: int
 
     def check(self, value: Any, key: str) -> None:
-        """Accept a tuple whose elements ``each`` accepts."""
+        """Accept a tuple of valid numbers with the right length."""
         if not isinstance(value, tuple) or self._elements(value, key) != value:
             raise self._refused(value, key)
 
     def read(self, value: Any, key: str) -> Reading:
-        """Accept any sequence of what ``each`` reads."""
+        """Accept any sequence of readable numbers with the right length."""
         return self._elements(value, key), None
 
     def _elements(self, value: Any, key: str) -> tuple[Any, ...]:
@@ -269,7 +269,7 @@ class Boolean(_OrAuto):
     """``true`` or ``false``, or ``"auto"``."""
 
     words: Mapping[str, bool] = _WORDS
-    """What else may stand for the two."""
+    """Other spellings, and the value of each."""
 
     def check(self, value: Any, key: str) -> None:
         """Accept a ``bool``, or ``"auto"`` where allowed."""
@@ -278,7 +278,7 @@ class Boolean(_OrAuto):
         raise self._refused("must be true or false", key, value, "true or false without quotes")
 
     def read(self, value: Any, key: str) -> Reading:
-        """Accept the words, and ``0`` and ``1`` where they are among them."""
+        """Accept other spellings, such as ``"yes"``, ``"off"`` or ``1``."""
         if isinstance(value, bool):
             return value, None
         automatic = self._read_auto(value)
@@ -286,21 +286,21 @@ class Boolean(_OrAuto):
             return automatic
         word = str(value).strip().lower() if isinstance(value, str) or value in (0, 1) else ""
         if word in self.words:
-            return self.words[word], "true or false written in another way"
+            return self.words[word], "a different spelling of true or false"
         raise self._refused("must be true or false", key, value, "true or false without quotes")
 
 
 @attrs.frozen(kw_only=True)
 class Choice(Kind):
-    """One of a few words."""
+    """One word of a fixed list."""
 
     choices: tuple[str, ...]
     synonyms: Mapping[str, str] = attrs.field(factory=dict)
     """Lower-case word to the choice it means."""
     null: str | None = None
-    """What a written ``null`` means; ``None``: not written."""
+    """Choice that a written ``null`` stands for; ``None``: ``null`` leaves the key unset."""
     unoffered: tuple[str, ...] = ()
-    """Choices that are understood, to be refused with better words, and not offered."""
+    """Choices that are read, rejected later with a specific message, and never suggested."""
 
     def check(self, value: Any, key: str) -> None:
         """Accept exactly one of the choices."""
@@ -310,7 +310,7 @@ class Choice(Kind):
             )
 
     def read(self, value: Any, key: str) -> Reading:
-        """Accept any case and the synonyms."""
+        """Accept upper and lower case, and synonyms."""
         if value is None and self.null is not None:
             return self.null, f"null means {self.null!r} here"
         word = value.strip().lower() if isinstance(value, str) else value
@@ -334,7 +334,7 @@ class Text(Kind):
     empty: bool = False
 
     def check(self, value: Any, key: str) -> None:
-        """Accept a string; an empty one only where allowed."""
+        """Accept a string; accept an empty string only if ``empty`` is set."""
         if not isinstance(value, str):
             raise InvalidValueError("must be text", key=key, value=value, fix="write a string")
         if not self.empty and not value.strip():
@@ -364,7 +364,7 @@ class Folder(Kind):
         check_letters(value, key)
 
     def read(self, value: Any, key: str) -> Reading:
-        """Accept path objects; an empty path or ``"none"`` means not given."""
+        """Accept path objects; read an empty path or ``"none"`` as an unset key."""
         if isinstance(value, os.PathLike):
             return str(os.fspath(value)), None
         if isinstance(value, str) and value.strip().lower() in {"", "none", "null"}:
@@ -375,10 +375,10 @@ class Folder(Kind):
 
 @attrs.frozen(kw_only=True)
 class Free(Kind):
-    """A JSON object that zerotune does not look into."""
+    """A JSON object whose keys zerotune does not check."""
 
     def check(self, value: Any, key: str) -> None:
-        """Accept a mapping that JSON can hold."""
+        """Accept a mapping that JSON can represent."""
         if not isinstance(value, Mapping):
             raise InvalidValueError(
                 "must be an object", key=key, value=value, fix='write {"name": value, …}'
@@ -393,7 +393,7 @@ class Free(Kind):
 
 @attrs.frozen
 class Anything(Kind):
-    """Whatever is written, passed on as it is."""
+    """Any value, passed on unchanged."""
 
     def check(self, value: Any, key: str) -> None:
         """Accept everything."""
@@ -404,7 +404,7 @@ class Anything(Kind):
 
 
 def check_json(value: Any, key: str) -> None:
-    """Raise ``InvalidValueError`` unless JSON can hold ``value`` and give it back."""
+    """Raise ``InvalidValueError`` unless ``value`` survives a round trip through JSON."""
     left = [_MOST_VALUES]
     _check_json(value, key, (), left)
 
@@ -445,7 +445,7 @@ def _check_json(value: Any, key: str, path: tuple[str | int, ...], left: list[in
 
 
 def _is_json_scalar(value: Any) -> bool:
-    """Whether JSON can hold ``value``, for what most of a long list is."""
+    """Whether ``value`` is a scalar that JSON can represent; fast for long lists."""
     kind = type(value)
     if kind is str:
         return bool(value.isascii())
@@ -457,7 +457,7 @@ def _is_json_scalar(value: Any) -> bool:
 
 
 def copied(value: Any) -> Any:
-    """A deep copy of what JSON can hold."""
+    """Return a deep copy of a JSON value."""
     if type(value) is list:
         return [each if type(each) in _SCALARS else copied(each) for each in value]
     if isinstance(value, dict):
@@ -468,7 +468,7 @@ def copied(value: Any) -> Any:
 
 
 def check_letters(text: str, key: str) -> None:
-    """Raise ``InvalidValueError`` for half of a surrogate pair, which no file can hold."""
+    """Raise ``InvalidValueError`` if ``text`` contains an unpaired surrogate."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -498,7 +498,7 @@ def _place_of(key: str, path: tuple[str | int, ...]) -> str:
 
 _SCALARS: Final = frozenset({str, int, float, bool, type(None)})
 _MOST_VALUES: Final = 2**22
-"""Those of 10 MB of JSON; more is what references to references make."""
+"""Values in 10 MB of JSON. Only nested YAML references expand to more."""
 _DEEPEST_NESTING = 50
 
 
@@ -509,9 +509,9 @@ SectionT = TypeVar("SectionT", bound="Section")
 
 
 class Section:
-    """Base of the frozen sections of a plan.
+    """Base class of the frozen sections of a plan.
 
-    Attribute names are DeepSpeed's own key names; ``None`` means "not written".
+    Attribute names are DeepSpeed's key names; ``None`` means that a key is not set.
     """
 
     __slots__ = ()
@@ -519,10 +519,10 @@ class Section:
     aliases: ClassVar[Mapping[str, str]] = {}
     """Other spellings of modelled keys."""
     passed_through: ClassVar[frozenset[str]] = frozenset()
-    """Keys that DeepSpeed knows and zerotune keeps in ``extra`` without looking at them."""
+    """Keys that DeepSpeed knows and zerotune keeps unchecked in ``extra``."""
 
     def to_dict(self) -> dict[str, Any]:
-        """What is written, as DeepSpeed's JSON spells it; a fresh, deep copy."""
+        """Return the keys that are set as a new dict in DeepSpeed's spelling."""
         written: dict[str, Any] = {}
         for attribute in modelled(type(self)):
             value = getattr(self, attribute.name)
@@ -537,7 +537,7 @@ class Section:
 
 
 def setting(kind: Kind) -> Any:
-    """Declare a modelled key of a section; unset by default."""
+    """Declare a key of a section that zerotune models; the default is unset."""
     eq = comparable if isinstance(kind, Nested) else True
 
     def check(_section: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
@@ -548,7 +548,7 @@ def setting(kind: Kind) -> Any:
 
 
 def comparable(section: Section | None) -> Section | None:
-    """A section as comparisons see it: an empty one says as little as none at all."""
+    """Return a section for comparison; an empty section counts as ``None``."""
     return None if section is None or section == type(section)() else section
 
 
@@ -558,26 +558,25 @@ def extra_keys() -> Any:
 
 
 def modelled(cls: type[Section]) -> list[attrs.Attribute[Any]]:
-    """The modelled keys of a section class, in writing order."""
+    """Return the fields of ``cls`` that are keys of the configuration, in writing order."""
     fields: tuple[attrs.Attribute[Any], ...] = attrs.fields(cls)  # type: ignore[arg-type]
     return [attribute for attribute in fields if "kind" in attribute.metadata]
 
 
 def evolved(section: SectionT, **changes: Any) -> SectionT:
-    """``attrs.evolve`` for any section class; every check runs again."""
+    """Return a section with changed attributes; every check runs again."""
     return attrs.evolve(section, **changes)  # type: ignore[misc]
 
 
 def as_tuple(values: Iterable[Any]) -> tuple[Any, ...]:
-    """Converter of fields that hold several values."""
+    """Convert the values of a field to a tuple."""
     return tuple(values)
 
 
 class _Kept(Mapping[str, Any]):
-    """Keys a section keeps: looked at and copied once, however often the section is evolved.
+    """Unmodelled keys of a section: checked and copied once, however often the section is evolved.
 
-    Sections share it, so nobody is given what could be changed in place: containers inside come
-    as copies.
+    Several sections share one instance, so access returns copies of containers.
     """
 
     __slots__ = ("_own",)
@@ -623,13 +622,13 @@ def _check_extra(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> 
 
 @attrs.frozen
 class Nested(Kind):
-    """A kind whose values are sections of ``cls``."""
+    """A nested section of class ``cls``."""
 
     cls: type[Section]
     before: Callable[[dict[str, Any], str, Log], dict[str, Any]] | None = None
     """Rewrites the raw section before it is read."""
     without: Mapping[str, str] = attrs.field(factory=dict)
-    """Keys of the section class that do not exist at this place, and where they do."""
+    """Keys of the section class that are invalid here, and the section they belong to."""
 
     def check(self, value: Any, key: str) -> None:
         """Accept an instance of the section class."""
@@ -650,7 +649,7 @@ class Nested(Kind):
         return log.whole(lambda: read_section(self.cls, value, key=key, log=log)), None
 
     def read_into(self, log: Log, value: Any, key: str) -> Any:
-        """Read a section, and record what is changed in it."""
+        """Read a section, and record every change to it."""
         if not isinstance(value, Mapping):
             return super().read_into(log, value, key)
         if self.before is not None:
@@ -663,15 +662,15 @@ class Nested(Kind):
 
 
 def read_section(cls: type[SectionT], raw: Any, *, key: str, log: Log) -> SectionT:
-    """Build a section from what was written, recording every change to it.
+    """Build a section from a raw mapping, and record every change to it.
 
-    A mistake is recorded, and what is wrong is ``"auto"`` or not there.
+    A mistake is recorded in ``log``, and its value becomes ``"auto"`` or unset.
 
     Args:
         cls: The section class.
-        raw: What was written; must be a mapping.
+        raw: The section as parsed from a file; must be a mapping.
         key: Path of the section (``"zero_optimization"``); ``""`` for the whole plan.
-        log: Receives mistakes, and one decision per normalised value.
+        log: Log that receives mistakes, and one decision per normalised value.
     """
     _require_object(raw, key)
     kinds = {attribute.name: attribute.metadata["kind"] for attribute in modelled(cls)}
@@ -710,16 +709,16 @@ def _require_object(raw: Any, key: str) -> None:
 
 
 def join(prefix: str, name: str) -> str:
-    """The path of ``name`` inside ``prefix``."""
+    """Return the path of the key ``name`` inside the section ``prefix``."""
     return f"{prefix}.{name}" if prefix else name
 
 
 def passed_paths(plan: DeepSpeedPlan, *, unknown: bool = False) -> frozenset[str]:
-    """Paths of all keys a plan passes through, so that reading it again lets them pass too.
+    """Return the paths of all keys in ``extra``, to accept them when the plan is read again.
 
     Args:
         plan: The plan.
-        unknown: Only those that are refused where ``also_known`` does not name them.
+        unknown: Whether to return only keys that reading rejects unless ``also_known`` names them.
     """
     sections: list[tuple[Section, str]] = [(plan, "")]
     sections += [(plan.launch, "launch")] if plan.launch else []
@@ -737,7 +736,7 @@ def passed_paths(plan: DeepSpeedPlan, *, unknown: bool = False) -> frozenset[str
 
 
 def unknown_key(name: str, value: Any, path: str, known: Collection[str]) -> UnknownKeyError:
-    """The error for an unknown key, with the nearest known ones."""
+    """Return the error for an unknown key; it suggests the most similar known keys."""
     guesses = did_you_mean(name, sorted(known), count=2, by=str.lower)
     at_top = _BELONG_BELOW.get(name) if path == name else None
     of_zero = {each.name for each in modelled(ZeroSection)} | ZeroSection.aliases.keys()
@@ -751,7 +750,7 @@ def unknown_key(name: str, value: Any, path: str, known: Collection[str]) -> Unk
 
 
 def misplaced_key(path: str, value: Any, place: str) -> UnknownKeyError:
-    """The error for a key that belongs to another section."""
+    """Return the error for a key that belongs to a different section."""
     return UnknownKeyError(
         "DeepSpeed rejects this key here", key=path, value=value, fix=f"it belongs to {place}"
     )
@@ -770,7 +769,7 @@ _BELONG_BELOW = {
     "zero_stage": "'zero_optimization.stage'",
     "mixed_precision": "'bf16' or 'fp16', as in \"bf16\": {\"enabled\": true}",
 }
-"""Keys written at the top level, and where they belong, beside those of ``zero_optimization``."""
+"""Keys wrongly written at the top level, and their right place; see also ``ZeroSection``."""
 
 
 def _canonical_key(
@@ -800,7 +799,7 @@ def _canonical_key(
 
 
 def refuse_template(kind: Kind, value: Any, key: str) -> None:
-    """Raise ``InvalidValueError`` for a placeholder that was not filled in."""
+    """Raise ``InvalidValueError`` if ``value`` is an unfilled template placeholder."""
     if not isinstance(value, str) or len(value) > _LONGEST_TEMPLATE:
         return
     inside = _IN_A_PATH.search(value) if isinstance(kind, Folder) else None
@@ -819,7 +818,7 @@ _TEMPLATE: Final = re.compile(
     re.DOTALL,
 )
 _IN_A_PATH: Final = re.compile(r"\{\{|\$\{|\$[A-Za-z_]|%[A-Za-z_]\w*%|<[A-Za-z_][^<>/]*>")
-"""Nobody fills in variables of a shell there: a folder of that very name would be made."""
+"""No shell expands variables in a path: a folder with that literal name would be created."""
 
 
 def _passes_through(cls: type[Section], name: str, path: str, also_known: Collection[str]) -> bool:
@@ -1026,7 +1025,7 @@ _GATHER_ALIASES: Final = tuple(name for name, key in ZERO_ALIASES.items() if key
 
 
 def normalise_top_level(raw: Mapping[str, Any], log: Log) -> dict[str, Any]:
-    """Translate what can only be seen from the top level; the rest is in ``legacy_zero``."""
+    """Translate old keys and short forms at the top level; ``legacy_zero`` does the others."""
     return _Translating(section=dict(raw), path="", log=log).top_level()
 
 
@@ -1037,7 +1036,7 @@ def legacy_zero(section: dict[str, Any], path: str, log: Log) -> dict[str, Any]:
 
 @attrs.define(kw_only=True)
 class _Translating:
-    """A section as it was written, while old keys and short forms in it are translated."""
+    """Translation of old keys and short forms in one section."""
 
     section: dict[str, Any]
     path: str
@@ -1053,7 +1052,7 @@ class _Translating:
                 key="steps_per_print",
                 before="inf",
                 after=_LARGEST_INTEGER,
-                reason="accelerate's value for never; DeepSpeed requires an integer here",
+                reason="accelerate writes inf for never, but DeepSpeed requires an integer",
             )
         for key, member in _SHORTHANDS.items():
             value = section.get(key)
@@ -1102,12 +1101,12 @@ class _Translating:
             key="zero_optimization",
             before=value,
             after=inner,
-            reason="the old boolean form; DeepSpeed treats true as stage 1",
+            reason="zero_optimization is a boolean, an old form in which true means stage 1",
             severity="warning",
         )
 
     def _saved_whole(self) -> None:
-        """Accelerate's name of a ZeRO key, which SimpleTuner's page writes at the top level."""
+        """Translate accelerate's name of a ZeRO key, as in SimpleTuner's documentation."""
         value = self.section.get(_SAVED_WHOLE)
         zero = self.section.get("zero_optimization", {})
         if _SAVED_WHOLE not in self.section or not isinstance(zero, Mapping):
@@ -1116,7 +1115,8 @@ class _Translating:
         del self.section[_SAVED_WHOLE]
         if any(each != value for each in written.values()):
             raise PlanConflictError(
-                f"is also set as {next(iter(written))!r} in zero_optimization, with another value",
+                f"is also set as {next(iter(written))!r} in zero_optimization, to a "
+                "different value",
                 key=_SAVED_WHOLE,
                 value=value,
                 fix=f"keep {_GATHER!r} in zero_optimization",
@@ -1126,7 +1126,7 @@ class _Translating:
             key=_SAVED_WHOLE,
             before=value,
             after=f"zero_optimization.{_GATHER} = {value}",
-            reason="accelerate's name for this key, which DeepSpeed does not know",
+            reason="this is accelerate's name for the key; DeepSpeed does not know it",
         )
 
     def _offload_shorthand(self, key: str) -> None:
@@ -1149,10 +1149,10 @@ class _Translating:
         device = current.get("device") if isinstance(current, Mapping) else None
         if enabled and current is not None and device != "cpu":
             raise PlanConflictError(
-                f"requests CPU offload, but {modern} is also set, to {device!r}",
+                f"requests CPU offload, but {modern} sets the device {device!r}",
                 key=f"{self.path}.{key}",
                 value=value,
-                fix=f"remove {key}; DeepSpeed uses {modern}",
+                fix=f"remove {key}, and set the device in {modern}",
             )
         if enabled and current is None:
             self.section[modern] = {"device": "cpu"}
@@ -1160,7 +1160,7 @@ class _Translating:
             key=f"{self.path}.{key}",
             before=value,
             after=f'{modern} = {{"device": "cpu"}}' if enabled else None,
-            reason=f"deprecated; DeepSpeed replaced it by {modern}",
+            reason=f"the key is deprecated; DeepSpeed replaced it with {modern}",
             severity="warning",
         )
 
@@ -1176,7 +1176,7 @@ class _Translating:
             key=f"{self.path}.{key}",
             before=value,
             after="pin_memory of the offload sections",
-            reason="deprecated; DeepSpeed ignores it in favour of pin_memory",
+            reason="the key is deprecated; DeepSpeed reads pin_memory instead",
             severity="warning",
         )
 
@@ -1216,7 +1216,7 @@ PRECISION_SYNONYMS = {
 
 @attrs.frozen(kw_only=True)
 class OffloadSection(Section):
-    """``offload_param`` or ``offload_optimizer``: where a partition waits while not in use."""
+    """``offload_param`` or ``offload_optimizer``: where a partition is stored between uses."""
 
     passed_through: ClassVar[frozenset[str]] = OFFLOAD
 
@@ -1246,27 +1246,27 @@ class OffloadSection(Section):
 
 
 def pins(section: OffloadSection | None) -> bool:
-    """Whether this offload uses page-locked buffers; false while that is undecided."""
+    """Whether this offload uses page-locked buffers; ``"auto"`` counts as false."""
     return section is not None and section.pin_memory is True
 
 
 @attrs.frozen(kw_only=True)
 class ZeroSection(Section):
-    """``zero_optimization``: what is partitioned over the ranks, and how it travels."""
+    """``zero_optimization``: what is partitioned over the ranks, and how ranks communicate it."""
 
     passed_through: ClassVar[frozenset[str]] = ZERO
     aliases: ClassVar[Mapping[str, str]] = ZERO_ALIASES
 
     stage: int | Auto | None = setting(Integer(maximum=3))
-    """0 nothing, 1 optimizer states, 2 and gradients, 3 and parameters are partitioned."""
+    """Partitioned: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters."""
     offload_param: OffloadSection | None = setting(
         Nested(OffloadSection, without=dict.fromkeys(_OPTIMIZER_ONLY, "offload_optimizer"))
     )
-    """Where parameters wait; stage 3 only."""
+    """Where parameters are stored between uses; stage 3 only."""
     offload_optimizer: OffloadSection | None = setting(
         Nested(OffloadSection, without=dict.fromkeys(_PARAM_ONLY, "offload_param"))
     )
-    """Where optimizer states and master weights live, and the CPU that updates them."""
+    """Where optimizer states and master weights are stored and updated."""
     overlap_comm: bool | Auto | None = setting(Boolean())
     """Reduce gradients on a second stream during the backward pass; doubles the bucket."""
     contiguous_gradients: bool | Auto | None = setting(Boolean())
@@ -1296,9 +1296,9 @@ class ZeroSection(Section):
     stage3_param_persistence_threshold: int | Auto | None = setting(Integer())
     """Parameters of at most this many elements are never partitioned."""
     stage3_model_persistence_threshold: int | Auto | None = setting(Integer())
-    """Most elements of all unpartitioned parameters together."""
+    """Maximum elements of all unpartitioned parameters together."""
     stage3_max_live_parameters: int | Auto | None = setting(Integer())
-    """Most elements resident in full at a time."""
+    """Maximum gathered elements at a time."""
     stage3_max_reuse_distance: int | Auto | None = setting(Integer())
     """Keep a parameter that is used again within this many elements."""
     stage3_gather_16bit_weights_on_model_save: bool | Auto | None = setting(Boolean())
@@ -1363,12 +1363,12 @@ class Fp16Section(Section):
 
 
 FP16_BESIDE: Final = Fp16Section(auto_cast=True)
-"""The section accelerate makes of a ``mixed_precision`` beside a configuration without one."""
+"""Section that accelerate adds for ``mixed_precision`` if the configuration sets none."""
 
 
 @attrs.frozen(kw_only=True)
 class OptimizerSection(Section):
-    """``optimizer`` as written; ``zerotune.optim`` decides what it becomes."""
+    """``optimizer`` as written; ``zerotune.optim`` resolves it."""
 
     passed_through: ClassVar[frozenset[str]] = OPTIMIZER
     aliases: ClassVar[Mapping[str, str]] = {"name": "type", "parameters": "params"}
@@ -1381,7 +1381,7 @@ class OptimizerSection(Section):
 
 @attrs.frozen(kw_only=True)
 class SchedulerSection(Section):
-    """``scheduler`` as written; ``zerotune.optim`` decides what it becomes."""
+    """``scheduler`` as written; ``zerotune.optim`` resolves it."""
 
     aliases: ClassVar[Mapping[str, str]] = {"name": "type", "parameters": "params"}
 
@@ -1415,7 +1415,7 @@ class AioSection(Section):
 
 @attrs.frozen(kw_only=True)
 class LaunchSection(Section):
-    """What an accelerate YAML or a trainer's configuration adds; never sent to DeepSpeed."""
+    """Settings of an accelerate YAML or a trainer's configuration; never sent to DeepSpeed."""
 
     passed_through: ClassVar[frozenset[str]] = LAUNCH
     aliases: ClassVar[Mapping[str, str]] = {"max_grad_norm": "gradient_clipping"}
@@ -1426,9 +1426,9 @@ class LaunchSection(Section):
             choices=(*PRECISIONS, "fp8", "auto"), synonyms=PRECISION_SYNONYMS, unoffered=("fp8",)
         )
     )
-    """Precision asked from the launcher; fills ``"auto"``."""
+    """Precision that the launcher's file requests; replaces ``"auto"``."""
     num_processes: int | None = setting(Integer(minimum=-1, auto=False))
-    """World size asked from the launcher."""
+    """World size that the launcher's file requests."""
     num_machines: int | None = setting(Integer(minimum=1, auto=False))
     machine_rank: int | None = setting(Integer(auto=False))
     main_process_ip: str | None = setting(Text(empty=True))
@@ -1440,11 +1440,11 @@ class LaunchSection(Section):
     zero3_init_flag: bool | None = setting(Boolean(auto=False))
     """Build the model inside ``deepspeed.zero.Init``; stage 3 only."""
     deepspeed_config_file: str | None = setting(Text())
-    """The file the plan was really read from."""
+    """File that contains the DeepSpeed configuration."""
     offload_param_path: str | None = setting(Folder())
-    """Swap root for parameters, before DeepSpeed's own ``nvme_path``."""
+    """Swap folder for parameters; takes precedence over DeepSpeed's ``nvme_path``."""
     offload_optimizer_path: str | None = setting(Folder())
-    """Swap root for optimizer states, where they go elsewhere."""
+    """Swap folder for optimizer states, if it differs from that for parameters."""
     deepspeed_moe_layer_cls_names: str | None = setting(Text(empty=True))
     extra: Mapping[str, Any] = extra_keys()
 
@@ -1454,7 +1454,7 @@ class LaunchSection(Section):
 
 @attrs.frozen(kw_only=True)
 class ParameterFacts:
-    """One parameter of a model."""
+    """Name, shape and storage of one parameter of a model."""
 
     name: str
     """Dotted name as ``named_parameters()`` gives it."""
@@ -1463,28 +1463,28 @@ class ParameterFacts:
     trainable: bool = True
     """Whether it requires a gradient."""
     storage: str | None = None
-    """What a quantized weight is kept in, whatever the plan's precision: ``"nf4"``, ``"int8"``, …;
-    ``None``: the plan's."""
+    """Storage dtype of a quantized weight, such as ``"nf4"`` or ``"int8"``; ``None``: the plan's
+    precision."""
     stored_bytes: int | None = None
-    """What it takes then, with the constants it is scaled by."""
+    """Bytes of a quantized weight, including its scales."""
 
     @cached_property
     def numel(self) -> int:
-        """Number of elements, also of a quantized weight; 1 for a 0-d parameter."""
+        """Number of elements of the unquantized weight; 1 for a 0-d parameter."""
         return math.prod(self.shape)
 
     def nbytes(self, element_bytes: int) -> int:
-        """What it takes, in elements of so many bytes where it is not quantized."""
+        """Return the bytes of the parameter; ``element_bytes`` is ignored if it is quantized."""
         return element_bytes * self.numel if self.stored_bytes is None else self.stored_bytes
 
     def quantized(self, storage: str) -> ParameterFacts:
-        """The same weight, frozen and kept in one of ``STORAGES``."""
+        """Return the same weight, frozen and quantized to one of ``STORAGES``."""
         per_element, per_row = STORAGES[storage]
         taken = math.ceil(per_element * self.numel + per_row * (self.shape[0] if self.shape else 1))
         return attrs.evolve(self, trainable=False, storage=storage, stored_bytes=taken)
 
     def adapter(self, *, rank: int, ends: tuple[str, ...]) -> Iterator[ParameterFacts]:
-        """The two factors beside a layer's weight, as peft makes them; nothing of other layers."""
+        """Yield the two LoRA factors of this weight, as in peft; none if no target matches."""
         layer, _, kind = self.name.rpartition(".")
         named = any(layer == end or layer.endswith(f".{end}") for end in ends)
         if kind != "weight" or not named or len(self.shape) < 2:
@@ -1496,7 +1496,7 @@ class ParameterFacts:
 
     @classmethod
     def of(cls, name: str, parameter: Any) -> ParameterFacts:
-        """Those of any kind: plain, partitioned, bitsandbytes', torchao's or GGUF's."""
+        """Read the facts of a parameter: plain, partitioned or quantized."""
         shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
         facts = cls(name=name, shape=shape, trainable=bool(parameter.requires_grad))
         kind = type(parameter)
@@ -1524,7 +1524,7 @@ class ParameterFacts:
     def _kept(
         self, storage: str, shape: Iterable[int], beside: Iterable[Any], packed: Any
     ) -> ParameterFacts:
-        """Facts of a weight of this shape: its packed elements, and the tensors beside them."""
+        """Facts of a quantized weight of this shape, with the bytes of its elements and scales."""
         taken = sum(int(each.nbytes) for each in beside)
         if packed is not None:
             taken += int(getattr(packed, "ds_numel", packed.numel())) * packed.element_size()
@@ -1559,25 +1559,25 @@ SMALLEST_OFFLOADED: Final = 2**20
 class ActivationCost:
     """Peak bytes of activations and temporaries of one forward and backward pass.
 
-    At any one moment of a pass they are linear in the batch and in its pixels, which holds for
-    convolutions and for attention that never stores its matrix
-    (``scaled_dot_product_attention``); which moment needs most depends on the size.
+    At each moment of a pass these bytes are linear in batch size and pixels. This assumes
+    convolutions, and attention that never stores its matrix (``scaled_dot_product_attention``). The
+    batch size and resolution decide which moment has the peak.
     """
 
     base: float
-    """Bytes whatever the batch: gradients on their way out of the backward pass."""
+    """Bytes that do not depend on the batch: gradients of the backward pass."""
     per_sample: float
-    """Bytes per sample whatever its size: text tokens and embeddings."""
+    """Bytes per sample at any resolution: text tokens and embeddings."""
     per_pixel: float
-    """Bytes per pixel of the image, not of the latent; of clips, of ``ModelFacts.positions``."""
+    """Bytes per image pixel (not latent pixel); for clips, per ``ModelFacts.positions``."""
     small: tuple[tuple[int, float, float], ...] = attrs.field(default=(), converter=_as_triples)
-    """Tensors that count as long as each is below ``SMALLEST_OFFLOADED``: how many, bytes per
-    sample and bytes per pixel of each; a negative number is taken off what the other fields say."""
+    """Count, bytes per sample and bytes per pixel of tensors that count only below
+    ``SMALLEST_OFFLOADED`` bytes each; a negative count is subtracted from the other fields."""
     moments: tuple[ActivationCost, ...] = attrs.field(default=(), converter=_as_costs)
-    """Other moments of the pass, which need most at other sizes."""
+    """Other moments of the pass, which have the peak at other sizes."""
 
     def nbytes(self, *, batch: int, pixels: int, element_bytes: int = 2) -> int:
-        """Bytes for ``batch`` samples of ``pixels`` pixels each, in elements of that size."""
+        """Return the bytes for ``batch`` samples of ``pixels`` pixels each."""
         elements = element_bytes / 2
         in_half = self.base + batch * (self.per_sample + self.per_pixel * pixels)
         for count, per_sample, per_pixel in self.small:
@@ -1590,21 +1590,21 @@ class ActivationCost:
 
 @attrs.frozen(kw_only=True)
 class Amount:
-    """Something of a pass that grows with its size."""
+    """A quantity of a pass, such as FLOPs, as a function of batch size and pixels."""
 
     per_sample: float
     per_pixel: float
-    """Per pixel of the image and sample; of clips, of ``ModelFacts.positions``."""
+    """Per sample and image pixel; for clips, per ``ModelFacts.positions``."""
     per_pixel_squared: float = 0.0
-    """Of attention: per square of the pixels, and sample."""
+    """Per sample and squared number of pixels, for attention."""
 
     def of(self, *, batch: int, pixels: int) -> float:
-        """For ``batch`` samples of ``pixels`` pixels each."""
+        """Return the amount for ``batch`` samples of ``pixels`` pixels each."""
         each = self.per_sample + pixels * (self.per_pixel + pixels * self.per_pixel_squared)
         return batch * each
 
     def times(self, factor: float) -> Amount:
-        """Scaled by this factor."""
+        """Return the amount multiplied by ``factor``."""
         return Amount(
             per_sample=factor * self.per_sample,
             per_pixel=factor * self.per_pixel,
@@ -1638,7 +1638,7 @@ class PassWork:
 
 @attrs.frozen(kw_only=True)
 class ArithmeticFacts:
-    """Arithmetic of a training step's passes."""
+    """Arithmetic of the forward and backward passes of a training step."""
 
     forward: PassWork
     backward: PassWork
@@ -1647,7 +1647,7 @@ class ArithmeticFacts:
 
     @property
     def of_frozen_weights(self) -> ArithmeticFacts:
-        """Return the work without weight gradients, half of the backward pass's products."""
+        """Return the work of frozen weights: the backward pass has half its matrix products."""
         halved = attrs.evolve(
             self.backward,
             products=self.backward.products.times(0.5),
@@ -1665,8 +1665,8 @@ class ActivationFacts:
     checkpointed: ActivationCost | None = None
     """With recomputed blocks; ``None`` if the model does not support it."""
     offloaded: ActivationCost | None = None
-    """Blocks are recomputed and their inputs wait in host memory, as ``ActivationOffload`` does
-    it: what is left on the device; ``None``: not known."""
+    """Device memory with ``ActivationOffload``: blocks are recomputed, and their inputs are in host
+    memory; ``None`` if unknown."""
     offloaded_host: ActivationCost | None = None
     """Host memory of the offloaded inputs."""
 
@@ -1684,7 +1684,7 @@ class BlockFacts:
 
     @classmethod
     def of(cls, module: Any) -> tuple[BlockFacts, ...]:
-        """What diffusers says may not be split, or repeats, without what only holds such blocks."""
+        """Find the innermost modules that diffusers marks as repeated or not to be split."""
         names = {"ResnetBlock2D"}
         for attribute in ("_no_split_modules", "_repeated_blocks"):
             names.update(getattr(module, attribute, None) or ())
@@ -1729,16 +1729,16 @@ def check_storage(storage: str | None) -> None:
         "is not a supported dtype of a quantized base",
         key="base_dtype",
         value=storage,
-        fix=f"use one of {', '.join(STORAGES)}; without it the base has the plan's precision",
+        fix=f"use one of {', '.join(STORAGES)}, or omit base_dtype",
     )
 
 
 def latent_frames(frames: int, *, per_latent: int) -> int:
-    """Return the latent frames of a clip.
+    """Return the number of latent frames of a clip.
 
     Args:
-        frames: Frames of the clip; the first has its own latent.
-        per_latent: Frames per further latent.
+        frames: Number of frames in the clip; the first frame has its own latent.
+        per_latent: Number of frames in each latent after the first.
     """
     return (frames - 1) // per_latent + 1
 
@@ -1754,12 +1754,11 @@ class ModelFacts:
     arithmetic: ArithmeticFacts | None = None
     """Arithmetic of a training step; ``None`` if unknown."""
     blocks: tuple[BlockFacts, ...] = ()
-    """The innermost repeated modules, as far as they are known."""
+    """Innermost repeated modules; empty if unknown."""
     units: tuple[str, ...] = ()
     """Dotted names of modules that are streamed as a unit."""
     frames_per_latent: int | None = None
-    """Frames of a clip that each of its latents after the first stands for; ``None``: it is trained
-    on images."""
+    """Frames of a clip per latent after the first; ``None`` if the model is trained on images."""
 
     def positions(self, *, height: int, width: int, frames: int | None = None) -> int:
         """Return the size that activations scale with: image pixels times latent frames.
@@ -1767,7 +1766,7 @@ class ModelFacts:
         Args:
             height: Pixels.
             width: Pixels.
-            frames: Frames of a clip; default one.
+            frames: Number of frames of a clip; default one.
         """
         return height * width * latent_frames(frames or 1, per_latent=self.frames_per_latent or 1)
 
@@ -1800,12 +1799,12 @@ class ModelFacts:
     def with_adapters(
         self, rank: int, *, targets: Iterable[str] | None = None, base_dtype: str | None = None
     ) -> ModelFacts:
-        """Return the model, frozen, with trained LoRA adapters on some of its layers.
+        """Return the facts of the frozen model with trainable LoRA adapters.
 
         Args:
             rank: Inner dimension of the two factors.
-            targets: Suffixes of the layers' dotted names, as in ``add_lora``; default the attention
-                projections.
+            targets: Suffixes of the adapted layers' dotted names, as in ``add_lora``; default the
+                attention projections.
             base_dtype: Storage dtype of the frozen matrices, one of ``STORAGES``; default the
                 plan's precision.
 
@@ -1827,7 +1826,7 @@ class ModelFacts:
                 f"no layer of {self.name} has this name",
                 key="lora_targets",
                 value=ends,
-                fix="name the layers to adapt by the ends of their names",
+                fix="write the ends of the names of the layers to adapt",
             )
         frozen = [
             each.quantized(base_dtype)
@@ -1869,12 +1868,12 @@ class ModelFacts:
 
     @cached_property
     def storages(self) -> tuple[str, ...]:
-        """Storage dtypes of its quantized weights; empty if there are none."""
+        """Storage dtypes of the quantized weights; empty if no weight is quantized."""
         return tuple(sorted({each.storage for each in self.parameters if each.storage}))
 
     @cached_property
     def largest_quantized(self) -> int:
-        """Elements of the largest quantized weight, which is dequantized for its multiplication."""
+        """Elements of the largest quantized weight; each is dequantized for its matrix product."""
         return max((each.numel for each in self.parameters if each.storage), default=0)
 
     @cached_property
@@ -1883,27 +1882,27 @@ class ModelFacts:
         return sum(each.numel for each in self.parameters if each.storage)
 
     def weight_bytes(self, element_bytes: int, *, ranks: int = 1) -> int:
-        """Return the bytes of all weights, or of one of ``ranks`` padded parts of each."""
+        """Return the bytes of all weights on one rank if each weight is split over ``ranks``."""
         if not self.storages:
             return element_bytes * (self.numel if ranks == 1 else sum(self.parts(ranks)))
         return sum([-(-each.nbytes(element_bytes) // ranks) for each in self.parameters])
 
     def parts(self, ranks: int) -> tuple[int, ...]:
-        """Return the elements of one of ``ranks`` parts of each parameter, including padding."""
+        """Return each parameter's elements on one rank if split over ``ranks``, with padding."""
         # Kept: every candidate of an advice adds up the same thousands of them.
         if ranks not in self._parts:
             self._parts[ranks] = tuple([-(-each.numel // ranks) for each in self.parameters])
         return self._parts[ranks]
 
     def trainable_parts(self, ranks: int) -> tuple[int, ...]:
-        """Return the same for each trainable parameter."""
+        """Return each trainable parameter's elements on one rank, with padding."""
         if self.trainable == self.parameters:
             return self.parts(ranks)
         return tuple([-(-each.numel // ranks) for each in self.trainable])
 
     @cached_property
     def streamed(self) -> StreamedFacts:
-        """Sizes of the parts that are streamed or stay on the device."""
+        """Elements of the streamed units, and of the parameters that stay on the device."""
         units, elements = set(self.units), {name: [0, 0] for name in self.units}
         rest = [0, 0]
         for each in self.parameters:
@@ -1926,10 +1925,10 @@ class ModelFacts:
         )
 
     def streamed_by(self, named: Iterable[str]) -> StreamedFacts:
-        """Return the sizes for streaming the named modules.
+        """Return ``streamed`` for the named modules as units.
 
         Args:
-            named: Dotted names or classes; by default ``units`` are streamed.
+            named: Dotted names of modules; if none matches, ``units`` are streamed.
         """
         names = tuple(parameter.name for parameter in self.parameters)
         found = [unit for unit in named if any(name.startswith(f"{unit}.") for name in names)]
@@ -1944,13 +1943,12 @@ class ModelFacts:
 
 
 UNIT_ALIGNED: Final = 256
-"""Where each parameter begins in a streamed unit: with a block of 8-bit moments, and so with a
-vector of the step."""
+"""Alignment in elements of each parameter in a streamed unit: a block of 8-bit moments."""
 
 
 @attrs.frozen(kw_only=True)
 class StreamedFacts:
-    """Elements that are streamed or stay on the device, rounded up to ``UNIT_ALIGNED``."""
+    """Numbers of streamed and resident elements, rounded up to ``UNIT_ALIGNED``."""
 
     trained: tuple[int, ...]
     """Elements of each streamed unit with trained weights."""
@@ -1977,10 +1975,10 @@ UNET_BLOCKS: Final = frozenset({"BasicTransformerBlock", "ResnetBlock2D"})
 
 
 def repeated_modules(module: Any) -> tuple[str, ...]:
-    """Dotted names of the modules that a model is built of, of nested ones the outermost.
+    """Return the dotted names of a model's repeated modules; of nested ones, the outermost.
 
-    They are the blocks that diffusers calls repeated and those of U-Nets, else modules of one class
-    that stand in a row.
+    These are the blocks that diffusers marks as repeated, and the blocks of U-Nets. If a model has
+    none, they are modules of one class in a list.
 
     Args:
         module: A ``torch.nn.Module``.
@@ -1992,11 +1990,11 @@ def repeated_modules(module: Any) -> tuple[str, ...]:
 
 
 def outermost_modules(module: Any, wanted: Collection[str]) -> tuple[str, ...]:
-    """Dotted names of the modules with weights that are wanted, of nested ones the outermost.
+    """Return the dotted names of matching modules with weights; of nested ones, the outermost.
 
     Args:
-        module: A ``torch.nn.Module``; never one of them itself.
-        wanted: Dotted names, or names of classes.
+        module: A ``torch.nn.Module``, which is never returned itself.
+        wanted: Dotted names of modules, or names of their classes.
     """
     found: list[str] = []
     inside: set[int] = {id(module)}
@@ -2010,7 +2008,7 @@ def outermost_modules(module: Any, wanted: Collection[str]) -> tuple[str, ...]:
 
 
 def _in_a_row(module: Any) -> set[str]:
-    """Classes that are no layers of torch's and stand more than once in a list."""
+    """Names of classes outside ``torch.nn`` with several instances in one list."""
     classes: set[str] = set()
     for part in module.modules():
         if type(part).__name__ in ("ModuleList", "Sequential"):
@@ -2025,7 +2023,7 @@ def _in_a_row(module: Any) -> set[str]:
 
 @attrs.frozen(kw_only=True)
 class RunFacts:
-    """Values that the training script knows and a configuration may leave ``"auto"``."""
+    """Values that a training script knows, for keys that a configuration leaves ``"auto"``."""
 
     lr: float | None = None
     """Peak learning rate, dimensionless."""
@@ -2048,14 +2046,14 @@ class RunFacts:
     def from_arguments(cls, arguments: Any) -> RunFacts:
         """Read a training script's flags by their names in diffusers' scripts.
 
-        So ``--learning_rate`` still applies to a plan whose ``lr`` is ``"auto"``. Values without a
-        flag, or ``None``, stay open.
+        For example, ``--learning_rate`` then sets an ``lr`` of ``"auto"``. A fact stays ``None`` if
+        its flag is missing or ``None``.
 
         Args:
-            arguments: An ``argparse.Namespace``, or anything with such attributes.
+            arguments: An ``argparse.Namespace``, or an object with the same attributes.
 
         Raises:
-            InvalidValueError: A value has another type than such a flag.
+            InvalidValueError: A value does not have the type of its flag in diffusers' scripts.
         """
         given = {
             fact: _flag(arguments, name, kind)
@@ -2081,7 +2079,7 @@ _SCRIPT_FLAGS: Final[Mapping[str, tuple[str, type]]] = {
     "total_steps": ("max_train_steps", int),
     "warmup_steps": ("lr_warmup_steps", int),
 }
-"""For each fact the flag of diffusers' scripts that says it, and its type."""
+"""For each fact, the flag of diffusers' scripts that sets it, and its type."""
 
 
 def _flag(arguments: Any, name: str, kind: type) -> Any:
@@ -2090,10 +2088,10 @@ def _flag(arguments: Any, name: str, kind: type) -> Any:
     if value is None or (fits and not isinstance(value, bool)):
         return value
     raise InvalidValueError(
-        f"is no {kind.__name__}",
+        f"is not of type {kind.__name__}",
         key=f"arguments.{name}",
         value=value,
-        fix="write RunFacts(...) where the script's flag of this name means something else",
+        fix="pass RunFacts(...) instead if this flag of the script has a different meaning",
     )
 
 
@@ -2101,7 +2099,7 @@ def _flag(arguments: Any, name: str, kind: type) -> Any:
 
 
 def _launch_said(launch: LaunchSection | None) -> Section | None:
-    """What of a launch section matters for "says the same": not the name of a file."""
+    """The launch section for comparison of plans: without type and file name."""
     if launch is not None:
         launch = attrs.evolve(launch, distributed_type=None, deepspeed_config_file=None)
     return comparable(launch)
@@ -2112,7 +2110,7 @@ class DeepSpeedPlan(Readable, Section):
     """A DeepSpeed configuration as a frozen value; may contain ``"auto"``.
 
     Attribute names are DeepSpeed's top-level keys; ``None`` means that a key is not set. Two plans
-    with the same settings are equal, whatever they were read from.
+    with the same settings are equal, even if they come from different files.
     """
 
     passed_through: ClassVar[frozenset[str]] = TOP_LEVEL | REMOVED.keys()
@@ -2135,7 +2133,7 @@ class DeepSpeedPlan(Readable, Section):
     zero_allow_untested_optimizer: bool | Auto | None = setting(Boolean())
     """Allow ZeRO with an optimizer that DeepSpeed has not tested."""
     zero_force_ds_cpu_optimizer: bool | Auto | None = setting(Boolean())
-    """Reject optimizers other than DeepSpeed's own with offload."""
+    """With offload, reject optimizers that are not DeepSpeed's own."""
     steps_per_print: int | Auto | None = setting(Integer(minimum=1))
     """Steps between DeepSpeed's progress lines."""
     wall_clock_breakdown: bool | Auto | None = setting(Boolean())
@@ -2149,7 +2147,7 @@ class DeepSpeedPlan(Readable, Section):
     source: str = attrs.field(default="code", eq=False)
     """Source of the plan: a file name, ``"dict"`` or ``"code"``."""
     names: Names = attrs.field(factory=dict, eq=False, repr=False)
-    """Names of settings in that file, by path, for messages."""
+    """Names of settings in the source file, by path, for messages."""
 
     @launch.validator
     def _check_launch(self, attribute: attrs.Attribute[Any], value: Any) -> None:
@@ -2164,7 +2162,7 @@ class DeepSpeedPlan(Readable, Section):
 
     @property
     def optimizer_name(self) -> str | None:
-        """Canonical name of the requested optimizer, AdamW by default; ``None`` if unknown."""
+        """Canonical name of the requested optimizer; AdamW by default, ``None`` if unknown."""
         section = self.optimizer
         if section is None or section.type is None or is_auto(section.type):
             return DEFAULT_OPTIMIZER
@@ -2207,17 +2205,18 @@ class DeepSpeedPlan(Readable, Section):
         also_known: Collection[str] = (),
         folder: Path | None = None,
     ) -> DeepSpeedPlan:
-        """Read a DeepSpeed configuration, or a dict with one under ``deepspeed_config``.
+        """Read a DeepSpeed configuration, or a dict that has one under ``deepspeed_config``.
 
         Args:
             config: The configuration, as returned by ``json.load``.
-            source: Name used in messages.
+            source: Name of the plan's origin in messages.
             also_known: Paths of additional keys to accept, for a DeepSpeed newer than zerotune
                 (``"zero_optimization.new_key"``).
             folder: Base folder of relative paths in the configuration.
 
         Raises:
-            PlanError: Unknown key, wrong type, value out of range, contradicting spellings.
+            PlanError: A key is unknown or set twice with different values, or a value has the wrong
+                type or is out of range.
         """
         from zerotune.plan import read
 
@@ -2230,7 +2229,7 @@ class DeepSpeedPlan(Readable, Section):
     def from_json(
         cls, path_or_text: str | os.PathLike[str], *, also_known: Collection[str] = ()
     ) -> DeepSpeedPlan:
-        """Read a JSON file, or JSON text (anything that starts with ``{``).
+        """Read a JSON file, or JSON text that starts with ``{``.
 
         Comments and trailing commas are accepted with a warning; other mistakes are errors with
         line and column. A trainer's file with ``deepspeed_config`` is unwrapped.
@@ -2241,7 +2240,7 @@ class DeepSpeedPlan(Readable, Section):
 
         Raises:
             PlanFileError: The file is missing or cannot be read.
-            PlanSyntaxError: Not JSON.
+            PlanSyntaxError: The file or text is not JSON.
             PlanError: As in ``from_dict``.
         """
         from zerotune.plan import read
@@ -2254,16 +2253,16 @@ class DeepSpeedPlan(Readable, Section):
     def from_yaml(
         cls, path: str | os.PathLike[str], *, also_known: Collection[str] = ()
     ) -> DeepSpeedPlan:
-        """Read the YAML of ``accelerate config``, or one with DeepSpeed's own keys.
+        """Read a YAML file of ``accelerate config``, or one with DeepSpeed's keys.
 
         Args:
             path: The file.
-            also_known: As in ``from_dict``; ``"launch.new_key"`` for one of accelerate's.
+            also_known: As in ``from_dict``; write a key of accelerate as ``"launch.new_key"``.
 
         Raises:
             PlanFileError: The file, or the ``deepspeed_config_file`` it names, is missing.
-            PlanSyntaxError: Not YAML.
-            PlanError: As in ``from_dict``; also a file that does not use DeepSpeed.
+            PlanSyntaxError: The file is not YAML.
+            PlanError: As in ``from_dict``, or the file does not use DeepSpeed.
         """
         from zerotune.plan import read
 
@@ -2281,10 +2280,10 @@ class DeepSpeedPlan(Readable, Section):
         """Read the settings of ``accelerate config`` in the format of its YAML file.
 
         Args:
-            settings: The settings.
-            source: Name used in messages.
+            settings: The content of the YAML file as a mapping.
+            source: Name of the plan's origin in messages.
             also_known: As in ``from_yaml``.
-            folder: Where a relative ``deepspeed_config_file`` is looked up first.
+            folder: Folder in which a relative ``deepspeed_config_file`` is searched first.
 
         Raises:
             PlanError: As in ``from_yaml``.
@@ -2300,14 +2299,14 @@ class DeepSpeedPlan(Readable, Section):
     def from_accelerate_environment(
         cls, environ: Mapping[str, str] | None = None, *, also_known: Collection[str] = ()
     ) -> DeepSpeedPlan:
-        """Read the variables that ``accelerate launch`` sets; accelerate itself is not needed.
+        """Read the environment variables that ``accelerate launch`` sets.
 
-        ``accelerate launch`` does not pass on the folders of NVMe offload; a missing one is a
-        recorded warning.
+        ``accelerate launch`` does not pass on the folders of NVMe offload, so a missing folder only
+        causes a warning. The package accelerate is not needed.
 
         Args:
-            environ: The variables; default those of this process.
-            also_known: As in ``from_dict``, for a file that they name.
+            environ: Environment variables; default those of this process.
+            also_known: As in ``from_dict``, for the configuration file that the variables name.
 
         Raises:
             InvalidValueError: The variables do not request DeepSpeed.
@@ -2323,7 +2322,7 @@ class DeepSpeedPlan(Readable, Section):
     def load(
         cls, path: str | os.PathLike[str], *, also_known: Collection[str] = ()
     ) -> DeepSpeedPlan:
-        """Read a file by its suffix: YAML, else JSON.
+        """Read a file as YAML or JSON, depending on its suffix.
 
         Args:
             path: The file.
@@ -2347,13 +2346,14 @@ class DeepSpeedPlan(Readable, Section):
     def to_yaml(self, *, lossy: Collection[str] = ()) -> str:
         """Return an equivalent YAML for ``accelerate config``.
 
-        Changes of form are logged; ``plan_document`` returns them as data.
+        Each changed spelling is logged; ``plan_document`` returns these decisions as data.
 
         Args:
             lossy: Launch settings that may be dropped if accelerate does not support them.
 
         Raises:
-            InvalidValueError: accelerate does not support another launch setting.
+            InvalidValueError: accelerate does not support a launch setting that ``lossy`` does not
+                name.
         """
         from zerotune.plan import write
 
@@ -2380,8 +2380,8 @@ class DeepSpeedPlan(Readable, Section):
         Args:
             path: The file. Its previous version is kept as ``….bak``.
             format: ``"deepspeed"``, ``"accelerate"``, ``"python"`` or ``"trainer"`` (a
-                ``config.json`` with a ``deepspeed_config``, in which everything else and the form
-                of the configuration are kept); default by the suffix and the existing file.
+                ``config.json`` with a ``deepspeed_config``, whose other content is preserved). The
+                suffix and the existing file decide the default.
             lossy: Launch settings that may be dropped if the format does not support them.
             like: A configuration whose key order is used for JSON.
 
@@ -2389,17 +2389,16 @@ class DeepSpeedPlan(Readable, Section):
             InvalidValueError: The format does not support a launch setting that ``lossy`` does not
                 name; nothing is written.
             PlanFileError: The file cannot be written.
-            PlanError: An existing file that must be kept in part cannot be read.
+            PlanError: The existing file, whose other content must be preserved, cannot be read.
         """
         from zerotune.plan import write
 
         return write.save_plan(self, path, format=format, lossy=lossy, like=like)
 
     def normalised(self) -> DeepSpeedPlan:
-        """Return the plan in canonical spelling, as after reading, with recorded changes.
+        """Return the plan in canonical spelling, with a decision for each change.
 
-        Names of optimizers and schedulers keep their spelling until ``zerotune.optim`` resolves
-        them.
+        Only ``zerotune.optim`` changes the spelling of optimizer and scheduler names.
         """
         from zerotune.plan import read
 
@@ -2417,7 +2416,7 @@ class DeepSpeedPlan(Readable, Section):
             also_known: As in ``from_dict``.
 
         Raises:
-            PlanError: As in ``from_dict``; also if one setting is given under two names.
+            PlanError: As in ``from_dict``, or a setting is given under two names.
         """
         from zerotune.plan import read
 
@@ -2445,23 +2444,26 @@ class DeepSpeedPlan(Readable, Section):
 
         Args:
             stage: ZeRO stage, 0 to 3.
-            offload: Location of the optimizer: ``"none"``, ``"cpu"`` or ``"nvme"``.
-            offload_param: Location of parameters, only at stage 3.
-            nvme_path: Folder for swap files; ``None`` uses a leased folder.
+            offload: Location of optimizer states and master weights: ``"none"``, ``"cpu"`` or
+                ``"nvme"``.
+            offload_param: Location of parameters: ``"none"``, ``"cpu"`` or ``"nvme"``; stage 3
+                only.
+            nvme_path: Folder for swap files; ``None`` creates a temporary folder for each run.
             precision: ``"bf16"``, ``"fp16"``, ``"fp32"`` or ``"auto"``.
-            train_batch_size: Samples per optimizer step, all ranks.
+            train_batch_size: Samples per optimizer step, all ranks together.
             micro_batch_size: Samples per forward pass and rank.
             gradient_accumulation_steps: Forward passes per optimizer step.
             gradient_clipping: Maximum gradient norm; 0 disables clipping.
-            optimizer: Name, or ``{"type": …, "params": {…}}``.
-            lr: Learning rate; default the optimizer's, with a decision.
-            scheduler: Name, or ``{"type": …, "params": {…}}``. ``None`` is a constant rate, as in
-                DeepSpeed; ``"auto"`` is WarmupLR with a length that fits the run.
-            **zero_overrides: Keys of ``zero_optimization``.
+            optimizer: Optimizer as a name, or as ``{"type": …, "params": {…}}``.
+            lr: Learning rate; by default the optimizer's own, with a decision.
+            scheduler: Schedule as a name, or as ``{"type": …, "params": {…}}``. ``None`` keeps the
+                learning rate constant, as in DeepSpeed; ``"auto"`` uses WarmupLR with a length that
+                suits the run.
+            **zero_overrides: Additional keys of ``zero_optimization``.
 
         Raises:
             PlanError: As in ``from_dict``.
-            OptimizerError: No optimizer has this name.
+            OptimizerError: No optimizer is named ``optimizer``.
         """
         zero: dict[str, Any] = {"stage": stage}
         for key, device in (("offload_optimizer", offload), ("offload_param", offload_param)):
@@ -2497,9 +2499,10 @@ class DeepSpeedPlan(Readable, Section):
 
         Args:
             world_size: Number of ranks.
-            platform: The machine; rules that need one are skipped by default.
-            schema: ``zerotune.backend.schema.plan_schema()`` of the installed DeepSpeed, for
-                checking sections that are passed through; default a stored copy.
+            platform: The machine; by default, rules that depend on the machine are skipped.
+            schema: Schema for sections that zerotune passes through, from
+                ``zerotune.backend.schema.plan_schema()`` of the installed DeepSpeed; default a
+                stored copy.
         """
         context = Context(world_size=world_size, platform=platform, schema=schema)
         from zerotune.plan.rules import check_plan
@@ -2524,17 +2527,17 @@ class DeepSpeedPlan(Readable, Section):
             platform: The machine; detected by default.
             model: Shapes of the parameters, which determine buffer sizes.
             world_size: Number of ranks.
-            run: Values for ``"auto"`` and missing keys.
+            run: Values of the training script, for ``"auto"`` and missing keys.
             deepspeed: ``False`` selects the plain engine.
             host_step: ``False`` uses DeepSpeed's own step for Adam in host memory.
-            hidden: Whether Adam in host memory steps in a thread during the next forward pass;
-                default if that saves time. Results are bitwise equal.
+            hidden: Whether Adam in host memory runs in a thread during the next forward pass, with
+                bitwise equal results; by default only if this saves time.
             streamed: Whether weights are on the device only during use: ``True``, or ``Streaming``
-                options. Results are bitwise equal to ZeRO-2 with CPU offload. If streaming is not
+                options. Streaming is bitwise equal to ZeRO-2 with CPU offload. If streaming is not
                 possible, a decision gives the reason and DeepSpeed trains.
 
         Raises:
-            PlanError: The plan cannot run like this; the message names key, reason and fix.
+            PlanError: The plan cannot run here; the message names key, reason and fix.
         """
         context = Context(
             world_size=world_size,
@@ -2561,16 +2564,16 @@ class DeepSpeedPlan(Readable, Section):
     ) -> Inspection:
         """Return all findings about this plan, and the resolved plan.
 
-        ``check`` applies only the rules. This method also resolves the plan with its optimizer and
-        schedule, even if a rule rejects something else.
+        Unlike ``check``, ``inspect`` also resolves the plan with its optimizer and schedule, even
+        if a rule rejects another setting.
 
         Args:
             context: Context for the rules.
-            settle: Resolves optimizer and schedule, like ``OptimizerResolver().settled``.
-            resolve_in: Context for resolution if it differs: with a machine and a run that the
-                rules ignore.
-            mistakes: Errors of reading, if this plan is the remaining part; only additional errors
-                are then reported.
+            settle: Function that resolves optimizer and schedule, such as
+                ``OptimizerResolver().settled``.
+            resolve_in: Context for resolution, with a machine and a run that the rules must ignore;
+                default ``context``.
+            mistakes: Errors from reading the plan; only additional errors are then reported.
         """
         from zerotune.plan import rules
 
@@ -2595,7 +2598,7 @@ class DeepSpeedPlan(Readable, Section):
 
         Args:
             world_size: Number of ranks for the rules.
-            platform: The machine; rules that need one are skipped by default.
+            platform: The machine; by default, rules that depend on the machine are skipped.
         """
         from zerotune.plan import text
 
@@ -2614,7 +2617,7 @@ class DeepSpeedPlan(Readable, Section):
         return text.plan_data(self, world_size=world_size, platform=platform)
 
     def diff(self, other: DeepSpeedPlan) -> PlanDifference:
-        """Return the differences from ``other``; false if the plans are equal.
+        """Return the differences from ``other``, an object that is false if the plans are equal.
 
         Raises:
             InvalidValueError: ``other`` is not a ``DeepSpeedPlan``.
@@ -2650,43 +2653,43 @@ class DeepSpeedPlan(Readable, Section):
         prefer: Preference = "fastest",
         streamed: bool = False,
     ) -> Advice:
-        """Return the plan with the shortest predicted step that fits.
+        """Return the plan that fits the machine with the shortest predicted step.
 
         Args:
             model: ``ModelFacts``, a module, or the name of a family (``"sdxl"``).
             vram: Memory of each device, in bytes or as ``"12GiB"``; default this machine's.
-            ram: RAM of each machine; default this machine's.
-            nvme: Disk space for swap files on each machine; default none.
+            ram: RAM of each machine, in bytes or as ``"64GiB"``; default this machine's.
+            nvme: Disk space for swap files on each machine, in bytes or as ``"1TiB"``.
             batch: Samples per forward pass and rank.
-            resolution: Side in pixels, or height and width; default the family's own.
+            resolution: Side length in pixels, or height and width; default the family's own.
             frames: Frames per clip for a video model; default the family's own.
             world_size: Number of ranks, all on one machine.
             precision: ``"bf16"``, ``"fp16"``, ``"fp32"`` or ``"auto"``.
             gradient_accumulation_steps: Forward passes per optimizer step.
-            gradient_clipping: Maximum gradient norm. 0 disables clipping, so that streamed weights
+            gradient_clipping: Maximum gradient norm; 0 disables clipping, and then streamed weights
                 are updated in the backward pass.
-            optimizer: Name, or ``{"type": …, "params": {…}}``.
-            ema: Location of an ``EMAShadow``.
-            frozen_bytes: Bytes of frozen parts that stay on the device; each rank loads them whole.
-            model_in_memory: Whether each rank has the whole model in fp32 in memory at the start,
-                instead of in files (``load_pretrained(folder, plan=plan)``).
+            optimizer: Optimizer as a name, or as ``{"type": …, "params": {…}}``.
+            ema: Location of an ``EMAShadow``: ``"none"``, ``"host"``, ``"device"``, ``"nvme"``.
+            frozen_bytes: Bytes of frozen models that stay on each rank's device, unpartitioned.
+            model_in_memory: Whether each rank starts with the whole fp32 model in memory, instead
+                of loading it from files with ``load_pretrained(folder, plan=plan)``.
             reserve: Fraction of device and host memory to keep free.
-            platform: The machine; default CUDA if ``vram`` and ``ram`` are given, otherwise this
-                one.
+            platform: The machine; default this machine, or CUDA if ``vram`` and ``ram`` are given.
             lora: Rank of adapters on the attention projections, which are trained instead of the
-                model; for other layers pass ``facts.with_adapters(rank, targets=...)`` as the
+                model. To adapt other layers, pass ``facts.with_adapters(rank, targets=...)`` as the
                 model.
             base_dtype: Quantization of the base model under adapters (``"nf4"``, ``"fp4"``,
                 ``"int8"``, ``"fp8"``); default the plan's precision.
-            rates: Rates of the machine; default measured by ``zerotune doctor --rates``, or
-                catalogued.
-            prefer: ``"least offload"`` chooses the least offload and the lowest stage regardless of
-                time; also the default if the model's arithmetic is unknown.
-            streamed: Whether a plan with streamed weights may be chosen. Such plans are listed in
-                any case; ``plan.resolve(streamed=advice.streamed)`` enables one.
+            rates: Speeds of the machine; by default those that ``zerotune doctor --rates``
+                measured, or those of a catalogue.
+            prefer: ``"fastest"``, or ``"least offload"`` for the least offload and the lowest stage
+                regardless of time. Without known arithmetic of the model, the least offload is
+                chosen.
+            streamed: Whether a plan with streamed weights may be chosen; it is listed in any case.
+                To enable streaming, call ``plan.resolve(streamed=advice.streamed)``.
 
         Raises:
-            NothingFitsError: No plan fits; the error contains the closest one.
+            NothingFitsError: No plan fits; the error contains the closest plan.
             PlanError: A size, family or option is invalid.
         """
         plan = cls.build(
@@ -2742,22 +2745,22 @@ class DeepSpeedPlan(Readable, Section):
             model: ``ModelFacts``, a module, or the name of a family (``"sdxl"``).
             platform: The machine; detected by default.
             world_size: Number of ranks.
-            run: Values known to the training script.
+            run: Values that the training script knows.
             batch: Samples per forward pass and rank, instead of the plan's.
-            resolution: Side in pixels, or height and width; default the family's own.
+            resolution: Side length in pixels, or height and width; default the family's own.
             frames: Frames per clip for a video model; default the family's own.
             ema: Location of an ``EMAShadow``: ``"none"``, ``"host"``, ``"device"``, ``"nvme"``.
             gradient_checkpointing: Whether blocks are recomputed in the backward pass.
             activation_offload: Whether inputs of recomputed blocks are kept in host memory
                 (``ActivationOffload``).
-            frozen_bytes: Bytes of frozen parts that stay on the device; each rank loads them whole.
-            model_in_memory: Whether each rank has the whole model in fp32 in memory at the start,
-                instead of in files (``load_pretrained(folder, plan=plan)``).
-            lora: Rank of adapters, as in ``advise``.
+            frozen_bytes: Bytes of frozen models that stay on each rank's device, unpartitioned.
+            model_in_memory: Whether each rank starts with the whole fp32 model in memory, instead
+                of loading it from files with ``load_pretrained(folder, plan=plan)``.
+            lora: Rank of LoRA adapters, as in ``advise``.
             base_dtype: Quantization of the base model, as in ``advise``.
 
         Raises:
-            PlanError: As in ``resolve``; also for an unknown family or an invalid size.
+            PlanError: As in ``resolve``, or a family is unknown, or a size is invalid.
         """
         from zerotune.plan.memory import estimate
 
@@ -2783,7 +2786,8 @@ def _optimizer_config(optimizer: Any, lr: float | Auto | None) -> Any:
     if optimizer is not None and not isinstance(optimizer, str | Mapping):
         kind = optimizer if isinstance(optimizer, type) else type(optimizer)
         raise InvalidValueError(
-            "is passed here, but the engine builds it itself, over the weights partitioned by ZeRO",
+            "an optimizer object cannot be used, because the engine builds the optimizer "
+            "itself over the weights that ZeRO partitions",
             key="optimizer",
             value=kind.__name__,
             fix=f'write optimizer="{kind.__name__}", lr=…, or '
@@ -2806,12 +2810,12 @@ def _optimizer_config(optimizer: Any, lr: float | Auto | None) -> Any:
 
 
 def read_launch(raw: Mapping[str, Any], log: Log) -> LaunchSection:
-    """Read the launch section from the settings around a DeepSpeed configuration."""
+    """Read launch settings from ``raw``; decisions and errors go to ``log``."""
     return read_section(LaunchSection, raw, key="launch", log=log)
 
 
 def with_launch(plan: DeepSpeedPlan, launch: LaunchSection) -> DeepSpeedPlan:
-    """Attach ``launch``; values that it leaves open keep ``plan``'s."""
+    """Return ``plan`` with the settings of ``launch``; unset ones keep the plan's values."""
     before = plan.launch.to_dict() if plan.launch else {}
     around = {**before, **launch.to_dict()}
     names = {attribute.name for attribute in modelled(LaunchSection)}
@@ -2824,7 +2828,7 @@ def with_launch(plan: DeepSpeedPlan, launch: LaunchSection) -> DeepSpeedPlan:
 
 
 def check_world_size(world_size: Any) -> None:
-    """Raise ``InvalidValueError`` unless that many ranks can train."""
+    """Raise ``InvalidValueError`` unless ``world_size`` is a positive integer."""
     if not is_integer(world_size) or world_size < 1:
         raise InvalidValueError(
             "must be a whole number of at least 1",
@@ -2849,7 +2853,7 @@ class Context:
 
     @property
     def machine(self) -> Platform:
-        """The platform, for code that requires one."""
+        """The platform; raises an error if it is unknown."""
         if self.platform is None:
             raise UnresolvedPlanError(
                 "the machine is unknown",
@@ -2875,7 +2879,7 @@ def _as_memory(size: int | float | str | None) -> int | None:
 
 @attrs.frozen(kw_only=True)
 class Streaming:
-    """Options of streamed weights: the units, and how much of them stays on the device."""
+    """Options of streamed weights: the units, and the device memory for them."""
 
     units: tuple[str, ...] = attrs.field(default=(), converter=as_texts)
     """Classes or dotted names of modules that are streamed as a unit; default the model's repeated
@@ -2883,8 +2887,8 @@ class Streaming:
     window: int = attrs.field(default=3)
     """Number of units that may be on the device at the same time, each counted as the largest."""
     memory: int | None = attrs.field(default=None, converter=_as_memory)
-    """Bytes of the device for units, instead of a window, such as ``"6GiB"``. At least twice the
-    largest unit is used."""
+    """Device memory for units, such as ``"6GiB"``, instead of ``window``; at least twice the
+    largest unit."""
     split_masters: bool = attrs.field(default=False, kw_only=True, validator=_check_switch)
     """Whether a master weight is stored as the bf16 weight and its low 16 bits, which saves 2 bytes
     of host memory per trained weight (Apex and Transformer Engine: ``store_param_remainders``).
@@ -2906,10 +2910,10 @@ class Streaming:
         whole(value, key="streamed.window", least=2, fix=fix)
 
     def capacity(self, sizes: Collection[int]) -> int:
-        """Return the bytes of the device that units may use at the same time.
+        """Return the bytes of device memory that units may use at the same time.
 
         Args:
-            sizes: Bytes of each unit.
+            sizes: Size of each unit in bytes.
         """
         largest = max(sizes, default=0)
         wanted = self.window * largest
@@ -2952,9 +2956,9 @@ class ResolvedPlan(Readable):
     host_step: bool = True
     """Whether Adam in host memory uses zerotune's single pass if possible."""
     hidden_step: bool | None = None
-    """Whether that pass runs during the next forward pass; ``None`` if that saves time."""
+    """Whether Adam runs during the next forward pass; ``None``: only if this saves time."""
     streamed: bool | Streaming | None = None
-    """Whether weights are streamed through the device; ``None`` if that is proven."""
+    """Whether weights are streamed through the device; ``None``: only if a proof allows it."""
 
     @property
     def context(self) -> Context:
@@ -3015,9 +3019,9 @@ class ResolvedPlan(Readable):
 
     @property
     def nvme_paths(self) -> dict[str, str | None]:
-        """Folder of each swapped part: keys ``"param"`` and ``"optimizer"``.
+        """Swap folders by part, with the keys ``"param"`` and ``"optimizer"``.
 
-        Parts that are not swapped have no key; ``None`` means that no folder is set yet.
+        Only swapped parts have a key; the value ``None`` means that no folder is set yet.
         """
         zero = self.plan.zero_optimization
         parts = {
@@ -3040,15 +3044,15 @@ class ResolvedPlan(Readable):
 
         Args:
             optimizer: The optimizer that will run.
-            scheduler: The schedule, ``None`` for a constant learning rate.
-            decisions: Decisions to append.
+            scheduler: The schedule; ``None`` keeps the learning rate constant.
+            decisions: Decisions to append to those of this plan.
         """
         return attrs.evolve(
             self, optimizer=optimizer, scheduler=scheduler, decisions=(*self.decisions, *decisions)
         )
 
     def without_streaming(self, reason: str) -> Self:
-        """Return this plan without streaming, with a decision that gives the reason."""
+        """Return this plan without streaming, and with a decision that gives the reason."""
         asked = self.streamed if self.streamed is None else True
         decision = Decision(
             key="streamed",
@@ -3063,7 +3067,7 @@ class ResolvedPlan(Readable):
         """Return this plan with as many streamed units on the device as fit.
 
         Args:
-            workload: Batch and other users of device memory.
+            workload: Batch size, resolution, and other users of device memory.
             reserve: Fraction of the device's memory to keep free.
 
         Raises:
@@ -3098,10 +3102,11 @@ class ResolvedPlan(Readable):
             section: OffloadSection | None = getattr(zero, f"offload_{part}", None)
             if zero is None or section is None or section.device != "nvme":
                 raise InvalidValueError(
-                    "this part does not swap to NVMe in the resolved plan",
+                    f"a folder is given, but the resolved plan does not swap offload_{part} "
+                    "to NVMe",
                     key=f"zero_optimization.offload_{part}.nvme_path",
                     value=os.fspath(folder),
-                    fix=f'set offload_{part}.device to "nvme" at stage 3, or give no folder',
+                    fix=f'set offload_{part}.device to "nvme" at stage 3, or omit the folder',
                 )
             moved = attrs.evolve(section, nvme_path=os.fspath(folder))
             zero = evolved(zero, **{f"offload_{part}": moved})
@@ -3111,7 +3116,7 @@ class ResolvedPlan(Readable):
         """Estimate device memory, host RAM and NVMe by component.
 
         Args:
-            workload: Batch, resolution and other users of memory.
+            workload: Batch size, resolution, and other users of memory.
 
         Raises:
             UnresolvedPlanError: The plan was resolved without a model.
@@ -3134,7 +3139,7 @@ class ResolvedPlan(Readable):
     def digest(self) -> str:
         """Return the SHA-256 (hex) of the rendered configuration and the world size.
 
-        Swap folders are excluded, because they differ between runs and do not affect training.
+        Swap folders are excluded, because they do not affect training.
 
         Raises:
             UnresolvedPlanError: As in ``to_deepspeed``, except for swap folders.
@@ -3145,7 +3150,7 @@ class ResolvedPlan(Readable):
         return hashlib.sha256(text.encode()).hexdigest()
 
     def content(self) -> dict[str, Any]:
-        """Return the rendered configuration and settings outside of it as data.
+        """Return the rendered configuration, and the settings outside of it, as data.
 
         Raises:
             UnresolvedPlanError: As in ``digest``.
@@ -3197,10 +3202,10 @@ class ResolvedPlan(Readable):
         return text.resolved_data(self)
 
     def diff(self, other: ResolvedPlan) -> PlanDifference:
-        """Return the differences in what ``other`` runs; false if both train the same.
+        """Return the differences between this plan and ``other``; false if both train the same.
 
-        Rendered configurations with swap folders, engine, world size, optimizer and schedule are
-        compared; reasons are not. Neither plan needs to be complete.
+        Rendered configurations (with swap folders), engines, world sizes, optimizers and schedules
+        are compared; reasons are not. Incomplete plans can be compared.
 
         Raises:
             InvalidValueError: ``other`` is not a ``ResolvedPlan``.
@@ -3218,5 +3223,5 @@ def _integer(value: Any, key: str) -> int:
 
 def _unresolved(key: str, value: Any) -> UnresolvedPlanError:
     return UnresolvedPlanError(
-        "is not resolved", key=key, value=value, fix="make the plan with DeepSpeedPlan.resolve"
+        "is not resolved", key=key, value=value, fix="call DeepSpeedPlan.resolve to create the plan"
     )

@@ -76,7 +76,7 @@ _TRAINERS_OWN: Final = frozenset(
         "validation_prompt",
     }
 )
-"""Keys of the files of trainers, SimpleTuner's first, which no DeepSpeed configuration has."""
+"""Keys of trainers' files (mainly SimpleTuner's) that no DeepSpeed configuration has."""
 _DEEPSPEEDS_OWN: Final = frozenset({"zero_optimization", "bf16", "fp16"})
 _ACCELERATES_OWN = ("distributed_type", "compute_environment")
 
@@ -87,12 +87,12 @@ def read_whole(
     also_known: Collection[str] = (),
     decisions: Iterable[Decision] = (),
 ) -> DeepSpeedPlan:
-    """The plan that ``read`` makes, with the decisions behind it.
+    """Read a plan with the decisions of reading; raise all mistakes together.
 
     Args:
-        read: Reads, with a log.
-        also_known: Paths of further keys to pass through.
-        decisions: What was decided before.
+        read: Function that reads the plan with a log.
+        also_known: Paths of additional keys to accept.
+        decisions: Earlier decisions.
     """
     log = Log(also_known=frozenset(also_known), decisions=[*decisions])
     return _signed(log.whole(read, log), log)
@@ -101,11 +101,11 @@ def read_whole(
 def read_partly(
     read: Callable[[Log], DeepSpeedPlan], *, also_known: Collection[str] = ()
 ) -> tuple[DeepSpeedPlan | None, tuple[ZeroTuneError, ...]]:
-    """The plan without what is wrong in it, ``None`` where nothing is left, and what is wrong.
+    """Read a plan without its invalid parts (``None`` if nothing remains), and its mistakes.
 
     Args:
-        read: Reads, with a log.
-        also_known: Paths of further keys to pass through.
+        read: Function that reads the plan with a log.
+        also_known: Paths of additional keys to accept.
     """
     log = Log(also_known=frozenset(also_known))
     plan = log.outcome(read, log)
@@ -117,7 +117,7 @@ def _signed(plan: DeepSpeedPlan, log: Log) -> DeepSpeedPlan:
 
 
 def load_plan(path: str | os.PathLike[str], log: Log) -> DeepSpeedPlan:
-    """Read a file by its suffix; see ``DeepSpeedPlan.load``."""
+    """Read a file as ``DeepSpeedPlan.load`` does, in the format of its suffix."""
     yaml = Path(path).suffix.lower() in (".yaml", ".yml")
     return plan_from_yaml(path, log) if yaml else plan_from_json(Path(path), log)
 
@@ -125,13 +125,13 @@ def load_plan(path: str | os.PathLike[str], log: Log) -> DeepSpeedPlan:
 def plan_from_mapping(
     config: Any, log: Log, *, source: str, folder: Path | None = None
 ) -> DeepSpeedPlan:
-    """Read a configuration; see ``DeepSpeedPlan.from_dict``.
+    """Read a configuration as ``DeepSpeedPlan.from_dict`` does.
 
     Args:
-        config: The configuration, or an object that holds one.
-        log: Receives decisions and mistakes.
-        source: Name used in messages.
-        folder: Where a relative path inside the configuration is looked up first.
+        config: The configuration, or a mapping that contains it.
+        log: Log that receives decisions and mistakes.
+        source: Name of the plan's origin in messages.
+        folder: Folder in which a relative path of the configuration is searched first.
     """
     if not isinstance(config, Mapping):
         raise InvalidValueError(
@@ -146,13 +146,13 @@ def plan_from_mapping(
     raw = normalise_top_level(config, log)
     launch = LaunchSection()
     if INIT_FLAG in raw:
-        # The one launch setting that SimpleTuner's page writes among DeepSpeed's keys.
+        # The only launch setting that SimpleTuner's documentation puts among DeepSpeed's keys.
         value = raw.pop(INIT_FLAG)
         log.decide(
             key=INIT_FLAG,
             before=value,
             after=f"launch.{INIT_FLAG}",
-            reason="an unknown key for DeepSpeed; it tells the launcher how the model is built",
+            reason="DeepSpeed does not know this key, which is a setting for the launcher",
         )
         launch = read_launch({INIT_FLAG: value}, log)
     plan = read_section(DeepSpeedPlan, raw, key="", log=log)
@@ -160,15 +160,16 @@ def plan_from_mapping(
 
 
 def _refuse_something_else(config: Mapping[Any, Any], source: str, log: Log) -> None:
-    """Refuse a file of another kind as a whole, and not by its first key."""
+    """Raise one error for a file without a DeepSpeed configuration, not one per key."""
     if len(_TRAINERS_OWN & {*map(undashed, config)}) >= _ENOUGH_KEYS and not _DEEPSPEEDS_OWN & {
         *config
     }:
         raise InvalidValueError(
-            f"{source} is a trainer's file without deepspeed_config: it trains without DeepSpeed",
+            f"{source} is a trainer's file without deepspeed_config, so it trains without "
+            "DeepSpeed",
             value=", ".join(sorted(map(str, config))[:5]),
-            fix='add "deepspeed_config": {"zero_optimization": {"stage": 2}} to it, or the path of'
-            " a DeepSpeed JSON under that key",
+            fix='add "deepspeed_config": {"zero_optimization": {"stage": 2}} to the file,'
+            " or set that key to the path of a DeepSpeed JSON",
         )
     names = [key for key in config if isinstance(key, str) and not key.startswith("_")]
     known = {*accelerate.plan_keys(), *log.also_known}
@@ -186,7 +187,7 @@ def _refuse_something_else(config: Mapping[Any, Any], source: str, log: Log) -> 
 
 
 def plan_from_json(path_or_text: str | os.PathLike[str], log: Log) -> DeepSpeedPlan:
-    """Read JSON; see ``DeepSpeedPlan.from_json``."""
+    """Read JSON as ``DeepSpeedPlan.from_json`` does."""
     if isinstance(path_or_text, str) and path_or_text.lstrip("\ufeff \t\r\n").startswith(
         ("{", "//", "/*", "#", "[")
     ):
@@ -202,11 +203,11 @@ def plan_from_json(path_or_text: str | os.PathLike[str], log: Log) -> DeepSpeedP
 
 @attrs.frozen(kw_only=True)
 class _Wrapped:
-    """A trainer's file that holds a configuration, with settings of its own beside it."""
+    """A trainer's file that contains a DeepSpeed configuration and other settings."""
 
     config: Mapping[Any, Any]
     wrapper: str
-    """The key that holds it."""
+    """Key of the configuration in the file."""
     log: Log
 
     def plan(self, source: str, folder: Path | None) -> DeepSpeedPlan:
@@ -244,7 +245,7 @@ class _Wrapped:
         return with_launch(plan, read_launch({**beside, **self._launch_beside()}, self.log))
 
     def _launch_beside(self) -> dict[str, Any]:
-        """Launch settings that a trainer's file says under its own names."""
+        """Return the launch settings that a trainer's file has under different names."""
         settings = [
             key
             for key in self.config
@@ -257,26 +258,26 @@ class _Wrapped:
         return {name: AUTO if name in automatic else value for name, value in values.items()}
 
     def _named_in_block(self, block: Mapping[Any, Any]) -> tuple[Any, Mapping[Any, Any]]:
-        """The file that is named in accelerate's way, and the launch settings beside it."""
+        """Return the configuration file that a block names, and its launch settings."""
         beside = {key: value for key, value in block.items() if key != accelerate.FILE}
         others = sorted(str(key) for key in beside if key not in accelerate.LAUNCH_IN_BLOCK)
         if others:
             raise PlanConflictError(
-                f"names a file, so no other keys may be set beside it: {', '.join(others)}",
+                f"names a file, so the block may not contain other keys: {', '.join(others)}",
                 key=f"{self.wrapper}.{accelerate.FILE}",
                 value=block[accelerate.FILE],
-                fix="move them to the file",
+                fix="move the other keys to the file",
             )
         self.log.decide(
             key=self.wrapper,
             before=f"an object with {accelerate.FILE}",
             after=block[accelerate.FILE],
-            reason="SimpleTuner's way of naming a file",
+            reason="SimpleTuner names a configuration file in this form",
         )
         return block[accelerate.FILE], beside
 
     def _with_micro_batch(self, plan: DeepSpeedPlan) -> DeepSpeedPlan:
-        """Read a trainer's batch size as it means it: the samples of one pass on one rank."""
+        """Read a trainer's batch size as samples per pass and rank."""
         written = next(
             (
                 key
@@ -298,8 +299,7 @@ class _Wrapped:
                 key=name,
                 before=asked,
                 after=own,
-                reason=f"{written} beside the configuration; the configuration's own numbers "
-                "take precedence",
+                reason=f"numbers in the configuration take precedence over {written}",
                 severity="warning",
             )
             return plan
@@ -312,7 +312,7 @@ class _Wrapped:
         return attrs.evolve(plan, **{name: asked})
 
 
-# -- What `accelerate` writes: its YAML, the same settings in JSON, its environment.
+# -- Files and variables of `accelerate`: its YAML, the same settings in JSON, its environment.
 
 
 def plan_from_settings(
@@ -321,16 +321,16 @@ def plan_from_settings(
     """Read the settings of ``accelerate config``.
 
     Args:
-        content: The settings.
-        log: Receives decisions and mistakes.
-        source: Name used in messages.
-        folder: Where a relative ``deepspeed_config_file`` is looked up first.
+        content: The settings as a mapping.
+        log: Log that receives decisions and mistakes.
+        source: Name of the plan's origin in messages.
+        folder: Folder in which a relative ``deepspeed_config_file`` is searched first.
     """
     return _translated(accelerate.translate(content, log, source=source, folder=folder), log)
 
 
 def plan_from_yaml(path: str | os.PathLike[str], log: Log) -> DeepSpeedPlan:
-    """Read an accelerate YAML; see ``DeepSpeedPlan.from_yaml``."""
+    """Read an accelerate YAML as ``DeepSpeedPlan.from_yaml`` does."""
     file = Path(path)
     content = parse_yaml(read_text(file), source=str(file))
     if not isinstance(content, Mapping):
@@ -351,7 +351,7 @@ def plan_from_yaml(path: str | os.PathLike[str], log: Log) -> DeepSpeedPlan:
 
 
 def plan_from_environment(environ: Mapping[str, str] | None, log: Log) -> DeepSpeedPlan:
-    """Read accelerate's variables; see ``DeepSpeedPlan.from_accelerate_environment``."""
+    """Read variables as ``DeepSpeedPlan.from_accelerate_environment`` does."""
     environ = os.environ if environ is None else environ
     plan = _translated(accelerate.translate_environment(environ, log), log)
     accelerate.missing_folders(plan, log)
@@ -363,11 +363,11 @@ def _translated(found: accelerate.Translated, log: Log) -> DeepSpeedPlan:
     return with_launch(plan, found.launch)
 
 
-# -- A plan's own words, read again.
+# -- A plan that is written and read again.
 
 
 def normalised_plan(plan: DeepSpeedPlan) -> DeepSpeedPlan:
-    """Read a plan's own words again; see ``DeepSpeedPlan.normalised``."""
+    """Return the plan in canonical spelling, as ``DeepSpeedPlan.normalised`` does."""
     launched = plan.launch.to_dict() if plan.launch else {}
     return _again(plan, plan.to_dict(), launched, plan.decisions)
 
@@ -387,7 +387,7 @@ def _again(
     return read_whole(read, also_known=known, decisions=decisions)
 
 
-# -- Overrides: single settings put above what a plan says, under the names people use for them.
+# -- Overrides: single settings that replace those of a plan, under common names.
 
 
 _ZERO_KEY: Final = "zero_optimization"
@@ -419,9 +419,9 @@ SHORT_NAMES: Final = {
     "bf16": "bf16.enabled",
     "fp16": "fp16.enabled",
 }
-"""Name accelerate, trainers and scripts use, to the path of the setting. Every key of
-``zero_optimization`` may be written without its section too, and ``mixed_precision`` (or
-``precision``) sets ``bf16.enabled`` and ``fp16.enabled`` together."""
+"""Names that accelerate, trainers and scripts use, and the path of each setting. Keys of
+``zero_optimization`` may also be written without the section, and ``mixed_precision`` (or
+``precision``) sets both ``bf16.enabled`` and ``fp16.enabled``."""
 
 _BOTH_PRECISIONS: Final = ("mixed_precision", "precision")
 _NVME_PATH: Final = "nvme_path"
@@ -437,12 +437,12 @@ Places = Callable[[str, Any], Iterable[tuple[str, Any]]]
 def override_plan(
     plan: DeepSpeedPlan, overrides: Mapping[str, Any], *, also_known: Collection[str] = ()
 ) -> DeepSpeedPlan:
-    """Put settings above those of ``plan``; see ``DeepSpeedPlan.with_overrides``.
+    """Change settings of a plan as ``DeepSpeedPlan.with_overrides`` does.
 
     Args:
-        plan: What they are put above.
-        overrides: Settings by path, nested or by a short name; ``None`` removes one.
-        also_known: Paths of further keys to pass through.
+        plan: The plan to change.
+        overrides: Settings by path, nested, or by short names; ``None`` removes a setting.
+        also_known: Paths of additional keys to accept.
     """
     config = plan.to_dict()
     config[_LAUNCH] = plan.launch.to_dict() if plan.launch else {}
@@ -456,11 +456,11 @@ def override_plan(
 
 
 def settings_by_path(overrides: Any, places: Places) -> dict[str, Any]:
-    """Overrides as path to value.
+    """Return the overrides as a flat mapping from path to value.
 
     Args:
-        overrides: By path, nested, or by names that ``places`` knows.
-        places: From a name as written and its value to the settings it stands for.
+        overrides: Settings by path, nested, or by names that ``places`` translates.
+        places: Function from a name and its value to the settings that they stand for.
     """
     if not isinstance(overrides, Mapping):
         raise InvalidValueError(
@@ -499,13 +499,13 @@ def _flattened(overrides: Mapping[Any, Any], prefix: str, depth: int) -> Iterato
 
 
 def _places_of(plan: DeepSpeedPlan, name: str, value: Any) -> list[tuple[str, Any]]:
-    """The settings that a name stands for, as ``settings_by_path`` asks."""
+    """Return the settings that a name stands for, for ``settings_by_path``."""
     if name == _NVME_PATH:
         devices = {"optimizer": plan.offload_optimizer_device, "param": plan.offload_param_device}
         swapped = [part for part, device in devices.items() if device == "nvme"]
         if not swapped:
             raise PlanConflictError(
-                "nothing is offloaded to NVMe",
+                "the plan offloads nothing to NVMe",
                 key=_NVME_PATH,
                 value=value,
                 fix='enable offload first, or set "offload_optimizer_device"',
@@ -525,7 +525,7 @@ def _places_of(plan: DeepSpeedPlan, name: str, value: Any) -> list[tuple[str, An
 
 
 def _path_of(name: str, value: Any) -> str:
-    """The path of a setting under the name given; a lone value means a section's main key."""
+    """Return the path of a named setting; a scalar sets the main key of a section."""
     alone = isinstance(value, str | bool)
     if name == _ZERO_KEY and isinstance(value, bool):
         return f"{_ZERO_KEY}.stage"
@@ -541,7 +541,7 @@ def _path_of(name: str, value: Any) -> str:
 
 
 def _canonical(path: str) -> str:
-    """A path with every part in the spelling of its section."""
+    """Return a path with every part in canonical spelling."""
     first, _, rest = path.partition(".")
     cls: type[Section] | None = LaunchSection if first == _LAUNCH and rest else DeepSpeedPlan
     parts = path.split(".")
@@ -556,7 +556,7 @@ def _canonical(path: str) -> str:
 
 
 def _put_setting(node: dict[str, Any], path: list[str], value: Any, key: str) -> Any:
-    """Write one setting, ``None`` for none, and return the one before."""
+    """Set or (with ``None``) remove a setting, and return its previous value."""
     *parents, last = path
     for parent in parents:
         below = node.get(parent)
@@ -566,7 +566,10 @@ def _put_setting(node: dict[str, Any], path: list[str], value: Any, key: str) ->
             below = node[parent] = {}
         if not isinstance(below, dict):
             raise InvalidValueError(
-                f"{parent!r} is not a section", key=key, value=below, fix="override it as a whole"
+                f"{parent!r} is not a section",
+                key=key,
+                value=below,
+                fix="override the whole setting",
             )
         node = below
     before = node.pop(last, None)

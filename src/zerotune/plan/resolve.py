@@ -1,8 +1,8 @@
-"""What a plan leaves open, filled in, and the dict that DeepSpeed receives.
+"""Fill in the values that a plan leaves open, and render the dict for DeepSpeed.
 
-Batch, clipping, precision, every key of ZeRO and ``aio``; rules and estimates ask the same
-functions. ``zerotune.plan.rules`` judges and repairs a plan on the way: ``prepared``, its repairs,
-``filled``.
+The module resolves batch sizes, clipping, precision, and every key of ZeRO and ``aio``; rules and
+estimates call the same functions. Resolution calls ``prepared``, then the corrections of
+``zerotune.plan.rules``, then ``filled``.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 
 def overruled(log: Log, key: str, asked: Any, used: Any, stands: str) -> None:
-    """Warn that what the configuration says stands before what was asked for, if that differs."""
+    """Record a warning if a requested value loses against that of the configuration."""
     if asked not in (None, used):
         log.decide(key, asked, used, f"the configuration's own {stands}", "warning")
 
@@ -71,7 +71,7 @@ _MOST_RANKS = 1024
 
 @attrs.frozen(kw_only=True)
 class Batch:
-    """A solved triple, in samples per optimizer step, samples per pass and rank, and passes."""
+    """Samples per optimizer step, samples per pass and rank, and passes per optimizer step."""
 
     train: int
     micro: int
@@ -81,17 +81,17 @@ class Batch:
 def solve_batch(
     plan: DeepSpeedPlan, *, run: RunFacts, world_size: int
 ) -> tuple[Batch, list[Decision]]:
-    """Solve the batch triple of ``plan`` at ``world_size``.
+    """Complete the batch sizes of ``plan`` for ``world_size``.
 
-    Written numbers always stand. Missing ones come from the others, then from ``run``, then
-    from the launcher's file; with nothing at all the micro batch is 1.
+    Numbers in the plan always take precedence. A missing number is computed from the two others, or
+    comes from ``run``, or from the launcher's file. The default micro batch size is 1.
     """
     solving = _Solving(plan=plan, run=run, world_size=world_size)
     return solving.solved(), solving.decisions
 
 
 def contradiction(train: int, micro: int, accumulation: int, world_size: int) -> PlanConflictError:
-    """The error for three written numbers that do not fit one world size."""
+    """Return the error for three batch numbers that contradict the world size."""
     valid, rest = divmod(train, micro * accumulation)
     holds = (
         f"these three numbers are consistent at world size {valid}"
@@ -108,14 +108,15 @@ def contradiction(train: int, micro: int, accumulation: int, world_size: int) ->
         f" (world size); {holds}",
         key=TRAIN,
         value=train,
-        fix=f"at world size {world_size} write {' or '.join(changes)}, or omit one of the "
-        f'three or set it to "{AUTO}"',
+        fix=f"at world size {world_size} write {' or '.join(changes)}, "
+        "or set one of the "
+        f'three keys to "{AUTO}"',
     )
 
 
 @attrs.define(kw_only=True)
 class _Solving(Log):
-    """The triple while it is solved, and what is decided on the way."""
+    """Computation of the batch sizes, with its decisions."""
 
     plan: DeepSpeedPlan
     run: RunFacts
@@ -220,7 +221,7 @@ DEFAULT_CLIPPING = 1.0
 
 
 class Clipping(NamedTuple):
-    """The largest norm of the gradient, and who says so."""
+    """The maximum gradient norm, and its source."""
 
     norm: float
     """0: off."""
@@ -228,7 +229,7 @@ class Clipping(NamedTuple):
 
 
 def clipping_sources(plan: DeepSpeedPlan, run: RunFacts) -> list[tuple[Any, str]]:
-    """Everything that says how gradients are clipped; the first number stands."""
+    """Return all clipping settings with their sources; the first number takes precedence."""
     params = (plan.optimizer.params if plan.optimizer else None) or {}
     said = precedence(
         written=plan.gradient_clipping,
@@ -240,14 +241,14 @@ def clipping_sources(plan: DeepSpeedPlan, run: RunFacts) -> list[tuple[Any, str]
 
 
 def clipping(plan: DeepSpeedPlan, run: RunFacts) -> Clipping:
-    """How gradients are clipped, and why."""
+    """Return the maximum gradient norm, and the reason."""
     for value, who in clipping_sources(plan, run):
         if is_number(value):
             return Clipping(float(value), f"{who} says so")
     return Clipping(DEFAULT_CLIPPING, "the default of DeepSpeed 0.19.8 and of accelerate")
 
 
-# -- Which precision trains: what was asked, and what the platform can do.
+# -- The training precision, from the requested precision and the platform.
 
 
 _RUN_KIND = Choice(choices=(*PRECISIONS, AUTO), synonyms=PRECISION_SYNONYMS)
@@ -256,11 +257,11 @@ _RUN_KIND = Choice(choices=(*PRECISIONS, AUTO), synonyms=PRECISION_SYNONYMS)
 def decide_precision(
     plan: DeepSpeedPlan, *, run: RunFacts, platform: Platform
 ) -> tuple[str, list[Decision]]:
-    """The precision that trains: ``"bf16"``, ``"fp16"`` or ``"fp32"``, and why.
+    """Return the training precision, ``"bf16"``, ``"fp16"`` or ``"fp32"``, with its decisions.
 
-    What the configuration enables stands. ``"auto"`` is filled from the run, then from the
-    launcher's file, then from the platform: bf16 where the hardware computes in it, else fp32;
-    fp16 only when asked, because it needs loss scaling.
+    An enabled precision in the configuration takes precedence. ``"auto"`` becomes the precision of
+    the run, else that of the launcher's file, else bf16 if the hardware has bf16 arithmetic, else
+    fp32. Only a request selects fp16, because fp16 needs loss scaling.
     """
     written = _enabled(plan)
     launched = plan.launch.mixed_precision if plan.launch else None
@@ -323,7 +324,7 @@ def _enabled(plan: DeepSpeedPlan) -> dict[str, Any]:
 
 
 def rehearses_in_bf16(platform: Platform) -> bool:
-    """Whether fp16 becomes bf16 there: on a CPU that has the one and not the other."""
+    """Whether bf16 replaces fp16, because the accelerator is a CPU with bf16 and no fp16."""
     return platform.accelerator == "cpu" and platform.bf16 and not platform.fp16
 
 
@@ -338,8 +339,8 @@ def _adapt(precision: str, who: str, platform: Platform, log: Log) -> str:
             key="fp16.enabled",
             before=True,
             after=False,
-            reason="DeepSpeed's CPU accelerator has no fp16 on this machine; bf16 is used,"
-            " which takes the same memory and needs no loss scaling",
+            reason="DeepSpeed's CPU accelerator does not support fp16 on this machine, so bf16 is "
+            "used, which needs the same memory and no loss scaling",
             severity="warning",
         )
         return "bf16"
@@ -352,29 +353,29 @@ def _adapt(precision: str, who: str, platform: Platform, log: Log) -> str:
     )
 
 
-# -- A plan where it is to run.
+# -- A plan with its context.
 
 
 @attrs.frozen(kw_only=True)
 class Case:
-    """A plan, where it is to run, and what follows from both, each worked out once."""
+    """A plan and its context, with values that follow from both, computed once."""
 
     plan: DeepSpeedPlan
     context: Context
 
     @cached_property
     def batch(self) -> tuple[Batch, list[Decision]]:
-        """See ``solve_batch``."""
+        """Result of ``solve_batch``."""
         return solve_batch(self.plan, run=self.context.run, world_size=self.context.world_size)
 
     @cached_property
     def precision(self) -> tuple[str, list[Decision]]:
-        """See ``decide_precision``."""
+        """Result of ``decide_precision``."""
         return decide_precision(self.plan, run=self.context.run, platform=self.context.machine)
 
     @cached_property
     def trains_in(self) -> str:
-        """The precision; as it is written, where nothing can be decided."""
+        """The training precision; the requested precision if it cannot be decided."""
         if self.context.platform is not None:
             # What contradicts itself is refused by the rules on precision.
             with contextlib.suppress(PlanError):
@@ -383,7 +384,7 @@ class Case:
 
     @property
     def element_bytes(self) -> int:
-        """Bytes of one element of the model's own precision."""
+        """Bytes of one element in the training precision."""
         return 4 if self.trains_in == "fp32" else 2
 
     @property
@@ -393,7 +394,7 @@ class Case:
         return platform is not None and self.trains_in == "fp32" and not platform.fp16
 
     def swaps_parameters(self, zero: ZeroSection, aio: AioSection | None) -> bool:
-        """Whether any parameter really leaves host memory."""
+        """Whether any parameter is actually swapped from host memory to files."""
         section = zero.offload_param
         if section is None or section.device != "nvme" or self.rounds_swapped:
             return False
@@ -402,7 +403,7 @@ class Case:
         return stay == 0 if swapping is None else swapping.happens(stay)
 
     def swapping(self, aio: AioSection | None) -> Swapping | None:
-        """What of the model is swapped, where a model is known."""
+        """Return the swapped parts of the model; ``None`` if the model is unknown."""
         if self.context.model is None:
             return None
         written = aio.block_size if aio else None
@@ -416,7 +417,7 @@ class Case:
 
 # -- Buffer sizes from the shapes of the parameters, counted in elements.
 #
-# The reasons are the code of DeepSpeed 0.19.8 in ``runtime/zero`` and ``runtime/swap_tensor``.
+# The sizes follow from the code of DeepSpeed 0.19.8, ``runtime/zero`` and ``runtime/swap_tensor``.
 
 
 REDUCE_BUCKET: Final = 30_000_000
@@ -442,9 +443,9 @@ _NUMEL: Final = attrgetter("numel")
 
 
 def reduce_bucket(model: ModelFacts | None) -> int:
-    """Elements reduced at a time: the default or what is trained, and the largest trained tensor.
+    """Return the elements of the reduce bucket: at least the largest trained tensor.
 
-    A gradient larger than the bucket is reduced on its own, outside the overlapped path.
+    DeepSpeed reduces a gradient larger than the bucket separately and without overlap.
     """
     if model is None or model.trainable_numel == 0:
         return REDUCE_BUCKET
@@ -452,13 +453,13 @@ def reduce_bucket(model: ModelFacts | None) -> int:
 
 
 def allgather_bucket(model: ModelFacts | None) -> int:
-    """Like ``reduce_bucket``, rounded up to DeepSpeed's ``nccl_start_alignment_factor`` of 2."""
+    """Round ``reduce_bucket`` up to DeepSpeed's ``nccl_start_alignment_factor`` of 2."""
     size = reduce_bucket(model)
     return size + size % 2
 
 
 def leaf_blocks(model: ModelFacts | None) -> tuple[BlockFacts, ...]:
-    """Blocks worth fetching as a whole: safe to, and no larger than what is fetched ahead."""
+    """Return the blocks that stage 3 can fetch as a whole, no larger than a prefetch."""
     if model is None or len(model.trainable) < len(model.parameters):
         return ()
     return tuple(
@@ -469,7 +470,7 @@ def leaf_blocks(model: ModelFacts | None) -> tuple[BlockFacts, ...]:
 
 
 def prefetch_bucket(model: ModelFacts | None) -> int:
-    """Elements fetched ahead: a block where blocks are known, at least the largest tensor."""
+    """Return the elements to prefetch: one block if blocks are known, or the largest tensor."""
     if model is None or model.numel == 0:
         return PREFETCH_BUCKET
     block = max((block.numel for block in leaf_blocks(model)), default=PREFETCH_BUCKET)
@@ -477,17 +478,17 @@ def prefetch_bucket(model: ModelFacts | None) -> int:
 
 
 def max_live(model: ModelFacts | None) -> int:
-    """Elements resident at a time: twice what is fetched ahead."""
+    """Return the maximum elements resident at a time: twice the prefetch size."""
     if model is None or model.numel == 0:
         return MAX_LIVE
     return max(2 * model.largest, min(2 * prefetch_bucket(model), model.numel))
 
 
 def persistence_threshold(model: ModelFacts | None) -> tuple[int, int]:
-    """The largest threshold that leaves at most 1 % of the elements unpartitioned.
+    """Return the largest threshold that leaves at most 1 % of the elements unpartitioned.
 
     Returns:
-        The threshold (elements) and the elements it leaves unpartitioned.
+        The threshold, and the number of unpartitioned elements.
     """
     if model is None:
         return PERSISTENCE_BLIND, 0
@@ -503,13 +504,13 @@ def persistence_threshold(model: ModelFacts | None) -> tuple[int, int]:
 
 
 def partition(parameter: ParameterFacts, world_size: int) -> int:
-    """Elements of one rank's part of ``parameter``, padding included."""
+    """Return the elements of ``parameter`` on each rank, with padding."""
     return -(-parameter.numel // world_size)
 
 
 @attrs.frozen(kw_only=True)
 class Swapping:
-    """Which parts of a model DeepSpeed writes to NVMe, and which stay in host memory."""
+    """The parameters that DeepSpeed swaps to NVMe, and those that stay in host memory."""
 
     model: ModelFacts
     world_size: int
@@ -520,24 +521,24 @@ class Swapping:
 
     @property
     def smallest(self) -> int:
-        """Elements of one rank's part from which it is large enough to leave host memory."""
+        """Minimum elements of a partition that DeepSpeed swaps."""
         return -(-max(SMALLEST_SWAP_BYTES, self.block_bytes) // self.element_bytes)
 
     def swappable(self, parameter: ParameterFacts) -> bool:
-        """Whether one rank's part is large enough to leave host memory."""
+        """Whether the partition of ``parameter`` is large enough to be swapped."""
         return partition(parameter, self.world_size) >= self.smallest
 
     @property
     def swapped(self) -> list[ParameterFacts]:
-        """The parameters that are written to files."""
+        """Parameters that DeepSpeed swaps to files."""
         least, parts = self.smallest, self.model.parts(self.world_size)
         every = zip(self.model.parameters, parts, strict=True)
         return [parameter for parameter, part in every if part >= least]
 
     def happens(self, max_in_cpu: int) -> bool:
-        """Whether anything is swapped when ``max_in_cpu`` elements may stay in host memory.
+        """Whether anything is swapped if ``max_in_cpu`` elements may stay in host memory.
 
-        DeepSpeed counts trainable parameters only against that limit; frozen ones always swap.
+        DeepSpeed applies this limit only to trainable parameters, and always swaps frozen ones.
         """
         swapped = self.swapped
         if sum(self.model.trainable_parts(self.world_size)) > max_in_cpu:
@@ -546,15 +547,15 @@ class Swapping:
 
     @property
     def largest(self) -> ParameterFacts | None:
-        """The largest parameter that is swapped; ``None`` when none is."""
+        """The largest swapped parameter; ``None`` if no parameter is swapped."""
         return max(self.swapped, key=_NUMEL, default=None)
 
     @property
     def buffers(self) -> int:
-        """Buffers for the parameters that are resident at once when nothing is fetched ahead.
+        """Number of buffers for simultaneously resident parameters without prefetching.
 
-        A resident parameter keeps its buffer. Resident are the parameters a module owns itself,
-        while it runs, and those of the modules around it.
+        Each resident parameter needs one buffer. While a module runs, its direct parameters and
+        those of the modules around it are resident.
         """
         owned = Counter([parameter.name.rpartition(".")[0] for parameter in self.swapped])
 
@@ -564,7 +565,7 @@ class Swapping:
         return max(PARAM_BUFFERS, 2 + max(map(with_owners, list(owned)), default=0))
 
     def buffer_need(self, zero: ZeroSection) -> tuple[int, str]:
-        """Elements one buffer must hold, and what that is; 0 when nothing is known to swap."""
+        """Return the minimum elements of a buffer, with a reason; 0 if nothing is swapped."""
         largest, ranks = self.largest, self.world_size
         if largest is None:
             return 0, ""
@@ -582,7 +583,7 @@ class Swapping:
 
 
 def sub_groups(model: ModelFacts, world_size: int, sub_group_size: int) -> tuple[int, ...]:
-    """Elements of one rank's part of each sub-group: it closes once it reaches its size."""
+    """Return the elements of each sub-group on one rank, filled up to ``sub_group_size``."""
     groups: list[int] = []
     numel = 0
     for part in model.trainable_parts(world_size):
@@ -594,12 +595,12 @@ def sub_groups(model: ModelFacts, world_size: int, sub_group_size: int) -> tuple
 
 
 def largest_sub_group(model: ModelFacts, world_size: int, sub_group_size: int) -> int:
-    """Most elements of one rank's part of a sub-group: it closes once it reaches its size."""
+    """Return the maximum elements of a sub-group on one rank."""
     parts = model.trainable_parts(world_size)
     return min(sum(parts), sub_group_size + max(parts, default=0))
 
 
-# -- Swap pools for NVMe offload, sized from what they have to hold.
+# -- Sizes of swap pools for NVMe offload.
 
 
 OPTIMIZER_BUFFERS = 4
@@ -616,24 +617,24 @@ swap buffer", or the pool runs out ("Not enough buffers")."""
 
 
 def optimizer_buffers(section: OffloadSection) -> int:
-    """Buffers an Adam optimizer needs with several sub-groups.
+    """Return the number of buffers that Adam needs with several sub-groups.
 
-    Measured with DeepSpeed 0.19.8: 8 are enough for reading ahead, and fail with writing back
-    as well, where 12 are enough.
+    In runs with DeepSpeed 0.19.8, 8 buffers sufficed for ``pipeline_read``, but failed with
+    ``pipeline_write`` in addition; 12 buffers sufficed for both.
     """
     overlapped = (section.pipeline_read is True) + (section.pipeline_write is True)
     return OPTIMIZER_BUFFERS * (1 + overlapped)
 
 
 def elements(value: Any) -> int:
-    """A number of elements as written; 0 where it is left open."""
+    """Return a number of elements as written; 0 if it is not set."""
     return value if isinstance(value, int) else 0
 
 
 # -- Every behaviour key of ``zero_optimization`` and ``aio``, written explicitly.
 #
-# DeepSpeed's defaults move between releases, so what is left out here would depend on the
-# version installed. A value the user wrote always stands, unless the platform cannot take it.
+# DeepSpeed's defaults change between releases, so an unset key would depend on the installed
+# version. A value in the plan takes precedence, unless the platform does not support it.
 
 
 DEEPSPEED_DEFAULT = "the default of DeepSpeed 0.19.8, written because defaults change"
@@ -645,17 +646,17 @@ _HIGH = (3,)
 
 @attrs.define(kw_only=True)
 class Filler(Log):
-    """What filling needs to know, and the decisions it makes."""
+    """Fills in the unset keys of a plan, and records a decision for each."""
 
     case: Case
-    """The plan before it was repaired, which concerns neither batch nor precision."""
+    """The plan before corrections, which never change batch sizes or precision."""
     stage: int
     aio: AioSection | None = None
     """As it is written."""
 
     @property
     def model(self) -> ModelFacts | None:
-        """The model, where it is known."""
+        """The model; ``None`` if unknown."""
         return self.case.context.model
 
     @property
@@ -666,7 +667,7 @@ class Filler(Log):
     def fill(
         self, section: SectionT, path: str, name: str, chosen: Any, reason: str = DEEPSPEED_DEFAULT
     ) -> SectionT:
-        """Set ``name`` unless the user did; record it."""
+        """Set ``name`` if the plan does not, and record a decision."""
         written = getattr(section, name)
         if written is not None and written != AUTO:
             return section
@@ -683,7 +684,7 @@ class Filler(Log):
         *,
         severity: Severity = "note",
     ) -> SectionT:
-        """Set ``name`` whatever the user wrote, because it cannot run otherwise; record it."""
+        """Set ``name`` even against the plan, which could not run otherwise; record a decision."""
         written = getattr(section, name)
         if written == value:
             return section
@@ -693,7 +694,7 @@ class Filler(Log):
     def drop(
         self, section: SectionT, path: str, name: str, reason: str, *, severity: Severity = "note"
     ) -> SectionT:
-        """Leave out a key that has no effect; record it."""
+        """Remove a key that has no effect, and record a decision."""
         written = getattr(section, name)
         if written is None:
             return section
@@ -702,14 +703,14 @@ class Filler(Log):
         return evolved(section, **{name: None})
 
     def _fill_precision(self, plan: DeepSpeedPlan) -> tuple[Bf16Section, Fp16Section]:
-        """The ``bf16`` and ``fp16`` sections, every key explicit."""
+        """Return the ``bf16`` and ``fp16`` sections with every key set."""
         precision, _ = self.case.precision
         bf16 = attrs.evolve(plan.bf16 or Bf16Section(), enabled=precision == "bf16")
         fp16 = attrs.evolve(plan.fp16 or Fp16Section(), enabled=precision == "fp16")
         launched = plan.launch.mixed_precision if plan.launch else None
         if launched == "fp16" and plan.fp16 is None and _enabled(plan)["bf16"] is not True:
             fp16 = attrs.evolve(fp16, auto_cast=FP16_BESIDE.auto_cast)
-            why = "accelerate casts the inputs where only mixed_precision asks for fp16"
+            why = "accelerate casts the inputs if only mixed_precision requests fp16"
             self.decide("fp16.auto_cast", None, FP16_BESIDE.auto_cast, why)
         for name in (
             "immediate_grad_update",
@@ -723,7 +724,7 @@ class Filler(Log):
         return bf16, fp16
 
     def _quiet_fill(self, section: Any, path: str, name: str, value: Any) -> Any:
-        # The keys of a precision that is off are written too, but nobody needs to read why.
+        # The keys of a disabled precision are written too, without decisions.
         if section.enabled:
             return self.fill(section, path, name, value)
         if getattr(section, name) in (None, AUTO):
@@ -750,8 +751,8 @@ class Filler(Log):
             "zero_optimization.offload_param",
             "device",
             "cpu",
-            "DeepSpeed 0.19.8 swaps fp32 parameters to NVMe as bf16 on an accelerator "
-            "without fp16, which would lose precision; they stay in host memory instead",
+            "on an accelerator without fp16, DeepSpeed 0.19.8 rounds fp32 parameters to "
+            "bf16 when it swaps them to NVMe; the parameters stay in host memory instead",
             severity="warning",
         )
         return attrs.evolve(zero, offload_param=kept)
@@ -765,7 +766,7 @@ class Filler(Log):
         written = section.buffer_size
         if isinstance(written, int) and written < need:
             raise InvalidValueError(
-                f"counts elements and must be at least {what} = {need} elements",
+                f"is smaller than {what} = {need} elements; buffer_size counts elements, not bytes",
                 key=f"{path}.buffer_size",
                 value=written,
                 fix=f'write at least {need}, or "{AUTO}"',
@@ -775,22 +776,22 @@ class Filler(Log):
             size, why = PARAM_BUFFER, "elements; no model was given, so DeepSpeed's default"
         elif not need:
             size = max(1, *swapping.model.parts(swapping.world_size), 1)
-            why = "elements; no parameter of this model is large enough to leave host memory"
+            why = "elements; no parameter of this model is large enough to be swapped"
         section = self.fill(section, path, "buffer_size", size, why)
         section = self.fill(
             section,
             path,
             "buffer_count",
             swapping.buffers if swapping else PARAM_BUFFERS,
-            "one for each parameter resident at once, and two spare ones",
+            "one buffer per simultaneously resident parameter, and two spare buffers",
         )
         section = self.fill(
             section,
             path,
             "max_in_cpu",
             0,
-            "NVMe was requested, but with DeepSpeed's default of 1e9 a smaller model "
-            "never leaves host memory",
+            "NVMe was requested, but DeepSpeed's default of 1e9 keeps smaller models in "
+            "host memory",
         )
         return self._without_auto_path(section, path)
 
@@ -798,22 +799,25 @@ class Filler(Log):
         """Every key of ``offload_optimizer`` on NVMe."""
         for name in ("pipeline_read", "pipeline_write", "fast_init"):
             section = self.fill(section, path, name, False)
-        why = "weight, gradient and two moments of each sub-group that is resident at once"
+        why = "weight, gradient and two moments of each simultaneously resident sub-group"
         section = self.fill(section, path, "buffer_count", optimizer_buffers(section), why)
         return self._without_auto_path(section, path)
 
     def _without_auto_path(self, section: OffloadSection, path: str) -> OffloadSection:
         if section.nvme_path == AUTO:
-            return self.drop(section, path, "nvme_path", "a leased folder will be used")
+            return self.drop(section, path, "nvme_path", "each run creates a temporary folder")
         return section
 
     def _overlap(self, zero: ZeroSection) -> tuple[bool, str]:
         if self.accelerator == "cpu":
-            return False, "the CPU accelerator has no streams that could overlap"
+            return False, "the CPU accelerator has no streams for overlap"
         offloads = zero.offload_optimizer is not None and zero.offload_optimizer.device != "none"
         if self.stage == 3 or offloads:
-            return True, "without it gradients leave the device on the computation's stream"
-        return False, "it doubles the bucket, and helps only if gradients are communicated"
+            return (
+                True,
+                "without overlap, gradients leave the device on the stream of the computation",
+            )
+        return False, "overlap doubles the bucket, and helps only if gradients are communicated"
 
     def _persistence(self, _zero: ZeroSection) -> tuple[int, str]:
         threshold, persistent = persistence_threshold(self.model)
@@ -846,7 +850,7 @@ class Filler(Log):
                 zero = self.fill(zero, path, "stage3_prefetch_bucket_size", 0, NO_PREFETCH)
         for name, (stages, choose) in _CHOICES.items():
             if self.stage not in stages:
-                zero = self.drop(zero, path, name, f"has no effect at stage {self.stage}")
+                zero = self.drop(zero, path, name, f"the key has no effect at stage {self.stage}")
             else:
                 zero = self.fill(zero, path, name, *choose(self, zero))
         zero = self._with_leaf_modules(zero)
@@ -883,7 +887,7 @@ class Filler(Log):
                 path,
                 "pin_memory",
                 False,
-                "memory need not be pinned for the CPU accelerator",
+                "the CPU accelerator needs no pinned memory",
             )
         else:
             section = self.fill(section, path, "pin_memory", True)
@@ -902,11 +906,13 @@ class Filler(Log):
             "pipeline_read",
             "pipeline_write",
         ):
-            section = self.drop(section, path, name, "has an effect only with device nvme")
+            section = self.drop(
+                section, path, name, 'the key has an effect only with device "nvme"'
+            )
         return section
 
     def _fill_aio(self) -> AioSection:
-        """Every key of ``aio``, explicit."""
+        """Return the ``aio`` section with every key set."""
         path = "aio"
         section = self.aio or AioSection()
         if self.accelerator != "cuda":
@@ -924,7 +930,7 @@ class Filler(Log):
         return section
 
     def filled_in(self, plan: DeepSpeedPlan) -> DeepSpeedPlan:
-        """``plan`` with every key written."""
+        """Return ``plan`` with every key set."""
         context = self.case.context
         batch, why = self.case.batch
         self.decisions.extend(why)
@@ -961,7 +967,10 @@ class Filler(Log):
                 plan = self.drop(plan, "", name, "determined by the optimizer")
         for path in automatic_paths(attrs.evolve(plan, optimizer=None, scheduler=None).to_dict()):
             raise UnresolvedPlanError(
-                "zerotune does not fill in this key", key=path, value=AUTO, fix="write a value"
+                "zerotune has no automatic value for this key",
+                key=path,
+                value=AUTO,
+                fix="write a value",
             )
         return plan
 
@@ -998,13 +1007,13 @@ _CHOICES: dict[str, tuple[tuple[int, ...], _Choose]] = {
     "sub_group_size": (_HIGH, Filler._sub_group),
     "stage3_prefetch_bucket_size": (
         _HIGH,
-        _sized(prefetch_bucket, "one block ahead; at least the largest tensor"),
+        _sized(prefetch_bucket, "the size of one block, and at least the largest tensor"),
     ),
     "stage3_param_persistence_threshold": (_HIGH, Filler._persistence),
     "stage3_model_persistence_threshold": (_HIGH, _always(sys.maxsize)),
     "stage3_max_live_parameters": (
         _HIGH,
-        _sized(max_live, "twice the prefetch size; two bytes of device memory each"),
+        _sized(max_live, "twice the prefetch size; each element uses two bytes of device memory"),
     ),
     "stage3_max_reuse_distance": (
         _HIGH,
@@ -1021,11 +1030,11 @@ _CHOICES: dict[str, tuple[tuple[int, ...], _Choose]] = {
     "zero_quantized_nontrainable_weights": (_HIGH, _always(False)),
     "zero_quantized_gradients": (_HIGH, _always(False)),
 }
-"""Key to the stages where it has an effect, and how its value is chosen."""
+"""Stages where each key has an effect, and how its value is chosen."""
 
 
 def stages_of(name: str) -> tuple[int, ...]:
-    """ZeRO stages where a key of ``zero_optimization`` has an effect; empty when not known."""
+    """Return the ZeRO stages where a key has an effect; empty if unknown."""
     return _CHOICES[name][0] if name in _CHOICES else _OFFLOAD_STAGES.get(name, ())
 
 
@@ -1038,26 +1047,26 @@ LEAF_MODULE: Final = "leaf_module"
 
 # -- Whether page-locked host memory keeps its size.
 #
-# torch rounds each page-locked block up to a power of two, so that 9.6 GiB take 16. Newer releases
-# take a size from which on they do not (``pinned_max_round_threshold_mb``), and the backend sets it
-# before an engine starts.
+# torch rounds each page-locked block up to a power of two, so that 9.6 GiB use 16. Newer releases
+# have a setting for the size from which on blocks are not rounded
+# (``pinned_max_round_threshold_mb``), which the backend sets before an engine starts.
 
 
 SETTING: Final = "pinned_max_round_threshold_mb"
-"""Key of ``PYTORCH_ALLOC_CONF``; MiB from which on a block keeps its size."""
+"""Key of ``PYTORCH_ALLOC_CONF``; MiB from which on a block is not rounded."""
 THRESHOLD: Final = 1
-"""Smaller blocks are still rounded, which lets torch use them again."""
+"""MiB; smaller blocks are still rounded, so that torch can reuse them."""
 OLDEST_TORCH: Final = (2, 13)
-"""First release that was read and has the setting; the backend tries it with older ones too."""
+"""Oldest release that is known to have the setting; the backend tries older releases too."""
 ROUNDING: Final = frozenset({"cuda", "rocm"})
 """Accelerators on which torch page-locks memory through this allocator."""
 
 
 def pins_exactly(platform: Platform) -> bool:
-    """Whether blocks keep their size there, as far as can be said from here.
+    """Whether torch page-locks blocks in their exact size on ``platform``.
 
     Args:
-        platform: Its version of torch decides; a machine that does not say is taken for current.
+        platform: The machine; an unknown torch version counts as current.
     """
     if platform.accelerator not in ROUNDING:
         return True
@@ -1066,26 +1075,26 @@ def pins_exactly(platform: Platform) -> bool:
 
 
 def pins_natively(platform: Platform) -> bool:
-    """Whether DeepSpeed page-locks its own blocks to the byte there, since torch would round them.
+    """Whether DeepSpeed page-locks its blocks in their exact size, because torch rounds them.
 
     Args:
-        platform: Its torch decides, and whether locked memory is limited: DeepSpeed locks it
-            itself, and fails where it may not. What is not said to be installed is not counted on.
+        platform: The machine. DeepSpeed must be installed, and locked memory must be unlimited,
+            because DeepSpeed otherwise fails to lock it.
     """
     needed = not pins_exactly(platform) and platform.memlock_limit is None
     return needed and "deepspeed" in platform.versions
 
 
-# -- What a plan becomes: first without what its engine has no use for, at last with every key.
+# -- The steps of resolution: remove unused sections, then fill in every key.
 
 
 def prepared(requested: DeepSpeedPlan, context: Context, log: Log) -> Case:
-    """``requested`` without what the engine has no use for, where it is to run.
+    """Return ``requested`` without sections that the engine does not use, with its context.
 
     Args:
         requested: The plan.
-        context: Where it is to run; a platform that is not given is detected.
-        log: Receives decisions.
+        context: Context of the run; a missing platform is detected.
+        log: Log that receives decisions.
     """
     platform = context.platform
     if platform is None:
@@ -1101,13 +1110,13 @@ def prepared(requested: DeepSpeedPlan, context: Context, log: Log) -> Case:
 
 
 def filled(requested: DeepSpeedPlan, plan: DeepSpeedPlan, case: Case, log: Log) -> ResolvedPlan:
-    """What will run.
+    """Return the resolved plan with every key set.
 
     Args:
         requested: The plan as the user wrote it.
-        plan: The same, prepared and repaired.
-        case: As it was before repairs, which concern neither batch nor precision.
-        log: What was decided so far.
+        plan: The plan after ``prepared`` and corrections.
+        case: The plan and context before corrections, which never change batch sizes or precision.
+        log: Earlier decisions.
     """
     context = case.context
     precision, why = case.precision
@@ -1130,7 +1139,7 @@ def filled(requested: DeepSpeedPlan, plan: DeepSpeedPlan, case: Case, log: Log) 
 
 
 def with_streaming(resolved: ResolvedPlan) -> ResolvedPlan:
-    """The plan with ``streamed`` switched off, and why, where it is asked for and cannot be."""
+    """Disable ``streamed`` with a reason if streaming is requested but impossible."""
     if not resolved.streamed:
         return resolved
     if (obstacle := streaming_obstacle(resolved)) is not None:
@@ -1142,7 +1151,7 @@ def with_streaming(resolved: ResolvedPlan) -> ResolvedPlan:
         key="streamed.split_masters",
         before=True,
         after=False,
-        reason=f"weights in {resolved.precision} are not halves of their master weights",
+        reason=f"master weights can be split only with bf16 weights, not with {resolved.precision}",
     )
     return attrs.evolve(
         resolved,
@@ -1163,25 +1172,25 @@ _SEVERAL_RANKS: Final = frozenset(
         "tensor_parallel",
     }
 )
-"""Keys of how several ranks work together, of which streamed weights know the default alone."""
+"""Keys for several ranks of which streaming supports only the defaults."""
 
 
 def streaming_obstacle(resolved: ResolvedPlan) -> str | None:
-    """Why a plan's weights cannot be streamed, as far as the plan tells."""
+    """Return why the plan's weights cannot be streamed; ``None`` if nothing prevents it."""
     written = resolved.plan.to_dict()
     accumulated = written.get("data_types", {}).get("grad_accum_dtype")
     several = _SEVERAL_RANKS & written.keys() if resolved.world_size > 1 else ()
     obstacles = {
         "the plan was resolved without DeepSpeed": not resolved.uses_deepspeed,
-        f"{', '.join(several)} is DeepSpeed's": bool(several),
+        f"only DeepSpeed supports {', '.join(several)}": bool(several),
         "DeepSpeed distributes gradients round robin": resolved.world_size > 1
         and bool(written.get("zero_optimization", {}).get("round_robin_gradients")),
-        "the plan is not one of stage 2 or 3": resolved.stage not in (2, 3),
+        "streaming needs stage 2 or 3": resolved.stage not in (2, 3),
         "the optimizer is not in host memory": resolved.offload_optimizer != "cpu",
         "DeepSpeed manages weights on NVMe": resolved.offload_param == "nvme",
         "DeepSpeed removes the loss scale": resolved.precision == "fp16",
         "the plan was resolved with host_step=False": not resolved.host_step,
-        "micro batches are summed in the gradients' dtype": accumulated not in (
+        "streaming sums micro batches in the gradients' dtype": accumulated not in (
             None, resolved.precision,
         ),
     }  # fmt: skip
@@ -1218,8 +1227,8 @@ def _for_plain_engine(
             key=_HOST_OPTIMIZER,
             before=host.device,
             after=host.device,
-            reason="the plain engine also keeps the optimizer in host memory and steps there; "
-            "every process has all of it, because nothing is partitioned",
+            reason="the plain engine keeps and updates the whole optimizer in host memory of every "
+            "process, because it partitions nothing",
         )
     return attrs.evolve(
         plan,
@@ -1234,7 +1243,7 @@ _HOST_OPTIMIZER = "zero_optimization.offload_optimizer"
 
 
 def _host_optimizer(zero: ZeroSection | None, platform: Platform) -> OffloadSection | None:
-    """What the plain engine keeps of a plan with its optimizer in host memory."""
+    """Return the offload section for the plain engine, if the optimizer is in host memory."""
     section = None if zero is None else zero.offload_optimizer
     # On macOS host and device share one memory.
     if section is None or section.device != "cpu" or platform.accelerator == "mps":
@@ -1252,15 +1261,15 @@ def _without_host_optimizer(plan: DeepSpeedPlan, log: Log) -> DeepSpeedPlan:
         key=_HOST_OPTIMIZER,
         before=zero.offload_optimizer.device,
         after=None,
-        reason="the plain engine removes the loss scale on the device, where the gradients are; "
-        "bf16 needs none",
+        reason="the plain engine unscales fp16 gradients on the device, so the optimizer stays "
+        "there; bf16 needs no loss scale",
         severity="warning",
     )
     return attrs.evolve(plan, zero_optimization=None)
 
 
 def without_inactive_offload(plan: DeepSpeedPlan) -> DeepSpeedPlan:
-    """``plan`` without the sections that offload nothing."""
+    """Return ``plan`` without the sections that offload nothing."""
     zero = plan.zero_optimization
     if zero is None:
         return plan
@@ -1271,7 +1280,7 @@ def without_inactive_offload(plan: DeepSpeedPlan) -> DeepSpeedPlan:
     return attrs.evolve(plan, zero_optimization=zero)
 
 
-# -- The dict DeepSpeed receives.
+# -- The dict for DeepSpeed.
 
 
 _ZERO_TESTED = frozenset(
@@ -1296,15 +1305,15 @@ _KEEPS_AUTO = (
     "zero_optimization.zenflow.",
     "_",
 )
-"""Beginnings of pass-through keys for which ``"auto"`` is a value DeepSpeed understands."""
+"""Prefixes of pass-through keys for which DeepSpeed accepts ``"auto"`` as a value."""
 
 
 def render(resolved: ResolvedPlan, *, folders: bool = True) -> dict[str, Any]:
-    """The configuration DeepSpeed receives.
+    """Return the configuration for DeepSpeed.
 
     Args:
         resolved: The plan.
-        folders: ``False`` leaves the swap folders out and does not ask for them.
+        folders: ``False`` omits the swap folders, which may then be missing in the plan.
     """
     config = written(resolved)
     for part, folder in resolved.nvme_paths.items():
@@ -1315,14 +1324,14 @@ def render(resolved: ResolvedPlan, *, folders: bool = True) -> dict[str, Any]:
             raise UnresolvedPlanError(
                 "NVMe offload needs a folder for its swap files",
                 key=f"zero_optimization.offload_{part}.nvme_path",
-                fix="write a path, or use zerotune.offload.OffloadManager, which leases one",
+                fix="write a path, or use zerotune.offload.OffloadManager, which creates a folder",
             )
     for path in automatic_paths(config):
         raise UnresolvedPlanError(
             'is still "auto" in the rendered configuration',
             key=path,
             value=AUTO,
-            fix="resolve it with zerotune.optim.OptimizerResolver().apply(resolved_plan)"
+            fix="call zerotune.optim.OptimizerResolver().apply(resolved_plan) to resolve the value"
             if path.startswith(("optimizer", "scheduler"))
             else "write a value; zerotune has no automatic value for this key",
         )
@@ -1330,14 +1339,14 @@ def render(resolved: ResolvedPlan, *, folders: bool = True) -> dict[str, Any]:
 
 
 def written(resolved: ResolvedPlan) -> dict[str, Any]:
-    """The configuration as far as it is known; unlike ``render``, it asks for nothing."""
+    """Return the configuration like ``render``, but with unresolved values left in place."""
     config = resolved.plan.to_dict()
     _render_choices(resolved, config)
     return {key: value for key, value in config.items() if not key.startswith("_")}
 
 
 def automatic_paths(value: Any, path: str = "") -> list[str]:
-    """Paths of every ``"auto"`` inside ``value``, in order."""
+    """Return the paths of all ``"auto"`` values inside ``value``, in order."""
     if value == AUTO and isinstance(value, str):
         return [] if path.startswith(_KEEPS_AUTO) else [path]
     if isinstance(value, Mapping):
@@ -1358,7 +1367,7 @@ def automatic_paths(value: Any, path: str = "") -> list[str]:
 
 
 def _may_be_automatic(value: Any) -> bool:
-    # Most of what is long is neither, and needs no path.
+    # Most values in long lists are neither, and need no path.
     return value == AUTO if isinstance(value, str) else isinstance(value, Mapping | list | tuple)
 
 

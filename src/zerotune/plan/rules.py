@@ -1,8 +1,8 @@
-"""The rules a plan is checked against: one function each, with an id, a severity and a fix.
+"""The rules that check a plan, each with an id, a severity and a fix.
 
-A condition is written once and yields findings. ``DeepSpeedPlan.check`` collects them; resolving
-raises an *error*, does what a *warning* says and records it, and passes over a *note*. ``RULES`` is
-the table the documentation is made from.
+A rule yields findings. ``DeepSpeedPlan.check`` returns all of them. Resolution raises findings of
+severity *error*, applies and records each *warning*, and ignores each *note*. The documentation is
+generated from ``RULES``.
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ from zerotune.plan.resolve import (
 from zerotune.plan.schema import faults, passed_schema
 
 Finding = Decision
-"""What one rule found in a plan: a record with the rule's id and a fix."""
+"""One finding of a rule: a record with the rule's id and a fix."""
 RuleContext = Context
-"""The name under which rules and their callers know it."""
+"""Alias of ``Context`` for rules and their callers."""
 RuleSeverity = Severity
 Findings = Iterator[Decision]
 
 
 class _Names(dict[str, str]):
-    """Stands in for the words of a finding where there is none."""
+    """Placeholders for the values of a finding, for the documentation."""
 
     def __missing__(self, name: str) -> str:
         return f"``{name}``"
@@ -70,29 +70,29 @@ class _Names(dict[str, str]):
 
 @attrs.frozen(kw_only=True)
 class Rule:
-    """One thing that can be wrong with a plan."""
+    """A check of plans for one kind of mistake."""
 
     id: str
     severity: Severity
     summary: str
-    """What is wrong, in one sentence for the documentation."""
+    """The mistake, in one sentence for the documentation."""
     reason: str
-    """Why; ``{name}`` is a word of the finding. Empty: each finding has a reason of its own."""
+    """Reason; ``{name}`` stands for a value of the finding. Empty: each finding has its own."""
     fix: str
-    """What to write instead; likewise."""
+    """What to write instead; ``{name}`` as in ``reason``."""
     remark: str
-    """What the documentation adds."""
+    """Additional sentences for the documentation."""
     check: Callable[[Case, Rule], Findings] = attrs.field(repr=False)
     only_deepspeed: bool
-    """Whether it concerns only runs that DeepSpeed trains."""
+    """Whether the rule applies only to runs with DeepSpeed."""
     left_to: str
-    """Who does or refuses what it says, where resolving does not."""
+    """Step that applies or rejects a finding, if resolution does not."""
     stages: tuple[int, ...] = ()
-    """The ZeRO stages it concerns; empty: every one."""
+    """ZeRO stages to which the rule applies; empty for all stages."""
 
     @property
     def advice(self) -> str:
-        """Why, and what to do about it, for the documentation."""
+        """Fix, reason and remark, for the documentation."""
         first, _, last = ", ".join(map(str, self.stages)).rpartition(", ")
         words = _Names(stage=f"{first} or {last}" if first else last)
         fix, reason = (as_sentence(each.format_map(words)) for each in (self.fix, self.reason))
@@ -101,23 +101,24 @@ class Rule:
         return " ".join(filter(None, (fix, reason, self.remark)))
 
     def __call__(self, plan: DeepSpeedPlan, context: Context) -> list[Decision]:
-        """What this rule finds."""
+        """Return the findings of this rule for ``plan``."""
         return self.find(Case(plan=plan, context=context))
 
     def find(self, case: Case) -> list[Decision]:
-        """What this rule finds in a plan that other rules look at too."""
+        """Return the findings of this rule for a case that several rules share."""
         if self.only_deepspeed and not case.context.uses_deepspeed:
             return []
         return list(self.check(case, self))
 
     def finding(self, key: str, value: Any, /, *, after: Any = UNSET, **words: Any) -> Decision:
-        """What is wrong with one setting.
+        """Return a finding about one setting.
 
         Args:
             key: Path of the setting.
-            value: The value found.
-            after: What resolution makes of it; ``None``: left out; unset: it stays.
-            **words: Of ``reason`` and ``fix``; these two themselves where they are its own.
+            value: Value of the setting in the plan.
+            after: Value after resolution; ``None`` removes the setting. By default the value stays.
+            **words: Values for the placeholders in ``reason`` and ``fix``, or ``reason`` and
+                ``fix`` themselves.
         """
         return Decision(
             key=key,
@@ -130,7 +131,7 @@ class Rule:
         )
 
     def refused(self, error: PlanError) -> Decision:
-        """A finding made from an error."""
+        """Return the finding that corresponds to ``error``."""
         return Decision.of(error, rule=self.id, severity=self.severity)
 
 
@@ -143,19 +144,19 @@ def rule(
     only_deepspeed: bool = True,
     left_to: str = "",
 ) -> Callable[[Callable[[Case, Rule], Findings]], Rule]:
-    """Make a rule of a function; ``RULES`` lists it.
+    """Turn a function into a rule.
 
-    The first line of the function's docstring says what is wrong, the rest is what the
-    documentation adds to fix and reason.
+    The first line of the function's docstring describes the mistake. The other lines are additional
+    sentences for the documentation.
 
     Args:
         rule_id: The rule's name.
         severity: What a finding means; see the module.
-        reason: Why, with the words of a finding in braces.
-        fix: What to write instead, likewise.
-        only_deepspeed: Whether it concerns only runs that DeepSpeed trains.
-        left_to: Who does or refuses what it says, where that takes more than the plan: the
-            precision asked for, or the optimizer.
+        reason: Reason of a finding, with placeholders for its values in braces.
+        fix: What to write instead, with the same placeholders.
+        only_deepspeed: Whether the rule applies only to runs with DeepSpeed.
+        left_to: Step that applies or rejects a finding, if resolution does not: ``"the optimizer"``
+            or ``"the choice of precision"``.
     """
 
     def made(function: Callable[[Case, Rule], Findings]) -> Rule:
@@ -179,7 +180,7 @@ def rule(
 
 
 def offload_section(plan: DeepSpeedPlan, part: str) -> OffloadSection | None:
-    """``offload_optimizer`` or ``offload_param`` as written."""
+    """Return the section ``offload_optimizer`` or ``offload_param`` as written."""
     section: OffloadSection | None = getattr(plan.zero_optimization, f"offload_{part}", None)
     return section
 
@@ -190,34 +191,34 @@ def active(section: OffloadSection | None) -> bool:
 
 
 def zero_extra(plan: DeepSpeedPlan, key: str) -> Any:
-    """A key of ``zero_optimization`` that zerotune passes through; ``None``: not written."""
+    """Return an unmodelled key of ``zero_optimization``, or ``None`` if it is not set."""
     zero = plan.zero_optimization
     return zero.extra.get(key) if zero else None
 
 
 def number(value: Any) -> float | None:
-    """``value`` when it is a finite number."""
+    """Return ``value`` as a float if it is a finite number, otherwise ``None``."""
     return float(value) if is_number(value) else None
 
 
 def integer(value: Any) -> int | None:
-    """``value`` when it is a whole number."""
+    """Return ``value`` as an int if it is a whole number, otherwise ``None``."""
     return int(value) if is_integer(value) else None
 
 
 def clips(case: Case) -> bool:
-    """Whether gradients are clipped: unless something says 0, zerotune clips."""
+    """Whether gradients are clipped, which is the default unless a setting is 0."""
     return clipping(case.plan, case.context.run).norm != 0
 
 
 def wide_weight(case: Case) -> str | None:
-    """Name of a trained weight of more than two dimensions, where the model is known."""
+    """Return the name of a trained weight with more than two dimensions, if there is one."""
     trained = case.context.model.trainable if case.context.model else ()
     return next((each.name for each in trained if len(each.shape) > 2), None)
 
 
 def written_at(plan: DeepSpeedPlan, path: str) -> Any:
-    """What is written at a path; ``None``: nothing."""
+    """Return the value at a path, or ``None`` if it is not set."""
     value: Any = plan
     for name in path.split("."):
         if isinstance(value, Section):
@@ -229,7 +230,7 @@ def written_at(plan: DeepSpeedPlan, path: str) -> Any:
 
 
 def set_twice(case: Case, this: Rule, key: str, places: tuple[str, ...]) -> Findings:
-    """A finding for each of ``places`` that contradicts the top-level ``key``."""
+    """Yield a finding for each of ``places`` that contradicts the top-level ``key``."""
     first = getattr(case.plan, key)
     for place in places:
         second = written_at(case.plan, place)
@@ -255,21 +256,21 @@ def setting_rule(
     only_deepspeed: bool = True,
     left_to: str = "",
 ) -> Rule:
-    """A rule on settings, each judged by its value alone.
+    """Return a rule that judges each setting by its value alone.
 
     Args:
         rule_id: The rule's name.
         severity: What a finding means.
-        settings: Path to the test of a value that the rule reports.
-        summary: What is wrong, in one sentence.
-        reason: Why; ``{stage}`` is the plan's.
+        settings: Path of each setting, and a function that is true for values to report.
+        summary: The mistake, in one sentence.
+        reason: Reason of a finding; ``{stage}`` stands for the plan's stage.
         fix: What to write instead.
-        stages: The ZeRO stages it concerns; empty: every one.
-        when: What else must hold.
-        remark: What the documentation adds.
-        after: What resolution makes of the setting.
-        only_deepspeed: As of ``rule``.
-        left_to: As of ``rule``.
+        stages: ZeRO stages to which the rule applies; empty for all stages.
+        when: Additional condition on the plan.
+        remark: Additional sentences for the documentation.
+        after: Value of the setting after resolution.
+        only_deepspeed: Whether the rule applies only to runs with DeepSpeed.
+        left_to: Step that applies or rejects a finding, as for ``rule``.
     """
 
     def check(case: Case, this: Rule) -> Findings:
@@ -297,18 +298,18 @@ def setting_rule(
 
 
 def is_one(*refused: Any) -> Callable[[Any], bool]:
-    """A test for these values; true is not 1."""
+    """Return a function that is true for these values; ``True`` differs from 1."""
     kinds = [(isinstance(each, bool), each) for each in refused]
     return lambda value: (isinstance(value, bool), value) in kinds
 
 
 def is_other(*allowed: Any) -> Callable[[Any], bool]:
-    """A test for a value that is written, and none of these."""
+    """Return a function that is true for values that are set and not in ``allowed``."""
     return lambda value: value not in (None, *allowed)
 
 
 def is_below(limit: float) -> Callable[[Any], bool]:
-    """A test for a number."""
+    """Return a function that is true for numbers below ``limit``."""
     return lambda value: is_number(value) and value < limit
 
 
@@ -327,7 +328,7 @@ SETTING_RULES: Final = (
         {_OPTIMIZER: active, _PARAM: active},
         stages=(0,),
         summary="Nothing is offloaded at stage 0.",
-        reason="DeepSpeed ignores offload at stage 0, so it is left out",
+        reason="DeepSpeed ignores offload at stage 0, so the section is removed",
         fix="set zero_optimization.stage to 2 to offload",
         after=None,
     ),
@@ -336,8 +337,8 @@ SETTING_RULES: Final = (
         "warning",
         {_PARAM: active},
         stages=(1, 2),
-        summary="Parameters can be offloaded only where they are partitioned, at stage 3.",
-        reason="DeepSpeed ignores offload_param below stage 3, here {stage}, so it is left out",
+        summary="Parameters can be offloaded only at stage 3, which partitions them.",
+        reason="DeepSpeed ignores offload_param at stage {stage}, so the section is removed",
         fix="set zero_optimization.stage to 3 to offload parameters",
         after=None,
     ),
@@ -348,7 +349,8 @@ SETTING_RULES: Final = (
         stages=(3,),
         when=lambda plan: plan.offload_optimizer_device == "none",
         summary="Parameters are offloaded while the larger optimizer states stay on the device.",
-        reason="the optimizer states, six times larger in mixed precision, stay on the device",
+        reason="the optimizer states stay on the device; in mixed precision they are six times "
+        "larger than the parameters",
         fix='set offload_optimizer.device to "cpu" to free more memory',
     ),
     setting_rule(
@@ -356,8 +358,9 @@ SETTING_RULES: Final = (
         "error",
         {f"{_OPTIMIZER}.ratio": is_below(1)},
         stages=(1, 2),
-        summary="An offload ratio below 1 is refused by DeepSpeed below stage 3.",
-        reason="DeepSpeed offloads a part of the optimizer only at stage 3, not at {stage}",
+        summary="DeepSpeed rejects an offload ratio below 1 below stage 3.",
+        reason="DeepSpeed can offload a part of the optimizer only at stage 3; this is stage "
+        "{stage}",
         fix="set the ratio to 1.0, or zero_optimization.stage to 3",
     ),
     setting_rule(
@@ -365,13 +368,13 @@ SETTING_RULES: Final = (
         "note",
         {f"{_OPTIMIZER}.ratio": is_below(1)},
         stages=(3,),
-        summary="An offload ratio below 1 leaves part of the optimizer on the device, with another"
-        " AdamW.",
-        reason="what stays on the device is stepped by torch's AdamW, the rest by DeepSpeed's",
-        fix="set the ratio to 1.0 for one implementation",
-        remark="torch's AdamW would keep its first learning rate there, and its states would be in"
-        " no checkpoint (``backup_optimizer``); zerotune lets both share groups and states. The"
-        " two implementations round differently.",
+        summary="With an offload ratio below 1, torch's AdamW updates the part on the device.",
+        reason="torch's AdamW updates the part on the device, and DeepSpeed's AdamW updates the "
+        "rest",
+        fix="set the ratio to 1.0 to use one implementation for all weights",
+        remark="The two implementations round differently. In DeepSpeed alone, torch's AdamW keeps "
+        "its first learning rate, and no checkpoint contains its states "
+        "(``backup_optimizer``); zerotune shares groups and states between both.",
     ),
     setting_rule(
         "nvme-optimizer-below-stage-3",
@@ -380,8 +383,9 @@ SETTING_RULES: Final = (
         stages=(1, 2),
         summary="DeepSpeed silently keeps the optimizer in host memory instead of NVMe below stage"
         " 3.",
-        reason="needs stage 3; at stage {stage} DeepSpeed silently uses host memory",
-        fix='set zero_optimization.stage to 3, or device to "cpu"',
+        reason="offload of the optimizer to NVMe needs stage 3; at stage {stage} DeepSpeed "
+        "silently uses host memory",
+        fix='set zero_optimization.stage to 3, or the device to "cpu"',
     ),
     setting_rule(
         "zero-plus-plus-below-stage-3",
@@ -394,7 +398,7 @@ SETTING_RULES: Final = (
         },
         stages=(0, 1, 2),
         summary="ZeRO++ settings have no effect below stage 3.",
-        reason="DeepSpeed ignores ZeRO++ below stage 3, here {stage}, so it is left out",
+        reason="DeepSpeed ignores ZeRO++ at stage {stage}, so the key is removed",
         fix="set zero_optimization.stage to 3, or remove the key",
         after=None,
     ),
@@ -404,18 +408,17 @@ SETTING_RULES: Final = (
         {"launch.zero3_init_flag": is_one(True)},
         stages=(0, 1, 2),
         summary="The launcher's ``zero3_init_flag`` has no effect below stage 3.",
-        reason="it builds partitioned parameters, and at stage {stage} none are",
-        fix="remove it, or set zero_optimization.stage to 3",
-        remark="accelerate sets it to false with a warning.",
+        reason="zero3_init_flag partitions parameters, but stage {stage} does not partition them",
+        fix="remove zero3_init_flag, or set zero_optimization.stage to 3",
+        remark="accelerate sets the flag to false with a warning.",
     ),
     setting_rule(
         "legacy-stage-1",
         "error",
         {f"{_ZERO_PATH}.legacy_stage1": is_one(True)},
         stages=(1, 2, 3),
-        summary="The first implementation of stage 1 left DeepSpeed in release 0.5.9; the engine"
-        " raises.",
-        reason="DeepSpeed removed that implementation and stops at the key",
+        summary="DeepSpeed 0.5.9 removed the first implementation of stage 1.",
+        reason="DeepSpeed removed this implementation of stage 1, and raises an error for the key",
         fix="remove this key",
     ),
     setting_rule(
@@ -424,8 +427,9 @@ SETTING_RULES: Final = (
         {"prescale_gradients": is_other(False), "gradient_predivide_factor": is_other(1)},
         stages=(2, 3),
         when=lambda plan: written_at(plan, f"{_ZERO_PATH}.reduce_scatter") is not False,
-        summary="Scaling gradients before they are reduced is refused by stages 2 and 3.",
-        reason="DeepSpeed refuses it at stage {stage} with reduce_scatter, its default",
+        summary="DeepSpeed rejects scaling of gradients before reduction at stages 2 and 3.",
+        reason="at stage {stage} with reduce_scatter (the default), DeepSpeed rejects scaled "
+        "gradients",
         fix="remove this key, or set zero_optimization.reduce_scatter to false",
     ),
     setting_rule(
@@ -434,9 +438,8 @@ SETTING_RULES: Final = (
         {f"{_ZERO_PATH}.reduce_scatter": lambda value: value is not False},
         stages=(3,),
         when=lambda plan: plan.optimizer_name == "Muon",
-        summary="Muon at stage 3 cannot use ``reduce_scatter``, which is on by default; DeepSpeed"
-        " raises.",
-        reason='DeepSpeed stops at stage 3 with "Muon and reduce scatter cannot be used together"',
+        summary="Muon at stage 3 cannot use ``reduce_scatter``, which is on by default.",
+        reason='at stage 3 DeepSpeed fails with "Muon and reduce scatter cannot be used together"',
         fix="set reduce_scatter to false, or use stage 1 or 2",
     ),
     setting_rule(
@@ -444,20 +447,21 @@ SETTING_RULES: Final = (
         "warning",
         {"optimizer.type": is_other()},
         when=lambda plan: plan.optimizer_name in ONE_BIT,
-        summary="1-bit optimizers were removed from DeepSpeed 0.19 and never ran under ZeRO.",
-        reason="DeepSpeed 0.19 removed the 1-bit optimizers, and older releases refuse them with"
-        " ZeRO",
+        summary="DeepSpeed 0.19 removed the 1-bit optimizers, which never ran with ZeRO.",
+        reason="DeepSpeed 0.19 removed the 1-bit optimizers, and older releases reject them with "
+        "ZeRO",
         fix='write "AdamW" (or "Lamb")',
-        remark="``OptimizerResolver`` replaces them, or refuses, as its policy says.",
+        remark="``OptimizerResolver`` replaces a 1-bit optimizer or raises an error, depending on "
+        "its policy.",
     ),
     setting_rule(
         "fp16-fixed-loss-scale",
         "warning",
         {"fp16.loss_scale": lambda value: is_number(value) and value > 0},
         when=_scales,
-        summary="A fixed loss scale never adapts: what overflows once may overflow for ever.",
-        reason="DeepSpeed skips a step whose gradients overflow, and a fixed scale is never lowered"
-        " after it",
+        summary="A fixed loss scale never adapts, so gradients may overflow in every step.",
+        reason="DeepSpeed skips a step whose gradients overflow, and never lowers a fixed scale "
+        "afterwards",
         fix="write 0 for dynamic loss scaling, or use bf16",
     ),
     setting_rule(
@@ -465,10 +469,10 @@ SETTING_RULES: Final = (
         "error",
         {"fp16.loss_scale_window": is_one(0), "fp16.min_loss_scale": is_one(0)},
         when=lambda plan: _scales(plan) and written_at(plan, "fp16.loss_scale") in (None, 0, AUTO),
-        summary="A dynamic loss scale needs a window and a floor above 0.",
-        reason="DeepSpeed refuses 0 with a dynamic loss scale",
+        summary="A dynamic loss scale needs ``loss_scale_window`` and ``min_loss_scale`` above 0.",
+        reason="DeepSpeed rejects the value 0 with a dynamic loss scale",
         fix="write 1",
-        remark="With fp16 off, or a fixed ``loss_scale``, DeepSpeed does not look at them.",
+        remark="DeepSpeed ignores both keys if fp16 is off or ``loss_scale`` is fixed.",
     ),
     setting_rule(
         "scheduler-no-warmup",
@@ -476,10 +480,10 @@ SETTING_RULES: Final = (
         {"scheduler.params.warmup_num_steps": is_below(1)},
         only_deepspeed=False,
         left_to="the optimizer",
-        summary='DeepSpeed refuses a warm-up of 0 steps ("must be a positive integer").',
+        summary='DeepSpeed rejects a warm-up of 0 steps ("must be a positive integer").',
         reason="DeepSpeed's warm-up must be a positive number of steps",
-        fix="write 1, which is its shortest",
-        remark="``OptimizerResolver`` writes 1 and starts at the peak.",
+        fix="write 1, the shortest warm-up",
+        remark="``OptimizerResolver`` writes 1, and the learning rate starts at its peak.",
     ),
     setting_rule(
         "scheduler-range-test",
@@ -490,10 +494,9 @@ SETTING_RULES: Final = (
             )
         },
         only_deepspeed=False,
-        summary="``LRRangeTest`` raises the learning rate without end, to find one; it trains"
-        " nothing.",
-        reason="it raises the learning rate until training diverges, which shows the largest usable"
-        " one",
+        summary="``LRRangeTest`` searches for a learning rate and does not train a usable model.",
+        reason="LRRangeTest raises the learning rate until training diverges, to find the largest "
+        "usable learning rate",
         fix='write "WarmupLR", "WarmupDecayLR" or "WarmupCosineLR" to train',
     ),
     setting_rule(
@@ -501,12 +504,12 @@ SETTING_RULES: Final = (
         "note",
         {"activation_checkpointing": bool},
         summary="``activation_checkpointing`` configures DeepSpeed's own checkpoint function only.",
-        reason="it has an effect only on models that call deepspeed.checkpointing, and those of"
-        " diffusers call torch's",
-        fix="remove it and call the model's enable_gradient_checkpointing()",
+        reason="activation_checkpointing affects only models that call deepspeed.checkpointing; "
+        "diffusers models call torch's checkpoint function",
+        fix="remove activation_checkpointing, and call the model's enable_gradient_checkpointing()",
     ),
 )
-"""Rules that need no function of their own, in the order they are checked."""
+"""Rules without a function, in the order they are checked."""
 
 
 # -- Rules on batch sizes, accumulation and the number of ranks.
@@ -514,9 +517,9 @@ SETTING_RULES: Final = (
 
 @rule("batch-triple", "error", only_deepspeed=False)
 def batch_triple(case: Case, this: Rule) -> Findings:
-    """Train batch = micro batch x accumulation x world size must hold.
+    """The train batch size must equal micro batch size x accumulation steps x world size.
 
-    Write two of the three, or change one so that the product holds at this world size.
+    Write two of these three keys, or change one so that the product is right for this world size.
     """
     try:
         _ = case.batch
@@ -527,25 +530,25 @@ def batch_triple(case: Case, this: Rule) -> Findings:
 @rule(
     "accumulation-set-twice",
     "warning",
-    reason="{key} is set to {first} as well, and that one is used",
+    reason="{key} is also set, to {first}, and takes precedence",
     fix=f"keep only {ACCUMULATION}",
     only_deepspeed=False,
 )
 def accumulation_twice(case: Case, this: Rule) -> Findings:
-    """Accumulation is written both in the DeepSpeed block and outside of it."""
+    """Gradient accumulation is set both inside and outside the DeepSpeed block."""
     return set_twice(case, this, ACCUMULATION, (f"launch.{ACCUMULATION}",))
 
 
 @rule(
     "world-size",
     "warning",
-    reason="the launcher's file asks for {asked} processes, and this is world size {world_size},"
-    " for which the batch sizes hold",
-    fix="start {asked} processes, or write {world_size}",
+    reason="the launcher's file requests {asked} processes, but the plan and its batch sizes are "
+    "for {world_size}",
+    fix="start {asked} processes, or write {world_size} for num_processes",
     only_deepspeed=False,
 )
 def world_size(case: Case, this: Rule) -> Findings:
-    """The launcher's file asks for another number of processes than train."""
+    """The launcher's file requests a different number of processes than the plan is for."""
     asked = written_at(case.plan, "launch.num_processes")
     ranks = case.context.world_size
     # accelerate writes -1 for "as many as there are devices".
@@ -556,12 +559,12 @@ def world_size(case: Case, this: Rule) -> Findings:
 @rule(
     "micro-batch-unset",
     "note",
-    reason="no batch size is written, so the micro batch is 1",
+    reason="no batch size is set, so the micro batch size is 1",
     fix=f"write {MICRO}",
     only_deepspeed=False,
 )
 def micro_batch_unset(case: Case, this: Rule) -> Findings:
-    """Nothing says how many samples one pass takes."""
+    """No batch size is set."""
     train, micro = case.plan.train_batch_size, case.plan.train_micro_batch_size_per_gpu
     if {train, micro} <= {None, AUTO} and case.context.run.micro_batch_size is None:
         yield this.finding(MICRO, micro)
@@ -571,7 +574,7 @@ def micro_batch_unset(case: Case, this: Rule) -> Findings:
 
 
 _NOTEWORTHY: Final = 1024**3
-"""Bytes of host memory below which rounding is not worth a word."""
+"""Bytes of host memory below which rounding is not reported."""
 
 
 @rule(
@@ -592,14 +595,14 @@ def offload_without_device(case: Case, this: Rule) -> Findings:
 @rule(
     "partial-offload-optimizer",
     "error",
-    reason="DeepSpeed offloads a part of AdamW to host memory only, not {what}",
-    fix="set the ratio to 1.0, or use AdamW with offload_optimizer.device cpu",
+    reason="DeepSpeed can offload only a part of AdamW, and only to host memory, not {what}",
+    fix='set the ratio to 1.0, or use AdamW and set offload_optimizer.device to "cpu"',
 )
 def partial_offload_optimizer(case: Case, this: Rule) -> Findings:
-    """An offload ratio below 1 works with AdamW in host memory alone; DeepSpeed asserts it.
+    """An offload ratio below 1 works only with AdamW in host memory.
 
-    What stays on the device is stepped by torch's AdamW: of Adam with L2 it would make another
-    optimizer, and it has no states in bf16.
+    torch's AdamW updates the part on the device, but it does not support L2 regularisation or
+    states in bf16.
     """
     plan, section = case.plan, offload_section(case.plan, "optimizer")
     ratio = section.ratio if section is not None else None
@@ -617,11 +620,11 @@ _SUPER_OFFLOAD: Final = "zero_optimization.offload_optimizer.super_offload"
 @rule(
     "super-offload-accelerator",
     "error",
-    reason="SuperOffload needs CUDA, and this platform trains on {accelerator}",
+    reason="SuperOffload needs CUDA, but this platform trains on {accelerator}",
     fix="remove super_offload",
 )
 def super_offload_accelerator(case: Case, this: Rule) -> Findings:
-    """SuperOffload runs on NVIDIA CUDA devices only; DeepSpeed asserts it."""
+    """SuperOffload runs only on NVIDIA CUDA devices."""
     platform = case.context.platform
     if not _super_offloads(case.plan) or case.plan.stage != 3 or platform is None:
         return
@@ -631,9 +634,10 @@ def super_offload_accelerator(case: Case, this: Rule) -> Findings:
 
 @rule("super-offload", "warning")
 def super_offload(case: Case, this: Rule) -> Findings:
-    """SuperOffload works at stage 3 only, and overlaps nothing while gradients are clipped.
+    """SuperOffload needs stage 3, and overlaps nothing while gradients are clipped.
 
-    Leave it out, or set ``gradient_clipping`` to 0 if training stays stable without.
+    Remove ``super_offload``, or set ``gradient_clipping`` to 0 if training is stable without
+    clipping.
     """
     stage = case.plan.stage
     if not _super_offloads(case.plan) or not isinstance(stage, int):
@@ -642,15 +646,15 @@ def super_offload(case: Case, this: Rule) -> Findings:
         yield this.finding(
             _SUPER_OFFLOAD,
             True,
-            reason=f"DeepSpeed ignores SuperOffload below stage 3, here {stage}",
+            reason=f"SuperOffload needs stage 3; DeepSpeed ignores it at stage {stage}",
             fix="set zero_optimization.stage to 3, or remove super_offload",
         )
     elif clips(case):
         yield this.finding(
             _SUPER_OFFLOAD,
             True,
-            reason="its CPU steps overlap the backward pass only without clipping; with it each"
-            " sub-group is stepped afterwards, one by one",
+            reason="SuperOffload overlaps CPU updates with the backward pass only without gradient "
+            "clipping; with clipping, sub-groups are updated one by one after it",
             fix="remove super_offload, or set gradient_clipping to 0",
         )
 
@@ -663,16 +667,17 @@ def _super_offloads(plan: DeepSpeedPlan) -> bool:
 @rule(
     "pinned-memory-rounding",
     "note",
-    reason="torch rounds each pinned block up to a power of two, which adds {lost} to the {blocks}"
-    " of each rank's flat buffers",
-    fix="install torch 2.13, set DS_PIN_MEMORY_BACKEND=native, or pin_memory to false if host"
-    " memory is short",
+    reason="torch rounds each pinned block up to a power of two, which adds {lost} of host memory "
+    "to the {blocks} of each rank's buffers",
+    fix="install torch 2.13, set DS_PIN_MEMORY_BACKEND=native, or set pin_memory to false if "
+    "host memory is scarce",
 )
 def pinned_memory(case: Case, this: Rule) -> Findings:
-    """An older torch rounds each pinned block up to a power of two: 16 GiB for SDXL at stage 2.
+    """Before torch 2.13, rounding of pinned memory wastes 16 GiB for SDXL at stage 2.
 
-    With torch 2.13 zerotune switches that off; DeepSpeed 0.19.8 page-locks to the byte itself where
-    locked memory is not limited. Checked where model and torch are known.
+    Each block is rounded up to a power of two. With torch 2.13 zerotune disables this rounding.
+    DeepSpeed 0.19.8 page-locks the exact size if locked memory is not limited. The rule needs a
+    known model and torch version.
     """
     plan, context, section = case.plan, case.context, offload_section(case.plan, "optimizer")
     here = context.platform
@@ -702,14 +707,14 @@ def pinned_memory(case: Case, this: Rule) -> Findings:
 @rule(
     "muon-convolutions",
     "warning",
-    reason="Muon's update is of matrices and fails on weights of more than two dimensions, such as"
-    " {wide}",
+    reason="Muon updates matrices, and fails on weights with more than two dimensions, such as "
+    "{wide}",
     fix='write "AdamW"',
 )
 def muon_convolutions(case: Case, this: Rule) -> Findings:
     """Muon fails on the weights of convolutions at stages 2 and 3.
 
-    Or leave convolutions to Muon's auxiliary Adam. Checked where the model is known.
+    Alternatively, let Muon's auxiliary Adam update convolutions. The rule needs a known model.
     """
     plan, wide = case.plan, wide_weight(case)
     if plan.optimizer_name == "Muon" and wide is not None and plan.stage in (2, 3):
@@ -719,21 +724,21 @@ def muon_convolutions(case: Case, this: Rule) -> Findings:
 @rule(
     "clipping-set-twice",
     "warning",
-    reason="{key} is set to {first} as well, and that one is used",
+    reason="{key} is also set, to {first}, and takes precedence",
     fix=f"keep only {CLIPPING}",
     only_deepspeed=False,
 )
 def clipping_twice(case: Case, this: Rule) -> Findings:
-    """Clipping is written both at the top level and elsewhere."""
+    """Gradient clipping is set both at the top level and elsewhere."""
     places = ("launch.gradient_clipping", "optimizer.params.max_grad_norm")
     return set_twice(case, this, CLIPPING, places)
 
 
 @rule("clipping-in-optimizer", "error", only_deepspeed=False, left_to="the optimizer")
 def clipping_in_the_optimizer(case: Case, this: Rule) -> Findings:
-    """``max_grad_norm`` stands among the arguments of the optimizer, where DeepSpeed refuses it.
+    """DeepSpeed rejects ``max_grad_norm`` among the arguments of the optimizer.
 
-    Write ``gradient_clipping`` at the top level.
+    Write ``gradient_clipping`` at the top level instead.
     """
     error = clipping_in_optimizer(written_at(case.plan, "optimizer.params") or {})
     if error is not None:
@@ -743,13 +748,13 @@ def clipping_in_the_optimizer(case: Case, this: Rule) -> Findings:
 @rule(
     "clipping-unset",
     "note",
-    reason="no clipping is written, so gradients are clipped to a norm of 1.0; older DeepSpeed did"
-    " not clip",
-    fix="write gradient_clipping, 0 to switch it off",
+    reason="no gradient clipping is set, so gradients are clipped to a norm of 1.0; older "
+    "DeepSpeed releases did not clip",
+    fix="write gradient_clipping, such as 1.0, or 0 to disable clipping",
     only_deepspeed=False,
 )
 def clipping_unset(case: Case, this: Rule) -> Findings:
-    """Nothing says how gradients are clipped, and DeepSpeed's default moved from 0 to 1.0."""
+    """No gradient clipping is set, and DeepSpeed's default changed from 0 to 1.0."""
     if not clipping_sources(case.plan, case.context.run):
         yield this.finding(CLIPPING, None)
 
@@ -759,9 +764,9 @@ def clipping_unset(case: Case, this: Rule) -> Findings:
 
 @rule("precision-conflict", "error", only_deepspeed=False)
 def precision_conflict(case: Case, this: Rule) -> Findings:
-    """At most one of bf16 and fp16 may be on, and the launcher must agree.
+    """At most one of bf16 and fp16 may be enabled, in agreement with the launcher's file.
 
-    Switch one off, and let the launcher's ``mixed_precision`` say the same.
+    Disable one, and set the launcher's ``mixed_precision`` to the other.
     """
     plan = case.plan
     written = {name: written_at(plan, f"{name}.enabled") for name in ("bf16", "fp16")}
@@ -769,7 +774,7 @@ def precision_conflict(case: Case, this: Rule) -> Findings:
         yield this.finding(
             "fp16.enabled",
             True,
-            reason="bf16.enabled is true too, and DeepSpeed refuses both",
+            reason="bf16.enabled is true too, but DeepSpeed accepts only one precision",
             fix="switch one of them off; bf16 needs no loss scaling",
         )
         return
@@ -784,16 +789,17 @@ def precision_conflict(case: Case, this: Rule) -> Findings:
         yield this.finding(
             key,
             launched,
-            reason=f"the DeepSpeed configuration says {says}",
-            fix="make them agree, or leave mixed_precision out of the launcher's file",
+            reason=f"the DeepSpeed configuration contradicts mixed_precision with {says}",
+            fix="set both to the same precision, or remove mixed_precision from the launcher's "
+            "file",
         )
 
 
 @rule("precision-unsupported", "error", only_deepspeed=False)
 def precision_unsupported(case: Case, this: Rule) -> Findings:
-    """The platform cannot compute in the precision asked for.
+    """The platform does not support the requested precision.
 
-    Ask for one it has, or write ``"auto"``. Checked where a platform is known.
+    Request a supported precision, or write ``"auto"``. The rule needs a known platform.
     """
     plan = case.plan
     both = all(section and section.enabled is True for section in (plan.bf16, plan.fp16))
@@ -809,14 +815,14 @@ def precision_unsupported(case: Case, this: Rule) -> Findings:
 @rule(
     "fp16-on-cpu",
     "warning",
-    reason="DeepSpeed's CPU accelerator has no fp16 on this machine, so bf16 is used",
+    reason="DeepSpeed's CPU accelerator does not support fp16 on this machine, so bf16 is used",
     fix='write bf16, or "auto"',
     left_to="the choice of precision",
 )
 def fp16_on_cpu(case: Case, this: Rule) -> Findings:
-    """DeepSpeed's CPU accelerator takes fp16 only where torch has native fp16 arithmetic.
+    """DeepSpeed's CPU accelerator supports fp16 only if torch has native fp16 arithmetic.
 
-    bf16 takes the same memory and needs no loss scaling.
+    bf16 uses the same memory as fp16 and needs no loss scaling.
     """
     here = case.context.platform
     if case.plan.precision == "fp16" and here and rehearses_in_bf16(here):
@@ -826,13 +832,13 @@ def fp16_on_cpu(case: Case, this: Rule) -> Findings:
 @rule(
     "bf16-emulated",
     "note",
-    reason="this CPU has no bf16 arithmetic (AVX512_BF16, AMX) and emulates it, many times slower"
-    " than fp32",
-    fix='set bf16.enabled to false or "auto", unless you rehearse a bf16 run',
+    reason="this CPU has no bf16 arithmetic (AVX512_BF16, AMX), and emulated bf16 is many times "
+    "slower than fp32",
+    fix='set bf16.enabled to false or "auto", unless this run tests a bf16 configuration',
     only_deepspeed=False,
 )
 def bf16_emulated(case: Case, this: Rule) -> Findings:
-    """A CPU without bf16 arithmetic emulates it."""
+    """A CPU without bf16 arithmetic emulates bf16, which is slow."""
     here = case.context.platform
     if here is not None and here.bf16 and not here.native_bf16 and case.plan.precision == "bf16":
         yield this.finding("bf16.enabled", True)
@@ -842,8 +848,8 @@ def bf16_emulated(case: Case, this: Rule) -> Findings:
 def bf16_master_weights(case: Case, this: Rule) -> Findings:
     """Low-precision master weights need ZeRO with the optimizer offloaded to the CPU.
 
-    Offload the optimizer, or remove the key. In bf16 they may stay on the device when
-    ``bf16_optimizer_states`` is on too.
+    Offload the optimizer, or remove the key. Master weights in bf16 may stay on the device if
+    ``bf16_optimizer_states`` is enabled too.
     """
     plan = case.plan
     states = written_at(plan, "bf16.bf16_optimizer_states") is True
@@ -855,24 +861,24 @@ def bf16_master_weights(case: Case, this: Rule) -> Findings:
             yield this.finding(
                 key,
                 True,
-                reason="DeepSpeed keeps low-precision master weights only with ZeRO stage 1 to 3"
-                " and the optimizer offloaded",
+                reason="DeepSpeed supports low-precision master weights only at ZeRO stages 1 to 3 "
+                "with an offloaded optimizer",
                 fix='set offload_optimizer.device to "cpu", or remove this key',
             )
     if states and not written_at(plan, keys[0]):
         yield this.finding(
             "bf16.bf16_optimizer_states",
             True,
-            reason="needs bf16_master_weights_and_grads too",
-            fix="remove this key; the optimizer AdamWBF16States keeps its moments in bf16 beside"
-            " fp32 master weights",
+            reason="bf16_optimizer_states needs bf16_master_weights_and_grads too",
+            fix="remove this key; the optimizer AdamWBF16States has bf16 moments and fp32 "
+            "master weights",
         )
     if all(asked):
         yield this.finding(
             keys[1],
             True,
-            reason=f"{keys[0]} is true too, and DeepSpeed refuses both",
-            fix="keep the one of the precision that trains",
+            reason=f"{keys[0]} is true too, but DeepSpeed accepts only one of the two keys",
+            fix="keep the key of the precision that you train in",
         )
 
 
@@ -884,12 +890,12 @@ _CYCLE_DEFAULT: Final = 2000
 
 
 def schedule_params(plan: DeepSpeedPlan) -> Mapping[str, Any]:
-    """Arguments of the schedule as written."""
+    """Return the arguments of the schedule as written."""
     return (plan.scheduler.params if plan.scheduler else None) or {}
 
 
 def schedule_name(plan: DeepSpeedPlan) -> str | None:
-    """Canonical name of the schedule; ``None`` without a schedule or for an unknown one."""
+    """Return the canonical name of the schedule; ``None`` if it is unset or unknown."""
     name = plan.scheduler.type if plan.scheduler else None
     return canonical_schedule(name) if name else None
 
@@ -897,13 +903,13 @@ def schedule_name(plan: DeepSpeedPlan) -> str | None:
 @rule(
     "scheduler-warmup-too-long",
     "warning",
-    reason="the warm-up ends at or after the last of {what} ({end}), so the learning rate never"
-    " reaches its peak",
-    fix="write fewer warm-up steps; they are optimizer steps, not micro batches",
+    reason="the warm-up is not shorter than {what} ({end}), so the learning rate never reaches its "
+    "peak",
+    fix="write fewer warm-up steps; count optimizer steps, not micro batches",
     only_deepspeed=False,
 )
 def warmup_too_long(case: Case, this: Rule) -> Findings:
-    """The warm-up is as long as the schedule or the run."""
+    """The warm-up is at least as long as the schedule or the run."""
     params = schedule_params(case.plan)
     warmup = number(params.get("warmup_num_steps"))
     ends = {
@@ -920,15 +926,15 @@ def warmup_too_long(case: Case, this: Rule) -> Findings:
 @rule(
     "scheduler-total",
     "warning",
-    reason="the run takes {run_steps} optimizer steps, so {effect}",
+    reason="the run has {run_steps} optimizer steps, so {effect}",
     fix='write {run_steps}, or "auto"',
     only_deepspeed=False,
 )
 def scheduler_total(case: Case, this: Rule) -> Findings:
     """``total_num_steps`` differs from the optimizer steps of the run.
 
-    A shorter schedule trains on at its end value (0 for ``WarmupDecayLR``), a longer one never
-    comes down.
+    A shorter schedule continues with its final learning rate (0 for ``WarmupDecayLR``). A longer
+    schedule never reaches its final learning rate.
     """
     params, run = schedule_params(case.plan), case.context.run.total_steps
     total = number(params.get("total_num_steps"))
@@ -941,9 +947,12 @@ def scheduler_total(case: Case, this: Rule) -> Findings:
         else f"the run ends {total - run:g} steps before the learning rate has come down"
     )
     accumulation = case.context.run.gradient_accumulation_steps or 1
-    for factor, what in ((accumulation, "micro batches"), (case.context.world_size, "ranks times")):
+    for factor, what in (
+        (accumulation, "micro batches"),
+        (case.context.world_size, "steps of each rank"),
+    ):
         if factor > 1 and total == run * factor:
-            effect += f" (it seems to count {what} steps: {factor} x {run})"
+            effect += f" (total_num_steps seems to count {what}: {factor} x {run})"
             break
     key = "scheduler.params.total_num_steps"
     yield this.finding(key, params["total_num_steps"], run_steps=run, effect=effect)
@@ -952,15 +961,15 @@ def scheduler_total(case: Case, this: Rule) -> Findings:
 @rule(
     "scheduler-cycle",
     "warning",
-    reason="the cycle takes {first} + {second} steps and the run {steps}, so the learning rate does"
-    " not come down again",
+    reason="the cycle has {first} + {second} steps, but the run has only {steps}, so the learning "
+    "rate does not fall again",
     fix="write at most {half_the_run}",
     only_deepspeed=False,
 )
 def scheduler_cycle(case: Case, this: Rule) -> Findings:
-    """A ``OneCycle`` longer than the run never comes down.
+    """If a ``OneCycle`` is longer than the run, its learning rate does not fall again.
 
-    The second step size is as long as the first when it is not written.
+    ``cycle_second_step_size`` defaults to ``cycle_first_step_size``.
     """
     params, run = schedule_params(case.plan), case.context.run.total_steps
     if schedule_name(case.plan) != "OneCycle" or run is None:
@@ -984,12 +993,12 @@ def scheduler_cycle(case: Case, this: Rule) -> Findings:
 
 
 _LARGE_POOL: Final = 4 * 1024**3
-"""Bytes of pinned swap buffers that deserve a warning."""
+"""Bytes of pinned swap buffers from which on a warning is reported."""
 _BUFFER_COUNT: Final = "zero_optimization.offload_optimizer.buffer_count"
 
 
 def swap_buffers(plan: DeepSpeedPlan) -> int | None:
-    """``buffer_count`` where an optimizer with two moments is swapped and the user wrote one."""
+    """Return ``buffer_count`` if it is set and an optimizer with two moments is swapped."""
     section = offload_section(plan, "optimizer")
     if plan.stage != 3 or section is None or section.device != "nvme":
         return None
@@ -1000,11 +1009,11 @@ def swap_buffers(plan: DeepSpeedPlan) -> int | None:
 @rule(
     "nvme-path-unset",
     "note",
-    reason="no folder is written, so the run leases one below the swap root",
+    reason="no folder is set, so each run creates a temporary folder below the swap root",
     fix="write the path of a folder on a fast disk",
 )
 def nvme_path_unset(case: Case, this: Rule) -> Findings:
-    """Something swaps to NVMe and no folder is written; DeepSpeed alone refuses to start."""
+    """Offload to NVMe has no folder; DeepSpeed alone fails at the start."""
     for part in ("optimizer", "param"):
         section = offload_section(case.plan, part)
         launched = getattr(case.plan.launch, f"offload_{part}_path", None)
@@ -1017,8 +1026,7 @@ def nvme_path_unset(case: Case, this: Rule) -> Findings:
 @rule(
     "nvme-optimizer-buffers",
     "error",
-    reason="weight, gradient and two moments are resident together, and DeepSpeed asserts that"
-    " there is a buffer for each",
+    reason="DeepSpeed requires one buffer each for the weight, the gradient and the two moments",
     fix=f'write at least {OPTIMIZER_BUFFERS}, or "{AUTO}"',
 )
 def nvme_optimizer_buffers(case: Case, this: Rule) -> Findings:
@@ -1031,13 +1039,13 @@ def nvme_optimizer_buffers(case: Case, this: Rule) -> Findings:
 @rule(
     "nvme-pipeline-buffers",
     "warning",
-    reason="DeepSpeed runs out of swap buffers as soon as there is more than one sub-group",
+    reason="DeepSpeed runs out of swap buffers if there is more than one sub-group",
     fix=f'write at least {{need}}, or "{AUTO}"',
 )
 def nvme_pipeline_buffers(case: Case, this: Rule) -> Findings:
     """Pipelined swapping needs four more buffers for reading ahead and four for writing back.
 
-    Needed are 8 with one of ``pipeline_read`` and ``pipeline_write``, 12 with both.
+    The pool needs 8 buffers with one of ``pipeline_read`` and ``pipeline_write``, and 12 with both.
     """
     section, written = offload_section(case.plan, "optimizer"), swap_buffers(case.plan)
     if section is None or written is None:
@@ -1050,14 +1058,14 @@ def nvme_pipeline_buffers(case: Case, this: Rule) -> Findings:
 @rule(
     "nvme-sub-group-size",
     "warning",
-    reason="the swap pool holds {buffers} buffers of the largest sub-group in fp32, which is {pool}"
-    " of host memory on each rank",
+    reason="the swap pool has {buffers} buffers of the size of the largest sub-group in fp32, "
+    "which use {pool} of host memory on each rank",
     fix=f'write {SUB_GROUP_NVME}, or "{AUTO}"',
 )
 def nvme_sub_group_size(case: Case, this: Rule) -> Findings:
-    """The pool of NVMe swap buffers is host memory: buffers x largest sub-group x 4 bytes.
+    """NVMe swap buffers use host memory: 4 bytes x buffers x elements of the largest sub-group.
 
-    DeepSpeed's default of 1e9 takes 15 GiB with four buffers where the model is as large.
+    With DeepSpeed's default of 1e9 elements and four buffers, a model of that size uses 15 GiB.
     """
     plan, model = case.plan, case.context.model
     zero, section = plan.zero_optimization, offload_section(plan, "optimizer")
@@ -1076,9 +1084,9 @@ def nvme_sub_group_size(case: Case, this: Rule) -> Findings:
 
 @rule("nvme-param-prefetch", "warning", reason=NO_PREFETCH, fix=f'write 0, or "{AUTO}"')
 def nvme_param_prefetch(case: Case, this: Rule) -> Findings:
-    """Fetching parameters ahead from NVMe fails in the second step.
+    """Prefetching parameters from NVMe fails in the second step.
 
-    The error is "already assigned swap buffer"; resolution switches it off.
+    DeepSpeed raises "already assigned swap buffer"; resolution disables prefetching.
     """
     plan, zero = case.plan, case.plan.zero_optimization
     written = integer(zero.stage3_prefetch_bucket_size) if zero else None
@@ -1091,14 +1099,14 @@ def nvme_param_prefetch(case: Case, this: Rule) -> Findings:
 @rule(
     "number-as-text",
     "note",
-    reason="a number in quotes is read as the number",
+    reason="the value is a number in quotes, and is read as a number",
     fix="write {number}",
     only_deepspeed=False,
 )
 def number_as_text(case: Case, this: Rule) -> Findings:
     """An argument of the optimizer or the schedule is a number in quotes.
 
-    DeepSpeed alone would hand the text on.
+    DeepSpeed alone would pass the argument on as text.
     """
     for name in ("optimizer", "scheduler"):
         for key, value in (written_at(case.plan, f"{name}.params") or {}).items():
@@ -1110,34 +1118,33 @@ def number_as_text(case: Case, this: Rule) -> Findings:
 
 
 _LARGE_BUCKET: Final = 512 * 1024**2
-"""Bytes of reduce buckets that deserve a note; those sized by resolution take a tenth."""
+"""Bytes of reduce buckets from which on a note is reported; ``"auto"`` uses a tenth."""
 
 
 @rule(
     "stage-auto",
     "warning",
-    reason="DeepSpeed itself drops the key and trains at stage 0, in silence; resolution chooses"
-    " {chosen}",
+    reason="DeepSpeed alone silently trains at stage 0; zerotune chooses stage {chosen}",
     fix="write 0, 1, 2 or 3",
 )
 def stage_auto(case: Case, this: Rule) -> Findings:
     """DeepSpeed reads a stage of ``"auto"`` as 0.
 
-    Resolution chooses 2, or 3 where what is offloaded needs it.
+    Resolution chooses stage 2, or stage 3 if the offload needs it.
     """
     plan = case.plan
     if plan.stage != AUTO:
         return
     away = {plan.offload_param_device, plan.offload_optimizer_device}
     three = "nvme" in away or plan.offload_param_device == "cpu"
-    chosen = "3, which what is offloaded needs" if three else "2, which partitions all but weights"
+    chosen = "3, which the offload needs" if three else "2, which partitions all but weights"
     key = "zero_optimization.stage"
     yield this.finding(key, AUTO, after=3 if three else 2, chosen=chosen)
 
 
 @rule("removed-section", "error", reason="DeepSpeed 0.19 removed {what}", fix="remove this key")
 def removed_section(case: Case, this: Rule) -> Findings:
-    """Sections DeepSpeed 0.19 removed are refused, unless an older DeepSpeed is installed."""
+    """Sections that DeepSpeed 0.19 removed are errors, unless an older DeepSpeed is installed."""
     here = case.context.platform
     release = re.match(r"(\d{1,9})\.(\d{1,9})", here.versions.get("deepspeed", "") if here else "")
     if release is not None and (int(release[1]), int(release[2])) < (0, 19):
@@ -1154,9 +1161,9 @@ def removed_section(case: Case, this: Rule) -> Findings:
 
 @rule("unknown-key", "error", only_deepspeed=False)
 def unknown_keys(case: Case, this: Rule) -> Findings:
-    """DeepSpeed ignores unknown top-level keys in silence; reading a plan refuses them.
+    """DeepSpeed silently ignores unknown top-level keys; zerotune rejects them.
 
-    Correct the spelling. Keys that begin with an underscore are kept as remarks.
+    Correct the spelling. Keys that begin with an underscore are kept as comments.
     """
     plan = case.plan
     known = {attribute.name for attribute in modelled(DeepSpeedPlan)} | plan.passed_through
@@ -1174,28 +1181,28 @@ _PARALLEL: Final = {
     "expert_parallel.autoep_size": "ranks that share the experts",
     "hybrid_engine.inference_tp_size": "ranks that share one matrix",
 }
-"""Path to what it counts; more than one of them need more than data parallelism."""
+"""Path of each key to what the key counts; a count above 1 is not data parallelism."""
 _PARALLELISM_CONFIG: Final = {
     "tp_size": "ranks that share one matrix",
     "cp_size": "ranks that share one context",
     "sp_size": "ranks that share one sequence",
 }
-"""The same of accelerate's ``parallelism_config``; ``accelerate config`` writes them prefixed."""
+"""Keys of accelerate's ``parallelism_config``; ``accelerate config`` adds a prefix to each."""
 
 
 @rule(
     "parallelism",
     "error",
-    reason="it asks for {value} {counted}, and zerotune trains with data parallelism alone: the"
-    " batch sizes would not hold",
+    reason="the key requests {value} {counted}, but zerotune supports only data parallelism, also "
+    "in its batch sizes",
     fix="remove this key, or write 1",
     only_deepspeed=False,
 )
 def parallelism(case: Case, this: Rule) -> Findings:
-    """Every rank is a data-parallel one: sequences, matrices and layers are not split over ranks.
+    """Only data parallelism is supported: sequences, matrices and layers are not split.
 
-    With ``sequence_parallel_size: 2`` DeepSpeed counts half as many ranks into the train batch, and
-    the model would have to split its sequences itself.
+    With ``sequence_parallel_size: 2`` DeepSpeed counts only half of the ranks for the train batch
+    size, and the model has to split its sequences itself.
     """
     section = "parallelism_config"
     places = {path: (path, counted) for path, counted in _PARALLEL.items()}
@@ -1211,10 +1218,10 @@ def parallelism(case: Case, this: Rule) -> Findings:
 
 @rule("passed-through", "error")
 def passed_through(case: Case, this: Rule) -> Findings:
-    """Sections that are passed through must be what DeepSpeed's own models take.
+    """Sections that zerotune passes through must be valid for DeepSpeed.
 
-    Write what the fix says. Names, types and ranges are those of the schema that was given to
-    ``check``, else of DeepSpeed 0.19.8.
+    Correct the value as the finding says. Names, types and ranges come from the schema passed to
+    ``check``, by default from that of DeepSpeed 0.19.8.
     """
     plan, schema = case.plan, passed_schema()
     if case.context.schema is not None:
@@ -1235,7 +1242,7 @@ def passed_through(case: Case, this: Rule) -> Findings:
         for key, value in extra.items():
             path = join(prefix, key)
             if prefix.endswith("offload_param") and key not in keys:
-                reason, fix = "DeepSpeed refuses this key here", "it belongs to offload_optimizer"
+                reason, fix = "DeepSpeed rejects this key here", "it belongs to offload_optimizer"
                 yield this.finding(path, value, reason=reason, fix=fix)
             elif key in keys:
                 for each in faults(value, keys[key], path):
@@ -1243,7 +1250,10 @@ def passed_through(case: Case, this: Rule) -> Findings:
 
 
 @rule(
-    "gradient-norm", "error", reason="DeepSpeed accepts it only with {needs}", fix="remove this key"
+    "gradient-norm",
+    "error",
+    reason="DeepSpeed accepts compute_grad_norm: false only with {needs}",
+    fix="remove this key",
 )
 def gradient_norm(case: Case, this: Rule) -> Findings:
     """``compute_grad_norm: false`` needs stage 1 or 2, no clipping and no optimizer offload."""
@@ -1251,7 +1261,7 @@ def gradient_norm(case: Case, this: Rule) -> Findings:
     if zero_extra(plan, "compute_grad_norm") is not False or plan.stage == AUTO:
         return
     problems = {
-        f"stage 1 or 2, and this is stage {plan.stage}": plan.stage not in (1, 2),
+        f"stage 1 or 2, but this is stage {plan.stage}": plan.stage not in (1, 2),
         "gradient_clipping 0, because clipping measures the norm": clips(case),
         "the optimizer on the device": active(offload_section(plan, "optimizer")),
     }
@@ -1263,11 +1273,11 @@ def gradient_norm(case: Case, this: Rule) -> Findings:
 @rule(
     "gradient-sum",
     "error",
-    reason="DeepSpeed refuses it {where}",
+    reason="DeepSpeed does not support summed gradients {where}",
     fix='remove this key, or write "mean"',
 )
 def gradient_sum(case: Case, this: Rule) -> Findings:
-    """Summing gradients over ranks is refused at stage 3, with ZenFlow and with DeepCompile."""
+    """DeepSpeed cannot sum gradients over ranks at stage 3, with ZenFlow or with DeepCompile."""
     plan, value = case.plan, case.plan.extra.get("gradient_allreduce_op")
     if not isinstance(value, str) or value.lower() != "sum":
         return
@@ -1284,14 +1294,14 @@ def gradient_sum(case: Case, this: Rule) -> Findings:
 @rule(
     "zenflow-convolutions",
     "error",
-    reason="ZenFlow scrambles weights of more than two dimensions, such as {wide}",
+    reason="ZenFlow corrupts weights with more than two dimensions, such as {wide}",
     fix="remove zenflow",
 )
 def zenflow(case: Case, this: Rule) -> Findings:
-    """ZenFlow raises on, or scrambles, the weights of convolutions.
+    """ZenFlow fails on the weights of convolutions, or corrupts them.
 
-    It selects columns of matrices (``num_row, num_col``) and treats every other shape as one row,
-    or fails to transpose it. Checked where the model is known.
+    ZenFlow selects columns of matrices (``num_row, num_col``). Other shapes it treats as one row,
+    or it fails to transpose them. The rule needs a known model.
     """
     section, wide = zero_extra(case.plan, "zenflow"), wide_weight(case)
     if section is not None and wide is not None:
@@ -1301,14 +1311,14 @@ def zenflow(case: Case, this: Rule) -> Findings:
 @rule(
     "large-reduce-bucket",
     "note",
-    reason="the bucket takes {cost} of device memory{doubled}",
+    reason="the bucket uses {cost} of device memory{doubled}",
     fix=f'write 30000000, or "{AUTO}"',
 )
 def large_bucket(case: Case, this: Rule) -> Findings:
-    """A reduce bucket is device memory: its elements, twice with ``overlap_comm`` below stage 3.
+    """A reduce bucket uses device memory, twice as much with ``overlap_comm`` below stage 3.
 
-    DeepSpeed's 5e8 takes 0.93 GiB in 16 bits, and 1.86 GiB with ``overlap_comm`` at stages 1 and 2;
-    ``"auto"`` holds the largest tensor.
+    DeepSpeed's default of 5e8 elements uses 0.93 GiB in 16 bits, and 1.86 GiB with ``overlap_comm``
+    at stages 1 and 2. With ``"auto"`` the bucket has the size of the largest tensor.
     """
     plan, zero = case.plan, case.plan.zero_optimization
     size = integer(zero.reduce_bucket_size) if zero else None
@@ -1326,13 +1336,13 @@ def large_bucket(case: Case, this: Rule) -> Findings:
             "zero_optimization.reduce_bucket_size",
             size,
             cost=format_size(cost),
-            doubled=", two of them because of overlap_comm" if buckets == 2 else "",
+            doubled=", because overlap_comm needs two buckets" if buckets == 2 else "",
         )
 
 
 # -- The rules, in the order they are checked.
 #
-# What a rule says of DeepSpeed was read in the code of 0.19.8, or seen when it ran.
+# What rules say about DeepSpeed comes from the code of 0.19.8, or from runs with it.
 
 
 RULES: Final = (
@@ -1377,21 +1387,21 @@ RULES: Final = (
 """Every rule, in the order they are checked."""
 
 FIRST: Final = (stage_auto, offload_without_device)
-"""Those whose repair the others build on."""
+"""Rules whose corrections other rules depend on, applied first."""
 
 REPAIRS: Final = tuple(
     each for each in RULES if each.severity != "note" and not each.left_to and each not in FIRST
 )
-"""The others that stop a plan or change it while it is resolved."""
+"""Other rules that reject a plan or change it during resolution."""
 
 
 def all_rules() -> tuple[Rule, ...]:
-    """Every rule, in the order they are checked."""
+    """Return all rules in the order of checking."""
     return RULES
 
 
 def check_plan(plan: DeepSpeedPlan, context: Context) -> tuple[Decision, ...]:
-    """Everything the rules find, errors first, otherwise in the order of the rules."""
+    """Return all findings of the rules: errors first, then in the order of the rules."""
     return _findings(Case(plan=plan, context=context), RULES)
 
 
@@ -1404,7 +1414,7 @@ def _findings(case: Case, rules: tuple[Rule, ...]) -> tuple[Decision, ...]:
 
 
 def resolve(requested: DeepSpeedPlan, context: Context) -> ResolvedPlan:
-    """See ``DeepSpeedPlan.resolve``: every rule is asked once, then all is filled in."""
+    """Resolve a plan: apply every rule once, then fill in all values."""
     log = Log(decisions=[*requested.decisions])
     case = prepared(requested, context, log)
     for each in FIRST:
@@ -1414,7 +1424,7 @@ def resolve(requested: DeepSpeedPlan, context: Context) -> ResolvedPlan:
 
 
 def _repaired(case: Case, rules: tuple[Rule, ...], log: Log) -> DeepSpeedPlan:
-    """The plan with what the rules make of it; what they refuse is raised."""
+    """Return the plan with the corrections of the rules; raise their errors."""
     plan, findings = case.plan, _findings(case, rules)
     raise_all([finding.as_error() for finding in findings if finding.severity == "error"])
     for finding in findings:
@@ -1439,19 +1449,19 @@ def _with_setting(section: SectionT, path: list[str], value: Any) -> SectionT:
 
 @attrs.frozen(kw_only=True)
 class Inspection:
-    """What was found in a plan. Made by ``DeepSpeedPlan.inspect``."""
+    """Findings about a plan, created by ``DeepSpeedPlan.inspect``."""
 
     findings: tuple[Decision, ...]
-    """Of the rules, errors first."""
+    """Findings of the rules, errors first."""
     refusals: tuple[Decision, ...] = ()
-    """What else stops it; ``rule`` is the step, ``"resolve"`` or ``"optimizer"``."""
+    """Errors of later steps; ``rule`` names the step, ``"resolve"`` or ``"optimizer"``."""
     resolved: ResolvedPlan | None = None
-    """What will run; ``None`` when something stops it."""
+    """The resolved plan; ``None`` if there is an error."""
     settled: tuple[Decision, ...] = ()
-    """What settling the optimizer and the schedule decided."""
+    """Decisions about the optimizer and the schedule."""
 
     def _besides(self, mistakes: Collection[ZeroTuneError]) -> Inspection:
-        """What is refused besides ``mistakes``, and not because of what they took away."""
+        """Return the errors that ``mistakes`` neither contain nor cause."""
         keys = [error.key for error in mistakes if error.key]
         sections = {key.partition(".")[0] for key in keys}
         findings = [
@@ -1475,7 +1485,7 @@ def inspect(
     settle: Callable[[ResolvedPlan], ResolvedPlan],
     mistakes: Collection[ZeroTuneError] = (),
 ) -> Inspection:
-    """See ``DeepSpeedPlan.inspect``."""
+    """Return all findings about a plan, as ``DeepSpeedPlan.inspect`` does."""
     findings = check_plan(plan, context)
     where = resolve_in or context
     refusals: list[Decision] = []
@@ -1501,7 +1511,7 @@ def inspect(
 def _settled_apart(
     plan: DeepSpeedPlan, context: Context, settle: Callable[[ResolvedPlan], ResolvedPlan]
 ) -> Iterator[Decision]:
-    """What is wrong with the optimizer, and with the schedule, wherever they would run."""
+    """Yield errors of optimizer and schedule that hold in any plan."""
     both = DeepSpeedPlan(optimizer=plan.optimizer, scheduler=plan.scheduler)
     for alone in (both, DeepSpeedPlan(scheduler=plan.scheduler)):
         try:

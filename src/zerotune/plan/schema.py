@@ -51,14 +51,14 @@ class Parameter:
 
 
 def schema_parameters(schema: Mapping[str, Any]) -> tuple[Parameter, ...]:
-    """Every key of a schema, sections before what is in them."""
+    """Return every key of ``schema``; a section precedes its keys."""
     return tuple(_walk(schema, ""))
 
 
 def known_paths(schema: Mapping[str, Any]) -> frozenset[str]:
-    """The paths of a schema's keys, for ``DeepSpeedPlan.from_dict(also_known=…)``.
+    """Return the path of every key in ``schema``.
 
-    Lets a plan hold the keys of a DeepSpeed newer than the one zerotune knows.
+    ``DeepSpeedPlan.from_dict(also_known=…)`` then accepts the keys of a newer DeepSpeed.
     """
     return frozenset(parameter.path for parameter in schema_parameters(schema))
 
@@ -98,9 +98,9 @@ def _types(entry: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def attribute_docs(cls: type) -> dict[str, str]:
-    """The docstrings under the attributes of a class, base classes included.
+    """Return the docstrings of the attributes of ``cls`` and its bases, by attribute name.
 
-    Empty for a class whose source is not there.
+    The result is empty if the source file is not available.
     """
     docs: dict[str, str] = {}
     for each in reversed(cls.__mro__):

@@ -549,7 +549,10 @@ INIT_FLAG = "zero3_init_flag"
 
 
 def wrapper_of(config: Mapping[Any, Any]) -> str | None:
-    """The key under which a trainer's file holds its DeepSpeed configuration, as written."""
+    """Return the key of ``config`` that contains or names a DeepSpeed configuration.
+
+    ``config`` is a trainer's file. The result is ``None`` for a plain DeepSpeed configuration.
+    """
     return next((key for key in config if undashed(key) in WRAPPERS), None)
 
 
@@ -622,14 +625,10 @@ def read_named(written: str, folder: Path | None, *, key: str) -> Named:
 
     accelerate and transformers accept all three (``HfDeepSpeedConfig``).
     """
-    text = written if written.lstrip().startswith("{") else None
     places = [Path(written)] if folder is None else [folder / written, Path(written)]
     path = next(filter(_is_file, places), None)
-    if text is None and path is None:
-        with suppress(binascii.Error, ValueError):
-            decoded = base64.urlsafe_b64decode(written).decode("utf-8")
-            text = decoded if decoded.lstrip().startswith("{") else None
-    if text is not None:
+    text = _text_inside(written)
+    if text is not None and (path is None or text is written):
         return Named(*parse_json(text, source=key), source=f"the text of {key}", folder=None)
     tried = list(dict.fromkeys(places))
     path = path or places[-1]
@@ -645,7 +644,13 @@ def _is_file(place: Path) -> bool:
 
 
 def tolerated(sentences: Collection[str], source: str, log: Log) -> None:
-    """Record one warning for everything a file has that JSON does not allow."""
+    """Record in ``log`` one warning that lists what strict JSON forbids.
+
+    Args:
+        sentences: One for each deviation, as ``parse_any`` returns them.
+        source: Name of the file.
+        log: Receives the warning; nothing is recorded if ``sentences`` is empty.
+    """
     if sentences:
         log.decide(
             key=source,
@@ -655,3 +660,69 @@ def tolerated(sentences: Collection[str], source: str, log: Log) -> None:
             " accelerate refuses them",
             severity="warning",
         )
+
+
+# -- Text that a front end received: its format is not known, and it must not open any file.
+
+
+def parse_any(text: str, *, source: str) -> tuple[Any, list[str]]:
+    """Parse the text of a configuration, in the format that its suffix or its content shows.
+
+    Args:
+        text: JSON, or YAML that accelerate writes.
+        source: Name of the file, for its suffix and for errors. A name without a suffix of YAML,
+            HJSON or TOML is taken for JSON, unless the text is only readable as YAML.
+
+    Returns:
+        The value, and one sentence for each deviation from JSON that was tolerated.
+
+    Raises:
+        PlanFileError: The text is too large, or its suffix is not supported.
+        PlanSyntaxError: The text is neither JSON nor YAML.
+    """
+    if Path(source).suffix.lower() in (*YAML_SUFFIXES, ".hjson", ".toml"):
+        return parse_file(text, Path(source))
+    try:
+        return parse_json(text, source=source)
+    except PlanSyntaxError as error:
+        if text.lstrip("\ufeff \t\r\n").startswith(("{", "[", "/")):
+            raise
+        content = parse_yaml(text, source=source)
+        if isinstance(content, Mapping):
+            return content, []
+        raise error from None
+
+
+def with_named_files(
+    content: Mapping[str, Any], place: Callable[[str, str], object]
+) -> dict[str, Any]:
+    """Replace the path of every file that a configuration names.
+
+    Args:
+        content: A configuration, or a trainer's settings around one.
+        place: Called with the key and the path; returns the new path, or raises an error to
+            refuse the file.
+
+    Returns:
+        A copy of ``content`` with the new paths.
+    """
+    copy = dict(content)
+    for key, value in content.items():
+        if undashed(key) not in WRAPPERS:
+            continue
+        if isinstance(value, Mapping):
+            copy[key] = with_named_files(value, place)
+        elif isinstance(value, str) and not is_off(value) and _text_inside(value) is None:
+            copy[key] = str(place(str(key), value))
+    return copy
+
+
+def _text_inside(written: str) -> str | None:
+    """JSON text that a setting holds itself, plain or in base64; ``None`` for a path."""
+    if written.lstrip().startswith("{"):
+        return written
+    with suppress(binascii.Error, ValueError):
+        decoded = base64.urlsafe_b64decode(written).decode("utf-8")
+        if decoded.lstrip().startswith("{"):
+            return decoded
+    return None

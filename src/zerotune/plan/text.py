@@ -60,7 +60,7 @@ _WHERE = {
 def plan_page(
     plan: DeepSpeedPlan, *, world_size: int = 1, platform: Platform | None = None
 ) -> Page:
-    """What keeps a plan from running, what it asks for, what reading it changed, other findings."""
+    """Return a report of a plan: errors, requested settings, changes of reading, other findings."""
     findings = check_plan(plan, Context(world_size=world_size, platform=platform))
     errors = [one for one in findings if one.severity == "error"]
     rows = [(label, _unless_refused(label, value, errors)) for label, value in _asked_rows(plan)]
@@ -99,11 +99,11 @@ def _unless_refused(label: str, value: str, errors: Sequence[Decision]) -> str:
 
 
 def resolved_page(resolved: ResolvedPlan, further: Iterable[Decision] = ()) -> Page:
-    """What will run, and every decision with its reason, those on what was written first.
+    """Return a report of a resolved plan: settings, and all decisions with reasons.
 
     Args:
         resolved: The plan.
-        further: Decisions of what runs it.
+        further: Decisions of the engine.
     """
     decisions = (*resolved.decisions, *further)
     return Page(
@@ -116,20 +116,20 @@ def resolved_page(resolved: ResolvedPlan, further: Iterable[Decision] = ()) -> P
 
 
 def running_page(resolved: ResolvedPlan, decisions: Iterable[Decision]) -> Page:
-    """What runs, on less than a screen: settings, warnings, and how to see the rest."""
+    """Return a short report of a running plan: settings and warnings."""
     shown, _ = shown_and_defaults(decisions)
     return Page(
         title=f"Training: {describe(resolved)}",
         blocks=(
             _settings_table(_resolved_rows(resolved)),
             *_decision_lines((o for o in shown if o.severity == "warning"), resolved.requested),
-            Line(f"explain() tells all {len(shown)} decisions", indent=2, style="faint"),
+            Line(f"explain() lists all {len(shown)} decisions", indent=2, style="faint"),
         ),
     )
 
 
 def resolved_markdown(resolved: ResolvedPlan) -> str:
-    """What ``resolved_page`` says, and what the rules find besides, as Markdown."""
+    """Return ``resolved_page`` and the findings of the rules as Markdown."""
     findings = check_plan(resolved.requested, resolved.context)
     page = resolved_page(resolved)
     # Errors cannot be here, and warnings are decisions already.
@@ -154,14 +154,14 @@ def _decision_lines(decisions: Iterable[Decision], asked: DeepSpeedPlan) -> Iter
             yield Line(str(one), indent=2, mark=f"[{one.severity}]", style=one.severity)
     if defaults:
         yield Line(
-            f"and {counted(len(defaults), 'setting')} written out as DeepSpeed 0.19.8 has them by "
-            "default, because defaults move; summary() and --json list them",
+            f"and {counted(len(defaults), 'setting')} with the defaults of DeepSpeed 0.19.8, "
+            "written because defaults change; summary() and --json list them",
             style="faint",
         )
 
 
 def _overrules(one: Decision, asked: DeepSpeedPlan) -> bool:
-    """Whether something that somebody wrote becomes another value, or a warning says so."""
+    """Whether the decision changes a value that the user wrote, or is a warning."""
     if one.severity != "note" or one.written is not None or one in asked.decisions:
         return True
     if one.before is None or one.before == AUTO:
@@ -188,7 +188,7 @@ _FINDING: Final = ("severity", "rule", "key", "value", "reason", "fix")
 
 
 def _record_data(records: Iterable[Decision], names: Sequence[str]) -> list[dict[str, Any]]:
-    """The named attributes of each record as plain data, why it is so as its reason."""
+    """Return the named attributes of each record as plain data."""
     values = [{name: getattr(one, name) for name in names} for one in records]
     return [
         {
@@ -200,7 +200,7 @@ def _record_data(records: Iterable[Decision], names: Sequence[str]) -> list[dict
 
 
 def shown_and_defaults(decisions: Iterable[Decision]) -> tuple[list[Decision], list[Decision]]:
-    """Decisions to show, warnings first, and those that write DeepSpeed's own defaults."""
+    """Divide ``decisions``: those to show, warnings first, and DeepSpeed's own defaults."""
     every = [decision for decision in decisions if decision.is_shown]
     shown = [decision for decision in every if decision.reason != DEEPSPEED_DEFAULT]
     defaults = [decision for decision in every if decision.reason == DEEPSPEED_DEFAULT]
@@ -208,7 +208,7 @@ def shown_and_defaults(decisions: Iterable[Decision]) -> tuple[list[Decision], l
 
 
 def _asked_rows(plan: DeepSpeedPlan) -> list[Setting]:
-    """What a plan asks for, as pairs of a label and a value in words."""
+    """Return the requested settings as pairs of a label and a value in words."""
     return [
         ("ZeRO stage", f"{plan.stage}: {_PARTITIONED[plan.stage]}"),
         ("optimizer lives", _WHERE[plan.offload_optimizer_device]),
@@ -222,7 +222,7 @@ def _asked_rows(plan: DeepSpeedPlan) -> list[Setting]:
 
 
 def _resolved_rows(resolved: ResolvedPlan) -> list[Setting]:
-    """What will run, as pairs of a label and a value in words."""
+    """Return the resolved settings as pairs of a label and a value in words."""
     stage = resolved.stage
     batch = (
         f"{resolved.train_batch_size} = micro {resolved.micro_batch_size} x accumulation"
@@ -262,7 +262,7 @@ def _resolved_rows(resolved: ResolvedPlan) -> list[Setting]:
 
 
 def describe_plan(plan: DeepSpeedPlan) -> str:
-    """What a plan asks for, in one line."""
+    """Summarise the requested settings in one line."""
     optimizer = "" if plan.optimizer is None else f", {_shown(plan.optimizer.type)}"
     return (
         f"ZeRO-{plan.stage}, optimizer {_WHERE[plan.offload_optimizer_device]}, {plan.precision},"
@@ -271,7 +271,7 @@ def describe_plan(plan: DeepSpeedPlan) -> str:
 
 
 def describe(resolved: ResolvedPlan) -> str:
-    """A resolved plan in one line."""
+    """Describe the plan ``resolved`` in one line."""
     parts = [f"ZeRO-{resolved.stage}" if resolved.stage else "no partitioning"]
     if not resolved.uses_deepspeed:
         parts = ["plain engine"]
@@ -287,7 +287,7 @@ def describe(resolved: ResolvedPlan) -> str:
 def plan_data(
     plan: DeepSpeedPlan, *, world_size: int = 1, platform: Platform | None = None
 ) -> dict[str, Any]:
-    """What a plan asks for, as plain data that JSON can hold."""
+    """Return the requested settings as JSON-serialisable data."""
     findings = check_plan(plan, Context(world_size=world_size, platform=platform))
     return {
         "source": plan.source,
@@ -316,7 +316,7 @@ _RESOLVED: Final = (
 
 
 def resolved_data(resolved: ResolvedPlan) -> dict[str, Any]:
-    """What will run, as plain data that JSON can hold."""
+    """Return the resolved settings as JSON-serialisable data."""
     choice, schedule = resolved.optimizer, resolved.scheduler
     return {
         **{name: getattr(resolved, name) for name in _RESOLVED},
@@ -364,26 +364,26 @@ def _as_data(name: Any, params: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 RankBudget = Mapping[Place, int]
-"""Bytes there are at each place, per rank; a missing place is not limited."""
+"""Available bytes per rank by place; a missing place is not limited."""
 
 
 @attrs.frozen(kw_only=True)
 class Fit:
-    """What one place needs at its peak, against what there is."""
+    """Peak memory of one place, and the available memory."""
 
     place: Place
     needed: int
     """Bytes per rank."""
     available: int | None
-    """Bytes per rank; ``None``: not limited."""
+    """Available bytes per rank; ``None``: not limited."""
 
     @property
     def fits(self) -> bool:
-        """Whether there is enough."""
+        """Whether the peak fits in the available memory."""
         return self.available is None or self.needed <= self.available
 
     def words(self, unit: tuple[str, int]) -> str:
-        """Need, budget and what is left or missing, in ``unit``."""
+        """Return peak, budget, and free or missing memory in ``unit``."""
         name, size = unit
         if self.available is None:
             return f"{self.needed / size:.2f} {name}"
@@ -411,7 +411,11 @@ class Fit:
 
 
 def fits(estimate: MemoryEstimate, budget: RankBudget | None = None) -> tuple[Fit, ...]:
-    """Every place that is used or limited, with its peak and its budget."""
+    """Compare the peak of each place in ``estimate`` with its ``budget``.
+
+    Places that are neither used nor limited are left out. ``budget``: bytes per rank and place;
+    a place without a limit is absent.
+    """
     limits: RankBudget = budget or {}
     every = (
         Fit(place=place, needed=estimate.peak(place).nbytes, available=limits.get(place))
@@ -421,20 +425,20 @@ def fits(estimate: MemoryEstimate, budget: RankBudget | None = None) -> tuple[Fi
 
 
 def estimate_unit(estimate: MemoryEstimate, budget: RankBudget | None = None) -> tuple[str, int]:
-    """The unit in which every number of an estimate is shown: its name and its bytes."""
+    """Return name and bytes of the unit for all numbers of an estimate."""
     return common_unit(fit.needed for fit in fits(estimate, budget))
 
 
 @attrs.frozen(kw_only=True)
 class MemoryTable(Table):
-    """Every place that is used or limited; in a notebook with a bar of its components."""
+    """Table of peaks and budgets per place; in a notebook, each with a bar of components."""
 
     estimate: MemoryEstimate
     budget: RankBudget | None = None
 
     @classmethod
     def of(cls, estimate: MemoryEstimate, budget: RankBudget | None = None) -> MemoryTable:
-        """Peaks of ``estimate`` against ``budget``, bytes per rank."""
+        """Build the table from ``estimate``, with ``budget`` in bytes per rank."""
         unit = estimate_unit(estimate, budget)
         every = fits(estimate, budget)
         over = {PLACE_NAMES[fit.place] for fit in every if not fit.fits}
@@ -451,7 +455,7 @@ class MemoryTable(Table):
 
     @override
     def html(self) -> str:
-        """One row per place, a coloured piece per component, sizes on it as it is pointed at."""
+        """Return one bar per place; tooltips show the sizes of components."""
         unit = estimate_unit(self.estimate, self.budget)
         return "".join(
             fit._html_bar(self.estimate, fit.words(unit))
@@ -460,7 +464,7 @@ class MemoryTable(Table):
 
 
 def merged(items: Sequence[MemoryItem]) -> list[tuple[str, int]]:
-    """Components and their bytes, those of the same name added up, largest first."""
+    """Return the bytes of each component, summed by name, largest first."""
     sizes: dict[str, int] = {}
     for item in items:
         sizes[item.component] = sizes.get(item.component, 0) + item.nbytes
@@ -471,7 +475,7 @@ def merged(items: Sequence[MemoryItem]) -> list[tuple[str, int]]:
 
 
 WIDTH: Final = 100
-"""Columns of estimates and advice where no terminal says its own."""
+"""Columns of estimates and advice if the terminal width is unknown."""
 _EMA: Final = {"host": "in host memory", "device": "on the device", "nvme": "in files (NVMe)"}
 DURING: Final[Mapping[Phase, str]] = {
     "initialization": "during set-up",
@@ -491,7 +495,7 @@ _PLANNED: Final = (
 
 
 def estimate_data(estimate: MemoryEstimate) -> dict[str, Any]:
-    """The estimate as plain data that JSON can hold; every size in bytes per rank."""
+    """Return ``estimate`` as JSON-compatible data; sizes are in bytes per rank."""
     resolved, model = estimate.resolved, estimate.resolved.model
     return {
         "plan": {
@@ -513,11 +517,11 @@ def estimate_data(estimate: MemoryEstimate) -> dict[str, Any]:
 
 
 def estimate_page(estimate: MemoryEstimate, *, budget: RankBudget | None = None) -> Page:
-    """The peak of each place, then what each place holds.
+    """Return a report of an estimate: the peak of each place, then its components.
 
     Args:
-        estimate: What is needed.
-        budget: Bytes per rank there are at each place.
+        estimate: The estimate.
+        budget: Available bytes per rank by place.
     """
     blocks: list[Block] = [
         Line(f"Memory per rank: {describe(estimate.resolved)}", style="title"),
@@ -537,13 +541,13 @@ def estimate_page(estimate: MemoryEstimate, *, budget: RankBudget | None = None)
 
 
 def describe_estimate(estimate: MemoryEstimate) -> str:
-    """The peak of each place in one line."""
+    """Summarise the peak of each place in one line."""
     needs = [(place, estimate.peak(place).nbytes) for place in PLACES]
     return f"{describe(estimate.resolved)}: {_sizes(pair for pair in needs if pair[1])} per rank"
 
 
 def subject(estimate: MemoryEstimate) -> str:
-    """The model and the workload in one line."""
+    """Name the model and the workload of ``estimate`` in one line."""
     model = estimate.resolved.model
     workload = describe_workload(estimate.workload)
     if model is None:
@@ -555,14 +559,14 @@ def subject(estimate: MemoryEstimate) -> str:
 
 
 def peak_words(estimate: MemoryEstimate, place: Place) -> str:
-    """When a place holds most, as an end of a sentence."""
+    """Return when a place uses most memory, as the end of a sentence."""
     if len(set(_totals(estimate, place).values())) == 1:
         return "at any time"
     return f"at the peak, {DURING[estimate.peak(place).phase]}"
 
 
 def describe_workload(workload: Workload) -> str:
-    """The workload in one line."""
+    """Summarise the workload in one line."""
     parts = [f"batch {workload.batch}"]
     if workload.width is None or workload.height is None:
         parts.append("activations not estimated")
@@ -619,7 +623,7 @@ def _place_blocks(estimate: MemoryEstimate, place: Place) -> Iterator[Block]:
 
 
 def _items_table(estimate: MemoryEstimate, place: Place) -> Table:
-    """What a place holds at its peak, largest first, then what it holds at other times."""
+    """Return the components of a place at its peak, largest first, then those of other phases."""
     _, size = estimate_unit(estimate)
     peak = estimate.peak(place)
     later = [item for item in _all_at(estimate, place) if peak.phase not in item.phases]
@@ -646,15 +650,15 @@ def _items_table(estimate: MemoryEstimate, place: Place) -> Table:
 
 
 Sizes = Mapping[Place, int]
-"""Bytes of each kind of memory."""
+"""Bytes by place."""
 
 FOREMOST: Final = 5
-"""Candidates that are shown where not all are asked for."""
+"""Default number of candidates in a report."""
 _GIB: Final = 1024**3
 
 
 def advice_data(advice: Advice) -> dict[str, Any]:
-    """The advice as plain data that JSON can hold; every size in bytes."""
+    """Return the advice as JSON-serialisable data; sizes are in bytes."""
     return {
         "fits": True,
         "plan": advice.plan.to_dict(),
@@ -670,7 +674,7 @@ def advice_data(advice: Advice) -> dict[str, Any]:
 
 
 def candidate_data(candidate: Candidate) -> dict[str, Any]:
-    """One candidate as plain data that JSON can hold; every size in bytes."""
+    """Return ``candidate`` as JSON-compatible data; sizes are in bytes."""
     return {
         "title": candidate.title,
         "fits": candidate.fits,
@@ -686,7 +690,7 @@ def candidate_data(candidate: Candidate) -> dict[str, Any]:
 
 
 def time_data(time: StepTime) -> dict[str, Any]:
-    """A predicted step as plain data that JSON can hold; every time in seconds."""
+    """Return a predicted step as JSON-serialisable data; times are in seconds."""
     return {
         "seconds": time.seconds,
         "hidden_seconds": time.hidden_seconds,
@@ -702,7 +706,7 @@ def time_data(time: StepTime) -> dict[str, Any]:
 
 
 def time_words(time: StepTime) -> str:
-    """A predicted step in words: how long, what for, and by which rates."""
+    """Describe a predicted step: its time, its slowest part, and the source of the rates."""
     bound = f"{time.bound.what} takes {seconds_words(time.bound.seconds)}"
     expected, plain = seconds_words(time.expected), seconds_words(time.seconds)
     hidden = f" ({plain} if its optimizer were not hidden)" if time.hides else ""
@@ -710,16 +714,16 @@ def time_words(time: StepTime) -> str:
 
 
 def seconds_words(seconds: float) -> str:
-    """Format a short duration in seconds or milliseconds."""
+    """Format a duration of ``seconds`` in seconds or milliseconds."""
     return f"{seconds:.2f} s" if seconds >= 0.1 else f"{1000 * seconds:.1f} ms"
 
 
 def advice_page(advice: Advice, *, most: int | None = None) -> Page:
-    """What was chosen and why, what is left, and the other candidates.
+    """Return a report of advice: the choice with its reason, free memory, other candidates.
 
     Args:
-        advice: What was considered.
-        most: Candidates to show; ``None``: all of them.
+        advice: The advice.
+        most: Maximum number of candidates; ``None`` shows all.
     """
     budget, time, reserve = places_of(advice.budget), advice.chosen.time, advice.budget.reserve
     device, host = format_size(budget["device"]), format_size(budget["host"])
@@ -754,11 +758,11 @@ def advice_page(advice: Advice, *, most: int | None = None) -> Page:
 
 
 def nearest_page(candidate: Candidate, *, budget: Sizes) -> Page:
-    """Show the nearest plan when nothing fits, and what it lacks.
+    """Return a report of the plan that comes closest if no plan fits, with the missing memory.
 
     Args:
-        candidate: What ``NothingFitsError.nearest`` holds.
-        budget: Bytes there are of each kind of memory, those of the host for all ranks.
+        candidate: The candidate in ``NothingFitsError.nearest``.
+        budget: Available bytes by place; host memory and files are for all ranks of a machine.
     """
     return Page(
         blocks=(
@@ -772,11 +776,11 @@ def nearest_page(candidate: Candidate, *, budget: Sizes) -> Page:
 
 
 def nearest_budget(candidate: Candidate, *, budget: Sizes) -> RankBudget:
-    """What one rank of a candidate that does not fit may use.
+    """Return the bytes that one rank of the candidate may use.
 
     Args:
-        candidate: What ``NothingFitsError.nearest`` holds.
-        budget: Bytes there are of each kind of memory, those of the host for all ranks.
+        candidate: The candidate in ``NothingFitsError.nearest``.
+        budget: Available bytes by place; host memory and files are for all ranks of a machine.
     """
     needs = machine_needs(candidate.estimate)
     # A part of the memory is kept free, so that less may be used than there is.
@@ -785,20 +789,20 @@ def nearest_budget(candidate: Candidate, *, budget: Sizes) -> RankBudget:
 
 
 def rank_budget(budget: Sizes, estimate: MemoryEstimate) -> RankBudget:
-    """What one rank may use: the ranks of a machine share its RAM and its files.
+    """Return the bytes that one rank may use; ranks of a machine share its RAM and files.
 
     Args:
-        budget: Bytes per device, and of RAM and files for all ranks of a machine.
-        estimate: Knows how many ranks share them.
+        budget: Available bytes by place; host memory and files are for all ranks of a machine.
+        estimate: Estimate with the number of ranks per machine.
     """
     ranks = estimate.workload.ranks_per_machine or estimate.resolved.world_size
     return {place: size if place == "device" else size // ranks for place, size in budget.items()}
 
 
 def _candidates_table(candidates: Sequence[Candidate], *, chosen: Candidate) -> Table:
-    """Candidates that fit before others; below each plan what it lacks, and why.
+    """Return a table of candidates: first those that fit, then others with missing memory.
 
-    The reason of the choice is not said again, nor what ``fits`` says already.
+    Reasons that the report already gives are omitted.
     """
     said = {ALSO_FITS, chosen.reason}
 
@@ -825,7 +829,10 @@ def _candidates_table(candidates: Sequence[Candidate], *, chosen: Candidate) -> 
 
 
 def foremost(advice: Advice, most: int) -> tuple[Candidate, ...]:
-    """The choice, what fits beside it, and what misses least, in order of preference."""
+    """Select at most ``most`` candidates of ``advice``, in order of preference.
+
+    The selection has the chosen candidate, others that fit, and the one that lacks least memory.
+    """
 
     def lacking(candidate: Candidate) -> int:
         return sum(candidate.shortfalls.values())
@@ -841,7 +848,7 @@ def foremost(advice: Advice, most: int) -> tuple[Candidate, ...]:
 
 
 def _fastest_streamed(advice: Advice, fitting: Iterable[Candidate]) -> list[Candidate]:
-    """The one that streams weights and is faster than the choice, where there is one."""
+    """Return the candidates with streamed weights that are faster than the choice."""
 
     def seconds(one: Candidate) -> float:
         return math.inf if one.time is None else one.time.expected

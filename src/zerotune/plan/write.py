@@ -1,4 +1,4 @@
-"""Writers: a plan as text of one of the formats that plans are read from."""
+"""Write plans in all formats from which plans can be read."""
 
 from __future__ import annotations
 
@@ -49,15 +49,15 @@ from zerotune.plan.source import (
     wrapper_of,
 )
 
-# -- Files that are whole or not there.
+# -- Atomic writing of files.
 
 
 def write_whole(path: str | os.PathLike[str], content: bytes) -> Path:
     """Write a file atomically; an existing file is replaced.
 
     Args:
-        path: The file; its folder is made. A symbolic link is followed.
-        content: All of it.
+        path: The file. Its folder is created; a symbolic link is followed.
+        content: Content of the file.
 
     Returns:
         ``path``.
@@ -82,28 +82,28 @@ _YAML_SUFFIXES: Final = (".yaml", ".yml")
 
 @attrs.frozen(kw_only=True)
 class PlanDocument:
-    """A plan as text, and what the format made of it."""
+    """A plan as text, with the decisions that the format required."""
 
     format: str
     """``"deepspeed"``, ``"accelerate"``, ``"trainer"`` or ``"python"``."""
     text: str
     decisions: tuple[Decision, ...] = attrs.field(default=(), converter=as_tuple)
-    """What had to be said in another way, and what was given up because ``lossy`` names it."""
+    """Settings that are written in a different form, or dropped because ``lossy`` names them."""
     beside: Mapping[Path, str] = attrs.field(factory=dict)
-    """Further files that the text refers to, with what belongs in them."""
+    """Other files to which the text refers, with their content."""
 
 
 @attrs.frozen(kw_only=True)
 class SavedPlan:
-    """What saving a plan did."""
+    """Result of saving a plan."""
 
     format: str
     paths: tuple[Path, ...]
-    """The files that now hold the plan."""
+    """Files that contain the plan."""
     backups: tuple[Path, ...]
-    """Copies of what was replaced; none where nothing changed."""
+    """Copies of the replaced files; empty if nothing changed."""
     decisions: tuple[Decision, ...]
-    """As in ``PlanDocument``."""
+    """Decisions, as in ``PlanDocument``."""
 
 
 def plan_document(
@@ -114,25 +114,25 @@ def plan_document(
     lossy: Collection[str] = (),
     like: Mapping[str, Any] | None = None,
 ) -> PlanDocument:
-    """A plan as text of one format, which trains the same when it is read again.
+    """Return a plan as text of one format, which trains the same when read again.
 
-    Whatever has a place in the format goes there, under its name there.
+    Each setting is written under its name in the format, if the format has one.
 
     Args:
         plan: The plan.
         format: ``"deepspeed"`` (its JSON), ``"accelerate"`` (YAML), ``"trainer"`` (a
-            ``config.json`` that holds ``deepspeed_config``) or ``"python"`` (a script).
-        existing: A trainer's file to keep everything else of.
-        lossy: Launch settings that may be lost where the format has no place for them
-            (``"num_processes"`` where a train batch is shared among processes). How processes
-            are started is otherwise left to the launcher, and told.
-        like: A configuration whose order of keys JSON keeps; that of the plan's fields when not
-            given.
+            ``config.json`` that contains ``deepspeed_config``) or ``"python"`` (a script).
+        existing: A trainer's file whose other content is preserved.
+        lossy: Launch settings that may be dropped if the format does not support them, such as
+            ``"num_processes"`` for a train batch that processes share. Settings that only start
+            processes are always dropped with a decision.
+        like: A configuration whose key order is used for JSON; default the order of the plan's
+            fields.
 
     Raises:
         InvalidValueError: There is no such format, or it has no place for a setting that
             ``lossy`` does not name.
-        PlanError: ``existing`` cannot be read, or holds no object.
+        PlanError: ``existing`` cannot be read or is not a JSON object.
     """
     writer = _Writer(plan=plan, lossy=lossy, like=like or {})
     if format == "deepspeed":
@@ -153,14 +153,14 @@ def plan_document(
 
 
 def launchable(plan: DeepSpeedPlan, *, processes: int = 1) -> DeepSpeedPlan:
-    """The plan as ``accelerate launch --config_file`` can start it once it is written as YAML.
+    """Return the plan with ``num_processes``, for ``accelerate launch --config_file``.
 
-    Without ``num_processes`` the launcher refuses a file; what it starts has no say in DeepSpeed's
-    own launcher or ``torchrun``.
+    accelerate's launcher rejects a file without ``num_processes``; DeepSpeed's launcher and
+    ``torchrun`` ignore the key.
 
     Args:
         plan: The plan; one that says how many processes there are is returned as it is.
-        processes: How many, where it does not say.
+        processes: Number of processes if the plan does not set it.
     """
     launch = plan.launch or LaunchSection()
     if launch.num_processes is not None:
@@ -169,7 +169,8 @@ def launchable(plan: DeepSpeedPlan, *, processes: int = 1) -> DeepSpeedPlan:
         key="launch.num_processes",
         before=None,
         after=processes,
-        reason="accelerate launch rejects a file without it; --num_processes overrides it",
+        reason="accelerate launch rejects a file without num_processes; --num_processes overrides "
+        "the key",
     )
     return attrs.evolve(
         plan,
@@ -186,7 +187,7 @@ def save_plan(
     lossy: Collection[str] = (),
     like: Mapping[str, Any] | None = None,
 ) -> SavedPlan:
-    """Write a plan to a file; see ``DeepSpeedPlan.save``."""
+    """Write a plan to a file as ``DeepSpeedPlan.save`` does."""
     target = Path(path)
     format = format or format_of(target)  # noqa: A001
     existing = target if format == "trainer" and target.exists() else None
@@ -202,7 +203,7 @@ def save_plan(
 
 
 def format_of(path: Path) -> str:
-    """The format a file of this name should have, by its suffix and by what is there already."""
+    """Return the format for writing ``path``: by its suffix, or as the existing file has it."""
     suffix = path.suffix.lower()
     if suffix in _YAML_SUFFIXES:
         return "accelerate"
@@ -220,13 +221,13 @@ def format_of(path: Path) -> str:
         raise PlanFileError(
             "contains accelerate's settings as JSON, which zerotune can read but not write",
             key=str(path),
-            fix="save to a .yaml, or name a format",
+            fix="save to a .yaml file, or pass a format",
         )
     return "trainer"
 
 
 def in_order(config: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration with its keys in the order of another one; what only it has comes last."""
+    """Return ``config`` with its keys in the order of ``like``; its other keys come last."""
     names = [name for name in like if name in config]
     ordered = {name: config[name] for name in (*names, *config)}
     for name in names:
@@ -236,11 +237,11 @@ def in_order(config: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, An
     return ordered
 
 
-# -- What a format has no place for.
+# -- Settings that a format does not support.
 
 
 _WHERE_READ: Final = ("distributed_type", FILE)
-"""Launch settings that only say where the plan was read from."""
+"""Launch settings that only describe the origin of the plan."""
 _UNSAID: Final[Mapping[str, Any]] = {
     "compute_environment": "LOCAL_MACHINE",
     "debug": False,
@@ -262,8 +263,8 @@ _UNSAID: Final[Mapping[str, Any]] = {
     "tpu_use_sudo": False,
     "use_cpu": False,
 }
-"""Launch setting to the value that ``accelerate config`` writes by default; ``False``
-stands for the word "no" too, as which YAML reads it without quotes."""
+"""Values that ``accelerate config`` writes by default, by launch setting; ``False`` also stands for
+an unquoted "no" in YAML."""
 _LAUNCHER_SETTINGS: Final = STARTING | {
     "machine_rank",
     "main_process_ip",
@@ -271,12 +272,12 @@ _LAUNCHER_SETTINGS: Final = STARTING | {
     "num_machines",
     "num_processes",
 }
-"""Settings of how and where processes are started, which no plan is resolved with."""
+"""Settings that only affect how processes are started, not how a plan is resolved."""
 
 
 @attrs.define(kw_only=True)
 class _Writer(Log):
-    """A plan on its way into a format, and what is decided on it."""
+    """Conversion of a plan to a format, with its decisions."""
 
     plan: DeepSpeedPlan
     lossy: Collection[str] = ()
@@ -284,7 +285,7 @@ class _Writer(Log):
 
     @property
     def config(self) -> dict[str, Any]:
-        """What is written, its keys in the order of ``like``."""
+        """The configuration, with its keys in the order of ``like``."""
         return in_order(self.plan.to_dict(), self.like)
 
     @property
@@ -293,7 +294,7 @@ class _Writer(Log):
         return self.plan.launch.to_dict() if self.plan.launch else {}
 
     def deepspeed(self) -> PlanDocument:
-        """DeepSpeed's own JSON; what a launcher's file says of training is said in its words."""
+        """Return DeepSpeed's JSON, with training settings of a launcher's file under its keys."""
         where = "DeepSpeed's own configuration"
         self._settle_inside(where)
         self._settle_precision(f"{where} has its own setting")
@@ -308,14 +309,14 @@ class _Writer(Log):
         return PlanDocument(format="deepspeed", text=text, decisions=self.decisions)
 
     def _launch_settings(self) -> dict[str, Any]:
-        """The launch settings that must find a place."""
+        """Return the launch settings to write."""
         return {key: value for key, value in self.launched.items() if key not in _WHERE_READ}
 
     def _drop_rest(self, left: Mapping[str, Any], why: str) -> None:
-        """Record each setting that is left over; what says something must be in ``lossy``."""
+        """Record each dropped setting; raise an error if ``lossy`` does not allow it."""
         parts = (self.plan.train_micro_batch_size_per_gpu, self.plan.gradient_accumulation_steps)
         shares = is_integer(self.plan.train_batch_size) and not all(map(is_integer, parts))
-        # Needed to solve the batch sizes that are written.
+        # Needed to compute the batch sizes.
         starting = _LAUNCHER_SETTINGS - {"num_processes"} if shares else _LAUNCHER_SETTINGS
         unsaid = {key: value for key, value in left.items() if self._says_nothing(key, value)}
         named = {name.strip().removeprefix("launch.") for name in self.lossy}
@@ -338,7 +339,7 @@ class _Writer(Log):
                 fix=f"{keep}allow dropping it: --lossy {names} on the command line, "
                 f"lossy={names.split(',')} in Python",
             )
-        started = "it only affects how processes are launched: pass it to the launcher"
+        started = "the setting only affects how processes are launched; pass it to the launcher"
         for key, value in lost.items():
             self.decide(f"launch.{key}", value, None, why, "warning")
         for key in starts:
@@ -359,14 +360,14 @@ class _Writer(Log):
         return key in _UNSAID and _UNSAID[key] == value and type(_UNSAID[key]) is type(value)
 
     def _settle_inside(self, where: str) -> None:
-        """Say in the configuration what stands beside it."""
+        """Move settings from beside the configuration into the configuration."""
         self._settle_batch(where)
         if self.plan.launch is not None:
             self._settle_swap_folders(self.plan.launch, where)
             self._settle_automatic_precision(where)
 
     def _settle_batch(self, where: str) -> None:
-        """Move what a trainer's file says beside its configuration into the configuration."""
+        """Move batch and clipping settings of the launcher into the configuration."""
         for key in ("gradient_accumulation_steps", "gradient_clipping"):
             launched = getattr(self.plan.launch, key) if self.plan.launch else None
             if self.plan.launch is None or launched is None:
@@ -376,16 +377,16 @@ class _Writer(Log):
             sizes = (self.plan.train_batch_size, self.plan.train_micro_batch_size_per_gpu)
             is_open = written in (None, AUTO)
             if key == "gradient_accumulation_steps" and is_open and all(map(is_integer, sizes)):
-                reason = "it follows from the two batch sizes, so it is redundant"
+                reason = "the value follows from the two batch sizes, so it is redundant"
             elif is_open:
                 self.plan, after = evolved(self.plan, **{key: launched}), launched
-                reason = f"{where} has one key for it, so it is written as {key}"
+                reason = f"{where} has only one key for this setting, so it is written as {key}"
             else:
                 reason = f"{where} has one key for it, and {key} = {written} takes precedence"
             self.decide(f"launch.{key}", launched, after, reason)
 
     def _settle_swap_folders(self, launch: LaunchSection, where: str) -> None:
-        """Write a trainer's swap folders as ``nvme_path``, before which they stand."""
+        """Write a trainer's swap folders as ``nvme_path``, over which they take precedence."""
         folders = {
             "param": launch.offload_param_path,
             "optimizer": launch.offload_optimizer_path or launch.offload_param_path,
@@ -428,7 +429,7 @@ class _Writer(Log):
         self.decide("launch.mixed_precision", AUTO, None, reason, "warning")
 
     def _settle_precision(self, why: str) -> None:
-        """Settle the precision in the configuration; one that DeepSpeed lacks stays beside it."""
+        """Move the precision into the configuration; fp8 stays outside."""
         launch = self.plan.launch
         asked = launch.mixed_precision if launch else None
         if launch is None or asked is None:
@@ -457,15 +458,15 @@ class _Writer(Log):
         self.decide("launch.mixed_precision", asked, None, reason)
 
     def accelerate(self) -> PlanDocument:
-        """The YAML that ``accelerate launch --config_file`` takes.
+        """Return a YAML file for ``accelerate launch --config_file``.
 
-        accelerate's own keys are used where they can say the whole plan: a stage, offload to the
-        CPU, accumulation, clipping above 0, saving 16-bit weights. The paths of NVMe folders are
-        not among them, because ``accelerate launch`` loses those.
+        A plan is written in accelerate's keys if it has only a stage, CPU offload, accumulation,
+        clipping above 0, and saving of 16-bit weights. NVMe folders need the other form, because
+        ``accelerate launch`` does not pass them on.
         """
         self._settle_inside("accelerate")
         written = self.plan.launch.distributed_type if self.plan.launch else None
-        # The plan of a file that trains with something else than DeepSpeed.
+        # The plan comes from a file that does not train with DeepSpeed.
         other = written is not None and written.upper() != "DEEPSPEED" and not self.plan.to_dict()
         without = written if other else None
         block = {} if without else self._as_block()
@@ -473,7 +474,7 @@ class _Writer(Log):
         content: dict[str, Any] = {"distributed_type": without or "DEEPSPEED"}
         launched = self.launched
         if block is None:
-            self._settle_precision(f"accelerate rejects it beside a {FILE}")
+            self._settle_precision(f"accelerate rejects mixed_precision together with a {FILE}")
             block = {FILE: self._config_text()}
             refuse_long_yaml(block[FILE], key=f"deepspeed_config.{FILE}")
             launched = self.launched
@@ -499,13 +500,13 @@ class _Writer(Log):
         return PlanDocument(format="accelerate", text=_yaml(content), decisions=self.decisions)
 
     def _as_block(self) -> dict[str, Any] | None:
-        """The plan in accelerate's own keys, or ``None`` when they cannot say all of it."""
+        """Return the plan in accelerate's keys, or ``None`` if these keys are not sufficient."""
         config = self.plan.to_dict()
         zero = config.pop("zero_optimization", {})
-        # A whole configuration without accumulation runs with 1, a block with the script's.
+        # Without accumulation, a configuration runs with 1, and a block with the script's value.
         steps = self.plan.gradient_accumulation_steps
         one_step = steps is None and self.plan.train_micro_batch_size_per_gpu is not None
-        # What is left out of the block is "auto" to accelerate, so "auto" is left out.
+        # accelerate reads missing keys as "auto", so "auto" is not written.
         said = {key: config.pop(key, AUTO) for key in OF_THE_SCRIPT}
         said = {key: value for key, value in said.items() if value != AUTO}
         accumulation = said.pop("gradient_accumulation_steps", None)
@@ -543,7 +544,7 @@ class _Writer(Log):
         return {key: value for key, value in block.items() if value is not None}
 
     def _config_text(self) -> str:
-        # Without this section accelerate raises; an empty one means the same to DeepSpeed as none.
+        # accelerate fails without this section; for DeepSpeed an empty section is like none.
         config = {"zero_optimization": {}, **self.plan.to_dict()}
         machines = self.plan.launch.num_machines if self.plan.launch else None
         if machines is None or machines == 1:
@@ -554,12 +555,12 @@ class _Writer(Log):
         return text
 
     def trainer(self, existing: Path | None) -> PlanDocument:
-        """A trainer's file that holds the plan.
+        """Return a trainer's file that contains the plan.
 
-        Everything else of ``existing`` is kept, and so is the form in which it holds its
-        configuration: an object, JSON text, or the path of a file; its key with dashes or without.
-        The settings beside it that a plan knows (precision, accumulation, clipping) are changed
-        only where the plan says something else.
+        Other content of ``existing`` is preserved. The configuration keeps its form (an object,
+        JSON text, or the path of a file) and its key, with or without dashes. Precision,
+        accumulation and clipping in the trainer's file change only if the plan has different
+        values.
         """
         text = None if existing is None else read_text(existing)
         before, sentences = ({}, []) if text is None else parse_json(text, source=str(existing))
@@ -578,14 +579,14 @@ class _Writer(Log):
         if text is None or content != before:
             text = _json(content, indent=2)
             if sentences:
-                reason = "JSON cannot represent it, so it is only in the .bak"
+                reason = "JSON cannot represent these parts, so only the .bak file contains them"
                 self.decide(str(existing), "; ".join(sentences), None, reason, "warning")
         return PlanDocument(format="trainer", text=text, decisions=self.decisions, beside=beside)
 
     def _put_config(
         self, content: dict[str, Any], wrapper: str, existing: Path | None
     ) -> dict[Path, str]:
-        """Put the configuration where ``content`` has it; return the files it lies in."""
+        """Put the configuration into ``content``; return the files to which it refers."""
         config = self.config
         if self.plan.launch is not None and self.plan.launch.zero3_init_flag is not None:
             config[INIT_FLAG] = self.plan.launch.zero3_init_flag
@@ -600,14 +601,14 @@ class _Writer(Log):
         is_text = written.lstrip().startswith("{")
         folder = existing.parent if existing is not None else None
         named = None if is_text else read_named(written, folder, key=wrapper)
-        # Of base64, JSON text says the same more plainly.
+        # JSON text replaces base64, because it is readable.
         if named is None or named.folder is None:
             content[wrapper] = _json(config, indent=None).rstrip()
             return {}
         return {Path(named.source): _json(config, indent=2)}
 
     def _put_launch(self, content: dict[str, Any], dashes: str) -> dict[str, Any]:
-        """Put the launch settings where ``content`` has them; return those without a place."""
+        """Put the launch settings into ``content``; return those that it does not support."""
         launched = self._launch_settings()
         launched.pop(INIT_FLAG, None)  # it is in the configuration
         micro, reason = self.plan.train_micro_batch_size_per_gpu, "set by the plan"
@@ -631,7 +632,7 @@ class _Writer(Log):
 
 
 def _write_with_backup(path: Path, text: str) -> Path | None:
-    """Write ``text`` and keep a copy of what was there, unless it is the same."""
+    """Write ``text`` and keep a copy of the previous content, unless it is equal."""
     content = text.encode()
     try:
         before = path.read_bytes() if path.exists() else None
@@ -652,18 +653,17 @@ def _write_with_backup(path: Path, text: str) -> Path | None:
 
 # -- A plan as the YAML of ``accelerate config``.
 #
-# accelerate's own keys say a plan only when it is small; a larger one is written as JSON under
-# ``deepspeed_config_file``, which accelerate takes in place of a path. One file then says it all,
-# from whatever folder it is launched.
+# accelerate's own keys suffice only for small plans. Other plans are written as JSON text under
+# ``deepspeed_config_file``, which accelerate accepts in place of a path; so one file is enough.
 
 
 _UNSAFE: Final = " ;<>"
-"""What may not be in a variable that accelerate passes to other machines
-(``convert_dict_to_env_variables``); it drops the variable otherwise."""
+"""Characters with which accelerate drops a variable instead of passing it to other machines
+(``convert_dict_to_env_variables``)."""
 
 
 class _Readable(str):
-    """Text of several lines, written as it is."""
+    """Text of several lines, written unchanged."""
 
     __slots__ = ()
 
@@ -687,11 +687,11 @@ def _yaml(content: dict[str, Any]) -> str:
 
 _LINE_WIDTH: Final = 84
 _LONGEST_LAID_OUT: Final = 100_000
-"""Characters of a value that is laid out in lines, which takes several copies of it."""
+"""Maximum characters of a value that is split into lines, which copies it several times."""
 
 
 def python_expression(plan: DeepSpeedPlan, *, width: int = _LINE_WIDTH) -> str:
-    """An expression that is equal to ``plan`` where ``DeepSpeedPlan`` is imported."""
+    """Return a Python expression that equals ``plan``; it needs only ``DeepSpeedPlan``."""
     known = sorted(passed_paths(plan, unknown=True))
 
     def call(name: str, value: Any, *, launched: bool) -> str:
@@ -719,7 +719,7 @@ _NEW_KEYS: Final = {
     **{setting: setting for setting in TRAINER_KEYS.values()},
     "gradient_clipping": "max_grad_norm",
 }
-"""Launch setting to the key written when the file has none yet."""
+"""Keys for launch settings that the file does not contain yet."""
 
 
 def _json(value: Any, *, indent: int | None) -> str:

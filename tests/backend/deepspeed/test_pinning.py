@@ -132,7 +132,7 @@ def test_where_torch_cannot_deepspeed_page_locks_itself_while_the_engine_lives(m
         assert os.environ["DS_PIN_MEMORY_BACKEND"] == "native"
         little = HostMemory(total=2**20, available=2**20)
         monkeypatch.setattr(start, "host_memory", lambda *_, **__: little)
-        few = r"not enough memory: 2\.00 MiB are to be page-locked, 1\.00 MiB are free"
+        few = r"not enough memory: 2\.00 MiB must be page-locked, but only 1\.00 MiB are free"
         with pytest.raises(MemoryError, match=few):
             get_accelerator().pin_memory(torch.zeros(2**19))
     assert "_new_locked" not in vars(get_native_pinned_memory()), "nothing of DeepSpeed is changed"
@@ -146,7 +146,7 @@ def test_what_deepspeed_may_not_lock_is_left_to_torch_and_said_so(
     plan = attrs.evolve(resolved(), platform=old_platform(memlock_limit=8 * 2**20))
     (decision,) = start.pin_exactly(plan, resources=resources, environ={})
     assert (decision.after, decision.severity) == (None, "warning")
-    assert "DeepSpeed itself needs no limit on locked memory" in decision.reason
+    assert "requires unlimited locked memory" in decision.reason
     assert "DS_PIN_MEMORY_BACKEND" not in os.environ
 
 

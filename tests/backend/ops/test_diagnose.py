@@ -30,7 +30,7 @@ def torch_error(output):
             "libno_such_library",
         ),
         ("int f(); int main() { return f(); }", (), "defines f()", None),
-        ("int main() { return nowhere; }", (), "the compiler says: ", None),
+        ("int main() { return nowhere; }", (), "the compiler reports: ", None),
         ("int main() {}", ("-std=c++99",), "the compiler is too old for -std=c++99", "newer g++"),
     ],
 )
@@ -66,7 +66,7 @@ def test_what_the_compiler_here_prints(tmp_path, source, flags, cause, fix):
         ("ld: library not found for -lgomp", "library gomp", "OpenMP"),
         (
             "c++: fatal error: Killed signal terminated program cc1plus\ncompilation terminated.",
-            "for want of memory",
+            "because memory ran out",
             "MAX_JOBS=1",
         ),
         ("/bin/sh: 1: /usr/local/cuda/bin/nvcc: not found", "nvcc is missing", "CUDA toolkit"),
@@ -75,12 +75,12 @@ def test_what_the_compiler_here_prints(tmp_path, source, flags, cause, fix):
         (
             "/lib/libstdc++.so.6: version `GLIBCXX_3.4.32' not found (required by /c/cpu_adam.so)",
             "GLIBCXX_3.4.32",
-            "same environment",
+            "Python's environment",
         ),
         (
             "/c/cpu_adam.so: undefined symbol: _ZN3c1017RegisterOperatorsD1Ev",
-            "another torch",
-            "delete its folder",
+            "different torch",
+            "delete the op's folder",
         ),
         (
             "libcurand.so.10: cannot open shared object file: No such file or directory",

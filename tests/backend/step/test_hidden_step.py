@@ -508,8 +508,8 @@ def test_what_fails_on_one_rank_ends_the_others():
 def test_a_rank_killed_within_a_pass_ends_the_others():
     with pytest.raises(RanksFailed, match="exit code -9") as failed:
         run_ranks(one_sided, "killed", world_size=2)
-    assert "CollectiveError: rank 0: not every rank came to" in str(failed.value)
-    assert "Rank 1 failed to come: rank 1 has ended" in str(failed.value)
+    assert "CollectiveError: rank 0: not every rank reached" in str(failed.value)
+    assert "Rank 1 is missing: rank 1 has ended" in str(failed.value)
 
 
 def test_a_rank_that_must_not_wait_has_none_wait():

@@ -236,7 +236,7 @@ def test_without_a_compiler_deepspeeds_step_stays():
         from zerotune.errors import PlatformError
 
         def refuse() -> None:
-            raise PlatformError("there is no C++ compiler")
+            raise PlatformError("no C++ compiler is installed")
 
         patch.setattr(deferred, "load_host_step", refuse)
         engine = start(CASES[1], tiny_unet())
@@ -244,7 +244,9 @@ def test_without_a_compiler_deepspeeds_step_stays():
     engine.backward(unet_loss(engine, 0))
     assert engine.step().applied
     engine.close()
-    assert found == [("DeepSpeed's", "the op host_step cannot be built: there is no C++ compiler")]
+    assert found == [
+        ("DeepSpeed's", "the op host_step cannot be built: no C++ compiler is installed")
+    ]
 
 
 class Two(torch.nn.Module):

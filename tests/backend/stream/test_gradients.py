@@ -37,9 +37,9 @@ ONE = Streaming(window=2, gradient_buffers=1)
     ("changed", "reason"),
     [
         ({}, None),
-        ({"clipping": 1.0}, "the norm of all of them"),
-        ({"accumulation": 2}, "micro batches are added up"),
-        ({"family": "qwen"}, "would take as much"),
+        ({"clipping": 1.0}, "the norm of all gradients"),
+        ({"accumulation": 2}, "accumulates the gradients of all micro batches"),
+        ({"family": "qwen"}, "would not save memory"),
     ],
     ids=str,
 )
@@ -49,7 +49,7 @@ def test_units_have_buffers_in_turn_only_where_passes_give_them_back(changed, re
         kind = GradientPool if reason is None else GradientsOfAll
         assert type(engine._steps._gradients) is kind
         (said,) = [each for each in engine.decisions if each.key == "streamed.gradients"]
-    assert (reason or "gives its buffer back") in said.reason
+    assert (reason or "frees its buffer") in said.reason
     assert said.after.startswith("4 units" if reason is None else "all units")
 
 

@@ -246,7 +246,7 @@ def test_a_rank_that_does_not_come_in_time_is_named():
     if rank():
         time.sleep(8)
         return
-    with pytest.raises(CollectiveError, match="rank 1 never came"):
+    with pytest.raises(CollectiveError, match="rank 1 never arrived"):
         advance(run, engine, range(1))
 
 

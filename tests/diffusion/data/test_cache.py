@@ -375,7 +375,7 @@ def test_damaged_and_foreign_files_are_named_and_computed_again(some, tmp_path):
     reasons = {decision.before: decision.reason for decision in again.decisions}
     assert set(reasons) == {first.name, "foreign.safetensors"}
     assert "damaged" in reasons[first.name]
-    assert "other settings" in reasons["foreign.safetensors"]
+    assert "different settings" in reasons["foreign.safetensors"]
     encoder = Encoder()
     fill(dataset, tmp_path, encoder)
     assert 0 < len(encoder.seen) == 60 - len(again) < 60
@@ -496,7 +496,7 @@ def test_encoders_leave_the_device_and_bad_ones_are_refused(some, tmp_path):
     for _ in range(2):
         fill(dataset, tmp_path, Encoder(), release=lambda: released.append(vae.to("meta")))
     assert len(released) == 2
-    with pytest.raises(DataError, match="received 4 and returned 1"):
+    with pytest.raises(DataError, match="received 4 inputs and returned 1"):
         fill(dataset, tmp_path / "a", lambda images: {"latents": images[:1]})
     with pytest.raises(DataError, match="non-finite"):
         fill(dataset, tmp_path / "b", lambda images: {"latents": images / 0})

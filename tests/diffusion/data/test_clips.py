@@ -293,7 +293,7 @@ def test_caches_hold_latents_with_frames(make, root, tmp_path):
     family = load_pretrained(make(tmp_path / "model"), frozen_dtype="fp32").family
     space = family.parts.latents
     lengths = (1, 1 + 2 * space.frames)
-    with pytest.raises(DataError, match="does not divide"):
+    with pytest.raises(DataError, match="must be 1 more than a multiple"):
         family.encode_images(torch.zeros(1, 3, 2 + space.frames, 16, 16))
     dataset = PreparedClips(
         ClipFolder(root),

@@ -58,13 +58,17 @@ def test_anything_else_is_a_data_error(text, parse):
     [
         (parse_jsonl, '{"file_name": "a.png", "text": "x"}\nno', "line 2 is not JSON"),
         (parse_jsonl, "[1]", "line 1 is not a JSON object"),
-        (parse_jsonl, '{"file_name": "a.png"}', "line 1 has no text column 'text'"),
-        (parse_jsonl, '{"file_name": "a.png", "text": null}', "line 1 has no text column 'text'"),
+        (parse_jsonl, '{"file_name": "a.png"}', "line 1 has no text in column 'text'"),
+        (
+            parse_jsonl,
+            '{"file_name": "a.png", "text": null}',
+            "line 1 has no text in column 'text'",
+        ),
         (parse_jsonl, '{"file_name": "../a.png", "text": "x"}', "outside this file's folder"),
         (parse_jsonl, '{"file_name": "/a.png", "text": "x"}', "outside this file's folder"),
         (parse_jsonl, "[" * 100_000, "line 1 is not JSON"),
         (parse_csv, "file_name,text\na.png\n", "line 2 has 1 of 2 columns"),
-        (parse_csv, "file_name,words\na.png,x\n", "line 2 has no text column 'text'"),
+        (parse_csv, "file_name,words\na.png,x\n", "line 2 has no text in column 'text'"),
         (parse_csv, 'file_name,text\na.png,"x\n', "is not CSV"),
         (
             parse_csv,

@@ -306,8 +306,8 @@ def test_what_cannot_be_mixed_is_refused(folders):
         ({"zoe": folders}, "has no buckets"),
         ({"zoe": Mixture({"zoe": zoe})}, "mixture itself"),
         ({"zoe": zoe, "other": Numbered([8])}, "neither latents nor images"),
-        ({"people": people, "other": Numbered([8])}, "samples with different keys"),
-        ({"people": people, "clips": Clips()}, "others are clips"),
+        ({"people": people, "other": Numbered([8])}, "sets have different keys"),
+        ({"people": people, "clips": Clips()}, "others contain clips"),
     ):
         with pytest.raises(DataError, match=message):
             Mixture(sets)
@@ -315,7 +315,7 @@ def test_what_cannot_be_mixed_is_refused(folders):
         ({"repeats": {"zoo": 2}}, "did you mean zoe"),
         ({"repeats": {"zoe": 0}}, "must be above 0"),
         ({"repeats": {"zoe": math.inf}}, "must be above 0"),
-        ({"repeats": {"zoe": 1e-9}}, "below one in"),
+        ({"repeats": {"zoe": 1e-9}}, "too small"),
         ({"probabilities": {"zoe": 0.5}}, "add up"),
         ({"probabilities": {}}, "lack zoe"),
         ({"probabilities": {"zoe": 1.0}, "repeats": {"zoe": 2}}, "one of them"),

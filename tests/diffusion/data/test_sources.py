@@ -145,7 +145,7 @@ def test_an_image_may_have_several_captions(tmp_path, photos):
     (tmp_path / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
     assert told(ImageFolder(tmp_path)) == [("one", "two"), ("b",), ()]
     (tmp_path / "metadata.jsonl").write_text('{"file_name": "a.png", "text": ["one", 2]}')
-    with pytest.raises(DataError, match=r"line 1 has no text column 'text'"):
+    with pytest.raises(DataError, match=r"line 1 has no text in column 'text'"):
         ImageFolder(tmp_path)
     png = (tmp_path / "a.png").read_bytes()
     shard = tar_of(
@@ -224,7 +224,7 @@ def test_an_image_is_broken_with_what_lies_beside_it(tmp_path, photos):
         ImageFolder(folder)
     (folder / "0.reference.webp").write_bytes((folder / "1.reference.webp").read_bytes())
     source_broken = {image.name: image.reason for image in ImageFolder(folder).broken}
-    assert "its mask is 16x20, which differs in aspect ratio from 40x32" in source_broken["1.jpg"]
+    assert "the mask (16x20) and the image (40x32) differ in aspect ratio" in source_broken["1.jpg"]
     with pytest.raises(DataError, match=r"1\.jpg"):
         ImageFolder(folder, on_broken=RefuseBroken())
 

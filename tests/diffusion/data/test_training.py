@@ -40,7 +40,7 @@ def test_a_folder_trains_on_two_ranks_and_goes_on_with_one(folder, tmp_path):
 
 def test_a_stream_without_buckets_refuses_them(folder):
     images = PreparedImages(ImageFolder(folder), buckets=AspectBuckets.pixel_art())
-    with pytest.raises(DataError, match="pass it to BucketStream"):
+    with pytest.raises(DataError, match="pass the dataset to BucketStream"):
         DataStream(images, micro_batch_size=1)
 
 

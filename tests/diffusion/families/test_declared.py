@@ -382,7 +382,7 @@ def test_a_pipeline_that_calls_twice_doubles_or_forgets_is_refused(bare, monkeyp
         (doubled, "receives 4 samples instead of 2"),
         (same_time, "does not receive a time step for each sample"),
         (without_gradient, "no gradient reaches the first block"),
-        (no_step, "ended without a scheduler step"),
+        (no_step, "ended without calling scheduler.step"),
     ):
         altered(monkeypatch, diffusers.WanPipeline, change)
         with pytest.raises(InvalidValueError, match=reason):

@@ -75,7 +75,7 @@ def test_a_pipeline_of_somebodys_own_is_trained_drawn_and_exported(tmp_path):
     folder = own_pipeline.written(tmp_path)
     index = json.loads((folder / "model_index.json").read_text())
     assert index["_class_name"] == "BackwardsPipeline"
-    with pytest.raises(InvalidValueError, match="may name a pipeline class of your own"):
+    with pytest.raises(InvalidValueError, match="declare a family for this pipeline"):
         load_pretrained(folder)
     loaded = load_pretrained(
         folder, family=own_pipeline.Backwards, frozen_dtype="fp32", max_sequence_length=12

@@ -182,14 +182,14 @@ def test_a_family_of_one_image_refuses_several(folders, tmp_path, name):
         ImageFolder(folder_of_edits(tmp_path / "edits", (1, 2))),
         buckets=AspectBuckets(area=256, step=16),
     )
-    with pytest.raises(DataError, match="takes one reference image"):
+    with pytest.raises(DataError, match="supports only one reference image"):
         encode_dataset(prepared, family=loaded.family, folder=tmp_path / "cache", progress=False)
     assert not (tmp_path / "cache").exists()
     for index in (0, 1):
         images = prepared[index]["reference_images"][None]
         batch = {"reference_images": images, "captions": ["put it there"]}
         if index:
-            with pytest.raises(DataError, match="takes one reference image"):
+            with pytest.raises(DataError, match="supports only one reference image"):
                 loaded.family.conditioning(batch, torch.Generator())
         else:
             single = loaded.family.conditioning(batch, torch.Generator())

@@ -240,7 +240,7 @@ def test_streamed_weights_are_offered_and_chosen_only_where_they_are_asked_for()
     assert kept.streamed == asked.streamed
     decision = kept.decisions[-1]
     assert (decision.key, decision.after) == ("streamed.memory", asked.streamed.memory)
-    assert "of 22.80 GiB that may be used, all else takes" in decision.reason
+    assert "of 22.80 GiB of usable device memory" in decision.reason
 
 
 def test_as_many_units_stay_on_the_device_as_fit():
@@ -404,7 +404,7 @@ def test_a_quantized_base_is_costed_as_what_it_is():
         taken[base] = sum(item.nbytes for item in estimate.items if item.component == "weights")
     assert taken["nf4"] / taken[None] == pytest.approx(0.5625 / 2, rel=0.01)
     assert taken["int8"] / taken[None] == pytest.approx(1 / 2, rel=0.01)
-    in_full = [item for item in estimate.items if "quantized weight, in full" in item.note]
+    in_full = [item for item in estimate.items if "quantized weight, dequantized" in item.note]
     assert [item.nbytes for item in in_full] == [2 * facts.largest_quantized]
 
 

@@ -18,5 +18,5 @@ def test_world_size_names_both_numbers():
     finding = one("world-size", read({}, num_processes=8), world_size=2)
     assert (finding.key, finding.value) == ("launch.num_processes", 8)
     assert "8 processes" in finding.reason
-    assert "world size 2" in finding.reason
-    assert finding.fix == "start 8 processes, or write 2"
+    assert finding.reason.endswith("are for 2")
+    assert finding.fix == "start 8 processes, or write 2 for num_processes"

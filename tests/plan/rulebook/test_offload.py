@@ -35,7 +35,7 @@ def test_super_offload(stage, clipping, found):
     findings = find("super-offload", config)
     assert bool(findings) == found
     if found:
-        assert ("below stage 3" in findings[0].reason) == (stage == 2)
+        assert ("needs stage 3" in findings[0].reason) == (stage == 2)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_pinned_memory_rounding_of_sdxl():
     assert find("pinned-memory-rounding", config, platform=CUDA, model=SDXL) == []
     finding = one("pinned-memory-rounding", config, platform=OLDER, model=SDXL)
     # Twice 10.27 GB to 16 GiB, and 5.13 GB to 8 GiB.
-    assert "adds 16.09 GiB to the 23.91 GiB" in finding.reason
+    assert "adds 16.09 GiB of host memory to the 23.91 GiB" in finding.reason
     config["zero_optimization"]["offload_optimizer"]["pin_memory"] = False
     assert find("pinned-memory-rounding", config, platform=OLDER, model=SDXL) == []
 

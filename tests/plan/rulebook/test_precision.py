@@ -78,7 +78,7 @@ def test_master_weights_of_two_precisions():
         "bf16": {"enabled": True, "bf16_master_weights_and_grads": True},
         "fp16": {"fp16_master_weights_and_grads": True},
     }
-    assert "refuses both" in one("bf16-master-weights", config).reason
+    assert "only one of the two keys" in one("bf16-master-weights", config).reason
 
 
 def test_a_launchers_fp8_is_one_error():

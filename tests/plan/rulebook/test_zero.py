@@ -132,7 +132,7 @@ def test_large_reduce_bucket(keys, bf16, cost):
     assert len(findings) == (cost is not None)
     if cost is not None:
         assert cost in findings[0].reason
-        assert ("two of them" in findings[0].reason) == (cost in ("1.86 GiB", "3.73 GiB"))
+        assert ("two buckets" in findings[0].reason) == (cost in ("1.86 GiB", "3.73 GiB"))
     config["zero_optimization"]["reduce_bucket_size"] = 30_000_000
     assert find("large-reduce-bucket", config) == []
 

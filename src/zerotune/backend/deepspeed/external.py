@@ -1,4 +1,4 @@
-"""Training that somebody else set up: its master weights, its arguments, an engine over it."""
+"""Attach zerotune to training that accelerate, Fabric or plain DeepSpeed has set up."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ from zerotune.optimizers.schedules import lr_at
 from zerotune.plan.model import ResolvedPlan
 
 _SAMPLED: Final = (*range(20), *(round(20 * 1.1**power) for power in range(1, 90)))
-"""Optimizer steps at which schedules are compared, to about 96,000."""
+"""Optimizer steps at which two schedules are compared, up to about 96,000."""
 _SAME_RATE: Final = 0.01
-"""Share of the highest rate by which two schedules may differ."""
+"""Largest accepted difference of two schedules, as a fraction of the highest rate."""
 
 
 def master_weights_of(source: Any) -> MasterWeights:
-    """The fp32 weights behind an engine or a model.
+    """Return the fp32 master weights of an engine or a model.
 
     Args:
-        source: A zerotune engine, a ``MasterWeights``, a ``deepspeed.DeepSpeedEngine`` of one's
-            own loop (also as ``accelerate.prepare`` or Fabric's ``setup`` returns it), or a
-            ``torch.nn.Module`` whose trainable parameters are fp32.
+        source: A zerotune engine, a ``MasterWeights``, a ``deepspeed.DeepSpeedEngine`` (also as
+            returned by ``accelerate.prepare`` or Fabric's ``setup``), or a ``torch.nn.Module``
+            whose trainable parameters are fp32.
     """
     if isinstance(source, MasterWeights):
         return source
@@ -67,12 +67,17 @@ def master_weights_of(source: Any) -> MasterWeights:
         "has no master weights",
         key="source",
         value=type(source).__name__,
-        fix="give an engine, its master_weights, a DeepSpeedEngine or a torch module",
+        fix="pass an engine, its master_weights, a DeepSpeedEngine or a torch module",
     )
 
 
 def deepspeed_engine_of(source: Any) -> Any:
-    """The ``deepspeed.DeepSpeedEngine`` in what a trainer returned for a model."""
+    """Return the ``deepspeed.DeepSpeedEngine`` inside a trainer's prepared model.
+
+    Args:
+        source: Model as returned by ``deepspeed.initialize``, ``accelerator.prepare`` or
+            ``fabric.setup``.
+    """
     engine = unwrapped(getattr(source, "deepspeed_engine", source))
     if is_deepspeed(engine):
         return engine
@@ -80,18 +85,18 @@ def deepspeed_engine_of(source: Any) -> Any:
         "is not a DeepSpeed engine",
         key="engine",
         value=type(source).__name__,
-        fix="give what deepspeed.initialize, accelerator.prepare or fabric.setup returned for "
-        "the model; without the trainer's DeepSpeed plugin there is no engine to attach to",
+        fix="enable the trainer's DeepSpeed plugin, and pass the model as returned by "
+        "deepspeed.initialize, accelerator.prepare or fabric.setup",
     )
 
 
 def unwrapped(source: Any) -> Any:
-    """What Fabric's module wrapper drives; anything else as it is."""
+    """Return the module inside Fabric's wrapper; return any other object unchanged."""
     return getattr(source, "_forward_module", source)
 
 
 def is_deepspeed(source: Any) -> bool:
-    """Whether this is an object of DeepSpeed's own, without importing DeepSpeed."""
+    """Return whether DeepSpeed defines an object's class, without importing DeepSpeed."""
     return type(source).__module__.startswith("deepspeed.")
 
 
@@ -101,10 +106,10 @@ def _of_module(module: torch.nn.Module) -> MasterWeights:
     for name, parameter in module.named_parameters():
         if full_shape(parameter) != tuple(parameter.shape):
             raise EngineError(
-                "ZeRO-3 has partitioned this module, so it holds no whole weights",
+                "ZeRO-3 has partitioned this parameter, so the module has only a part of it",
                 key=name,
                 value=tuple(parameter.shape),
-                fix="give the engine that trains it instead of the module",
+                fix="pass the engine that trains the module instead of the module",
             )
     # Replicas hold the same weights, so nothing needs to be exchanged.
     return MasterWeights(
@@ -115,21 +120,21 @@ def _of_module(module: torch.nn.Module) -> MasterWeights:
 
 
 def accelerator_arguments(plan: ResolvedPlan) -> dict[str, Any]:
-    """Keyword arguments of ``accelerate.Accelerator``.
+    """Return the keyword arguments of ``accelerate.Accelerator`` for a plan.
 
-    Nothing in the plugin's configuration is ``"auto"``, so accelerate fills and replaces nothing.
-    On a machine without an accelerator they name gloo too: accelerate takes none by itself then,
-    and each of several processes believes that it is alone.
+    The plugin's configuration contains no ``"auto"``, so accelerate changes nothing. On a machine
+    without an accelerator, the arguments also select gloo; otherwise accelerate would start every
+    process as a single one.
 
     Args:
-        plan: Where its optimizer is open still, the plugin has what accelerate asks for before
-            there is a model; ``refill_plugin`` completes it.
+        plan: The resolved plan. If its optimizer is not resolved yet, the plugin contains only the
+            keys that accelerate needs, and ``refill_plugin`` adds the rest.
     """
     accelerate = require_accelerate()
 
     class WholeModelsPlugin(accelerate.DeepSpeedPlugin):  # type: ignore[misc, name-defined]
         def set_deepspeed_weakref(self) -> None:
-            """Register no configuration with transformers, which partitions all it loads then."""
+            """Do nothing: a registered configuration makes transformers partition all models."""
             self.dschf = None
 
     config: dict[str, Any] = {
@@ -150,14 +155,19 @@ def accelerator_arguments(plan: ResolvedPlan) -> dict[str, Any]:
 
 
 def refill_plugin(plugin: Any, plan: ResolvedPlan) -> None:
-    """Have accelerate's plugin, made before the model was known, run this plan."""
+    """Write a plan into accelerate's plugin, which was created before the model.
+
+    Args:
+        plugin: accelerate's ``DeepSpeedPlugin``.
+        plan: The resolved plan.
+    """
     plugin.deepspeed_config.clear()
-    # accelerate has switched DeepSpeed's own lines on the terminal off.
+    # accelerate has disabled DeepSpeed's log lines about steps.
     plugin.deepspeed_config.update(plan.to_deepspeed(), steps_per_print=math.inf)
 
 
 def loads_whole(plan: ResolvedPlan) -> tuple[Decision, ...]:
-    """That models which a script loads beside the trained one are not partitioned."""
+    """Return the decision that frozen models of the script are not partitioned at stage 3."""
     if plan.stage != 3:
         return ()
     return (
@@ -165,18 +175,22 @@ def loads_whole(plan: ResolvedPlan) -> tuple[Decision, ...]:
             key="transformers.from_pretrained",
             before="partitioned",
             after="whole",
-            reason="a frozen text encoder in pieces cannot run; DeepSpeed partitions what is "
-            "trained when accelerate prepares it",
+            reason="a partitioned frozen model, such as a text encoder, cannot run; DeepSpeed "
+            "partitions only the trained model, in accelerator.prepare",
         ),
     )
 
 
 def accelerate_optimizer(plan: ResolvedPlan, model: torch.nn.Module) -> Any:
-    """The optimizer to hand to ``accelerator.prepare``.
+    """Return the optimizer for ``accelerator.prepare``.
+
+    Args:
+        plan: The resolved plan.
+        model: The model to train.
 
     Returns:
-        ``accelerate.utils.DummyOptim`` with the plan's parameter groups where DeepSpeed builds
-        the optimizer; else the optimizer, which accelerate then leaves as it is.
+        ``accelerate.utils.DummyOptim`` with the plan's parameter groups if DeepSpeed builds the
+        optimizer; otherwise the optimizer itself, which accelerate does not replace.
     """
     choice, named = chosen_optimizer(plan), trainable_parameters(model)
     if choice.source != "deepspeed":
@@ -186,12 +200,12 @@ def accelerate_optimizer(plan: ResolvedPlan, model: torch.nn.Module) -> Any:
 
 
 def embedded_accelerator(embedding: Any, given: Mapping[str, Any]) -> Any:
-    """An ``accelerate.Accelerator`` that runs a plan whatever optimizer its script prepares.
+    """Return an ``accelerate.Accelerator`` that replaces a script's optimizer by the plan's.
 
     Args:
-        embedding: The ``EmbeddedPlan`` that it runs, and whose methods it calls in its own place.
-        given: Keyword arguments of the script's own ``Accelerator``. Those that the plan settles
-            are replaced by the plan's, as recorded decisions.
+        embedding: The ``EmbeddedPlan`` to run; it saves, loads and registers objects.
+        given: Keyword arguments of the script's ``Accelerator``. The plan's values replace
+            conflicting ones, and each replacement is recorded as a decision.
     """
     arguments = embedding.accelerator_arguments()
     handlers = [*(given.get("kwargs_handlers") or ()), *arguments.pop("kwargs_handlers", ())]
@@ -211,7 +225,7 @@ def _settled_otherwise(key: str, before: Any, after: Any) -> Decision:
     was, now = (
         each if isinstance(each, (str, int)) else type(each).__name__ for each in (before, after)
     )
-    return Decision(key=key, before=was, after=now, reason="the plan settles it", written=key)
+    return Decision(key=key, before=was, after=now, reason="the plan sets this", written=key)
 
 
 def _accelerator_class() -> Any:
@@ -224,12 +238,12 @@ def _accelerator_class() -> Any:
                 return super().prepare(*objects, **options)
             if len(models) > 1:
                 raise EngineError(
-                    "a plan is for one model, and DeepSpeed makes one engine of it",
+                    "several models were passed, but a plan trains only one",
                     key="accelerator.prepare",
                     value=[type(model).__name__ for model in models],
-                    fix="prepare what is trained, and move a frozen model with "
-                    ".to(accelerator.device); models that are trained together go into one "
-                    "torch.nn.Module, also that of EmbeddedPlan(model=...)",
+                    fix="move frozen models with .to(accelerator.device) instead; wrap several "
+                    "trained models in one torch.nn.Module, and pass it here and as "
+                    "EmbeddedPlan(model=...)",
                 )
             self.embedding.settle(models[0])
             planned = _planned(self, models[0], objects)
@@ -252,9 +266,9 @@ def _accelerator_class() -> Any:
         def save_state(self, output_dir: str | os.PathLike[str] | None = None) -> str:
             if output_dir is None:
                 raise InvalidValueError(
-                    "needs a folder: accelerate's own numbering of checkpoints is not taken over",
+                    "output_dir is missing; automatic names of checkpoints are unsupported",
                     key="accelerator.save_state",
-                    fix="name it, as in save_state(f'{output}/checkpoint-{step}')",
+                    fix="pass a folder, as in save_state(f'{output}/checkpoint-{step}')",
                 )
             return str(self.embedding.save(output_dir))
 
@@ -262,7 +276,7 @@ def _accelerator_class() -> Any:
             self.embedding.load(input_dir)
 
         def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> Any:
-            """Every tensor of the model whole, in its own dtype, on rank 0. Collective."""
+            """Return all full tensors of the model on rank 0, in the model's dtype. Collective."""
             if deepspeed_engine_of(model) is not self.embedding.engine.deepspeed_engine:
                 return super().get_state_dict(model, unwrap=unwrap)
             return self.embedding.state_dict()
@@ -275,7 +289,7 @@ def _accelerator_class() -> Any:
 
 
 def _planned(accelerator: Any, model: torch.nn.Module, objects: tuple[Any, ...]) -> list[Any]:
-    """What the script prepares, with the plan's optimizer and schedule in its own one's place."""
+    """The script's objects, with its optimizer and schedule replaced by the plan's."""
     embedding = accelerator.embedding
     planned = list(objects)
     for index, each in enumerate(objects):
@@ -294,14 +308,14 @@ def _planned(accelerator: Any, model: torch.nn.Module, objects: tuple[Any, ...])
 
 
 def _rescheduled(plan: ResolvedPlan, given: LRScheduler, *, each_step: int) -> Decision:
-    """The plan's schedule in the script's place, compared with it where it can be read.
+    """The decision to replace the script's schedule; a warning if the two schedules differ.
 
-    The script's is stepped ``each_step`` times for each optimizer step.
+    accelerate steps the script's schedule ``each_step`` times per optimizer step.
     """
     name = "a constant rate" if plan.scheduler is None else plan.scheduler.name
     decision = _settled_otherwise("accelerator.prepare.lr_scheduler", type(given).__name__, name)
     if not isinstance(given, LambdaLR):
-        reason = f"{decision.reason}; the rates of the script's cannot be read and compared"
+        reason = f"{decision.reason}; the rates of the script's schedule cannot be compared"
         return attrs.evolve(decision, reason=reason)
     base = chosen_optimizer(plan).lr
     ours = [lr_at(plan.scheduler, step, base) for step in _SAMPLED]
@@ -312,9 +326,9 @@ def _rescheduled(plan: ResolvedPlan, given: LRScheduler, *, each_step: int) -> D
         return decision
     return attrs.evolve(
         decision,
-        reason=f"{decision.reason}, and they differ: at optimizer step {_SAMPLED[worst]} the "
-        f"script's rate is {theirs[worst]:.3g} and the plan's {ours[worst]:.3g}; where the script "
-        "multiplies its warm-up or total steps, give the plan the products",
+        reason=f"{decision.reason}, but the rates differ: at optimizer step {_SAMPLED[worst]} the "
+        f"script's rate is {theirs[worst]:.3g} and the plan's {ours[worst]:.3g}; if the script "
+        "multiplies its warm-up or total steps, write the products into the plan",
         severity="warning",
     )
 
@@ -326,48 +340,53 @@ def _not_called(what: str) -> Decision:
         written=key,
         before="called",
         after="not called",
-        reason=f"{what}_state takes a portable checkpoint, with the model, and with the average "
-        "where it is given to register_for_checkpointing",
+        reason=f"{what}_state uses a portable checkpoint, which contains the model, and the EMA if "
+        "it is passed to register_for_checkpointing",
     )
 
 
 def check_accelerate(world_size: int) -> None:
-    """Refuse an accelerate that counts fewer processes: all would train on the same batches."""
+    """Raise an error if accelerate counts fewer processes and would repeat batches.
+
+    Args:
+        world_size: Number of processes.
+    """
     accelerate = sys.modules.get("accelerate")
     shared = {} if accelerate is None else accelerate.PartialState._shared_state
     counted = shared.get("num_processes", world_size)
     if str(shared.get("distributed_type")).endswith("DEEPSPEED") and counted != world_size:
         raise EngineError(
-            f"accelerate counts {counted} of {world_size} processes and gives each the same data",
+            f"accelerate counts {counted} instead of {world_size} processes, so every process "
+            "would train on the same data",
             key="Accelerator.num_processes",
             value=counted,
-            fix="without a GPU: Accelerator(kwargs_handlers=[InitProcessGroupKwargs("
-            'backend="gloo")]), or Accelerator(**run.accelerator_arguments())',
+            fix="use Accelerator(**run.accelerator_arguments()), or on a CPU "
+            'Accelerator(kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")])',
         )
 
 
 class AttachedEngine(ZeROEngine):
-    """An ``Engine`` over a ``deepspeed.DeepSpeedEngine`` that another trainer initialized.
+    """An ``Engine`` around a ``deepspeed.DeepSpeedEngine`` that a different trainer initialized.
 
-    What runs is compared with the plan, as after an initialization of our own, so that an
-    optimizer swapped on the way is found before the first step. EMA and checkpoints then take it
-    like any engine. Its end is the other trainer's: ``close`` leaves DeepSpeed's engine alone.
+    The engine is compared with the plan, so a replaced optimizer is found before the first step.
+    EMA and checkpoints work as with every engine. ``close`` does not destroy DeepSpeed's engine.
 
     Args:
-        engine: DeepSpeed's engine, what ``accelerator.prepare`` made of the model, or the module
-            that Fabric's ``setup`` returned.
-        plan: The resolved plan it is meant to run, with its optimizer chosen.
-        timeout_s: Seconds after which a collective gives up.
-        decided: What was decided before, to be shown with the engine's own.
+        engine: DeepSpeed's engine, or the model as returned by ``accelerator.prepare`` or
+            Fabric's ``setup``.
+        plan: The resolved plan that the engine is meant to run, including its optimizer.
+        timeout_s: Seconds after which a collective raises an error.
+        decided: Earlier decisions, shown before the engine's decisions.
 
     Raises:
-        EngineError: No DeepSpeed engine, or another number of processes than the plan's.
-        UnsupportedEngineError: An optimizer wrapper that zerotune does not know.
-        VerificationError: What runs is not what the plan says; names every difference.
+        EngineError: ``engine`` is not a DeepSpeed engine, or the number of processes differs from
+            the plan's.
+        UnsupportedEngineError: zerotune does not support DeepSpeed's optimizer wrapper.
+        VerificationError: The engine differs from the plan; the error lists every difference.
     """
 
     _checked_at = -1
-    """Optimizer steps when the model was compared last."""
+    """Number of optimizer steps at the last check of the model."""
 
     def __init__(
         self,
@@ -386,9 +405,10 @@ class AttachedEngine(ZeROEngine):
         check_plan(plan)
         if engine.optimizer is None:
             raise EngineError(
-                "DeepSpeed was initialized without an optimizer, so it trains nothing",
+                "DeepSpeed was initialized without an optimizer, so no weight would be trained",
                 key="engine.optimizer",
-                fix="pass the optimizer, or a config with an optimizer section, to the trainer",
+                fix="pass an optimizer, or a configuration with an optimizer section, to the "
+                "trainer",
             )
         self._engine, self._plan, self._module = engine, plan, engine.module
         self._group = ProcessGroup(backend=dist.get_backend(), timeout_s=timeout_s)
@@ -431,13 +451,13 @@ class AttachedEngine(ZeROEngine):
                 key="scheduler.type",
                 before=None,
                 after=plan.scheduler.name,
-                reason="the trainer could not take this schedule to DeepSpeed; it was put into the "
-                "engine, which steps it once per optimizer step",
+                reason="the trainer cannot pass this schedule to DeepSpeed, so zerotune adds it to "
+                "the engine, which steps the schedule once per optimizer step",
             ),
         )
 
     def _before_optimizer(self, *_: Any) -> None:
-        """The trainer steps by itself, at stage 3 once per sub-group."""
+        """Check the model before the trainer's step, which at stage 3 runs once per sub-group."""
         if self._checked_at != self._engine.global_steps:
             self._checked_at = self._engine.global_steps
             self._check_before_step(self._checked_at)
@@ -455,40 +475,40 @@ class AttachedEngine(ZeROEngine):
 
     @override
     def step(self) -> StepOutcome:
-        """Close a micro batch; update the weights when it is the last of its group.
+        """Finish a micro batch; update the weights if it is the last of its accumulation window.
 
         Raises:
-            EngineError: The trainer steps in its own ``backward``, so this would be a second step.
+            EngineError: The trainer's ``backward`` has already taken the step.
         """
         if self._trainers_boundary is not None:
             raise EngineError(
-                "accelerate steps inside accelerator.backward; this would be a second step",
+                "accelerator.backward has already taken the step; this call would take another",
                 key="engine.step",
-                fix="call it only where engine.backward of the same object was called",
+                fix="remove this call, or call engine.backward instead of accelerator.backward",
             )
         return super().step()
 
     @override
     def _check_backward(self) -> None:
-        """Nothing: the trainer's own backward pass is not seen here."""
+        """Do nothing: the engine does not see the trainer's backward pass."""
 
     @property
     def _trainers_boundary(self) -> bool | None:
-        """Whether the last micro batch closed a window, as the trainer says; None: it never did."""
+        """Whether the trainer marked the last micro batch as a boundary; None: it marks none."""
         boundary: bool | None = getattr(self._engine, "_is_gradient_accumulation_boundary", None)
         return boundary
 
     @override
     def _release(self) -> None:
-        """Whoever initialized DeepSpeed's engine ends it."""
+        """Close only zerotune's step; the trainer destroys DeepSpeed's engine."""
         if self._host_step is not None:
             self._host_step.close()
 
 
 def _refuse_empty_tensors(engine: Any) -> None:
-    """Have ``state_dict`` of a partitioned model raise, but for DeepSpeed's own checkpoints.
+    """Make ``state_dict`` of a partitioned model raise, except in DeepSpeed's checkpoints.
 
-    A script saves what comes from there: ``save_pretrained``, ``torch.save``, PEFT's adapters.
+    Scripts would otherwise save empty tensors with ``save_pretrained``, ``torch.save`` or PEFT.
     """
     of_deepspeed, saving = engine.module_state_dict, False
 
@@ -505,8 +525,8 @@ def _refuse_empty_tensors(engine: Any) -> None:
         empty = sum(p.numel() == 0 and 0 not in full_shape(p) for p in parameters)
         if empty and not saving:
             raise EngineError(
-                f"ZeRO-3 holds {empty} of {len(parameters)} parameters in pieces, and a state_dict "
-                "or a save_pretrained of the model would have empty tensors in their place",
+                f"ZeRO-3 has partitioned {empty} of {len(parameters)} parameters, so a state_dict "
+                "or save_pretrained of the model would contain empty tensors",
                 key="model.state_dict",
                 fix="call zerotune.export_model(path, engine=run.engine) on every rank, or "
                 "export_pipeline or export_adapters",

@@ -1,6 +1,6 @@
-"""Start training under DeepSpeed: its preconditions, its process group and its configuration.
+"""Start training under DeepSpeed: checks, process group, configuration and initialization.
 
-Shared by the engine that initializes DeepSpeed itself and by the plan inside another trainer.
+The engine that initializes DeepSpeed and the plan inside a different trainer share this module.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from zerotune.plan.resolve import ROUNDING, SETTING, THRESHOLD, pins_natively
 from zerotune.platform import Platform
 from zerotune.platform.detect import MachineProbe, first_line, host_memory
 
-# -- The installed DeepSpeed: its classes, and whether they are as they were.
+# -- The installed DeepSpeed: supported classes, and checks of its interface.
 
 
 _WRAPPERS: Final[dict[str, type[OptimizerWrapper]]] = {
@@ -62,7 +62,7 @@ _WRAPPERS: Final[dict[str, type[OptimizerWrapper]]] = {
     "FP16_Optimizer": HalfWrapper,
     "FP16_UnfusedOptimizer": HalfWrapper,
 }
-"""By the name of DeepSpeed's class: a subclass may keep its weights elsewhere."""
+"""By the exact name of DeepSpeed's class, since a subclass may store its weights elsewhere."""
 UPSTREAM: Final = (
     Upstream(
         owner="deepspeed.runtime.engine.DeepSpeedEngine",
@@ -85,22 +85,31 @@ UPSTREAM: Final = (
 
 
 def wrapper_of(engine: Any) -> OptimizerWrapper:
-    """What is known of the optimizer of a ``deepspeed.DeepSpeedEngine``."""
+    """Return zerotune's adapter for the optimizer of a ``deepspeed.DeepSpeedEngine``.
+
+    Args:
+        engine: DeepSpeed's engine.
+    """
     name = type(engine.optimizer).__name__
     if name in _WRAPPERS:
         return _WRAPPERS[name](engine)
     if isinstance(engine.optimizer, torch.optim.Optimizer):
         return Fp32Wrapper(engine)
     raise UnsupportedEngineError(
-        f"master weights inside DeepSpeed's {name} cannot be reached",
+        f"zerotune cannot access the master weights of DeepSpeed's {name}",
         key="engine.optimizer",
         value=name,
-        fix="with bf16 at stage 1, leave data_types.grad_accum_dtype unset",
+        fix="at stage 1 in bf16, remove data_types.grad_accum_dtype; otherwise use a different "
+        "ZeRO stage",
     )
 
 
 def check_upstream(deepspeed: ModuleType) -> None:
-    """Refuse a DeepSpeed that lacks something that zerotune relies on."""
+    """Raise an error if DeepSpeed lacks a method or attribute that zerotune uses.
+
+    Args:
+        deepspeed: The module.
+    """
     missing = [name for upstream in UPSTREAM for name in upstream.missing]
     if missing:
         raise UnsupportedEngineError(
@@ -112,7 +121,7 @@ def check_upstream(deepspeed: ModuleType) -> None:
 
 
 def digests() -> dict[str, str | None]:
-    """Of the replaced methods of the installed DeepSpeed, by dotted name."""
+    """Return digests of the methods that zerotune replaces in DeepSpeed, by dotted name."""
     return {name: each for upstream in UPSTREAM for name, each in upstream.digests.items()}
 
 
@@ -120,13 +129,17 @@ def digests() -> dict[str, str | None]:
 
 
 def check_plan(plan: ResolvedPlan) -> None:
-    """Refuse a plan that is not for DeepSpeed, not complete, or without fp32 master weights."""
+    """Raise an error if a plan is not for DeepSpeed, incomplete, or without fp32 master weights.
+
+    Args:
+        plan: The resolved plan.
+    """
     if not plan.uses_deepspeed:
         raise EngineError(
             "this plan was resolved without DeepSpeed",
             key="plan",
             value=plan.platform.deepspeed.reason,
-            fix="use PlainEngine, or build_engine, which picks the right one",
+            fix="use PlainEngine, or build_engine, which selects the engine class",
         )
     chosen_optimizer(plan)
     for precision, section in (("bf16", plan.plan.bf16), ("fp16", plan.plan.fp16)):
@@ -135,24 +148,31 @@ def check_plan(plan: ResolvedPlan) -> None:
             # DeepSpeed runs it; but every update below a weight's last bit is lost, without
             # stochastic rounding, and in an EMA and a resumed run as well.
             raise EngineError(
-                "EMA, checkpoints and exports are made of fp32 master weights",
+                "EMA, checkpoints and exports need fp32 master weights",
                 key=f"{precision}.{key}",
                 value=True,
-                fix="remove it, and bf16_optimizer_states with it; where host memory is short, "
-                "use the optimizer AdamWBF16States, whose moments alone are bf16, or put the "
-                'optimizer on NVMe (offload="nvme")',
+                fix="remove this key and bf16_optimizer_states; to save host memory, use the "
+                "optimizer AdamWBF16States (only moments in bf16) or "
+                'offload="nvme"',
             )
 
 
 def check_shapes(plan: ResolvedPlan, model: torch.nn.Module) -> None:
-    """Refuse a parameter that DeepSpeed cannot hold: no dimensions, no elements, or strided."""
+    """Raise an error for parameters that DeepSpeed cannot handle.
+
+    These are parameters without dimensions, without elements (stage 3), or with strides.
+
+    Args:
+        plan: The resolved plan.
+        model: The model.
+    """
     for name, parameter in model.named_parameters():
         value = full_shape(parameter)
         # DeepSpeed broadcasts parameters as bytes, and torch cannot view all tensors so.
         if not value:
             what = "broadcast a parameter without dimensions"
-            fix = "give it one element, torch.nn.Parameter(torch.tensor([x])), or train with the "
-            fix += "plain engine"
+            fix = "use a parameter with one element, torch.nn.Parameter(torch.tensor([x])), or "
+            fix += "train with the plain engine"
         elif plan.stage != 3 and parameter.stride(-1) != 1:
             value, what = parameter.stride(), "broadcast a parameter with a strided layout"
             fix = "call model.to(memory_format=torch.contiguous_format) before building the "
@@ -160,43 +180,49 @@ def check_shapes(plan: ResolvedPlan, model: torch.nn.Module) -> None:
         # Stages 0 to 2 leave it as it is; gathering it fails, also where it is frozen.
         elif plan.stage == 3 and math.prod(value) == 0:
             what = "partition a parameter without elements"
-            fix = "remove it, register it as a buffer, or train at stage 2"
+            fix = "remove the parameter, register it as a buffer, or train at stage 2"
         else:
             continue
         raise EngineError(f"DeepSpeed cannot {what}", key=f"model.{name}", value=value, fix=fix)
 
 
 def check_world(plan: ResolvedPlan, group: ProcessGroup) -> None:
-    """Refuse another number of processes than the plan was resolved for."""
+    """Raise an error if the number of processes differs from the plan's.
+
+    Args:
+        plan: The resolved plan.
+        group: The process group.
+    """
     if plan.world_size != group.world_size:
         raise EngineError(
-            f"the plan was resolved for {plan.world_size} process(es), {group.world_size} run",
+            f"the plan was resolved for {plan.world_size} process(es), but {group.world_size} are "
+            "running",
             key="world_size",
             value=plan.world_size,
-            fix=f"plan.resolve(world_size={group.world_size})",
+            fix=f"resolve the plan with world_size={group.world_size}",
         )
 
 
 def join(
     platform: Platform, resources: ExitStack, *, timeout_s: float
 ) -> tuple[ModuleType, ProcessGroup]:
-    """Import DeepSpeed for the platform's accelerator, take this rank's device, meet the others.
+    """Import DeepSpeed, select this rank's device, and join the process group.
 
     Args:
-        platform: The machine, as the plan sees it.
-        resources: Receives what has to end with the training.
-        timeout_s: Seconds after which a collective gives up.
+        platform: The plan's machine.
+        resources: Receives everything to close when training ends.
+        timeout_s: Seconds after which a collective raises an error.
     """
     accelerator = platform.deepspeed.accelerator or platform.accelerator
     deepspeed = require_deepspeed(accelerator=accelerator)
     check_upstream(deepspeed)
     quiet_deepspeed()
     launch = Launch.from_environment()
-    # DeepSpeed reads LOCAL_RANK in many places, also where no launcher has set it; without it
-    # accelerate leaves DeepSpeed's communication out, and without a group DeepSpeed looks for MPI.
+    # DeepSpeed reads LOCAL_RANK in many places, even without a launcher. Without this variable,
+    # accelerate skips DeepSpeed's communication; without a group, DeepSpeed looks for MPI.
     resources.enter_context(held("LOCAL_RANK", str(launch.local_rank)))
-    # DeepSpeed's engine does the same, but weights are flattened and memory is page-locked before
-    # that, and every rank would do so on the first device.
+    # DeepSpeed's engine also selects the device, but only after weights are flattened and memory
+    # is page-locked, which every rank would then do on the first device.
     deepspeed.accelerator.get_accelerator().set_device(launch.local_rank)
     group = ProcessGroup(
         backend=communication_backend(accelerator), launch=launch, timeout_s=timeout_s
@@ -208,10 +234,16 @@ def join(
 def join_checked(
     plan: ResolvedPlan, model: torch.nn.Module, resources: ExitStack, *, timeout_s: float
 ) -> tuple[ModuleType, ProcessGroup, Named]:
-    """``join``, and check plan and model before anything is made of them. Collective.
+    """Call ``join``, and check plan and model. Collective.
+
+    Args:
+        plan: The resolved plan.
+        model: The model.
+        resources: Receives everything to close when training ends.
+        timeout_s: Seconds after which a collective raises an error.
 
     Returns:
-        DeepSpeed, the group, and the trainable parameters by name.
+        DeepSpeed, the group, and names and parameters of all trainable parameters.
     """
     check_plan(plan)
     check_not_gone(model)
@@ -228,15 +260,20 @@ def join_checked(
 def read_weights(
     deepspeed: ModuleType, plan: ResolvedPlan, model: torch.nn.Module
 ) -> tuple[Decision, ...]:
-    """Read weights that wait in files to where they will stay; stage 3 does so as it partitions.
+    """Read weights that are still in files to the device; stage 3 reads them when partitioning.
 
-    DeepSpeed rounds weights to the plan's precision before it makes the fp32 master copy; reading
-    them in it gives the same bits and takes half the memory.
+    The weights are read in the plan's precision, which needs half the memory of fp32. The result
+    is the same, because DeepSpeed rounds to this precision before copying to fp32 master weights.
+
+    Args:
+        deepspeed: The module.
+        plan: The resolved plan.
+        model: The model.
     """
     count = len(waiting(model))
     if not count:
         return ()
-    how = "each rank its own part of each"
+    how = "by each rank only its part of each"
     if plan.stage != 3:
         how = "one at a time, to the device"
         device = deepspeed.accelerator.get_accelerator().current_device_name()
@@ -246,13 +283,18 @@ def read_weights(
             key="model.weights",
             before="in their files",
             after=f"{count} tensors read in {plan.precision}, {how}",
-            reason=f"{plan.precision} is what DeepSpeed makes of them, whatever they are read in",
+            reason=f"DeepSpeed converts weights to {plan.precision} in any case",
         ),
     )
 
 
 def initialize_arguments(plan: ResolvedPlan, model: torch.nn.Module) -> dict[str, Any]:
-    """Keyword arguments of ``deepspeed.initialize``."""
+    """Return the keyword arguments of ``deepspeed.initialize``.
+
+    Args:
+        plan: The resolved plan.
+        model: The model.
+    """
     choice, named = chosen_optimizer(plan), trainable_parameters(model)
     client = None if choice.source == "deepspeed" else build_client_optimizer(choice, named)
     return {
@@ -267,7 +309,7 @@ def initialize_arguments(plan: ResolvedPlan, model: torch.nn.Module) -> dict[str
 
 @contextmanager
 def compiling(plan: ResolvedPlan) -> Iterator[None]:
-    """Inside the block DeepSpeed compiles what the plan needs, and waits for no dead build."""
+    """Inside the block, DeepSpeed compiles the plan's ops and ignores locks of ended processes."""
     communication: Any = importlib.import_module("deepspeed.comm.torch")
     build = communication.build_shm_op
     with building():
@@ -285,13 +327,16 @@ def compiling(plan: ResolvedPlan) -> Iterator[None]:
 def initialize(
     deepspeed: ModuleType, plan: ResolvedPlan, arguments: dict[str, Any], resources: ExitStack
 ) -> tuple[Any, tuple[Decision, ...]]:
-    """Let DeepSpeed build its engine, with the weights placed where the plan has room for them.
+    """Initialize DeepSpeed's engine, without exceeding the plan's memory while it starts.
 
     Args:
         deepspeed: The module.
-        plan: A resolved plan.
-        arguments: As ``initialize_arguments`` made them.
-        resources: Receives what DeepSpeed's engine itself leaves behind when it ends.
+        plan: The resolved plan.
+        arguments: Result of ``initialize_arguments``.
+        resources: Receives cleanup that DeepSpeed's engine does not do itself.
+
+    Returns:
+        DeepSpeed's engine, and decisions about the placement of weights.
     """
     accelerator = deepspeed.accelerator.get_accelerator()
     device = torch.device(accelerator.current_device_name())
@@ -309,7 +354,7 @@ def initialize(
                 shard_from_host(deepspeed, arguments["model"], plan, device=device)
             engine, *_ = deepspeed.initialize(**arguments)
     except PlatformError:
-        raise  # An op that cannot be had, with its cure.
+        raise  # An op is unavailable; the error names the fix.
     except (AssertionError, ValueError, RuntimeError, TypeError, AttributeError) as error:
         # An optimizer of DeepSpeed hides it behind "failed to build/load".
         cause: BaseException | None = error
@@ -318,15 +363,16 @@ def initialize(
         if cause is not None:
             raise cause from error
         raise EngineError(
-            f"DeepSpeed {deepspeed.__version__} refused the plan "
+            f"DeepSpeed {deepspeed.__version__} rejected the plan "
             f"({type(error).__name__}: {str(error).strip() or 'no message'})",
             key="deepspeed.initialize",
-            fix="run `zerotune doctor` when an op could not be built, else change what it names",
+            fix="change the setting that the message names; if an op could not be built, run "
+            "`zerotune doctor`",
         ) from error
     return engine, tuple(built)
 
 
-# -- Page-locked host memory, kept at the size that is needed.
+# -- Page-locked host memory without rounding up.
 
 
 PINNING_KEY: Final = f"torch.{SETTING}"
@@ -340,16 +386,16 @@ _lock = threading.Lock()
 def pin_exactly(
     plan: ResolvedPlan, *, resources: ExitStack, environ: Mapping[str, str] | None = None
 ) -> tuple[Decision, ...]:
-    """Keep page-locked blocks from being rounded up to powers of two.
+    """Prevent torch from rounding page-locked blocks up to powers of two.
 
-    torch is told so for this process; where it cannot be, DeepSpeed page-locks memory itself. What
-    the user wrote into ``PYTORCH_ALLOC_CONF`` stands, and so does
-    ``DS_PIN_MEMORY_BACKEND=native``, which does not round either.
+    zerotune changes torch's allocator setting for this process; if torch lacks the setting,
+    DeepSpeed page-locks memory itself. User settings in ``PYTORCH_ALLOC_CONF`` and
+    ``DS_PIN_MEMORY_BACKEND=native`` (which does not round) take precedence.
 
     Args:
-        plan: The plan about to start.
-        resources: Receives what has to end with the engine.
-        environ: Environment variables; this process's by default.
+        plan: The plan that is about to start.
+        resources: Receives everything to close with the engine.
+        environ: Environment variables; default: those of this process.
     """
     zero = plan.plan.zero_optimization
     sections = (zero.offload_optimizer, zero.offload_param) if zero is not None else ()
@@ -362,10 +408,11 @@ def pin_exactly(
     for variable in _VARIABLES:
         written = _setting_in(environ.get(variable, ""))
         if written is not None:
-            return (_pinned(written, f"{variable} says so"),)
+            return (_pinned(written, f"set in {variable}"),)
     why = _set_and_verify()
     if why is None:
-        reason = "torch rounds page-locked blocks up to powers of two; from this size on no more"
+        reason = "by default torch rounds page-locked blocks up to powers of two, which wastes "
+        reason += "memory; blocks above this size are now exact"
         return (_pinned(THRESHOLD, reason),)
     return (_natively(plan, resources, why),)
 
@@ -376,7 +423,7 @@ def _setting_in(settings: str) -> str | None:
 
 
 def _set_and_verify() -> str | None:
-    """Change torch's setting; why it rounds all the same, if it does."""
+    """Change torch's setting; return why torch still rounds, or ``None`` if it does not."""
     private: Any = torch._C
     read = getattr(private, "_accelerator_getAllocatorSettings", None)
     write = getattr(private, "_accelerator_setAllocatorSettings", None)
@@ -392,36 +439,36 @@ def _set_and_verify() -> str | None:
                 return f"torch refused the setting: {str(error).splitlines()[0]}"
     taken = _pinned_bytes_of(_PROBE)
     if taken is not None and taken >= 4 * 1024**2:
-        return "torch took the setting and rounds all the same"
+        return "torch accepted the setting, but still rounds"
     return None
 
 
 def _natively(plan: ResolvedPlan, resources: ExitStack, why: str) -> Decision:
-    """Have DeepSpeed page-lock its buffers itself while the engine lives, where it can."""
+    """If possible, let DeepSpeed page-lock its buffers itself while the engine is open."""
     obstacle = _native_obstacle(plan)
     if obstacle is not None:
         return Decision(
             key=PINNING_KEY,
             before=None,
             after=None,
-            reason=f"{why}, {obstacle}, so page-locked blocks take up to twice their size; "
-            f"{_BACKEND}=native page-locks exact sizes",
+            reason=f"{why}, and {obstacle}, so page-locked blocks use up to twice their size; "
+            f"set {_BACKEND}=native to page-lock exact sizes",
             severity="warning",
         )
     resources.enter_context(held(_BACKEND, "native"))
     _refuse_in_time(resources)
     return _pinned(
         "native",
-        f"{why}, so DeepSpeed page-locks its buffers to the byte itself, {_BACKEND}=native",
+        f"{why}, so DeepSpeed itself page-locks exact sizes ({_BACKEND}=native)",
     )
 
 
 def _native_obstacle(plan: ResolvedPlan) -> str | None:
     if not pins_natively(plan.platform):
-        return "DeepSpeed itself needs no limit on locked memory (ulimit -l)"
+        return "DeepSpeed's page-locking requires unlimited locked memory (ulimit -l)"
     unproven = why_unproven("native page-locking", accelerator=plan.platform.accelerator)
     if unproven is not None:
-        return f"DeepSpeed's own page-locking is not proven here ({unproven})"
+        return f"DeepSpeed's page-locking is not verified on this machine ({unproven})"
     try:
         with building():
             importlib.import_module("deepspeed.utils.pin_memory").get_native_pinned_memory()
@@ -432,7 +479,7 @@ def _native_obstacle(plan: ResolvedPlan) -> str | None:
 
 
 def _refuse_in_time(resources: ExitStack) -> None:
-    """Raise where too little memory is left: there DeepSpeed's op ends the process (assertion)."""
+    """Raise an error if too little memory is free, where DeepSpeed's op would abort the process."""
     manager = importlib.import_module("deepspeed.utils.pin_memory").get_native_pinned_memory()
     lock = getattr(manager, "_new_locked", None)
     if lock is None:
@@ -440,11 +487,11 @@ def _refuse_in_time(resources: ExitStack) -> None:
 
     def locked(example: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
         wanted = math.prod(map(int, shape)) * example.element_size()
-        # What others would be swapped out for may be taken too.
+        # Memory of other processes that can be swapped out counts as free.
         free = host_memory(MachineProbe(), with_swap=True).available
         if wanted > free:
             raise MemoryError(
-                f"not enough memory: {format_size(wanted)} are to be page-locked, "
+                f"not enough memory: {format_size(wanted)} must be page-locked, but only "
                 f"{format_size(free)} are free"
             )
         taken: torch.Tensor = lock(example, shape)
@@ -455,11 +502,11 @@ def _refuse_in_time(resources: ExitStack) -> None:
 
 
 def _pinned_bytes_of(nbytes: int) -> int | None:
-    """What page-locking ``nbytes`` takes; ``None`` where torch does not tell."""
+    """Bytes used by page-locking ``nbytes``; ``None`` if torch does not report them."""
     statistics = getattr(torch.cuda, "host_memory_stats", None)
     if statistics is None or not torch.cuda.is_available():
         return None
-    # A block of that size may be in the cache, which would look as if none were taken.
+    # A cached block of this size would look as if none were allocated.
     before = int(statistics().get("allocated_bytes.allocated", 0))
     block = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
     taken = int(statistics().get("allocated_bytes.allocated", 0)) - before

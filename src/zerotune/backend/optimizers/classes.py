@@ -1,7 +1,7 @@
-"""Optimizers that DeepSpeed lacks, or has for some stages only, in torch.
+"""Optimizers in torch that DeepSpeed lacks, or supports only at some ZeRO stages.
 
-Lamb, Lion and Muon, and AdamW with moments of 16 and of 8 bits. They take whole parameters as well
-as the flat shards of ZeRO: see ``ShardAware``.
+They are Lamb, Lion and Muon, and AdamW with 16-bit or 8-bit moments. All accept whole parameters
+and ZeRO's flat shards: see ``ShardAware``.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ class Piece:
     start: int
     """First element of this part in the flattened parameter."""
     numel: int
-    """Elements of this part; 0 where another rank has them all."""
+    """Number of elements of this part; 0 if a different rank has the whole parameter."""
     offset: int
     """First element of this part in the optimizer's tensor."""
     split: bool
-    """Whether no rank has the whole parameter."""
+    """Whether the parameter is divided among ranks."""
 
     @property
     def full_numel(self) -> int:
-        """Elements of the whole parameter."""
+        """Number of elements of the whole parameter."""
         return math.prod(self.shape)
 
 
 class TensorByTensor(torch.optim.Optimizer):
-    """Base of optimizers that update one tensor after the other."""
+    """Base class of optimizers that update tensors one after another."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -63,7 +63,7 @@ class TensorByTensor(torch.optim.Optimizer):
     def _adam_moments(
         self, p: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]
     ) -> dict[str, Any]:
-        """Adam's states of a tensor, with the gradient taken in."""
+        """Update Adam's moments of a tensor with its gradient, and return its states."""
         state: dict[str, Any] = self.state[p]
         if "exp_avg" not in state:
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
@@ -75,11 +75,10 @@ class TensorByTensor(torch.optim.Optimizer):
 
 
 class ShardAware(TensorByTensor):
-    """Base of optimizers whose update of one element depends on the whole parameter.
+    """Base class of optimizers whose update of an element depends on the whole parameter.
 
-    Before ``attach``, and for tensors nobody described, every tensor is one whole parameter. ZeRO
-    steps one group (stages 1, 2) or one sub-group (stage 3) at a time and every rank steps
-    them in the same order, so the few collectives made inside ``step`` meet.
+    Without ``attach``, every tensor is treated as one whole parameter. ``step`` uses collectives:
+    all ranks step ZeRO's groups (stages 1 and 2) or sub-groups (stage 3) in the same order.
     """
 
     _pieces: dict[int, list[Piece]] | None = None
@@ -88,14 +87,14 @@ class ShardAware(TensorByTensor):
     _device: torch.device = torch.device("cpu")
 
     def attach(self, *, layout: MasterLayout, group: ProcessGroup, device: torch.device) -> None:
-        """Learn which part of which parameter lies where.
+        """Record which parts of parameters each of the optimizer's tensors contains.
 
         Collective: every rank must call it, after the engine has partitioned the parameters.
 
         Args:
-            layout: Where the engine keeps its master weights.
-            group: The processes that hold them together.
-            device: Where these processes exchange tensors.
+            layout: Placement of the engine's master weights.
+            group: Processes over which the parameters are partitioned.
+            device: Device on which the group's collectives run.
         """
         order = layout.order
         index = {name: number for number, (name, _) in enumerate(order)}
@@ -125,7 +124,11 @@ class ShardAware(TensorByTensor):
         self._parameters = len(order)
 
     def pieces_of(self, tensor: torch.Tensor) -> list[Piece]:
-        """What lies in one of the optimizer's tensors, in an order that all ranks share."""
+        """Return the parameter parts in an optimizer's tensor, in the same order on all ranks.
+
+        Args:
+            tensor: A tensor of the optimizer's groups.
+        """
         described = (self._pieces or {}).get(id(tensor))
         if described is not None:
             return described
@@ -137,17 +140,25 @@ class ShardAware(TensorByTensor):
         ]  # fmt: skip
 
     def sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
-        """``values`` summed over the ranks that hold the parameters together."""
+        """Return the sum of ``values`` over the ranks that share the parameters.
+
+        Args:
+            values: A tensor of the same shape on every rank, on any device.
+        """
         if self._group is None:
             return values
         # Offloaded shards lie in host memory, where nccl cannot reach them.
         return self._group.sum_(values.to(self._device)).to(values.device)
 
     def whole(self, flat: torch.Tensor, piece: Piece) -> torch.Tensor | None:
-        """The whole parameter's part of ``flat``, put together from all ranks if it is split.
+        """Return a parameter's values from ``flat``; gather them from all ranks if it is split.
+
+        Args:
+            flat: A tensor laid out like the optimizer's tensor.
+            piece: The parameter's part in that tensor.
 
         Returns:
-            In the parameter's shape; ``None`` where this rank has no part in it.
+            A tensor in the parameter's shape; ``None`` if this rank has no part of it.
         """
         part = flat.view(-1).narrow(0, piece.offset, piece.numel) if piece.numel else None
         if not piece.split:
@@ -162,18 +173,18 @@ class ShardAware(TensorByTensor):
 class Lamb(ShardAware):
     """Lamb of You et al. 2020, algorithm 2 (https://arxiv.org/abs/1904.00962).
 
-    The trust ratio needs the norms of whole parameters, which a flat shard of ZeRO does not have:
-    each rank sums the squares of its parts, and one small sum over the ranks makes them whole.
+    The trust ratio needs norms of whole parameters, but a rank has only a flat shard of ZeRO. Each
+    rank sums the squares of its parts, and one small all-reduce adds the sums of all ranks.
 
     Args:
         params: Parameters or groups.
         lr: Learning rate.
         betas: Decay rates of the moments.
-        eps: Keeps the denominator off zero.
-        weight_decay: Decay, inside the trust ratio.
-        bias_correction: Whether the moments are corrected for their start at zero.
-        max_coeff: Largest trust ratio.
-        min_coeff: Smallest trust ratio.
+        eps: Constant added to the denominator, so that it is not zero.
+        weight_decay: Weight decay, added to the update before the trust ratio is computed.
+        bias_correction: Whether to correct the moments for their initialisation with zeros.
+        max_coeff: Upper limit of the trust ratio.
+        min_coeff: Lower limit of the trust ratio.
     """
 
     def __init__(
@@ -234,12 +245,12 @@ class Lamb(ShardAware):
 class Lion(TensorByTensor):
     """Lion of Chen et al. 2023, algorithm 2 (https://arxiv.org/abs/2302.06675).
 
-    Works element by element, so ZeRO's flat shards change nothing.
+    The update is elementwise, so ZeRO's flat shards do not change the result.
 
     Args:
         params: Parameters or groups.
-        lr: Learning rate, 3 to 10 times smaller than Adam's.
-        betas: Weights of the momentum in the update, and of its decay.
+        lr: Learning rate, usually 3 to 10 times smaller than Adam's.
+        betas: Weight of the momentum in the update, and decay rate of the momentum.
         weight_decay: Decoupled weight decay, multiplied by ``lr``.
     """
 
@@ -267,20 +278,20 @@ class Lion(TensorByTensor):
 class Muon(ShardAware):
     """Muon of Jordan et al. 2024 (https://kellerjordan.github.io/posts/muon/).
 
-    A group with ``use_muon`` is updated by the orthogonalised momentum; convolutions are seen as
-    matrices of (out, in x height x width), as its authors do. Other groups get AdamW. Under ZeRO
-    a matrix that is split over ranks is put together for the orthogonalisation, one at a time;
-    each rank then keeps its own part of the result.
+    Groups with ``use_muon`` are updated with the orthogonalised momentum; AdamW updates all other
+    groups. As in the authors' code, convolutions count as matrices (out, in x height x width).
+    Under ZeRO, a matrix that is split over ranks is gathered for the orthogonalisation, one matrix
+    at a time; each rank then applies its part of the result.
 
     Args:
-        params: Groups; each may hold ``use_muon``, ``lr``, ``momentum``, ``weight_decay``,
-            ``betas``, ``eps``.
-        lr: Learning rate of groups without one.
-        momentum: Decay of the momentum.
-        nesterov: Whether the update looks one step ahead.
-        ns_steps: Newton-Schulz iterations.
+        params: Groups; each may contain ``use_muon``, ``lr``, ``momentum``, ``weight_decay``,
+            ``betas`` and ``eps``.
+        lr: Learning rate of groups without ``lr``.
+        momentum: Decay rate of the momentum.
+        nesterov: Whether to use Nesterov momentum.
+        ns_steps: Number of Newton-Schulz iterations.
         betas: Decay rates of Adam's moments.
-        eps: Keeps Adam's denominator off zero.
+        eps: Constant added to Adam's denominator, so that it is not zero.
         weight_decay: Decoupled weight decay, multiplied by ``lr``.
     """
 
@@ -336,17 +347,17 @@ class Muon(ShardAware):
 
 
 def orthogonalise(matrix: torch.Tensor, *, steps: int = 5) -> torch.Tensor:
-    """The nearest orthogonal matrix, roughly: singular values come to lie between 0.7 and 1.2.
+    """Approximate the nearest orthogonal matrix, with singular values between 0.7 and 1.2.
 
-    A quintic Newton-Schulz iteration with the coefficients of Jordan et al.; then scaled by
-    ``sqrt(max(1, rows / columns))`` as in their code.
+    A quintic Newton-Schulz iteration uses the coefficients of Jordan et al. As in their code, the
+    result is then scaled by ``sqrt(max(1, rows / columns))``.
 
     Args:
-        matrix: (rows, columns).
-        steps: Iterations.
+        matrix: Matrix of shape (rows, columns).
+        steps: Number of iterations.
 
     Returns:
-        (rows, columns), in the dtype of ``matrix``.
+        A matrix of shape (rows, columns), in the dtype of ``matrix``.
     """
     a, b, c = 3.4445, -4.7750, 2.0315
     # bf16 is enough for the iteration and fast on GPUs; CPUs without bf16 units emulate it.
@@ -367,24 +378,24 @@ def orthogonalise(matrix: torch.Tensor, *, steps: int = 5) -> torch.Tensor:
 
 
 _WIDENED: Final = {"cpu": 2**19}
-"""Elements widened at a time: on a CPU what its cache holds, …"""
+"""Elements converted to fp32 at a time, by device type: on a CPU, as many as fit its cache."""
 _WIDENED_ON_DEVICE: Final = 2**22
-"""… on a device enough to keep it busy, in 64 MiB."""
+"""Elements converted to fp32 at a time on a GPU: enough to use it fully, in 64 MiB."""
 _FUSED: Final = frozenset({"cpu", "cuda", "xpu"})
 NOISE_PERIOD: Final = 2**22
-"""Elements of a group after which the random bits of a step repeat. Elements may share bits: the
-errors of one cancel over the steps as long as its own bits are new at each step."""
+"""Elements of a group after which the random bits of a step repeat. Elements may share bits: an
+element's rounding errors cancel over the steps as long as its bits differ between steps."""
 _WORD: Final = 2**32 - 1
 
 
 class AdamWStates(torch.optim.Optimizer):
-    """AdamW (Loshchilov & Hutter 2019, https://arxiv.org/abs/1711.05101) with moments of its own.
+    """Base class of AdamW (https://arxiv.org/abs/1711.05101) with low-precision moments.
 
     Args:
         params: Parameters or groups, fp32.
         lr: Learning rate.
         betas: Decay rates of the moments.
-        eps: Keeps the denominator off zero.
+        eps: Constant added to the denominator, so that it is not zero.
         weight_decay: Decoupled weight decay, multiplied by ``lr``.
     """
 
@@ -406,15 +417,15 @@ class AdamWStates(torch.optim.Optimizer):
 class AdamWBF16States(AdamWStates):
     """AdamW with moments in bf16.
 
-    4 bytes of states per weight, not 8; weights, gradients and the arithmetic are fp32. Chunk by
-    chunk the moments are widened, updated by torch's own AdamW and rounded back stochastically
-    (Gupta et al. 2015, https://arxiv.org/abs/1502.02551): up or down by chance, right on average.
-    Rounding to nearest would stop the second moment, whose step of ``1 - beta2`` is smaller than
-    half a unit in the last place of bf16.
+    The states use 4 bytes per weight instead of 8; weights, gradients and arithmetic are fp32. Each
+    chunk of moments is converted to fp32, updated by torch's AdamW and rounded stochastically to
+    bf16 (Gupta et al. 2015, https://arxiv.org/abs/1502.02551), which is exact in expectation.
+    Rounding to nearest would freeze the second moment: its relative change of ``1 - beta2`` per
+    step is smaller than half a unit in the last place of bf16.
 
-    The noise is a function of the step, the group, and an element's place among those of the group
-    that are stepped, so a resumed run is the uninterrupted one and replicas agree. Works element by
-    element, so ZeRO's flat shards change nothing.
+    The noise depends only on the step, the group and an element's position among the group's
+    stepped elements. A resumed run is therefore identical to an uninterrupted one, and replicas
+    agree. The update is elementwise, so ZeRO's flat shards do not change the result.
     """
 
     state_dtype: torch.dtype = torch.bfloat16
@@ -466,20 +477,25 @@ class AdamWBF16States(AdamWStates):
 
 
 def noise_key(taken: int, group: int) -> int:
-    """What the random bits of a step and a group are drawn from: 32 bits."""
+    """Return the 32-bit seed of the random bits of one step and one group.
+
+    Args:
+        taken: Number of steps before this one.
+        group: Index of the group.
+    """
     return int(_mixed(_mixed(taken + 1) ^ (group + 1) * 0x9E3779B9 & _WORD))
 
 
 def noise_bits(key: int, positions: torch.Tensor) -> torch.Tensor:
-    """Random bits of elements: ``drawn`` in ``step/host_step.cpp``.
+    """Return the random bits of elements, like ``drawn`` in ``step/host_step.cpp``.
 
     Args:
-        key: A ``noise_key``.
-        positions: int64, places of elements within their group.
+        key: Result of ``noise_key``.
+        positions: Positions of the elements in their group, int64.
 
     Returns:
-        int64 from 0 to ``2 ** 32 - 1``: 16 bits for the first moment, and above them 16 for the
-        second.
+        int64 from 0 to ``2 ** 32 - 1``: the low 16 bits are for the first moment, the high 16 bits
+        for the second.
     """
     bits: torch.Tensor = _mixed(positions % NOISE_PERIOD ^ key)
     return bits
@@ -493,7 +509,7 @@ def _mixed(x: Any) -> Any:
 
 
 class Noise:
-    """Random bits to round by, and the places of the tensors of a step in them."""
+    """Random bits for stochastic rounding, and the positions of a step's tensors in them."""
 
     def __init__(self) -> None:
         self._drawn: tuple[torch.device, int] | None = None
@@ -501,19 +517,27 @@ class Noise:
         self._next: dict[int, int] = {}
 
     def rewind(self) -> None:
-        """Begin with the first tensor of each group."""
+        """Restart at the first tensor of each group."""
         self._next.clear()
 
     def place(self, group: int, numel: int) -> int:
-        """Where the next tensor of a group begins."""
+        """Return the position of the first element of a group's next tensor.
+
+        Args:
+            group: Index of the group.
+            numel: Number of elements of that tensor.
+        """
         start = self._next.get(group, 0)
         self._next[group] = start + numel
         return start
 
     def of(self, key: int, start: int, like: torch.Tensor) -> list[torch.Tensor]:
-        """int32 from 0 to 65,535 for both moments of as many elements as ``like`` has.
+        """Return random int32 from 0 to 65,535 for each moment, one per element of ``like``.
 
-        Drawn once for all that a step asks for on a device.
+        Args:
+            key: Result of ``noise_key``.
+            start: Position of the first element in its group.
+            like: Tensor that gives the number of elements and the device.
         """
         start %= NOISE_PERIOD
         stop = start + like.numel()
@@ -537,16 +561,16 @@ def update_chunk(
     taken: int,
     group: Mapping[str, Any],
 ) -> None:
-    """Widen moments, have torch update them and the weights, and round them back.
+    """Convert the moments to fp32, run torch's AdamW, and round the moments back to bf16.
 
     Args:
-        weight: fp32, 1-D.
-        grad: fp32.
-        moments: Both, bf16.
-        wide: Room for both in fp32.
-        noise: int32 from 0 to 65,535, for both.
-        taken: Steps before this one.
-        group: The optimizer's arguments.
+        weight: Weights, fp32, 1-D.
+        grad: Gradient, fp32.
+        moments: First and second moment, bf16.
+        wide: Two fp32 buffers for the moments.
+        noise: One int32 tensor of random numbers from 0 to 65,535 for each moment.
+        taken: Number of steps before this one.
+        group: The optimizer's group, with ``lr``, ``betas``, ``eps`` and ``weight_decay``.
     """
     exact = [room.copy_(moment) for room, moment in zip(wide, moments, strict=True)]
     beta1, beta2 = group["betas"]
@@ -562,12 +586,12 @@ def update_chunk(
 
 
 def round_stochastically(exact: torch.Tensor, bits: torch.Tensor, *, into: torch.Tensor) -> None:
-    """Round fp32 to one of the two nearest bf16 numbers, to each as often as the other is far.
+    """Round fp32 stochastically to one of the two nearest bf16 numbers, exact in expectation.
 
     Args:
-        exact: fp32; overwritten. What is not finite stays as it is.
-        bits: int32 from 0 to 65,535, evenly distributed, of the same shape.
-        into: bf16, of the same shape; receives the result.
+        exact: fp32 numbers; overwritten. Infinity and NaN are kept.
+        bits: Uniform random int32 from 0 to 65,535, in the shape of ``exact``.
+        into: bf16 tensor in the shape of ``exact``; receives the result.
     """
     # A NaN of all ones, CUDA's usual one, would become 0 by the carry; this one has room for it.
     exact.nan_to_num_(nan=math.nan, posinf=math.inf, neginf=-math.inf)
@@ -580,7 +604,7 @@ def round_stochastically(exact: torch.Tensor, bits: torch.Tensor, *, into: torch
 
 
 BLOCK: Final = 256
-"""Codes that share a scale."""
+"""Number of codes that share a scale."""
 _BITS: Final = 8
 _NEAR: Final = (0, 1, -1, 2, -2)
 """Units in the last place by which a scale may be off that is computed back."""
@@ -588,14 +612,14 @@ _NEAR: Final = (0, 1, -1, 2, -2)
 
 @attrs.frozen(kw_only=True, eq=False)
 class Codebook:
-    """What codes of one byte stand for: shares of the largest number of their block."""
+    """Values of the one-byte codes, as fractions of the largest magnitude in a block."""
 
     values: torch.Tensor
     """fp32, 256 in ascending order."""
     middles: torch.Tensor
-    """fp32, 256: between each value and the next; infinite behind the last."""
+    """fp32, 256: the middle between each value and the next; infinity for the last value."""
     lowest: torch.Tensor
-    """uint8, 65,536: by the upper half of an fp32 number, the lowest code of those that have it."""
+    """uint8, 65,536: the lowest code of all fp32 numbers with the index as their upper 16 bits."""
 
     @property
     def zero(self) -> int:
@@ -603,23 +627,31 @@ class Codebook:
         return int((self.values == 0).nonzero()[0])
 
     def decode(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        """fp32 numbers of codes (1-D, uint8) and the scales of their blocks."""
+        """Return the fp32 numbers that codes represent.
+
+        Args:
+            codes: Codes, uint8, 1-D.
+            scales: One fp32 scale per block of 256 codes.
+        """
         return self.values[codes.long()] * _spread(scales, codes.numel())
 
     def encode(self, numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The nearest codes, and the scales of their blocks: the largest numbers in these.
+        """Return the nearest codes and the blocks' scales, the largest magnitude of each block.
 
         Args:
-            numbers: fp32, 1-D.
+            numbers: Numbers to encode, fp32, 1-D.
         """
         scales = _largest(numbers)
         return self._nearest(numbers, scales), scales
 
     def encode_again(self, numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """As ``encode``, but numbers that ``decode`` returned keep every bit.
+        """Encode like ``encode``, but reproduce numbers that ``decode`` returned bit for bit.
 
-        The largest number of a block need not be its scale: where that was negative, its code
-        stands for a little less.
+        ``encode`` alone would not: if a block's largest number is negative, its code represents a
+        magnitude slightly below the block's scale.
+
+        Args:
+            numbers: Numbers to encode, fp32, 1-D.
         """
         codes, scales = self.encode(numbers)
         exact = self._agree(numbers, codes, scales)
@@ -659,9 +691,13 @@ def _largest(numbers: torch.Tensor) -> torch.Tensor:
 
 @cache
 def codebook(*, signed: bool) -> Codebook:
-    """The dynamic tree of Dettmers (https://arxiv.org/abs/1511.04561), as bitsandbytes has it.
+    """Return Dettmers' dynamic tree (https://arxiv.org/abs/1511.04561) as bitsandbytes defines it.
 
-    Seven decades; the larger the decade, the more equal steps it is divided into.
+    The values cover seven decades. Each decade is divided into equal steps, twice as many as the
+    decade below it.
+
+    Args:
+        signed: Whether the codebook contains negative values.
     """
     values = [0.0, 1.0]
     decades = _BITS - 1
@@ -681,23 +717,28 @@ def codebook(*, signed: bool) -> Codebook:
 
 
 _MOMENTS: Final[Mapping[str, bool]] = {"exp_avg": True, "exp_avg_sq": False}
-"""Moments, and whether they have a sign."""
+"""Names of the moments, and whether a moment can be negative."""
 
 
 class AdamW8BitStates(AdamWStates, TensorByTensor):
-    """AdamW with moments of one byte each; weights must be contiguous.
+    """AdamW with one-byte moments; weights must be contiguous.
 
-    2.03 bytes of states per weight, not 8: codes of a dynamic tree, and one fp32 scale for each
-    block of 256 (8-bit optimizers, https://arxiv.org/abs/2110.02861). Each step decodes moments,
-    updates them in fp32 and encodes them to the nearest codes, as bitsandbytes' AdamW8bit does.
+    The states use 2.03 bytes per weight instead of 8: one dynamic-tree code per moment, and one
+    fp32 scale per block of 256 codes (https://arxiv.org/abs/2110.02861). Like bitsandbytes'
+    AdamW8bit, a step decodes the moments, updates them in fp32 and encodes them again.
 
-    Streamed weights are stepped with these numbers in one pass. By itself it is slow: use
-    bitsandbytes.
+    The engine that streams weights runs this update as one fused C++ kernel. This class alone is
+    slow: use bitsandbytes instead.
     """
 
     @staticmethod
     def create_states(state: MutableMapping[str, Any], numel: int) -> None:
-        """Make those of so many weights before their first step: all zero."""
+        """Create the states before the first step; all moments are zero.
+
+        Args:
+            state: The optimizer's state of one tensor; receives the states.
+            numel: Number of elements of that tensor.
+        """
         for name, signed in _MOMENTS.items():
             if name not in state:
                 zero = codebook(signed=signed).zero
@@ -706,7 +747,11 @@ class AdamW8BitStates(AdamWStates, TensorByTensor):
 
     @staticmethod
     def decode_states(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """The moments in fp32, 1-D, by name; empty before the first step."""
+        """Return the moments in fp32, 1-D, by name; empty before the first step.
+
+        Args:
+            state: The optimizer's state of one tensor.
+        """
         return {
             name: codebook(signed=signed).decode(state[name], state[scale_of(name)])
             for name, signed in _MOMENTS.items()
@@ -715,7 +760,12 @@ class AdamW8BitStates(AdamWStates, TensorByTensor):
 
     @staticmethod
     def encode_states(state: MutableMapping[str, Any], moments: Mapping[str, torch.Tensor]) -> None:
-        """Set the moments; those of ``decode_states`` stay what they are."""
+        """Set the moments; encoding the result of ``decode_states`` changes no bit.
+
+        Args:
+            state: The optimizer's state of one tensor; changed in place.
+            moments: Moments in fp32, 1-D, by name.
+        """
         for name, moment in moments.items():
             codes, scales = codebook(signed=_MOMENTS[name]).encode_again(moment)
             state[name].copy_(codes)
@@ -745,5 +795,5 @@ class AdamW8BitStates(AdamWStates, TensorByTensor):
 
 
 def scale_of(moment: str) -> str:
-    """Name of the state that holds the scales of a moment's blocks."""
+    """Return the name of the state that contains the block scales of a moment."""
     return f"{moment}_scale"

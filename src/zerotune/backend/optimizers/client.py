@@ -1,4 +1,4 @@
-"""torch optimizers and learning-rate curves, from the choices of a resolved plan."""
+"""Build torch optimizers and learning-rate schedules from a resolved plan."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from zerotune.plan.model import ResolvedPlan
 CLASSES: Final[Mapping[str, type[torch.optim.Optimizer]]] = {
     kind.__name__: kind for kind in (AdamWBF16States, AdamW8BitStates, Lion, Lamb, Muon)
 }
-"""What zerotune implements, by ``OptimizerChoice.implementation``."""
+"""Optimizer classes of zerotune, by ``OptimizerChoice.implementation``."""
 Named = Sequence[tuple[str, torch.nn.Parameter]]
 
 
 def chosen_optimizer(plan: ResolvedPlan) -> OptimizerChoice:
-    """The optimizer that a plan names."""
+    """Return the plan's optimizer; raise an error if the plan was resolved without one."""
     if plan.optimizer is None:
         raise EngineError(
-            "the plan has no optimizer choice",
+            "the plan's optimizer has not been resolved",
             key="plan.optimizer",
-            fix="plan = OptimizerResolver().apply(plan)",
+            fix="call plan = OptimizerResolver().apply(plan)",
         )
     return plan.optimizer
 
 
 def parameter_groups(choice: OptimizerChoice, named: Named) -> list[Any]:
-    """What an optimizer's constructor receives: parameters, or one dict for each group.
+    """Return the ``params`` argument for an optimizer: parameters, or one dict per group.
 
     Args:
         choice: The optimizer with its groups.
-        named: Names and parameters of all that is trained.
+        named: Names and parameters of all trained parameters.
     """
     if not choice.groups:
         return [parameter for _, parameter in named]
@@ -48,29 +48,29 @@ def parameter_groups(choice: OptimizerChoice, named: Named) -> list[Any]:
         missing = [name for name in group.parameters if name not in left]
         if missing:
             raise EngineError(
-                "the groups were made for another model, or for other trainable parameters",
+                "the plan's optimizer groups name a parameter that is not trained here",
                 key=f"optimizer.groups.{group.name}",
                 value=missing[0],
-                fix="resolve the plan with ModelFacts.from_module of the model that is trained",
+                fix="resolve the plan with ModelFacts.from_module(model) for the model to train",
             )
         members = [left.pop(name) for name in group.parameters]
         groups.append({"params": members, "name": group.name, **_with_tuples(group.params)})
     if left:
         raise EngineError(
-            "in no parameter group: it was not trainable when the plan was resolved",
+            "this parameter is in no group: it was not trainable when the plan was resolved",
             key="optimizer.groups",
             value=next(iter(left)),
-            fix="freeze and unfreeze parameters before ModelFacts.from_module",
+            fix="freeze and unfreeze parameters before calling ModelFacts.from_module",
         )
     return groups
 
 
 def build_client_optimizer(choice: OptimizerChoice, named: Named) -> torch.optim.Optimizer:
-    """The optimizer a choice names, when DeepSpeed does not build it itself.
+    """Build the plan's optimizer if DeepSpeed does not build it.
 
     Args:
         choice: The optimizer with its arguments and groups.
-        named: Names and parameters of all that is trained.
+        named: Names and parameters of all trained parameters.
     """
     factory = _optimizer_factory(choice)
     groups = parameter_groups(choice, named)
@@ -120,22 +120,26 @@ def _optimizer_factory(choice: OptimizerChoice) -> Callable[..., Any]:
             f"torch {torch.__version__} has no torch.optim.{choice.implementation}",
             key="optimizer.type",
             value=choice.name,
-            fix="use AdamW, or a newer torch",
+            fix="use AdamW, or install a newer torch",
         )
     return cast(Callable[..., Any], optimizer_class)
 
 
 STOPPED: Final = "stopped"
-"""Key of a group: whether its last step is taken, so that a step leaves its weights and states."""
+"""Group key: whether the group has taken its last step, so that later steps skip the group."""
 
 
 class CurveScheduler:
-    """Sets the learning rate of every group from ``zerotune.optimizers.schedules.lr_at``.
+    """Set the learning rate of every group from ``zerotune.optimizers.schedules.lr_at``.
 
-    A group whose rate is a multiple of the optimizer's keeps that multiple all along, or until as
-    many steps as ``until`` says for it are taken. Used by the
-    engine without DeepSpeed, and under DeepSpeed for curves it does not have and for groups
-    with rates of their own. ``step`` is called after each applied optimizer step.
+    The plain engine uses this class, and so does DeepSpeed for schedules that DeepSpeed lacks and
+    for groups with different rates. The engine calls ``step`` after each applied optimizer step.
+
+    Args:
+        optimizer: The optimizer; each group's ``lr`` keeps its ratio to ``base_lr``.
+        choice: The schedule.
+        base_lr: Learning rate of the optimizer.
+        until: For each group, the number of steps after which its rate is 0; ``None``: never.
     """
 
     def __init__(
@@ -157,22 +161,30 @@ class CurveScheduler:
         self._apply()
 
     def step(self, last_batch_iteration: int | None = None) -> None:
-        """Move on to the next optimizer step, or to right after number ``last_batch_iteration``."""
+        """Advance to the next optimizer step.
+
+        Args:
+            last_batch_iteration: Index of the last finished step; default: one step further.
+        """
         self._steps = self._steps + 1 if last_batch_iteration is None else last_batch_iteration + 1
         self._apply()
 
     def get_lr(self) -> list[float]:
-        """Learning rate of each group for the next optimizer step."""
+        """Return each group's learning rate for the next optimizer step."""
         return [float(group["lr"]) for group in self._optimizer.param_groups]
 
     get_last_lr = get_lr
 
     def state_dict(self) -> dict[str, Any]:
-        """The number of steps taken, as DeepSpeed's schedulers store it."""
+        """Return the index of the last step, in the format of DeepSpeed's schedulers."""
         return {"last_batch_iteration": self._steps - 1}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a saved position."""
+        """Continue from a saved step.
+
+        Args:
+            state: Result of ``state_dict``.
+        """
         self.step(int(state["last_batch_iteration"]))
 
     def _apply(self) -> None:
@@ -193,7 +205,7 @@ class CurveScheduler:
 
 
 def curve(plan: ResolvedPlan) -> Callable[[torch.optim.Optimizer], CurveScheduler] | None:
-    """What puts the plan's schedule on an optimizer; ``None``: it has none."""
+    """Return a factory of the plan's schedule for an optimizer; ``None`` without a schedule."""
     if plan.scheduler is None or plan.optimizer is None:
         return None
     until = [group.until for group in plan.optimizer.groups]
@@ -201,14 +213,19 @@ def curve(plan: ResolvedPlan) -> Callable[[torch.optim.Optimizer], CurveSchedule
 
 
 def own_scheduler(plan: ResolvedPlan) -> Callable[[torch.optim.Optimizer], CurveScheduler] | None:
-    """What DeepSpeed calls with its optimizer, for a schedule that is not its own."""
+    """Return the scheduler factory for DeepSpeed; ``None`` if DeepSpeed has the schedule itself."""
     if plan.scheduler is None or plan.scheduler.source == "deepspeed":
         return None
     return curve(plan)
 
 
 def continue_schedule(schedule: Any, saved: Mapping[str, Any]) -> None:
-    """Move a schedule that runs under DeepSpeed, if any, and its rates to where one was saved."""
+    """Move a schedule under DeepSpeed, and its learning rates, to a saved step.
+
+    Args:
+        schedule: The running schedule, or ``None``.
+        saved: ``state_dict`` of the saved schedule.
+    """
     if schedule is None:
         return
     # Of the optimizer step that it stands right after; -1 before the first.
@@ -222,7 +239,7 @@ def continue_schedule(schedule: Any, saved: Mapping[str, Any]) -> None:
 
 
 def scheduler_class(plan: ResolvedPlan) -> str | None:
-    """Name of the class that steps the schedule under DeepSpeed."""
+    """Return the class name of the schedule under DeepSpeed; ``None`` without a schedule."""
     if plan.scheduler is None:
         return None
     return plan.scheduler.name if plan.scheduler.source == "deepspeed" else CurveScheduler.__name__

@@ -1,7 +1,7 @@
-"""One step of any Adam in host memory, each slab in one pass over memory.
+"""Steps of every Adam in host memory, fused into a single pass over memory per slab (flat tensor).
 
-``Stepper.begin`` counts a step and settles its numbers. The ``SlabStep`` it returns updates nothing
-until it is run, in any pieces and from any thread.
+``Stepper.begin`` counts a step and fixes its hyperparameters. It returns a ``SlabStep``, which
+updates nothing until it is run, in pieces of any size and from any thread.
 """
 
 from __future__ import annotations
@@ -40,40 +40,49 @@ from zerotune.backend.step.kernel import (
     TorchAdamNumbers,
 )
 
-# -- ``Masters``: the fp32 weights that are stepped, whole or split.
+# -- ``Masters``: the fp32 master weights, stored whole or split.
 
 
 _TIE = 0x8000
 _LOW = 0xFFFF
 _AT_ONCE = 2**20
-"""Elements that are joined or split at a time, whose temporaries take 16 bytes each."""
+"""Elements joined or split at a time; each needs 16 bytes of temporary memory."""
 
 
 class Masters(ABC):
-    """Flat fp32 weights, however they are kept."""
+    """Flat fp32 master weights, independent of their storage format."""
 
     @property
     @abstractmethod
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        """What the compiled functions take them by: ``weight``, or ``high`` and ``low``."""
+        """Stored tensors by the kernels' argument names: ``weight``, or ``high`` and ``low``."""
 
     @property
     @abstractmethod
     def numel(self) -> int:
-        """Elements."""
+        """Number of elements."""
 
     @abstractmethod
     def read(self, part: slice = slice(None)) -> torch.Tensor:
-        """Elements in fp32: a view where they are kept so, else a copy."""
+        """Return weights in fp32: a view if stored in fp32, otherwise a copy.
+
+        Args:
+            part: Elements to read.
+        """
 
     @abstractmethod
     def write(self, values: torch.Tensor, part: slice = slice(None)) -> None:
-        """Set elements to fp32 values; those that ``read`` returned, changed in place, too."""
+        """Set weights to fp32 values.
+
+        Args:
+            values: The values; may be a result of ``read`` that was changed in place.
+            part: Elements to write.
+        """
 
 
 @attrs.frozen(eq=False)
 class WholeMasters(Masters):
-    """Weights in fp32."""
+    """Master weights stored in fp32."""
 
     weight: torch.Tensor
     """fp32, 1-D."""
@@ -100,18 +109,17 @@ class WholeMasters(Masters):
 
 @attrs.frozen(kw_only=True, eq=False)
 class SplitMasters(Masters):
-    """Weights whose upper halves are bf16 weights, beside their own low 16 bits: 2 bytes less.
+    """Master weights stored as the model's bf16 weights and 16 low bits, saving 2 bytes per weight.
 
-    Rounding to nearest adds half a unit and cuts the low bits off, so a low half above 0x8000 says
-    that the bf16 weight was rounded up. Exactly 0x8000 lies halfway and is rounded to the even
-    number, up or down; where that is up, 0x8001 is kept. So one master weight in 2 ** 17 becomes
-    one unit in its last place more, whose bf16 weight is the same; all others keep every bit.
+    A low half above 0x8000 means that the bf16 weight was rounded up. Exactly 0x8000 is a tie,
+    which is rounded to the even number; if that is upwards, 0x8001 is stored. So one master weight
+    in 2 ** 17 grows by one unit in the last place; all others are exact.
     """
 
     high: torch.Tensor
     """bf16, 1-D: the fp32 weights rounded to nearest."""
     low: torch.Tensor
-    """int16, 1-D: their low halves."""
+    """int16, 1-D: the low 16 bits of the fp32 weights."""
 
     @property
     @override
@@ -145,41 +153,44 @@ class SplitMasters(Masters):
             above.copy_(value)
 
 
-# -- The Adams that step them.
+# -- Steps of each Adam.
 
 
 VECTOR: Final = 16
-"""Elements of the widest vectors; what is left over, DeepSpeed and torch update one by one."""
+"""Elements of the widest vector; DeepSpeed and torch update the remainder with scalar code."""
 _ADAM_MOMENTS: Final = ("exp_avg", "exp_avg_sq")
 TORCH_ADAMS: Final = (torch.optim.Adam, torch.optim.AdamW)
 
 Vectors = Callable[[slice, Sequence[Average]], None]
 Tail = Callable[[slice, torch.Tensor], None]
 Places = Sequence[tuple[int, int]]
-"""First elements of runs of a slab, and their places among the elements of the slab's group."""
+"""First elements of runs in a slab, and the positions of these elements in the slab's group."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
 class SlabStep:
-    """One step of one slab, begun but not yet taken: any part of it may be run at any time.
+    """One step of one slab that has begun; its elements may be updated in any order.
 
     All tensors are flat and equally long.
     """
 
     masters: Masters
     out: torch.Tensor | None
-    """Where the weights go in their own dtype."""
+    """Output tensor for the weights in the model's dtype."""
     vectors: Vectors
-    """Updates, averages and casts elements of which there are whole vectors."""
+    """Update elements in whole vectors, with averages and the cast to ``out``."""
     tail: Tail
-    """Updates the last elements, given in fp32, whose fmas the compiler of the other op chose."""
+    """Update the last elements, in fp32; DeepSpeed's or torch's compiler chose their FMAs."""
     whole: int | None = None
-    """Where the last elements begin; those that fill no vector of the slab when not given."""
+    """Index of the first element for ``tail``; default: the first that fills no vector."""
 
     def run(self, start: int, stop: int, averages: Sequence[Average] = ()) -> None:
-        """Update elements from ``start`` to before ``stop``, each exactly once a step.
+        """Update a range of elements; each element must be updated exactly once per step.
 
-        The averages are shadows of exactly these elements.
+        Args:
+            start: First element.
+            stop: One past the last element.
+            averages: Averages of exactly these elements, updated as well.
         """
         whole = self.masters.numel // VECTOR * VECTOR if self.whole is None else self.whole
         middle = max(start, min(stop, whole))
@@ -197,11 +208,11 @@ class SlabStep:
 
 
 def no_step(masters: Masters, out: torch.Tensor | None = None) -> SlabStep:
-    """Of a slab whose weights stay as they are; averages still follow them.
+    """Return a step that leaves a slab's weights unchanged, but updates averages and ``out``.
 
     Args:
-        masters: The weights.
-        out: As ``SlabStep.out``, which nothing may have written since the engine started.
+        masters: The master weights.
+        out: See ``SlabStep.out``; may not have been written since the engine started.
     """
 
     def follow(part: slice, averages: Sequence[Average]) -> None:
@@ -224,47 +235,59 @@ def no_step(masters: Masters, out: torch.Tensor | None = None) -> SlabStep:
 
 @attrs.frozen(kw_only=True, eq=False)
 class _Begun:
-    """What a step of a slab is made of."""
+    """Tensors and hyperparameters of one step of a slab."""
 
     flat: Mapping[str, Any]
-    """The weights, both moments, ``gradient`` and ``out``, which may be ``None``."""
+    """Flat tensors by name: weights, both moments, ``gradient``, and ``out`` (may be ``None``)."""
     group: Mapping[str, Any]
     index: int
-    """Of the group."""
+    """Index of the group."""
     places: Places | None
-    """As of ``Stepper.begin``."""
+    """See ``Stepper.begin``."""
     state: Mapping[str, Any]
-    """What the optimizer keeps for the slab."""
+    """The optimizer's state of the slab."""
     taken: int
-    """Steps before this one."""
+    """Number of steps before this one."""
     factor: float
 
     def at(self, part: slice) -> dict[str, Any]:
-        """The flat tensors of these elements."""
+        """Return the flat tensors, narrowed to some elements.
+
+        Args:
+            part: The elements.
+        """
         return {name: None if t is None else t[part] for name, t in self.flat.items()}
 
     def scaled_gradient(self, part: slice) -> torch.Tensor:
-        """In fp32."""
+        """Return the gradient of some elements in fp32, multiplied by ``factor``.
+
+        Args:
+            part: The elements.
+        """
         gradient: torch.Tensor = self.flat["gradient"][part].float() * self.factor
         return gradient
 
 
 class Stepper(ABC):
-    """Begins the steps of an optimizer in host memory, whose groups and states stay its own."""
+    """Begin the steps of an optimizer in host memory, using the optimizer's groups and states."""
 
     _state_dtype: torch.dtype = torch.float32
     _has_tail: bool = True
-    """Whether somebody else's compiler chose the fmas of elements that fill no vector."""
+    """Whether elements that fill no vector need the FMAs of a different compiler."""
 
     def __init__(self, *, op: HostStepOp, adam: Any) -> None:
         self._op = op
         self._adam = adam
 
     def rewind(self) -> None:  # noqa: B027 - most steps do not depend on what came before
-        """Before the first slab of a ``step``."""
+        """Prepare for the first slab of a step."""
 
     def replay(self, steps: int) -> None:  # noqa: B027 - most count in each tensor's own state
-        """Go through the steps that were taken before, as another process did."""
+        """Restore internal counters after a resume.
+
+        Args:
+            steps: Number of steps before the resume.
+        """
 
     def begin(
         self,
@@ -277,16 +300,17 @@ class Stepper(ABC):
         masters: Masters | None = None,
         places: Places | None = None,
     ) -> SlabStep:
-        """Count a step of a slab and settle its numbers; nothing is updated yet.
+        """Count a step of a slab and fix its hyperparameters, without updating anything yet.
 
         Args:
-            slab: Flat; a key of the optimizer's states.
-            gradient: Its gradient, of any dtype the op knows.
-            group: Its group.
-            factor: What its gradient is multiplied by.
-            out: As ``SlabStep.out``.
-            masters: The fp32 weights, where these are not the slab itself.
-            places: Those of its elements; behind the slab of its group begun before when not given.
+            slab: Flat tensor that is a key of the optimizer's states.
+            gradient: The slab's gradient, of any dtype that the op supports.
+            group: The slab's parameter group.
+            factor: Factor that the gradient is multiplied by.
+            out: See ``SlabStep.out``.
+            masters: The fp32 weights; default: the slab itself.
+            places: Positions of the slab's elements in the group; default: after the group's
+                previous slab.
         """
         state = self._adam.state[slab]
         self._create_states(state, slab)
@@ -312,24 +336,24 @@ class Stepper(ABC):
         return SlabStep(masters=masters, out=out, vectors=vectors, tail=tail, whole=whole)
 
     def _create_states(self, state: dict[str, Any], slab: torch.Tensor) -> None:
-        """Make the moments before the first step."""
+        """Create the moments before the first step."""
         for name in _ADAM_MOMENTS:
             if name not in state:
                 state[name] = torch.zeros_like(slab.data, dtype=self._state_dtype)
 
     def _count(self, state: dict[str, Any]) -> int:
-        """Count a step; those before it."""
+        """Count a step, and return the number of earlier ones."""
         taken = int(state.get("step", 0))
         state["step"] = taken + 1
         return taken
 
     @abstractmethod
     def _update(self, begun: _Begun) -> tuple[Vectors, Tail]:
-        """How this step goes."""
+        """Return the functions that update whole vectors and the remaining elements."""
 
 
 class HostBF16Adam(Stepper):
-    """Bit for bit what an AdamWBF16States does itself."""
+    """Stepper with bit-identical results to ``AdamWBF16States.step``."""
 
     _state_dtype = torch.bfloat16
 
@@ -349,7 +373,7 @@ class HostBF16Adam(Stepper):
         ]
 
         def runs(part: slice) -> Iterator[tuple[slice, int]]:
-            """The part, cut where places begin anew, with these."""
+            """Divide a part into runs with consecutive positions, each with its first position."""
             for (start, place), (stop, _) in pairwise([*places, (part.stop, 0)]):
                 if part.start < stop and start < part.stop:
                     first = max(start, part.start)
@@ -379,7 +403,7 @@ class HostBF16Adam(Stepper):
 
 
 class Host8BitAdam(Stepper):
-    """Bit for bit what an AdamW8BitStates does itself; parts begin where blocks do."""
+    """Stepper with bit-identical results to ``AdamW8BitStates.step``; parts start at blocks."""
 
     _has_tail = False
 
@@ -408,20 +432,23 @@ class Host8BitAdam(Stepper):
 
 
 class HostTorchAdam(Stepper):
-    """Bit for bit what the fused ``torch.optim.Adam`` or ``AdamW`` does.
+    """Stepper with bit-identical results to the fused ``torch.optim.Adam`` or ``AdamW``.
 
-    torch's loop over tensors takes a square root that is not rounded to the nearest number; its
-    fused step, which this equals, does.
+    torch's for-loop implementation differs: its square root is not correctly rounded.
     """
 
     @staticmethod
     def obstacle(adam: torch.optim.Optimizer) -> str | None:
-        """Why this optimizer does more than such a step, if so."""
+        """Return why this stepper does not support an optimizer; ``None`` if it does.
+
+        Args:
+            adam: The optimizer.
+        """
         if type(adam) not in TORCH_ADAMS:
             return f"{type(adam).__name__} is neither Adam nor AdamW"
         names = ("amsgrad", "maximize", "capturable", "differentiable", "foreach")
         found = [name for group in adam.param_groups for name in names if group.get(name)]
-        return f"{found[0]} was asked for" if found else None
+        return f"{found[0]} is enabled" if found else None
 
     @override
     def _count(self, state: dict[str, Any]) -> int:
@@ -454,7 +481,7 @@ class HostTorchAdam(Stepper):
 
 
 class HostAdam(Stepper):
-    """Bit for bit what a DeepSpeedCPUAdam does to a gradient multiplied by ``factor``."""
+    """Stepper with bit-identical results to ``DeepSpeedCPUAdam``."""
 
     def __init__(self, *, op: HostStepOp, adam: Any) -> None:
         super().__init__(op=op, adam=adam)
@@ -476,7 +503,7 @@ class HostAdam(Stepper):
 
         def tail(part: slice, weight: torch.Tensor) -> None:
             gradient = begun.scaled_gradient(part)
-            # It counts steps in a place that all threads share.
+            # DeepSpeed's op has one step counter for all threads.
             with self._scalar:
                 adam.ds_opt_adam.adam_update(
                     adam.opt_id, begun.taken + 1, group["lr"], *group["betas"], group["eps"],
@@ -490,7 +517,7 @@ class HostAdam(Stepper):
         )
 
     def _numbers(self, begun: _Begun) -> AdamNumbers:
-        """Rounded where the op rounds, so that not even the last bit differs."""
+        """The step's numbers, rounded like in DeepSpeed's op, so that results are bit-identical."""
         group = begun.group
         beta1, beta2 = (_fp32(beta) for beta in group["betas"])
         lr, decay = _fp32(group["lr"]), _fp32(group["weight_decay"])
@@ -515,7 +542,11 @@ class HostAdam(Stepper):
 
 
 def stepper_of(adam: torch.optim.Optimizer) -> type[Stepper]:
-    """What begins the steps of a DeepSpeedCPUAdam, of one of our own Adams, or of torch's."""
+    """Return the stepper class for DeepSpeed's, zerotune's or torch's Adam.
+
+    Args:
+        adam: The optimizer.
+    """
     if isinstance(adam, AdamWBF16States):
         return HostBF16Adam
     if isinstance(adam, AdamW8BitStates):
@@ -524,9 +555,9 @@ def stepper_of(adam: torch.optim.Optimizer) -> type[Stepper]:
 
 
 class BetaPowers:
-    """Powers of the betas as DeepSpeedCPUAdam's op keeps them: running products, each rounded.
+    """Powers of the betas as rounded running products, like in DeepSpeedCPUAdam's op.
 
-    A resumed run must ``at`` every step again that an uninterrupted one took.
+    After a resume, call ``at`` for each past step.
     """
 
     def __init__(self, beta1: float, beta2: float) -> None:
@@ -535,7 +566,13 @@ class BetaPowers:
         self._powers = 1.0, 1.0
 
     def at(self, step: int, beta1: float, beta2: float) -> tuple[float, float]:
-        """Both betas to the power of ``step``, in fp32; the counter moves there."""
+        """Return both betas to the power of ``step``, in fp32, and remember the step.
+
+        Args:
+            step: Number of the step, from 1.
+            beta1: Decay rate of the first moment.
+            beta2: Decay rate of the second moment.
+        """
         betas = _fp32(beta1), _fp32(beta2)
         if betas == self._betas and step == self._step:
             return self._powers
@@ -564,11 +601,15 @@ def _torch_numbers(begun: _Begun, *, decoupled: bool = True) -> TorchAdamNumbers
     )
 
 
-# -- Does this build of torch round as the op does? Other compilers choose other fmas.
+# -- Whether this build of torch rounds like the op: different compilers choose different FMAs.
 
 
 def torch_rounds_alike(op: HostStepOp) -> bool:
-    """Whether an AdamWBF16States would."""
+    """Return whether ``AdamWBF16States`` rounds exactly like the op.
+
+    Args:
+        op: The compiled op.
+    """
     generator = torch.Generator().manual_seed(0)
     numel, group = 64 * VECTOR, {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8}
     group["weight_decay"] = 0.01
@@ -591,7 +632,11 @@ def torch_rounds_alike(op: HostStepOp) -> bool:
 
 
 def torch_rounds_alike_in_fp32(op: HostStepOp) -> bool:
-    """Whether the fused Adam and AdamW would."""
+    """Return whether torch's fused Adam and AdamW round exactly like the op.
+
+    Args:
+        op: The compiled op.
+    """
     generator = torch.Generator().manual_seed(0)
     for kind in TORCH_ADAMS:
         start, *gradients = torch.randn(4, 64 * VECTOR + 5, generator=generator).unbind()

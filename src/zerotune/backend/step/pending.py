@@ -1,11 +1,11 @@
-"""``PendingStep``: a step of the optimizer that has begun and whose pass is still to be taken.
+"""``PendingStep``: an optimizer step that has begun, but whose weights are not all updated yet.
 
-It is cut into parts. One taker works on them: a thread in the order in which the forward pass uses
-the weights (``ThreadedStep``), or, where there is none, whoever needs a weight first. A tensor that
-is still to be written is awaited: it is empty, and of a class whose every use torch reports, so
-that a use waits for the parts that write it and no others. What goes around torch finds it empty
-and fails. Which parameters a pass writes is fixed when the engine starts, whatever is frozen later;
-a step of which somebody could read old values, through a view made before it, is taken at once.
+A step is divided into parts. A thread runs the parts in the order in which the forward pass uses
+the weights (``ThreadedStep``); without a thread, the first use of a weight runs its parts. Until a
+tensor is updated, it is empty and has a class that intercepts every use through torch, so that a
+use waits for exactly the parts that write the tensor. Code that bypasses torch finds the tensor
+empty and fails. The parameters of a step are fixed when the engine starts, even if some are frozen
+later. If a view could still read old values, the step is completed before ``step`` returns.
 """
 
 from __future__ import annotations
@@ -30,39 +30,39 @@ from zerotune.errors import EngineError
 from zerotune.plan.memory.estimate import EXCHANGED_PARTS, LEAST_EXCHANGED
 
 _PARTS_ALONE: Final = 256
-"""Parts of a step: each costs the interpreter's lock twice, which may take 5 ms."""
+"""Largest number of parts of a step: each part acquires the GIL twice, which may take 5 ms."""
 
 
 @attrs.frozen(kw_only=True)
 class Piece:
-    """A run of elements of one slab, of one fragment at most."""
+    """Consecutive elements of one slab (flat tensor), from a single fragment or padding."""
 
     slab: int
     start: int
     stop: int
     key: str | None = None
-    """The fragment's key; ``None``: padding."""
+    """Key of the fragment; ``None`` for padding."""
     offset: int = 0
     """First element in the fragment."""
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return self.stop - self.start
 
 
 @attrs.frozen(kw_only=True)
 class Part:
-    """What is taken at once."""
+    """Unit of work of a step: pieces that are updated in one go."""
 
     pieces: tuple[Piece, ...]
     names: frozenset[str]
-    """Of the parameters it writes, or that are written where every rank takes its part of them."""
+    """Parameters that this part updates. With several ranks: on any of the ranks."""
 
 
 @attrs.frozen(kw_only=True)
 class Span:
-    """Where a parameter lies in the weights of a slab, those of all ranks one after the other."""
+    """Position of a parameter in a slab, counted over the concatenated slabs of all ranks."""
 
     name: str
     slab: int
@@ -78,14 +78,14 @@ def divide(
     parts: int | None = None,
     least: int | None = None,
 ) -> tuple[Part, ...]:
-    """Cut slabs into parts of about equal size, none of which ends within a small fragment.
+    """Divide slabs into parts of about equal size without splitting small fragments.
 
     Args:
-        addresses: Of the fragments in the slabs.
-        sizes: Elements of each slab; what no fragment covers is padding, which is stepped too.
-        first: Parameters that are wanted before all others, and so have parts of their own.
-        parts: As many as wanted, about.
-        least: Elements of a part.
+        addresses: Addresses of the fragments in the slabs.
+        sizes: Number of elements of each slab; padding outside fragments is updated as well.
+        first: Names of parameters that are used first and get separate parts.
+        parts: Approximate number of parts.
+        least: Smallest number of elements of a part.
     """
     size = max(least or LEAST_EXCHANGED, sum(sizes) // (parts or _PARTS_ALONE), 1)
     every = list(_pieces_of(addresses, sizes, size))
@@ -132,10 +132,14 @@ def divide_alike(
     parts: int | None = None,
     least: int | None = None,
 ) -> tuple[Part, ...]:
-    """Cut slabs at the same places on every rank, each part within one slab.
+    """Divide slabs at the same positions on every rank; no part crosses a slab's end.
 
-    The arguments are those of ``divide``, with sizes that are the same on every rank, and with the
-    spans of all parameters.
+    Args:
+        addresses: Addresses of this rank's fragments in the slabs.
+        sizes: Number of elements of each slab, equal on all ranks.
+        spans: Position of every parameter over all ranks.
+        parts: Approximate number of parts.
+        least: Smallest number of elements of a part.
     """
     size = max(least or LEAST_EXCHANGED, sum(sizes) // (parts or EXCHANGED_PARTS), 1)
     pieces: dict[tuple[int, int], list[Piece]] = {}
@@ -162,41 +166,53 @@ def divide_alike(
 
 @attrs.frozen(kw_only=True, eq=False)
 class Exchange:
-    """Gives each rank the weights that the others have written, in an order that all share.
+    """All-gather of updated weights, part by part, in the same order on all ranks.
 
-    It is used by one thread, beside whatever collectives others are in.
+    One thread uses the exchange, concurrently with collectives of different threads.
     """
 
     group: ProcessGroup
-    """Of all ranks, on connections of its own."""
+    """Group of all ranks with separate connections."""
     data: Any
     """torch's group of the same ranks, for the weights."""
     partitions: Sequence[Sequence[torch.Tensor]]
-    """By slab, then by rank: flat, of the same length."""
+    """Flat tensors of equal length, by slab, then by rank."""
 
     def order(self, wished: Sequence[int]) -> list[int]:
-        """The first rank's order of the parts."""
+        """Return rank 0's order of the parts.
+
+        Args:
+            wished: This rank's order of the parts.
+        """
         order: list[int] = self.group.broadcast(list(wished), purpose="begin a step's pass")
         return order
 
     def agree(self, error: BaseException | None) -> None:
-        """Return if no rank has failed, before any weight is sent; ``error`` is this rank's."""
+        """Before sending a part's weights, raise an error if any rank has failed to compute them.
+
+        Args:
+            error: This rank's error, or ``None``.
+        """
         if not self.group.any(error is not None, purpose="exchange a step's weights"):
             return
         text = None if error is None else f"{type(error).__name__}: {error}"
-        texts = self.group.gather(text, purpose="say what a step failed with")
+        texts = self.group.gather(text, purpose="exchange a step's error")
         if error is not None:
             raise error
         rank = next(rank for rank, each in enumerate(texts) if each is not None)
         raise EngineError(
-            f"the step under way failed on another rank ({texts[rank]})",
+            f"the optimizer step failed on rank {rank} ({texts[rank]})",
             key=f"rank {rank}",
-            fix="see that rank's own error; weights are no longer alike, so resume from the last "
-            "checkpoint",
+            fix="resume from the last checkpoint, because the ranks' weights now differ; that "
+            "rank's log contains the full error",
         )
 
     def share(self, pieces: Sequence[Piece]) -> None:
-        """Have the same part of every rank."""
+        """All-gather one part's weights.
+
+        Args:
+            pieces: The part's pieces, in one slab.
+        """
         part = slice(pieces[0].start, pieces[-1].stop)
         # As bytes, whatever their dtype.
         shares = [each[part].view(torch.uint8) for each in self.partitions[pieces[0].slab]]
@@ -206,20 +222,27 @@ class Exchange:
 
 @attrs.frozen(kw_only=True, eq=False)
 class Upload:
-    """Brings weights to where the model has them: here, at once."""
+    """Copies updated weights to the model's tensors, synchronously."""
 
     targets: Sequence[torch.Tensor | None]
-    """By slab, flat; ``None``: the step itself has written them there."""
+    """The model's flat weights, by slab; ``None`` if the step writes them directly."""
     sources: Sequence[torch.Tensor | None]
-    """Where the step has written them instead."""
+    """Flat buffers that the step writes, by slab; ``None`` if the step writes the targets."""
     exchange: Exchange | None = None
-    """Exchange with other ranks that hold the other parts; ``None`` if not needed."""
+    """All-gather with the ranks that update the remaining weights; ``None`` if not needed."""
 
     def begin(self) -> None:
-        """Before the first part is taken: the weights of the step before are used no more."""
+        """Prepare for a step; the model no longer uses the previous step's weights."""
 
     def send(self, pieces: Sequence[Piece]) -> Any:
-        """Bring written elements there; what ``receive`` has to be given."""
+        """Start copying updated elements to the model.
+
+        Args:
+            pieces: The elements.
+
+        Returns:
+            An object for ``receive``.
+        """
         for piece in pieces:
             source, target = self.sources[piece.slab], self.targets[piece.slab]
             if source is not None and target is not None:
@@ -230,17 +253,21 @@ class Upload:
             self.exchange.share(pieces)
 
     def receive(self, sent: Any) -> None:
-        """Have what comes after on this thread see them."""
+        """Make the copied weights visible to later work of this thread.
+
+        Args:
+            sent: Result of ``send``.
+        """
 
 
 @attrs.frozen(kw_only=True, eq=False)
 class StreamUpload(Upload):
-    """Brings weights to a device on a stream of its own, beside what is computed there."""
+    """Copies updated weights to a device on a separate stream, concurrently with computation."""
 
     stream: Any
-    """``torch.cuda.Stream`` or another accelerator's."""
+    """``torch.cuda.Stream``, or the equivalent of a different accelerator."""
     accelerator: Any
-    """DeepSpeed's."""
+    """DeepSpeed's accelerator object."""
 
     @override
     def begin(self) -> None:
@@ -262,13 +289,13 @@ class StreamUpload(Upload):
 
 
 class PendingStep:
-    """A step of all slabs that has begun; its parts run when it is settled or a weight is needed.
+    """An optimizer step that has begun; its parts run on ``settle`` or when a weight is used.
 
     Args:
-        parts: All of the slabs, each element once.
-        order: Indices of ``parts``, in the order in which they are taken.
-        steps: Of the slabs, begun.
-        upload: Where written weights go.
+        parts: Parts that cover every element of the slabs exactly once.
+        order: Indices of ``parts``, in the order in which they run.
+        steps: Step of each slab, already begun.
+        upload: Copies updated weights to the model.
     """
 
     def __init__(
@@ -293,20 +320,24 @@ class PendingStep:
         self._error: BaseException | None = None
         self._awaited: dict[int, Awaited] = {}
         self._released: set[str] = set()
-        """Names of the parameters that are written and can be used."""
+        """Names of parameters that are updated and can be used."""
         self._addresses: list[tuple[torch.Tensor, int]] = []
         self._writers: dict[str, list[int]] = {}
         for index, part in enumerate(parts):
             for name in part.names:
                 self._writers.setdefault(name, []).append(index)
         self.used: dict[str, None] = {}
-        """Names of the parameters that were waited for one by one, in that order."""
+        """Names of parameters whose use had to wait, in order of use."""
         upload.begin()
 
     def hold(self, name: str, tensor: torch.Tensor) -> None:
-        """Have every use of a parameter's weights wait until they are written.
+        """Make every use of a parameter wait until its weights are updated.
 
-        The tensor is empty until then. One without elements is not written.
+        Until then the tensor is empty. A parameter that no part updates is left unchanged.
+
+        Args:
+            name: Name of the parameter.
+            tensor: The parameter's weights.
         """
         if name not in self._writers:
             return
@@ -317,10 +348,13 @@ class PendingStep:
             self._awaited[id(tensor)] = cast(Awaited, tensor)
 
     def follow(self, followers: Sequence[Follower]) -> bool:
-        """Have averages follow the weights as they are written.
+        """Update averages together with the weights.
+
+        Args:
+            followers: The averages.
 
         Returns:
-            Whether they will: no longer once everything is written.
+            Whether the step will update the averages; ``False`` after its last part.
         """
         with self._lock:
             if self._over or self._error is not None:
@@ -332,32 +366,36 @@ class PendingStep:
         return True
 
     def moved(self) -> bool:
-        """Whether a tensor that was held has other memory than the step writes."""
+        """Whether any updated tensor's memory is no longer the one that the step writes."""
         return any(
             id(tensor) not in self._awaited and tensor.data_ptr() != address
             for tensor, address in self._addresses
         )
 
     def run(self) -> None:
-        """Run all parts in order; keep an error for the thread that waits."""
+        """Run all parts in order, and store an error for the thread that waits."""
         for index in self._order:
             self._take(index)
         self._end()
 
     def run_in_thread(self) -> None:
-        """As ``run``, in a thread: errors are kept instead of raised."""
+        """Call ``run`` as the target of a thread, and store every error instead of raising it."""
         try:
             self.run()
         except BaseException as error:  # noqa: BLE001 - raised again where somebody waits
             self.fail(error)
 
     def fail(self, error: BaseException) -> None:
-        """Have everybody who waits raise an error, now and later."""
+        """Make all current and later waits raise an error.
+
+        Args:
+            error: The error; one that is not an ``Exception`` is wrapped in an ``EngineError``.
+        """
         if not isinstance(error, Exception):
             # Raised once where it happened: a later use must not look as if Ctrl-C were pressed.
             interrupted = EngineError(
-                f"{type(error).__name__} came in the middle of the optimizer's step, so that some "
-                "weights have it behind them and others have not",
+                f"{type(error).__name__} interrupted the optimizer step, so only some weights are "
+                "updated",
                 key="step",
                 fix="resume from the last checkpoint",
             )
@@ -368,14 +406,18 @@ class PendingStep:
             self._wake()
 
     def settle(self) -> None:
-        """Return once everything is written and nothing awaited any more."""
+        """Wait until all weights are updated, and make all tensors usable."""
         self._complete()
         self._raise()
         for tensor in list(self._awaited.values()):
             self._release(tensor)
 
     def land(self, tensor: Any) -> None:
-        """Return once a tensor is written."""
+        """Wait until a tensor's weights are updated, and make the tensor usable.
+
+        Args:
+            tensor: A tensor that was passed to ``hold``.
+        """
         held = self._held(tensor)
         if held is not None:
             self._bring(self._writers[held.name])
@@ -395,21 +437,21 @@ class PendingStep:
             self._released.add(held.name)
 
     def _held(self, tensor: Any) -> Held | None:
-        """What this step holds a tensor for; another thread may be a step behind."""
+        """The tensor's record for this step; ``None`` if a different step holds the tensor."""
         held: Held | None = vars(tensor).get("_awaited")
         return held if held is not None and held.step is self else None
 
     def _complete(self) -> None:
-        """Return once everything is written, or something has failed."""
+        """Wait until all weights are updated or the step has failed."""
         self.run()
 
     def _bring(self, indices: Iterable[int]) -> None:
-        """Return once these parts are written, or something has failed."""
+        """Wait until these parts are done or the step has failed."""
         for index in indices:
             self._take(index)
 
     def _take(self, index: int) -> None:
-        """Write a part, or give averages that came after that what they missed."""
+        """Run a part, or apply a finished part to averages that were added later."""
         with self._turn:
             with self._lock:
                 followers = tuple(self._followers)
@@ -418,9 +460,10 @@ class PendingStep:
                 return
             if self._taking:
                 raise EngineError(
-                    "a signal handler used the weights in the middle of the optimizer's step",
+                    "a signal handler used the weights during the optimizer step",
                     key="step",
-                    fix="let the handler set a flag, and save or read where the loop sees it",
+                    fix="only set a flag in the handler, and use the weights where the training "
+                    "loop checks the flag",
                 )
             self._taking = True
             try:
@@ -451,7 +494,7 @@ class PendingStep:
             self._steps[piece.slab].run(piece.start, piece.stop, _averages(piece, followers))
 
     def _end(self) -> None:
-        """Give averages that came late what they missed; then none can join any more."""
+        """Apply finished parts to averages that were added later; then accept no more averages."""
         with self._turn:
             while True:
                 with self._lock:
@@ -471,7 +514,7 @@ class PendingStep:
                 average.shadow.lerp_(weight, average.weight)
 
     def _followed_by_all(self, index: int) -> bool:
-        """Whether a part is written, and every average has it."""
+        """Whether a part is done, including all averages."""
         return self._followed.get(index) == len(self._followers)
 
     def _wake(self) -> None:
@@ -498,10 +541,10 @@ class PendingStep:
 
 
 class ThreadedStep(PendingStep):
-    """A step that one thread takes, which no signal interrupts; everybody else waits for it."""
+    """A step that one thread runs, uninterrupted by signals, while all other threads wait."""
 
     _wanted: tuple[int, ...] = ()
-    """Parts that somebody waits for, which the thread takes before all others."""
+    """Parts that a thread waits for, which run before all others."""
 
     @override
     def run(self) -> None:
@@ -524,14 +567,14 @@ class ThreadedStep(PendingStep):
 
 
 class SharedStep(ThreadedStep):
-    """A step of which every rank takes its part and has those of the others, part by part.
+    """A step in which every rank updates its partition, and the ranks all-gather each part.
 
-    Its parts are cut alike on every rank, the first rank's order holds, and its upload exchanges.
+    The parts have the same positions on every rank and run in rank 0's order.
     """
 
     @override
     def run(self) -> None:
-        """Take all parts together with the other ranks, in one thread. An error is kept."""
+        """Run all parts together with all ranks, and store an error for the thread that waits."""
         try:
             order = self._exchange.order(self._order)
         except BaseException as error:  # noqa: BLE001 - raised again where somebody waits
@@ -569,31 +612,35 @@ def _averages(piece: Piece, followers: Iterable[Follower]) -> list[Average]:
     return [Average(shadow=each.tensors[piece.key][part], weight=each.weight) for each in followers]
 
 
-# -- Tensors whose every use waits.
+# -- Tensors whose uses wait.
 
 
 class Lands(Protocol):
-    """What writes awaited tensors."""
+    """An object that updates held tensors, such as a ``PendingStep``."""
 
     def land(self, tensor: Any) -> None:
-        """Return once a tensor is written; not awaited any more."""
+        """Wait until a tensor is updated, and make the tensor usable.
+
+        Args:
+            tensor: A tensor that was passed to ``hold``.
+        """
         ...
 
 
 @attrs.frozen(kw_only=True, eq=False)
 class Held:
-    """What an awaited tensor will be."""
+    """Class, content and gradient edge that a held tensor gets back."""
 
     step: Lands
     name: str
     kind: type
     content: torch.Tensor
     edge: Any
-    """Where its gradient goes: made while it is empty, that would expect an empty gradient."""
+    """Gradient edge; created before the tensor is emptied, because it records the shape."""
 
 
 class Awaited:
-    """Mixed into the class of a tensor that is still to be written."""
+    """Mixin for the class of a tensor whose uses must wait for its update."""
 
     _awaited: Held
 
@@ -605,7 +652,7 @@ class Awaited:
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Wait for what is used; nothing of it is needed for its shape or gradient."""
+        """Wait for the tensors that are used, unless only shape, dtype or gradient are read."""
         if func in BESIDE_THE_CONTENT:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
@@ -625,12 +672,12 @@ class Awaited:
 
 
 def hold(tensor: Any, *, name: str, step: Lands) -> None:
-    """Empty a tensor, and have every use of it wait.
+    """Empty a tensor, and make every use of the tensor wait until it is released.
 
     Args:
-        tensor: Has its memory again once it is released.
-        name: Of the parameter whose weights it holds.
-        step: Writes it.
+        tensor: The tensor; ``release`` restores its memory.
+        name: Name of the parameter that the tensor belongs to.
+        step: The step that updates the tensor.
     """
     kind: Any = type(tensor)
     tensor._awaited = Held(
@@ -645,7 +692,7 @@ def hold(tensor: Any, *, name: str, step: Lands) -> None:
 
 
 def release(tensor: Any) -> None:
-    """Make it the tensor that it was."""
+    """Restore a held tensor's memory and class."""
     held = tensor._awaited
     # In this order, since other threads may use it meanwhile.
     tensor.data = held.content
@@ -654,7 +701,7 @@ def release(tensor: Any) -> None:
 
 
 def land(tensor: Any) -> None:
-    """Wait until a tensor is written, if it is awaited."""
+    """Wait until a tensor is updated; return at once if the tensor is not held."""
     held: Held | None
     # Another step may have begun by the time that the lock of this one is free.
     while (held := vars(tensor).get("_awaited")) is not None:
@@ -663,7 +710,7 @@ def land(tensor: Any) -> None:
 
 @cache
 def awaited(kind: type) -> type:
-    """The class of awaited tensors that are ``kind`` otherwise."""
+    """Return the subclass of ``kind`` for held tensors."""
     return type(f"Awaited{kind.__name__}", (Awaited, kind), {})
 
 

@@ -1,8 +1,8 @@
-"""What the ranks of one machine share: memory that no name leads to, and where they meet.
+"""Anonymous memory shared by the ranks of one machine, and synchronisation through this memory.
 
-The memory is a file without a folder, so that nothing is left of it however its processes end.
-Ranks wait for each other by counters in it. Who waits looks whether the others still live, and ends
-with an error that names who does not come and why.
+The memory is an unnamed file, so nothing remains after its processes end, even if they are killed.
+Ranks synchronise with counters in shared memory. A waiting rank checks whether the processes of
+the missing ranks are alive, and raises an error that names missing ranks and their states.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from zerotune.errors import CollectiveError, EngineError
 from zerotune.plan.model import UNIT_ALIGNED
 
 _PAUSE_S: Final = 20e-6, 1e-3
-"""Shortest and longest pause between two looks at a counter."""
+"""Shortest and longest pause in seconds between two reads of a counter."""
 _LONGEST_REASON: Final = 600
 _LANDED, _ADDED, _MET, _STATE = range(4)
 _LEFT, _FAILED = 1, 2
@@ -39,15 +39,15 @@ _MARKS: Final = {
     STEP: "its step",
     DROPPED: "dropping its gradients",
 }
-"""What a rank may come to instead of a unit's gradients."""
+"""Events that a rank may report instead of a unit's gradients."""
 
 
 class SharedMemory(Closable):
-    """Memory that all ranks of a machine have. Collective to make.
+    """Memory shared by all ranks of a machine. Collective: every rank must create it.
 
     Args:
         group: The ranks.
-        nbytes: What may be used of it; only what is written to takes memory.
+        nbytes: Size in bytes; only pages that are written occupy memory.
     """
 
     def __init__(self, group: ProcessGroup, *, nbytes: int) -> None:
@@ -72,50 +72,55 @@ class SharedMemory(Closable):
                 "this rank cannot share memory with rank 0",
                 key="streamed",
                 value=error,
-                fix="run all ranks of a machine as one user in one container, or resolve the plan "
-                "with streamed=False",
+                fix="run all ranks of a machine as the same user in the same container, or resolve "
+                "the plan with streamed=False",
             ) from error
 
     def tensor(self, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Flat; the memory lasts as long as somebody has it.
+        """Return a flat tensor in the shared memory; the memory lasts as long as the tensor.
 
         Args:
-            start: First byte.
-            numel: Elements.
-            dtype: Of the tensor.
+            start: Offset of the first byte.
+            numel: Number of elements.
+            dtype: Dtype of the tensor.
         """
         return torch.frombuffer(self._map, dtype=dtype, count=numel, offset=start)
 
     def reserve(self, start: int, nbytes: int) -> None:
-        """Take memory now, rather than fail at the first use of it.
+        """Allocate memory now, so that a shortage raises an error here instead of at first use.
+
+        Args:
+            start: Offset of the first byte.
+            nbytes: Number of bytes.
 
         Raises:
-            OSError: There is not enough.
+            OSError: Not enough memory is free.
         """
         os.posix_fallocate(self._fd, start, nbytes)
 
     def lock(self, tensor: torch.Tensor) -> None:
-        """Page-lock what ``tensor`` returned, for copies to and from a device of CUDA or ROCm."""
+        """Page-lock a tensor of this memory for copies to and from a CUDA or ROCm device.
+
+        Args:
+            tensor: A result of ``SharedMemory.tensor``.
+        """
         cudart: Any = torch.cuda.cudart
         torch.cuda.check_error(int(cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)))
         self._locked.append(tensor)
 
     def apart(self) -> mmap.mmap:
-        """A private view of the same bytes: other processes do not see what this one writes.
-
-        Pages are copied on write.
-        """
+        """Return a private, copy-on-write mapping of the same bytes."""
         access = mmap.PROT_READ | mmap.PROT_WRITE
         return mmap.mmap(self._fd, self._nbytes, flags=mmap.MAP_PRIVATE, prot=access)
 
     @property
     def is_open(self) -> bool:
-        """Whether it has not been closed."""
+        """Whether ``close`` has not been called yet."""
         return self._fd >= 0
 
     @override
     def close(self) -> None:
-        """Lock nothing more. The memory goes with the last tensor."""
+        """Unlock all tensors. The memory is freed with the last tensor."""
         cudart: Any = torch.cuda.cudart
         for tensor in self._locked:
             torch.cuda.check_error(int(cudart().cudaHostUnregister(tensor.data_ptr())))
@@ -127,14 +132,14 @@ class SharedMemory(Closable):
 
 
 class SharedHostMemory(HostMemory, Closable):
-    """One copy of the weights for all ranks, each of which steps its share of every unit.
+    """One shared copy of the weights for all ranks; each rank updates its share of every unit.
 
-    The first rank's weights are those of all. Collective to make and to fill.
+    Rank 0's weights are used. Collective: all ranks must create and fill the memory together.
 
     Args:
         group: The ranks.
-        nbytes: Most that weights may take.
-        pin: Whether to page-lock it.
+        nbytes: Size in bytes, enough for all weights.
+        pin: Whether to page-lock the weights.
     """
 
     def __init__(self, group: ProcessGroup, *, nbytes: int, pin: bool) -> None:
@@ -149,7 +154,13 @@ class SharedHostMemory(HostMemory, Closable):
     def of_model(
         cls, model: torch.nn.Module, group: ProcessGroup, *, pin: bool
     ) -> SharedHostMemory:
-        """For all parameters of a model, in any units."""
+        """Create memory large enough for all parameters of a model, however divided into units.
+
+        Args:
+            model: The model.
+            group: The ranks.
+            pin: Whether to page-lock the weights.
+        """
         sizes = (_paged((p.numel() + UNIT_ALIGNED) * p.element_size()) for p in model.parameters())
         return cls(group, nbytes=sum(sizes), pin=pin)
 
@@ -197,46 +208,46 @@ class SharedHostMemory(HostMemory, Closable):
 
 
 def _paged(nbytes: int) -> int:
-    """Rounded up to whole pages, which are locked one by one."""
+    """A size rounded up to whole pages, because memory is locked by page."""
     return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-# -- Where they meet.
+# -- Synchronisation of the ranks.
 
 
 @attrs.frozen(kw_only=True, eq=False)
 class _Tables:
-    """What ranks tell each other, by rank; twice, ``by turns``, what the next may overwrite.
+    """Shared tables with one entry per rank. Alternating tables exist twice.
 
-    A rank that has done with one is at most one ahead of those that still read it.
+    A fast rank is at most one event ahead of ranks that still read the previous entry.
     """
 
     counters: torch.Tensor
     written: torch.Tensor
-    """The step whose pass has last written a rank's share of a unit."""
+    """Number of the step that last updated a rank's share of each unit."""
     unit: torch.Tensor
-    """By turns, what has landed: the index of a unit, or a mark."""
+    """Last event: index of the unit whose gradients arrived, or a mark. Alternating."""
     came: torch.Tensor
-    """By turns, which of its members have a gradient."""
+    """Members of that unit that have a gradient. Alternating."""
     squares: torch.Tensor
-    """Of the gradients of a rank's share, by member and by the rank that has them at ZeRO-2."""
+    """Sums of squared gradients of a rank's share, by member and by the owning rank at ZeRO-2."""
     flags: torch.Tensor
-    """By turns."""
+    """Flags of ``any``. Alternating."""
     reasons: torch.Tensor
     stages: torch.Tensor
-    """Bytes of gradients on their way."""
+    """Staging buffers for gradients, in bytes."""
 
 
 class Meeting(Closable):
-    """Where the ranks of a machine wait for each other. Collective to make.
+    """Synchronisation of a machine's ranks. Collective: every rank must create it.
 
-    A rank that has left, failed or ended ends all waits for it.
+    Waiting for a rank that has closed its engine, failed or ended raises an error.
 
     Args:
         group: The ranks.
-        units: Those that are trained.
-        timeout_s: Seconds after which waiting ends.
-        pin: Whether to page-lock what gradients pass through.
+        units: The trained units.
+        timeout_s: Seconds after which waiting raises an error.
+        pin: Whether to page-lock the staging buffers of gradients.
     """
 
     def __init__(
@@ -267,22 +278,30 @@ class Meeting(Closable):
         self._error: EngineError | None = None
 
     def stage(self, unit: Unit) -> torch.Tensor:
-        """Where this rank puts gradients, laid out as the unit is."""
+        """Return this rank's staging buffer for a unit's gradients, in the unit's layout.
+
+        Args:
+            unit: The unit.
+        """
         return self._tables.stages[self._rank, : unit.nbytes].view(unit.host.dtype)
 
     def stages(self, unit: Unit) -> Sequence[torch.Tensor]:
-        """Where each rank does."""
+        """Return all ranks' staging buffers for a unit's gradients, by rank.
+
+        Args:
+            unit: The unit.
+        """
         return self._tables.stages[:, : unit.nbytes].view(unit.host.dtype).unbind()
 
     def land(self, index: int, came: Collection[int] = ()) -> None:
-        """Return once every rank has brought the same gradients.
+        """Wait until every rank has staged gradients of the same unit and members.
 
         Args:
-            index: Of the unit, or a mark.
-            came: Its members that have a gradient.
+            index: Index of the unit, or a mark.
+            came: Indices of the unit's members that have a gradient.
 
         Raises:
-            CollectiveError: A rank has brought others, or does not come.
+            CollectiveError: A rank has staged different gradients, or is missing.
         """
         counters = self._tables.counters[:, _LANDED]
         side = int(counters[self._rank]) & 1
@@ -299,16 +318,16 @@ class Meeting(Closable):
         other = next((rank for rank, unit in enumerate(units) if unit != units[0]), None)
         if other is not None:
             key, first = "gradients", self._name(units[0])
-            what = f"rank {other} came to {self._name(units[other])}, rank 0 to {first}"
+            what = f"rank {other} has reached {self._name(units[other])}, but rank 0 {first}"
         else:
             rank, member = (came != came[0]).nonzero()[0].tolist()
             having, lacking = (rank, 0) if came[rank, member] else (0, rank)
             key = f"model.{self._units[units[0]].members[member].name}"
-            what = f"it has a gradient on rank {having} and none on rank {lacking}"
+            what = f"the parameter has a gradient on rank {having}, but none on rank {lacking}"
         return CollectiveError(
-            f"the ranks' backward passes are not alike: {what}",
+            f"the ranks' backward passes differ: {what}",
             key=key,
-            fix="use the same parameters in the same order on every rank, whatever its batch is",
+            fix="make the forward pass use the same parameters in the same order on every rank",
         )
 
     def _name(self, index: int) -> str:
@@ -317,7 +336,12 @@ class Meeting(Closable):
     def add_squares(
         self, own: Mapping[tuple[int, int], float], came: Collection[int]
     ) -> dict[tuple[int, int], float]:
-        """Sums over all ranks, once each has added up its share of the unit that landed last."""
+        """Return sums of squared gradients over all ranks, for the unit that arrived last.
+
+        Args:
+            own: This rank's sums, by member and by the owning rank at ZeRO-2.
+            came: Indices of the unit's members that have a gradient.
+        """
         squares = self._tables.squares
         squares[self._rank] = 0
         for (member, rank), square in own.items():
@@ -332,30 +356,49 @@ class Meeting(Closable):
         }
 
     def meet(self, purpose: str) -> None:
-        """Return once every rank has come to this."""
+        """Wait until every rank has called ``meet``.
+
+        Args:
+            purpose: Name of the operation, for the error message.
+        """
         self._count(_MET)
         self._wait(self._tables.counters[:, _MET], purpose)
 
     def any(self, flag: bool, purpose: str) -> bool:
-        """Whether it holds on some rank."""
+        """Return whether a flag is true on any rank.
+
+        Args:
+            flag: This rank's flag.
+            purpose: Name of the operation, for the error message.
+        """
         flags = self._tables.flags[int(self._tables.counters[self._rank, _MET]) & 1]
         flags[self._rank] = flag
         self.meet(purpose)
         return bool(flags.any())
 
     def wrote(self, unit: int, step: int) -> None:
-        """This rank's share of a unit is written."""
+        """Announce that this rank's share of a unit is updated.
+
+        Args:
+            unit: Index of the unit.
+            step: Number of the optimizer step.
+        """
         self._tables.written[self._rank, unit] = step
 
     def wait_written(self, unit: int, step: int) -> None:
-        """Return once every rank's share is."""
+        """Wait until all ranks' shares of a unit are updated.
+
+        Args:
+            unit: Index of the unit.
+            step: Number of the optimizer step.
+        """
         self._wait(self._tables.written[:, unit], f"step {self._units[unit].name}", at_least=step)
 
-    # -- Who does not come.
+    # -- Missing ranks.
 
     @contextmanager
     def failing(self) -> Iterator[None]:
-        """Have the others raise too if the block does."""
+        """If the block raises an error, make all other ranks raise one too."""
         try:
             yield
         except BaseException as error:
@@ -363,7 +406,11 @@ class Meeting(Closable):
             raise
 
     def fail(self, error: BaseException) -> None:
-        """Have the others raise, who wait for this rank."""
+        """Make all ranks that wait for this one raise an error.
+
+        Args:
+            error: This rank's error.
+        """
         if not self._tables.counters[self._rank, _STATE]:
             text = f"{type(error).__name__}: {error}".encode()[:_LONGEST_REASON]
             reason = torch.frombuffer(bytearray(text), dtype=torch.uint8)
@@ -371,7 +418,7 @@ class Meeting(Closable):
             self._tables.counters[self._rank, _STATE] = _FAILED
 
     def leave(self) -> None:
-        """This rank comes no more, and waits no more."""
+        """Announce that this rank has closed its engine."""
         if not self._tables.counters[self._rank, _STATE]:
             self._tables.counters[self._rank, _STATE] = _LEFT
 
@@ -397,12 +444,12 @@ class Meeting(Closable):
             if now - looked >= LOOK_S:
                 looked = now
             if now - began >= self._timeout_s:
-                self._missing(purpose, dict.fromkeys(late, "never came") | self._group.ended())
+                self._missing(purpose, dict.fromkeys(late, "never arrived") | self._group.ended())
             time.sleep(pause)
             pause = min(1.5 * pause, longest)
 
     def _look(self, late: Sequence[int], purpose: str, *, processes: bool) -> None:
-        """Raise if ranks that are waited for are not going to come."""
+        """Raise an error if a rank that this one waits for can no longer arrive."""
         states = self._tables.counters[:, _STATE].tolist()
         if states[self._rank] == _LEFT:
             self._fail_with(EngineError("this rank has closed its engine", key="engine"))
@@ -420,10 +467,10 @@ class Meeting(Closable):
         text = bytes(self._tables.reasons[rank].tolist()).rstrip(b"\0").decode(errors="replace")
         self._fail_with(
             EngineError(
-                f"the step under way failed on another rank ({text})",
+                f"the optimizer step failed on rank {rank} ({text})",
                 key=f"rank {rank}",
-                fix="see that rank's own error; weights are no longer alike, so resume from the "
-                "last checkpoint",
+                fix="resume from the last checkpoint, because the ranks' weights now differ; that "
+                "rank's log contains the full error",
             )
         )
 
@@ -431,15 +478,15 @@ class Meeting(Closable):
         states = "; ".join(f"rank {rank} {state}" for rank, state in sorted(absent.items()))
         self._fail_with(
             CollectiveError(
-                f"not every rank came to {purpose!r} ({states})",
+                f"not every rank reached {purpose!r} ({states})",
                 key=f"rank {self._rank}",
-                fix="call it on every rank, not inside `if rank == 0`, and look in the log of the "
-                "rank named for why it stopped",
+                fix="make this call on every rank, not inside `if rank == 0`; if a rank has ended, "
+                "look for its error in its log",
             )
         )
 
     def _fail_with(self, error: EngineError) -> None:
-        """What is raised once is raised by everything after it: the ranks are apart."""
+        """Raise an error, now and in every later call, because the ranks are out of step."""
         self._error = self._error or error
         self._raise()
 
@@ -450,7 +497,7 @@ class Meeting(Closable):
 
 
 class WrittenByAll(Future[None]):
-    """Done once this rank's pass over a unit is; its result waits for those of the others."""
+    """Future that is done after this rank's update of a unit; ``result`` waits for all ranks."""
 
     def __init__(self, meeting: Meeting, *, unit: int, step: int) -> None:
         super().__init__()

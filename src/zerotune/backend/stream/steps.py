@@ -1,9 +1,9 @@
-"""``StreamedSteps``: gradients as they come, and the steps they make.
+"""``StreamedSteps``: collect gradients unit by unit, and update the units' weights on the host.
 
-A gradient leaves the device when all of its unit have come. With clipping every pass follows the
-norm. Without, a unit's pass begins as soon as its gradients are on the host, while the backward
-pass goes on: when a parameter's gradient has been added up, everything that differentiates through
-it has run. The arithmetic is ZeRO-2's with CPU offload, whatever the order.
+A unit's gradients are copied to the host once all of them are computed. With clipping, updates
+begin after the gradient norm is known. Without clipping, a unit's update begins as soon as its
+gradients are on the host, while the backward pass continues: nothing reads a parameter after its
+gradient has been accumulated. The arithmetic equals ZeRO-2's with CPU offload.
 """
 
 from __future__ import annotations
@@ -35,46 +35,47 @@ from zerotune.plan.memory.estimate import GRADIENTS_UNDER_WAY
 
 @attrs.define(eq=False, kw_only=True)
 class Window:
-    """The gradients of a unit since the last step."""
+    """The gradients of a unit in the current accumulation window."""
 
     place: Place | None = None
-    """Where they lie in host memory."""
+    """Host memory of the gradients."""
     came: dict[int, torch.Tensor] = attrs.field(factory=dict)
-    """By the member's index, of the micro batch under way."""
+    """Gradients of the current micro batch on the device, by the member's index."""
     landed: Copy | None = None
-    """The newest copy to the host, after which all earlier ones are complete."""
+    """The newest copy to the host; all earlier ones are complete before it."""
     on_host: set[int] = attrs.field(factory=set)
-    """Members that have a gradient there."""
+    """Indices of members whose gradient is in host memory."""
     squares: dict[tuple[int, int], float] = attrs.field(factory=dict)
-    """Sums of squares of gradients, by member and by the rank that has them at ZeRO-2."""
+    """Sums of squared gradients, by member and by the owning rank at ZeRO-2."""
     expected: int = 0
-    """Gradients that may still come in this micro batch, and have."""
+    """Number of gradients expected in this micro batch."""
     taken: bool = False
-    """Its pass has begun."""
+    """Whether the unit's update has begun."""
 
 
 @attrs.define(eq=False)
 class _Tally:
-    """What the passes of one step have met; those of the step before may still be taken."""
+    """Results of one step's updates; updates of the previous step may still be running."""
 
     is_finite: bool = True
-    """Every gradient so far."""
+    """Whether every gradient so far is finite."""
     stepped: int = 0
-    """Units."""
+    """Number of updated units."""
 
 
 class StreamedSteps:
-    """Collects the gradients of units and steps them.
+    """Collect the gradients of units, and update their weights.
 
     Args:
-        units: Those that are trained.
-        order: Of the parameters at ZeRO-2, by which it adds up their norms.
-        adam: An Adam that ``stepper_of`` knows, over the keys of the units' slabs.
-        op: The compiled functions.
-        gradients: Where they lie in host memory.
-        lane: Copies from the device.
-        passes: Takes the passes.
-        clipping: Largest norm of the gradient; 0: off, so that passes begin in the backward pass.
+        units: The trained units.
+        order: Layout of the parameters at ZeRO-2, which determines how norms are summed.
+        adam: An Adam supported by ``stepper_of``, over the keys of the units' slabs.
+        op: The compiled kernels.
+        gradients: Host memory for gradients.
+        lane: Lane for copies from the device.
+        passes: Runs the updates.
+        clipping: Largest gradient norm; 0 disables clipping, so that updates begin during the
+            backward pass.
     """
 
     def __init__(
@@ -113,10 +114,10 @@ class StreamedSteps:
         self._expected: list[Follower] = []
         self._moved: list[Follower] = []
         self.is_spoiled = False
-        """Whether some units were stepped and others not, by a step that could not be ended."""
+        """Whether a failed step has updated only some of the units."""
         self._lock = threading.RLock()
         self.residency = cast(Residency, None)
-        """Set once there is one, before the first pass."""
+        """Set by the engine before the first forward pass."""
         self._hooks = [
             _watch(member.parameter, partial(self._arrived, unit, index))
             for unit in units
@@ -125,18 +126,22 @@ class StreamedSteps:
 
     @property
     def is_eager(self) -> bool:
-        """Whether passes begin in the backward pass."""
+        """Whether updates begin during the backward pass."""
         return self._clipping <= 0
 
     @property
     def under_way(self) -> bool:
-        """Whether passes have begun that no ``step`` has closed."""
+        """Whether updates have begun for which ``step`` has not been called yet."""
         return self._under_way
 
     # -- Gradients.
 
     def begin_backward(self, *, is_last: bool) -> None:
-        """A backward pass begins: ``is_last`` of its window."""
+        """Prepare for a backward pass.
+
+        Args:
+            is_last: Whether its micro batch is the last one of the accumulation window.
+        """
         self._check_claimed()
         self._is_last = is_last
 
@@ -155,7 +160,7 @@ class StreamedSteps:
             self._complete(unit)
 
     def _complete(self, unit: Unit) -> None:
-        """Send a unit's gradients to the host, and have its pass follow where it may."""
+        """Copy a unit's gradients to the host, and begin its update if the step is eager."""
         self.residency.close_calls(unit)
         window = self._windows[unit]
         came, window.came = window.came, {}
@@ -191,7 +196,7 @@ class StreamedSteps:
                 window.squares[index, rank] = square
 
     def _squares(self, unit: Unit, index: int, window: Window) -> Iterator[tuple[int, float]]:
-        """Sums of squares of a gradient in host memory, by the rank that has it at ZeRO-2."""
+        """Sums of a gradient's squares in host memory, by the owning rank at ZeRO-2."""
         slab, part = self._parts[unit][index]
         for rank, fragment in part.fragments:
             yield rank, self._op.take(cast(Place, window.place).slabs[slab][fragment])
@@ -201,7 +206,7 @@ class StreamedSteps:
         return cast(Place, window.place).slabs[slab][part.place]
 
     def end_backward(self) -> None:
-        """Every gradient of this micro batch has come."""
+        """Handle units that received only some or no gradients in this micro batch."""
         for unit, window in self._windows.items():
             if window.came or (self.is_eager and self._is_last and not window.taken):
                 self._complete(unit)
@@ -209,23 +214,27 @@ class StreamedSteps:
             self.residency.rewind()
 
     def forget(self) -> None:
-        """Drop the window's gradients.
+        """Drop the gradients of the accumulation window.
 
         Raises:
-            EngineError: Passes with them have begun.
+            EngineError: Weights have already been updated with these gradients.
         """
         if not self.take_back():
             raise EngineError(
-                "cannot be dropped: with clipping off, its passes began in the backward pass",
+                "gradients cannot be discarded: without clipping, the backward pass has already "
+                "updated weights with them",
                 key="engine.discard",
                 value="gradient_clipping=0",
-                fix="clip gradients, or resume from the last checkpoint",
+                fix="enable gradient_clipping, or resume from the last checkpoint",
             )
 
     def take_back(self) -> bool:
-        """Drop the window's gradients and the passes begun with them; whether none was taken.
+        """Drop the window's gradients, if no weight has been updated with them.
 
-        Passes are not taken from the first gradient on that is not finite.
+        No unit is updated after the first gradient that is not finite.
+
+        Returns:
+            Whether the gradients were dropped.
         """
         self._finish_landing()
         if self._under_way:
@@ -239,17 +248,17 @@ class StreamedSteps:
         return True
 
     def _finish_landing(self) -> None:
-        """Return once every gradient under way is on the host."""
+        """Wait until every running copy of gradients has reached the host."""
         for window in self._windows.values():
             if window.landed is not None:
                 window.landed.finish()
 
     def _any_stepped(self) -> bool:
-        """Whether a unit was stepped with the window's gradients."""
+        """Whether any unit has been updated with the window's gradients."""
         return self._tally.stepped > 0
 
     def forget_all(self) -> None:
-        """Begin a window anew, whatever was done with the last one."""
+        """Begin a new accumulation window, and drop the state of the previous one."""
         for window in self._windows.values():
             if window.place is not None and not window.taken:
                 self._gradients.give_back(window.place)
@@ -258,7 +267,7 @@ class StreamedSteps:
         self._expected, self._moved, self.is_spoiled = [], [], False
 
     def break_off(self) -> None:
-        """Give up the step of a backward pass that raised, if some units were stepped in it."""
+        """Abandon the step of a failed backward pass, if any unit may have been updated."""
         if not self._under_way:
             return
         for window in self._windows.values():
@@ -269,32 +278,36 @@ class StreamedSteps:
         self.spoil()
 
     def spoil(self) -> None:
-        """Give up a step that has written some units, and cannot write the others."""
+        """Abandon a step that has updated some units and cannot update the rest."""
         self.forget_all()
         self.is_spoiled = True
 
     def check_whole(self) -> None:
-        """Are all weights of one step?
+        """Check that all weights have taken the same number of steps.
 
         Raises:
-            EngineError: Some units were stepped and others not.
+            EngineError: A failed step has updated only some of the units.
         """
         if self.is_spoiled:
             raise EngineError(
-                "the backward pass failed, or had a gradient that was not finite, after some "
-                "weights had been stepped in it: the weights are of different steps",
+                "only some weights have been updated: the backward pass failed or had a gradient "
+                "that was not finite, after updates had begun",
                 key="engine",
                 value="gradient_clipping=0",
-                fix="resume from the last checkpoint; with clipping, steps wait for all gradients",
+                fix="resume from the last checkpoint; to avoid this, enable gradient_clipping, so "
+                "that no weight is updated before all gradients are known",
             )
 
     # -- Steps.
 
     def norm(self) -> float:
-        """L2 norm of the window's gradients as ZeRO-2 computes it; infinite if it is not finite.
+        """Return the L2 norm of the window's gradients, computed as in ZeRO-2.
+
+        Returns:
+            The norm; infinity if any gradient is not finite.
 
         Raises:
-            BaseException: What bringing a gradient to the host failed with.
+            BaseException: Copying a gradient to the host has failed.
         """
         self._finish_landing()
         norms = []
@@ -310,10 +323,10 @@ class StreamedSteps:
         return float(torch.linalg.vector_norm(torch.stack(norms)))
 
     def step(self, norm: float) -> None:
-        """Begin the passes that have not begun, in the order of the next forward pass.
+        """Begin all updates that have not begun yet, in the order of the next forward pass.
 
         Args:
-            norm: Of the gradients; finite, unless every pass has begun.
+            norm: Gradient norm; must be finite unless all updates have begun.
         """
         factor, order = self._factor(norm), self.residency.order
         ranks = {unit: rank for rank, unit in reversed(list(enumerate(order, start=1)))}
@@ -327,12 +340,12 @@ class StreamedSteps:
         self._expected, self._moved = [], self._expected
         self.residency.rewind()
         if any(views > self._views[unit] for unit, views in self._count_views().items()):
-            # Somebody else's view of the weights would show old values.
+            # A view outside the engine would show old values.
             self.settle()
             self.land_all()
 
     def know_views(self) -> None:
-        """Record the existing views of the weights as the engine's own."""
+        """Count the existing views of the weights as the engine's views."""
         self._views = self._count_views()
 
     def _count_views(self) -> dict[Unit, int]:
@@ -364,7 +377,7 @@ class StreamedSteps:
             )
             steps.append((slab, step))
         written = self._to_be_written(unit)
-        # Also where it fails, so that nobody waits for what will not come.
+        # Also on failure, so that no thread waits forever.
         written.add_done_callback(lambda _: self._gradients.give_back(place))
         unit_pass = UnitPass(
             unit=unit,
@@ -379,11 +392,11 @@ class StreamedSteps:
         self.passes.submit(unit_pass)
 
     def _to_be_written(self, unit: Unit) -> Future[None]:  # noqa: ARG002 - of several ranks
-        """What is done once the next pass has written a unit."""
+        """Future that is done once the next update of a unit is complete."""
         return Future()
 
     def _check(self, unit: Unit, window: Window, tally: _Tally) -> bool:
-        """Zero missing gradients; return whether the unit may be stepped with the others."""
+        """Zero missing gradients; return whether all gradients so far are finite."""
         for index in self._parts[unit]:
             if index not in window.on_host:
                 self._gradient(unit, index, window).zero_()
@@ -392,43 +405,59 @@ class StreamedSteps:
         return tally.is_finite
 
     def _factor(self, norm: float) -> float:
-        """What ZeRO-2 multiplies gradients by, with its roundings."""
+        """Clipping factor, rounded as in ZeRO-2."""
         if not self._clipping:
             return 1.0
         clip = ((torch.tensor(norm) / 1.0) + 1e-6) / self._clipping
         return float(torch.ones(1).mul_(1.0 / torch.clamp(clip, min=1.0)))
 
     def replay(self, steps: int) -> None:
-        """Continue as a run that has taken so many steps."""
+        """Continue as if ``steps`` optimizer steps had been taken.
+
+        Args:
+            steps: Number of optimizer steps.
+        """
         self._stepper.replay(steps)
 
     def settle(self) -> None:
-        """Return once every pass is taken.
+        """Wait until all updates are complete.
 
         Raises:
-            EngineError: Only some units have been stepped, because the step is not closed.
-            BaseException: What a pass failed with.
+            EngineError: Updates have begun, but ``step`` has not been called.
+            BaseException: An update has failed.
         """
         if self._under_way:
             raise EngineError(
-                "weights are read in the middle of a step, which began in the backward pass",
+                "weights were read while only some are updated: without clipping, the backward "
+                "pass has begun the optimizer step",
                 key="engine.step",
                 value="gradient_clipping=0",
-                fix="call engine.step() first, or clip gradients",
+                fix="call engine.step() before reading weights, or enable gradient_clipping",
             )
         self.passes.settle()
 
     # -- Averages.
 
     def expect(self, followers: Sequence[Follower]) -> None:
-        """Have averages move with the next step from its first pass on; ``follow`` must come."""
+        """Announce averages to update with the next step, from its first unit on.
+
+        Args:
+            followers: The averages; pass the same ones to ``follow`` after the step.
+        """
         self._check_claimed()
         if self.is_eager and not self._under_way:
             others = (f for f in self._expected if not any(map(partial(_is_same, f), followers)))
             self._expected = [*others, *followers]
 
     def follow(self, followers: Sequence[Follower]) -> bool:
-        """Have averages move with the newest step; whether there is one under way."""
+        """Update averages together with the newest step.
+
+        Args:
+            followers: The averages.
+
+        Returns:
+            Whether a pending step updates them.
+        """
         if self._under_way:
             return False
         moved = [f for f in self._moved if any(map(partial(_is_same, f), followers))]
@@ -443,10 +472,10 @@ class StreamedSteps:
         if self._moved:
             raise _other_averages()
 
-    # -- What stays on the device.
+    # -- Units that stay on the device.
 
     def refresh(self) -> None:
-        """Have the model follow weights that were written in host memory."""
+        """Update the model after weights were written in host memory."""
         for unit in self._units:
             unit.version += 1
             if unit.resident:
@@ -460,7 +489,11 @@ class StreamedSteps:
                     hold(member.parameter, name=member.name, step=self)
 
     def land(self, tensor: Any) -> None:
-        """Have an awaited weight on the device, with all that came with it."""
+        """Wait until a parameter's unit is on the device, and make the unit usable.
+
+        Args:
+            tensor: A parameter of a resident unit.
+        """
         with self._lock, torch._C.DisableTorchFunctionSubclass():
             for unit in self._held:
                 if any(member.parameter is tensor for member in unit.members):
@@ -482,7 +515,7 @@ class StreamedSteps:
         self._held.remove(unit)
 
     def close(self) -> None:
-        """Take gradients no more, and let go of what could not be brought to the device."""
+        """Remove the gradient hooks, and release parameters that still wait for their unit."""
         for hook in self._hooks:
             hook.remove()
         for unit in self._held:
@@ -498,31 +531,34 @@ def _is_same(one: Follower, other: Follower) -> bool:
 
 def _other_averages() -> EngineError:
     return EngineError(
-        "averages have moved with a step in the backward pass, and were not stepped after it",
+        "ema.expect_step() was called before a step, but ema.step() was not called after it",
         key="ema.expect_step",
         value="gradient_clipping=0",
-        fix="call ema.step() after every applied step that expect_step() came before",
+        fix="after each ema.expect_step(), call ema.step() once the optimizer step is applied",
     )
 
 
 def _views_of(unit: Unit) -> int:
-    """How many tensors and arrays share the memory of a unit's weights."""
-    # What is streamed is seen on the device by its own calls alone.
+    """Number of tensors and arrays that share the memory of a unit's weights."""
+    # Only the unit's own calls see streamed weights on the device.
     seen = (unit.host, unit.flat) if unit.resident else (unit.host,)
     return sum(torch._C._storage_Use_Count(each.untyped_storage()._cdata) for each in seen)
 
 
 def _watch(parameter: Any, call: Callable[[torch.Tensor], None]) -> Any:
-    """Call it with a parameter whose gradient has been added up."""
+    """Call a function with the parameter after its gradient has been accumulated."""
     return parameter.register_post_accumulate_grad_hook(call)
 
 
 def used_after_step(unit: Unit) -> EngineError:
-    """A unit that computes on after all of its gradients had come."""
+    """Return the error for a unit that is used after its update has begun.
+
+    Args:
+        unit: The unit.
+    """
     return EngineError(
-        "is used again in the backward pass after its gradients were complete, and its step has "
-        "begun",
+        "this module is used again in the backward pass after its weights' update has begun",
         key=f"model.{unit.name}",
         value="gradient_clipping=0",
-        fix="clip gradients, so that steps wait for the whole backward pass",
+        fix="enable gradient_clipping, so that updates wait for the whole backward pass",
     )

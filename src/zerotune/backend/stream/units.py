@@ -1,4 +1,4 @@
-"""``Unit``: weights that come to the device together, and where they lie meanwhile."""
+"""``Unit``: weights that are copied to the device together, and their place in host memory."""
 
 from __future__ import annotations
 
@@ -22,40 +22,63 @@ Kind = tuple[bool, torch.dtype]
 """Whether parameters are trained, and their dtype."""
 
 
-# -- Where units lie, and which of their elements this process steps.
+# -- Host memory of units, and this process's share of their elements.
 
 
 class HostMemory:
-    """Memory of this process alone, which steps all of it.
+    """Private host memory of a process that updates all weights itself.
 
     Args:
-        pin: Whether to page-lock it.
+        pin: Whether to page-lock the memory.
     """
 
     def __init__(self, *, pin: bool) -> None:
         self._pin = pin
 
     def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Flat, for what only this process has."""
+        """Return a flat tensor of zeros, private to this process.
+
+        Args:
+            numel: Number of elements.
+            dtype: Dtype of the tensor.
+        """
         return torch.zeros(numel, dtype=dtype, pin_memory=self._pin)
 
     def weights(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Flat, for the weights of a unit; zeros."""
+        """Return a flat tensor of zeros for a unit's weights.
+
+        Args:
+            numel: Number of elements.
+            dtype: Dtype of the tensor.
+        """
         return self.zeros(numel, dtype)
 
     def fill(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy weights into some of what ``weights`` returned."""
+        """Copy weights into the host memory.
+
+        Args:
+            target: Part of a result of ``weights``.
+            source: The weights.
+        """
         target.copy_(source)
 
     def filled(self) -> None:
-        """Return once a unit's weights are all there."""
+        """Wait until all weights of a unit are in host memory."""
 
     def share(self, span: slice) -> slice:
-        """Of elements that one group steps, those that this process does."""
+        """Return this process's share of elements that one parameter group updates.
+
+        Args:
+            span: The group's elements in the unit.
+        """
         return span
 
     def keep(self, weights: torch.Tensor) -> torch.Tensor:
-        """What ``weights`` returned, for the time after the engine."""
+        """Return a unit's weights in memory that outlives the engine.
+
+        Args:
+            weights: A result of ``HostMemory.weights``.
+        """
         return weights
 
 
@@ -69,37 +92,37 @@ class Member:
     name: str
     parameter: torch.nn.Parameter
     span: slice
-    """Its elements in the unit's flat tensors."""
+    """The parameter's elements in the unit's flat tensors."""
     group: int | None
-    """Index of the optimizer's group; ``None``: frozen."""
+    """Index of the optimizer's group; ``None`` if frozen."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
 class Part:
-    """Those elements of a parameter that this rank steps."""
+    """The elements of a parameter that this rank updates."""
 
     member: Member
     span: slice
-    """In the flattened parameter."""
+    """Elements in the flattened parameter."""
     offset: int
     """First element in the slab."""
     fragments: tuple[tuple[int, slice], ...]
-    """Ranks, and what lies in their parts at ZeRO-2, in the slab."""
+    """Ranks, and the slab elements that each rank would own at ZeRO-2."""
     singles: tuple[slice, ...]
-    """What ZeRO-2 steps one by one, in the slab."""
+    """Slab elements that ZeRO-2's Adam updates with scalar instead of vector code."""
 
     @property
     def key(self) -> str:
-        """As ``FragmentAddress.key``."""
+        """Key of this part, as in ``FragmentAddress.key``."""
         return f"{self.member.name}[{self.span.start}:{self.span.stop}]"
 
     @property
     def place(self) -> slice:
-        """Its elements in the slab."""
+        """Elements of this part in the slab."""
         return slice(self.offset, self.offset + self.span.stop - self.span.start)
 
     def runs(self) -> Iterator[tuple[slice, bool]]:
-        """Its elements in the slab, cut; and whether they are stepped one by one."""
+        """Yield consecutive slab elements, and whether scalar code updates them."""
         at = self.offset
         for single in self.singles:
             if at < single.start:
@@ -112,31 +135,31 @@ class Part:
 
 @attrs.frozen(kw_only=True, eq=False)
 class UnitSlab:
-    """Of a unit, what one group of the optimizer steps on this rank: what the layout calls a slab.
+    """The elements of a unit that one parameter group updates on this rank: one slab of the layout.
 
-    It may be empty where there are several ranks.
+    With several ranks, a slab may be empty.
     """
 
     group: int
     span: slice
-    """Its elements in the unit's flat tensors."""
+    """The slab's elements in the unit's flat tensors."""
     members: tuple[Member, ...]
-    """All that the group has in the unit."""
+    """All of the group's parameters in the unit."""
     parts: tuple[Part, ...]
     key: torch.nn.Parameter
-    """Flat, what the optimizer's groups hold: the fp32 weights, or their low halves."""
+    """Flat tensor in the optimizer's groups: fp32 master weights, or the low 16 bits of them."""
     masters: Masters
-    """The fp32 weights."""
+    """The fp32 master weights."""
     dtype: torch.dtype
-    """Of the weights, and of their gradients."""
+    """Dtype of the weights and gradients."""
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return int(self.span.stop - self.span.start)
 
     def gaps(self) -> Iterator[slice]:
-        """Elements of no parameter."""
+        """Yield padding: slab elements that belong to no parameter."""
         at = 0
         for part in self.parts:
             if at < part.offset:
@@ -147,19 +170,19 @@ class UnitSlab:
 
 
 class Unit:
-    """Weights that come to the device together.
+    """Weights that are copied to the device and freed there together.
 
-    The parameters are views of one storage of the device, which is of this unit alone: emptied
-    and filled again, it is what autograd saved.
+    The parameters are views of one device storage. A unit empties and refills this storage, so
+    tensors that autograd has saved stay valid.
 
     Args:
-        name: Of the module.
-        members: Names and parameters; all of one dtype, trained or none of them.
-        order: Which parameters are trained, and where they are at ZeRO-2.
-        device: Where the model computes.
-        memory: Where the weights lie meanwhile.
+        name: Name of the module.
+        members: Names and parameters; all of the same dtype, and all trained or all frozen.
+        order: Position of every trained parameter at ZeRO-2.
+        device: Device that the model computes on.
+        memory: Host memory for the weights.
         resident: Whether the weights stay on the device.
-        split: Whether the master weights are those in bf16 and their low halves.
+        split: Whether each master weight is stored as its bf16 weight and its low 16 bits.
     """
 
     def __init__(
@@ -188,17 +211,17 @@ class Unit:
         self._storage = self.flat.untyped_storage()
         self._storage.resize_(0)
         self.is_here = False
-        """Whether it has memory on the device."""
+        """Whether the unit has memory on the device."""
         self.loaded: tuple[int, int] | None = None
-        """The version that is on the device, or on its way there."""
+        """Version of the weights that are on the device, or being copied there."""
         self.loading: Copy | None = None
-        """The copy under way, until something has waited for it."""
+        """The running copy to the device, until waited for."""
         self.written: Future[None] | None = None
-        """Done once the pass of the last step has written the host's weights."""
+        """Done once the last step has updated the weights in host memory."""
         self.calls = 0
-        """Calls of it under way, in either pass."""
+        """Number of running calls of the unit, forward or backward."""
         self.version = 0
-        """Counts what has been written to the host's weights by passes and edits."""
+        """Number of updates of the weights in host memory, by steps and edits."""
 
     def _slabs(self, order: FlatOrder, memory: HostMemory, split: bool) -> Iterator[UnitSlab]:
         for group in dict.fromkeys(member.group for member in self.members):
@@ -219,35 +242,43 @@ class Unit:
 
     @property
     def nbytes(self) -> int:
-        """Bytes on the device while it is there."""
+        """Bytes that the unit occupies on the device while loaded."""
         return self.host.nbytes
 
     @property
     def current(self) -> tuple[int, int]:
-        """The version of the host's weights; writes through torch change it too."""
+        """Version of the weights in host memory, including writes through torch."""
         return self.version, self.host._version
 
     @property
     def is_current(self) -> bool:
-        """Whether the newest weights are on the device, or on their way there."""
+        """Whether the newest weights are on the device, or being copied there."""
         return self.is_here and self.loaded == self.current
 
     def of_member(self, member: Member) -> torch.Tensor:
-        """The host's weights of a parameter, in its shape; not waited for."""
+        """Return a parameter's weights in host memory, without waiting for a pending update.
+
+        Args:
+            member: The parameter.
+        """
         return self.host[member.span].view(member.parameter.shape)
 
     def allocate(self) -> None:
-        """Take memory on the device."""
+        """Allocate memory on the device."""
         self._storage.resize_(self.nbytes)
         self.is_here = True
 
     def evict(self) -> None:
-        """Give the device's memory back; what is queued on the current stream may still use it."""
+        """Free the device memory; work already queued on the current stream may still use it."""
         self._storage.resize_(0)
         self.is_here, self.loaded = False, None
 
     def give_back(self, memory: HostMemory) -> None:
-        """Leave parameters that are not on the device with their weights in host memory."""
+        """Point parameters that are not on the device to their weights in host memory.
+
+        Args:
+            memory: The unit's host memory.
+        """
         stays = self.resident and self.is_current
         self.host = memory.keep(self.host)
         self.loading = self.written = None
@@ -256,7 +287,7 @@ class Unit:
 
 
 def _masters(weights: torch.Tensor, split: bool) -> tuple[torch.nn.Parameter, Masters]:
-    """Master weights of a slab, which are equal to its weights, and what the optimizer holds."""
+    """The optimizer's tensor of a slab, and master weights initialised from the weights."""
     if split:
         low = torch.nn.Parameter(torch.zeros_like(weights, dtype=torch.int16), requires_grad=False)
         return low, SplitMasters(high=weights, low=low.data)
@@ -267,7 +298,7 @@ def _masters(weights: torch.Tensor, split: bool) -> tuple[torch.nn.Parameter, Ma
 def _laid_out(
     members: Sequence[tuple[str, torch.nn.Parameter]], order: FlatOrder
 ) -> tuple[tuple[Member, ...], int]:
-    """Give each parameter its place, those of one group together; and the elements of all."""
+    """Assign positions to parameters, sorted by group; also return the total number of elements."""
     at, placed = 0, []
     for name, parameter in sorted(members, key=lambda member: order.group_of(member[0]) or 0):
         span, group = slice(at, at + parameter.numel()), order.group_of(name)
@@ -277,7 +308,7 @@ def _laid_out(
 
 
 def _parts(members: Sequence[Member], span: slice, order: FlatOrder) -> Iterator[Part]:
-    """What of each parameter lies in a slab, which has these elements of the unit."""
+    """Parts of parameters that lie in a slab with the unit's elements ``span``."""
     for member in members:
         start, stop = max(member.span.start, span.start), min(member.span.stop, span.stop)
         if start < stop:
@@ -295,7 +326,7 @@ def _parts(members: Sequence[Member], span: slice, order: FlatOrder) -> Iterator
 
 
 def _within(elements: slice, own: slice, shift: int) -> slice:
-    """Those of a parameter's elements that are its own, ``shift`` further on."""
+    """The intersection of two slices, shifted by ``shift``."""
     return slice(max(elements.start, own.start) + shift, min(elements.stop, own.stop) + shift)
 
 
@@ -308,11 +339,21 @@ def make_units(
     memory: HostMemory,
     split: bool = False,
 ) -> tuple[list[Unit], dict[torch.nn.Module, list[Unit]]]:
-    """Lay a model's parameters out in units; frozen ones outside of all just move to the device.
+    """Divide a model's parameters into units, and move all remaining parameters to the device.
 
-    Of a module the larger kind is streamed: its frozen base, or what of it is trained. The rest of
-    what is trained, and what a module shares with others outside, stays on the device. ``split`` is
-    that of ``Unit``. Returned are the units, resident ones last, and those each module needs.
+    From each module, the larger kind of parameters is streamed: either frozen or trained ones.
+    Remaining trained parameters, and parameters shared with unstreamed modules, stay on the device.
+
+    Args:
+        model: The model.
+        modules: Names and modules to stream, one unit each.
+        order: Position of every trained parameter at ZeRO-2.
+        device: Device that the model computes on.
+        memory: Host memory for the weights.
+        split: See ``Unit``.
+
+    Returns:
+        The units, with resident ones last, and the units that each module needs.
     """
     names = {id(p): name for name, p in model.named_parameters()}
     outside = _outside(model, modules)
@@ -346,19 +387,19 @@ def make_units(
         if id(tensor) not in owner:
             tensor.data = tensor.data.to(device)
         elif (quantized := getattr(tensor, "quant_state", None)) is not None:
-            # How to read it, which stays.
+            # The quantization state stays on the device.
             quantized.to(device)
     return units, {module: _streamed_in(module, owner) for _, module in modules}
 
 
 def _streamed_in(module: torch.nn.Module, owner: Mapping[int, Unit]) -> list[Unit]:
-    """The units that a call of a module needs."""
+    """The streamed units that a call of a module needs."""
     found = dict.fromkeys(owner[id(p)] for p in module.parameters() if id(p) in owner)
     return [unit for unit in found if not unit.resident]
 
 
 def _outside(model: torch.nn.Module, modules: NamedModules) -> set[int]:
-    """Ids of the parameters that something outside of all units has too."""
+    """Ids of parameters that are also used by a module outside all units."""
     inside = {id(part) for _, module in modules for part in module.modules()}
     return {
         id(parameter)
@@ -379,21 +420,21 @@ def _kinds(
     return kinds
 
 
-# -- Which modules are units.
+# -- Modules to stream.
 
 
 def find_units(model: torch.nn.Module, named: Sequence[str] = ()) -> NamedModules:
-    """The modules whose weights are streamed, each as a whole; of nested ones the outermost.
+    """Return names and modules whose weights are streamed, one unit per module.
 
-    They are those that the user names, else the blocks that diffusers calls repeated and those that
-    the library knows, else modules of one class that stand in a row.
+    Without ``named``, these are the repeated blocks declared by diffusers or known to zerotune;
+    otherwise consecutive modules of the same class. Of nested modules, the outermost is used.
 
     Args:
         model: The model.
-        named: Names of classes, or dotted names of modules.
+        named: Class names or dotted names of modules to stream instead.
 
     Raises:
-        EngineError: A name is of no module with weights.
+        EngineError: No module has this name.
     """
     repeated = [(name, model.get_submodule(name)) for name in repeated_modules(model)]
     if not named:
@@ -401,31 +442,32 @@ def find_units(model: torch.nn.Module, named: Sequence[str] = ()) -> NamedModule
     for each in named:
         if not any(each in (name, type(part).__name__) for name, part in model.named_modules()):
             raise EngineError(
-                "is neither the class nor the dotted name of a module of the model",
+                "is neither a class name nor a dotted name of any module of the model",
                 key="streamed.units",
                 value=each,
-                fix=f"such as {type(repeated[0][1]).__name__ if repeated else 'Block'!r}",
+                fix="write the class name of the model's blocks, such as "
+                f"{type(repeated[0][1]).__name__ if repeated else 'Block'!r}",
             )
     return [(name, model.get_submodule(name)) for name in outermost_modules(model, named)]
 
 
-# -- How ZeRO-2 lays trained parameters out, which its roundings depend on.
+# -- Layout of trained parameters at ZeRO-2, on which its roundings depend.
 #
-# It joins the parameters of a group, pads them, and gives each rank an equal part. Norms are added
-# up by part, and the last few elements of a part, which fill no vector, are stepped one by one,
-# where the compiler of DeepSpeed's Adam chose the roundings.
+# ZeRO-2 concatenates a group's parameters, pads them, and assigns each rank an equal part. Norms
+# are summed by part. The last few elements of a part, which fill no vector, are updated by scalar
+# code, whose roundings the compiler of DeepSpeed's Adam chose.
 
 
 _ALIGNMENT: Final = 2
-"""Elements to a multiple of which DeepSpeed pads a group for each rank."""
+"""DeepSpeed pads a group to a multiple of this number of elements per rank."""
 
 
 class FlatOrder:
-    """Where ZeRO-2 would have each parameter.
+    """Position of every trained parameter in ZeRO-2's flat buffers.
 
     Args:
-        groups: Names of the parameters, by the optimizer's group and in its order.
-        sizes: Elements of each parameter.
+        groups: Names of the parameters in each of the optimizer's groups, in the group's order.
+        sizes: Number of elements of each parameter.
         world_size: Number of ranks.
     """
 
@@ -443,16 +485,29 @@ class FlatOrder:
             self._parts.append(-(-at // (_ALIGNMENT * world_size)) * _ALIGNMENT)
 
     def group_of(self, name: str) -> int | None:
-        """Index of the optimizer's group; ``None``: frozen."""
+        """Return the index of a parameter's optimizer group; ``None`` if frozen.
+
+        Args:
+            name: Name of the parameter.
+        """
         place = self._places.get(name)
         return None if place is None else place[0]
 
     def place_of(self, name: str, element: int) -> int:
-        """Where an element of the flattened parameter is in its group."""
+        """Return the position in the group of an element of a flattened parameter.
+
+        Args:
+            name: Name of the parameter.
+            element: Index in the flattened parameter.
+        """
         return int(self._places[name][1].start) + element
 
     def fragments(self, name: str) -> Iterator[tuple[int, slice]]:
-        """Ranks, and which elements of the flattened parameter lie in their parts."""
+        """Yield each owning rank at ZeRO-2, and its elements of a flattened parameter.
+
+        Args:
+            name: Name of the parameter.
+        """
         group, place = self._places[name]
         size = self._parts[group]
         for rank in range(self.world_size):
@@ -461,7 +516,11 @@ class FlatOrder:
                 yield rank, slice(start - place.start, stop - place.start)
 
     def singles(self, name: str) -> Iterator[slice]:
-        """Elements of the flattened parameter that are stepped one by one."""
+        """Yield elements of a flattened parameter that ZeRO-2 updates with scalar code.
+
+        Args:
+            name: Name of the parameter.
+        """
         group, place = self._places[name]
         size = self._parts[group]
         for rank in range(self.world_size):

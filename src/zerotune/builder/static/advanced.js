@@ -14,7 +14,7 @@ const MOST = 60;
 export function bindAdvanced() {
   byId("advanced").addEventListener("toggle", async () => {
     if (!byId("advanced").open || parameters) return;
-    byId("advanced-count").textContent = "Asking DeepSpeed, which takes some seconds…";
+    byId("advanced-count").textContent = "Loading DeepSpeed's parameters, which takes a few seconds…";
     try {
       const found = await get("/schema");
       unavailable = found.available ? "" : `Not available: ${found.reason}`;
@@ -50,7 +50,7 @@ function draw() {
 }
 
 const old = (each) => el("div", { class: "entry gone" },
-  el("code", { text: each.path }), el("span", { class: "count", text: "no longer there" }),
+  el("code", { text: each.path }), el("span", { class: "count", text: "removed from DeepSpeed" }),
   el("p", { class: "doc", text: `${each.reason}.` }));
 
 const other = (each) => el("div", { class: "entry gone elsewhere" },

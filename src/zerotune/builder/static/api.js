@@ -16,7 +16,7 @@ async function answer(request) {
     response = await request;
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new ApiError(0, { error: "The builder does not answer; is it still running?" });
+    throw new ApiError(0, { error: "The builder does not answer. Check that it is still running." });
   }
   let data = {};
   try {

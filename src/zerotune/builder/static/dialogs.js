@@ -28,8 +28,8 @@ export function bindDialogs(loader, refresher) {
 }
 
 // Nothing is asked where nothing would be lost.
-const mayReplace = async (by) => !draft.isUnsaved() || ask({ title: "Replace what is in the form?", yes: "Replace",
-  text: `It is not saved. ${by} takes its place; Undo brings it back.` });
+const mayReplace = async (by) => !draft.isUnsaved() || ask({ title: "Replace the form?", yes: "Replace",
+  text: `The form is not saved. ${by} replaces it; Undo restores it.` });
 
 async function open() {
   const path = byId("open-path").value.trim();
@@ -38,7 +38,7 @@ async function open() {
   const body = path && (known.typed === "open-path" || !text.trim()) ? { path } : { text, name: byId("open-text").dataset.name || "the pasted text" };
   try {
     const opened = await post("/open", body);
-    if (!await mayReplace("What was opened")) return;
+    if (!await mayReplace("The opened configuration")) return;
     const setup = { ...state.setup, ...opened.state.setup };
     load({ ...opened.state, setup }, opened.messages, `Opened ${opened.source}.`);
     byId("open-dialog").close();
@@ -76,7 +76,7 @@ async function save(overwrite) {
   } catch (error) {
     const line = byId("save-error");
     fill(line, error.message, " ");
-    if (error.status === 409) line.append(action("Save over it", () => save(true)));
+    if (error.status === 409) line.append(action("Overwrite it", () => save(true)));
   }
 }
 
@@ -183,7 +183,7 @@ function fitting(advice) {
   const said = new Set();
   return [
     el("h3", { text: "Fastest plan that fits" }), provenance(advice.chosen), ...candidates([advice.chosen], said),
-    next.length ? el("h3", { text: "What comes next" }) : null, ...candidates(next, said),
+    next.length ? el("h3", { text: "Next best" }) : null, ...candidates(next, said),
     rest.length ? el("details", { class: "reasons" },
       el("summary", { text: rest.length === 1 ? "1 other" : `${rest.length} others` }),
       ...candidates(rest, said)) : null];
@@ -224,7 +224,7 @@ const PLACES = { device: "GPU memory", host: "RAM", nvme: "NVMe" };
 function seconds(one, said) {
   if (!one.predicted) return null;
   const { seconds: words } = one.predicted;
-  if (said.has(words)) return el("p", { class: "seconds", text: "as fast as one above" });
+  if (said.has(words)) return el("p", { class: "seconds", text: "same time as a plan above" });
   said.add(words);
   return el("p", { class: "seconds" }, el("b", { text: words }), " per step");
 }
@@ -255,7 +255,7 @@ async function listTemplates() {
   try {
     const found = await get("/templates");
     known.listed = found.own;
-    byId("templates-folder").textContent = `Yours are plain JSON files in ${found.folder}.`;
+    byId("templates-folder").textContent = `Your templates are JSON files in ${found.folder}.`;
     const groups = new Map();
     for (const one of found.builtin) groups.set(one.group, [...(groups.get(one.group) ?? []), one]);
     fill(byId("templates-builtin"), ...[...groups].map(([group, members]) => el("section", { "aria-label": group },
@@ -303,7 +303,7 @@ function own(one) {
       button("Rename", renamed),
       button("Export", () => download(`${one.name}.template.json`, `${JSON.stringify(one, null, 2)}\n`)),
       button("Delete", () => attempt(async () => {
-        const sure = await ask({ title: `Delete ${one.name}?`, text: "Its file is removed. Export it first to keep a copy.", yes: "Delete" });
+        const sure = await ask({ title: `Delete ${one.name}?`, text: "The template's file is deleted. To keep a copy, export the template first.", yes: "Delete" });
         if (!sure) return;
         await post("/templates/delete", { name: one.name, version: one.version });
         await listTemplates();
@@ -333,7 +333,7 @@ async function saveTemplate(version) {
   });
   const there = known.listed.find((one) => one.name.toLowerCase() === name.toLowerCase());
   if (failed?.status === 409 && there) {
-    byId("templates-status").append(" ", action(`Save over ${there.name}`, () => saveTemplate(there.version)));
+    byId("templates-status").append(" ", action(`Overwrite ${there.name}`, () => saveTemplate(there.version)));
   }
 }
 

@@ -83,7 +83,7 @@ function set(control, value) {
 function reveal() {
   const stage = read("config", `${DEVICE}stage`) ?? 0;
   const sentences = JSON.parse(byId("stage-sentences").content.textContent);
-  byId("stage-sentence").textContent = sentences[stage]?.[1] ?? "zerotune chooses when it starts.";
+  byId("stage-sentence").textContent = sentences[stage]?.[1] ?? "zerotune chooses the stage at start.";
   show(byId("stage-3-note"), stage !== 3 && stage !== "auto");
   for (const folder of all(".nvme-folder")) {
     const section = folder.dataset.device.replace(/\.device$/, "");
@@ -116,7 +116,7 @@ function look(input) {
     try {
       say((await get("/path", { path })).sentence);
     } catch (error) {
-      say(error.data?.reason ? `Not looked at: it ${error.data.reason}.` : error.message);
+      say(error.data?.reason ? `The path ${error.data.reason}.` : error.message);
     }
   }, 250);
   looked.set(input, { path, timer });

@@ -45,7 +45,7 @@ export function undo() {
 
 export function redo() {
   if (at === entries.length - 1) return;
-  move(at + 1, `Done again: ${named(at + 1)}.`);
+  move(at + 1, `Redone: ${named(at + 1)}.`);
 }
 
 function move(to, sentence) {

@@ -120,16 +120,16 @@ function resume(start) {
   first(start, kept?.state.setup);
   if (!kept?.pending) return () => {};
   return () => {
-    load(kept.state, [], "", { label: "what was here before the reload", further: true });
-    const file = draft.goOn(kept) ? " The file was changed meanwhile." : "";
-    status(`What was here before the reload is back.${file}`, "",
+    load(kept.state, [], "", { label: "the form before the reload", further: true });
+    const file = draft.goOn(kept) ? " The file has changed since then." : "";
+    status(`The form from before the reload is restored.${file}`, "",
       action("Discard it", () => first(start, state.setup)));
   };
 }
 
 async function reset(defaults) {
   const sure = !draft.isUnsaved() || await ask({ title: "Reset to defaults?", yes: "Reset",
-    text: "The configuration goes back to what an empty builder shows. Model and machine stay, and Undo brings the rest back." });
+    text: "The configuration is reset to the default plan. Model and machine are kept, and Undo restores the configuration." });
   if (sure) load({ ...defaults, setup: state.setup }, [], "Reset to defaults.", { label: "the reset", further: true });
 }
 

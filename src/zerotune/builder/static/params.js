@@ -117,7 +117,7 @@ function parameters(what, typed) {
       known.filter((parameter) => (isRare(parameter) && !(parameter.name in written)) === wanted));
     fill(byId(`${what}-params`),
       ...usual.map((parameter) => row(what, parameter)),
-      ...foreign.map((name) => row(what, { name, range: "not an argument of it", choices: [], foreign: true })));
+      ...foreign.map((name) => row(what, { name, range: "not an argument of this class", choices: [], foreign: true })));
     fill(more.lastElementChild, ...rare.map((parameter) => row(what, parameter)));
     show(more, rare.length > 0);
   }

@@ -5,10 +5,10 @@ import { all, byId, download, el, fill, onSubmit, point, show, status, placed } 
 import { state } from "./state.js";
 
 const ABOUT = {
-  json: "What is saved: DeepSpeed's own format.",
-  running: "With everything automatic decided for the machine and model on this page.",
-  yaml: "For accelerate launch --config_file.",
-  python: "Builds an equal plan.",
+  json: "DeepSpeed's own format, as the builder saves it.",
+  running: "The configuration with every auto value filled in for the model and machine on this page.",
+  yaml: "A file for accelerate launch --config_file.",
+  python: "Python code that builds the same plan.",
 };
 const FILES = { json: "ds_config.json", running: "ds_config_resolved.json", yaml: "accelerate.yaml", python: "plan.py" };
 let outputs = {};
@@ -97,8 +97,8 @@ function draw() {
   const text = output?.text;
   byId("output-about").textContent = about();
   byId("output").textContent = text ?? (current === "running"
-    ? "Nothing runs until the errors are gone."
-    : "Nothing to show until the errors are gone.");
+    ? "Correct the errors to see the running configuration."
+    : "Correct the errors to see the file.");
   for (const id of ["copy", "download"]) byId(id).disabled = !text;
   show(byId("edit"), current === "json");
   fill(byId("output-messages"), ...(output?.messages ?? []).map((message) =>
@@ -123,9 +123,9 @@ const literal = (value) => (value !== null && typeof value === "object" && "$int
 
 export function renderChanges({ changes, valid }) {
   const holder = byId("changes");
-  if (!valid) return fill(holder, el("p", { class: "sentence", text: "Compared again when the errors are gone." }));
-  if (!changes) return fill(holder, el("p", { class: "sentence", text: "Nothing was applied yet." }));
-  if (!changes.changes.length) return fill(holder, el("p", { class: "sentence", text: "Nothing: this is what was applied." }));
+  if (!valid) return fill(holder, el("p", { class: "sentence", text: "Correct the errors to compare the plans." }));
+  if (!changes) return fill(holder, el("p", { class: "sentence", text: "No plan has been applied yet." }));
+  if (!changes.changes.length) return fill(holder, el("p", { class: "sentence", text: "No changes since the last Apply." }));
   const words = {
     added: (one) => `+ ${one.key}: ${literal(one.after)}`,
     removed: (one) => `− ${one.key}: ${literal(one.before)}`,

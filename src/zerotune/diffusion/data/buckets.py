@@ -1,4 +1,4 @@
-"""Aspect-ratio buckets: arithmetic for the training size and crop of each image."""
+"""Aspect-ratio buckets, which determine the training size and crop of each image."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Size = tuple[int, int]
 
 @attrs.frozen(kw_only=True, order=True)
 class Bucket:
-    """A target size for images."""
+    """A target size of images in pixels."""
 
     width: int
     height: int
@@ -34,7 +34,7 @@ class Bucket:
 
 @attrs.frozen(kw_only=True)
 class ReferenceBucket(Bucket):
-    """A size, and a number of images that are edited together, of which a batch has one."""
+    """A target size of images that all have the same number of references."""
 
     references: int
 
@@ -44,17 +44,17 @@ class ReferenceBucket(Bucket):
 
 @attrs.frozen(kw_only=True)
 class Placement:
-    """How an image fits its bucket: resize to ``resized``, then crop."""
+    """How an image is fitted to its bucket: resized to ``resized``, then cropped."""
 
     bucket: Bucket
     original: Size
     """Size of the upright image."""
     resized: Size
-    """Resized size: at least the bucket in both directions, and equal to it in one."""
+    """Size after resizing: at least the bucket's in both directions and equal to it in one."""
 
     @property
     def scale(self) -> float:
-        """Resize factor; above 1 the image is enlarged."""
+        """Resize factor; a factor above 1 enlarges the image."""
         return max(
             self.bucket.width / self.original[0],
             self.bucket.height / self.original[1],
@@ -62,7 +62,7 @@ class Placement:
 
     @property
     def excess(self) -> Size:
-        """Pixels to crop after resizing, horizontally and vertically; one of them is 0."""
+        """Pixels to crop after resizing, horizontally and vertically; one of the two is 0."""
         return self.resized[0] - self.bucket.width, self.resized[1] - self.bucket.height
 
 
@@ -71,12 +71,12 @@ class BucketAssignment:
     """The bucket of each image of a dataset."""
 
     placements: tuple[Placement, ...]
-    """One per image, in the order of the dataset."""
+    """One placement per image, in the order of the dataset."""
     decisions: tuple[Decision, ...] = ()
 
     @cached_property
     def members(self) -> dict[Bucket, tuple[int, ...]]:
-        """Return image indices by bucket, buckets sorted by width."""
+        """Image indices by bucket; buckets are sorted by width."""
         found: dict[Bucket, list[int]] = {}
         for index, placement in enumerate(self.placements):
             found.setdefault(placement.bucket, []).append(index)
@@ -84,17 +84,17 @@ class BucketAssignment:
         return {bucket: tuple(found[bucket]) for bucket in sorted(found, key=attrs.astuple)}
 
     def table(self) -> str:
-        """Return one line per bucket: size and number of images."""
+        """Return a text with the size and the number of images of each bucket."""
         return "\n".join(f"{bucket!s:>11}  {len(of)}" for bucket, of in self.members.items())
 
 
 @attrs.frozen(kw_only=True)
 class AspectBuckets:
-    """All sizes of at most ``area`` pixels whose sides are multiples of ``step``.
+    """The largest sizes of at most ``area`` pixels whose sides are multiples of ``step``.
 
-    For each width the largest height that fits is a bucket, and vice versa; the largest square is
-    one too. Each image is assigned to the bucket with the nearest aspect ratio; ties go to the
-    larger bucket.
+    Each width forms a bucket with the largest height that fits, and each height with the largest
+    width; the largest square is also a bucket. Each image is assigned to the bucket with the
+    nearest aspect ratio; ties go to the larger bucket.
 
     Raises:
         InvalidValueError: A value is out of range, or no size fits.
@@ -105,19 +105,19 @@ class AspectBuckets:
     step: int = attrs.field(default=64, validator=validated(positive, fix="raise it"))
     """Divisor of both sides: the combined downsampling factor of VAE and U-Net."""
     max_aspect: float = attrs.field(default=2.0)
-    """Maximum ratio of the longer to the shorter side. More extreme images are cropped to it."""
+    """Maximum ratio of the longer to the shorter side; longer images are cropped to this ratio."""
 
     def __attrs_post_init__(self) -> None:
         if self.max_aspect < 1:
             raise InvalidValueError(
-                "the ratio of the longer to the shorter side is at least 1",
+                "the ratio of the longer to the shorter side must be at least 1",
                 key="max_aspect",
                 value=self.max_aspect,
-                fix="write 1 for squares only",
+                fix="write 1 to allow only squares",
             )
         if self.step * self.step > self.area:
             raise InvalidValueError(
-                f"every size with sides divisible by {self.step} has more pixels",
+                f"is too small for any image with sides divisible by {self.step}",
                 key="area",
                 value=self.area,
                 fix=f"use at least {self.step**2}, or a smaller step",
@@ -125,22 +125,25 @@ class AspectBuckets:
 
     @classmethod
     def one_megapixel(cls) -> AspectBuckets:
-        """SDXL's training size: 1024² pixels, sides divisible by 64."""
+        """Return SDXL's training sizes: at most 1024² pixels, sides divisible by 64."""
         return cls()
 
     @classmethod
     def three_quarter_megapixel(cls) -> AspectBuckets:
-        """0.75 of SDXL's area (about 886²), sides divisible by 64."""
+        """Return sizes of at most 0.75 of SDXL's area (about 886²), sides divisible by 64."""
         return cls(area=1024 * 768)
 
     @classmethod
     def pixel_art(cls) -> AspectBuckets:
-        """128² pixels, sides divisible by 8. Resize with ``resampling="nearest"``."""
+        """Return sizes for pixel art: at most 128² pixels, sides divisible by 8.
+
+        Use ``Preparation(resampling="nearest")`` with these sizes.
+        """
         return cls(area=128 * 128, step=8)
 
     @cached_property
     def sizes(self) -> tuple[Bucket, ...]:
-        """All buckets, narrowest first."""
+        """All buckets, sorted by width."""
         found: set[Size] = set()
         for side in range(self.step, int(math.sqrt(self.area * self.max_aspect)) + 1, self.step):
             other = self.area // side // self.step * self.step
@@ -159,17 +162,17 @@ class AspectBuckets:
         return tuple(Bucket(width=w, height=h) for w, h in sorted(largest))
 
     def nearest(self, size: Size, *, among: Iterable[Bucket] | None = None) -> Bucket:
-        """Return the bucket whose aspect ratio is nearest to an image's.
+        """Return the bucket whose aspect ratio is nearest to that of an image.
 
         Args:
             size: Width and height of the upright image.
-            among: Candidate buckets; default all.
+            among: Candidate buckets; default all buckets.
 
         Raises:
             DataError: A side is below 1.
         """
         if min(size) < 1:
-            raise DataError("an image has at least one pixel", key="size", value=size)
+            raise DataError("an image must have at least one pixel", key="size", value=size)
         wanted = math.log(size[0] / size[1])
 
         def distance(bucket: Bucket) -> tuple[float, int, int]:
@@ -180,7 +183,12 @@ class AspectBuckets:
         return min(self.sizes if among is None else among, key=distance)
 
     def place(self, size: Size, *, bucket: Bucket | None = None) -> Placement:
-        """Return the placement of an image in its bucket or in the given one."""
+        """Return the placement of an image in a bucket.
+
+        Args:
+            size: Width and height of the upright image.
+            bucket: The bucket; by default the bucket with the nearest aspect ratio.
+        """
         return place_in(size, self.nearest(size) if bucket is None else bucket)
 
     def assign(self, sizes: Sequence[Size], *, minimum: int = 1) -> BucketAssignment:
@@ -188,14 +196,14 @@ class AspectBuckets:
 
         Args:
             sizes: Width and height of each upright image.
-            minimum: Images in buckets with fewer images move to the nearest bucket that has enough;
-                the micro batch size is a good value. Moves are recorded as decisions.
+            minimum: Minimum number of images per bucket, such as the micro batch size. Images of
+                smaller buckets move to the nearest bucket with enough images.
 
         Raises:
             DataError: There is no image, or an image has no pixels.
         """
         if not sizes:
-            raise DataError("is empty", key="sizes", value=0, fix="give at least one image")
+            raise DataError("is empty", key="sizes", value=0, fix="pass at least one image")
         kinds = {size: self.nearest(size) for size in set(sizes)}
         counts: dict[Bucket, int] = {}
         for size in sizes:
@@ -216,7 +224,7 @@ class AspectBuckets:
 
 
 def place_in(size: Size, bucket: Bucket) -> Placement:
-    """Return the placement of an image of this size in a bucket."""
+    """Return the placement of an image with width and height ``size`` in a bucket."""
     width, height = size
     # In whole numbers: a rounded scale may leave the image one pixel short of its bucket.
     if bucket.width * height >= bucket.height * width:
@@ -236,7 +244,7 @@ def _merged_buckets(
             before=len(counts),
             after=len(kept),
             reason=f"{sum(counts[bucket] for bucket in gone)} images in buckets with fewer than "
-            f"{minimum} ({', '.join(map(str, gone))}) move to the nearest fuller bucket",
+            f"{minimum} images ({', '.join(map(str, gone))}) move to the nearest larger buckets",
         )
 
 
@@ -248,7 +256,7 @@ def _enlarged_images(placements: Sequence[Placement]) -> Iterable[Decision]:
             before=1.0,
             after=round(max(scales), 3),
             reason=f"{len(scales)} of {len(placements)} images are smaller than their bucket and "
-            f"are enlarged, by up to {max(scales):.2f} times; remove them or reduce the "
-            "area",
+            f"are enlarged by a factor of up to {max(scales):.2f}; remove them or reduce the "
+            "area of the buckets",
             severity="warning",
         )

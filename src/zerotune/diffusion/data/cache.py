@@ -1,7 +1,7 @@
 """Caches of encoded tensors on disk, keyed by a hash of their inputs.
 
-``cache_latents`` and ``cache_texts`` fill them, with the work sharded over ranks; ``CachedImages``
-reads them in training.
+``cache_latents`` and ``cache_texts`` fill the caches and shard the work over ranks;
+``CachedImages`` reads the caches in training.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _MOST_OPEN = 128
 
 @attrs.frozen(kw_only=True)
 class CacheSettings:
-    """Settings that determine an encoder's output. Different settings use different caches."""
+    """Settings that determine an encoder's output; each combination has a separate cache."""
 
     kind: str
     """``"latents"``, ``"text"``, …; part of the folder name."""
@@ -61,12 +61,15 @@ class CacheSettings:
     def __attrs_post_init__(self) -> None:
         if not self.kind.isidentifier():
             raise InvalidValueError(
-                "must be usable in a folder name", key="kind", value=self.kind, fix="write one word"
+                "must be one word, because it is part of a folder name",
+                key="kind",
+                value=self.kind,
+                fix='write "latents", for example',
             )
         self.digest()  # Refuses what is not JSON here and not after the first shard.
 
     def digest(self) -> str:
-        """Return a hash of all settings, 32 hexadecimal digits.
+        """Return a hash of all settings as 32 hexadecimal digits.
 
         Raises:
             InvalidValueError: A setting is not a JSON type.
@@ -85,17 +88,17 @@ class CacheSettings:
             raise InvalidValueError(
                 f"contains values that are not JSON types ({error})",
                 key="settings",
-                fix="use names for classes and strings for dtypes",
+                fix="write classes and dtypes as strings",
             ) from None
 
 
 def hash_weights(module: torch.nn.Module) -> str:
     """Return a hash of a module's parameters and buffers: names, shapes, dtypes and values.
 
-    It reads all weights once; a known hub id with revision is faster.
+    Hashing reads all weights; a hub id with a revision identifies a model faster.
 
     Args:
-        module: The model; on any device.
+        module: Model on any device.
     """
     digest = hashlib.sha256()
     for name, tensor in sorted(module.state_dict().items()):
@@ -119,25 +122,23 @@ def _checksum(name: str, tensor: torch.Tensor) -> str:
 
 
 def hash_key(*parts: object) -> str:
-    """Return a key for one input: a hash of its parts."""
+    """Return the cache key of one input: a hash of its parts."""
     return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:40]
 
 
 class TensorCache:
-    """Named tensors by key, in safetensors files that are written atomically.
+    """A disk cache of named tensors by key, in safetensors files that are written atomically.
 
-    Files with the same settings are in ``root/<kind>-<digest>/`` and contain that digest. Neither a
-    changed setting nor a moved file can therefore return tensors of other settings. Any number of
-    ranks may write concurrently, because files are named by the keys they contain. Each tensor has
-    a checksum that is verified at every read.
+    The files are in ``root/<kind>-<digest>/`` and contain the digest of the settings, so a read
+    never returns tensors of different settings. Ranks may write concurrently, because the name of a
+    file is a hash of its keys. Each tensor has a checksum that is verified at every read.
 
     Args:
         root: Parent folder of all caches; it may be on a shared disk.
-        settings: Settings that the tensors depend on, besides their keys.
+        settings: Settings of the encoder that computes the tensors.
 
     Attributes:
-        decisions: Files that were rejected because they are damaged or have no checksums; their
-            entries are recomputed.
+        decisions: Warnings about ignored files, such as damaged ones; their entries are recomputed.
     """
 
     def __init__(self, root: str | os.PathLike[str], *, settings: CacheSettings) -> None:
@@ -160,8 +161,8 @@ class TensorCache:
         return self.__dict__ | {"_open": {}}
 
     def refresh(self) -> None:
-        """Look for files written by other processes."""
-        with system_errors(DataError, self.folder, "cannot hold a cache"):
+        """Find files that other processes have written."""
+        with system_errors(DataError, self.folder, "cannot be used as a cache"):
             there = self.folder.is_dir()
         if not there:
             return
@@ -173,7 +174,7 @@ class TensorCache:
         """Write the tensors of several keys to one file, atomically.
 
         Args:
-            entries: Tensors by name for each key; all keys have the same names.
+            entries: Tensors by name, for each key; every key has the same names.
 
         Raises:
             DataError: A tensor is not finite, or the file cannot be written.
@@ -188,7 +189,7 @@ class TensorCache:
                 raise DataError(
                     "the encoder returned non-finite values",
                     key=name,
-                    fix="run it in float32 or bfloat16; SDXL's VAE overflows in float16",
+                    fix="run the encoder in float32 or bfloat16; SDXL's VAE overflows in float16",
                 )
         path = self.folder / f"{hash_key(*sorted(entries))}.safetensors"
         sums = {name: _checksum(name, tensor) for name, tensor in tensors.items()}
@@ -199,16 +200,19 @@ class TensorCache:
         except (OSError, ValueError) as error:
             said = getattr(error, "strerror", None) or error
             raise DataError(
-                f"a file of the cache cannot be written ({said})",
+                f"this file of the cache cannot be written ({said})",
                 key=str(path),
-                fix="free space or make the folder writable, then call again: existing "
-                "entries are kept and only missing ones are computed",
+                fix="free disk space or make the folder writable, then fill the cache again; only "
+                "missing entries are computed",
             ) from error
         self._open.pop(path, None)
         self._index(path)
 
     def read(self, key: str) -> dict[str, torch.Tensor]:
-        """Return the tensors of a key.
+        """Return the tensors of a key, by tensor name.
+
+        Args:
+            key: Key as in ``write``.
 
         Raises:
             DataError: The key is missing, or its tensors are damaged.
@@ -217,7 +221,8 @@ class TensorCache:
             raise DataError(
                 f"is not in the cache {self.folder}",
                 key=key,
-                fix="fill the cache with these data and settings first",
+                fix="first fill the cache (`cache_latents`, `cache_texts`) with the same data and "
+                "settings",
             )
         path, sums = self._places[key]
         try:
@@ -250,12 +255,12 @@ class TensorCache:
                 names = list(file.keys())
             sums = json_of(metadata.get("checksums", "null"))
             if sums is not None and sums.keys() != set(names):
-                raise ValueError("its checksums belong to other entries")
+                raise ValueError("the checksums do not match the tensors in the file")
         except (SafetensorError, OSError, ValueError, AttributeError) as error:
             self._set_aside(path, f"is damaged ({error})")
             return
         if metadata.get("settings") != self.settings.digest():
-            self._set_aside(path, "was written with other settings")
+            self._set_aside(path, "was written with different settings")
             return
         if sums is None:
             self._set_aside(path, "has an old format without checksums")
@@ -273,7 +278,7 @@ class TensorCache:
             key="cache",
             before=path.name,
             after=None,
-            reason=f"the file in {self.folder.name} {reason}; its entries are computed again",
+            reason=f"the file in {self.folder.name} {reason}; entries of this file are recomputed",
             severity="warning",
         )
         self.decisions += (decision,)
@@ -289,13 +294,13 @@ def _damaged_entry(path: Path, entry: str, reason: str) -> DataError:
     return DataError(
         f"the entry {entry} {reason}",
         key=str(path),
-        fix="delete the file and fill the cache again (`cache_latents`, `cache_texts`): only "
-        "its entries are recomputed",
+        fix="delete the file and fill the cache again (`cache_latents`, `cache_texts`); only the "
+        "entries of this file are recomputed",
     )
 
 
 def cache_names(caches: Iterable[TensorCache]) -> str:
-    """Return the settings of several caches as one word for a dataset's identity."""
+    """Return one string that identifies the settings of several caches."""
     return "+".join(cache.settings.digest() for cache in caches)
 
 
@@ -308,24 +313,24 @@ EncodeImages = Callable[[torch.Tensor], Mapping[str, torch.Tensor]]
 EncodeTexts = Callable[[Sequence[str]], Mapping[str, torch.Tensor]]
 """Function from captions to named tensors, batch first, such as ``{"prompt_embeds": …}``."""
 Progress = Callable[[int, int], None]
-"""Called with the number of finished and total items of this rank."""
+"""Function that is called with this rank's numbers of finished items and of all items."""
 
 TEXTS: Final = "texts"
 """Kind of a cache of text embeddings."""
 EDITS: Final = "edits"
-"""Kind of a cache of texts encoded together with the image that they edit."""
+"""Kind of a cache of texts that are encoded together with the image to edit."""
 
 EncodeEdits = Callable[[Sequence[str], torch.Tensor], Mapping[str, torch.Tensor]]
-"""Like ``EncodeTexts``, for captions with the images (b, 3, h, w) in [-1, 1] that they edit; with
-several images each, (b, r, 3, h, w)."""
+"""Function like ``EncodeTexts`` that also receives the images to edit, (b, 3, h, w) in [-1, 1], or
+(b, r, 3, h, w) if a caption edits several."""
 ReadImages = Callable[[Mapping[str, torch.Tensor]], torch.Tensor | None]
-"""Return the images of a batch that texts are encoded with, or ``None``."""
+"""Function from a batch to the images that the text encoder reads, or ``None``."""
 
 _CORNER = "crop_corner"
 
 
 class CacheOptions(TypedDict, total=False):
-    """Options for filling a cache."""
+    """Options of the functions that fill a cache."""
 
     batch_size: int
     """Images or texts per call."""
@@ -338,10 +343,10 @@ class CacheOptions(TypedDict, total=False):
     progress: Progress | None
     """Called once at the start and after each batch."""
     release: Callable[[], None] | None
-    """Called when this rank has finished and no longer needs the encoder, even if it had no work:
-    ``lambda: vae.to("cpu")``."""
+    """Function that frees the encoder, such as ``lambda: vae.to("cpu")``. It is called when this
+    rank has finished, even if it had no work."""
     barrier: Callable[[], None] | None
-    """Waits for all ranks; required with more than one."""
+    """Function that waits for all ranks; required with more than one rank."""
 
 
 def cache_latents(
@@ -352,26 +357,26 @@ def cache_latents(
     encode_references: EncodeImages | None = None,
     **options: Unpack[CacheOptions],
 ) -> None:
-    """Encode the latents of all images that are not cached yet. Collective.
+    """Encode all images whose latents are not cached yet. Collective.
 
-    An image's key consists of its stored bytes, size, bucket, preparation and mirroring, and the
-    files beside it. Masks are stored at latent size as ``loss_masks``, encoded references as
-    ``reference_latents``, (b, r, …) if images may have several. A file is written every
-    ``shard_size`` images. If the process is killed, these files stay, and the next call encodes the
-    rest on any number of ranks.
+    The key of an image is a hash of its stored bytes, mask, references, bucket, preparation and
+    mirroring. Masks are stored at latent size as ``loss_masks``, encoded references as
+    ``reference_latents``, (b, r, …) if some images have several references. A file is written
+    every ``shard_size`` images, so a call after an interruption encodes only the missing images,
+    on any number of ranks.
 
     Args:
-        dataset: The images. Mirrored images are added if its augmentation flips.
+        dataset: Images to encode, also mirrored if the augmentation flips.
         cache: Cache to fill.
-        encode: Runs the VAE. It receives batches of equally sized images and returns the VAE's
-            mean, or mean and deviation to draw new noise each epoch. Shapes (b, …).
-        encode_references: Encoder of edited images, if it differs.
-        **options: Options of ``CacheOptions``; default 4 images per call and 256 per file.
+        encode: Function that runs the VAE on a batch of equally sized images. The returned tensors
+            (b, …) are the mean, or mean and deviation, from which each epoch draws new latents.
+        encode_references: Function that encodes reference images; default ``encode``.
+        **options: Fields of ``CacheOptions``; by default 4 images per call and 256 per file.
 
     Raises:
         DataError: An image is broken, or the encoder returns the wrong number of tensors or
             non-finite values.
-        InvalidValueError: A size or rank is out of range.
+        InvalidValueError: ``batch_size`` or ``rank`` is out of range, or ``barrier`` is missing.
     """
     images = CachedImages(dataset, latents=cache)
     shapes: dict[str, tuple[int, bool]] = {}
@@ -420,14 +425,13 @@ def cache_texts(
 ) -> None:
     """Encode all captions that are not cached yet. Collective.
 
-    The empty caption is always included. Equal captions are encoded once. Arguments and errors are
-    those of ``cache_latents``; default 16 captions per call and 1,024 per file.
+    The empty caption is always encoded, and equal captions are encoded once.
 
     Args:
-        captions: All texts; equal ones are computed once.
-        cache: Where embeddings are written.
-        encode: Embeds a list of captions.
-        options: As of ``cache_latents``.
+        captions: All captions.
+        cache: Cache to fill.
+        encode: Function from a list of captions to named tensors, batch first.
+        **options: Fields of ``CacheOptions``; by default 16 captions per call and 1,024 per file.
     """
     texts = {text_key(text): text for text in (*captions, "")}
 
@@ -446,22 +450,22 @@ def cache_edits(
     read: ReadImages | None = None,
     **options: Unpack[CacheOptions],
 ) -> None:
-    """Encode captions together with the image that each edits. Collective.
+    """Encode each caption together with the image that it edits. Collective.
 
-    Like ``cache_texts``, for encoders that read both together. Every caption of an image is
-    encoded, also for the mirrored image if images are flipped, and the empty caption if captions
-    are dropped.
+    This function replaces ``cache_texts`` for encoders that read caption and image together. Every
+    caption of an image is encoded, with the mirrored image too if the augmentation flips. The empty
+    caption is included if captions are dropped.
 
     Args:
-        dataset: Images with their captions and references.
-        cache: Cache of the kind ``EDITS`` to fill.
-        encode: Runs the encoder.
-        read: Returns the images for the encoder; default the references.
-        **options: Options of ``CacheOptions``; default 4 texts per call and 64 per file.
+        dataset: Images with captions and references.
+        cache: Cache to fill, of the kind ``EDITS``.
+        encode: Function from captions and images to named tensors, batch first.
+        read: Function that returns the encoder's images from a batch; default the reference images.
+        **options: Fields of ``CacheOptions``; by default 4 texts per call and 64 per file.
 
     Raises:
-        DataError: The dataset has no references; also the errors of ``cache_latents``.
-        InvalidValueError: Tags are shuffled anew at each use, so texts cannot be enumerated.
+        DataError: The dataset has no references, or an error of ``cache_latents`` occurs.
+        InvalidValueError: Tags are shuffled anew at each use, so captions cannot be enumerated.
     """
     if read is None:
         check_edits(dataset)
@@ -488,38 +492,40 @@ def cache_edits(
 
 
 def check_edits(dataset: PreparedImages) -> None:
-    """Check that images have references and captions can be enumerated."""
+    """Check that images have references and that captions can be enumerated."""
     dataset.augmentation.check_countable()
     if REFERENCE not in dataset.companions:
         raise DataError(
-            "texts are encoded together with the edited image, but no image has a reference",
+            "the text encoder reads the image to edit, but no image has a reference",
             key="dataset.companions",
             value=sorted(dataset.companions),
-            fix="add one beside each image: cat.reference.png beside cat.png (docs/data.md)",
+            fix="add a reference for each image, such as cat.reference.png for cat.png "
+            "(docs/data.md)",
         )
 
 
 def text_key(caption: str) -> str:
-    """Return the key of a caption."""
+    """Return the cache key of a caption."""
     return hash_key("text", caption)
 
 
 class CachedImages:
-    """A bucketed dataset that reads cached latents, and embeddings if given, instead of images.
+    """A bucketed dataset of cached latents and, with ``texts``, of cached text embeddings.
 
-    A sample contains the encoders' outputs, ``captions`` if no text cache is given, and sizes and
-    crops as in ``PreparedImages``. Order, flips and dropped captions equal those of
-    ``PreparedImages``, so a run may switch from pixels to latents. No image is decoded.
+    A sample contains the cached tensors, and sizes and crops as in ``PreparedImages``; without
+    ``texts`` it also contains ``captions``. Order, flips and dropped captions are the same as with
+    ``PreparedImages``, so a run may switch from pixels to latents. Reading a sample decodes no
+    image.
 
     Args:
-        dataset: The dataset with which the cache was filled.
+        dataset: Dataset with which the caches were filled.
         latents: Filled cache of latents.
-        texts: Filled cache of captions.
+        texts: Filled cache of text embeddings.
 
     Raises:
-        DataError: Raised on reading if an image or caption is not cached.
-        InvalidValueError: ``texts`` are given although tags are shuffled anew at each use, or the
-            preparation contains an object without a stable ``repr``.
+        DataError: An image or caption is not cached; raised when a sample is read.
+        InvalidValueError: ``texts`` is given although tags are shuffled anew at each use, or the
+            preparation contains an object whose ``repr`` differs between processes.
     """
 
     def __init__(
@@ -535,29 +541,34 @@ class CachedImages:
 
     @property
     def assignment(self) -> BucketAssignment:
-        """The bucket of each image."""
+        """Bucket of each image."""
         return self._dataset.assignment
 
     @property
     def companions(self) -> frozenset[str]:
-        """Kinds of files beside the images."""
+        """Kinds of companion files of the images: masks, references."""
         return self._dataset.companions
 
     @property
     def identity(self) -> str:
-        """Identity of the images, so that the order does not depend on caching."""
+        """Digest of the images, the same as with ``PreparedImages``."""
         return self._dataset.identity
 
     @property
     def settings(self) -> str:
-        """Identifies the encoders' settings."""
+        """String that identifies the encoders' settings."""
         return cache_names(cache for cache in (self._latents, self._texts) if cache is not None)
 
     def __len__(self) -> int:
         return len(self._dataset)
 
     def latent_key(self, index: int, *, flipped: bool) -> str:
-        """Return the key of an image: a hash of its stored bytes and preparation."""
+        """Return the cache key of an image: a hash of its stored bytes and preparation.
+
+        Args:
+            index: Index of the image.
+            flipped: Whether the image is mirrored.
+        """
         # Beside others with masks one without has a mask too, of ones.
         return hash_key(
             self._dataset.contents[index],
@@ -568,7 +579,13 @@ class CachedImages:
         )
 
     def words_key(self, caption: str, index: int, *, flipped: bool) -> str:
-        """Return the key of an image's caption, or of both if they were encoded together."""
+        """Return the cache key of a caption, or of caption and image if encoded together.
+
+        Args:
+            caption: Caption, or the empty string if it is dropped.
+            index: Index of the image.
+            flipped: Whether the image is mirrored.
+        """
         if self._texts is None or self._texts.settings.kind != EDITS:
             return text_key(caption)
         return hash_key("edit", caption, self.latent_key(index, flipped=flipped))
@@ -594,12 +611,12 @@ def _check_reproducible(preparation: Preparation) -> None:
     for name, part in attrs.asdict(preparation, recurse=False).items():
         if not is_reproducible(repr(part)):
             raise InvalidValueError(
-                "its repr is part of each image's key but contains a memory address, so "
-                "every process would encode the whole cache again",
+                "the repr of this object is part of every cache key but contains a memory "
+                "address, so every process would encode all images again",
                 key=f"preparation.{name}",
                 value=part,
-                fix="decorate its class with attrs.frozen or dataclass(frozen=True), or give "
-                "it a __repr__ with all its settings; functions have none",
+                fix="decorate its class with attrs.frozen or dataclass(frozen=True), or "
+                "define a __repr__ with all settings; replace a function by such a class",
             )
 
 
@@ -620,7 +637,7 @@ def _compute_missing(
     """Compute this rank's share of what the cache lacks, in batches of one bucket."""
     if barrier is None and world_size > 1:
         raise InvalidValueError(
-            "ranks must wait for each other before reading",
+            "is required, because ranks must wait for each other before reading the cache",
             key="barrier",
             value=None,
             fix="pass torch.distributed.barrier",
@@ -668,9 +685,9 @@ def _rows_by_key(
     for name, tensor in encoded.items():
         if len(tensor) != len(keys):
             raise DataError(
-                f"the encoder received {len(keys)} and returned {len(tensor)}",
+                f"the encoder received {len(keys)} inputs and returned {len(tensor)} rows",
                 key=name,
-                fix="return tensors with the batch first",
+                fix="return tensors whose first dimension is the batch",
             )
     # Cloned: a view would keep the whole batch alive until its file is written.
     return {

@@ -1,4 +1,4 @@
-"""Video clips: files and folders of frames, in buckets of frames, height and width."""
+"""Datasets of video clips (files or folders of frames) in buckets of frames, height and width."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ _HALF: Final = Fraction(1, 2)
 
 
 class Clip(Protocol):
-    """Access to one stored clip."""
+    """Protocol: access to one stored clip."""
 
     @property
     def rate(self) -> Fraction:
@@ -70,15 +70,19 @@ class Clip(Protocol):
         ...
 
     def images(self) -> Iterator[Image]:
-        """Return all frames, upright, RGB or RGBA."""
+        """Return all frames as upright images, RGB or RGBA."""
         ...
 
     def picked(self, numbers: Sequence[int]) -> list[Image]:
-        """Return frames by increasing indices, which may repeat."""
+        """Return the frames with the given indices.
+
+        Args:
+            numbers: Increasing indices; an index may be repeated.
+        """
         ...
 
     def content(self) -> str:
-        """Return a hash of the stored data."""
+        """Return a hash of the stored clip."""
         ...
 
 
@@ -115,7 +119,7 @@ class _VideoFile:
         with _container(path) as (_, stream):
             rate = stream.average_rate or stream.guessed_rate
         if not rate or rate <= 0:
-            raise ValueError("it does not declare a frame rate")
+            raise ValueError("the file does not declare a frame rate")
         return cls(path=path, rate=Fraction(rate))
 
     def first(self) -> tuple[Size, int]:
@@ -141,7 +145,7 @@ class _VideoFile:
                 read[count - 1] = image
             if len(read) == len(wanted):
                 return [read[number] for number in numbers]
-        raise ValueError(f"it ends after {count} frames, but frame {max(wanted)} is needed")
+        raise ValueError(f"the clip ends after {count} frames, but frame {max(wanted)} is needed")
 
     def content(self) -> str:
         digest = hashlib.sha256()
@@ -157,7 +161,7 @@ def _container(path: Path) -> Iterator[tuple[Any, Any]]:
     check_regular(path)
     with need("av", package="av", extra="video").open(os.fspath(path)) as container:
         if not container.streams.video:
-            raise ValueError("it contains no images")
+            raise ValueError("the file contains no images")
         yield container, container.streams.video[0]
 
 
@@ -165,16 +169,20 @@ class ClipCheck(Protocol):
     """Protocol: how thoroughly clips are checked when a source is opened."""
 
     def look(self, clip: Clip) -> tuple[Size, int]:
-        """Return width and height of the upright frames, and their number."""
+        """Return width and height of the upright frames, and the number of frames.
+
+        Args:
+            clip: Clip to check.
+        """
         ...
 
 
 @attrs.frozen(kw_only=True)
 class WholeClip:
-    """Decode every frame: detects truncated clips and counts frames exactly."""
+    """Decode every frame to detect truncated clips and count frames exactly."""
 
     def look(self, clip: Clip) -> tuple[Size, int]:
-        """Return width and height of all frames, and their number."""
+        """Return width and height of all frames, and the number of frames."""
         sizes = [image.size for image in clip.images()]
         if len(set(sizes)) != 1:
             found = ", ".join(f"{width}x{height}" for width, height in sorted(set(sizes)))
@@ -184,16 +192,16 @@ class WholeClip:
 
 @attrs.frozen(kw_only=True)
 class FirstFrame:
-    """Decode only the first frame and trust the declared length: fast.
+    """Decode only the first frame of each clip and trust the declared length.
 
-    If a clip turns out to be shorter, the run stops when reading it.
+    Reading a clip that is shorter than declared stops the run.
     """
 
     def look(self, clip: Clip) -> tuple[Size, int]:
         """Return width and height of the first frame, and the declared number of frames."""
         size, count = clip.first()
         if count < 1:
-            raise ValueError("it does not declare its length; use check=WholeClip()")
+            raise ValueError("the file does not declare its length; use check=WholeClip()")
         return size, count
 
 
@@ -214,45 +222,59 @@ class ClipItem(ImageItem):
 
 
 class ClipSource(Protocol):
-    """Clips with captions, in a fixed order that is the same on all ranks."""
+    """Protocol: clips with captions, in a fixed order that is the same on all ranks."""
 
     def __len__(self) -> int: ...
 
     def item(self, index: int) -> ClipItem:
-        """Return name, size, length and caption."""
+        """Return the name, size, length and caption of a clip.
+
+        Args:
+            index: Index of the clip.
+        """
         ...
 
     def frames(self, index: int, numbers: Sequence[int]) -> list[Image]:
-        """Return some frames, upright, RGB or RGBA."""
+        """Return frames of a clip as upright images, RGB or RGBA.
+
+        Args:
+            index: Index of the clip.
+            numbers: Indices of the frames.
+        """
         ...
 
     def content(self, index: int) -> str:
-        """Return a hash of the stored clip."""
+        """Return a hash of the stored clip.
+
+        Args:
+            index: Index of the clip.
+        """
         ...
 
 
 class ClipFolder:
     """All clips of a folder and its subfolders, sorted by name.
 
-    A clip is a video file, which requires PyAV (``zerotune[video]``), or a folder inside the root
-    that contains images and no videos. Its images are the frames in natural order: ``9.png`` comes
+    A clip is a video file, which requires PyAV (``zerotune[video]``), or a subfolder that contains
+    images and no videos. The images of a subfolder are frames in natural order: ``9.png`` comes
     before ``10.png``.
 
     Args:
         root: The folder. Names that begin with a dot are ignored.
-        frame_rate: Frame rate of folders of frames, which do not declare one.
-        captions: Source of captions, as for ``ImageFolder``: ``cat.txt`` belongs to ``cat.mp4`` and
-            to the folder ``cat``.
-        check: ``"whole"``, the default, decodes every frame at the start; ``"first"`` is faster.
-        on_broken: ``"skip"``, the default, skips broken clips; ``"error"`` stops.
+        frame_rate: Frame rate of clips that are folders of images.
+        captions: Files with captions, as for ``ImageFolder``: ``cat.txt`` describes ``cat.mp4`` or
+            the folder ``cat``.
+        check: ``"whole"``, the default, decodes every frame at the start; ``"first"`` decodes only
+            the first frame of each clip.
+        on_broken: ``"skip"``, the default, skips broken clips; ``"error"`` raises an error.
 
     Attributes:
         broken: Skipped clips with reasons.
-        decisions: Automatic choices and skipped clips.
+        decisions: Records of automatic choices and skipped clips.
 
     Raises:
         DataError: There are no clips, or a caption file is malformed.
-        InvalidValueError: The rate is not above 0.
+        InvalidValueError: ``frame_rate`` is not above 0.
         MissingDependencyError: Pillow is not installed, or PyAV is missing for videos.
     """
 
@@ -266,7 +288,7 @@ class ClipFolder:
         on_broken: OnBroken | None = None,
     ) -> None:
         place, rate = Path(root), _checked_rate(frame_rate, key="frame_rate")
-        with system_errors(DataError, place, "clips cannot be read there"):
+        with system_errors(DataError, place, "the folder of clips cannot be read"):
             there = place.is_dir()
         if not there:
             raise DataError(
@@ -324,11 +346,11 @@ class ClipFolder:
         return len(self._items)
 
     def item(self, index: int) -> ClipItem:
-        """Return name, size, length and caption."""
+        """Return the name, size, length and caption of a clip."""
         return self._items[index]
 
     def frames(self, index: int, numbers: Sequence[int]) -> list[Image]:
-        """Return some frames, upright, RGB or RGBA.
+        """Return frames of a clip as upright images, RGB or RGBA.
 
         Raises:
             DataError: The clip is broken or shorter than declared.
@@ -340,11 +362,11 @@ class ClipFolder:
             raise DataError(
                 why(error),
                 key=self._items[index].name,
-                fix="open the source with check=WholeClip(), which detects such clips at the start",
+                fix="open the source with check=WholeClip(), which detects short clips early",
             ) from error
 
     def content(self, index: int) -> str:
-        """Return a hash of the file, or of all frames."""
+        """Return a hash of the video file or of all frames."""
         return self._clips[index].content()
 
 
@@ -365,7 +387,7 @@ def _clips_in(root: Path) -> tuple[dict[str, Path | tuple[Path, ...]], list[Brok
             strays += [
                 BrokenImage(
                     name=path.relative_to(root).as_posix(),
-                    reason="is not inside a folder of frames",
+                    reason="is an image outside a folder of frames",
                 )
                 for path in sorted(images)
             ]
@@ -387,7 +409,7 @@ def _rate_decision(rate: Fraction, folders: int) -> tuple[Decision, ...]:
             key="data.frame_rate",
             before=None,
             after=round(float(rate), 3),
-            reason=f"{folders} folders of frames do not declare a frame rate",
+            reason=f"{folders} clips are folders of images, which do not declare a frame rate",
         ),
     )
 
@@ -395,7 +417,10 @@ def _rate_decision(rate: Fraction, folders: int) -> tuple[Decision, ...]:
 def _checked_rate(value: float | Fraction, *, key: str) -> Fraction:
     if not 0 < value < float("inf"):
         raise InvalidValueError(
-            "is not a frame rate", key=key, value=value, fix="write frames per second"
+            "must be a finite number above 0",
+            key=key,
+            value=value,
+            fix="write the number of frames per second",
         )
     return Fraction(value).limit_denominator(_FINEST)
 
@@ -405,7 +430,7 @@ def _checked_rate(value: float | Fraction, *, key: str) -> Fraction:
 
 @attrs.frozen(kw_only=True, order=True)
 class ClipBucket(Bucket):
-    """A target size and length for clips."""
+    """A target size of clips: width, height and number of frames."""
 
     frames: int
 
@@ -415,7 +440,7 @@ class ClipBucket(Bucket):
 
 @attrs.frozen(kw_only=True)
 class ClipPlacement(Placement):
-    """How a clip fits its bucket: selected frames, resize, then crop."""
+    """How a clip is fitted to its bucket: frames are selected, resized and cropped."""
 
     bucket: ClipBucket
     start: int
@@ -427,7 +452,7 @@ class ClipPlacement(Placement):
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """Return indices of the selected frames, nearest in time."""
+        """Indices of the selected frames: those nearest to the times of the target frame rate."""
         return tuple(
             self.start + int(number * self.step + _HALF) for number in range(self.bucket.frames)
         )
@@ -443,27 +468,27 @@ def _frames_per_second(value: float | Fraction) -> Fraction:
 
 @attrs.frozen(kw_only=True)
 class ClipBuckets:
-    """Buckets for clips: each size of ``sizes`` at each length of ``frames``.
+    """Buckets of clips: each size of ``sizes`` with each length of ``frames``.
 
-    A clip is assigned to the longest length it can fill, and there to the size with the nearest
-    aspect ratio. Longer clips are cut to their middle.
+    A clip is assigned to the longest length that it fills and to the size with the nearest aspect
+    ratio. A clip that is longer than its bucket is cut to its middle.
 
     Raises:
-        InvalidValueError: The VAE does not support a length, or a rate is not above 0.
+        InvalidValueError: The VAE does not support a length, or ``fps`` is not above 0.
     """
 
     sizes: AspectBuckets
-    """Width and height, for all lengths."""
+    """Widths and heights for all lengths."""
     compression: int = attrs.field(default=4, validator=validated(whole, fix="write 1"))
-    """Frames that the VAE compresses to one latent frame, after the first frame, which has its own:
-    ``family.parts.latents.frames``."""
+    """Number of frames per latent frame of the VAE (``family.parts.latents.frames``). The first
+    latent frame contains a single frame."""
     frames: tuple[int, ...] = attrs.field(default=(17, 33, 49, 81), converter=_rising)
-    """Lengths, each 1 more than a multiple of ``compression``; 1 is a still image."""
+    """Numbers of frames, each 1 more than a multiple of ``compression``; 1 is a still image."""
     fps: Fraction | None = attrs.field(
         default=None, converter=attrs.converters.optional(_frames_per_second)
     )
-    """Target frame rate, reached by dropping or repeating frames; by default each clip keeps its
-    own rate."""
+    """Frames per second in training; frames are dropped or repeated. By default each clip keeps its
+    frame rate."""
 
     @frames.validator
     def _check_lengths(self, _attribute: Any, value: tuple[int, ...]) -> None:
@@ -472,8 +497,8 @@ class ClipBuckets:
             if (frames - 1) % self.compression:
                 below = frames - (frames - 1) % self.compression
                 raise InvalidValueError(
-                    f"a VAE that compresses {self.compression} frames to one after the "
-                    f"first needs 1 more than a multiple of {self.compression}",
+                    f"must be 1 more than a multiple of {self.compression}, because the VAE "
+                    f"compresses every {self.compression} frames after the first into one",
                     key="frames",
                     value=frames,
                     fix=f"write {below} or {below + self.compression}",
@@ -484,11 +509,19 @@ class ClipBuckets:
             )
 
     def step(self, item: ClipItem) -> Fraction:
-        """Return source frames per selected frame."""
+        """Return the number of source frames per selected frame.
+
+        Args:
+            item: Metadata of the clip.
+        """
         return Fraction(1) if self.fps is None else item.rate / self.fps
 
     def length(self, item: ClipItem) -> int | None:
-        """Return the longest length that a clip fills; ``None`` if it is too short for all."""
+        """Return the longest length that a clip fills; ``None`` if the clip is too short for all.
+
+        Args:
+            item: Metadata of the clip.
+        """
         available = int((item.frames - 1) / self.step(item)) + 1
         return max((length for length in self.frames if length <= available), default=None)
 
@@ -496,15 +529,15 @@ class ClipBuckets:
         """Assign every clip to a bucket.
 
         Args:
-            items: The clips.
-            minimum: Clips in buckets with fewer clips move to the nearest one of the same length
-                that has enough; see ``AspectBuckets.assign``.
+            items: Metadata of the clips.
+            minimum: Minimum number of clips per bucket, such as the micro batch size. Clips of
+                smaller buckets move to the nearest bucket of the same length with enough clips.
 
         Raises:
             DataError: There are no clips, or a clip is too short for all lengths.
         """
         if not items:
-            raise DataError("is empty", key="clips", value=0, fix="give at least one clip")
+            raise DataError("is empty", key="clips", value=0, fix="pass at least one clip")
         lengths = [self.length(item) for item in items]
         self._refuse_short(items, lengths)
         placements: dict[int, Placement] = {}
@@ -541,7 +574,7 @@ class ClipBuckets:
                 + (", …" if len(short) > 5 else ""),
                 key="frames",
                 value=self.frames,
-                fix="add a shorter length (1 is a still image), lower fps, or remove them",
+                fix="add a shorter length (1 is a still image), reduce fps, or remove these clips",
             )
 
     def _frame_decisions(
@@ -553,8 +586,8 @@ class ClipBuckets:
                 key="clips.fps",
                 before=None,
                 after=str(self.fps),
-                reason=f"{len(slow)} of {len(items)} clips have a lower frame rate, so some of "
-                f"their frames are repeated ({slow[0]}, …)",
+                reason=f"{len(slow)} of {len(items)} clips ({slow[0]}, …) have a lower frame rate, "
+                "so some of their frames are repeated",
                 severity="warning",
             )
         spans = [numbers[-1] - numbers[0] + 1 for numbers in map(_frame_numbers, placements)]
@@ -564,8 +597,8 @@ class ClipBuckets:
                 key="clips.frames",
                 before=there,
                 after=sum(spans),
-                reason="only the middle of clips longer than their bucket is used; cut them "
-                "into several clips to use all",
+                reason="only the middle of a clip is used if it is longer than its bucket; to use "
+                "all frames, cut long clips into several",
             )
 
 
@@ -577,18 +610,18 @@ def _frame_numbers(placement: Placement) -> tuple[int, ...]:
 
 
 class PreparedClips(PreparedImages):
-    """A bucketed dataset of clips and captions; caches and streams accept it like images.
+    """A bucketed dataset of clips and captions, for the same caches and streams as images.
 
-    A sample equals one of ``PreparedImages``, except that ``images`` have the shape (3, frames, h,
-    w). All frames of a clip are cropped and mirrored alike; content-dependent crops use the first
-    frame.
+    A sample has the same keys as in ``PreparedImages``; ``images`` has the shape (3, frames, h, w).
+    All frames of a clip are cropped and mirrored in the same way; the first frame determines the
+    crop.
 
     Args:
-        source: Source, such as ``ClipFolder``.
-        buckets: Lengths and sizes of clips.
-        minimum: Clips in buckets with fewer clips move to a fuller one; see ``ClipBuckets.assign``.
-        preparation: Transparency, resizing, cropping.
-        augmentation: Flips and captions.
+        source: Source of clips, such as ``ClipFolder``.
+        buckets: Target lengths and sizes of the clips.
+        minimum: Minimum number of clips per bucket; see ``ClipBuckets.assign``.
+        preparation: Settings for transparency, resizing and cropping.
+        augmentation: Settings for flips and captions.
 
     Raises:
         DataError: A clip is too short for all buckets.
@@ -616,7 +649,7 @@ class PreparedClips(PreparedImages):
         return buckets.assign(items, minimum=minimum)  # type: ignore[no-any-return]
 
     def pixels(self, index: int, *, flipped: bool) -> tuple[torch.Tensor, Size]:
-        """Return one clip (3, frames, h, w) in [-1, 1], and left and top of its displayed crop."""
+        """Return a clip (3, frames, h, w) in [-1, 1], and left and top of its crop."""
         placement = self.assignment.placements[index]
         source: Any = self.source
         frames = source.frames(index, _frame_numbers(placement))

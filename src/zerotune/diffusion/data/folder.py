@@ -43,11 +43,11 @@ from zerotune.errors import DataError
 
 
 def parse_jsonl(text: str, *, source: str, file: str, caption: str) -> dict[str, Words]:
-    """Parse captions by file name from JSON lines.
+    """Parse JSON lines into captions by file name.
 
     Args:
         text: The lines; blank lines are skipped.
-        source: Name of the file, for messages.
+        source: Name of the metadata file, for error messages.
         file: Key of the image path, relative to the metadata file.
         caption: Key of the caption, or of a list of captions.
     """
@@ -55,7 +55,7 @@ def parse_jsonl(text: str, *, source: str, file: str, caption: str) -> dict[str,
 
 
 def parse_csv(text: str, *, source: str, file: str, caption: str) -> dict[str, Words]:
-    """Parse captions by file name from CSV with a header; see ``parse_jsonl``."""
+    """Parse CSV with a header into captions by file name; see ``parse_jsonl``."""
     return _collect(_csv_rows(text, source), source=source, file=file, caption=caption)
 
 
@@ -97,7 +97,7 @@ def _collect(
             several = value if column == caption and isinstance(value, list) else [value]
             if not all(isinstance(each, str) for each in several):
                 raise _bad_line(
-                    source, number, f"has no text column {column!r} (columns: {sorted(row)})"
+                    source, number, f"has no text in column {column!r} (columns: {sorted(row)})"
                 )
         name = _path_beside(row[file], source, number)
         if captions.get(name, row[caption]) != row[caption]:
@@ -117,8 +117,8 @@ def _bad_line(source: str, number: int, reason: str) -> DataError:
     return DataError(
         f"line {number} {reason}",
         key=source,
-        fix='write lines such as {"file_name": "a.png", "text": "a cat"}, or the same columns, '
-        "or name your own with columns=",
+        fix='write "file_name" and "text" as keys (JSON) or columns (CSV), or pass your names: '
+        "captions=MetadataFile(file=..., caption=...)",
     )
 
 
@@ -129,23 +129,28 @@ class CaptionFiles(Protocol):
     """Protocol: finds the captions of a folder."""
 
     def read(self, root: Path, names: Iterable[str]) -> Mapping[str, Words]:
-        """Return one or several captions by image name, a path relative to ``root``."""
+        """Return one or several captions per image, by name.
+
+        Args:
+            root: Folder of the images.
+            names: Names of the images, as paths relative to ``root``.
+        """
         ...
 
 
 @attrs.frozen(kw_only=True)
 class TextBeside:
-    """Text files beside images: ``cat.txt`` describes ``cat.png`` or the folder ``cat``."""
+    """Captions in text files: ``cat.txt`` describes ``cat.png`` or the folder ``cat``."""
 
     suffix: str = ".txt"
     words: CaptionText = attrs.field(factory=WholeText, converter=caption_text)
     """``"lines"`` reads each line as a separate caption."""
 
     def read(self, root: Path, names: Iterable[str]) -> Mapping[str, Words]:
-        """Read captions of the images with such a file.
+        """Read the captions of all images that have a text file.
 
         Raises:
-            DataError: A caption is not UTF-8.
+            DataError: A text file is not UTF-8.
         """
         found = {}
         for name in names:
@@ -160,7 +165,7 @@ class TextBeside:
 
 @attrs.frozen(kw_only=True)
 class MetadataFile:
-    """One ``.jsonl`` or ``.csv`` file in the folder with image names and captions."""
+    """Captions in one ``.jsonl`` or ``.csv`` file in the folder, by image name."""
 
     name: str = "metadata.jsonl"
     file: str = "file_name"
@@ -169,7 +174,7 @@ class MetadataFile:
     """Key or column of the caption; in JSON it may be a list."""
 
     def read(self, root: Path, names: Iterable[str]) -> Mapping[str, Words]:  # noqa: ARG002
-        """Read all captions of the file, including those of missing images.
+        """Read all captions of the file, including captions of missing images.
 
         Raises:
             DataError: The file is missing or malformed.
@@ -184,25 +189,26 @@ class MetadataFile:
 class ImageFolder(EncodedSource):
     """All images of a folder and its subfolders, sorted by name.
 
-    ``cat.mask.png`` beside ``cat.png`` weights the loss: white counts, black does not.
-    ``cat.reference.png`` is the image before an edit, or the condition of a ControlNet. An image
-    with several references also has ``cat.reference2.png``, ``cat.reference3.png``, ….
-    References may also have the image's own name in separate folders, one for each reference.
+    For the image ``cat.png``, the mask ``cat.mask.png`` weights the loss: white pixels count, black
+    pixels do not. ``cat.reference.png`` is the image before an edit, or the condition of a
+    ControlNet. Further references are ``cat.reference2.png``, ``cat.reference3.png`` and so on.
+    References may also be in separate folders, under the name of the image.
 
     Args:
         root: The folder. Names that begin with a dot are ignored.
-        captions: Source of captions. Default: ``metadata.jsonl`` if present, then ``metadata.csv``,
-            otherwise text files beside the images; the choice is recorded as a decision.
-        masks: Suffix of a mask's name before its extension; ``None`` for no masks.
-        references: Suffix of a reference's name. If one image has a reference, all need one; the
-            number of references may differ.
-        reference_folder: Folder of references with the images' own names and any extension:
-            ``conditions/cat.png`` for ``photos/cat.jpg``. Several folders contain the first,
+        captions: Files with captions. By default ``metadata.jsonl`` is used if it exists, then
+            ``metadata.csv``, otherwise text files next to the images.
+        masks: Suffix of mask names before the extension; ``None`` for no masks.
+        references: Suffix of reference names before the extension. If one image has a reference,
+            every image needs one; the number of references may differ.
+        reference_folder: Folder of references with the same names as the images and any extension:
+            ``conditions/cat.png`` for ``photos/cat.jpg``. A list of folders contains the first,
             second, … reference of each image.
-        check: ``"whole"``, the default, decodes every file at the start; ``"header"`` is faster.
-        on_broken: ``"skip"``, the default, skips broken files; ``"error"`` stops. An image listed
-            in the metadata but missing in the folder is also broken, and so is one with a mask of
-            another aspect ratio or a missing reference.
+        check: ``"whole"``, the default, decodes every image at the start; ``"header"`` reads only
+            the size of each image.
+        on_broken: ``"skip"``, the default, skips broken images; ``"error"`` raises an error. An
+            image is also broken if it is listed in the metadata but does not exist, if its mask
+            differs in aspect ratio, or if its reference is missing.
 
     Raises:
         DataError: There are no images, or a caption file is malformed.
@@ -259,11 +265,11 @@ class ImageFolder(EncodedSource):
         )
 
     def encoded(self, index: int) -> Path:
-        """Return the image file."""
+        """Return the path of an image."""
         return self._root / self._items[index].name
 
     def beside(self, index: int) -> Mapping[str, Path | bytes]:
-        """Return the files beside an image."""
+        """Return the mask and references of an image by kind, as paths."""
         return self._files_beside(self._items[index].name)
 
     def _stamp(self, name: str) -> Stamp | None:
@@ -303,16 +309,16 @@ def _pair_across(
             beside.setdefault(name, {})[kind] = str(folder / other)
     if not any(kind in found for found in beside.values()):
         raise DataError(
-            "contains no file with an image's name",
+            "contains no file that is named like an image",
             key="reference_folder",
             value=str(folder),
-            fix="name references like their images: conditions/cat.png for photos/cat.jpg",
+            fix="give references the names of their images: conditions/cat.png for photos/cat.jpg",
         )
 
 
 def _checked_folder(path: str | os.PathLike[str], *, key: str) -> Path:
     folder = Path(path)
-    with system_errors(DataError, folder, "images cannot be read there"):
+    with system_errors(DataError, folder, "the folder of images cannot be read"):
         there = folder.is_dir()
     if not there:
         raise DataError(
@@ -336,7 +342,7 @@ def _images_in(root: Path) -> list[str]:
 
 
 def caption_files(root: Path) -> tuple[CaptionFiles, tuple[Decision, ...]]:
-    """Return the caption files of a folder, and the reason."""
+    """Return the default caption files of a folder, and a decision with the reason."""
     for name in ("metadata.jsonl", "metadata.csv"):
         if (root / name).is_file():
             after, reason = name, f"{name} is in the folder"
@@ -349,9 +355,9 @@ def caption_files(root: Path) -> tuple[CaptionFiles, tuple[Decision, ...]]:
 
 def _read_utf8(path: Path) -> str:
     try:
-        with system_errors(DataError, path, "captions cannot be read there"):
+        with system_errors(DataError, path, "this caption file cannot be read"):
             return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise DataError(
-            f"is not valid UTF-8 (byte {error.start})", key=path.name, fix="save it as UTF-8"
+            f"is not valid UTF-8 (byte {error.start})", key=path.name, fix="save the file as UTF-8"
         ) from None

@@ -34,19 +34,21 @@ if TYPE_CHECKING:
 
 
 class HuggingFaceImages(EncodedSource):
-    """A dataset of the ``datasets`` library with an image column, from disk or the hub.
+    """Images of a dataset of the ``datasets`` library, from disk or the hub.
 
-    Images stay encoded in the dataset's files. EXIF orientation and transparency are handled by
+    The images stay encoded in the dataset's files. EXIF orientation and transparency are handled by
     zerotune, not by the library. For streaming datasets use ``StreamedImages``.
 
     Args:
         dataset: A dataset from ``datasets.load_dataset(..., split="train")``.
         image: Name of the image column.
-        caption: Name of the caption column; ``None`` for no captions. Rows may contain lists.
-        reference: Name of the column with images before an edit, or conditions of a ControlNet; or
-            names of several columns, of which all but the first may be empty in a row.
-        check: ``"whole"``, the default, decodes every image at the start; ``"header"`` is faster.
-        on_broken: ``"skip"``, the default, skips broken images; ``"error"`` stops.
+        caption: Name of the caption column; ``None`` for no captions. A row may contain a
+            list of captions.
+        reference: Name of the column with the images before an edit or the conditions of a
+            ControlNet. With several columns, a row may leave all but the first empty.
+        check: ``"whole"``, the default, decodes every image at the start; ``"header"`` reads only
+            the size of each image.
+        on_broken: ``"skip"``, the default, skips broken images; ``"error"`` raises an error.
 
     Raises:
         DataError: A column is missing, or no image can be read.
@@ -75,7 +77,7 @@ class HuggingFaceImages(EncodedSource):
                     "is not a column of the dataset",
                     key=key,
                     value=column,
-                    fix=f"one of {', '.join(dataset.column_names)}",
+                    fix=f"write one of {', '.join(dataset.column_names)}",
                 )
         plain = dataset.with_format(None)
         self._images = plain.select_columns([image, *edited])
@@ -99,7 +101,7 @@ class HuggingFaceImages(EncodedSource):
         )
 
     def encoded(self, index: int) -> Path | bytes:
-        """Return the stored image bytes."""
+        """Return the encoded image as path or bytes."""
         return self._encoded(int(self._items[index].name))
 
     def beside(self, index: int) -> Mapping[str, Path | bytes]:
@@ -137,14 +139,14 @@ class HuggingFaceImages(EncodedSource):
 
 
 class DatasetImages(EncodedSource):
-    """Any map-style dataset whose samples contain a ``PIL.Image``, such as torchvision's.
+    """Images of a map-style dataset whose samples contain a ``PIL.Image``.
 
     Every sample is read once at the start to determine its size.
 
     Args:
         dataset: A dataset with ``__len__`` and ``__getitem__``.
-        image: Function from sample to image, or the image's key or index.
-        caption: Function from sample to caption or list of captions, or its key or index.
+        image: Function from a sample to its image, or the image's key or index in a sample.
+        caption: Function from a sample to one or several captions, or their key or index.
         on_broken: Policy for unreadable samples.
 
     Raises:
@@ -178,11 +180,11 @@ class DatasetImages(EncodedSource):
         )
 
     def encoded(self, index: int) -> bytes:
-        """Return the sample's image as PNG."""
+        """Return the image of a sample as PNG."""
         return _png(self._image(self._dataset[int(self._items[index].name)]))
 
     def content(self, index: int) -> str:
-        """Return a hash of the pixels."""
+        """Return a hash of an image's pixels."""
         image = self.image(index)
         return hashlib.sha256(f"{image.mode}{image.size}".encode() + image.tobytes()).hexdigest()
 
@@ -197,12 +199,12 @@ def _taker(key: str, how: Any, sample: Any) -> Callable[[Any], Any]:
     if isinstance(how, str | int) and (sample is None or how in places):
         return itemgetter(how)
     raise DataError(
-        f"does not exist in the samples, which have the type {type(sample).__name__}",
+        f"is not a key or index of the samples, whose type is {type(sample).__name__}",
         key=key,
         value=how,
-        fix=f"use one of {', '.join(map(repr, places))}, or a function of a sample"
+        fix=f"write one of {', '.join(map(repr, places))}, or pass a function of a sample"
         if len(places) > 0
-        else f"write a function of a sample: {key}=lambda sample: …",
+        else f"pass a function of a sample: {key}=lambda sample: …",
     )
 
 

@@ -1,4 +1,4 @@
-"""Decode images upright as RGB, with policies for transparency and broken files."""
+"""Decoding of images, upright and as RGB, with policies for transparency and broken files."""
 
 from __future__ import annotations
 
@@ -32,7 +32,11 @@ class AlphaPolicy(Protocol):
     """Protocol: removes transparency from an image."""
 
     def flatten(self, image: Image) -> Image:
-        """Convert an RGBA image to RGB."""
+        """Convert an RGBA image to RGB.
+
+        Args:
+            image: RGBA image.
+        """
         ...
 
 
@@ -51,15 +55,15 @@ class AlphaOnColor:
 
 @attrs.frozen(kw_only=True)
 class DropAlpha:
-    """Drop the alpha channel and keep the stored colours."""
+    """Remove the alpha channel and keep the stored colours."""
 
     def flatten(self, image: Image) -> Image:
-        """Return the colour channels."""
+        """Return the colour channels only."""
         return image.convert("RGB")
 
 
 def alpha_policy(alpha: Any) -> AlphaPolicy:
-    """Return a transparency policy, also by its name."""
+    """Look up a transparency policy by name; a policy object is checked and returned."""
     kinds = {"white": AlphaOnColor, "drop": DropAlpha}
     policy: AlphaPolicy = named_policy(alpha, kinds, key="alpha", method="flatten")
     return policy
@@ -77,16 +81,20 @@ class BrokenPolicy(Protocol):
     """Protocol: handles a broken image."""
 
     def broken(self, image: BrokenImage) -> None:
-        """Return to skip the image, or raise."""
+        """Return to skip the image, or raise an error to stop.
+
+        Args:
+            image: Name of the image and reason of the failure.
+        """
         ...
 
 
 @attrs.frozen(kw_only=True)
 class SkipBroken:
-    """Skip broken images. They are listed in the source's ``broken`` and logged."""
+    """Skip broken images; the source lists them in ``broken`` and logs them."""
 
     def broken(self, image: BrokenImage) -> None:
-        """Skip it."""
+        """Skip the image."""
 
 
 @attrs.frozen(kw_only=True)
@@ -94,13 +102,15 @@ class RefuseBroken:
     """Stop at the first broken image."""
 
     def broken(self, image: BrokenImage) -> None:
-        """Raise.
+        """Raise an error.
 
         Raises:
             DataError: Always.
         """
         raise DataError(
-            image.reason, key=image.name, fix='repair or remove it, or use on_broken="skip"'
+            image.reason,
+            key=image.name,
+            fix='repair or remove the file, or pass on_broken="skip"',
         )
 
 
@@ -111,19 +121,19 @@ OnBroken = BrokenPolicy | Literal["skip", "error", "refuse"]
 def named_policy(
     value: Any, kinds: Mapping[str, Callable[[], Any]], *, key: str, method: str
 ) -> Any:
-    """Return a policy by its name, or check an object's method.
+    """Look up a policy by name; a policy object is checked and returned.
 
     Args:
-        value: The name, the object, or ``None`` for the first of ``kinds``.
+        value: Name, object, or ``None`` for the first of ``kinds``.
         kinds: Factories of policies by name.
-        key: Name of the argument.
+        key: Name of the argument, for the error message.
         method: Method that an object must have.
     """
     if value is None or (isinstance(value, str) and value in kinds):
         return kinds[value or next(iter(kinds))]()
     if isinstance(value, str) or not callable(getattr(value, method, None)):
         raise InvalidValueError(
-            "is not a known policy",
+            "is not the name of a policy",
             key=key,
             value=value,
             fix=f"write one of {', '.join(map(repr, kinds))}, or pass an object with {method}()",
@@ -132,7 +142,7 @@ def named_policy(
 
 
 def broken_policy(on_broken: OnBroken | None) -> BrokenPolicy:
-    """Return the policy for broken images; default ``SkipBroken()``."""
+    """Look up the policy for broken images; default ``SkipBroken()``."""
     kinds = {"skip": SkipBroken, "error": RefuseBroken, "refuse": RefuseBroken}
     policy: BrokenPolicy = named_policy(on_broken, kinds, key="on_broken", method="broken")
     return policy
@@ -142,13 +152,17 @@ class ImageCheck(Protocol):
     """Protocol: how thoroughly images are checked when a source is opened."""
 
     def size(self, file: Path | bytes) -> Size:
-        """Return width and height of the upright image; errors of Pillow propagate."""
+        """Return width and height of the upright image; errors of Pillow propagate.
+
+        Args:
+            file: Path or bytes of an encoded image.
+        """
         ...
 
 
 @attrs.frozen(kw_only=True)
 class WholeImage:
-    """Decode every pixel, which detects truncated files before training."""
+    """Decode every image completely, which detects truncated files before training."""
 
     def size(self, file: Path | bytes) -> Size:
         """Return width and height of the upright image."""
@@ -165,9 +179,10 @@ class WholeImage:
 
 @attrs.frozen(kw_only=True)
 class HeaderOnly:
-    """Read only the size: fast. If a file is damaged later on, the run stops when reading it.
+    """Read only the size of each image from its header.
 
-    PNG files are still read whole, because their orientation may be stored at the end.
+    An image that is damaged after its header stops the run when it is read. PNG files are always
+    read completely, because the orientation may be stored at the end.
     """
 
     def size(self, file: Path | bytes) -> Size:
@@ -183,24 +198,24 @@ Check = ImageCheck | Literal["whole", "header"]
 
 
 def image_check(check: Check | None) -> ImageCheck:
-    """Return the image check; default ``WholeImage()``."""
+    """Look up the image check; default ``WholeImage()``."""
     kinds = {"whole": WholeImage, "header": HeaderOnly}
     found: ImageCheck = named_policy(check, kinds, key="check", method="size")
     return found
 
 
 def pillow(module: str) -> ModuleType:
-    """Import a module of Pillow."""
+    """Import and return a module of Pillow."""
     return need(f"PIL.{module}", package="pillow")
 
 
 def need(module: str, *, package: str, extra: str = "data") -> ModuleType:
-    """Import an optional dependency.
+    """Import and return a module of an optional dependency.
 
     Args:
         module: Name of the module.
         package: Name of the package.
-        extra: The zerotune extra that installs it.
+        extra: Extra of zerotune that installs the package.
     """
     try:
         return importlib.import_module(module)
@@ -208,16 +223,16 @@ def need(module: str, *, package: str, extra: str = "data") -> ModuleType:
         if error.name is None or error.name.split(".")[0] != module.split(".", maxsplit=1)[0]:
             raise
         raise MissingDependencyError(
-            "is required to read these data and is not installed",
+            "is not installed but is required to read these data",
             key=package,
             fix=f"pip install 'zerotune[{extra}]'",
         ) from error
 
 
 def decode(file: Path | bytes) -> Image:
-    """Decode an image upright by its EXIF orientation, 8 bits, RGB or RGBA.
+    """Decode an image to 8-bit RGB or RGBA, upright according to its EXIF orientation.
 
-    16-bit images are scaled to 8 bits; Pillow would clip them to white.
+    16-bit images are scaled to 8 bits, whereas Pillow would clip them to white.
     """
     with _open(file) as image:
         image.load()
@@ -226,7 +241,7 @@ def decode(file: Path | bytes) -> Image:
 
 
 def why(error: Exception) -> str:
-    """Return the reason why an image could not be decoded."""
+    """Describe why an image cannot be decoded."""
     # Pillow's and the system's messages name the file, which the list does already.
     if type(error).__name__ == "UnidentifiedImageError":
         text = "its format is unknown"
@@ -236,18 +251,18 @@ def why(error: Exception) -> str:
 
 
 def readable_errors() -> tuple[type[Exception], ...]:
-    """Exceptions of Pillow for incomplete images."""
+    """Return the exceptions that Pillow raises for unreadable images."""
     bomb: type[Exception] = pillow("Image").DecompressionBombError
     # Decoders of rare formats raise the last three on damaged headers.
     return (OSError, bomb, SyntaxError, ValueError, EOFError)
 
 
 def write_broken(broken: Iterable[BrokenImage], path: str | os.PathLike[str]) -> None:
-    """Write broken images to a file, one JSON object per line.
+    """Write the names and reasons of broken images to a file, one JSON object per line.
 
     Args:
-        broken: The images, with their errors.
-        path: The file, which is replaced.
+        broken: Broken images, such as the ``broken`` of a source.
+        path: File to write; an existing file is replaced.
 
     Raises:
         DataError: The file cannot be written.
@@ -259,14 +274,14 @@ def write_broken(broken: Iterable[BrokenImage], path: str | os.PathLike[str]) ->
 
 @contextmanager
 def reading(file: Path) -> Iterator[IO[bytes]]:
-    """Open a file of the data set."""
-    purpose = "belongs to the data set and cannot be read"
+    """Open a file of the dataset for reading."""
+    purpose = "this file of the dataset cannot be read"
     with system_errors(DataError, file, purpose), reading_regular(file) as opened:
         yield opened
 
 
 def bytes_of(file: Path | bytes) -> bytes:
-    """Return the bytes of a file of the data set."""
+    """Return the bytes of a file of the dataset."""
     if isinstance(file, bytes):
         return file
     with reading(file) as opened:
@@ -286,10 +301,10 @@ def _eight_bits(image: Image) -> Image:
         values = np.asarray(image).astype(np.int64)
         if values.min(initial=0) < 0 or values.max(initial=0) > 0xFFFF:
             raise ValueError(
-                f"pixels of mode {image.mode} with more than 16 bits have no defined white"
+                f"pixels of mode {image.mode} exceed 16 bits, so the value of white is unknown"
             )
         gray: Image = pillow("Image").fromarray((values // 257).astype(np.uint8))
         return gray.convert("RGB")
     if image.mode == "F":
-        raise ValueError("floating-point pixels have no defined white")
+        raise ValueError("pixels are floating-point, so the value of white is unknown")
     return image.convert("RGBA" if image.has_transparency_data else "RGB")

@@ -1,4 +1,4 @@
-"""Sequential sources of images: Hugging Face streaming, remote shards."""
+"""Training from sequential sources of images, such as streamed datasets and remote shards."""
 
 from __future__ import annotations
 
@@ -53,34 +53,33 @@ class _Arrived:
 
 
 class StreamedImages:
-    """Endless micro batches, one bucket each, from samples that arrive in sequence.
+    """Endless micro batches, each from one bucket, of samples that are read in sequence.
 
-    Images wait until their bucket has a full micro batch. Images still waiting at the end of an
-    epoch are used in the next one, so none is lost. Every rank reads the whole stream and prepares
-    its share, so all ranks take equal steps and the order does not depend on their number. For
-    local files ``TarShards`` and ``HuggingFaceImages`` read less. A resume reads and discards the
-    consumed samples.
+    Images wait until their bucket has a full micro batch, if necessary into the next epoch. Every
+    rank reads the whole stream but prepares only its share, so the order does not depend on the
+    number of ranks. With local files, use ``TarShards`` or ``HuggingFaceImages``, where each rank
+    reads only its share. A resume reads and discards all samples that the run has already read.
 
     Args:
         samples: An iterable that can be restarted and yields the same samples on all ranks, such as
             a streaming Hugging Face dataset (``set_epoch`` is called) or a
             ``webdataset.WebDataset`` over all shards.
-        read: Returns a sample's encoded image and its caption, or a list of captions.
-        buckets: Target sizes of images.
-        micro_batch_size: Samples per batch and rank.
+        read: Function from a sample to its encoded image and its caption or list of captions.
+        buckets: Target sizes of the images.
+        micro_batch_size: Number of samples per micro batch on each rank.
         rank: Rank of this process.
-        world_size: Processes that share the data.
-        preparation: Transparency, resizing, cropping.
-        augmentation: Flips and caption selection.
-        check: ``"whole"`` decodes every image on every rank. With ``"header"`` each rank decodes
-            only its own, and a truncated image stops the run.
+        world_size: Number of processes that share the data.
+        preparation: Settings for transparency, resizing and cropping.
+        augmentation: Settings for flips and captions.
+        check: ``"whole"``, the default, decodes every image on every rank. With ``"header"`` each
+            rank decodes only its share, and a truncated image stops the run.
         on_broken: Policy for unreadable images.
 
     Attributes:
         broken: Images skipped since the start or the last resume.
 
     Raises:
-        InvalidValueError: A size or rank is out of range.
+        InvalidValueError: ``micro_batch_size`` or ``rank`` is out of range.
     """
 
     def __init__(
@@ -112,7 +111,7 @@ class StreamedImages:
 
     @property
     def epoch(self) -> int:
-        """Current pass over the samples, from 0."""
+        """Number of the current epoch, from 0."""
         return self._epoch
 
     def __iter__(self) -> StreamedImages:
@@ -124,7 +123,7 @@ class StreamedImages:
         return stack_samples([self._prepare(arrived) for arrived in step[self._rank]])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the stream position and waiting images, equal on every rank."""
+        """Return the stream position and the waiting images, the same on every rank."""
         waiting = [arrived.draw for of in self._waiting.values() for arrived in of]
         return {
             "epoch": self._epoch,
@@ -137,7 +136,7 @@ class StreamedImages:
         """Continue from a saved position: read and discard the consumed samples.
 
         Raises:
-            DataError: The stream yields other or fewer samples, or the state is invalid.
+            DataError: ``samples`` yields different or fewer samples, or the state is invalid.
         """
         waiting = {_saved_draw(each) for each in saved(state, "waiting", list)}
         epoch, count = saved(state, "epoch", int, most=_MOST_EPOCHS), saved(state, "count", int)
@@ -169,7 +168,7 @@ class StreamedImages:
             self._receive(sample)
             if self._epoch > self._arrived_in + 1:
                 raise DataError(
-                    f"yielded no readable image in all of epoch {self._arrived_in + 1}",
+                    f"yielded no readable image in epoch {self._arrived_in + 1}",
                     key="samples",
                     value=[image.name for image in self.broken[:3]],
                     fix="check the return value of read=",
@@ -191,7 +190,7 @@ class StreamedImages:
             "yields no sample",
             key="samples",
             value=type(self._samples).__name__,
-            fix="pass something that can be iterated repeatedly, not a generator",
+            fix="pass an iterable that can be restarted, such as a list, not a generator",
         )
 
     def _receive(self, sample: Any) -> None:
@@ -228,7 +227,7 @@ class StreamedImages:
             raise DataError(
                 why(error),
                 key=f"sample {arrived.draw.index}",
-                fix='use check="whole", which detects such images before they are distributed',
+                fix='pass check="whole", which detects broken images when they are read',
             ) from error
         pixels, corner = to_pixels(
             image,

@@ -1,4 +1,4 @@
-"""Mix several datasets in one run, with a weight for each."""
+"""A mixture of several datasets in one run, with a weight for each dataset."""
 
 from __future__ import annotations
 
@@ -28,35 +28,34 @@ _FINEST_SHARE: Final = 10**6
 
 
 class Mixture:
-    """Several bucketed datasets combined, each with its own sizes, captions and masks.
+    """A bucketed dataset that mixes several datasets with separate sizes, captions and masks.
 
     ::
 
         data = Mixture({"zoe": zoe, "people": people}, repeats={"zoe": 10})
 
-    In an epoch each image of a set is used as often as ``repeats`` says. If that number r is
-    fractional, some images are used once more in one epoch and once less in the next. After e
-    epochs each image was used between ``floor(e * r)`` and ``ceil(e * r)`` times. A set that is
-    exhausted restarts in a new order. Samples of different sets share a micro batch if their
+    In each epoch, every image of a set is used ``repeats`` times; an exhausted set restarts in a
+    new order. With fractional ``repeats`` r, an image is used between ``floor(e * r)`` and
+    ``ceil(e * r)`` times in e epochs. Samples of different sets share a micro batch if their
     buckets have the same size. ``encode_dataset`` accepts and returns mixtures.
 
     Args:
         sets: Datasets by name: ``PreparedImages``, ``PreparedClips``, or ``CachedImages`` of one
             family.
-        repeats: Uses of each image of a set per epoch, above 0; default 1.
-        probabilities: Alternative to ``repeats``: the fraction of samples from each set; fractions
-            add up to 1. An epoch then has as many samples as all sets together.
+        repeats: Number of uses of each image per epoch, by set; above 0, default 1.
+        probabilities: Fraction of samples from each set, instead of ``repeats``; the fractions add
+            up to 1. With probabilities, an epoch has as many samples as all sets together.
 
     Attributes:
         sets: The datasets by name.
         shares: Images and repeats of each set.
-        companions: Kinds of files beside the images of any set. In a set without masks the whole
-            image counts.
-        decisions: The mixture, and decisions of each set.
+        companions: Kinds of companion files in any set. If one set has masks, images of the other
+            sets get a mask of ones.
+        decisions: Decision with the weight of each set, and the decisions of all sets.
 
     Raises:
-        DataError: The sets cannot be mixed: there are none, one has no buckets, or they combine
-            images with and without references, pixels and caches, or images and clips.
+        DataError: There is no set, a set has no buckets, or the sets mix images with and without
+            references, pixels and caches, or images and clips.
         InvalidValueError: A repeat count or probability is invalid.
     """
 
@@ -82,27 +81,27 @@ class Mixture:
 
     @cached_property
     def assignment(self) -> BucketAssignment:
-        """Bucket of each image of all sets."""
+        """Bucket of each image, over all sets."""
         found = [dataset.assignment.placements for dataset in self.sets.values()]
         return BucketAssignment(placements=tuple(itertools.chain.from_iterable(found)))
 
     @cached_property
     def identity(self) -> str:
-        """Identity of the data; it changes if any set changes."""
+        """Digest that changes if any set changes."""
         known = [dataset.identity for dataset in self.sets.values()]
         return hashlib.sha256("\n".join(known).encode()).hexdigest()
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
-        """The mixture, and decisions of each set."""
+        """Decision with the weight of each set, and the decisions of all sets."""
         theirs = (getattr(dataset, "decisions", ()) for dataset in self.sets.values())
         return (*self._own, *itertools.chain.from_iterable(theirs))
 
     def over(self, sets: Mapping[str, BucketedDataset]) -> Mixture:
-        """Return this mixture over other forms of the same images, such as encoded ones.
+        """Return the mixture with different datasets of the same images, such as cached latents.
 
         Args:
-            sets: A dataset for each key of ``sets``.
+            sets: Dataset for each name in the attribute ``sets``.
         """
         return Mixture(sets, repeats={share.name: share.repeats for share in self.shares})
 
@@ -124,11 +123,11 @@ class Mixture:
         over = sample.get("latents", sample.get("images"))
         if over is None:
             raise DataError(
-                "its samples have no masks, other sets have masks, and neither latents "
-                "nor images define the mask size",
+                "this set has no masks but other sets do, and its samples have neither latents "
+                "nor images that define the mask size",
                 key=f"sets[{name!r}]",
                 value=sorted(sample),
-                fix=f"add {LOSS_MASKS!r} to its samples, ones of (1, h, w)",
+                fix=f"add {LOSS_MASKS!r} to the samples of this set: a tensor of ones (1, h, w)",
             )
         return {**sample, LOSS_MASKS: torch.ones(1, *over.shape[-2:])}
 
@@ -141,14 +140,14 @@ class Mixture:
         }
         _check_equal(
             clips,
-            "some sets are images and others are clips",
-            fix="put the images into a ClipFolder, with a length of 1: ClipBuckets(frames=(1, 17))",
+            "some sets contain images and others contain clips",
+            fix="read the images as clips of one frame, with ClipBuckets(frames=(1, 17))",
         )
         _check_equal(
             {share.name: sorted(self[share.images.start]) for share in self.shares},
-            "the sets have samples with different keys",
-            fix="use pixels for all, or encode the whole mixture with encode_dataset; either "
-            "all sets have references or none",
+            "the samples of the sets have different keys",
+            fix="use pixels in all sets, or encode the whole mixture with encode_dataset; use "
+            "references in all sets or in none",
         )
         _check_equal(
             {name: getattr(dataset, "settings", None) for name, dataset in sets},
@@ -184,11 +183,11 @@ def _check_sets(sets: Any) -> None:
     for name, dataset in sets.items():
         why = fix = ""
         if isinstance(dataset, BatchStream):
-            why = "is a sequential source, so the share of its images is unknown"
+            why = "is a sequential source, whose number of images is unknown"
             fix = "use images on a local disk: TarShards, HuggingFaceImages or ImageFolder"
         elif not isinstance(dataset, BucketedDataset):
             why = "has no buckets"
-            fix = "use PreparedImages(…, buckets=AspectBuckets(…)) of it"
+            fix = "pass PreparedImages(source, buckets=AspectBuckets(…))"
         elif shares_of(dataset):
             why, fix = "is a mixture itself", "put all sets into one mixture"
         elif not dataset.assignment.placements:
@@ -209,7 +208,7 @@ def _repeats(
         return {name: known.get(name, Fraction(1)) for name in sets}
     if repeats is not None:
         raise InvalidValueError(
-            "and probabilities both define how often each set is used",
+            "conflicts with probabilities, which also define how often each set is used",
             key="repeats",
             value=dict(repeats),
             fix="use one of them",
@@ -221,7 +220,7 @@ def _repeats(
             f"lack {', '.join(missing)}" if missing else "do not add up to 1",
             key="probabilities",
             value=dict(probabilities),
-            fix="give a fraction for each set, such as 0.8 and 0.2",
+            fix="write one fraction per set with a sum of 1, such as 0.8 and 0.2",
         )
     everything = sum(map(len, sets.values()))
     return {name: part * everything / len(sets[name]) for name, part in parts.items()}
@@ -242,15 +241,18 @@ def _fractions(
             )
         if not (isinstance(value, int | float | Fraction) and 0 < value < math.inf):
             raise InvalidValueError(
-                "must be above 0", key=f"{key}[{name!r}]", value=value, fix="omit the set"
+                "must be above 0",
+                key=f"{key}[{name!r}]",
+                value=value,
+                fix="remove the set from the mixture, or write a number above 0",
             )
         found[name] = Fraction(value).limit_denominator(_FINEST_SHARE)
         if not found[name]:
             raise InvalidValueError(
-                f"is below one in {_FINEST_SHARE:,}",
+                f"is too small: the minimum is 1/{_FINEST_SHARE:,}",
                 key=f"{key}[{name!r}]",
                 value=value,
-                fix="omit the set",
+                fix="remove the set from the mixture, or write a larger number",
             )
     return found
 

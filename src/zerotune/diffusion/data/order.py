@@ -1,4 +1,4 @@
-"""The order of samples and micro batches: seeded, equal on all ranks, resumable."""
+"""Seeded, resumable order of samples and micro batches, the same on all ranks."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ import attrs
 import torch
 
 RUN: Final = 8
-"""Consecutive micro batches of one group; 2, 4 and 8 ranks share them evenly."""
+"""Number of consecutive micro batches of one group; 2, 4 or 8 ranks share them evenly."""
 _REMEMBERED: Final = 4
 
 
 def derive_seed(seed: int, *parts: object) -> int:
-    """Derive an independent seed for one purpose, equal on every machine; 0 to 2**63 - 1.
+    """Derive an independent seed from 0 to 2**63 - 1, the same on every machine.
 
     Args:
-        seed: The seed of a run.
-        parts: What the seed is for, such as a name and an epoch; their ``str`` counts.
+        seed: Seed of the run.
+        parts: Purpose of the seed, such as a name and an epoch; ``str`` is applied to each part.
     """
     text = "/".join(str(part) for part in (seed, *parts))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
@@ -33,8 +33,8 @@ def derive_seed(seed: int, *parts: object) -> int:
 class SampleOrder:
     """An endless sequence of sample indices: one permutation per epoch, concatenated.
 
-    A batch may contain the end of one epoch and the start of the next. So every epoch uses each
-    sample exactly once while all ranks take equal steps, for any sizes.
+    A batch may contain the end of one epoch and the start of the next. Every epoch uses each sample
+    exactly once and every batch is full, for any number of samples and any batch size.
     """
 
     length: int
@@ -43,7 +43,12 @@ class SampleOrder:
     shuffle: bool = True
 
     def between(self, start: int, stop: int) -> list[int]:
-        """Return sample indices at positions ``start`` to ``stop - 1`` of the sequence."""
+        """Return the sample indices at positions ``start`` to ``stop - 1`` of the sequence.
+
+        Args:
+            start: First position.
+            stop: Position after the last index to return.
+        """
         found: list[int] = []
         while start < stop:
             epoch, offset = divmod(start, self.length)
@@ -62,7 +67,7 @@ class SampleOrder:
 
 @attrs.frozen(kw_only=True)
 class Draw:
-    """One use of one image. Flips and dropped captions depend on both indices."""
+    """One use of one image, which determines flips and dropped captions."""
 
     index: int
     """Index of the image in its dataset."""
@@ -72,13 +77,13 @@ class Draw:
 
 @attrs.frozen(kw_only=True)
 class Share:
-    """One of several sets of images in a mixture."""
+    """One set of images in a mixture."""
 
     name: str
     images: range
-    """Indices of its images among all sets."""
+    """Indices of the set's images among the images of all sets."""
     repeats: Fraction
-    """Uses of each image per epoch."""
+    """Number of uses of each image per epoch."""
 
 
 @attrs.frozen(kw_only=True)
@@ -90,23 +95,22 @@ class _Lane:
     repeats: Fraction = Fraction(1)
 
     def before(self, epoch: int) -> int:
-        """Uses of all images together before an epoch."""
+        """Return the number of image uses before an epoch, summed over all images."""
         return epoch * self.repeats.numerator * len(self.images) // self.repeats.denominator
 
 
 @attrs.frozen(kw_only=True)
 class BucketOrder:
-    """An endless sequence of micro batches; every image is used once per epoch, or as its set says.
+    """An endless sequence of micro batches, each from one bucket.
 
-    Each bucket has its own endless sequence: one permutation per epoch, concatenated and cut into
-    micro batches of equal size. A micro batch belongs to the epoch of its first image, and the
-    micro batches of one epoch are shuffled over all buckets. No image is left over or used twice,
-    for any sizes: the remainder of a bucket is filled from its next epoch, which then skips those
-    images. The sequence does not depend on the number of ranks.
+    Each bucket has an endless sequence of images: one permutation per epoch, concatenated and cut
+    into micro batches of equal size. The micro batches of an epoch are shuffled across buckets. The
+    last micro batch of a bucket in an epoch is filled with images of the next epoch, which then
+    skips these images. The sequence does not depend on the number of ranks.
 
-    After e epochs an image of a set with ``repeats`` r was used at least ``floor(e * r)`` and at
-    most ``ceil(e * r)`` times. If r is fractional, each pass over the set's images in a bucket has
-    its own permutation, and each epoch continues where the previous one stopped.
+    After e epochs, an image of a set with ``repeats`` r has been used at least ``floor(e * r)`` and
+    at most ``ceil(e * r)`` times. If r is fractional, a permutation may continue in the next
+    epoch.
     """
 
     buckets: tuple[tuple[int, ...], ...]
@@ -115,20 +119,24 @@ class BucketOrder:
     seed: int = 0
     shuffle: bool = True
     origin: tuple[int, ...] = ()
-    """Images of each bucket used before this sequence begins; empty for none."""
+    """Number of images of each bucket used before this sequence begins; empty for none."""
     shares: tuple[Share, ...] = ()
     """Sets of the images; empty for a single set with one use per image."""
     groups: tuple[int, ...] = ()
-    """A group number for each bucket. Micro batches of equal groups come in runs of ``RUN``, so
-    that ranks in the same step have equal work. Empty disables runs."""
+    """A group number for each bucket. ``RUN`` micro batches of one group follow each other, so that
+    all ranks have equal work in a step. An empty tuple disables such runs."""
 
     @property
     def length(self) -> float:
-        """Uses of images per epoch."""
+        """Number of image uses per epoch."""
         return float(sum(self._rates))
 
     def batches(self, start: int) -> Iterator[list[Draw]]:
-        """Yield micro batches endlessly from index ``start``."""
+        """Yield the micro batches endlessly.
+
+        Args:
+            start: Index of the first micro batch.
+        """
         epoch = self._epoch_at(start)
         offset = start - self._batches_before(epoch)
         while True:
@@ -137,7 +145,11 @@ class BucketOrder:
             epoch, offset = epoch + 1, 0
 
     def used(self, position: int) -> tuple[int, ...]:
-        """Return images of each bucket used in the first ``position`` micro batches."""
+        """Return the number of images of each bucket that are used before a micro batch.
+
+        Args:
+            position: Index of the micro batch.
+        """
         epoch = self._epoch_at(position)
         counts = [self._numbers_before(bucket, epoch) for bucket in range(len(self.buckets))]
         for bucket, _ in self._epoch(epoch)[: position - self._batches_before(epoch)]:
@@ -148,7 +160,11 @@ class BucketOrder:
         )
 
     def used_of_shares(self, position: int) -> tuple[int, ...]:
-        """Return images of each set used in the first ``position`` micro batches."""
+        """Return the number of images of each set that are used before a micro batch.
+
+        Args:
+            position: Index of the micro batch.
+        """
         counts = [0] * max(1, len(self.shares))
         for bucket, done in enumerate(self.used(position)):
             epoch = self._epoch_of(bucket, done)
@@ -278,7 +294,7 @@ class BucketOrder:
                 images = lane.images if whole else self._turn(bucket, lane, turn)
                 return Draw(index=images[place], epoch=turn)
             slot -= stop - start
-        raise AssertionError("an epoch has as many uses as its lanes have")
+        raise AssertionError("every slot of an epoch belongs to a lane")
 
     @cached_property
     def _known(self) -> dict[tuple[object, ...], list[int]]:

@@ -25,27 +25,27 @@ _OF_THE_IMAGE: Final = ("images", "latents")
 
 
 class PreferencePairs:
-    """A bucketed dataset of pairs: each sample contains both images of one caption.
+    """A bucketed dataset of pairs: a preferred and a rejected image with one caption.
 
-    A sample equals the preferred image's sample plus ``rejected_images`` or ``rejected_latents``.
-    The rejected image uses the bucket and flip of the preferred one; its own caption and masks are
-    not read. ``encode_dataset`` accepts and returns pairs::
+    A sample contains the preferred image's sample and ``rejected_images`` or ``rejected_latents``.
+    The rejected image gets the bucket and the flip of the preferred image. Captions and masks of
+    rejected images are ignored. ``encode_dataset`` accepts and returns pairs::
 
         pairs = PreferencePairs(ImageFolder("liked"), ImageFolder("rejected"), buckets=buckets)
 
     Args:
-        preferred: Source with the captions, such as ``ImageFolder``.
-        rejected: Images with the same names and any extension.
-        buckets: Target sizes of images.
-        minimum: As in ``PreparedImages``.
-        preparation: Transparency, resizing and cropping of both images.
-        augmentation: Flips of both images, and caption selection.
+        preferred: Source of preferred images and captions, such as ``ImageFolder``.
+        rejected: Source of rejected images with the same names and any extension.
+        buckets: Target sizes of the images.
+        minimum: Minimum number of pairs per bucket; see ``PreparedImages``.
+        preparation: Settings for transparency, resizing and cropping.
+        augmentation: Settings for flips and captions.
 
     Attributes:
         sets: The two datasets, ``"preferred"`` and ``"rejected"``.
 
     Raises:
-        DataError: An image has no partner.
+        DataError: An image has no partner of the same name.
     """
 
     samples_each: Final = 2
@@ -77,7 +77,7 @@ class PreferencePairs:
 
     @property
     def identity(self) -> str:
-        """Identity of the data; it changes if images are added, removed, renamed or resized."""
+        """Digest that changes if images are added, removed, renamed or resized."""
         both = "\0".join(half.identity for half in self.sets.values())
         return hashlib.sha256(both.encode()).hexdigest()
 
@@ -97,10 +97,10 @@ class PreferencePairs:
         return {**self.sets["preferred"][use], **beside}
 
     def over(self, sets: Mapping[str, BucketedDataset]) -> PreferencePairs:
-        """Return these pairs over other forms of the same images, such as encoded ones.
+        """Return the pairs with different datasets of the same images, such as cached latents.
 
         Args:
-            sets: A dataset for each key of ``sets``.
+            sets: Dataset for each name in the attribute ``sets``.
         """
         found = copy.copy(self)
         found.sets = MappingProxyType(dict(sets))
@@ -125,13 +125,13 @@ def _check_partners(preferred: ImageSource, rejected: ImageSource) -> None:
         return
     alone = sorted(set(names[0]) ^ set(names[1]))
     raise DataError(
-        f"images without a partner of the same name: {listing(alone)}"
+        f"some images are without a partner of the same name: {listing(alone)}"
         if alone
         else "several images share a name, and their order differs",
         key="rejected",
-        value=f"{len(names[1])} images for {len(names[0])} preferred ones",
-        fix="give both images of a pair the same name, one in each folder; a file skipped as "
-        "broken leaves its partner alone",
+        value=f"{len(names[1])} images for {len(names[0])} preferred images",
+        fix="give both images of a pair the same name, and repair images that were skipped as "
+        "broken",
     )
 
 

@@ -1,4 +1,4 @@
-"""Convert images to tensors of their bucket's size, with SDXL's size and crop conditioning."""
+"""Conversion of images to tensors in bucket size, with SDXL's size and crop conditioning."""
 
 from __future__ import annotations
 
@@ -50,25 +50,30 @@ Resampling = Literal["lanczos", "bicubic", "bilinear", "box", "nearest"]
 
 
 class Crop(Protocol):
-    """Protocol: chooses the crop of a resized image."""
+    """Protocol: chooses where a resized image is cropped."""
 
     def corner(self, image: Image, excess: Size) -> Size:
-        """Return left and top of the crop, each from 0 to the excess in that direction."""
+        """Return left and top of the crop in pixels, each at least 0 and at most the excess.
+
+        Args:
+            image: Resized image.
+            excess: Pixels to crop horizontally and vertically.
+        """
         ...
 
 
 @attrs.frozen(kw_only=True)
 class CenterCrop:
-    """Crop the middle."""
+    """Keep the middle of the image."""
 
     def corner(self, image: Image, excess: Size) -> Size:  # noqa: ARG002
-        """Return half of the excess."""
+        """Return half of the excess as left and top."""
         return excess[0] // 2, excess[1] // 2
 
 
 @attrs.frozen(kw_only=True)
 class Preparation:
-    """Settings for converting images to tensors. All of them are part of a latent cache's key."""
+    """Settings for converting images to tensors; the keys of cached latents depend on them."""
 
     alpha: AlphaPolicy = attrs.field(factory=AlphaOnColor, converter=alpha_policy)
     """``"white"`` composites transparent images onto white; ``"drop"`` keeps their stored colours.
@@ -85,7 +90,7 @@ class Preparation:
                 "is not a known filter",
                 key="resampling",
                 value=value,
-                fix=f"one of {', '.join(known)}",
+                fix=f"write one of {', '.join(known)}",
             )
 
     def apply(
@@ -94,12 +99,12 @@ class Preparation:
         """Remove transparency, resize and crop.
 
         Args:
-            image: RGB or RGBA.
-            placement: Placement in its bucket.
-            corner: Left and top of the crop, if another image determines it.
+            image: Image, RGB or RGBA.
+            placement: Placement of the image in its bucket.
+            corner: Left and top of the crop; by default the result of ``crop.corner``.
 
         Returns:
-            The RGB image in its bucket's size, and left and top of the crop in the resized image.
+            The RGB image in bucket size, and left and top of the crop in the resized image.
         """
         flat = self.alpha.flatten(image) if image.mode == "RGBA" else image
         kind = pillow("Image").Resampling[self.resampling.upper()]
@@ -111,9 +116,9 @@ class Preparation:
 
 @attrs.frozen(kw_only=True)
 class TagShuffle:
-    """Shuffles captions that are lists of tags, anew at each use.
+    """Shuffle the tags of a caption at each use.
 
-    ``TagShuffle(kept=1)`` turns "zoe, smiling, red hat" into "zoe, red hat, smiling".
+    ``TagShuffle(kept=1)`` may turn "zoe, smiling, red hat" into "zoe, red hat, smiling".
     """
 
     kept: int = attrs.field(default=0, validator=validated(whole, least=0, fix="write 0"))
@@ -123,8 +128,8 @@ class TagShuffle:
     separator: str = attrs.field(default=",")
     """Separator of tags."""
     orders: int | None = attrs.field(default=None)
-    """Number of orders of each caption, used in turn. By default each use has a new order, so
-    embeddings cannot be cached."""
+    """Number of random tag orders per caption, used in turn. By default each use draws a new order,
+    so embeddings cannot be cached."""
 
     @separator.validator
     def _some(self, _: Any, value: str) -> None:
@@ -139,10 +144,15 @@ class TagShuffle:
     @orders.validator
     def _counted(self, _: Any, value: int | None) -> None:
         if value is not None:
-            whole(value, key="TagShuffle.orders", fix="write 8, or omit it")
+            whole(value, key="TagShuffle.orders", fix="write 8, or omit orders")
 
     def shuffled(self, caption: str, *, seed: int) -> str:
-        """Return a caption in the order given by a seed."""
+        """Return a caption with its tags shuffled.
+
+        Args:
+            caption: Tags with separators.
+            seed: Seed of the order.
+        """
         tags = [tag.strip() for tag in caption.split(self.separator) if tag.strip()]
         draw = random.Random(seed)  # noqa: S311 - an order, and no secret
         moved = [tag for tag in tags[self.kept :] if draw.random() >= self.dropout]
@@ -153,14 +163,14 @@ class TagShuffle:
 
 @attrs.frozen(kw_only=True)
 class Augmentation:
-    """Random variations per epoch, determined by the seed, the image and the epoch."""
+    """Random variations of each image, determined by seed, image and epoch."""
 
     flip: float = attrs.field(default=0.0, validator=validated(probability))
     """Probability of mirroring an image horizontally."""
     caption_dropout: float = attrs.field(default=0.0, validator=validated(probability))
     """Probability of replacing the caption by the empty text, for classifier-free guidance."""
     tags: TagShuffle | None = None
-    """Shuffles captions that are lists of tags."""
+    """Shuffling of captions that are lists of tags."""
     prefix: str = ""
     """Text before each caption, such as a trigger word, ``"zoe, "``. Shuffling and dropping tags
     does not affect it. An image without a caption gets only this text."""
@@ -169,17 +179,29 @@ class Augmentation:
     seed: int = 0
 
     def flips(self, draw: Draw) -> bool:
-        """Return whether this use is mirrored."""
+        """Return whether the image is mirrored.
+
+        Args:
+            draw: Index of the image and number of the use.
+        """
         return self._chance("flip", draw) < self.flip
 
     def drops_caption(self, draw: Draw) -> bool:
-        """Return whether this use has no caption."""
+        """Return whether the caption is replaced by the empty text.
+
+        Args:
+            draw: Index of the image and number of the use.
+        """
         return self._chance("caption", draw) < self.caption_dropout
 
     def words(self, captions: Sequence[str], draw: Draw) -> str:
-        """Return the caption of one use; empty if it is dropped.
+        """Return the caption for one use of an image; empty if the caption is dropped.
 
-        With several captions each is used once, in an order of the image's own, before any repeats.
+        Several captions are used in a random order, each once before any is repeated.
+
+        Args:
+            captions: All captions of the image.
+            draw: Index of the image and number of the use.
         """
         if self.drops_caption(draw):
             return ""
@@ -191,7 +213,11 @@ class Augmentation:
         return self._arranged(captions[order[place]], draw.index, order[place], turn)
 
     def all_words(self, captions: Sequence[str], index: int) -> Iterator[str]:
-        """Return every text that ``words`` may return for an image, except the empty one.
+        """Yield every text that ``words`` may return for an image, except the empty text.
+
+        Args:
+            captions: All captions of the image.
+            index: Index of the image.
 
         Raises:
             InvalidValueError: Tags are shuffled anew at each use.
@@ -203,7 +229,7 @@ class Augmentation:
                 yield self._arranged(caption, index, number, turn)
 
     def check_countable(self) -> None:
-        """Check that texts can be enumerated for a cache.
+        """Check that the captions can be enumerated for a cache.
 
         Raises:
             InvalidValueError: Tags are shuffled anew at each use.
@@ -213,9 +239,8 @@ class Augmentation:
                 "tags are shuffled anew at each use, so their embeddings cannot be cached",
                 key="augmentation.tags.orders",
                 value=None,
-                fix="write TagShuffle(orders=8), which caches that many orders of each "
-                "caption; or cache only the latents (cache_latents) and encode texts in "
-                "training",
+                fix="write TagShuffle(orders=8) to cache 8 orders of each caption, or cache only "
+                "the latents (cache_latents) and encode captions during training",
             )
 
     def _arranged(self, caption: str, index: int, number: int, turn: int) -> str:
@@ -233,22 +258,22 @@ class Augmentation:
 class PreparedImages:
     """A bucketed dataset of images and captions.
 
-    A sample contains ``images`` (3, h, w) in [-1, 1], ``captions`` (text), and SDXL's
-    micro-conditioning, each (2,), vertical before horizontal: ``original_sizes`` of the upright
-    image, ``crop_corners`` in the resized image, ``target_sizes`` of the bucket. If the source has
-    masks or references, a sample also contains ``loss_masks`` and ``reference_images``; see
-    ``tensors``.
+    A sample contains ``images`` (3, h, w) in [-1, 1] and ``captions`` (text). SDXL's
+    micro-conditioning is in tensors (2,), vertical before horizontal: ``original_sizes`` of the
+    upright image, ``crop_corners`` in the resized image, and ``target_sizes`` of the bucket. If the
+    source has masks or references, a sample also contains ``loss_masks`` or ``reference_images``;
+    see ``tensors``.
 
     Args:
-        source: Source, such as ``ImageFolder``.
-        buckets: Target sizes of images.
-        minimum: Images in buckets with fewer images move to a fuller one; see
-            ``AspectBuckets.assign``.
-        preparation: Transparency, resizing, cropping.
-        augmentation: Flips and caption selection.
+        source: Source of images, such as ``ImageFolder``.
+        buckets: Target sizes of the images.
+        minimum: Minimum number of images per bucket; images of smaller buckets move to the nearest
+            bucket with enough images.
+        preparation: Settings for transparency, resizing and cropping.
+        augmentation: Settings for flips and captions.
 
     Attributes:
-        companions: Kinds of files beside the images: ``"mask"``, ``"reference"``.
+        companions: Kinds of companion files of the images: ``"mask"``, ``"reference"``.
         assignment: Bucket of each image.
         decisions: Decisions of the source and the buckets.
     """
@@ -282,7 +307,7 @@ class PreparedImages:
 
     @cached_property
     def identity(self) -> str:
-        """Identity of the data; it changes if images are added, removed, renamed or resized."""
+        """Digest that changes if images are added, removed, renamed or resized."""
         digest = hashlib.sha256()
         for index in range(len(self.source)):
             item = self.source.item(index)
@@ -291,29 +316,36 @@ class PreparedImages:
 
     @cached_property
     def contents(self) -> tuple[str, ...]:
-        """Return a hash of each stored image. It reads every file once."""
+        """A hash of each stored image; computing the hashes reads every file once."""
         return tuple(self.source.content(index) for index in range(len(self.source)))
 
     def __len__(self) -> int:
         return len(self.source)
 
     def caption(self, draw: Draw) -> str:
-        """Return the caption of one use; empty if it is dropped."""
+        """Return the caption for one use of an image; empty if the caption is dropped.
+
+        Args:
+            draw: Index of the image and number of the use.
+        """
         return self.augmentation.words(self.source.item(draw.index).captions, draw)
 
     def texts(self) -> tuple[str, ...]:
-        """Return all texts that ``caption`` may return, without duplicates, for a cache of texts.
+        """Return all texts that ``caption`` may return, without duplicates, for a cache.
 
         Raises:
-            InvalidValueError: The texts cannot be enumerated, because tags are shuffled anew at
-                each use.
+            InvalidValueError: Tags are shuffled anew at each use, so captions cannot be enumerated.
         """
         self.augmentation.check_countable()
         known = (text for index in range(len(self)) for text in self._words_of(index))
         return tuple(dict.fromkeys(("", *known)))
 
     def texts_of(self, index: int) -> tuple[str, ...]:
-        """Return all texts that ``caption`` may return for an image, empty text included."""
+        """Return all texts that ``caption`` may return for an image, including the empty text.
+
+        Args:
+            index: Index of the image.
+        """
         known = tuple(dict.fromkeys(self._words_of(index)))
         dropped = self.augmentation.caption_dropout > 0
         return ("", *(text for text in known if text)) if dropped or not known else known
@@ -322,17 +354,27 @@ class PreparedImages:
         return self.augmentation.all_words(self.source.item(index).captions, index)
 
     def pixels(self, index: int, *, flipped: bool) -> tuple[torch.Tensor, Size]:
-        """Return one image (3, h, w) in [-1, 1], and left and top of its displayed crop."""
+        """Return an image (3, h, w) in [-1, 1], and left and top of its crop.
+
+        Args:
+            index: Index of the image.
+            flipped: Whether to mirror the image; the crop is then measured in the mirrored image.
+        """
         placement = self.assignment.placements[index]
         return to_pixels(self.source.image(index), placement, self.preparation, flipped=flipped)
 
     def tensors(self, index: int, *, flipped: bool) -> tuple[dict[str, torch.Tensor], Size]:
-        """Return one image with mask and reference, cropped alike, and the displayed corner.
+        """Return an image with its mask and references, and left and top of the crop.
+
+        Args:
+            index: Index of the image.
+            flipped: Whether to mirror the images; the crop is then measured in the mirrored image.
 
         Returns:
-            Keys are ``images`` as in ``pixels``; ``loss_masks`` (1, h, w) in [0, 1] if the source
-            has masks, ones for images without; ``reference_images`` (3, h, w) in [-1, 1] if it has
-            references, or (r, 3, h, w) if some images have several.
+            The tensors are ``images`` as in ``pixels``; ``loss_masks`` (1, h, w) in [0, 1] if the
+            source has masks, all ones for an image without a mask; and ``reference_images``
+            (3, h, w) in [-1, 1] if the source has references, or (r, 3, h, w) if some images have
+            several.
         """
         if not self.companions:
             pixels, corner = self.pixels(index, flipped=flipped)
@@ -403,7 +445,7 @@ def _assign_by_references(
 def to_pixels(
     image: Image, placement: Placement, preparation: Preparation, *, flipped: bool
 ) -> tuple[torch.Tensor, Size]:
-    """Return an image (3, h, w) in [-1, 1], and left and top of its displayed crop."""
+    """Return an image (3, h, w) in [-1, 1], mirrored if ``flipped``, and the corner of its crop."""
     (pixels,), corner = all_to_pixels([image], placement, preparation, flipped=flipped)
     return pixels, corner
 
@@ -411,7 +453,7 @@ def to_pixels(
 def all_to_pixels(
     images: Iterable[Image], placement: Placement, preparation: Preparation, *, flipped: bool
 ) -> tuple[list[torch.Tensor], Size]:
-    """Return several images, all cropped like the first; see ``to_pixels``."""
+    """Return several images, all cropped like the first image; see ``to_pixels``."""
     tensors: list[torch.Tensor] = []
     corner: Size | None = None
     for image in images:
@@ -424,12 +466,12 @@ def all_to_pixels(
 
 
 def shrunk(masks: torch.Tensor, sides: Sequence[int]) -> torch.Tensor:
-    """Resize masks (b, 1, h, w) by averaging over the area of each position."""
+    """Resize masks (b, 1, h, w) by area averaging."""
     return torch.nn.functional.interpolate(masks, size=tuple(sides), mode="area")
 
 
 def micro_conditioning(placement: Placement, corner: Size) -> dict[str, torch.Tensor]:
-    """Return SDXL's size and crop conditioning, each (2,), vertical before horizontal."""
+    """Return SDXL's size and crop conditioning as tensors (2,), vertical before horizontal."""
     width, height = placement.original
     bucket = placement.bucket
     return {
@@ -440,7 +482,7 @@ def micro_conditioning(placement: Placement, corner: Size) -> dict[str, torch.Te
 
 
 def to_tensor(image: Image) -> torch.Tensor:
-    """Convert an RGB image to (3, h, w) in [-1, 1]."""
+    """Convert an RGB image to a tensor (3, h, w) in [-1, 1]."""
     import numpy as np
 
     values = torch.from_numpy(np.array(image.convert("RGB"), dtype=np.uint8))

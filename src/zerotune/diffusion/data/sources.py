@@ -1,4 +1,4 @@
-"""Protocol of image sources, combined sources, and an index of image sizes."""
+"""Protocol of image sources, combinations of sources, and an index of image sizes."""
 
 from __future__ import annotations
 
@@ -50,15 +50,15 @@ _logger: Final = logging.getLogger("zerotune")
 
 
 class SizeIndex:
-    """A cache file with the sizes of unchanged images.
+    """A cache file of image sizes, each valid while its image file is unchanged.
 
-    One process reads missing sizes while the machine's other processes wait for its file, so each
-    image is decoded once by one rank. If the location is not writable, sizes are only not cached.
+    On each machine, one process reads the missing sizes while the others wait, so each image is
+    decoded only once. If the cache folder is not writable, every process reads all sizes.
 
     Args:
-        parts: Values that determine the sizes besides the files: the folder, the check, … Nothing
-            is cached without any, or if a value's ``repr`` differs between processes.
-        count: Numbers per entry.
+        parts: Values other than the files on which the sizes depend, such as the folder. Nothing is
+            cached if ``parts`` is empty or the ``repr`` of a part differs between processes.
+        count: Number of integers per entry: 2 for images, 3 for clips.
     """
 
     def __init__(self, *parts: object, count: int = 2) -> None:
@@ -72,10 +72,10 @@ class SizeIndex:
 
     @contextmanager
     def open(self, stamps: Mapping[str, Stamp | None]) -> Iterator[SizeIndex]:
-        """Look up names inside the block, and save new entries at its end.
+        """Load the index for a ``with`` block, and save new entries at the end of the block.
 
         Args:
-            stamps: Stamps of every name (``stamp_of``); names without a stamp are always read.
+            stamps: Stamp of each name (``stamp_of``); ``None`` if the name must always be read.
         """
         self._stamps, self._stored = stamps, self._read()
         if self._path is None or all(self._known(name) for name in stamps):
@@ -89,7 +89,12 @@ class SizeIndex:
                 self._write(self._path)
 
     def get(self, name: str, read: Callable[[], Numbers]) -> Numbers:
-        """Return the entry of a name, or the result of ``read``."""
+        """Return the cached size of a name, or call ``read`` and cache the result.
+
+        Args:
+            name: Name among ``stamps``.
+            read: Function that reads the size from the file.
+        """
         known = self._known(name)
         if known is not None:
             self._reused += 1
@@ -104,7 +109,7 @@ class SizeIndex:
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
-        """Decisions about reused entries and failed writes."""
+        """Decisions about reused sizes and failed writes."""
         found = []
         if self._reused:
             found.append(
@@ -112,7 +117,8 @@ class SizeIndex:
                     key="data.sizes",
                     before="read from each file",
                     after=f"{self._reused} from an earlier start",
-                    reason=f"these files have not changed; delete {self._path} to read all again",
+                    reason="these files have not changed; to read all files again, delete "
+                    f"{self._path}",
                 )
             )
         if self._refusal is not None:
@@ -122,7 +128,7 @@ class SizeIndex:
                     before="cached for the next start",
                     after="read by every rank at each start",
                     reason=f"{self._path} cannot be written ({self._refusal.strerror}); set "
-                    "XDG_CACHE_HOME to another folder",
+                    "XDG_CACHE_HOME to a writable folder",
                 )
             )
         return tuple(found)
@@ -169,7 +175,7 @@ class SizeIndex:
                 descriptor = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600)
                 if not try_lock(descriptor, exclusive=True):
                     _logger.info(
-                        "another process is reading the sizes of these files; waiting for it"
+                        "waiting for another process that is reading the sizes of these files"
                     )
                     try_lock(descriptor, exclusive=True, patience=math.inf)
         except OSError as error:
@@ -182,7 +188,7 @@ class SizeIndex:
 
 
 def stamp_of(files: Iterable[Path]) -> Stamp | None:
-    """Return modification times and sizes of files; ``None`` if one is not accessible."""
+    """Return modification time and size of each file; ``None`` if a file is not accessible."""
     try:
         known = [file.stat() for file in files]
     except (OSError, ValueError):
@@ -240,7 +246,7 @@ def all_of(found: Words) -> tuple[str, ...]:
 
 
 def worded(found: Words) -> dict[str, Any]:
-    """Return the caption fields of an item."""
+    """Return the keyword arguments of ``ImageItem`` for one or several captions."""
     texts = all_of(found)
     return {"caption": texts[0] if texts else "", "further": texts[1:]}
 
@@ -249,13 +255,17 @@ class CaptionText(Protocol):
     """Protocol: parses the captions in a text file."""
 
     def captions(self, text: str) -> Words:
-        """Return the caption, or several."""
+        """Return one or several captions.
+
+        Args:
+            text: Content of the file.
+        """
         ...
 
 
 @attrs.frozen(kw_only=True)
 class WholeText:
-    """The whole file is one caption."""
+    """Read the whole file as one caption."""
 
     def captions(self, text: str) -> Words:
         """Return the text without surrounding whitespace."""
@@ -264,15 +274,15 @@ class WholeText:
 
 @attrs.frozen(kw_only=True)
 class TextLines:
-    """Each line that is not blank is a caption."""
+    """Read each line that is not blank as a caption."""
 
     def captions(self, text: str) -> Words:
-        """Return the lines without surrounding whitespace."""
+        """Return the lines that are not blank, without surrounding whitespace."""
         return tuple(line.strip() for line in text.splitlines() if line.strip())
 
 
 def caption_text(words: Any) -> CaptionText:
-    """Return a caption parser, also by its name."""
+    """Look up a caption parser by name; a parser object is checked and returned."""
     kinds = {"whole": WholeText, "lines": TextLines}
     found: CaptionText = named_policy(words, kinds, key="words", method="captions")
     return found
@@ -287,11 +297,11 @@ REFERENCES: Final = (REFERENCE, *(f"{REFERENCE}{number}" for number in range(2, 
 
 
 def companion_endings(masks: str | None, references: str | None) -> dict[str, str]:
-    """Return the suffixes of mask and reference names before their extensions, by kind.
+    """Return the suffixes of companion files by kind, such as ``"mask"`` in ``cat.mask.png``.
 
     Args:
-        masks: Suffix of a mask; ``None`` for no masks.
-        references: Suffix of the first reference; the second has a 2 after it, and so on.
+        masks: Suffix of mask files; ``None`` for no masks.
+        references: Suffix of the first reference; further references append 2, 3, … to it.
     """
     found = {} if masks is None else {MASK: masks}
     if references is not None:
@@ -301,65 +311,90 @@ def companion_endings(masks: str | None, references: str | None) -> dict[str, st
 
 @runtime_checkable
 class ImageSource(Protocol):
-    """Protocol: images with captions in a fixed order, equal on all ranks."""
+    """Protocol: images with captions, in a fixed order that is the same on all ranks."""
 
     def __len__(self) -> int: ...
 
     def item(self, index: int) -> ImageItem:
-        """Return name, size and caption."""
+        """Return the name, size and caption of an image.
+
+        Args:
+            index: Index of the image.
+        """
         ...
 
     def image(self, index: int) -> Image:
-        """Return the upright image, RGB or RGBA."""
+        """Return an upright image, RGB or RGBA.
+
+        Args:
+            index: Index of the image.
+        """
         ...
 
     def content(self, index: int) -> str:
-        """Return a hash of the stored image."""
+        """Return a hash of the stored image.
+
+        Args:
+            index: Index of the image.
+        """
         ...
 
 
 class EncodedSource:
-    """Base class of sources with encoded images; subclasses provide the bytes.
+    """Base class of sources of encoded images; a subclass returns the files or their bytes.
 
     Attributes:
         broken: Skipped images with reasons.
-        decisions: Automatic choices and skipped images.
+        decisions: Records of automatic choices and skipped images.
     """
 
     broken: tuple[BrokenImage, ...] = ()
     decisions: tuple[Decision, ...] = ()
     companions: frozenset[str] = frozenset()
-    """Kinds of files beside the images: ``REFERENCE`` for all of them, ``MASK`` and the other
-    ``REFERENCES`` for some."""
+    """Kinds of companion files. Every image has a ``REFERENCE``; ``MASK`` and the other
+    ``REFERENCES`` may be missing."""
 
     _items: Sequence[ImageItem] = ()
 
     def encoded(self, index: int) -> Path | bytes:
-        """Return the file, or its content."""
+        """Return the path of an encoded image, or its bytes.
+
+        Args:
+            index: Index of the image.
+        """
         raise NotImplementedError
 
     def beside(self, index: int) -> Mapping[str, Path | bytes]:  # noqa: ARG002 - for subclasses
-        """Return files beside an image, or their content, by ``companions``."""
+        """Return the mask and references of an image by kind, as paths or bytes.
+
+        Args:
+            index: Index of the image.
+        """
         return {}
 
     def __len__(self) -> int:
         return len(self._items)
 
     def item(self, index: int) -> ImageItem:
-        """Return name, size and caption."""
+        """Return the name, size and caption of an image."""
         return self._items[index]
 
     def image(self, index: int) -> Image:
-        """Return the upright image, RGB or RGBA."""
+        """Return an upright image, RGB or RGBA."""
         return self._decoded(index, self.encoded(index))
 
     def companion(self, index: int, kind: str) -> Image | None:
-        """Return the upright mask or reference of an image; ``None`` if it has none."""
+        """Return the mask or a reference of an image, upright; ``None`` if it does not exist.
+
+        Args:
+            index: Index of the image.
+            kind: ``MASK`` or one of ``REFERENCES``.
+        """
         file = self.beside(index).get(kind)
         return None if file is None else self._decoded(index, file)
 
     def content(self, index: int) -> str:
-        """Return a hash of the encoded image and the files beside it."""
+        """Return a hash of an encoded image, its mask and its references."""
         own = hashlib.sha256(bytes_of(self.encoded(index)))
         for kind, file in sorted(self.beside(index).items()):
             own.update(kind.encode() + hashlib.sha256(bytes_of(file)).digest())
@@ -411,7 +446,7 @@ class EncodedSource:
         def look(name: str) -> Size:
             width, height = sizes.get(name, lambda: read(name))
             if edits and REFERENCE not in beside(name):
-                raise ValueError("it has no reference, but other images have one")
+                raise ValueError("the image has no reference, but other images do")
             return width, height
 
         def item(name: str, size: Size) -> ImageItem:
@@ -432,7 +467,7 @@ class EncodedSource:
             raise DataError(
                 why(error),
                 key=self._items[index].name,
-                fix='open the source with check="whole", which detects such files at the start',
+                fix='open the source with check="whole", which detects broken files at the start',
             ) from error
 
 
@@ -443,8 +478,8 @@ def _check_companion(kind: str, file: Path | bytes, size: Size, check: ImageChec
         raise ValueError(f"its {kind} {why(error)}") from error
     if kind == MASK and not same_shape(found, size):
         raise ValueError(
-            f"its mask is {found[0]}x{found[1]}, which differs in aspect ratio from "
-            f"{size[0]}x{size[1]}"
+            f"the mask ({found[0]}x{found[1]}) and the image ({size[0]}x{size[1]}) differ in "
+            "aspect ratio"
         )
 
 
@@ -465,20 +500,20 @@ def scan(
     missing: Iterable[BrokenImage] = (),
     errors: tuple[type[Exception], ...] = (),
 ) -> tuple[list[Item], tuple[BrokenImage, ...], tuple[Decision, ...]]:
-    """Check all candidates of a source.
+    """Check every image of a source, and separate the broken images.
 
     Args:
-        stamps: Names in order, each with a stamp of its files.
-        look: Returns the size, or size and length, of one name; called through ``index``.
-        item: Builds the item of a name and its size.
-        index: Sizes read by earlier starts.
+        stamps: Names in order, each with the stamp of its files.
+        look: Function that returns the size of a named image, or size and length of a named clip.
+        item: Function that creates an item from a name and the result of ``look``.
+        index: Cache of sizes that earlier starts have read.
         on_broken: Policy for unreadable images.
-        strays: Broken entries known in advance, reported before the others.
-        missing: Missing entries, reported after the others.
-        errors: Exceptions of ``look`` for unreadable files, besides Pillow's.
+        strays: Images known to be broken, reported first.
+        missing: Images that do not exist, reported last.
+        errors: Exceptions of ``look`` for unreadable files, in addition to Pillow's.
 
     Returns:
-        Items, broken entries, and decisions about both.
+        Items, broken images, and decisions about both.
     """
     broken: list[BrokenImage] = []
 
@@ -543,9 +578,9 @@ def _scan_decisions(
             Decision(
                 key="data.captions",
                 before="several",
-                after="one of them per use",
-                reason=f"{several} of {len(items)} images have several captions: each is used "
-                "once before any repeats",
+                after="one caption per use",
+                reason=f"{several} of {len(items)} images have several captions: each caption is "
+                "used once before any is repeated",
             )
         )
     return tuple(found)
@@ -559,16 +594,16 @@ def _companion_decisions(counts: Mapping[str, int], of: int) -> tuple[Decision, 
         of: Images.
     """
     effect = {
-        MASK: "they weight the loss: white counts; images without a mask count everywhere",
-        REFERENCE: "they are the images before an edit, or conditions of a ControlNet",
-        **dict.fromkeys(REFERENCES[1:], "they are edited together with the others"),
+        MASK: "white pixels count in the loss, black ones do not; without a mask all pixels count",
+        REFERENCE: "references are images before an edit or conditions of a ControlNet",
+        **dict.fromkeys(REFERENCES[1:], "all references of an image are edited together"),
     }
     return tuple(
         Decision(
             key=f"data.{kind}s",
             before=None,
             after=count,
-            reason=f"{count} of {of} images have a {kind} beside them: {effect[kind]}",
+            reason=f"{count} of {of} images have a {kind}: {effect[kind]}",
         )
         for kind, count in sorted(counts.items())
         if count
@@ -576,38 +611,38 @@ def _companion_decisions(counts: Mapping[str, int], of: int) -> tuple[Decision, 
 
 
 def companions_of(source: Any) -> frozenset[str]:
-    """Return the kinds of files beside a source's images; empty if it supports none."""
+    """Return the kinds of companion files (masks, references) in a source."""
     return frozenset(getattr(source, "companions", ()))
 
 
 def by_reference(each: Sequence[T], *, key: str) -> dict[str, T]:
-    """Something of each reference by its name.
+    """Return the values by reference name: ``reference``, ``reference2``, and so on.
 
     Args:
-        each: In the references' order.
-        key: Where it was given.
+        each: One value per reference, in order.
+        key: Name of the argument, for the error message.
     """
     if len(each) > len(REFERENCES):
         raise DataError(
             f"an image has at most {len(REFERENCES)} references",
             key=key,
             value=len(each),
-            fix="leave the last ones out",
+            fix="remove the last references",
         )
     return dict(zip(REFERENCES, each, strict=False))
 
 
 def has_several_references(source: Any) -> bool:
-    """Whether some images of a source are made of more than one."""
+    """Return whether some images of a source have several references."""
     return not companions_of(source).isdisjoint(REFERENCES[1:])
 
 
 class RepeatedSource:
-    """A source whose images are used several times per epoch, each with its own flip.
+    """A source whose images are used several times per epoch, with a new flip for each use.
 
     Args:
         source: Source to repeat.
-        times: Uses of each image per epoch.
+        times: Number of uses of each image per epoch.
     """
 
     def __init__(self, source: ImageSource, *, times: int) -> None:
@@ -623,20 +658,25 @@ class RepeatedSource:
         return getattr(self._source, name)
 
     def item(self, index: int) -> ImageItem:
-        """Return name, size and caption."""
+        """Return the name, size and caption of an image."""
         return self._source.item(index % len(self._source))
 
     def image(self, index: int) -> Image:
-        """Return the upright image."""
+        """Return an upright image."""
         return self._source.image(index % len(self._source))
 
     def companion(self, index: int, kind: str) -> Image | None:
-        """Return the mask or reference of an image."""
+        """Return the mask or a reference of an image."""
         source: Any = self._source
         return source.companion(index % len(source), kind)  # type: ignore[no-any-return]
 
     def frames(self, index: int, numbers: Sequence[int]) -> list[Image]:
-        """Return frames of a clip, if the source has clips."""
+        """Return frames of a clip; the source must contain clips.
+
+        Args:
+            index: Index of the clip.
+            numbers: Indices of the frames.
+        """
         source: Any = self._source
         return source.frames(index % len(source), numbers)  # type: ignore[no-any-return]
 
@@ -646,13 +686,13 @@ class RepeatedSource:
 
 
 class JoinedSources:
-    """Concatenated sources; use ``RepeatedSource`` to weight them.
+    """A concatenation of sources; ``RepeatedSource`` gives a source more weight.
 
     Args:
         sources: At least one source.
 
     Raises:
-        DataError: There is no source, or only some have references.
+        DataError: There is no source, or only some sources have references.
     """
 
     def __init__(self, sources: Sequence[ImageSource]) -> None:
@@ -665,10 +705,10 @@ class JoinedSources:
         without = [number for number, found in enumerate(beside) if REFERENCE not in found]
         if REFERENCE in self.companions and without:
             raise DataError(
-                "have no references, but other sources have",
+                "these sources have no references, but the other sources do",
                 key="sources",
                 value=without,
-                fix="join sources that all have references, or pass references=None to those",
+                fix="join only sources with references, or pass references=None to every source",
             )
 
     @property
@@ -692,18 +732,18 @@ class JoinedSources:
         return number, self._sources[number], index - before
 
     def item(self, index: int) -> ImageItem:
-        """Return name, size and caption; the name includes the source."""
+        """Return the name (prefixed with the source's number), size and caption of an image."""
         number, source, inner = self._find(index)
         item = source.item(inner)
         return attrs.evolve(item, name=f"{number}/{item.name}")
 
     def image(self, index: int) -> Image:
-        """Return the upright image."""
+        """Return an upright image."""
         _, source, inner = self._find(index)
         return source.image(inner)
 
     def companion(self, index: int, kind: str) -> Image | None:
-        """Return the mask or reference of an image."""
+        """Return the mask or a reference of an image."""
         _, found, inner = self._find(index)
         source: Any = found
         if kind not in companions_of(found):
@@ -711,7 +751,12 @@ class JoinedSources:
         return source.companion(inner, kind)  # type: ignore[no-any-return]
 
     def frames(self, index: int, numbers: Sequence[int]) -> list[Image]:
-        """Return frames of a clip, if the sources have clips."""
+        """Return frames of a clip; the source must contain clips.
+
+        Args:
+            index: Index of the clip.
+            numbers: Indices of the frames.
+        """
         _, found, inner = self._find(index)
         source: Any = found
         return source.frames(inner, numbers)  # type: ignore[no-any-return]

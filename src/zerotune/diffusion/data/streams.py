@@ -1,4 +1,4 @@
-"""Streams: endless, resumable micro batches of one rank."""
+"""Endless, resumable streams of one rank's micro batches."""
 
 from __future__ import annotations
 
@@ -36,18 +36,22 @@ Batch = Mapping[str, torch.Tensor]
 
 @runtime_checkable
 class BatchStream(Protocol):
-    """Endless micro batches with a resumable position."""
+    """Protocol: an endless iterator over micro batches whose position can be saved."""
 
     def __next__(self) -> Batch:
         """Return this rank's next micro batch."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the stream position, equal on every rank; JSON types only."""
+        """Return the stream position in JSON types, the same on every rank."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved position."""
+        """Continue from a saved position.
+
+        Args:
+            state: Value that ``state_dict`` returned.
+        """
         ...
 
 
@@ -55,27 +59,27 @@ class BatchStream(Protocol):
 
 
 class ImageTensors(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """A dataset in memory.
+    """An in-memory dataset of images and optional labels.
 
     Args:
-        images: (n, c, h, w) in [-1, 1].
-        labels: (n,), integers; optional.
+        images: Images (n, c, h, w) in [-1, 1].
+        labels: Integer labels (n,).
 
     Attributes:
         decisions: A warning if the images appear to be in [0, 1].
 
     Raises:
-        DataError: Lengths differ, there are no images, or they are not in [-1, 1], for example
-            integers up to 255.
+        DataError: ``images`` is empty, differs in length from ``labels``, or is clearly not in
+            [-1, 1], such as integers up to 255.
     """
 
     def __init__(self, *, images: torch.Tensor, labels: torch.Tensor | None = None) -> None:
         if len(images) == 0 or (labels is not None and len(labels) != len(images)):
             raise DataError(
-                "images and labels need the same length, at least one",
+                "images and labels must have the same length, at least 1",
                 key="labels",
                 value=None if labels is None else len(labels),
-                fix=f"{len(images)} images were passed",
+                fix=f"pass as many labels as images ({len(images)}), at least 1",
             )
         self.decisions = _check_range(images)
         announce(self.decisions)
@@ -95,7 +99,7 @@ def check_float(images: torch.Tensor, *, key: str) -> None:
             "images must be floating-point numbers in [-1, 1]",
             key=key,
             value=str(images.dtype).removeprefix("torch."),
-            fix="images.float() / 127.5 - 1 converts integers from 0 to 255",
+            fix="convert integers from 0 to 255 with images.float() / 127.5 - 1",
         )
 
 
@@ -105,10 +109,11 @@ def _check_range(images: torch.Tensor) -> tuple[Decision, ...]:
     least, most = (float(value) for value in images[:_LOOKED_AT].aminmax())
     if (least >= 0 and most > _MOST_UNSIGNED) or max(-least, most) > _MOST_STANDARDISED:
         raise DataError(
-            f"images must be in [-1, 1], and these range from {least:g} to {most:g}",
+            f"images must be in [-1, 1], but the values range from {least:g} to {most:g}",
             key="images",
             value=tuple(images.shape),
-            fix=f"images / {most / 2:g} - 1" if least >= 0 else f"images / {max(-least, most):g}",
+            fix="convert them with images / "
+            + (f"{most / 2:g} - 1" if least >= 0 else f"{max(-least, most):g}"),
         )
     if least < 0 or not 0 < most <= 1:
         return ()
@@ -116,9 +121,9 @@ def _check_range(images: torch.Tensor) -> tuple[Decision, ...]:
         Decision(
             key="data.images",
             before="in [-1, 1]",
-            after=f"from {least:g} to {most:g}, unchanged",
-            reason="no value is negative, so the images appear to be in [0, 1]: write images * "
-            "2 - 1",
+            after=f"values from {least:g} to {most:g}, unchanged",
+            reason="no value is negative, so the images appear to be in [0, 1]; convert them with "
+            "images * 2 - 1",
             severity="warning",
         ),
     )
@@ -128,10 +133,10 @@ def _check_range(images: torch.Tensor) -> tuple[Decision, ...]:
 
 
 class Captions(tuple[str, ...]):
-    """A tuple of captions with a no-op ``.to()``, so that loops may move whole batches."""
+    """A tuple of captions with a no-op ``.to()``, as loops move all batch values to a device."""
 
     def to(self, *_: Any, **__: Any) -> Captions:
-        """Return itself, because text has no device."""
+        """Return the captions unchanged, because text has no device."""
         return self
 
 
@@ -140,9 +145,9 @@ _MASK: Final = "_mask"
 
 
 def stack_samples(samples: list[Any]) -> Batch:
-    """Collate samples: tensors are stacked (``stack_named``), strings become ``Captions``.
+    """Collate samples: stack tensors (``stack_named``) and put strings into ``Captions``.
 
-    Numbers, arrays and samples that are not mappings are passed to torch's ``default_collate``.
+    torch's ``default_collate`` handles numbers, arrays, and samples that are not mappings.
 
     Args:
         samples: Samples of one batch, all with the same keys.
@@ -162,8 +167,8 @@ def stack_samples(samples: list[Any]) -> Batch:
 def stack_named(rows: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """Stack the tensors of several samples by name.
 
-    Tensors of one name have equal shapes, except those with a mask, which are padded with zeros to
-    the longest, together with their masks. ``row_of`` removes the padding.
+    Tensors with the same name must have equal shapes. Only tensors with a mask may differ in
+    length; they and their masks are padded with zeros. ``row_of`` removes the padding.
     """
     batch = {}
     for name in rows[0] if rows else ():
@@ -178,15 +183,15 @@ def stack_named(rows: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.T
                 "samples of one batch have tensors of different shapes",
                 key=name,
                 value=shapes,
-                fix="give them equal shapes; texts without a mask share a batch only at "
-                "equal length, so train with train_micro_batch_size_per_gpu=1",
+                fix="give the tensors equal shapes; for text embeddings that differ in length "
+                "and have no mask, set train_micro_batch_size_per_gpu to 1",
             )
         batch[name] = torch.stack(tensors)
     return batch
 
 
 def row_of(batch: Mapping[str, torch.Tensor], index: int) -> dict[str, torch.Tensor]:
-    """Return the tensors of one sample without padding."""
+    """Return the tensors of one sample of a batch without padding."""
     row = {name: tensor[index] for name, tensor in batch.items()}
     for name in list(row):
         if name + _MASK in row:
@@ -266,27 +271,29 @@ class _OrderedStream(ABC):
 class DataStream(_OrderedStream):
     """Endless micro batches of a map-style dataset for one rank.
 
-    The order depends only on the seed: two ranks with micro batches of 4 process together what one
-    rank with 8 processes. The position is one number, the samples consumed by all ranks, so a run
-    can continue with another number of ranks or batch size.
+    The sample order does not depend on the number of ranks: two ranks with micro batches of 4
+    process the same samples per step as one rank with micro batches of 8. The position counts the
+    samples that all ranks have consumed, so a run can resume with a different number of ranks or
+    micro batch size.
 
     Args:
         dataset: Anything with ``__len__`` and ``__getitem__``, such as a
             ``torch.utils.data.Dataset`` or a Hugging Face dataset in torch format.
-        micro_batch_size: Samples per batch and rank.
-        seed: Seed of the order.
+        micro_batch_size: Number of samples per micro batch on each rank.
+        seed: Seed of the sample order.
         rank: Rank of this process.
-        world_size: Processes that share the data.
-        shuffle: ``False`` keeps the dataset's own order, epoch after epoch.
-        num_workers: Worker processes that prefetch; 0 loads in this process.
-        collate: Collate function for a list of samples; default ``stack_samples``.
+        world_size: Number of processes that share the data.
+        shuffle: ``False`` keeps the dataset's order in every epoch.
+        num_workers: Number of worker processes that prefetch; 0 loads batches in this process.
+        collate: Function that collates a list of samples; default ``stack_samples``.
         pin_memory: Page-lock batches for faster copies to a GPU.
 
     Attributes:
-        decisions: A warning if the dataset has fewer samples than the micro batches of a step.
+        decisions: A warning if the dataset has fewer than ``micro_batch_size * world_size``
+            samples.
 
     Raises:
-        InvalidValueError: A size or rank is out of range.
+        InvalidValueError: ``micro_batch_size`` or ``rank`` is out of range.
         DataError: The dataset is empty.
     """
 
@@ -310,10 +317,10 @@ class DataStream(_OrderedStream):
         if hasattr(dataset, "assignment"):
             # It would give samples of many sizes, each with the flip of its first epoch for ever.
             raise DataError(
-                "its samples have different bucket sizes, which this stream does not support",
+                "samples of this dataset differ in size, which DataStream does not support",
                 key="dataset",
                 value=type(dataset).__name__,
-                fix="pass it to BucketStream",
+                fix="pass the dataset to BucketStream",
             )
         self._size, self._taken = micro_batch_size, micro_batch_size * world_size
         self._order: SampleOrder = SampleOrder(length=len(dataset), seed=seed, shuffle=shuffle)
@@ -322,21 +329,21 @@ class DataStream(_OrderedStream):
 
     @property
     def position(self) -> int:
-        """Samples consumed by all ranks together since the start of the first epoch."""
+        """Number of samples that all ranks have consumed since the start of the run."""
         return self._position
 
     @property
     def epoch(self) -> float:
-        """Epochs consumed; 1.5 is halfway through the second."""
+        """Number of epochs consumed; 1.5 is halfway through the second epoch."""
         return self._position / self._order.length
 
     @property
     def steps_per_epoch(self) -> float:
-        """Mean number of micro batches per rank and epoch."""
+        """Mean number of micro batches per epoch on each rank."""
         return self._order.length / self._size / self._world_size
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the order, equal on every rank."""
+        """Return the position in the sample order, the same on every rank."""
         return {
             "position": self._position,
             "length": self._order.length,
@@ -348,8 +355,8 @@ class DataStream(_OrderedStream):
         """Continue from a saved position in the saved order.
 
         Raises:
-            DataError: The dataset has another length and therefore another order, or the state is
-                invalid. The stream then keeps its position.
+            DataError: The state is invalid, or the length of the dataset has changed. The position
+                of the stream is then unchanged.
         """
         length = saved(state, "length", int)
         order = attrs.evolve(
@@ -391,7 +398,7 @@ def _too_few(length: int, taken: int) -> tuple[Decision, ...]:
             key="data",
             before=f"{length} samples",
             after=f"{taken} in the micro batches of all ranks",
-            reason="some samples occur several times in one step; use more data, or smaller "
+            reason="some samples occur several times in one step; use more data or smaller "
             "micro batches",
             severity="warning",
         ),
@@ -403,7 +410,7 @@ def _too_few(length: int, taken: int) -> tuple[Decision, ...]:
 
 @runtime_checkable
 class BucketedDataset(Protocol):
-    """A dataset whose samples come in a few sizes."""
+    """Protocol: a dataset whose samples are grouped into buckets by size."""
 
     @property
     def assignment(self) -> BucketAssignment:
@@ -412,38 +419,38 @@ class BucketedDataset(Protocol):
 
     @property
     def identity(self) -> str:
-        """Identity of the data; it changes if samples are added, removed, reordered or resized."""
+        """Digest that changes if samples are added, removed, reordered or resized."""
         ...
 
     def __getitem__(self, draw: Draw) -> Mapping[str, Any]:
-        """Return tensors and strings of one sample; shapes are equal within a bucket."""
+        """Return the tensors and strings of one sample; shapes are equal within a bucket."""
         ...
 
 
 class BucketStream(_OrderedStream):
-    """Endless micro batches of a bucketed dataset, each of one size.
+    """Endless micro batches of a bucketed dataset, each from a single bucket.
 
-    All ranks take equal steps with equal micro batches. The micro batches and their order depend on
-    the data, the seed and the micro batch size, not on the number of ranks: rank r of w gets every
-    w-th. With another number of ranks a run continues exactly where it stopped. With another micro
-    batch size it continues with the unused images, grouped differently.
+    Every rank gets a full micro batch at every step. The sequence of micro batches does not depend
+    on the number of ranks: rank r of w gets every w-th micro batch, starting with r. A run that
+    resumes with a different number of ranks continues the same sequence. With a different micro
+    batch size, a resumed run continues with the unused images.
 
     Args:
-        dataset: Dataset, such as ``PreparedImages`` or ``CachedImages``.
-        micro_batch_size: Samples per batch and rank.
-        seed: Seed of the order.
+        dataset: Bucketed dataset, such as ``PreparedImages`` or ``CachedImages``.
+        micro_batch_size: Number of samples per micro batch on each rank.
+        seed: Seed of the sample order.
         rank: Rank of this process.
-        world_size: Processes that share the data.
-        shuffle: ``False`` keeps the dataset's order within each bucket, one bucket after another.
-        num_workers: Worker processes that prefetch; 0 loads in this process.
-        collate: Collate function for a list of samples; default ``stack_samples``.
-        pin_memory: Page-lock tensors for faster copies to a GPU.
+        world_size: Number of processes that share the data.
+        shuffle: ``False`` yields one bucket after another, each in the dataset's order.
+        num_workers: Number of worker processes that prefetch; 0 loads batches in this process.
+        collate: Function that collates a list of samples; default ``stack_samples``.
+        pin_memory: Page-lock batches for faster copies to a GPU.
 
     Attributes:
-        decisions: Decisions for buckets smaller than a micro batch.
+        decisions: A warning if a bucket has fewer images than a micro batch.
 
     Raises:
-        InvalidValueError: A size or rank is out of range.
+        InvalidValueError: ``micro_batch_size`` or ``rank`` is out of range.
     """
 
     def __init__(
@@ -477,17 +484,17 @@ class BucketStream(_OrderedStream):
 
     @property
     def epoch(self) -> float:
-        """Epochs consumed by all ranks together; 1.5 is halfway through the second."""
+        """Number of epochs consumed; 1.5 is halfway through the second epoch."""
         return sum(self._order.used(self._position)) / self._order.length
 
     @property
     def steps_per_epoch(self) -> float:
-        """Mean number of micro batches per rank and epoch."""
+        """Mean number of micro batches per epoch on each rank."""
         return self._order.length / self._order.micro_batch_size / self._world_size
 
     @property
     def used(self) -> dict[str, int]:
-        """Images of each set consumed by all ranks together; empty without a mixture."""
+        """Number of images that all ranks have used of each set; empty without a mixture."""
         shares = self._order.shares
         if not shares:
             return {}
@@ -495,7 +502,7 @@ class BucketStream(_OrderedStream):
         return dict(zip(names, self._order.used_of_shares(self._position), strict=True))
 
     def explain(self) -> str:
-        """Describe frequency and use of each set; empty without a mixture."""
+        """Return a text with repeats and used images of each set; empty without a mixture."""
         used = self.used
         rows = [
             f" {share.name}: {len(share.images)} images, each {float(share.repeats):g} "
@@ -505,7 +512,7 @@ class BucketStream(_OrderedStream):
         return "\n".join(["data: a mixture", *rows]) if rows else ""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the order, equal on every rank."""
+        """Return the position in the sample order, the same on every rank."""
         return {
             "position": self._position,
             "origin": list(self._order.origin),
@@ -519,8 +526,8 @@ class BucketStream(_OrderedStream):
         """Continue from a saved position in the saved order.
 
         Raises:
-            DataError: The images or their buckets differ, and therefore the order, or the state is
-                invalid. The stream then keeps its position.
+            DataError: The state is invalid, or the images, their buckets or repeats have changed.
+                The position of the stream is then unchanged.
         """
         if saved(state, "data", str) != self._identity:
             raise DataError(
@@ -557,7 +564,7 @@ class BucketStream(_OrderedStream):
 
 
 def dataset_digest(dataset: BucketedDataset) -> str:
-    """Return a digest of samples and buckets, which determine the order of a stream."""
+    """Return a digest of a dataset's samples, buckets and repeats, which determine its order."""
     digest = hashlib.sha256(dataset.identity.encode())
     for bucket, members in dataset.assignment.members.items():
         digest.update(f"{bucket}:{members}\n".encode())
@@ -567,7 +574,7 @@ def dataset_digest(dataset: BucketedDataset) -> str:
 
 
 def shares_of(dataset: Any) -> tuple[Share, ...]:
-    """Return the sets of a dataset; empty if all samples are used equally often."""
+    """Return the sets of a mixture; empty for any other dataset."""
     return tuple(getattr(dataset, "shares", ()))
 
 
@@ -585,9 +592,9 @@ def _small_buckets(assignment: BucketAssignment, size: int) -> tuple[Decision, .
             key="buckets",
             before=None,
             after=size,
-            reason="buckets with fewer images than a micro batch repeat images within it and "
-            f"use them less often afterwards: {', '.join(small)}; set minimum={size} to "
-            "move them to fuller buckets",
+            reason="these buckets have fewer images than a micro batch, so a batch repeats "
+            f"images and the bucket then skips some epochs: {', '.join(small)}; set "
+            f"minimum={size} to move the images to larger buckets",
             severity="warning",
         ),
     )
@@ -597,13 +604,13 @@ def _small_buckets(assignment: BucketAssignment, size: int) -> tuple[Decision, .
 
 
 class RepeatedBatches:
-    """Endless batches of an iterable of batches: a ``DataLoader``, a list, your own class.
+    """Endless batches from an iterable, such as a ``DataLoader``, a list or your own class.
 
-    It is restarted when it ends. A resume reads and discards the consumed batches, so an iterable
-    with a random order must seed it itself.
+    The iterable is restarted whenever it ends. A resume reads and discards the batches that the run
+    has already used, so an iterable that shuffles must seed its order itself.
 
     Args:
-        batches: An iterable that yields this rank's micro batches each time.
+        batches: An iterable over this rank's micro batches that can be restarted.
     """
 
     def __init__(self, batches: Iterable[Batch]) -> None:
@@ -613,7 +620,7 @@ class RepeatedBatches:
 
     @property
     def count(self) -> int:
-        """Batches consumed by each rank."""
+        """Number of batches that each rank has consumed."""
         return self._count
 
     def __iter__(self) -> RepeatedBatches:
@@ -626,23 +633,23 @@ class RepeatedBatches:
             batch = next(self._iterator, None)
         if batch is None:
             raise DataError(
-                f"yielded no batch ({self._count} before)",
+                f"yielded no batch after {self._count} batches",
                 key="data",
                 value=type(self._batches).__name__,
-                fix="pass something that can be iterated repeatedly, not a generator",
+                fix="pass an iterable that can be restarted, such as a list, not a generator",
             )
         self._count += 1
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of batches consumed by each rank."""
+        """Return the number of batches that each rank has consumed."""
         return {"batches": self._count}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Skip to a saved position.
+        """Read and discard batches up to a saved position.
 
         Raises:
-            DataError: The state is invalid, or there is no batch.
+            DataError: The state is invalid, or the iterable yields no batch.
         """
         count = saved(state, "batches", int, most=_MOST_BATCHES)
         self._count, self._iterator = 0, None
@@ -662,15 +669,15 @@ def saved(
     most: int = _MOST_INT64,
     of: str = "state",
 ) -> T:
-    """Return a field of a stream's saved state after checking it.
+    """Check and return one field of a stream's saved state.
 
     Args:
         state: The saved state.
         key: Name of the field.
         kind: Required type.
-        least: Minimum of an integer.
-        most: Maximum of an integer.
-        of: Description of ``state`` for the message.
+        least: Minimum of an integer field.
+        most: Maximum of an integer field.
+        of: Name of ``state`` in the error message.
     """
     value: Any = state.get(key, UNSET) if isinstance(state, Mapping) else UNSET
     if isinstance(value, int) and kind is int:
@@ -691,20 +698,23 @@ def no_place(key: str, value: Any) -> DataError:
         else "is not a valid saved position",
         key=key,
         value=value,
-        fix="use a state returned by state_dict(), or start a new stream without one",
+        fix="pass a state that state_dict() returned, or start a new stream without a state",
     )
 
 
 def check_micro_batch(size: int) -> None:
-    """Check a number of samples."""
+    """Check that a micro batch size is at least 1."""
     whole(size, key="micro_batch_size", fix="write 1")
 
 
 def check_rank(rank: int, world_size: int) -> None:
-    """Check a rank."""
+    """Check that a rank is below the number of ranks."""
     if not 0 <= rank < world_size:
         raise InvalidValueError(
-            f"must be between 0 and {world_size - 1}", key="rank", value=rank, fix="pass both"
+            f"must be between 0 and {world_size - 1}",
+            key="rank",
+            value=rank,
+            fix="pass both rank and world_size",
         )
 
 
@@ -712,11 +722,11 @@ _PRIOR_WEIGHTS = "loss_weights"
 
 
 class PriorPreservation:
-    """Micro batches of instance samples followed by prior samples, weighted as in DreamBooth.
+    """Micro batches that join instance and prior samples, with the loss weights of DreamBooth.
 
-    The batch mean is ``instance_loss + weight * prior_loss``, each a mean over its own samples. The
-    plan's micro batch size is the sum of both streams' sizes, which may differ. Each stream has its
-    own order and epochs::
+    The loss of a batch is ``instance_loss + weight * prior_loss``; each loss is a mean over its
+    samples. The plan's micro batch size is the sum of the two streams' micro batch sizes. The
+    streams have separate orders and epochs::
 
         data = PriorPreservation(
             instances=DataStream(photos, micro_batch_size=2),
@@ -724,9 +734,9 @@ class PriorPreservation:
         )
 
     Args:
-        instances: Samples of the subject to learn.
-        priors: Samples of the class, drawn by the model before training.
-        weight: Weight of the prior loss.
+        instances: Stream of samples of the subject to learn.
+        priors: Stream of samples of the subject's class, generated by the model before training.
+        weight: Factor of the prior loss.
 
     Raises:
         InvalidValueError: The weight is negative or not finite.
@@ -747,7 +757,7 @@ class PriorPreservation:
 
     @property
     def epoch(self) -> float:
-        """Epochs of the instances consumed."""
+        """Number of consumed epochs of the stream ``instances``."""
         instances: Any = self._instances
         return float(instances.epoch)
 
@@ -758,7 +768,7 @@ class PriorPreservation:
         instance, prior = next(self._instances), next(self._priors)
         if instance.keys() != prior.keys():
             raise DataError(
-                f"instances have {sorted(instance)}, but priors have {sorted(prior)}",
+                f"instances have the keys {sorted(instance)}, but priors have {sorted(prior)}",
                 key="priors",
                 value=sorted(instance.keys() ^ prior.keys()),
                 fix="use the same keys in both datasets",
@@ -777,7 +787,7 @@ class PriorPreservation:
         """Continue both streams.
 
         Raises:
-            DataError: The state does not belong to two streams.
+            DataError: The state was saved without prior preservation.
         """
         if not isinstance(state, Mapping):
             raise no_place("state", state)
@@ -786,7 +796,7 @@ class PriorPreservation:
                 "was saved without prior preservation",
                 key="state",
                 value=sorted(state),
-                fix="use the data that the run started with, or omit its state",
+                fix="use the data that the run started with, or start without a saved state",
             )
         before = self._instances.state_dict()
         self._instances.load_state_dict(state["instances"])
@@ -816,6 +826,6 @@ def _join_prior(name: str, instance: Any, prior: Any) -> Any:
             f"samples of instances and priors have different shapes: {shapes[0]} and {shapes[1]}",
             key=f"batch[{name!r}]",
             value=(type(instance).__name__, type(prior).__name__),
-            fix="bring both to one size, with buckets of the same single size for instance",
+            fix="resize instances and priors to one size, for example with a single bucket",
         )
     return torch.cat([instance, prior])

@@ -1,4 +1,4 @@
-"""Random access to WebDataset's tar shards, with exact order and exact resume."""
+"""Random access to WebDataset's tar shards, with reproducible order and resume."""
 
 from __future__ import annotations
 
@@ -52,20 +52,23 @@ class _Member:
 class TarShards(EncodedSource):
     """Images in local uncompressed tar files, as written by WebDataset and img2dataset.
 
-    Members whose names agree up to the first dot form one sample: ``0001.jpg``, its caption
-    ``0001.txt``, and as in ``ImageFolder`` ``0001.mask.png``, ``0001.reference.png``, … The
-    shards are indexed once and then read member by member. So the order equals that of every other
-    source, each rank reads only its share, and a resume reads nothing twice.
+    Members with the same name up to the first dot form one sample: the image ``0001.jpg``, its
+    caption ``0001.txt``, its mask ``0001.mask.png`` and its reference ``0001.reference.png``. The
+    shards are indexed at the start, so each rank reads only its samples, and a resume reads no
+    sample twice.
 
     Args:
-        shards: The files, in order.
-        caption: Extension of the caption's member: text, or ``json`` with ``caption_key``.
-        caption_key: Key of the caption, or list of captions, in a JSON member.
-        words: ``"lines"`` reads each line of a text as a separate caption.
-        masks: Suffix of a mask's member before its extension; ``None`` for no masks.
-        references: Suffix of a reference's member. If one image has a reference, all need one.
-        check: ``"whole"``, the default, decodes every image at the start; ``"header"`` is faster.
-        on_broken: ``"skip"``, the default, skips broken images; ``"error"`` stops.
+        shards: Tar files, in order.
+        caption: Extension of caption members: ``txt``, or ``json`` together with ``caption_key``.
+        caption_key: Key of the caption or list of captions in a JSON member.
+        words: ``"whole"``, the default, reads a text as one caption; ``"lines"`` reads each line as
+            a caption.
+        masks: Suffix of mask names before the extension; ``None`` for no masks.
+        references: Suffix of reference names before the extension. If one image has a reference,
+            every image needs one.
+        check: ``"whole"``, the default, decodes every image at the start; ``"header"`` reads only
+            the size of each image.
+        on_broken: ``"skip"``, the default, skips broken images; ``"error"`` raises an error.
 
     Raises:
         DataError: A shard is missing, compressed or truncated, or there is no image.
@@ -90,9 +93,9 @@ class TarShards(EncodedSource):
                 endings = samples.setdefault(f"{shard.name}/{key}", {})
                 if ending in endings:
                     raise DataError(
-                        f"contains {key}.{ending} twice, or another shard contains the same name",
+                        f"contains {key}.{ending} twice, or two shards have this name",
                         key=shard.name,
-                        fix="give each sample a unique name",
+                        fix="give every sample and every shard a unique name",
                     )
                 endings[ending] = member
         self._images: dict[str, _Member] = {}
@@ -124,11 +127,11 @@ class TarShards(EncodedSource):
         )
 
     def encoded(self, index: int) -> bytes:
-        """Return the image's member."""
+        """Return the bytes of an encoded image."""
         return self._images[self._items[index].name].read()
 
     def beside(self, index: int) -> Mapping[str, Path | bytes]:
-        """Return the members beside an image."""
+        """Return the mask and references of an image by kind, as bytes."""
         return self._members_beside(self._items[index].name)
 
     def _stamp(self, name: str, changed: Mapping[Path, Stamp | None]) -> Stamp | None:
@@ -171,8 +174,8 @@ def _index_shard(shard: Path) -> Iterator[tuple[str, str, _Member]]:
         raise DataError(
             f"cannot be read as an uncompressed tar file ({error})",
             key=os.fspath(shard),
-            fix="unpack compressed shards (gunzip), download incomplete ones again, and use "
-            "StreamedImages for remote shards",
+            fix="unpack compressed shards (gunzip), and download incomplete shards again; for "
+            "remote shards use StreamedImages",
         ) from error
 
 
@@ -195,7 +198,7 @@ def _member_caption(
         raise DataError(
             f"is not a valid caption ({error})",
             key=f"{name}.{ending}",
-            fix="use UTF-8 text or JSON",
+            fix="write UTF-8 text or JSON",
         ) from None
     if isinstance(value, list):
         return [text for text in value if isinstance(text, str)]

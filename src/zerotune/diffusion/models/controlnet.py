@@ -1,7 +1,7 @@
-"""ControlNets: a trained copy of a model's first half steers the frozen model by an image.
+"""ControlNets: a trained copy of a model's first half controls the frozen model by an image.
 
-Only the ControlNet is trained; the diffusers pipeline calls it before its base model. Condition
-images are the dataset's references: they are stored beside their images and cropped alike.
+Only the ControlNet is trained; the diffusers pipeline calls it before the frozen base model.
+Condition images are the dataset's references, which are cropped like their images.
 """
 
 from __future__ import annotations
@@ -32,30 +32,30 @@ if TYPE_CHECKING:
 
 _SHADES: Final = 255
 _WIDTHS: Final = (16, 32, 96, 256)
-"""Channels of the condition's embedding, each stage half as many as the one before."""
+"""Channels of the condition's embedding by stage; each stage halves the image's sides."""
 
 
 class _ControlModel(PipelineModel):
-    """Looks like a ControlNet to a pipeline, which asks for its class, and calls the engine."""
+    """Replaces the ControlNet in a pipeline, reports its class, and calls the engine."""
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
-        """That of the ControlNet."""
+        """Class of the ControlNet, which pipelines check."""
         model = self.__dict__.get("_model")
         module = getattr(model, "module", model)
         return type(self) if module is None else type(getattr(module, "primary", module))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the ControlNet adds to its base, as it is."""
+        """Return the engine's output unchanged."""
         return call_cast(self.__dict__["_model"], args, kwargs)
 
 
 class _EncodedCondition(Described):
-    """A VAE that has encoded already: what it gives is what the model is to be shown.
+    """A stand-in for a VAE, which returns condition latents that are already encoded.
 
     Args:
-        vae: The pipeline's, for its sizes.
-        latents: (b, c, h, w).
+        vae: VAE of the pipeline, which defines sizes.
+        latents: Condition latents (b, c, h, w).
     """
 
     def __init__(self, vae: Any, latents: Tensor) -> None:
@@ -64,7 +64,7 @@ class _EncodedCondition(Described):
 
     @property
     def config(self) -> Any:
-        """With statistics that change nothing."""
+        """Configuration of the VAE with neutral scaling, shift, means and deviations."""
         usual: Any = self._module.config
         neutral: dict[str, Any] = {"scaling_factor": 1.0, "shift_factor": 0.0}
         for name, value in (("latents_mean", 0.0), ("latents_std", 1.0)):
@@ -74,23 +74,23 @@ class _EncodedCondition(Described):
 
     @property
     def latent_dist(self) -> _EncodedCondition:
-        """As what a VAE returns."""
+        """Distribution of the latents: this object."""
         return self
 
     def encode(self, images: Tensor) -> _EncodedCondition:
-        """The latents, as often as there are images: guidance doubles them."""
+        """Return the condition latents, repeated to the number of images; guidance doubles it."""
         latents = self._latents.repeat(len(images) // len(self._latents), 1, 1, 1)
         single = images.ndim == 5
         return _EncodedCondition(self._module, latents.unsqueeze(2) if single else latents)
 
     def sample(self, _generator: Any = None) -> Tensor:
-        """The latents."""
+        """Return the condition latents."""
         return self._latents
 
 
 @attrs.frozen(kw_only=True, eq=False)
 class ControlNetFamily(PipelineFamily):
-    """Mixin for a ControlNet with the model that it steers. Add it to the family of that model.
+    """Mixin for families that train a ControlNet of a frozen base model.
 
     Condition images are ``reference_images`` of a batch, or cached ``reference_latents``.
     """
@@ -100,10 +100,10 @@ class ControlNetFamily(PipelineFamily):
     reference: ClassVar[str | None] = "control_image"
     by_class: ClassVar[bool] = False
     controlnet: ClassVar[str]
-    """Class of the ControlNet in diffusers."""
+    """Class name of the ControlNet in diffusers."""
 
     base: Any = None
-    """The frozen model to steer."""
+    """The frozen base model."""
 
     @classmethod
     def new_controlnet(
@@ -113,26 +113,26 @@ class ControlNetFamily(PipelineFamily):
         *,
         scale: int,  # noqa: ARG003 - of those that see pixels
     ) -> torch.nn.Module:
-        """Create a ControlNet from a base model's weights, initially without effect.
+        """Create a ControlNet from a base model's weights; initially it has no effect.
 
         Args:
             kind: Class of the ControlNet.
-            base: The complete base model.
-            scale: Pixels per latent pixel.
+            base: Base model with all weights.
+            scale: Image pixels per latent pixel along one side.
         """
-        # A copy of the configuration: SD3's constructor writes into it.
+        # A copy of the configuration, because SD3's constructor changes it.
         source: Any = Described(base)
         source.config = type(base.config)(base.config)
         return cast("torch.nn.Module", kind.from_transformer(source, **cls._options(base.config)))
 
     @classmethod
     def _options(cls, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Settings of a new ControlNet that its constructor does not read from the base."""
+        """Return settings of a new ControlNet that its constructor does not read from the base."""
         heads = ("attention_head_dim", "num_attention_heads")
         return {name: config[name] for name in heads}
 
     def without_data(self) -> Self:
-        """Return this family with a base model without weights."""
+        """Return this family with a base model on ``meta``, for a test."""
         with unpartitioned(), torch.device("meta"):
             return attrs.evolve(self, base=type(self.base).from_config(self.base.config))
 
@@ -150,14 +150,14 @@ class ControlNetFamily(PipelineFamily):
                 f"{type(self).__name__} has no base model",
                 key="base",
                 value=None,
-                fix='load it: load_pretrained(folder, family="controlnet")',
+                fix='use load_pretrained(folder, family="controlnet").family',
             )
         if self.base.device.type != "meta" and self.base.device != model.device:
             self.base.to(model.device)
         return self.base
 
     def adjust(self, pipe: Any, call_kwargs: dict[str, Any]) -> None:
-        """Make the pipeline accept condition latents instead of encoding an image."""
+        """Make the pipeline use condition latents in place of encoding an image."""
         super().adjust(pipe, call_kwargs)
         latents = call_kwargs[str(self.reference)]
         scale = self.latent_space().scale
@@ -182,13 +182,13 @@ class StableDiffusionXLControlNet(ControlNetFamily, StableDiffusionXL):
 
     @classmethod
     def new_controlnet(cls, kind: Any, base: Any, *, scale: int) -> torch.nn.Module:
-        """Create a ControlNet from the U-Net's encoder; it reduces the condition to latent size."""
+        """Create a ControlNet from the U-Net's encoder, with an embedding of condition pixels."""
         widths = _WIDTHS[: scale.bit_length()]
         made = kind.from_unet(base, conditioning_embedding_out_channels=widths)
         return cast("torch.nn.Module", made)
 
     def adjust(self, pipe: Any, call_kwargs: dict[str, Any]) -> None:
-        """Pass each sample's own sizes to both models; pixels are passed unchanged."""
+        """Pass each sample's sizes to both models; the condition pixels remain unchanged."""
         StableDiffusionXL.adjust(self, pipe, call_kwargs)
 
     def encode_references(
@@ -197,11 +197,11 @@ class StableDiffusionXLControlNet(ControlNetFamily, StableDiffusionXL):
         *,
         device: torch.device | None = None,  # noqa: ARG002
     ) -> dict[str, Tensor]:
-        """Return ``{"images": …}``: values from 0 to 255, for a cache."""
+        """Return condition images as ``{"images": …}``, uint8 values from 0 to 255, for a cache."""
         return {"images": _shades(images).to(torch.uint8)}
 
     def latent_settings(self) -> CacheSettings:
-        """Return settings that cache conditions as pixels."""
+        """Return the base settings plus ``references``, which says that caches store pixels."""
         usual = super().latent_settings()
         return attrs.evolve(usual, settings={**usual.settings, "references": "pixels"})
 
@@ -218,7 +218,7 @@ class StableDiffusionXLControlNet(ControlNetFamily, StableDiffusionXL):
     def example(
         self, model: Any, *, batch: int, side: int | tuple[int, int], frames: int = 2
     ) -> tuple[Tensor, Conditioning]:
-        """Return example arguments with condition pixels."""
+        """Return example latents and conditioning, including condition pixels."""
         latents, known = super().example(model, batch=batch, side=side, frames=frames)
         height, width = (each * self.latent_space().scale for each in latents.shape[-2:])
         pixels = torch.empty(batch, 3, height, width, device="meta")
@@ -226,15 +226,15 @@ class StableDiffusionXLControlNet(ControlNetFamily, StableDiffusionXL):
 
 
 def _shades(images: Tensor) -> Tensor:
-    """Images in [-1, 1] as the whole numbers they were read from: 0 to 255, fp32."""
+    """Return images in [-1, 1] as their original integers from 0 to 255, in fp32."""
     return ((images.float() + 1) * (_SHADES / 2)).round()
 
 
 class StableDiffusion3ControlNet(ControlNetFamily, StableDiffusion3):
     """A ControlNet for Stable Diffusion 3 and 3.5, which receives condition latents as patches.
 
-    A new one receives the pooled text as in diffusers' training script, and so does its pipeline
-    (``force_zeros_for_pooled_projection`` is off); InstantX's are loaded unchanged.
+    A new ControlNet receives the pooled text embedding, as in diffusers' training script
+    (``force_zeros_for_pooled_projection=False``). InstantX's ControlNets keep their setting.
     """
 
     pipeline: ClassVar[str] = "StableDiffusion3ControlNetPipeline"
@@ -242,19 +242,19 @@ class StableDiffusion3ControlNet(ControlNetFamily, StableDiffusion3):
 
     @classmethod
     def new_controlnet(cls, kind: Any, base: Any, *, scale: int) -> torch.nn.Module:
-        """Create a ControlNet from the first twelve blocks."""
+        """Create a ControlNet from the first twelve blocks of the base model."""
         made: Any = super().new_controlnet(kind, base, scale=scale)
         made.register_to_config(force_zeros_for_pooled_projection=False)
         return cast("torch.nn.Module", made)
 
     @classmethod
     def _options(cls, config: Mapping[str, Any]) -> dict[str, Any]:
-        # The last block keeps no texts, and those of a ControlNet all do.
+        # The base's last block has no text output, but all blocks of a ControlNet do.
         layers = min(12, config["num_layers"] - 1)
         return {"num_layers": layers, "num_extra_conditioning_channels": 0}
 
     def adjust(self, pipe: Any, call_kwargs: dict[str, Any]) -> None:
-        """Omit the VAE's shift if the ControlNet was trained without it."""
+        """Undo the VAE's shift of condition latents for ControlNets trained without the shift."""
         config = pipe.controlnet.config
         if config.force_zeros_for_pooled_projection:
             vae = pipe.vae.config
@@ -264,7 +264,7 @@ class StableDiffusion3ControlNet(ControlNetFamily, StableDiffusion3):
 
 
 class FluxControlNet(ControlNetFamily, Flux):
-    """A ControlNet for Flux.1; a new one has its first four double blocks and no single blocks."""
+    """A ControlNet for Flux.1; a new ControlNet copies the first four double blocks."""
 
     pipeline: ClassVar[str] = "FluxControlNetPipeline"
     controlnet: ClassVar[str] = "FluxControlNetModel"
@@ -276,7 +276,7 @@ class FluxControlNet(ControlNetFamily, Flux):
 
 
 class QwenImageControlNet(ControlNetFamily, QwenImage):
-    """A ControlNet for Qwen-Image; a new one has its first five blocks."""
+    """A ControlNet for Qwen-Image; a new ControlNet copies the first five blocks."""
 
     pipeline: ClassVar[str] = "QwenImageControlNetPipeline"
     controlnet: ClassVar[str] = "QwenImageControlNetModel"
@@ -296,5 +296,5 @@ CONTROLNETS: Final[tuple[type[ControlNetFamily], ...]] = (
 
 
 def controlnet_of(family: type[PipelineFamily]) -> type[ControlNetFamily] | None:
-    """Return the ControlNet family for models of a family, or ``None``."""
+    """Return the ControlNet family for models of a family; ``None`` if it does not exist."""
     return next((each for each in CONTROLNETS if family in each.__bases__), None)

@@ -1,4 +1,4 @@
-"""Declared families: settings that their pipelines do not provide."""
+"""Families of supported pipelines, declared by the settings that a pipeline does not provide."""
 
 from __future__ import annotations
 
@@ -38,14 +38,15 @@ _UNBINNED = {"use_resolution_binning": False}
 
 
 def _take_any_size(pipe: Any) -> None:
-    # It asks for sides divisible by 8 whatever its VAE divides by, which those of latents are.
+    # check_inputs requires sides divisible by 8 even if the VAE's scale is smaller.
     pipe.check_inputs = lambda *_, **__: None
 
 
 class StableDiffusion(PipelineFamily):
-    """Stable Diffusion 1.5, 2.1 and derived models; 2.1 predicts velocity at 768².
+    """Stable Diffusion 1.5, 2.1 and derived models.
 
-    The scheduler's ``prediction_type`` decides.
+    The scheduler's ``prediction_type`` tells whether the model predicts noise or, like Stable
+    Diffusion 2.1 at 768², velocity.
     """
 
     pipeline: ClassVar[str] = "StableDiffusionPipeline"
@@ -56,24 +57,23 @@ class StableDiffusion(PipelineFamily):
     by_class: ClassVar[bool] = True
 
     def embedding_settings(self) -> dict[str, Any]:
-        """Return no settings, because CLIP's texts have a fixed length."""
+        """Return no settings, because CLIP pads every text to the same length."""
         return {}
 
     def adjust(self, pipe: Any, call_kwargs: dict[str, Any]) -> None:  # noqa: ARG002
-        """Accept sizes that the VAE supports."""
+        """Disable the pipeline's check of sizes, which rejects sizes that the VAE supports."""
         _take_any_size(pipe)
 
 
 class StableDiffusionXL(PipelineFamily):
-    """Stable Diffusion XL: two CLIPs, and a U-Net conditioned on sizes and crops.
+    """Stable Diffusion XL, which has two CLIPs, and a U-Net conditioned on sizes and crops.
 
-    A batch may contain ``original_sizes``, ``crop_corners`` and ``target_sizes``, each (b, 2),
-    vertical before horizontal, as ``PreparedImages`` yields them. By default images count as
-    uncropped and of their own size.
+    A batch may contain ``original_sizes``, ``crop_corners`` and ``target_sizes``, each (b, 2), with
+    the vertical value first; ``PreparedImages`` yields all three. Without these tensors, images
+    count as uncropped, with their current size as original size (Podell et al., "SDXL", 2.2).
 
-    If the pipeline sets ``force_zeros_for_empty_prompt``, the empty text is encoded as zeros, which
-    is the unconditional input in sampling. diffusers' training script embeds the empty text
-    instead. Podell et al., "SDXL", section 2.2.
+    If the pipeline sets ``force_zeros_for_empty_prompt``, the empty text is encoded as zeros, in
+    training as in sampling; the training script of diffusers embeds the empty text instead.
     """
 
     pipeline: ClassVar[str] = "StableDiffusionXLPipeline"
@@ -100,11 +100,11 @@ class StableDiffusionXL(PipelineFamily):
     def embed_negative(
         self, parts: FrozenParts, texts: Sequence[str], device: torch.device
     ) -> dict[str, Tensor]:
-        """Like ``embed``; the empty text becomes zeros, too."""
+        """Encode negative prompts like ``embed``."""
         return self.embed(parts, texts, device)
 
     def embedding_settings(self) -> dict[str, Any]:
-        """Return how the empty text is encoded."""
+        """Return whether the empty text is encoded as zeros."""
         config = self._needed("captions").pipeline.config
         return {"force_zeros_for_empty_prompt": config.force_zeros_for_empty_prompt}
 
@@ -127,7 +127,7 @@ class StableDiffusionXL(PipelineFamily):
         return super()._call_kwargs(noisy, conditioning, device) | sizes
 
     def adjust(self, pipe: Any, call_kwargs: dict[str, Any]) -> None:
-        """Pass each sample's own sizes to the model; the pipeline has one value for all."""
+        """Pass each sample's sizes to the model; the pipeline supports one size for all samples."""
         _take_any_size(pipe)
         sizes = call_kwargs.pop(_TIME_IDS, None)
 
@@ -143,12 +143,12 @@ class StableDiffusionXL(PipelineFamily):
     def example(
         self, model: Any, *, batch: int, side: int | tuple[int, int], frames: int = 2
     ) -> tuple[Tensor, Conditioning]:
-        """Return example arguments with sizes."""
+        """Return example latents and conditioning, including ``time_ids``."""
         latents, texts = super().example(model, batch=batch, side=side, frames=frames)
         return latents, {**texts, _TIME_IDS: self._time_ids({"latents": latents})}
 
     def example_text(self, name: str, config: Any, batch: int) -> Tensor:
-        """Derive the width of pooled texts and the six sizes from the U-Net's configuration."""
+        """Return an example of one text tensor, with the width that the U-Net expects."""
         if name != "pooled_prompt_embeds":
             return super().example_text(name, config, batch)
         width = config.projection_class_embeddings_input_dim - 6 * config.addition_time_embed_dim
@@ -156,9 +156,9 @@ class StableDiffusionXL(PipelineFamily):
 
 
 class StableDiffusion3(PipelineFamily):
-    """Stable Diffusion 3 and 3.5: two CLIPs, and optionally T5.
+    """Stable Diffusion 3 and 3.5, with two CLIPs and optionally T5 as text encoders.
 
-    T5 texts have the pipeline's 256 tokens; diffusers' training script uses 77.
+    T5 encodes 256 tokens, as in the pipeline; the training script of diffusers uses 77.
     """
 
     pipeline: ClassVar[str] = "StableDiffusion3Pipeline"
@@ -178,9 +178,10 @@ class StableDiffusion3(PipelineFamily):
 
 
 class Flux(PipelineFamily):
-    """Flux.1: CLIP and T5; ``dev`` embeds its guidance, 1 in training as in diffusers.
+    """Flux.1, with CLIP and T5 as text encoders.
 
-    Texts have 512 tokens; ``schnell`` supports at most 256.
+    The model of ``dev`` receives the guidance scale as an input: 1 in training, as in diffusers.
+    Texts have 512 tokens by default; ``schnell`` supports at most 256.
     """
 
     pipeline: ClassVar[str] = "FluxPipeline"
@@ -206,7 +207,7 @@ class Flux(PipelineFamily):
 
 
 class QwenImage(PipelineFamily):
-    """Qwen-Image: texts of variable length with a mask, packed latents."""
+    """Qwen-Image, with packed latents; texts have variable lengths and a mask."""
 
     pipeline: ClassVar[str] = "QwenImagePipeline"
     model: ClassVar[str] = "QwenImageTransformer2DModel"
@@ -216,10 +217,10 @@ class QwenImage(PipelineFamily):
 
 
 class ZImage(PipelineFamily):
-    """Z-Image: texts of variable length as a list; the model's sign and time are reversed.
+    """Z-Image, whose model predicts with opposite sign and reversed time.
 
-    Its pipeline adds ``guidance_scale`` times the difference to the conditional prediction, so no
-    guidance is 0 there and 1 here.
+    The pipeline receives texts of variable length as a list. A ``guidance_scale`` of 0 disables
+    guidance in the pipeline of diffusers, and a ``guidance_scale`` of 1 in ``sample``.
     """
 
     pipeline: ClassVar[str] = "ZImagePipeline"
@@ -232,40 +233,40 @@ class ZImage(PipelineFamily):
 
 @attrs.frozen(kw_only=True, eq=False)
 class _Picture:
-    """An image that is edited: latents where its pipeline handles pixels."""
+    """Latents of a reference image, which take the place of a PIL image in the pipeline."""
 
     latents: Tensor
     scale: int
 
     @property
     def size(self) -> tuple[int, int]:
-        """Width and height in pixels."""
+        """Return width and height of the image in pixels."""
         height, width = self.latents.shape[-2:]
         return width * self.scale, height * self.scale
 
 
 def _pictures(latents: Tensor, scale: int) -> list[_Picture]:
-    """The images of latents (b, c, h, w), or (b, r, c, h, w), in their order."""
+    """Return the references of latents (b, c, h, w), or (b, r, c, h, w), in their order."""
     each = latents.unbind(1) if latents.ndim == 5 else (latents,)
     return [_Picture(latents=one, scale=scale) for one in each]
 
 
 @attrs.frozen(eq=False)
 class _Pictures:
-    """Looks like an image processor to a pipeline: its images have their sizes, and are latents."""
+    """An image processor for a pipeline that receives latents in place of reference images."""
 
     pictures: list[_Picture]
 
     def resize(self, picture: _Picture, *_: Any) -> _Picture:
-        """It has its size."""
+        """Return ``picture``, which already has its final size."""
         return picture
 
     def preprocess(self, picture: _Picture, *_: Any, **__: Any) -> Tensor:
-        """Latents, which are taken as such."""
+        """Return the latents unchanged."""
         return picture.latents
 
     def check_image_input(self, picture: _Picture) -> None:
-        """Latents are not checked."""
+        """Accept any latents."""
 
     def _resize_to_target_area(self, picture: _Picture, *_: Any) -> _Picture:
         return picture
@@ -273,20 +274,21 @@ class _Pictures:
     def put_in_place(
         self, _model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, Any]:
-        """Say where they lie: the pipeline says one megapixel, whatever their size."""
+        """Pass the references' real shapes; the pipeline passes those of one-megapixel images."""
         sides = (picture.latents.shape[-2:] for picture in self.pictures)
         own = [(1, height // 2, width // 2) for height, width in sides]
         return args, {**kwargs, "img_shapes": [[row[0], *own] for row in kwargs["img_shapes"]]}
 
 
 _FLUX2_AREA: Final = 1024 * 1024
-"""Pixels that Flux.2's pipeline brings larger images to, before they are edited."""
+"""Area in pixels to which Flux.2's pipeline shrinks larger reference images."""
 
 
 class Flux2(PipelineFamily):
-    """Flux.2 dev: embedded guidance; 128 channels, normalised by the VAE's own statistics.
+    """Flux.2 dev, whose model receives the guidance scale as an input.
 
-    It edits the images of a batch that has ``reference_latents``, one or several of each sample.
+    Latents have 128 channels, normalised by statistics stored in the VAE. If a batch contains
+    ``reference_latents``, the model edits these images; a sample may have several.
     """
 
     pipeline: ClassVar[str] = "Flux2Pipeline"
@@ -309,7 +311,7 @@ class Flux2(PipelineFamily):
     several_references: ClassVar[bool] = True
 
     def at_shown_size(self, images: Tensor) -> Tensor:
-        """As the pipeline brings images to their size, of at most a megapixel."""
+        """Resize and crop reference images like the pipeline, to at most one megapixel."""
         pipeline = self._needed("references").pipeline
         processor, multiple = pipeline.image_processor, pipeline.vae_scale_factor * 2
         pictures = processor.numpy_to_pil(processor.pt_to_numpy(images.float() / 2 + 0.5))
@@ -320,11 +322,11 @@ class Flux2(PipelineFamily):
         return cast("Tensor", shown)
 
     def reference_input(self, latents: Tensor) -> list[_Picture]:
-        """Latents in the place of PIL images."""
+        """Return latents that the pipeline accepts in place of PIL images."""
         return _pictures(latents, self.latent_space().scale)
 
     def adjust(self, pipe: Any, call_kwargs: dict[str, Any]) -> None:
-        """Let the pipeline take each sample's own latents; it has one set of images for all."""
+        """Pass each sample's reference latents; the pipeline uses one set for all samples."""
         super().adjust(pipe, call_kwargs)
         if self.reference not in call_kwargs:
             return
@@ -339,7 +341,7 @@ class Flux2(PipelineFamily):
 
 
 class Flux2Klein(Flux2):
-    """Flux.2 klein: classifier-free guidance."""
+    """Flux.2 klein, which uses classifier-free guidance."""
 
     pipeline: ClassVar[str] = "Flux2KleinPipeline"
     guided_by: ClassVar[str | None] = "guidance_scale"
@@ -347,7 +349,7 @@ class Flux2Klein(Flux2):
 
 
 class Wan(PipelineFamily):
-    """Wan 2.1 and 2.2, text to video; for 2.2 the expert for high noise."""
+    """Wan 2.1, and the high-noise expert of Wan 2.2; text to video."""
 
     pipeline: ClassVar[str] = "WanPipeline"
     model: ClassVar[str] = "WanTransformer3DModel"
@@ -358,19 +360,19 @@ class Wan(PipelineFamily):
 
     @property
     def boundary(self) -> float | None:
-        """The sigma at which the experts switch; ``None`` for a single model."""
+        """Return the sigma at which sampling switches experts; ``None`` without experts."""
         found = self.known_blueprint().settings.get("boundary_ratio")
         return None if found is None else float(found)
 
     def objective_settings(self) -> dict[str, Any]:
-        """Return noise levels of this expert."""
+        """Return the range of noise levels on which this expert is trained."""
         return {} if self.boundary is None else {"timestep_range": self._levels(self.boundary)}
 
     def _levels(self, boundary: float) -> tuple[float, float]:
         return boundary, 1.0
 
     def calls_one_by_one(self) -> bool:
-        """Whether samples run one by one, as in Wan 2.2's small model."""
+        """Return whether samples run one by one, as in Wan 2.2's 5B model."""
         return bool(self.known_blueprint().settings.get("expand_timesteps"))
 
     def predicting_pipeline(self, model: Denoiser, scheduler: Any) -> Any:
@@ -383,32 +385,32 @@ class Wan(PipelineFamily):
         )
 
     def drawing_pipeline(self, parts: FrozenParts, model: Denoiser, scheduler: Any) -> Any:
-        """Return a pipeline with both experts: the trained one, and the other as loaded.
+        """Return a pipeline with both experts, of which one is trained and the other is frozen.
 
         Raises:
-            DataError: The other expert was omitted.
+            DataError: The frozen expert was not loaded.
         """
         if self.boundary is None:
             return super().drawing_pipeline(parts, model, scheduler)
         other = parts.modules.get(self.other)
         if other is None:
             raise DataError(
-                "the other expert was omitted, and sampling needs both",
+                "sampling needs both experts, but only the trained expert was loaded",
                 key=f"parts.{self.other}",
                 value=None,
-                fix="load it",
+                fix=f"load the frozen expert too: remove {self.other!r} from leave_out",
             )
         beside = PipelineModel(config=config_of(other), model=cast("Denoiser", other))
         return self._around(Blueprint.of(parts.pipeline), model, scheduler, **{self.other: beside})
 
     @property
     def drawing_parts(self) -> tuple[str, ...]:
-        """The other expert."""
+        """Return the name of the frozen expert."""
         return (self.other,)
 
 
 class WanLowNoise(Wan):
-    """The low-noise expert of Wan 2.2: ``family=WanLowNoise``."""
+    """The low-noise expert of Wan 2.2, selected with ``family=WanLowNoise``."""
 
     component: ClassVar[str] = "transformer_2"
     other: ClassVar[str] = "transformer"
@@ -418,7 +420,7 @@ class WanLowNoise(Wan):
 
 
 class Sana(PipelineFamily):
-    """Sana: a VAE with 32-fold compression, Gemma's texts with a mask."""
+    """Sana, whose VAE compresses each side 32-fold; Gemma encodes texts, with a mask."""
 
     pipeline: ClassVar[str] = "SanaPipeline"
     model: ClassVar[str] = "SanaTransformer2DModel"
@@ -428,7 +430,7 @@ class Sana(PipelineFamily):
 
 
 class Lumina2(PipelineFamily):
-    """Lumina Image 2.0: Gemma's texts with a mask; time runs from noise to data."""
+    """Lumina Image 2.0, whose time runs from noise to data; Gemma encodes texts, with a mask."""
 
     pipeline: ClassVar[str] = "Lumina2Pipeline"
     model: ClassVar[str] = "Lumina2Transformer2DModel"
@@ -436,7 +438,7 @@ class Lumina2(PipelineFamily):
 
 
 class LTXVideo(PipelineFamily):
-    """LTX-Video: one token per latent; the VAE compresses 32-fold, and 8 frames to one."""
+    """LTX-Video, whose VAE compresses each side 32-fold and time 8-fold; a latent is one token."""
 
     pipeline: ClassVar[str] = "LTXPipeline"
     model: ClassVar[str] = "LTXVideoTransformer3DModel"
@@ -448,7 +450,7 @@ class LTXVideo(PipelineFamily):
 
 
 class HunyuanVideo(PipelineFamily):
-    """HunyuanVideo: LLaMA's texts with a mask, and CLIP's; embedded guidance."""
+    """HunyuanVideo, with LLaMA and CLIP as text encoders; the guidance scale is an input."""
 
     pipeline: ClassVar[str] = "HunyuanVideoPipeline"
     model: ClassVar[str] = "HunyuanVideoTransformer3DModel"
@@ -464,7 +466,7 @@ class HunyuanVideo(PipelineFamily):
 
 
 class Chroma(PipelineFamily):
-    """Chroma: Flux without CLIP and embedded guidance; T5's texts with a mask."""
+    """Chroma, a Flux without CLIP and without guidance input; T5 encodes texts, with a mask."""
 
     pipeline: ClassVar[str] = "ChromaPipeline"
     model: ClassVar[str] = "ChromaTransformer2DModel"
@@ -482,7 +484,7 @@ class Chroma(PipelineFamily):
     def predict(
         self, model: Denoiser, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning
     ) -> Tensor:
-        """Predict like other pipelines, and pass the mask also to checkpointed blocks."""
+        """Predict through the pipeline, with the attention mask passed to checkpointed blocks."""
         _pass_mask_on(getattr(model, "module", model))
         return super().predict(model, noisy, timesteps, conditioning)
 
@@ -506,7 +508,7 @@ def _pass_mask_on(module: Any) -> None:
 
 
 class AuraFlow(PipelineFamily):
-    """AuraFlow: its pipeline has one time step for all samples, so samples run one by one."""
+    """AuraFlow; samples run one by one, because its pipeline has one time step for all samples."""
 
     pipeline: ClassVar[str] = "AuraFlowPipeline"
     model: ClassVar[str] = "AuraFlowTransformer2DModel"
@@ -515,7 +517,7 @@ class AuraFlow(PipelineFamily):
 
 
 class PixArtAlpha(PipelineFamily):
-    """PixArt-alpha: denoising; the transformer's predicted variance is not trained."""
+    """PixArt-alpha, which predicts noise; the variance that the model predicts is not trained."""
 
     pipeline: ClassVar[str] = "PixArtAlphaPipeline"
     text_tensors: ClassVar[tuple[str, ...]] = _WITH_MASK
@@ -524,17 +526,17 @@ class PixArtAlpha(PipelineFamily):
 
 
 class PixArtSigma(PixArtAlpha):
-    """PixArt-Sigma: like PixArt-alpha, with longer texts."""
+    """PixArt-Sigma, which differs from PixArt-alpha by longer texts."""
 
     pipeline: ClassVar[str] = "PixArtSigmaPipeline"
     model: ClassVar[str] = "PixArtTransformer2DModel"
 
 
 class Krea2(PipelineFamily):
-    """Krea 2: each text token has states of several layers.
+    """Krea 2, whose embeddings hold hidden states of several text encoder layers for each token.
 
-    Its pipeline adds ``guidance_scale`` times the difference to the conditional prediction, so no
-    guidance is 0 there and 1 here.
+    A ``guidance_scale`` of 0 disables guidance in the pipeline of diffusers, and a
+    ``guidance_scale`` of 1 in ``sample``.
     """
 
     pipeline: ClassVar[str] = "Krea2Pipeline"
@@ -544,7 +546,7 @@ class Krea2(PipelineFamily):
     unguided: ClassVar[float] = 0.0
 
     def example_text(self, name: str, config: Any, batch: int) -> Tensor:
-        """Return example texts with a layer dimension between tokens and width."""
+        """Return an example of one text tensor; embeddings are (b, tokens, layers, width)."""
         if name.endswith("mask"):
             return super().example_text(name, config, batch)
         shape = (batch, self.tokens(), config.num_text_layers, config.text_hidden_dim)
@@ -553,14 +555,14 @@ class Krea2(PipelineFamily):
 
 @attrs.frozen
 class _Patches:
-    """HiDream's own order in training: (b, c, patches, patch²), padded where it is not square."""
+    """HiDream's packing of predictions in training: (b, c, patches, patch²), maybe padded."""
 
     def pack(self, latents: Tensor) -> Tensor:
-        """The same."""
+        """Return the latents unchanged."""
         return latents
 
     def unpack(self, prediction: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Latents of patches; outside of training they are latents already."""
+        """Turn patches into latents; outside training, predictions are not packed."""
         if tuple(prediction.shape) == shape:
             return prediction
         count, channels, height, width = shape
@@ -573,10 +575,10 @@ class _Patches:
 
 
 class HiDream(PipelineFamily):
-    """HiDream-I1: texts of CLIP, T5 and every layer of LLaMA; a mixture of experts per token.
+    """HiDream-I1, a mixture of experts conditioned on CLIP, T5 and every layer of LLaMA.
 
-    Caches and batches store LLaMA's layers after the sample dimension; the pipeline expects them
-    before it.
+    In caches and batches, LLaMA's embeddings are (b, layers, tokens, width); the pipeline expects
+    (layers, b, tokens, width).
     """
 
     pipeline: ClassVar[str] = "HiDreamImagePipeline"
@@ -609,19 +611,19 @@ class HiDream(PipelineFamily):
         prompts: Mapping[str, Any],
         prefix: str = "",
     ) -> dict[str, Tensor]:
-        """Encode texts batch first, including LLaMA's layers."""
+        """Encode texts and return all tensors, including LLaMA's, batch first."""
         found = super().encode_with(pipeline, device, prompts, prefix)
         return found | {"prompt_embeds_llama3": found["prompt_embeds_llama3"].transpose(0, 1)}
 
     def text_kwargs(
         self, texts: Mapping[str, Tensor], device: torch.device, prefix: str = ""
     ) -> dict[str, Any]:
-        """Return text arguments with layers first."""
+        """Return the pipeline's arguments for texts; LLaMA's embeddings have layers first."""
         layers = {"prompt_embeds_llama3": texts["prompt_embeds_llama3"].transpose(0, 1)}
         return super().text_kwargs({**texts, **layers}, device, prefix)
 
     def example_text(self, name: str, config: Any, batch: int) -> Tensor:
-        """Return example outputs of the four encoders."""
+        """Return an example of one text tensor: the pooled CLIPs', T5's or LLaMA's."""
         if name == "pooled_prompt_embeds":
             return torch.empty(batch, config.text_emb_dim, device="meta")
         t5, llama = config.caption_channels
@@ -632,38 +634,38 @@ class HiDream(PipelineFamily):
 
 
 class FluxKontext(Flux):
-    """Flux.1 Kontext: edits the images in ``reference_latents`` of a batch."""
+    """Flux.1 Kontext, which edits the images in a batch's ``reference_latents``."""
 
     pipeline: ClassVar[str] = "FluxKontextPipeline"
     reference: ClassVar[str | None] = "image"
     arguments: ClassVar[Mapping[str, Any]] = {"_auto_resize": False}
 
     def sized(self, size: Mapping[str, int]) -> dict[str, int]:
-        """Set the size, because the pipeline otherwise resizes images to its own area."""
+        """Return the pipeline's arguments for a size, with ``max_area`` to prevent resizing."""
         return {**size, "max_area": size["height"] * size["width"]}
 
 
 @attrs.frozen(kw_only=True, eq=False)
 class QwenImageEdit(ReadingFamily, QwenImage):
-    """Qwen-Image-Edit: Qwen2.5-VL reads a text together with the image to edit.
+    """Qwen-Image-Edit, whose Qwen2.5-VL encodes a text together with the reference image.
 
-    An embedding therefore belongs to a text and an image, in caches too.
+    An embedding, also a cached one, therefore belongs to a pair of text and image.
     """
 
     pipeline: ClassVar[str] = "QwenImageEditPipeline"
     reference: ClassVar[str | None] = "image"
 
     reference_area: int = attrs.field(default=1024 * 1024, validator=validated(whole))
-    """Area in pixels of the image to edit. The pipeline only supports the default. A smaller value
-    saves tokens, but sampling outside zerotune then differs."""
+    """Area in pixels to which reference images are resized. A smaller area saves tokens, but the
+    pipeline of diffusers, outside zerotune, always uses the default."""
 
     @property
     def read_area(self) -> int:
-        """Return the area in pixels at which Qwen2.5-VL reads an image."""
+        """Return the area in pixels to which images are resized for Qwen2.5-VL."""
         return self.reference_area
 
     def at_shown_size(self, images: Tensor) -> Tensor:
-        """Resize an image as the pipeline does."""
+        """Resize reference images to ``reference_area``, like the pipeline."""
         pipeline = self._needed("references").pipeline
         (width, height), pictures = self._resized(pipeline, images, self.reference_area)
         return cast("Tensor", pipeline.image_processor.preprocess(pictures, height, width))
@@ -671,11 +673,11 @@ class QwenImageEdit(ReadingFamily, QwenImage):
     def read(
         self, parts: FrozenParts, caption: str, pictures: list[Any], device: torch.device
     ) -> dict[str, Tensor]:
-        """Encode a caption with its images by ``encode_prompt``."""
+        """Encode a caption and its images with the pipeline's ``encode_prompt``."""
         return self.encode_with(parts.pipeline, device, {"prompt": [caption], "image": pictures})
 
     def pictures_of(self, parts: FrozenParts, images: Tensor) -> list[list[Any]]:
-        """Resize images to the size at which Qwen2.5-VL reads them."""
+        """Resize each sample's images for Qwen2.5-VL, and return them as PIL images."""
         samples = images if images.ndim == 5 else images.unsqueeze(1)
         return [self._resized(parts.pipeline, each, self.read_area)[1] for each in samples]
 
@@ -696,22 +698,22 @@ class QwenImageEdit(ReadingFamily, QwenImage):
         return width, height
 
     def embedding_settings(self) -> dict[str, Any]:
-        """Return the area at which an image is read."""
+        """Return the base settings plus ``read_area``, on which embeddings depend."""
         return {**super().embedding_settings(), "read_area": self.read_area}
 
     def latent_settings(self) -> CacheSettings:
-        """Return settings including the area of the image to edit."""
+        """Return the base settings plus ``reference_area``, on which cached latents depend."""
         usual = super().latent_settings()
         own = {**usual.settings, "reference_area": self.reference_area}
         return attrs.evolve(usual, settings=own)
 
     def reference_input(self, latents: Tensor) -> _Picture | list[_Picture]:
-        """Return latents that replace a PIL image, or a list if several are supported."""
+        """Return latents that the pipeline accepts in place of a PIL image or a list of images."""
         found = _pictures(latents, self.latent_space().scale)
         return found if self.several_references else found[0]
 
     def adjust(self, pipe: Any, call_kwargs: dict[str, Any]) -> None:
-        """Make the pipeline accept reference latents, and tell the model their sizes."""
+        """Make the pipeline accept reference latents, and pass their sizes to the model."""
         given = call_kwargs["image"]
         pictures = _Pictures(given if self.several_references else [given])
         pipe.image_processor = pictures
@@ -719,9 +721,10 @@ class QwenImageEdit(ReadingFamily, QwenImage):
 
 
 class QwenImageEditPlus(QwenImageEdit):
-    """Qwen-Image-Edit 2509 and later: one or several images, encoded at a smaller size.
+    """Qwen-Image-Edit 2509 and later, with one or several reference images per sample.
 
-    Its pipeline accepts one sample, so training and sampling run samples one by one.
+    Qwen2.5-VL receives smaller images than in Qwen-Image-Edit. Samples run one by one in training
+    and sampling, because the pipeline supports only one sample per call.
     """
 
     pipeline: ClassVar[str] = "QwenImageEditPlusPipeline"
@@ -730,7 +733,7 @@ class QwenImageEditPlus(QwenImageEdit):
 
     @property
     def read_area(self) -> int:
-        """Return the pipeline's value."""
+        """Return the area in pixels to which the pipeline resizes images for Qwen2.5-VL."""
         return int(sys.modules[self.known_blueprint().kind.__module__].CONDITION_IMAGE_SIZE)
 
     def draw(self, model: Denoiser, drawing: Drawing) -> Tensor:
@@ -768,16 +771,16 @@ DECLARED = (
     HiDream,
     FluxKontext,
 )
-"""Families selected by a pipeline's class."""
+"""Families that ``load_pretrained`` selects by the class of the pipeline."""
 
 BY_MODEL: Mapping[str, type[PipelineFamily]] = {
     family.model: family for family in DECLARED if "model" in vars(family)
 }
-"""Families by the class of their model, if it is unique."""
+"""Families by the class name of their model, if no other family has this model class."""
 
 
 def family_of_model(model: Any) -> type[PipelineFamily] | None:
-    """Return the family for a model class; ``None`` if the class is unknown."""
+    """Return the family of a model by the model's class; ``None`` if the class is unknown."""
     if getattr(model, "use_additional_conditions", False) is True:
         return PixArtAlpha  # Its pipeline alone gives PixArt's model sizes.
     return BY_MODEL.get(type(model).__name__)

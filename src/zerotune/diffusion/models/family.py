@@ -19,16 +19,16 @@ Conditioning = Mapping[str, Tensor]
 
 
 class Denoiser(Protocol):
-    """The model that predicts: an ``Engine``, or any diffusers model."""
+    """A model that predicts: an ``Engine``, or any diffusers model."""
 
     @property
     def device(self) -> torch.device:
-        """Device of its inputs."""
+        """Device to which inputs are moved."""
         ...
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of its floating-point inputs."""
+        """Dtype to which floating-point inputs are cast."""
         ...
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -38,54 +38,67 @@ class Denoiser(Protocol):
 
 @runtime_checkable
 class Family(Protocol):
-    """A kind of model: turns a batch into inputs and calls the model.
+    """Interface of a model family, which turns a batch into inputs and calls the model.
 
-    Tensors stay on the batch's device until ``predict`` moves them to the model. A family that can
-    also sample is a ``LabelFamily`` or a ``PromptFamily``.
+    Tensors stay on the batch's device until ``predict`` moves them to the model's. A family that
+    can also sample is a ``LabelFamily`` or a ``PromptFamily``.
     """
 
     def clean(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the clean samples (b, c, h, w) of a batch, fp32."""
+        """Return the clean samples (b, c, h, w) of a batch in fp32."""
         ...
 
     def conditioning(self, batch: Mapping[str, Tensor], generator: torch.Generator) -> Conditioning:
-        """Return the conditioning of each sample in training, with random dropout if configured."""
+        """Return a batch's conditioning for training, with random dropout if configured.
+
+        Args:
+            batch: Batch of the dataset.
+            generator: Random generator for dropout.
+        """
         ...
 
     def predict(
         self, model: Denoiser, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning
     ) -> Tensor:
-        """Return the model's output in the shape of ``noisy``, in its dtype or fp32.
+        """Return the model's prediction in the shape of ``noisy``, in the model's dtype or fp32.
 
         Args:
             model: Model that predicts.
             noisy: Noisy samples (b, c, h, w), fp32.
-            timesteps: (b,), in the scheduler's units; floats stay fp32.
-            conditioning: Value of ``conditioning`` or ``condition_on``.
+            timesteps: Time steps (b,) in the scheduler's units; float time steps stay in fp32.
+            conditioning: Value returned by ``conditioning`` or ``condition_on``.
         """
         ...
 
 
 @runtime_checkable
 class LabelFamily(Family, Protocol):
-    """A family of class-conditional or unconditional images, sampled by zerotune's own loop."""
+    """Interface of class-conditional and unconditional families, sampled by zerotune's loop."""
 
     def condition_on(self, labels: Tensor | None) -> Conditioning:
-        """Return the conditioning for sampling these labels (b,)."""
+        """Return the conditioning for sampling.
+
+        Args:
+            labels: Class labels (b,) of the images to sample; ``None`` for unconditional images.
+        """
         ...
 
     def without_condition(self, conditioning: Conditioning) -> Conditioning | None:
-        """Return the unconditional counterpart for guidance, or ``None``."""
+        """Return the unconditional conditioning for guidance; ``None`` disables guidance.
+
+        Args:
+            conditioning: Value returned by ``condition_on``.
+        """
         ...
 
 
 @attrs.frozen(kw_only=True, eq=False)
 class Drawing:
-    """Images that one rank samples, with options of ``sample``."""
+    """Prompts of the images that one rank samples, with options of ``sample``."""
 
     prompts: tuple[str, ...]
     seeds: tuple[int, ...]
-    """One generator per prompt, which alone determines the image's noise."""
+    """Seeds of the initial noise, one per prompt."""
     negative_prompt: str = ""
     steps: int = 50
     guidance_scale: float = 1.0
@@ -98,26 +111,31 @@ class Drawing:
 
 @runtime_checkable
 class PromptFamily(Family, Protocol):
-    """A family whose images are sampled from prompts through its diffusers pipeline."""
+    """Interface of families that sample images from prompts through their diffusers pipeline."""
 
     def draw(self, model: Denoiser, drawing: Drawing) -> Tensor:
-        """Sample images (n, 3, height, width) on the CPU, fp32, nominally in [-1, 1]."""
+        """Sample images (n, 3, height, width), returned on the CPU in fp32, nominally in [-1, 1].
+
+        Args:
+            model: Model that predicts.
+            drawing: Prompts, seeds and options.
+        """
         ...
 
 
 def take(batch: Mapping[str, Tensor], key: str) -> Tensor:
-    """Return a tensor of a batch."""
+    """Return the tensor of a batch under ``key``."""
     if key not in batch:
         raise DataError(
             f"the batch has no {key!r}, only {sorted(batch)}",
             key=f"batch[{key!r}]",
-            fix="add it to the dataset's samples, or use another family",
+            fix=f"add {key!r} to the dataset's samples, or use a different family",
         )
     return batch[key]
 
 
 def images_of(batch: Mapping[str, Tensor]) -> Tensor:
-    """Return the images of a batch, fp32."""
+    """Return the images of a batch in fp32."""
     images = take(batch, "images")
     check_float(images, key="batch['images']")
     return images.float()
@@ -126,7 +144,7 @@ def images_of(batch: Mapping[str, Tensor]) -> Tensor:
 def to_model(value: Tensor, model: Denoiser) -> Tensor:
     """Move a tensor to the model's device and cast floats to its dtype.
 
-    Do not use it for time steps and sizes, because bf16 cannot distinguish 999 from 1000.
+    Do not cast time steps or sizes with this function, because bf16 rounds 999 to 1000.
     """
     return value.to(model.device, model.dtype if value.is_floating_point() else value.dtype)
 
@@ -144,21 +162,22 @@ def call_diffusers_model(
 
 
 def prediction_of(output: Any, *, like: Tensor) -> Tensor:
-    """Return the prediction in a diffusers model's output."""
+    """Return the prediction contained in a diffusers model's output."""
     prediction = output if isinstance(output, Tensor) else output[0]
     if not isinstance(prediction, Tensor) or prediction.shape != like.shape:
         shape = getattr(prediction, "shape", None)
         raise DataError(
             f"the model's output has shape {None if shape is None else tuple(shape)}, but "
-            f"its input has {tuple(like.shape)}",
+            f"its input has shape {tuple(like.shape)}",
             key="model.forward",
-            fix="predict as many channels as the samples have; learned variance is not supported",
+            fix="use a model with as many output channels as input channels; models that also "
+            "predict a variance are not supported",
         )
     return prediction
 
 
 def config_of(model: Any) -> Any:
-    """Return the configuration of a diffusers model, also of one inside an engine."""
+    """Return the configuration of a diffusers model, or of the model inside an engine."""
     return getattr(model, "module", model).config
 
 
@@ -169,7 +188,7 @@ def parameters_of(function: Any) -> Mapping[str, inspect.Parameter]:
 
 @attrs.frozen(kw_only=True)
 class Unconditional:
-    """Unconditional images: batches contain ``"images"`` (b, c, h, w) in [-1, 1]."""
+    """Family of unconditional models; batches contain ``"images"`` (b, c, h, w) in [-1, 1]."""
 
     def clean(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the images, fp32."""
@@ -187,11 +206,11 @@ class Unconditional:
         """Return no conditioning.
 
         Raises:
-            InvalidValueError: Labels were given.
+            InvalidValueError: ``labels`` is not ``None``.
         """
         if labels is not None:
             raise InvalidValueError(
-                "an unconditional model does not accept labels",
+                "an unconditional model does not support labels",
                 key="labels",
                 value=tuple(labels.shape),
                 fix="use ClassConditional, or pass count= instead of labels=",
@@ -199,7 +218,7 @@ class Unconditional:
         return {}
 
     def without_condition(self, conditioning: Conditioning) -> Conditioning | None:  # noqa: ARG002
-        """Return ``None``, because guidance is not possible."""
+        """Return ``None``, because an unconditional model has no guidance."""
         return None
 
     def predict(
@@ -211,22 +230,22 @@ class Unconditional:
 
 @attrs.frozen(kw_only=True)
 class ClassConditional:
-    """Batches contain ``"images"`` (b, c, h, w) in [-1, 1] and integer ``"labels"`` (b,).
+    """Family of class-conditional models, such as a ``UNet2DModel`` with ``num_class_embeds``.
 
-    The model is called with ``class_labels``, like diffusers' ``UNet2DModel`` with
-    ``num_class_embeds``. For classifier-free guidance create it with one extra class, and set
-    ``null_label`` to that class.
+    Batches contain ``"images"`` (b, c, h, w) in [-1, 1] and integer ``"labels"`` (b,). The model
+    receives the labels as ``class_labels``. For classifier-free guidance, create the model with
+    one extra class, and set ``null_label`` to the extra class.
     """
 
     null_label: int | None = None
-    """The class for "no label"; ``None`` disables guidance."""
+    """Class that stands for "no label"; ``None`` disables guidance."""
     dropout: float = attrs.field(default=0.0, validator=validated(probability))
     """Probability of replacing a label by ``null_label`` in training."""
 
     def __attrs_post_init__(self) -> None:
         if self.dropout > 0 and self.null_label is None:
             raise InvalidValueError(
-                "dropping labels needs a null class",
+                "dropout needs a null class, which replaces the dropped labels",
                 key="dropout",
                 value=self.dropout,
                 fix="set null_label to the model's last class, num_class_embeds - 1",
@@ -237,7 +256,7 @@ class ClassConditional:
         return images_of(batch)
 
     def conditioning(self, batch: Mapping[str, Tensor], generator: torch.Generator) -> Conditioning:
-        """Return the labels, some of them replaced by ``null_label``."""
+        """Return a batch's labels, each replaced by ``null_label`` with probability ``dropout``."""
         labels = take(batch, "labels")
         if self.null_label is None or self.dropout == 0:
             return {"class_labels": labels}
@@ -248,19 +267,19 @@ class ClassConditional:
         """Return the labels unchanged.
 
         Raises:
-            InvalidValueError: No labels were given.
+            InvalidValueError: ``labels`` is ``None``.
         """
         if labels is None:
             raise InvalidValueError(
                 "a class-conditional model needs labels",
                 key="labels",
                 value=None,
-                fix="pass labels=torch.tensor([...]); null_label samples any class",
+                fix="pass labels=torch.tensor([...]); the label null_label samples any class",
             )
         return {"class_labels": labels}
 
     def without_condition(self, conditioning: Conditioning) -> Conditioning | None:
-        """Return as many ``null_label``; ``None`` if there is no null class."""
+        """Return one ``null_label`` per sample; ``None`` if there is no null class."""
         if self.null_label is None:
             return None
         return {"class_labels": torch.full_like(conditioning["class_labels"], self.null_label)}

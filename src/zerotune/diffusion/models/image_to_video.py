@@ -1,7 +1,7 @@
 """Image-to-video families: a clip's condition is its first frame.
 
-Caches store the model's view of the image beside the latents, because it cannot be derived from
-them: the VAE encodes the first frame together with empty frames.
+Caches store the encoded first frame in addition to a clip's latents, from which the encoded frame
+cannot be derived, because the VAE encodes the first frame together with empty frames.
 """
 
 from __future__ import annotations
@@ -36,42 +36,46 @@ IMAGE_EMBEDS: Final = "image_embeds"
 _TRAINED_TIMES: Final = 1000.0
 _IMAGE_TOKENS: Final = 257
 _NOISE_ARGUMENTS: Final = 9
-"""Arguments of ``prepare_latents`` in the text-to-video pipelines (Wan, HunyuanVideo). The
-image-to-video pipelines have the image before them; the last are the latents."""
+"""Number of arguments of ``prepare_latents`` in the text-to-video pipelines (Wan, HunyuanVideo).
+The image-to-video pipelines pass the image before these arguments; the last are the latents."""
 _NOISE_SHARE: Final = 0.999
-"""Of the latents that HunyuanVideo's pipeline draws a clip from; the rest is the image."""
+"""Share of noise in the initial latents of HunyuanVideo's pipeline; the rest is the image."""
 _REPLACED: Final = "token_replace"
-"""How HunyuanVideo's configuration says that the image is the first latent frame."""
+"""Value in HunyuanVideo's configuration if the image replaces the first latent frame."""
 _LEFT_OUT: Final = 4
-"""First frames that HunyuanVideo's pipeline leaves out where the image lies in channels."""
+"""Number of first frames that HunyuanVideo's pipeline drops for ``latent_concat``."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
 class ImageToVideo(PipelineFamily):
-    """Mixin for clips that continue a given image. Add it to the family of its model.
+    """Mixin for families of models that continue an image as a clip.
 
-    In training the image is each clip's first frame; in sampling it is one of ``references``.
-    Caches store the model's view of it as ``reference_latents``.
+    In training, the image is the clip's first frame; in sampling, it is one of ``references``.
+    Caches store the encoded image as ``reference_latents``.
     """
 
     reference: ClassVar[str | None] = "image"
     by_class: ClassVar[bool] = False
 
-    # -- What is known of a first frame.
+    # -- Encoding first frames.
 
     @abstractmethod
     def encode_frames(self, parts: FrozenParts, images: Tensor, frames: int) -> dict[str, Tensor]:
-        """Encode first frames as the model sees them, on the devices of the parts.
+        """Encode first frames for the model, on the devices of ``parts``.
 
         Args:
-            parts: The frozen parts.
+            parts: VAE and text encoders.
             images: First frames (b, 3, height, width) in [-1, 1].
             frames: Number of frames in the clips.
         """
 
     @abstractmethod
     def frame_parts(self, parts: FrozenParts) -> tuple[str, ...]:
-        """Return the parts that ``encode_frames`` needs."""
+        """Return the names of the parts that ``encode_frames`` needs.
+
+        Args:
+            parts: VAE and text encoders.
+        """
 
     def encode_images(
         self, images: Tensor, *, device: torch.device | None = None
@@ -83,7 +87,7 @@ class ImageToVideo(PipelineFamily):
         }
 
     def read_images(self, batch: Mapping[str, Any]) -> Tensor | None:
-        """First frames, for families whose text encoder reads them."""
+        """Return a batch's first frames, for families that encode them with texts."""
         if "images" not in batch:
             return None
         clips = images_of(batch)
@@ -99,14 +103,14 @@ class ImageToVideo(PipelineFamily):
             return self.encode_frames(parts, clips[:, :, 0], clips.shape[2])
 
     def latent_settings(self) -> CacheSettings:
-        """Return settings including the encoding of the first frame."""
+        """Return the base settings plus ``first_frame``, on which cached latents depend."""
         usual, parts = super().latent_settings(), self._needed("images")
         others = [name for name in self.frame_parts(parts) if name != "vae"]
         own = {"first_frame": parts.hash(others) if others else True}
         return attrs.evolve(usual, settings={**usual.settings, **own})
 
     def conditioning(self, batch: Mapping[str, Tensor], generator: torch.Generator) -> Conditioning:
-        """Return text embeddings and the encoded first frame."""
+        """Return a batch's text embeddings and encoded first frames."""
         if REFERENCES not in batch:
             images = images_of(batch)
             known = self._first_frames(images, device=images.device)
@@ -115,7 +119,7 @@ class ImageToVideo(PipelineFamily):
         return {**found, **{n: batch[n].float() for n in (IMAGE_EMBEDS,) if n in batch}}
 
     def drawing_arguments(self, drawing: Drawing, *, device: torch.device) -> dict[str, Any]:
-        """Return arguments including the encoded images to continue."""
+        """Return the pipeline's arguments, including the encoded images to continue."""
         images = self.drawn_references(drawing)
         parts = self._needed("references")
         usual = parameters_of(self.known_blueprint().kind.__call__)["num_frames"].default
@@ -130,18 +134,18 @@ class ImageToVideo(PipelineFamily):
         return self.drawn_references(drawing)
 
     def drawn_references(self, drawing: Drawing) -> Tensor:
-        """Return the images to continue, at the sampled size.
+        """Return the images to continue.
 
         Raises:
-            DataError: There are no images, or their size differs.
+            DataError: ``drawing`` has no images, or their size differs from the size of the clips.
         """
         images = super().drawn_references(drawing)
         if drawing.size is not None and tuple(images.shape[-2:]) != tuple(drawing.size):
             raise DataError(
-                f"the images to continue differ in size from the clips, {tuple(drawing.size)}",
+                f"the images to continue do not have the size of the clips, {tuple(drawing.size)}",
                 key="references",
                 value=tuple(images.shape[-2:]),
-                fix="resize and crop the images to size=, or omit it",
+                fix="resize and crop the images to size=, or omit size=",
             )
         return images
 
@@ -149,16 +153,20 @@ class ImageToVideo(PipelineFamily):
         sides = self.drawn_references(drawing).shape[-2:]
         return super()._drawn_size(pipe, attrs.evolve(drawing, size=(sides[0], sides[1])))
 
-    # -- A first frame that is given, not learned.
+    # -- A first latent frame that the image replaces.
 
     def gives_first(self, model: Any) -> bool:  # noqa: ARG002 - for subclasses
-        """Return whether the image replaces the first latent frame."""
+        """Return whether the image replaces the first latent frame.
+
+        Args:
+            model: Model with a diffusers configuration.
+        """
         return False
 
     def predict(
         self, model: Denoiser, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning
     ) -> Tensor:
-        """Predict like other pipelines; a given first latent frame is returned unchanged."""
+        """Predict through the pipeline; the loss of a first latent frame from the image is 0."""
         found = super().predict(model, noisy, timesteps, conditioning)
         if not self.gives_first(model):
             return found
@@ -169,39 +177,39 @@ class ImageToVideo(PipelineFamily):
         return torch.cat([right.to(found), found[:, :, 1:]], dim=2)
 
     def drawn_latents(self, output: Any, last: Tensor) -> Tensor:
-        """Return latents with the given frame."""
+        """Return the sampled latents, including the first latent frame."""
         frames: Tensor = output.frames
         return frames if frames.shape == last.shape else last
 
     def example(
         self, model: Any, *, batch: int, side: int | tuple[int, int], frames: int = 2
     ) -> tuple[Tensor, Conditioning]:
-        """Return example arguments with a first frame."""
+        """Return example latents and conditioning, including an encoded first frame."""
         latents, known = super().example(model, batch=batch, side=side, frames=frames)
         shown = known[REFERENCES][:, :, :1] if self.gives_first(model) else known[REFERENCES]
         return latents, {**known, REFERENCES: shown}
 
 
 class _WanImage(ImageToVideo):
-    """What Wan's pipeline makes of an image: channels beside the noise, or the first latent frame.
+    """Image-to-video for Wan, whose models receive the image as additional channels.
 
-    Wan 2.1 sees the image through CLIP as well, and Wan 2.2's small model has the first latent
-    frame given: it is not learned, and its loss is zero.
+    Wan 2.1 also receives CLIP's embedding of the image. In Wan 2.2's 5B model, the image replaces
+    the first latent frame, whose loss is 0.
     """
 
     pipeline: ClassVar[str] = "WanImageToVideoPipeline"
     also_needed: ClassVar[tuple[str, ...]] = ("image_encoder",)
 
     def gives_first(self, model: Any) -> bool:  # noqa: ARG002
-        """As Wan 2.2's small model."""
+        """Return whether the image replaces the first latent frame, as in Wan 2.2's 5B model."""
         return bool(self.known_blueprint().settings.get("expand_timesteps"))
 
     def frame_parts(self, parts: FrozenParts) -> tuple[str, ...]:
-        """The VAE, and CLIP where there is one."""
+        """Return the name of the VAE, and of CLIP if the pipeline has it."""
         return ("vae", *(name for name in ("image_encoder",) if name in parts.modules))
 
     def encode_frames(self, parts: FrozenParts, images: Tensor, frames: int) -> dict[str, Tensor]:
-        """``reference_latents`` (b, c, frames, h, w), and ``image_embeds`` of Wan 2.1."""
+        """Return ``reference_latents`` (b, c, frames, h, w), for Wan 2.1 also ``image_embeds``."""
         if self.gives_first(None):
             return {REFERENCES: parts.encode_images(images).unsqueeze(2)}
         clips = images.new_zeros(*images.shape[:2], frames, *images.shape[2:])
@@ -223,7 +231,7 @@ class _WanImage(ImageToVideo):
         prompts: Mapping[str, Any],
         prefix: str = "",
     ) -> dict[str, Tensor]:
-        """As the pipeline of texts alone, whose code is the same but needs no ftfy."""
+        """Encode texts with the text-to-video pipeline, which does the same but needs no ftfy."""
         parts = {
             name: getattr(pipeline, name)
             for name in ("tokenizer", "text_encoder", "vae", "scheduler")
@@ -231,11 +239,11 @@ class _WanImage(ImageToVideo):
         return super().encode_with(pipeline_class(Wan.pipeline)(**parts), device, prompts, prefix)
 
     def adjust(self, pipe: Any, call_kwargs: dict[str, Any]) -> None:
-        """Show the model each sample's own image, which is encoded; the pipeline takes one."""
+        """Pass each sample's encoded image to the model; the pipeline supports one image."""
         super().adjust(pipe, call_kwargs)
         shown = call_kwargs[str(self.reference)]
         embeds = call_kwargs.get(IMAGE_EMBEDS)
-        call_kwargs[str(self.reference)] = torch.zeros(1, 3, 1, 1)  # Nobody looks at it.
+        call_kwargs[str(self.reference)] = torch.zeros(1, 3, 1, 1)  # A placeholder.
         pipe.check_inputs = lambda *_, **__: None
 
         def prepare_latents(_image: Tensor, *told: Any) -> tuple[Tensor, ...]:
@@ -267,7 +275,7 @@ class _WanImage(ImageToVideo):
     def example(
         self, model: Any, *, batch: int, side: int | tuple[int, int], frames: int = 2
     ) -> tuple[Tensor, Conditioning]:
-        """With what CLIP sees, where the model takes it."""
+        """Return example latents and conditioning, with ``image_embeds`` if the model needs it."""
         latents, known = super().example(model, batch=batch, side=side, frames=frames)
         width = config_of(model).get("image_dim")
         if width is None:
@@ -277,29 +285,29 @@ class _WanImage(ImageToVideo):
 
 
 class WanImageToVideo(_WanImage, Wan):
-    """Wan 2.1 and 2.2 image-to-video; for 2.2 the high-noise expert."""
+    """Wan 2.1, and the high-noise expert of Wan 2.2; image to video."""
 
 
 class WanImageToVideoLowNoise(_WanImage, WanLowNoise):
-    """The low-noise expert of Wan 2.2 image-to-video."""
+    """The low-noise expert of Wan 2.2, image to video."""
 
 
 class HunyuanVideoImageToVideo(ImageToVideo, ReadingFamily, HunyuanVideo):
-    """HunyuanVideo image-to-video; LLaVA reads the image together with each text.
+    """HunyuanVideo image-to-video, whose LLaVA encodes each text together with the image.
 
     The model's configuration says whether the image replaces the first latent frame
-    (``token_replace``) or has its own channels (``latent_concat``). In the latter case the pipeline
-    drops the first four frames of each clip.
+    (``token_replace``) or has its own channels (``latent_concat``). With ``latent_concat``, the
+    pipeline drops the first four frames of each sampled clip.
     """
 
     pipeline: ClassVar[str] = "HunyuanVideoImageToVideoPipeline"
 
     def gives_first(self, model: Any) -> bool:
-        """Return whether the configuration says ``token_replace``."""
+        """Return whether the model's ``image_condition_type`` is ``token_replace``."""
         return bool(config_of(model).image_condition_type == _REPLACED)
 
     def frame_parts(self, parts: FrozenParts) -> tuple[str, ...]:  # noqa: ARG002
-        """Return the VAE; LLaVA's embedding of the image belongs to the texts."""
+        """Return the name of the VAE; LLaVA encodes images with texts, not with frames."""
         return ("vae",)
 
     def encode_frames(
@@ -314,9 +322,10 @@ class HunyuanVideoImageToVideo(ImageToVideo, ReadingFamily, HunyuanVideo):
     def encode_images(
         self, images: Tensor, *, device: torch.device | None = None
     ) -> dict[str, Tensor]:
-        """Encode clips and their first frames; a given frame is the first of its clip's latents.
+        """Encode clips and their first frames.
 
-        The VAE normalises over all frames: a single frame has other latents than in a clip.
+        For ``token_replace``, the first latent frame of a clip comes from the first frame encoded
+        alone. Encoded in the clip it would differ, because the VAE normalises over all frames.
         """
         found = super().encode_images(images, device=device)
         if self._condition_type(self._needed("images")) != _REPLACED:
@@ -326,7 +335,7 @@ class HunyuanVideoImageToVideo(ImageToVideo, ReadingFamily, HunyuanVideo):
         return {**found, "latents": torch.cat([found[REFERENCES], latents[:, :, 1:]], dim=2)}
 
     def latent_settings(self) -> CacheSettings:
-        """Return the usual settings and the place of the image."""
+        """Return the base settings plus ``image_condition_type``, on which the latents depend."""
         usual = super().latent_settings()
         kind = {"image_condition_type": self._condition_type(self._needed("images"))}
         return attrs.evolve(usual, settings={**usual.settings, **kind})
@@ -338,13 +347,13 @@ class HunyuanVideoImageToVideo(ImageToVideo, ReadingFamily, HunyuanVideo):
     # -- Texts.
 
     def check_dataset(self, dataset: Any) -> None:
-        """Check that captions can be enumerated; every clip contains its image."""
+        """Check that captions can be enumerated; references are not checked, as clips need none."""
         dataset.augmentation.check_countable()
 
     def read(
         self, parts: FrozenParts, caption: str, pictures: list[Any], device: torch.device
     ) -> dict[str, Tensor]:
-        """Encode a subset of the image's tokens, followed by the caption's."""
+        """Encode a caption with its image; the embedding has some of the image's tokens first."""
         prompts = {
             "prompt": [caption],
             "image": pictures,
@@ -353,7 +362,7 @@ class HunyuanVideoImageToVideo(ImageToVideo, ReadingFamily, HunyuanVideo):
         return self.encode_with(parts.pipeline, device, prompts)
 
     def pictures_of(self, parts: FrozenParts, images: Tensor) -> list[list[Any]]:
-        """Return images at their own size, because LLaVA's processor resizes them."""
+        """Return images as PIL images of the same size, which LLaVA's processor resizes."""
         processor = parts.pipeline.video_processor
         found = processor.numpy_to_pil(processor.pt_to_numpy(images.float() / 2 + 0.5))
         return [[picture] for picture in found]
@@ -361,7 +370,7 @@ class HunyuanVideoImageToVideo(ImageToVideo, ReadingFamily, HunyuanVideo):
     def embed_negative(
         self, parts: FrozenParts, texts: Sequence[str], device: torch.device
     ) -> dict[str, Tensor]:
-        """Encode negative prompts with a black image, as the pipeline does."""
+        """Encode negative prompts with a black image, like the pipeline."""
         taken = parameters_of(parts.pipeline.encode_prompt)["image_embed_interleave"]
         (black,) = self.pictures_of(parts, -torch.ones(1, 3, 16, 16))
         encoded = [
@@ -382,13 +391,13 @@ class HunyuanVideoImageToVideo(ImageToVideo, ReadingFamily, HunyuanVideo):
         device: torch.device,
         negative: bool = False,
     ) -> dict[str, Tensor]:
-        """Return prompts with the image that each clip continues."""
+        """Return embeddings of prompts and their images; negative prompts have a black image."""
         if negative:
             return self.remembered_negative(texts, device=device)
         return super().drawn_texts(texts, drawing, device=device)
 
     def embedding_settings(self) -> dict[str, Any]:
-        """Return settings including the number of image tokens kept."""
+        """Return the base settings plus ``image_embed_interleave``, on which embeddings depend."""
         kept = {"image_embed_interleave": self._interleave(self._needed("captions"))}
         return {**super().embedding_settings(), **kept}
 
@@ -398,10 +407,10 @@ class HunyuanVideoImageToVideo(ImageToVideo, ReadingFamily, HunyuanVideo):
     # -- The call.
 
     def adjust(self, pipe: Any, call_kwargs: dict[str, Any]) -> None:
-        """Pass each sample's own image to the model; only sampling mixes noise with it."""
+        """Pass each sample's encoded image to the model; only sampling mixes it with the noise."""
         super().adjust(pipe, call_kwargs)
         shown = call_kwargs[str(self.reference)]
-        call_kwargs[str(self.reference)] = torch.zeros(1, 3, 1, 1)  # Nobody looks at it.
+        call_kwargs[str(self.reference)] = torch.zeros(1, 3, 1, 1)  # A placeholder.
 
         def prepare_latents(_image: Tensor, *told: Any) -> tuple[Tensor, Tensor]:
             noise = pipeline_class(HunyuanVideo.pipeline).prepare_latents(
@@ -416,20 +425,20 @@ class HunyuanVideoImageToVideo(ImageToVideo, ReadingFamily, HunyuanVideo):
         pipe.prepare_latents = prepare_latents
 
     def _as_latents(self, prediction: Tensor, noisy: Tensor) -> Tensor:
-        # Of a first frame that is given the pipeline keeps no prediction.
+        # The pipeline drops the prediction of a first latent frame that the image replaces.
         missing = noisy.shape[2] - prediction.shape[2]
         padded = torch.nn.functional.pad(prediction, (0, 0, 0, 0, missing, 0))
         return super()._as_latents(padded, noisy)
 
     def draw(self, model: Denoiser, drawing: Drawing) -> Tensor:
-        """Sample clips (n, 3, frames, height, width), four frames shorter for ``latent_concat``."""
+        """Sample clips (n, 3, frames, height, width); ``latent_concat`` drops four frames."""
         clips = super().draw(model, drawing)
         return clips if self.gives_first(model) else clips[:, :, _LEFT_OUT:]
 
     def example(
         self, model: Any, *, batch: int, side: int | tuple[int, int], frames: int = 2
     ) -> tuple[Tensor, Conditioning]:
-        """Return example arguments with one latent frame of the image."""
+        """Return example latents and conditioning, including one latent frame of the image."""
         latents, known = super().example(model, batch=batch, side=side, frames=frames)
         return latents, {**known, REFERENCES: known[REFERENCES][:, :, :1]}
 
@@ -438,4 +447,4 @@ IMAGE_TO_VIDEO: Final[tuple[type[ImageToVideo], ...]] = (
     WanImageToVideo,
     HunyuanVideoImageToVideo,
 )
-"""Families selected by a pipeline's class."""
+"""Families that ``load_pretrained`` selects by the class of the pipeline."""

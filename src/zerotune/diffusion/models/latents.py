@@ -12,14 +12,15 @@ from zerotune.errors import DataError
 from zerotune.plan.model import latent_frames
 
 _PATCH: Final = 2
-"""Side of the patches that a VAE with batch statistics (Flux.2's) folds into channels."""
+"""Side of the patches that a VAE with batch normalisation (Flux.2's) folds into channels."""
 
 
 class LatentSpace:
-    """The latents of one VAE, normalised to mean 0 and deviation 1 as its configuration defines.
+    """Latent space of a VAE, normalised to mean 0 and standard deviation 1 by its statistics.
 
-    Supports diffusers' VAEs for images and clips, deterministic ones (``AutoencoderDC``), scaling
-    factors with and without shift, channel means and deviations, and batch statistics.
+    The class supports diffusers' VAEs for images and clips, also deterministic autoencoders such as
+    ``AutoencoderDC``. Statistics may be a scaling factor with or without shift, means and
+    deviations per channel, or batch normalisation.
 
     Args:
         vae: A diffusers VAE; a VAE on the ``meta`` device suffices for ``scale`` and ``frames``.
@@ -30,7 +31,7 @@ class LatentSpace:
 
     @property
     def scale(self) -> int:
-        """Pixels per latent pixel, along each side."""
+        """Return the number of image pixels per latent pixel along one side."""
         own = getattr(self._vae, "spatial_compression_ratio", None)
         if own is None:
             own = 2 ** (len(self._vae.config.block_out_channels) - 1)
@@ -38,14 +39,14 @@ class LatentSpace:
 
     @property
     def channels(self) -> int:
-        """Number of latent channels."""
+        """Return the number of latent channels."""
         config = self._vae.config
         own = config.get("latent_channels") or config.get("z_dim")
         return int(own) * (_PATCH**2 if self._patched else 1)
 
     @property
     def frames(self) -> int:
-        """Frames per latent frame after the first; 1 for images."""
+        """Return the number of frames per latent frame after the first; 1 for images."""
         if not self._of_clips:
             return 1
         for name in ("temporal_compression_ratio", "time_compression_ratio"):
@@ -55,7 +56,11 @@ class LatentSpace:
         return int(self._vae.config.get("scale_factor_temporal") or self._from_steps())
 
     def latent_frames(self, frames: int) -> int:
-        """Return the latent frames of a clip; the first frame has its own."""
+        """Return the number of latent frames of a clip; the first frame is one latent frame.
+
+        Args:
+            frames: Number of frames of the clip.
+        """
         return latent_frames(frames, per_latent=self.frames)
 
     @torch.no_grad()
@@ -63,10 +68,10 @@ class LatentSpace:
         """Return the mean of the VAE's distribution, normalised for the model.
 
         Args:
-            images: (b, 3, height, width) or (b, 3, frames, height, width) in [-1, 1].
+            images: Images (b, 3, height, width) or clips (b, 3, frames, height, width) in [-1, 1].
 
         Returns:
-            (b, c, height / scale, width / scale), with latent frames before the height for clips,
+            Latents (b, c, height / scale, width / scale), or (b, c, latent frames, …) for clips,
             fp32, on the VAE's device.
         """
         pixels = images.to(self._device, self._vae.dtype)
@@ -88,7 +93,7 @@ class LatentSpace:
         """Decode latents one sample at a time, because decoding needs more memory than encoding.
 
         Args:
-            latents: Latents in the format of ``encode``.
+            latents: Latents in the shape that ``encode`` returns.
 
         Returns:
             Images or clips in the shape that ``encode`` accepts, nominally in [-1, 1], fp32, on the
@@ -107,29 +112,29 @@ class LatentSpace:
         return decoded.squeeze(2) if single else decoded
 
     def settings(self) -> dict[str, Any]:
-        """Return all settings that determine the VAE's output, except weights and dtype."""
+        """Return the settings that determine the VAE's output in addition to weights and dtype."""
         names = ("scaling_factor", "shift_factor", "latents_mean", "latents_std")
         return {name: self._vae.config.get(name) for name in names}
 
     def _check_frames(self, frames: int) -> None:
         if (frames - 1) % self.frames:
             raise DataError(
-                f"the VAE compresses {self.frames} frames to one after the first, which "
-                f"does not divide {frames}",
+                f"the number of frames must be 1 more than a multiple of {self.frames}, because "
+                f"the VAE compresses {self.frames} frames to one after the first frame",
                 key="frames",
                 value=frames,
-                fix=f"use ClipBuckets(compression={self.frames}, frames=...): 1 more than a "
-                f"multiple of {self.frames}",
+                fix=f"use ClipBuckets(compression={self.frames}, frames=...) with a valid number "
+                "of frames",
             )
 
     def _decoded(self, one: torch.Tensor) -> torch.Tensor:
-        # LTX's decoder is told how much noise is left; the pipeline's default is none.
+        # LTX's decoder has an input for remaining noise; the pipeline's default is none.
         if self._vae.config.get("timestep_conditioning"):
             return self._vae.decode(one, one.new_zeros(1), return_dict=False)[0]  # type: ignore[no-any-return]
         return self._vae.decode(one, return_dict=False)[0]  # type: ignore[no-any-return]
 
     def _statistics(self, latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Mean and deviation, (1, c or 1, 1, …): what the model sees has 0 and 1."""
+        """Return mean and standard deviation, (1, c or 1, 1, …), to normalise latents."""
         channels = (1, -1, *(1,) * (latents.ndim - 2))
         if self._patched:
             norm = self._vae.bn
@@ -147,7 +152,7 @@ class LatentSpace:
         return means.view(channels).to(latents), deviations.view(channels).to(latents) / scaling
 
     def _of_channels(self, name: str) -> torch.Tensor | None:
-        # LTX keeps them as buffers, all others in their configuration.
+        # LTX stores statistics as buffers, all other VAEs in their configuration.
         found = self._vae.config.get(name)
         if found is not None:
             return torch.tensor(found)
@@ -172,21 +177,21 @@ class LatentSpace:
 
 @runtime_checkable
 class Packing(Protocol):
-    """Protocol: converts between latents and the pipeline's layout."""
+    """Interface of conversions between latents and the pipeline's layout."""
 
     def pack(self, latents: torch.Tensor) -> torch.Tensor:
-        """Convert to the pipeline's ``latents``.
+        """Convert latents to the pipeline's layout.
 
         Args:
-            latents: (b, c, [frames,] h, w).
+            latents: Latents (b, c, [frames,] h, w).
         """
         ...
 
     def unpack(self, prediction: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-        """Convert a prediction to latents.
+        """Convert a prediction from the pipeline's layout to latents.
 
         Args:
-            prediction: Output that the pipeline passes to its scheduler.
+            prediction: Prediction that the pipeline passes to its scheduler.
             shape: Shape of the latents.
         """
         ...
@@ -194,7 +199,7 @@ class Packing(Protocol):
 
 @attrs.frozen
 class Unpacked:
-    """No packing."""
+    """Packing of pipelines that use latents unchanged."""
 
     def pack(self, latents: torch.Tensor) -> torch.Tensor:
         """Return the latents unchanged."""
@@ -207,12 +212,12 @@ class Unpacked:
 
 @attrs.frozen
 class Tokens:
-    """A sequence of tokens, (b, n, c * patch²): patches row by row, channels first inside each."""
+    """Packing as tokens (b, n, c * patch²): patches row by row, channels first in each patch."""
 
     patch: int = 1
-    """Side of a patch in latent pixels; frames are not merged."""
+    """Side of a patch in latent pixels; a patch covers one frame."""
     packs: bool = True
-    """Whether the pipeline expects tokens as input; otherwise it only predicts them."""
+    """Whether the pipeline expects tokens as input; otherwise only its predictions are tokens."""
 
     def pack(self, latents: torch.Tensor) -> torch.Tensor:
         """Convert latents to tokens."""

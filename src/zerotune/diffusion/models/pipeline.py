@@ -1,6 +1,6 @@
-"""A diffusers pipeline around a trained model, with its frozen parts.
+"""A diffusers pipeline for a trained model, with its frozen parts.
 
-Frozen VAE, text encoders and tokenizers are ``FrozenParts``. A ``PipelineModel`` replaces the
+``FrozenParts`` are the frozen VAE, text encoders and tokenizers. A ``PipelineModel`` replaces the
 trained model in the pipeline and calls the engine.
 """
 
@@ -35,24 +35,24 @@ _KEPT_EXACT: Final = (
     "txt_ids",
     "position_ids",
 )
-"""Arguments with integers that bf16 cannot represent."""
+"""Names of arguments whose integers bf16 cannot represent."""
 
 Embeddings = Mapping[str, torch.Tensor]
 """Text tensors by name, batch first."""
 
 
 class FrozenParts:
-    """A diffusers pipeline without its trained model, whole on every rank and without gradients.
+    """A diffusers pipeline without its trained model, complete on every rank, without gradients.
 
-    Weights stay on their device until they are needed; ``on`` moves some of them temporarily, and
-    ``release`` moves all back to the host.
+    Weights stay on their device. ``on`` moves some parts to a device temporarily, and ``release``
+    moves all parts to the host.
 
     Args:
         pipeline: A pipeline such as ``StableDiffusionXLPipeline``; its trained component is
             ``None`` or a ``PipelineModel``.
 
     Raises:
-        EngineError: ZeRO-3 partitioned a part while it was loaded.
+        EngineError: ZeRO-3 partitioned a part while the pipeline was loaded.
     """
 
     def __init__(self, pipeline: Any) -> None:
@@ -64,7 +64,7 @@ class FrozenParts:
 
     @property
     def modules(self) -> dict[str, torch.nn.Module]:
-        """Parts with weights, by their name in the pipeline."""
+        """Return the parts with weights, by their names in the pipeline."""
         return {
             name: part
             for name, part in self.pipeline.components.items()
@@ -73,30 +73,33 @@ class FrozenParts:
 
     @property
     def vae(self) -> Any:
-        """The autoencoder.
+        """Return the VAE.
 
         Raises:
-            DataError: The pipeline was loaded without it.
+            DataError: The pipeline was loaded without its VAE.
         """
         if self.pipeline.vae is None:
             raise DataError(
-                "the pipeline was loaded without its VAE, so it can neither encode nor "
-                "decode images",
+                "the pipeline was loaded without its VAE, which encodes and decodes images",
                 key="parts.vae",
                 value=None,
-                fix='load it: remove "vae" from leave_out',
+                fix='remove "vae" from leave_out',
             )
         return self.pipeline.vae
 
     @property
     def trained_encoders(self) -> dict[str, TrainedEncoder]:
-        """Wrappers of trained text encoders by name."""
+        """Return the stand-ins for trained text encoders, by their names in the pipeline."""
         components = self.pipeline.components.items()
         return {name: part for name, part in components if isinstance(part, TrainedEncoder)}
 
     @contextmanager
     def calling(self, model: Denoiser) -> Iterator[None]:
-        """Use the trained text encoders of an engine or a model inside the block."""
+        """Use the trained text encoders of an engine or model inside the ``with`` block.
+
+        Args:
+            model: Engine or model with the trained text encoders.
+        """
         encoders = self.trained_encoders.values()
         for encoder in encoders:
             encoder.call_in(model)
@@ -108,10 +111,10 @@ class FrozenParts:
 
     @property
     def text_encoders(self) -> dict[str, torch.nn.Module]:
-        """The frozen text encoders by name.
+        """Return the frozen text encoders, by their names in the pipeline.
 
         Raises:
-            DataError: All of them were omitted.
+            DataError: The pipeline was loaded without text encoders.
         """
         found = {n: module for n, module in self.modules.items() if n.startswith("text_encoder")}
         if not found and not self.trained_encoders:
@@ -119,40 +122,50 @@ class FrozenParts:
                 "the pipeline was loaded without text encoders, so texts cannot be encoded",
                 key="parts.text_encoders",
                 value=None,
-                fix="load them: remove their names from leave_out",
+                fix="remove the names of the text encoders from leave_out",
             )
         return found
 
     @property
     def latents(self) -> LatentSpace:
-        """Latent space of the autoencoder.
+        """Return the latent space of the VAE.
 
         Raises:
-            DataError: The pipeline was loaded without it.
+            DataError: The pipeline was loaded without its VAE.
         """
         return LatentSpace(self.vae)
 
     @property
     def scale(self) -> int:
-        """Pixels per latent pixel, along each side."""
+        """Return the number of image pixels per latent pixel along one side."""
         return self.latents.scale
 
     def to(self, device: torch.device | str, names: Sequence[str] | None = None) -> FrozenParts:
-        """Move the weights of some or all parts."""
+        """Move parts to a device.
+
+        Args:
+            device: Target device.
+            names: Names of the parts to move; default all parts.
+        """
         for name, module in self.modules.items():
             if names is None or name in names:
                 module.to(device)
         return self
 
     def release(self) -> None:
-        """Move all weights to the host and free device memory."""
+        """Move all parts to the host and free device memory."""
         self.to("cpu")
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
     @contextmanager
     def on(self, device: torch.device, names: Sequence[str]) -> Iterator[None]:
-        """Move some parts to a device inside the block, and back afterwards."""
+        """Move parts to a device inside the ``with`` block, and back afterwards.
+
+        Args:
+            device: Target device.
+            names: Names of the parts to move.
+        """
         modules = self.modules
         moved = [
             (modules[name], next(modules[name].parameters()).device)
@@ -175,15 +188,15 @@ class FrozenParts:
         device: torch.device,
         kind: str = "",
     ) -> dict[str, torch.Tensor]:
-        """Return cached embeddings of texts, each computed once on ``device`` and kept on the host.
+        """Return embeddings of texts; each text is encoded once and cached on the host.
 
-        If text encoders are trained, nothing is cached.
+        Embeddings of trained text encoders are not cached.
 
         Args:
             texts: Texts to encode.
-            encode: Encode function.
+            encode: Function that encodes texts.
             device: Device of the encoders.
-            kind: Cache key; each kind is cached separately.
+            kind: Kind of texts, such as negative prompts; each kind has a separate cache.
         """
         if self.trained_encoders:
             with self.on(device, list(self.text_encoders)), torch.no_grad():
@@ -206,11 +219,15 @@ class FrozenParts:
         return self.latents.decode(latents)
 
     def vae_settings(self) -> dict[str, Any]:
-        """Return all settings that determine the VAE's output, except weights and dtype."""
+        """Return the settings that determine the VAE's output in addition to weights and dtype."""
         return self.latents.settings()
 
     def hash(self, names: Sequence[str]) -> str:
-        """Return a hash of the weights of some parts."""
+        """Return a hash of the weights of parts.
+
+        Args:
+            names: Names of the parts.
+        """
         return "+".join(hash_weights(self.modules[name]) for name in names)
 
 
@@ -222,7 +239,7 @@ def pipeline_class(pipeline: str | type[Any]) -> Any:
         return pipeline
     if not diffusers.utils.is_transformers_available():
         raise MissingDependencyError(
-            f"diffusers provides {pipeline} only if transformers is installed",
+            f"{pipeline} of diffusers needs transformers, which is not installed",
             fix="pip install transformers",
         )
     return getattr(diffusers, pipeline)
@@ -234,7 +251,7 @@ def pipeline_name(pipeline: str | type[Any]) -> str:
 
 
 def component_class(library: str, name: str) -> Any:
-    """Return the class of a component named in ``model_index.json``, or ``None``."""
+    """Return the class of a component in ``model_index.json``; ``None`` if it does not exist."""
     import diffusers
 
     found = getattr(diffusers, name, None)
@@ -247,12 +264,12 @@ def component_class(library: str, name: str) -> Any:
 
 
 class Described:
-    """A model that provides its configuration but cannot compute, and is no module.
+    """A stand-in that provides a model's configuration but cannot compute.
 
-    It therefore does not affect the pipeline's device.
+    The stand-in is not a ``torch.nn.Module``, so that it does not affect the pipeline's device.
 
     Args:
-        module: A module on the ``meta`` device, or an offloaded one.
+        module: A module on any device, such as ``meta``.
     """
 
     dtype = torch.float32
@@ -268,22 +285,26 @@ class Described:
 
 @attrs.frozen(kw_only=True, eq=False)
 class Blueprint:
-    """A diffusers pipeline without weights, from which one is built around an engine."""
+    """A diffusers pipeline without weights, used to build a pipeline that calls an engine."""
 
     kind: type[Any]
     """Class of the pipeline."""
     settings: Mapping[str, Any]
     """Constructor arguments that are not components."""
     components: tuple[str, ...]
-    """Components by name."""
+    """Names of the components."""
     scheduler: Any
     """Scheduler for sampling."""
     vae: Described | None
-    """Component that defines sizes."""
+    """Stand-in for the VAE, which defines sizes."""
 
     @classmethod
     def of(cls, pipeline: Any) -> Blueprint:
-        """Create the blueprint of a pipeline."""
+        """Create the blueprint of a loaded pipeline.
+
+        Args:
+            pipeline: Pipeline of diffusers.
+        """
         names = tuple(pipeline.components)
         settings = {
             name: value
@@ -300,7 +321,7 @@ class Blueprint:
 
     @classmethod
     def read(cls, folder: Path, kind: type[Any]) -> Blueprint:
-        """Read the blueprint of a pipeline in a folder without reading weights.
+        """Read the blueprint of a pipeline from its folder, without weights.
 
         Args:
             folder: Folder with ``model_index.json``.
@@ -308,7 +329,7 @@ class Blueprint:
         """
         index = json_of((folder / "model_index.json").read_text())
         known = {name: entry for name, entry in index.items() if isinstance(entry, list)}
-        # A setting may be a list of numbers; a component is a library and a class.
+        # A setting may be a list of numbers; a component is a list of library and class.
         parts = {
             name: entry
             for name, entry in known.items()
@@ -335,7 +356,11 @@ class Blueprint:
     @classmethod
     @functools.cache
     def usual(cls, kind: type[Any]) -> Blueprint:
-        """Create a blueprint from a class, with default settings and sizes."""
+        """Create a blueprint from a pipeline's class, with default settings.
+
+        Args:
+            kind: Class of the pipeline.
+        """
         from diffusers import FlowMatchEulerDiscreteScheduler
 
         return cls(
@@ -351,25 +376,29 @@ class Blueprint:
         )
 
     def around(self, **components: Any) -> Any:
-        """Build a pipeline from these components and the described VAE."""
+        """Build a pipeline from components.
+
+        Args:
+            **components: Components by name; missing components are ``None``, except the VAE.
+        """
         settings: dict[str, Any] = dict.fromkeys(self.components) | dict(self.settings)
         if "safety_checker" in settings:
-            settings["requires_safety_checker"] = False  # It would warn of that at every step.
+            settings["requires_safety_checker"] = False  # Otherwise diffusers warns at every step.
         pipe = self.kind(**settings | {"vae": self.vae} | components)
         pipe.set_progress_bar_config(disable=True)
         return pipe
 
 
 class PipelineModel(torch.nn.Module):
-    """Replaces the model in a pipeline and calls the engine.
+    """A stand-in for the model in a pipeline, which calls the engine.
 
-    It casts floating-point inputs to the engine's dtype, except time steps and sizes, and outputs
-    to fp32, so that the scheduler does not compute in bf16. It has no parameters, so moving or
-    casting the pipeline does not affect the engine.
+    Floating-point inputs, except time steps and sizes, are cast to the engine's dtype. Outputs are
+    cast to fp32, so that the scheduler does not compute in bf16. Moving or casting the pipeline
+    does not affect the engine, because the stand-in has no parameters.
 
     Args:
-        config: The model's configuration.
-        model: Model that predicts; without one only the configuration is available.
+        config: Configuration of the model.
+        model: Model that predicts; if ``None``, only the configuration is available.
     """
 
     def __init__(self, *, config: Any, model: Denoiser | None = None) -> None:
@@ -380,17 +409,21 @@ class PipelineModel(torch.nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Device of the engine."""
+        """Return the device of the engine."""
         return torch.device("cpu") if self._model is None else self._model.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the pipeline's latents and embeddings."""
+        """Return the dtype of the pipeline's latents and embeddings."""
         return torch.float32
 
     @contextmanager
     def cache_context(self, name: str, **_: Any) -> Iterator[None]:  # noqa: ARG002 - diffusers'
-        """Do nothing: training caches nothing between steps."""
+        """Do nothing, because training caches nothing between steps.
+
+        Args:
+            name: Name of the cache.
+        """
         yield
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -409,12 +442,12 @@ class PipelineModel(torch.nn.Module):
 
 
 class TrainedEncoder(torch.nn.Module):
-    """Replaces a text encoder in a pipeline and calls the trained one in the engine.
+    """A stand-in for a text encoder in a pipeline, which calls the trained encoder in the engine.
 
-    It has no parameters, so the pipeline neither moves nor freezes them.
+    The pipeline can neither move nor freeze the encoder, because the stand-in has no parameters.
 
     Args:
-        name: Name in the pipeline and in ``TrainedParts``.
+        name: Name of the encoder in the pipeline and in ``TrainedParts``.
         module: The encoder.
     """
 
@@ -427,7 +460,11 @@ class TrainedEncoder(torch.nn.Module):
         self.__dict__.update(_name=name, _module=module, _within=None)
 
     def call_in(self, model: Denoiser | None) -> None:
-        """Use this engine's part from now on; ``None`` uses the module itself."""
+        """Use the encoder of an engine for all following calls.
+
+        Args:
+            model: Engine with the encoder; ``None`` for the encoder without an engine.
+        """
         self.__dict__["_within"] = model
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -443,7 +480,7 @@ class TrainedEncoder(torch.nn.Module):
 
 
 def call_cast(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Call a model with a pipeline's arguments in its dtype, except time steps and sizes."""
+    """Call a model with a pipeline's arguments, cast to its dtype except time steps and sizes."""
     names = inspect.signature(primary_of(model).forward).parameters
     arguments = [
         value if name in _KEPT_EXACT else _cast_floats(value, model.dtype)

@@ -1,9 +1,9 @@
 """Text-to-image families that predict and sample through their diffusers pipeline.
 
 Training runs the pipeline's ``__call__`` for one step with gradients. The engine replaces the
-model, and a scheduler with each sample's own time replaces the scheduler. The argument of
-``scheduler.step`` is the prediction, with its graph. So diffusers' own code handles time scaling,
-signs, position ids, masks, guidance embeddings and reference images.
+pipeline's model, and a scheduler with one time step per sample replaces the pipeline's scheduler.
+The first argument of ``scheduler.step`` is the prediction, with its autograd graph. Diffusers' code
+therefore handles time scaling, signs, position ids, masks, guidance and reference images.
 """
 
 from __future__ import annotations
@@ -43,50 +43,50 @@ if TYPE_CHECKING:
 
 NEGATIVE: Final = "negative_"
 CAPTIONS: Final = "captions"
-"""Batch key of captions to encode in training, if text encoders are trained."""
+"""Batch key of captions; they are encoded in training if text encoders are trained."""
 
 _NONE: Final[Mapping[str, Any]] = MappingProxyType({})
 
 
 @attrs.frozen(kw_only=True)
 class _UsualSpace:
-    """Sizes of the latents of a VAE that is not there."""
+    """Latent sizes of the family's usual VAE, if no VAE is loaded."""
 
     scale: int
     frames: int
 
     def latent_frames(self, frames: int) -> int:
-        """Latent frames of a clip."""
+        """Return the number of latent frames of a clip of ``frames`` frames."""
         return latent_frames(frames, per_latent=self.frames)
 
 
 @attrs.frozen(kw_only=True, eq=False)
 class TextToImage(ABC):
-    """Base class of latent text-to-image families. Subclass it to add one.
+    """Base class of latent text-to-image families.
 
-    A batch contains ``latents`` (b, c, h, w) and the tensors of ``text_tensors``, as from caches,
-    or ``images`` (b, 3, height, width) in [-1, 1] and ``captions``, which are encoded in each step.
-    The two forms may be mixed.
+    A batch contains either ``latents`` (b, c, h, w), as caches do, or ``images`` (b, 3, height,
+    width) in [-1, 1]. It also contains either the tensors named in ``text_tensors`` or
+    ``captions``. Images and captions are encoded in each step.
 
     A subclass names its pipeline and implements ``embed``, which encodes texts, and ``predict``,
     which calls the model.
     """
 
     pipeline: ClassVar[Any]
-    """Pipeline that loads and samples: name of a diffusers class, or a custom class."""
+    """Pipeline class that loads and samples: the name of a diffusers class, or a custom class."""
     component: ClassVar[str]
     """Name of the trained model in the pipeline."""
     text_tensors: ClassVar[tuple[str, ...]]
-    """Outputs of ``embed``, named like the pipeline's arguments."""
+    """Names of the tensors that ``embed`` returns; they are also arguments of the pipeline."""
     lora_targets: ClassVar[tuple[str, ...]]
-    """Default modules for adapters, as in diffusers' training scripts."""
+    """Modules that get adapters by default, as in diffusers' training scripts."""
     flow_matching: ClassVar[bool] = False
     """Whether these models use flow matching; otherwise they predict noise."""
     reads_references: ClassVar[bool] = False
     """Whether texts are encoded together with the image to edit."""
 
     usual_scale: ClassVar[int] = 8
-    """Pixels per latent pixel if no VAE is available."""
+    """Image pixels per latent pixel along one side, if no VAE is available."""
     usual_frames: ClassVar[int] = 1
     """Frames per latent frame if no VAE is available."""
     packing: ClassVar[Packing] = Unpacked()
@@ -96,22 +96,22 @@ class TextToImage(ABC):
     listed: ClassVar[bool] = False
     """Whether the pipeline expects a list of texts, each of its own length."""
     guided_by: ClassVar[str | None] = "guidance_scale"
-    """Name of the guidance argument that runs the model twice, or ``None``."""
+    """Name of the pipeline's argument for classifier-free guidance, or ``None``."""
     unguided: ClassVar[float] = 1.0
-    """Value of that argument that disables guidance."""
+    """Value of the ``guided_by`` argument that disables guidance."""
     embedded_guidance_arg: ClassVar[str | None] = None
-    """Name of the guidance argument that a distilled model takes as an input."""
+    """Name of the argument for the guidance scale that a distilled model receives as an input."""
     reference: ClassVar[str | None] = None
-    """Name of the argument for ``reference_latents``."""
+    """Name of the pipeline's argument that receives ``reference_latents``."""
     needs_references: ClassVar[bool] = True
     """Whether every sample of a family with ``reference`` needs a reference image."""
     several_references: ClassVar[bool] = False
     """Whether a sample may have several reference images."""
     by_class: ClassVar[bool] = False
-    """Whether the pipeline's class alone determines the call, so that the family can be created
-    directly."""
+    """Whether the family can be created without ``parts`` and ``blueprint``, from the pipeline's
+    class alone."""
     arguments: ClassVar[Mapping[str, Any]] = _NONE
-    """Additional keyword arguments of the call."""
+    """Additional keyword arguments for the pipeline's ``__call__``."""
 
     parts: FrozenParts | None = None
     """VAE and text encoders. Required for sampling, but not for training from caches."""
@@ -120,48 +120,70 @@ class TextToImage(ABC):
     parts_device: torch.device | None = None
     """Device on which the parts encode uncached data; default the batch's device."""
     guidance: float = 1.0
-    """Embedded guidance value of a distilled model in training."""
+    """Guidance scale that a distilled model receives in training."""
     blueprint: Blueprint | None = None
-    """The pipeline without weights; default that of ``parts``."""
+    """The pipeline without weights; default the pipeline of ``parts``."""
 
     base_component: ClassVar[str | None] = None
-    """Pipeline name of a frozen model that the trained one steers."""
+    """Name in the pipeline of the frozen model that the trained model controls."""
 
     also_needed: ClassVar[tuple[str, ...]] = ()
-    """Required components that other families do not need."""
+    """Names of components that this family loads and most other families do not."""
 
     @classmethod
     def separate_models(cls) -> tuple[str, ...]:
-        """Return components that are loaded separately from VAE and text encoders."""
+        """Return the names of the components that are loaded apart from VAE and text encoders."""
         return tuple(name for name in (cls.component, cls.base_component) if name is not None)
 
     @abstractmethod
     def embed(
         self, parts: FrozenParts, captions: Sequence[str], device: torch.device
     ) -> dict[str, Tensor]:
-        """Encode captions with the pipeline; returns ``text_tensors``, batch first."""
+        """Encode captions with the pipeline.
+
+        Args:
+            parts: VAE and text encoders.
+            captions: One caption per sample.
+            device: Device of the encoders.
+
+        Returns:
+            The tensors named in ``text_tensors``, batch first.
+        """
 
     def embed_negative(
         self, parts: FrozenParts, texts: Sequence[str], device: torch.device
     ) -> dict[str, Tensor]:
-        """Like ``embed``, for negative prompts; some pipelines add instructions to prompts."""
+        """Encode negative prompts, which some pipelines encode differently from captions.
+
+        Args:
+            parts: VAE and text encoders.
+            texts: One negative prompt per sample.
+            device: Device of the encoders.
+        """
         return self.embed(parts, texts, device)
 
     @abstractmethod
     def predict(
         self, model: Denoiser, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning
     ) -> Tensor:
-        """Return the model's output in the shape of ``noisy``."""
+        """Return the model's prediction in the shape of ``noisy``."""
 
     def clean(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the latents of a batch (b, c, h, w), fp32; images are encoded."""
+        """Return a batch's latents (b, c, h, w) in fp32; without latents, encode its images."""
         if "latents" in batch:
             return batch["latents"].float()
         images = images_of(batch)
         return self.encode_images(images, device=images.device)["latents"].to(images.device)
 
     def conditioning(self, batch: Mapping[str, Tensor], generator: torch.Generator) -> Conditioning:
-        """Return text embeddings of a batch, some of them replaced by those of the empty text."""
+        """Return a batch's text embeddings.
+
+        With probability ``dropout``, a sample gets the embedding of the empty text instead.
+
+        Args:
+            batch: Batch with captions or embeddings.
+            generator: Random generator that selects the samples.
+        """
         first = self.text_tensors[0]
         if self.trains_texts:
             return {CAPTIONS: self._kept_captions(batch, generator)}  # type: ignore[dict-item]
@@ -178,7 +200,8 @@ class TextToImage(ABC):
                 "the empty text cannot be encoded without text encoders",
                 key="dropout",
                 value=self.dropout,
-                fix="load them, or drop captions in the data: Augmentation(caption_dropout=...)",
+                fix="load the text encoders, or drop captions in the dataset with "
+                "Augmentation(caption_dropout=...)",
             )
         known = self.empty_texts_of(batch, device=texts[first].device)
         empty = {name: value.to(texts[name]) for name, value in known.items()}
@@ -193,16 +216,16 @@ class TextToImage(ABC):
 
     @property
     def trains_texts(self) -> bool:
-        """Return whether text encoders are trained, so that no embedding may be cached."""
+        """Return whether text encoders are trained; if so, embeddings must not be cached."""
         return self.parts is not None and bool(self.parts.trained_encoders)
 
     def _kept_captions(self, batch: Mapping[str, Any], generator: torch.Generator) -> Captions:
-        """The captions of a batch, some of them empty; the engine encodes them."""
+        """Return a batch's captions, some replaced by the empty text; the engine encodes them."""
         if self.text_tensors[0] in batch:
             raise DataError(
-                "contain precomputed embeddings, but text encoders are trained",
+                "the batch contains precomputed embeddings, but text encoders are trained",
                 key=f"batch[{self.text_tensors[0]!r}]",
-                fix="pass captions: encode_dataset with this family caches only latents",
+                fix="pass captions; to cache latents only, call encode_dataset with this family",
             )
         captions: Any = take(batch, CAPTIONS)
         if self.dropout == 0:
@@ -212,7 +235,12 @@ class TextToImage(ABC):
         return Captions("" if gone else caption for caption, gone in pairs)
 
     def with_texts(self, model: Denoiser, conditioning: Conditioning) -> Conditioning:
-        """Return conditioning with captions replaced by embeddings, with gradients."""
+        """Return ``conditioning`` with its captions encoded; gradients reach the text encoders.
+
+        Args:
+            model: Engine that trains the text encoders.
+            conditioning: Value of ``conditioning``.
+        """
         if CAPTIONS not in conditioning:
             return conditioning
         others = {name: value for name, value in conditioning.items() if name != CAPTIONS}
@@ -223,18 +251,18 @@ class TextToImage(ABC):
             return {**others, **self.embed(parts, list(captions), model.device)}
 
     def read_images(self, batch: Mapping[str, Any]) -> Tensor | None:
-        """The images of a batch that texts are read with, if it has them (``reads_references``)."""
+        """Return a batch's reference images, if any; ``reads_references`` families encode them."""
         return batch.get(REFERENCE_IMAGES)
 
     def check_dataset(self, dataset: Any) -> None:
-        """Refuse a dataset that cannot be encoded once.
+        """Reject a dataset that cannot be encoded in advance.
 
         Args:
             dataset: ``PreparedImages`` or ``PreparedClips``.
 
         Raises:
-            DataError: It has several references for an image, and the family takes one.
-            InvalidValueError: Its captions cannot be counted.
+            DataError: A sample has several reference images, and the family supports only one.
+            InvalidValueError: Captions change at each use, so their embeddings cannot be cached.
         """
         counts = (getattr(each.bucket, "references", 1) for each in dataset.assignment.placements)
         most = max(counts, default=1)
@@ -244,10 +272,14 @@ class TextToImage(ABC):
             dataset.augmentation.check_countable()
 
     def one_of_each(self, references: Tensor) -> Tensor:
-        """References of a batch, (b, …) of those that come as (b, 1, …) where a family takes one.
+        """Remove the dimension of references per sample if the family supports only one reference.
+
+        Args:
+            references: Images or latents (b, 1, c, h, w) or (b, c, h, w); (b, r, c, h, w) with
+                ``several_references``.
 
         Raises:
-            DataError: Samples have several.
+            DataError: Samples have several references, and the family supports only one.
         """
         if references.ndim != 5 or self.several_references:
             return references
@@ -257,15 +289,15 @@ class TextToImage(ABC):
 
     def _edits_one(self, count: int) -> DataError:
         return DataError(
-            f"{type(self).__name__} takes one reference image for each sample",
+            f"{type(self).__name__} supports only one reference image per sample",
             key="references",
             value=count,
-            fix="give one, or train a family that takes several: Flux2, Flux2Klein or "
-            "QwenImageEditPlus",
+            fix="pass one reference image per sample, or train Flux2, Flux2Klein or "
+            "QwenImageEditPlus, which support several",
         )
 
     def texts_of(self, batch: Mapping[str, Any], captions: Sequence[str]) -> dict[str, Tensor]:
-        """Return embeddings of a batch's captions, or of replacement texts."""
+        """Return embeddings of ``captions``, one caption per sample of ``batch``."""
         return self.encode_texts(captions, device=self.clean_device(batch))
 
     def empty_texts_of(
@@ -274,7 +306,11 @@ class TextToImage(ABC):
         *,
         device: torch.device,
     ) -> dict[str, Tensor]:
-        """Return embeddings for dropped texts of a batch, (1, …), or (b, …) if samples differ."""
+        """Return the embeddings that replace dropped captions of a batch.
+
+        Returns:
+            One embedding (1, …) for all samples, or (b, …) if it differs by sample.
+        """
         return self.unconditional(device=device)
 
     def clean_device(self, batch: Mapping[str, Any]) -> torch.device:
@@ -291,13 +327,13 @@ class TextToImage(ABC):
         device: torch.device | None = None,
         references: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """Return embeddings of captions on ``device``, batch first.
+        """Return embeddings of captions, batch first.
 
         Args:
-            captions: Captions.
-            device: Device of the encoders.
-            references: Images to edit (b, 3, height, width) in [-1, 1], or several per sample
-                (b, r, 3, height, width), for families that encode them together with texts
+            captions: One caption per sample.
+            device: Device of the encoders; default the device on which they are.
+            references: Reference images (b, 3, height, width) in [-1, 1], or several per sample
+                (b, r, 3, height, width), for families that encode texts together with images
                 (``reads_references``).
 
         Raises:
@@ -321,7 +357,14 @@ class TextToImage(ABC):
         references: Tensor,
         device: torch.device,
     ) -> dict[str, Tensor]:
-        """Like ``embed``, for captions that are encoded together with their images."""
+        """Encode captions together with their reference images.
+
+        Args:
+            parts: VAE and text encoders.
+            captions: One caption per sample.
+            references: Reference images, as in ``encode_texts``.
+            device: Device of the encoders.
+        """
         raise NotImplementedError
 
     def no_references(self, key: str) -> DataError:
@@ -330,42 +373,52 @@ class TextToImage(ABC):
             f"{type(self).__name__} needs a reference image for each sample",
             key=key,
             value=None,
-            fix="add reference_images (b, 3, height, width) to the dataset, or cache latents "
-            "and texts with encode_dataset",
+            fix="add reference_images (b, 3, height, width) to the batches, or cache latents "
+            "and embeddings with encode_dataset",
         )
 
     def encode_images(
         self, images: Tensor, *, device: torch.device | None = None
     ) -> dict[str, Tensor]:
-        """Encode images (b, 3, height, width) in [-1, 1] as ``{"latents": …}`` for a cache."""
+        """Encode images as ``{"latents": …}``.
+
+        Args:
+            images: (b, 3, height, width) in [-1, 1].
+            device: Device of the VAE; default the device on which it is.
+        """
         parts = self._needed("images")
         self._bring(parts, device, ["vae"])
         return {"latents": parts.encode_images(images)}
 
     def at_shown_size(self, images: Tensor) -> Tensor:
-        """Resize images to edit (b, 3, height, width) to the size the model sees."""
+        """Resize reference images (b, 3, height, width) to the size that the model receives."""
         return images
 
     def encode_references(
         self, images: Tensor, *, device: torch.device | None = None
     ) -> dict[str, Tensor]:
-        """Encode images to edit as ``{"latents": …}`` for a cache."""
+        """Encode reference images as ``{"latents": …}``.
+
+        Args:
+            images: (b, 3, height, width) in [-1, 1].
+            device: Device of the VAE; default the device on which it is.
+        """
         return self.encode_images(self.at_shown_size(images), device=device)
 
     def remembered(self, texts: Sequence[str], *, device: torch.device) -> dict[str, Tensor]:
-        """Return embeddings of frequently used texts, each computed once."""
+        """Return embeddings of texts; each text is encoded once and then remembered."""
         parts = self._needed("captions")
         encoded = parts.remember(texts, lambda t: self.embed(parts, t, device), device=device)
         return {name: value.to(device) for name, value in encoded.items()}
 
     def unconditional(self, *, device: torch.device) -> dict[str, Tensor]:
-        """Return embeddings for dropped texts: the pipeline's empty negative prompt, (1, …)."""
+        """Return the embedding (1, …) of the pipeline's empty negative prompt."""
         return self.remembered_negative([""], device=device)
 
     def remembered_negative(
         self, texts: Sequence[str], *, device: torch.device
     ) -> dict[str, Tensor]:
-        """Return embeddings of negative prompts, each computed once."""
+        """Return embeddings of negative prompts; each is encoded once and then remembered."""
         parts = self._needed("captions")
         encoded = parts.remember(
             texts, lambda t: self.embed_negative(parts, t, device), device=device, kind=NEGATIVE
@@ -394,14 +447,14 @@ class TextToImage(ABC):
         )
 
     def embedding_settings(self) -> dict[str, Any]:
-        """Return settings of ``embed`` besides the encoders' weights, as JSON types."""
+        """Return the settings that embeddings depend on in addition to weights, as JSON types."""
         return {}
 
     def known_blueprint(self) -> Blueprint:
         """Return the pipeline without weights.
 
         Raises:
-            DataError: The family was created directly without one.
+            DataError: The family was created without ``parts`` or ``blueprint``, and needs one.
         """
         if self.blueprint is not None:
             return self.blueprint
@@ -413,11 +466,11 @@ class TextToImage(ABC):
             f"{type(self).__name__} has no pipeline",
             key="blueprint",
             value=None,
-            fix="load it: load_pretrained(folder).family, which also works with parts=False",
+            fix="use load_pretrained(folder).family; parts=False omits VAE and text encoders",
         )
 
     def latent_space(self) -> LatentSpace | _UsualSpace:
-        """Return the latent space of the VAE, or the family's default."""
+        """Return the latent space of the VAE, or the family's default if no VAE is available."""
         vae = self.known_blueprint().vae
         if vae is None:
             return _UsualSpace(scale=self.usual_scale, frames=self.usual_frames)
@@ -428,16 +481,16 @@ class TextToImage(ABC):
         return blueprint.around(**{self.component: stand_in, "scheduler": scheduler, **others})
 
     def objective_settings(self) -> dict[str, Any]:
-        """Return settings of the objective these models were trained with."""
+        """Return settings of the objective with which models of this family were trained."""
         return {}
 
     def text_kwargs(
         self, texts: Mapping[str, Tensor], device: torch.device, prefix: str = ""
     ) -> dict[str, Any]:
-        """Return text arguments of the pipeline.
+        """Return the pipeline's arguments for texts.
 
         Args:
-            texts: Tensors by ``text_tensors``, batch first.
+            texts: Embeddings by their names in ``text_tensors``, batch first.
             device: Target device.
             prefix: ``"negative_"`` for negative prompts.
         """
@@ -452,24 +505,37 @@ class TextToImage(ABC):
         return {f"{prefix}{name}": value for name, value in moved.items()}
 
     def reference_input(self, latents: Tensor) -> Any:
-        """Return the pipeline's argument for the image to edit.
+        """Return the value of the pipeline's ``reference`` argument.
 
         Args:
-            latents: (b, c, h, w), or (b, r, c, h, w) with ``several_references``.
+            latents: Reference latents (b, c, h, w), or (b, r, c, h, w) with ``several_references``.
         """
         return latents
 
     def adjust(self, pipe: Any, call_kwargs: dict[str, Any]) -> None:  # noqa: B027 - few need it
-        """Adapt a new pipeline to its call arguments (``height``, …)."""
+        """Adapt a new pipeline to the arguments of its call.
+
+        Args:
+            pipe: Pipeline, created for one call.
+            call_kwargs: Keyword arguments of the call, such as ``height``; may be changed.
+        """
 
     def sized(self, size: Mapping[str, int]) -> dict[str, int]:
-        """Return call arguments for a size in pixels and frames."""
+        """Return the pipeline's arguments for a size.
+
+        Args:
+            size: ``height`` and ``width`` in pixels, for clips also ``num_frames``.
+        """
         return dict(size)
 
     # -- Drawing.
 
     def draw(self, model: Denoiser, drawing: Drawing) -> Tensor:
-        """Sample images (n, 3, height, width) of prompts, or clips (n, 3, frames, height, width).
+        """Sample images (n, 3, height, width) or clips (n, 3, frames, height, width).
+
+        Args:
+            model: Model that predicts.
+            drawing: Prompts, seeds and options.
 
         Raises:
             DataError: The family has no frozen parts.
@@ -503,25 +569,35 @@ class TextToImage(ABC):
         """Return the sampled latents.
 
         Args:
-            output: Output of the pipeline.
-            last: Output of its last step.
+            output: Output of the pipeline's call.
+            last: Latents after the last step of the pipeline.
         """
         return last
 
     @property
     def drawing_parts(self) -> tuple[str, ...]:
-        """Return the parts needed during sampling, besides the VAE at the end."""
+        """Return the names of frozen parts that sampling steps use."""
         return ()
 
     def drawing_pipeline(self, parts: FrozenParts, model: Denoiser, scheduler: Any) -> Any:
-        """Return the sampling pipeline."""
+        """Return the pipeline that samples.
+
+        Args:
+            parts: VAE and text encoders.
+            model: Model that predicts.
+            scheduler: Scheduler for sampling.
+        """
         return self._around(Blueprint.of(parts.pipeline), model, scheduler)
 
     def drawing_arguments(self, drawing: Drawing, *, device: torch.device) -> dict[str, Any]:
-        """Return pipeline arguments for prompts and guidance.
+        """Return the pipeline's arguments for prompts, references and guidance.
 
-        A guidance-distilled model takes the scale as an input. With a negative prompt that input
-        keeps its training value, and guidance uses two predictions.
+        A guidance-distilled model receives the guidance scale as an input. With a negative prompt,
+        this input keeps its training value, and classifier-free guidance applies the scale.
+
+        Args:
+            drawing: Prompts, seeds and options.
+            device: Device of the model.
         """
         kwargs = {
             **self.arguments,
@@ -543,7 +619,7 @@ class TextToImage(ABC):
             negative = self.drawn_texts(texts, drawing, device=device, negative=True)
             kwargs |= self.text_kwargs(negative, device, prefix=NEGATIVE)
             if "negative_prompt" in parameters_of(self.known_blueprint().kind.__call__):
-                kwargs["negative_prompt"] = None  # Sana's has a text of its own.
+                kwargs["negative_prompt"] = None  # Sana's default is a text.
         return kwargs
 
     def drawn_texts(
@@ -554,22 +630,30 @@ class TextToImage(ABC):
         device: torch.device,
         negative: bool = False,
     ) -> dict[str, Tensor]:
-        """Return embeddings of prompts or negative prompts, each computed once."""
+        """Return embeddings of prompts, or of negative prompts if ``negative``.
+
+        Args:
+            texts: Prompts or negative prompts.
+            drawing: Prompts, seeds and options.
+            device: Target device.
+            negative: Whether ``texts`` are negative prompts.
+        """
         encoded = self.remembered_negative if negative else self.remembered
         return encoded(texts, device=device)
 
     def drawn_references(self, drawing: Drawing) -> Tensor:
-        """Return the images to edit.
+        """Return the reference images of ``drawing``.
 
         Raises:
-            DataError: No images were given.
+            DataError: ``drawing`` has no reference images, or several per sample and the family
+                supports only one.
         """
         if drawing.references is None:
             raise DataError(
                 f"{type(self).__name__} needs reference images for sampling",
                 key="references",
                 value=None,
-                fix="pass references=, images (n, 3, height, width) in [-1, 1]",
+                fix="pass images (n, 3, height, width) in [-1, 1] as references=",
             )
         return self.one_of_each(drawing.references)
 
@@ -609,19 +693,20 @@ class TextToImage(ABC):
                 "cannot be encoded",
                 key="parts",
                 value=None,
-                fix=f"load them: {type(self).__name__}(parts=...), or load_pretrained(folder)",
+                fix=f"create the family with {type(self).__name__}(parts=...), or use "
+                "load_pretrained(folder).family",
             )
         return self.parts
 
     def _bring(self, parts: FrozenParts, device: torch.device | None, names: Sequence[str]) -> None:
-        # Only what computes now: a T5 of 9 GiB need not wait on the device for the VAE.
+        # Only these parts: while the VAE encodes, T5 must not occupy 9 GiB of the device.
         wanted = self.parts_device or device
         if wanted is not None:
             parts.to(wanted, names)
 
 
 def of_each(images: Tensor, encode: Callable[[Tensor], Tensor]) -> Tensor:
-    """What a function makes of images (b, 3, h, w), or of several of each sample (b, r, …)."""
+    """Apply ``encode`` to images (b, 3, h, w), or to several images per sample (b, r, 3, h, w)."""
     if images.ndim == 4:
         return encode(images)
     found = encode(images.flatten(0, 1))
@@ -629,12 +714,12 @@ def of_each(images: Tensor, encode: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 class _LastStep:
-    """Keeps what the last step gave: pipelines differ in what they call latents at the end."""
+    """Records the latents of the last step, because pipelines return their latents differently."""
 
     latents: Tensor
 
     def listening(self, call: Any) -> dict[str, Any]:
-        """The argument with which a pipeline tells of its steps."""
+        """Return the argument of a pipeline's ``call`` that receives a callback for each step."""
         if "callback_on_step_end" in parameters_of(call):
             return {"callback_on_step_end": self._stepped}
         return {"callback": self._called}
@@ -648,8 +733,7 @@ class _LastStep:
 
 
 REFERENCES: Final = "reference_latents"
-"""Batch key of latents (b, c, h, w) of the images to edit, or (b, r, c, h, w) if samples may have
-several."""
+"""Batch key of reference latents (b, c, h, w), or (b, r, c, h, w) with several per sample."""
 
 _TEXT_WIDTHS: Final = (
     "joint_attention_dim",
@@ -659,16 +743,16 @@ _TEXT_WIDTHS: Final = (
     "cap_feat_dim",
     "cross_attention_dim",
 )
-"""Configuration keys of diffusers models."""
+"""Keys under which configurations of diffusers models store the text width."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
 class PipelineFamily(TextToImage):
-    """A family defined by its diffusers pipeline. Subclass it and declare what differs.
+    """A family defined by its diffusers pipeline.
 
-    It supports any pipeline that accepts ``latents`` and ``prompt_embeds`` and passes its model's
-    prediction to its scheduler. ``load_pretrained`` tests it once on the ``meta`` device, and
-    rejects it with a reason.
+    A subclass declares how its pipeline differs from the defaults. The pipeline must accept
+    ``latents`` and ``prompt_embeds`` and pass its model's prediction to its scheduler.
+    ``load_pretrained`` tests the family on the ``meta`` device; a failure names the reason.
     """
 
     component: ClassVar[str] = "transformer"
@@ -677,27 +761,28 @@ class PipelineFamily(TextToImage):
     flow_matching: ClassVar[bool] = True
 
     model: ClassVar[str] = ""
-    """Class of the trained model in diffusers; required for ``model_facts`` of a configuration."""
+    """Class name of the trained model in diffusers; ``model_facts`` needs it to find the family of
+    a configuration."""
     encoded: ClassVar[tuple[str, ...]] = ()
-    """Outputs of ``encode_prompt`` in order, if they are not ``text_tensors`` followed by the
-    negative ones."""
+    """Names of the outputs of ``encode_prompt`` in order; default ``text_tensors``, then the same
+    names with ``negative_``."""
     text_width: ClassVar[str | None] = None
-    """Configuration key of the text width, if it is not one of the usual keys."""
+    """Key of the text width in the model's configuration, if it is not a usual key."""
     one_by_one: ClassVar[bool] = False
-    """Whether the pipeline has one time step for all samples, so that samples run one by one."""
+    """Whether samples run one by one, because the pipeline has one time step for all samples."""
 
     max_sequence_length: int | None = None
-    """Tokens per text; default the pipeline's."""
+    """Number of tokens per text; default the pipeline's."""
     texts_alone: bool = False
-    """Whether texts are encoded one by one. ``load_pretrained`` sets it if the pipeline pads to the
-    longest text, which would make embeddings depend on the batch."""
+    """Whether texts are encoded one by one. ``load_pretrained`` sets ``texts_alone`` if the
+    pipeline pads texts to the longest one, because embeddings would then depend on the batch."""
 
     # -- Texts.
 
     def embed(
         self, parts: FrozenParts, captions: Sequence[str], device: torch.device
     ) -> dict[str, Tensor]:
-        """Encode captions with ``encode_prompt`` and the arguments that ``__call__`` passes."""
+        """Encode captions with ``encode_prompt``, with the arguments that ``__call__`` passes."""
         singles = [[caption] for caption in captions] if self.texts_alone else [list(captions)]
         found = [
             self.encode_with(
@@ -710,7 +795,7 @@ class PipelineFamily(TextToImage):
     def embed_negative(
         self, parts: FrozenParts, texts: Sequence[str], device: torch.device
     ) -> dict[str, Tensor]:
-        """Encode negative prompts; some pipelines add instructions to prompts."""
+        """Encode negative prompts; some pipelines add instructions to prompts only."""
         if "negative_prompt" not in parameters_of(parts.pipeline.encode_prompt):
             return self.embed(parts, texts, device)
         prompts = {
@@ -727,13 +812,16 @@ class PipelineFamily(TextToImage):
         prompts: Mapping[str, Any],
         prefix: str = "",
     ) -> dict[str, Tensor]:
-        """Encode texts with ``encode_prompt``; returns ``text_tensors``, batch first.
+        """Encode texts with the pipeline's ``encode_prompt``.
 
         Args:
-            pipeline: Pipeline to use.
+            pipeline: Pipeline with text encoders.
             device: Device of the encoders.
-            prompts: Texts to encode.
+            prompts: Arguments of ``encode_prompt`` that contain the texts.
             prefix: ``"negative_"`` selects the outputs for negative prompts.
+
+        Returns:
+            The tensors named in ``text_tensors``, batch first.
         """
         encode = pipeline.encode_prompt
         known = {**self._prompt_arguments(pipeline), "device": device, **prompts}
@@ -747,10 +835,10 @@ class PipelineFamily(TextToImage):
         return {name: _text_tensor(named, name, prefix) for name in self.text_tensors}
 
     def embedding_settings(self) -> dict[str, Any]:
-        """Return the length of texts."""
+        """Return the number of tokens per text, and whether texts are encoded one by one."""
         pipeline = self._needed("captions").pipeline
         length = self._prompt_arguments(pipeline).get("max_sequence_length")
-        # Only where it is so: other caches stay what they are.
+        # The key is absent by default, so that existing caches stay valid.
         alone = {"texts_alone": True} if self.texts_alone else {}
         return {"max_sequence_length": length, **alone}
 
@@ -770,12 +858,12 @@ class PipelineFamily(TextToImage):
     # -- Samples.
 
     def clean(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the latents of a batch (b, c, [frames,] h, w), fp32; images are encoded."""
+        """Return a batch's latents (b, c, [frames,] h, w) in fp32; else encode its images."""
         latents = super().clean(batch)
         return latents.unsqueeze(2) if self.clips and latents.ndim == 4 else latents
 
     def conditioning(self, batch: Mapping[str, Tensor], generator: torch.Generator) -> Conditioning:
-        """Return text embeddings of a batch, and latents of its images to edit."""
+        """Return a batch's text embeddings and the latents of its reference images."""
         texts = super().conditioning(batch, generator)
         without = REFERENCES not in batch and REFERENCE_IMAGES not in batch
         if self.reference is None or (without and not self.needs_references):
@@ -792,7 +880,8 @@ class PipelineFamily(TextToImage):
                 f"{type(self).__name__} needs reference images, but the batch has only "
                 f"{sorted(batch)}",
                 key=f"batch[{REFERENCES!r}]",
-                fix="add reference_images (b, 3, height, width) or their latents to the dataset",
+                fix="add reference_images (b, 3, height, width) or reference_latents to the "
+                "batches",
             )
         device = images.device
 
@@ -806,11 +895,11 @@ class PipelineFamily(TextToImage):
     def predict(
         self, model: Denoiser, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning
     ) -> Tensor:
-        """Return the value that the pipeline's ``__call__`` passes to its scheduler in one step.
+        """Return the prediction that the pipeline's ``__call__`` passes to its scheduler.
 
         Raises:
-            DataError: The pipeline called its model more than once, or the prediction has another
-                shape.
+            DataError: The pipeline called its model more than once, or the prediction's shape
+                differs from the latents'.
         """
         conditioning = self.with_texts(model, conditioning)
         if not self.calls_one_by_one():
@@ -827,7 +916,7 @@ class PipelineFamily(TextToImage):
         return torch.cat(singles)
 
     def calls_one_by_one(self) -> bool:
-        """Return whether samples of a batch run one by one."""
+        """Return whether the pipeline predicts the samples of a batch one by one."""
         return self.one_by_one
 
     def in_one_call(
@@ -837,9 +926,9 @@ class PipelineFamily(TextToImage):
 
         Args:
             model: Model that predicts.
-            noisy: As in ``predict``.
-            steps: Time steps of the pipeline's loop: (1, b), or (1,) for one time for all samples.
-            conditioning: As in ``predict``.
+            noisy: Noisy latents (b, c, [frames,] h, w), fp32.
+            steps: Time steps: (1, b), or (1,) if all samples have the same.
+            conditioning: Keyword arguments of the pipeline, batch first.
         """
         blueprint = self.known_blueprint()
         scheduler = _OneStep(blueprint.scheduler.config, steps.to(model.device))
@@ -847,7 +936,7 @@ class PipelineFamily(TextToImage):
         call_kwargs = self._call_kwargs(noisy, conditioning, model.device)
         self.adjust(pipe, call_kwargs)
         try:
-            # The function below ``torch.no_grad``.
+            # The function that ``torch.no_grad`` wraps.
             call: Any = type(pipe).__call__
             inspect.unwrap(call)(pipe, **call_kwargs)
         except _Predicted as found:
@@ -855,9 +944,9 @@ class PipelineFamily(TextToImage):
             found.__traceback__ = None  # Its frames hold the graph.
         else:
             raise DataError(
-                "the pipeline's call ended without a scheduler step",
+                "the pipeline's call ended without calling scheduler.step",
                 key=type(self).__name__,
-                fix="write predict by hand (docs/families.md)",
+                fix="override predict in the family (docs/families.md)",
             )
         return self._as_latents(prediction, noisy)
 
@@ -870,14 +959,14 @@ class PipelineFamily(TextToImage):
         raise DataError(
             f"the pipeline predicts {tuple(prediction.shape)} for latents of {wanted}",
             key=f"{self.pipeline}.scheduler.step",
-            fix="declare the packing of its latents; learned variance and guidance are not "
-            "supported",
+            fix="declare the pipeline's packing of latents in the family; models that also "
+            "predict a variance are not supported",
         )
 
     def _call_kwargs(
         self, noisy: Tensor, conditioning: Conditioning, device: torch.device
     ) -> dict[str, Any]:
-        """The arguments of the pipeline for one step without guidance."""
+        """Return the pipeline's arguments for one step without guidance."""
         self._check_sides(noisy.shape)
         texts = {n: v for n, v in conditioning.items() if n in self.text_tensors}
         call_kwargs = {
@@ -911,7 +1000,7 @@ class PipelineFamily(TextToImage):
         return self.packing.patch if isinstance(self.packing, Tokens) else 1
 
     def _size_of(self, shape: tuple[int, ...]) -> dict[str, int]:
-        """Height, width and frames of samples with latents of this shape."""
+        """Return the pipeline's arguments for the size of samples with latents of this shape."""
         space = self.latent_space()
         size = {"height": shape[-2] * space.scale, "width": shape[-1] * space.scale}
         if self.clips:
@@ -925,25 +1014,30 @@ class PipelineFamily(TextToImage):
         )
 
     def predicting_pipeline(self, model: Denoiser, scheduler: Any) -> Any:
-        """Return the pipeline whose call makes the prediction."""
+        """Return the pipeline whose call computes the prediction.
+
+        Args:
+            model: Model that predicts.
+            scheduler: Scheduler of one step.
+        """
         return self._around(self.known_blueprint(), model, scheduler)
 
     # -- Examples.
 
     def without_data(self) -> Self:
-        """Return the family for a test on the ``meta`` device."""
+        """Return the family to use for a test on the ``meta`` device."""
         return self
 
     def example(
         self, model: Any, *, batch: int, side: int | tuple[int, int], frames: int = 2
     ) -> tuple[Tensor, Conditioning]:
-        """Return example latents and conditioning with the model's shapes; only masks have data.
+        """Return example latents and conditioning for a model, on the ``meta`` device except masks.
 
         Args:
             model: A diffusers model; its configuration defines the text width.
-            batch: Samples.
-            side: Height and width of the latents, or both in one.
-            frames: Latent frames of a clip.
+            batch: Number of samples.
+            side: Side of square latents, or their height and width.
+            frames: Number of latent frames of a clip.
         """
         config = config_of(model)
         sides = (side, side) if isinstance(side, int) else side
@@ -955,7 +1049,13 @@ class PipelineFamily(TextToImage):
         return latents, known
 
     def example_text(self, name: str, config: Any, batch: int) -> Tensor:
-        """Return an example text tensor; masks are ones, everything else has no data."""
+        """Return an example of one text tensor: a mask of ones, or a tensor on ``meta``.
+
+        Args:
+            name: Name in ``text_tensors``.
+            config: Configuration of the model.
+            batch: Number of samples.
+        """
         if name.endswith("mask"):
             return torch.ones(batch, self.tokens(), dtype=torch.bool)
         if name.startswith("pooled"):
@@ -970,11 +1070,12 @@ class PipelineFamily(TextToImage):
             "the model's configuration does not define the text width",
             key=f"{type(self).__name__}.text_width",
             value=self.text_width,
-            fix=f"declare its configuration key; tried were {', '.join(_TEXT_WIDTHS)}",
+            fix="set text_width in the family to the configuration key of the text width; tried: "
+            f"{', '.join(_TEXT_WIDTHS)}",
         )
 
     def tokens(self) -> int:
-        """Return the padded number of tokens per text."""
+        """Return the number of tokens to which texts are padded."""
         usual = parameters_of(self.known_blueprint().kind.__call__).get("max_sequence_length")
         return self.max_sequence_length or (usual.default if usual is not None else 0) or 64
 
@@ -982,25 +1083,25 @@ class PipelineFamily(TextToImage):
 # -- A scheduler of one step.
 
 
-class _Predicted(Exception):  # noqa: N818 - no error: it ends the pipeline's call
+class _Predicted(Exception):  # noqa: N818 - not an error: ends the pipeline's call
     def __init__(self, prediction: Tensor) -> None:
         super().__init__("the pipeline's prediction")
         self.prediction = prediction
 
 
 class _OneStep:
-    """Looks like a scheduler to a pipeline; its one step is the time of each sample.
+    """A scheduler of one step, whose time steps may differ by sample.
 
     Args:
-        config: Of the pipeline's own scheduler.
-        steps: (1, b), or (1,) for pipelines that take one time for all.
+        config: Configuration of the pipeline's scheduler.
+        steps: Time steps (1, b), or (1,) for pipelines with one time step for all samples.
     """
 
     order = 1
     init_noise_sigma = 1.0
 
     def __init__(self, config: Any, steps: Tensor) -> None:
-        # Pipelines of U-Nets warn of other values, which matter to the steps of a whole drawing.
+        # Pipelines of U-Nets warn about other values, which only matter for sampling.
         sampling = {"steps_offset": 1, "clip_sample": False}
         self.config = type(config)({**config, **{n: v for n, v in sampling.items() if n in config}})
         self.timesteps = steps
@@ -1015,17 +1116,17 @@ class _OneStep:
         sigmas: Any = None,
         **_: Any,
     ) -> None:
-        """They stay what they are."""
+        """Keep the time steps of the constructor."""
 
     def set_begin_index(self, begin_index: int = 0) -> None:
-        """There is one."""
+        """Ignore the index, because the scheduler has one step."""
 
     def scale_model_input(self, sample: Tensor, timestep: Any = None) -> Tensor:  # noqa: ARG002
-        """Flow matching scales nothing."""
+        """Return ``sample`` unscaled."""
         return sample
 
     def step(self, model_output: Tensor, *_: Any, **__: Any) -> Any:
-        """End the pipeline's call with its prediction."""
+        """End the pipeline's call by raising an exception that contains the prediction."""
         raise _Predicted(model_output)
 
 
@@ -1033,23 +1134,23 @@ class _OneStep:
 
 
 def _pad_with_mask(texts: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Texts of unequal length, padded, with their mask."""
+    """Pad texts of unequal length, and return them with their mask."""
     ones = [torch.ones(len(text), dtype=torch.long, device=text.device) for text in texts]
     pairs = zip(texts, ones, strict=True)
     return stack_named([{"prompt_embeds": t, "prompt_embeds_mask": mask} for t, mask in pairs])
 
 
 def _text_tensor(named: Mapping[str, Any], name: str, prefix: str) -> Tensor:
-    """A result of ``encode_prompt``; a mask that is left out, since nothing is masked, is ones."""
+    """Return a result of ``encode_prompt``; ones if it omits a mask because nothing is masked."""
     found = named.get(prefix + name)
     if found is None and name.endswith("mask"):
         embeds: Tensor = named[f"{prefix}prompt_embeds"]
         return torch.ones(embeds.shape[:2], dtype=torch.long, device=embeds.device)
     if not isinstance(found, Tensor):
         raise InvalidValueError(
-            "encode_prompt did not return this tensor",
+            "the pipeline's encode_prompt did not return this tensor",
             key=f"text_tensors: {name}",
             value=type(found).__name__,
-            fix="declare its outputs in order: encoded = (...)",
+            fix="name the outputs of encode_prompt in order: encoded = (...)",
         )
     return found

@@ -1,7 +1,7 @@
 """Test a declared family before training, on shapes without arithmetic.
 
-The model is on the ``meta`` device without weights. Masks, sizes and time steps are real, because
-pipelines may read them.
+The model is on the ``meta`` device, without weights. Masks, sizes and time steps have values,
+because pipelines may read them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _PROBED_SAMPLES: Final = 2
 _TIMES: Final = (900.0, 100.0)
 _PROBED_SIDE: Final = 16
-"""Side of the test latents: small, and an even number of patches."""
+"""Side of the test latents, which is small and divisible by the patch size."""
 _PROBED_TEXTS: Final = ("a", "a cat on a wall " * 6)
 _BATCH_ROUNDING: Final = 0.05
 
@@ -57,21 +57,22 @@ class Witness:
             found = _rows_of_call(call)
             if found != rows:
                 raise _not_trainable(
-                    family, f"its model receives {found} samples instead of {rows}: guidance is on"
+                    family,
+                    f"its model receives {found} samples, not {rows}, because guidance is on",
                 )
         if not single and not _tells_samples_apart(self.calls[0]):
             raise _not_trainable(family, "its model does not receive a time step for each sample")
 
 
 def probe(family: PipelineFamily, model: torch.nn.Module) -> tuple[Decision, ...]:
-    """Test a family on a model's configuration, and report why it cannot be trained.
+    """Test a family with a model's configuration, and raise an error if it cannot be trained.
 
     Args:
         family: Family with its blueprint.
         model: Model of a diffusers class; the test uses a copy without weights.
 
     Returns:
-        A warning if the model cannot be tested without weights.
+        A decision with a warning if the model cannot be tested without weights.
     """
     kind: Any = type(model)
     with unpartitioned(), torch.device("meta"):
@@ -91,10 +92,10 @@ def probe(family: PipelineFamily, model: torch.nn.Module) -> tuple[Decision, ...
             Decision(
                 key="family",
                 before="tested without weights",
-                after="not tried",
-                reason=f"{pipeline_name(family.pipeline)} reads values that a model without "
-                f"weights lacks ({str(error).splitlines()[0]}); the first prediction "
-                "shows whether it fits",
+                after="not tested",
+                reason=f"{pipeline_name(family.pipeline)} reads values, which a model without "
+                f"weights does not have ({str(error).splitlines()[0]}); the first training step "
+                "shows whether the family works",
                 severity="warning",
             ),
         )
@@ -106,14 +107,14 @@ def probe(family: PipelineFamily, model: torch.nn.Module) -> tuple[Decision, ...
 
 
 def probe_texts(family: PipelineFamily) -> tuple[PipelineFamily, tuple[Decision, ...]]:
-    """Check that texts of different length do not affect each other's embeddings.
+    """Test whether texts of different lengths affect each other's embeddings.
 
     Args:
         family: Family with its frozen parts; without text encoders nothing is tested.
 
     Returns:
-        The family, which encodes texts one by one if its pipeline pads to the longest; and
-        decisions, with a warning if texts of different length cannot share a micro batch.
+        The family, with ``texts_alone`` if its pipeline pads texts to the longest one. Decisions
+        with a warning if texts of different lengths cannot share a micro batch.
     """
     encoders = () if family.parts is None else family.parts.modules
     if family.reads_references or not any(name.startswith("text_encoder") for name in encoders):
@@ -128,9 +129,8 @@ def probe_texts(family: PipelineFamily) -> tuple[PipelineFamily, tuple[Decision,
                 key="family.texts_alone",
                 before=False,
                 after=True,
-                reason=f"{pipeline_name(family.pipeline)} pads texts to the longest in the "
-                "batch, which changes their embeddings, so each text is encoded "
-                "separately",
+                reason=f"{pipeline_name(family.pipeline)} pads texts to the longest one in the "
+                "batch, which changes their embeddings; therefore each text is encoded alone",
             ),
         )
     try:
@@ -141,8 +141,8 @@ def probe_texts(family: PipelineFamily) -> tuple[PipelineFamily, tuple[Decision,
                 key="family.text_tensors",
                 before="texts of any length in a micro batch",
                 after="texts of equal length in a micro batch",
-                reason=f"{pipeline_name(family.pipeline)} has texts of variable length without a "
-                f"mask ({error.key}): train with train_micro_batch_size_per_gpu=1",
+                reason=f"{pipeline_name(family.pipeline)} encodes texts of different lengths "
+                f"without a mask ({error.key}); train with train_micro_batch_size_per_gpu=1",
                 severity="warning",
             ),
         )
@@ -153,7 +153,7 @@ def _same_embeddings(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> 
     for name, tensor in other.items():
         if one[name].shape != tensor.shape:
             return False
-        # Half precision rounds otherwise in a batch than alone.
+        # Half precision rounds differently in a batch.
         apart = (one[name].float() - tensor.float()).norm()
         if apart > _BATCH_ROUNDING * tensor.float().norm():
             return False
@@ -161,7 +161,7 @@ def _same_embeddings(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> 
 
 
 def _rows_of_call(call: tuple[Any, Mapping[str, Any]]) -> int:
-    """How many samples a call has: of its first argument, whatever that is called."""
+    """Return the number of samples in a call, taken from its first tensor argument."""
     arguments = [*call[0], *call[1].values()]
     for value in arguments:
         if isinstance(value, Sequence) and value and isinstance(value[0], Tensor):
@@ -172,7 +172,7 @@ def _rows_of_call(call: tuple[Any, Mapping[str, Any]]) -> int:
 
 
 def _tells_samples_apart(call: tuple[Any, Any]) -> bool:
-    # All samples are alike but for their time.
+    # Samples differ only in their time step.
     return any(
         isinstance(leaf, Tensor)
         and not leaf.is_meta
@@ -201,5 +201,5 @@ def _not_trainable(family: PipelineFamily, reason: str) -> InvalidValueError:
         f"cannot be trained through its pipeline: {reason}",
         key="family",
         value=f"{type(family).__name__} ({pipeline_name(family.pipeline)})",
-        fix="declare what differs, or write predict by hand (docs/families.md)",
+        fix="correct the family's declaration, or override predict (docs/families.md)",
     )

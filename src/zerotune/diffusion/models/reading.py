@@ -1,6 +1,6 @@
-"""Families whose text encoder reads an image together with each text.
+"""Families whose text encoder encodes each text together with an image.
 
-An embedding then belongs to both, in caches too.
+Each embedding, also in caches, belongs to a pair of text and image.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from zerotune.errors import DataError
 
 
 class ReadingFamily(PipelineFamily):
-    """A family whose text encoder reads images. Mix it into the family of its model.
+    """Mixin for families whose text encoder encodes texts together with images.
 
-    The images are the references of a batch; a family that reads others overrides ``read_images``
+    The images are a batch's references; a family with different images overrides ``read_images``
     and ``check_dataset``.
     """
 
@@ -33,11 +33,26 @@ class ReadingFamily(PipelineFamily):
     def read(
         self, parts: FrozenParts, caption: str, pictures: list[Any], device: torch.device
     ) -> dict[str, Tensor]:
-        """What ``encode_prompt`` makes of one caption and its PIL images, (1, …)."""
+        """Encode one caption together with its images.
+
+        Args:
+            parts: VAE and text encoders.
+            caption: Caption to encode.
+            pictures: PIL images of the caption's sample.
+            device: Device of the encoders.
+
+        Returns:
+            The tensors named in ``text_tensors``, (1, …).
+        """
 
     @abstractmethod
     def pictures_of(self, parts: FrozenParts, images: Tensor) -> list[list[Any]]:
-        """The PIL images of each sample, in the size that the encoder is given."""
+        """Return the PIL images of each sample, in the size that the text encoder receives.
+
+        Args:
+            parts: VAE and text encoders.
+            images: Images (b, 3, height, width) in [-1, 1], or (b, r, 3, height, width).
+        """
 
     def embed_edits(
         self,
@@ -46,18 +61,18 @@ class ReadingFamily(PipelineFamily):
         references: Tensor,
         device: torch.device,
     ) -> dict[str, Tensor]:
-        """What ``encode_prompt`` makes of each caption and its images."""
+        """Encode each caption together with its images."""
         pairs = zip(captions, self.pictures_of(parts, references), strict=True)
         encoded = (self.read(parts, caption, pictures, device) for caption, pictures in pairs)
         return stack_named([row_of(one, 0) for one in encoded])
 
     def check_dataset(self, dataset: Any) -> None:
-        """Refuse images without references, too."""
+        """Reject a dataset that cannot be encoded in advance, or has images without references."""
         super().check_dataset(dataset)
         check_edits(dataset)
 
     def texts_of(self, batch: Mapping[str, Any], captions: Sequence[str]) -> dict[str, Tensor]:
-        """With the images of the batch that are read."""
+        """Return embeddings of ``captions`` and the images of ``batch``."""
         return self.encode_texts(
             captions, device=self.clean_device(batch), references=self.read_images(batch)
         )
@@ -65,18 +80,18 @@ class ReadingFamily(PipelineFamily):
     def empty_texts_of(
         self, batch: Mapping[str, Any], *, device: torch.device
     ) -> dict[str, Tensor]:
-        """The empty text with the image of each sample.
+        """Return embeddings of the empty text with the image of each sample.
 
         Raises:
-            DataError: The batch is one of caches.
+            DataError: The batch comes from a cache, which contains no images.
         """
         images = self.read_images(batch)
         if images is None:
             raise DataError(
-                "the empty text is read together with the image, and caches have no images",
+                "the empty text must be encoded with each image, but caches contain no images",
                 key="dropout",
                 value=self.dropout,
-                fix="drop captions in the data: Augmentation(caption_dropout=...)",
+                fix="drop captions in the dataset with Augmentation(caption_dropout=...)",
             )
         return self.encode_texts([""] * len(images), device=device, references=images)
 
@@ -88,7 +103,7 @@ class ReadingFamily(PipelineFamily):
         device: torch.device,
         negative: bool = False,  # noqa: ARG002
     ) -> dict[str, Tensor]:
-        """Each with the image that it is read with."""
+        """Return embeddings of texts and their reference images; each pair is encoded once."""
         parts, images = self._needed("captions"), self.drawn_references(drawing)
         known = {
             hash_key(text, image.shape, image.float().numpy().tobytes()): (text, image)

@@ -77,7 +77,7 @@ def family_names() -> tuple[str, ...]:
 
 @cache
 def model_family(name: str) -> ModelFamily:
-    """A family by name."""
+    """Return the model family called ``name``."""
     entry = _FOLDER / f"{_SHARED.get(name, name)}{_SUFFIX}"
     if name not in family_names():
         close = " or ".join(map(repr, did_you_mean(name, family_names())))

@@ -1,6 +1,7 @@
-"""What a plan needs of memory, per rank and component: what is estimated, and how it is counted.
+"""Memory estimates of plans, per rank and component.
 
-The formulas were read in DeepSpeed 0.19.8 and measured; each group of them says where.
+The formulas come from the code of DeepSpeed 0.19.8 and from measurements; each group names its
+source.
 """
 
 from __future__ import annotations
@@ -42,47 +43,46 @@ EMAPlace = Literal["none", "host", "device", "nvme"]
 
 @attrs.frozen(kw_only=True)
 class Workload:
-    """Batch, resolution and what runs beside the optimizer."""
+    """Batch size, resolution, and users of memory besides the optimizer."""
 
     batch: int = 1
     """Samples per forward pass and rank."""
     height: int | None = None
-    """Pixels; ``None``: the activations are not estimated."""
+    """Height in pixels; ``None``: activations are not estimated."""
     width: int | None = None
-    """Pixels."""
+    """Width in pixels."""
     frames: int | None = None
-    """Of a clip; ``None``: an image."""
+    """Frames of a clip; ``None`` for an image."""
     gradient_checkpointing: bool = True
     """Whether blocks are recomputed in the backward pass."""
     activation_offload: bool = False
-    """Whether the inputs of recomputed blocks wait in host memory, as ``ActivationOffload`` does
-    it; without gradient checkpointing it has no effect."""
+    """Whether ``ActivationOffload`` stores the inputs of recomputed blocks in host memory; needs
+    gradient checkpointing."""
     ema: EMAPlace = "none"
-    """Where an ``EMAShadow`` keeps its fp32 copy."""
+    """Location of the fp32 copy of an ``EMAShadow``."""
     frozen_bytes: int = 0
-    """Bytes of frozen parts (VAE, text encoders) that stay on the device. Every rank loads them
-    whole, into host memory first."""
+    """Bytes of frozen models (VAE, text encoders) on the device. Every rank first loads them into
+    host memory, unpartitioned."""
     model_in_memory: bool = False
-    """Whether each rank has the whole model in its memory, in fp32, before the engine takes it, as
-    one that is made there; else its weights wait in their files, as
-    ``load_pretrained(folder, plan=plan)`` leaves them."""
+    """Whether each rank has the whole fp32 model in memory before the engine starts. ``False``: the
+    weights are still in files, as after ``load_pretrained(folder, plan=plan)``."""
     ranks_per_machine: int | None = None
-    """Processes that share the host RAM; ``None``: all of them."""
+    """Processes that share the host RAM; ``None`` for all processes."""
     exact_pinning: bool | None = None
-    """Whether page-locked blocks keep their size, as with ``DS_PIN_MEMORY_BACKEND=native`` or
-    torch's ``pinned_max_round_threshold_mb``; else each is rounded up to a power of two.
-    ``None``: as the platform's torch can, since the backend asks it to."""
+    """Whether page-locked blocks have their exact size, as with ``DS_PIN_MEMORY_BACKEND=native`` or
+    torch's ``pinned_max_round_threshold_mb``; otherwise each is rounded up to a power of two.
+    ``None``: exact if the platform's torch supports it."""
 
 
-# -- What a plan costs, as values: parts of memory, where they lie and when they are held.
+# -- Memory items: components, their places, and the phases in which they exist.
 
 
 Place = Literal["device", "host", "nvme"]
-"""Where bytes lie: on the accelerator, in host RAM, in files."""
+"""Location of memory: accelerator, host RAM, or files."""
 PLACES: Final[tuple[Place, ...]] = get_args(Place)
 
 Phase = Literal["initialization", "forward and backward", "optimizer step", "checkpoint"]
-"""When bytes are held."""
+"""Phase of a run in which memory is used."""
 PHASES: Final[tuple[Phase, ...]] = get_args(Phase)
 ALWAYS: Final[frozenset[Phase]] = frozenset(PHASES)
 
@@ -98,45 +98,45 @@ class MemoryItem:
     nbytes: int
     """Bytes per rank."""
     phases: frozenset[Phase] = ALWAYS
-    """When it is held."""
+    """Phases in which the memory is used."""
     pinned: bool = False
-    """Whether it is page-locked host memory."""
+    """Whether the memory is page-locked host memory."""
     note: str = ""
-    """Precision, and how it is split or rounded, in words."""
+    """Precision, partitioning and rounding, in words."""
 
 
 @attrs.frozen(kw_only=True)
 class MemoryPeak:
-    """The moment at which one place holds most."""
+    """The phase with the highest memory use of one place."""
 
     place: Place
     phase: Phase
-    """The phase that needs most; the first of them when several do."""
+    """Phase with the highest memory use; the first of several equal phases."""
     nbytes: int
     """Bytes per rank."""
     items: tuple[MemoryItem, ...]
-    """What is held at that moment, largest first."""
+    """Components in this phase, largest first."""
 
 
 @attrs.frozen(kw_only=True, repr=False)
 class MemoryEstimate(Readable):
-    """What a resolved plan needs, per rank, by component. Made by ``DeepSpeedPlan.estimate``."""
+    """Memory of a resolved plan per rank, by component, from ``DeepSpeedPlan.estimate``."""
 
     resolved: ResolvedPlan
-    """The plan that was costed."""
+    """The estimated plan."""
     workload: Workload
-    """What it was costed for."""
+    """The workload of the estimate."""
     items: tuple[MemoryItem, ...]
     notes: tuple[str, ...] = ()
-    """What is not in the numbers, and why."""
+    """Components that the numbers do not include, with reasons."""
 
     def at(self, place: Place, phase: Phase) -> tuple[MemoryItem, ...]:
-        """What ``place`` holds during ``phase``, largest first."""
+        """Return the components in ``place`` during ``phase``, largest first."""
         held = [item for item in self.items if item.place == place and phase in item.phases]
         return tuple(sorted(held, key=lambda item: -item.nbytes))
 
     def peak(self, place: Place) -> MemoryPeak:
-        """The moment at which ``place`` holds most."""
+        """Return the phase in which ``place`` uses most memory, with its components."""
         phase = max(PHASES, key=lambda one: _total(self.at(place, one)))
         items = self.at(place, phase)
         return MemoryPeak(place=place, phase=phase, nbytes=_total(items), items=items)
@@ -158,53 +158,53 @@ class MemoryEstimate(Readable):
 
     @property
     def pinned(self) -> int:
-        """Most bytes of page-locked host RAM held at a time, per rank."""
+        """Peak bytes of page-locked host RAM per rank."""
         return max(
             _total(item for item in self.at("host", phase) if item.pinned) for phase in PHASES
         )
 
     @property
     def swap_traffic(self) -> SwapTraffic:
-        """What one optimizer step of one rank reads from and writes to swap files."""
+        """Bytes that one optimizer step of one rank reads from and writes to swap files."""
         from zerotune.plan.memory.time import swap_traffic
 
         return swap_traffic(self)
 
     def to_dict(self) -> dict[str, Any]:
-        """The estimate as plain data that JSON can hold; every number in bytes per rank."""
+        """Return the estimate as JSON-serialisable data, in bytes per rank."""
         from zerotune.plan import text
 
         return text.estimate_data(self)
 
     @override
     def brief(self) -> str:
-        """The peak of each place, in one line."""
+        """Summarise the peak of each place in one line."""
         from zerotune.plan import text
 
         return text.describe_estimate(self)
 
     @override
     def page(self) -> Page:
-        """One bar per place, then its components, as a report."""
+        """Return the estimate as a report: one bar per place, then its components."""
         from zerotune.plan import text
 
         return text.estimate_page(self)
 
     def explain(self) -> str:
-        """The estimate as text: one bar per place, then its components."""
+        """Return the estimate as text: one bar per place, then its components."""
         from zerotune.plan import text
 
         return text.estimate_page(self).text(text.WIDTH)
 
     def step_time(self, rates: Rates | None = None) -> StepTime | None:
-        """What an optimizer step is predicted to take.
+        """Predict the time of an optimizer step.
 
         Args:
-            rates: How fast the machine is; as measured by ``zerotune doctor --rates``, or
-                catalogued.
+            rates: Speeds of the machine; by default those that ``zerotune doctor --rates``
+                measured, or those of a catalogue.
 
         Returns:
-            ``None`` where the arithmetic of the model or the size of images is not known.
+            The time; ``None`` if the arithmetic of the model or the size of its images is unknown.
         """
         from zerotune.plan.memory.time import known_rates, step_time
 
@@ -215,7 +215,7 @@ def _total(items: Iterable[MemoryItem]) -> int:
     return sum(item.nbytes for item in items)
 
 
-# -- What the arithmetic of every engine has in common: counts, places and roundings.
+# -- Quantities that all engines share: counts, places and roundings.
 
 
 MIB: Final = 1024**2
@@ -228,16 +228,16 @@ CHECKPOINT: Final[frozenset[Phase]] = frozenset({"checkpoint"})
 TRAINING: Final = BACKWARD | STEP | CHECKPOINT
 
 EXCHANGED_PARTS: Final = 64
-"""Parts of a hidden step where ranks exchange each: they meet as often."""
+"""Maximum number of parts of a hidden step that ranks exchange one by one."""
 LEAST_EXCHANGED: Final = 2**18
-"""Elements of one, at least."""
+"""Minimum elements of an exchanged part."""
 _STEPPED_IN_ONE_PASS: Final = frozenset({"DeepSpeedCPUAdam", "AdamWBF16States"})
 _ELEMENT: Final = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 @attrs.frozen(kw_only=True)
 class Costing:
-    """One plan, model and workload, and the quantities every formula is written in."""
+    """A plan, a model and a workload, with the quantities that the formulas use."""
 
     resolved: ResolvedPlan
     model: ModelFacts
@@ -245,28 +245,28 @@ class Costing:
 
     @property
     def may_hide(self) -> bool:
-        """Whether the step is hidden where it is asked for, or else proven on the device."""
+        """Whether the step may run during the next forward pass."""
         wanted = self.resolved.hidden_step
         return not self.on_cpu if wanted is None else wanted
 
     @property
     def on_cpu(self) -> bool:
-        """Whether the accelerator is the CPU, so that the device's memory is the host's."""
+        """Whether the accelerator is the CPU, whose device memory is host memory."""
         return self.resolved.platform.accelerator == "cpu"
 
     @property
     def device(self) -> Place:
-        """Where the accelerator's memory counts."""
+        """Place that accelerator memory counts towards: the host if the accelerator is the CPU."""
         return "host" if self.on_cpu else "device"
 
     @property
     def element(self) -> int:
-        """Bytes of a weight of the forward pass under DeepSpeed."""
+        """Bytes per weight in the forward pass with DeepSpeed."""
         return _ELEMENT[self.resolved.precision]
 
     @property
     def positions(self) -> int:
-        """What a sample's activations grow with; 0: its size is not known."""
+        """Size of a sample that activations scale with; 0 if unknown."""
         height, width, frames = self.workload.height, self.workload.width, self.workload.frames
         if height is None or width is None:
             return 0
@@ -282,34 +282,34 @@ class Costing:
 
     @cached_property
     def streaming(self) -> Streaming | None:
-        """How weights are streamed; ``None``: they are not."""
+        """Streaming options; ``None`` if weights are not streamed."""
         return self.resolved.streaming
 
     @cached_property
     def streamed(self) -> StreamedFacts:
-        """What streaming moves of the model, and what stays on the device."""
+        """Elements of the streamed units, and of the parameters that stay on the device."""
         return self.model.streamed_by(() if self.streaming is None else self.streaming.units)
 
     @property
     def splits_masters(self) -> bool:
-        """Whether a streamed master weight is a weight of the forward pass and a low half."""
+        """Whether streamed master weights are stored as bf16 weights and low halves."""
         return self.streaming is not None and self.streaming.split_masters
 
     @cached_property
     def streamed_capacity(self) -> int:
-        """Bytes of the device that streamed units take."""
+        """Bytes of device memory for streamed units."""
         if self.streaming is None:
             return 0
         return self.streaming.capacity([self.element * one for one in self.streamed.units])
 
     @property
     def ranks(self) -> int:
-        """Processes that train together."""
+        """World size."""
         return self.resolved.world_size
 
     @property
     def trained(self) -> int:
-        """Trainable elements, N."""
+        """Number N of trainable elements."""
         return self.model.trainable_numel
 
     @property
@@ -324,19 +324,19 @@ class Costing:
 
     @property
     def owned(self) -> int:
-        """Elements whose master weights are this rank's, padding included."""
+        """Elements of the master weights on this rank, with padding."""
         if self.resolved.stage == 3:
             return sum(self.model.trainable_parts(self.ranks))
         return self.trained if self.resolved.stage == 0 else self.flat_part
 
     @property
     def largest(self) -> int:
-        """Elements of the largest trainable parameter, P."""
+        """Number P of elements in the largest trainable parameter."""
         return self.model.largest_trainable
 
     @property
     def states(self) -> float:
-        """fp32 numbers per element that the optimizer keeps."""
+        """Optimizer states per element, counted in fp32 numbers."""
         plan, choice = self.resolved.plan, self.resolved.optimizer
         if choice is not None:
             return entry_of(choice.name).states_per_weight(choice.params)
@@ -345,19 +345,19 @@ class Costing:
 
     @property
     def master_bytes(self) -> int:
-        """Bytes of a master weight and of its gradient beside an offloaded optimizer."""
+        """Bytes of a master weight, and of its gradient, with an offloaded optimizer."""
         return 2 if self._low_precision("master_weights_and_grads") else 4
 
     @property
     def codes_moments(self) -> bool:
-        """Whether moments are codes of one byte, which take longer to go over than their bytes."""
+        """Whether moments are 8-bit codes, whose update is slower than their size suggests."""
         choice = self.resolved.optimizer
         name = self.resolved.plan.optimizer_name if choice is None else choice.name
         return "streamed weights" in entry_of(name).requires
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of one number of the optimizer's states."""
+        """Bytes per element of one optimizer state."""
         bf16 = self.resolved.plan.bf16
         return 2 if bf16 is not None and bf16.bf16_optimizer_states is True else 4
 
@@ -369,7 +369,7 @@ class Costing:
 
     @property
     def reduces_nothing(self) -> bool:
-        """Whether the step in one pass leaves out what one rank would send to itself."""
+        """Whether the one-pass step skips the reduction, because there is only one rank."""
         choice = self.resolved.optimizer
         settled = choice is not None and choice.implementation in _STEPPED_IN_ONE_PASS
         # Elsewhere than measured, the estimate stays on the safe side.
@@ -377,7 +377,7 @@ class Costing:
 
     @property
     def steps_in_one_pass(self) -> bool:
-        """Whether Adam in host memory goes over it once; of what is not settled yet, by name."""
+        """Whether Adam in host memory updates everything in one pass."""
         resolved, choice = self.resolved, self.resolved.optimizer
         if not resolved.host_step or resolved.offload_optimizer == "none":
             return False
@@ -389,13 +389,13 @@ class Costing:
 
     @property
     def checks_gradients(self) -> bool:
-        """Whether DeepSpeed looks at each gradient on its way to an optimizer in host memory."""
+        """Whether DeepSpeed checks each gradient that moves to an optimizer in host memory."""
         resolved = self.resolved
         offloads = resolved.offload_optimizer != "none"
         return resolved.uses_deepspeed and offloads and not self.steps_in_one_pass
 
     def host_gradients(self, blocks: Iterable[float], pin: bool, note: str) -> Iterator[MemoryItem]:
-        """Gradients beside offloaded master weights, of as many elements as the blocks have."""
+        """Yield the gradients of offloaded master weights, for blocks of these sizes."""
         blocks, master = tuple(blocks), self.master_bytes
         wide = [master * block for block in blocks]
         if not (self.reduces_nothing and self.element < master):
@@ -408,19 +408,19 @@ class Costing:
 
     @property
     def pins_exactly(self) -> bool:
-        """Whether page-locked blocks keep their size."""
+        """Whether page-locked blocks have their exact size."""
         stated = self.workload.exact_pinning
         return pins_exactly(self.resolved.platform) if stated is None else stated
 
     @property
     def deepspeed_pins_exactly(self) -> bool:
-        """Whether DeepSpeed's own page-locked blocks keep their size."""
+        """Whether blocks that DeepSpeed page-locks have their exact size."""
         return self.pins_exactly or (
             self.workload.exact_pinning is None and pins_natively(self.resolved.platform)
         )
 
     def place(self, offload: str) -> Place:
-        """Where something offloaded to ``"none"``, ``"cpu"`` or ``"nvme"`` lies."""
+        """Return the place for an offload device ``"none"``, ``"cpu"`` or ``"nvme"``."""
         places: dict[str, Place] = {"none": self.device, "cpu": "host", "nvme": "nvme"}
         return places[offload]
 
@@ -432,13 +432,13 @@ class Costing:
         phases: frozenset[Phase] = ALWAYS,
         note: str = "",
     ) -> MemoryItem:
-        """One component."""
+        """Return a component that is not page-locked."""
         return MemoryItem(
             component=component, place=place, nbytes=math.ceil(nbytes), phases=phases, note=note
         )
 
     def locked(self, component: str, nbytes: float, note: str = "") -> MemoryItem:
-        """Host memory that asynchronous I/O page-locks itself, to the byte."""
+        """Return a component that asynchronous I/O page-locks in its exact size."""
         return MemoryItem(
             component=component, place="host", nbytes=math.ceil(nbytes), pinned=True, note=note
         )
@@ -452,10 +452,7 @@ class Costing:
         *,
         by_torch: bool = False,
     ) -> MemoryItem:
-        """Page-locked host memory, block by block, rounded where torch's allocator does that.
-
-        ``by_torch``: it is not DeepSpeed that asks for it, so DeepSpeed's own way does not help.
-        """
+        """Return page-locked host memory, with each block rounded as its allocator does."""
         sizes = [math.ceil(block) for block in blocks if block > 0]
         if self.pins_exactly if by_torch else self.deepspeed_pins_exactly:
             total = sum(sizes)
@@ -481,16 +478,17 @@ class Costing:
         phases: frozenset[Phase] = ALWAYS,
         note: str = "",
     ) -> MemoryItem:
-        """Host memory that is page-locked where the plan says so."""
+        """Return a component in host memory, page-locked if ``pin`` is set."""
         if pin:
             return self.pinned(component, blocks, phases, note)
         return self.item(component, "host", sum(blocks), phases, note)
 
     @cached_property
     def stays(self) -> tuple[int, ...]:
-        """Elements of the sub-groups whose optimizer stays on the device: an offload ratio below 1.
+        """Elements of each sub-group that an offload ratio below 1 keeps on the device.
 
-        DeepSpeed counts sub-groups, not elements, and leaves the first ones there.
+        DeepSpeed keeps the first sub-groups on the device; the ratio counts sub-groups, not
+        elements.
         """
         zero = self.resolved.plan.zero_optimization
         section = zero.offload_optimizer if zero is not None else None
@@ -502,14 +500,14 @@ class Costing:
 
     @cached_property
     def sub_groups(self) -> tuple[int, ...]:
-        """Elements of this rank's part of each of stage 3's sub-groups."""
+        """Elements of each stage-3 sub-group on this rank."""
         zero = self.resolved.plan.zero_optimization
         size = None if zero is None else zero.sub_group_size
         return sub_groups(self.model, self.ranks, self.trained if size is None else int(size))
 
 
 def power_of_two(nbytes: int) -> int:
-    """The smallest power of two that is not smaller; 0 for nothing."""
+    """Round up to a power of two; 0 stays 0."""
     return 1 << (nbytes - 1).bit_length() if nbytes > 0 else 0
 
 
@@ -527,7 +525,7 @@ _DDP_BUCKETS: Final = 4
 
 
 def plain(case: Costing) -> Iterator[MemoryItem]:
-    """The plain engine: fp32 weights, autocast in the forward pass."""
+    """Yield the memory of the plain engine: fp32 weights, autocast in the forward pass."""
     count = case.trained
     yield case.item("weights", case.device, case.model.weight_bytes(4), note=_kept_in(case, "fp32"))
     if case.resolved.precision != "fp32":
@@ -549,7 +547,7 @@ def plain(case: Costing) -> Iterator[MemoryItem]:
 
 
 def _plain_beside_the_device(case: Costing) -> Iterator[MemoryItem]:
-    """The plain engine's optimizer in host memory: every rank has all of it."""
+    """Yield the plain engine's optimizer in host memory, whole on every rank."""
     zero, count = case.resolved.plan.zero_optimization, case.trained
     pin = zero is not None and pins(zero.offload_optimizer)
     # A gradient leaves once it is a sum: of one micro batch, of one rank.
@@ -568,7 +566,7 @@ def _plain_beside_the_device(case: Costing) -> Iterator[MemoryItem]:
 
 
 def stage_0(case: Costing) -> Iterator[MemoryItem]:
-    """DeepSpeed without ZeRO: fp32 as it is, or master weights beside low-precision ones."""
+    """Yield the memory of DeepSpeed without ZeRO, in fp32 or with fp32 master weights."""
     count, element = case.trained, case.element
     low = element == 2
     weights = case.model.weight_bytes(element)
@@ -581,7 +579,7 @@ def stage_0(case: Costing) -> Iterator[MemoryItem]:
         case.device,
         element * min(count, _STAGE_0_BUCKET),
         BACKWARD,
-        "gradients flattened to be reduced",
+        "flattened gradients for the reduction",
     )
     states = 4 * case.states * count
     if not low:
@@ -591,13 +589,11 @@ def stage_0(case: Costing) -> Iterator[MemoryItem]:
     # The half-precision wrapper takes a step with zero gradients when it is made.
     yield case.item("optimizer states", case.device, states, note="fp32")
     yield case.item("temporaries", case.device, 4 * count, INITIALIZATION, "zero gradients, fp32")
-    yield case.item(
-        "temporaries", case.device, 8 * count, STEP, "gradients cast to fp32 and flattened"
-    )
+    yield case.item("temporaries", case.device, 8 * count, STEP, "flattened gradients in fp32")
 
 
 def stages_1_and_2(case: Costing, zero: ZeroSection) -> Iterator[MemoryItem]:
-    """ZeRO with whole weights: partitioned optimizer, and gradients at stage 2."""
+    """Yield the memory of ZeRO stages 1 and 2, with whole weights on each rank."""
     weights = case.model.weight_bytes(case.element)
     yield case.item("weights", case.device, weights, note=_kept_in(case, case.resolved.precision))
     yield from _buckets(case, zero)
@@ -637,7 +633,7 @@ def _on_device(case: Costing, zero: ZeroSection) -> Iterator[MemoryItem]:
     )
     cast = 0 if element == 4 else 4 * part
     yield case.item(
-        "temporaries", case.device, element * part + cast, STEP, "gradients flattened, in fp32"
+        "temporaries", case.device, element * part + cast, STEP, "flattened gradients, in fp32"
     )
     choice = case.resolved.optimizer
     if choice is not None and choice.source == "torch" and not case.on_cpu:
@@ -649,7 +645,7 @@ def _on_device(case: Costing, zero: ZeroSection) -> Iterator[MemoryItem]:
         case.device,
         max(flattening, element * part, 4 * part),
         INITIALIZATION,
-        "flat copy of the weights, then zero gradients",
+        "a flat copy of the weights, later zero gradients",
     )
 
 
@@ -659,7 +655,9 @@ def _beside_offload(case: Costing, zero: ZeroSection, pin: bool) -> Iterator[Mem
     note = _share_of(case, "fp32" if master == 4 else "bf16")
     yield case.host("master weights", [master * part], pin, note=note)
     yield from case.host_gradients([part], pin, note)
-    yield case.host("staging", [element * part], pin, note="weights on their way to the device")
+    yield case.host(
+        "staging", [element * part], pin, note="updated weights before the copy to the device"
+    )
     yield case.host("staging", [element * largest], pin, note="one gradient")
     yield case.item(
         "optimizer states",
@@ -670,7 +668,7 @@ def _beside_offload(case: Costing, zero: ZeroSection, pin: bool) -> Iterator[Mem
     )
     if case.may_hide and case.ranks > 1 and case.steps_in_one_pass:
         exchanged = min(part, max(LEAST_EXCHANGED, part // EXCHANGED_PARTS))
-        note = "a part of every rank's weights, exchanged behind the next forward"
+        note = "a part of every rank's weights, exchanged during the next forward pass"
         yield case.item("buckets", case.device, element * case.ranks * exchanged, TRAINING, note)
     if (case.resolved.gradient_accumulation_steps or 1) > 1 and master == 4:
         yield case.host(
@@ -691,17 +689,17 @@ def _beside_offload(case: Costing, zero: ZeroSection, pin: bool) -> Iterator[Mem
         case.device,
         (element + cast + 8) * largest,
         BACKWARD,
-        "largest gradient, in fp32 for the host and in fp64 for the norm",
+        "copies of the largest gradient: fp32 for the host, fp64 for the norm",
     )
     # The backend flattens them on the host, which ``_as_loaded`` counts.
     moving = element * largest if not case.on_cpu else element * part
     yield case.item(
-        "temporaries", case.device, moving, INITIALIZATION, "weights on their way to one block"
+        "temporaries", case.device, moving, INITIALIZATION, "weights during the copy to one block"
     )
 
 
 def _kept_in(case: Costing, precision: str) -> str:
-    """What the weights are kept in."""
+    """Storage dtypes of the weights."""
     return ", ".join((*case.model.storages, precision))
 
 
@@ -716,7 +714,7 @@ def _share_of(case: Costing, precision: str) -> str:
 
 
 def stage_3(case: Costing, zero: ZeroSection, aio: AioSection | None) -> Iterator[MemoryItem]:
-    """Everything is partitioned; parameters and optimizer may lie in host memory or in files."""
+    """Yield the memory of stage 3; parameters and optimizer may be in host memory or files."""
     yield from _weights(case, zero, aio)
     yield from _gathered(case, zero)
     yield from _reduction(case, zero)
@@ -754,7 +752,11 @@ def _weights(case: Costing, zero: ZeroSection, aio: AioSection | None) -> Iterat
         yield case.item("weights", case.device, total, note=note)
         # Partitions are made one by one and then moved into one flat buffer.
         yield case.item(
-            "temporaries", case.device, total, INITIALIZATION, "partitions before they are joined"
+            "temporaries",
+            case.device,
+            total,
+            INITIALIZATION,
+            "partitions before the copy to one buffer",
         )
         return
     pin = section.pin_memory is True
@@ -767,7 +769,7 @@ def _weights(case: Costing, zero: ZeroSection, aio: AioSection | None) -> Iterat
             yield case.pinned(
                 "pinned cache",
                 [element * part for part in parts],
-                note="first copies of the partitions, which torch's allocator keeps",
+                note="initial pinned copies of the partitions, cached by torch's host allocator",
             )
         return
     yield from _weights_in_files(case, section, aio)
@@ -801,7 +803,10 @@ def _gathered(case: Costing, zero: ZeroSection) -> Iterator[MemoryItem]:
     if case.ranks == 1 and (device == "none" or (device == "cpu" and case.on_cpu)):
         return  # what is gathered is the partition itself
     yield case.item(
-        "gathered weights", case.device, case.element * whole, note="small ones, never partitioned"
+        "gathered weights",
+        case.device,
+        case.element * whole,
+        note="small weights, never partitioned",
     )
     live = int(zero.stage3_max_live_parameters or 0) + int(zero.stage3_prefetch_bucket_size or 0)
     yield case.item(
@@ -812,7 +817,7 @@ def _gathered(case: Costing, zero: ZeroSection) -> Iterator[MemoryItem]:
             case.model.weight_bytes(case.element) - case.element * whole,
         ),
         BACKWARD,
-        "stage3_max_live_parameters and what is fetched ahead",
+        "stage3_max_live_parameters and prefetched weights",
     )
 
 
@@ -825,7 +830,7 @@ def _reduction(case: Costing, zero: ZeroSection) -> Iterator[MemoryItem]:
             case.device,
             bucket * (1 + 1 / case.ranks),
             BACKWARD,
-            "a bucket flattened, and this rank's part of the sum",
+            "a flattened bucket, and this rank's part of the sum",
         )
     yield case.item(
         "temporaries", case.device, case.element * case.largest, BACKWARD, "the largest gradient"
@@ -843,7 +848,7 @@ def _optimizer_on_device(case: Costing) -> Iterator[MemoryItem]:
         case.device,
         case.element * group + cast,
         STEP,
-        "gradients of the largest sub-group, in fp32",
+        "fp32 gradients of the largest sub-group",
     )
 
 
@@ -863,13 +868,13 @@ def _optimizer_on_host(case: Costing, pin: bool) -> Iterator[MemoryItem]:
 
 
 def _share_on_device(case: Costing) -> Iterator[MemoryItem]:
-    """What an offload ratio below 1 leaves there, in fp32: gradients too, from the start on."""
+    """Yield the fp32 weights, gradients and states that an offload ratio below 1 keeps there."""
     stays, note = sum(case.stays), "fp32, the part that is not offloaded"
     yield case.item("master weights", case.device, 4 * stays, note=note)
     yield case.item("gradients", case.device, 4 * stays, note=note)
     yield case.item("optimizer states", case.device, 4 * case.states * stays, TRAINING, note)
     copied = 4 * max(case.stays, default=0)
-    yield case.item("temporaries", case.device, copied, INITIALIZATION, "a copy of a sub-group")
+    yield case.item("temporaries", case.device, copied, INITIALIZATION, "a copy of one sub-group")
 
 
 def _optimizer_in_files(case: Costing, section: OffloadSection | None) -> Iterator[MemoryItem]:
@@ -892,47 +897,49 @@ def _optimizer_in_files(case: Costing, section: OffloadSection | None) -> Iterat
 
 
 GRADIENTS_UNDER_WAY: Final = 2
-"""Units whose gradients are on their way to the host, beside the one whose gradients come."""
+"""Units whose gradients are being copied to the host, besides the unit in backward."""
 
 
 def gradient_buffers(resolved: ResolvedPlan, sizes: Collection[int]) -> tuple[int, str]:
-    """How many buffers streamed units have in turn for gradients in host memory, and why.
+    """Return the number of gradient buffers that streamed units share in host memory.
 
     Args:
         resolved: The plan.
-        sizes: Of the gradients of each streamed unit.
+        sizes: Size of each streamed unit's gradients.
 
     Returns:
-        0 where each unit has one of its own.
+        The number, and the reason in words. The number is 0 if each unit has a buffer.
     """
     count = (resolved.streaming or Streaming()).gradient_buffers
     obstacles = {
-        "no pass begins before the norm of all of them is known": resolved.gradient_clipping > 0,
-        "those of all micro batches are added up there": resolved.gradient_accumulation_steps > 1,
-        f"{count} buffers of the largest unit would take as much": (
+        "updates start only when the norm of all gradients is known": resolved.gradient_clipping
+        > 0,
+        "host memory accumulates the gradients of "
+        "all micro batches": resolved.gradient_accumulation_steps > 1,
+        f"{count} buffers of the largest unit would not save memory": (
             count * max(sizes, default=0) >= sum(sizes)
         ),
     }
     stay = next((reason for reason, holds in obstacles.items() if holds), None)
     if stay is not None:
         return 0, stay
-    return count, "each unit is stepped in the backward pass, and gives its buffer back"
+    return count, "each unit is updated in the backward pass, and then frees its buffer"
 
 
 _LEAST_BUFFERS: Final = 3
-"""With fewer, gradients that come wait for passes."""
+"""With fewer buffers, gradients must wait for optimizer passes."""
 BUFFERS_IN_BACKWARD: Final = 2
-"""Buffers whose gradients come, or are stepped, while the backward pass goes on."""
+"""Buffers that receive or update gradients during the backward pass."""
 _LEFT: Final = 4
-"""One of so many units' passes is left to the next forward pass at most: it takes no less than that
+"""At most one of this many units is updated in the next forward pass, which takes at least that
 share of both passes."""
 
 
 def with_gradients_kept(estimate: MemoryEstimate, usable: int) -> ResolvedPlan:
-    """A plan that streams weights, with as many buffers for gradients as there is room and use for.
+    """Return a streaming plan with as many gradient buffers as fit and help.
 
     Args:
-        estimate: Of the plan, whatever it keeps.
+        estimate: Estimate of the streaming plan.
         usable: Bytes of host memory for each rank.
     """
     resolved = estimate.resolved
@@ -950,8 +957,8 @@ def with_gradients_kept(estimate: MemoryEstimate, usable: int) -> ResolvedPlan:
         key="streamed.gradient_buffers",
         before=buffers,
         after=kept,
-        reason=f"host memory has {format_size(usable)} for a rank; passes of more than "
-        f"{useful} of {len(units)} units would not be left to the next forward pass",
+        reason=f"as many as fit in the {format_size(usable)} of host memory per rank; more than "
+        f"{useful} buffers would not help {len(units)} units",
     )
     return attrs.evolve(
         resolved,
@@ -961,28 +968,30 @@ def with_gradients_kept(estimate: MemoryEstimate, usable: int) -> ResolvedPlan:
 
 
 def streamed(case: Costing) -> Iterator[MemoryItem]:
-    """Units pass through the device; their weights, masters and states lie in host memory."""
+    """Yield the memory of streamed weights, whose master weights and states are on the host."""
     units, element, precision = case.streamed, case.element, case.resolved.precision
     resident = units.resident_trained + units.resident_frozen
-    yield case.item("weights", case.device, element * resident, note=f"{precision}, of no unit")
+    yield case.item(
+        "weights", case.device, element * resident, note=f"{precision}, outside of units"
+    )
     capacity = case.streamed_capacity
     note = f"room for {capacity / (element * units.total or 1):.0%} of {len(units.units)} units"
     yield case.item("streamed weights", case.device, capacity, TRAINING, note)
     coming = (1 + GRADIENTS_UNDER_WAY) * max(units.trained, default=0) + units.resident_trained
-    note = "of units, until they are on the host"
+    note = "of units, before the copy to the host"
     yield case.item("gradients", case.device, element * coming, BACKWARD, note)
     if (case.resolved.gradient_accumulation_steps or 1) > 1:
-        note = "the largest gradient, and what it is added to"
+        note = "the largest gradient, and the sum that it is added to"
         yield case.item("temporaries", case.device, 2 * element * case.largest, BACKWARD, note)
     yield from _streamed_on_host(case, [*units.units, units.resident_trained])
 
 
 def with_units_kept(estimate: MemoryEstimate, usable: int) -> ResolvedPlan:
-    """A plan that streams weights, with as many units on the device as there is room for.
+    """Return a streaming plan with as many units on the device as fit.
 
     Args:
-        estimate: Of the plan, whatever it keeps.
-        usable: Bytes of the device.
+        estimate: Estimate of the streaming plan.
+        usable: Bytes of device memory that may be used.
     """
     resolved = estimate.resolved
     if resolved.model is None or resolved.streaming is None:
@@ -995,8 +1004,8 @@ def with_units_kept(estimate: MemoryEstimate, usable: int) -> ResolvedPlan:
         key="streamed.memory",
         before=resolved.streaming.memory,
         after=memory,
-        reason=f"of {format_size(usable)} that may be used, all else takes {format_size(others)}; "
-        f"units are {format_size(total)}",
+        reason=f"of {format_size(usable)} of usable device memory, {format_size(others)} are for "
+        f"other components; all units have {format_size(total)}",
     )
     return attrs.evolve(
         resolved,
@@ -1006,12 +1015,12 @@ def with_units_kept(estimate: MemoryEstimate, usable: int) -> ResolvedPlan:
 
 
 def _gradients_at_a_time(case: Costing) -> tuple[list[int], str]:
-    """Elements of the gradients in host memory, block by block, and what they are."""
+    """Return the elements of each block of gradients in host memory, and a note."""
     units, note = case.streamed, _share_of(case, case.resolved.precision)
     buffers, _ = gradient_buffers(case.resolved, units.trained)
     if not buffers:
         return [*units.trained, units.resident_trained], note
-    note += f", {buffers} buffers that units have in turn"
+    note += f", in {buffers} buffers that units share"
     return [*([max(units.trained)] * buffers), units.resident_trained], note
 
 
@@ -1030,7 +1039,7 @@ def _streamed_on_host(case: Costing, blocks: list[int]) -> Iterator[MemoryItem]:
         return case.pinned(component, wanted, note=note, by_torch=True)
 
     if case.ranks > 1:
-        note = "the largest unit's gradients, which all ranks add up"
+        note = "the largest unit's gradients, summed over ranks"
         yield case.item("staging", "host", element * max(units.trained, default=0), note=note)
     yield locked("weights", blocks, _share_of(case, case.resolved.precision))
     yield locked("gradients", *_gradients_at_a_time(case))
@@ -1040,13 +1049,13 @@ def _streamed_on_host(case: Costing, blocks: list[int]) -> Iterator[MemoryItem]:
     yield case.item("optimizer states", "host", nbytes, TRAINING, _share_of(case, ""))
 
 
-# -- From a resolved plan and a workload to what it needs.
+# -- Estimates from a resolved plan and a workload.
 
 
 CONTEXT: Final = GIB // 2
-"""Bytes of device memory that a CUDA context, cuBLAS and cuDNN take."""
+"""Bytes of device memory that a CUDA context, cuBLAS and cuDNN use."""
 RUNTIME: Final = GIB
-"""Bytes of host RAM that Python, torch and DeepSpeed take; measured on the CPU."""
+"""Bytes of host RAM that Python, torch and DeepSpeed use; measured on the CPU."""
 _HAS_CONTEXT: Final = frozenset({"cuda", "rocm", "xpu"})
 
 
@@ -1066,7 +1075,7 @@ def estimate_plan(
     lora: int | None,
     base_dtype: str | None,
 ) -> MemoryEstimate:
-    """See ``DeepSpeedPlan.estimate``."""
+    """Estimate the memory of a plan, as ``DeepSpeedPlan.estimate`` does."""
     facts = as_facts(model, lora=lora, base_dtype=base_dtype)
     if batch is not None:
         micro = count(batch, "batch")
@@ -1088,18 +1097,18 @@ def estimate_plan(
 
 
 def estimate_resolved(resolved: ResolvedPlan, workload: Workload) -> MemoryEstimate:
-    """What a resolved plan needs, by component.
+    """Estimate the memory of a resolved plan by component.
 
     Args:
-        resolved: A plan that was resolved with its model.
-        workload: Batch, resolution and what runs beside the optimizer.
+        resolved: Plan that was resolved with its model.
+        workload: Batch size, resolution, and users of memory besides the optimizer.
     """
     model = resolved.model
     if model is None:
         raise UnresolvedPlanError(
-            "memory is counted from the shapes of the parameters",
+            "the estimate needs the shapes of the model's parameters",
             key="model",
-            fix="resolve the plan with model=ModelFacts.from_module(model)",
+            fix="pass model=ModelFacts.from_module(model) to resolve",
         )
     case = Costing(resolved=resolved, model=model, workload=workload)
     items = [item for item in _items(case) if item.nbytes > 0]
@@ -1110,7 +1119,7 @@ def estimate_resolved(resolved: ResolvedPlan, workload: Workload) -> MemoryEstim
 
 
 class SampleSize(TypedDict):
-    """Of an image or a clip."""
+    """Size of an image or a clip."""
 
     height: int | None
     width: int | None
@@ -1120,13 +1129,13 @@ class SampleSize(TypedDict):
 def sample_size(
     model: Any, facts: ModelFacts, *, resolution: int | tuple[int, int] | None, frames: int | None
 ) -> SampleSize:
-    """The size of a sample, as ``Workload`` has it.
+    """Return the size of a sample as fields of ``Workload``.
 
     Args:
-        model: A family or its name, whose own size is taken where none is given, or anything else.
-        facts: Of the model.
-        resolution: Side in pixels, or height and width.
-        frames: Of a clip.
+        model: A model, or a family or its name; a family has a default size.
+        facts: Facts of the model.
+        resolution: Side length in pixels, or height and width.
+        frames: Number of frames of a clip.
     """
     if isinstance(model, str | ModelFamily):
         known = model_family(model) if isinstance(model, str) else model
@@ -1137,7 +1146,7 @@ def sample_size(
         count(frames, "frames")
         if facts.frames_per_latent is None:
             raise InvalidValueError(
-                f"{facts.name} is trained on images, not on clips",
+                f"frames is set, but {facts.name} is trained on images",
                 key="frames",
                 value=frames,
                 fix="omit frames, or choose a video model",
@@ -1146,7 +1155,7 @@ def sample_size(
 
 
 def sides(resolution: int | tuple[int, int] | None) -> tuple[int | None, int | None]:
-    """Height and width in pixels of a resolution as people write it."""
+    """Return height and width in pixels of a resolution."""
     if resolution is None:
         return None, None
     pair: Any = (resolution, resolution) if isinstance(resolution, int) else resolution
@@ -1162,7 +1171,7 @@ def sides(resolution: int | tuple[int, int] | None) -> tuple[int | None, int | N
 
 
 def count(value: Any, key: str, *, least: int = 1) -> int:
-    """A whole number of at least ``least``, or an ``InvalidValueError`` that names ``key``."""
+    """Return ``value`` if it is an integer of at least ``least``; otherwise raise an error."""
     if not is_integer(value) or value < least:
         raise InvalidValueError(
             "must be a whole number", key=key, value=value, fix=f"write at least {least}"
@@ -1175,9 +1184,9 @@ _BEFORE_THE_MODEL: Final = ("runtime", "frozen parts")
 
 def _items(case: Costing) -> Iterator[MemoryItem]:
     yield from _engine_items(case)
-    # Quantized weights are multiplied with one at a time.
+    # Quantized weights are dequantized one at a time.
     nbytes = case.element * case.model.largest_quantized
-    note = "the largest quantized weight, in full"
+    note = "the largest quantized weight, dequantized"
     yield case.item("temporaries", case.device, nbytes, BACKWARD, note)
     yield from _activation_items(case)
     yield from _around_the_engine(case)
@@ -1202,10 +1211,10 @@ def _engine_items(case: Costing) -> Iterator[MemoryItem]:
 
 
 def _as_loaded(case: Costing, items: Iterable[MemoryItem]) -> Iterator[MemoryItem]:
-    """What the host holds before the optimizer is made, as far as it is more than is held then.
+    """Yield host memory for loading the model, beyond that of later phases.
 
-    Weights that wait in their files are read one at a time, to where they stay; at stage 3 each
-    rank reads its own part.
+    Weights in files are read one at a time to their final place; at stage 3 each rank reads only
+    its part.
     """
     later = sum(
         item.nbytes
@@ -1220,7 +1229,7 @@ def _as_loaded(case: Costing, items: Iterable[MemoryItem]) -> Iterator[MemoryIte
         yield case.item("model as loaded", "host", max(0, excess), INITIALIZATION, note)
     elif case.flattens_on_host:
         excess = case.element * case.trained - later
-        note = "the flat copy of all weights, on its way to the device"
+        note = "the flat copy of all weights, before the copy to the device"
         yield case.item("temporaries", "host", max(0, excess), INITIALIZATION, note)
 
 
@@ -1230,7 +1239,7 @@ def _activation_items(case: Costing) -> Iterator[MemoryItem]:
         return
     size = {"batch": work.batch, "pixels": case.positions, "element_bytes": case.element}
     if offloads_activations(case) and known.offloaded is not None:
-        note = "blocks recomputed, their inputs on the host"
+        note = "recomputed blocks, with inputs on the host"
         yield case.item("activations", case.device, known.offloaded.nbytes(**size), BACKWARD, note)
         if known.offloaded_host is not None:
             waiting = known.offloaded_host.nbytes(**size)
@@ -1247,7 +1256,7 @@ def _activation_items(case: Costing) -> Iterator[MemoryItem]:
 
 
 def offloads_activations(case: Costing) -> bool:
-    """Whether the inputs of recomputed blocks leave the device."""
+    """Whether the inputs of recomputed blocks are offloaded to host memory."""
     work, known = case.workload, case.model.activations
     asked = work.activation_offload and work.gradient_checkpointing and not case.on_cpu
     return asked and known is not None and known.offloaded is not None
@@ -1257,13 +1266,13 @@ def _around_the_engine(case: Costing) -> Iterator[MemoryItem]:
     work = case.workload
     yield case.item("frozen parts", case.device, work.frozen_bytes, note="VAE, text encoders")
     if not case.on_cpu:
-        note = "as they are loaded, whole on every rank"
+        note = "during loading, whole on every rank"
         yield case.item("frozen parts", "host", work.frozen_bytes, INITIALIZATION, note)
     if work.ema != "none":
         place = case.device if work.ema == "device" else work.ema
         yield case.item("EMA", place, 4 * case.owned, TRAINING, "fp32, this rank's part")
     yield case.item(
-        "checkpoint", "host", 4 * case.largest, CHECKPOINT, "the largest fragment on its way"
+        "checkpoint", "host", 4 * case.largest, CHECKPOINT, "the largest fragment during writing"
     )
 
 
@@ -1276,8 +1285,8 @@ def _notes(case: Costing) -> Iterator[str]:
     elif case.model.activations is None:
         yield "activations are not included: they are unknown for this model; use model_facts()"
     elif case.model.frames_per_latent is not None and work.frames is None:
-        yield "activations of one frame: this is a video model, and no frames were given"
+        yield "activations are those of one frame: no frames were given for this video model"
     elif work.gradient_checkpointing and case.model.activations.checkpointed is None:
         yield "this model has no gradient checkpointing, so all activations are kept"
     elif work.activation_offload and not offloads_activations(case):
-        yield "activations are not offloaded: this model or this device cannot, or keeps all"
+        yield "activations are not offloaded: the model or the device does not support it"

@@ -1,4 +1,4 @@
-"""How long a training step takes: how fast a machine is, what is moved, what of it overlaps."""
+"""Predict the time of a training step from the machine's speeds, traffic and overlap."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from zerotune.platform.facts import user_cache
 if TYPE_CHECKING:
     from zerotune.platform import Platform
 
-# -- How fast a machine computes and moves bytes: measured on it, or catalogued for its card.
+# -- Speeds of a machine: measured on the machine, or catalogued for its card.
 
 
 _GIGA: Final = 1e9
@@ -45,11 +45,11 @@ def _rate_field() -> Any:
 
 @attrs.frozen(kw_only=True)
 class Rates:
-    """What a machine reaches, per second; of one process that has the machine for itself."""
+    """Speeds of a machine per second, for a single process on an idle machine."""
 
     products: float = _rate_field()
-    """Floating-point operations of matrix products in bf16 or fp16, forward and backward; a product
-    and a sum are two."""
+    """Floating-point operations of matrix products in bf16 or fp16, forward and backward; a
+    multiply-add counts as two."""
     products_fp32: float = _rate_field()
     """The same in fp32."""
     convolutions: float = _rate_field()
@@ -61,47 +61,47 @@ class Rates:
     attention_fp32: float = _rate_field()
     """The same in fp32."""
     product_calls: float = _rate_field()
-    """Matrix products of next to no size in bf16 or fp16, one after another."""
+    """Tiny matrix products in bf16 or fp16, one after another."""
     product_calls_fp32: float = _rate_field()
     """The same in fp32."""
     attention_calls: float = _rate_field()
-    """Attention of next to no size in bf16 or fp16, passes of both ways together."""
+    """Tiny attention operators in bf16 or fp16, forward and backward together."""
     attention_calls_fp32: float = _rate_field()
     """The same in fp32."""
     device_memory: float = _rate_field()
-    """Bytes that norms, activations and sums in bf16 or fp16 read and write on the device. Less
-    than in fp32 where a processor works element by element."""
+    """Bytes that norms, activations and sums in bf16 or fp16 read and write on the device. The rate
+    is lower than in fp32 on processors that compute element by element."""
     device_memory_fp32: float = _rate_field()
     """The same in fp32."""
     to_host: float = _rate_field()
     """Bytes from the device to page-locked memory."""
     to_device: float = _rate_field()
-    """Bytes the other way."""
+    """Bytes from page-locked memory to the device."""
     host_memory: float = _rate_field()
     """Bytes that a copy in host memory reads and writes."""
     new_memory: float = _rate_field()
     """Bytes of host memory written for the first time since it was allocated."""
     operators: float = _rate_field()
-    """Operators that are begun, one after another; products and attention are not among them."""
+    """Operator launches, one after another, without products and attention."""
     host_step: float = _rate_field()
     """Bytes that an optimizer in host memory reads and writes."""
     coded_step: float = _rate_field()
-    """Weights whose 8-bit moments such an optimizer decodes, updates and codes again."""
+    """Weights whose 8-bit moments an optimizer in host memory decodes, updates and encodes."""
     disk_read: float = _rate_field()
-    """Bytes from swap files."""
+    """Bytes read from swap files."""
     disk_write: float = _rate_field()
-    """Bytes to swap files."""
+    """Bytes written to swap files."""
     measured: frozenset[str] = frozenset()
-    """Names of those that were measured on this machine; the others are catalogued."""
+    """Names of the rates that were measured on this machine; others are catalogued."""
     origin: str = "given"
-    """Where they come from, in words."""
+    """Source of the rates, in words."""
 
     def source(self, name: str) -> str:
-        """``"measured"`` or ``"catalogued"``."""
+        """Return whether a rate is ``"measured"`` or ``"catalogued"``."""
         return "measured" if name in self.measured else "catalogued"
 
     def with_measured(self, found: Mapping[str, float], *, origin: str) -> Rates:
-        """These, with what was measured in their place."""
+        """Return the rates with measured ones in place of catalogued ones."""
         names = self.measured | frozenset(found)
         return attrs.evolve(self, **dict[str, Any](found), measured=names, origin=origin)
 
@@ -111,12 +111,12 @@ RATE_NAMES: Final = tuple(
 )
 
 
-# -- Cards that one does not have.
+# -- Catalogue of cards.
 
 
 @attrs.frozen(kw_only=True)
 class Card:
-    """Published figures: TFLOP/s of dense matrix products and GB/s."""
+    """Published figures of a card: TFLOP/s of dense matrix products, and GB/s."""
 
     name: str
     memory: int
@@ -130,7 +130,7 @@ class Card:
 CARDS: Final = tuple(
     Card(name=name, memory=memory, low=low, fp32=fp32, bandwidth=bandwidth, bus=bus)
     for name, memory, low, fp32, bandwidth, bus in (
-        # The first of those with as much memory stands for a card whose name is not known.
+        # An unknown card counts as the first card with the nearest memory.
         ("H200", 141, 989, 67, 4800, 64),
         ("H100 PCIe", 80, 756, 51, 2000, 64),
         ("H100", 80, 989, 67, 3350, 64),
@@ -154,7 +154,7 @@ CARDS: Final = tuple(
         ("RTX 3050", 6, 14, 7, 168, 16),
     )
 )
-"""Matrix products in bf16 (fp16 where there is no bf16) with sums in fp32, without sparsity."""
+"""Matrix products in bf16 (or fp16 on cards without bf16) with fp32 sums, without sparsity."""
 _REACHED: Final = {"products": 0.6, "convolutions": 0.45, "attention": 0.45, "memory": 0.8}
 """Shares of the published figures that real models reach."""
 _BUS_REACHED: Final = 0.8
@@ -164,27 +164,27 @@ _HOST: Final[Mapping[str, Any]] = {
     "host_step": 30 * _GIGA,
     "operators": 2e5,
 }
-"""Of a desktop with two channels of DDR5."""
+"""Rates of a desktop with two channels of DDR5."""
 _DISK: Final[Mapping[str, Any]] = {"disk_read": 3 * _GIGA, "disk_write": 1.5 * _GIGA}
-"""Of an NVMe disk of the middle class."""
+"""Rates of a mid-range NVMe disk."""
 _CORE: Final = 30 * _GIGA
-"""Floating-point operations a core with AVX2 reaches in fp32."""
+"""fp32 floating-point operations per second of a core with AVX2."""
 _CODED_PER_CORE: Final = 0.4 * _GIGA
-"""Weights with 8-bit moments that a core steps in a second: 4.3 of the pass with fp32 moments."""
+"""Weights with 8-bit moments that a core updates per second."""
 
 
 _CALLS: Final = (
     "product_calls", "product_calls_fp32", "attention_calls", "attention_calls_fp32",
 )  # fmt: skip
 _CALLS_ON_CARD: Final[Mapping[str, Any]] = dict.fromkeys(_CALLS, 2e5)
-"""A kernel takes some microseconds, however little there is to do."""
+"""A kernel launch takes a few microseconds at any size."""
 _CALLS_ON_CORE: Final[Mapping[str, Any]] = dict.fromkeys(_CALLS, 2e4)
 
 
 def catalogued_rates(platform: Platform) -> Rates:
-    """What the published figures of a machine's card let one expect.
+    """Return the rates expected from the published figures of the machine's card.
 
-    A card that is not listed counts as the listed one nearest in memory.
+    An unlisted card counts as the listed card with the nearest memory size.
     """
     if platform.accelerator == "cpu":
         return _of_processor(platform)
@@ -196,7 +196,7 @@ def catalogued_rates(platform: Platform) -> Rates:
     like = f"{card.name} ({card.memory} GiB)"
     origin = f"catalogued, {like}"
     if not named:
-        # Of cards with as much memory, since that is all one knows of a card without a name.
+        # Only the memory size of an unlisted card is known.
         origin = f"catalogued, of {like}, the listed card nearest in memory"
     return Rates(
         products=card.low * _REACHED["products"] * _TERA,
@@ -218,7 +218,7 @@ def catalogued_rates(platform: Platform) -> Rates:
 
 
 def _coded_step(platform: Platform) -> float:
-    # A core is left to what runs beside it.
+    # One core is left for other work.
     return _CODED_PER_CORE * max(1, platform.usable_cores - 1)
 
 
@@ -236,16 +236,16 @@ def _of_processor(platform: Platform) -> Rates:
     )  # fmt: skip
 
 
-# -- Rates that were measured, kept with the hardware they belong to.
+# -- Measured rates, stored by hardware.
 
 
 def rates_file() -> Path:
-    """Where measured rates are kept: ``zerotune/rates.json`` in the user's cache."""
+    """Return the file of measured rates: ``zerotune/rates.json`` in the user's cache."""
     return user_cache() / "rates.json"
 
 
 def hardware_key(platform: Platform) -> str:
-    """What rates belong to: accelerator, devices, processor, cores and torch."""
+    """Return the key for rates: accelerator, devices, processor, cores and torch version."""
     devices = ", ".join(one.name for one in platform.devices)
     torch = platform.versions.get("torch", "none")
     parts = (platform.accelerator, devices, platform.processor, str(platform.usable_cores), torch)
@@ -253,11 +253,11 @@ def hardware_key(platform: Platform) -> str:
 
 
 def known_rates(platform: Platform, *, file: Path | None = None) -> Rates:
-    """Measured rates of this very hardware where there are any, catalogued ones elsewhere.
+    """Return the measured rates of this hardware, or catalogued rates if there are none.
 
     Args:
         platform: The machine.
-        file: Where measured rates are; ``rates_file()`` by default.
+        file: File of measured rates; default ``rates_file()``.
     """
     rates, key = catalogued_rates(platform), hardware_key(platform)
     found = _stored_rates(file or rates_file()).get(key)
@@ -270,12 +270,12 @@ def known_rates(platform: Platform, *, file: Path | None = None) -> Rates:
 def store_rates(
     platform: Platform, found: Mapping[str, float], *, file: Path | None = None
 ) -> Path:
-    """Keep what was measured; other hardware's rates stay.
+    """Store measured rates, and keep those of other hardware.
 
     Args:
-        platform: The machine it was measured on.
-        found: Rates by name.
-        file: As in ``known_rates``.
+        platform: The machine on which the rates were measured.
+        found: Measured rates by name.
+        file: File of measured rates; default ``rates_file()``.
 
     Returns:
         The file.
@@ -301,7 +301,7 @@ def _is_rate(value: Any) -> bool:
     return is_number(value) and value > 0
 
 
-# -- How much a step reads from and writes to swap files.
+# -- Traffic of a step to and from swap files.
 #
 # Counted by the kernel (``/proc/self/io``) in real runs of DeepSpeed 0.19.8: the optimizer reads
 # and writes weight, gradient and states of every element once per step; parameters are read for
@@ -310,20 +310,20 @@ def _is_rate(value: Any) -> bool:
 
 @attrs.frozen(kw_only=True)
 class SwapTraffic:
-    """Bytes of one rank and one optimizer step."""
+    """Bytes that one rank reads from and writes to swap files in one optimizer step."""
 
     read: int
     written: int
 
     def seconds(self, *, read_rate: float, write_rate: float) -> float:
-        """The least time a step spends on the disk, when nothing overlaps.
+        """Return the seconds that a step needs at least for the disk, without overlap.
 
         Args:
             read_rate: Bytes per second, shared by the ranks of a machine.
-            write_rate: Bytes per second, likewise.
+            write_rate: Bytes per second, shared by the ranks of a machine.
 
         Raises:
-            InvalidValueError: A rate that is not positive.
+            InvalidValueError: A rate is not positive.
         """
         for key, rate in (("read_rate", read_rate), ("write_rate", write_rate)):
             if not _is_rate(rate):
@@ -337,7 +337,7 @@ class SwapTraffic:
 
 
 def swap_traffic(estimate: MemoryEstimate) -> SwapTraffic:
-    """What a step moves, from what lies in the files; zero without NVMe."""
+    """Return the swap traffic of a step from the sizes of the swap files; 0 without NVMe."""
     weights = optimizer = 0
     for item in estimate.items:
         if item.place == "nvme" and item.component == "weights":
@@ -348,7 +348,7 @@ def swap_traffic(estimate: MemoryEstimate) -> SwapTraffic:
     return SwapTraffic(read=optimizer + passes * weights, written=optimizer + weights)
 
 
-# -- How many bytes a step moves over the bus and through host memory: the least it can.
+# -- Minimum bytes that a step moves over the bus and through host memory.
 #
 # Read in DeepSpeed 0.19.8 (``stage_1_and_2.py``, ``stage3.py``, ``csrc/adam``). N elements of this
 # rank's part, e bytes of a weight in the forward pass, m of a master weight, s of a state, k
@@ -369,43 +369,43 @@ def swap_traffic(estimate: MemoryEstimate) -> SwapTraffic:
 
 @attrs.frozen(kw_only=True)
 class StepTraffic:
-    """Bytes of one rank and one optimizer step, each for the part that moves them."""
+    """Bytes that one rank moves in one optimizer step, by purpose."""
 
     gradients: int
-    """Over the bus in the backward pass, on their way to an optimizer on the host."""
+    """Gradients over the bus in the backward pass, to an optimizer on the host."""
     parameters: int
-    """Over the bus in forward and backward pass, from parameters on the host."""
+    """Parameters over the bus in forward and backward pass, if they are on the host."""
     weights: int
-    """Over the bus in the optimizer step: updated weights back to the device."""
+    """Updated weights over the bus in the optimizer step, to the device."""
     optimizer: int
     """Read and written in host memory by an optimizer that runs on the CPU."""
     ema: int
-    """Read and written in host memory by an ``EMAShadow`` that lies there."""
+    """Read and written in host memory by an ``EMAShadow`` there."""
     swap: SwapTraffic
     """Read from and written to swap files."""
     added: int = 0
-    """Read and written in host memory where the ranks of a machine add up gradients there."""
+    """Read and written in host memory if the ranks of a machine sum gradients there."""
     chain: int = 0
-    """Besides ``optimizer``, what DeepSpeed's own chain goes over for clipping and casts."""
+    """Additional traffic of DeepSpeed's step in host memory, for clipping and casts."""
     on_device: int = 0
-    """Read and written in the device's memory by an optimizer that runs there."""
+    """Read and written in device memory by an optimizer on the device."""
     new_in_backward: int = 0
-    """Host memory that gradients and their copies are written to for the first time since it was
-    allocated, where the CPU is the accelerator: the C library gives it back each time."""
+    """Newly allocated host memory for gradients and copies, if the accelerator is the CPU; the C
+    library returns it to the system each time."""
     new_in_step: int = 0
-    """The same in the optimizer step."""
+    """Newly allocated host memory in the optimizer step."""
 
     @property
     def bus(self) -> int:
-        """All that crosses the bus; 0 where the CPU is the accelerator."""
+        """All bytes over the bus; 0 if the accelerator is the CPU."""
         return self.gradients + self.parameters + self.weights
 
 
 def step_traffic(estimate: MemoryEstimate) -> StepTraffic:
-    """What one optimizer step of one rank moves.
+    """Return the bytes that one rank moves in one optimizer step.
 
     Args:
-        estimate: Of a plan that was resolved with its model.
+        estimate: Estimate of a plan that was resolved with its model.
     """
     resolved, model = estimate.resolved, estimate.resolved.model
     swap = swap_traffic(estimate)
@@ -450,10 +450,10 @@ def _averages_on_host(estimate: MemoryEstimate) -> bool:
 
 
 def _streamed_traffic(case: Costing, estimate: MemoryEstimate) -> StepTraffic:
-    """Of weights that are streamed.
+    """Return the traffic of streamed weights.
 
-    What a pass has used last is still there when the pass that goes back begins; what is on the
-    device when a step ends was written by the step, and comes again.
+    The units that the forward pass used last are still on the device when the backward pass begins.
+    After a step, units on the device are outdated and are copied again.
     """
     units, element = case.streamed, case.element
     accumulated = case.resolved.gradient_accumulation_steps
@@ -489,18 +489,18 @@ def _chain(case: Costing) -> float:
 
 
 _KEPT_BY_C: Final = 32 * 2**20
-"""Bytes up to which glibc keeps what is freed, to use it again."""
+"""Maximum bytes of a freed block that glibc keeps for reuse."""
 
 
 def _allocated(case: Costing) -> tuple[int, int]:
-    """Bytes allocated anew in the backward passes and in the optimizer step.
+    """Return the newly allocated bytes of the backward passes and of the optimizer step.
 
-    Found by counting page faults (``getrusage``) by phase in runs of DeepSpeed 0.19.8.
+    The formula fits page faults (``getrusage``) per phase in runs of DeepSpeed 0.19.8.
     """
     resolved, element = case.resolved, case.element
     low, owned = element == 2, case.owned
     offloads = resolved.offload_optimizer != "none"
-    # Freed in the step or when they are in their bucket, and given back to the system each time.
+    # These are freed in the step or after the copy to the bucket, and returned to the system.
     passed = element * case.trained * resolved.gradient_accumulation_steps
     if not resolved.uses_deepspeed:
         # Besides gradients, the copies of the weights that autocast makes.
@@ -550,54 +550,52 @@ def _update(case: Costing) -> float:
 
 
 Lane = Literal["device", "in", "out", "host", "cores", "calls", "disk"]
-"""What works while something happens: the device computes; the bus brings bytes to it and takes
-them away, both at a time; host memory is read and written; cores compute what needs more than that;
-a core begins the device's operators."""
+"""Resource that a part uses: the device, the bus to it and from it (in parallel), host memory, the
+host's cores, the launch of operators, or the disk."""
 StepPhase = Literal["forward", "backward", "optimizer", "weights", "ema"]
-"""What something belongs to."""
+"""Phase of a step."""
 Schedule = Literal["in turn", "hidden", "eager"]
-"""When an optimizer in host memory works: between the passes; beside the next forward pass; or
-beside the last backward pass too, where each gradient is stepped as it comes."""
+"""When an optimizer in host memory runs: after the backward pass; during the next forward pass; or
+also during the last backward pass, as soon as each gradient arrives."""
 _PASSES: Final[tuple[StepPhase, ...]] = ("forward", "backward")
 _AFTER: Final[tuple[StepPhase, ...]] = ("optimizer", "weights", "ema")
 _PER_GRADIENT: Final[Mapping[int, int]] = {0: 5, 1: 12, 2: 12, 3: 12}
-"""By stage: operators, views included, that DeepSpeed begins for the gradient of each parameter.
-Counted in backward passes of DeepSpeed 0.19.8 beside those of the plain engine."""
+"""Operators (with views) per parameter and stage that DeepSpeed adds to the backward pass, counted
+in runs of DeepSpeed 0.19.8 and of the plain engine."""
 _PER_CHECKED: Final[Mapping[tuple[bool, int], tuple[int, int]]] = {
     (False, 2): (40, 20), (False, 4): (32, 5), (True, 2): (56, 9), (True, 4): (72, 8),
 }  # fmt: skip
-"""By whether it is stage 3, and the bytes of a weight: bytes of each element and operators of each
-gradient that DeepSpeed goes over besides for an optimizer in host memory, where zerotune does not:
-overflow, and a norm in fp64. Counted likewise."""
+"""Bytes per element and operators per gradient with which DeepSpeed checks overflow and computes
+fp64 norms for an optimizer in host memory; by stage 3 or not, and bytes of a weight."""
 _PER_GATHERED: Final = 4
-"""The same for each parameter of a forward pass at stage 3."""
+"""Operators per parameter that DeepSpeed adds to a forward pass at stage 3."""
 
 
 @attrs.frozen(kw_only=True)
 class TimePart:
-    """Something a step does."""
+    """One part of the predicted time of a step."""
 
     phase: StepPhase
     lane: Lane
     what: str
-    """In words."""
+    """Description in words."""
     seconds: float
-    """Per optimizer step."""
+    """Seconds per optimizer step."""
     rate: str
-    """The name in ``Rates`` that it was divided by."""
+    """Name of the rate in ``Rates`` that limits the part."""
 
 
 @attrs.frozen(kw_only=True)
 class _Stretch:
-    """A part of the passes, one after the other, and what runs beside all of it."""
+    """Successive shares of passes, and the work that overlaps with them."""
 
     passes: Mapping[StepPhase, float]
-    """Shares of them."""
+    """Share of each pass."""
     beside: Mapping[StepPhase, float] = attrs.field(factory=dict)
-    """Likewise."""
+    """Share of each overlapping phase."""
 
     def seconds(self, lanes: Mapping[StepPhase, Mapping[Lane, float]]) -> float:
-        """How long it takes: as its passes one by one, or as the lane that has most to do."""
+        """Return the time: that of the passes one by one, or of the busiest lane."""
         one_by_one = sum(share * max(lanes[one].values()) for one, share in self.passes.items())
         total: dict[Lane, float] = {}
         for phase, share in (*self.passes.items(), *self.beside.items()):
@@ -608,24 +606,24 @@ class _Stretch:
 
 @attrs.frozen(kw_only=True)
 class StepTime:
-    """What one optimizer step takes, by phase. Made by ``step_time``."""
+    """Predicted time of an optimizer step by phase, from ``step_time``."""
 
     parts: tuple[TimePart, ...]
     rates: Rates
-    """What the arithmetic and the bytes were divided by."""
+    """Rates of the prediction."""
     notes: tuple[str, ...] = ()
-    """What is not in the numbers, and why."""
+    """Parts that the prediction does not include, with reasons."""
     schedule: Schedule = "in turn"
-    """When the plan's optimizer works."""
+    """When the plan's optimizer runs."""
     micro_batches: int = 1
-    """Forward passes of a step; the optimizer works beside one of them."""
+    """Forward passes of a step; the optimizer overlaps with one of them."""
     carried: float = 1.0
-    """Share of the optimizer's work that steps in the backward pass can leave to the next forward
-    pass: of units whose gradients may wait in host memory."""
+    """Share of the optimizer's work that may overlap with the next forward pass, because host
+    memory can buffer these gradients."""
 
     @property
     def phases(self) -> dict[str, float]:
-        """Seconds of each phase by itself, in order: of its slowest lane."""
+        """Seconds of each phase without overlap, which are those of its busiest lane."""
         return {phase: max(lanes.values()) for phase, lanes in self._lanes.items() if lanes}
 
     @property
@@ -637,9 +635,9 @@ class StepTime:
         return found
 
     def scheduled(self, schedule: Schedule) -> float:
-        """Seconds of a step whose optimizer works when ``schedule`` says.
+        """Return the seconds of a step with this schedule of the optimizer.
 
-        An optimizer on the device is taken in turn.
+        An optimizer on the device never overlaps with passes.
         """
         lanes = self._lanes
         on_host = any(lane in ("host", "disk") for lane in lanes.get("optimizer", ()))
@@ -659,7 +657,7 @@ class StepTime:
     def _with_little_carried(
         self, lanes: Mapping[StepPhase, Mapping[Lane, float]], after: Iterable[StepPhase]
     ) -> list[_Stretch]:
-        """Passes beside the backward pass, and beside the next forward pass as many as may be."""
+        """Optimizer passes during the backward pass, and as many as allowed in the next forward."""
         works: tuple[Lane, ...] = ("host", "cores")
         taken = {each: sum(lanes[phase].get(each, 0.0) for phase in after) for each in works}
         slowest = max(works, key=lambda each: taken[each])
@@ -673,43 +671,43 @@ class StepTime:
 
     @property
     def seconds(self) -> float:
-        """Seconds of a step whose phases all follow one another."""
+        """Seconds of a step without overlap of its phases."""
         return self.scheduled("in turn")
 
     @property
     def hidden_seconds(self) -> float:
-        """Seconds of a step whose optimizer and averages run beside the next forward pass."""
+        """Seconds of a step whose optimizer and EMAs run during the next forward pass."""
         return self.scheduled("hidden")
 
     @property
     def eager_seconds(self) -> float:
-        """Seconds of a step whose optimizer and averages run beside both passes."""
+        """Seconds of a step whose optimizer and EMAs run during both passes."""
         return self.scheduled("eager")
 
     @property
     def hides(self) -> bool:
-        """Whether the plan's optimizer runs beside the passes."""
+        """Whether the plan's optimizer runs during the passes."""
         return self.schedule != "in turn"
 
     @property
     def expected(self) -> float:
-        """Seconds of a step as the plan takes it."""
+        """Seconds of a step with the plan's schedule."""
         return self.scheduled(self.schedule)
 
     @property
     def bound(self) -> TimePart:
-        """The part that takes longest."""
+        """The part that takes the longest time."""
         return max(self.parts, key=lambda part: part.seconds)
 
     @property
     def sources(self) -> dict[str, str]:
-        """Whether each rate that counts was ``"measured"`` or ``"catalogued"``."""
+        """Whether each relevant rate is ``"measured"`` or ``"catalogued"``."""
         names = dict.fromkeys(part.rate for part in self.parts)
         return {name: self.rates.source(name) for name in names}
 
     @property
     def origin(self) -> str:
-        """Where the rates that count come from, in words."""
+        """Source of the relevant rates, in words."""
         found = self.sources
         catalogued = [name for name, source in found.items() if source == "catalogued"]
         if not catalogued or len(catalogued) == len(found):
@@ -718,14 +716,14 @@ class StepTime:
 
 
 def step_time(estimate: MemoryEstimate, rates: Rates) -> StepTime | None:
-    """What one optimizer step of a plan takes.
+    """Predict the time of one optimizer step.
 
     Args:
-        estimate: Of a plan that was resolved with its model, for a size of images.
-        rates: Of the machine.
+        estimate: Estimate of a plan that was resolved with its model, for a size of images.
+        rates: Speeds of the machine.
 
     Returns:
-        ``None`` where the arithmetic of the model or the size of images is not known.
+        The time; ``None`` if the arithmetic of the model or the size of its images is unknown.
     """
     model, work = estimate.resolved.model, estimate.workload
     if model is None or model.arithmetic is None or work.height is None:
@@ -746,7 +744,7 @@ def step_time(estimate: MemoryEstimate, rates: Rates) -> StepTime | None:
 
 
 def _carried(case: Costing) -> float:
-    """The share that ``StepTime.carried`` is, clipping switched off."""
+    """Return ``StepTime.carried`` for the plan without clipping."""
     plan = attrs.evolve(case.resolved.plan, gradient_clipping=0.0)
     unclipped, units = attrs.evolve(case.resolved, plan=plan), case.streamed.trained
     buffers, _ = gradient_buffers(unclipped, units)
@@ -756,7 +754,7 @@ def _carried(case: Costing) -> float:
 
 
 def _schedule(case: Costing) -> Schedule:
-    """When Adam in host memory works."""
+    """Return when Adam in host memory runs."""
     resolved = case.resolved
     if case.streaming is not None:
         return "hidden" if resolved.gradient_clipping > 0 else "eager"
@@ -843,7 +841,7 @@ def _sharing(case: Costing) -> int:
 
 _BUS: Final = frozenset({"to_host", "to_device"})
 _Moved = tuple[StepPhase, Lane, str, float, str]
-"""Phase, lane, what in words, bytes or what else its rate counts, and the name of the rate."""
+"""Phase, lane, description, amount in units of the rate, and name of the rate."""
 
 
 def _moved(case: Costing, estimate: MemoryEstimate, rates: Rates) -> Iterator[TimePart]:
@@ -892,13 +890,13 @@ def _amounts(case: Costing, estimate: MemoryEstimate) -> Iterator[_Moved]:
 
 
 def _coded(case: Costing) -> float:
-    """Weights whose moments are decoded and coded again."""
+    """Return the number of weights whose 8-bit moments are updated."""
     stepped = sum(case.streamed.trained) + case.streamed.resident_trained
     return stepped / case.ranks if case.codes_moments else 0.0
 
 
 def _waiting(case: Costing) -> float:
-    """Bytes of activations that wait in host memory in a step."""
+    """Return the bytes of activations that a step stores in host memory."""
     work, known = case.workload, case.model.activations
     if not offloads_activations(case) or known is None or known.offloaded_host is None:
         return 0.0
@@ -908,14 +906,14 @@ def _waiting(case: Costing) -> float:
 
 
 def _checked(case: Costing) -> float:
-    """Bytes that are read and written meanwhile, once in a step."""
+    """Return the bytes that DeepSpeed reads and writes once per step to check gradients."""
     each, _ = _PER_CHECKED[case.resolved.stage == 3, case.element]
     return each * case.trained if case.checks_gradients else 0.0
 
 
 def _gradients_in_memory(case: Costing) -> float:
-    """Bytes that are read and written when gradients are put into buckets and out of them."""
+    """Return the bytes that copies of gradients into and out of buckets read and write."""
     if not case.resolved.uses_deepspeed or case.streaming is not None:
         return 0.0
-    # Into a bucket, averaged there, and out again, with a norm.
+    # Copy into a bucket, average, copy out, and norm.
     return 7 * case.element * case.trained * case.resolved.gradient_accumulation_steps
