@@ -170,10 +170,10 @@ def test_a_range_that_is_none_is_refused(objective, share):
 
 
 def test_a_range_without_any_step_is_refused():
-    with pytest.raises(InvalidValueError, match="widen"):
+    with pytest.raises(InvalidValueError, match="a wider range"):
         DenoisingObjective(timestep_range=(0.5, 0.5001))
     flow = FlowMatchingObjective(timestep_range=(0.0, 0.0005))
-    with pytest.raises(InvalidValueError, match="widen"):
+    with pytest.raises(InvalidValueError, match="a wider range"):
         flow.levels((1, 1, 1, 1))
 
 
