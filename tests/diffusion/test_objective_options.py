@@ -300,8 +300,8 @@ def test_masks_over_images_come_to_the_size_of_their_latents(frames):
 
 def test_weights_and_masks_of_another_shape_are_data_errors():
     for key, value, hint in (
-        ("loss_weights", torch.ones(2, 1), "one number"),
-        ("loss_weights", torch.ones(3), "one number"),
+        ("loss_weights", torch.ones(2, 1), "one weight per sample"),
+        ("loss_weights", torch.ones(3), "one weight per sample"),
         ("loss_masks", torch.ones(2, 1, 32, 32), "interpolate"),
         ("loss_masks", torch.ones(2, 4, 4), "interpolate"),
     ):
