@@ -147,7 +147,12 @@ class ParameterGroup:
             )
 
     def picks(self, name: str, shape: tuple[int, ...]) -> bool:
-        """Return whether this rule matches a parameter that no earlier rule matched."""
+        """Return whether this rule matches a parameter that no earlier rule matched.
+
+        Args:
+            name: Dotted name of the parameter.
+            shape: Shape of the parameter.
+        """
         if self.max_ndim is not None and len(shape) > self.max_ndim:
             return False
         return any(matches(pattern, name) for pattern in self.patterns)

@@ -145,8 +145,7 @@ _DIFFUSERS: Final = (
     ),
     SchedulerEntry(
         name="cosine_with_restarts",
-        summary="The learning rate rises to the optimizer's rate, then falls along a cosine several "
-        "times",
+        summary="The learning rate rises to the optimizer's rate, then falls along several cosines",
         parameters=(
             _WARMUP_0,
             _TRAINING_STEPS,

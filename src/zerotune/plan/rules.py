@@ -105,7 +105,11 @@ class Rule:
         return self.find(Case(plan=plan, context=context))
 
     def find(self, case: Case) -> list[Decision]:
-        """Return the findings of this rule for a case that several rules share."""
+        """Return the findings of this rule for a case that several rules share.
+
+        Args:
+            case: Plan and context.
+        """
         if self.only_deepspeed and not case.context.uses_deepspeed:
             return []
         return list(self.check(case, self))
@@ -131,7 +135,11 @@ class Rule:
         )
 
     def refused(self, error: PlanError) -> Decision:
-        """Return the finding that corresponds to ``error``."""
+        """Return the finding that corresponds to ``error``.
+
+        Args:
+            error: The error.
+        """
         return Decision.of(error, rule=self.id, severity=self.severity)
 
 

@@ -97,11 +97,20 @@ class Rates:
     """Source of the rates, in words."""
 
     def source(self, name: str) -> str:
-        """Return whether a rate is ``"measured"`` or ``"catalogued"``."""
+        """Return whether a rate is ``"measured"`` or ``"catalogued"``.
+
+        Args:
+            name: Name of the rate.
+        """
         return "measured" if name in self.measured else "catalogued"
 
     def with_measured(self, found: Mapping[str, float], *, origin: str) -> Rates:
-        """Return the rates with measured ones in place of catalogued ones."""
+        """Return the rates with measured ones in place of catalogued ones.
+
+        Args:
+            found: Measured rates by name.
+            origin: Source of the measured rates, in words.
+        """
         names = self.measured | frozenset(found)
         return attrs.evolve(self, **dict[str, Any](found), measured=names, origin=origin)
 
@@ -316,7 +325,7 @@ class SwapTraffic:
     written: int
 
     def seconds(self, *, read_rate: float, write_rate: float) -> float:
-        """Return the seconds that a step needs at least for the disk, without overlap.
+        """Return the minimum seconds that a step spends on the disk, without overlap.
 
         Args:
             read_rate: Bytes per second, shared by the ranks of a machine.
@@ -595,7 +604,7 @@ class _Stretch:
     """Share of each overlapping phase."""
 
     def seconds(self, lanes: Mapping[StepPhase, Mapping[Lane, float]]) -> float:
-        """Return the time: that of the passes one by one, or of the busiest lane."""
+        """Return the longer of two times: the passes one after another, or the busiest lane."""
         one_by_one = sum(share * max(lanes[one].values()) for one, share in self.passes.items())
         total: dict[Lane, float] = {}
         for phase, share in (*self.passes.items(), *self.beside.items()):
@@ -623,7 +632,7 @@ class StepTime:
 
     @property
     def phases(self) -> dict[str, float]:
-        """Seconds of each phase without overlap, which are those of its busiest lane."""
+        """Seconds of each phase by itself, determined by its busiest lane."""
         return {phase: max(lanes.values()) for phase, lanes in self._lanes.items() if lanes}
 
     @property
@@ -638,6 +647,9 @@ class StepTime:
         """Return the seconds of a step with this schedule of the optimizer.
 
         An optimizer on the device never overlaps with passes.
+
+        Args:
+            schedule: ``"in turn"``, ``"hidden"`` or ``"eager"``.
         """
         lanes = self._lanes
         on_host = any(lane in ("host", "disk") for lane in lanes.get("optimizer", ()))
