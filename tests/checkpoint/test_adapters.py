@@ -253,7 +253,7 @@ def test_a_base_that_does_not_fit_is_named(runs, tmp_path):
     engine, _ = runs("unet")
     KINDS["sd3"].base().save_pretrained(tmp_path / "base")
     file = export_adapters(tmp_path, engine=engine)
-    with pytest.raises(CheckpointMismatchError, match="is adapted but not in"):
+    with pytest.raises(CheckpointMismatchError, match="has an adapter, but is not in"):
         merge_adapters(file, tmp_path / "x", base=tmp_path / "base")
     with pytest.raises(CheckpointMismatchError, match="no adapters for 'transformer'"):
         merge_adapters(file, tmp_path / "x", base=tmp_path / "base", component="transformer")
@@ -305,7 +305,7 @@ def test_adapters_as_they_were_initialized_are_refused(fresh, tmp_path, rounding
         engine,
         lambda f: f.value.copy_(first[f.address.name].to(rounding).float().flatten()),
     )
-    with pytest.raises(CheckpointCorruptError, match="all have their initial values"):
+    with pytest.raises(CheckpointCorruptError, match="all adapters have their initial values"):
         export_adapters(tmp_path, engine=engine)
 
 
@@ -382,7 +382,7 @@ def test_a_disk_that_loses_bytes_is_noticed(runs, tmp_path, monkeypatch, damage)
         write(descriptor, piece, offset)
 
     monkeypatch.setattr(tensorfile, "write_at", damaged)
-    with pytest.raises(CheckpointCorruptError, match="differ from what was written"):
+    with pytest.raises(CheckpointCorruptError, match="differ from the written data"):
         export_adapters(tmp_path, engine=engine)
     assert not list(tmp_path.iterdir())
 
@@ -403,7 +403,7 @@ def test_names_must_be_those_of_the_pipeline(runs, tmp_path):
     from diffusers import FluxPipeline, StableDiffusionXLPipeline
 
     engine, _ = runs("unet")
-    with pytest.raises(InvalidValueError, match="FluxPipeline can load adapters for transformer"):
+    with pytest.raises(InvalidValueError, match="load adapters only for: transformer"):
         export_adapters(tmp_path, engine=engine, pipeline=FluxPipeline)
     renamed = export_adapters(
         Path(tmp_path, "x.safetensors"),
@@ -413,7 +413,7 @@ def test_names_must_be_those_of_the_pipeline(runs, tmp_path):
     )
     assert all(key.startswith("text_encoder.") for key in read_header(renamed.path)[0])
     text, _ = runs("text")
-    with pytest.raises(InvalidValueError, match="one model is written at a time"):
+    with pytest.raises(InvalidValueError, match="must name one model"):
         export_merged(tmp_path / "y", engine=text)
 
 

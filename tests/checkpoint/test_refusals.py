@@ -43,10 +43,7 @@ FILE = r"optimizer\.exp_avg-00001-of-00001\.safetensors"
         ("truncated", rf"CheckpointCorruptError: .*{FILE}: has 1500 bytes instead of \d+"),
         ("missing", rf"CheckpointCorruptError: .*{FILE}: is missing"),
         ("manifest", r"CheckpointCorruptError: .*manifest/manifest\.json: "),
-        (
-            "beheaded",
-            r"CheckpointError: .*beheaded: is not a checkpoint \(contains no manifest\.json",
-        ),
+        ("beheaded", r"CheckpointError: .*beheaded: is not a checkpoint \(contains no manifest"),
     ],
 )
 def test_damage_is_found_before_anything_is_loaded(damaged, harm, message):
@@ -58,9 +55,9 @@ def test_damage_is_found_before_anything_is_loaded(damaged, harm, message):
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("extra tensor", r"extra\.a\[1\] = tensor\(\[0\.\]\): JSON cannot represent it"),
-        ("extra nan", r"extra\.a\.b = nan: JSON cannot represent it"),
-        ("extra key", r"extra\.a = 1: JSON only supports text keys.*write '1'"),
+        ("extra tensor", r"extra\.a\[1\] = tensor\(\[0\.\]\): cannot be saved as JSON"),
+        ("extra nan", r"extra\.a\.b = nan: cannot be saved as JSON"),
+        ("extra key", r"extra\.a = 1: is not text, but JSON keys must be text.*write '1'"),
         ("shadow name", r"shadows = 'a/b'"),
         ("accumulating", r"gradient_accumulation_steps = 2: 1 of 2 micro batches"),
         ("not ours", r"mine: exists and is not a checkpoint, so it is not overwritten"),
@@ -101,7 +98,7 @@ def test_a_buffer_that_is_not_a_number_is_not_published_and_one_of_a_mask_is(ref
 
 def test_averaged_weights_are_not_saved_as_trained_ones(refused):
     assert refused["swapped in"].startswith(
-        "EMAError: state_dict(): the shadow contains the trained"
+        "EMAError: state_dict(): cannot be called while the shadow is swapped in"
     )
 
 
@@ -159,9 +156,7 @@ def test_another_world_size_is_a_decision(refused, refused_in):
     case = attrs.evolve(PLAIN, accumulation=2)
     for decisions in run_ranks(refusals.other_plan, str(refused_in / "good"), case, world_size=2):
         assert any(d.startswith("world_size: 1 -> 2") for d in decisions)
-        assert any(
-            d.startswith("rng: 1 -> 2 (the ranks of the saved run continue") for d in decisions
-        )
+        assert any(d.startswith("rng: 1 -> 2 (the ranks of the saved run") for d in decisions)
         assert any(d.startswith("train_batch_size: 8 -> 16") for d in decisions)
 
 
@@ -179,6 +174,4 @@ def test_another_optimizer_begins_with_fresh_states(refused, refused_in):
     assert found["states"] == {("momentum_buffer", False)}
     assert found["step"] == 2
     (decision,) = [d for d in found["decisions"] if d.startswith("optimizer.states: ")]
-    assert decision.startswith(
-        "optimizer.states: 'AdamW' -> 'SGD' (the states of the two optimizers are incompatible"
-    )
+    assert decision.startswith("optimizer.states: 'AdamW' -> 'SGD' (the states of the two")

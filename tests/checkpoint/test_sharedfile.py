@@ -73,8 +73,7 @@ def test_whatever_way_parts_are_cut_the_file_is_whole(shapes, cuts, shard_size, 
 )
 def test_elements_that_nobody_or_two_hold_are_refused(parts):
     with pytest.raises(
-        CheckpointError,
-        match=r"weights/p: the ranks' fragments do not contain each of the tensor's 4",
+        CheckpointError, match=r"weights/p: the ranks' fragments do not contain each of"
     ):
         Filing.of([share(parts[:1]), share(parts[1:])], {"p": (2, 2)})
 
@@ -102,10 +101,10 @@ def test_what_the_disk_changed_is_found(tmp_path):
     whole = path.read_bytes()
     for harm in (whole[:-1] + b"\1", whole[:-1], whole + b"\0", b"\0" + whole[1:]):
         path.write_bytes(harm)
-        with pytest.raises(CheckpointCorruptError, match="differ from what was written"):
+        with pytest.raises(CheckpointCorruptError, match="differ from the written data"):
             confirm(tmp_path, file, written)
     path.write_bytes(whole)
-    with pytest.raises(CheckpointCorruptError, match="differ from what was written"):
+    with pytest.raises(CheckpointCorruptError, match="differ from the written data"):
         confirm(tmp_path, file, ())
 
 

@@ -119,7 +119,7 @@ def test_a_file_that_lacks_a_tensor_is_not_confirmed(tmp_path):
     file = laid_out(tmp_path / "x", [TensorSpec.of(key, torch.zeros(3)) for key in "ab"])
     with TensorWriter(tmp_path, [file]) as writer:
         writer.write("a", torch.zeros(3))
-        with pytest.raises(CheckpointCorruptError, match=r"differ from what was written"):
+        with pytest.raises(CheckpointCorruptError, match=r"differ from the written data"):
             writer.confirm([file], writer.written)
 
 
@@ -144,7 +144,7 @@ def test_what_is_not_in_the_file_is_named(tmp_path):
         with pytest.raises(CheckpointCorruptError, match=r"instead of torch\.float32 \(4,\)"):
             reader.check("a", torch.float32, (4,))
         path.write_bytes(path.read_bytes()[:-5])
-        with pytest.raises(CheckpointCorruptError, match=r"it ends 5 bytes too early"):
+        with pytest.raises(CheckpointCorruptError, match=r"the file ends 5 bytes too early"):
             reader.tensor("a")
 
 

@@ -113,7 +113,7 @@ def test_an_optimizer_whose_steps_go_unseen_is_found_out():
     step(model, optimizer, 0)
     with pytest.raises(EMAError, match="no optimizer step was observed"):
         background.step()
-    with pytest.raises(EMAError, match="watches already"):
+    with pytest.raises(EMAError, match="is already attached"):
         background.attach(model)
     with pytest.raises(UnsupportedEngineError, match="it is unknown what"):
         BackgroundEMA(shadow=EMAShadow(decay=0.9)).attach(model)

@@ -257,7 +257,7 @@ def test_attach_refuses_what_it_cannot_average():
     with pytest.raises(EngineError, match="has no master weights"):
         EMAShadow(decay=0.9).attach("model")
     ema = EMAShadow(decay=0.9).attach(HostileNet())
-    with pytest.raises(EMAError, match="attached already"):
+    with pytest.raises(EMAError, match="already attached"):
         ema.attach(HostileNet())
 
 

@@ -201,8 +201,8 @@ def test_what_an_accelerator_of_the_plan_puts_in_place_is_said():
         weights, averages = run.engine.master_weights.gather(), copy.shadow_params
         for (_, weight), average in zip(weights, averages, strict=True):
             torch.testing.assert_close(average, torch.lerp(weight, torch.full_like(weight, 0.5), d))
-        assert "attached already" in error_of(lambda: run.attach(model))
-        assert "other parameters than the engine's" in error_of(lambda: register(other))
+        assert "already has an engine" in error_of(lambda: run.attach(model))
+        assert "differ from the engine's parameters" in error_of(lambda: register(other))
         assert accelerator.gradient_accumulation_steps == 2
         explained = run.engine.explain()
         for said in ("SGD(lr=0.5)", "ConstantLR", "pre_hook", "Accelerator.gradient_accumulation"):

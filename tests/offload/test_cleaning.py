@@ -294,7 +294,7 @@ class TestUnfinished:
         (tmp_path / f"{DRAFT_PREFIX}abc").mkdir()
         with making_in(tmp_path):
             report = cleanup_stale_swap(tmp_path)
-        assert "currently creating something" in only(report.kept).reason
+        assert "currently creating a folder" in only(report.kept).reason
         assert (tmp_path / f"{DRAFT_PREFIX}abc").is_dir()
 
     def test_a_link_with_such_a_name_goes_alone(self, tmp_path):
@@ -356,7 +356,9 @@ class TestBare:
             process.stdout.readline()
             report = cleanup_stale_swap(tmp_path, adopt=True)
             process.communicate("\n")
-        assert f"process {process.pid} has one of its files open" in only(report.kept).reason
+        assert (
+            f"process {process.pid} has one of the folder's files open" in only(report.kept).reason
+        )
         assert file.exists()
         assert len(cleanup_stale_swap(tmp_path, adopt=True).removed) == 1
 
@@ -412,7 +414,7 @@ class TestBare:
     def test_where_other_machines_may_come_it_is_kept(self, tmp_path, monkeypatch, kind):
         monkeypatch.setattr(cleaning, "filesystem_kind", lambda _: kind)
         report = cleanup_stale_swap(tmp_path, adopt=True)
-        assert "other machines may be using it" in only(report.kept).reason
+        assert "other machines may use the folder" in only(report.kept).reason
 
 
 @contextmanager

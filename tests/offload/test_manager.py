@@ -283,7 +283,7 @@ class TestFailures:
 
     def test_another_folder_in_its_place_is_not_touched(self, tmp_path):
         with (  # noqa: PT012
-            pytest.raises(OffloadError, match="no longer the folder this run made"),
+            pytest.raises(OffloadError, match="no longer the folder that this run created"),
             OffloadManager(root=tmp_path / "root").lease(swapping_plan()) as lease,
         ):
             lease.path.rename(tmp_path / "moved")
@@ -293,14 +293,14 @@ class TestFailures:
     def test_a_folder_deleted_under_the_run_is_said(self, tmp_path):
         with OffloadManager(root=tmp_path / "root").lease(swapping_plan()) as lease:
             subprocess.run(["rm", "-r", str(tmp_path / "root")], check=True)
-        assert "was deleted while it ran" in decision(lease, "offload.release").reason
+        assert "was deleted during the run" in decision(lease, "offload.release").reason
 
     def test_a_stranger_that_keeps_the_lock_is_said(self, tmp_path):
         with OffloadManager(root=tmp_path).lease(swapping_plan()) as lease:
             stranger = (lease.path / "lease.lock").open()
             fcntl.flock(stranger, fcntl.LOCK_SH)
         with stranger:
-            assert "still holds it" in decision(lease, "offload.release").reason
+            assert "still locks the folder" in decision(lease, "offload.release").reason
             assert lease.path.exists()
 
     def test_links_inside_are_removed_and_not_followed(self, tmp_path):
@@ -373,7 +373,7 @@ class TestRanks:
         lease = first.__enter__()
         second.__enter__()
         first.__exit__(None, None, None)
-        assert "still holds it" in decision(lease, "offload.release").reason
+        assert "still locks the folder" in decision(lease, "offload.release").reason
         assert lease.path.exists()
         second.__exit__(None, None, None)
 
@@ -436,7 +436,7 @@ class TestRanks:
             plans = [swapping_plan(lr=lr, world_size=2) for lr in (3e-4, 1e-4)]
             digests = [plan.digest()[:12] for plan in plans]
             assert f"this record: {digests[0]} instead of {digests[1]}" in caught.value.reason
-            assert "share return the whole string of rank 0" in caught.value.fix
+            assert "share return rank 0's whole string" in caught.value.fix
 
     @pytest.mark.parametrize("rank", [0, 1])
     def test_share_is_needed(self, tmp_path, rank):
@@ -448,8 +448,8 @@ class TestRanks:
         ("ranks", "says"),
         [
             ({"world_size": 1}, "resolved for 2 ranks"),
-            ({"rank": 2}, "is not a rank of 2"),
-            ({"rank": -1}, "is not a rank of 2"),
+            ({"rank": 2}, "is not a rank of a run with 2"),
+            ({"rank": -1}, "is not a rank of a run with 2"),
         ],
     )
     def test_ranks_must_be_the_plans(self, tmp_path, ranks, says):

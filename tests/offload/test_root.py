@@ -41,7 +41,7 @@ def test_a_linked_root_is_refused_and_its_target_named(tmp_path):
     (tmp_path / "link").symlink_to("disk")
     with pytest.raises(OffloadError, match=r"is a symbolic link \(to disk\)") as caught:
         check(tmp_path / "link")
-    assert caught.value.fix == f"give {tmp_path / 'disk'}"
+    assert caught.value.fix == f"write the path of the folder, {tmp_path / 'disk'}"
     assert list((tmp_path / "disk").iterdir()) == []
 
 
@@ -123,7 +123,7 @@ def test_memory_is_no_disk(tmp_path, mounted):
     assert root.filesystem == "tmpfs"
     assert root.free_bytes <= 4 * 2**20
     (warning,) = [one for one in root.decisions if one.severity == "warning"]
-    assert "stored in RAM" in warning.reason
+    assert "in RAM" in warning.reason
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_memory_is_no_disk(tmp_path, mounted):
         ("nfs4", "shared file system"),
         ("lustre", "shared file system"),
         ("fuse.sshfs", "shared file system"),
-        ("zonefs", "not known as a local"),
+        ("zonefs", "may not be a local"),
         ("ext4", None),
     ],
 )

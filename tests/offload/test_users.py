@@ -62,7 +62,7 @@ def test_an_open_file_under_any_name(proc, process, file, tmp_path):
 def test_deepspeed_between_two_writes(proc, process, file):
     process(7, maps="7f00-7f01 r-xp 0 0 0 /cache/async_io/async_io.so\n")
     assert look(proc, file).swapping == (7,)
-    assert "may be the owner" in look(proc, file).doubt()
+    assert "may own the folder" in look(proc, file).doubt()
 
 
 def test_deepspeed_that_began_after_the_last_write(proc, process, file):

@@ -91,7 +91,7 @@ def test_a_silent_driver_without_devices(monkeypatch):
 
 
 def test_a_fork_after_cuda_was_used_is_an_error_and_no_cpu(monkeypatch):
-    with pytest.raises(PlatformError, match=r"before this process was forked.*'spawn'"):
+    with pytest.raises(PlatformError, match=r"parent process used CUDA.*'spawn'"):
         facts(monkeypatch, cuda="12.8", bad_fork=True, problem="Cannot re-initialize CUDA")
 
 

@@ -213,7 +213,7 @@ def test_on_a_cpu_the_runtime_of_the_picture_is_what_was_measured(tmp_path, monk
     plot_report(tmp_path / "memory.png", report(**cpu))
     ((heading, parts),) = drawn
     assert parts["runtime"] == 0.75
-    assert "runtime as measured" in heading
+    assert "runtime is the memory measured" in heading
     plot_report(tmp_path / "gpu.png", report())
     assert "as measured" not in drawn[1][0]
 

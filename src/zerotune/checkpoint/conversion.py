@@ -79,9 +79,9 @@ def convert(
         shadow: Name of the EMA shadow to write instead of the trained weights, for a zerotune
             checkpoint.
         dtype: Dtype of the model folder: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
-        base: For a zerotune checkpoint with frozen parameters, the model folder that training
-            started from. For a folder of accelerate, a model folder whose ``config.json`` names the
-            model's class.
+        base: Model folder that training started from, for a zerotune checkpoint with frozen
+            parameters. For a folder of accelerate's ``save_state``, ``base`` is a model folder
+            whose ``config.json`` names the model's class.
 
     Returns:
         The absolute path of the result.
@@ -420,9 +420,7 @@ class StateFolder:
                 "model's class; pass base=, a folder of this model"
             )
         elif [shapes.get(name) for name in names] != [tuple(s["exp_avg"].shape) for s in states]:
-            why = (
-                "only some of the model's parameters were trained, and the file does not name them"
-            )
+            why = "only some of the model's parameters were trained, without their names"
         else:
             return dict(zip(names, states, strict=True))
         self.left_out[_ACCELERATES_OPTIMIZER] = f"{why}: the optimizer starts with fresh states"

@@ -1,4 +1,4 @@
-"""``BackgroundEMA``: update an EMA during the next forward and backward pass."""
+"""``BackgroundEMA``, which updates an EMA during the next forward and backward pass."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 
 class BackgroundEMA(Closable):
-    """Updates one or several shadows in a thread, with exact results.
+    """Updates one or several shadows in a thread, with the same results as without a thread.
 
-    Between two optimizer steps the fp32 master weights do not change, so they are read in place
-    without a copy. The next optimizer step waits for the update, and so does all code that reads
-    the shadow or edits the weights::
+    Between two optimizer steps the fp32 master weights do not change, so the thread reads the
+    weights without a copy. The next optimizer step, and all code that reads the shadow or edits the
+    weights, wait for the update::
 
         ema = EMAShadow(decay=0.9999)
         with BackgroundEMA(shadow=ema).attach(engine) as background:
@@ -36,12 +36,12 @@ class BackgroundEMA(Closable):
                     background.step()
             with ema.swapped_in(): ...
 
-    It saves time only if the CPU is otherwise idle, for example while a GPU computes.
+    The thread saves time only if the CPU is otherwise idle, for example while a GPU computes.
 
     Args:
         shadow: An ``EMAShadow`` or ``EMAShadows``.
-        optimizer: The optimizer that changes the weights; only for a bare module, because engines
-            know theirs.
+        optimizer: The optimizer that changes the weights; required only if the weights belong to a
+            module without an engine.
     """
 
     def __init__(
@@ -57,27 +57,31 @@ class BackgroundEMA(Closable):
 
     @property
     def subject(self) -> EMAShadow | EMAShadows:
-        """The ``EMAShadow`` or ``EMAShadows`` that is updated."""
+        """The ``EMAShadow`` or ``EMAShadows`` to update."""
         return self._subject
 
     @property
     def watching(self) -> bool:
-        """Whether it is attached and not closed."""
+        """Whether the ``BackgroundEMA`` is attached and not closed."""
         return self._master is not None
 
     def attach(self, source: Any) -> Self:
-        """Attach the shadow if necessary, and watch for changes of its weights.
+        """Attach the shadow if necessary, and watch for changes of the weights.
 
         Args:
             source: As in ``EMAShadow.attach``.
 
         Raises:
-            EMAError: It is already attached.
+            EMAError: The ``BackgroundEMA`` is already attached.
             UnsupportedEngineError: The weights are on NVMe, where reads would conflict with the
-                optimizer's swapping, or the code that changes them is unknown.
+                optimizer's swapping, or no known optimizer changes the weights.
         """
         if self._master is not None:
-            raise EMAError("watches already", key="BackgroundEMA", fix="create one per shadow")
+            raise EMAError(
+                "is already attached",
+                key="BackgroundEMA",
+                fix="create one BackgroundEMA per shadow",
+            )
         shadows = self._subject.shadows
         if not all(shadow.attached for shadow in shadows):
             self._subject.attach(source)
@@ -92,27 +96,28 @@ class BackgroundEMA(Closable):
         return self
 
     def expect_step(self) -> None:
-        """Do nothing: the weights are read after the step, in a thread."""
+        """Do nothing, because the thread reads the weights after the step."""
 
     def step(self) -> None:
-        """Start an update with the weights after one applied optimizer step.
+        """Start an update after one applied optimizer step.
 
         Raises:
-            EMAError: Not attached, swapped in, the previous update failed, or the optimizer's step
-                was not observed, so weights could change during an update.
+            EMAError: The shadow is not attached or is swapped in, the previous update failed, or
+                the optimizer's step was not observed, so weights could change during an update.
         """
         if self._master is None:
             raise EMAError(
                 "is not attached to an engine or model",
                 key="BackgroundEMA",
-                fix="BackgroundEMA(shadow=ema).attach(engine)",
+                fix="write BackgroundEMA(shadow=ema).attach(engine)",
             )
         self.join()
         if not self._changes:
             raise EMAError(
                 "no optimizer step was observed before the first update",
                 key="BackgroundEMA.step()",
-                fix="call it after the optimizer's step, and pass the optimizer that steps",
+                fix="call step() after the optimizer's step, and pass "
+                "BackgroundEMA(optimizer=...) if there is no engine",
             )
         begun = (shadow.begin_update() for shadow in self._subject.shadows)
         updates = [update for update in begun if update is not None]
@@ -123,10 +128,10 @@ class BackgroundEMA(Closable):
             self._thread.start()
 
     def join(self) -> None:
-        """Wait for the current update.
+        """Wait for the update in progress, if any.
 
         Raises:
-            EMAError: The update found that the shadow does not follow the weights.
+            EMAError: The update has moved the shadow away from the weights.
         """
         thread, self._thread = self._thread, None
         if thread is not None:
@@ -137,7 +142,7 @@ class BackgroundEMA(Closable):
 
     @override
     def close(self) -> None:
-        """Wait and detach; the shadow can then be used as before."""
+        """Wait for the update in progress and detach; the shadow remains usable."""
         try:
             self.join()
         finally:

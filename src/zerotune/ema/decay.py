@@ -1,4 +1,4 @@
-"""EMA decay as pure functions of the step."""
+"""Decay schedules of an EMA, as functions of the optimizer step."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from zerotune.errors import InvalidValueError
 
 @runtime_checkable
 class DecaySchedule(Protocol):
-    """Protocol: a decay for every step; any object with this method is accepted."""
+    """Protocol of decay schedules; any object with this method is accepted."""
 
     def at(self, step: int) -> float:
-        """Return the share of the shadow that step ``step`` keeps.
+        """Return the decay of a step.
 
         Args:
-            step: Optimizer steps since averaging began, from 0.
+            step: Number of the optimizer step since averaging began, from 0.
 
         Returns:
-            A number in [0, 1): 0 makes the shadow a copy of the weights.
+            The decay, in [0, 1); 0 makes the shadow a copy of the weights.
         """
         ...
 
@@ -34,7 +34,8 @@ def _check_share(value: Any, *, key: str) -> None:
             "a decay of 1 or more never updates the shadow",
             key=key,
             value=value,
-            fix="0.999 follows within thousands of steps, 0.9999 within tens of thousands",
+            fix="write 0.999 for an average over thousands of steps, or 0.9999 for tens of "
+            "thousands",
         )
     if not 0 <= number < 1:
         raise InvalidValueError("a decay must be in [0, 1)", key=key, value=value, fix="try 0.999")
@@ -50,7 +51,7 @@ class ConstantDecay:
     """The same decay at every step."""
 
     decay: float = attrs.field(validator=_kept_share)
-    """Share of the shadow kept by one step."""
+    """Decay per optimizer step, in [0, 1)."""
 
     def at(self, step: int) -> float:  # noqa: ARG002 - the protocol's argument
         """Return the decay, the same for every step."""
@@ -61,9 +62,9 @@ class ConstantDecay:
 class WarmupDecay:
     """``1 - (1 + step / inverse_gamma) ** -power``, clipped to ``min_decay`` and ``decay``.
 
-    This is the formula of diffusers' ``EMAModel(use_ema_warmup=True)``; the first update copies the
-    weights. A ``power`` of 2/3 suits long runs (decay 0.999 after 31,600 steps, 0.9999 after a
-    million), 3/4 shorter ones (0.999 after 10,000, 0.9999 after 215,400).
+    diffusers' ``EMAModel(use_ema_warmup=True)`` uses the same formula. The first update copies the
+    weights. With ``power=2/3`` the decay reaches 0.999 after 31,600 steps and 0.9999 after a
+    million. With ``power=3/4``, for shorter runs, these values are 10,000 and 215,400 steps.
     """
 
     decay: float = attrs.field(default=0.9999, validator=_kept_share)
@@ -88,7 +89,7 @@ class WarmupDecay:
 class RampDecay:
     """``(1 + step) / (10 + step)``, clipped to ``min_decay`` and ``decay``.
 
-    This is the formula of diffusers' ``EMAModel`` without ``use_ema_warmup``.
+    diffusers' ``EMAModel`` without ``use_ema_warmup`` uses the same formula.
     """
 
     decay: float = attrs.field(default=0.9999, validator=_kept_share)
@@ -105,20 +106,20 @@ class RampDecay:
 
 @attrs.frozen(kw_only=True)
 class HalfLife:
-    """A decay given by the half-life of a weight's share in the average.
+    """A constant decay, given by the time in which a step's share of the average halves.
 
-    Set ``steps``, or ``samples`` with ``batch_size``::
+    Pass ``steps``, or ``samples`` with ``batch_size``::
 
         HalfLife(steps=1000)
         HalfLife(samples=500_000, batch_size=plan.train_batch_size)
     """
 
     steps: float | None = attrs.field(default=None, validator=_optional_above_zero)
-    """Optimizer steps until a contribution has halved."""
+    """Half-life in optimizer steps."""
     samples: float | None = attrs.field(default=None, validator=_optional_above_zero)
-    """Training samples until a contribution has halved."""
+    """Half-life in training samples."""
     batch_size: float | None = attrs.field(default=None, validator=_optional_above_zero)
-    """Samples per optimizer step on all ranks together; only with ``samples``."""
+    """Samples per optimizer step of all ranks together; required with ``samples``."""
 
     def __attrs_post_init__(self) -> None:
         if (self.steps is None) == (self.samples is None):
@@ -126,14 +127,14 @@ class HalfLife:
                 "needs either steps or samples",
                 key="HalfLife",
                 value=(self.steps, self.samples),
-                fix="HalfLife(steps=1000)",
+                fix="write HalfLife(steps=1000)",
             )
         if (self.samples is None) != (self.batch_size is None):
             raise InvalidValueError(
                 "samples and batch_size must be given together",
                 key="HalfLife",
                 value=(self.samples, self.batch_size),
-                fix="HalfLife(samples=500_000, batch_size=plan.train_batch_size)",
+                fix="write HalfLife(samples=500_000, batch_size=plan.train_batch_size)",
             )
 
     @property
@@ -149,7 +150,7 @@ class HalfLife:
 
 
 def as_schedule(decay: DecaySchedule | float) -> DecaySchedule:
-    """Return a schedule, or a constant decay for a number."""
+    """Return a schedule unchanged, or convert a number to a ``ConstantDecay``."""
     if isinstance(decay, (int, float)):
         return ConstantDecay(decay=decay)
     if isinstance(decay, DecaySchedule):
@@ -158,7 +159,7 @@ def as_schedule(decay: DecaySchedule | float) -> DecaySchedule:
         "must be a number in [0, 1) or an object with at(step)",
         key="decay",
         value=decay,
-        fix="EMAShadow(decay=0.999) or EMAShadow(decay=WarmupDecay())",
+        fix="write EMAShadow(decay=0.999) or EMAShadow(decay=WarmupDecay())",
     )
 
 
@@ -167,14 +168,14 @@ def decay_of_update(
 ) -> float:
     """Return the decay of one update for the last ``update_every`` optimizer steps.
 
-    It is the product of the decays of these steps (``decay ** update_every`` for a constant decay),
-    so that less frequent updates keep the half-life.
+    The result is the product of the steps' decays (``decay ** update_every`` for a constant decay),
+    so the half-life does not depend on ``update_every``.
 
     Args:
         schedule: Decay of single steps.
-        step: Optimizer steps taken, including this one, from 1.
-        update_every: Steps since the last update.
-        start_after: Steps during which the shadow follows the weights exactly.
+        step: Number of the current optimizer step, from 1.
+        update_every: Number of optimizer steps per update.
+        start_after: Number of initial steps during which the shadow is a copy of the weights.
 
     Returns:
         A number in [0, 1); 0 if one of the steps copies the weights.
@@ -185,7 +186,9 @@ def decay_of_update(
         decay = schedule.at(since_start) if since_start >= 0 else 0.0
         if not 0 <= decay < 1:
             raise InvalidValueError(
-                f"{schedule!r} left [0, 1) at step {since_start}", key="decay", value=decay
+                f"{schedule!r} returned a decay outside [0, 1) at step {since_start}",
+                key="decay",
+                value=decay,
             )
         product *= decay
     return product

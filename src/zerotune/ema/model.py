@@ -39,40 +39,40 @@ _SETTINGS = {
 
 
 class EMAModel:
-    """A drop-in replacement for ``diffusers.training_utils.EMAModel``, also under every ZeRO stage.
+    """A replacement for ``diffusers.training_utils.EMAModel`` that supports all ZeRO stages.
 
-    In a loop without DeepSpeed only the import changes. With DeepSpeed the engine owns the fp32
-    weights, so pass the engine instead of the parameters::
+    In a loop without DeepSpeed only the import changes. With DeepSpeed the fp32 weights belong to
+    the engine, so the constructor receives the engine instead of the parameters::
 
         unet, optimizer, ... = accelerator.prepare(unet, optimizer, ...)
         ema_unet = EMAModel(unet, decay=0.9999, model_cls=..., model_config=...)
         ...
         ema_unet.step(unet.parameters())
 
-    Names and semantics are those of diffusers; the EMA page lists each difference. The main ones:
-    the shadow is always fp32, contains only trainable parameters (frozen ones are copied from the
-    model), and starts on the CPU. Parameters of another number or shape raise an error; diffusers
-    would ignore some. Under ZeRO everything except ``step`` and ``store`` is collective: every rank
-    must call it, and an error names a rank that does not.
+    Names and semantics are those of diffusers; the EMA page of the documentation lists each
+    difference. The shadow is always fp32, starts on the CPU, and averages only trainable
+    parameters; frozen parameters are copied from the model. Unlike in diffusers, parameters of a
+    wrong number or shape always raise an error. Under ZeRO all methods except ``step`` and
+    ``store`` are collective; if a rank does not call a method, an error names the rank.
 
     Args:
         parameters: Parameters, a module, a zerotune engine or a ``deepspeed.DeepSpeedEngine``.
         decay: Largest decay.
         min_decay: Smallest decay after the first update.
-        update_after_step: Steps during which the shadow follows the weights exactly.
+        update_after_step: Number of initial steps during which the shadow is a copy of the weights.
         use_ema_warmup: Use ``WarmupDecay`` instead of ``RampDecay``.
         inv_gamma: ``WarmupDecay.inverse_gamma``.
         power: ``WarmupDecay.power``.
-        foreach: Accepted but ignored: there is only one implementation, which is equally fast.
+        foreach: Ignored; accepted for compatibility with diffusers.
         model_cls: A diffusers model class, for ``save_pretrained``.
-        model_config: Its config.
+        model_config: Configuration of the model, for ``save_pretrained``.
         store: Storage of the shadow; default host memory.
         legacy: ``max_value`` for ``decay``, ``min_value`` for ``min_decay`` and ``device`` for
             ``to(device)``, as in diffusers with a ``FutureWarning``.
 
     Raises:
         InvalidValueError: A setting is out of range or unknown.
-        EMAError: The parameters are not the fp32 weights, or none is trainable.
+        EMAError: The parameters are not the fp32 weights, or no parameter is trainable.
     """
 
     def __init__(
@@ -106,26 +106,26 @@ class EMAModel:
             self.to(device=old["device"])
 
     def follow(self, source: Any) -> None:
-        """Follow the weights of the engine that trains the model.
+        """Average the weights of the engine that trains the model, from now on. Collective.
 
-        For a script that creates its EMA before ``prepare``, from the model or, like diffusers'
-        scripts, from a second copy. The average then starts from that copy's values. An EMA created
-        from the engine is unchanged. Collective.
+        Use ``follow`` in a script that creates its EMA before ``prepare``, from the model or, like
+        diffusers' scripts, from a copy of the model. The average starts from the values with which
+        the EMA was created. An EMA that was created from the engine is unchanged.
 
         Args:
-            source: The engine that trains the model now.
+            source: The engine that trains the model.
 
         Raises:
-            EMAError: The engine's parameters have other shapes, or it has taken steps without the
-                engine.
+            EMAError: The engine's parameters have different shapes, or the EMA has already taken
+                steps.
         """
         tracked, copied = TrackedParameters.of(source), None
         if not tracked.are(self._tracked.parameters):
             if not self._tracked.are_masters or not tracked.alike(self._tracked.parameters):
                 raise EMAError(
-                    "averages other parameters than the engine's",
+                    "averages parameters that differ from the engine's parameters",
                     key="EMAModel.follow",
-                    fix="create it from the model that is prepared, or from a copy of it",
+                    fix="create the EMAModel from the model to prepare, or from its copy",
                 )
             copied = self._live()
         if not self._tracked.are_masters:
@@ -151,7 +151,7 @@ class EMAModel:
 
     @property
     def optimization_step(self) -> int:
-        """Optimizer steps seen; settable."""
+        """Number of optimizer steps that the EMA has counted; settable."""
         return self._shadow.steps
 
     @optimization_step.setter
@@ -162,8 +162,8 @@ class EMAModel:
     def shadow_params(self) -> list[torch.Tensor]:
         """Full fp32 averages by position; settable to tensors of the same number and shapes.
 
-        For parameters these are the shadow's own tensors, which updates change, as in diffusers.
-        For an engine they are gathered copies on the CPU, which need as much memory as the whole
+        An EMA of parameters returns the shadow's tensors, which updates change, as in diffusers. An
+        EMA of an engine returns gathered copies on the CPU, which need as much memory as the whole
         model.
         """
         if self._tracked.are_masters:
@@ -178,9 +178,9 @@ class EMAModel:
 
     @property
     def temp_stored_params(self) -> list[torch.Tensor] | None:
-        """Weights saved by ``store``, on the CPU, or ``None``. Settable.
+        """Weights saved by ``store``, on the CPU, or ``None``; settable.
 
-        For an engine's own weights, the parts that this rank owns.
+        An EMA of an engine stores this rank's fragments.
         """
         return list(self._stored.values()) if isinstance(self._stored, dict) else self._stored
 
@@ -189,7 +189,11 @@ class EMAModel:
         self._stored = None if values is None else list(values)
 
     def get_decay(self, optimization_step: int) -> float:
-        """Return the decay of the update after this many optimizer steps, from 1."""
+        """Return the decay of the update that follows an optimizer step.
+
+        Args:
+            optimization_step: Number of the optimizer step, from 1.
+        """
         schedule: WarmupDecay | RampDecay = RampDecay(decay=self.decay, min_decay=self.min_decay)
         if self.use_ema_warmup:
             schedule = WarmupDecay(
@@ -204,8 +208,8 @@ class EMAModel:
         """Update the average after one applied optimizer step.
 
         Args:
-            parameters: Parameters of the model that trains, which may be another object than the
-                shadow was created from; optional if it is the same.
+            parameters: Parameters of the trained model. Required only if the EMA was created from a
+                different object.
         """
         these = self._meant(parameters)
         if not self._tracked.are(these):
@@ -219,7 +223,11 @@ class EMAModel:
 
     @torch.no_grad()
     def copy_to(self, parameters: Parameters | None = None) -> None:
-        """Copy the averages into parameters: the model's own, or another's of any dtype."""
+        """Copy the averages into parameters.
+
+        Args:
+            parameters: Target parameters of any dtype; by default those of the trained model.
+        """
         given = self._meant(parameters)
         self._all_come("copy_to()")
         if self._tracked.are(given):
@@ -231,9 +239,12 @@ class EMAModel:
 
     @torch.no_grad()
     def store(self, parameters: Parameters | None = None) -> None:
-        """Save a copy of the weights until ``restore``, which needs 4 bytes per element.
+        """Save a copy of the weights for ``restore``; the copy needs 4 bytes per element.
 
         ``shadow.swapped_in()`` needs no copy.
+
+        Args:
+            parameters: Parameters to save; by default those of the trained model.
         """
         given = self._meant(parameters)
         if self._tracked.are(given) and not self._tracked.are_masters:
@@ -246,8 +257,11 @@ class EMAModel:
     def restore(self, parameters: Parameters | None = None) -> None:
         """Restore the weights saved by ``store``.
 
+        Args:
+            parameters: The parameters that were passed to ``store``.
+
         Raises:
-            EMAError: Nothing is stored, or another model's weights are.
+            EMAError: No weights are stored, or the stored weights belong to different parameters.
         """
         given, stored = self._meant(parameters), self._stored
         if stored is None:
@@ -257,7 +271,9 @@ class EMAModel:
         masters = self._tracked.are(given) and not self._tracked.are_masters
         if isinstance(stored, dict) != masters or (not masters and len(stored) != len(given)):
             raise EMAError(
-                "was stored from other parameters", key="restore()", fix="pass the same parameters"
+                "the stored weights belong to different parameters",
+                key="restore()",
+                fix="pass the same parameters to store() and restore()",
             )
         if isinstance(stored, dict):
             self._all_come("restore()")
@@ -272,26 +288,32 @@ class EMAModel:
     ) -> None:
         """Move the shadow to a device.
 
+        Args:
+            device: The device.
+            dtype: ``torch.float32`` or ``None``.
+            non_blocking: Ignored.
+
         Raises:
-            InvalidValueError: ``dtype`` is not fp32: a bf16 shadow would not change.
+            InvalidValueError: ``dtype`` is not fp32; rounding would keep a bf16 shadow unchanged.
         """
         del non_blocking
         if dtype not in (None, torch.float32):
             raise InvalidValueError(
-                "a shadow in less than fp32 does not change at a decay near 1",
+                "is not supported, because with a decay near 1 rounding would keep the shadow "
+                "unchanged",
                 key="dtype",
                 value=str(dtype),
-                fix="omit it; copy_to() rounds to the model's own dtype",
+                fix="omit dtype; copy_to() rounds the averages to the model's dtype",
             )
         if device is not None and torch.device(device) != self._shadow.device:
             host = torch.device(device).type == "cpu"
             self._shadow.move(HostStore() if host else DeviceStore(device=torch.device(device)))
 
     def pin_memory(self) -> None:
-        """Do nothing: updates read the weights, and the shadow is never copied to a device."""
+        """Do nothing, because updates never copy the shadow to a device."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the keys of diffusers' ``state_dict``; ``shadow_params`` are in fp32."""
+        """Return a state with the keys of diffusers' ``state_dict``, and fp32 ``shadow_params``."""
         settings = {name: getattr(self, name) for name in _SETTINGS}
         return {
             **settings,
@@ -300,12 +322,14 @@ class EMAModel:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state written by this class or by diffusers; all keys are optional.
+        """Load a state written by this class or by diffusers.
+
+        Args:
+            state_dict: The state; all keys are optional.
 
         Raises:
-            InvalidValueError: A setting has another type or is out of range.
-            EMAError: ``shadow_params`` has another number or shapes. Nothing has changed in that
-                case.
+            InvalidValueError: A setting has the wrong type or is out of range.
+            EMAError: ``shadow_params`` has the wrong number or shapes; the EMA is unchanged.
         """
         before = {name: getattr(self, name) for name in _SETTINGS}
         values = state_dict.get("shadow_params")
@@ -334,20 +358,23 @@ class EMAModel:
             self._frozen = {index: values[index].detach().clone() for index in self._frozen}
 
     def save_pretrained(self, path: str | Path) -> None:
-        """Write a diffusers model folder with the averages, and these settings in its config.
+        """Write a diffusers model folder with the averages; its config includes the EMA settings.
 
-        Rank 0 writes. Sharded averages require that all ranks call it. In that case no rank
-        continues before the folder exists.
+        Rank 0 writes the folder. With sharded averages all ranks must call ``save_pretrained``, and
+        no rank continues before the folder exists.
+
+        Args:
+            path: Path of the folder.
 
         Raises:
-            EMAError: ``model_cls`` or ``model_config`` is missing, or the folder cannot be written,
-                here or on rank 0.
+            EMAError: ``model_cls`` or ``model_config`` is missing, or this rank or rank 0 cannot
+                write the folder.
         """
         if self.model_cls is None or self.model_config is None:
             raise EMAError(
-                "needs the class of the model",
+                "needs the class and the configuration of the model",
                 key="save_pretrained()",
-                fix="EMAModel(..., model_cls=UNet2DModel, model_config=unet.config)",
+                fix="write EMAModel(..., model_cls=UNet2DModel, model_config=unet.config)",
             )
         model = self.model_cls.from_config(self.model_config)
         settings = {name: getattr(self, name) for name in _SETTINGS}
@@ -365,7 +392,13 @@ class EMAModel:
 
     @classmethod
     def from_pretrained(cls, path: str | Path, model_cls: Any, foreach: bool = False) -> Self:
-        """Load a folder written by ``save_pretrained`` of this class or of diffusers."""
+        """Load a folder written by ``save_pretrained`` of this class or of diffusers.
+
+        Args:
+            path: Path of the folder.
+            model_cls: A diffusers model class.
+            foreach: Ignored; accepted for compatibility with diffusers.
+        """
         config = model_cls.load_config(path)
         settings = {k: config[k] for k in (*_SETTINGS, "optimization_step") if k in config}
         model = model_cls.from_pretrained(path)
@@ -417,7 +450,7 @@ class EMAModel:
                 raise EMAError(
                     "is frozen and partitioned, so it cannot be copied from the model",
                     key=self._tracked.names[index],
-                    fix="use ema.shadow.gather(), which has the trainable parameters",
+                    fix="use ema.shadow.gather(), which yields only trainable parameters",
                 )
             yield index, value
 
@@ -452,10 +485,10 @@ def _legacy(arguments: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in arguments.items():
         if name not in _LEGACY:
             raise InvalidValueError(
-                "there is no such argument",
+                "EMAModel has no such argument",
                 key=f"EMAModel({name})",
                 value=value,
-                fix=f"one of {', '.join((*_SETTINGS, *_LEGACY))}",
+                fix=f"use one of {', '.join((*_SETTINGS, *_LEGACY))}",
             )
         if value is not None:
             today = "to(device=...)" if name == "device" else _LEGACY[name]
@@ -472,16 +505,16 @@ class TrackedParameters:
     """Parameters by position, with access to their master weights."""
 
     parameters: tuple[torch.nn.Parameter, ...]
-    """In the order of ``module.parameters()``."""
+    """The parameters, in the order of ``module.parameters()``."""
     names: tuple[str, ...]
     """Names in the master weights."""
     master: MasterWeights
     are_masters: bool = False
-    """Whether the parameters are the fp32 weights themselves, and not an engine's."""
+    """Whether the parameters are the fp32 weights; ``False`` for the parameters of an engine."""
 
     @classmethod
     def of(cls, source: Any) -> TrackedParameters:
-        """Create from an engine, a module, or parameters."""
+        """Return the parameters of an engine, a module or an iterable of parameters."""
         source = unwrapped(source)
         # A Sequential is iterable too, and yields modules.
         if isinstance(source, torch.nn.Module):
@@ -503,11 +536,11 @@ class TrackedParameters:
             half = parameter.requires_grad and parameter.dtype != torch.float32
             if half or full_shape(parameter) != tuple(parameter.shape):
                 raise EMAError(
-                    "are not the fp32 weights that the optimizer updates",
+                    "is not one of the fp32 weights that the optimizer updates",
                     key=f"parameters[{index}]",
                     value=(str(parameter.dtype), tuple(parameter.shape)),
-                    fix="EMAModel(engine, ...) after accelerate or DeepSpeed has created the "
-                    "engine; or accelerator.register_for_checkpointing(ema) after prepare",
+                    fix="write EMAModel(engine, ...) after accelerate or DeepSpeed has created the "
+                    "engine, or call accelerator.register_for_checkpointing(ema) after prepare",
                 )
             if id(parameter) not in names:
                 names[id(parameter)] = str(index)
@@ -520,21 +553,21 @@ class TrackedParameters:
         )
 
     def full_shape(self, index: int) -> tuple[int, ...]:
-        """Shape of the parameter at a position, before partitioning."""
+        """Return the full, unpartitioned shape of the parameter at a position."""
         return full_shape(self.parameters[index])
 
     def are(self, parameters: tuple[torch.nn.Parameter, ...]) -> bool:
-        """Return whether these are the same objects in the same order."""
+        """Return whether ``parameters`` are the same objects in the same order."""
         return len(parameters) == len(self.parameters) and all(
             mine is theirs for mine, theirs in zip(self.parameters, parameters, strict=True)
         )
 
     def alike(self, parameters: tuple[torch.nn.Parameter, ...]) -> bool:
-        """Return whether others have the same number and shapes."""
+        """Return whether ``parameters`` have the same number and shapes."""
         return [full_shape(p) for p in self.parameters] == [tuple(p.shape) for p in parameters]
 
     def like(self, parameters: tuple[torch.nn.Parameter, ...]) -> None:
-        """Check that others have the same number and shapes."""
+        """Check that ``parameters`` have the same number and shapes."""
         if len(parameters) != len(self.parameters):
             raise EMAError(
                 f"there are {len(parameters)} parameters instead of {len(self.parameters)}",
@@ -554,16 +587,18 @@ class TrackedParameters:
 
 
 def write_folder(path: Path, write: Callable[[Path], object]) -> None:
-    """Fill a temporary folder beside ``path`` with ``write``, then move it there.
+    """Write a folder through a temporary folder, so that no file is ever incomplete.
 
-    An existing folder keeps its other files; each new file replaces the old one atomically.
+    If the folder exists, each new file replaces an old file atomically, and other files are kept.
 
     Args:
-        path: The target folder.
-        write: Receives the temporary folder and writes files, no folders, into it.
+        path: Path of the folder.
+        write: Called with a temporary folder, into which it writes files but no folders.
     """
     with ExitStack() as opened:
-        opened.enter_context(system_errors(EMAError, path, "the averages cannot be written there"))
+        opened.enter_context(
+            system_errors(EMAError, path, "the averages cannot be written to this folder")
+        )
         path.parent.mkdir(parents=True, exist_ok=True)
         beside = tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent)
         draft = Path(opened.enter_context(beside)) / path.name

@@ -1,7 +1,7 @@
-"""``EMAShadow``: an fp32 average of this rank's master weights, and ``EMAShadows`` for several.
+"""``EMAShadow``, an fp32 average of this rank's master weights, and ``EMAShadows`` for several.
 
-An update passes once over the fragments, for one shadow or several. The first updates are verified:
-an error is raised if a shadow does not move closer to the weights.
+An update reads each fragment of the master weights once, even for several shadows. The first
+updates are verified: a shadow that does not move closer to the weights raises an error.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ _COMPARED_AT_ONCE = 2**18
 class EMAShadow(Readable):
     """An exponential moving average of an engine's fp32 master weights.
 
-    Each rank averages the fragments it owns, in fp32. Nothing is gathered, and if offload keeps the
-    master weights in host RAM, nothing crosses the bus. Memory: 4 bytes per element that this rank
-    owns::
+    Each rank averages its fragments of the master weights in fp32, which needs 4 bytes per element
+    of these fragments. Nothing is gathered. With master weights in host memory, updates transfer
+    nothing between host and device::
 
         ema = EMAShadow(decay=0.999).attach(engine)
         for batch in data:
@@ -55,15 +55,16 @@ class EMAShadow(Readable):
             validate(engine)
 
     Args:
-        decay: Share of the shadow kept by one optimizer step: a number or a schedule of
-            ``zerotune.ema.decay``.
-        update_every: Optimizer steps per update; the decay is adjusted accordingly.
-        start_after: Optimizer steps during which the shadow follows the weights exactly.
+        decay: Decay per optimizer step: a number or a schedule from ``zerotune.ema.decay``.
+        update_every: Number of optimizer steps per update. Each update applies the decay of
+            ``update_every`` steps.
+        start_after: Number of initial optimizer steps during which the shadow is a copy of the
+            weights.
         store: Storage of the shadow: ``HostStore()``, ``DeviceStore()`` or
             ``FileStore(folder=...)``; default host memory.
 
     Attributes:
-        name: Name for exports: ``"ema"``, or its name in ``EMAShadows``.
+        name: Name for exports: ``"ema"``, or the shadow's name in ``EMAShadows``.
 
     Raises:
         InvalidValueError: An argument is out of range.
@@ -91,9 +92,9 @@ class EMAShadow(Readable):
         self._steps = self._checked = 0
 
     def attach(self, source: Any) -> Self:
-        """Start from the current weights of ``source``.
+        """Attach the shadow to ``source``, and copy the current weights.
 
-        Collective: every rank must call it.
+        Collective: every rank must call ``attach``.
 
         Args:
             source: A zerotune engine, its ``master_weights``, a ``deepspeed.DeepSpeedEngine``,
@@ -103,13 +104,13 @@ class EMAShadow(Readable):
             This shadow.
 
         Raises:
-            EMAError: It is already attached, or the ranks together lack elements of a trainable
-                parameter.
+            EMAError: The shadow is already attached, or the ranks' fragments lack elements of a
+                trainable parameter.
             EngineError: ``source`` has no master weights.
         """
         if self._master is not None:
             raise EMAError(
-                "is attached already", key="EMAShadow", fix="create one shadow per engine"
+                "is already attached", key="EMAShadow", fix="create one shadow per engine"
             )
         master = master_weights_of(source)
         tensors = room_for(master, self._store)
@@ -122,12 +123,12 @@ class EMAShadow(Readable):
 
     @property
     def attached(self) -> bool:
-        """Whether it is attached."""
+        """Whether the shadow is attached to an engine or a model."""
         return self._master is not None
 
     @property
     def shadows(self) -> tuple[EMAShadow, ...]:
-        """Tuple of this shadow, for the same interface as ``EMAShadows``."""
+        """A tuple with this shadow, as in ``EMAShadows``."""
         return (self,)
 
     @property
@@ -137,56 +138,61 @@ class EMAShadow(Readable):
 
     @property
     def steps(self) -> int:
-        """Optimizer steps seen."""
+        """Number of optimizer steps that the shadow has counted."""
         return self._steps
 
     @property
     def decay(self) -> float:
-        """Decay of the latest update; 0.0 before the first."""
+        """Decay of the latest update; 0.0 before the first update."""
         update = self._steps - self._steps % self._update_every
         return self._decay_at(update) if update else 0.0
 
     @property
     def nbytes(self) -> int:
-        """Memory of this rank's shadow: 4 bytes per element that it owns."""
+        """Bytes of this rank's shadow."""
         return sum(tensor.nbytes for tensor in self._tensors.values())
 
     def step(self) -> None:
         """Update the average after one applied optimizer step.
 
         Raises:
-            EMAError: Not attached, swapped in, or one of the first updates moved the shadow away
-                from the weights.
+            EMAError: The shadow is not attached, is swapped in, or moved away from the weights in
+                one of the first updates.
         """
         update_together(self)
 
     def expect_step(self) -> None:
-        """Announce that ``step`` follows the next optimizer step if that step is applied.
+        """Announce a call of ``step`` after the next optimizer step, if that step is applied.
 
-        If units are stepped in the backward pass, the shadow is then updated with them; otherwise
-        this has no effect. Call it before the backward pass; ``Trainer`` does so.
+        Call ``expect_step`` before the backward pass, as ``Trainer`` does. An engine that updates
+        weights during the backward pass then updates the shadow at the same time; other engines
+        ignore the call.
 
         Raises:
-            EMAError: Not attached.
+            EMAError: The shadow is not attached.
         """
         expect_together(self)
 
     def begin_update(self) -> ShadowUpdate | None:
-        """Count one optimizer step and return its update of the fragments, or ``None``.
+        """Count one optimizer step, and return its update of the fragments, or ``None``.
 
-        ``step`` applies it immediately. Code that iterates over the fragments itself, such as
-        several shadows in one pass, must apply the update to every fragment and call ``finish``
-        before the weights change again.
+        ``step`` calls this method and applies the update. Code that iterates over the fragments
+        itself must apply the update to every fragment and call ``finish`` before the weights change
+        again.
 
         Raises:
-            EMAError: Not attached, or swapped in.
+            EMAError: The shadow is not attached, or is swapped in.
         """
         self._ready("step()", settled=False)
         self._steps += 1
         return self.update_of(self._steps)
 
     def update_of(self, step: int) -> ShadowUpdate | None:
-        """Return the update after this many steps, or ``None``."""
+        """Return the update that follows an optimizer step, or ``None``.
+
+        Args:
+            step: Number of the optimizer step, from 1.
+        """
         if step % self._update_every:
             return None
         decay, update = self._decay_at(step), step // self._update_every
@@ -202,12 +208,13 @@ class EMAShadow(Readable):
     def swapped_in(self) -> Iterator[None]:
         """Run the model with averaged weights inside the block.
 
-        Master weights and shadow are exchanged in place without a third copy. Leaving the block
-        restores both bit for bit, even if it raises. Collective: every rank must enter and leave.
+        Master weights and shadow are exchanged in place, without a third copy. The end of the block
+        restores weights and shadow bit for bit, even after an error. Collective: every rank must
+        enter and leave the block.
 
         Raises:
-            EMAError: Not attached, or already swapped in.
-            CollectiveError: A rank did not call it, as in ``if trainer.is_main: ...``.
+            EMAError: The shadow is not attached, or is already swapped in.
+            CollectiveError: A rank did not enter the block, as in ``if trainer.is_main: ...``.
         """
         master = self._ready("swapped_in()")
         # Before anything moves: a rank that waits for others must still have its own weights.
@@ -221,7 +228,9 @@ class EMAShadow(Readable):
             self._swapped = False
 
     def gather(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield name and full average of every trainable parameter, one in memory at a time.
+        """Yield the name and the full average of every trainable parameter.
+
+        Only one average is in memory at a time.
 
         Collective: every rank must iterate to the end.
 
@@ -238,10 +247,10 @@ class EMAShadow(Readable):
     def distance(self) -> float:
         """Return the relative L2 distance of shadow and master weights over all ranks.
 
-        Collective: every rank must call it.
+        Collective: every rank must call ``distance``.
 
         Returns:
-            ``|shadow - weights| / |weights|``; 0 when they are equal.
+            ``|shadow - weights| / |weights|``; 0 if shadow and weights are equal.
         """
         master = self._ready("distance()")
         apart = norm = 0.0
@@ -251,15 +260,15 @@ class EMAShadow(Readable):
             apart += squared_distance(shadow, value)
             norm += squared_norm(value)
         if not master.replicated:
-            parts = master.group.gather((apart, norm), purpose="measure the distance of an average")
+            parts = master.group.gather((apart, norm), purpose="measure an EMA's distance")
             apart, norm = sum(part[0] for part in parts), sum(part[1] for part in parts)
         return math.sqrt(apart / norm) if norm else math.sqrt(apart)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return this rank's share by ``name[start:stop]``, and ``steps``; views, not copies.
+        """Return views of this rank's fragments by ``name[start:stop]``, and ``steps``.
 
         Raises:
-            EMAError: Not attached, or swapped in, because the shadow then contains the trained
+            EMAError: The shadow is not attached, or is swapped in and thus contains the trained
                 weights.
         """
         self._ready("state_dict()")
@@ -269,12 +278,14 @@ class EMAShadow(Readable):
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Load a ``state_dict`` of this rank of the same engine.
 
-        Tensors of ``state`` are read one at a time, so a mapping may read them from disk.
+        Args:
+            state: Tensors by name. Each tensor is accessed once, so the mapping may read tensors
+                from disk.
 
         Raises:
-            EMAError: Not attached, swapped in, or the parts are not those this rank owns; nothing
-                has changed. Also raised for a part of another size, after earlier parts were
-                loaded.
+            EMAError: The shadow is not attached, is swapped in, or has different fragments; the
+                shadow is unchanged. A fragment of a different size raises the error after earlier
+                fragments were loaded.
         """
         self._ready("load_state_dict()")
         self._check_parts({*self._tensors, "steps"}, set(state), key="state")
@@ -287,10 +298,10 @@ class EMAShadow(Readable):
 
     @torch.no_grad()
     def begin_anew(self) -> None:
-        """Reset to a copy of the current weights with no steps seen, as after ``attach``.
+        """Reset the shadow to a copy of the current weights, and its step count to 0.
 
         Raises:
-            EMAError: Not attached, or swapped in.
+            EMAError: The shadow is not attached, or is swapped in.
         """
         self._copy_weights(self._ready("begin_anew()"), self._tensors)
         self._steps = self._checked = 0
@@ -303,10 +314,14 @@ class EMAShadow(Readable):
 
     @torch.no_grad()
     def move(self, store: ShadowStore) -> None:
-        """Move the shadow; during the move it exists in both places.
+        """Move the shadow to a different store; the move needs memory for a second copy.
+
+        Args:
+            store: The new storage.
 
         Raises:
-            EMAError: Not attached, swapped in, or no space there; the shadow is not moved.
+            EMAError: The shadow is not attached or is swapped in, or the new storage has no space;
+                the shadow stays where it was.
         """
         master = self._ready("move()")
         tensors = room_for(master, as_store(store))
@@ -316,18 +331,22 @@ class EMAShadow(Readable):
 
     @property
     def source(self) -> MasterWeights:
-        """The master weights that it follows.
+        """The master weights that the shadow averages.
 
         Raises:
-            EMAError: Not attached.
+            EMAError: The shadow is not attached.
         """
         return self._attached(settled=False)
 
     def follow(self, source: Any) -> None:
-        """Follow other weights with the same names and shapes, such as a reloaded model's.
+        """Average different weights of the same names and shapes from now on.
+
+        Args:
+            source: As in ``attach``, for example a reloaded model.
 
         Raises:
-            EMAError: Not attached, swapped in, or the parts differ; nothing has changed.
+            EMAError: The shadow is not attached, is swapped in, or has different fragments; the
+                shadow is unchanged.
         """
         self._ready("follow()")
         master = master_weights_of(source)
@@ -338,7 +357,11 @@ class EMAShadow(Readable):
         master.averages.add(self)
 
     def settle_with(self, settle: Callable[[], None] | None) -> None:
-        """Set a function that finishes a pending update before the shadow is read."""
+        """Set the function that finishes a pending update before the shadow is read.
+
+        Args:
+            settle: The function; ``None`` removes it.
+        """
         self._settle = settle
 
     @property
@@ -348,7 +371,7 @@ class EMAShadow(Readable):
 
     @override
     def brief(self) -> str:
-        """Summarise decay, storage and steps in a line."""
+        """Summarise decay, storage and steps in one line."""
         attached = (
             "not attached" if self._master is None else f"{counted(self._steps, 'step')} seen"
         )
@@ -356,7 +379,7 @@ class EMAShadow(Readable):
 
     @override
     def page(self) -> Page:
-        """Return ``explain`` as a report."""
+        """Return the text of ``explain`` as a page."""
         return Page(blocks=tuple(Line(line) for line in self.explain().splitlines()))
 
     def explain(self) -> str:
@@ -388,9 +411,9 @@ class EMAShadow(Readable):
             part = into[fragment.address.key]
             if fragment.value.numel() != part.numel():
                 raise EMAError(
-                    f"holds {fragment.value.numel()} elements instead of {part.numel()}",
+                    f"has {fragment.value.numel()} elements instead of {part.numel()}",
                     key=fragment.address.key,
-                    fix="report this with the model's class and the plan",
+                    fix="report this as a bug, with the model's class and the plan",
                 )
             part.copy_(fragment.value)
 
@@ -415,7 +438,7 @@ class EMAShadow(Readable):
             raise EMAError(
                 "is not attached to an engine or model",
                 key="EMAShadow",
-                fix="ema = EMAShadow(decay=0.999).attach(engine)",
+                fix="write ema = EMAShadow(decay=0.999).attach(engine)",
             )
         if self._settle is not None:
             self._settle()
@@ -428,9 +451,9 @@ class EMAShadow(Readable):
         master = self._attached(settled=settled)
         if self._swapped:
             raise EMAError(
-                "the shadow contains the trained weights while it is swapped in",
+                "cannot be called while the shadow is swapped in and contains the trained weights",
                 key=what,
-                fix="leave `with ema.swapped_in()` first",
+                fix="leave the block `with ema.swapped_in()` first",
             )
         return master
 
@@ -447,10 +470,11 @@ class EMAShadow(Readable):
 
 
 class EMAShadows(Mapping[str, "EMAShadow"]):
-    """Shadows with different half-lives on the same weights.
+    """Several shadows of the same weights, for example with different half-lives.
 
-    Every fragment is read once for all of them, which matters for NVMe or a GPU. It is a mapping,
-    so it can be passed as ``shadows=`` to checkpoint functions::
+    An update reads every fragment once for all shadows, which saves time if the master weights are
+    on NVMe or a GPU. ``EMAShadows`` is a mapping by name, as the ``shadows=`` argument of
+    checkpoint functions requires::
 
         emas = EMAShadows(
             shadows={
@@ -465,7 +489,7 @@ class EMAShadows(Mapping[str, "EMAShadow"]):
         shadows: Shadows that are not attached yet, by name.
 
     Raises:
-        InvalidValueError: There is no shadow, or one has two names.
+        InvalidValueError: There is no shadow, or a shadow has two names.
     """
 
     def __init__(self, *, shadows: Mapping[str, EMAShadow]) -> None:
@@ -475,11 +499,15 @@ class EMAShadows(Mapping[str, "EMAShadow"]):
                 "needs at least one shadow, each with one name",
                 key="shadows",
                 value=list(self._shadows),
-                fix='EMAShadows(shadows={"fast": EMAShadow(decay=0.99)})',
+                fix='write EMAShadows(shadows={"fast": EMAShadow(decay=0.99)})',
             )
 
     def attach(self, source: Any) -> Self:
-        """Start all shadows from the weights of ``source``; see ``EMAShadow.attach``."""
+        """Attach all shadows to ``source``, and copy the current weights. Collective.
+
+        Args:
+            source: As in ``EMAShadow.attach``.
+        """
         master = master_weights_of(source)
         for name, shadow in self._shadows.items():
             shadow.attach(master)
@@ -491,7 +519,7 @@ class EMAShadows(Mapping[str, "EMAShadow"]):
         update_together(*self._shadows.values())
 
     def expect_step(self) -> None:
-        """Announce that ``step`` follows; see ``EMAShadow.expect_step``."""
+        """Announce a call of ``step``; see ``EMAShadow.expect_step``."""
         expect_together(*self._shadows.values())
 
     @property
@@ -501,7 +529,7 @@ class EMAShadows(Mapping[str, "EMAShadow"]):
 
     @property
     def nbytes(self) -> int:
-        """Memory of this rank's shadows."""
+        """Bytes of this rank's shadows."""
         return sum(shadow.nbytes for shadow in self._shadows.values())
 
     def explain(self) -> str:
@@ -526,10 +554,10 @@ class EMAShadows(Mapping[str, "EMAShadow"]):
 
 @attrs.define(kw_only=True, eq=False)
 class ShadowUpdate:
-    """Applies one update to the fragments.
+    """One update of a shadow, applied fragment by fragment.
 
-    A verified update must reduce the distance between shadow and weights by the factor ``d``, its
-    decay, up to rounding.
+    A watched update is verified: it must multiply the distance between shadow and weights by the
+    decay, up to rounding errors.
     """
 
     tensors: Mapping[str, torch.Tensor]
@@ -537,7 +565,7 @@ class ShadowUpdate:
     decay: float
     watched: bool
     done: Callable[[bool], None]
-    """Called at the end with whether the update was verified."""
+    """Called by ``finish``; the argument tells whether the update was verified."""
     _before: float = attrs.field(default=0.0, init=False)
     _after: float = attrs.field(default=0.0, init=False)
     _norm: float = attrs.field(default=0.0, init=False)
@@ -545,7 +573,11 @@ class ShadowUpdate:
 
     @torch.no_grad()
     def take(self, fragment: Fragment) -> None:
-        """Move the fragment's part of the shadow towards the weights."""
+        """Move the shadow towards the weights for one fragment.
+
+        Args:
+            fragment: A fragment of the master weights.
+        """
         shadow = self.tensors[fragment.address.key]
         value = fragment.value.to(shadow.device)
         if self.watched:
@@ -557,7 +589,7 @@ class ShadowUpdate:
 
     @property
     def follower(self) -> Follower | None:
-        """Return the update in a form that runs within the optimizer's step, or ``None``."""
+        """The update in a form that runs during the optimizer's step; ``None`` if impossible."""
         if self.watched or not all(
             each.device.type == "cpu" and each.is_contiguous() for each in self.tensors.values()
         ):
@@ -565,10 +597,10 @@ class ShadowUpdate:
         return Follower(tensors=self.tensors, weight=1.0 - self.decay)
 
     def finish(self) -> None:
-        """Verify the update.
+        """Verify a watched update.
 
-        It cannot be verified if the weights hardly moved, for example in a warm-up from learning
-        rate zero.
+        An update cannot be verified if the weights have hardly moved, for example during a warm-up
+        from learning rate zero.
         """
         before, after = math.sqrt(self._before), math.sqrt(self._after)
         allowed = self.decay * before + _ROUNDING_STEP * math.sqrt(self._norm)
@@ -576,7 +608,7 @@ class ShadowUpdate:
             raise EMAError(
                 "the weights or the shadow are not finite",
                 key="ema.step()",
-                fix="clip gradients or lower the learning rate, and create a new shadow",
+                fix="clip gradients or lower the learning rate, and create a new EMAShadow",
             )
         if after > allowed:
             raise EMAError(
@@ -592,8 +624,10 @@ class ShadowUpdate:
 def update_together(*shadows: EMAShadow) -> None:
     """Update several shadows of the same weights in one pass over the fragments.
 
-    If the optimizer's step is still running, the shadows are updated with it. With NVMe offload
-    every pass reads the master weights once.
+    If the optimizer's step is still running, the shadows are updated during that step.
+
+    Args:
+        shadows: Shadows attached to the same engine or model.
     """
     updates = [update for shadow in shadows if (update := shadow.begin_update()) is not None]
     master = shadows[0].source
@@ -602,7 +636,11 @@ def update_together(*shadows: EMAShadow) -> None:
 
 
 def expect_together(*shadows: EMAShadow) -> None:
-    """Announce one step of several shadows of the same weights, if it can run with theirs."""
+    """Announce one update of several shadows of the same weights to the engine.
+
+    Args:
+        shadows: Shadows attached to the same engine or model.
+    """
     updates = [u for s in shadows if (u := s.update_of(s.steps + 1)) is not None]
     followers = [each for update in updates if (each := update.follower) is not None]
     if len(followers) == len(updates):
@@ -610,7 +648,12 @@ def expect_together(*shadows: EMAShadow) -> None:
 
 
 def joined(master: MasterWeights, updates: Sequence[ShadowUpdate]) -> bool:
-    """Return whether a running optimizer step can apply all of these updates."""
+    """Let a running optimizer step apply all updates; return ``False`` if it cannot.
+
+    Args:
+        master: Master weights of the shadows.
+        updates: Updates to apply.
+    """
     followers = [each for update in updates if (each := update.follower) is not None]
     # Asked also when there is nothing to move: the step learns that somebody averages.
     if len(followers) < len(updates) or not master.follow(followers):
@@ -621,7 +664,7 @@ def joined(master: MasterWeights, updates: Sequence[ShadowUpdate]) -> bool:
 
 
 def apply_updates(master: MasterWeights, updates: Sequence[ShadowUpdate]) -> None:
-    """Apply every update to every fragment, and verify them."""
+    """Apply every update to every fragment, and verify the updates."""
     for fragment in master.read() if updates else ():
         for update in updates:
             update.take(fragment)
@@ -633,26 +676,27 @@ def apply_updates(master: MasterWeights, updates: Sequence[ShadowUpdate]) -> Non
 
 
 def check_complete(master: MasterWeights, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Check that the ranks together have every element of every trainable parameter.
+    """Check that the ranks' fragments contain every element of every trainable parameter.
 
-    Collective: every rank must call it.
+    Collective: every rank must call ``check_complete``.
     """
     parameters = master.parameters
     if not parameters:
         raise EMAError(
             "there is no trainable parameter to average",
             key="attach",
-            fix="call requires_grad_(True) on what should be trained before attaching",
+            fix="call requires_grad_(True) on the parameters to train before attaching the EMA",
         )
     total = sum(math.prod(shape) for shape in parameters.values())
     counts = master.group.gather(sum(tensor.numel() for tensor in tensors.values()))
     count = counts[master.group.rank] if master.replicated else sum(counts)
     if count != total:
         raise EMAError(
-            f"the ranks together have {count} of {total} elements of the trainable parameters",
+            f"the ranks' fragments contain {count} of {total} elements of the trainable parameters",
             key="attach",
             value=counts,
-            fix="attach on every rank after the engine was built, or report this with the plan",
+            fix="attach the EMA on every rank after the engine is built; if the error persists, "
+            "report it with the plan",
         )
 
 
@@ -692,13 +736,13 @@ _BYTES = 4
 
 @runtime_checkable
 class ShadowStore(Protocol):
-    """Protocol: allocates storage for one rank's share of a shadow."""
+    """Protocol of storage for one rank's fragments of a shadow."""
 
     def allocate(self, numel: int, *, device: torch.device) -> torch.Tensor:
         """Return an uninitialised fp32 tensor of shape ``(numel,)``.
 
         Args:
-            numel: Elements this rank owns; may be 0.
+            numel: Number of elements; may be 0.
             device: Device of the engine.
         """
         ...
@@ -710,9 +754,9 @@ class ShadowStore(Protocol):
 
 @attrs.frozen(kw_only=True)
 class HostStore:
-    """Host memory, 4 bytes per element, not page-locked. This is the default.
+    """Storage of a shadow in host memory, not page-locked; the default.
 
-    If offload keeps the master weights in host memory, nothing crosses the bus.
+    With master weights in host memory, updates transfer nothing between host and device.
     """
 
     def allocate(self, numel: int, *, device: torch.device) -> torch.Tensor:  # noqa: ARG002
@@ -725,15 +769,12 @@ class HostStore:
 
 @attrs.frozen(kw_only=True)
 class DeviceStore:
-    """Memory of the training device or another device.
-
-    For engines that keep the master weights on the device.
-    """
+    """Storage of a shadow on a device, for engines with master weights on the device."""
 
     device: torch.device | None = attrs.field(
         default=None, converter=attrs.converters.optional(torch.device)
     )
-    """The device; default the engine's own."""
+    """The device; by default the engine's device."""
 
     def allocate(self, numel: int, *, device: torch.device) -> torch.Tensor:
         """Return an uninitialised fp32 tensor of shape ``(numel,)`` on the device."""
@@ -745,17 +786,17 @@ class DeviceStore:
 
 @attrs.frozen(kw_only=True)
 class FileStore:
-    """A memory-mapped file: the kernel caches it in memory and writes the rest to disk.
+    """Storage of a shadow in a memory-mapped file, which the kernel caches in memory.
 
-    The file is unlinked as soon as it is mapped. It occupies the disk until the shadow is freed,
-    but no run can leave it behind and no other run can open it. All ranks may use the same folder;
-    with several machines it should be on a local disk::
+    The file is unlinked as soon as it is mapped, so a killed run leaves no file, and other runs
+    cannot open the file. The file occupies the disk until the shadow is freed. All ranks may use
+    the same folder; with several machines, use a folder on each machine's local disk::
 
         EMAShadow(store=FileStore(folder=lease.path))
     """
 
     folder: Path = attrs.field(converter=Path)
-    """An existing folder, such as that of an offload lease."""
+    """An existing folder, such as a swap folder (``Lease.path``)."""
 
     def allocate(self, numel: int, *, device: torch.device) -> torch.Tensor:  # noqa: ARG002
         """Return a mapped fp32 tensor of shape ``(numel,)``.
@@ -776,11 +817,11 @@ class FileStore:
                 Path(path).unlink()
         except (OSError, ValueError) as error:
             raise EMAError(
-                f"{disk_size(numel * _BYTES)} for the shadow are not available: "
+                f"{disk_size(numel * _BYTES)} for the shadow cannot be allocated: "
                 f"{getattr(error, 'strerror', None) or error}",
                 key="FileStore.folder",
                 value=str(self.folder),
-                fix="use an existing writable folder on a disk with that much space",
+                fix="use an existing writable folder on a disk with enough space",
             ) from error
 
     def __str__(self) -> str:
@@ -788,7 +829,7 @@ class FileStore:
 
 
 def as_store(store: Any) -> ShadowStore:
-    """Return the given store, or host memory."""
+    """Return a store unchanged, or a ``HostStore`` for ``None``."""
     if store is None:
         return HostStore()
     if isinstance(store, ShadowStore) and not isinstance(store, type):
@@ -797,12 +838,20 @@ def as_store(store: Any) -> ShadowStore:
         "is not a valid store for a shadow",
         key="store",
         value=store,
-        fix="HostStore(), DeviceStore() or FileStore(folder=...)",
+        fix="write HostStore(), DeviceStore() or FileStore(folder=...)",
     )
 
 
 def room_for(master: MasterWeights, store: ShadowStore) -> dict[str, torch.Tensor]:
-    """Allocate a 1-D fp32 tensor for every fragment of this rank, by key; uninitialised."""
+    """Allocate an uninitialised 1-D fp32 tensor for every fragment of this rank.
+
+    Args:
+        master: Master weights with the fragments.
+        store: Storage of the tensors.
+
+    Returns:
+        Tensors by the fragment's key.
+    """
     # One allocation, not one per fragment: thousands of small blocks would each be rounded up.
     buffer = store.allocate(master.numel, device=master.device)
     parts = torch.split(buffer, [address.numel for address in master.addresses])

@@ -1,4 +1,4 @@
-"""Swap folders: each run leases its own folder inside a shared root.
+"""Swap folders: each run creates and locks a separate folder inside a shared root.
 
 This package needs neither torch nor DeepSpeed: it manages paths and locks.
 """

@@ -1,7 +1,7 @@
-"""Delete what dead runs left in a swap root, and nothing else.
+"""Delete leftovers of dead runs from a swap root.
 
-The module contains, in this order, the clean-up with its report, DeepSpeed's own swap files without
-a lease, and the search for processes that may use them.
+The module contains, in this order, the clean-up with its report, the handling of DeepSpeed's swap
+files without a lease, and the search for processes that may use these files.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ Kind = Literal["lease", "unfinished", "bare"]
 
 @attrs.frozen(kw_only=True)
 class Leftover:
-    """A leftover in a swap root, and what was done with it."""
+    """A file or folder in a swap root that the clean-up deleted, kept or could not delete."""
 
     path: Path
     kind: Kind
     """``"lease"``: a run's folder. ``"unfinished"``: an incomplete folder of a dead process.
-    ``"bare"``: DeepSpeed's own layout without a lease."""
+    ``"bare"``: a folder in DeepSpeed's layout without a lease."""
     nbytes: int
     """Bytes on disk that were freed or are in use; 0 if not measured."""
     reason: str
-    """Why it was removed or kept, or how its removal failed."""
+    """Why the leftover was deleted or kept, or why its deletion failed."""
 
 
 @attrs.frozen(kw_only=True)
@@ -61,20 +61,20 @@ class CleanupReport:
 
     root: Path
     dry_run: bool
-    """Whether it was a dry run; ``removed`` then lists what would be removed."""
+    """Whether the clean-up was a dry run, in which ``removed`` lists leftovers that were kept."""
     removed: tuple[Leftover, ...] = ()
     kept: tuple[Leftover, ...] = ()
     failures: tuple[Leftover, ...] = ()
-    """Leftovers that could not be removed completely; ``nbytes`` of them were freed."""
+    """Leftovers that could not be deleted completely; ``nbytes`` counts the freed bytes."""
 
     @property
     def freed(self) -> int:
-        """Bytes on disk that were freed, or would be."""
+        """Bytes on disk that the clean-up freed, or would free without ``dry_run``."""
         return sum(one.nbytes for one in (*self.removed, *self.failures))
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
-        """One record for each leftover that was removed, could not be removed, or has no owner."""
+        """A decision for each leftover that was deleted, could not be deleted, or has no lease."""
         bare = [one for one in self.kept if one.kind == "bare"]
         verb = "would free" if self.dry_run else "freed"
         return (
@@ -110,26 +110,25 @@ def _cleanup_decision(one: Leftover, verb: str, *, gone: bool) -> Decision:
 
 
 Cleaner = Callable[[Path], CleanupReport]
-"""Function that an ``OffloadManager`` calls on each root before leasing a folder."""
+"""Function that an ``OffloadManager`` calls with each root before it creates a swap folder."""
 
 
 def cleanup_stale_swap(
     root: str | os.PathLike[str], *, dry_run: bool = False, adopt: bool = False
 ) -> CleanupReport:
-    """Delete what provably dead runs left in a swap root.
+    """Delete swap folders of provably dead runs from a swap root.
 
-    It deletes folders that zerotune leased and that no process holds: the kernel released the lock
-    when the last rank died, and no recorded owner is alive. Everything else stays. Files in
-    DeepSpeed's own layout (``zero_stage_3/…/rankN``) have no recorded owner; they are reported, and
-    deleted only with ``adopt``. Symbolic links are not followed, and mounts are not entered. Any
-    number of processes may clean one root at once, while runs start and end there. An interrupted
-    clean-up can be repeated.
+    Only folders created by zerotune are deleted, and only if no process locks the folder and no
+    recorded owner is alive. Folders in DeepSpeed's layout (``zero_stage_3/…/rankN``) have no
+    recorded owner, so they are reported, and deleted only with ``adopt``. Symbolic links are not
+    followed, and mounts are not entered. Several processes may clean the same root at once, while
+    runs start and end. An interrupted clean-up can be repeated.
 
     Args:
         root: The swap root.
-        dry_run: Delete nothing, and report what would be deleted.
-        adopt: Also delete DeepSpeed's own layout if no process has a file in it open and every
-            process could be inspected.
+        dry_run: Only report what would be deleted.
+        adopt: Also delete folders in DeepSpeed's layout, if every process can be inspected and no
+            process uses their files.
 
     Raises:
         OffloadError: The root is not a folder, is a symbolic link, or cannot be read.
@@ -173,7 +172,7 @@ class _Sweep:
                 "is a symbolic link" if linked else f"cannot be read ({error.strerror})",
                 key="offload.root",
                 value=str(self.path),
-                fix="pass the swap root itself, a folder",
+                fix="pass the path of the swap root's folder",
             ) from error
 
     def _entries(self, root: int) -> None:
@@ -206,7 +205,7 @@ class _Sweep:
             said = getattr(error, "strerror", None) or getattr(error, "reason", None) or error
             other = _other_owner(root, name) if isinstance(error, PermissionError) else None
             if other is not None:
-                said = f"belongs to user {other}, whose own runs clean it ({said})"
+                said = f"belongs to user {other}, whose runs delete it ({said})"
             # No folder of ours at all: a link, a file, a mount.
             foreign = isinstance(error, NotADirectoryError)
             foreign = foreign or getattr(error, "errno", None) == errno.ELOOP
@@ -242,7 +241,8 @@ class _Sweep:
             os.close(folder)
         if not self.adopt:
             reason = (
-                "DeepSpeed's own layout, without a lease; adopt=True removes it if it is unused"
+                "a folder in DeepSpeed's layout without a lease; adopt=True deletes the folder if "
+                "no process uses it"
             )
             return False, swap.nbytes, reason
         if self.dry_run:
@@ -252,14 +252,14 @@ class _Sweep:
         if doubt is not None:
             return False, swap.nbytes, doubt
         size = swap.nbytes if self.dry_run else removed.freed
-        return True, size, "DeepSpeed's own layout, in use by no process"
+        return True, size, "a folder in DeepSpeed's layout that no process uses"
 
     def _unfinished(self, root: int, names: list[str]) -> None:
         try:
             alone = try_lock(root, exclusive=True)
-            reason = "a process is currently creating something in this root"
+            reason = "a process is currently creating a folder in this root"
         except (OSError, OffloadError) as error:
-            alone, reason = False, f"its creator may be alive ({error})"
+            alone, reason = False, f"the process that created it may be alive ({error})"
         for name in names:
             if not alone:
                 self.kept.append(self._leftover(name, "unfinished", 0, reason))
@@ -271,7 +271,7 @@ class _Sweep:
         if not self.dry_run:
             remove_entry(root, name, mount_identity(root), removed)
         size = before if self.dry_run else removed.freed
-        return True, size, "its creator has ended"
+        return True, size, "the process that created it has ended"
 
 
 def _open_inside(root: int, name: str) -> int:
@@ -294,7 +294,7 @@ def _other_owner(root: int, name: str) -> int | None:
 # -- Swap files that DeepSpeed wrote straight into a root, without a lease.
 
 ADOPTED_PREFIX: Final = ".zerotune-adopted-"
-"""Prefix of a bare folder during removal; a leftover one is treated as a bare folder."""
+"""Prefix of a folder in DeepSpeed's layout during its removal."""
 
 _LAYOUT_NAME: Final = re.compile(r"zero_stage_\d+", re.ASCII)
 # Names of DeepSpeed 0.19.8: runtime/swap_tensor/partitioned_param_swapper.py, optimizer_utils.py.
@@ -305,25 +305,29 @@ _FILE_NAME: Final = re.compile(r".+\.swp")
 
 @attrs.frozen(kw_only=True)
 class BareSwap:
-    """Contents of one folder in DeepSpeed's own layout."""
+    """Contents of a folder in DeepSpeed's layout."""
 
     nbytes: int
     """Bytes allocated on disk."""
     files: frozenset[tuple[int, int]]
     """Device and inode of every swap file."""
     last_written: float
-    """Latest modification time of its files and folders, seconds since 1970."""
+    """Latest modification time of the files and folders, in seconds since 1970."""
     foreign: str | None
-    """A file in it that DeepSpeed did not write, if any."""
+    """Path of a file that DeepSpeed did not write; ``None`` without such a file."""
 
 
 def is_bare(name: str) -> bool:
-    """Return whether a name inside a root is DeepSpeed's own layout."""
+    """Return whether a name inside a root belongs to a folder in DeepSpeed's layout."""
     return _LAYOUT_NAME.fullmatch(name) is not None or name.startswith(ADOPTED_PREFIX)
 
 
 def survey(folder: int) -> BareSwap:
-    """Inspect an open folder of that layout."""
+    """Inspect an open folder in DeepSpeed's layout.
+
+    Args:
+        folder: Descriptor of the folder.
+    """
     files, foreign, newest = set(), None, os.fstat(folder).st_mtime
     for path, facts, fits in _walk_bare(folder, (_PART_NAME, _RANK_NAME, _FILE_NAME), ""):
         newest = max(newest, facts.st_mtime)
@@ -361,26 +365,37 @@ def _walk_bare(
 
 
 def doubt_about(swap: BareSwap, kind: str | None) -> str | None:
-    """Return why these files may be in use or belong to the user, or ``None``."""
+    """Return why a folder must be kept, or ``None`` if it can be deleted.
+
+    Args:
+        swap: Contents of the folder.
+        kind: File system of the folder.
+    """
     if swap.foreign is not None:
         return f"contains {swap.foreign}, which is not a swap file of DeepSpeed"
     if locality_of(kind) not in ("local", "memory", "overlay"):
-        return f"other machines may be using it through {kind or 'an unknown file system'}"
+        return f"other machines may use the folder through {kind or 'an unknown file system'}"
     try:
         return users_of(swap.files, last_written=swap.last_written).doubt()
     except OSError as error:
-        return f"the processes that use it cannot be determined ({error.strerror or error})"
+        return f"the processes that use the folder are unknown ({error.strerror or error})"
 
 
 def remove_bare(root: int, name: str, *, kind: str | None, removed: Removed) -> str | None:
-    """Remove an unused folder in DeepSpeed's own layout, or return why it may be in use.
+    """Delete an unused folder in DeepSpeed's layout, or return why the folder must be kept.
 
-    The folder is first renamed, so that a run that starts meanwhile creates a new one. It is then
-    inspected again, to detect a run that started just before.
+    The folder is first renamed, so that a run that starts meanwhile creates a new folder. The
+    renamed folder is inspected again, to detect a run that started just before.
+
+    Args:
+        root: Descriptor of the swap root.
+        name: Name of the folder.
+        kind: File system of the folder.
+        removed: Progress counter.
     """
     with _locked_against_cleaners(root, name) as folder:
         if folder is None:
-            return "another process is removing it"
+            return "another process is deleting the folder"
         if reason := doubt_about(survey(folder), kind):
             return reason
         aside = f"{ADOPTED_PREFIX}{secrets.token_hex(6)}"
@@ -399,11 +414,11 @@ def _put_back(root: int, aside: str, name: str) -> None:
         os.rename(aside, name, src_dir_fd=root, dst_dir_fd=root)
         return
     raise OffloadError(
-        "a process began to use it during removal, and a newer folder has its name; "
-        f"nothing was deleted, it is now {aside}",
+        "a process began to use the folder during its removal, and a newer folder has the same "
+        f"name, so the folder is now called {aside}; nothing was deleted",
         key="cleanup_stale_swap",
         value=name,
-        fix="end both runs and use a separate lease for each",
+        fix="end both runs, and create a separate swap folder for each run with OffloadManager",
     )
 
 
@@ -434,22 +449,22 @@ class Users:
     """Result of inspecting every process of this machine."""
 
     open_in: tuple[int, ...] = ()
-    """Processes with one of the files open."""
+    """Ids of processes that have one of the files open."""
     swapping: tuple[int, ...] = ()
-    """Processes with DeepSpeed's aio and no lease that were running when the files were last
-    written. DeepSpeed opens a swap file only while reading or writing it, so such a process may own
-    the files without having one open."""
+    """Ids of processes that use DeepSpeed's aio without a lease and were running when the files
+    were last written. DeepSpeed opens a swap file only to read or write it, so such a process may
+    own closed files."""
     hidden: tuple[int, ...] = ()
-    """Processes that may not be inspected."""
+    """Ids of processes that this user may not inspect."""
 
     def doubt(self) -> str | None:
-        """Why the files may be in use, or ``None``."""
+        """Return why the files may be in use, or ``None``."""
         if self.open_in:
-            return f"process {listing(self.open_in, most=5)} has one of its files open"
+            return f"process {listing(self.open_in, most=5)} has one of the folder's files open"
         if self.swapping:
             return (
-                f"process {listing(self.swapping, most=5)} uses DeepSpeed's aio without a "
-                "lease and was running when this was last written, so it may be the owner"
+                f"process {listing(self.swapping, most=5)} may own the folder: it uses "
+                "DeepSpeed's aio without a lease and was running at the folder's last write"
             )
         if self.hidden:
             return (
@@ -462,21 +477,21 @@ class Users:
 def users_of(
     files: Collection[tuple[int, int]], *, last_written: float, proc: Path = Path("/proc")
 ) -> Users:
-    """Find processes that use, or may use, files.
+    """Find processes that use certain files, or may use them.
 
-    Processes of other machines are not visible, nor are those of other containers from inside a
-    container.
+    Processes on other machines are not visible, and from inside a container neither are processes
+    outside that container.
 
     Args:
-        files: Device and inode of each.
-        last_written: Time of the last write, seconds since 1970.
+        files: Device and inode of each file.
+        last_written: Time of the last write to the files, in seconds since 1970.
         proc: Mount point of the kernel's process information.
     """
     wanted = frozenset(files)
     lines = (proc / "stat").read_text("ascii").splitlines()
     booted = next((float(line.split()[1]) for line in lines if line.startswith("btime ")), None)
     if booted is None:
-        raise OSError("its start time is unknown")
+        raise OSError("the machine's start time is unknown")
     open_in, swapping, hidden = [], [], []
     # A kernel that hides other users' processes hides the first one as well.
     if not (proc / "1").exists():

@@ -1,7 +1,8 @@
 """Ownership of a swap folder: its record, its lock, and how a lease is found and ended.
 
-The module contains, in this order, the record, ownership of one folder, all leases inside a root,
-the end of a lease, and safe measuring and removal of folders.
+A lease is a swap folder that belongs to one run. The module contains, in this order, the record,
+the lock on one folder, the search for leases in a root, the end of a lease, and safe measuring and
+removal of folders.
 """
 
 from __future__ import annotations
@@ -42,22 +43,22 @@ def lease_name(run_id: str) -> str:
 
 
 def is_record(name: str) -> bool:
-    """Return whether a name inside a lease is a rank's record."""
+    """Return whether a file name inside a lease belongs to a rank's record."""
     return name.startswith("rank") and name.endswith(".json")
 
 
 def run_id_of(name: str) -> str | None:
-    """Return the run id of a leased folder, or ``None`` for any other name."""
+    """Return the run id in the name of a lease, or ``None`` for any other name."""
     run_id = name.removeprefix(_LEASE_PREFIX)
     return run_id if name != run_id and is_run_id(run_id) else None
 
 
 @attrs.frozen(kw_only=True)
 class LeaseRecord(OwnerRecord):
-    """Record of a lease's owner, start time and plan; one per rank.
+    """One rank's record in a lease: the owning process, its start time and its plan.
 
-    The lock decides whether a process is alive. The record names the owner and the maximum size,
-    and protects against file systems with unreliable locks.
+    The lock tells whether the process is alive. The record names the process and its maximum swap
+    size, and confirms the lock on file systems with unreliable locks.
     """
 
     rank: int
@@ -67,7 +68,7 @@ class LeaseRecord(OwnerRecord):
     plan_digest: str
     """``ResolvedPlan.digest()`` of the run's plan."""
     reserved: int = 0
-    """Maximum bytes this rank will write here; 0 if unknown."""
+    """Maximum bytes that this rank writes to the lease; 0 if unknown."""
 
     _types: ClassVar[dict[str, tuple[type, ...]]] = {
         **OwnerRecord._types,
@@ -80,7 +81,7 @@ class LeaseRecord(OwnerRecord):
     @property
     @override
     def who(self) -> str:
-        """The owner, for messages."""
+        """Description of the owning process, for messages."""
         return f"process {self.owner.pid} of rank {self.rank}"
 
     @classmethod
@@ -91,14 +92,17 @@ class LeaseRecord(OwnerRecord):
             reason,
             key="lease record",
             value=text,
-            fix="do not touch the folder unless you know that its run has ended; then delete it",
+            fix="delete the folder only if you know that its run has ended",
         )
 
     def write(self, folder: Path) -> None:
-        """Write ``rank<N>.json`` atomically.
+        """Write the record to ``rank<N>.json`` atomically.
+
+        Args:
+            folder: Folder of the lease.
 
         Raises:
-            OSError: The file system does not allow it.
+            OSError: The file cannot be written.
         """
         self.write_to(folder / f"rank{self.rank}.json")
 
@@ -116,7 +120,7 @@ class LeaseRecord(OwnerRecord):
             # Only a probe of another run takes the exclusive lock here, and lets go at once.
             if not try_lock(lock, exclusive=False, patience=_JOIN_PATIENCE):
                 raise OffloadError(
-                    "is locked by a process that is removing it",
+                    "is locked by a process that is deleting the folder",
                     key="offload.root",
                     value=str(path),
                     fix="start the run again",
@@ -135,13 +139,12 @@ class LeaseRecord(OwnerRecord):
             other = LeaseRecord.read(file)
             if other.plan_digest != self.plan_digest:
                 raise OffloadError(
-                    f"rank {self.rank} has a different plan than rank {other.rank}, the owner of "
+                    f"rank {self.rank} has a different plan than rank {other.rank}, which wrote "
                     f"this record: {self.plan_digest[:12]} instead of {other.plan_digest[:12]}",
                     key="lease record",
                     value=str(file),
                     fix="give every rank the same configuration and arguments; to see the "
-                    "differences, let OffloadManager.share return the whole string of "
-                    "rank 0",
+                    "differences, let OffloadManager.share return rank 0's whole string",
                 )
 
     def _create(self, root: Path, path: Path) -> int | None:
@@ -179,7 +182,7 @@ class LeaseRecord(OwnerRecord):
 
 LOCK_FILE: Final = "lease.lock"
 DRAFT_PREFIX: Final = ".zerotune-new-"
-"""Prefix of a folder that is not a complete lease yet; its creator holds the root meanwhile."""
+"""Prefix of an incomplete lease, during whose creation its creator locks the root."""
 
 _JOIN_PATIENCE: Final = 5.0
 _LEAVE_PATIENCE: Final = 0.5
@@ -188,17 +191,17 @@ _directories_held: weakref.WeakSet[SwapDirectory] = weakref.WeakSet()
 
 
 Removal = Literal["removed", "held", "gone"]
-"""Result of leaving a folder. ``"held"``: another rank still holds it and will remove it;
-``"gone"``: another process had deleted it."""
+"""Result of leaving a folder. ``"held"``: another rank still locks the folder and will delete it;
+``"gone"``: another process has already deleted the folder."""
 
 
 class SwapDirectory:
-    """One run's own folder inside a swap root, held by this process until it leaves.
+    """A run's folder inside a swap root, which this process locks until it leaves the folder.
 
     Attributes:
-        path: The folder, ``<root>/zerotune-<run id>``.
-        created: Whether this rank created it; the others joined.
-        ranks: Number of ranks that may hold it.
+        path: Path of the folder, ``<root>/zerotune-<run id>``.
+        created: Whether this rank created the folder; the other ranks join it.
+        ranks: Number of ranks that may lock the folder.
     """
 
     def __init__(self, *, path: Path, created: bool, ranks: int, lock: int) -> None:
@@ -212,7 +215,12 @@ class SwapDirectory:
 
     @classmethod
     def claim(cls, root: Path, record: LeaseRecord) -> SwapDirectory:
-        """Create the run's folder, or join it if another rank of this node has created it."""
+        """Create and lock the run's folder, or lock the folder that another rank has created.
+
+        Args:
+            root: The swap root.
+            record: This rank's record.
+        """
         path = root / lease_name(record.run_id)
         try:
             lock = record._join(path)
@@ -225,24 +233,27 @@ class SwapDirectory:
             raise _lease_error(path, "cannot be created or joined", error) from error
         if lock is None:
             raise OffloadError(
-                "was removed while this rank joined it", key="offload.root", value=str(path)
+                "was deleted while this rank was locking the folder",
+                key="offload.root",
+                value=str(path),
+                fix="start the run again",
             )
         return cls(path=path, created=created, ranks=record.world_size, lock=lock)
 
     @property
     def held(self) -> bool:
-        """Whether this process still holds the folder."""
+        """Whether this process still locks the folder."""
         return self._lock is not None
 
     def leave(self) -> None:
-        """Release this rank's hold and leave the folder to the others."""
+        """Release this rank's lock; the folder is kept."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
         _directories_held.discard(self)
 
     def leave_and_remove(self) -> Removal:
-        """Release this rank's hold and remove the folder if it was the last."""
+        """Release this rank's lock, and delete the folder if no other rank locks it."""
         if self._lock is None:
             return "held"
         try:
@@ -256,7 +267,13 @@ class SwapDirectory:
 
 
 def try_lock(descriptor: int, *, exclusive: bool, patience: float = 0.0) -> bool:
-    """Lock an open file with a timeout of ``patience`` seconds."""
+    """Lock an open file, and return whether the lock was obtained.
+
+    Args:
+        descriptor: Descriptor of the file.
+        exclusive: Whether the lock is exclusive; otherwise it is shared.
+        patience: Seconds to wait for the lock.
+    """
     try:
         return ownership.try_lock(descriptor, exclusive=exclusive, patience=patience)
     except OSError as error:
@@ -268,9 +285,7 @@ def try_lock(descriptor: int, *, exclusive: bool, patience: float = 0.0) -> bool
 def require_locks() -> None:
     """Check that this operating system supports leases."""
     if not ownership.has_locks():
-        raise _no_locks(
-            "this operating system lacks flock, so a swap folder cannot be owned safely"
-        )
+        raise _no_locks("this operating system lacks flock, so a run cannot lock its swap folder")
 
 
 def _no_locks(reason: str) -> OffloadError:
@@ -292,16 +307,19 @@ def _lease_error(path: Path, what: str, error: OSError) -> OffloadError:
 
 @contextmanager
 def making_in(root: Path) -> Iterator[None]:
-    """Hold the root while it contains something unfinished.
+    """Lock the root inside the block, while the root contains unfinished files or folders.
 
-    The kernel releases the hold when the process dies. A process that holds the root exclusively
-    therefore knows that every unfinished item is a leftover.
+    The kernel releases the lock when the process dies. A process that obtains an exclusive lock on
+    the root therefore knows that every unfinished file or folder is a leftover.
+
+    Args:
+        root: The swap root.
     """
     folder = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         if not try_lock(folder, exclusive=False, patience=_JOIN_PATIENCE):
             raise OffloadError(
-                "is held by a process that is cleaning it up",
+                "is locked by a process that is cleaning the root",
                 key="offload.root",
                 value=str(root),
                 fix="start the run again",
@@ -325,10 +343,10 @@ def _remove_own(path: Path, lock: int) -> Removal:
             present = None
         if present is None or not os.path.samestat(present, os.fstat(lock)):
             raise OffloadError(
-                "is no longer the folder this run made; nothing in it was removed",
+                "is no longer the folder that this run created, so nothing in it was deleted",
                 key="offload.root",
                 value=str(path),
-                fix="inspect its contents and delete it by hand if it is yours",
+                fix="inspect the folder, and delete it by hand if its contents are yours",
             )
         dismantle(folder, Removed())
     finally:
@@ -339,10 +357,14 @@ def _remove_own(path: Path, lock: int) -> Removal:
 
 
 def dismantle(folder: int, removed: Removed) -> None:
-    """Empty a leased folder whose lock the caller holds exclusively.
+    """Empty a leased folder on which the caller has an exclusive lock.
 
     The records and the lock file are deleted last. After an interruption the folder is therefore
-    still recognised as a lease, and its free lock shows that it has no owner.
+    still recognised as a lease, and its free lock shows that no process owns the folder.
+
+    Args:
+        folder: Descriptor of the folder.
+        removed: Progress counter.
     """
     records = {name for name in os.listdir(folder) if is_record(name)}
     remove_contents(folder, keep={LOCK_FILE, *records}, removed=removed)
@@ -377,19 +399,19 @@ class FoundLease:
     run_id: str
     """Id of the run that leased it."""
     state: LeaseState
-    """``"live"``: a process holds it. ``"stale"``: its owner is provably dead. ``"empty"``: its
-    removal is in progress, or was interrupted at the last step. ``"unknown"``: its state cannot be
-    proved, so it is left alone."""
+    """``"live"``: a process locks the folder. ``"stale"``: the owner is provably dead. ``"empty"``:
+    the removal is in progress, or was interrupted at the last step. ``"unknown"``: the owner may be
+    alive, so the folder is kept."""
     reason: str
-    """Why it is in that state."""
+    """Why the folder is in this state."""
     size: int
-    """Bytes on disk; 0 if it cannot be examined."""
+    """Bytes on disk; 0 if the folder cannot be examined."""
     records: tuple[LeaseRecord, ...] = ()
-    """Records of its ranks, by rank."""
+    """Records of the run's ranks, in the order of ranks."""
 
     @property
     def reserved(self) -> int:
-        """Maximum bytes its ranks will write; 0 if unknown."""
+        """Maximum bytes that the run's ranks write to the folder; 0 if unknown."""
         return sum(record.reserved for record in self.records)
 
     @property
@@ -400,7 +422,7 @@ class FoundLease:
 
 @attrs.frozen(kw_only=True)
 class Verdict:
-    """State of an open lease, valid while its lock is held."""
+    """State of an open lease, valid while the caller locks the lease."""
 
     state: LeaseState
     reason: str
@@ -408,7 +430,10 @@ class Verdict:
 
 
 def find_leases(root: Path) -> tuple[FoundLease, ...]:
-    """Return every lease inside ``root`` by name, without changes.
+    """Return every lease inside a root, sorted by name, without changing any file.
+
+    Args:
+        root: The swap root.
 
     Raises:
         OffloadError: The root cannot be listed.
@@ -421,7 +446,7 @@ def find_leases(root: Path) -> tuple[FoundLease, ...]:
 
 
 def find_lease(path: Path) -> FoundLease | None:
-    """Return the lease of a folder, or ``None``, without changes."""
+    """Return the lease of a folder, or ``None``, without changing any file."""
     return _inspect(path, run_id_of(path.name), filesystem_kind(path.parent))
 
 
@@ -460,12 +485,17 @@ def _inspect(path: Path, run_id: str | None, kind: str | None) -> FoundLease | N
 
 @contextmanager
 def judged(folder: int, kind: str | None) -> Iterator[Verdict]:
-    """Yield whether a lease is dead; a dead one stays locked, and thus dead, inside the block."""
+    """Yield the state of a lease; a lease without a living owner stays locked inside the block.
+
+    Args:
+        folder: Descriptor of the lease's folder.
+        kind: File system of the folder.
+    """
     try:
         lock = open_regular(LOCK_FILE, os.O_RDWR | os.O_NOFOLLOW, within=folder)
     except FileNotFoundError:
         if os.fstat(folder).st_nlink and not os.listdir(folder):
-            yield Verdict(state="empty", reason="its removal is in progress or was interrupted")
+            yield Verdict(state="empty", reason="the removal is in progress or was interrupted")
             return
         raise
     try:
@@ -481,7 +511,7 @@ def _judge(folder: int, lock: int, kind: str | None) -> Verdict:
             records: tuple[LeaseRecord, ...] = ()
             with suppress(OSError, OffloadError):
                 records = _read_records(folder)
-            return Verdict(state="live", reason="a process holds its lock", records=records)
+            return Verdict(state="live", reason="a process locks the folder", records=records)
         if os.fstat(lock).st_nlink == 0:
             # It was removed between opening and locking, by its owner.
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), LOCK_FILE)
@@ -493,7 +523,7 @@ def _judge(folder: int, lock: int, kind: str | None) -> Verdict:
     doubt = _doubt(records, kind)
     return Verdict(
         state="unknown" if doubt else "stale",
-        reason=doubt or "no process holds its lock",
+        reason=doubt or "no process locks the folder",
         records=records,
     )
 
@@ -519,9 +549,15 @@ def _doubt(records: tuple[LeaseRecord, ...], kind: str | None) -> str | None:
 def release(
     directories: tuple[SwapDirectory, ...], barrier: Callable[[], None] | None
 ) -> tuple[tuple[Decision, ...], tuple[OffloadError, ...]]:
-    """Leave after a successful run; the creator removes each folder after all ranks have left.
+    """Leave the folders of a successful run, and delete them.
 
-    Without ``barrier`` the last rank to leave removes it.
+    Args:
+        directories: Folders of the run.
+        barrier: Waits for all ranks; the creator then deletes each folder. Without a barrier, the
+            last rank that leaves a folder deletes it.
+
+    Returns:
+        Decisions and errors about folders that could not be deleted.
     """
     if barrier is not None:
         for directory in directories:
@@ -547,57 +583,61 @@ def release(
                     key="offload.release",
                     before=str(directory.path),
                     after=None,
-                    reason=f"this run's swap folder {directory.path.name} was deleted while it ran",
+                    reason=f"the swap folder {directory.path.name} was deleted during the run",
                     severity="warning",
                 )
             )
         elif removal == "held":
-            decisions.append(_left_behind(directory.path, "another process still holds it"))
+            decisions.append(_left_behind(directory.path, "another process still locks the folder"))
     return tuple(decisions), tuple(errors)
 
 
 def abandon(directories: tuple[SwapDirectory, ...]) -> tuple[Decision, ...]:
-    """Leave after a failure without waiting for other ranks.
+    """Leave the folders after a failure, without waiting for other ranks.
 
-    It never raises if a folder cannot be removed, so that the original failure is visible.
+    A folder that cannot be deleted becomes a decision instead of an error, so that the original
+    failure stays visible.
+
+    Args:
+        directories: Folders of the run.
     """
     decisions, errors = release(directories, None)
     return (*decisions, *(kept_after(error) for error in errors))
 
 
 def holds_folders() -> bool:
-    """Whether this process holds a folder."""
+    """Return whether this process locks a swap folder."""
     return bool(_directories_held)
 
 
 def abandon_held() -> None:
-    """Leave every folder this process still holds before it ends."""
+    """Leave every swap folder that this process still locks, before the process ends."""
     abandon(tuple(_directories_held))
 
 
 def give_back(number: int, _: FrameType | None) -> None:
-    """Signal handler: remove the swap folders and end the process as the signal would."""
+    """Signal handler that deletes the swap folders and then ends the process."""
     abandon_held()
     signal.signal(number, signal.SIG_DFL)
     signal.raise_signal(number)
 
 
 def deleted_under(directories: tuple[SwapDirectory, ...]) -> OffloadError | None:
-    """Return the error for a swap folder that was deleted while its run was active, or ``None``."""
+    """Return an error if a swap folder was deleted during the run, or ``None``."""
     for directory in directories:
         if directory.held and not directory.path.exists():
             return OffloadError(
-                "this run's swap folder was deleted while it ran, so its contents are lost",
+                "this run's swap folder was deleted during the run, so its contents are lost",
                 key="offload.root",
                 value=str(directory.path),
-                fix="restart from the last checkpoint; to clean a root use `zerotune offload "
-                "clean`, which never touches active runs",
+                fix="resume from the last checkpoint; to clean a root use `zerotune offload "
+                "clean`, which never deletes folders of active runs",
             )
     return None
 
 
 def kept_after(error: OffloadError) -> Decision:
-    """Return the record of a folder that could not be removed."""
+    """Return a decision about a folder that could not be deleted."""
     return _left_behind(error.value, error.reason)
 
 
@@ -615,20 +655,25 @@ def _left_behind(path: Path | str, reason: str) -> Decision:
 
 @attrs.define(kw_only=True)
 class Removed:
-    """Progress of a removal, valid even if it fails or is interrupted."""
+    """Progress of a removal, valid even if the removal fails or is interrupted."""
 
     freed: int = 0
     """Bytes on disk that were freed."""
 
 
 def open_folder(path: str | Path, *, within: int | None = None) -> int:
-    """Open a folder itself, never the target of a symbolic link."""
+    """Open a folder without following a symbolic link, and return its descriptor.
+
+    Args:
+        path: Path of the folder.
+        within: Descriptor of the folder to which a relative path refers.
+    """
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
     return os.open(path, flags, dir_fd=within)
 
 
 def folder_bytes(folder: int) -> int:
-    """Return bytes on disk below an open folder; files that vanish count as 0."""
+    """Return the bytes on disk below an open folder; files that vanish meanwhile count as 0."""
     # However deep the tree, one folder of it is open at a time.
     here = open_folder(".", within=folder)
     try:
@@ -675,12 +720,12 @@ def _measure_folder(folder: int) -> tuple[int, list[str]]:
 def remove_contents(
     folder: int, *, keep: Collection[str] = (), removed: Removed | None = None
 ) -> int:
-    """Remove everything below an open folder.
+    """Delete everything inside an open folder.
 
     Args:
-        folder: Descriptor of the folder, which is kept.
-        keep: Names directly inside it to keep.
-        removed: Progress counter; it stays valid if an error ends the removal.
+        folder: Descriptor of the folder; the folder is kept.
+        keep: Names of files and folders directly inside ``folder`` to keep.
+        removed: Progress counter, valid even if an error ends the removal.
 
     Returns:
         Bytes on disk that were freed.
@@ -693,19 +738,19 @@ def remove_contents(
 
 
 def remove_entry(folder: int, name: str, home: tuple[int, str | None], removed: Removed) -> None:
-    """Remove one name inside an open folder, with everything below it.
+    """Delete a file, or a folder and its contents, inside an open folder.
 
     Args:
-        folder: Descriptor of the folder.
-        name: A name directly inside it; a missing one is ignored.
-        home: ``mount_identity(folder)``; other mounts are not touched.
+        folder: Descriptor of the open folder.
+        name: Name of the file or folder; a missing name is ignored.
+        home: ``mount_identity(folder)``; other mounts are not changed.
         removed: Progress counter.
     """
     _Emptying(top=folder, home=home, removed=removed).remove([name])
 
 
 DEEP_PREFIX: Final = ".zerotune-deep-"
-"""Prefix of a folder that was moved up from deep inside a tree during removal."""
+"""Prefix of a deeply nested folder that is moved up during removal."""
 
 _DEEPEST_EMPTIED: Final = 64
 
@@ -724,7 +769,7 @@ class _Emptying:
     waiting: list[str] = attrs.field(factory=list)
 
     def remove(self, names: Iterable[str]) -> None:
-        """Remove names directly inside the top."""
+        """Delete files and folders directly inside the top folder."""
         self.waiting.extend(names)
         while self.waiting:
             self._entry(self.top, self.waiting.pop(), 0)

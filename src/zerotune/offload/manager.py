@@ -1,4 +1,4 @@
-"""Lease a separate swap folder for each run inside a shared root."""
+"""``OffloadManager``, which creates a separate swap folder for each run inside a shared root."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ _FAILURE_PREFIX: Final = "failed: "
 
 @attrs.define(kw_only=True, eq=False, repr=False)
 class Lease(Readable):
-    """A run's swap folders while it holds them."""
+    """The swap folders that belong to a run."""
 
     plan: ResolvedPlan
-    """The plan, with NVMe paths inside the lease."""
+    """The plan, with NVMe paths inside the swap folders."""
     paths: Mapping[Target, Path] = attrs.field(factory=lambda: MappingProxyType({}))
-    """Folders for ``"param"`` and ``"optimizer"``, only for those on NVMe."""
+    """Swap folders by ``"param"`` and ``"optimizer"``; only kinds of data on NVMe have one."""
     roots: tuple[SwapRoot, ...] = ()
     """The checked roots of these folders."""
     run_id: str | None = None
@@ -69,12 +69,12 @@ class Lease(Readable):
 
     @override
     def brief(self) -> str:
-        """Summarise its folders in a line."""
+        """Summarise the folders in one line."""
         return ", ".join(f"{name} in {path}" for name, path in self.paths.items()) or "no folders"
 
     @override
     def page(self) -> Page:
-        """Return a page with its folders and all decisions about them."""
+        """Return a page with the folders and all decisions about them."""
         lines = (str(decision) for decision in self.decisions if decision.is_shown)
         return Page(
             title=f"Lease {self.run_id or 'of nothing'}: {self.brief()}",
@@ -83,7 +83,7 @@ class Lease(Readable):
 
     @property
     def path(self) -> Path | None:
-        """The parameters' folder, or the optimizer's; ``None`` without NVMe."""
+        """Folder of the parameters, or else of the optimizer states; ``None`` without NVMe."""
         return self.paths.get("param", self.paths.get("optimizer"))
 
     def _carrying(self) -> Lease:
@@ -122,15 +122,21 @@ class Invitation:
     """``ResolvedPlan.content()`` of rank 0's plan; empty if unknown."""
 
     def to_given_path(self) -> str:
-        """Encode as one line."""
+        """Encode the data as one line of text."""
         content = {"aio": dict(self.aio), "plan": dict(self.plan)}
         return f"{self.run_id} {json.dumps(content, sort_keys=True)}"
 
     @classmethod
     def from_given_path(cls, text: str) -> Invitation:
-        """Parse the output of :meth:`to_text`, or a bare run id."""
+        """Parse the output of ``to_given_path``, or a run id without further data.
+
+        Args:
+            text: The text that ``share`` returned.
+        """
         if text.startswith(_FAILURE_PREFIX):
-            raise OffloadError(f"rank 0 could not lease it: {text.removeprefix(_FAILURE_PREFIX)}")
+            raise OffloadError(
+                f"rank 0 could not create the swap folder: {text.removeprefix(_FAILURE_PREFIX)}"
+            )
         run_id, _, rest = text.partition(" ")
         try:
             content = json_of(rest) if rest else {"aio": {}, "plan": {}}
@@ -139,15 +145,20 @@ class Invitation:
             valid = False
         if not valid:
             raise OffloadError(
-                "is not a run id; share must return what rank 0 passed",
+                "is not a run id; share must return the string that rank 0 passed",
                 key="OffloadManager.share",
                 value=text,
-                fix="pass a collective that broadcasts from rank 0",
+                fix="pass share=, a collective that broadcasts rank 0's string to all ranks",
             )
         return cls(run_id=run_id, aio=content["aio"], plan=content["plan"])
 
     def check_plan(self, resolved: ResolvedPlan, *, rank: int) -> None:
-        """Check that a rank has the plan of rank 0."""
+        """Check that a rank has the same plan as rank 0.
+
+        Args:
+            resolved: This rank's plan.
+            rank: Number of this rank.
+        """
         mine = json.loads(json.dumps(resolved.content()))
         if self.plan and mine != self.plan:
             difference = differences({0: self.plan, rank: mine})
@@ -159,14 +170,14 @@ class Invitation:
 
 
 def local_ranks(resolved: ResolvedPlan, environ: Mapping[str, str] | None = None) -> int:
-    """Return ranks of this machine: the launcher's ``LOCAL_WORLD_SIZE``, or all."""
+    """Return the number of ranks on this machine: ``LOCAL_WORLD_SIZE``, or else all ranks."""
     written = (os.environ if environ is None else environ).get("LOCAL_WORLD_SIZE", "")
     count = int(written) if written.isdecimal() else resolved.world_size
     return min(max(count, 1), resolved.world_size)
 
 
 def check_ranks(resolved: ResolvedPlan, rank: int, world_size: int | None) -> None:
-    """Check that the plan has this rank."""
+    """Check that ``rank`` and ``world_size`` match the plan."""
     if world_size not in (None, resolved.world_size):
         raise OffloadError(
             f"the plan was resolved for {resolved.world_size} ranks",
@@ -176,19 +187,19 @@ def check_ranks(resolved: ResolvedPlan, rank: int, world_size: int | None) -> No
         )
     if not 0 <= rank < resolved.world_size:
         raise OffloadError(
-            f"is not a rank of {resolved.world_size}",
+            f"is not a rank of a run with {resolved.world_size} ranks",
             key="rank",
             value=rank,
-            fix="count ranks from 0",
+            fix=f"pass a number from 0 to {resolved.world_size - 1}",
         )
 
 
 def need_share(share: Share | None) -> Share:
-    """Return ``share``, which is required with several ranks."""
+    """Return ``share``, or raise an error if it is missing."""
     if share is not None:
         return share
     raise OffloadError(
-        "several ranks need the same run id, and there is no process group to share it",
+        "several ranks need the same run id, but there is no function that shares it",
         key="OffloadManager.share",
         value=None,
         fix="pass share=, a function that returns rank 0's string on every rank",
@@ -196,20 +207,21 @@ def need_share(share: Share | None) -> Share:
 
 
 class OffloadManager:
-    """Leases swap folders for runs.
+    """Creates a swap folder for each run, inside a root that runs share.
 
-    Their location is the first that is set: these arguments, ``offload_param_path`` and
-    ``offload_optimizer_path`` of the trainer's configuration, the plan's ``nvme_path``, the
-    environment variables ``ZEROTUNE_OFFLOAD_PARAM_PATH``, ``ZEROTUNE_OFFLOAD_OPTIMIZER_PATH`` and
-    ``ZEROTUNE_SWAP_ROOT``, or a user folder in the system's temporary folder, with a warning.
+    The root is the first path that is set in this order: the arguments of ``OffloadManager``,
+    ``offload_param_path`` and ``offload_optimizer_path`` of the trainer's configuration, the plan's
+    ``nvme_path``, and the environment variables ``ZEROTUNE_OFFLOAD_PARAM_PATH``,
+    ``ZEROTUNE_OFFLOAD_OPTIMIZER_PATH`` and ``ZEROTUNE_SWAP_ROOT``. If no path is set, zerotune
+    warns, and the root is a folder in the system's temporary folder.
 
     Args:
-        root: Shared folder for everything that is swapped.
-        offload_param_path: Shared folder for parameters.
-        offload_optimizer_path: Shared folder for optimizer states, if different.
+        root: Root for parameters and optimizer states.
+        offload_param_path: Root for parameters.
+        offload_optimizer_path: Root for optimizer states; by default the root for parameters.
         share: Collective that returns rank 0's string on every rank; required with several ranks.
-        cleaner: Called on each root before a folder in it is used; ``partial(cleanup_stale_swap,
-            dry_run=True)`` only reports.
+        cleaner: Called with each root before a folder is created there;
+            ``partial(cleanup_stale_swap, dry_run=True)`` only reports leftovers.
 
     Raises:
         OffloadError: A path is blank.
@@ -242,31 +254,31 @@ class OffloadManager:
         barrier: Barrier | None = None,
         share: Share | None = None,
     ) -> Iterator[Lease]:
-        """Hold this run's own swap folder while the ``with`` block runs.
+        """Create this run's swap folder, and delete the folder at the end of the ``with`` block.
 
-        Close the engine before leaving the block. Without NVMe offload no folder is created, and
-        only host memory is checked. Leftovers of dead runs in the root are removed first, and the
-        plan's swap size is compared with the free space. At the end the rank that created the
-        folder removes it after all ranks have left. After an exception, or without ``barrier``, the
-        last rank to leave removes it. A killed run leaves its folder behind; the next lease on the
-        same root removes it.
+        Close the engine before the block ends. Without NVMe offload no folder is created, and only
+        host memory is checked. Before the folder is created, leftovers of dead runs are deleted
+        from the root, and the plan's swap size is compared with the free space. After all ranks
+        have left the block, the rank that created the folder deletes it. After an exception, or
+        without ``barrier``, the last rank that leaves the block deletes the folder. If a run is
+        killed, the next ``lease`` in the same root deletes the killed run's folder.
 
         Args:
             resolved: The plan to run, with its optimizer resolved.
             rank: Global rank of this process.
-            world_size: Number of ranks; default the plan's.
+            world_size: Number of ranks; by default the plan's number.
             barrier: Waits for all ranks; called if the block ends without an exception.
-            share: Used if the manager has none.
+            share: As in ``OffloadManager``; used if the manager has no ``share``.
 
         Yields:
             The lease; pass its ``plan`` to the engine.
 
         Raises:
             UnresolvedPlanError: The plan is not fully resolved.
-            OffloadError: The plan needs more host memory than available, the ranks disagree or are
-                not the plan's, a root is unusable or too small, or the system has no file locks.
-                Also raised if the folder was deleted while the block failed, or could not be
-                removed after it succeeded.
+            OffloadError: The plan needs more host memory than is available, the ranks have
+                different plans, ``rank`` or ``world_size`` does not match the plan, a root is
+                unusable or too small, or the system has no file locks. The end of the block raises
+                the same error if the folder was deleted during the run or cannot be deleted.
         """
         check_ranks(resolved, rank, world_size)
         resolved, fitted = fit_host_memory(resolved, ranks=local_ranks(resolved))
@@ -425,8 +437,8 @@ def _path_decisions(resolved: ResolvedPlan, paths: Mapping[Target, Path]) -> tup
             key=f"zero_optimization.offload_{target}.nvme_path",
             before=resolved.nvme_paths.get(target),
             after=str(path),
-            reason="a separate folder for this run: DeepSpeed uses the same file names for "
-            "every run and deletes existing ones at start",
+            reason="this run gets a separate folder, because DeepSpeed uses the same file names "
+            "for every run and deletes existing files at the start",
         )
         for target, path in paths.items()
     )

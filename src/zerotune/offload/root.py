@@ -1,4 +1,4 @@
-"""Choose and check a run's swap root, and read its measured settings."""
+"""Choose and check a run's swap root, and read ``aio`` settings measured for its disk."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _FIX: Final = "use a folder on a local disk that this user may write to"
 
 @attrs.frozen(kw_only=True)
 class Roots:
-    """Arguments of ``OffloadManager``; ``None`` for a missing one."""
+    """Paths that were passed to ``OffloadManager``; ``None`` for a missing path."""
 
     root: str | None = None
     param: str | None = None
@@ -73,13 +73,13 @@ class RootChoice:
     """A chosen swap root and its source."""
 
     path: str
-    """As given."""
+    """The path as the user wrote it."""
     key: str
-    """Setting that chose it (``"OffloadManager.root"``)."""
+    """Name of the setting that contains the path, such as ``"OffloadManager.root"``."""
     fallback: bool = False
-    """Whether no root was set, so that zerotune chose the temporary folder."""
+    """Whether zerotune chose the temporary folder because no setting contains a root."""
     passed_over: tuple[str, ...] = ()
-    """``setting = path`` of settings that were overridden."""
+    """Overridden settings, each as ``setting = path``."""
 
     def _make(self) -> Path:
         given = Path(self.path).expanduser()
@@ -90,9 +90,8 @@ class RootChoice:
                 )
             # Whoever may change the link could move the next run's clean-up to any folder.
             raise self._unusable(
-                f"is a symbolic link (to {given.readlink()}), and a swap root must be the folder "
-                "itself",
-                fix=f"give {given.resolve()}",
+                f"is a symbolic link (to {given.readlink()}), but a swap root must be a folder",
+                fix=f"write the path of the folder, {given.resolve()}",
             )
         if given.exists() and not given.is_dir():
             raise self._unusable("is a file, not a folder")
@@ -100,8 +99,8 @@ class RootChoice:
         length = len(os.fsencode(path)) + _ROOM_FOR_SWAP_FILES
         if length > _MOST_PATH_BYTES:
             raise self._unusable(
-                f"is too long: paths of the swap files inside would have {length} bytes, "
-                f"and the system allows {_MOST_PATH_BYTES}"
+                f"is too long: paths of the swap files would have {length} bytes, but the "
+                f"system allows {_MOST_PATH_BYTES}"
             )
         given.mkdir(parents=True, exist_ok=True, mode=0o700 if self.fallback else 0o777)
         if self.fallback:
@@ -138,14 +137,14 @@ def choose_root(
 ) -> RootChoice:
     """Choose a swap root: argument, configuration, environment, or temporary folder.
 
-    Optimizer states use the parameters' root unless they have their own.
+    Without a setting for optimizer states, optimizer states use the root of parameters. Blank
+    paths and ``"none"``, which launchers write for a missing path, count as missing.
 
     Args:
         target: Kind of swapped data.
-        arguments: Arguments of the ``OffloadManager``.
-        resolved: The plan. ``offload_param_path`` of the trainer's file overrides DeepSpeed's
-            ``nvme_path``; blank and ``"none"`` (which launchers write for a missing path) count as
-            missing.
+        arguments: Paths that were passed to ``OffloadManager``.
+        resolved: The plan. ``offload_param_path`` of the trainer's configuration overrides
+            DeepSpeed's ``nvme_path``.
         environ: Environment variables.
     """
     named = [
@@ -159,7 +158,7 @@ def choose_root(
             path = str(Path(tempfile.gettempdir()) / f"zerotune-swap-{os.getuid()}")
         except FileNotFoundError as error:
             raise OffloadError(
-                "no swap root was set and no temporary folder is writable",
+                "no setting contains a swap root, and no temporary folder is writable",
                 key="OffloadManager.root",
                 fix=_FIX,
             ) from error
@@ -174,15 +173,15 @@ def choose_root(
 # -- Whether it can be used.
 
 PROBE_PREFIX: Final = ".zerotune-probe-"
-"""Prefix of a short-lived file; its creator holds the root meanwhile."""
+"""Prefix of a short-lived file, during whose existence its creator locks the root."""
 
 _MOST_PATH_BYTES: Final = 4096
 # "/zerotune-<28>/zero_stage_3/optimizer/rank<N>/<id>_gradient_<offset>_<length>.tensor.swp" with
 # every number as long as a 64-bit integer can be (names in DeepSpeed 0.19.8, swap_tensor/).
 _ROOM_FOR_SWAP_FILES: Final = 224
 _SPINNING: Final = (
-    "this is a rotating disk, and a step reads and writes tens of bytes per parameter; "
-    "measure it with DeepSpeed's `ds_nvme_tune`"
+    "the root is on a rotating disk, but a step reads and writes tens of bytes per parameter; "
+    "measure the disk with DeepSpeed's `ds_nvme_tune`"
 )
 
 
@@ -191,21 +190,21 @@ class SwapRoot:
     """A swap root that exists and is writable."""
 
     path: Path
-    """Absolute, symlinks resolved."""
+    """Absolute path without symbolic links."""
     filesystem: str | None
-    """Kernel's name of its file system; ``None`` outside Linux."""
+    """Kernel's name of the file system; ``None`` outside Linux."""
     free_bytes: int
-    """Free bytes for an unprivileged user."""
+    """Free bytes that an unprivileged user may use."""
     free_inodes: int
     """Number of files that can still be created; 0 if the file system does not count them."""
     rotational: bool | None = None
-    """Whether it is on a rotating disk; ``None`` if unknown."""
+    """Whether the root is on a rotating disk; ``None`` if unknown."""
     decisions: tuple[Decision, ...] = ()
-    """Decisions about its choice and its file system."""
+    """Decisions about the choice of the root and about its file system."""
 
 
 def check_root(choice: RootChoice) -> SwapRoot:
-    """Create the folder if needed and verify that swap files can be written to it."""
+    """Create a missing root, and verify that swap files can be written to the root."""
     try:
         path = choice._make()
         with making_in(path):
@@ -258,15 +257,16 @@ def _write_probe(path: Path) -> None:
 
 def _about_filesystem(kind: str | None) -> str | None:
     return {
-        "memory": f"{kind} is stored in RAM, so swapping to it frees no memory",
-        "overlay": "overlay is a container's writable layer: it may be slow, small, or kept in "
-        "RAM; mount a volume of a local disk",
-        "network": f"{kind} is a shared file system: its locks may not reach other machines, so "
-        "files of other machines are never cleaned up here; use a separate root for each "
+        "memory": f"{kind} stores its files in RAM, so swapping frees no memory; use a root on a "
+        "disk",
+        "overlay": "overlay is a container's writable layer, which may be slow, small, or stored "
+        "in RAM; mount a volume of a local disk",
+        "network": f"{kind} is a shared file system whose locks may not reach other machines, so "
+        "this machine never cleans up files of other machines; use a separate root for each "
         "machine",
         "unknown": kind
-        and f"{kind} is not known as a local file system: its locks may not reach other "
-        "machines, so use a separate root for each machine",
+        and f"{kind} may not be a local file system, so its locks may not reach other machines; "
+        "use a separate root for each machine",
     }.get(locality_of(kind))
 
 
@@ -275,8 +275,8 @@ def _about_owner(facts: os.stat_result) -> str | None:
         return f"belongs to user {facts.st_uid}, who may delete its contents"
     if facts.st_mode & 0o022 and not facts.st_mode & stat.S_ISVTX:
         return (
-            "other users may write here and could delete this run's folder; prevent this "
-            "with chmod +t"
+            "other users may write to this root and could delete this run's folder; set the "
+            "sticky bit with chmod +t"
         )
     return None
 
@@ -286,11 +286,15 @@ def _about_owner(facts: os.stat_result) -> str | None:
 MEASURED_FILE: Final = "zerotune-aio.json"
 """Output file of ``ds_nvme_tune``, or of ``offload bench --save`` in an earlier release."""
 TUNED: Final = ("block_size", "queue_depth", "intra_op_parallelism")
-"""Keys of ``aio`` that a measurement sets."""
+"""Keys of ``aio`` whose values are measured."""
 
 
 def usable_settings(root: Path) -> tuple[Mapping[str, int], tuple[Decision, ...]]:
-    """Return the ``aio`` settings measured for a root, if they belong to this machine and disk."""
+    """Return the ``aio`` settings measured for a root's disk on this machine, and decisions.
+
+    Args:
+        root: The swap root, which may contain the file of measured settings.
+    """
     path = root / MEASURED_FILE
     settings: dict[str, int] = {}
     severity: Severity = "note"
@@ -310,7 +314,8 @@ def usable_settings(root: Path) -> tuple[Mapping[str, int], tuple[Decision, ...]
         if (measured.get("host", host), measured.get("device", device)) != (host, device):
             settings = {}
             reason = (
-                f"it was measured on {measured['host']}, on another disk or before it was remounted"
+                f"the settings were measured on {measured['host']}, on a different disk or before "
+                "the disk was remounted"
             )
     decision = Decision(
         key="aio", before=str(path), after=settings or None, reason=reason, severity=severity
@@ -329,7 +334,7 @@ def _tuned_settings(measured: Mapping[str, Any]) -> dict[str, int]:
 
 
 def with_settings(resolved: ResolvedPlan, settings: Mapping[str, Any]) -> ResolvedPlan:
-    """Return ``resolved`` with measured ``aio`` settings if the user wrote none."""
+    """Return the plan with measured values for the ``aio`` settings that the user did not write."""
     written = resolved.requested.aio
     chosen = {
         name: settings[name]

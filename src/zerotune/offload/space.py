@@ -34,7 +34,7 @@ _SLACK: Final = 1.01
 
 @attrs.frozen(kw_only=True)
 class SwapFiles:
-    """Files and bytes that one rank writes to one kind of swap file."""
+    """Number and size of the swap files that a rank writes for one kind of data."""
 
     nbytes: int = 0
     count: int = 0
@@ -43,18 +43,18 @@ class SwapFiles:
         return SwapFiles(nbytes=self.nbytes + other.nbytes, count=self.count + other.count)
 
     def times(self, factor: int) -> SwapFiles:
-        """Return the needs of several ranks."""
+        """Return number and size of the swap files of ``factor`` ranks."""
         return SwapFiles(nbytes=self.nbytes * factor, count=self.count * factor)
 
 
 @attrs.frozen(kw_only=True)
 class SwapNeeds:
-    """Maximum that one rank writes during a run, by kind."""
+    """Maximum number and size of swap files that one rank writes, by kind of data."""
 
     files: Mapping[Target, SwapFiles]
 
     def of(self, *targets: Target) -> SwapFiles:
-        """Return the needs of these kinds together."""
+        """Return the total number and size of swap files for several kinds of data."""
         return sum((self.files.get(target, SwapFiles()) for target in targets), SwapFiles())
 
     def _check_disk(
@@ -76,16 +76,16 @@ class SwapNeeds:
                 f"free{taken}: {disk_size(nbytes + others - free)} are missing",
                 key="offload.root",
                 value=str(path),
-                fix="free that much (`zerotune offload clean` removes leftovers of dead "
-                "runs), use a root on a larger disk, or offload to cpu",
+                fix="free disk space (`zerotune offload clean` deletes leftovers of dead runs), "
+                "use a root on a larger disk, or offload to cpu",
             )
         if space.f_files and files > space.f_favail:
             raise OffloadError(
-                f"the plan creates {files} files and folders, but only {space.f_favail} "
-                "can still be created",
+                f"the plan creates {files} files and folders, but the file system has room for "
+                f"only {space.f_favail}",
                 key="offload.root",
                 value=str(path),
-                fix="delete small files, or use a root on another file system",
+                fix="delete small files, or use a root on a different file system",
             )
         return Decision(
             key="offload.space",
@@ -98,16 +98,16 @@ class SwapNeeds:
 def swap_needs(resolved: ResolvedPlan) -> SwapNeeds | None:
     """Return the maximum bytes and files that DeepSpeed swaps per rank.
 
-    The count follows DeepSpeed 0.19.8 (``runtime/swap_tensor``). Tensors smaller than 1 MiB and one
-    aio block stay in memory. Each parameter's part is one file. Each sub-group of the optimizer has
-    one file for its master weights, one for each state, and one per parameter for gradients.
-    Lengths are rounded up to 1024 bytes per aio thread.
+    The count follows DeepSpeed 0.19.8 (``runtime/swap_tensor``). Tensors smaller than 1 MiB or
+    smaller than an aio block stay in memory. Each parameter's partition is one file. Each sub-group
+    of the optimizer has one file for its master weights and one for each state. The gradients of
+    each parameter are a separate file. Sizes are rounded up to 1024 bytes per aio thread.
 
     Args:
-        resolved: The plan, resolved with its model.
+        resolved: The plan.
 
     Returns:
-        ``None`` if the plan was resolved without a model.
+        The files of one rank; ``None`` if the plan was resolved without a model.
     """
     model = resolved.model
     if model is None:
@@ -163,9 +163,15 @@ class _SwapCounter:
 def check_space(
     roots: Mapping[Target, SwapRoot], needs: SwapNeeds | None, *, ranks: int, run_id: str
 ) -> tuple[Decision, ...]:
-    """Compare the bytes that a run will write with the free space.
+    """Check that the swap files of a run fit on the roots' disks.
 
-    Space reserved by other active runs on the same roots counts as used.
+    Space that other active runs have reserved on the same roots counts as used.
+
+    Args:
+        roots: Root of each kind of data.
+        needs: Swap files of one rank; ``None`` if unknown.
+        ranks: Number of ranks on this machine.
+        run_id: Id of the run.
     """
     if needs is None:
         return (
@@ -199,17 +205,20 @@ def _still_to_come(root: Path, run_id: str) -> int:
 
 
 class SpaceWatch:
-    """Check whether a run's remaining swap data fit on its disks, which other programs may fill.
+    """Watches whether the swap files that a run must still create fit on the disk.
 
-    DeepSpeed creates each swap file when it first needs it, in the first steps, and then rewrites
-    the same blocks. If a write finds no space, the process ends with SIGABRT.
+    DeepSpeed creates its swap files during the first steps, and then rewrites the same blocks. If
+    another program fills the disk meanwhile, a write ends the process with SIGABRT.
+
+    Args:
+        folders: Swap folders of the run.
     """
 
     def __init__(self, folders: Iterable[Path]) -> None:
         self._sizes: dict[Path, int | None] = dict.fromkeys(folders)
 
     def shortage(self, *, stepped: bool) -> str | None:
-        """Describe the missing space; ``None`` if it fits, all is written, or the size is unknown.
+        """Describe the missing disk space; ``None`` if the space suffices or the need is unknown.
 
         Args:
             stepped: Whether an optimizer step was applied since the last call.
@@ -240,7 +249,14 @@ def _shortage_on(leases: Sequence[FoundLease]) -> str | None:
 
 
 def tell_shortage(root: Path, *, free: int, own: int, others: int) -> str | None:
-    """Describe the missing space on a disk; ``None`` if it suffices."""
+    """Describe the missing space on a disk; ``None`` if the space suffices.
+
+    Args:
+        root: Swap root on the disk.
+        free: Free bytes on the disk.
+        own: Bytes that this run must still write.
+        others: Bytes that other runs have reserved.
+    """
     # No swap file is smaller: below that only unaligned ends are left, which stay in memory.
     if own < SMALLEST_SWAP_BYTES or own + others <= free:
         return None
@@ -262,26 +278,26 @@ _PINNED_SECTIONS: Final = ("offload_optimizer", "offload_param")
 
 @attrs.frozen(kw_only=True)
 class HostBudget:
-    """Host memory of a plan on one machine, compared with the available memory."""
+    """A plan's host memory on one machine, and the available memory."""
 
     per_rank: int
-    """Peak bytes of one rank, page-locked memory included."""
+    """Peak host memory of one rank in bytes, page-locked memory included."""
     pinned: int
-    """Page-locked bytes of it, including the rounding of torch's allocator."""
+    """Page-locked bytes in ``per_rank``, including the rounding of torch's allocator."""
     locked: int
-    """Bytes of it that DeepSpeed locks itself (``mlock``), limited by ``ulimit -l``."""
+    """Bytes in ``per_rank`` that DeepSpeed locks with ``mlock``, limited by ``ulimit -l``."""
     ranks: int
-    """Ranks of this machine."""
+    """Number of ranks on this machine."""
     held: int
-    """Bytes already held by one rank: Python, torch, the loaded model."""
+    """Bytes that one rank already uses, for Python, torch and the loaded model."""
     available: int
-    """Available bytes, limited by the container."""
+    """Available host memory in bytes, within the container's limit."""
     lockable: int | None
-    """Bytes one rank may lock; ``None`` without a limit."""
+    """Bytes that one rank may lock; ``None`` without a limit."""
 
     @property
     def needed(self) -> int:
-        """Bytes that all ranks of this machine will still allocate."""
+        """Bytes that all ranks on this machine must still allocate."""
         return max(0, self.per_rank - self.held) * self.ranks
 
     @property
@@ -291,14 +307,14 @@ class HostBudget:
 
     @property
     def lock_fits(self) -> bool:
-        """Whether each rank may lock its bytes."""
+        """Whether each rank may lock the bytes in ``locked``."""
         return self.lockable is None or self.locked <= self.lockable
 
     def __str__(self) -> str:
         return (
             f"{self.ranks} rank(s) x {format_size(self.per_rank)} at the peak, "
-            f"{format_size(self.pinned)} of it page-locked, {format_size(self.held)} held "
-            f"already; {format_size(self.available)} available"
+            f"{format_size(self.pinned)} of it page-locked, {format_size(self.held)} already "
+            f"in use; {format_size(self.available)} available"
         )
 
     def _pinning_given_up(self, after: HostBudget, resolved: ResolvedPlan) -> tuple[Decision, ...]:
@@ -308,9 +324,9 @@ class HostBudget:
                 key=f"zero_optimization.{name}.pin_memory",
                 before=True,
                 after=False,
-                reason=f"page-locked it needs more host memory than available ({self}); "
-                f"unpinned: {format_size(after.per_rank)}; copies to the device become "
-                "slower",
+                reason=f"page-locked memory needs more host memory than is available ({self}), "
+                f"but unpinned memory needs {format_size(after.per_rank)}; copies to the device "
+                "become slower",
                 severity="warning",
             )
             for name in _PINNED_SECTIONS
@@ -345,9 +361,15 @@ def host_budget(
     held: int | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> HostBudget:
-    """Compute the host memory of a plan whose model is known.
+    """Compute the host memory of a plan that was resolved with its model.
 
-    Activations are not included; on a GPU they need no host memory.
+    Activations are not included, because they need no host memory on a GPU.
+
+    Args:
+        resolved: The plan.
+        ranks: Number of ranks on this machine.
+        held: Bytes that one rank already uses; by default the RAM of this process.
+        environ: Environment variables; default ``os.environ``.
     """
     import psutil
 
@@ -375,10 +397,21 @@ def host_budget(
 def fit_host_memory(
     resolved: ResolvedPlan, *, ranks: int, held: int | None = None
 ) -> tuple[ResolvedPlan, tuple[Decision, ...]]:
-    """Raise if a plan exceeds this machine's host memory, or disable pinning if that suffices.
+    """Check that a plan fits in this machine's host memory; disable pinning if that suffices.
 
-    Pinning is disabled only for a single rank and if the user did not set ``pin_memory``, because
-    several ranks could decide differently.
+    Pinning is disabled only in runs with one rank, because several ranks could decide differently,
+    and only if the user did not set ``pin_memory``.
+
+    Args:
+        resolved: The plan.
+        ranks: Number of ranks on this machine.
+        held: Bytes that one rank already uses; by default the RAM of this process.
+
+    Returns:
+        The plan, possibly without pinning, and decisions.
+
+    Raises:
+        OffloadError: The plan needs more host memory, or more locked memory, than is available.
     """
     if resolved.model is None:
         why = "the plan was resolved without a model, so the required host memory is unknown"
@@ -386,9 +419,8 @@ def fit_host_memory(
     budget = host_budget(resolved, ranks=ranks, held=held)
     if not budget.lock_fits:
         raise OffloadError(
-            f"DeepSpeed locks {format_size(budget.locked)} of swap buffers per rank, but "
-            f"this process may lock only {format_size(budget.lockable or 0)}, so "
-            "DeepSpeed's op would abort",
+            f"DeepSpeed would abort, because it locks {format_size(budget.locked)} of swap "
+            f"buffers per rank, but a process may lock only {format_size(budget.lockable or 0)}",
             key=KEY,
             value=budget.locked,
             fix="raise the limit (ulimit -l unlimited), or lower sub_group_size and buffer_count",
@@ -403,12 +435,12 @@ def fit_host_memory(
             return unpinned, budget._pinning_given_up(fitting, resolved)
     others = [f"{what}: {format_size(size)}" for what, size in budget._alternatives(resolved)]
     raise OffloadError(
-        f"the plan needs more host memory than available: {budget}",
+        f"the plan needs more host memory than is available: {budget}",
         key=KEY,
         value=budget.needed,
-        fix=f"alternatives per rank: {'; '.join(others)}"
+        fix=f"use one of these settings, with their memory per rank: {'; '.join(others)}"
         if others
-        else "offload less, or use DeepSpeedPlan.advise",
+        else "offload less, or find a plan that fits with DeepSpeedPlan.advise",
     )
 
 

@@ -1,6 +1,6 @@
 """Facts about this machine: accelerator, memory, cores, versions, and DeepSpeed support.
 
-Importing this package loads neither torch nor deepspeed; ``detect_platform`` imports torch.
+Importing this package loads neither torch nor deepspeed; only ``detect_platform`` imports torch.
 Detection code is loaded on first use, so that describing a machine is cheap.
 ``zerotune.platform.toolchain`` covers compilers and libraries.
 """

@@ -1,6 +1,6 @@
-"""Detect this machine: its accelerator, memory and cores, and whether DeepSpeed can run.
+"""Detect this machine's accelerator, memory and cores, and whether DeepSpeed can run.
 
-Facts come from a probe, so that tests can simulate other machines.
+All facts come from a ``PlatformProbe``, so that tests can simulate other machines.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from zerotune.platform.facts import (
 Read = Callable[[str], "str | None"]
 
 OLDEST_DEEPSPEED: Final = "0.19.8"
-"""Oldest DeepSpeed release that supports all features. With 0.19.3 swapping to NVMe aborts the
-process and host memory is up to 28 % above the estimate. Up to 0.19.7 the optimizer step cannot run
-in one pass. ``pyproject.toml`` has the same bound."""
+"""Oldest DeepSpeed release that supports all features; ``pyproject.toml`` has the same bound. With
+0.19.3, swapping to NVMe aborts the process, and host memory is up to 28 % above the estimate. Up to
+0.19.7, the optimizer step cannot run in one pass."""
 
 _DEEPSPEED_ACCELERATORS: Final = (
     "cuda", "cpu", "xpu", "npu", "mps", "hpu", "mlu", "sdaa", "supa", "klxpu",
@@ -42,7 +42,7 @@ _DEEPSPEED_ACCELERATORS: Final = (
 _TRAINS_WITHOUT: Final = "zerotune trains with its plain engine instead"
 _DISTRIBUTIONS: Final = ("torch", "deepspeed", "accelerate", "diffusers")
 _BF16_FLAGS: Final = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
-"""CPU flags of Linux for bf16 arithmetic on x86 (the first two) and on ARM."""
+"""Linux's names of CPU features for bf16 arithmetic, on x86 (the first two) and on ARM."""
 _INITIAL_NAMESPACE: Final = ["0", "0", "4294967295"]
 
 
@@ -55,14 +55,14 @@ def detect_platform(
 ) -> Platform:
     """Detect this machine and whether DeepSpeed can run on it.
 
-    DeepSpeed is disabled on macOS, ROCm and Windows, and if it or torch is missing.
+    DeepSpeed is disabled on macOS, ROCm and Windows, and if DeepSpeed or torch is missing.
     ``Platform.deepspeed`` and ``Platform.decisions`` contain the reason and the fix.
 
     Args:
-        probe: Source of the facts; default this machine.
-        allow_rocm: Let DeepSpeed run on ROCm, which is reported to work on some hardware.
-        allow_mps: Let DeepSpeed run on Apple GPUs.
-        log: Log each decision, once per process and on rank 0 only.
+        probe: Source of the facts; by default this machine.
+        allow_rocm: Enable DeepSpeed on ROCm, which is reported to work on some hardware.
+        allow_mps: Enable DeepSpeed on Apple GPUs.
+        log: Log the decisions, on rank 0 only; each decision is logged once per process.
     """
     probe = probe or MachineProbe()
     torch, environ = probe.torch(), probe.environ()
@@ -107,7 +107,12 @@ def detect_platform(
 
 
 def host_memory(probe: PlatformProbe, *, with_swap: bool = False) -> HostMemory:
-    """Return the RAM of a host and the container's limit."""
+    """Return the RAM of a host, and the container's memory limit.
+
+    Args:
+        probe: Source of the facts.
+        with_swap: Whether free swap space counts as available.
+    """
     total, available = probe.memory()
     if with_swap:
         import psutil
@@ -134,11 +139,15 @@ class Hardware:
 
 
 def choose_hardware(torch: TorchFacts, environ: Mapping[str, str]) -> Hardware:
-    """Choose the accelerator: the best available, or the one named by ``DS_ACCELERATOR``.
+    """Choose the best available accelerator, or the accelerator that ``DS_ACCELERATOR`` names.
 
-    The variable is DeepSpeed's, but both engines follow it, so that disabling DeepSpeed does not
-    move a run to another device. ``deepspeed_support`` rejects a name that the machine does not
-    have.
+    ``DS_ACCELERATOR`` is a variable of DeepSpeed, but the plain engine uses it as well, so that
+    disabling DeepSpeed does not move a run to a different device. If the machine lacks the named
+    accelerator, the best available accelerator is chosen.
+
+    Args:
+        torch: Facts from torch.
+        environ: Environment variables.
     """
     usable = torch.usable
     native = chosen = next(iter(usable))
@@ -153,8 +162,8 @@ def choose_hardware(torch: TorchFacts, environ: Mapping[str, str]) -> Hardware:
                     key="platform.accelerator",
                     before=native,
                     after=chosen,
-                    reason=f"DS_ACCELERATOR={requested} is set in the environment, so {unused} "
-                    "is not used",
+                    reason=f"the environment variable DS_ACCELERATOR={requested} is set, so "
+                    f"{unused} is not used",
                     severity="warning",
                 )
             )
@@ -195,14 +204,14 @@ class _Machine:
         if system not in {"Linux", "Darwin"}:
             yield (
                 f"DeepSpeed's offload kernels and asynchronous I/O do not build on {system}",
-                "use WSL2, which is Linux" if system == "Windows" else "train on Linux",
+                "train in WSL2" if system == "Windows" else "train on Linux",
             )
         if self.torch is None:
             yield "torch is not installed", "pip install torch"
         elif self.torch.import_error is not None:
             yield (
                 f"torch is installed but cannot be imported: {self.torch.import_error}",
-                "reinstall torch for this machine (pip install --force-reinstall torch)",
+                "reinstall torch with pip install --force-reinstall torch",
             )
         if system == "Darwin" and not self.allow_mps:
             yield (
@@ -210,11 +219,11 @@ class _Machine:
                 f"pass allow_mps=True to try DeepSpeed {OLDEST_DEEPSPEED} or later on MPS",
             )
         elif system == "Darwin" and self.accelerator != "mps":
-            yield "allow_mps was given, but training does not run on an Apple GPU here", None
+            yield "allow_mps=True has no effect without an Apple GPU to train on", None
         if self.accelerator == "rocm" and not self.allow_rocm:
             yield (
                 f"DeepSpeed is disabled on ROCm, where zerotune is not tested; {_TRAINS_WITHOUT}",
-                "pass allow_rocm=True to try it",
+                "pass allow_rocm=True to try DeepSpeed on ROCm",
             )
         yield from self._version_refusals()
         yield from self._environment_refusals()
@@ -227,7 +236,7 @@ class _Machine:
             yield "deepspeed is not installed", f"pip install 'deepspeed>={OLDEST_DEEPSPEED}'"
         elif release_of(version) and Version(version) < Version(OLDEST_DEEPSPEED):
             yield (
-                f"deepspeed {version} is too old; {OLDEST_DEEPSPEED} is the oldest",
+                f"deepspeed {version} is older than {OLDEST_DEEPSPEED}",
                 f"pip install --upgrade 'deepspeed>={OLDEST_DEEPSPEED}'",
             )
 
@@ -244,17 +253,17 @@ class _Machine:
         )
 
     def locks_everything(self) -> bool:
-        """Whether the kernel spares this process the limit, as it does root's as a rule.
+        """Return whether the limit on locked memory does not apply to this process.
 
-        It asks for a capability in the initial user namespace; the same capability inside of a
-        rootless container does not count.
+        The limit does not apply to a process with ``CAP_IPC_LOCK`` in the initial user namespace,
+        such as most processes of root. The capability has no effect in a rootless container.
         """
         if not has_capability(self.probe.read_text("/proc/self/status") or "", CAP_IPC_LOCK):
             return False
         return (self.probe.read_text("/proc/self/uid_map") or "").split() == _INITIAL_NAMESPACE
 
     def computes_bf16(self) -> bool:
-        """Whether the CPU has bf16 arithmetic."""
+        """Return whether the CPU has bf16 arithmetic."""
         for line in (self.probe.read_text("/proc/cpuinfo") or "").splitlines():
             name, _, flags = line.partition(":")
             if name.strip() in {"flags", "Features"}:
@@ -262,7 +271,7 @@ class _Machine:
         return False
 
     def support(self) -> tuple[DeepSpeedSupport, tuple[Decision, ...]]:
-        """The support, and one decision when it is refused, allowed by request or on the CPU."""
+        """Return whether DeepSpeed can run; all cases except CUDA and XPU add a decision."""
         refusal = next(self._refusals(), None)
         if refusal is not None:
             reason, fix = refusal
@@ -276,8 +285,8 @@ class _Machine:
             return DeepSpeedSupport(available=False, reason=reason, fix=fix), (decision,)
         where = {
             "cpu": "its CPU accelerator (DS_ACCELERATOR=cpu)",
-            "rocm": "ROCm, as allow_rocm=True allows",
-            "mps": "MPS, as allow_mps=True allows",
+            "rocm": "ROCm, because of allow_rocm=True",
+            "mps": "MPS, because of allow_mps=True",
         }
         name = DEEPSPEED_NAMES[self.accelerator]
         place = where.get(self.accelerator, self.accelerator)
@@ -292,12 +301,12 @@ class _Machine:
 
 @attrs.frozen(kw_only=True)
 class Cores:
-    """CPU cores, counted in three ways."""
+    """Numbers of CPU cores."""
 
     physical: int
     logical: int
     affinity: int
-    """Logical cores on which this process may run."""
+    """Number of logical cores on which this process may run."""
 
 
 @attrs.frozen(kw_only=True)
@@ -305,9 +314,9 @@ class TorchFacts:
     """Facts from the installed torch and its devices."""
 
     cuda: str | None = None
-    """CUDA version torch was built for."""
+    """CUDA version for which torch was built."""
     hip: str | None = None
-    """ROCm version torch was built for; such a build reports its devices as CUDA devices."""
+    """ROCm version for which torch was built; a ROCm build reports its devices as CUDA devices."""
     cuda_devices: tuple[Device, ...] = ()
     """Usable CUDA or ROCm devices."""
     cuda_error: str | None = None
@@ -315,7 +324,7 @@ class TorchFacts:
     xpu_devices: tuple[Device, ...] = ()
     mps_device: Device | None = None
     mps_bf16: bool = False
-    """Whether macOS supports bf16 on its GPU (14 or later)."""
+    """Whether macOS supports bf16 on its GPU, as macOS 14 and later do."""
     cpu_fp16: bool = False
     """Whether this CPU has native fp16 arithmetic, which DeepSpeed requires for fp16."""
     import_error: str | None = None
@@ -323,7 +332,7 @@ class TorchFacts:
 
     @property
     def build(self) -> str:
-        """Platform that torch was built for."""
+        """Platform for which torch was built."""
         if self.hip is not None:
             return f"rocm {self.hip}"
         if self.cuda is not None:
@@ -334,7 +343,7 @@ class TorchFacts:
 
     @property
     def usable(self) -> dict[Accelerator, tuple[Device, ...]]:
-        """All usable accelerators, best first; the CPU is always included."""
+        """Devices of each usable accelerator, best accelerator first; always includes the CPU."""
         devices: dict[Accelerator, tuple[Device, ...]] = {}
         if self.cuda_devices:
             devices["rocm" if self.hip else "cuda"] = self.cuda_devices
@@ -354,7 +363,7 @@ class TorchFacts:
         reason = f"torch was built for {wanted} but found no device: {self.cuda_error}"
         if environ.get("CUDA_VISIBLE_DEVICES") in {"", "-1"}:
             severity = "note"
-            reason = "CUDA_VISIBLE_DEVICES hides every device"
+            reason = "the environment variable CUDA_VISIBLE_DEVICES hides every device"
         return [
             Decision(
                 key="platform.accelerator",
@@ -367,18 +376,18 @@ class TorchFacts:
 
 
 class PlatformProbe(Protocol):
-    """Raw facts about a machine; tests pass their own."""
+    """Source of facts about a machine; tests override its methods."""
 
     def system(self) -> str:
-        """Same as ``platform.system()``."""
+        """Return ``platform.system()``."""
         return platform.system()
 
     def machine(self) -> str:
-        """Same as ``platform.machine()``."""
+        """Return ``platform.machine()``."""
         return platform.machine()
 
     def processor(self) -> str:
-        """Name of the CPU, or an empty string."""
+        """Return the name of the CPU, or an empty string."""
         if self.system() == "Darwin":
             return _mac_processor()
         for line in (self.read_text("/proc/cpuinfo") or "").splitlines():
@@ -388,11 +397,11 @@ class PlatformProbe(Protocol):
         return platform.processor()
 
     def environ(self) -> Mapping[str, str]:
-        """Environment variables."""
+        """Return the environment variables."""
         return os.environ
 
     def python_version(self) -> str:
-        """Version of the running Python."""
+        """Return the version of the running Python."""
         return platform.python_version()
 
     def version(self, distribution: str) -> str | None:
@@ -414,7 +423,7 @@ class PlatformProbe(Protocol):
         return int(memory.total), int(memory.available)
 
     def cores(self) -> Cores:
-        """Return CPU cores, ignoring quotas."""
+        """Return the numbers of CPU cores, ignoring quotas."""
         import psutil
 
         logical = os.cpu_count() or 1
@@ -474,7 +483,8 @@ class PlatformProbe(Protocol):
         if torch.cuda._is_in_bad_fork():
             # Every CUDA call fails here, which must not look like a machine without a GPU.
             raise PlatformError(
-                "CUDA was used before this process was forked, so it cannot be used here",
+                "the parent process used CUDA before it forked this process, which therefore "
+                "cannot use CUDA",
                 key="platform.accelerator",
                 value="cuda",
                 fix="start processes with the method 'spawn', or use CUDA, including "
@@ -514,7 +524,7 @@ class MachineProbe(PlatformProbe):
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's text, or its type if it has none."""
+    """Return the first line of an error's message, or the error's type if the message is empty."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
 
@@ -548,11 +558,12 @@ class CgroupMemory:
     limit: int | None = None
     """The smallest limit, or ``None``."""
     available: int | None = None
-    """Remaining bytes at the tightest level; reclaimable page cache counts as free."""
+    """Smallest number of remaining bytes of any control group; reclaimable page cache counts as
+    free."""
 
 
 def memory_constraint(read: Read) -> CgroupMemory:
-    """Return the memory limit of this process and the remaining bytes."""
+    """Return the memory limit of this process's control groups, and the remaining bytes."""
     limits: list[int] = []
     available: list[int] = []
     for folder in _control_groups(read):
@@ -569,7 +580,7 @@ def memory_constraint(read: Read) -> CgroupMemory:
 
 
 def cpu_quota(read: Read) -> float | None:
-    """Return the CPU quota of this process in cores, or ``None``."""
+    """Return the CPU quota of this process in cores; ``None`` without a quota."""
     quotas = []
     for folder in _control_groups(read):
         fields = (read(f"{folder}/cpu.max") or "").split()
@@ -622,9 +633,9 @@ class LogicalCpu:
     package: int
     """Socket."""
     core: int
-    """Physical core within the socket; equal for siblings."""
+    """Physical core within the socket; hardware threads of a core have the same number."""
     number: int
-    """Number as in ``sched_setaffinity``."""
+    """Number of the hardware thread, as in ``sched_setaffinity``."""
 
 
 @attrs.frozen(kw_only=True)
@@ -632,15 +643,15 @@ class CoreShare:
     """CPU cores and threads for one rank."""
 
     threads: int
-    """OpenMP threads for the optimizer and CPU operators."""
+    """Number of OpenMP threads for the optimizer and CPU operators."""
     cpus: tuple[int, ...] | None
-    """Hardware threads to pin to, siblings included; ``None`` for no pinning."""
+    """Hardware threads to which the rank is pinned; ``None`` for no pinning."""
     reason: str
-    """The numbers behind it in one sentence."""
+    """The numbers of cores and ranks on which the share is based."""
 
 
 def read_cpus(read: Read, numbers: Iterable[int]) -> tuple[LogicalCpu, ...]:
-    """Return the topology of hardware threads; without sysfs each counts as a core.
+    """Return the topology of hardware threads; without sysfs each thread counts as a core.
 
     Args:
         read: Returns a file's text, or ``None`` if it cannot be read.
@@ -663,7 +674,12 @@ def affinity_here() -> frozenset[int]:
 
 
 def describe_cpus(cpus: Sequence[LogicalCpu], *, quota: float | None = None) -> str:
-    """Describe a process's CPU resources."""
+    """Describe the cores that a process may use.
+
+    Args:
+        cpus: Hardware threads on which the process may run.
+        quota: The container's CPU quota in cores.
+    """
     words = f"{len(_by_core(cpus))} physical core(s), {len(cpus)} hardware thread(s)"
     return words if quota is None else f"{words}, a container's limit of {quota:g} cores"
 
@@ -691,17 +707,17 @@ def share_cores(
 
     Args:
         own: Hardware threads available to this rank.
-        affinities: Hardware threads available to each rank of this machine.
-        rank: Index of this rank.
-        quota: The container's CPU quota in cores for all ranks together.
-        workers: Data workers of this rank; they get at most half of its cores.
+        affinities: Hardware threads available to each rank on this machine.
+        rank: Index of this rank in ``affinities``.
+        quota: The container's CPU quota in cores, for all ranks together.
+        workers: Number of this rank's data workers, which get at most half of its cores.
     """
     if not own or not 0 <= rank < len(affinities):
         raise InvalidValueError(
-            "must contain the hardware threads of every rank of this machine, including this one",
+            "must contain the hardware threads of every rank on this machine, including this rank",
             key="affinities",
             value=len(affinities),
-            fix="gather os.sched_getaffinity(0) from the ranks of this machine",
+            fix="gather os.sched_getaffinity(0) from the ranks on this machine",
         )
     cores = _by_core(own)
     sharers = [index for index, cpus in enumerate(affinities) if set(cpus) & set(affinities[rank])]

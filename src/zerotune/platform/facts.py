@@ -14,15 +14,15 @@ from zerotune.decisions import Decision
 from zerotune.errors import InvalidValueError
 
 Accelerator = Literal["cuda", "rocm", "mps", "xpu", "cpu"]
-"""What a machine trains on."""
+"""Kind of device on which a machine trains."""
 ACCELERATORS: Final[tuple[Accelerator, ...]] = get_args(Accelerator)
 
 GIB: Final = 1024**3
-"""Bytes of a gibibyte."""
+"""Number of bytes in a gibibyte."""
 
 
 def user_cache() -> Path:
-    """Return the folder for measurements of this machine: ``zerotune`` in the user's cache."""
+    """Return the folder of this machine's measurements, ``zerotune`` in the user's cache folder."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zerotune"
 
 
@@ -34,51 +34,53 @@ DEEPSPEED_NAMES: Final[Mapping[Accelerator, str]] = MappingProxyType(
 
 @attrs.frozen(kw_only=True)
 class Device:
-    """One accelerator device that training may use."""
+    """An accelerator device that training may use."""
 
     name: str
     """Product name from the driver."""
     total_memory: int
-    """Bytes of memory; on Apple silicon Metal's recommended working set, a part of the RAM."""
+    """Bytes of memory; on Apple silicon Metal's recommended working set, which is part of the RAM.
+    """
     capability: tuple[int, int] | None = None
-    """CUDA compute capability; ``None`` for other vendors than NVIDIA."""
+    """CUDA compute capability; ``None`` for devices that are not from NVIDIA."""
 
 
 @attrs.frozen(kw_only=True)
 class HostMemory:
-    """RAM of the host and the container's limit, in bytes."""
+    """RAM of the host, and the container's memory limit, in bytes."""
 
     total: int
     """Physical RAM."""
     available: int
-    """Available bytes without swapping, limited by the container."""
+    """RAM that is available without swapping, within the container's limit."""
     cgroup_limit: int | None = None
-    """Smallest limit on the path from this process's control group to the root."""
+    """Smallest memory limit of this process's control group and its parents; ``None`` without a
+    limit."""
 
     @property
     def limit(self) -> int:
-        """Maximum that this process may hold."""
+        """Maximum RAM that this process may use."""
         return self.total if self.cgroup_limit is None else min(self.total, self.cgroup_limit)
 
 
 @attrs.frozen(kw_only=True)
 class DeepSpeedSupport:
-    """Whether DeepSpeed can run here, with reason and fix."""
+    """Whether DeepSpeed can run on a machine, with a reason and a fix."""
 
     available: bool
     accelerator: str | None = None
-    """DeepSpeed's name of its accelerator: ``"cuda"`` (including ROCm), ``"cpu"``, ``"xpu"``,
-    ``"mps"``; ``None`` if it cannot run."""
+    """DeepSpeed's name of the accelerator: ``"cuda"`` (including ROCm), ``"cpu"``, ``"xpu"``,
+    ``"mps"``; ``None`` if DeepSpeed cannot run."""
     reason: str
-    """The reason, in one sentence."""
+    """Why DeepSpeed can or cannot run, in one sentence."""
     fix: str | None = None
-    """The fix, if DeepSpeed cannot run and there is one."""
+    """What to do if DeepSpeed cannot run; ``None`` if nothing helps."""
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables to set before importing deepspeed; empty if DeepSpeed cannot run.
+        """Environment variables to set before importing deepspeed; empty if DeepSpeed cannot run.
 
-        DeepSpeed chooses its accelerator on import, so this is the only way to control it.
+        DeepSpeed chooses its accelerator on import, so only environment variables control it.
         """
         return {} if self.accelerator is None else {"DS_ACCELERATOR": self.accelerator}
 
@@ -86,7 +88,7 @@ class DeepSpeedSupport:
 def _check_known_accelerator(_instance: object, _attribute: Any, value: str) -> None:
     if value not in ACCELERATORS:
         raise InvalidValueError(
-            "no such accelerator",
+            "is not an accelerator",
             key="accelerator",
             value=value,
             fix=f"use one of {', '.join(ACCELERATORS)}",
@@ -109,21 +111,23 @@ class Platform:
     """Devices of ``accelerator``; empty for ``"cpu"``."""
     host_memory: HostMemory
     memlock_limit: int | None = None
-    """Bytes this process may lock in RAM (pinned buffers); ``None`` without a limit."""
+    """Bytes that this process may lock in RAM (pinned buffers); ``None`` without a limit."""
     physical_cores: int
+    """Number of physical cores of the machine."""
     logical_cores: int
-    """Physical cores of the machine, which may be more than this process may use."""
+    """Number of logical cores of the machine."""
     usable_cores: int
-    """Logical cores available after CPU affinity and the container's quota, at least 1."""
+    """Number of logical cores that this process may use, within its CPU affinity and the
+    container's quota; at least 1."""
     versions: Mapping[str, str] = attrs.field(factory=dict, hash=False)
-    """Versions of python, torch, deepspeed, accelerate and diffusers; missing keys are not
+    """Versions of python, torch, deepspeed, accelerate and diffusers; without packages that are not
     installed."""
     torch_build: str | None = None
-    """Platform torch was built for (``"cuda 12.8"``, ``"rocm 6.4"``, ``"cpu"``)."""
+    """Platform for which torch was built (``"cuda 12.8"``, ``"rocm 6.4"``, ``"cpu"``)."""
     bf16: bool
     """Whether the hardware supports bf16; emulation on a GPU does not count."""
     native_bf16: bool
-    """Whether it has native bf16 arithmetic; a CPU without it emulates bf16, many times slower."""
+    """Whether the hardware has bf16 arithmetic; a CPU without it emulates bf16 much more slowly."""
     fp16: bool
     """Whether the hardware supports fp16 and DeepSpeed accepts it."""
     deepspeed: DeepSpeedSupport
@@ -132,7 +136,7 @@ class Platform:
 
     @property
     def vram(self) -> int | None:
-        """Bytes of the smallest device, which every rank can use; ``None`` without a device."""
+        """Memory of the smallest device in bytes; ``None`` without a device."""
         return min((device.total_memory for device in self.devices), default=None)
 
     @classmethod
@@ -159,22 +163,22 @@ class Platform:
         Args:
             accelerator: Accelerator for training.
             device_count: Number of devices; ignored for ``"cpu"``.
-            vram: Bytes of each device; ignored for ``"cpu"``.
-            ram: Bytes of RAM.
-            available_ram: Available bytes of RAM; default everything within the limits.
-            cgroup_limit: Memory limit of the container in bytes.
-            memlock_limit: Bytes that may be locked; ``None`` for no limit.
+            vram: Memory of each device in bytes; ignored for ``"cpu"``.
+            ram: RAM in bytes.
+            available_ram: Available RAM in bytes; by default all RAM within ``cgroup_limit``.
+            cgroup_limit: Memory limit of the container in bytes; ``None`` for no limit.
+            memlock_limit: Bytes that a process may lock; ``None`` for no limit.
             cores: Number of physical cores.
             bf16: Whether the hardware supports bf16.
-            native_bf16: Whether it has native bf16 arithmetic; default true if it supports bf16,
-                except for ``"cpu"``.
-            fp16: Whether it supports fp16; default true except for ``"cpu"``.
-            versions: Installed versions; default none.
-            deepspeed: Whether DeepSpeed can run there, or its full description.
-            decisions: Decisions to include.
+            native_bf16: Whether the hardware has bf16 arithmetic; by default the value of ``bf16``,
+                but ``False`` for ``"cpu"``.
+            fp16: Whether the hardware supports fp16; by default true except for ``"cpu"``.
+            versions: Versions of installed packages; none by default.
+            deepspeed: Whether DeepSpeed can run on the machine, or a ``DeepSpeedSupport``.
+            decisions: Decisions of the detection.
 
         Raises:
-            InvalidValueError: ``accelerator`` is not one zerotune knows.
+            InvalidValueError: ``accelerator`` is not one of ``ACCELERATORS``.
         """
         _check_known_accelerator(None, None, accelerator)
         is_mac = accelerator == "mps"

@@ -25,7 +25,7 @@ class Tool:
 
     path: str
     version: str | None
-    """Its version; ``None`` if it is unknown."""
+    """Version of the program; ``None`` if unknown."""
 
 
 @attrs.frozen(kw_only=True)
@@ -37,7 +37,7 @@ class LibAio:
 
     @property
     def usable(self) -> bool:
-        """Whether both parts exist."""
+        """Whether both the header and the library exist."""
         return bool(self.header and self.library)
 
 
@@ -48,21 +48,22 @@ class Toolchain:
     cxx: Tool | None
     """The C++ compiler that torch calls: ``$CXX``, or ``c++``."""
     nvcc: Tool | None
-    """CUDA's compiler; required for kernels on an NVIDIA GPU, not on a CPU."""
+    """CUDA's compiler; required only for kernels on an NVIDIA GPU."""
     cuda_home: str | None
     ninja: Tool | None
     hidden_ninja: str | None = None
-    """The ninja of this Python environment if it is not on ``PATH``, where torch looks for it."""
+    """Path of this Python environment's ninja if it is not on ``PATH``, where torch looks for it.
+    """
     python_headers: bool
-    """Whether ``Python.h`` of this Python is installed."""
+    """Whether ``Python.h`` of the running Python is installed."""
     libaio: LibAio
 
 
 class LocalMachine:
-    """Access to this machine for detection; tests pass their own."""
+    """Access to this machine's programs and files; tests override its methods."""
 
     def environ(self) -> Mapping[str, str]:
-        """Environment variables."""
+        """Return the environment variables."""
         return os.environ
 
     def which(self, program: str) -> str | None:
@@ -74,7 +75,12 @@ class LocalMachine:
         return Path(path).exists()
 
     def run(self, command: Sequence[str], source: str = "") -> tuple[int, str]:
-        """Return exit status and output of a command with ``source`` as input."""
+        """Run a command, and return its exit status and output.
+
+        Args:
+            command: Program and arguments.
+            source: Standard input of the command.
+        """
         try:
             done = subprocess.run(
                 list(command),
@@ -91,7 +97,11 @@ class LocalMachine:
 
 
 def detect_toolchain(machine: LocalMachine | None = None) -> Toolchain:
-    """Detect the compilers and libraries that build DeepSpeed's kernels."""
+    """Detect the compilers and libraries that build DeepSpeed's kernels.
+
+    Args:
+        machine: Access to a machine; by default this machine.
+    """
     machine = machine or LocalMachine()
     compilers = detect_compilers(machine)
     if compilers.cxx is None:
@@ -100,7 +110,11 @@ def detect_toolchain(machine: LocalMachine | None = None) -> Toolchain:
 
 
 def detect_compilers(machine: LocalMachine | None = None) -> Toolchain:
-    """Detect only the compilers: nothing is compiled, and libaio stays unknown."""
+    """Detect only the compilers, without compiling anything; libaio stays unknown.
+
+    Args:
+        machine: Access to a machine; by default this machine.
+    """
     machine = machine or LocalMachine()
     ninja = _tool(machine, ["ninja"])
     environ, nvcc = machine.environ(), machine.which("nvcc")

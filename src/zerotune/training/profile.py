@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 @attrs.frozen(kw_only=True)
 class Profile:
-    """Trace ``steps`` optimizer steps after ``warmup`` untraced ones, once per trainer.
+    """Settings of a torch profiler trace, which a trainer records once.
 
-    Profiling leaves results bitwise unchanged, but traced steps are slower.
+    Profiling does not change training results, but traced steps are slower.
     """
 
     folder: str | os.PathLike[str]
@@ -32,11 +32,11 @@ class Profile:
     steps: int = 3
     """Number of traced steps."""
     warmup: int = 1
-    """Steps before tracing, in which caches fill and compilers run."""
+    """Number of untraced steps before the trace, during which caches fill and compilers run."""
     ranks: tuple[int, ...] = attrs.field(default=(0,), converter=tuple[int, ...])
-    """Ranks to trace; each writes its own file."""
+    """Ranks to trace; each of these ranks writes a file."""
     memory: bool = False
-    """Whether to record allocations."""
+    """Whether to record memory allocations."""
     shapes: bool = False
     """Whether to record the operators' input shapes."""
     top: int = 10
@@ -55,7 +55,7 @@ class Operator:
     calls: int
     """Calls per step."""
     seconds: float
-    """Own time per step without nested calls, on the device that ran the operator."""
+    """Seconds per step without nested calls, on the device that ran the operator."""
     share: float
     """Share of the time of all operators, 0 to 1."""
     nbytes: int = 0
@@ -68,7 +68,11 @@ class Operator:
 
 
 class Profiler(Callback):
-    """Callback that records a ``Profile`` during training; added by ``Trainer(profile=...)``."""
+    """Callback that records a trace during training; ``Trainer(profile=...)`` adds it.
+
+    Args:
+        wanted: Settings of the trace.
+    """
 
     def __init__(self, wanted: Profile) -> None:
         self._wanted = wanted
@@ -77,14 +81,14 @@ class Profiler(Callback):
         self.operators: tuple[Operator, ...] = ()
         """The most expensive operators; empty before the trace is written."""
         self.path: Path | None = None
-        """Path of the trace after it is written."""
+        """Path of the trace; ``None`` before the trace is written."""
 
     def on_fit_start(self, trainer: RunView, *, steps: int | None) -> None:  # noqa: ARG002
-        """Begin tracing if no warm-up steps are requested."""
+        """Begin the trace if ``warmup`` is 0."""
         self._begin_if_due(trainer)
 
     def on_step_end(self, trainer: RunView, metrics: StepMetrics) -> None:  # noqa: ARG002
-        """Count steps; begin and end the trace at the configured ones."""
+        """Count the step, and begin or end the trace after the configured number of steps."""
         self._seen += 1
         if self._running is None:
             self._begin_if_due(trainer)
@@ -92,7 +96,7 @@ class Profiler(Callback):
             self._finish(trainer)
 
     def on_fit_end(self, trainer: RunView) -> None:
-        """Write the partial trace if ``fit`` ends early."""
+        """Write the trace if ``fit`` ends during tracing."""
         if self._running is not None:
             self._finish(trainer)
 

@@ -24,16 +24,14 @@ _BAR_FIELDS = ("loss {loss}", "lr {lr}", "{rate} it/s", "peak {peak}", "ETA {eta
 
 
 class ProgressBar(Callback):
-    """A live bar on a terminal or in a notebook; elsewhere one line every few steps. Rank 0 only.
+    """Shows the progress of a run on rank 0: mean loss, learning rate, speed, memory and time left.
 
-    Notebooks without ipywidgets get lines instead of a bar.
-
-    Shows the mean loss of the latest steps, learning rate, steps per second, peak memory (GPU
-    if there is one, else RAM) and the time left.
+    A terminal, or a notebook with ipywidgets, shows a live bar. All other outputs show one line
+    every few steps. The memory is the peak of the GPU's memory, or of RAM without a GPU.
 
     Args:
-        every: Steps between two lines without a terminal, and window of the mean loss.
-        console: Output console; standard output by default.
+        every: Steps between two lines, and number of steps of the mean loss.
+        console: Console for the output; by default standard output.
     """
 
     def __init__(self, *, every: int = 20, console: Console | None = None) -> None:
@@ -46,7 +44,7 @@ class ProgressBar(Callback):
         self._bar: Any = None
 
     def on_resume(self, trainer: RunView, path: Path) -> None:  # noqa: ARG002
-        """Store the resumed step for the first line."""
+        """Remember the resumed step, which ``on_fit_start`` prints."""
         self._resumed = next(str(d) for d in reversed(trainer.decisions) if d.key == "step")
 
     def on_fit_start(self, trainer: RunView, *, steps: int | None) -> None:
@@ -71,7 +69,7 @@ class ProgressBar(Callback):
             self._bar = _start_bar(self._console, done=trainer.step, total=steps)
 
     def on_step_end(self, trainer: RunView, metrics: StepMetrics) -> None:
-        """Update the bar."""
+        """Update the bar, or print a line if one is due."""
         if not trainer.is_main or self._console is None:
             return
         self._losses.append(metrics.loss)
@@ -91,7 +89,7 @@ class ProgressBar(Callback):
             )
 
     def on_fit_end(self, trainer: RunView) -> None:  # noqa: ARG002
-        """Stop updating the bar."""
+        """Stop the bar."""
         if self._bar is not None:
             # Stopping draws no last time in a notebook.
             self._bar[0].refresh()

@@ -1,8 +1,8 @@
 """Run the checks of a ``Proof``: compare each fast path with the plain path on small models.
 
-On a device, random delays are queued on its streams, so that a missing wait shows as a late result.
-Without a device, streams are recorded, and each memory access is checked for an ordering with the
-access it depends on.
+On a device, random delays are queued on its streams, so that a missing synchronisation changes a
+result. Without a device, streams are recorded, and the checks verify that each memory access is
+ordered after the accesses on which it depends.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _RANKS_S: Final = 150.0
 
 
 class DifferenceError(Exception):
-    """The fast path's result differs from the plain path's."""
+    """The fast path's result differs from the plain path's result."""
 
 
 class NotRunError(Exception):
@@ -72,7 +72,7 @@ class NotRunError(Exception):
 
 
 class DelayedStreams:
-    """Wraps a device's streams and delays queued work at random."""
+    """Wraps a device's streams, and delays queued work at random."""
 
     def __init__(self, device: torch.device, chance: random.Random) -> None:
         self._module: Any = torch.get_device_module(device)
@@ -85,7 +85,7 @@ class DelayedStreams:
 
     @contextmanager
     def stream(self, stream: Any) -> Iterator[None]:
-        """Queue the block's work on this stream after a random delay."""
+        """Queue the block's work on a stream, after a random delay."""
         with self._module.stream(stream):
             self.delay()
             yield
@@ -98,7 +98,7 @@ class DelayedStreams:
 
 @attrs.frozen(kw_only=True)
 class Run:
-    """Results of a few steps of a small model."""
+    """Settings of a few training steps of a small model."""
 
     stage: int
     hidden: bool
@@ -118,15 +118,20 @@ class Bench:
     device: torch.device
     chance: random.Random
     recorder: Recorder | None
-    """Replacement for the device's streams."""
+    """Recorder that replaces the device's streams; ``None`` on a device."""
     streams: Any
-    """Streams of the device, or recorded ones."""
+    """Streams of the device, or the recorder."""
     left: dict[Run, dict[str, str]] = attrs.field(factory=dict)
-    """Results of runs that several checks share."""
+    """Results of each run, which several checks share."""
 
     @classmethod
     def on(cls, platform: Platform, *, recorded: bool) -> Bench:
-        """Create a bench on this process's accelerator, or on recorded streams."""
+        """Create a bench on this process's accelerator, or on recorded streams.
+
+        Args:
+            platform: This machine.
+            recorded: Whether to record streams even if the machine has an accelerator.
+        """
         chance = random.Random(0)  # noqa: S311 - lengths of delays
         if recorded or platform.accelerator == "cpu":
             recorder = Recorder(simulated=True)
@@ -149,7 +154,7 @@ class Bench:
 
     @contextmanager
     def judged(self) -> Iterator[None]:
-        """Check the ordering of the block's operations if streams are recorded."""
+        """If streams are recorded, check the ordering of the block's operations."""
         if self.recorder is None:
             yield
             return
@@ -160,7 +165,7 @@ class Bench:
             raise DifferenceError(self.recorder.faults[0])
 
     def prove_rounding(self) -> None:
-        """Check that device, host and op round every kind of number to the same bf16 value."""
+        """Check that device, host and the op ``host_step`` round fp32 to the same bf16 values."""
         high = torch.arange(2**16, dtype=torch.int32).mul_(2**16)
         low = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], dtype=torch.int32)
         wide = (high[:, None] + low).view(-1).view(torch.float32)
@@ -180,10 +185,11 @@ class Bench:
         self._copies(lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, pin_memory=True))
 
     def prove_native_page_locking(self) -> None:
-        """Check the same for memory that DeepSpeed page-locks itself."""
+        """Check that copies through memory that DeepSpeed page-locks arrive complete."""
         if not pins_natively(self.platform):
             raise NotRunError(
-                "not needed: torch keeps exact sizes itself, or DeepSpeed may not page-lock"
+                "the check is not needed, because torch's allocator keeps exact sizes or DeepSpeed "
+                "may not page-lock memory"
             )
         accelerator = require_deepspeed(
             accelerator=DEEPSPEED_NAMES[self.platform.accelerator]
@@ -218,7 +224,7 @@ class Bench:
                 raise DifferenceError(f"{int(wrong)} bytes copied back differ from their source")
 
     def prove_uploads(self) -> None:
-        """Check that prefetched weights arrive before use and never earlier than allowed."""
+        """Check that uploaded weights arrive before use, and do not overwrite weights in use."""
         lengths, numbers = range(0, _ELEMENTS, _ELEMENTS // 4), torch.arange(_ELEMENTS).float()
         if self.recorder is not None:
             self.recorder.lie("pageable", numbers)
@@ -255,7 +261,7 @@ class Bench:
                 )
 
     def prove_activations(self) -> None:
-        """Check that gradients are the same with activations offloaded or kept."""
+        """Check that gradients with offloaded activations equal those with kept activations."""
         model = _Chain(width=64).to(self.device)
         if self.recorder is not None:
             self.recorder.lie("device", *model.parameters())
@@ -283,7 +289,13 @@ class Bench:
     def chain_gradients(
         self, model: _Chain, run: Callable[..., Any], step: int
     ) -> dict[str, torch.Tensor]:
-        """Return the loss and gradients of a chain whose blocks are called by ``run``."""
+        """Return the loss and the gradients of a small model.
+
+        Args:
+            model: The model.
+            run: Called with each block of the model and its input.
+            step: Seed of the input.
+        """
         generator = torch.Generator().manual_seed(step)
         x = torch.randn(32, 64, generator=generator).to(self.device).requires_grad_()
         if self.recorder is not None:
@@ -300,13 +312,13 @@ class Bench:
         }}  # fmt: skip
 
     def left_by(self, run: Run) -> dict[str, str]:
-        """Return a run's results by name: losses, and digests of weights, moments and averages."""
+        """Return a run's results by name: losses, and digests of weights, moments and EMAs."""
         if run not in self.left:
             self.left[run] = self.take(run)
         return self.left[run]
 
     def take(self, run: Run) -> dict[str, str]:
-        """Take new steps and return results as ``left_by`` does."""
+        """Execute a run, and return its losses and digests by name."""
         model = _Chain()
         engine = self._small_engine(model, run)
         ema = EMAShadow(decay=0.9).attach(engine)
@@ -397,16 +409,21 @@ class Bench:
             yield
 
     def compare_steps(self, mine: Mapping[str, bool], theirs: Mapping[str, bool]) -> None:
-        """Check that two ways of stepping give the same results at each stage."""
+        """Check that two settings of the optimizer step give the same results at each stage.
+
+        Args:
+            mine: Arguments of ``Run`` for the fast path.
+            theirs: Arguments of ``Run`` for the plain path.
+        """
         stages = (_PLAIN_ENGINE, 2, 3) if self.platform.deepspeed.available else (_PLAIN_ENGINE,)
         for stage in stages:
             first, second = Run(stage=stage, **mine), Run(stage=stage, **theirs)
             _check_equal(self.left_by(first), self.left_by(second), where=str(first))
 
     def prove_streaming(self) -> None:
-        """Check that streamed weights train exactly as ZeRO-2 with CPU offload."""
+        """Check that training with streamed weights exactly equals ZeRO-2 with CPU offload."""
         if not self.platform.deepspeed.available:
-            raise NotRunError("DeepSpeed, the reference, does not run here")
+            raise NotRunError("DeepSpeed, the reference, does not run on this machine")
         for clipping in (0.5, 0.0):
             run = Run(stage=2, hidden=False, clipping=clipping)
             streamed = attrs.evolve(run, streamed=True)
@@ -414,11 +431,11 @@ class Bench:
             _check_equal(self.left_by(streamed), self.left_by(run), where=where)
 
     def prove_exchange(self) -> float:
-        """Check the exchange of weights between ranks; return the seconds it took."""
+        """Check the exchange of weights between ranks, and return the seconds of the steps."""
         if not self.platform.deepspeed.available:
-            raise NotRunError("DeepSpeed does not run here")
+            raise NotRunError("DeepSpeed does not run on this machine")
         if self.platform.accelerator != "cpu" and len(self.platform.devices) < _RANKS:
-            raise NotRunError("there is only one device")
+            raise NotRunError("the machine has only one device")
         answers = _on_ranks(partial(_prove_on_rank, self.platform), _RANKS)
         for rank, (mine, theirs, _) in enumerate(answers):
             _check_equal(mine, theirs, where=f"stage 2, rank {rank}")
@@ -525,9 +542,9 @@ class Check:
     run: Callable[[Bench], float | None]
     """The check; may return the seconds that count as its time."""
     on_streams: bool = False
-    """Whether it also runs on recorded streams."""
+    """Whether the check also runs on recorded streams."""
     needs_ops: bool = False
-    """Whether it uses the optimizer step in host memory."""
+    """Whether the check uses compiled ops."""
 
 
 _hidden_as_taken_at_once: Final = partial(
@@ -553,11 +570,9 @@ CHECKS: Final[Sequence[Check]] = (
 def prove(*, platform: Platform | None = None, seconds: float = SECONDS) -> Proof:
     """Run every check that this machine supports.
 
-    Import and compilation time is not counted.
-
     Args:
-        platform: This machine; detected when not given.
-        seconds: No further check starts after this many seconds.
+        platform: This machine; detected by default.
+        seconds: Seconds after which no further check starts, not counting imports and compilation.
 
     Returns:
         The proof; save it with ``store_proof``.
@@ -574,7 +589,8 @@ def prove(*, platform: Platform | None = None, seconds: float = SECONDS) -> Proo
         obstacle = missing if check.needs_ops else None
         if spent >= seconds:
             obstacle = (
-                f"earlier checks took {spent:.0f} s; run `{COMMAND}` again on a less busy machine"
+                f"earlier checks took {spent:.0f} s, so this check did not start; run `{COMMAND}` "
+                "again while the machine is less busy"
             )
         outcomes[check.name] = (
             run_check(check, benches) if obstacle is None else Outcome(passed=None, detail=obstacle)
@@ -596,7 +612,12 @@ def _import(platform: Platform) -> str | None:
 
 
 def run_check(check: Check, benches: Sequence[Bench]) -> Outcome:
-    """Run one check and record any outcome."""
+    """Run one check, and return its outcome, even if the check raises an error.
+
+    Args:
+        check: The check.
+        benches: Benches on which the check may run.
+    """
     began, counted = time.perf_counter(), None
     passed: bool | None = True
     detail = evidence = ""

@@ -40,36 +40,37 @@ _PREDICTED: Final = ("forward", "backward", "optimizer", "ema")
 
 @attrs.frozen(kw_only=True, repr=False)
 class Report(Readable):
-    """One rank's record of the steps a trainer has taken since it was created."""
+    """Loss, time and memory of the steps that a trainer has taken, from one rank's view."""
 
     first_step: int
-    """Steps taken before this run, if it was resumed."""
+    """Number of optimizer steps taken before this run, if the run was resumed."""
     steps: int
-    """Optimizer steps taken."""
+    """Number of optimizer steps in this report."""
     world_size: int
     samples_per_step: int
-    """Samples of all ranks together."""
+    """Samples per optimizer step, of all ranks together."""
     losses: tuple[float, ...]
-    """Loss of each step: mean over ranks and accumulation window."""
+    """Loss of each step, as the mean over ranks and accumulation window."""
     seconds: float
     """Wall-clock time of all steps."""
     phases: Mapping[str, float]
     """Seconds per phase: ``"data"``, ``"forward"``, ``"backward"``, ``"optimizer"``, ``"ema"``."""
     host_before: int
-    """RAM of this process before the engine was built, in bytes: libraries, model, data."""
+    """RAM in bytes that libraries, model and data used in this process before the engine was built.
+    """
     host_peak: int
     """Peak RAM of this process in bytes, libraries included."""
     device_peak: int | None
     """Peak GPU memory of this process in bytes, context included; ``None`` without a GPU."""
     estimate: MemoryEstimate | None
-    """The plan's memory estimate per rank; ``None`` if the model is unknown."""
+    """The plan's memory estimate per rank; ``None`` if the plan does not know the model."""
     copy_rate: float | None = None
-    """Bytes per second of a plain copy in host memory, reads plus writes; ``None`` if not measured.
+    """Bytes per second that a plain copy in host memory reads and writes; ``None`` if not measured.
     """
     operators: tuple[Operator, ...] = ()
     """The most expensive operators, if a ``Profile`` was recorded."""
     stopped: str | None = None
-    """Reason why the latest ``fit`` ended early; ``None`` if it did not."""
+    """Reason why the latest ``fit`` ended early; ``None`` if ``fit`` reached its goal."""
 
     @property
     def steps_per_second(self) -> float:
@@ -87,7 +88,7 @@ class Report(Readable):
         return counted(self.world_size, "process", "processes")
 
     def memory_rows(self) -> list[tuple[str, str, str, str]]:
-        """Return rows of component, place, size and note, followed by measured values."""
+        """Return rows of component, place, size and note; the last rows are measured values."""
         rows: list[tuple[str, str, str, str]] = []
         if self.estimate is not None:
             items = sorted(
@@ -113,7 +114,7 @@ class Report(Readable):
 
     @property
     def bounds(self) -> tuple[Bound, ...]:
-        """Return the bottleneck of each phase, largest phase first."""
+        """Bottleneck of each phase, longest phase first."""
         return bounds(
             phases=self.phases,
             seconds=self.seconds,
@@ -124,12 +125,12 @@ class Report(Readable):
 
     @property
     def split(self) -> dict[str, float]:
-        """Seconds per phase; the remainder is ``"rest"``."""
+        """Seconds per phase; time outside the phases is ``"rest"``."""
         rest = self.seconds - sum(self.phases.values())
         return {name: self.phases.get(name, 0.0) for name in PHASES} | {"rest": max(0.0, rest)}
 
     def time_rows(self) -> list[tuple[str, str, str]]:
-        """Return rows of phase, milliseconds per step and share; the remainder is last."""
+        """Return rows of phase, milliseconds per step and share; the last row is ``"rest"``."""
         each = max(1, self.steps)
         whole = self.seconds or 1.0
         return [
@@ -139,7 +140,7 @@ class Report(Readable):
 
     @property
     def predicted(self) -> StepTime | None:
-        """The plan's predicted step time on this machine; ``None`` if unknown."""
+        """The step time that the plan predicts for this machine; ``None`` if unknown."""
         return None if self.estimate is None else self.estimate.step_time()
 
     def prediction_rows(self) -> list[tuple[str, str, str]]:
@@ -158,7 +159,7 @@ class Report(Readable):
         ]
 
     def render(self) -> str:
-        """The report as text."""
+        """Return the report as text."""
         return self.page().text()
 
     @override
@@ -169,7 +170,7 @@ class Report(Readable):
 
     @override
     def page(self) -> Page:
-        """Return the report as a page for text, terminal or notebook."""
+        """Return the report as a page, for text, terminals and notebooks."""
         blocks: list[Block] = [
             Line("time per step:", style="title"),
             Table(rows=tuple(self.time_rows()), align="lrr", widths=(12, 10, 5)),
@@ -195,7 +196,7 @@ class Report(Readable):
         return Page(title=self.brief(), blocks=tuple(blocks))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return JSON-serialisable data; sizes in bytes, times in seconds."""
+        """Return JSON-serialisable data, with sizes in bytes and times in seconds."""
         plain = attrs.asdict(self, recurse=False)
         return plain | {
             "losses": list(self.losses),
@@ -211,12 +212,15 @@ class Report(Readable):
     def save(self, folder: str | os.PathLike[str]) -> tuple[Path, Path]:
         """Write ``loss.png``, ``memory.png`` and ``report.json``; return the paths of the plots.
 
+        Args:
+            folder: Folder of the files; a missing folder is created.
+
         Raises:
             MissingDependencyError: matplotlib is not installed.
-            TrainingError: The folder cannot be written to.
+            TrainingError: The files cannot be written.
         """
         into = Path(folder)
-        with system_errors(TrainingError, into, "the report cannot be written there"):
+        with system_errors(TrainingError, into, "the report cannot be written to this folder"):
             into.mkdir(parents=True, exist_ok=True)
             write_atomically(into / "report.json", json.dumps(self.to_dict(), indent=1).encode())
         steps = range(self.first_step + 1, self.first_step + self.steps + 1)
@@ -229,13 +233,13 @@ class Report(Readable):
 def plot_report(path: str | os.PathLike[str], report: Report) -> Path:
     """Plot memory per place and the split of the step time as PNG.
 
-    Bars show the estimate's components, with a line at the measured peak. Without an estimate they
-    show measured values. On a CPU the runtime is not the estimate's constant but what the process
-    held before its engine was built.
+    Bars show the components of the memory estimate, with a line at the measured peak; without an
+    estimate they show measured values. On a CPU, the component ``runtime`` is the memory measured
+    before the engine was built.
 
     Args:
-        path: The file; its folder is created.
-        report: Value of ``Trainer.report``.
+        path: Path of the file; a missing folder is created.
+        report: Result of ``Trainer.report``.
 
     Returns:
         ``path``.
@@ -248,7 +252,7 @@ def plot_report(path: str | os.PathLike[str], report: Report) -> Path:
         estimate, heading = report.estimate, memory_heading(report.estimate)
         if estimate.resolved.platform.accelerator == "cpu":
             estimate = _with_runtime_measured(estimate, report.host_before)
-            heading += "; runtime as measured: what the process held before its engine was built"
+            heading += "; runtime is the memory measured before the engine was built"
         panels = memory_panels(estimate, measured=measured)
     else:
         heading = f"Memory per rank ({report.processes})"
@@ -292,7 +296,7 @@ def _item_row(item: MemoryItem) -> tuple[str, str, str, str]:
 
 
 class Record(Callback):
-    """Accumulates the values of a report; every trainer has one."""
+    """Callback of every trainer that accumulates the values of a report."""
 
     def __init__(self) -> None:
         self._first_step = 0
@@ -306,13 +310,13 @@ class Record(Callback):
             self._phases[name] += seconds
 
     def on_resume(self, trainer: RunView, path: Path) -> None:  # noqa: ARG002
-        """Reset: earlier steps belong to another history."""
+        """Discard the values of earlier steps."""
         self._first_step = trainer.step
         self._clear()
 
     @property
     def totals(self) -> dict[str, Any]:
-        """Return the counted fields of ``Report``."""
+        """Values of the fields of ``Report`` that this callback counts."""
         return {
             "first_step": self._first_step,
             "steps": len(self._losses),
@@ -336,10 +340,10 @@ _WINDOW: Final = 20
 def plot_loss(
     path: str | os.PathLike[str], *, steps: Sequence[int], losses: Sequence[float]
 ) -> Path:
-    """Plot the loss of each step and its moving mean, centred on its steps, as PNG.
+    """Plot the loss of each step and a centred moving mean, as PNG.
 
     Args:
-        path: The file; its folder is created.
+        path: Path of the file; a missing folder is created.
         steps: Step numbers, ascending.
         losses: Losses, one per step.
 
@@ -347,12 +351,13 @@ def plot_loss(
         ``path``.
 
     Raises:
-        DataError: There is nothing to plot, or the lengths differ.
+        DataError: ``losses`` is empty, or the lengths of ``steps`` and ``losses`` differ.
         MissingDependencyError: matplotlib is not installed.
     """
     if not losses or len(losses) != len(steps):
         raise DataError(
-            f"a curve needs as many losses as steps, at least one; {len(losses)} losses given",
+            f"a curve needs one loss per step and at least one step, but there are {len(losses)} "
+            "losses",
             key="steps",
             value=len(steps),
         )
@@ -369,11 +374,11 @@ def plot_loss(
 
 
 def moving_mean(steps: Sequence[int], losses: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Compute means of successive losses, and the middle of the steps of each mean.
+    """Return the middle step of each moving mean, and the means.
 
     Args:
         steps: Step numbers, ascending.
-        losses: Losses, one per step; at least one.
+        losses: Losses, one per step; at least one loss.
     """
     window = min(_WINDOW, len(losses))
     starts = range(len(losses) - window + 1)
@@ -382,7 +387,13 @@ def moving_mean(steps: Sequence[int], losses: Sequence[float]) -> tuple[list[flo
 
 
 def write_png(path: str | os.PathLike[str], figure: Any, *, dpi: float) -> Path:
-    """Write a matplotlib figure; its folder is created."""
+    """Write a matplotlib figure as PNG.
+
+    Args:
+        path: Path of the file; a missing folder is created.
+        figure: The figure.
+        dpi: Pixels per inch.
+    """
     file = Path(path)
     with system_errors(TrainingError, file, "the plot cannot be written"):
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -406,7 +417,7 @@ class Bound:
     """One phase of a step and its bottleneck."""
 
     resource: Resource
-    """The bottleneck, as far as the measurements show it."""
+    """The bottleneck, as far as the measurements can tell."""
     phase: str
     """``"data"``, ``"forward and backward"``, ``"optimizer"``, ``"ema"`` or ``"rest"``."""
     seconds: float
@@ -414,14 +425,14 @@ class Bound:
     share: float
     """Share of the step, 0 to 1."""
     nbytes: int = 0
-    """Minimum bytes moved per step and rank; 0 if none are counted."""
+    """Minimum number of bytes that the phase moves per step and rank; 0 if unknown."""
     reference: float | None = None
     """Bytes per second of a plain copy on this machine with all threads; ``None`` if not measured.
     """
 
     @property
     def rate(self) -> float:
-        """Achieved bytes per second."""
+        """Bytes per second that the phase moves."""
         return self.nbytes / self.seconds if self.seconds > 0 else 0.0
 
     @property
@@ -430,7 +441,7 @@ class Bound:
         words = _WAITS[self.resource]
         if self.nbytes and self.phase == _FORWARD_BACKWARD:
             moved, rate = brief_size(self.nbytes), brief_size(self.rate)
-            return f"{words}; meanwhile at least {moved} cross the bus, {rate}/s"
+            return f"{words}; meanwhile the bus transfers at least {moved}, {rate}/s"
         if self.nbytes:
             words += f": at least {brief_size(self.nbytes)} at {brief_size(self.rate)}/s"
         if self.reference:
@@ -448,7 +459,7 @@ _WAITS: Final[Mapping[Resource, str]] = {
     "host memory": "host memory",
     "disk": "swap files on disk",
     "data": "reading data",
-    "other": "outside of the phases",
+    "other": "work outside the phases",
 }
 
 
@@ -460,10 +471,14 @@ def bounds(
     estimate: MemoryEstimate | None,
     reference: float | None = None,
 ) -> tuple[Bound, ...]:
-    """Return the bottleneck of each phase, largest phase first.
+    """Return the bottleneck of each phase, longest phase first.
 
-    Bytes are the minimum that the plan's engine moves. If a phase does several things, the slowest
-    is named. Transfers that overlap with computation are not charged to it.
+    Args:
+        phases: Seconds of each phase.
+        seconds: Seconds of all steps.
+        steps: Number of optimizer steps.
+        estimate: The plan's memory estimate, from which transferred bytes are computed.
+        reference: Bytes per second of a plain copy in host memory; ``None`` if not measured.
     """
     if steps <= 0 or seconds <= 0:
         return ()
@@ -483,7 +498,7 @@ def bounds(
         )
 
     def on_host(phase: str, nbytes: int) -> Bound:
-        """Whether moving bytes in host memory takes the time, or computing on the way."""
+        """Return the bottleneck of a phase in host memory: memory bandwidth or compute."""
         spent = each.get(phase, 0.0)
         if not nbytes:
             return bound("compute", phase, spent)
@@ -504,9 +519,10 @@ def bounds(
 
 
 def copy_rate() -> float:
-    """Measure host memory bandwidth in bytes per second, reads plus writes, best of four copies.
+    """Measure the host memory bandwidth in bytes per second, as reads and writes of a plain copy.
 
-    Uses torch's current number of threads; measured once per number.
+    The result is the best of four copies with torch's current number of threads. With the same
+    number of threads, later calls return the first measurement.
     """
     return _copy_rate_with(torch.get_num_threads())
 

@@ -23,20 +23,20 @@ if TYPE_CHECKING:
 class Trackers(Callback):
     """Logs a run to experiment trackers from rank 0, through accelerate.
 
-    Logged are loss, learning rate, gradient norm, speed, phase times, memory, validation results,
-    the resolved plan as hyper-parameters, and all decisions as text. Trackers are closed with the
-    trainer, so several calls of ``fit`` are one run::
+    Trackers receive loss, learning rate, gradient norm, speed, phase times, memory, validation
+    results, the resolved plan as hyper-parameters, and all decisions as text. Several calls of
+    ``fit`` are one run, because the trackers are closed with the trainer::
 
         Trainer(..., callbacks=[Trackers("tensorboard", folder="runs", project="digits")])
 
-    A tracker that fails is dropped with a warning.
+    A tracker that fails is disabled with a warning.
 
     Args:
-        trackers: accelerate's names, such as ``"tensorboard"``, ``"wandb"``, ``"mlflow"``, or
-            ``accelerate.tracking.GeneralTracker`` objects.
+        trackers: Names of trackers in accelerate, such as ``"tensorboard"``, ``"wandb"`` and
+            ``"mlflow"``, or ``accelerate.tracking.GeneralTracker`` objects.
         project: Name of the project or run.
         folder: Folder for trackers that write files.
-        every: Steps between two log entries.
+        every: Optimizer steps between two log entries.
         options: Arguments of each tracker by name: ``{"wandb": {"mode": "offline"}}``.
 
     Raises:
@@ -53,17 +53,17 @@ class Trackers(Callback):
     ) -> None:
         if not trackers or every < 1:
             raise InvalidValueError(
-                "needs a tracker, and a whole number of steps of 1 or more",
+                "needs at least one tracker, and every must be 1 or more",
                 key="Trackers",
                 value=(trackers, every),
-                fix='Trackers("tensorboard", every=10)',
+                fix='write Trackers("tensorboard", every=10)',
             )
         self._wanted, self._project, self._folder = trackers, project, folder
         self._every, self._options = every, dict(options or {})
         self._running: tuple[Tracker, ...] | None = None
 
     def on_fit_start(self, trainer: RunView, *, steps: int | None) -> None:  # noqa: ARG002
-        """Start the trackers at the first call."""
+        """Start the trackers when ``fit`` is called for the first time."""
         if self._running is not None:
             return
         # Rank 0 alone starts anything; if it cannot, the others must not go on without it.
@@ -91,7 +91,7 @@ class Trackers(Callback):
             tracker.images(name, _pixels(images), step=trainer.step)
 
     def on_resume(self, trainer: RunView, path: Path) -> None:  # noqa: ARG002
-        """Log what changed on resume."""
+        """Log the decisions of the resume."""
         self._tell_decisions(trainer)
 
     def on_fit_end(self, trainer: RunView) -> None:

@@ -64,8 +64,8 @@ class Judgement:
     """Inspects each exported tensor, and decides at the end whether the export is valid.
 
     A layer is untrained if none of its tensors has changed, or if the factor that starts at zero is
-    still zero. This may be correct for a layer outside the loss, such as CLIP's last one, so it is
-    a warning. If it holds for a whole component, it is an error.
+    still zero. An untrained layer causes only a warning, because a layer may not affect the loss,
+    such as the last layer of CLIP. If all layers of a component are untrained, the export fails.
     """
 
     def __init__(
@@ -81,7 +81,12 @@ class Judgement:
     def of(
         cls, engine: Engine, adapters: Mapping[str, tuple[str, torch.nn.Module, str]]
     ) -> Judgement:
-        """Create it for the adapters of an engine, by component."""
+        """Create a judgement for the adapters of an engine.
+
+        Args:
+            engine: Engine of the adapters.
+            adapters: Prefix in the model, module and adapter name of each component.
+        """
         initial: dict[str, frozenset[str]] = {}
         layers = {}
         for component, (prefix, module, adapter) in adapters.items():
@@ -99,9 +104,9 @@ class Judgement:
         """Inspect a parameter.
 
         Args:
-            name: Its name in the engine.
-            tensor: Value in fp32.
-            written: Value as written to the file.
+            name: Name of the parameter in the engine.
+            tensor: The parameter in fp32.
+            written: The parameter in the dtype of the file.
         """
         if not written.numel():
             raise CheckpointCorruptError("is empty", key=name, value=tuple(written.shape))
@@ -109,7 +114,7 @@ class Judgement:
             raise CheckpointCorruptError(
                 f"is not finite in {written.dtype}",
                 key=name,
-                fix="check the losses; in fp16, export in fp32 or bf16",
+                fix="check the losses; if the export is in fp16, export in fp32 or bf16",
             )
         layer = self._layers[name]
         parsed = AdapterParameter.parse(name)
@@ -119,7 +124,7 @@ class Judgement:
         self._moved[layer] = self._moved.get(layer, False) or moved
 
     def conclude(self) -> tuple[Decision, ...]:
-        """Return decisions about unusual findings."""
+        """Return decisions about untrained layers."""
         still = [layer for layer, moved in self._moved.items() if not moved or layer in self._zero]
         if not still:
             return ()
@@ -137,12 +142,12 @@ class Judgement:
                     key=component,
                     fix="check the learning rate, and whether the loss depends on the adapters",
                 )
-        return (self._decision(still, "have not changed; they may be outside the loss"),)
+        return (self._decision(still, "have not changed; perhaps they do not affect the loss"),)
 
     def _why(self, layers: list[_Layer]) -> str:
         zero = all(layer in self._zero for layer in layers)
         kinds = " or ".join(sorted({self._zero[layer] for layer in layers})) if zero else ""
-        return f"every {kinds} is zero" if zero else "all have their initial values"
+        return f"every {kinds} is zero" if zero else "all adapters have their initial values"
 
     def _decision(self, still: list[_Layer], reason: str) -> Decision:
         names = [".".join(layer) for layer in still]
@@ -168,8 +173,8 @@ _ALWAYS: Final = (
     "alpha_pattern",
     "use_dora",
 )
-"""Settings that are always written. Others are written only if they differ from peft's default,
-because an older peft rejects unknown settings."""
+"""Settings that are always written. Other settings are written only if they differ from peft's
+defaults, because older peft versions reject unknown settings."""
 _OF_THE_RUN: Final = frozenset(
     {
         "inference_mode",
@@ -184,12 +189,12 @@ _OF_THE_RUN: Final = frozenset(
 
 @attrs.frozen(kw_only=True)
 class ExportedAdapters(os.PathLike[str]):
-    """An exported adapter file; usable as its path. May be used as its path."""
+    """An exported adapter file; the object can be used as the file's path."""
 
     path: Path
     """Absolute path of the file, or of peft's folder."""
     components: tuple[str, ...]
-    """Components of the pipeline with adapters in the file."""
+    """Components of the pipeline that have adapters in the file."""
     tensors: int
     elements: int
     nbytes: int
@@ -197,7 +202,7 @@ class ExportedAdapters(os.PathLike[str]):
     sha256: str
     """SHA-256 of the file, hex."""
     decisions: tuple[Decision, ...] = ()
-    """Unusual findings, such as untrained layers, or a scale that the format rounds."""
+    """Decisions about untrained layers, or about a scale that the format rounds."""
 
     def __fspath__(self) -> str:
         return str(self.path)
@@ -216,42 +221,45 @@ def export_adapters(
 ) -> ExportedAdapters:
     """Write an engine's adapters for ``pipeline.load_lora_weights``. Collective.
 
-    Only adapters are gathered, one tensor at a time, from the fp32 master weights. The header
-    contains rank, alpha and kind of the adapters, in diffusers' format. The file is read back and
-    compared before it gets its name, and the adapters must have changed in training.
+    Only the adapters are gathered from the fp32 master weights, one tensor at a time. The file's
+    header contains rank, alpha and kind of the adapters, in diffusers' format. The file is read
+    back and verified before it is renamed. Adapters that training has not changed raise an error.
 
     Args:
-        path: A folder, for the file ``pytorch_lora_weights.safetensors``, or the file itself,
+        path: A folder for the file ``pytorch_lora_weights.safetensors``, or the path of a file,
             ending in ``.safetensors``. An earlier export is replaced.
-        engine: Engine of a model with adapters, or of ``TrainedParts`` with some.
+        engine: Engine of a model or ``TrainedParts`` with adapters.
         weights: As in ``export_model``.
         dtype: Dtype of the tensors in the file: ``"fp32"``, ``"bf16"``, ``"fp16"`` or a torch
             dtype.
-        layout: ``"diffusers"``; ``"peft"``, a folder for ``PeftModel.from_pretrained``;
-            ``"comfyui"``, a file of ``diffusion_model.*`` tensors; ``"kohya"``, a file in the
-            format of kohya's trainers. The last two are read back through diffusers' own
-            converters, and need the adapters in memory while they are written.
-        component: Name of a single model in the pipeline; default by its class. The parts of
-            ``TrainedParts`` have their own names.
-        pipeline: The pipeline or its class, for checking that it can load adapters for these
-            components.
-        timeout_s: Timeout for the other ranks in seconds; default the group's.
+        layout: ``"diffusers"``; ``"peft"`` for a folder that ``PeftModel.from_pretrained`` reads;
+            ``"comfyui"`` for a file of ``diffusion_model.*`` tensors; ``"kohya"`` for a file in the
+            format of kohya's trainers. ``"comfyui"`` and ``"kohya"`` files are verified with
+            diffusers' converters, and require memory for all adapters.
+        component: Name of a single model in the pipeline; by default derived from the model's
+            class. ``TrainedParts`` provides the names of its parts.
+        pipeline: A pipeline or its class; the export fails if the pipeline cannot load adapters
+            for these components.
+        timeout_s: Seconds to wait for the other ranks; default the group's timeout.
 
     Returns:
         The export, on every rank.
 
     Raises:
         CheckpointMismatchError: The model trains no adapters, trains other parameters as well, or
-            has layers or kinds that the format does not support.
+            has layers or adapter kinds that the format does not support.
         CheckpointCorruptError: Adapters are not finite or have not changed, or the data on disk
-            differ from what was written.
-        CheckpointError: The file was not written by zerotune, or cannot be written.
+            differ from the written data.
+        CheckpointError: An existing file was not written by zerotune, or writing fails.
         InvalidValueError: The layout is unknown, or not available for this model.
-        CollectiveError: A rank did not call it, or the arguments differ.
+        CollectiveError: A rank did not call ``export_adapters``, or the arguments differ.
     """
     if layout not in LAYOUTS:
         raise InvalidValueError(
-            "is not an adapter layout", key="layout", value=layout, fix=f"one of {list(LAYOUTS)}"
+            "is not an adapter layout",
+            key="layout",
+            value=layout,
+            fix=f"write one of {list(LAYOUTS)}",
         )
     target, chosen = Path(path).absolute(), checked_dtype(dtype)
     if layout != "peft" and target.suffix != ".safetensors":
@@ -285,12 +293,12 @@ def export_adapters(
 
 @attrs.frozen(kw_only=True)
 class AdapterOutline:
-    """Parameters of an engine that go into an adapter file, with their names there."""
+    """Parameters of an engine that an adapter file contains, and their names in the file."""
 
     keys: Mapping[str, str]
     """Maps each trained parameter to its name in the file."""
     shapes: Mapping[str, tuple[int, ...]]
-    """Trained parameters in gathering order."""
+    """Shapes of the trained parameters, in the order of gathering."""
     metadata: Mapping[str, Mapping[str, Any]]
     """Adapter settings of each component."""
     adapters: Mapping[str, tuple[str, torch.nn.Module, str]]
@@ -298,7 +306,12 @@ class AdapterOutline:
 
     @classmethod
     def of(cls, engine: Engine, *, component: str | None = None) -> AdapterOutline:
-        """Create it from an engine."""
+        """Create the outline of an engine's adapters.
+
+        Args:
+            engine: Engine of a model with adapters.
+            component: As in ``export_adapters``.
+        """
         shapes = engine.master_weights.parameters
         adapters = {
             name: (prefix, module, adapter)
@@ -323,7 +336,7 @@ class AdapterOutline:
                 "a peft folder contains the adapters of a single model",
                 key="layout",
                 value=layout,
-                fix='layout="diffusers" supports several',
+                fix='write layout="diffusers" to export the adapters of several models',
             )
         for component, (_, module, adapter) in self.adapters.items():
             config = peft_config(module, adapter).to_dict()
@@ -332,10 +345,10 @@ class AdapterOutline:
             kind = "DoRA" if kind == "LoRA" and config.get("use_dora") else kind
             if kind not in _HOLDS[layout]:
                 raise CheckpointMismatchError(
-                    f"does not support {kind}, so no program could read it",
+                    f"does not support {kind} adapters",
                     key="layout",
                     value=layout,
-                    fix='layout="peft", for PeftModel.from_pretrained',
+                    fix='write layout="peft", and load the folder with PeftModel.from_pretrained',
                 )
             if layout in ("comfyui", "kohya"):
                 published(module, layout, component)
@@ -350,7 +363,12 @@ _HOLDS: Final[Mapping[Layout, tuple[str, ...]]] = {
 
 
 def portable_config(module: torch.nn.Module, adapter: str) -> dict[str, Any]:
-    """Return the settings of an adapter for its file, as JSON types."""
+    """Return an adapter's settings for the file, as JSON data.
+
+    Args:
+        module: Module with the adapter.
+        adapter: Name of the adapter.
+    """
     usual = type(peft_config(module, adapter))().to_dict()
     return {
         key: sorted(value) if isinstance(value, (set, frozenset)) else value
@@ -367,12 +385,12 @@ def _adapter_key(name: str, adapters: Mapping[str, tuple[str, torch.nn.Module, s
     raise CheckpointMismatchError(
         "is trained but is not an adapter, so an adapter file cannot contain it",
         key=name,
-        fix="freeze it, or export the whole model with export_merged",
+        fix="freeze the parameter, or export the whole model with export_merged",
     )
 
 
 def published_prefix(module: torch.nn.Module) -> str:
-    """Return the prefix of layer names in files."""
+    """Return the prefix that a module's layer names have in adapter files."""
     # transformers 5 dropped this level of CLIP; files keep it, and diffusers takes it away again.
     flat = type(module).__name__.startswith("CLIPText") and not hasattr(module, "text_model")
     return "text_model." if flat else ""
@@ -385,10 +403,10 @@ def _check_loadable(pipeline: Any, names: tuple[str, ...]) -> None:
     kind = pipeline.__name__ if isinstance(pipeline, type) else type(pipeline).__name__
     if loadable is None or not set(names) <= set(loadable):
         raise InvalidValueError(
-            f"{kind} can load adapters for {', '.join(loadable or ()) or 'nothing'}",
+            f"{kind} can load adapters only for: {', '.join(loadable or ()) or 'no component'}",
             key="component",
             value=names,
-            fix="name components as in the pipeline",
+            fix="give the components the names that they have in the pipeline",
         )
 
 
@@ -410,14 +428,14 @@ class _Draft:
         self._writer = self._open()
 
     def append(self, name: str, tensor: torch.Tensor, *, trained: bool) -> None:  # noqa: ARG002
-        """Judge and write a tensor."""
+        """Inspect and write a tensor."""
         written = tensor.to(self._dtype)
         self._judgement.see(name, tensor, written)
         if self._writer is not None:
             self._writer.append(self._keys[name], written)
 
     def publish(self) -> ExportedAdapters:
-        """Judge the whole, read the file back and give it its name."""
+        """Check that the adapters have changed, verify the file and rename it."""
         decisions = (*self._judgement.conclude(), *self._complete())
         if self._writer is None:
             raise ValueError("no file was begun")
@@ -435,7 +453,7 @@ class _Draft:
         )
 
     def abandon(self) -> None:
-        """Remove what is unfinished."""
+        """Delete the unfinished file."""
         if self._writer is not None:
             self._writer.abandon()
 
@@ -474,7 +492,7 @@ class _Foreign(_Draft):
 
     @override
     def append(self, name: str, tensor: torch.Tensor, *, trained: bool) -> None:
-        """Judge and keep a tensor, by component, layer and kind."""
+        """Inspect a tensor, and store it by component, layer and kind."""
         super().append(name, tensor, trained=trained)
         for component, (prefix, module, _) in self._outline.adapters.items():
             parsed = AdapterParameter.parse(name.removeprefix(prefix))
@@ -562,15 +580,15 @@ class _Foreign(_Draft):
     def _rounded(self) -> Decision:
         return Decision(
             key="adapters.alpha",
-            before="beside the factors",
+            before="separate from the factors",
             after="in the factors",
-            reason=f"{self._layout} files are read with alpha / rank multiplied into the factors, "
-            f"which rounds in {str(self._dtype).removeprefix('torch.')}",
+            reason=f"readers of {self._layout} files multiply the factors by alpha / rank, and "
+            f"{str(self._dtype).removeprefix('torch.')} rounds the product",
             severity="warning",
         )
 
 
 def _homeless(layer: str, what: str) -> CheckpointMismatchError:
     return CheckpointMismatchError(
-        f"{what}, which the format does not support", key=layer, fix='layout="diffusers"'
+        f"{what}, which the format does not support", key=layer, fix='write layout="diffusers"'
     )

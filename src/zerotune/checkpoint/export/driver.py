@@ -43,18 +43,24 @@ Named = Iterator[tuple[str, torch.Tensor]]
 
 
 class Gatherable(Protocol):
-    """Source of full tensors by parameter name: master weights, or an EMA shadow."""
+    """Protocol of sources of full tensors, such as master weights or an EMA shadow."""
 
     def gather(self) -> Named:
-        """Yield name and full tensor of every trained parameter. Collective."""
+        """Yield the name and the full tensor of every trained parameter. Collective."""
         ...
 
 
 class Draft(Protocol[T_co]):
-    """An export in progress on rank 0."""
+    """Protocol of an unfinished export on rank 0."""
 
     def append(self, name: str, tensor: torch.Tensor, *, trained: bool) -> None:
-        """Write a tensor by its name in the model; trained ones come first."""
+        """Write a tensor; all trained tensors must precede the other tensors.
+
+        Args:
+            name: Name of the tensor in the model.
+            tensor: The full tensor.
+            trained: Whether the tensor is a trained parameter.
+        """
         ...
 
     def publish(self) -> T_co:
@@ -62,7 +68,7 @@ class Draft(Protocol[T_co]):
         ...
 
     def abandon(self) -> None:
-        """Remove files that have no final name yet."""
+        """Delete files that were not renamed yet."""
         ...
 
 
@@ -75,24 +81,26 @@ def meet(
     timeout_s: float | None,
     purpose: str = "exporting to",
 ) -> Gatherable:
-    """Wait for all ranks and check that they pass the same arguments. Collective.
+    """Wait for all ranks, check that they pass the same arguments, and return the weights' source.
+
+    Collective.
 
     Args:
         engine: Engine to export.
-        path: Target path.
-        call: Name of the function, for messages.
-        arguments: Other arguments that must agree.
+        path: Path of the export.
+        call: Name of the function, for error messages.
+        arguments: Other arguments that must be equal on all ranks.
         weights: As in ``export_model``.
-        timeout_s: Timeout in seconds; default the group's.
-        purpose: Description of the work, for messages.
+        timeout_s: Timeout in seconds; default the group's timeout.
+        purpose: Description of the work, for error messages.
     """
     if not hasattr(engine, "master_weights"):
         raise InvalidValueError(
-            "is not an engine; the full weights under ZeRO are only available from the engine",
+            "is not an engine, but under ZeRO only the engine has the full weights",
             key="engine",
             value=type(engine).__name__,
-            fix="use trainer.export(PATH), or engine=trainer.engine (the object returned by "
-            "zerotune.prepare)",
+            fix="call trainer.export(PATH), or pass engine=trainer.engine or the result of "
+            "zerotune.prepare",
         )
     label = weights if isinstance(weights, str) or weights is None else type(weights).__name__
     engine.group.barrier(f"{purpose} {os.fspath(path)}", timeout_s=timeout_s)
@@ -124,7 +132,18 @@ def export_together(
     weights: Gatherable,
     others: Iterable[tuple[str, torch.Tensor]] = (),
 ) -> T:
-    """Gather tensors on all ranks and write them on rank 0. Collective."""
+    """Gather tensors on all ranks and write them on rank 0. Collective.
+
+    Args:
+        engine: Engine to export.
+        purpose: Description of the work, for error messages.
+        begin: Starts the export on rank 0.
+        weights: Source of the trained parameters.
+        others: The other tensors by name.
+
+    Returns:
+        The result of the export, on every rank.
+    """
     drafts: list[Draft[T]] = []
     failures: list[Exception] = []
 
@@ -163,27 +182,27 @@ class Whole:
     part: str
     """Name of the part."""
     others: Mapping[str, str]
-    """SHA-256 (hex) of its other files, by path from the pipeline folder."""
+    """SHA-256 (hex) of the pipeline's other files, by path from the pipeline folder."""
 
 
 class ExportWriter:
     """Writes tensors and text files into a folder, or tensors into a single file.
 
-    An earlier export is replaced after the new one is on disk and verified; other files in its
-    folder stay.
+    An earlier export is replaced after the new export is on disk and verified. Files in the folder
+    that do not belong to the earlier export are kept.
 
     Args:
-        path: The folder or file.
-        stem: Base name of the tensor files in the folder; ``None`` if ``path`` is the file.
+        path: Path of the folder or of the single file.
+        stem: Base name of the tensor files in the folder; ``None`` for a single file.
         specs: All tensors to write.
         texts: Additional files of the folder, by name.
         metadata: Additional metadata of the headers.
-        aliases: Further names of tensors, mapped to their first names.
-        shard_size: Maximum bytes of tensors per file; default all in one.
+        aliases: Maps the other names of tied tensors to their first names.
+        shard_size: Maximum bytes of tensors per file; by default all tensors are in one file.
         whole: Pipeline of which the export becomes a part.
 
     Attributes:
-        records: Records of the tensor files, after publishing.
+        records: Records of the tensor files; empty before ``publish``.
     """
 
     def __init__(
@@ -229,19 +248,25 @@ class ExportWriter:
             undo.pop_all()
 
     def append(self, name: str, tensor: torch.Tensor, *, trained: bool = False) -> None:  # noqa: ARG002
-        """Write a tensor under each of its names, cast to the planned dtype."""
+        """Write a tensor under each of its names, cast to the export's dtype."""
         for key in all_names(name, self._aliases):
             self._writer.write(key, tensor)
 
     def append_part(self, name: str, part: torch.Tensor, *, start: int) -> None:
-        """Write a part of a tensor from an element offset."""
+        """Write a part of a tensor.
+
+        Args:
+            name: Name of the tensor in the file.
+            part: The elements.
+            start: First element in the flattened tensor.
+        """
         self._writer.write(name, part, start=start)
 
     def publish(self, *, check: Callable[[Path], None] | None = None) -> Path:
         """Compare the files on disk with the written data, then rename them.
 
         Args:
-            check: Checks a single file before it is renamed.
+            check: Called with the path of a single file before the file is renamed.
         """
         self.records = self._writer.confirm(self._files, self._writer.written)
         self._writer.close()
@@ -258,12 +283,16 @@ class ExportWriter:
         return self.path
 
     def abandon(self) -> None:
-        """Remove files that have no final name yet."""
+        """Delete files that were not renamed yet."""
         self._writer.close()
         self._staging.abandon()
 
     def write(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Path:
-        """Write all tensors and publish; nothing is left after a failure."""
+        """Write all tensors and publish; after a failure no files remain.
+
+        Args:
+            tensors: Full tensors by name.
+        """
         try:
             for name, tensor in tensors:
                 self.append(name, tensor)
@@ -280,10 +309,10 @@ class ExportWriter:
 
 
 def all_names(name: str, aliases: Mapping[str, str]) -> list[str]:
-    """Return a tensor's first name and its further ones."""
+    """Return all names of a tensor, beginning with its first name."""
     return [name, *(alias for alias, first in aliases.items() if first == name)]
 
 
 def json_text(content: Mapping[str, Any]) -> bytes:
-    """Format JSON like diffusers and peft."""
+    """Format data as JSON, as diffusers and peft do."""
     return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()

@@ -58,36 +58,39 @@ _CONVOLUTIONS: Final = {3: torch.nn.Conv1d, 4: torch.nn.Conv2d, 5: torch.nn.Conv
 
 @attrs.frozen(kw_only=True, eq=False)
 class Fold:
-    """The adapter of one layer.
-
-    Called with the layer's weight in any dtype, it returns the merged weight in fp32.
-    """
+    """The adapter of one layer, which merges itself into the layer's weight."""
 
     layer: str
     """Dotted name of the adapted layer."""
     scaling: float = 1.0
-    """Factor of the product."""
+    """Factor by which the product of the tensors is multiplied."""
     tensors: dict[str, torch.Tensor] = attrs.field(factory=dict)
     """Factors in fp32 on the CPU, by kind: ``lora_A``, ``lora_B``, ``lokr_w1``, ``oft_R``, …"""
     settings: Mapping[str, Any] = attrs.field(factory=dict)
     """peft's configuration of the whole adapter."""
 
     def __call__(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return the merged weight."""
+        """Return the merged weight in fp32.
+
+        Args:
+            weight: The layer's weight in any dtype.
+        """
         plain = weight.detach().to("cpu", torch.float32)
         try:
             wrapped = self._wrapped(plain)
             wrapped.merge(safe_merge=True)
         except (RuntimeError, ValueError, KeyError) as error:
             raise CheckpointMismatchError(
-                f"its adapter does not fit ({error})", key=self.layer, value=tuple(weight.shape)
+                f"the adapter does not fit this layer ({error})",
+                key=self.layer,
+                value=tuple(weight.shape),
             ) from error
         merged: torch.Tensor = wrapped.get_base_layer().weight.detach()
         return merged
 
     @property
     def rank(self) -> int:
-        """Inner dimension of the factors."""
+        """Rank of the adapter: the inner dimension of the factors."""
         for kind in ("lora_A", "lora_embedding_A", "hada_w1_b"):
             if kind in self.tensors:
                 return int(self.tensors[kind].shape[0])
@@ -95,7 +98,12 @@ class Fold:
         return int(self._setting("r", "rank_pattern", 0))
 
     def scaled_by_settings(self, strength: float) -> Fold:
-        """Return the adapter with this layer's scale; alpha defaults to the rank."""
+        """Return the adapter with the scale from its settings.
+
+        Args:
+            strength: Factor of the scale; 1 is the trained strength. A missing alpha equals the
+                rank.
+        """
         named = "alpha" if "alpha" in self.settings else "lora_alpha"
         alpha = float(self._setting(named, "alpha_pattern", self.rank))
         root = self.settings.get("use_rslora", False)
@@ -160,7 +168,7 @@ _SHAPING: Final = (
     "use_cayley_neumann",
     "num_cayley_neumann_terms",
 )
-"""Settings besides rank and alpha that affect how the factors are applied."""
+"""Settings, other than rank and alpha, that affect how the factors are applied."""
 
 
 def _layer_like(weight: torch.Tensor, *, embedding: bool) -> torch.nn.Module:
@@ -194,27 +202,28 @@ def export_merged(
 ) -> Path:
     """Write an engine's model with merged adapters as a diffusers model folder. Collective.
 
-    Memory: the adapters and one parameter at a time, also at stage 3 and with NVMe. Weights are
-    merged in fp32 and then cast to ``dtype``, which is more accurate than merging in 16 bits.
+    The merge needs memory for the adapters and one parameter, also at stage 3 and with NVMe.
+    Weights are merged in fp32 and then cast to ``dtype``, which is more accurate than merging in
+    16 bits.
 
     Args:
-        path: The folder, as for ``export_model``.
+        path: Path of the folder, as in ``export_model``.
         engine: Engine of a model with adapters.
         weights: As in ``export_model``.
         dtype: Dtype of floating-point tensors in the file.
-        component: Name of a part of ``TrainedParts``.
+        component: Name of the part to write; required for ``TrainedParts``.
         shard_size: Maximum bytes of tensors in a file.
-        timeout_s: Timeout for the other ranks in seconds; default the group's.
+        timeout_s: Seconds to wait for the other ranks; default the group's timeout.
 
     Returns:
         The absolute path.
 
     Raises:
         CheckpointMismatchError: The model trains no adapters.
-        InvalidValueError: ``TrainedParts`` needs a component.
+        InvalidValueError: ``component`` is missing for ``TrainedParts``.
         CheckpointError: The path exists and is not an export, or writing fails.
         MissingDependencyError: peft is not installed.
-        CollectiveError: A rank did not call it, or the arguments differ.
+        CollectiveError: A rank did not call ``export_merged``, or the arguments differ.
     """
     chosen = checked_dtype(dtype)
     exported = meet(
@@ -255,14 +264,14 @@ def merge_adapters(
     dtype: str | torch.dtype = "fp32",
     shard_size: int = SHARD_SIZE,
 ) -> Path:
-    """Merge a LoRA file into a model folder. Needs no engine; not collective.
+    """Merge a LoRA file into a model folder, without an engine. Not collective.
 
     Args:
-        adapters: The file, or a folder that contains it under its usual name.
-        path: The folder to write, as for ``export_model``.
-        base: The model folder the adapters were trained on, such as ``<pipeline>/unet``.
-        component: Name of the model in the file.
-        scale: Strength of the adapters; 1 is the trained strength. Must be 1 with DoRA.
+        adapters: The file, or a folder with the file ``pytorch_lora_weights.safetensors``.
+        path: Path of the folder to write, as in ``export_model``.
+        base: Model folder on which the adapters were trained, such as ``<pipeline>/unet``.
+        component: Name of the model in the LoRA file.
+        scale: Strength of the adapters; 1 is the trained strength. DoRA requires 1.
         dtype: Dtype of floating-point tensors in the file.
         shard_size: Maximum bytes of tensors in a file.
 
@@ -270,7 +279,8 @@ def merge_adapters(
         The absolute path.
 
     Raises:
-        CheckpointMismatchError: The file has no adapters for this component, or some do not fit.
+        CheckpointMismatchError: The file has no adapters for this component, or an adapter does not
+            fit its layer.
         CheckpointError: A file is missing, or the path exists and is not an export.
         MissingDependencyError: peft is not installed.
     """
@@ -287,12 +297,13 @@ def merge_adapters(
                 key="base",
                 value=str(origin.path),
                 fix="for a text encoder, load pipeline and adapters, call "
-                "pipeline.fuse_lora(), and save that",
+                "pipeline.fuse_lora(), and save the pipeline",
             )
         weights = {f"{layer}.weight": fold for layer, fold in folds.items()}
         if missing := sorted(weights.keys() - origin.tensors.keys()):
             raise CheckpointMismatchError(
-                f"is adapted but not in {base} ({len(missing)} such layers)", key=missing[0]
+                f"has an adapter, but is not in {base} ({len(missing)} such layers)",
+                key=missing[0],
             )
         specs = [
             TensorSpec(key=key, dtype=each.dtype, shape=each.shape).cast(chosen)
@@ -325,10 +336,10 @@ class _Merged:
         named = components(engine.module, component or unnamed)
         if len(named) > 1:
             raise InvalidValueError(
-                "only one model is written at a time",
+                "must name one model, because export_merged writes only one model",
                 key="component",
                 value=component,
-                fix=f"one of {list(named)}",
+                fix=f"write one of {list(named)}",
             )
         ((prefix, module),) = named.values()
         adapter = trained_adapter(engine.master_weights.parameters, prefix=prefix)
@@ -354,7 +365,7 @@ class _Merged:
         )
 
     def specs(self, dtype: torch.dtype) -> list[TensorSpec]:
-        """Everything in the order it is written."""
+        """Describe all tensors in the order in which they are written."""
         return [
             TensorSpec(
                 key=name, dtype=each.dtype, shape=tuple(getattr(each, "ds_shape", each.shape))
@@ -363,7 +374,7 @@ class _Merged:
         ]
 
     def tensors(self) -> Named:
-        """Parameters of the base, one in memory at a time, and buffers. Collective at stage 3."""
+        """Yield base parameters, one in memory at a time, and buffers. Collective at stage 3."""
         for name, source in self.sources.items():
             yield name, whole_parameter(source)
         yield from self.buffers.items()
@@ -379,7 +390,7 @@ class _MergeDraft:
         self._trained: dict[str, torch.Tensor] = {}
 
     def append(self, name: str, tensor: torch.Tensor, *, trained: bool) -> None:
-        """Keep a trained tensor, or write one of the base with its adapter folded in."""
+        """Store a trained tensor, or write a base tensor with its adapter merged."""
         merged = self._merged
         if not trained:
             layer, _, kind = name.rpartition(".")
@@ -413,11 +424,16 @@ def _folds(stored: ModelFolderReader, component: str, *, scale: float) -> dict[s
         folds.setdefault(parsed.layer, empty).tensors[parsed.kind] = stored.tensor(key).float()
     if not folds:
         raise CheckpointMismatchError(
-            f"has no adapters for {component!r}", key=str(stored.path), fix="name the component"
+            f"has no adapters for {component!r}",
+            key=str(stored.path),
+            fix="pass component=, the name of the model in the file",
         )
     if scale != 1 and any("lora_magnitude_vector" in fold.tensors for fold in folds.values()):
         raise InvalidValueError(
-            "DoRA's magnitudes are only valid at full strength", key="scale", value=scale, fix="1"
+            "must be 1, because DoRA's magnitudes are valid at full strength only",
+            key="scale",
+            value=scale,
+            fix="write scale=1",
         )
     return {layer: fold.scaled_by_settings(scale) for layer, fold in folds.items()}
 

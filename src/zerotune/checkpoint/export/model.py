@@ -62,14 +62,13 @@ class ModelFolderReader(TensorReader):
             raise CheckpointError(
                 "contains no safetensors weights of a model",
                 key=str(path),
-                fix="use the folder of the model itself, such as <pipeline>/unet, saved as "
-                "safetensors",
+                fix="use the folder of a model saved as safetensors, such as <pipeline>/unet",
             )
         super().__init__(files)
 
     @property
     def config(self) -> Mapping[str, Any] | None:
-        """Content of ``config.json``."""
+        """Content of ``config.json``; ``None`` if the file does not exist."""
         path = self.path / CONFIG
         if not path.is_file():
             return None
@@ -90,9 +89,16 @@ def model_writer(
     whole: Whole | None = None,
     texts: Mapping[str, bytes] | None = None,
 ) -> ExportWriter:
-    """Return a writer for ``config.json`` and sharded safetensors that ``from_pretrained`` reads.
+    """Return a writer for a model folder that ``from_pretrained`` reads.
 
-    A path ending in ``.safetensors`` becomes a single file.
+    Args:
+        path: Path of the folder; a path ending in ``.safetensors`` becomes a single file.
+        config: Content of ``config.json``; ``None`` for models that are not from diffusers.
+        specs: All tensors to write.
+        aliases: Maps the other names of tied tensors to their first names.
+        shard_size: Maximum bytes of tensors in a file.
+        whole: Pipeline of which the model becomes a part.
+        texts: Additional files if ``config`` is ``None``.
     """
     single = Path(path).suffix == ".safetensors"
     return ExportWriter(
@@ -117,20 +123,20 @@ def export_model(
 ) -> Path:
     """Write the engine's model as a diffusers model folder. Collective.
 
-    Rank 0 gathers and writes one parameter at a time, which is the only additional memory, also at
-    stage 3 and with NVMe. Names, shapes and byte totals are compared on disk before the folder is
+    Rank 0 gathers and writes one parameter at a time, also at stage 3 and with NVMe, so the
+    additional memory is one parameter. The files are read back and verified before the folder is
     renamed.
 
     Args:
-        path: The folder; an earlier export is replaced when the new one is complete. A path ending
-            in ``.safetensors`` becomes a single file.
-        engine: Engine of the model; frozen parameters and buffers are exported too.
-        weights: Source of the trained parameters: ``"trained"``, an attached EMA shadow, or its
-            name (``"ema"``, or its name in ``EMAShadows``); default the fp32 master weights.
+        path: Path of the folder; an earlier export is replaced when the new export is complete. A
+            path ending in ``.safetensors`` becomes a single file.
+        engine: Engine of the model; frozen parameters and buffers are exported as well.
+        weights: Source of the trained parameters: ``"trained"``, an attached EMA shadow, or the
+            name of an attached EMA, such as ``"ema"``. The default is the fp32 master weights.
         dtype: Dtype of all floating-point tensors in the file: ``"fp32"``, ``"bf16"``, ``"fp16"``
             or a torch dtype.
         shard_size: Maximum bytes of tensors in a file.
-        timeout_s: Timeout for the other ranks in seconds; default the group's.
+        timeout_s: Seconds to wait for the other ranks; default the group's timeout.
 
     Returns:
         The absolute path.
@@ -138,10 +144,10 @@ def export_model(
     Raises:
         CheckpointError: The path exists and is not an export, the disk is too small, or writing
             fails.
-        CheckpointCorruptError: The data on disk differ from what was written.
+        CheckpointCorruptError: The data on disk differ from the written data.
         CheckpointMismatchError: The model trains adapters.
         InvalidValueError: No such EMA is attached to the engine.
-        CollectiveError: A rank did not call it, or the arguments differ.
+        CollectiveError: A rank did not call ``export_model``, or the arguments differ.
     """
     chosen = checked_dtype(dtype)
     exported = meet(
@@ -169,7 +175,7 @@ def refuse_adapters(engine: Engine) -> None:
             raise CheckpointMismatchError(
                 "belongs to an adapter, which a model folder cannot contain",
                 key=name,
-                fix="use export_adapters for a LoRA file, export_merged for a whole model",
+                fix="use export_adapters for a LoRA file, or export_merged for a whole model",
             )
 
 
@@ -182,22 +188,23 @@ def export_checkpoint(
     base: str | os.PathLike[str] | None = None,
     shard_size: int = SHARD_SIZE,
 ) -> Path:
-    """Write the model in a checkpoint as a diffusers model folder. Needs no engine.
+    """Write a checkpoint's model as a diffusers model folder, without an engine.
 
     Args:
-        directory: The checkpoint.
+        directory: Folder of the checkpoint.
         path: As in ``export_model``.
-        shadow: EMA shadow to export; default the trained weights.
+        shadow: Name of the EMA shadow to export; by default the trained weights are exported.
         dtype: As in ``export_model``.
-        base: The model folder that training started from; frozen parameters are read there.
+        base: Model folder that training started from; frozen parameters are read from it.
         shard_size: Maximum bytes of tensors in a file.
 
     Returns:
         The absolute path.
 
     Raises:
-        CheckpointError: There is no checkpoint, or the path exists and is not an export.
-        CheckpointMismatchError: It has no such shadow, or ``base`` lacks a frozen parameter.
+        CheckpointError: ``directory`` is not a checkpoint, or ``path`` exists and is not an export.
+        CheckpointMismatchError: The checkpoint has no such shadow, or ``base`` lacks a frozen
+            parameter.
         CheckpointCorruptError: A file is damaged.
     """
     with system_errors(CheckpointError, path, "cannot be exported to"), ExitStack() as opened:
@@ -226,7 +233,7 @@ def checked_checkpoint(
     check_files(folder, manifest)
     if shadow is not None and shadow not in manifest.shadows:
         raise CheckpointMismatchError(
-            f"the checkpoint has no such shadow; it has {list(manifest.shadows)}",
+            f"the checkpoint has no such shadow; its shadows are {list(manifest.shadows)}",
             key="shadow",
             value=shadow,
         )
@@ -248,15 +255,16 @@ def engine_writer(
     part: tuple[str, torch.nn.Module] | None = None,
     texts: Mapping[str, bytes] | None = None,
 ) -> ExportWriter:
-    """Return a writer for an engine's model, or a part of it, in ``dtype``.
+    """Return a writer for an engine's model, or for one part of ``TrainedParts``.
 
     Args:
         path: As in ``export_model``.
-        engine: The model.
+        engine: Engine of the model.
         dtype: As in ``export_model``.
         shard_size: As in ``export_model``.
-        whole: Pipeline of which it becomes a part.
-        part: Prefix of its names in the engine, and the module; default the whole model.
+        whole: Pipeline of which the export becomes a part.
+        part: Prefix of the part's names in the engine, and the part's module; by default the whole
+            model is written.
         texts: Additional files for a model that is not from diffusers.
     """
     prefix, module = part or ("", engine.module)
@@ -279,12 +287,12 @@ def engine_specs(
     *,
     part: tuple[str, torch.nn.Module] | None = None,
 ) -> list[TensorSpec]:
-    """Return all tensors of an engine's model, or of a part of it, in ``dtype``.
+    """Describe the tensors of an engine's model, or of one part of ``TrainedParts``.
 
     Args:
-        engine: The model.
-        aliases: Further names of tied tensors.
-        dtype: Dtype of each tensor.
+        engine: Engine of the model.
+        aliases: Maps the other names of tied tensors to their first names.
+        dtype: Dtype of floating-point tensors.
         part: As in ``engine_writer``.
     """
     prefix, module = part or ("", engine.module)
@@ -307,7 +315,13 @@ def specs_of(
     aliases: Mapping[str, str],
     dtype: torch.dtype,
 ) -> list[TensorSpec]:
-    """Return the tensors of a model under all their names, in ``dtype``."""
+    """Describe a model's tensors under all their names.
+
+    Args:
+        records: The manifest's records of the tensors.
+        aliases: Maps the other names of tied tensors to their first names.
+        dtype: Dtype of floating-point tensors.
+    """
     return [
         TensorSpec(key=key, dtype=getattr(torch, record.dtype), shape=record.shape).cast(dtype)
         for record in records
@@ -316,14 +330,14 @@ def specs_of(
 
 
 def untrained(engine: Engine) -> Named:
-    """Yield tensors without master weights, one in memory at a time. Collective at stage 3."""
+    """Yield frozen parameters and buffers, one in memory at a time. Collective at stage 3."""
     for name, parameter in untrained_parameters(engine).items():
         yield name, whole_parameter(parameter)
     yield from persistent_buffers(engine.module).items()
 
 
 class Frozen(Protocol):
-    """Protocol: source of parameters that were not trained."""
+    """Protocol of sources of parameters that were not trained, such as a model folder."""
 
     @property
     def path(self) -> Path:
@@ -343,7 +357,13 @@ class Frozen(Protocol):
 def stored_tensors(
     reader: CheckpointReader, manifest: Manifest, shadow: str | None, frozen: Frozen | None
 ) -> Named:
-    """Yield the tensors of the model in a checkpoint, or of one of its shadows.
+    """Yield the tensors of a checkpoint's model.
+
+    Args:
+        reader: Reader of the checkpoint.
+        manifest: Manifest of the checkpoint.
+        shadow: EMA shadow that replaces the trained weights; ``None`` for the trained weights.
+        frozen: Source of the frozen parameters.
 
     Raises:
         CheckpointMismatchError: Some parameters were not trained, and ``frozen`` lacks them.
@@ -366,8 +386,8 @@ def _check_frozen(manifest: Manifest, base: Frozen | None) -> None:
         stored = None if base is None else base.tensors.get(record.name)
         if stored is None or stored.shape != record.shape:
             raise CheckpointMismatchError(
-                "was not trained, so it is not in the checkpoint, "
-                + ("and no base was given" if base is None else f"nor in {base.path}"),
+                "was not trained, so the parameter is not in the checkpoint"
+                + (", and no base was given" if base is None else f", and not in {base.path}"),
                 key=record.name,
                 value=record.shape,
                 fix="pass base=, the model folder that training started from",

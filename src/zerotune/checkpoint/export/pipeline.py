@@ -52,28 +52,27 @@ def export_pipeline(
     shard_size: int = SHARD_SIZE,
     timeout_s: float | None = None,
 ) -> Path:
-    """Write the pipeline of ``base`` with one part replaced by the engine's model. Collective.
+    """Write the pipeline ``base`` with the engine's model in place of the original. Collective.
 
-    Each part of ``TrainedParts`` replaces the part with its name. The other parts (VAE, text
-    encoders, tokenizers, scheduler) are copied unchanged. The folder is renamed when all of it is
-    on disk, and then replaces an earlier export.
+    Each part of ``TrainedParts`` replaces the pipeline's part of the same name. The other parts
+    (VAE, text encoders, tokenizers, scheduler) are copied unchanged. An earlier export is replaced
+    when the new export is complete.
 
     A path ending in ``.safetensors`` becomes a single file in the layout of the model's first
     publication, which ComfyUI and diffusers' ``from_single_file`` read. If ``base`` is a single
-    file, its names and other tensors are kept, except averages of the former weights
-    (``model_ema``). If it is a folder, the file of Stable Diffusion 1 and XL contains text encoders
-    and VAE, that of SD3 its VAE, and that of Flux and others only the transformer. The file is
-    verified through diffusers' converters before it is renamed.
+    file, the export keeps its names and untrained tensors, but not its EMA weights (``model_ema``).
+    If ``base`` is a folder, the file contains text encoders and VAE for Stable Diffusion 1 and XL,
+    the VAE for SD3, and only the transformer for Flux and others. The file is verified with
+    diffusers' converters before it is renamed.
 
     Args:
-        path: The folder, or the single file.
-        engine: The model.
-        base: Folder of the pipeline, or the single file, that training started from.
-        config: If ``base`` is a single file: the pipeline folder with its configuration. It
-            provides tokenizers and scheduler for a folder, and is not needed to write a single
-            file.
-        component: Part to replace (``"unet"``, ``"transformer"``); default by the model's class.
-            The parts of ``TrainedParts`` have their own names.
+        path: Path of the folder or of the single file.
+        engine: Engine of the model.
+        base: Pipeline folder or single file that training started from.
+        config: Pipeline folder with configuration, tokenizers and scheduler. Required only if
+            ``base`` is a single file and ``path`` is a folder.
+        component: Part to replace (``"unet"``, ``"transformer"``); by default derived from the
+            model's class. ``TrainedParts`` provides the names of its parts.
         weights: As in ``export_model``.
         dtype: Dtype of the replaced part.
         shard_size: Maximum bytes of tensors per file of a folder.
@@ -87,7 +86,7 @@ def export_pipeline(
             single-file layout is unknown.
         InvalidValueError: No such EMA is attached to the engine.
         CheckpointError: The path exists and is not an export, or writing fails.
-        CollectiveError: A rank did not call it, or the arguments differ.
+        CollectiveError: A rank did not call ``export_pipeline``, or the arguments differ.
     """
     target, origin, chosen = Path(path).absolute(), Path(base), checked_dtype(dtype)
     settings = None if config is None else Path(config)
@@ -135,10 +134,10 @@ def _draft(
     single = target.suffix == SUFFIX
     if single and isinstance(engine.module, TrainedParts):
         raise CheckpointMismatchError(
-            "a single file contains only the model, but text encoders were trained too",
+            "a single file cannot contain the text encoders that were trained as well",
             key="path",
             value=str(target),
-            fix="pass a folder to write the whole pipeline",
+            fix="pass the path of a folder, to write the whole pipeline",
         )
     if base.is_file() and single:
         layout = layout_of_file(Trained.by(engine, dtype), base, dtype=dtype)
@@ -148,7 +147,8 @@ def _draft(
             "is a single file, which has neither tokenizers nor a scheduler",
             key="base",
             value=str(base),
-            fix=f"pass config=, the folder of its pipeline, or a path that ends with {SUFFIX}",
+            fix="pass config=, the folder of the file's pipeline, or export to a path that ends "
+            f"with {SUFFIX}",
         )
     folder = base if config is None else config
     if single:
@@ -214,12 +214,12 @@ class _PipelineDraft:
             undo.pop_all()
 
     def append(self, name: str, tensor: torch.Tensor, *, trained: bool) -> None:
-        """Write a tensor of a part that was trained."""
+        """Write a tensor of a trained part."""
         prefix = next(prefix for prefix in self._models if name.startswith(prefix))
         self._models[prefix].append(name.removeprefix(prefix), tensor, trained=trained)
 
     def publish(self) -> Path:
-        """Bring everything to disk and give it its name."""
+        """Flush all files to disk, and rename the folder."""
         for model in self._models.values():
             model.publish()
         for path in _component_files(self._staging.path):
@@ -228,7 +228,7 @@ class _PipelineDraft:
         return self._target
 
     def abandon(self) -> None:
-        """Remove what has not got its name."""
+        """Delete files that were not renamed yet."""
         for model in self._models.values():
             model.abandon()
         self._staging.abandon()

@@ -52,14 +52,19 @@ class Trained:
     """A trained model to write."""
 
     kind: type[Any]
-    """Its class."""
+    """Class of the model."""
     config: Mapping[str, Any]
     specs: Mapping[str, TensorSpec]
-    """Its tensors under their own names, as they will be written."""
+    """Descriptions of the tensors to write, by name in the model."""
 
     @classmethod
     def by(cls, engine: Engine, dtype: torch.dtype) -> Trained:
-        """Create it from the model of an engine."""
+        """Describe the model of an engine.
+
+        Args:
+            engine: Engine of the model.
+            dtype: Dtype of floating-point tensors.
+        """
         return cls(
             kind=type(engine.module),
             config=model_config(engine.module) or {},
@@ -68,15 +73,19 @@ class Trained:
 
     @classmethod
     def stored(cls, manifest: Manifest, dtype: torch.dtype) -> Trained:
-        """Create it from the model of a checkpoint."""
+        """Describe the model of a checkpoint.
+
+        Args:
+            manifest: Manifest of the checkpoint.
+            dtype: Dtype of floating-point tensors.
+        """
         import diffusers
 
         config = manifest.model or {}
         kind = getattr(diffusers, str(config.get("_class_name")), None)
         if kind is None:
             raise CheckpointMismatchError(
-                "the checkpoint's model is not from diffusers, so nothing can read it "
-                "from a single file",
+                "the model is not from diffusers, so its single-file layout is unknown",
                 key="model",
                 value=config.get("_class_name"),
             )
@@ -85,29 +94,29 @@ class Trained:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of its tensors."""
+        """Shape of each tensor."""
         return {name: spec.shape for name, spec in self.specs.items()}
 
 
 @attrs.frozen(kw_only=True)
 class Layout:
-    """Contents of the file."""
+    """Contents of a single file."""
 
     specs: Sequence[TensorSpec]
-    """All tensors."""
+    """Descriptions of all tensors in the file."""
     places: Places
-    """Positions of the trained model's tensors."""
+    """Positions of the trained model's tensors in the file."""
     others: Callable[[], Named]
     """Tensors of the parts that were not trained."""
     check: Callable[[Path], None] | None = None
-    """Checks the file before it is renamed."""
+    """Called with the path of the file before the file is renamed."""
 
 
 class SingleFileDraft:
-    """A single file in progress on rank 0: tensors of the trained model, then the other parts.
+    """An unfinished single file on rank 0: tensors of the trained model, then the other parts.
 
     Args:
-        target: The file.
+        target: Path of the file.
         base: File or folder that training started from.
         layout: Contents of the file.
     """
@@ -118,7 +127,7 @@ class SingleFileDraft:
         self._writer = ExportWriter(target, stem=None, specs=layout.specs)
 
     def append(self, name: str, tensor: torch.Tensor, *, trained: bool) -> None:  # noqa: ARG002
-        """Write a tensor of the trained model, each run of its rows in place."""
+        """Write the rows of a trained tensor to their positions in the file."""
         rows = tensor.reshape(math.prod(tensor.shape[:1]), -1)
         for run in self._layout.places[name]:
             part = rows[run.here : run.here + run.count]
@@ -131,7 +140,7 @@ class SingleFileDraft:
         return self._writer.publish(check=self._layout.check)
 
     def abandon(self) -> None:
-        """Remove files that have no final name yet."""
+        """Delete the file if it was not renamed yet."""
         self._writer.abandon()
 
 
@@ -140,8 +149,8 @@ def layout_of_file(model: Trained, path: Path, *, dtype: torch.dtype) -> Layout:
 
     Args:
         model: The trained model.
-        path: The file.
-        dtype: Dtype of the trained model's tensors; the others are unchanged.
+        path: Path of the file.
+        dtype: Dtype of the trained model's tensors; the other tensors keep their dtypes.
     """
     file = SingleFile.open(path, config=path.parent)
     places = _places(model, file.shapes)
@@ -170,7 +179,7 @@ def layout_of_folder(model: Trained, folder: Path, *, part: str, pipeline: str) 
 
     Args:
         model: The trained model.
-        folder: The pipeline that training started from; its other parts go into the file as well.
+        folder: Pipeline folder that training started from, from which the other parts are copied.
         part: Name of the model in the pipeline.
         pipeline: Class of the pipeline.
     """
@@ -180,7 +189,7 @@ def layout_of_folder(model: Trained, folder: Path, *, part: str, pipeline: str) 
             f"the single-file layout of {pipeline} is unknown",
             key="base",
             value=str(folder),
-            fix="export to a folder, or start from a single file, whose layout is kept; "
+            fix="export to a folder, or start training from a single file, whose layout is kept; "
             f"known pipelines are {listing(list(ORIGINALS))}",
         )
     specs = []
@@ -216,7 +225,8 @@ def _places(model: Trained, file: Shapes) -> Places:
             position = position + count if there == position else -1
         if position != math.prod(file[key][:1]):
             raise CheckpointMismatchError(
-                "does not consist of whole rows of the model when read by diffusers' converter",
+                "does not consist of whole rows of the model's tensors, according to diffusers' "
+                "converter",
                 key=key,
                 fix="export to a folder",
             )
@@ -267,17 +277,17 @@ def export_checkpoint_as_file(
     shadow: str | None = None,
     dtype: str | torch.dtype = "fp32",
 ) -> Path:
-    """Write the model in a checkpoint as a single file. Needs no engine.
+    """Write a checkpoint's model as a single file, without an engine.
 
     Args:
-        directory: The checkpoint.
-        path: The file.
-        base: As in ``export_pipeline``: the single file, or the pipeline's folder.
+        directory: Folder of the checkpoint.
+        path: Path of the file.
+        base: Pipeline folder or single file that training started from.
         shadow: As in ``export_checkpoint``.
         dtype: Dtype of the trained model's tensors.
 
     Raises:
-        CheckpointError: As in ``export_checkpoint`` and ``export_pipeline``.
+        CheckpointError: The same errors as ``export_checkpoint`` and ``export_pipeline``.
     """
     with system_errors(CheckpointError, path, "cannot be exported to"), ExitStack() as opened:
         folder, manifest = checked_checkpoint(directory, shadow=shadow)
@@ -313,11 +323,11 @@ class _ModelOfFile:
 
     @property
     def tensors(self) -> Mapping[str, StoredTensor]:
-        """By the model's names."""
+        """Tensors by their names in the model."""
         return {name: weight.tensor for name, weight in self.weights.items()}
 
     def tensor(self, name: str) -> torch.Tensor:
-        """One of them, on the CPU."""
+        """Return one tensor on the CPU."""
         stored = self.weights[name].tensor
         values = torch.empty(stored.shape, dtype=stored.dtype)
         self.weights[name].read_into(values.view(-1))
@@ -329,7 +339,7 @@ def component_of(base: Path, asked: str | None, model: str) -> tuple[str, str]:
 
     Args:
         base: Folder of the pipeline.
-        asked: The name, if known.
+        asked: Name of the model, if known; ``None`` finds the name by the model's class.
         model: Class of the model.
     """
     try:
@@ -352,9 +362,9 @@ def component_of(base: Path, asked: str | None, model: str) -> tuple[str, str]:
         fitting = [name for name, kind in parts.items() if kind == model]
     if len(fitting) != 1:
         raise CheckpointMismatchError(
-            f"the pipeline has {len(fitting) or 'no'} such parts; it contains {parts}",
+            f"the pipeline has {len(fitting) or 'no'} such parts; its parts are {parts}",
             key="component",
             value=asked or model,
-            fix="name the trained part",
+            fix="pass component=, the name of the trained part",
         )
     return fitting[0], str(index.get("_class_name"))
