@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 @attrs.frozen(kw_only=True)
 class Situation:
-    """Engine, stage, offload, precision, accelerator and versions."""
+    """Situation of an optimizer: engine, stage, offload, precision, accelerator and versions."""
 
     uses_deepspeed: bool = True
     """``False`` for the plain engine."""

@@ -82,7 +82,7 @@ REST: Final = "rest"
 
 @attrs.frozen(kw_only=True)
 class ParameterGroup:
-    """One rule: which parameters it matches, and their arguments."""
+    """A rule: patterns of parameter names, and the arguments of the matching parameters."""
 
     name: str = attrs.field()
     """Name of the group in reports."""
@@ -185,7 +185,7 @@ class ParameterGroup:
 
 @attrs.frozen(kw_only=True)
 class ParameterGroups:
-    """Ordered rules; the first that matches a parameter applies.
+    """Ordered rules; the first rule that matches a parameter applies.
 
     Unmatched parameters form a last group, ``"rest"``, with the optimizer's own arguments::
 

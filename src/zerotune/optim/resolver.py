@@ -281,7 +281,7 @@ class OptimizerResolver:
         precision: str = "fp32",
         uses_deepspeed: bool = True,
     ) -> Capability:
-        """Return whether an optimizer can run in a situation that needs no plan.
+        """Return whether an optimizer can run, from stage and precision instead of a plan.
 
         Args:
             name: Any spelling accepted by ``normalise_optimizer_name``.

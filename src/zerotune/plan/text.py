@@ -767,7 +767,7 @@ def advice_page(advice: Advice, *, most: int | None = None) -> Page:
 
 
 def nearest_page(candidate: Candidate, *, budget: Sizes) -> Page:
-    """Return a report of the plan that comes closest if no plan fits, with the missing memory.
+    """Return a report of the closest plan and its missing memory, if no plan fits.
 
     Args:
         candidate: The candidate in ``NothingFitsError.nearest``.
