@@ -324,7 +324,7 @@ class _Writer(Log):
         lost = {key: value for key, value in left.items() if key not in (*unsaid, *starts)}
         refused = [key for key in lost if key not in named]
         if refused:
-            others = f" (nor for {', '.join(refused[1:])})" if refused[1:] else ""
+            others = f" (nor {', '.join(refused[1:])})" if refused[1:] else ""
             names = ",".join(lost)
             known = (TOP_LEVEL | LAUNCH_IN_BLOCK) - {"mixed_precision"}
             keep = (
