@@ -722,7 +722,8 @@ def pinned_memory(case: Case, this: Rule) -> Findings:
 def muon_convolutions(case: Case, this: Rule) -> Findings:
     """Muon fails on the weights of convolutions at stages 2 and 3.
 
-    Alternatively, let Muon's auxiliary Adam update convolutions. The rule needs a known model.
+    Alternatively, let Muon's auxiliary Adam update convolutions. The rule applies only if
+    the model is known.
     """
     plan, wide = case.plan, wide_weight(case)
     if plan.optimizer_name == "Muon" and wide is not None and plan.stage in (2, 3):
@@ -807,7 +808,8 @@ def precision_conflict(case: Case, this: Rule) -> Findings:
 def precision_unsupported(case: Case, this: Rule) -> Findings:
     """The platform does not support the requested precision.
 
-    Request a supported precision, or write ``"auto"``. The rule needs a known platform.
+    Request a supported precision, or write ``"auto"``. The rule applies only if the
+    platform is known.
     """
     plan = case.plan
     both = all(section and section.enabled is True for section in (plan.bf16, plan.fp16))
@@ -1308,8 +1310,8 @@ def gradient_sum(case: Case, this: Rule) -> Findings:
 def zenflow(case: Case, this: Rule) -> Findings:
     """ZenFlow fails on the weights of convolutions, or corrupts them.
 
-    ZenFlow selects columns of matrices (``num_row, num_col``). Other shapes it treats as one row,
-    or it fails to transpose them. The rule needs a known model.
+    ZenFlow selects columns of matrices (``num_row, num_col``). ZenFlow treats other shapes as
+    one row, or fails to transpose them. The rule applies only if the model is known.
     """
     section, wide = zero_extra(case.plan, "zenflow"), wide_weight(case)
     if section is not None and wide is not None:

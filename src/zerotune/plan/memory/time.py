@@ -780,15 +780,15 @@ def _pass_parts(case: Costing, facts: ArithmeticFacts, rates: Rates) -> Iterator
     yield from _computed(case, facts.forward, rates, "forward", "the forward pass")
     yield from _computed(case, facts.backward, rates, "backward", "the backward pass")
     if case.workload.gradient_checkpointing and facts.recomputed is not None:
-        yield from _computed(case, facts.recomputed, rates, "backward", "blocks once more")
+        yield from _computed(case, facts.recomputed, rates, "backward", "recomputed blocks")
     if facts.backward.operators and case.resolved.uses_deepspeed:
         stage = case.resolved.stage
-        yield _looked_after(case, rates, "backward", "gradients looked after", _PER_GRADIENT[stage])
+        yield _looked_after(case, rates, "backward", "gradient bookkeeping", _PER_GRADIENT[stage])
         if case.checks_gradients:
             _, each = _PER_CHECKED[stage == 3, case.element]
-            yield _looked_after(case, rates, "backward", "gradients checked", each)
+            yield _looked_after(case, rates, "backward", "gradient checks", each)
         if stage == 3 and case.streaming is None:
-            yield _looked_after(case, rates, "forward", "parameters gathered", _PER_GATHERED)
+            yield _looked_after(case, rates, "forward", "parameter gathering", _PER_GATHERED)
 
 
 def _looked_after(case: Costing, rates: Rates, phase: StepPhase, what: str, each: int) -> TimePart:
@@ -824,7 +824,7 @@ def _computed(
         phase=phase,
         # A device computes while the next operators are begun.
         lane="device" if case.on_cpu else "calls",
-        what=f"{what}: operators begun",
+        what=f"{what}: operator launches",
         seconds=shared * times * work.operators / rates.operators,
         rate="operators",
     )
@@ -887,7 +887,7 @@ def _amounts(case: Costing, estimate: MemoryEstimate) -> Iterator[_Moved]:
     yield "backward", "in", "activations to the device", waiting, "to_device"
     yield "backward", "out", "gradients to the host", traffic.gradients, "to_host"
     yield "backward", "device", "gradients put into buckets", _gradients_in_memory(case), memory
-    yield "backward", "device", "gradients checked", _checked(case), memory
+    yield "backward", "device", "gradient checks", _checked(case), memory
     yield "backward", "host", "gradients added up", traffic.added, "host_memory"
     new = traffic.new_in_backward, traffic.new_in_step
     yield "backward", "device", "memory allocated anew", new[0], "new_memory"
