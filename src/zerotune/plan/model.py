@@ -1143,7 +1143,8 @@ class _Translating:
             key=_SAVED_WHOLE,
             before=value,
             after=f"zero_optimization.{_GATHER} = {value}",
-            reason="this is accelerate's name for the key; DeepSpeed does not know it",
+            reason=f"DeepSpeed does not know {_SAVED_WHOLE}, which is accelerate's name for "
+            f"{_GATHER}",
         )
 
     def _offload_shorthand(self, key: str) -> None:
@@ -2046,7 +2047,7 @@ def repeated_modules(module: Any) -> tuple[str, ...]:
     """Return the dotted names of a model's repeated modules; of nested ones, the outermost.
 
     Repeated modules are the blocks that diffusers marks as repeated, and the blocks of U-Nets. In
-    other models, they are modules of the same class in one list.
+    other models, repeated modules are those of the same class in one list.
 
     Args:
         module: A ``torch.nn.Module``.

@@ -622,8 +622,8 @@ swap buffer", or the pool runs out ("Not enough buffers")."""
 def optimizer_buffers(section: OffloadSection) -> int:
     """Return the number of buffers that Adam needs with several sub-groups.
 
-    In runs with DeepSpeed 0.19.8, 8 buffers sufficed for ``pipeline_read``, but failed with
-    ``pipeline_write`` in addition; 12 buffers sufficed for both.
+    In runs with DeepSpeed 0.19.8, 8 buffers sufficed for ``pipeline_read`` alone. With both
+    options, 8 buffers failed and 12 sufficed.
     """
     overlapped = (section.pipeline_read is True) + (section.pipeline_write is True)
     return OPTIMIZER_BUFFERS * (1 + overlapped)

@@ -684,8 +684,8 @@ def pinned_memory(case: Case, this: Rule) -> Findings:
     """Before torch 2.13, rounding of pinned memory wastes 16 GiB for SDXL at stage 2.
 
     Each block is rounded up to a power of two. With torch 2.13 zerotune disables this rounding.
-    DeepSpeed 0.19.8 page-locks the exact size if locked memory is not limited. The rule needs a
-    known model and torch version.
+    DeepSpeed 0.19.8 page-locks the exact size if locked memory is not limited. The rule applies
+    only if model and torch version are known.
     """
     plan, context, section = case.plan, case.context, offload_section(case.plan, "optimizer")
     here = context.platform

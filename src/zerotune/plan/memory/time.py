@@ -35,7 +35,7 @@ def _check_rate(_instance: object, attribute: Any, value: Any) -> None:
     if not _is_rate(value):
         raise InvalidValueError(
             "must be a positive number", key=f"rates.{attribute.name}", value=value,
-            fix="measure it with `zerotune doctor --rates`",
+            fix="measure the rate with `zerotune doctor --rates`",
         )  # fmt: skip
 
 
@@ -340,7 +340,7 @@ class SwapTraffic:
                     "must be a positive number of bytes per second",
                     key=key,
                     value=rate,
-                    fix="measure it with DeepSpeed's `ds_nvme_tune --nvme_dir ROOT`",
+                    fix="measure the rate with DeepSpeed's `ds_nvme_tune --nvme_dir ROOT`",
                 )
         return self.read / read_rate + self.written / write_rate
 
