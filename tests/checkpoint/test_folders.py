@@ -105,7 +105,7 @@ def test_a_whole_folder_stands_in_until_the_rename(tmp_path, caplog):
     fill(newer, extra={"number": 2})
     assert find_checkpoint(final) == (newer, verify_checkpoint(newer.parent / "step-00000004"))
     assert latest_checkpoint(tmp_path) == final
-    assert "was not renamed when it was saved" in caplog.text
+    assert "was not completely saved" in caplog.text
 
 
 def test_a_finished_save_removes_what_killed_ones_left(tmp_path):

@@ -53,7 +53,9 @@ def test_a_truncated_manifest_is_refused(length):
 
 def test_a_newer_format_asks_for_a_newer_zerotune():
     newer = TEXT.replace('"version": 2', '"version": 3')
-    with pytest.raises(CheckpointError, match=r"format version 3; this zerotune reads 2"):
+    with pytest.raises(
+        CheckpointError, match=r"format version 3, but this zerotune version reads only 2"
+    ):
         Manifest.from_json(newer)
 
 

@@ -87,7 +87,7 @@ def test_an_upload_that_is_refused_midway_leaves_what_was_there(hub, tmp_path):
     changed = model_folder(tmp_path / "unet", value=7.0)
     for step in ("/blob/", "/preupload/", "/objects/batch", "/commit/"):
         hub.refuse = step
-        with pytest.raises(CheckpointError, match="the upload failed and changed nothing"):
+        with pytest.raises(CheckpointError, match="the upload failed; the repository is unchanged"):
             send(hub, changed)
         assert hub.files == before
         assert len(hub.commits) == 1

@@ -57,7 +57,7 @@ def test_damage_is_found_before_anything_is_loaded(damaged, harm, message):
     [
         ("extra tensor", r"extra\.a\[1\] = tensor\(\[0\.\]\): cannot be saved as JSON"),
         ("extra nan", r"extra\.a\.b = nan: cannot be saved as JSON"),
-        ("extra key", r"extra\.a = 1: JSON only supports text keys.*write '1'"),
+        ("extra key", r"extra\.a = 1: is not text, but JSON keys must be text.*write '1'"),
         ("shadow name", r"shadows = 'a/b'"),
         ("accumulating", r"gradient_accumulation_steps = 2: 1 of 2 micro batches"),
         ("not ours", r"mine: exists and is not a checkpoint, so it is not overwritten"),

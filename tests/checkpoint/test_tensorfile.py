@@ -144,7 +144,7 @@ def test_what_is_not_in_the_file_is_named(tmp_path):
         with pytest.raises(CheckpointCorruptError, match=r"instead of torch\.float32 \(4,\)"):
             reader.check("a", torch.float32, (4,))
         path.write_bytes(path.read_bytes()[:-5])
-        with pytest.raises(CheckpointCorruptError, match=r"it ends 5 bytes too early"):
+        with pytest.raises(CheckpointCorruptError, match=r"the file ends 5 bytes too early"):
             reader.tensor("a")
 
 

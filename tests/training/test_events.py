@@ -175,7 +175,7 @@ def test_another_encoding_is_refused_by_name(tmp_path, encoding):
 
 @pytest.mark.parametrize("name", ["null\0", "half \ud800"])
 def test_a_path_that_cannot_be_is_refused(name, tmp_path):
-    with pytest.raises(InvalidValueError, match="cannot hold a metrics file"):
+    with pytest.raises(InvalidValueError, match="cannot be used as a metrics file"):
         drive(MetricsFile(tmp_path / name), steps=range(1, 2))
     with pytest.raises(DataError, match="cannot be read"):
         read_metrics(tmp_path / name)

@@ -54,7 +54,7 @@ class ShadowLike(Protocol):
 
 
 def shadow_key(shadow: str, key: str) -> str:
-    """Return the name in a rank's file of a shadow's tensor that belongs to no fragment."""
+    """Return the name of a shadow's tensor in a rank's file, for a tensor without a fragment."""
     return f"{SHADOW}{shadow}/{key}"
 
 
@@ -255,7 +255,10 @@ def plain_data(value: Any, key: str) -> Any:
         for name in value:
             if not isinstance(name, str):
                 raise CheckpointError(
-                    "JSON only supports text keys", key=key, value=name, fix=f"write {str(name)!r}"
+                    "is not text, but JSON keys must be text",
+                    key=key,
+                    value=name,
+                    fix=f"write {str(name)!r}",
                 )
         return {name: plain_data(item, f"{key}.{name}") for name, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -79,9 +79,9 @@ def convert(
         shadow: Name of the EMA shadow to write instead of the trained weights, for a zerotune
             checkpoint.
         dtype: Dtype of the model folder: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
-        base: For a zerotune checkpoint with frozen parameters, the model folder that training
-            started from. For a folder of accelerate, a model folder whose ``config.json`` names the
-            model's class.
+        base: Model folder that training started from, for a zerotune checkpoint with frozen
+            parameters. For a folder of accelerate's ``save_state``, ``base`` is a model folder
+            whose ``config.json`` names the model's class.
 
     Returns:
         The absolute path of the result.

@@ -98,7 +98,7 @@ class Staging:
         self._lock = _lock_folder(self.path)
 
     def publish(self) -> None:
-        """Rename the folder to its final name; remove the previous checkpoint afterwards."""
+        """Rename the folder to its final name, and then delete the previous checkpoint."""
         sync(self.path)
         former = self._take_place()
         sync(self._final.parent)
@@ -208,7 +208,7 @@ def _located(path: Path) -> tuple[Path, Manifest] | None:
     beside = _leftovers(path.parent, name=path.name, kinds=("tmp", "old"))
     for sibling in sorted(beside, key=_manifest_time, reverse=True):
         if (manifest := _whole_manifest(sibling)) is not None:
-            logger.warning("%s was not renamed when it was saved; using %s", path, sibling)
+            logger.warning("%s was not completely saved; using %s instead", path, sibling)
             return sibling, manifest
     raise CheckpointError(
         "does not exist",
@@ -249,7 +249,9 @@ def whole_checkpoints(root: Path) -> Iterator[tuple[Path, Manifest]]:
 
 
 def prune(root: str | os.PathLike[str], *, keep: int) -> tuple[Path, ...]:
-    """Delete all but the newest complete ``step-…`` checkpoints, and leftovers of killed saves.
+    """Delete older ``step-…`` checkpoints and leftovers of killed saves.
+
+    The newest ``keep`` complete checkpoints are kept.
 
     Not collective: call ``prune`` on one rank after saving a checkpoint. Incomplete folders are
     kept for inspection, and symbolic links are ignored.
@@ -343,7 +345,7 @@ def _checkpoints(root: Path) -> Iterator[tuple[Path, Manifest | CheckpointError]
             # Without find_checkpoint's suggestions, which look for checkpoints themselves.
             located = _located(checked_path(path))
             if located is None:
-                raise CheckpointError(f"has no {MANIFEST} in it", key=str(path))
+                raise CheckpointError(f"does not contain {MANIFEST}", key=str(path))
             check_files(*located)
         except CheckpointError as error:
             yield path, error
@@ -660,7 +662,7 @@ class _Hold:
 
     @classmethod
     def of(cls, root: Path) -> _Hold:
-        """The one of this process, taken now unless it has been."""
+        """Return this process's lock on a folder, and lock the folder if necessary."""
         with system_errors(CheckpointError, root, _NOT_TAKEN):
             root.mkdir(parents=True, exist_ok=True)
             root = root.resolve()
@@ -680,7 +682,7 @@ class _Hold:
             self._take()
 
     def part(self) -> None:
-        """One user less; the last gives the folder up."""
+        """Count one user less, and unlock the folder after the last user."""
         self._users -= 1
         if self._users or self._lock is None:
             return
@@ -692,7 +694,7 @@ class _Hold:
         self.leave()
 
     def leave(self) -> None:
-        """Let go of the lock."""
+        """Release the lock."""
         _holds.pop(self._root, None)
         if self._lock is not None:
             os.close(self._lock)
@@ -759,7 +761,7 @@ class _Hold:
         except FileNotFoundError:
             return
         except CheckpointError as error:
-            self._note(f"the record of its owner {error.reason}, and its lock is free")
+            self._note(f"the record of the folder's owner {error.reason}, and the lock is free")
             return
         if former.owner == ProcessIdentity.current():
             return

@@ -156,7 +156,7 @@ class Filler:
     Args:
         reader: Reader of the checkpoint.
         records: Records of the checkpoint's parameters.
-        states: Whether to load the optimizer's states; ``False`` resets them.
+        states: Whether to load the saved optimizer states; ``False`` resets the optimizer.
     """
 
     def __init__(
@@ -462,7 +462,7 @@ def carried_loss_scale(
     running: PlanRecord,
     fresh: Mapping[str, Any],
 ) -> Adapted:
-    """Return the state with the loss scale for the running engine, and a decision about it.
+    """Return the saved state with the running engine's loss scale, and a decision.
 
     Args:
         state: The saved state.
@@ -598,12 +598,12 @@ class _Load:
         self._folder = Path()
 
     def find(self, directory: str | os.PathLike[str]) -> tuple[Any, ...]:
-        """Read the manifest; returns what all ranks must agree on."""
+        """Read the manifest, and return the values that must be equal on all ranks."""
         self._folder, self.manifest = find_checkpoint(directory)
         return str(self._folder), self.manifest.created, sorted(self._shadows)
 
     def compare(self, *, rng: bool) -> tuple[Decision, ...]:
-        """Refuse what does not fit; what will be otherwise than it was saved."""
+        """Check that the checkpoint fits the engine, and return decisions about differences."""
         check_accumulation(self._engine)
         check_model(self.manifest, self._engine)
         absent = [name for name in self._shadows if name not in self.manifest.shadows]
@@ -623,13 +623,13 @@ class _Load:
         )
 
     def verify(self) -> None:
-        """Check that all files are there, and the hash of this rank's share of them."""
+        """Check the sizes of all files, and the hashes of this rank's share of the files."""
         check_files(self._folder, self.manifest)
         group = self._engine.group
         check_hashes(self._folder, self.manifest.files[group.rank :: group.world_size])
 
     def judge(self, *, rng: bool) -> None:
-        """Look at all that the files' headers say, before the first weight is written."""
+        """Check the headers of all files before the first weight is changed."""
         with self._reader() as reader:
             for record in self.manifest.parameters:
                 states = (Subject(kind="optimizer", of=state) for state in record.states)
@@ -656,7 +656,7 @@ class _Load:
             check_generators(*reader.generators(self._like))
 
     def compare_shadows(self) -> None:
-        """Refuse a shadow of other parameters."""
+        """Check that the saved shadows belong to the engine's parameters."""
         with self._reader() as reader:
             for name, shadow in self._shadows.items():
                 saved = self._shadow(reader, name)
@@ -682,7 +682,7 @@ class _Load:
                 filler.fill(fragment)
 
     def restore_rest(self, *, rng: bool) -> None:
-        """Counters, buffers, shadows and, last, the generators."""
+        """Restore counters, buffers, shadows and random number generators."""
         self._engine.load_state(adapted_state(self.manifest, self._engine)[0])
         rank = self._engine.group.rank
         with self._reader() as reader:

@@ -168,7 +168,8 @@ class Manifest:
             raise _damaged_manifest(source, "is not the manifest of a zerotune checkpoint")
         if content.get("version") != VERSION:
             raise CheckpointError(
-                f"is of format version {content.get('version')!r}; this zerotune reads {VERSION}",
+                f"has format version {content.get('version')!r}, but this zerotune version reads "
+                f"only {VERSION}",
                 key=source,
                 fix="install the zerotune version that wrote the manifest, or a newer one",
             )
@@ -242,7 +243,7 @@ class Manifest:
             self.state.global_step > _MOST_STEPS
             or self.state.skipped_steps > self.state.global_step
         ):
-            raise ValueError("state counts an impossible number of steps")
+            raise ValueError("state contains an impossible number of steps")
         position = self.state.scheduler.get(_SCHEDULE_POSITION, 0)
         if type(position) is not int or not -1 - _MOST_STEPS <= position <= _MOST_STEPS:
             raise ValueError(f"state.scheduler.{_SCHEDULE_POSITION} cannot be {shorten(position)}")

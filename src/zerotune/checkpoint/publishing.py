@@ -190,7 +190,7 @@ def publish(
         cause = error.__cause__ if type(error) is RuntimeError and error.__cause__ else error
         reason = _without_paths(str(cause)).strip().replace("\n", " ")
         raise CheckpointError(
-            f"the upload failed and changed nothing ({type(error).__name__}: {reason})",
+            f"the upload failed; the repository is unchanged ({type(error).__name__}: {reason})",
             key=repo_id,
             fix="try again; files that have arrived are not sent again",
         ) from error
@@ -216,7 +216,7 @@ def _hub() -> Any:
 def _export_files(top: Path) -> dict[str, Path]:
     """The files of an export by their names in the repository."""
     if not top.exists():
-        raise CheckpointError("there is no such export", key=str(top))
+        raise CheckpointError("does not exist, so it cannot be published", key=str(top))
     if top.is_file():
         check_replaceable(top)
         return {top.name: top}

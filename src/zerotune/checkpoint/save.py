@@ -432,7 +432,7 @@ class BackgroundSaver(Closable):
             ...
 
     Only one checkpoint is written at a time. ``save`` and the end of the block wait for the pending
-    checkpoint, and raise the error of a failed one.
+    checkpoint, and raise its error if the writing has failed.
 
     Args:
         engine: Engine to save.

@@ -238,8 +238,8 @@ class TensorWriter(OpensFiles):
 
         Args:
             name: Name of the tensor.
-            tensor: Elements of the part, in any shape, on any device. The dtype is the planned one
-                or bf16; in exports any dtype.
+            tensor: Elements of the part, in any shape, on any device. In checkpoints the dtype must
+                be the file's dtype or bf16; in exports all dtypes are allowed.
             subject: Kind of the tensor.
             start: First element in the flattened tensor.
         """
@@ -323,7 +323,7 @@ def _element_bytes(tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[memoryv
 
 
 def confirm(folder: Path, file: TensorFile, written: Iterable[Written]) -> FileRecord:
-    """Read a finished file once, and check that every byte is as written.
+    """Read a finished file once, and compare its checksums with the written data.
 
     Args:
         folder: Folder of the file.
@@ -449,7 +449,7 @@ class TensorReader(OpensFiles):
             view = memoryview(into.detach().view(torch.uint8).numpy().data)
             missing = into.nbytes - stored_files.read_at(self._descriptor(path), view, offset)
             if missing:
-                raise OSError(f"it ends {missing} bytes too early")
+                raise OSError(f"the file ends {missing} bytes too early")
         except OSError as error:
             raise CheckpointCorruptError(
                 f"cannot be read ({error})", key=str(path), fix="use a different checkpoint"

@@ -36,7 +36,7 @@ class BackgroundEMA(Closable):
                     background.step()
             with ema.swapped_in(): ...
 
-    This saves time only if the CPU is otherwise idle, for example while a GPU computes.
+    The thread saves time only if the CPU is otherwise idle, for example while a GPU computes.
 
     Args:
         shadow: An ``EMAShadow`` or ``EMAShadows``.

@@ -51,8 +51,8 @@ class EMAModel:
 
     Names and semantics are those of diffusers; the EMA page of the documentation lists each
     difference. The shadow is always fp32, starts on the CPU, and averages only trainable
-    parameters; frozen parameters are copied from the model. A wrong number or shape of parameters,
-    part of which diffusers ignores, raises an error. Under ZeRO all methods except ``step`` and
+    parameters; frozen parameters are copied from the model. Unlike in diffusers, parameters of a
+    wrong number or shape always raise an error. Under ZeRO all methods except ``step`` and
     ``store`` are collective; if a rank does not call a method, an error names the rank.
 
     Args:
@@ -239,7 +239,7 @@ class EMAModel:
 
     @torch.no_grad()
     def store(self, parameters: Parameters | None = None) -> None:
-        """Save a copy of the weights for ``restore``, which needs 4 bytes per element.
+        """Save a copy of the weights for ``restore``; the copy needs 4 bytes per element.
 
         ``shadow.swapped_in()`` needs no copy.
 
@@ -313,7 +313,7 @@ class EMAModel:
         """Do nothing, because updates never copy the shadow to a device."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the keys of diffusers' ``state_dict``; ``shadow_params`` are in fp32."""
+        """Return a state with the keys of diffusers' ``state_dict``, and fp32 ``shadow_params``."""
         settings = {name: getattr(self, name) for name in _SETTINGS}
         return {
             **settings,
@@ -596,7 +596,9 @@ def write_folder(path: Path, write: Callable[[Path], object]) -> None:
         write: Called with a temporary folder, into which it writes files but no folders.
     """
     with ExitStack() as opened:
-        opened.enter_context(system_errors(EMAError, path, "the averages cannot be written there"))
+        opened.enter_context(
+            system_errors(EMAError, path, "the averages cannot be written to this folder")
+        )
         path.parent.mkdir(parents=True, exist_ok=True)
         beside = tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent)
         draft = Path(opened.enter_context(beside)) / path.name

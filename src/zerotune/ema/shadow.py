@@ -56,8 +56,8 @@ class EMAShadow(Readable):
 
     Args:
         decay: Decay per optimizer step: a number or a schedule from ``zerotune.ema.decay``.
-        update_every: Number of optimizer steps per update. An update applies the decay of all these
-            steps.
+        update_every: Number of optimizer steps per update. Each update applies the decay of
+            ``update_every`` steps.
         start_after: Number of initial optimizer steps during which the shadow is a copy of the
             weights.
         store: Storage of the shadow: ``HostStore()``, ``DeviceStore()`` or
@@ -209,8 +209,8 @@ class EMAShadow(Readable):
         """Run the model with averaged weights inside the block.
 
         Master weights and shadow are exchanged in place, without a third copy. The end of the block
-        restores both bit for bit, even after an error. Collective: every rank must enter and leave
-        the block.
+        restores weights and shadow bit for bit, even after an error. Collective: every rank must
+        enter and leave the block.
 
         Raises:
             EMAError: The shadow is not attached, or is already swapped in.
@@ -260,7 +260,7 @@ class EMAShadow(Readable):
             apart += squared_distance(shadow, value)
             norm += squared_norm(value)
         if not master.replicated:
-            parts = master.group.gather((apart, norm), purpose="measure the distance of an average")
+            parts = master.group.gather((apart, norm), purpose="measure an EMA's distance")
             apart, norm = sum(part[0] for part in parts), sum(part[1] for part in parts)
         return math.sqrt(apart / norm) if norm else math.sqrt(apart)
 
@@ -829,7 +829,7 @@ class FileStore:
 
 
 def as_store(store: Any) -> ShadowStore:
-    """Return the given store, or host memory."""
+    """Return a store unchanged, or a ``HostStore`` for ``None``."""
     if store is None:
         return HostStore()
     if isinstance(store, ShadowStore) and not isinstance(store, type):

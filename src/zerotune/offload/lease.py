@@ -616,7 +616,7 @@ def abandon_held() -> None:
 
 
 def give_back(number: int, _: FrameType | None) -> None:
-    """Delete the swap folders, and end the process by the same signal; a signal handler."""
+    """Signal handler that deletes the swap folders and then ends the process."""
     abandon_held()
     signal.signal(number, signal.SIG_DFL)
     signal.raise_signal(number)
@@ -769,7 +769,7 @@ class _Emptying:
     waiting: list[str] = attrs.field(factory=list)
 
     def remove(self, names: Iterable[str]) -> None:
-        """Remove names directly inside the top."""
+        """Delete files and folders directly inside the top folder."""
         self.waiting.extend(names)
         while self.waiting:
             self._entry(self.top, self.waiting.pop(), 0)

@@ -209,11 +209,11 @@ def need_share(share: Share | None) -> Share:
 class OffloadManager:
     """Creates a swap folder for each run, inside a root that runs share.
 
-    The root is the first of these paths: the arguments of ``OffloadManager``,
+    The root is the first path that is set in this order: the arguments of ``OffloadManager``,
     ``offload_param_path`` and ``offload_optimizer_path`` of the trainer's configuration, the plan's
     ``nvme_path``, and the environment variables ``ZEROTUNE_OFFLOAD_PARAM_PATH``,
-    ``ZEROTUNE_OFFLOAD_OPTIMIZER_PATH`` and ``ZEROTUNE_SWAP_ROOT``. Without any of these paths, the
-    root is a folder of the user in the system's temporary folder, with a warning.
+    ``ZEROTUNE_OFFLOAD_OPTIMIZER_PATH`` and ``ZEROTUNE_SWAP_ROOT``. If no path is set, zerotune
+    warns, and the root is a folder in the system's temporary folder.
 
     Args:
         root: Root for parameters and optimizer states.

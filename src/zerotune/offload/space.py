@@ -368,8 +368,8 @@ def host_budget(
     Args:
         resolved: The plan.
         ranks: Number of ranks on this machine.
-        held: Bytes that one rank already uses; by default those of this process.
-        environ: Environment variables; by default those of this process.
+        held: Bytes that one rank already uses; by default the RAM of this process.
+        environ: Environment variables; default ``os.environ``.
     """
     import psutil
 
@@ -405,7 +405,7 @@ def fit_host_memory(
     Args:
         resolved: The plan.
         ranks: Number of ranks on this machine.
-        held: Bytes that one rank already uses; by default those of this process.
+        held: Bytes that one rank already uses; by default the RAM of this process.
 
     Returns:
         The plan, possibly without pinning, and decisions.

@@ -143,7 +143,7 @@ def choose_hardware(torch: TorchFacts, environ: Mapping[str, str]) -> Hardware:
 
     ``DS_ACCELERATOR`` is a variable of DeepSpeed, but the plain engine uses it as well, so that
     disabling DeepSpeed does not move a run to a different device. If the machine lacks the named
-    accelerator, the best available one is chosen.
+    accelerator, the best available accelerator is chosen.
 
     Args:
         torch: Facts from torch.
@@ -271,7 +271,7 @@ class _Machine:
         return False
 
     def support(self) -> tuple[DeepSpeedSupport, tuple[Decision, ...]]:
-        """Return whether DeepSpeed can run, and a decision if the answer is not obvious."""
+        """Return whether DeepSpeed can run; all cases except CUDA and XPU add a decision."""
         refusal = next(self._refusals(), None)
         if refusal is not None:
             reason, fix = refusal

@@ -297,7 +297,8 @@ def keep_activations(
 
     Args:
         engine: Engine of the model.
-        advice: Advice that may enable either of them; ignored if ``activations`` is given.
+        advice: Advice with a choice of gradient checkpointing and activation offload; ignored if
+            ``activations`` is given.
         activations: Activation offload to attach to the model.
     """
     model: Any = engine.module

@@ -60,7 +60,7 @@ class EmbeddedPlan(Closing):
     """A resolved and verified plan for another training framework, with a swap folder.
 
     Create an ``EmbeddedPlan`` before the framework initializes process groups or DeepSpeed. Any
-    launcher works. The plan receives the model together with the framework::
+    launcher works. The plan receives the model when the script passes it to the framework::
 
         run = EmbeddedPlan(plan="ds_config.json", run=args)
         accelerator = run.accelerator()
@@ -221,7 +221,7 @@ class EmbeddedPlan(Closing):
         return self.plan.to_deepspeed()
 
     def shard(self, model: torch.nn.Module) -> None:
-        """Partition the model from host memory, one parameter at a time; for stage 3.
+        """At stage 3, partition the model from host memory, one parameter at a time.
 
         Call ``shard`` before the framework receives the model. Without this call the framework
         moves the whole model to the device before DeepSpeed partitions it. If the weights are not
@@ -459,7 +459,7 @@ def _parameter_words(parameter: ParameterFacts | None) -> str:
 
 
 class EngineSchedule:
-    """Replacement for a script's ``lr_scheduler``, while the engine advances the real schedule.
+    """Replacement for a script's ``lr_scheduler``; the engine advances the plan's schedule.
 
     Args:
         run: Plan of the engine.

@@ -29,7 +29,7 @@ PHASES: Final = ("data", "forward", "backward", "optimizer", "ema")
 
 @attrs.frozen(kw_only=True)
 class StepMetrics:
-    """Metrics of one step: times and memory of this rank, and global values otherwise."""
+    """Metrics of one step; times and memory are this rank's, and all other values are global."""
 
     step: int
     """Optimizer steps taken, including this one."""
@@ -88,7 +88,7 @@ class Callback:
         """Called when ``fit`` has taken its last step."""
 
     def on_fit_end(self, trainer: RunView) -> None:
-        """Called when ``fit`` ends, even if it raises."""
+        """Called when ``fit`` ends, even if ``fit`` raises an error."""
 
     def on_close(self, trainer: RunView) -> None:
         """Called when the trainer is closed."""
@@ -181,7 +181,7 @@ class MetricsFile(Callback):
     def on_fit_start(self, trainer: RunView, *, steps: int | None) -> None:  # noqa: ARG002
         """Open the file."""
         if trainer.is_main:
-            with system_errors(InvalidValueError, self._path, "cannot hold a metrics file"):
+            with system_errors(InvalidValueError, self._path, "cannot be used as a metrics file"):
                 with suppress(OSError):  # Opening it says why.
                     if self._path.exists() and not self._path.is_file():
                         raise _not_metrics(self._path)

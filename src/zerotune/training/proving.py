@@ -224,7 +224,7 @@ class Bench:
                 raise DifferenceError(f"{int(wrong)} bytes copied back differ from their source")
 
     def prove_uploads(self) -> None:
-        """Check that uploaded weights arrive before their use, and not before they are allowed."""
+        """Check that uploaded weights arrive before use, and do not overwrite weights in use."""
         lengths, numbers = range(0, _ELEMENTS, _ELEMENTS // 4), torch.arange(_ELEMENTS).float()
         if self.recorder is not None:
             self.recorder.lie("pageable", numbers)
@@ -318,7 +318,7 @@ class Bench:
         return self.left[run]
 
     def take(self, run: Run) -> dict[str, str]:
-        """Execute a run, and return the same results as ``left_by``."""
+        """Execute a run, and return its losses and digests by name."""
         model = _Chain()
         engine = self._small_engine(model, run)
         ema = EMAShadow(decay=0.9).attach(engine)

@@ -220,7 +220,7 @@ class Report(Readable):
             TrainingError: The files cannot be written.
         """
         into = Path(folder)
-        with system_errors(TrainingError, into, "the report cannot be written there"):
+        with system_errors(TrainingError, into, "the report cannot be written to this folder"):
             into.mkdir(parents=True, exist_ok=True)
             write_atomically(into / "report.json", json.dumps(self.to_dict(), indent=1).encode())
         steps = range(self.first_step + 1, self.first_step + self.steps + 1)
@@ -477,7 +477,7 @@ def bounds(
         phases: Seconds of each phase.
         seconds: Seconds of all steps.
         steps: Number of optimizer steps.
-        estimate: The plan's memory estimate, from which the moved bytes follow.
+        estimate: The plan's memory estimate, from which transferred bytes are computed.
         reference: Bytes per second of a plain copy in host memory; ``None`` if not measured.
     """
     if steps <= 0 or seconds <= 0:
@@ -498,7 +498,7 @@ def bounds(
         )
 
     def on_host(phase: str, nbytes: int) -> Bound:
-        """Whether moving bytes in host memory takes the time, or computing on the way."""
+        """Return the bottleneck of a phase in host memory: memory bandwidth or compute."""
         spent = each.get(phase, 0.0)
         if not nbytes:
             return bound("compute", phase, spent)
@@ -521,8 +521,8 @@ def bounds(
 def copy_rate() -> float:
     """Measure the host memory bandwidth in bytes per second, as reads and writes of a plain copy.
 
-    The result is the best of four copies with torch's current number of threads, measured once per
-    number of threads.
+    The result is the best of four copies with torch's current number of threads. With the same
+    number of threads, later calls return the first measurement.
     """
     return _copy_rate_with(torch.get_num_threads())
 

@@ -268,14 +268,14 @@ def resumed(
 ) -> tuple[Decision, ...]:
     """Load a checkpoint into a trainer's parts, and return decisions about differences. Collective.
 
-    A checkpoint without trainer state, such as a converted one, has no data position and may lack
-    EMAs. Each missing part starts anew and is recorded as a decision.
+    A checkpoint without trainer state, such as a converted checkpoint, has no data position and may
+    lack EMAs. Each missing part starts anew and is recorded as a decision.
     """
     group = engine.group
     group.barrier(f"resuming from {os.fspath(path)}")
 
     def outline() -> tuple[TrainerState | None, tuple[str, ...]]:
-        """A trainer's part of the checkpoint, if one wrote it, and the names of its shadows."""
+        """Return the checkpoint's trainer state, if any, and the names of its shadows."""
         _, manifest = find_checkpoint(path)
         entry = manifest.extra.get(_TRAINER_ENTRY, UNSET)
         return None if entry is UNSET else TrainerState.of(entry), manifest.shadows

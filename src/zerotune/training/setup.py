@@ -82,7 +82,7 @@ def prepare(
         deepspeed: ``False`` selects the plain engine.
         compile: ``True``, or ``Compilation`` options, compiles the forward pass.
         timeout_s: Timeout of collectives in seconds.
-        **unknown: Rejected, with advice for ``optimizer=``, which belongs in the plan.
+        **unknown: Rejected; set the optimizer in the plan.
 
     Returns:
         The engine; its behaviour is verified against ``engine.plan``.
@@ -139,7 +139,7 @@ def settled(
 ) -> ResolvedPlan:
     """Resolve a plan for a model, a machine and the number of processes.
 
-    Without a model the optimizer stays unresolved, and sizes that depend on the model are
+    Without a model the optimizer stays unresolved, and values that depend on the model are
     preliminary.
     """
     if not isinstance(plan, ResolvedPlan):

@@ -319,7 +319,7 @@ class NonFinite:
         return f"not finite at step {self.step} on rank(s) {ranks}; {weights}"
 
     def decision(self) -> Decision:
-        """Record that the step was dropped."""
+        """Return the decision that drops this step."""
         return Decision(
             key=self.what, before=self.value, after="skipped", reason=str(self), severity="warning"
         )
@@ -437,7 +437,7 @@ class RollBackNonFinite:
         announce((found.decision(),))
 
     def settle(self, trainer: RunView, metrics: StepMetrics) -> None:
-        """Roll back if it is due."""
+        """Roll back if a rollback is due."""
         latest = self._latest
         if latest is None or latest.step != metrics.step:
             self._in_a_row = 0 if metrics.applied else self._in_a_row

@@ -202,7 +202,7 @@ class Trainer(Closing, Readable):
 
     @property
     def step(self) -> int:
-        """Optimizer steps taken, including those before a resume."""
+        """Number of optimizer steps taken, including steps before a resume."""
         return self.engine.state.global_step
 
     @property
@@ -330,18 +330,18 @@ class Trainer(Closing, Readable):
     def resume(self, path: str | os.PathLike[str]) -> None:
         """Continue from a checkpoint as if there had been no interruption. Collective.
 
-        With the same plan the continued run is bitwise equal to an uninterrupted one. With a
+        With the same plan the continued run is bitwise equal to an uninterrupted run. With a
         different plan, ``decisions`` lists the differences. Rank 0 logs the step, epoch and data
-        position as a decision. A converted checkpoint, or one without trainer state, restores
-        weights, optimizer, schedule and step, and the data start at their beginning. Mismatches
-        raise an error before weights, data or random state change.
+        position as a decision. A checkpoint without trainer state, such as a converted checkpoint,
+        restores weights, optimizer, schedule and step, and the data start at their beginning.
+        Mismatches raise an error before weights, data or random state change.
 
         Args:
             path: A checkpoint written by ``save``, ``save_checkpoint`` or ``convert``.
 
         Raises:
             CheckpointError: There is no checkpoint, or it belongs to another model.
-            DataError: The data differ from those of the checkpoint.
+            DataError: The data differ from the saved run's data.
         """
         self._check_open("resume")
         self.decisions += resumed(
@@ -400,7 +400,7 @@ class Trainer(Closing, Readable):
         """Export the trained weights in the format they were loaded from. Collective.
 
         If the model has adapters, ``export`` writes the adapters (``export_adapters``). If
-        ``model=`` was a result of ``load_pretrained``, it writes the whole pipeline
+        ``model=`` was a result of ``load_pretrained``, ``export`` writes the whole pipeline
         (``export_pipeline``), otherwise the model (``export_model``).
 
         Args:
@@ -579,7 +579,7 @@ def _loading(options: RunOptions) -> dict[str, Any]:
 
 
 class Running:
-    """Everything a run sets up besides steps: threads, watchdog, profiler. Collective."""
+    """Setup of a run: threads, gradient checkpointing, watchdog and profiler. Collective."""
 
     def __init__(
         self,
@@ -686,7 +686,7 @@ class _CompileCheck(Callback):
         self._done = False
 
     def on_step_end(self, trainer: RunView, metrics: StepMetrics) -> None:  # noqa: ARG002
-        """Verify after the first step."""
+        """After the first step, verify that the model was compiled."""
         compiled = compiled_for(trainer.engine)
         if not self._done and compiled is not None:
             self._done = True
@@ -704,11 +704,11 @@ class _GroupStops(Callback):
         self._frozen: set[str] = set()
 
     def on_fit_start(self, trainer: RunView, *, steps: int | None) -> None:  # noqa: ARG002
-        """Freeze what a resumed run had frozen."""
+        """Freeze the parameter groups that were already frozen before a resume."""
         self._settle(trainer)
 
     def on_step_end(self, trainer: RunView, metrics: StepMetrics) -> None:  # noqa: ARG002
-        """Freeze what was trained for the last time."""
+        """Freeze the parameter groups that have taken their last step."""
         self._settle(trainer)
 
     def _settle(self, trainer: RunView) -> None:

@@ -428,14 +428,14 @@ class _Draft:
         self._writer = self._open()
 
     def append(self, name: str, tensor: torch.Tensor, *, trained: bool) -> None:  # noqa: ARG002
-        """Judge and write a tensor."""
+        """Inspect and write a tensor."""
         written = tensor.to(self._dtype)
         self._judgement.see(name, tensor, written)
         if self._writer is not None:
             self._writer.append(self._keys[name], written)
 
     def publish(self) -> ExportedAdapters:
-        """Judge the whole, read the file back and give it its name."""
+        """Check that the adapters have changed, verify the file and rename it."""
         decisions = (*self._judgement.conclude(), *self._complete())
         if self._writer is None:
             raise ValueError("no file was begun")
@@ -453,7 +453,7 @@ class _Draft:
         )
 
     def abandon(self) -> None:
-        """Remove what is unfinished."""
+        """Delete the unfinished file."""
         if self._writer is not None:
             self._writer.abandon()
 
@@ -492,7 +492,7 @@ class _Foreign(_Draft):
 
     @override
     def append(self, name: str, tensor: torch.Tensor, *, trained: bool) -> None:
-        """Judge and keep a tensor, by component, layer and kind."""
+        """Inspect a tensor, and store it by component, layer and kind."""
         super().append(name, tensor, trained=trained)
         for component, (prefix, module, _) in self._outline.adapters.items():
             parsed = AdapterParameter.parse(name.removeprefix(prefix))

@@ -365,7 +365,7 @@ class _Merged:
         )
 
     def specs(self, dtype: torch.dtype) -> list[TensorSpec]:
-        """Everything in the order it is written."""
+        """Describe all tensors in the order in which they are written."""
         return [
             TensorSpec(
                 key=name, dtype=each.dtype, shape=tuple(getattr(each, "ds_shape", each.shape))
@@ -374,7 +374,7 @@ class _Merged:
         ]
 
     def tensors(self) -> Named:
-        """Parameters of the base, one in memory at a time, and buffers. Collective at stage 3."""
+        """Yield base parameters, one in memory at a time, and buffers. Collective at stage 3."""
         for name, source in self.sources.items():
             yield name, whole_parameter(source)
         yield from self.buffers.items()
@@ -390,7 +390,7 @@ class _MergeDraft:
         self._trained: dict[str, torch.Tensor] = {}
 
     def append(self, name: str, tensor: torch.Tensor, *, trained: bool) -> None:
-        """Keep a trained tensor, or write one of the base with its adapter folded in."""
+        """Store a trained tensor, or write a base tensor with its adapter merged."""
         merged = self._merged
         if not trained:
             layer, _, kind = name.rpartition(".")

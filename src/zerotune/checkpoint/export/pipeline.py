@@ -214,12 +214,12 @@ class _PipelineDraft:
             undo.pop_all()
 
     def append(self, name: str, tensor: torch.Tensor, *, trained: bool) -> None:
-        """Write a tensor of a part that was trained."""
+        """Write a tensor of a trained part."""
         prefix = next(prefix for prefix in self._models if name.startswith(prefix))
         self._models[prefix].append(name.removeprefix(prefix), tensor, trained=trained)
 
     def publish(self) -> Path:
-        """Bring everything to disk and give it its name."""
+        """Flush all files to disk, and rename the folder."""
         for model in self._models.values():
             model.publish()
         for path in _component_files(self._staging.path):
@@ -228,7 +228,7 @@ class _PipelineDraft:
         return self._target
 
     def abandon(self) -> None:
-        """Remove what has not got its name."""
+        """Delete files that were not renamed yet."""
         for model in self._models.values():
             model.abandon()
         self._staging.abandon()

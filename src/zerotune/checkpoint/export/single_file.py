@@ -323,11 +323,11 @@ class _ModelOfFile:
 
     @property
     def tensors(self) -> Mapping[str, StoredTensor]:
-        """By the model's names."""
+        """Tensors by their names in the model."""
         return {name: weight.tensor for name, weight in self.weights.items()}
 
     def tensor(self, name: str) -> torch.Tensor:
-        """One of them, on the CPU."""
+        """Return one tensor on the CPU."""
         stored = self.weights[name].tensor
         values = torch.empty(stored.shape, dtype=stored.dtype)
         self.weights[name].read_into(values.view(-1))
