@@ -77,7 +77,7 @@ class ThreadFacts:
 
     @property
     def launcher(self) -> str | None:
-        """The launcher whose default is one thread; ``None`` if no launcher has set it."""
+        """The launcher that has set one thread by default; ``None`` if there is none."""
         several = self.environ.get("LOCAL_WORLD_SIZE", self.environ.get("WORLD_SIZE", "1")) != "1"
         if self.environ.get(VARIABLE) != "1" or not several:
             return None

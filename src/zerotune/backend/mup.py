@@ -35,9 +35,9 @@ def set_base_shapes(
 ) -> BaseShapes:
     """Record on every parameter which of its dimensions are widths, and the base model's widths.
 
-    Call this directly after building the model, before creating an engine. The input of output
-    layers (from a width to a fixed size) is divided by the width multiplier. mup itself expects
-    ``MuReadout`` layers, which diffusers' models do not have.
+    Call ``set_base_shapes`` directly after building the model, before creating an engine. The input
+    of output layers (from a width to a fixed size) is divided by the width multiplier, because
+    diffusers' models do not have mup's ``MuReadout`` layers.
 
     Args:
         model: The model to train.

@@ -38,8 +38,8 @@ def measure_rates(
     Args:
         device: Device for training; default: the first accelerator, or the CPU.
         scale: Factor of the usual sizes and times, for tests.
-        now: Returns the time in seconds. On a busy machine, ``time.process_time`` excludes further
-            processes.
+        now: Returns the time in seconds. On a busy machine, ``time.process_time`` excludes the time
+            of other processes.
 
     Returns:
         The rates by name.
@@ -275,12 +275,12 @@ def _both_ways(forward: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> C
 
 
 def moves_memory(func: Any) -> bool:
-    """Whether an operator (``torch._ops.OpOverload``) goes through the elements of its tensors."""
+    """Return whether an operator (``torch._ops.OpOverload``) reads or writes tensor elements."""
     return not func.is_view and not func._opname.startswith(("empty", "new_empty", "detach"))
 
 
 class _OperatorCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts operators, views included, and the bytes that go through those that are none."""
+    """Count operators including views, and the bytes that operators except views access."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -297,9 +297,9 @@ class _OperatorCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 _SMALL_LAYERS: Final = 20
-"""In a row: what they take together is more than what a clock is off."""
+"""Number of consecutive small layers, so that their time exceeds the clock's error."""
 _LEAST_CALL_SHARE: Final = 0.05
-"""Share of their time that is no arithmetic, where noise says it were less."""
+"""Smallest accepted share of time without arithmetic, since noise may give less."""
 
 
 class _Attention(torch.nn.Module):
@@ -310,7 +310,12 @@ class _Attention(torch.nn.Module):
 
 
 def copy_rate(*, scale: float = 1.0, now: Callable[[], float] = time.perf_counter) -> float:
-    """Bytes per second that a copy in host memory reads and writes together, best of four."""
+    """Measure the bytes per second that a copy in host memory reads and writes, best of four.
+
+    Args:
+        scale: Factor of the usual size, for tests.
+        now: Returns the time in seconds.
+    """
     source = torch.ones(max(1, int(64 * scale)) * _MIB // 4)
     target = torch.empty_like(source)
     best = float("inf")

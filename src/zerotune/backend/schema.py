@@ -108,8 +108,8 @@ def plan_schema() -> dict[str, Any]:
 
     The schema is derived from DeepSpeed's pydantic models, constants and code, without building ops
     or using a device. Each key has its type, ``default``, ``description`` and ``deprecated``. Under
-    ``x-zerotune``, it has ``modelled`` (whether zerotune reads and fills the key; all other keys
-    are passed through), ``stages`` (ZeRO stages where the key has an effect, if known),
+    ``x-zerotune``, each key has ``modelled`` (whether zerotune reads and fills the key; all other
+    keys are passed through), ``stages`` (ZeRO stages where the key has an effect, if known),
     ``replaced_by`` and ``alias_of``. Types are DeepSpeed's, plus ``"auto"`` where zerotune or
     DeepSpeed accepts it; ``zerotune.plan`` also accepts looser spellings.
 

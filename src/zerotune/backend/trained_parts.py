@@ -190,15 +190,15 @@ def components(
 def frozen(engine: Engine) -> Iterator[torch.nn.Module]:
     """Inside the block, gradients flow through an engine's model, but its weights get none.
 
-    Use this for a loss of one engine that depends on a second engine's model, such as a generator's
-    loss through a critic. Run both forward and backward inside the block::
+    Use ``frozen`` for a loss of one engine that depends on a second engine's model, such as a
+    generator's loss through a critic. Run both forward and backward inside the block::
 
         with frozen(critic) as judge:
             loss = -judge(made).mean()
             generator.backward(loss)
         generator.step()
 
-    Do not call the second engine itself: DeepSpeed counts every backward pass through an engine's
+    Call the yielded model, not its engine: DeepSpeed counts every backward pass through an engine's
     output as a backward pass of that engine.
 
     Args:

@@ -107,8 +107,8 @@ def whole_parameter(parameter: torch.nn.Parameter) -> torch.Tensor:
 def unpartitioned() -> Iterator[None]:
     """Inside the block, models are created unpartitioned on every rank.
 
-    Outside, an active ``deepspeed.zero.Init``, or a DeepSpeed configuration registered with
-    transformers, partitions every new model. The block disables both and restores them afterwards.
+    The block disables an active ``deepspeed.zero.Init`` and a DeepSpeed configuration registered
+    with transformers, which both partition new models, and restores them afterwards.
     """
     with ExitStack() as stack:
         partitioning = sys.modules.get("deepspeed.runtime.zero.partition_parameters")

@@ -63,7 +63,7 @@ class UnitPass:
     def is_ready(self) -> bool:
         """Whether gradients are on the host, and copies of the previous weights are complete.
 
-        The thread thus never waits for a lane, which might itself wait for an update.
+        With this check, the thread of ``Passes`` never waits for a lane that waits for an update.
         """
         return all(copy is None or copy.is_done for copy in (self._landed, self._reading))
 
