@@ -148,7 +148,7 @@ SLOWER = "a step with `BackgroundEMA` takes at most 3 % longer"
 
 BENCHMARK = Benchmark(
     name="ema",
-    title="an EMA update of 200 million parameters, compared with other libraries and a copy",
+    title="an EMA update of 200 million weights, compared with other libraries and a memory copy",
     cases=cases,
     ours=(OURS, TWO, FOREGROUND, BACKGROUND),
     goals=(

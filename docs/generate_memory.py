@@ -29,10 +29,10 @@ TARGET = Path(__file__).parent / "fits.md"
 INTRODUCTION = """\
 The tables show the predicted seconds of a training step with the fastest plan that fits, and a
 letter for where the plan keeps optimizer and weights. All plans are for one GPU with {host} of host
-memory and an NVMe disk, batch 1, {side} x {side} pixels (for clips, the size in the table), AdamW
-in bf16 with fp32 master weights, and an EMA in host memory. No figure was measured on a GPU: memory
-comes from [the memory model](memory.md), and seconds come from [published figures of
-cards](memory.md#how-long-a-step-takes), here of {cards}.
+memory and an NVMe disk, with batch 1 and {side} x {side} pixels (for clips, the size in the table).
+All plans use AdamW in bf16 with fp32 master weights, and an EMA in host memory. No figure was
+measured on a GPU: memory comes from [the memory model](memory.md), and seconds come from [published
+figures](memory.md#how-long-a-step-takes) of {cards}.
 
 The letters mean: {letters}. An asterisk (\\*) means that blocks are recomputed in the backward pass
 (gradient checkpointing); two asterisks mean that the blocks' inputs are also kept in host memory. A

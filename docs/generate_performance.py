@@ -66,7 +66,7 @@ METHOD = """\
 Each benchmark consists of cases, in which several implementations are compared. The
 implementations of a case run alternately, round by round, on one machine, so that a slowdown of
 the machine affects all of them. A ratio is the median of the ratios of single rounds. The interval
-in brackets contains this median with a confidence of 95 %, whatever the distribution (order
+in brackets contains the median ratio with a confidence of 95 %, whatever the distribution (order
 statistics). With five rounds, the interval reaches from the lowest to the highest ratio, and has a
 confidence of 94 %. A figure without an interval was measured once. A goal is met or missed if the
 whole interval is on one side of the goal. If the interval contains the goal, the noise is larger
@@ -395,8 +395,8 @@ def _details(results: Mapping[str, Any]) -> Iterator[str]:
             f"{package} {number}" for package, number in result["versions"].items()
         )
         yield (
-            f"{result['title'][0].upper()}{result['title'][1:]}. The benchmark ran on "
-            f"{machine(result)}, with {packages}. To repeat the benchmark, run "
+            f"The benchmark `{name}` reports {result['title']}. The benchmark ran on "
+            f"{machine(result)}. The versions were {packages}. To repeat the benchmark, run "
             f"`{result['command']}`."
         )
         yield f"![{result['title']}](results/{name}.png)"

@@ -1,16 +1,16 @@
-"""The main job: learn to draw handwritten digits, from nothing to pictures in a few minutes.
+"""Train a small diffusion model on handwritten digits, and sample digits, in a few minutes.
 
-Trains a class-conditional diffusion U-Net on the 1,797 real digits that ship in scikit-learn,
-under ZeRO-2 with the optimizer offloaded to the CPU and an EMA of the weights::
+The script trains a class-conditional diffusion U-Net on the 1,797 real digits of scikit-learn. It
+uses ZeRO-2, an optimizer offloaded to the CPU, and an EMA of the weights::
 
     python examples/digits.py
     python examples/digits.py --stage 3 --offload nvme
     torchrun --nproc-per-node 2 examples/digits.py --no-deepspeed
 
-Half way it saves, tears everything down, builds a fresh trainer, resumes from the checkpoint
-and checks that the next loss is what it would have been. At the end an independent classifier,
-trained on the real digits, reads 200 generated ones; exit code 1 when it recognises fewer than
-``--require`` percent of them.
+Half way, the script saves a checkpoint and deletes the trainer. A new trainer resumes from the
+checkpoint, and the script checks that the next loss is the same as without the interruption. At
+the end, a classifier trained on the real digits classifies 200 generated digits. The exit code is 1
+if the classifier recognises fewer than ``--require`` percent of the generated digits.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-# Threads that spin while they wait starve each other on a machine with few or busy cores. This
-# is read when torch starts its threads, so it comes before the import.
+# On a machine with few or busy cores, waiting threads should not spin. Set before the import of
+# torch, because torch reads the variable when it starts its threads.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
@@ -67,30 +67,30 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add(
         "--offload",
         choices=("none", "cpu", "nvme"),
-        help="where the optimizer lives (default: cpu under ZeRO-1 to 3, else none)",
+        help="where the optimizer state is stored (default: cpu for ZeRO-1 to 3, otherwise none)",
     )
-    add("--no-deepspeed", action="store_true", help="train with the plain engine")
+    add("--no-deepspeed", action="store_true", help="train with the plain engine, not DeepSpeed")
     add(
         "--precision",
         choices=("fp32", "bf16", "fp16"),
         default="bf16" if torch.cuda.is_available() else "fp32",
-        help="default: bf16 on a GPU, fp32 on a CPU, where bf16 is several times slower",
+        help="default: bf16 on a GPU, and fp32 on a CPU, where bf16 is several times slower",
     )
-    add("--steps", type=int, default=400, help="optimizer steps")
-    add("--batch-size", type=int, default=64, help="samples per step, all processes together")
-    add("--accumulation", type=int, default=1, help="forward passes per step")
+    add("--steps", type=int, default=400, help="number of optimizer steps")
+    add("--batch-size", type=int, default=64, help="samples per step in all processes together")
+    add("--accumulation", type=int, default=1, help="micro batches per optimizer step")
     add("--output", type=Path, default=Path("outputs/digits"), help="folder for results")
-    add("--seed", type=int, default=0)
-    add("--verbose", action="store_true", help="print every decision, not the settings alone")
-    add("--per-class", type=int, default=20, help="digits drawn of each class")
-    add("--require", type=float, default=80.0, help="percentage that must be recognised")
-    # The deepspeed launcher passes it; the environment says the same.
+    add("--seed", type=int, default=0, help="seed of weights, training and sampling")
+    add("--verbose", action="store_true", help="print every decision, not only the settings")
+    add("--per-class", type=int, default=20, help="digits to sample per class")
+    add("--require", type=float, default=80.0, help="percentage of digits to be recognised")
+    # The deepspeed launcher passes this option; the environment has the same value.
     add("--local_rank", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.offload is None:
         options.offload = "none" if options.no_deepspeed or options.stage == 0 else "cpu"
     if options.steps < 2:
-        parser.error("--steps must be at least 2: the run is interrupted half way")
+        parser.error("--steps must be at least 2, because the run is interrupted half way")
     return options
 
 
@@ -157,14 +157,14 @@ def make(folder: Path) -> Path:
 
 
 def milestones(options: argparse.Namespace) -> list[int]:
-    """Steps at which a digit of each class is drawn, twice as many each time."""
+    """Steps at which a digit of each class is sampled; each is twice the step before."""
     return sorted({max(1, options.steps // 2**power) for power in range(5)})
 
 
 def fit(
     trainer: Trainer, options: argparse.Namespace, *, steps: int, drawn: dict[int, torch.Tensor]
 ) -> None:
-    """Train up to ``steps``, and draw on the way."""
+    """Train up to step ``steps``, and sample digits at each milestone."""
     for step in milestones(options):
         if trainer.step < step <= steps:
             trainer.fit(steps=step)
@@ -173,14 +173,14 @@ def fit(
 
 
 def sample(trainer: Trainer, options: argparse.Namespace, *, labels: torch.Tensor) -> torch.Tensor:
-    """Draw digits with the EMA weights."""
+    """Sample digits with the EMA weights."""
     return trainer.sample(
         labels=labels, steps=SAMPLING_STEPS, guidance_scale=GUIDANCE_SCALE, seed=options.seed
     )
 
 
 def first_half(options: argparse.Namespace, drawn: dict[int, torch.Tensor]) -> tuple[Path, float]:
-    """Train half way, save, and take one step more to know how it would go on."""
+    """Train half way, save, and take one more step, whose loss is compared after resuming."""
     half = options.steps // 2
     with new_trainer(options) as trainer:
         if trainer.is_main:
@@ -189,7 +189,8 @@ def first_half(options: argparse.Namespace, drawn: dict[int, torch.Tensor]) -> t
         checkpoint = trainer.save(options.output / "checkpoint")
         if trainer.is_main:
             print(
-                f"saved {checkpoint} at step {trainer.step}; one more step, then all is torn down"
+                f"saved {checkpoint} at step {trainer.step}; the trainer takes one more step "
+                "and is then deleted"
             )
         return checkpoint, trainer.fit(steps=half + 1).losses[-1]
 
@@ -200,23 +201,23 @@ def second_half(
     checkpoint: Path,
     expected: float,
 ) -> tuple[bool, torch.Tensor]:
-    """Resume in a fresh trainer, finish, and draw digits."""
+    """Resume in a new trainer, finish the run, and sample digits."""
     half = options.steps // 2
     with new_trainer(options) as trainer:
         trainer.resume(checkpoint)
         if trainer.step != half:
-            raise TrainingError("resumed at another step", key="step", value=trainer.step)
+            raise TrainingError("resumed at a different step", key="step", value=trainer.step)
         resumed = trainer.fit(steps=half + 1).losses[-1]
-        # Bit for bit on a CPU; a GPU may add in another order.
+        # Bitwise equal on a CPU; a GPU may add in a different order.
         if not math.isclose(resumed, expected, rel_tol=1e-3):
             raise TrainingError(
-                f"the run without interruption had {expected!r} at this step",
+                f"without the interruption, the loss of this step was {expected!r}",
                 key="loss after resuming",
                 value=resumed,
             )
         if trainer.is_main:
             print(
-                f"resumed at step {half}; the loss of step {half + 1} is {resumed!r}, "
+                f"resumed at step {half}; the loss of step {half + 1} is {resumed!r}; "
                 f"without the interruption it was {expected!r}"
             )
         fit(trainer, options, steps=options.steps, drawn=drawn)
@@ -251,7 +252,7 @@ def draw_learning(
     losses: Sequence[float],
     drawn: dict[int, torch.Tensor],
 ) -> None:
-    """One picture: the loss, and a row of digits for each step at which they were drawn."""
+    """Plot the loss, and a row of sampled digits for each milestone."""
     figure = Figure(figsize=(9, 3 + 0.8 * len(drawn)), layout="constrained")
     curve, digits = figure.subplots(2, 1, height_ratios=(2, 0.8 * len(drawn)))
     curve.plot(steps, losses, color="#4d6b80", linewidth=1)
@@ -259,7 +260,7 @@ def draw_learning(
         curve.axvline(step, color="#d9601a", linewidth=1, linestyle="dashed")
     curve.set(xlabel="optimizer step", ylabel="loss")
     curve.set(xlim=(0, 1.01 * options.steps), ylim=(0, None))
-    curve.legend(["loss of a step", "digits drawn"], frameon=False)
+    curve.legend(["loss of a step", "digits sampled"], frameon=False)
     rows = images_to_grid(torch.cat(list(drawn.values())), columns=CLASSES, upscale=8)
     digits.imshow(rows, cmap="gray", interpolation="nearest", vmin=0, vmax=255)
     epochs = [step * options.batch_size / len(real_digits()) for step in drawn]
@@ -277,14 +278,15 @@ def wanted_labels(options: argparse.Namespace) -> torch.Tensor:
 
 
 def recognised(images: torch.Tensor, labels: torch.Tensor) -> float:
-    """Percentage of generated digits that a classifier of real ones takes for what they are."""
+    """Percentage of generated digits that a classifier of real digits recognises."""
     data = load_digits()
     pixels, held_out, classes, true = train_test_split(
         data.data, data.target, test_size=0.25, random_state=0, stratify=data.target
     )
     classifier = SVC(gamma=0.001).fit(pixels, classes)
     print(
-        f"the classifier reads {100 * classifier.score(held_out, true):.1f} % of unseen real digits"
+        f"the classifier recognises {100 * classifier.score(held_out, true):.1f} % of unseen "
+        "real digits"
     )
     drawn = ((images + 1) * 8).clamp(0, 16).flatten(1).numpy()
     return 100 * float((classifier.predict(drawn) == labels.numpy()).mean())
@@ -320,6 +322,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    # DeepSpeed calls functions of torch.distributed that torch has renamed; once would do.
+    # DeepSpeed calls functions of torch.distributed that torch has renamed.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     sys.exit(main())

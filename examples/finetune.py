@@ -1,6 +1,6 @@
 """Fine-tune a diffusers pipeline (SDXL, SD3, Flux, …) on a folder of images with captions.
 
-All weights of the U-Net or transformer, or adapters beside it:
+The script trains all weights of the U-Net or transformer, or adapters (--lora):
 
     torchrun examples/finetune.py MODEL PHOTOS runs/sdxl --plan examples/plans/sdxl.json
     torchrun examples/finetune.py MODEL PHOTOS runs/lora --plan examples/plans/sdxl-lora.json \
@@ -9,15 +9,15 @@ All weights of the U-Net or transformer, or adapters beside it:
     torchrun examples/finetune.py MODEL PHOTOS runs/flux --plan examples/plans/flux-lora.json \
         --lora 16 --lr 2e-4 --batch 2 --resolution 768
 
---lr and --batch go before what the plan says. An installed zerotune has it too:
+--lr and --batch override the plan. The script is part of the zerotune package: run
 torchrun -m zerotune.examples.finetune, with --plan sdxl, sdxl-lora, sd3 or flux-lora.
-``zerotune init`` writes it for one model, card and folder of images.
+``zerotune init`` writes a copy of the script for one model, GPU and folder of images.
 
-The same command goes on after a stop, also under another plan or number of GPUs, and with more
---steps after the end. A run that was stopped exports nothing unless --export-stopped asks for it;
-an export takes the place of that of an earlier run. --start goes on from another script's run: of
-accelerate's and DeepSpeed's own folders ``zerotune checkpoint convert`` makes a checkpoint. Which
-plan fits your card: ``zerotune plan advise --family sdxl --vram 12GiB``.
+After a stop, the same command continues the run; the plan and the number of GPUs may differ. After
+the end, a larger --steps continues the run. A stopped run exports nothing without --export-stopped.
+An export replaces the previous export. --start resumes from the checkpoint of a different script;
+``zerotune checkpoint convert`` converts checkpoint folders of accelerate and DeepSpeed. To find a
+plan for your GPU, run ``zerotune plan advise --family sdxl --vram 12GiB``.
 """
 
 from __future__ import annotations
@@ -33,44 +33,44 @@ from zerotune.training import Callback, ProgressBar, SaveEvery, ValidationImages
 
 HERE = Path(__file__).resolve().parent
 
-# A folder with model_index.json, or the id of a pipeline on the hub.
+# Folder with model_index.json, or hub id of a pipeline.
 MODEL = "stabilityai/stable-diffusion-xl-base-1.0"
 
-# Its family, where the pipeline's class does not say it: a name, or "module:Class" of your own.
+# Family of the model, if the pipeline's class does not imply it: a name, or "module:Class".
 FAMILY = None
 
-# Images, each with its caption beside it (cat.png, cat.txt), or with a metadata.jsonl.
+# Folder of images with captions in text files (cat.png, cat.txt) or in metadata.jsonl.
 PHOTOS = Path("photos")
 
-# Everything the run makes: latents and embeddings, checkpoints, validation images, the export.
+# Folder for all results: latents and embeddings, checkpoints, validation images, the export.
 OUTPUT = Path("runs/finetune")
 
-# ZeRO stage, offload, batch and learning rate.
+# DeepSpeed configuration: ZeRO stage, offload, batch size and learning rate.
 PLAN = HERE / "plans" / "sdxl.json"
 
-# Rank of adapters; 0 trains all weights. Each needs a plan of its own.
+# Rank of the adapters; 0 trains all weights. Adapters and all weights need different plans.
 LORA = 0
 
-# Optimizer steps, counted from the beginning of the first run.
+# Total number of optimizer steps, including steps before a resume.
 STEPS = 2000
 
-# Steps between two checkpoints, and between two sheets of validation images.
+# Steps between checkpoints, and between grids of validation images.
 EVERY = 500
 
-# What the validation images show.
+# Prompts of the validation images.
 PROMPTS = ["a photo of a cat", "a cup of coffee"]
 
-# Pixels of a square's side; each image is brought to the nearest of several shapes of that area.
+# Side in pixels of a square image; other images get the nearest aspect ratio of the same area.
 RESOLUTION = 1024
 
-# How activations fit beside the plan: "auto" recomputes them if memory demands it.
+# Activation memory: "auto" recomputes activations if they do not fit otherwise.
 GRADIENT_CHECKPOINTING = "auto"
 ACTIVATION_OFFLOAD = False
 
 
 def main(arguments: Sequence[str] | None = None) -> list[float]:
     options = parse(arguments)
-    # The weights wait in their files until the engine takes them: no process holds a copy.
+    # The engine reads the weights from their files, so that no process holds a full copy.
     loaded = load_pretrained(options.model, plan=plan_of(options), family=FAMILY)
     if options.lora:
         adapters = LoRA(rank=options.lora, targets=loaded.family.lora_targets)
@@ -78,20 +78,20 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
 
     images = PreparedImages(
         ImageFolder(options.photos),
-        # Sides are multiples of the step.
+        # Sides of images are multiples of step.
         buckets=AspectBuckets(
             area=options.resolution**2, step=min(64, max(1, options.resolution // 4))
         ),
-        # Some captions are left out, so that guidance works.
+        # Some captions are dropped, as classifier-free guidance requires.
         augmentation=Augmentation(caption_dropout=0.1),
     )
-    # Computed once; then VAE and text encoders leave the card.
+    # Latents and embeddings are computed once; then VAE and text encoders leave the GPU.
     data = encode_dataset(images, family=loaded.family, folder=options.output / "cache")
 
     with Trainer(
         model=loaded,
         data=data,
-        # Decay of the average of the weights, which is drawn with and exported.
+        # Decay of the EMA; validation images and the export use the EMA weights.
         ema=0.999,
         activations=ActivationOffload() if ACTIVATION_OFFLOAD else None,
         gradient_checkpointing=GRADIENT_CHECKPOINTING,
@@ -101,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
             trainer.resume(checkpoint)
         report = trainer.fit(steps=options.steps)
 
-        # A run that was stopped exports nothing; the next one does.
+        # A stopped run exports nothing by default, because the next run continues it.
         if report.stopped is None or options.export_stopped:
             name, dtype = ("adapters", "fp32") if options.lora else ("pipeline", "bf16")
             trainer.export(options.output / name, dtype=dtype)
@@ -111,7 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
 
 
 def plan_of(options: argparse.Namespace) -> DeepSpeedPlan:
-    """The plan, with what the command line says otherwise."""
+    """Return the plan, with overrides from the command line."""
     shipped = HERE / "plans" / f"{options.plan}.json"
     plan = DeepSpeedPlan.from_json(shipped if shipped.is_file() else options.plan)
     said = {
@@ -136,25 +136,25 @@ def callbacks(options: argparse.Namespace) -> list[Callback]:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """What the command line says; else what stands above."""
+    """Read the command line; the constants above are the defaults."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("model", nargs="?", default=MODEL)
-    parser.add_argument("photos", nargs="?", type=Path, default=PHOTOS)
-    parser.add_argument("output", nargs="?", type=Path, default=OUTPUT)
-    parser.add_argument("--plan", default=PLAN, help="a DeepSpeed configuration")
-    parser.add_argument("--lr", type=float, help="learning rate; the plan's when not given")
-    parser.add_argument("--batch", type=int, help="images per card; the plan's when not given")
-    parser.add_argument("--resolution", type=int, default=RESOLUTION, help="pixels of a side")
-    parser.add_argument("--lora", type=int, default=LORA, help="rank of adapters; 0 trains all")
-    parser.add_argument("--base-dtype", default="bf16", help="of the weights beside adapters")
-    parser.add_argument("--start", type=Path, help="checkpoint to begin with, also a converted one")
-    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("model", nargs="?", default=MODEL, help="pipeline folder or hub id")
+    parser.add_argument("photos", nargs="?", type=Path, default=PHOTOS, help="images and captions")
+    parser.add_argument("output", nargs="?", type=Path, default=OUTPUT, help="folder for results")
+    parser.add_argument("--plan", default=PLAN, help="DeepSpeed configuration file")
+    parser.add_argument("--lr", type=float, help="learning rate; default from the plan")
+    parser.add_argument("--batch", type=int, help="images per GPU and micro batch; default: plan")
+    parser.add_argument("--resolution", type=int, default=RESOLUTION, help="side in pixels")
+    parser.add_argument("--lora", type=int, default=LORA, help="rank of adapters; 0: all weights")
+    parser.add_argument("--base-dtype", default="bf16", help="dtype of frozen weights with --lora")
+    parser.add_argument("--start", type=Path, help="checkpoint to start from in a new run")
+    parser.add_argument("--steps", type=int, default=STEPS, help="total optimizer steps")
     parser.add_argument("--every", type=int, default=EVERY, help="steps between checkpoints")
-    parser.add_argument("--export-stopped", action="store_true", help="also after a signal")
-    parser.add_argument("--draw-steps", type=int, default=30)
-    parser.add_argument("--prompts", nargs="+", default=PROMPTS)
+    parser.add_argument("--export-stopped", action="store_true", help="export a stopped run too")
+    parser.add_argument("--draw-steps", type=int, default=30, help="sampling steps")
+    parser.add_argument("--prompts", nargs="+", default=PROMPTS, help="validation prompts")
     return parser.parse_args(arguments)
 
 

@@ -1,4 +1,4 @@
-"""The smallest use of ``Trainer``: a model, a plan, data.
+"""A minimal example of ``Trainer`` with a model, a plan and data.
 
 Run it with ``python examples/minimal_trainer.py``.
 """
@@ -24,7 +24,7 @@ def main(steps: int = 50) -> tuple[int, ...]:
     plan = DeepSpeedPlan.build(stage=2, offload="cpu", precision="fp32", micro_batch_size=16)
     data = ImageTensors(images=digits)
     with Trainer(model=model, plan=plan, data=data, ema=EMAShadow(decay=0.99)) as trainer:
-        print(trainer)  # trainer.explain() has every decision
+        print(trainer)  # trainer.explain() returns every decision
         report = trainer.fit(steps=steps)
         images = trainer.sample(count=4, steps=10)
     print(report.render())

@@ -1,4 +1,4 @@
-"""Your own loop: plan, engine, EMA and objective without a trainer.
+"""A custom training loop with plan, engine, EMA and objective, without ``Trainer``.
 
 Run it with ``python examples/own_loop.py`` or
 ``torchrun --nproc-per-node 2 examples/own_loop.py``.

@@ -1,9 +1,9 @@
-"""Teach SDXL pixel art at 128 x 128: many small images, no smoothing.
+"""Train SDXL on pixel art at 128 x 128.
 
     torchrun examples/pixel_art.py MODEL SPRITES runs/pixels
 
-Batches of eight fit where one image of 1024 x 1024 does. Images are enlarged without smoothing, and
-offset noise lets the model learn flat, dark and bright backgrounds.
+A batch of eight images needs no more memory than one image of 1024 x 1024. Images are enlarged
+without smoothing. Offset noise lets the model learn flat, dark and bright backgrounds.
 """
 
 from __future__ import annotations
@@ -74,14 +74,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("model")
-    parser.add_argument("sprites", type=Path)
-    parser.add_argument("output", type=Path)
-    parser.add_argument("--plan", default=PLAN, help="a DeepSpeed configuration")
-    parser.add_argument("--side", type=int, default=128)
-    parser.add_argument("--steps", type=int, default=5000)
+    parser.add_argument("model", help="folder or hub id of the pipeline")
+    parser.add_argument("sprites", type=Path, help="folder of images with captions")
+    parser.add_argument("output", type=Path, help="folder for results")
+    parser.add_argument("--plan", default=PLAN, help="DeepSpeed configuration file")
+    parser.add_argument("--side", type=int, default=128, help="side of the images in pixels")
+    parser.add_argument("--steps", type=int, default=5000, help="total optimizer steps")
     parser.add_argument("--every", type=int, default=1000, help="steps between checkpoints")
-    parser.add_argument("--draw-steps", type=int, default=30)
+    parser.add_argument("--draw-steps", type=int, default=30, help="sampling steps")
     parser.add_argument("--prompts", nargs="+", default=["pixel art of a knight"])
     return parser.parse_args(arguments)
 

@@ -184,7 +184,7 @@ def _judge(place: dict[str, Any], losses: Sequence[float], still: Sequence[str],
     if still:
         reason = f"it ran, but {len(still)} parameters did not move, {still[0]} among them"
     elif not last < 0.9 * first:
-        reason = f"it ran, but the loss went from {first:.3f} to {last:.3f}"
+        reason = f"the optimizer ran, but the loss went from {first:.3f} to {last:.3f}"
     return Cell(
         **place,
         outcome="cannot" if reason else own.status,

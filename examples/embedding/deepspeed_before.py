@@ -1,7 +1,7 @@
 """A loop around raw DeepSpeed: a U-Net learns real digits.
 
-``deepspeed_before.py`` is the script as it was, ``deepspeed_after.py`` has zerotune embedded;
-docs/embedding.md shows the difference.
+``deepspeed_before.py`` is the script without zerotune, ``deepspeed_after.py`` the same script
+with zerotune. docs/embedding.md shows the difference.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def new_model() -> UNet2DModel:
 
 def digits() -> TensorDataset:
     images = torch.tensor(load_digits().images, dtype=torch.float32).unsqueeze(1) / 8 - 1
-    # Drawn once, so that runs can be compared loss by loss.
+    # Noise and times are drawn once, so that the losses of runs can be compared.
     return TensorDataset(images, torch.randn_like(images), torch.rand(len(images)))
 
 

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Start a script on this machine as one of several: run it on each of them.
+# Start a training script on one of several machines; run this file on each machine.
 set -eu
 : "${NODES:?number of machines}" "${GPUS:?processes on each}" "${HEAD:?host:port of the first}"
 exec torchrun \

@@ -1,10 +1,10 @@
-"""Train a ControlNet of SDXL, SD3, Flux or Qwen-Image on pictures and what they follow.
+"""Train a ControlNet of SDXL, SD3, Flux or Qwen-Image on images and condition images.
 
     torchrun examples/recipes/controlnet.py --base SDXL --data photos --output runs/edges
 
-photos holds cat.png, its caption cat.txt and its condition cat.reference.png, such as its edges;
---conditions names a folder that holds the conditions as cat.png instead. The same command goes on
-after a stop.
+photos contains the image cat.png, its caption cat.txt and its condition cat.reference.png, such as
+the image's edges. With --conditions, condition images are in a separate folder, with the names of
+the images. After a stop, the same command continues the run.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
     plan = DeepSpeedPlan.build(
         stage=options.stage, offload="cpu", micro_batch_size=options.batch, lr=options.lr
     )
-    # The ControlNet starts as a copy of the model's first blocks; the model itself is frozen.
+    # The ControlNet starts as a copy of the model's first blocks; the model is frozen.
     loaded = load_pretrained(options.base, family="controlnet", plan=plan)
     images = PreparedImages(
         ImageFolder(options.data, reference_folder=options.conditions),
         buckets=AspectBuckets(area=options.area, step=options.bucket_step),
-        # Conditions are cropped and mirrored with their pictures.
+        # Conditions are cropped and mirrored like their images.
         augmentation=Augmentation(flip=0.5, caption_dropout=0.1),
     )
     data = encode_dataset(images, family=loaded.family, folder=options.output / "cache")
@@ -56,17 +56,17 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a ControlNet.")
     parser.add_argument("--base", required=True, help="folder or hub id of the pipeline")
-    parser.add_argument("--data", type=Path, required=True, help="pictures with captions")
-    parser.add_argument("--conditions", type=Path, help="folder of conditions named as pictures")
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=5000)
+    parser.add_argument("--data", type=Path, required=True, help="images with captions")
+    parser.add_argument("--conditions", type=Path, help="folder of condition images")
+    parser.add_argument("--output", type=Path, required=True, help="folder for results")
+    parser.add_argument("--steps", type=int, default=5000, help="total optimizer steps")
     parser.add_argument("--every", type=int, default=500, help="steps between checkpoints")
-    parser.add_argument("--stage", type=int, default=2, help="of ZeRO")
-    parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--lr", type=float, default=1e-5)
-    parser.add_argument("--area", type=int, default=1024 * 1024, help="most pixels of a picture")
-    parser.add_argument("--bucket-step", type=int, default=64)
-    parser.add_argument("--draw-steps", type=int, default=30)
+    parser.add_argument("--stage", type=int, default=2, help="ZeRO stage")
+    parser.add_argument("--batch", type=int, default=4, help="micro batch size per GPU")
+    parser.add_argument("--lr", type=float, default=1e-5, help="learning rate")
+    parser.add_argument("--area", type=int, default=1024 * 1024, help="maximum pixels per image")
+    parser.add_argument("--bucket-step", type=int, default=64, help="divisor of image sides")
+    parser.add_argument("--draw-steps", type=int, default=30, help="sampling steps")
     return parser.parse_args(arguments)
 
 

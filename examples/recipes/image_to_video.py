@@ -1,9 +1,9 @@
-"""Train adapters that go on from an image, of Wan or HunyuanVideo: each clip's first frame.
+"""Train image-to-video adapters of Wan or HunyuanVideo; each clip's first frame is the image.
 
     torchrun examples/recipes/image_to_video.py --base WAN-I2V --data clips --output runs/clips
 
-clips holds cat.mp4 or a folder cat of frames, and the caption cat.txt. The same command goes on
-after a stop.
+clips contains the video cat.mp4, or a folder cat of frames, and the caption cat.txt. After a stop,
+the same command continues the run.
 """
 
 from __future__ import annotations
@@ -54,21 +54,21 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Train adapters that go on from an image.")
+    parser = argparse.ArgumentParser(description="Train image-to-video adapters.")
     parser.add_argument("--base", required=True, help="folder or hub id of the pipeline")
-    parser.add_argument("--family", help="WanImageToVideo for a pipeline of texts, or an expert")
+    parser.add_argument("--family", help="if not implied, such as WanImageToVideo")
     parser.add_argument("--data", type=Path, required=True, help="clips with captions")
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--output", type=Path, required=True, help="folder for results")
+    parser.add_argument("--steps", type=int, default=2000, help="total optimizer steps")
     parser.add_argument("--every", type=int, default=500, help="steps between checkpoints")
-    parser.add_argument("--stage", type=int, default=2, help="of ZeRO")
-    parser.add_argument("--rank", type=int, default=16, help="of the adapters")
-    parser.add_argument("--lr", type=float, default=1e-4)
-    parser.add_argument("--area", type=int, default=832 * 480, help="most pixels of a frame")
-    parser.add_argument("--bucket-step", type=int, default=16)
-    parser.add_argument("--frames", type=int, nargs="+", default=[49, 81])
-    parser.add_argument("--fps", type=float, default=16.0)
-    parser.add_argument("--draw-steps", type=int, default=30)
+    parser.add_argument("--stage", type=int, default=2, help="ZeRO stage")
+    parser.add_argument("--rank", type=int, default=16, help="rank of the adapters")
+    parser.add_argument("--lr", type=float, default=1e-4, help="learning rate")
+    parser.add_argument("--area", type=int, default=832 * 480, help="maximum pixels per frame")
+    parser.add_argument("--bucket-step", type=int, default=16, help="divisor of frame sides")
+    parser.add_argument("--frames", type=int, nargs="+", default=[49, 81], help="clip lengths")
+    parser.add_argument("--fps", type=float, default=16.0, help="frames per second")
+    parser.add_argument("--draw-steps", type=int, default=30, help="sampling steps")
     return parser.parse_args(arguments)
 
 

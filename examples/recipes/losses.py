@@ -3,9 +3,9 @@
     torchrun examples/recipes/losses.py --base SDXL --data photos --output runs/zoe --steps 2000
 
 The base is SD 1.5, SDXL, or a flow-matching model such as SD3 and FLUX.1. The loss is Huber's. If
-the base predicts noise, debiased estimation weights the loss, and the noise has coarse structure
-too. --loss squared trains with the usual loss, to compare. After a stop, the same command continues
-the run.
+the base predicts noise, debiased estimation weights the loss, and the noise has several
+resolutions. For comparison, --loss squared trains with the usual loss. After a stop, the same
+command continues the run.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
 
 
 def settings(options: argparse.Namespace, *, flow: bool) -> dict[str, Any]:
-    """Options of the objective; flow matching has no signal-to-noise ratio to follow."""
+    """Options of the objective; flow matching has no signal-to-noise ratio for a schedule."""
     if flow:
         return {"loss": Huber(threshold=options.threshold, schedule="exponential")}
     return {
@@ -65,12 +65,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--base", required=True, help="folder or hub id of the pipeline")
     parser.add_argument("--data", type=Path, required=True, help="images with captions")
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--output", type=Path, required=True, help="folder for results")
+    parser.add_argument("--steps", type=int, default=2000, help="total optimizer steps")
     parser.add_argument("--every", type=int, default=500, help="steps between checkpoints")
     parser.add_argument("--loss", choices=["huber", "squared"], default="huber")
-    parser.add_argument("--threshold", type=float, default=0.1, help="Huber's, where it is linear")
-    parser.add_argument("--lr", type=float, default=1e-4)
+    parser.add_argument("--threshold", type=float, default=0.1, help="threshold of Huber's loss")
+    parser.add_argument("--lr", type=float, default=1e-4, help="learning rate")
     sizes = {"stage": 2, "batch": 2, "rank": 16, "area": 1024 * 1024, "bucket-step": 64}
     for name, size in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=size)

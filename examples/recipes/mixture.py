@@ -1,10 +1,10 @@
-"""Train adapters of SDXL, SD3, Flux, … on several folders, each as often as its name says.
+"""Train adapters of SDXL, SD3, Flux, … on several folders, whose names contain their repeats.
 
     torchrun examples/recipes/mixture.py --base SDXL --data photos --output runs/zoe --steps 2000
 
-photos contains one folder per set, named as for kohya's scripts: images of 10_zoe come ten times
-per epoch, images of 1_people once. Every set is trained at each of --areas. --trigger puts words in
-front of the captions of a set. The captions of the other sets are sometimes dropped, so that
+photos contains one folder per set, named as for kohya's scripts: images in 10_zoe are used ten
+times per epoch, images in 1_people once. Every set is trained at each of --areas. --trigger adds
+words before the captions of a set. Captions of sets without trigger are sometimes dropped, so that
 guidance works. After a stop, the same command continues the run.
 """
 
@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
     )  # fmt: skip
     loaded = zerotune.load_pretrained(options.base, plan=plan)
     zerotune.add_lora(loaded.model, zerotune.LoRA(rank=16, targets=loaded.family.lora_targets))
-    # Latents and embeddings are computed once; a set keeps its own captions and masks.
+    # Latents and embeddings are computed once; each set keeps its captions and masks.
     cache = options.output / "cache"
     data = zerotune.encode_dataset(mixture(options), family=loaded.family, folder=cache)
     checkpoints = options.output / "checkpoints"
@@ -60,16 +60,16 @@ def mixture(options: argparse.Namespace) -> Mixture:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--base", required=True, help="folder or hub id of the pipeline")
-    parser.add_argument("--data", type=Path, required=True, help="folder of folders")
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--data", type=Path, required=True, help="folder with one folder per set")
+    parser.add_argument("--output", type=Path, required=True, help="folder for results")
+    parser.add_argument("--steps", type=int, default=2000, help="total optimizer steps")
     parser.add_argument("--every", type=int, default=500, help="steps between checkpoints")
     parser.add_argument("--trigger", nargs="*", default=[], metavar="SET=WORDS")
     parser.add_argument("--areas", type=int, nargs="+", default=[512 * 512, 1024 * 1024])
-    parser.add_argument("--bucket-step", type=int, default=64)
-    parser.add_argument("--stage", type=int, default=2, help="of ZeRO")
-    parser.add_argument("--batch", type=int, default=2)
-    parser.add_argument("--lr", type=float, default=1e-4)
+    parser.add_argument("--bucket-step", type=int, default=64, help="divisor of image sides")
+    parser.add_argument("--stage", type=int, default=2, help="ZeRO stage")
+    parser.add_argument("--batch", type=int, default=2, help="micro batch size per GPU")
+    parser.add_argument("--lr", type=float, default=1e-4, help="learning rate")
     return parser.parse_args(arguments)
 
 

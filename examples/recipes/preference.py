@@ -1,10 +1,10 @@
-"""Train adapters of SDXL, SD3, Flux, … on which of two images of a caption was preferred.
+"""Train adapters of SDXL, SD3, Flux, … on pairs of a preferred and a rejected image.
 
     torchrun examples/recipes/preference.py --base SDXL --data pairs --output runs/dpo --steps 2000
 
-pairs/preferred holds images with their captions (cat.png, cat.txt), pairs/rejected images of the
-same names. The model without its adapters is the reference that --beta holds it to. The same
-command goes on after a stop.
+pairs/preferred contains images with captions (cat.png, cat.txt), pairs/rejected images with the
+same names. The reference model is the model without its adapters; a larger --beta keeps the trained
+model closer to the reference. After a stop, the same command continues the run.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
         ImageFolder(options.data / "preferred"),
         ImageFolder(options.data / "rejected"),
         buckets=AspectBuckets(area=options.area, step=options.bucket_step),
-        augmentation=Augmentation(flip=0.5),  # Of both images of a pair.
+        augmentation=Augmentation(flip=0.5),  # Both images of a pair are mirrored, or neither.
     )
     data = zerotune.encode_dataset(pairs, family=loaded.family, folder=options.output / "cache")
     checkpoints = options.output / "checkpoints"
@@ -53,18 +53,18 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--base", required=True, help="folder or hub id of the pipeline")
-    parser.add_argument("--data", type=Path, required=True, help="has preferred and rejected")
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--data", type=Path, required=True, help="folder of preferred and rejected")
+    parser.add_argument("--output", type=Path, required=True, help="folder for results")
+    parser.add_argument("--steps", type=int, default=2000, help="total optimizer steps")
     parser.add_argument("--every", type=int, default=500, help="steps between checkpoints")
-    parser.add_argument("--beta", type=float, default=5000.0, help="higher stays closer to base")
-    parser.add_argument("--rank", type=int, default=16, help="of the adapters")
-    parser.add_argument("--area", type=int, default=1024 * 1024, help="most pixels of an image")
-    parser.add_argument("--bucket-step", type=int, default=64)
-    parser.add_argument("--stage", type=int, default=2, help="of ZeRO")
-    parser.add_argument("--batch", type=int, default=1, help="pairs")
-    parser.add_argument("--accumulation", type=int, default=8)
-    parser.add_argument("--lr", type=float, default=1e-5)
+    parser.add_argument("--beta", type=float, default=5000.0, help="strength of the reference")
+    parser.add_argument("--rank", type=int, default=16, help="rank of the adapters")
+    parser.add_argument("--area", type=int, default=1024 * 1024, help="maximum pixels per image")
+    parser.add_argument("--bucket-step", type=int, default=64, help="divisor of image sides")
+    parser.add_argument("--stage", type=int, default=2, help="ZeRO stage")
+    parser.add_argument("--batch", type=int, default=1, help="pairs per GPU and micro batch")
+    parser.add_argument("--accumulation", type=int, default=8, help="micro batches per step")
+    parser.add_argument("--lr", type=float, default=1e-5, help="learning rate")
     return parser.parse_args(arguments)
 
 

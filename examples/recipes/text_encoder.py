@@ -1,11 +1,11 @@
-"""Train adapters of SDXL, SD1.5, SD3 or Flux and of their CLIP text encoders on photos.
+"""Train adapters of SDXL, SD1.5, SD3 or Flux and of its CLIP text encoders.
 
     torchrun examples/recipes/text_encoder.py --base SDXL --data photos --output runs/zoe \
         --trigger "ohwx, " --steps 2000 --text-steps 500
 
---all trains all weights in the place of adapters. The text encoders have a learning rate of their
-own and stop after --text-steps. Captions are encoded at each step. The same command goes on after
-a stop.
+--all trains all weights, not adapters. The text encoders have their own learning rate, --text-lr,
+and are trained for the first --text-steps steps. Captions are encoded in each step. After a stop,
+the same command continues the run.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
         buckets=AspectBuckets(area=options.area, step=options.bucket_step),
         augmentation=Augmentation(prefix=options.trigger),
     )
-    # Latents alone: embeddings change while the encoders are trained.
+    # Only latents are cached, because embeddings change while the encoders are trained.
     cache = options.output / "cache"
     data = zerotune.encode_dataset(images, family=loaded.family, folder=cache)
     checkpoints = options.output / "checkpoints"
@@ -60,12 +60,12 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--base", required=True, help="folder or hub id of the pipeline")
-    parser.add_argument("--data", type=Path, required=True, help="photos with captions")
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--text-steps", type=int, default=500)
+    parser.add_argument("--data", type=Path, required=True, help="images with captions")
+    parser.add_argument("--output", type=Path, required=True, help="folder for results")
+    parser.add_argument("--steps", type=int, default=2000, help="total optimizer steps")
+    parser.add_argument("--text-steps", type=int, default=500, help="steps of text encoders")
     parser.add_argument("--every", type=int, default=500, help="steps between checkpoints")
-    parser.add_argument("--trigger", default="", help="words in front of each caption")
+    parser.add_argument("--trigger", default="", help="words before each caption")
     parser.add_argument("--all", action="store_true", help="train all weights, not adapters")
     for name, default in (("--lr", 1e-4), ("--text-lr", 5e-6)):
         parser.add_argument(name, type=float, default=default)

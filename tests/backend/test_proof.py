@@ -230,7 +230,7 @@ def test_ranks_do_the_same_where_one_has_no_proof() -> None:
 def test_who_asks_gets_it_unproven_and_is_told_so() -> None:
     decision, done = hides(asked=True)
     assert done == ["hidden"]
-    assert "asked for, unproven: nothing is proven yet" in decision.reason
+    assert "set in the plan, although unproven: nothing is proven yet" in decision.reason
     store_proof(passed())
     assert hides(asked=True)[0].reason == "asked for"
     assert hides(asked=False)[1] == []

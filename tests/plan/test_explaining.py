@@ -44,8 +44,7 @@ def test_a_resolved_plan_tells_what_was_overruled_first_and_counts_defaults(
     chosen = text.partition("chosen automatically:")[2]
     assert "  [note] train_batch_size" in chosen or "unset ->" in chosen
     assert "[warning]" not in chosen
-    counted = re.search(r"^and (\d+) settings with the defaults of DeepSpeed", chosen, re.MULTILINE)
-    count = int(counted[1])
+    count = int(re.search(r"^and (\d+) settings with the defaults", chosen, re.MULTILINE)[1])
     assert count >= 10
     assert "contiguous_gradients" not in text
     assert len(lines) < 45

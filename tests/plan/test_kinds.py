@@ -93,7 +93,7 @@ def test_a_blank_folder_is_not_given(written):
 
 def test_folders_accept_paths_and_text_is_stripped():
     assert Folder().read(Path("/mnt/nvme"), "nvme_path") == ("/mnt/nvme", None)
-    assert Text().read(" AdamW ", "type") == ("AdamW", "surrounding blanks removed")
+    assert Text().read(" AdamW ", "type") == ("AdamW", "surrounding blanks are removed")
 
 
 def test_free_objects_must_be_json():

@@ -50,8 +50,8 @@ from zerotune.decisions import Decision, announce
 from zerotune.errors import EngineError
 from zerotune.plan.model import ResolvedPlan, pins
 
-# `accelerate launch` passes its own configuration through these; the resolved plan has already
-# taken what it wants from it, and a second reader would decide behind its back.
+# `accelerate launch` passes its configuration in these variables. The resolved plan has already
+# read them; accelerate must not apply them again.
 _ACCELERATE_CONFIGURATION = (
     "ACCELERATE_USE_DEEPSPEED",
     "ACCELERATE_USE_FSDP",
@@ -69,28 +69,28 @@ _ELEMENT_BY_ELEMENT: Final = (
     torch.optim.RMSprop,
     torch.optim.SGD,
 )
-"""What steps weights in whatever order they lie."""
+"""Optimizers whose result does not depend on the memory order of the weights."""
 _CLIPPING_EPS: Final = 1e-6
-"""What ``torch.nn.utils.clip_grad_norm_`` adds to the norm."""
+"""Constant that ``torch.nn.utils.clip_grad_norm_`` adds to the norm."""
 _ALIGNED: Final = 16
-"""Elements of 64 bytes: where a parameter may begin in a block of host memory."""
+"""Alignment in elements (64 bytes) of a parameter in a block of host memory."""
 
 
 class PlainEngine(CountingEngine):
     """An ``Engine`` without ZeRO: the parameters are the fp32 master weights.
 
-    bf16 and fp16 run as autocast over fp32 weights. Several processes run as
-    ``DistributedDataParallel``. With the optimizer in host memory its weights and moments lie
-    there, beside the device's own fp32 weights; Adam and AdamW are stepped in one pass.
+    bf16 and fp16 use autocast over fp32 weights. Several processes use
+    ``DistributedDataParallel``. With optimizer offload, the device has the model's fp32 weights,
+    and host memory has a second fp32 copy and the moments; Adam and AdamW use a fused step.
 
     Args:
         model: The model, in fp32; moved to the device in place.
-        plan: A resolved plan whose optimizer has been chosen.
-        timeout_s: Seconds after which a collective gives up.
+        plan: The resolved plan, including its optimizer.
+        timeout_s: Seconds after which a collective raises an error.
 
     Raises:
-        EngineError: The plan has no optimizer choice, or nothing is trainable.
-        VerificationError: What accelerate built is not what the plan says.
+        EngineError: The plan's optimizer is not resolved, or no parameter is trainable.
+        VerificationError: The engine that accelerate built differs from the plan.
     """
 
     _pass: PlainStep | None = None
@@ -137,14 +137,14 @@ class PlainEngine(CountingEngine):
         announce(self.decisions, rank=self._group.rank)
 
     def _place(self, named: Named, plan: ResolvedPlan) -> Named:
-        """The master weights by name, in host memory where the plan wants them there."""
+        """Return the master weights by name, in host memory if the plan offloads the optimizer."""
         self._host = None
         if plan.offload_optimizer == "cpu" and _has_memory_of_its_own(self.device):
             zero = plan.plan.zero_optimization
             self._host = HostWeights(
                 named,
                 pin=zero is not None and pins(zero.offload_optimizer),
-                # Of several ranks, gradients are sums only once all of them have come.
+                # With several ranks, gradients are complete only after the all-reduce.
                 early=lambda: self._at_boundary and self._group.world_size == 1,
             )
             self.resources.callback(self._host.close)
@@ -153,7 +153,7 @@ class PlainEngine(CountingEngine):
         return named
 
     def _take_over_step(self, plan: ResolvedPlan, layout: MasterLayout) -> tuple[Decision, ...]:
-        """Have an Adam in host memory stepped in one pass, where that is possible."""
+        """Use zerotune's fused step for an Adam in host memory, if possible."""
         adam = self._torch_optimizer
         if plan.offload_optimizer == "none" or not isinstance(adam, _ADAMS):
             return ()
@@ -175,9 +175,9 @@ class PlainEngine(CountingEngine):
                 group=self._group,
                 host=self._host,
             ),
-            reason="clipping, Adam and the averages go over host memory once, not once each; the "
-            "bits of torch's fused Adam, whose loop over tensors rounds square roots otherwise in "
-            "the last one",
+            reason="clipping, Adam and averages share a single pass over host memory; results are "
+            "bit-identical to torch's fused Adam, whereas torch's for-loop Adam may differ in the "
+            "last bit",
         )
         self._host_step = self._pass
         if self._pass is None:
@@ -196,7 +196,7 @@ class PlainEngine(CountingEngine):
 
     @property
     def autocast_dtype(self) -> torch.dtype:
-        """Precision of matrix products in the forward pass."""
+        """Dtype of matrix products in the forward pass."""
         return DTYPES[self._plan.precision]
 
     @property
@@ -283,8 +283,8 @@ class PlainEngine(CountingEngine):
             self._accelerator.free_memory()
 
     def _open_micro_batch(self) -> None:
-        # Not accelerate's own accumulation: its counters are shared by the whole process, and
-        # two engines of one run would count each other's micro batches.
+        # Not accelerate's accumulation: its counters belong to the whole process, so two engines
+        # of a run would count each other's micro batches.
         if self._micro_batch is None:
             whole = self._at_boundary or self._group.world_size == 1
             self._micro_batch = nullcontext() if whole else self._wrapped.no_sync()
@@ -296,9 +296,9 @@ class PlainEngine(CountingEngine):
             self._micro_batch = None
 
     def _update(self, grad_norm: float | None) -> bool:
-        """Step the optimizer; whether the weights changed."""
+        """Run the optimizer's step; return whether the weights changed."""
         finite = grad_norm is None or math.isfinite(grad_norm)
-        # With a loss scale it is the scaler that skips, and lowers the scale.
+        # With a loss scale, the scaler skips the step and lowers the scale.
         if not finite and self._accelerator.scaler is None:
             return False
         self._optimizer.step()
@@ -312,7 +312,7 @@ class PlainEngine(CountingEngine):
             self._host.forget()
 
     def _gradient_norm(self) -> float | None:
-        """Norm of the gradients, which are clipped to it; ``None``: the loss scaler looks at it."""
+        """Clip the gradients and return their norm; ``None`` if the loss scaler checks them."""
         limit = self._plan.gradient_clipping
         if self._plan.offload_optimizer != "none":
             return self._norm_in_host_memory(limit)
@@ -323,7 +323,7 @@ class PlainEngine(CountingEngine):
         return float(gradient_norm(self._parameters))
 
     def _norm_in_host_memory(self, limit: float) -> float:
-        """As ``_gradient_norm``; the pass itself clips, where there is one."""
+        """``_gradient_norm`` for offloaded optimizers; a fused step clips the gradients itself."""
         norm = self._host.collect() if self._host is not None else gradient_norm(self._parameters)
         coefficient = torch.clamp(limit / (norm + _CLIPPING_EPS), max=1.0) if limit > 0 else None
         if self._pass is not None:
@@ -356,15 +356,15 @@ class PlainEngine(CountingEngine):
 
 
 class HostWeights:
-    """fp32 master weights in host memory of parameters on a device, and the way between them.
+    """fp32 master weights in host memory for a model on a device, with copies in both directions.
 
-    Gradients leave the device while the backward pass goes on, each with its norm, which is read
-    with all others once.
+    Gradients are copied to the host during the backward pass. All norms are read with one
+    synchronisation per step.
 
     Args:
-        named: The parameters, fp32.
+        named: Names and parameters, fp32.
         pin: Whether to page-lock the memory.
-        early: Whether a gradient that has just been added up may leave.
+        early: Returns whether a gradient may be copied as soon as it is accumulated.
     """
 
     def __init__(self, named: Named, *, pin: bool, early: Callable[[], bool]) -> None:
@@ -375,15 +375,15 @@ class HostWeights:
         self._gradients: list[torch.Tensor] = []
         self._norms: dict[int, torch.Tensor] = {}
         self.named: Named = []
-        """The master weights, which the optimizer steps, by the parameters' names."""
+        """The master weights, which the optimizer updates, with the parameters' names."""
         at = 0
         for (name, parameter), size in zip(named, sizes, strict=True):
             part = slice(at, at + parameter.numel())
-            # In the same order, as channels_last perhaps; without gaps where it has some.
+            # In the same memory order, such as channels_last, but without gaps.
             strides = torch.empty_like(parameter, device="meta").stride()
             master = torch.nn.Parameter(weights[part].as_strided(parameter.shape, strides))
             master.data.copy_(parameter.data)
-            # mup's optimizers look for the widths that it has noted there.
+            # mup's optimizers read the widths that mup has stored on parameters.
             vars(master).update(vars(parameter))
             self.named.append((name, master))
             self._gradients.append(gradients[part].as_strided(parameter.shape, strides))
@@ -397,12 +397,12 @@ class HostWeights:
 
     @property
     def flat(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Each master weight with what it is on the device, both 1-D."""
+        """Yield each master weight with the parameter on the device, both 1-D."""
         for (_, master), parameter in zip(self.named, self._parameters, strict=True):
             yield master.data.view(-1), parameter.data.view(-1)
 
     def collect(self) -> torch.Tensor:
-        """Have every gradient on the host; their norm, fp32."""
+        """Copy all remaining gradients to the host, and return the norm of all gradients, fp32."""
         for index, parameter in enumerate(self._parameters):
             if parameter.grad is not None:
                 self._take(index)
@@ -422,12 +422,12 @@ class HostWeights:
             parameter.grad = None
 
     def upload(self) -> None:
-        """Bring the weights to the device."""
+        """Copy the master weights to the device."""
         for (_, master), parameter in zip(self.named, self._parameters, strict=True):
             parameter.data.copy_(master.data)
 
     def close(self) -> None:
-        """Leave the parameters' gradients where they are from now on."""
+        """Stop copying gradients."""
         for hook in self._hooks:
             hook.remove()
 
@@ -448,12 +448,12 @@ class HostWeights:
 
 
 class PlainStep(DeferredSteps):
-    """Takes the steps of the plain engine's Adam in host memory in one pass.
+    """Fused steps of the plain engine's Adam in host memory.
 
     Args:
         adam: The optimizer; its ``step`` is replaced.
-        host: The master weights, where they are not the parameters themselves.
-        base: As for ``DeferredSteps``.
+        host: The master weights; ``None`` if the parameters are the master weights.
+        base: See ``DeferredSteps``.
     """
 
     def __init__(
@@ -462,17 +462,17 @@ class PlainStep(DeferredSteps):
         super().__init__(adam=adam, **base)
         self._host = host
         self.factor = 1.0
-        """What gradients are multiplied by, to clip them."""
+        """Clipping factor of the gradients."""
         setattr(adam, UNDER_WAY, self)
-        # So hooks before and after an optimizer's step run, which is what tells of a change.
+        # Runs the hooks before and after an optimizer's step, which announce a change.
         step = torch.optim.Optimizer.profile_hook_step(self._step)
-        # A method, since torch's schedules look into the function behind it.
+        # A method, since torch's schedules access its __func__.
         adam.step = MethodType(step, adam)  # type: ignore[method-assign]
 
     @override
     def why_at_once(self) -> str | None:
         if self._group.world_size > 1:
-            return "DistributedDataParallel looks at all weights before a forward pass"
+            return "DistributedDataParallel reads all weights before a forward pass"
         return None
 
     @property
@@ -484,7 +484,7 @@ class PlainStep(DeferredSteps):
         self.settle()
         slabs = self._layout.tensors
         if (reason := _strided([*slabs, *self._parameters.values()])) is not None:
-            self._record(reason, key=KEY, before="one pass", after="the optimizer's own")
+            self._record(reason, key=KEY, before="one pass", after="the optimizer's step")
             self._step_as_upstream(slabs)
             return
         # Before there are views of the weights here.
@@ -526,17 +526,17 @@ def _has_memory_of_its_own(device: torch.device) -> bool:
 
 
 def _strided(parameters: Iterable[torch.Tensor]) -> str | None:
-    """Why weights cannot be stepped as flat ones, if so."""
+    """Why the fused step does not support these weights; ``None`` if it does."""
     if all(parameter.is_contiguous() for parameter in parameters):
         return None
-    return "some weights are not contiguous (channels_last), and the pass goes over flat ones"
+    return "some weights are not contiguous (channels_last), but the fused step needs flat ones"
 
 
 def _check_contiguous(named: Named, optimizer: torch.optim.Optimizer, *_: Any) -> None:
     for name, parameter in named:
         if not parameter.is_contiguous():
             raise EngineError(
-                f"{type(optimizer).__name__} cannot step a parameter with a strided layout",
+                f"{type(optimizer).__name__} cannot update a parameter that is not contiguous",
                 key=name,
                 value=tuple(parameter.stride()),
                 fix="call model.to(memory_format=torch.contiguous_format) before building the "
@@ -545,10 +545,10 @@ def _check_contiguous(named: Named, optimizer: torch.optim.Optimizer, *_: Any) -
 
 
 def _lay_alike(adam: torch.optim.Optimizer, *_: Any) -> None:
-    """Lay moments and gradients in memory as their weights lie there now.
+    """Give moments and gradients the memory order of their weights.
 
-    torch's fused step pairs elements by address: after ``model.to(memory_format=...)`` it would
-    update each weight with the moments of another, without an error.
+    torch's fused step pairs elements by address. After ``model.to(memory_format=...)`` it would
+    silently update each weight with the moments of a different one.
     """
     for parameter, state in adam.state.items():
         strides = parameter.stride()
@@ -560,7 +560,7 @@ def _lay_alike(adam: torch.optim.Optimizer, *_: Any) -> None:
 
 
 def _fuse(adam: torch.optim.Optimizer) -> None:
-    """Have torch's Adam take its fused step, where nothing else was asked for: the same bits."""
+    """Enable torch's fused Adam step unless the user chose a different implementation."""
     if type(adam) not in TORCH_ADAMS:
         return
     for group in adam.param_groups:
@@ -570,11 +570,11 @@ def _fuse(adam: torch.optim.Optimizer) -> None:
 
 
 def carried_scale(saved: Mapping[str, Any], *, fresh: Mapping[str, Any]) -> dict[str, Any]:
-    """What a ``GradScaler`` continues with: the scale of a checkpoint, the growth of this run.
+    """Return a ``GradScaler`` state with a checkpoint's scale and this run's growth settings.
 
     Args:
-        saved: Of a checkpoint; may lack anything.
-        fresh: ``state_dict()`` of the scaler that runs.
+        saved: State from a checkpoint; may be incomplete.
+        fresh: ``state_dict()`` of the running scaler.
     """
     changing = ("scale", "_growth_tracker")
     return {**fresh, **{name: saved[name] for name in changing if name in saved}}
@@ -584,8 +584,8 @@ def _accelerator(plan: ResolvedPlan, timeout_s: float) -> Any:
     accelerate = require_accelerate()
     launch = Launch.from_environment()
     hidden: dict[str, str | None] = dict.fromkeys(_ACCELERATE_CONFIGURATION)
-    # Without this variable accelerate gives each CPU process a share of the machine's cores,
-    # whatever number of threads torch was told to use and whatever cores the process may use.
+    # Without this variable, accelerate gives each CPU process a share of the machine's cores,
+    # ignoring torch's number of threads and the process's allowed cores.
     hidden["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", str(torch.get_num_threads()))
     timeout = accelerate.InitProcessGroupKwargs(timeout=timedelta(seconds=timeout_s))
     with environment(**hidden), meeting(launch, timeout_s=timeout_s):
@@ -599,8 +599,8 @@ def _accelerator(plan: ResolvedPlan, timeout_s: float) -> Any:
         except ValueError as error:
             # Its precision belongs to the process, so two engines at once must share it.
             raise EngineError(
-                f"accelerate refused the plan ({error})",
+                f"accelerate rejected the plan ({error})",
                 key="precision",
                 value=plan.precision,
-                fix="give all plain engines of one process the same precision, or use DeepSpeed",
+                fix="use the same precision for all plain engines of a process, or use DeepSpeed",
             ) from error

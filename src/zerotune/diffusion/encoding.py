@@ -69,7 +69,7 @@ def encode_dataset(
             processes of the launcher, requires that no engine exists yet.
         device: Device of the encoders; default CUDA if available.
         batch_size: Number of images or texts per batch.
-        progress: Show a progress bar on rank 0.
+        progress: Whether to show a progress bar on rank 0.
         timeout_s: Seconds that a finished rank waits for the slowest rank. The death of a rank is
             detected immediately.
 

@@ -49,7 +49,7 @@ class Loss(Protocol):
 
 
 def unknown_schedule(schedule: str) -> InvalidValueError:
-    """Return the error for an objective whose levels do not support a loss schedule."""
+    """Return the exception for an objective that does not support a threshold schedule."""
     flow = schedule == "snr"
     why = "flow matching has no signal-to-noise ratio" if flow else "EDM has no time steps"
     return InvalidValueError(
@@ -239,7 +239,7 @@ def _mask_of(batch: Mapping[str, torch.Tensor], *, like: torch.Tensor) -> torch.
         mask = mask.unsqueeze(2).expand(-1, -1, like.shape[2], -1, -1)  # The same for all frames.
     if mask.shape not in (places, like.shape):
         raise DataError(
-            f"masks must have the shape {places}: the model's input with one channel",
+            f"masks must have the shape {places}, that of the model's input with one channel",
             key=f"batch[{LOSS_MASKS!r}]",
             value=tuple(mask.shape),
             fix="resize pixel masks to the latent size, for example with "

@@ -133,7 +133,7 @@ class MultiResolutionNoise:
     """Noise to which coarser noise is added."""
 
     def draw(self, clean: torch.Tensor, generator: torch.Generator) -> DrawnNoise:
-        """Draw and normalise the sum of all resolutions."""
+        """Draw noise at all resolutions, and normalise the sum."""
         drawn = self.noise.draw(clean, generator)
         coarse = self._coarse(tuple(clean.shape), generator).to(clean.device)
         target = drawn.target + coarse

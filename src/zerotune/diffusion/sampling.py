@@ -107,7 +107,7 @@ def shared(group: Gathering | None, purpose: str, work: Callable[[], T]) -> list
 
 
 def group_of(model: Any) -> Group | None:
-    """Return the processes of an engine; ``None`` for a bare model."""
+    """Return the processes of an engine; ``None`` for a model without an engine."""
     return cast("Group | None", getattr(model, "group", None))
 
 

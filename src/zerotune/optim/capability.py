@@ -160,7 +160,7 @@ class Situation:
         return (_OFFLOADED_CLASS if self.offloaded else _RESIDENT_CLASS)[entry.name]
 
     def _obstacles(self, entry: OptimizerEntry) -> Iterator[Capability]:
-        """Why it cannot run, the weightiest reason first."""
+        """Yield the reasons why the optimizer cannot run, the most important reason first."""
         if entry.refusal is not None:
             yield _cannot(entry.refusal, entry.instead)
         if (package := missing_package(entry, self)) is not None:
@@ -171,20 +171,20 @@ class Situation:
         if entry.name == "AdamW8bit" and self.before("bitsandbytes", 0, 50):
             if self.offloaded:
                 yield _cannot(
-                    "the kernels of bitsandbytes before 0.50 update states on the GPU, and offload "
-                    "keeps them in host memory"
+                    "bitsandbytes before 0.50 updates states only on the GPU, but offload "
+                    "keeps states in host memory"
                 )
             elif self.accelerator != "cuda":
                 yield _cannot("bitsandbytes before 0.50 has kernels for CUDA only")
         streams = self.uses_deepspeed and self.offload == "cpu" and self.stage in (2, 3)
         if entry.name == _8BIT_STATES and not streams:
             yield _cannot(
-                "it works for streamed weights only, at stage 2 or 3 with CPU offload",
+                "the optimizer works only with streamed weights, at stage 2 or 3 with CPU offload",
                 "AdamW8bit",
             )
         if self.offload == "nvme" and entry.name == _BF16_STATES:
             yield _cannot(
-                "DeepSpeed swaps states in the weights' dtype, so they would be fp32 again"
+                "DeepSpeed swaps states in the weights' dtype, so the bf16 states would become fp32"
             )
         if self.offload == "nvme" and entry.name in LOW_BIT:
             yield _cannot(
@@ -202,24 +202,26 @@ class Situation:
                 )
 
     def _obstacles_in_parts(self, entry: OptimizerEntry) -> Iterator[Capability]:
-        """Numbers of all weights together, or of whole matrices; ZeRO hands over parts."""
+        """Yield obstacles of optimizers that need all weights or whole matrices."""
         if entry.own_schedule and self.stage == 3:
             yield _cannot(
-                "it keeps values shared by all weights, but stage 3 steps one sub-group at a time",
+                "the optimizer keeps values for all weights together, but stage 3 updates "
+                "one sub-group at a time",
                 f"{entry.name} at stage 2",
             )
         elif entry.name == "Prodigy" and self.world_size > 1:
             yield _cannot(
-                "each rank would derive its own learning rate from its part of the weights",
+                "each rank would derive a different learning rate from its part of the weights",
                 "Prodigy at stage 0",
             )
         if entry.name == "Adafactor":
             yield _cannot(
-                "it factors the second moment of whole matrices, but ZeRO passes it flat partitions"
+                "the optimizer factors the second moment of whole matrices, but ZeRO passes "
+                "flat partitions"
             )
 
     def _handed_over(self, entry: OptimizerEntry) -> Capability:
-        """It works; what DeepSpeed does not build itself goes in as a client optimizer."""
+        """Return how the optimizer is passed to DeepSpeed if DeepSpeed does not build it."""
         source = implementation_of(entry, {}, self).source
         if source == "deepspeed":
             return Capability(status="works")
@@ -229,8 +231,8 @@ class Situation:
             return Capability(status="works with" if ours else "works", reason=reason)
         if self.allow_untested is False:
             return _cannot(
-                "it is not on DeepSpeed's list of optimizers tested with ZeRO, and the "
-                "configuration sets zero_allow_untested_optimizer: false"
+                "DeepSpeed has not tested the optimizer with ZeRO, and the configuration "
+                "sets zero_allow_untested_optimizer: false"
             )
         config: dict[str, Any] = {"zero_allow_untested_optimizer": True}
         parts = [reason, "it is not on DeepSpeed's list of optimizers tested with ZeRO"]
@@ -240,7 +242,7 @@ class Situation:
             config["zero_force_ds_cpu_optimizer"] = False
             if entry.name != _BF16_STATES:
                 parts.append(
-                    "when offloaded, torch updates it on the CPU without a vectorised kernel"
+                    "with offload, torch runs the optimizer on the CPU without a vectorised kernel"
                 )
         return Capability(
             status="works with", reason="; ".join(part for part in parts if part), config=config
@@ -272,9 +274,9 @@ def implementation_of(
 
     Args:
         entry: An optimizer that can run there.
-        params: Its arguments; only ``adam_w_mode``, ``torch_adam`` and ``decoupled_weight_decay``
-            matter.
-        situation: Where it runs.
+        params: Arguments of the optimizer; only ``adam_w_mode``, ``torch_adam`` and
+            ``decoupled_weight_decay`` matter.
+        situation: Situation in which the optimizer runs.
     """
     decay = decay_mode(entry, params)
     source: OptimizerSource
@@ -321,7 +323,7 @@ _CPU_KERNELS: Final[Mapping[str, frozenset[str]]] = {
 
 
 def decay_mode(entry: OptimizerEntry, params: Mapping[str, Any]) -> WeightDecay | None:
-    """Return how ``entry`` with ``params`` decays weights; ``None`` if it is not Adam-like."""
+    """Return the decay mode of an Adam-like optimizer with ``params``, otherwise ``None``."""
     # The classes of packages do not tell, so it could not be verified.
     if not entry.adam_like or entry.family == "package":
         return None
@@ -381,7 +383,7 @@ class Cell:
 
     @property
     def key(self) -> tuple[str, int, str, str]:
-        """Name, stage, offload, precision."""
+        """Tuple of name, stage, offload and precision."""
         return self.name, self.stage, self.offload, self.precision
 
 
@@ -405,7 +407,7 @@ class CapabilityTable:
 
     @classmethod
     def stored(cls) -> CapabilityTable:
-        """Return the table that ships with zerotune."""
+        """Return the table of measured cells that is part of zerotune."""
         return _stored_table()
 
     @classmethod
@@ -429,7 +431,7 @@ class CapabilityTable:
     def find(self, name: str, situation: Situation) -> Cell | None:
         """Return the cell for ``name`` in ``situation``; ``None`` if it was not measured.
 
-        A cell is valid for other patch releases of its DeepSpeed, but not for other minor ones.
+        A cell is valid for all patch releases of one minor DeepSpeed release.
         """
         if not situation.uses_deepspeed or situation.accelerator != self.accelerator:
             return None
@@ -471,14 +473,14 @@ class Capability:
 
     @property
     def runs(self) -> bool:
-        """Whether it can be used."""
+        """Whether the optimizer can run."""
         return self.status != "cannot"
 
 
 def capability_of(
     entry: OptimizerEntry, situation: Situation, table: CapabilityTable | None = None
 ) -> Capability:
-    """Return whether the optimizer of ``entry`` can run in ``situation``."""
+    """Return whether and how the optimizer of ``entry`` can run in ``situation``."""
     answer = next(situation._obstacles(entry), None) or situation._handed_over(entry)
     if answer.runs:
         name = implementation_of(entry, {}, situation).implementation
@@ -523,7 +525,7 @@ _SWITCH: Final = {"true": True, "false": False}
 
 @cache
 def kind_of(parameter: Parameter) -> Kind:
-    """Describe the type of an argument; ``"auto"`` is never passed to it."""
+    """Return the kind that checks an argument; the kind never receives ``"auto"``."""
     if parameter.type == "any":
         return Anything()
     if parameter.type == "bool":
@@ -544,7 +546,7 @@ def kind_of(parameter: Parameter) -> Kind:
 
 
 def read(parameter: Parameter, value: Any, *, section: str) -> Reading:
-    """Like ``check``, and also return why the value differs from the written one."""
+    """Convert ``value`` as ``check`` does, and return the reason for a change."""
     if value is None and parameter.nullable:
         return None, None
     kind, key = kind_of(parameter), f"{section}.{parameter.name}"
@@ -553,11 +555,11 @@ def read(parameter: Parameter, value: Any, *, section: str) -> Reading:
 
 
 def check(parameter: Parameter, value: Any, *, section: str) -> Any:
-    """Convert ``value`` to its proper type.
+    """Convert the value of an argument to the argument's type.
 
     Args:
         parameter: The argument.
-        value: Value as written; numbers may be text (YAML reads ``1e-4`` as text).
+        value: Value as written. A number may be text, because YAML reads ``1e-4`` as text.
         section: ``"optimizer.params"`` or ``"scheduler.params"``, for messages.
 
     Returns:

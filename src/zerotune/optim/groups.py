@@ -27,7 +27,7 @@ _GLOB: Final = frozenset("*?[")
 
 
 def check_pattern(pattern: Any, *, key: str) -> str:
-    """Return ``pattern`` after checking it."""
+    """Check a pattern of parameter names, and return it."""
     if not isinstance(pattern, str) or not pattern.strip():
         raise InvalidValueError(
             "a pattern must be text", key=key, value=pattern, fix='write for example "unet.*.bias"'
@@ -40,7 +40,7 @@ def check_pattern(pattern: Any, *, key: str) -> str:
                 f"is not a valid regular expression ({error})",
                 key=key,
                 value=pattern,
-                fix="correct it, or write a glob without re: in front",
+                fix="correct the expression, or write a glob without the prefix re:",
             ) from error
     return pattern
 
@@ -113,7 +113,7 @@ class ParameterGroup:
             check_pattern(pattern, key=f"{_RULES_KEY}.{self.name}.patterns")
         if not value:
             raise InvalidValueError(
-                "a group without patterns matches nothing",
+                "a group without patterns matches no parameter",
                 key=f"{_RULES_KEY}.{self.name}.patterns",
                 fix='write "*" for all remaining parameters',
             )
@@ -131,7 +131,7 @@ class ParameterGroup:
             )
         if "lr" in self.params:
             raise InvalidValueError(
-                "a group has either its own learning rate or a factor on the optimizer's, not both",
+                "lr and lr_scale are both set, but a group has either a learning rate or a factor",
                 key=f"{_RULES_KEY}.{self.name}.lr_scale",
                 value=value,
                 fix="omit one of them",
@@ -165,7 +165,7 @@ class ParameterGroup:
             parameter = entry.parameter(key)
             if parameter is None or key not in _PER_GROUP:
                 raise InvalidValueError(
-                    "the class reads it once for all groups",
+                    "the optimizer reads this argument once for all groups",
                     key=f"{section}.{key}",
                     value=value,
                     fix="write it under optimizer.params",
@@ -208,7 +208,7 @@ class ParameterGroups:
 
     @classmethod
     def no_decay(cls) -> ParameterGroups:
-        """No weight decay on norms and biases, which have one dimension.
+        """Create a rule for norms and biases (parameters with one dimension), without weight decay.
 
         The rule uses dimensions instead of names, because diffusion models name norms ``norm1``,
         ``group_norm``, ``conv_norm_out``, ``ln_1`` …
@@ -249,9 +249,9 @@ class ParameterGroups:
         )
 
     def without_decay_on_norms_and_biases(self) -> ParameterGroups:
-        """Return these groups with each split in two: its norms and biases are not decayed.
+        """Split each group in two, with norms and biases in a part without weight decay.
 
-        The part without decay is named ``"<name>, no decay"`` and is matched first.
+        The part without weight decay has the name ``"<name>, no decay"`` and is matched first.
         """
         split: list[ParameterGroup] = []
         for rule in self.rules:
@@ -317,7 +317,8 @@ def group_parameters(
         )
     if entry.name == "Prodigy":
         raise OptimizerError(
-            "it derives one rate from all weights, but ZeRO would step one group after another",
+            "the optimizer derives one rate from all weights, but ZeRO updates groups one "
+            "after another",
             key=KEY,
             value=entry.name,
             fix="omit the groups, or use another optimizer",
@@ -341,7 +342,7 @@ def group_parameters(
 def same_group(
     parameters: Sequence[ParameterFacts], name: str, params: Mapping[str, Any]
 ) -> GroupChoice:
-    """Return a group with other parameters and explicit arguments."""
+    """Return a copy of a group with different parameters and explicit arguments."""
     return GroupChoice(
         name=name,
         params=dict(params),
@@ -351,7 +352,7 @@ def same_group(
 
 
 def describe(group: GroupChoice) -> str:
-    """Describe size and own arguments in one line."""
+    """Describe a group in one line: its size, and arguments that differ from the optimizer's."""
     arguments = ", ".join(
         f"{key} {value:g}" if isinstance(value, float) else f"{key} {value}"
         for key, value in group.params.items()
@@ -423,9 +424,9 @@ def _muon_rules(value: Iterable[Any]) -> tuple[tuple[str, bool], ...]:
 
 @attrs.frozen(kw_only=True)
 class MuonPatterns:
-    """Ordered patterns; the first match decides whether Muon updates a parameter.
+    """Ordered patterns; the first match decides if Muon or Adam updates a parameter.
 
-    To change one pattern, put it first::
+    To change one decision, put a pattern first::
 
         MuonPatterns(rules=[("unet.down_blocks.0", False), *MUON_DEFAULTS])
     """
@@ -503,7 +504,8 @@ def muon_groups(
         raise OptimizerError(
             "Muon can update no parameter of this model",
             key="use_muon",
-            fix="select them with OptimizerResolver(muon=MuonPatterns(rules=…)), or use AdamW",
+            fix="select parameters with OptimizerResolver(muon=MuonPatterns(rules=…)), or use "
+            "AdamW",
         )
     muon_lr = rates.get("muon_lr", choice.lr)
     adam_lr, decisions = _adam_rate(choice, rates)
@@ -534,8 +536,8 @@ def _adam_rate(
         key="optimizer.params.adam_lr",
         before=None,
         after=lr,
-        reason=f"Muon's learning rate of {choice.lr:g} is far too large for the Adam that "
-        "updates the rest; set adam_lr to choose another",
+        reason=f"Muon's learning rate of {choice.lr:g} is far too large for the Adam that updates "
+        "the other parameters; set adam_lr for a different rate",
         severity="warning",
     )
     return lr, (decision,)

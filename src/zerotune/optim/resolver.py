@@ -1,8 +1,8 @@
-"""``OptimizerResolver``: settles optimizer and schedule before anything is loaded.
+"""``OptimizerResolver`` chooses optimizer and schedule before anything is loaded.
 
-A request becomes a runnable request (what this machine supports), then complete arguments, then the
-choice. Every step that changes something records the reason. The optimizer is settled first, then
-its schedule, counted in optimizer steps.
+The resolver first replaces optimizers that cannot run, then fills in arguments, and then makes the
+choice. Every change is recorded with its reason. The schedule follows from the optimizer; its unit
+is optimizer steps.
 """
 
 from __future__ import annotations
@@ -138,10 +138,10 @@ class OptimizerResolution:
 
 @attrs.frozen(kw_only=True)
 class OptimizerResolver:
-    """Settles the ``optimizer`` and ``scheduler`` sections of a resolved plan.
+    """Chooses optimizer and schedule for a resolved plan.
 
-    Nothing is replaced silently: every automatic choice is a ``Decision``. An unknown name is an
-    error; it never becomes AdamW.
+    Every automatic choice is recorded as a ``Decision``. An unknown name is an error, and never
+    becomes AdamW.
     """
 
     on_unsupported: Policy = attrs.field(default="fallback")
@@ -173,7 +173,7 @@ class OptimizerResolver:
             )
 
     def resolve(self, resolved: ResolvedPlan) -> OptimizerResolution:
-        """Settle the optimizer and the schedule.
+        """Choose the optimizer and the schedule.
 
         Args:
             resolved: The plan; its ``optimizer`` and ``scheduler`` sections, run facts, platform,
@@ -218,7 +218,7 @@ class OptimizerResolver:
         return settled
 
     def settled(self, resolved: ResolvedPlan) -> ResolvedPlan:
-        """Like ``apply``, without logging.
+        """Return ``resolved`` with the choices filled in, without logging.
 
         Raises:
             OptimizerError: As in ``resolve``.
@@ -229,7 +229,7 @@ class OptimizerResolver:
         )
 
     def explain(self, resolved: ResolvedPlan) -> str:
-        """Describe what would run for ``resolved`` and why."""
+        """Describe the optimizer and schedule for ``resolved``, with reasons."""
         return self.resolve(resolved).explain()
 
     def schedule_curve(self, resolved: ResolvedPlan, *, steps: int | None = None) -> ScheduleCurve:
@@ -266,7 +266,7 @@ class OptimizerResolver:
         precision: str = "fp32",
         uses_deepspeed: bool = True,
     ) -> Capability:
-        """Return whether an optimizer can run, without a plan.
+        """Return whether an optimizer can run in a situation that needs no plan.
 
         Args:
             name: Any spelling accepted by ``normalise_optimizer_name``.
@@ -317,7 +317,7 @@ _TYPES: Final = frozenset({OPTIMIZER_TYPE, SCHEDULER_TYPE})
 
 
 def _override_paths(name: str, value: Any) -> list[tuple[str, Any]]:
-    """Where an override goes; a bare name is an argument of the optimizer."""
+    """Return the path of an override; a name without dots is an argument of the optimizer."""
     path = name
     if "." not in name:
         short = SHORT_NAMES.get(name, "")
@@ -339,7 +339,7 @@ def _override_paths(name: str, value: Any) -> list[tuple[str, Any]]:
 
 @attrs.frozen
 class _Asked:
-    """What a plan asks for, under the overrides."""
+    """Requested optimizer and schedule of a plan, after overrides."""
 
     resolved: ResolvedPlan
     overrides: Mapping[str, Any]
@@ -381,7 +381,7 @@ class _Asked:
         )
 
     def suggestions(self, schedule: ScheduleRequest | None) -> dict[str, Suggestion]:
-        """What the run, or failing that the schedule, says about the optimizer's arguments."""
+        """Return values for the optimizer's arguments from the run, or else from the schedule."""
         run = self.resolved.run
         suggestions = {
             name: Suggestion(value=getattr(run, name), source=f"the run ({name})")
@@ -416,7 +416,7 @@ class _Asked:
         return scheduler, (*decisions, *own_curve)
 
     def _without_schedule(self, settled: Settled, *, overridden: bool) -> Decision:
-        """Why there is no schedule, which in DeepSpeed means a constant learning rate."""
+        """Record why there is no schedule; the learning rate is then constant."""
         section, warmup = self.resolved.plan.scheduler, self.resolved.run.warmup_steps
         key: str = SCHEDULER_TYPE
         before: Any = section.type if section and overridden else None
@@ -464,13 +464,13 @@ class Request:
 
     @property
     def entry(self) -> OptimizerEntry:
-        """Its entry in the catalogue."""
+        """Entry in the catalogue."""
         return OPTIMIZERS[self.name.canonical]
 
 
 @attrs.frozen(kw_only=True)
 class Settled:
-    """The chosen optimizer with its derivation."""
+    """The chosen optimizer with its catalogue entry and decisions."""
 
     choice: OptimizerChoice
     entry: OptimizerEntry
@@ -481,7 +481,7 @@ class Settled:
 
 @attrs.define(kw_only=True)
 class Settling:
-    """Derives one choice of optimizer from a request."""
+    """Derives the choice of an optimizer from a request."""
 
     asked: Request
     situation: Situation
@@ -556,7 +556,7 @@ class Settling:
                     f"{OPTIMIZER}.{spelling}",
                     value,
                     None,
-                    "DeepSpeed's configuration names it adam_w_mode",
+                    "DeepSpeed's configuration calls this argument adam_w_mode",
                 )
                 params.setdefault("adam_w_mode", value)
         name = attrs.evolve(self.asked.name, canonical=self.asked.name.under(params))
@@ -662,8 +662,8 @@ class Settling:
                 f"{OPTIMIZER}.lr",
                 None,
                 filled.values["lr"],
-                "neither the configuration nor the run sets it; zerotune's default for "
-                f"{entry.name}",
+                "neither the configuration nor the run sets the learning rate; this is "
+                f"zerotune's default for {entry.name}",
                 "warning" if self.request.configured else "note",
             )
         _check_together(entry, filled.values)
@@ -740,8 +740,8 @@ class Settling:
                 OPTIMIZER_TYPE,
                 name.written,
                 canonical,
-                f"it names a class, but the engine chooses the class: {canonical} runs as "
-                f"{implementation.implementation} here",
+                "the name is that of a class, but the engine chooses the class: "
+                f"{canonical} runs as {implementation.implementation} here",
                 "warning",
             )
         elif self.asked.configured and name.written != canonical:
@@ -782,7 +782,7 @@ def _check_together(entry: OptimizerEntry, values: Mapping[str, Any]) -> None:
             f"{entry.name} with nesterov needs momentum > 0 and dampening 0",
             key=f"{OPTIMIZER}.nesterov",
             value=True,
-            fix='write for example "momentum": 0.9, "dampening": 0',
+            fix='write, for example, "momentum": 0.9, "dampening": 0',
         )
     if entry.name == "Rprop" and not values["etas"][0] < 1 < values["etas"][1]:
         raise InvalidValueError(
@@ -819,13 +819,13 @@ class ScheduleRequest:
 
     @property
     def entry(self) -> SchedulerEntry:
-        """Its entry in the catalogue."""
+        """Entry in the catalogue."""
         return SCHEDULERS[self.name]
 
 
 @attrs.define(kw_only=True)
 class ScheduleSettling:
-    """Derives one choice of schedule from a request."""
+    """Derives the choice of a schedule from a request."""
 
     request: ScheduleRequest
     optimizer: OptimizerChoice
@@ -886,8 +886,7 @@ class ScheduleSettling:
         start = params.get("last_batch_iteration", -1)
         if start != -1:
             raise InvalidValueError(
-                "resuming from a checkpoint continues a schedule, because the checkpoint "
-                "knows the step",
+                "a resumed run continues the schedule, because the checkpoint contains the step",
                 key=f"{SCHEDULER}.last_batch_iteration",
                 value=start,
                 fix="omit it",
@@ -987,7 +986,8 @@ class ScheduleSettling:
         )
         if values.get("lr_end") is not None and total == warmup:
             raise InvalidValueError(
-                "polynomial divides by the steps after the warm-up, but there are none",
+                "polynomial divides by the number of steps after the warm-up, but the "
+                "warm-up is the whole schedule",
                 key=f"{SCHEDULER}.{key}",
                 value=total,
                 fix="make the schedule longer than its warm-up",
@@ -1013,7 +1013,7 @@ class ScheduleSettling:
                 betas,
                 (values["cycle_min_mom"], ONE_CYCLE_BETA2),
                 "OneCycle cycles the first beta and sets the second to 0.99; set "
-                "cycle_momentum to false to keep the optimizer's",
+                "cycle_momentum to false to keep the optimizer's betas",
                 "warning",
             )
         if values["decay_step_size"] == 0 and values["decay_lr_rate"] > 0:
@@ -1029,7 +1029,7 @@ class ScheduleSettling:
 def per_group_schedule(
     choice: SchedulerChoice, optimizer: OptimizerChoice
 ) -> tuple[SchedulerChoice, tuple[Decision, ...]]:
-    """Use zerotune's curve if DeepSpeed's class would set one rate for all groups."""
+    """Replace DeepSpeed's schedule class if it would set one learning rate for all groups."""
     rates = {float(group.params.get("lr", optimizer.lr)) for group in optimizer.groups}
     stopped = any(group.until is not None for group in optimizer.groups)
     if choice.source != "deepspeed" or not (rates - {optimizer.lr} or stopped):
@@ -1134,7 +1134,10 @@ class Sources:
             )
         if automatic:
             filled.decide(
-                key, AUTO, value, f"the run does not set it; zerotune's default for {owner}"
+                key,
+                AUTO,
+                value,
+                f"the run does not set this value; zerotune's default for {owner} is used",
             )
         else:
             filled.defaulted.add(parameter.name)
@@ -1143,7 +1146,7 @@ class Sources:
 
 @attrs.define(kw_only=True)
 class Filled(Log):
-    """Values by argument with their decisions, and which of them are defaults."""
+    """Values by argument, with decisions; ``defaulted`` names the default values."""
 
     values: dict[str, Any] = attrs.field(factory=dict)
     defaulted: set[str] = attrs.field(factory=set)
@@ -1167,8 +1170,8 @@ class Filled(Log):
                 section,
                 None,
                 values,
-                f"not written; defaults of {owner}, made explicit because defaults change "
-                "between releases",
+                f"the configuration does not set these arguments; the defaults of {owner} "
+                "are written because defaults change between releases",
             )
 
 
@@ -1257,6 +1260,6 @@ def _constant_until(
         key=SCHEDULER_TYPE,
         before=None,
         after="constant",
-        reason=f"it stops the training of {group.name} after step {group.until}",
+        reason=f"the schedule stops the training of group {group.name} after step {group.until}",
     )
     return SchedulerChoice(name="constant", params={}, source="zerotune"), (decision,)

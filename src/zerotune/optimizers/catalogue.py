@@ -77,7 +77,7 @@ class Parameter:
         return " ".join([noun, " and ".join(bound for bound in bounds if bound)]).strip()
 
     def accepts(self, implementation: str) -> bool:
-        """Return whether the class ``implementation`` accepts this argument."""
+        """Return whether the class named ``implementation`` accepts the argument."""
         return not self.only or implementation in self.only
 
 
@@ -104,7 +104,7 @@ Family = Literal["deepspeed", "torch", "package", "zerotune"]
 
 @attrs.frozen(kw_only=True)
 class Entry:
-    """An optimizer or a schedule with a name and arguments."""
+    """Catalogue entry of an optimizer or a schedule: name and arguments."""
 
     name: str
     """Canonical name (``"AdamW"``, ``"WarmupLR"``)."""
@@ -129,7 +129,7 @@ class Entry:
 
 @attrs.frozen(kw_only=True)
 class OptimizerEntry(Entry):
-    """One optimizer: its arguments, states and requirements."""
+    """Catalogue entry of an optimizer: arguments, states and requirements."""
 
     family: Family
     """``"deepspeed"`` for names of DeepSpeed's configuration, ``"torch"`` for classes of
@@ -175,7 +175,7 @@ class OptimizerEntry(Entry):
         return self.states + extra
 
     def states_per_weight(self, params: Mapping[str, Any] | None = None) -> float:
-        """Return the fp32 numbers (4 bytes each) that the states need per weight.
+        """Return the size of the states per weight, counted in fp32 numbers of 4 bytes.
 
         Args:
             params: The optimizer's arguments; momentum and AMSGrad need more.
@@ -191,13 +191,14 @@ class OptimizerEntry(Entry):
         split_masters: bool = False,
         gradients: bool = True,
     ) -> float:
-        """Return bytes of host memory per trained weight that is streamed in bf16.
+        """Return the bytes of host memory per trained weight with bf16 weights streamed.
 
         Args:
             params: The optimizer's arguments.
-            split_masters: Whether only the low 16 bits of master weights are stored, beside the
-                bf16 weights.
-            gradients: Whether the bf16 gradients of all weights are stored at the same time.
+            split_masters: Whether master weights are stored as the bf16 weights and their low 16
+                bits.
+            gradients: Whether host memory stores the bf16 gradients of all weights at the same
+                time.
         """
         masters = 2 if split_masters else 4
         return 2 + masters + 4 * self.states_per_weight(params) + (2 if gradients else 0)
@@ -241,7 +242,7 @@ def weight_decay(default: float = 0.0, **kwargs: Any) -> Parameter:
 
 
 def torch_switches(*names: str, **kwargs: Any) -> tuple[Parameter, ...]:
-    """Create switches of ``torch.optim`` that keep torch's default unless written."""
+    """Create arguments for switches of ``torch.optim``, with torch's defaults."""
     return tuple(
         flag(name, optional=True, nullable=name in {"foreach", "fused"}, **kwargs) for name in names
     )
@@ -426,8 +427,8 @@ _ONE_BIT_FAMILY: Final = tuple(
         summary=f"{base} with momentum compressed to one bit; removed from DeepSpeed",
         parameters=tuple(Parameter(name=each, optional=True) for each in _ONE_BIT_ARGUMENTS),
         lr_scale="larger" if base == "Lamb" else None,
-        refusal="DeepSpeed removed it in the 0.19 series (PR #8490); the last releases with it "
-        "are 0.18.x, at stage 0",
+        refusal="DeepSpeed 0.19 removed the optimizer (PR #8490); only 0.18.x and older have it, "
+        "at stage 0",
         instead="AdamW",
     )
     for name, base in (("OneBitAdam", "Adam"), ("OneBitLamb", "Lamb"), ("ZeroOneAdam", "Adam"))
@@ -565,7 +566,7 @@ TORCH_ENTRIES: Final[tuple[OptimizerEntry, ...]] = (
         family="torch",
         summary="Quasi-Newton method that evaluates the loss several times per step",
         parameters=(lr(1.0),),
-        refusal="it needs a closure that recomputes the loss, which no engine passes to it",
+        refusal="the optimizer needs a closure that recomputes the loss, which no engine provides",
         instead="SGD",
     ),
     OptimizerEntry(
@@ -573,7 +574,7 @@ TORCH_ENTRIES: Final[tuple[OptimizerEntry, ...]] = (
         family="torch",
         summary="Adam for sparse gradients",
         parameters=(lr(ADAM_LR), betas(), eps(), *torch_switches("maximize")),
-        refusal="it accepts only sparse gradients, which diffusion models do not have",
+        refusal="the optimizer accepts only sparse gradients, which diffusion models do not have",
         instead="Adam",
     ),
 )
@@ -632,7 +633,7 @@ PACKAGE_ENTRIES: Final[tuple[OptimizerEntry, ...]] = (
     OptimizerEntry(
         name="Prodigy",
         family="package",
-        summary="Adam that finds its own learning rate; lr is a multiple of it",
+        summary="Adam that finds a learning rate; lr is a factor on this rate",
         parameters=(
             lr(1.0),
             betas(),
@@ -652,7 +653,7 @@ PACKAGE_ENTRIES: Final[tuple[OptimizerEntry, ...]] = (
         package="prodigyopt",
         extra=_EXTRA,
         own_schedule=True,
-        lr_scale="1; it is a multiple of the rate it finds, thousands of times larger",
+        lr_scale="1, a factor on the rate that the optimizer finds, so thousands of times larger",
     ),
     OptimizerEntry(
         name="AdamWScheduleFree",
@@ -791,7 +792,7 @@ _PREFIXES: Final[Mapping[Origin, tuple[str, ...]]] = {
 
 @attrs.frozen(kw_only=True)
 class OptimizerName:
-    """A name and its original spelling."""
+    """A canonical optimizer name and its original spelling."""
 
     canonical: str
     """``"AdamW"``."""
@@ -803,7 +804,7 @@ class OptimizerName:
     """Whether it names a class (``FusedAdam``) instead of an optimizer."""
 
     def under(self, params: Mapping[str, Any]) -> str:
-        """Return the canonical name that it stands for with these arguments."""
+        """Return the canonical name of the optimizer with these arguments."""
         decoupled = next((params[key] for key in DECAY_SPELLINGS if key in params), True)
         if self.implementation and self.canonical == "AdamW" and decoupled is False:
             # FusedAdam(adam_w_mode=False) is L2 Adam, and AdamW would ignore the switch.
@@ -816,7 +817,8 @@ def canonical(name: str, params: Mapping[str, Any] | None = None) -> str | None:
 
     Args:
         name: Any spelling accepted by ``normalise_optimizer_name``.
-        params: Its arguments: ``FusedAdam`` with ``adam_w_mode`` false is Adam.
+        params: Arguments of the optimizer; for example ``FusedAdam`` with ``adam_w_mode`` false is
+            Adam.
 
     Returns:
         A key of ``OPTIMIZERS``; ``None`` if the name is unknown.
@@ -838,7 +840,7 @@ def clipping_in_optimizer(params: Mapping[str, Any]) -> InvalidValueError | None
 
 
 def entry_of(name: str | None) -> OptimizerEntry:
-    """Return the entry of the optimizer that runs for ``name``: AdamW's if it can never run.
+    """Return the entry for ``name``; AdamW's entry if that optimizer can never run.
 
     Args:
         name: A canonical name; ``None`` if it is unknown.
@@ -865,11 +867,11 @@ def normalise_optimizer_name(name: str) -> str:
 
 
 def parse_optimizer_name(name: Any, *, key: str = OPTIMIZER_TYPE) -> OptimizerName:
-    """Like ``normalise_optimizer_name``, and also return the original spelling.
+    """Return the canonical name of an optimizer together with its original spelling.
 
     Args:
         name: The name as written.
-        key: Where it was written, for messages.
+        key: Path of the setting with the name, for messages.
     """
     if not isinstance(name, str) or not name.strip():
         raise InvalidValueError(
@@ -959,7 +961,7 @@ class GroupChoice:
 
 @attrs.frozen(kw_only=True)
 class OptimizerChoice:
-    """The optimizer chosen by ``OptimizerResolver``; the engine verifies itself against it."""
+    """The optimizer chosen by ``OptimizerResolver``; engines verify that they run it."""
 
     name: str
     """Canonical name (``"AdamW"``)."""

@@ -65,19 +65,19 @@ _WARMUP: Final = (
 _DEEPSPEED: Final = (
     SchedulerEntry(
         name="WarmupLR",
-        summary="Rises to the peak and stays there",
+        summary="The learning rate rises to the peak and stays there",
         parameters=_WARMUP,
         peak="warmup_max_lr",
     ),
     SchedulerEntry(
         name="WarmupDecayLR",
-        summary="Rises to the peak, then falls linearly",
+        summary="The learning rate rises to the peak, then falls linearly",
         parameters=(_TOTAL_STEPS, *_WARMUP),
         peak="warmup_max_lr",
     ),
     SchedulerEntry(
         name="WarmupCosineLR",
-        summary="Rises to the optimizer's learning rate, then falls along a cosine",
+        summary="The learning rate rises to the optimizer's rate, then falls along a cosine",
         parameters=(
             _TOTAL_STEPS,
             number("warmup_min_ratio", 0.0, high=1),
@@ -88,7 +88,8 @@ _DEEPSPEED: Final = (
     ),
     SchedulerEntry(
         name="OneCycle",
-        summary="One rise and fall with opposite momentum, then a decay",
+        summary="The learning rate rises and falls once while momentum does the opposite, then the "
+        "learning rate decays",
         parameters=(
             Parameter(name="cycle_min_lr", low=0, low_open=True),
             Parameter(name="cycle_max_lr", low=0, low_open=True),
@@ -107,7 +108,7 @@ _DEEPSPEED: Final = (
     ),
     SchedulerEntry(
         name="LRRangeTest",
-        summary="Rises without end, to find the largest stable learning rate",
+        summary="The learning rate rises without end, to find the largest stable rate",
         parameters=(
             number("lr_range_test_min_lr", 1e-3, low_open=True),
             integer("lr_range_test_step_size", 2000),
@@ -126,25 +127,26 @@ _DIFFUSERS: Final = (
     ),
     SchedulerEntry(
         name="constant_with_warmup",
-        summary="Rises to the learning rate and stays there",
+        summary="The learning rate rises to the optimizer's rate and stays there",
         parameters=(_WARMUP_0,),
         source="zerotune",
     ),
     SchedulerEntry(
         name="linear",
-        summary="Rises to the learning rate, then falls linearly to zero",
+        summary="The learning rate rises to the optimizer's rate, then falls linearly to zero",
         parameters=(_WARMUP_0, _TRAINING_STEPS),
         source="zerotune",
     ),
     SchedulerEntry(
         name="cosine",
-        summary="Rises to the learning rate, then falls along a cosine",
+        summary="The learning rate rises to the optimizer's rate, then falls along a cosine",
         parameters=(_WARMUP_0, _TRAINING_STEPS, number("num_cycles", 0.5, low_open=True)),
         source="zerotune",
     ),
     SchedulerEntry(
         name="cosine_with_restarts",
-        summary="Rises to the learning rate, then falls along a cosine, several times",
+        summary="The learning rate rises to the optimizer's rate, then falls along a cosine several "
+        "times",
         parameters=(
             _WARMUP_0,
             _TRAINING_STEPS,
@@ -154,7 +156,8 @@ _DIFFUSERS: Final = (
     ),
     SchedulerEntry(
         name="polynomial",
-        summary="Rises to the learning rate, then falls to lr_end by a power",
+        summary="The learning rate rises to the optimizer's rate, then falls to lr_end as a power "
+        "function",
         parameters=(
             _WARMUP_0,
             _TRAINING_STEPS,
@@ -212,7 +215,7 @@ def normalise_scheduler_name(name: Any, *, key: str = SCHEDULER_TYPE) -> str:
 
     Args:
         name: As written (``"warmup_lr"``, ``"WarmupLR"``).
-        key: Where it was written, for messages.
+        key: Path of the setting with the name, for messages.
 
     Raises:
         OptimizerError: The name belongs to torch or is unknown; the message suggests the closest.
@@ -227,7 +230,8 @@ def normalise_scheduler_name(name: Any, *, key: str = SCHEDULER_TYPE) -> str:
         return canonical
     if _word(name) in _FOREIGN:
         raise OptimizerError(
-            "it is a schedule of torch, whose classes DeepSpeed's engine does not step under ZeRO",
+            "the name is a torch schedule, and DeepSpeed's engine does not step torch "
+            "schedules with ZeRO",
             key=key,
             value=name,
             fix=f"write {_FOREIGN[_word(name)]}",
@@ -279,8 +283,8 @@ def lr_at(choice: SchedulerChoice | None, step: int, base_lr: float) -> float:
     Args:
         choice: The schedule; ``None`` for a constant learning rate.
         step: 0-based optimizer step (applied updates, not micro batches).
-        base_lr: The parameter group's own ``lr``, which some schedules scale (``WarmupCosineLR``,
-            and warm-ups if ``warmup_max_lr`` is ``None``).
+        base_lr: Learning rate of the parameter group. ``WarmupCosineLR`` scales it, and so do
+            warm-ups if ``warmup_max_lr`` is ``None``.
 
     Returns:
         The learning rate, bitwise equal to DeepSpeed's.
@@ -308,7 +312,7 @@ def betas_at(
     Args:
         choice: The schedule; ``None`` for a constant learning rate.
         step: 0-based number of the optimizer step.
-        betas: The optimizer's own betas; ``None`` for an optimizer without betas.
+        betas: Betas of the optimizer; ``None`` for an optimizer without betas.
 
     Returns:
         The betas in ``param_groups``; ``None`` if ``betas`` is ``None``.
@@ -341,7 +345,7 @@ class _Update:
             ) from None
 
     def warmup(self) -> float | None:
-        """Factor during the warm-up; ``None`` after it."""
+        """Return the factor on the learning rate during the warm-up; ``None`` after the warm-up."""
         warmup = self["num_warmup_steps"]
         return float(self.step) / float(max(1, warmup)) if self.step < warmup else None
 
@@ -391,7 +395,7 @@ class _Update:
         return float(self.base_lr * (decayed / self.base_lr))
 
     def warmup_gamma(self, iteration: int, steps: int) -> float:
-        """Fraction of the warm-up done at ``iteration < steps``."""
+        """Return the completed fraction of the warm-up at ``iteration < steps``."""
         if self["warmup_type"] == "linear":
             return iteration / steps
         return (1.0 / math.log(steps)) * math.log(iteration + 1)
@@ -400,7 +404,7 @@ class _Update:
         return max(2, int(self["warmup_num_steps"]))
 
     def after_warmup(self, after: Callable[[int], float]) -> float:
-        """``WarmupLR`` and ``WarmupDecayLR`` differ in the fraction ``after`` the warm-up."""
+        """Return the rate of ``WarmupLR`` or ``WarmupDecayLR``, which differ only in ``after``."""
         low = float(self["warmup_min_lr"])
         peak = self["warmup_max_lr"]
         high = self.base_lr if peak is None else float(peak)
@@ -451,7 +455,7 @@ class _Update:
         return first, first if second is None else float(second)
 
     def cycle_scale(self) -> float:
-        """Height within the cycle, 0 at its ends and 1 at its peak."""
+        """Return the height within the cycle: 0 at its ends and 1 at its peak."""
         first, second = self.cycle_halves()
         total = first + second
         x = 1.0 + self.step / total - math.floor(1 + self.step / total)
@@ -525,7 +529,7 @@ _CURVES: Final[Mapping[str, Callable[[_Update], float]]] = {
 
 @attrs.frozen(kw_only=True)
 class ScheduleCurve:
-    """The learning rate of each optimizer step; one curve per group."""
+    """Learning rates by optimizer step, with one curve per parameter group."""
 
     name: str
     """Name of the schedule; ``"constant"`` without one."""

@@ -1,8 +1,8 @@
-"""The settings of ``accelerate config``, from whatever file holds them, read as a plan.
+"""Read the settings of ``accelerate config`` as a plan.
 
-What each key does is what ``accelerate launch`` and ``DeepSpeedPlugin`` of accelerate 1.15 do
-with it (``utils/launch.py``, ``utils/dataclasses.py``), except where they lose what was written:
-that is kept, and said.
+Keys have the effect that ``accelerate launch`` and ``DeepSpeedPlugin`` of accelerate 1.15 give them
+(``utils/launch.py``, ``utils/dataclasses.py``). Settings that accelerate would lose are kept, with
+a decision.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from zerotune.plan.source import read_named, tolerated
 BLOCK = "deepspeed_config"
 FILE = "deepspeed_config_file"
 DEFAULT_STAGE = 2
-"""The stage ``DeepSpeedPlugin`` takes when nothing is written."""
+"""Stage that ``DeepSpeedPlugin`` uses if none is set."""
 GATHER = "stage3_gather_16bit_weights_on_model_save"
 STEPS: Final = "gradient_accumulation_steps"
 DEEPSPEED_IN_BLOCK = frozenset({STEPS, "gradient_clipping"})
@@ -42,7 +42,7 @@ OF_THE_SCRIPT: Final = (
     "train_micro_batch_size_per_gpu",
     *sorted(DEEPSPEED_IN_BLOCK),
 )
-"""Settings of DeepSpeed that accelerate leaves to the script where its block does not say them."""
+"""Settings of DeepSpeed that accelerate takes from the script if its block has none."""
 ZERO_IN_BLOCK = frozenset(
     {
         "zero_stage",
@@ -67,11 +67,11 @@ TOP_LEVEL = frozenset(
         *(known_keys.LAUNCH - known_keys.ACCELERATE_BLOCK),
     }
 )
-"""Keys accelerate accepts beside the block."""
+"""Keys that accelerate accepts outside the block."""
 
 
 def is_accelerate(content: Mapping[Any, Any]) -> bool:
-    """Whether an object with a ``deepspeed_config`` is accelerate's and not a trainer's."""
+    """Whether a mapping with ``deepspeed_config`` comes from accelerate, not from a trainer."""
     return BLOCK in content and ("distributed_type" in content or "compute_environment" in content)
 
 
@@ -84,21 +84,21 @@ _LAUNCHABLE: Final = {
                                                          unoffered=("fp8",))),
     "zero_stage": ("zero_optimization.stage", Integer(maximum=3, auto=False)),
 }  # fmt: skip
-"""What accelerate's launcher fails on when it is anything else, by place in a plan and kind."""
+"""Place in a plan and kind of values for which accelerate's launcher requires that kind."""
 
 
 @attrs.frozen(kw_only=True)
 class Translated:
-    """Settings of accelerate in DeepSpeed's own words; ``zerotune.plan.read`` makes them a plan."""
+    """Settings of accelerate under DeepSpeed's keys, for ``zerotune.plan.read``."""
 
     config: Mapping[str, Any]
-    """DeepSpeed's configuration, not read yet."""
+    """DeepSpeed's configuration, not yet read as a plan."""
     launch: LaunchSection
-    """What goes around it."""
+    """Launch settings."""
     source: str
-    """Where ``config`` comes from, for messages."""
+    """Origin of ``config``, for messages."""
     folder: Path | None
-    """Where a relative path in ``config`` is looked up first."""
+    """Folder in which a relative path of ``config`` is searched first."""
 
 
 def translate(
@@ -112,11 +112,11 @@ def translate(
     """Translate the settings of ``accelerate config``.
 
     Args:
-        content: The settings.
-        log: Receives what is said in another way, or kept although accelerate loses it.
-        source: Name used in messages.
-        folder: Where a relative ``deepspeed_config_file`` is looked up first.
-        spelled: Key to how messages call it, where that is not its place in the file.
+        content: The settings as a mapping.
+        log: Log that receives changed spellings, and settings that accelerate would lose.
+        source: Name of the settings' origin in messages.
+        folder: Folder in which a relative ``deepspeed_config_file`` is searched first.
+        spelled: Names of keys in messages, if they differ from the keys of the file.
     """
     block = content.get(BLOCK)
     if not isinstance(block, Mapping):
@@ -136,10 +136,10 @@ def translate(
 
 @attrs.define(kw_only=True)
 class _Translation:
-    """Settings of accelerate while they are translated."""
+    """Translation of accelerate's settings."""
 
     around: dict[Any, Any]
-    """What stands beside the block."""
+    """Settings outside the block."""
     block: Mapping[Any, Any]
     source: str
     folder: Path | None
@@ -167,7 +167,7 @@ class _Translation:
         )
 
     def _names(self, spelled: Mapping[str, str]) -> dict[str, str]:
-        """What accelerate calls each setting, by its path in a plan."""
+        """Return accelerate's name of each setting, by its path in a plan."""
 
         def name(key: str, *, inside: bool) -> str:
             return spelled.get(key) or (f"{BLOCK}.{key}" if inside else key)
@@ -177,7 +177,7 @@ class _Translation:
         if self._names_file():
             return names
         for key, path in _BLOCK_PLACES.items():
-            # Messages name what lies inside an offload section without what lies around it.
+            # Messages name keys of an offload section without the enclosing section.
             for shown in (path, path[1:]) if len(path) > 2 else (path,):
                 names[".".join(shown)] = name(key, inside=True)
         own = {key: f"{BLOCK}.{key}" for key in self.block if key in plan_keys()}
@@ -186,14 +186,14 @@ class _Translation:
         return {**names, **own}
 
     def _is_unused(self) -> bool:
-        """Whether accelerate starts something else than DeepSpeed, and looks at no block of it."""
+        """Whether accelerate does not start DeepSpeed, and therefore ignores the block."""
         written = self.around.get("distributed_type")
         if isinstance(written, str):
             return written.upper() != "DEEPSPEED"
         return written is False  # as YAML reads NO
 
     def _unused(self) -> Translated:
-        """No DeepSpeed: what stands around the block, without the block."""
+        """Return the settings without the block, for training without DeepSpeed."""
         written = (
             "NO" if self.around["distributed_type"] is False else self.around["distributed_type"]
         )
@@ -202,7 +202,7 @@ class _Translation:
             before=dict(self.block),
             after="stage 0",
             reason=f"distributed_type is {written}, so accelerate ignores the block: "
-            f"{WITHOUT_DEEPSPEED}. Set distributed_type: DEEPSPEED to use it",
+            f"{WITHOUT_DEEPSPEED}. Set distributed_type: DEEPSPEED to use the block",
             severity="warning",
         )
         self.around["distributed_type"] = written
@@ -211,7 +211,7 @@ class _Translation:
         )
 
     def _zero(self) -> dict[str, Any]:
-        """``zero_optimization`` as accelerate's own keys say it."""
+        """Return ``zero_optimization`` from accelerate's own keys."""
         zero: dict[str, Any] = {"stage": self.block.get("zero_stage")}
         if zero["stage"] is None:
             zero["stage"] = DEFAULT_STAGE
@@ -219,7 +219,7 @@ class _Translation:
                 key="zero_optimization.stage",
                 before=None,
                 after=DEFAULT_STAGE,
-                reason="accelerate's default if zero_stage is missing",
+                reason="zero_stage is missing, so accelerate's default is used",
             )
         for part in ("optimizer", "param"):
             section = {
@@ -234,7 +234,7 @@ class _Translation:
         return zero
 
     def _split(self) -> tuple[dict[str, Any], dict[str, Any], str | None, Path | None]:
-        """Launch settings, DeepSpeed configuration, name and folder of the file it came from."""
+        """Return launch settings, DeepSpeed configuration, and name and folder of its file."""
         launched = {key: self.block[key] for key in self.block if key in LAUNCH_IN_BLOCK}
         config = {key: self.block[key] for key in self.block if key in DEEPSPEED_IN_BLOCK}
         if str(config.get(STEPS)).lower() == AUTO:
@@ -242,8 +242,8 @@ class _Translation:
                 key=STEPS,
                 before=AUTO,
                 after="kept",
-                reason="accelerate itself fails on it: Accelerator() converts it to a number, "
-                "unless the script passes a gradient_accumulation_plugin; omit the key",
+                reason='accelerate fails on "auto", because Accelerator() converts the value to a '
+                "number, unless the script passes a gradient_accumulation_plugin; omit the key",
                 severity="warning",
             )
         inline = {
@@ -266,7 +266,7 @@ class _Translation:
                 key=BLOCK,
                 before=f"DeepSpeed's own keys {', '.join(map(str, inline))}",
                 after="kept",
-                reason="accelerate would silently discard them",
+                reason="accelerate would silently discard these keys",
                 severity="warning",
             )
         if not self._names_file():
@@ -285,7 +285,8 @@ class _Translation:
                     "names this file itself" if is_itself else "names another accelerate file",
                     key=key,
                     value=written,
-                    fix="name a JSON with a DeepSpeed configuration, or use zero_stage instead",
+                    fix="write the path of a JSON file with a DeepSpeed configuration, or use "
+                    "zero_stage instead",
                 )
         return config, source, inside
 
@@ -296,10 +297,10 @@ class _Translation:
         beside = sorted(key for key in self.block if key in ZERO_IN_BLOCK | DEEPSPEED_IN_BLOCK)
         if beside:
             raise PlanConflictError(
-                f"accelerate rejects other settings beside the file: {', '.join(beside)}",
+                f"accelerate rejects other settings together with a file: {', '.join(beside)}",
                 key=f"{BLOCK}.{FILE}",
                 value=self.block[FILE],
-                fix="move them to the file",
+                fix="move these settings to the file",
             )
 
     def _lost_by_accelerate(self) -> None:
@@ -311,8 +312,8 @@ class _Translation:
                     key=f"zero_optimization.offload_{part}.nvme_path",
                     before=path,
                     after=path,
-                    reason="`accelerate launch` does not pass this path on and would swap into a"
-                    ' folder called "none"; zerotune keeps it',
+                    reason="`accelerate launch` does not pass this path on, and accelerate would"
+                    ' swap into a folder called "none"; zerotune keeps the path',
                 )
         clipping = self.block.get("gradient_clipping")
         if isinstance(clipping, int | float) and clipping == 0:
@@ -320,8 +321,8 @@ class _Translation:
                 key="gradient_clipping",
                 before=clipping,
                 after=0,
-                reason="accelerate treats 0 as missing, and DeepSpeed then clips at its own "
-                "default; zerotune does not clip",
+                reason="accelerate treats 0 as missing, so DeepSpeed clips at its default; "
+                "zerotune does not clip",
                 severity="warning",
             )
 
@@ -338,8 +339,8 @@ class _Translation:
             key="launch.distributed_type",
             before=None,
             after="DEEPSPEED",
-            reason=f"accelerate rejects a file without it; there is a {BLOCK}, so it is read "
-            "anyway",
+            reason="accelerate rejects a file without distributed_type; zerotune reads the file "
+            f"because of its {BLOCK}",
             severity="warning",
         )
 
@@ -350,13 +351,13 @@ class _Translation:
                 key="launch.mixed_precision",
                 before=written,
                 after="kept",
-                reason=f"accelerate rejects it beside a {FILE}, unless --mixed_precision is "
-                'given too; zerotune fills "auto" from it',
+                reason=f"accelerate rejects mixed_precision together with a {FILE}, unless "
+                '--mixed_precision is given too; zerotune uses the value for "auto"',
                 severity="warning",
             )
 
     def _known(self) -> dict[Any, Any]:
-        """The settings beside the block that are known; accelerate's refusals are recorded."""
+        """Return the known settings outside the block; record those that accelerate rejects."""
         known = {attribute.name for attribute in modelled(LaunchSection)} | known_keys.LAUNCH
         passed = {
             f"launch.{name}" for name in (*known, *LaunchSection.aliases)
@@ -380,7 +381,7 @@ class _Translation:
 
 
 def _launchable(settings: Mapping[Any, Any], log: Log) -> dict[Any, Any]:
-    """The settings without those that accelerate's launcher fails on, which are refused."""
+    """Return the settings that accelerate's launcher accepts; record errors for the others."""
     kept = dict(settings)
     for key, (path, kind) in _LAUNCHABLE.items():
         value = settings.get(key)
@@ -404,17 +405,17 @@ def _launchable(settings: Mapping[Any, Any], log: Log) -> dict[Any, Any]:
 def read_config_file(
     written: Any, folder: Path | None, key: str, log: Log
 ) -> tuple[dict[str, Any], str, Path | None]:
-    """What a ``deepspeed_config_file`` holds, its name, and its folder when it is a file."""
+    """Return content, name and folder of a ``deepspeed_config_file``."""
     if not isinstance(written, str):
         raise InvalidValueError("must be a path", key=key, value=written, fix="write a path")
     named = read_named(written, folder, key=key)
     tolerated(named.sentences, named.source, log)
     if not isinstance(named.value, Mapping):
         raise InvalidValueError(
-            "must name a file with a DeepSpeed configuration",
+            "must name a file that contains a DeepSpeed configuration",
             key=key,
             value=written,
-            fix="write an object in that file",
+            fix="write a JSON object to that file",
         )
     return dict(named.value), named.source, named.folder
 
@@ -428,21 +429,21 @@ def _merge(merged: dict[str, Any], key: Any, value: Any, log: Log) -> None:
         raise unknown_key(key, value, f"{BLOCK}.{key}", known_keys.ACCELERATE_BLOCK | plan_keys())
     if key in merged and merged[key] != value:
         raise PlanConflictError(
-            "is set both in accelerate's form and in DeepSpeed's own",
+            "is set under accelerate's key and under DeepSpeed's key, with different values",
             key=f"{BLOCK}.{key}",
             value=value,
-            fix="keep one of the two forms",
+            fix="keep one of the two keys",
         )
     merged[key] = value
 
 
 def plan_keys() -> frozenset[str]:
-    """Keys of DeepSpeed at the top of a configuration."""
+    """Return DeepSpeed's top-level keys."""
     names = {attribute.name for attribute in modelled(DeepSpeedPlan)}
     return frozenset(names | DeepSpeedPlan.passed_through | DeepSpeedPlan.aliases.keys())
 
 
-# -- The environment that ``accelerate launch`` leaves to a script, read as a plan.
+# -- Reading the environment that ``accelerate launch`` sets for a script.
 #
 # The variables are those of ``prepare_deepspeed_cmd_env`` in ``accelerate/utils/launch.py`` 1.15,
 # and what they do is what ``DeepSpeedPlugin.__post_init__`` does with them. accelerate itself is
@@ -466,7 +467,7 @@ _BLOCK_VARIABLES: Final = {
     "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH": "offload_param_nvme_path",
     "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": "zero3_save_16bit_model",
 }
-"""Variable to the key of accelerate's block that it carries."""
+"""Keys of accelerate's block, by environment variable."""
 _LAUNCH_VARIABLES: Final = {
     "ACCELERATE_DEEPSPEED_ZERO3_INIT": "zero3_init_flag",
     "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES": "deepspeed_moe_layer_cls_names",
@@ -481,22 +482,23 @@ _BLOCK_PLACES: Final = {
     "offload_param_nvme_path": ("zero_optimization", "offload_param", "nvme_path"),
     "zero3_save_16bit_model": ("zero_optimization", GATHER),
 }
-"""Key of the block to its place in DeepSpeed's configuration."""
+"""Places in DeepSpeed's configuration, by key of the block."""
 _SPELLED: Final = {
     **{key: variable for variable, key in (_BLOCK_VARIABLES | _LAUNCH_VARIABLES).items()},
     "mixed_precision": _PRECISION_VARIABLE,
 }
-"""Key to the variable that carries it."""
+"""Environment variables, by key."""
 
 
 def translate_environment(environ: Mapping[str, str], log: Log) -> Translated:
-    """Translate the variables; see ``DeepSpeedPlan.from_accelerate_environment``."""
+    """Translate variables for ``DeepSpeedPlan.from_accelerate_environment``."""
     if str(environ.get(_USE, "false")).strip().lower() != "true":
         raise InvalidValueError(
-            "the environment does not ask for DeepSpeed",
+            "the environment does not request DeepSpeed",
             key=_USE,
             value=environ.get(_USE, UNSET),
-            fix="start the script with `accelerate launch --use_deepspeed`, or read a file",
+            fix="start the script with `accelerate launch --use_deepspeed`, or load the plan "
+            "from accelerate's configuration file (DeepSpeedPlan.from_yaml)",
         )
     block, launched = (
         {key: environ[name] for name, key in variables.items() if name in environ}
@@ -523,7 +525,7 @@ def translate_environment(environ: Mapping[str, str], log: Log) -> Translated:
 
 
 def _with_parallelism(found: Translated, environ: Mapping[str, str]) -> Translated:
-    """With what ``--parallelism_config_…`` of the launcher left in the environment."""
+    """Add the settings of the launcher's options ``--parallelism_config_…``."""
     begin = "PARALLELISM_CONFIG_"
     written = {
         name.removeprefix(begin).lower(): value
@@ -537,7 +539,7 @@ def _with_parallelism(found: Translated, environ: Mapping[str, str]) -> Translat
 
 
 def missing_folders(plan: DeepSpeedPlan, log: Log) -> None:
-    """Record one warning for each swap folder that a plan of the environment lacks."""
+    """Record a warning for each swap folder that the environment does not contain."""
     zero = plan.zero_optimization
     sections = {
         "optimizer": zero.offload_optimizer if zero else None,
@@ -550,8 +552,8 @@ def missing_folders(plan: DeepSpeedPlan, log: Log) -> None:
                 before=None,
                 after=None,
                 reason="`accelerate launch` does not pass the YAML's path on, and accelerate would"
-                ' swap into a folder called "none"; give the path to zerotune, or it leases a'
-                " folder",
+                ' swap into a folder called "none"; pass the path to zerotune, or each run creates'
+                " a temporary folder",
                 severity="warning",
             )
 
@@ -561,16 +563,16 @@ def _refuse_fields_beside_file(environ: Mapping[str, str], written: str) -> None
     beside = sorted(fields & (ZERO_IN_BLOCK | DEEPSPEED_IN_BLOCK | {"mixed_precision"}))
     if beside:
         raise PlanConflictError(
-            "accelerate rejects other settings of its own YAML beside the file: "
+            "accelerate rejects other settings of its YAML together with the file: "
             f"{', '.join(beside)}",
             key=_FILE_VARIABLE,
             value=written,
-            fix="move them from the YAML to the file",
+            fix="move these settings from the YAML to the file",
         )
 
 
 def _fill_automatic(config: dict[str, Any], block: dict[str, str], log: Log) -> dict[str, Any]:
-    """Fill what the file leaves ``"auto"``; the file's own words stand, as in accelerate."""
+    """Replace ``"auto"`` in the file; other values of the file take precedence."""
     config = copy.deepcopy(config)
     for key, value in block.items():
         node: Any = config
@@ -582,20 +584,20 @@ def _fill_automatic(config: dict[str, Any], block: dict[str, str], log: Log) -> 
             node[last] = value
         path = ".".join(_BLOCK_PLACES[key])
         if before == AUTO:
-            log.decide(path, AUTO, value, "set by the command line of `accelerate launch`")
+            log.decide(path, AUTO, value, "the command line of `accelerate launch` sets this value")
         elif str(before).lower() != value:
             log.decide(
                 path,
                 value,
                 before,
-                "accelerate reads this only from the file and ignores its own command line",
+                "accelerate reads this key only from the file, and ignores its command line",
                 "warning",
             )
     return config
 
 
 def _is_default_precision(precision: str, config: Mapping[str, Any]) -> bool:
-    """Whether "no" is only what accelerate sets when nobody asked, and the file has its own say."""
+    """Whether "no" is only accelerate's default, and the file decides the precision."""
     if precision.strip().lower() not in ("", "no"):
         return False
     sections = [config.get(name) for name in ("bf16", "bfloat16", "fp16")]

@@ -48,26 +48,26 @@ if TYPE_CHECKING:
 
 
 Preference = Literal["fastest", "least offload"]
-"""What is chosen of all that fits."""
+"""Criterion for the choice among plans that fit."""
 PREFERENCES: Final[tuple[Preference, ...]] = get_args(Preference)
 
 
 @attrs.frozen(kw_only=True)
 class Budget:
-    """What there is, in bytes."""
+    """Available memory in bytes."""
 
     device: int
-    """Of each device."""
+    """Memory of each device."""
     host: int
     """RAM of one machine, for all its ranks."""
     nvme: int = 0
-    """Disk space for swap files of one machine, for all its ranks; 0: none."""
+    """Disk space for swap files on one machine, for all its ranks; 0: none."""
     reserve: float = 0.05
-    """Share of device and host memory that is kept free, for others and for what an allocator
-    cannot give back: 0.6 to 3.8 % of what is alive, by its model (docs/memory-proof.md)."""
+    """Share of device and host memory to keep free, for other processes and for fragmentation of
+    the allocator, which needs 0.6 to 3.8 % (docs/memory-proof.md)."""
 
     def usable(self, place: Place) -> int:
-        """Bytes a plan may need at most."""
+        """Return the maximum bytes that a plan may use in ``place``."""
         if place == "nvme":
             return self.nvme
         return int((self.device if place == "device" else self.host) * (1 - self.reserve))
@@ -75,24 +75,24 @@ class Budget:
 
 @attrs.frozen(kw_only=True, repr=False)
 class Candidate:
-    """One plan that was considered."""
+    """A plan that ``advise`` considered, with its estimate."""
 
     title: str
-    """``"ZeRO-2, optimizer in host memory"``."""
+    """Layout in words, such as ``"ZeRO-2, optimizer in host memory"``."""
     plan: DeepSpeedPlan
     estimate: MemoryEstimate
     gradient_checkpointing: bool
     fits: bool
     shortfalls: Mapping[Place, int]
-    """Bytes over the budget, of the machine for host and NVMe; empty when it fits."""
+    """Missing bytes by place; per machine for host and NVMe; empty if the plan fits."""
     reason: str
-    """Why it was chosen, comes later, or was rejected."""
+    """Why the plan was chosen, not preferred, or rejected."""
     activation_offload: bool = False
-    """Whether the inputs of recomputed blocks wait in host memory (``ActivationOffload``)."""
+    """Whether host memory stores the inputs of recomputed blocks (``ActivationOffload``)."""
     time: StepTime | None = None
-    """What a step is predicted to take; ``None``: the model's arithmetic is not known."""
+    """Predicted time of a step; ``None`` if the model's arithmetic is unknown."""
     streamed: Streaming | None = None
-    """How its weights are streamed, for ``plan.resolve(streamed=...)``; ``None``: they are not."""
+    """Options for ``plan.resolve(streamed=...)``; ``None`` if weights are not streamed."""
 
     def __repr__(self) -> str:
         return f"<Candidate: {self.title}, {'fits' if self.fits else 'does not fit'}>"
@@ -100,12 +100,12 @@ class Candidate:
 
 @attrs.frozen(kw_only=True, repr=False)
 class Advice(Readable):
-    """The fastest plan that fits, by prediction. Made by ``DeepSpeedPlan.advise``."""
+    """The plan chosen by ``DeepSpeedPlan.advise``, with all candidates."""
 
     budget: Budget
     chosen: Candidate
     candidates: tuple[Candidate, ...]
-    """Everything considered, from least to most offload."""
+    """All considered plans, from least to most offload."""
 
     @property
     def plan(self) -> DeepSpeedPlan:
@@ -114,32 +114,32 @@ class Advice(Readable):
 
     @property
     def estimate(self) -> MemoryEstimate:
-        """What the advised plan needs."""
+        """Memory estimate of the advised plan."""
         return self.chosen.estimate
 
     @property
     def resolved(self) -> ResolvedPlan:
-        """The advised plan, resolved for the machine that was described."""
+        """The advised plan, resolved for the given machine."""
         return self.chosen.estimate.resolved
 
     @property
     def gradient_checkpointing(self) -> bool:
-        """Whether blocks are to be recomputed in the backward pass."""
+        """Whether to recompute blocks in the backward pass."""
         return self.chosen.gradient_checkpointing
 
     @property
     def activation_offload(self) -> bool:
-        """Whether the inputs of recomputed blocks are to wait in host memory."""
+        """Whether to store the inputs of recomputed blocks in host memory."""
         return self.chosen.activation_offload
 
     @property
     def streamed(self) -> Streaming | None:
-        """How weights are to be streamed, for ``plan.resolve(streamed=...)``; ``None``: not."""
+        """Options for ``plan.resolve(streamed=...)``; ``None`` if weights are not streamed."""
         return self.chosen.streamed
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
-        """What the advice says beside the plan itself."""
+        """Decisions about streaming, gradient checkpointing and activation offload."""
         reason = f"{self.chosen.title}: {self.chosen.reason}"
         return (
             Decision(key="streamed", before=None, after=self.streamed or False, reason=reason),
@@ -156,17 +156,17 @@ class Advice(Readable):
 
     @property
     def runners_up(self) -> tuple[Candidate, ...]:
-        """The others that fit, from least to most offload."""
+        """Other candidates that fit, from least to most offload."""
         return tuple(one for one in self.candidates if one.fits and one is not self.chosen)
 
     @property
     def rejected(self) -> tuple[Candidate, ...]:
-        """Those that do not fit, from least to most offload."""
+        """Candidates that do not fit, from least to most offload."""
         return tuple(one for one in self.candidates if not one.fits)
 
     @property
     def headroom(self) -> dict[Place, int]:
-        """Bytes left of the budget, of each device and of the machine."""
+        """Unused bytes of the budget: of each device, and of the machine's host memory and NVMe."""
         needs = machine_needs(self.estimate)
         return {
             "device": self.budget.device - needs["device"],
@@ -176,39 +176,39 @@ class Advice(Readable):
 
     @override
     def brief(self) -> str:
-        """The choice, in one line."""
+        """Summarise the choice in one line."""
         from zerotune.plan import text
 
         return f"{text.describe(self.resolved)}; of {len(self.candidates)} candidates"
 
     @override
     def page(self) -> Page:
-        """What was chosen and why, and the five candidates that tell most, as a report."""
+        """Return the choice with its reason, and up to five candidates, as a report."""
         from zerotune.plan import text
 
         return text.advice_page(self, most=text.FOREMOST)
 
     def explain(self) -> str:
-        """What was chosen and why, what is left, and why the others were not."""
+        """Return the choice, its reason, the free memory and all candidates as text."""
         from zerotune.plan import text
 
         return text.advice_page(self).text(text.WIDTH)
 
     def explain_markdown(self) -> str:
-        """The same as ``explain``, as Markdown."""
+        """Return ``explain`` as Markdown."""
         from zerotune.plan import text
 
         return text.advice_page(self).markdown()
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as plain data that JSON can hold; sizes in bytes."""
+        """Return the advice as JSON-serialisable data; sizes are in bytes."""
         from zerotune.plan import text
 
         return text.advice_data(self)
 
 
 def machine_needs(estimate: MemoryEstimate) -> dict[Place, int]:
-    """Bytes of one device, and of host RAM and NVMe for all ranks of one machine."""
+    """Return the bytes of one device, and of host RAM and NVMe for all ranks of a machine."""
     ranks = estimate.workload.ranks_per_machine or estimate.resolved.world_size
     return {
         "device": estimate.device,
@@ -222,22 +222,22 @@ def machine_needs(estimate: MemoryEstimate) -> dict[Place, int]:
 
 @attrs.frozen(kw_only=True)
 class Layout:
-    """Where everything lies."""
+    """A layout: ZeRO stage, and the places of optimizer and parameters."""
 
     stage: int
     optimizer: str = "none"
     parameters: str = "none"
     pinned: bool = True
     fills_device: bool = False
-    """Whether as much of the optimizer stays on the device as fits beside all else."""
+    """Whether the device keeps as much of the optimizer as fits."""
     streams: bool = False
-    """Whether weights pass through the device unit by unit; as many stay as fit."""
+    """Whether weights are streamed; as many units as fit stay on the device."""
     splits: bool = False
-    """Whether of their master weights the low halves alone are kept."""
+    """Whether only the low halves of master weights are stored."""
 
     @property
     def title(self) -> str:
-        """In words."""
+        """The layout in words."""
         places = {"cpu": "in host memory", "nvme": "on NVMe"}
         if self.streams:
             split = ", split master weights" if self.splits else ""
@@ -277,18 +277,18 @@ LEVELS: Final[tuple[tuple[Layout, ...], ...]] = (
     (Layout(stage=3, optimizer="nvme", parameters="cpu"),),
     (Layout(stage=3, optimizer="nvme", parameters="nvme"),),
 )
-"""From least to most offload, each level in the order of stages. What leaves the device costs
-more time than what is partitioned, recomputing activations less than either."""
+"""Layouts from least to most offload, by stage within each level. Offload costs more time than
+partitioning, and recomputation costs less than both."""
 
 STREAMED, SPLIT = (layout.title for layout in STREAMING)
 ACTIVATION_OFFLOAD: Final = frozenset({"cuda", "rocm", "xpu"})
-"""Accelerators with memory of their own and streams to copy on."""
+"""Accelerators with separate memory and streams for copies."""
 
 _OPT_IN: Final = (
     "fits; chosen only if streaming is requested: `zerotune doctor --prove` proves its results"
 )
 ALSO_FITS: Final = "also fits; more offload than needed, or slower"
-"""Why a candidate that fits was not chosen, where nothing else is to be said of it."""
+"""Default reason why a candidate that fits was not chosen."""
 _SUGGESTED_BASE: Final = "nf4"
 _SUGGESTED_RANK: Final = 16
 
@@ -307,7 +307,7 @@ _PHASE_WORDS: Final[Mapping[Phase, str]] = {
 
 @attrs.frozen(kw_only=True)
 class Request:
-    """What is to be trained, on what."""
+    """A request for advice: model, machine, budget and preferences."""
 
     model: ModelFacts
     platform: Platform
@@ -315,17 +315,17 @@ class Request:
     world_size: int
     workload: Workload
     plan: DeepSpeedPlan
-    """Everything but the layout: precision, optimizer, accumulation …"""
+    """Settings other than the layout: precision, optimizer, accumulation …"""
     rates: Rates
-    """How fast the machine is."""
+    """Speeds of the machine."""
     prefer: Preference
-    """What is chosen of all that fits."""
+    """Criterion for the choice among plans that fit."""
     streamed: bool
-    """Whether a plan that streams weights may be chosen."""
+    """Whether a plan with streamed weights may be chosen."""
 
     @property
     def context(self) -> Context:
-        """Where the candidates are to run."""
+        """Context of the candidates."""
         return Context(world_size=self.world_size, platform=self.platform, model=self.model)
 
 
@@ -350,10 +350,10 @@ def advise(
     prefer: Preference,
     streamed: bool,
 ) -> Advice:
-    """See ``DeepSpeedPlan.advise``."""
+    """Choose a plan as ``DeepSpeedPlan.advise`` does."""
     if prefer not in PREFERENCES:
         raise InvalidValueError(
-            "is not a selection criterion",
+            "is not a known preference",
             key="prefer",
             value=prefer,
             fix='write "fastest" or "least offload"',
@@ -403,7 +403,7 @@ def _memory_budget(
             "is not a fraction of the memory",
             key="reserve",
             value=reserve,
-            fix="write 0.05 for 5 %",
+            fix="write a fraction, such as 0.05 for 5 %",
         )
     if device is None:
         device = min((one.total_memory for one in platform.devices), default=0)
@@ -413,8 +413,8 @@ def _memory_budget(
 
 
 _ALIKE: Final = 1.05
-"""Predictions as near as this say nothing, so that the least offload goes first; they missed what
-was measured by more than that, either way, in half of the cases of `bench prediction`."""
+"""Predictions within this factor count as equal, and the least offload is preferred. In half of the
+cases of `bench prediction` the error was larger."""
 
 
 def _choose(request: Request) -> Advice:
@@ -435,13 +435,13 @@ def _choose(request: Request) -> Advice:
 
 
 def _eligible(request: Request, candidates: Iterable[Candidate]) -> list[Candidate]:
-    """Those that may be chosen: what is not exact, only where nothing else fits."""
+    """Return the candidates that may be chosen; inexact ones only if nothing else fits."""
     fitting = [one for one in candidates if one.fits and (request.streamed or one.streamed is None)]
     return [one for one in fitting if one.title != SPLIT] or fitting
 
 
 def _without_clipping(candidate: Candidate) -> str:
-    """What clipping costs where weights are streamed."""
+    """Return the step time without clipping in words, for streamed weights."""
     time = candidate.time
     if candidate.streamed is None or time is None or time.schedule == "eager":
         return ""
@@ -475,7 +475,7 @@ def _candidates(
 
 
 def _fill_both(request: Request, estimate: MemoryEstimate) -> MemoryEstimate:
-    """Of streamed weights: as many units on the device, and buffers on the host, as fit."""
+    """Estimate streamed weights with as many units and gradient buffers as fit."""
     work = estimate.workload
     kept = with_units_kept(estimate, request.budget.usable("device"))
     ranks = work.ranks_per_machine or request.world_size
@@ -484,7 +484,7 @@ def _fill_both(request: Request, estimate: MemoryEstimate) -> MemoryEstimate:
 
 
 def _as_laid_out(layout: Layout, resolved: Mapping[Layout, ResolvedPlan]) -> bool:
-    """Whether resolution has left streaming as it was."""
+    """Whether resolution has kept the streaming options of ``layout``."""
     streaming = resolved[layout].streaming
     if streaming is None:
         return not layout.streams
@@ -502,12 +502,12 @@ def _resolved(request: Request, layout: Layout, plan: DeepSpeedPlan) -> Resolved
 def _fill_device(
     request: Request, layout: Layout, estimate: MemoryEstimate
 ) -> tuple[DeepSpeedPlan, MemoryEstimate]:
-    """The plan with as many sub-groups' optimizer on the device as there is room for; at least one.
+    """Return the plan with as many optimizer sub-groups on the device as fit, at least one.
 
     Args:
-        request: What is to be trained.
-        layout: Of the plan.
-        estimate: Of the plan with all of the optimizer in host memory.
+        request: The request.
+        layout: Layout of the plan.
+        estimate: Estimate of the plan with the whole optimizer in host memory.
     """
     work = estimate.workload
     case = Costing(resolved=estimate.resolved, model=request.model, workload=work)
@@ -537,7 +537,7 @@ def _fill_device(
 
 
 def _activations(request: Request) -> Iterator[tuple[bool, bool]]:
-    """Whether blocks are recomputed, and their inputs offloaded: what costs least time first."""
+    """Yield gradient checkpointing and activation offload settings, cheapest first."""
     yield False, False
     known = request.model.activations
     if known is None or known.checkpointed is None or request.workload.height is None:
@@ -648,27 +648,27 @@ def _nothing_fits(request: Request, candidates: list[Candidate]) -> NothingFitsE
         key="memory",
         value=f"{format_size(request.budget.device)} device,"
         f" {format_size(request.budget.host)} host, {format_size(request.budget.nvme)} nvme",
-        fix=f"provide {enough};{smaller} more ranks or NVMe for swap files lower the need",
+        fix=f"provide {enough}, or reduce the need with{smaller} more ranks or NVMe for swap files",
     )
 
 
 @attrs.frozen(kw_only=True)
 class Remedy:
-    """Other settings by which a model fits, or comes nearer to it."""
+    """Other settings with which a model fits or comes closer to fitting."""
 
     what: str
-    """What they are, in words (``"adapters fit"``)."""
+    """Effect in words (``"adapters fit"``)."""
     settings: Mapping[str, Any]
     """Arguments of ``DeepSpeedPlan.advise``, and options of ``zerotune plan advise``."""
     gain: str = ""
-    """What comes of it, in words."""
+    """Gain in words."""
 
     def in_python(self) -> str:
-        """The settings as arguments."""
+        """Return the settings as Python arguments."""
         return self._sentence(", ".join(f"{k}={value!r}" for k, value in self.settings.items()))
 
     def in_shell(self) -> str:
-        """The settings as options."""
+        """Return the settings as command-line options."""
         options = (
             f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
             for name, value in self.settings.items()
@@ -680,7 +680,7 @@ class Remedy:
 
 
 def _streamed_weights(request: Request) -> Remedy | None:
-    """What would fit if weights were streamed, with smaller states, and without clipping."""
+    """Return a remedy with streamed weights and smaller optimizer states, if one fits."""
     asked, clipping = request.plan.optimizer_name, request.plan.gradient_clipping
     kept = entry_of(asked).streamed_bytes_per_weight()
     lean = [
@@ -723,7 +723,7 @@ def _smaller_states(request: Request, nearest: Candidate) -> Remedy | None:
 
 
 def _adapters(request: Request) -> Remedy | None:
-    """Whether it would fit to train adapters, where all of the model was to be trained."""
+    """Return a remedy that trains adapters instead of the whole model, if one fits."""
     if request.model.trainable_numel < request.model.numel:
         return None
     for base_dtype in (None, _SUGGESTED_BASE):

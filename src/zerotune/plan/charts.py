@@ -1,4 +1,4 @@
-"""Memory estimates as charts: a stacked bar for each place. matplotlib is loaded only to draw."""
+"""Draw memory estimates as stacked bars. matplotlib is imported only when drawing."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _LINE: Final = 0.2
 
 @attrs.frozen(kw_only=True)
 class Panel:
-    """One stacked bar with its title and its legend."""
+    """A stacked bar with title and legend."""
 
     title: str
     parts: Sequence[tuple[str, float, str]]
@@ -48,11 +48,11 @@ class Panel:
     unit: str
     decimals: int = 2
     note: str = ""
-    """What stands at the right of the title."""
+    """Text to the right of the title."""
     limit: float | None = None
-    """Where a line across the bar is drawn."""
+    """Position of a line across the bar."""
     colour: str = INK
-    """Of ``note`` and of the line at ``limit``."""
+    """Colour of ``note`` and of the line at ``limit``."""
     room: bool = False
     """Whether the bar is shaded up to ``limit``."""
 
@@ -97,13 +97,13 @@ def plot_memory(
 ) -> Path:
     """Write the peak of each place as a stacked bar, by component, as PNG, PDF or SVG.
 
-    Each place has a scale of its own that starts at zero and holds its budget if there is one.
+    Each place has a separate scale, which starts at zero and includes the budget if there is one.
 
     Args:
-        estimate: What is needed.
-        path: The file, whose ending says the format (none: PNG); its folder is made, and a
-            chart already there is replaced.
-        budget: Bytes per rank there are at each place.
+        estimate: The memory estimate.
+        path: The file; its suffix decides the format (without suffix: PNG). Its folder is created,
+            and an existing file is replaced.
+        budget: Available bytes per rank by place.
 
     Returns:
         ``path``.
@@ -118,14 +118,14 @@ def plot_memory(
         )
     figure = draw_panels(memory_heading(estimate), memory_panels(estimate, budget=budget))
     content = io.BytesIO()
-    # Without the day, so that the same estimate gives the same file.
+    # Without a date, so that equal estimates give equal files.
     undated = {"pdf": {"CreationDate": None}, "svg": {"Date": None}}.get(kind)
     figure.savefig(content, format=kind, dpi=PIXELS_PER_INCH, metadata=undated)
     return write_whole(path, content.getvalue())
 
 
 def memory_heading(estimate: MemoryEstimate) -> str:
-    """What stands above a chart of ``estimate``."""
+    """Return the heading for a chart of ``estimate``."""
     return f"Memory per rank: {describe(estimate.resolved)}\n{subject(estimate)}"
 
 
@@ -135,12 +135,12 @@ def memory_panels(
     budget: RankBudget | None = None,
     measured: RankBudget | None = None,
 ) -> list[Panel]:
-    """A panel for each place that is used or limited.
+    """Return a panel for each place that is used or limited.
 
     Args:
-        estimate: What is needed.
-        budget: Bytes per rank there are at each place.
-        measured: Bytes per rank that were seen at each place, where no budget is shown.
+        estimate: The memory estimate.
+        budget: Available bytes per rank by place.
+        measured: Measured bytes per rank by place, shown if there is no budget.
     """
     unit, size = estimate_unit(estimate, budget)
     seen: RankBudget = measured or {}
@@ -175,7 +175,7 @@ def memory_panels(
 
 
 def draw_panels(heading: str, panels: Sequence[Panel]) -> Any:
-    """Panels below each other, as a matplotlib figure."""
+    """Draw panels below each other in a matplotlib figure."""
     lines = [line for each in heading.split("\n") for line in textwrap.wrap(each, 120)]
     keys = sum(-(-len(panel.parts) // _KEYS) for panel in panels)
     height = _LINE * (len(lines) + 1 + keys) + _BAR * len(panels)

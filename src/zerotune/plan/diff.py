@@ -1,4 +1,4 @@
-"""What differs between two plans, as a value."""
+"""Compare two plans."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _KIND_STYLES: Final[Mapping[ChangeKind, str]] = {
 
 @attrs.frozen(kw_only=True)
 class Change:
-    """One setting that is not the same in both plans."""
+    """A setting that differs between two plans."""
 
     key: str
     """Path of the setting (``"zero_optimization.stage"``)."""
@@ -56,24 +56,24 @@ class Change:
         return f"{self.key}: {values[self.kind]}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Key, kind and values, without the side that is not there: null is a value."""
+        """Return key, kind and existing values as JSON-serialisable data."""
         sides = {
             "added": {"after": self.after},
             "removed": {"before": self.before},
             "changed": {"before": self.before, "after": self.after},
         }[self.kind]
-        # What JSON cannot hold is written as Python does.
+        # Values that JSON cannot represent are written as Python text.
         return {"key": self.key, "kind": self.kind, **json.loads(_json_text(sides))}
 
 
 @attrs.frozen(kw_only=True)
 class PlanDifference:
-    """What changes on the way from one plan to another. Made by ``diff``; false when nothing."""
+    """The differences between two plans, from ``diff``; false if there are none."""
 
     before: str
-    """Where the first plan came from."""
+    """Origin of the first plan."""
     after: str
-    """Where the second plan came from."""
+    """Origin of the second plan."""
     changes: tuple[Change, ...] = ()
     """Every setting that differs, in the order of the keys."""
 
@@ -81,15 +81,15 @@ class PlanDifference:
         return bool(self.changes)
 
     def explain(self) -> str:
-        """The differences as text, one line each: ``+`` added, ``-`` removed, ``~`` changed."""
+        """Return one line per difference: ``+`` added, ``-`` removed, ``~`` changed."""
         return self.page().text()
 
     def markdown(self) -> str:
-        """The differences as Markdown."""
+        """Return the differences as Markdown."""
         return self.page().markdown()
 
     def page(self) -> Page:
-        """The differences, for a terminal."""
+        """Return the differences as a report."""
         count = len(self.changes)
         counted = {0: "no difference", 1: "1 difference"}.get(count, f"{count} differences")
         return Page(
@@ -98,13 +98,13 @@ class PlanDifference:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The differences as plain data that JSON can hold."""
+        """Return the differences as JSON-serialisable data."""
         changes = [change.to_dict() for change in self.changes]
         return {"before": self.before, "after": self.after, "changes": changes}
 
 
 def diff_plans(before: DeepSpeedPlan, after: DeepSpeedPlan) -> PlanDifference:
-    """What the second plan says otherwise; equal plans have no difference."""
+    """Return the differences between two plans as written."""
     _check_kind(before, after)
     return PlanDifference(
         before=before.source,
@@ -114,9 +114,9 @@ def diff_plans(before: DeepSpeedPlan, after: DeepSpeedPlan) -> PlanDifference:
 
 
 def diff_resolved(before: ResolvedPlan, after: ResolvedPlan) -> PlanDifference:
-    """What will run otherwise: the rendered configuration, the engine, optimizer and schedule.
+    """Return the differences in configuration, engine, optimizer and schedule.
 
-    Reasons are not compared. Neither plan need be complete.
+    Reasons are not compared, and incomplete plans can be compared.
     """
     _check_kind(before, after)
     return PlanDifference(
@@ -133,7 +133,7 @@ def _check_kind(before: object, after: object) -> None:
             f"can only be compared with a {name}",
             key="other",
             value=type(after).__name__,
-            fix=f"pass a {name}: plans become resolved plans by resolve()",
+            fix=f"pass a {name}; resolve() turns a plan into a resolved plan",
         )
 
 

@@ -97,9 +97,7 @@ class Kind(ABC):
         """Read ``value`` like ``read``, and log a decision for each change."""
         refuse_template(self, value, key)
         if value is None and getattr(self, "null", None) is None:
-            log.decide(
-                key=key, before="null", after=None, reason="null means that the key is not set"
-            )
+            log.decide(key=key, before="null", after=None, reason="null is read as an unset key")
             return None
         result, reason = self.read(value, key)
         if reason is not None:
@@ -345,7 +343,7 @@ class Text(Kind):
         """Strip surrounding blanks."""
         self.check(value, key)
         text = value.strip()
-        return text, None if text == value else "surrounding blanks removed"
+        return text, None if text == value else "surrounding blanks are removed"
 
 
 @attrs.frozen(kw_only=True)
@@ -777,14 +775,17 @@ def _canonical_key(
 ) -> str:
     if not isinstance(written, str):
         raise InvalidValueError(
-            "has a key that is not text", key=key or None, value=written, fix="put it in quotes"
+            "contains a key that is not text",
+            key=key or None,
+            value=written,
+            fix="put it in quotes",
         )
     name = cls.aliases.get(written, written)
     if name == written:
         return written
     if name in raw:
         raise PlanConflictError(
-            f"is set twice, as {written!r} and as {name!r}",
+            f"is set under two names, {written!r} and {name!r}",
             key=join(key, name),
             value=raw[written],
             fix=f"keep only {name!r}",
@@ -1175,7 +1176,7 @@ class _Translating:
         self.log.decide(
             key=f"{self.path}.{key}",
             before=value,
-            after="pin_memory of the offload sections",
+            after="pin_memory in the offload sections",
             reason="the key is deprecated; DeepSpeed reads pin_memory instead",
             severity="warning",
         )
@@ -1823,7 +1824,7 @@ class ModelFacts:
         ]
         if not adapters:
             raise InvalidValueError(
-                f"no layer of {self.name} has this name",
+                f"no layer of {self.name} has a name that ends like this",
                 key="lora_targets",
                 value=ends,
                 fix="write the ends of the names of the layers to adapt",

@@ -482,7 +482,7 @@ def settings_by_path(overrides: Any, places: Places) -> dict[str, Any]:
 
 def _flattened(overrides: Mapping[Any, Any], prefix: str, depth: int) -> Iterator[tuple[str, Any]]:
     if depth > _MOST_NESTED:
-        raise InvalidValueError("is nested too deeply", key="overrides", fix="nest less")
+        raise InvalidValueError("is nested too deeply", key="overrides", fix="use fewer levels")
     for name, value in overrides.items():
         if not isinstance(name, str) or not all(name.split(".")):
             raise InvalidValueError(

@@ -245,7 +245,7 @@ def clipping(plan: DeepSpeedPlan, run: RunFacts) -> Clipping:
     for value, who in clipping_sources(plan, run):
         if is_number(value):
             return Clipping(float(value), f"{who} says so")
-    return Clipping(DEFAULT_CLIPPING, "the default of DeepSpeed 0.19.8 and of accelerate")
+    return Clipping(DEFAULT_CLIPPING, "1.0 is the default of DeepSpeed 0.19.8 and of accelerate")
 
 
 # -- The training precision, from the requested precision and the platform.

@@ -1,7 +1,7 @@
-"""Reading the JSON Schema that ``zerotune.backend.schema.plan_schema`` makes, without DeepSpeed.
+"""Read the JSON Schema of ``zerotune.backend.schema.plan_schema`` without DeepSpeed.
 
-``passed_schema`` is a part of it on file: what DeepSpeed itself judges of the sections that plans
-pass through. ``faults`` judges as DeepSpeed's models do, which take ``"5"`` and ``5.0`` for 5.
+``passed_schema`` is a stored part of the schema, for sections that plans pass through. ``faults``
+validates like DeepSpeed's models, which accept ``"5"`` and ``5.0`` for 5.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from zerotune.decisions import Decision
 from zerotune.plan.model import is_auto, join
 
 HANDLING: Final = "x-zerotune"
-"""Keyword of the schema that tells what zerotune does with a key."""
+"""Keyword of the schema for zerotune's handling of a key."""
 
 
 @attrs.frozen(kw_only=True)
@@ -32,21 +32,21 @@ class Parameter:
     path: str
     """Dotted path (``"zero_optimization.stage"``)."""
     types: tuple[str, ...]
-    """JSON types it may have; empty: anything."""
+    """Allowed JSON types; empty for any type."""
     default: Any = None
     """DeepSpeed's default."""
     doc: str = ""
     deprecated: bool = False
     replaced_by: str | None = None
-    """The key to write instead."""
+    """Key that replaces it."""
     modelled: bool = False
     """Whether zerotune models it; otherwise it is passed through."""
     stages: tuple[int, ...] = ()
-    """ZeRO stages where it has an effect; empty: not known, or all."""
+    """ZeRO stages where the key has an effect; empty if unknown, or for all stages."""
 
     @property
     def name(self) -> str:
-        """The key itself."""
+        """Last part of the path."""
         return self.path.rpartition(".")[2]
 
 
@@ -128,9 +128,9 @@ def _documented(body: ast.ClassDef) -> Iterator[tuple[str, str]]:
 
 @cache
 def passed_schema() -> Mapping[str, Any]:
-    """What DeepSpeed judges of the keys that plans pass through, by key, from the file.
+    """Return the stored schema of the keys that plans pass through.
 
-    ``python -m tools.deepspeed_schema`` writes the file anew.
+    ``python -m tools.deepspeed_schema`` regenerates the file.
     """
     text = (files("zerotune.plan") / "data" / "deepspeed.json").read_text(encoding="utf-8")
     properties: Mapping[str, Any] = json.loads(text)["properties"]
@@ -145,7 +145,7 @@ def _fault(path: str, value: Any, fix: str, reason: str = _REFUSED) -> Decision:
 
 
 def faults(value: Any, schema: Mapping[str, Any], path: str) -> list[Decision]:
-    """Everything in ``value`` that DeepSpeed would refuse; empty: it takes it."""
+    """Return the errors that DeepSpeed would raise for ``value``; empty if it is valid."""
     branches = schema.get("anyOf")
     if branches is None:
         return list(_faults(value, schema, path))
@@ -213,7 +213,7 @@ def _faults_inside(value: Any, schema: Mapping[str, Any], path: str) -> Iterator
 
 
 def _is_of_type(value: Any, kind: str) -> bool:
-    """As pydantic takes it, which is generous."""
+    """Whether pydantic accepts ``value``, including its lenient conversions."""
     if kind in ("integer", "number"):
         number = as_number(int(value) if isinstance(value, bool) else value)
         return number is not None and (kind == "number" or number == int(number))
@@ -241,7 +241,7 @@ _TYPE_WORDS: Final = {
 
 
 def _words(schema: Mapping[str, Any]) -> str:
-    """What a schema takes, as in "an integer of more than 0, or "auto""."""
+    """Return the allowed values in words, as in "an integer of more than 0, or "auto""."""
     if "anyOf" in schema:
         return ", or ".join(_words({**each, **_bounds(schema)}) for each in schema["anyOf"])
     if "const" in schema:

@@ -1,4 +1,4 @@
-"""What plans are read from: JSON and YAML text, files, and what names them in a configuration."""
+"""Read JSON and YAML text and files, and find the file that a configuration names."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from zerotune.errors import InvalidValueError, PlanFileError, PlanSyntaxError, s
 _LARGEST_FILE = ContextVar("largest plan file", default=16 * 1024**2)
 _LARGEST_ALLOWED = 1024**3
 _YAML_SHARE = 128
-"""YAML takes as many times longer to read than JSON, so a file of it may be as much smaller."""
+"""YAML reads slower than JSON by this factor, so a YAML file must be smaller by it."""
 _BYTES_OF_A_VALUE = 20
-"""A file may hold a value for as many bytes that it may have: each takes more when it is read."""
+"""Maximum file size per allowed value in bytes, because parsed values use more memory."""
 _QUOTED = re.compile(r'"[^"]*"?')
 
 
 @contextmanager
 def reading_at_most(size: int | str, *, key: str = "size") -> Iterator[None]:
-    """Read plan files of up to ``size`` inside; 16 MiB without it.
+    """Allow plan files of up to ``size`` inside the block, instead of 16 MiB.
 
     Args:
-        size: Bytes, or an amount such as ``"64MiB"``; YAML may have a 128th of it, and JSON a
-            value for each 20 of them.
+        size: Bytes, or an amount such as ``"64MiB"``. YAML may have 1/128 of this size, and JSON
+            may have one value per 20 bytes of it.
         key: Name of the setting, for the message.
 
     Raises:
@@ -60,18 +60,18 @@ def reading_at_most(size: int | str, *, key: str = "size") -> Iterator[None]:
 
 
 def refuse_long_yaml(text: str, *, key: str) -> None:
-    """Raise ``InvalidValueError`` for what no reader would take as a part of a YAML."""
+    """Raise ``InvalidValueError`` if ``text`` is too long for a value in a YAML file."""
     most = _LARGEST_FILE.get() // _YAML_SHARE
     if len(text) > most:
         raise InvalidValueError(
-            f"is longer than {format_size(most)}, the maximum when reading a YAML again",
+            f"is longer than {format_size(most)}, the maximum for a value in a YAML file",
             key=key,
-            fix="use DeepSpeed's format, or shorten it",
+            fix="use DeepSpeed's JSON format, or shorten the configuration",
         )
 
 
 def _without_escapes(text: str) -> str:
-    """The text with blanks for what is escaped: only then each quote begins or ends a text.
+    """Replace escapes with blanks, so that each quote begins or ends a string.
 
     ``re`` would remember every escape of a long text until it has seen its end.
     """
@@ -94,16 +94,16 @@ def _refuse_too_large(size: int, largest: int, source: str, key: str) -> None:
         )
 
 
-# -- JSON, read so that it is known where things are.
+# -- JSON with the positions of its parts.
 #
 # ``json`` reads it. Comments and trailing commas, which DeepSpeed itself accepts in files, are
-# blanked out and reported; everything else that is not JSON is an error with line, column and,
-# from a table, what people usually mean by it.
+# blanked out and reported. Everything else that is not JSON is an error with line, column and,
+# from a table, the usual intention.
 
 _MOST_LEVELS = 100
 _LONGEST_NUMBER = 400
 _MOST_LIBERTIES = 20
-"""As many comments and commas are named one by one."""
+"""Maximum number of comments and commas that a warning lists."""
 _STRING = r'"[^"]*"?'
 _COMMENT = r"(?://[^\n]*|#[^\n]*|/\*.*?\*/)"
 _TEXT_OR_COMMENTS = re.compile(rf"{_STRING}|(?:{_COMMENT}[ \t\r\n]*){{1,1000}}", re.DOTALL)
@@ -121,7 +121,7 @@ def parse_json(text: str, *, source: str) -> tuple[Any, list[str]]:
 
     Args:
         text: The text; a leading byte-order mark is skipped.
-        source: Name used in errors.
+        source: Name of the text in errors.
 
     Returns:
         The value, and one sentence for each liberty that was tolerated.
@@ -156,7 +156,7 @@ class _Json:
             raise self.error(*plain._refused_place()) from None
 
     def _refuse_too_many(self) -> None:
-        """Refuse JSON of more values than a configuration has, before they take memory."""
+        """Reject JSON with too many values before it is parsed."""
         most = _LARGEST_FILE.get() // _BYTES_OF_A_VALUE
         if (
             self.text.count(",") >= most
@@ -170,7 +170,7 @@ class _Json:
             )
 
     def _strictly(self) -> Any:
-        """What ``json`` makes of it, without what ``json`` lets pass; ``ValueError`` otherwise."""
+        """Parse strictly; raise ``ValueError`` also for invalid JSON that ``json`` accepts."""
         if "\\u" in self.text and _LONE_SURROGATE.search(self.text.replace("\\\\", "  ")):
             raise ValueError(*_HALF_LETTER)
         value = _DECODER.decode(self.text)
@@ -187,7 +187,7 @@ class _Json:
         raise ValueError("is nested too deeply")
 
     def _without_liberties(self) -> tuple[str, list[str]]:
-        """The text with blanks where its comments and trailing commas are, and where those are."""
+        """Return the text with blanks for comments and trailing commas, and their positions."""
         found: list[tuple[str, int]] = []
         parts, done = [], 0
         for match in _TEXT_OR_COMMENTS.finditer(_without_escapes(self.text)):
@@ -219,14 +219,14 @@ class _Json:
         return plain, sentences
 
     def _hint(self, error: json.JSONDecodeError) -> tuple[int, str, str]:
-        """Where ``json`` stopped, what is wrong there, and what to do."""
+        """Return the position of the error, its description, and the fix."""
         at, message = error.pos, error.msg
         if not self.text.strip():
             return at, "is empty", "write at least {}"
         if not self.text[:at].strip() and _YAML_KEY.match(self.text, at):
             return at, "is not JSON; it looks like YAML", "give it the suffix .yaml"
         if message.startswith(("Expecting ',' ", "Extra")) and _LETTER.match(self.text, at):
-            # Of "0x10" it has read the 0, and stops behind it.
+            # In "0x10", ``json`` reads the 0 and stops after it.
             while at > 0 and _LETTER.match(self.text, at - 1):
                 at, message = at - 1, "Expecting value"
         lacking = self._missing_bracket() if message.startswith("Expecting ',' ") else None
@@ -240,7 +240,7 @@ class _Json:
         return at, f"has an unexpected {self.text[at]!r}", "write a value"
 
     def _missing_bracket(self) -> int | None:
-        """Behind what a bracket is missing, where the lines are indented: their depth says it."""
+        """Return the position after which a bracket is missing, judged by indentation."""
         # Of each open bracket: where its line begins, how far that is indented, its first entry.
         open_ones: list[tuple[int, int, int | None]] = []
         for match in _TOKENS.finditer(_without_escapes(self.text)):
@@ -262,7 +262,7 @@ class _Json:
         return None
 
     def _refused_place(self) -> tuple[int, str, str]:
-        """Where JSON has what ``json`` lets pass, what is wrong with that, and what to do."""
+        """Return position, description and fix of invalid JSON that ``json`` accepts."""
         half = _LONE_SURROGATE.search(self.text.replace("\\\\", "  "))
         if half is not None:
             return half.start(), *_HALF_LETTER
@@ -290,7 +290,7 @@ class _Json:
         return 0, *_TOO_DEEP
 
     def key_lines(self) -> Iterator[tuple[str, int]]:
-        """The path and the line of every key that stands in objects only."""
+        """Yield path and line of each key that is not inside a list."""
         plain, _ = self._without_liberties()
         # What the paths inside each open bracket begin with; ``None``: it is in a list.
         open_ones: list[str | None] = []
@@ -325,11 +325,11 @@ _HALF_LETTER = (
 
 
 def key_lines(text: str, path: Path) -> dict[str, int]:
-    """The line of every key of a file that was read, counted from 1, by the key's path.
+    """Return the line of each key in a file, counted from 1, by the key's path.
 
     Args:
-        text: What the file holds.
-        path: The file; its suffix tells what it is.
+        text: Content of the file.
+        path: The file; its suffix decides the format.
     """
     if path.suffix.lower() in YAML_SUFFIXES:
         import yaml
@@ -419,7 +419,7 @@ _HINTS = tuple(
         ("", r"(\w{1,80})", "contains the word {} without quotes", 'write "{}"'),
     )
 )
-"""What ``json`` says, what stands where it stops, what is wrong with that, and what to do."""
+"""Message of ``json``, text at the position, description of the error, and fix."""
 _LETTER = re.compile(r"[-+.\w]")
 _YAML_KEY = re.compile(r"[A-Za-z_][\w.]*[ \t]*:")
 
@@ -428,7 +428,7 @@ _YAML_KEY = re.compile(r"[A-Za-z_][\w.]*[ \t]*:")
 
 
 def parse_yaml(text: str, *, source: str) -> Any:
-    """Parse YAML text, refusing duplicated keys, which PyYAML overwrites in silence."""
+    """Parse YAML text; raise an error for duplicate keys, which PyYAML silently overwrites."""
     import yaml
 
     _refuse_too_large(len(text), _LARGEST_FILE.get() // _YAML_SHARE, source, "file")
@@ -448,23 +448,27 @@ def parse_yaml(text: str, *, source: str) -> Any:
             column=mark.column + 1 if mark else 1,
             fix="check indentation, colons and quotes at this place",
         ) from None
-    # PyYAML leaves some of these to whoever writes `!!int x` or `!!bool 2`.
+    # PyYAML raises some of these for tags such as `!!int x` or `!!bool 2`.
     except (
         yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError,
         RecursionError,
     ) as error:  # fmt: skip
         said = "it is nested too deeply" if isinstance(error, RecursionError) else error
         raise PlanSyntaxError(
-            f"is not YAML: {said}", source=source, line=1, column=1, fix="save it as plain YAML"
+            f"is not YAML: {said}",
+            source=source,
+            line=1,
+            column=1,
+            fix="save the file as plain YAML",
         ) from None
 
 
 _MOST_REPEATED = 10_000
-"""Values that aliases may add to those that are written."""
+"""Maximum number of values that aliases may add."""
 
 
 def _check_nodes(root: Any, source: str) -> None:
-    """Refuse duplicated keys, and what takes little to write and much to hold: aliases, numbers."""
+    """Reject duplicate keys, repeated aliases, and numbers that need much memory."""
     sizes: dict[int, int | None] = {}
 
     def refused(node: Any, reason: str, fix: str) -> PlanSyntaxError:
@@ -513,7 +517,7 @@ YAML_SUFFIXES = (".yaml", ".yml")
 
 
 def parse_file(text: str, path: Path) -> tuple[Any, list[str]]:
-    """Parse the text of a file by its suffix, as ``parse_json`` does."""
+    """Parse the text of a file in the format of its suffix; return the result of ``parse_json``."""
     suffix = path.suffix.lower()
     if suffix in YAML_SUFFIXES:
         return parse_yaml(text, source=str(path)), []
@@ -541,11 +545,11 @@ TRAINER_KEYS = {
     "offload_param_path": "offload_param_path",
     "offload_optimizer_path": "offload_optimizer_path",
 }
-"""Key of a trainer's own file to the launch setting it is."""
+"""Launch settings by key of a trainer's file."""
 MICRO_KEYS = ("train_batch_size", "per_device_train_batch_size")
-"""Keys of a trainer's own file for the samples of one pass on one rank."""
+"""Keys of a trainer's file for the samples per pass and rank."""
 INIT_FLAG = "zero3_init_flag"
-"""The launch setting that SimpleTuner's page writes among DeepSpeed's own keys."""
+"""Launch setting that SimpleTuner's documentation puts among DeepSpeed's keys."""
 
 
 def wrapper_of(config: Mapping[Any, Any]) -> str | None:
@@ -557,24 +561,24 @@ def wrapper_of(config: Mapping[Any, Any]) -> str | None:
 
 
 def is_off(written: Any) -> bool:
-    """Whether a trainer's file switches DeepSpeed off by this value of its wrapper."""
+    """Whether this value of ``deepspeed_config`` disables DeepSpeed."""
     return written is None or (
         isinstance(written, str) and written.strip().lower() in ("", "none", "null")
     )
 
 
 def undashed(key: Any) -> str:
-    """A key of a trainer's file without leading dashes; ``""`` for what is no text."""
+    """Return a key of a trainer's file without leading dashes; ``""`` if it is not text."""
     return key.lstrip("-") if isinstance(key, str) else ""
 
 
 def read_text(path: Path, *, key: str | None = None, tried: Collection[Path] = ()) -> str:
-    """The text of a plan file.
+    """Read the text of a plan file.
 
     Args:
         path: The file.
-        key: The setting that names it, if one does.
-        tried: Other places that were looked at, for the message.
+        key: Setting that names the file, if there is one.
+        tried: Other paths that were tried, for the message.
     """
     name = key or "file"
     try:
@@ -609,21 +613,21 @@ def read_text(path: Path, *, key: str | None = None, tried: Collection[Path] = (
 
 
 class Named(NamedTuple):
-    """What a setting that names a configuration leads to."""
+    """Configuration to which a setting refers."""
 
     value: Any
     sentences: list[str]
-    """Liberties that were tolerated."""
+    """Descriptions of tolerated deviations from JSON."""
     source: str
-    """Name for messages."""
+    """Name of the configuration in messages."""
     folder: Path | None
-    """Folder of the file; ``None`` when the setting is the configuration itself."""
+    """Folder of the file; ``None`` if the setting contains the configuration."""
 
 
 def read_named(written: str, folder: Path | None, *, key: str) -> Named:
-    """The configuration that a setting names: JSON text, the path of a file, or base64 of JSON.
+    """Read the configuration of a setting: JSON text, the path of a file, or base64 of JSON.
 
-    accelerate and transformers accept all three (``HfDeepSpeedConfig``).
+    accelerate and transformers accept these three forms (``HfDeepSpeedConfig``).
     """
     places = [Path(written)] if folder is None else [folder / written, Path(written)]
     path = next(filter(_is_file, places), None)
@@ -656,8 +660,8 @@ def tolerated(sentences: Collection[str], source: str, log: Log) -> None:
             key=source,
             before="; ".join(sentences),
             after=None,
-            reason="strict JSON allows no comments, no trailing commas and nothing of HJSON, and"
-            " accelerate refuses them",
+            reason="strict JSON allows no comments, trailing commas or HJSON syntax, and "
+            "accelerate rejects them",
             severity="warning",
         )
 

@@ -145,7 +145,7 @@ def plan_document(
         text = f"from zerotune.plan import DeepSpeedPlan\n\nplan = {python_expression(plan)}\n"
         return PlanDocument(format=format, text=text)
     raise InvalidValueError(
-        "is not a format for plans",
+        "is not a supported format for plans",
         key="format",
         value=format,
         fix="use one of " + ", ".join(repr(name) for name in FORMATS),

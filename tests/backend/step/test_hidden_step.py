@@ -810,7 +810,7 @@ def watched(how: str) -> dict[str, Any]:
             elif kept:
                 there = torch.as_tensor(kept[0]).view(torch.bfloat16)
                 seen.append(torch.equal(there, weight.detach()))
-    reasons = [d.reason for d in engine.decisions if d.before == "taken later"]
+    reasons = [d.reason for d in engine.decisions if d.before == "deferred"]
     for each in kept:
         if hasattr(each, "remove"):
             each.remove()
@@ -851,7 +851,7 @@ def compiled_outside(hidden: bool, how: str) -> dict[str, Any]:
             engine.backward(loss)
             engine.step()
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    reasons = [d.reason for d in engine.decisions if d.before == "taken later"]
+    reasons = [d.reason for d in engine.decisions if d.before == "deferred"]
     engine.close()
     return {"losses": losses, "graphs": graphs, "reasons": reasons}
 

@@ -424,7 +424,7 @@ def test_where_adapters_fit_on_a_quantized_base_only_that_is_suggested():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"base_dtype": "nf4"}, r"base_dtype = 'nf4': a quantized model cannot be trained itself"),
+        ({"base_dtype": "nf4"}, r"base_dtype = 'nf4': a quantized model cannot be trained"),
         ({"base_dtype": "bf16", "lora": 4}, r"base_dtype = 'bf16'.*one of nf4, fp4, int8, fp8"),
     ],
 )

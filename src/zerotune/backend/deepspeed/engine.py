@@ -1,9 +1,9 @@
 """Training under ZeRO, on DeepSpeed directly.
 
-Why not through accelerate: its DeepSpeed plugin fills ``"auto"`` in two directions, replaces an
-optimizer it does not recognise by DeepSpeedCPUAdam when offload is on, sizes buckets from a
-``hidden_size`` that diffusion models lack, and divides schedules by the number of processes. A
-plan that is already resolved needs none of that. See docs/engines.md for the measurements.
+accelerate is not used, because a resolved plan needs nothing that accelerate's DeepSpeed plugin
+does: fill ``"auto"`` in two directions, replace unknown optimizers by DeepSpeedCPUAdam with
+offload, size buckets by a ``hidden_size`` that diffusion models lack, and divide schedules by the
+number of processes. See docs/engines.md for measurements.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _SCALER_FIELDS: Final = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hys
 
 
 class ZeROEngine(Engine):
-    """An ``Engine`` over a ``deepspeed.DeepSpeedEngine``, whoever initialized that.
+    """An ``Engine`` around a ``deepspeed.DeepSpeedEngine``.
 
     A subclass sets plan, group, module, ``_engine``, ``_wrapper`` and ``_expected_groups``, and
     then calls ``_verify``.
@@ -67,14 +67,14 @@ class ZeROEngine(Engine):
     _wrapper: OptimizerWrapper
     _expected_groups: tuple[RunningGroup, ...]
     _broken_by: str | None = None
-    """What ended a backward pass from which DeepSpeed does not recover."""
+    """Name of the error in a backward pass after which DeepSpeed cannot continue."""
     _unfinished = False
-    """Whether there are gradients of a micro batch that was never closed by ``step``."""
+    """Whether a micro batch has gradients for which ``step`` was not called."""
 
     def _verify(self, *, builder: str) -> None:
-        """See where DeepSpeed put the master weights, and whether what runs is the plan.
+        """Find DeepSpeed's master weights, attach the optimizer, and compare engine and plan.
 
-        An optimizer that has to know the layout is told. ``builder`` initialized DeepSpeed.
+        ``builder`` is the name of the component that initialized DeepSpeed.
         """
         layout, inner = self._wrapper.layout, self._wrapper.inner
         self._wrapper.note_edits()
@@ -96,7 +96,7 @@ class ZeROEngine(Engine):
 
     @property
     def deepspeed_engine(self) -> Any:
-        """The ``deepspeed.DeepSpeedEngine``, for what this class does not offer."""
+        """The ``deepspeed.DeepSpeedEngine``, for features that this class lacks."""
         return self._engine
 
     @property
@@ -166,27 +166,26 @@ class ZeROEngine(Engine):
             raise
 
     def _check_goes_on(self) -> None:
-        """Check that the last backward pass has ended."""
+        """Check that the last backward pass did not fail."""
         if self._broken_by is not None:
             raise EngineError(
-                f"the last backward pass ended in {self._broken_by}, and DeepSpeed keeps the "
-                "gradients that it had begun to reduce",
+                f"the last backward pass failed with {self._broken_by}, and DeepSpeed still has "
+                "partially reduced gradients",
                 key="engine.backward",
-                fix="resume from the last checkpoint with a new engine; an error in the forward "
-                "pass would have left nothing behind",
+                fix="create a new engine, and resume from the last checkpoint",
             )
 
     def _strided(self) -> EngineError | None:
-        """Weights in a memory order of which DeepSpeed cannot take flat gradients."""
+        """The error for weights whose memory order DeepSpeed does not support, if any."""
         for name, parameter in self._module.named_parameters():
             if parameter.requires_grad and not parameter.is_contiguous():
                 return EngineError(
-                    "its memory order changed while the engine trains it, and DeepSpeed cannot "
-                    "take such gradients",
+                    "the parameter's memory format changed after the engine started, and DeepSpeed "
+                    "does not support such gradients",
                     key=f"model.{name}",
                     value=f"strides {parameter.stride()}",
-                    fix="give the model and its inputs another memory format before the engine "
-                    "starts, or call model.to(memory_format=torch.contiguous_format)",
+                    fix="set the memory format of model and inputs before the engine starts, or "
+                    "call model.to(memory_format=torch.contiguous_format)",
                 )
         return None
 
@@ -230,13 +229,13 @@ class ZeROEngine(Engine):
         self._unfinished = False
 
     def _unchecked_norm(self) -> float | None:
-        """Norm of the gradients where DeepSpeed steps whatever they are: at stage 0 in fp32."""
+        """Gradient norm if DeepSpeed does not check gradients itself (stage 0 in fp32)."""
         engine = self._engine
         if self._wrapper.skips_overflow or engine.torch_autocast_z0_gradscaler:
             return None
         norm = float(gradient_norm(self._module.parameters()))
         if not engine.enable_backward_allreduce:
-            # 1-bit optimizers: each rank has gradients of its own, and all must do the same.
+            # 1-bit optimizers: gradients differ between ranks, but all ranks must decide alike.
             bad = self._group.any(not math.isfinite(norm))
             norm = math.nan if bad else norm
         return norm
@@ -247,7 +246,7 @@ class ZeROEngine(Engine):
 
     @override
     def _checks(self) -> Checks:
-        """Read from the engine, its optimizer and the model, not from the configuration."""
+        """Compare the plan with the engine, its optimizer and the model, not the configuration."""
         engine, plan, checks = self._engine, self._plan, Checks()
         checks.equal("zero_optimization.stage", plan.stage, engine.zero_optimization_stage())
         self._compare_optimizer(checks)
@@ -263,8 +262,8 @@ class ZeROEngine(Engine):
         checks.equal("offload_optimizer.device", plan.offload_optimizer, optimizer)
         checks.equal("offload_param.device", plan.offload_param, parameter)
         if plan.stage == 3:
-            # A high persistence threshold keeps all whole. Frozen parameters count too: beside a
-            # large frozen base all adapters are small enough to stay.
+            # A high persistence threshold keeps all parameters whole. Frozen parameters count too:
+            # next to a large frozen base, all adapters are small enough to stay whole.
             parameters = list(self._module.parameters())
             whole = sum(math.prod(full_shape(p)) for p in parameters)
             checks.equal("stage 3 partitions", True, sum(p.numel() for p in parameters) < whole)
@@ -297,14 +296,14 @@ class DeepSpeedEngine(StartedEngine, ZeROEngine):
 
     Args:
         model: The model, in fp32, on any device.
-        plan: A resolved plan with optimizer and scheduler chosen and nothing ``"auto"``.
-        timeout_s: Seconds after which a collective gives up.
+        plan: The resolved plan, including optimizer and schedule.
+        timeout_s: Seconds after which a collective raises an error.
 
     Raises:
-        EngineError: The plan does not use DeepSpeed, has no optimizer choice, was resolved for
-            another world size, or DeepSpeed refused it.
+        EngineError: The plan does not use DeepSpeed, its optimizer is not resolved, the number of
+            processes differs from the plan's, or DeepSpeed rejects the plan.
         MissingDependencyError: DeepSpeed is not installed.
-        VerificationError: What DeepSpeed built is not what the plan says.
+        VerificationError: The engine that DeepSpeed built differs from the plan.
     """
 
     @override
@@ -318,11 +317,11 @@ class DeepSpeedEngine(StartedEngine, ZeROEngine):
             key="model.dtype",
             before="fp32",
             after=plan.precision,
-            reason=f"DeepSpeed rounds the weights to {plan.precision} before it makes the fp32 "
-            "master copy, so training starts from the rounded weights",
+            reason=f"DeepSpeed rounds the weights to {plan.precision} before copying them to fp32 "
+            "master weights, so training starts from rounded weights",
         )
         wide = any(dtype_at_rest(parameter) == torch.float32 for _, parameter in named)
-        # Before anything takes memory of the device.
+        # Before device memory is allocated.
         proven = prove_offload(plan, self._group)
         read = read_weights(deepspeed, plan, model)
         pinned = pin_exactly(plan, resources=self.resources)
@@ -359,13 +358,13 @@ class DeepSpeedEngine(StartedEngine, ZeROEngine):
             else:
                 with restored(self._module, world_size=self._group.world_size):
                     self._destroy()
-                # What stage 3 has made of each parameter holds itself, and a process group.
+                # Stage 3's attributes of parameters form reference cycles with a process group.
                 gc.collect()
 
     def _destroy(self) -> None:
         self._engine.destroy()
         end_threads(self._engine)
-        # The hooks that DeepSpeed's engine leaves on a module hold all of the engine.
+        # DeepSpeed's remaining hooks on the module keep the whole engine alive.
         for hooks in (self._module._forward_hooks, self._module._forward_pre_hooks):
             for key, hook in list(hooks.items()):
                 if (getattr(hook, "__module__", None) or "").startswith("deepspeed."):
@@ -373,10 +372,12 @@ class DeepSpeedEngine(StartedEngine, ZeROEngine):
 
 
 def end_threads(engine: Any) -> None:
-    """Have a DeepSpeed engine that has ended hold no process groups and no files' queues.
+    """Release the process groups and I/O queues of a destroyed DeepSpeed engine.
 
-    Their threads and descriptors last as long as somebody holds them, which the engine's module
-    does too.
+    Otherwise references from the engine's module keep their threads and file descriptors alive.
+
+    Args:
+        engine: DeepSpeed's engine.
     """
     wrapper, parameters = engine.optimizer, list(engine.module.parameters())
     for holder in (engine, wrapper, getattr(wrapper, "parameter_offload", None), *parameters):
@@ -394,22 +395,21 @@ def end_threads(engine: Any) -> None:
 
 
 def replay_adam_steps(adam: Any, steps: int) -> None:
-    """Bring the powers of beta that DeepSpeed's CPU Adam keeps to where an uninterrupted run is.
+    """After a resume, restore the powers of beta in DeepSpeed's CPU Adam.
 
-    The op behind DeepSpeedCPUAdam, and behind FusedAdam on the CPU accelerator, keeps beta to the
-    power of the step as a running fp32 product. In a process that starts at a later step it
-    computes the power anew, which rounds differently (first at step 3 of 0.999), so that a resumed
-    run would drift from an uninterrupted one by about 1e-6 of a loss.
+    The op of DeepSpeedCPUAdam, and of FusedAdam on a CPU, computes powers of beta as running fp32
+    products. A new process would compute the power directly, which rounds differently (first at
+    step 3 for 0.999). Losses of a resumed run would differ by about 1e-6 from an uninterrupted run.
 
     Args:
-        adam: An optimizer that DeepSpeed steps; others than these are left alone.
-        steps: Optimizer steps taken before.
+        adam: DeepSpeed's optimizer; all classes except these two are left unchanged.
+        steps: Number of optimizer steps before the resume.
     """
     update = _cpu_adam_update(adam)
     if update is None or steps < 1:
         return
     betas = list(dict.fromkeys(tuple(group["betas"]) for group in adam.param_groups))
-    # Where the groups differ, the op computes the powers anew at each change from one to the next.
+    # If the groups' betas differ, the op computes the powers directly at every change of group.
     first = 1 if len(betas) == 1 else steps
     for step in range(first, steps + 1):
         for beta1, beta2 in betas:
@@ -417,7 +417,7 @@ def replay_adam_steps(adam: Any, steps: int) -> None:
 
 
 def _cpu_adam_update(adam: Any) -> Callable[[int, float, float], object] | None:
-    """A step of the op on a dummy element; ``None`` for every other optimizer."""
+    """A function that runs the op on one dummy element; ``None`` for all remaining optimizers."""
     kind = type(adam).__name__
     dummies = [torch.zeros(1) for _ in range(4)]
     if kind == "DeepSpeedCPUAdam":

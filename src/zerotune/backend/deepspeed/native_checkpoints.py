@@ -1,7 +1,7 @@
-"""DeepSpeed's own checkpoint folders, read part by part.
+"""Read DeepSpeed's own checkpoint folders, part by part.
 
-Their files are pickles. They are loaded with ``weights_only``, which runs no code from the file,
-with the few harmless classes of DeepSpeed and numpy that belong to a checkpoint allowed.
+The files are pickles. They are loaded with ``weights_only``, which runs no code from the file; only
+a few harmless classes of DeepSpeed are allowed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from zerotune.backend.upstream import require_deepspeed
 from zerotune.errors import CheckpointCorruptError, CheckpointError
 
 _OPTIMIZER_FILE: Final = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
-# What a checkpoint refers to besides tensors and plain containers. (module, class)
+# Module and name of each class in a checkpoint, besides tensors and plain containers.
 _HARMLESS: Final = (
     ("deepspeed.runtime.zero.config", "ZeroStageEnum"),
     ("deepspeed.runtime.fp16.loss_scaler", "LossScaler"),
@@ -39,7 +39,7 @@ class NativePart:
     """A part of a parameter, or of one of its optimizer states."""
 
     state: str | None
-    """``None``: the fp32 weight."""
+    """Name of the state; ``None`` for the fp32 weight."""
     name: str
     start: int
     tensor: torch.Tensor
@@ -47,10 +47,11 @@ class NativePart:
 
 
 class NativeCheckpoint:
-    """What ``deepspeed_engine.save_checkpoint`` wrote at stage 1, 2 or 3.
+    """A checkpoint of ``deepspeed_engine.save_checkpoint`` at stage 1, 2 or 3.
 
     Args:
-        folder: The folder given to ``save_checkpoint``, or the ``global_step…`` folder in it.
+        folder: The folder passed to ``save_checkpoint``, or its subfolder ``global_step…``.
+        accelerator: Accelerator for which DeepSpeed is imported.
     """
 
     def __init__(self, folder: Path, *, accelerator: str = "cpu") -> None:
@@ -60,7 +61,7 @@ class NativeCheckpoint:
             self.folder = folder / (folder / "latest").read_text(encoding="utf-8").strip()
             if not self.folder.is_dir():
                 raise CheckpointCorruptError(
-                    "the folder that `latest` names is missing", key=str(self.folder)
+                    "the folder named in the file `latest` is missing", key=str(self.folder)
                 )
         self._files = self._optimizer_files()
         self._model = self._load(self._model_file())
@@ -71,7 +72,8 @@ class NativeCheckpoint:
         count = first["partition_count"]
         if max(count if isinstance(count, list) else [count]) != self.world_size:
             raise CheckpointCorruptError(
-                f"{count} processes saved it and {self.world_size} of their files are there",
+                f"{count} processes saved this checkpoint, but only {self.world_size} of their "
+                "files exist",
                 key=str(self.folder),
                 fix="copy the files of all processes into one folder",
             )
@@ -87,15 +89,15 @@ class NativeCheckpoint:
             name: tuple(shape)
             for name, shape in (self._model.get("frozen_param_shapes") or {}).items()
         }
-        """Full shape of every parameter that was not trained."""
+        """Full shape of every frozen parameter."""
         self.aliases: Mapping[str, str] = dict(self._model.get("shared_params") or {})
-        """Further names of tied parameters."""
+        """Additional names of tied parameters."""
         self.version = str(self._model.get("ds_version", "unknown"))
-        """The DeepSpeed that wrote it."""
+        """Version of DeepSpeed that wrote the checkpoint."""
         self._paddings = first.get("param_alignment_paddings")
         self._scaler = first.get("loss_scaler")
         self._base = _base_state(first)
-        # Of each rank's part; only that of the last rank is cut short in its file.
+        # Size of each rank's part; only the last rank's part is shorter in its file.
         self._widths = [part.numel() for part in first[self._masters]]
 
     @property
@@ -105,16 +107,16 @@ class NativeCheckpoint:
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """The DeepSpeed configuration it was saved under."""
+        """The DeepSpeed configuration of the run that saved the checkpoint."""
         config = dict(self._model.get("ds_config") or {})
         if config.get("steps_per_print") == math.inf:
-            # accelerate's word for never, which no JSON can hold.
+            # accelerate's value for "never", which JSON cannot represent.
             del config["steps_per_print"]
         return config
 
     @property
     def accumulation(self) -> int:
-        """Micro batches of a step."""
+        """Number of micro batches per optimizer step."""
         steps = self.config.get("gradient_accumulation_steps")
         return steps if isinstance(steps, int) else 1
 
@@ -131,13 +133,13 @@ class NativeCheckpoint:
 
     @property
     def step(self) -> int | None:
-        """Updates the optimizer has counted."""
+        """The optimizer's step counter; ``None`` if it has none."""
         steps = [int(state["step"]) for state in self._base.values() if "step" in state]
         return max(steps, default=None)
 
     @property
     def state(self) -> EngineState:
-        """Counters, schedule and loss scale."""
+        """Counters, schedule state and loss scale."""
         model = self._model
         scheduler = model.get("lr_scheduler") or {}
         position = scheduler.get("last_batch_iteration", scheduler.get("last_epoch"))
@@ -152,7 +154,7 @@ class NativeCheckpoint:
         )
 
     def parts(self) -> Iterator[NativePart]:
-        """Every element of every weight and state once, one process's file at a time."""
+        """Yield every part of all weights and states once, one rank's file at a time."""
         for rank in range(self.world_size):
             saved = self._optimizer(rank)
             base = _base_state(saved)
@@ -164,16 +166,17 @@ class NativeCheckpoint:
                 for state, flat in tensors:
                     if flat is None or (flat.numel() == 0 and self.stage == 3):
                         raise CheckpointError(
-                            "its states lie in swap files, not in the checkpoint",
+                            "the optimizer states are not in the checkpoint, because they were "
+                            "offloaded to NVMe",
                             key=str(self._files[rank]),
-                            fix="save it once without NVMe offload, or with zerotune",
+                            fix="save the checkpoint without NVMe offload, or with zerotune",
                         )
                     yield from cut(state, index, rank, flat.view(-1))
 
     def _partitioned(
         self, state: str | None, index: int, rank: int, flat: torch.Tensor
     ) -> Iterator[NativePart]:
-        """Stages 1 and 2: the ranks' vectors, one after the other, hold the group."""
+        """Parts at stages 1 and 2: the concatenated vectors of all ranks contain the group."""
         begin = rank * self._widths[index]
         offset = 0
         paddings = self._paddings[index] if self._paddings else [0] * len(self._groups[index])
@@ -188,7 +191,7 @@ class NativeCheckpoint:
     def _sharded(
         self, state: str | None, index: int, rank: int, flat: torch.Tensor
     ) -> Iterator[NativePart]:
-        """Stage 3: every rank has an equal part of each parameter, sub-group by sub-group."""
+        """Parts at stage 3: every rank has an equal part of each parameter."""
         begin = sum(self._widths[:index])
         offset = 0
         for name, shape in self.parameters.items():
@@ -211,14 +214,14 @@ class NativeCheckpoint:
             if match := _OPTIMIZER_FILE.fullmatch(path.name):
                 if int(match[2]):
                     raise CheckpointError(
-                        "was saved with tensor parallelism, which is not read", key=str(path)
+                        "checkpoints with tensor parallelism are not supported", key=str(path)
                     )
                 files[int(match[1])] = path
         if not files:
             raise CheckpointError(
-                "holds no ZeRO optimizer states (zero_pp_rank_*_optim_states.pt)",
+                "the folder contains no ZeRO optimizer states (zero_pp_rank_*_optim_states.pt)",
                 key=str(self.folder),
-                fix="give a checkpoint of stage 1, 2 or 3, of save_checkpoint and not of "
+                fix="use a checkpoint of stage 1, 2 or 3 written by save_checkpoint, not by "
                 "save_16bit_model",
             )
         return [files[rank] for rank in sorted(files)]
@@ -228,7 +231,8 @@ class NativeCheckpoint:
             if (self.folder / name).is_file():
                 return self.folder / name
         raise CheckpointCorruptError(
-            "the model's states are missing (mp_rank_00_model_states.pt)", key=str(self.folder)
+            "the file of the model's states is missing (mp_rank_00_model_states.pt)",
+            key=str(self.folder),
         )
 
     def _optimizer(self, rank: int) -> Mapping[str, Any]:
@@ -244,14 +248,14 @@ class NativeCheckpoint:
                 )
         except pickle.UnpicklingError as error:
             raise CheckpointError(
-                f"refers to something that may run code ({str(error).splitlines()[0]})",
+                f"the pickle refers to a class that could run code ({str(error).splitlines()[0]})",
                 key=str(path),
-                fix="save it without a client_state of your own classes, or load it into DeepSpeed "
-                "and save it with zerotune",
+                fix="save the checkpoint without objects of custom classes in client_state, or "
+                "load it into DeepSpeed and save it with zerotune",
             ) from error
         except (OSError, RuntimeError, EOFError) as error:
             raise CheckpointCorruptError(
-                f"cannot be read ({error})", key=str(path), fix="use another checkpoint"
+                f"cannot be read ({error})", key=str(path), fix="use a different checkpoint"
             ) from error
         return content
 
@@ -260,7 +264,7 @@ def _base_state(saved: Mapping[str, Any]) -> Mapping[int, Mapping[str, Any]]:
     base = saved.get("base_optimizer_state", saved.get("optimizer_state_dict")) or {}
     if not isinstance(base, Mapping):
         raise CheckpointError(
-            "was saved as an elastic checkpoint, which is not read", key="elastic_checkpoint"
+            "elastic checkpoints are not supported", key="elastic_checkpoint"
         )
     states: Mapping[int, Mapping[str, Any]] = base.get("state", {})
     return states

@@ -1,10 +1,10 @@
-"""Stages 1 and 2: every rank has all weights in low precision, and steps a part of each group.
+"""Stages 1 and 2: every rank has all weights in low precision, and updates a part of each group.
 
-Left to itself DeepSpeed needs far more memory to start than to train: it flattens each group's
-weights on the device, beside the weights themselves, and clones this rank's part there before it
-moves the clone to the host (``DeepSpeedZeroOptimizer.__init__`` of 0.19.8): twice the weights each
-time, so that a card that trains a model cannot start it. ``flat_through_host`` makes both copies in
-host memory, weight by weight; the values are the same, bit for bit.
+DeepSpeed needs far more device memory to start than to train (``DeepSpeedZeroOptimizer.__init__``
+of 0.19.8). It first copies each group's weights to a flat tensor on the device, and then clones
+this rank's part there before moving the clone to the host. With each copy, the device holds the
+weights twice, so a GPU that could train a model may fail to start. ``flat_through_host`` makes both
+copies in host memory, weight by weight, with bit-identical results.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _STAGES_1_AND_2: Final = "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOpti
 KEY: Final = "initialization.flat weights"
 READS_KEY: Final = "zero_optimization.offload_optimizer.reads"
 FLATTENING: Final = ("self", "tensor_list", "alignment", "use_cpu_data", "param_padding")
-"""Arguments of ``flatten_dense_tensors_aligned`` in the releases that were read."""
+"""Arguments of ``flatten_dense_tensors_aligned`` in supported releases."""
 FLAGS: Final = Upstream(
     owner=_STAGES_1_AND_2,
     replaced=(
@@ -78,7 +78,7 @@ STEP: Final = Upstream(
 
 
 class PartitionedLayout(SteppedLayout, ResidentLayout):
-    """Stages 1 and 2: each rank owns a contiguous part of every flat group."""
+    """Layout of stages 1 and 2: each rank owns a contiguous part of every flat group."""
 
     def __init__(self, *, module: torch.nn.Module, wrapper: Any) -> None:
         self._wrapper = wrapper
@@ -124,9 +124,10 @@ class PartitionedLayout(SteppedLayout, ResidentLayout):
 
 
 class AskedOnce:
-    """Keeps the flags of gradients on the device, and brings flags and norms to the host at once.
+    """Read overflow flags and norms of gradients with one device synchronisation per step.
 
-    It replaces the methods of one wrapper, whose optimizer is offloaded.
+    Args:
+        wrapper: DeepSpeed's ZeRO optimizer with offload; its methods are replaced.
     """
 
     def __init__(self, wrapper: Any) -> None:
@@ -141,7 +142,7 @@ class AskedOnce:
         wrapper.scaled_global_norm = self._scaled_norm
 
     def _note(self, gradient: torch.Tensor | None) -> None:
-        # Where nobody checks for overflow DeepSpeed computes the flag all the same.
+        # DeepSpeed computes the flag even if overflow is not checked.
         if gradient is None or not self._wrapper.check_grad_overflow:
             return
         flag = self._wrapper._has_inf_or_nan(gradient.data)
@@ -163,11 +164,11 @@ class AskedOnce:
 
 
 def _skip(_param: torch.nn.Parameter) -> None:
-    """Norm and overflow are known once the gradient has been copied."""
+    """Do nothing: norm and overflow are computed while the gradient is copied."""
 
 
 class PartitionedStep(HostStep):
-    """Stages 1 and 2: one slab per parameter group."""
+    """Fused step of stages 1 and 2, with one slab per parameter group."""
 
     upstream = STEP
 
@@ -181,13 +182,13 @@ class PartitionedStep(HostStep):
     )
 
     _beside: tuple[ProcessGroup, Any] | None = None
-    """What the weights of several ranks are exchanged through, behind other collectives."""
+    """Groups for the exchange of weights, concurrent with other collectives."""
 
     @override
     def why_at_once(self) -> str | None:
         sizes = {len(each) for each in self._wrapper.parallel_partitioned_bit16_groups}
         if sizes != {self._group.world_size}:
-            return "not all ranks share all of the weights"
+            return "some weights are partitioned over only some of the ranks"
         return super().why_at_once()
 
     @override
@@ -210,7 +211,7 @@ class PartitionedStep(HostStep):
     @property
     @override
     def needs_a_thread(self) -> bool:
-        # Else nobody could exchange weights that only one rank asks for.
+        # Without a thread, weights that only one rank needs could not be exchanged.
         return self._group.world_size > 1
 
     @override
@@ -230,7 +231,7 @@ class PartitionedStep(HostStep):
                     setattr(parameter, name, self._settling(getattr(parameter, name)))
         self._shrink_gradients()
         wrapper._get_offload_gradient_dict()
-        # So hooks before and after an optimizer's step run, which is what tells of a change.
+        # Runs the hooks before and after an optimizer's step, which announce a change.
         self._stepped = torch.optim.Optimizer.profile_hook_step(self._step_slabs)
         wrapper.set_norm_for_param_grad_in_gpu = _skip
         wrapper.update_offload_overflow_tracker_for_param_grad = _skip
@@ -249,14 +250,14 @@ class PartitionedStep(HostStep):
                 yield parameter, self._place(parameter)[1]
 
     def _place(self, parameter: torch.nn.Parameter) -> tuple[slice, torch.Tensor]:
-        """The part of a parameter that this rank steps, and where its gradient goes."""
+        """The part of a parameter that this rank updates, and the buffer of its gradient."""
         wrapper = self._wrapper
         group, start, offset, numel = wrapper.grad_position[wrapper.get_param_id(parameter)]
         into = self._slabs[group].grad.view(-1).narrow(0, offset, numel)
         return slice(start, start + numel), into
 
     def _take_gradient(self, param: torch.nn.Parameter) -> None:
-        """Copy a gradient to its buffer and take its norm."""
+        """Copy a gradient to its buffer and compute its norm."""
         self.settle()
         wrapper = self._wrapper
         part, into = self._place(param)
@@ -267,7 +268,7 @@ class PartitionedStep(HostStep):
         if together:
             wrapper.clear_grad_attribute(param)
             return
-        # DeepSpeed's own copy waits for the right streams; only its dtype is to be another one.
+        # DeepSpeed's method waits for the right streams; only the dtype must differ.
         fp32 = wrapper.master_weights_and_grads_dtype
         wrapper.master_weights_and_grads_dtype = into.dtype
         try:
@@ -276,7 +277,7 @@ class PartitionedStep(HostStep):
             wrapper.master_weights_and_grads_dtype = fp32
 
     def _step(self, closure: None = None) -> None:  # noqa: ARG002 - DeepSpeed's signature
-        """As ``DeepSpeedZeroOptimizer.step`` with the optimizer in host memory."""
+        """Replacement of ``DeepSpeedZeroOptimizer.step`` for an optimizer in host memory."""
         self.settle()
         wrapper = self._wrapper
         wrapper.micro_step_id = self._home.INITIAL_MICRO_STEP_ID
@@ -325,7 +326,7 @@ class PartitionedStep(HostStep):
         self._bind()
 
     def _overflows(self) -> bool:
-        """Take the global norm and move the loss scale; whether the step is to be skipped."""
+        """Compute the global norm and update the loss scale; return whether to skip the step."""
         wrapper = self._wrapper
         norms = wrapper.norm_for_param_grads.values()
         wrapper.local_overflow |= not all(math.isfinite(float(norm)) for norm in norms)
@@ -404,19 +405,19 @@ class PartitionedStep(HostStep):
         super()._launch(steps, upload)
 
     def _bind(self) -> None:
-        """As DeepSpeed after each step: ``module.to(...)`` has given parameters other memory."""
+        """Point parameters to the flat weights again, as DeepSpeed does after each step."""
         for index in range(len(self._wrapper.bit16_groups)):
             self._wrapper._update_model_bit16_weights(index)
 
     def _factor(self) -> float:
-        """What DeepSpeed multiplies gradients by, with its roundings."""
+        """Unscaling and clipping factor, rounded as in DeepSpeed."""
         probe = torch.ones(1)
         self._wrapper.unscale_and_clip_grads([probe], self._scaled_norm)
         return float(probe)
 
 
 class PartitionedWrapper(OptimizerWrapper):
-    """``DeepSpeedZeroOptimizer``: stages 1 and 2."""
+    """Adapter for ``DeepSpeedZeroOptimizer``, stages 1 and 2."""
 
     upstream = (
         Upstream(
@@ -458,7 +459,7 @@ class PartitionedWrapper(OptimizerWrapper):
     @override
     def drop_gradients(self) -> None:
         raw = self.raw
-        # The copies of offloaded gradients may still be under way.
+        # Copies of offloaded gradients may still be running.
         raw._wait_for_offload_copies()
         raw.micro_step_id = sys.modules[type(raw).__module__].INITIAL_MICRO_STEP_ID
         raw.zero_grad(set_to_none=True)
@@ -478,10 +479,10 @@ class PartitionedWrapper(OptimizerWrapper):
         return (*self._look_at_gradients(), *self._ask_once())
 
     def _look_at_gradients(self) -> tuple[Decision, ...]:
-        """Let no step be taken on NaN where no norm tells of it.
+        """Enable DeepSpeed's overflow check if the gradient norm is not computed.
 
-        With ``compute_grad_norm: false`` DeepSpeed looks at fp32 gradients in no way at all:
-        weights and moments are spoiled without a word. Its own look for an overflow costs one pass.
+        With ``compute_grad_norm: false``, DeepSpeed does not check fp32 gradients, and a NaN would
+        silently corrupt weights and moments. The overflow check reads each gradient once.
         """
         raw = self.raw
         if raw.compute_grad_norm or raw.check_grad_overflow or raw.dtype != torch.float32:
@@ -490,31 +491,31 @@ class PartitionedWrapper(OptimizerWrapper):
         return (
             Decision(
                 key="zero_optimization.compute_grad_norm",
-                before="gradients are not looked at",
-                after="a step on NaN or infinity is skipped",
-                reason="without a norm DeepSpeed steps on fp32 gradients whatever they are",
+                before="gradients are not checked",
+                after="steps with NaN or infinity are skipped",
+                reason="without a gradient norm, DeepSpeed would apply fp32 gradients that are not "
+                "finite",
             ),
         )
 
     def _ask_once(self) -> tuple[Decision, ...]:
         """Read flags and norms of gradients once per step.
 
-        With an offloaded optimizer DeepSpeed 0.19.8 asks the device for one number per parameter in
-        the backward pass (is this gradient finite?) and for another in the step (what is its
-        norm?). Each answer waits for all work queued so far, so that copies and reductions hide
-        behind nothing.
+        With an offloaded optimizer, DeepSpeed 0.19.8 reads two numbers per parameter from the
+        device: an overflow flag in the backward pass and a norm in the step. Each read waits for
+        all queued work, so copies and reductions cannot overlap with computation.
         """
         if not self.raw.cpu_offload:
             return ()
         before = after = "per parameter"
-        reason = "ZenFlow does it in its own way" if self.raw.zenflow else FLAGS.changed()
+        reason = "ZenFlow reads flags and norms itself" if self.raw.zenflow else FLAGS.changed()
         if reason is None:
             AskedOnce(self.raw)
             after = "once per step"
             reason = (
-                "whether gradients are finite, and their norms, stay on the device until the step, "
-                "which reads them at once; DeepSpeed itself waits for the device once per "
-                "parameter in the backward pass and once more in the step; the same numbers"
+                "overflow flags and norms of gradients stay on the device until the step reads all "
+                "of them; DeepSpeed would wait for the device twice per parameter; results are "
+                "identical"
             )
         return (Decision(key=READS_KEY, before=before, after=after, reason=reason),)
 
@@ -523,10 +524,18 @@ class PartitionedWrapper(OptimizerWrapper):
 def flat_through_host(
     deepspeed: Any, plan: ResolvedPlan, *, device: torch.device
 ) -> Iterator[list[Decision]]:
-    """Inside the block, the optimizer of stages 1 and 2 is built without copies on the device.
+    """Inside the block, DeepSpeed builds the optimizer of stages 1 and 2 without device copies.
 
-    Acts only where the optimizer is offloaded: elsewhere its own states are larger than the copy.
-    The list that it yields holds what was decided once the block has ended.
+    The function has an effect only with an offloaded optimizer: otherwise the states on the device
+    are larger than the copies.
+
+    Args:
+        deepspeed: The module.
+        plan: The resolved plan.
+        device: Device of the weights.
+
+    Yields:
+        A list that contains the decisions after the block.
     """
     decisions: list[Decision] = []
     if plan.stage not in (1, 2) or plan.offload_optimizer == "none":
@@ -535,7 +544,7 @@ def flat_through_host(
     owner = deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer
     original = owner.flatten_dense_tensors_aligned
     if tuple(inspect.signature(original).parameters) != FLATTENING:
-        decisions.append(_held_on("device", "this DeepSpeed flattens weights in an unknown way"))
+        decisions.append(_held_on("device", "this DeepSpeed flattens weights differently"))
         yield decisions
         return
     clones = _ClonesOnHost()
@@ -550,8 +559,8 @@ def flat_through_host(
         flat = flatten_on_host(
             tensor_list, alignment=alignment, padding=param_padding, moved=use_cpu_data
         )
-        # What the weights took lies in the allocator's cache, in pieces that cannot hold one large
-        # block: without this the device would hold the weights twice all the same.
+        # The allocator's cache contains the freed weights in pieces too small for one large block.
+        # Without this call, the device would still hold the weights twice.
         deepspeed.accelerator.get_accelerator().empty_cache()
         flat = flat.to(device)
         clones.watch(flat)
@@ -573,16 +582,16 @@ def flatten_on_host(
     padding: Sequence[int] | None = None,
     moved: bool = False,
 ) -> torch.Tensor:
-    """One flat host tensor of all parameters, each freed as soon as it is copied.
+    """Copy parameters into one flat host tensor, and free each as soon as it is copied.
 
     Args:
-        parameters: At least one; left empty, to become views of the flat tensor.
-        alignment: The length becomes a multiple of it, filled up with zeros.
-        padding: Zeros after each parameter.
-        moved: Whether DeepSpeed has put the weights into ``cpu_data`` already.
+        parameters: At least one parameter; their data become empty.
+        alignment: The length is padded with zeros to a multiple of this number of elements.
+        padding: Number of zeros after each parameter.
+        moved: Whether DeepSpeed has already moved the weights to ``cpu_data``.
 
     Returns:
-        1-D, on the CPU.
+        The flat tensor, 1-D, on the CPU.
     """
     sizes = [(p.cpu_data if moved else p).numel() for p in parameters]  # type: ignore[attr-defined]
     gaps = list(padding) if padding is not None else [0] * len(sizes)
@@ -602,7 +611,7 @@ def flatten_on_host(
 
 
 class _ClonesOnHost(TorchFunctionMode):
-    """Answers ``clone()`` of a watched tensor with a copy on the host."""
+    """Make ``clone()`` of a watched tensor return a copy on the host."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -610,7 +619,11 @@ class _ClonesOnHost(TorchFunctionMode):
         self._cloned: set[int] = set()
 
     def watch(self, flat: torch.Tensor) -> None:
-        """Clones of ``flat`` and of its slices are made on the host from now on."""
+        """Watch a tensor and its slices.
+
+        Args:
+            flat: The tensor.
+        """
         self._watched.add(_storage(flat))
 
     def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -621,12 +634,12 @@ class _ClonesOnHost(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def decision(self) -> Decision:
-        """What came of it."""
+        """Return the decision on where the copies were made."""
         if not self._watched or self._cloned != self._watched:
-            return _held_on("device", "this DeepSpeed builds its master weights in an unknown way")
+            return _held_on("device", "this DeepSpeed creates master weights differently")
         return _held_on(
             "host",
-            "DeepSpeed itself holds the weights twice on the device while it builds the optimizer",
+            "DeepSpeed would hold the weights twice on the device while creating the optimizer",
         )
 
 

@@ -1,4 +1,4 @@
-"""Stage 0: every rank has all weights, in fp32 or, in bf16 and fp16, a flat fp32 copy of them."""
+"""Stage 0: every rank has all weights in fp32, or in bf16 or fp16 with a flat fp32 copy."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CHECKER: Final = Upstream(
 
 
 class Fp32Wrapper(OptimizerWrapper):
-    """Stage 0 in fp32: DeepSpeed wraps nothing, and the parameters are the master weights."""
+    """Adapter for stage 0 in fp32: no wrapper, and the parameters are the master weights."""
 
     skips_overflow = False
 
@@ -49,7 +49,7 @@ class Fp32Wrapper(OptimizerWrapper):
 
 
 class HalfWrapper(OptimizerWrapper):
-    """``FP16_Optimizer`` and ``FP16_UnfusedOptimizer``: stage 0 in bf16 or fp16."""
+    """Adapter for ``FP16_Optimizer`` and ``FP16_UnfusedOptimizer``: stage 0 in bf16 or fp16."""
 
     upstream = (
         Upstream(
@@ -66,7 +66,7 @@ class HalfWrapper(OptimizerWrapper):
 
     @property
     def _flats(self) -> Sequence[torch.Tensor]:
-        """One flat copy per group, which the unfused wrapper lacks."""
+        """One flat copy per group; empty for the unfused wrapper."""
         flats: Sequence[torch.Tensor] = getattr(self.raw, "fp32_groups_flat", ())
         return flats
 
@@ -88,12 +88,11 @@ class HalfWrapper(OptimizerWrapper):
 
     @override
     def correct(self) -> tuple[Decision, ...]:
-        """Take back the step that these wrappers begin with.
+        """Undo the optimizer step that these wrappers run at the start.
 
-        To allocate its states, ``FP16_Optimizer`` runs one optimizer step on zero gradients. That
-        applies weight decay once and leaves Adam's counter at 1, so the first real step is
-        corrected for bias as if it were the second (a loss difference of up to 5e-2 against stages
-        1-3).
+        ``FP16_Optimizer`` allocates its states by a step on zero gradients. This step applies
+        weight decay and sets Adam's counter to 1, so the first real step would use the bias
+        correction of the second (a loss difference of up to 5e-2 from stages 1-3).
         """
         if self.engine.global_steps:
             return ()
@@ -110,14 +109,14 @@ class HalfWrapper(OptimizerWrapper):
                 key="optimizer.step",
                 before=1,
                 after=0,
-                reason="DeepSpeed takes one step on zero gradients to allocate its states at stage "
-                "0 in half precision; it was undone, so that training starts at step 0",
+                reason="at stage 0 in half precision, DeepSpeed runs a step on zero gradients to "
+                "allocate its states; zerotune has undone this step, so training starts at step 0",
             ),
         )
 
     @override
     def improve(self) -> tuple[Decision, ...]:
-        """Have DeepSpeed's check of whole gradients read one flag instead of one for each."""
+        """Make DeepSpeed's overflow check read one flag instead of one per parameter."""
         before, checker = "per parameter", self.raw.overflow_checker
         if (changed := CHECKER.changed()) is not None:
             return (Decision(key=READS_KEY, before=before, after=before, reason=changed),)
@@ -139,14 +138,14 @@ class HalfWrapper(OptimizerWrapper):
                 key=READS_KEY,
                 before=before,
                 after="once per step",
-                reason="whether gradients are finite stays on the device until all are known; "
-                "DeepSpeed itself waits for the device once per parameter; the same answer",
+                reason="overflow flags stay on the device until all are computed; DeepSpeed would "
+                "wait for the device once per parameter; results are identical",
             ),
         )
 
 
 class HalfPrecisionLayout(ResidentLayout):
-    """A flat fp32 copy per group, or one copy per parameter."""
+    """Layout with one flat fp32 copy per parameter group, or one copy per parameter."""
 
     replicated = True
 

@@ -1,10 +1,10 @@
-"""Stage 3: every parameter is split over all ranks, and its part or its states may lie on NVMe.
+"""Stage 3: parameters are partitioned over all ranks; weights and states may be on NVMe.
 
-DeepSpeed moves a model to the device as a whole before it partitions it; ``shard_from_host`` does
-so through ``zero.Init``, and no more than one whole parameter is ever on the device. An engine
-leaves a module behind whose weights are empty, and whose hooks ask for a process group that has
-ended. One rank alone holds all weights, so it can put them back without copying any. Several ranks
-would have to gather them, which nobody may ask of a rank that closes because it failed.
+DeepSpeed moves a whole model to the device before partitioning. ``shard_from_host`` instead uses
+``zero.Init``, so that at most one whole parameter is on the device. After its engine ends,
+DeepSpeed's module has empty weights, and hooks that use a destroyed process group. A single rank
+has all weights and restores them without copies. Several ranks would have to gather them, which is
+impossible if the engine closes because a rank has failed.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from zerotune.platform import detect_platform
 
 _STAGE_3: Final = "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3"
 _SCATTER: Final = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads"
-"""A private method of stage 3, under the name Python gives it."""
+"""A private method of stage 3, under its mangled name."""
 STEP: Final = Upstream(
     owner=_STAGE_3,
     replaced=(
@@ -70,7 +70,7 @@ SWAPPER: Final = Upstream(
 )
 LEAF_KEY: Final = f"zero_optimization.{LEAF_MODULE}"
 _WRITTEN_BEHIND: Final = "async_swap_out"
-"""What DeepSpeed's pipelined swapper calls a sub-group that it is still writing."""
+"""Key of DeepSpeed's pipelined swapper for a sub-group that is still being written."""
 _OF_PARAMETERS: Final = frozenset(
     {
         "_z3_optimizer",
@@ -99,13 +99,13 @@ _OF_MODULES: Final = frozenset(
         "pre_bwd_fn",
     }
 )
-"""What stage 3 of DeepSpeed 0.19.8 adds, beside names that begin with ``ds_``."""
+"""Attributes that stage 3 of DeepSpeed 0.19.8 adds, besides names that begin with ``ds_``."""
 _SHARE: Final = 0.9
-"""Of the free host memory, what weights from NVMe may take."""
+"""Largest fraction of free host memory for weights restored from NVMe."""
 
 
 class ShardedLayout(SteppedLayout):
-    """Stage 3: every parameter is split over all ranks; sub-groups may lie on NVMe."""
+    """Layout of stage 3: parameters are split over all ranks, and sub-groups may be on NVMe."""
 
     def __init__(self, *, module: torch.nn.Module, wrapper: Any, rank: int) -> None:
         self._wrapper = wrapper
@@ -146,7 +146,7 @@ class ShardedLayout(SteppedLayout):
         if swapped or shard.status.name != "AVAILABLE":
             return None
         if parameter.data.numel() == address.full_numel:
-            # Small enough to be whole on every rank.
+            # A persistent parameter is small and whole on every rank.
             return parameter.data.reshape(-1)[address.start : address.stop]
         return cast(torch.Tensor, shard.data).view(-1)[: address.numel]
 
@@ -180,14 +180,14 @@ class ShardedLayout(SteppedLayout):
             try:
                 yield resident
             finally:
-                # While the sub-group is in memory, its low-precision part can follow without
-                # bringing it in a second time; also where the caller has stopped after a part.
+                # While the sub-group is in memory, its low-precision weights can be updated
+                # without a second swap-in, even if the caller has stopped early.
                 self._wrapper._reassign_or_swap_out_partitioned_parameters(slab)
 
     def _leave_written(self, slab: int) -> None:
         self._wrapper._optimizer_states_and_gradient_swap_out(slab)
-        # With pipeline_write DeepSpeed waits for it at the next sub-group that it writes. Here any
-        # may be read next, or gradients written, which waits for nothing but themselves.
+        # With pipeline_write, DeepSpeed waits for this write only when it writes the next
+        # sub-group. Here any sub-group may be read next, or gradients written without waiting.
         swapper = self._wrapper.optimizer_swapper
         if getattr(swapper, "swap_ops", {}).get(_WRITTEN_BEHIND) is not None:
             swapper._complete_swap_out(_WRITTEN_BEHIND)
@@ -208,8 +208,8 @@ class ShardedLayout(SteppedLayout):
 
     @override
     def refresh(self) -> None:
-        # Whole copies must follow the shards: those of small parameters, which every rank keeps,
-        # and those that a forward pass in evaluation mode leaves behind.
+        # Whole copies must be updated as well: those of small parameters on every rank, and those
+        # left over from a forward pass in evaluation mode.
         persistent = self._wrapper.persistent_parameters
         if persistent:
             persistent[0].partition(persistent)
@@ -219,7 +219,7 @@ class ShardedLayout(SteppedLayout):
 
 
 class ShardedStep(HostStep):
-    """Stage 3: one slab per sub-group, in memory or brought in from NVMe by DeepSpeed."""
+    """Fused step of stage 3, with one slab per sub-group, in memory or swapped by DeepSpeed."""
 
     upstream = STEP
 
@@ -238,11 +238,11 @@ class ShardedStep(HostStep):
     @override
     def why_at_once(self) -> str | None:
         if any(self._swaps(index) for index in range(len(self._slabs))):
-            return "DeepSpeed brings the states in from NVMe while it steps"
+            return "DeepSpeed reads the states from NVMe during the step"
         if any(flat is None for flat in self._wrapper.fp16_partitioned_groups_flat):
-            return "DeepSpeed writes the weights to NVMe while it steps"
+            return "DeepSpeed writes the weights to NVMe during the step"
         if not all(self._steps(index) for index in range(len(self._slabs))):
-            return "a part of the optimizer stays on the device, where DeepSpeed steps it"
+            return "a part of the optimizer is on the device, where DeepSpeed runs its step"
         return super().why_at_once()
 
     @override
@@ -293,7 +293,7 @@ class ShardedStep(HostStep):
     def _take_gradient(
         self, param: torch.nn.Parameter, grad_buffer: torch.Tensor, gradients: Any, offsets: Any
     ) -> None:
-        """Copy a gradient to its buffer and take its norm."""
+        """Copy a gradient to its buffer and compute its norm."""
         self.settle()
         wrapper = self._wrapper
         key = wrapper.get_param_id(param)
@@ -311,7 +311,7 @@ class ShardedStep(HostStep):
             into.copy_(source.to(into.dtype), non_blocking=True)
 
     def _scatter(self, params: list[torch.nn.Parameter], dtype: torch.dtype) -> list[torch.Tensor]:
-        """Of one rank alone, all gradients are its own: what DeepSpeed joins, divides and sends."""
+        """On a single rank, return gradients directly; DeepSpeed would copy and exchange them."""
         wrapper = self._wrapper
         ranks = self._home.dist.get_world_size(group=wrapper._get_param_partition_group(params[0]))
         same = dtype == wrapper.dtype == wrapper.gradient_accumulation_dtype
@@ -326,7 +326,7 @@ class ShardedStep(HostStep):
         return self._originals["_get_norm_groups"]()
 
     def _keep_factor(self, sub_group: int, total_norm: torch.Tensor) -> None:
-        """As DeepSpeed's clipping, but for the multiplication."""
+        """Compute DeepSpeed's clipping factor without multiplying the gradients."""
         wrapper = self._wrapper
         if not self._steps(sub_group):
             self._originals["unscale_and_clip_grads"](sub_group, total_norm)
@@ -342,7 +342,7 @@ class ShardedStep(HostStep):
         slab, adam = self._slabs[sub_group], wrapper.optimizer
         group = adam.param_groups[wrapper.sub_group_to_group_id[sub_group]]
         out = wrapper.fp16_partitioned_groups_flat[sub_group]
-        # Low-precision weights on a device or on NVMe are written by DeepSpeed.
+        # DeepSpeed writes low-precision weights on a device or on NVMe.
         here = out is not None and self._is_here(out)
         if sub_group == 0:
             self._begun, self._waits = [], self._may_wait()
@@ -409,7 +409,7 @@ class ShardedStep(HostStep):
 
 
 class ShardedWrapper(OptimizerWrapper):
-    """``DeepSpeedZeroOptimizer_Stage3``."""
+    """Adapter for ``DeepSpeedZeroOptimizer_Stage3``."""
 
     upstream = (
         Upstream(
@@ -488,14 +488,14 @@ class ShardedWrapper(OptimizerWrapper):
         )
 
     def _reduce_by_parameter(self) -> tuple[Decision, ...]:
-        """Let the gradients of leaf modules be reduced as all others: each once it is whole.
+        """Reduce gradients of zerotune's leaf modules by parameter. Collective.
 
-        DeepSpeed reduces all of a leaf module's gradients after each of its backward passes. Called
-        twice before one backward pass, the first reduction finds gradients that are not there yet,
-        fills in zeros, and the second fails on ``assert len(set(…)) == len(params_in_bucket)``.
-        That waiting is meant for experts that may go without a gradient; the blocks zerotune
-        fetches as a whole have one each time, so their weights need it for fetching alone. Other
-        leaf modules stay as they are. Collective.
+        DeepSpeed reduces all of a leaf module's gradients after each of its backward passes. If the
+        module is called twice before the backward pass, the first reduction fills missing gradients
+        with zeros, and the second fails on ``assert len(set(…)) == len(params_in_bucket)``.
+        Reducing by module is meant for experts that may get no gradient. zerotune's blocks always
+        get gradients; they are leaf modules only to be fetched as a whole. Leaf modules of the user
+        are not changed.
         """
         leaves = self.raw.leaf_parameters
         changed = [leaf for leaf in leaves if type(leaf).__name__ in LEAF_CLASSES]
@@ -514,8 +514,9 @@ class ShardedWrapper(OptimizerWrapper):
                 key=f"{LEAF_KEY}.gradients",
                 before="by module",
                 after="by parameter",
-                reason=f"{', '.join(names)}: fetched as a whole, but reduced one by one, since "
-                "DeepSpeed's way fails where a model is called twice before one backward pass",
+                reason=f"{', '.join(names)}: weights are fetched by module, but gradients are "
+                "reduced by parameter, because reducing them by module fails if a model is called "
+                "twice before a backward pass",
             ),
         )
 
@@ -525,21 +526,20 @@ class ShardedWrapper(OptimizerWrapper):
         if not leaves:
             return None
         return EngineError(
-            "DeepSpeed reduces the gradients of leaf modules after each of their forward passes, "
-            "and cannot where there were several before one backward pass",
+            "DeepSpeed cannot reduce the gradients of a leaf module that is called several times "
+            "before one backward pass",
             key=f"{LEAF_KEY}.classes",
             value=sorted({type(leaf).__name__ for leaf in leaves}),
-            fix="take out those that are called more than once (an empty list: no leaf modules), "
-            "or call the model once, with both batches joined",
+            fix="remove classes that are called more than once (an empty list disables leaf "
+            "modules), or call the model once with both batches concatenated",
         )
 
     @override
     def improve(self) -> tuple[Decision, ...]:
-        """Let the Adam of the part that is not offloaded follow the schedule, and be seen.
+        """Apply the schedule to the part of the optimizer that is not offloaded.
 
-        With ``offload_optimizer.ratio`` below 1 DeepSpeed steps the first sub-groups with an AdamW
-        of its own. That keeps the first group's learning rate of the moment it was made, so that no
-        schedule reaches it, and its states are in no checkpoint.
+        With ``offload_optimizer.ratio`` below 1, DeepSpeed updates the first sub-groups with a
+        separate AdamW. Its learning rate never changes, and checkpoints lack its states.
         """
         beside = getattr(self.raw, "backup_optimizer", None)
         if beside is None:
@@ -547,7 +547,7 @@ class ShardedWrapper(OptimizerWrapper):
         for group, its_own in zip(self.inner.param_groups, beside.param_groups, strict=True):
             for name, value in its_own.items():
                 group.setdefault(name, value)
-            # One kernel and no temporaries, where torch has that for the device.
+            # A fused kernel without temporaries, if torch has one for the device.
             group["fused"] = self.engine.device.type == "cuda" or None
         beside.param_groups = self.inner.param_groups
         beside.state = self.inner.state
@@ -555,17 +555,17 @@ class ShardedWrapper(OptimizerWrapper):
         return (
             Decision(
                 key="zero_optimization.offload_optimizer.ratio",
-                before="the schedule reaches the offloaded part",
-                after="the schedule reaches all of it",
-                reason="DeepSpeed steps what stays on the device with an optimizer that keeps its "
-                "first learning rate and whose states are not saved; both share groups and states "
-                "now",
+                before="only the offloaded part follows the schedule",
+                after="the whole optimizer follows the schedule",
+                reason="DeepSpeed's separate optimizer for the device would keep its initial "
+                "learning rate, and its states would not be saved; zerotune makes it share groups "
+                "and states with the offloaded optimizer",
             ),
         )
 
 
 def _count_as_torch(adam: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-    """Steps that were counted as a number, by DeepSpeed or a checkpoint, become tensors."""
+    """Convert step counters that DeepSpeed or a checkpoint stored as numbers to tensors."""
     for group in adam.param_groups:
         for parameter in group["params"]:
             state = adam.state.get(parameter)
@@ -575,25 +575,28 @@ def _count_as_torch(adam: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> No
 
 
 def align_swapped_gradients(engine: Any) -> tuple[Decision, ...]:
-    """Let every gradient on NVMe begin where direct I/O can read it back.
+    """Align gradients on NVMe so that direct I/O can read them back.
 
-    DeepSpeed 0.19.8 reads a swapped gradient straight to its place in the sub-group's buffer.
-    Where that is no multiple of the sector size the kernel refuses, nobody looks at the refusal,
-    and the optimizer steps on what the buffer held before: every gradient of 1 MiB or more is
-    wrong, in silence, unless it happens to lie at an aligned offset.
+    DeepSpeed 0.19.8 reads a swapped gradient directly to its offset in the sub-group's buffer. If
+    the offset is not a multiple of the sector size, the read fails, and DeepSpeed ignores the
+    error. The optimizer then silently uses stale data for every unaligned gradient of at least
+    1 MiB.
+
+    Args:
+        engine: DeepSpeed's engine.
     """
     swapper = getattr(engine.optimizer, "optimizer_swapper", None)
     if swapper is None:
         return ()
     reason = (
-        "gradients are swapped from aligned offsets on; DeepSpeed itself reads others back wrong, "
-        "and their few unaligned elements stay in host memory"
+        "only aligned parts of gradients are swapped, and the few remaining elements stay in host "
+        "memory, because DeepSpeed reads unaligned gradients back incorrectly"
     )
     if (changed := SWAPPER.changed()) is None:
         swapper._adjust_for_misaligned_lengths = partial(split_aligned, swapper)
     else:
-        reason = f"{changed}, so gradients are swapped in DeepSpeed's way, which read unaligned "
-        reason += "ones back wrong in 0.19.8"
+        reason = f"{changed}, so DeepSpeed swaps gradients itself; release 0.19.8 read unaligned "
+        reason += "gradients back incorrectly"
     return (
         Decision(
             key="zero_optimization.offload_optimizer.device",
@@ -608,14 +611,17 @@ def align_swapped_gradients(engine: Any) -> tuple[Decision, ...]:
 def split_aligned(
     swapper: Any, tensors: list[torch.Tensor], offsets: list[int]
 ) -> tuple[list[torch.Tensor], list[int]]:
-    """Cut gradients into parts that swap and parts that stay in memory.
+    """Divide gradients into parts that are swapped and parts that stay in memory.
 
     Replaces ``OptimizerSwapper._adjust_for_misaligned_lengths``, which aligns only the end.
 
     Args:
-        swapper: DeepSpeed's swapper, for its alignment and its smallest size.
-        tensors: 1-D gradients.
-        offsets: Where each begins in the sub-group.
+        swapper: DeepSpeed's swapper, which defines the alignment and the smallest size.
+        tensors: Gradients, 1-D.
+        offsets: Offset of each gradient in the sub-group.
+
+    Returns:
+        The parts, and their offsets in the sub-group.
     """
     unit = swapper.numel_alignment
     parts: list[torch.Tensor] = []
@@ -633,12 +639,17 @@ def split_aligned(
 
 
 def leaf_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Those that DeepSpeed has marked."""
+    """Return the modules that DeepSpeed has marked as leaf modules."""
     return [module for module in model.modules() if getattr(module, "_z3_leaf", False) is True]
 
 
 def named_leaf_modules(plan: ResolvedPlan, model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Those of the classes that the plan names."""
+    """Return the modules of the leaf classes that the plan names.
+
+    Args:
+        plan: The resolved plan.
+        model: The model.
+    """
     classes = _leaf_classes(plan)
     return [
         module
@@ -649,18 +660,23 @@ def named_leaf_modules(plan: ResolvedPlan, model: torch.nn.Module) -> list[torch
 
 
 def doubtful_leaf_modules(plan: ResolvedPlan, model: torch.nn.Module) -> tuple[Decision, ...]:
-    """Warn of leaf modules that do not exist or cannot train, of which DeepSpeed says nothing.
+    """Return warnings about leaf modules that do not exist or cannot be trained.
 
-    Called with keywords, a leaf module's weights are gone before the backward pass needs them.
+    DeepSpeed releases the weights of a leaf module that is called with keyword arguments before the
+    backward pass needs them.
+
+    Args:
+        plan: The resolved plan.
+        model: The model.
     """
     named, classes = (
         _leaf_classes(plan),
         {type(m).__name__ for m in named_leaf_modules(plan, model)},
     )
-    value, why = named, "the model has no such modules"
+    value, why = named, "the model has no modules of these classes"
     if classes:
         value = sorted(classes - LEAF_CLASSES)
-        why = "DeepSpeed cannot train leaf modules that are called with keywords"
+        why = "DeepSpeed cannot train leaf modules that are called with keyword arguments"
     if not value:
         return ()
     return (Decision(key=LEAF_KEY, before=value, after=value, reason=why, severity="warning"),)
@@ -674,7 +690,7 @@ def _leaf_classes(plan: ResolvedPlan) -> list[str]:
 
 
 _linear: Final[list[Any]] = []
-"""What ``torch.nn.functional.linear`` was before stage 3: once for each engine that is open."""
+"""``torch.nn.functional.linear`` from before stage 3, once per open engine."""
 
 
 @contextmanager
@@ -685,16 +701,20 @@ def lending_linear() -> Iterator[None]:
         yield
     finally:
         before = _linear.pop()
-        # What somebody else has put there since is not DeepSpeed's.
+        # A later replacement by different code is kept.
         if not _linear and functional.linear.__module__.startswith("deepspeed."):
             functional.linear = before
 
 
 @contextmanager
 def restored(module: torch.nn.Module, *, world_size: int) -> Iterator[None]:
-    """Around the end of DeepSpeed's engine: put a module's weights back, and remove stage 3.
+    """When DeepSpeed's engine ends inside the block, restore the module's weights.
 
-    Where they cannot be put back, each use of the module says why.
+    If the weights cannot be restored, every use of the module raises an error with the reason.
+
+    Args:
+        module: The module that the engine trains.
+        world_size: Number of ranks.
     """
     reason: str | None = f"its weights were partitioned over {world_size} ranks"
     if world_size == 1:
@@ -720,7 +740,7 @@ def restored(module: torch.nn.Module, *, world_size: int) -> Iterator[None]:
 
 
 def _too_large(module: torch.nn.Module) -> str | None:
-    """Why weights that lie on NVMe cannot be brought into host memory; ``None``: they can."""
+    """Why weights on NVMe cannot be restored to host memory; ``None`` if they can."""
     swapped = sum(
         held.ds_numel * held.element_size()
         for held in cast("Iterator[Any]", module.parameters())
@@ -729,7 +749,7 @@ def _too_large(module: torch.nn.Module) -> str | None:
     if swapped == 0 or swapped <= _SHARE * (free := detect_platform().host_memory.available):
         return None
     return (
-        f"its weights on NVMe ({format_size(swapped)}) do not fit into host memory "
+        f"its weights on NVMe ({format_size(swapped)}) do not fit in host memory "
         f"({format_size(free)} free)"
     )
 
@@ -739,7 +759,7 @@ def _in_memory(held: Any) -> bool:
 
 
 def _whole_weights(module: torch.nn.Module) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
-    # Page-locked memory of DeepSpeed's own ends with its engine.
+    # Memory that DeepSpeed page-locks itself is freed with its engine.
     borrowed = os.environ.get("DS_PIN_MEMORY_BACKEND") == "native"
     for parameter in module.parameters():
         held: Any = parameter
@@ -749,7 +769,7 @@ def _whole_weights(module: torch.nn.Module) -> Iterator[tuple[torch.nn.Parameter
             flat = held.ds_tensor.data.narrow(0, 0, held.ds_numel)
             yield parameter, (flat.clone() if borrowed else flat).view(held.ds_shape)
             continue
-        held.all_gather()  # It lies on NVMe.
+        held.all_gather()  # The parameter is on NVMe.
         yield parameter, parameter.data.detach().to("cpu", copy=True)
         held.partition()
 
@@ -762,24 +782,24 @@ def _strip(owner: torch.nn.Module | torch.nn.Parameter, names: frozenset[str]) -
 def shard_from_host(
     deepspeed: Any, model: torch.nn.Module, plan: ResolvedPlan, *, device: torch.device
 ) -> None:
-    """Partition ``model`` in place as stage 3 wants it.
+    """Partition a model in place for stage 3.
 
-    ``zero.Init`` neither casts nor moves what it does not partition, so weights are cast before
-    and buffers moved after, as DeepSpeed's engine does with other models. Of weights that wait in
-    their files each rank reads its own part, and nothing is sent.
+    ``zero.Init`` neither casts weights nor moves buffers, so weights are cast before and buffers
+    moved after. Of weights that are still in files, each rank reads only its part, without
+    communication.
 
     Args:
         deepspeed: The module.
-        model: On the host, in any floating-point dtype; what is partitioned already stays.
-        plan: Of stage 3, with its swap folders set.
-        device: Where the buffers belong.
+        model: Model in host memory, in any floating-point dtype; may be partitioned already.
+        plan: The resolved plan for stage 3, with its swap folders set.
+        device: Device for the buffers.
     """
     dtype = DTYPES[plan.precision]
     for parameter in model.parameters():
         if not hasattr(parameter, "ds_id") and parameter.dtype in DTYPES.values():
-            # Those on the meta device stay on it.
+            # Parameters on the meta device stay there.
             parameter.data = parameter.data.to(dtype)
-    # Its configuration asks for the world size, which DeepSpeed takes for 1 before this.
+    # zero.Init reads the world size, which DeepSpeed assumes to be 1 before this call.
     accelerator = deepspeed.accelerator.get_accelerator()
     deepspeed.comm.init_distributed(
         dist_backend=accelerator.communication_backend_name(), dist_init_required=False
@@ -794,7 +814,7 @@ def shard_from_host(
 
 
 def _partition_waiting(deepspeed: Any, init: Any, model: torch.nn.Module) -> None:
-    """What ``zero.Init`` does to a module, but this rank's part of a weight comes from its file."""
+    """Partition like ``zero.Init``, but read this rank's part of each weight from its file."""
     if init.enabled and init.mem_efficient_linear:
         init._enable_mem_efficient_linear()
     for parameter in model.parameters():
@@ -810,7 +830,7 @@ def _partition_waiting(deepspeed: Any, init: Any, model: torch.nn.Module) -> Non
         part = -(-parameter.numel() // ranks)
         start = part * deepspeed.comm.get_rank(group=parameter.ds_process_group)  # type: ignore[attr-defined]
         if init.zero_param_process_group is not None:
-            # A second partition among fewer ranks holds a larger part.
+            # A second partition over fewer ranks (hpZ) needs a larger part.
             start, part = 0, parameter.numel()
         mine = parameter.detach().view(-1)[start : start + part]
         weight.read_into(mine, start=start)

@@ -1,15 +1,15 @@
-"""``OptimizerWrapper``: what is known and replaced of a class that DeepSpeed wraps an optimizer in.
+"""``OptimizerWrapper``: adapters for the classes in which DeepSpeed wraps an optimizer.
 
-Each kind has a file: ``replicated`` (stage 0), ``partitioned`` (stages 1 and 2), ``sharded``
-(stage 3). A later release may do more in a method that is replaced. Names alone would not tell, so
-its source is hashed, per release that was tested, in ``backend/data/sources.json``; ``python -m
-tools.deepspeed_sources`` adds the installed release to it.
+There is one module per kind: ``replicated`` (stage 0), ``partitioned`` (stages 1 and 2) and
+``sharded`` (stage 3). A later DeepSpeed may change a method that zerotune replaces. Therefore
+``backend/data/sources.json`` contains hashes of these methods for each tested release; ``python -m
+tools.deepspeed_sources`` adds the installed release.
 
-DeepSpeed's own step in host memory widens every gradient to fp32 in a buffer of its own, takes its
-norm through a copy in fp64, and then goes over host memory for each of clipping, Adam and cast. In
-``HostStep`` a gradient stays in the dtype it arrives in, its norm is taken on the way, and the rest
-is one pass. Weights, moments and counters stay where DeepSpeed has them, so nothing that reads or
-writes them knows of it. A step may return before the pass is taken (``PendingStep``).
+DeepSpeed's step in host memory converts every gradient to fp32 in a separate buffer, computes its
+norm with a copy in fp64, and then reads memory again for clipping, Adam and the cast. ``HostStep``
+keeps gradients in their dtype, computes norms while copying, and fuses the rest. Weights, moments
+and counters stay in DeepSpeed's tensors. A step may return before it is complete
+(``PendingStep``).
 """
 
 from __future__ import annotations
@@ -44,36 +44,36 @@ GRADIENTS_KEY: Final = "optimizer.step.gradients"
 
 @attrs.frozen(kw_only=True)
 class Upstream:
-    """What zerotune relies on, and replaces, of one class of DeepSpeed."""
+    """Attributes that zerotune uses, and methods that it replaces, of one class of DeepSpeed."""
 
     owner: str
     """Dotted name of the class."""
     relied_on: tuple[str, ...] = ()
-    """Attributes beyond the documented interface, without which nothing trains."""
+    """Attributes outside the documented interface that zerotune cannot work without."""
     replaced: tuple[str, ...] = ()
-    """Methods of which zerotune does the work, or a part of it, if they are those it knows."""
+    """Methods that zerotune replaces in whole or in part if their source is a tested one."""
 
     @property
     def missing(self) -> list[str]:
-        """What is relied on and not there, by dotted name."""
+        """Dotted names of required attributes that DeepSpeed lacks."""
         return [f"{self.owner}.{name}" for name in self.relied_on if not hasattr(self._kind, name)]
 
     @property
     def digests(self) -> dict[str, str | None]:
-        """By dotted name of each replaced method: SHA-256 of its source, without indentation.
+        """SHA-256 of each replaced method's source without indentation, by dotted name.
 
-        ``None`` where there is none to read.
+        The value is ``None`` if the source cannot be read.
         """
         return {f"{self.owner}.{method}": self._digest(method) for method in self.replaced}
 
     def changed(self) -> str | None:
-        """Why what was read is not what is installed; ``None``: it is."""
+        """Return why a replaced method may differ from the tested ones; ``None`` if it does not."""
         for name, digest in self.digests.items():
             method = name.rpartition(".")[2]
             if digest is None:
-                return f"the source of DeepSpeed's {method} cannot be read, so it may do more"
+                return f"the source of DeepSpeed's {method} cannot be read, so it may be untested"
             if digest not in tested_sources().get(name, {}):
-                return f"DeepSpeed's {method} is not that of a release that was tested"
+                return f"DeepSpeed's {method} differs from every tested release"
         return None
 
     @property
@@ -91,7 +91,7 @@ class Upstream:
 
 @functools.cache
 def source_digest(function: Any) -> str | None:
-    """SHA-256 of a function's source, read once; ``None`` where there is none to read."""
+    """Return the SHA-256 of a function's source; ``None`` if the source cannot be read."""
     try:
         source = inspect.getsource(function)
     except (OSError, TypeError):
@@ -102,80 +102,79 @@ def source_digest(function: Any) -> str | None:
 
 @functools.cache
 def tested_sources() -> dict[str, dict[str, list[str]]]:
-    """By dotted name and digest: the releases that have it."""
+    """Return the tested DeepSpeed releases by dotted name of a method and digest of its source."""
     file = importlib.resources.files("zerotune") / "backend" / "data" / "sources.json"
     content: dict[str, dict[str, list[str]]] = json.loads(file.read_text(encoding="utf-8"))
     return content
 
 
 class OptimizerWrapper(ABC):
-    """The optimizer of a ``deepspeed.DeepSpeedEngine``, with all that its kind is asked."""
+    """Adapter for the optimizer of a ``deepspeed.DeepSpeedEngine``; one subclass per kind."""
 
     upstream: ClassVar[tuple[Upstream, ...]] = ()
-    """What is relied on and replaced."""
+    """Attributes and methods of DeepSpeed that are used or replaced."""
     step_kind: ClassVar[type[HostStep] | None] = None
-    """What can take the steps in one pass, if anything does."""
+    """Class of the fused step; ``None`` if this kind has none."""
     scaler_name: ClassVar[str] = "loss_scaler"
-    """Attribute that has the loss scale."""
+    """Attribute that contains the loss scaler."""
     skips_overflow: ClassVar[bool] = True
-    """Whether DeepSpeed looks at the gradients before it steps."""
+    """Whether DeepSpeed checks that gradients are finite before the step."""
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
         self.raw: Any = engine.optimizer
-        """DeepSpeed's own object."""
+        """DeepSpeed's optimizer wrapper."""
         self.layout = self._find_layout()
-        """Where the master weights are."""
+        """Layout of the master weights."""
 
     @property
     def inner(self) -> Any:
-        """The optimizer that steps, out of its wrapper."""
+        """The optimizer inside DeepSpeed's wrapper."""
         return self.raw.optimizer
 
     @abstractmethod
     def _find_layout(self) -> MasterLayout:
-        """Where this kind keeps the master weights."""
+        """Layout of this kind's master weights."""
 
     @property
     @abstractmethod
     def members(self) -> Sequence[Sequence[torch.Tensor]]:
-        """The model's parameters, by group of the inner optimizer."""
+        """The model's parameters in each group of the inner optimizer."""
 
     @property
     def devices(self) -> tuple[str, str]:
-        """Where optimizer and parameters are offloaded to, as a plan says it."""
+        """Offload devices of optimizer and parameters: ``"none"``, ``"cpu"`` or ``"nvme"``."""
         return "none", "none"
 
     @property
     def scaler(self) -> Any:
-        """What has the loss scale, if anything does."""
+        """The loss scaler; ``None`` if there is none."""
         return getattr(self.raw, self.scaler_name, None)
 
     @abstractmethod
     def drop_gradients(self) -> None:
-        """Forget the gradients of the window under way, also in buffers that outlive it.
+        """Drop the gradients of the current window, also in persistent buffers.
 
-        It is what the wrapper does itself when a loss scale overflows, its only way to drop a
-        step. A parameter without a gradient in the next window would otherwise be stepped with
-        that of the dropped one.
+        DeepSpeed does the same when the loss scale overflows. Without clearing the buffers, a
+        parameter without a gradient in the next window would be updated with the dropped gradient.
         """
 
     def correct(self) -> tuple[Decision, ...]:
-        """Correct what starts or runs wrong in an engine that anybody has initialized."""
+        """Apply corrections that every DeepSpeed engine needs, including a trainer's."""
         return ()
 
     def improve(self) -> tuple[Decision, ...]:
-        """Correct what only an engine of ours needs, before anything replaces its step."""
+        """Apply corrections that only zerotune's engine needs, before its step is replaced."""
         return ()
 
     def refused(self) -> EngineError | None:
-        """What a bare ``AssertionError`` of a backward pass means, if that is known."""
+        """Explain an ``AssertionError`` of a backward pass; ``None`` if the cause is unknown."""
         return None
 
     def note_edits(self) -> None:
-        """Have the layout know of master weights that are written through DeepSpeed itself.
+        """Notify the layout when master weights are written through DeepSpeed's functions.
 
-        ``safe_set_full_fp32_param`` and the like write them; the model follows with the next step.
+        After ``safe_set_full_fp32_param`` and similar calls, the next step updates the model.
         """
         for owner in self._editors:
             for name in ("set_full_hp_param", "set_local_hp_param"):
@@ -185,17 +184,21 @@ class OptimizerWrapper(ABC):
 
     @property
     def _editors(self) -> Iterable[Any]:
-        """What has methods that write master weights."""
+        """Objects with methods that write master weights."""
         return ()
 
     def take_over_step(
         self, plan: ResolvedPlan, group: ProcessGroup
     ) -> tuple[HostStep | None, tuple[Decision, ...]]:
-        """Have an Adam in host memory stepped in one pass, where that is possible. Collective.
+        """Replace the step of an Adam in host memory by a fused one, if possible. Collective.
+
+        Args:
+            plan: The resolved plan.
+            group: The process group of all ranks.
 
         Returns:
-            What takes the steps now, ``None`` where DeepSpeed does, and what was decided: nothing
-            where the optimizer is neither a DeepSpeedCPUAdam nor an AdamWBF16States.
+            The fused step, or ``None`` if DeepSpeed's step remains, and the decisions. There are no
+            decisions unless the optimizer is a DeepSpeedCPUAdam or an AdamWBF16States.
         """
         adam, kind = self.inner, self.step_kind
         ours = isinstance(adam, AdamWBF16States)
@@ -211,27 +214,27 @@ class OptimizerWrapper(ABC):
             make=functools.partial(
                 kind, wrapper=self.raw, module=self.engine.module, layout=self.layout, group=group
             ),
-            reason="clipping, Adam and the cast of the weights go over host memory once, not once "
-            "each, and gradients stay in the dtype they arrive in; the same bits",
+            reason="clipping, Adam and the cast of the weights share a single pass over host "
+            "memory, and gradients keep their dtype; results are bit-identical",
         )
         if step is None:
             return None, decided
         dtype = step.gradient_dtype
         if (plan.gradient_accumulation_steps or 1) > 1:
-            wide = '; {"data_types": {"grad_accum_dtype": "fp32"}} adds up in fp32'
+            wide = '; for fp32, set {"data_types": {"grad_accum_dtype": "fp32"}}'
             decided += (
                 Decision(
                     key=GRADIENTS_KEY,
                     before=None,
                     after=str(dtype).removeprefix("torch."),
-                    reason="micro batches are added up in it"
+                    reason="gradients of micro batches are summed in this dtype"
                     + ("" if dtype == torch.float32 else wide),
                 ),
             )
         return step, decided
 
     def _obstacle(self, kind: type[HostStep]) -> str | None:
-        """Why DeepSpeed's own step stays, if so."""
+        """Why DeepSpeed's step remains; ``None`` if it can be replaced."""
         for name in (
             "has_moe_layers",
             "zenflow",
@@ -240,7 +243,7 @@ class OptimizerWrapper(ABC):
             "use_muon",
         ):
             if getattr(self.raw, name, None):
-                return f"with {name} DeepSpeed's step does more"
+                return f"the fused step does not support {name}"
         if not getattr(self.inner, "fp32_optimizer_states", True):
             return "the moments are not fp32"
         if (changed := kind.upstream.changed()) is not None:
@@ -254,15 +257,15 @@ def _edit(layout: MasterLayout, setter: Callable[..., Any], *args: Any, **kwargs
 
 
 class HostStep(DeferredSteps):
-    """Takes the steps of a ZeRO optimizer whose inner one is an Adam in host memory.
+    """Fused step of a ZeRO optimizer around an Adam in host memory.
 
     Args:
         wrapper: DeepSpeed's ZeRO optimizer.
-        base: As for ``DeferredSteps``.
+        base: See ``DeferredSteps``.
     """
 
     upstream: ClassVar[Upstream]
-    """Methods of the wrapper whose work is done here."""
+    """Methods of the wrapper that are replaced."""
 
     settles_first: ClassVar[tuple[str, ...]] = ()
     """Methods of the wrapper that read or write weights or states."""
@@ -282,17 +285,18 @@ class HostStep(DeferredSteps):
     @override
     def why_at_once(self) -> str | None:
         betas = {tuple(group["betas"]) for group in self._optimizer.param_groups}
-        return "groups with betas of their own are stepped in order" if len(betas) > 1 else None
+        why = "parameter groups with different betas must be updated in order"
+        return why if len(betas) > 1 else None
 
     def install(self) -> None:
-        """Replace gradient copy, norm and step of this wrapper alone."""
+        """Replace gradient copy, norm and step, for this wrapper object only."""
         setattr(self._wrapper, UNDER_WAY, self)
         for name in self.settles_first:
             setattr(self._wrapper, name, self._settling(getattr(self._wrapper, name)))
 
     @property
     def gradient_dtype(self) -> torch.dtype:
-        """In which gradients are kept and added up."""
+        """Dtype in which gradients are stored and accumulated."""
         dtype: torch.dtype = self._wrapper.gradient_accumulation_dtype
         return dtype
 
@@ -308,28 +312,28 @@ class HostStep(DeferredSteps):
         return call
 
     def _is_here(self, target: torch.Tensor) -> bool:
-        """Whether the pass itself can write the weights where the model has them."""
+        """Whether the fused step can write a model's tensor directly."""
         return target.device.type == "cpu" and self._op.knows(target.dtype)
 
     @property
     @abstractmethod
     def _slabs(self) -> Sequence[Any]:
-        """The fp32 weights, as the optimizer's groups hold them."""
+        """The fp32 weights in the optimizer's groups."""
 
     def _steps(self, index: int) -> bool:  # noqa: ARG002 - of the slab
-        """Whether that slab is in host memory, or comes there, and is stepped here."""
+        """Whether the fused step updates this slab in host memory."""
         return True
 
     def _swaps(self, index: int) -> bool:  # noqa: ARG002 - of the slab
-        """Whether DeepSpeed moves that slab and its gradient to NVMe and back."""
+        """Whether DeepSpeed swaps this slab and its gradient to NVMe."""
         return False
 
     @abstractmethod
     def _members(self) -> Iterator[tuple[Any, torch.Tensor]]:
-        """Parameters with their parts of the gradient buffers."""
+        """Yield parameters with their parts of the gradient buffers."""
 
     def _shrink_gradients(self) -> None:
-        """Replace buffers for gradients by ones of the dtype they arrive in."""
+        """Replace fp32 gradient buffers by buffers in the gradients' dtype."""
         dtype = self.gradient_dtype
         for index, slab in enumerate(self._slabs):
             same = dtype == slab.dtype or not self._op.knows(dtype)
@@ -340,7 +344,7 @@ class HostStep(DeferredSteps):
             slab.grad = None
             slab.grad_dtype = dtype
             if pinned and not natively:
-                # torch keeps page-locked blocks, so another one would come on top of this one.
+                # torch caches page-locked blocks, so a new one would use additional memory.
                 slab.grad = wide.zero_().view(-1).view(dtype)[: wide.numel()].view(shape)
                 continue
             del wide
@@ -349,7 +353,7 @@ class HostStep(DeferredSteps):
             slab.grad = self._accelerator.pin_memory(empty) if pinned else empty
 
     def _norm_of(self, gradient: torch.Tensor, *, into: torch.Tensor | None = None) -> torch.Tensor:
-        """L2 norm of a flat gradient, which is copied on the way where it is in host memory."""
+        """L2 norm of a flat gradient; a gradient in host memory is also copied to ``into``."""
         if gradient.device.type != "cpu" or not self._op.knows(gradient.dtype):
             # Kept on the device: all norms are read at once when the step begins.
             norm: torch.Tensor = torch.linalg.vector_norm(gradient, dtype=torch.float32)
@@ -365,10 +369,10 @@ class HostStep(DeferredSteps):
 
 
 def read_at_once(norms: dict[Any, torch.Tensor]) -> None:
-    """Bring tensors of one number each to the host, with one wait per device.
+    """Copy scalar tensors to the host, with a single synchronisation per device.
 
     Args:
-        norms: Replaced in place by fp64 on the CPU, the same numbers.
+        norms: Scalar tensors by key; each is replaced by an fp64 tensor on the CPU.
     """
     for device in {norm.device for norm in norms.values()}:
         there = [key for key, norm in norms.items() if norm.device == device]
@@ -377,7 +381,11 @@ def read_at_once(norms: dict[Any, torch.Tensor]) -> None:
 
 
 def clear(tensors: Iterable[Any]) -> None:
-    """Zero those that there are."""
+    """Zero all tensors in an iterable, ignoring other objects.
+
+    Args:
+        tensors: Tensors, ``None`` or other objects.
+    """
     for tensor in tensors:
         if isinstance(tensor, torch.Tensor):
             tensor.zero_()

@@ -1,4 +1,4 @@
-"""``DeferredSteps``: an Adam in host memory whose steps may return before their pass is taken."""
+"""``DeferredSteps``: an Adam in host memory whose ``step`` may return before the update is done."""
 
 from __future__ import annotations
 
@@ -47,16 +47,16 @@ HIDDEN_KEY: Final = "optimizer.step.hidden"
 THREADS_KEY: Final = "optimizer.step.threads"
 
 S = TypeVar("S", bound="DeferredSteps")
-ROUNDS_OTHERWISE: Final = "this build of torch rounds otherwise than the op host_step"
+ROUNDS_OTHERWISE: Final = "this build of torch rounds differently from the op host_step"
 
 
 class DeferredSteps(ABC):
-    """Steps of an Adam in host memory that may return before their pass is taken.
+    """Run the steps of an Adam in host memory, possibly after ``step`` has returned.
 
-    A thread of its own takes it behind the next forward, averages join it, or whoever uses a
-    weight first takes what it needs.
+    A deferred update runs in a thread during the next forward pass, together with the averages, or
+    when a weight is used.
 
-    ``adam`` is the optimizer whose steps these are: a DeepSpeedCPUAdam, torch's, or our own.
+    ``adam`` is a DeepSpeedCPUAdam, or an Adam of torch or zerotune.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class DeferredSteps(ABC):
         self._hooks: list[Any] = []
         self._watch: CompilerWatch | None = None
         self.decisions: tuple[Decision, ...] = ()
-        """What was decided while it runs."""
+        """Decisions made during training."""
         self._parts: tuple[Part, ...] = ()
         self._order: list[int] = []
         self._pending: PendingStep | None = None
@@ -92,38 +92,46 @@ class DeferredSteps(ABC):
     @property
     @abstractmethod
     def _accelerator(self) -> Any:
-        """What has the device's streams and events."""
+        """Module or object with the device's streams and events."""
 
     def why_at_once(self) -> str | None:
-        """Why a step must not return before its pass is taken, if so."""
+        """Return why updates cannot be deferred; ``None`` if they can."""
         return None
 
     @property
     def op(self) -> HostStepOp:
-        """The compiled functions."""
+        """The compiled kernels."""
         return self._op
 
     @property
     def group(self) -> ProcessGroup:
-        """The processes that train together."""
+        """The process group of all ranks."""
         return self._group
 
     @property
     def hidden(self) -> bool:
-        """Whether passes are taken behind what comes after their steps."""
+        """Whether a thread runs updates during the next forward pass."""
         return self._thread is not None
 
     @property
     def needs_a_thread(self) -> bool:
-        """Whether a pass that is taken later can only be taken by a thread of its own."""
+        """Whether only a separate thread can run deferred updates."""
         return False
 
     def replay(self, steps: int) -> None:
-        """Continue as a run that has taken ``steps`` optimizer steps."""
+        """Continue as if ``steps`` optimizer steps had been taken.
+
+        Args:
+            steps: Number of optimizer steps.
+        """
         self._adam.replay(steps)
 
     def take_at_once(self, reason: str) -> None:
-        """Take every pass before its step returns."""
+        """Complete every later update before ``step`` returns.
+
+        Args:
+            reason: Why updates cannot be deferred.
+        """
         self._at_once = reason
 
     def _record(
@@ -131,10 +139,10 @@ class DeferredSteps(ABC):
         reason: str,
         *,
         key: str = HIDDEN_KEY,
-        before: str = "taken later",
-        after: str = "taken before the step returns",
+        before: str = "deferred",
+        after: str = "completed before step() returns",
     ) -> None:
-        """Note once why a pass is not taken later, or not at all."""
+        """Record, once per reason, why an update is not deferred or not fused."""
         if any(decision.reason == reason for decision in self.decisions):
             return
         decision = Decision(key=key, before=before, after=after, reason=reason)
@@ -142,7 +150,7 @@ class DeferredSteps(ABC):
         announce([decision], rank=self._group.rank)
 
     def hide(self) -> None:
-        """Take every pass in a thread of its own, behind what comes after its step."""
+        """Run every later update in a separate thread, during the next forward pass."""
         self._thread = ThreadPoolExecutor(
             max_workers=1,
             thread_name_prefix="zerotune-step",
@@ -151,13 +159,13 @@ class DeferredSteps(ABC):
         )
 
     def _enter_thread(self, accelerator: Any, device: Any) -> None:
-        # A thread begins on the first device, and going back to it from a stream of another takes
-        # hundreds of megabytes there, from every rank.
+        # A thread starts on the first device. Returning to it from a stream on a different device
+        # allocates hundreds of megabytes there for every rank.
         accelerator.set_device(device)
         self._op.spare_a_core()
 
     def settle(self) -> None:
-        """Return once the pass under way is taken, if there is one."""
+        """Wait until the pending update is complete, if there is one."""
         pending = self._pending
         if pending is None:
             return
@@ -165,7 +173,7 @@ class DeferredSteps(ABC):
         if pending.used:
             ranks = {name: rank for rank, name in enumerate(pending.used)}
             last = len(ranks)
-            # What the last forward used first is written first.
+            # Weights that the last forward used first are updated first.
             self._order.sort(
                 key=lambda index: min(
                     (ranks.get(name, last) for name in self._parts[index].names), default=last
@@ -175,23 +183,30 @@ class DeferredSteps(ABC):
             self._pending = None
 
     def follow(self, followers: Sequence[Follower]) -> bool:
-        """Have averages move with the pass under way; whether there is one they can move with."""
+        """Update averages together with the pending update.
+
+        Args:
+            followers: The averages.
+
+        Returns:
+            Whether the pending update updates them; ``False`` if there is none.
+        """
         self._averaged, pending = True, self._pending
         if pending is None:
             return False
         if pending.moved():
-            # Weights that were replaced meanwhile are what an average reads.
+            # An average must read weights that were replaced meanwhile.
             self.settle()
             return False
         if not pending.follow(followers):
             return False
         if self._thread is None:
-            # It has waited for them, and nobody else takes it.
+            # The update has waited for the averages, and no thread runs it.
             self.settle()
         return True
 
     def close(self) -> None:
-        """Settle, and let the thread go; steps that come all the same are taken at once."""
+        """Wait for the pending update and stop the thread; later updates are not deferred."""
         self._at_once = "closed"
         try:
             self.settle()
@@ -206,7 +221,7 @@ class DeferredSteps(ABC):
             self._hooks.clear()
 
     def _may_wait(self) -> bool:
-        """Whether the step that begins now may return before its pass is taken."""
+        """Whether the update that begins now may be deferred."""
         averaged, self._averaged = self._averaged, False
         if self._at_once is not None:
             return False
@@ -218,56 +233,56 @@ class DeferredSteps(ABC):
         return True
 
     def _why_not_now(self) -> str | None:
-        """Why this step cannot be left for later."""
+        """Why this update cannot be deferred; ``None`` if it can."""
         if self._optimizer._optimizer_step_post_hooks or _global_optimizer_post_hooks:
-            return "hooks after the optimizer's step read the weights that it has written"
-        # Importing the compiler takes seconds, and nobody compiles without.
+            return "hooks after the optimizer's step read the updated weights"
+        # Importing the compiler takes seconds, and compiled code needs the import anyway.
         if self._watch is None and "torch._dynamo" in sys.modules:
             self._watch = CompilerWatch(self._found_compiling)
         if not self._waits_for_compiled():
             return _CALL_COMPILED
-        # Somebody else's view of the weights would show old values.
+        # A view outside the model would show old values.
         uses = self._uses().items()
         return _VIEWED if any(n > self._storages.get(key, 0) for key, n in uses) else None
 
     def _found_compiling(self) -> None:
-        """React to a compilation that may use the weights."""
+        """Stop deferring updates, because a compilation may use the weights."""
         self.settle()
         if self._at_once is None:
             self._record(_COMPILED)
         self.take_at_once(_COMPILED)
 
     def _uses(self) -> dict[int, int]:
-        """By storage of the written tensors: how many other tensors and arrays share it."""
+        """Number of additional tensors and arrays that share each updated storage."""
         shared: Counter[int] = Counter()
         counts: dict[int, int] = {}
         for tensor in self._written().values():
             storage = tensor.untyped_storage()
             shared[storage._cdata] += 1
-            # One use is the object that is asked here.
+            # One use is the object queried here.
             counts[storage._cdata] = torch._C._storage_Use_Count(storage._cdata) - 1
         return {key: count - shared[key] for key, count in counts.items()}
 
     def know_views(self) -> None:
-        """Take all views that there are now for the engine's own."""
+        """Count the existing views of the weights as the engine's views."""
         self._storages = self._uses()
 
     def settle_for_states(self) -> None:
-        """Have the optimizer's states saved and loaded only when they are written."""
+        """Complete a pending update before the optimizer's states are saved or loaded."""
         self._hooks += [
             self._optimizer.register_state_dict_pre_hook(lambda _: self.settle()),
             self._optimizer.register_load_state_dict_pre_hook(lambda *_: self.settle()),
         ]
 
     def _waits_for_compiled(self) -> bool:
-        """Have compiled forwards wait before they are entered; whether all can."""
+        """Make compiled forward methods wait for updates; return whether all of them can."""
         for module in self._module.modules():
             attributes = vars(module)
             if (
                 attributes.get("_compiled_call_impl") is not None
                 or "_orig_mod" in attributes["_modules"]
             ):
-                # The call itself is compiled: nothing runs before its guards look at the weights.
+                # The call itself is compiled, and its guards read the weights before any hook runs.
                 return False
             if hasattr(attributes.get("forward"), "_torchdynamo_orig_callable"):
                 if module not in self._compiled:
@@ -279,7 +294,7 @@ class DeferredSteps(ABC):
         return True
 
     def _launch(self, steps: Sequence[SlabStep], upload: Upload) -> None:
-        """Queue the steps that have begun, to be executed part by part."""
+        """Defer updates that have begun; they run part by part."""
         if not self._parts:
             self._parts = self._divide([step.masters.numel for step in steps])
             self._order = list(range(len(self._parts)))
@@ -292,7 +307,7 @@ class DeferredSteps(ABC):
             if self._thread is not None:
                 self._thread.submit(pending.run_in_thread)
         except BaseException as error:
-            # Whoever waits for a pass that nobody takes would wait for ever.
+            # Otherwise a thread would wait forever for an update that never runs.
             pending.fail(error)
             raise
 
@@ -305,7 +320,7 @@ class DeferredSteps(ABC):
         waits: bool,
         exchange: Exchange | None = None,
     ) -> None:
-        """Leave begun steps for later, or take all of each now."""
+        """Defer updates that have begun, or complete them now."""
         if waits:
             self._launch(steps, self._upload(sources, targets, exchange))
             return
@@ -316,9 +331,9 @@ class DeferredSteps(ABC):
                 upload.send([Piece(slab=index, start=0, stop=step.masters.numel)])
 
     def _wait_before_kernels(self) -> None:
-        """Have modules that are not torch's wait for their weights before their forward.
+        """Make modules outside torch wait for their weights before their forward.
 
-        Kernels that are no functions of torch may be called there, which ask for an address.
+        Such modules may call kernels that are not torch functions and use the weights' addresses.
         """
         written = {id(parameter) for parameter in self._parameters.values()}
         for module in self._module.modules():
@@ -355,11 +370,11 @@ class DeferredSteps(ABC):
         )
 
     def _written(self) -> Mapping[str, torch.Tensor]:
-        """The tensors that the pass writes for the model, by the parameters' names."""
+        """The model's tensors that an update writes, by the parameters' names."""
         return self._parameters
 
     def _wanted_first(self) -> Collection[str]:
-        """Names of parameters that are used as soon as the step ends."""
+        """Names of parameters that are used directly after the step."""
         return ()
 
 
@@ -374,18 +389,21 @@ def take_over(
     make: Callable[..., S],
     reason: str,
 ) -> tuple[S | None, tuple[Decision, ...]]:
-    """Have an Adam's steps taken in one pass, and say by whom, when and on what. Collective.
+    """Replace an Adam's step by zerotune's fused step if possible. Collective.
 
     Args:
-        plan: Whether that is wanted, and whether steps may return before their pass is taken.
-        group: The processes that train together.
+        plan: The resolved plan, with ``host_step`` and ``hidden_step``.
+        group: The process group of all ranks.
         adam: The optimizer.
-        usual: What takes its steps otherwise, unless it is our own.
-        obstacle: What stands in the way on this rank.
-        rounds_alike: Whether this build of torch rounds as the compiled functions do; ``None``:
-            none of its own arithmetic is met.
-        make: Installs what takes the steps, given ``op``.
-        reason: Why that is better.
+        usual: Name of the step that is replaced, unless the optimizer is zerotune's.
+        obstacle: Reason on this rank against replacing the step, if any.
+        rounds_alike: Returns whether this build of torch rounds like the compiled kernels;
+            ``None`` if torch's arithmetic is not involved.
+        make: Creates the replacement, given ``op``.
+        reason: Reason for the decision if the step is replaced.
+
+    Returns:
+        The replacement, or ``None`` if the step is not replaced, and the decisions.
     """
     if isinstance(adam, AdamWBF16States):
         usual, rounds_alike = "AdamWBF16States' own", torch_rounds_alike
@@ -401,9 +419,9 @@ def take_over(
         else:
             alike = rounds_alike is None or rounds_alike(op)
             obstacle = None if alike else ROUNDS_OTHERWISE
-    elsewhere = group.any(obstacle is not None, purpose="choose who takes the steps")
+    elsewhere = group.any(obstacle is not None, purpose="choose the optimizer step")
     if op is None or elsewhere:
-        obstacle = obstacle or "another rank cannot take it so"
+        obstacle = obstacle or "a different rank cannot use zerotune's fused step"
         return None, (Decision(key=KEY, before=usual, after=usual, reason=obstacle),)
     step = make(op=op)
     step.settle_for_states()
@@ -412,29 +430,33 @@ def take_over(
 
 
 def _shares_cores(step: DeferredSteps) -> Decision:
-    """Say what a pass computes on, and what is left to the forward beside it."""
+    """The decision about the number of cores for updates."""
     threads, read = torch.get_num_threads(), MachineProbe().read_text
     cores = describe_cpus(read_cpus(read, affinity_here()), quota=cpu_quota(read))
     taken = step.op.beside(threads) if step.hidden else threads
     if not step.hidden:
-        reason = "nothing else computes while the pass is taken"
+        reason = "nothing else runs during the optimizer step"
     elif taken < threads:
-        reason = "one is left to what the next forward does on the host"
+        reason = "one thread remains for the host's part of the next forward pass"
     else:
-        reason = "shared with the next forward: a pass on one of two takes longer than both on two"
+        reason = "with two threads, sharing both with the next forward is faster than using one"
     return Decision(
         key=THREADS_KEY,
         before=threads,
         after=taken,
-        reason=f"{reason}; {cores} for this process; it follows torch's threads, which a trainer "
-        "sets to what data workers and other ranks leave (threads)",
+        reason=f"{reason}; {cores} for this process; the number follows torch's threads, which the "
+        "trainer sets after subtracting data workers and further ranks (threads)",
     )
 
 
 def choose_when(step: DeferredSteps, plan: ResolvedPlan) -> Decision:
-    """Choose who takes the pass, and when. Collective.
+    """Choose whether updates are deferred and whether a thread runs them. Collective.
 
-    On a device nothing is taken later unless that is proven there, or asked for.
+    On a device, updates are deferred only if proven there or requested by the plan.
+
+    Args:
+        step: The optimizer's step.
+        plan: The resolved plan.
     """
     at_once = step.why_at_once()
     on_cpu = plan.platform.accelerator == "cpu"
@@ -443,17 +465,19 @@ def choose_when(step: DeferredSteps, plan: ResolvedPlan) -> Decision:
         path: FastPath = "exchange" if step.needs_a_thread else "hidden step"
         unproven = why_unproven(path, accelerator=plan.platform.accelerator)
         # The ranks must do the same.
-        elsewhere = step.group.any(unproven is not None, purpose="choose when a pass is taken")
-        unproven = unproven or ("it is not proven on another rank's device" if elsewhere else None)
-    after = "taken before the step returns"
+        elsewhere = step.group.any(unproven is not None, purpose="choose when a step completes")
+        other = "deferred steps are not proven on a different rank's device"
+        unproven = unproven or (other if elsewhere else None)
+    after = "completed before step() returns"
     if at_once is not None:
         reason = at_once
         step.take_at_once(at_once)
     elif plan.hidden_step or (plan.hidden_step is None and not on_cpu and unproven is None):
-        after = "taken in a thread, behind the next forward"
-        reason = "the cores have nothing else to do meanwhile, and it is proven on this device"
+        after = "completed in a thread, during the next forward pass"
+        reason = "the CPU cores are idle during the forward pass, and a proof passed on this device"
         if plan.hidden_step:
-            reason = "asked for" if unproven is None else f"asked for, unproven: {unproven}"
+            reason = "set in the plan"
+            reason += "" if unproven is None else f", although unproven: {unproven}"
         step.hide()
     else:
         if unproven is not None:
@@ -463,33 +487,31 @@ def choose_when(step: DeferredSteps, plan: ResolvedPlan) -> Decision:
         if plan.hidden_step is False:
             reason = "the plan was resolved with hidden=False"
         elif unproven is None:
-            reason = "model and optimizer share these cores, so nothing is gained beside each other"
+            reason = "model and optimizer use the same cores, so deferring would save no time"
         else:
-            reason = f"{unproven}; plan.resolve(hidden=True) asks for it all the same"
+            reason = f"{unproven}; plan.resolve(hidden=True) defers steps nevertheless"
     return Decision(key=HIDDEN_KEY, before=None, after=after, reason=reason)
 
 
-# -- What is compiled.
+# -- Compiled code.
 
 _CALL_COMPILED: Final = (
-    "a module's call is compiled, whose guards look at the weights before anything can wait; "
-    "compile=True of the trainer, or module.forward = torch.compile(module.forward), can be waited "
-    "for"
+    "a module's __call__ is compiled, and its guards read the weights before zerotune can wait; "
+    "use the trainer's compile=True, or module.forward = torch.compile(module.forward), instead"
 )
 _COMPILED: Final = (
-    "a function was compiled that may use the weights, and its guards look at them before anything "
-    "can wait"
+    "a compiled function may use the weights, and its guards read them before zerotune can wait"
 )
 _VIEWED: Final = (
-    "views of the weights are held outside of the model (parameter.detach(), .data, an array), "
-    "which would show the values from before the step"
+    "views of the weights outside the model (parameter.detach(), .data, an array) would show the "
+    "values from before the step"
 )
 
 
 class CompilerWatch:
-    """Tells when torch begins to compile something that ``_enter_compiled`` has not announced.
+    """Detect when torch starts a compilation that ``_enter_compiled`` has not announced.
 
-    ``call`` is called before what is compiled is looked at.
+    ``call`` runs before torch reads the code and its weights.
     """
 
     _inside = threading.local()
@@ -500,12 +522,16 @@ class CompilerWatch:
         self._handler.register_start_callback(self._begins)
 
     def end(self) -> None:
-        """Listen no more."""
+        """Stop detecting compilations."""
         self._handler.remove_start_callback(self._begins)
 
     @classmethod
     def enter(cls, by: int) -> None:
-        """What this thread compiles from now on waits for its weights by itself."""
+        """Announce (1), or end (-1), a call whose compiled code waits for its weights.
+
+        Args:
+            by: 1 before the call, -1 after it.
+        """
         cls._inside.depth = getattr(cls._inside, "depth", 0) + by
 
     def _begins(self, _arguments: Any) -> None:
@@ -527,7 +553,7 @@ def _leave_compiled(_module: torch.nn.Module, _inputs: Any, _output: Any) -> Non
 
 
 def _land_direct(module: torch.nn.Module, _inputs: Any) -> None:
-    # What compiles from outside has settled the step before it looks at this.
+    # A compilation from outside has already settled the step.
     if not torch.compiler.is_compiling():
         for parameter in module.parameters(recurse=False):
             land(parameter)

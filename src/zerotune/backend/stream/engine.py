@@ -1,6 +1,6 @@
-"""Training with weights that are on the device only while they are used.
+"""Training with streamed weights, which are on the device only while they are used.
 
-The plan is DeepSpeed's, and so are the bits: those of ZeRO-2 with the optimizer in host memory.
+The plan is one for DeepSpeed, and results equal ZeRO-2's with the optimizer in host memory.
 """
 
 from __future__ import annotations
@@ -75,21 +75,21 @@ from zerotune.plan.resolve import streaming_obstacle
 KEY = "streamed"
 _OF_ADAM = ("lr", "bias_correction", "betas", "eps", "weight_decay", "amsgrad")
 _STREAMED_STORAGES = {"nf4", "fp4"}
-"""What a frozen base may be quantized to; others keep weights in tensors of their own kind."""
+"""Quantization formats of a frozen base that can be streamed; all others use special tensors."""
 _CASTABLE = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class StreamEngine(CountingEngine):
-    """An ``Engine`` that keeps a window of units on the device and all weights in host memory.
+    """An ``Engine`` with all weights in host memory and only a few units of them on the device.
 
     Args:
         model: The model, in fp32, on any device.
         plan: A resolved plan for DeepSpeed with its optimizer in host memory.
-        timeout_s: Seconds after which a collective gives up.
+        timeout_s: Seconds after which a collective raises an error.
 
     Raises:
-        EngineError: The plan has no optimizer choice, or nothing is trainable.
-        VerificationError: What runs is not what the plan says.
+        EngineError: The plan's optimizer is not resolved, or no parameter is trainable.
+        VerificationError: The engine differs from the plan.
     """
 
     @override
@@ -115,7 +115,7 @@ class StreamEngine(CountingEngine):
         announce(self.decisions, rank=self._group.rank)
 
     def _lay_out(self, model: torch.nn.Module) -> Any:
-        """Give every parameter its place; the units that each module needs."""
+        """Divide the parameters into units; return the units that each module needs."""
         zero = self._plan.plan.zero_optimization
         page_locks = zero is not None and pins(zero.offload_optimizer)
         self._page_locks = page_locks and self._device.type != "cpu"
@@ -134,7 +134,7 @@ class StreamEngine(CountingEngine):
         return HostMemory(pin=pin)
 
     def _cast(self, model: torch.nn.Module) -> None:
-        """Round weights as DeepSpeed does, which leaves buffers as they are."""
+        """Cast parameters, but not buffers, to the plan's precision, as DeepSpeed does."""
         if self._plan.precision == "fp32":
             return
         for parameter in model.parameters():
@@ -172,7 +172,7 @@ class StreamEngine(CountingEngine):
         return kind(self._adam, **plan.to_deepspeed()["scheduler"]["params"])
 
     def _stream(self, needs: Any) -> None:
-        """Set going what moves weights and gradients."""
+        """Create the lanes, steps and residency that move weights and gradients."""
         streams = None if self._device.type == "cpu" else torch.get_device_module(self._device)
         op = load_host_step()
         self._lanes = [Lane(name, device=self._device, streams=streams) for name in ("in", "out")]
@@ -242,7 +242,7 @@ class StreamEngine(CountingEngine):
 
     @property
     def counts(self) -> StreamCounts:
-        """What has moved since the engine started."""
+        """Numbers of uploads and evictions since the engine started."""
         return self._residency.counts
 
     @property
@@ -272,14 +272,14 @@ class StreamEngine(CountingEngine):
         self._count_from(state)
         continue_schedule(self._scheduler, state.scheduler)
         taken = state.global_step - state.skipped_steps
-        # The last elements of a group are DeepSpeed's to step, which counts by itself.
+        # DeepSpeed's op updates the last elements of a group and counts its own steps.
         replay_adam_steps(self._adam, taken)
         self._steps.replay(taken)
 
     @override
     @naming_the_lost
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model's forward pass; each unit comes before it is called."""
+        """Run the model's forward pass; each unit is uploaded before its module is called."""
         if torch.is_grad_enabled():
             self._steps.check_whole()
             self._check_before_forward()
@@ -288,11 +288,14 @@ class StreamEngine(CountingEngine):
     @override
     @naming_the_lost
     def backward(self, loss: torch.Tensor) -> None:
-        """Back-propagate a scalar loss, divided by the accumulation steps.
+        """Back-propagate the loss of one micro batch, divided by the accumulation steps.
 
-        With clipping off, units are stepped in the last backward pass of their window. If that
-        pass raises after some units were stepped, the engine refuses to continue until a
-        checkpoint has been loaded.
+        Without clipping, the last backward pass of an accumulation window updates the units'
+        weights. If that pass fails after some units were updated, the engine raises errors until
+        a checkpoint is loaded.
+
+        Args:
+            loss: Scalar loss.
         """
         self._steps.check_whole()
         if self._at_boundary and self._steps.is_eager and not self._steps.under_way:
@@ -312,10 +315,11 @@ class StreamEngine(CountingEngine):
     @override
     @naming_the_lost
     def step(self) -> StepOutcome:
-        """Close a micro batch; update the weights when it is the last of its group.
+        """Finish a micro batch; update the weights if it is the last of its accumulation window.
 
-        A gradient that is not finite is not applied. Where some units have been stepped by then,
-        the outcome is applied, its norm infinite, and nothing goes on before a ``load_state``.
+        If a gradient is not finite, the step is skipped. If some units were already updated, the
+        outcome is applied with an infinite norm, and the engine raises errors until
+        ``load_state``.
         """
         self._check_backward()
         boundary = self._at_boundary
@@ -339,7 +343,7 @@ class StreamEngine(CountingEngine):
         return StepOutcome(applied=True, boundary=True, grad_norm=norm)
 
     def _run_step(self, norm: float) -> None:
-        """Begin the passes with what others have hooked to the optimizer's steps."""
+        """Begin the step, and call the hooks registered on the optimizer."""
         if not self._steps.is_eager:
             self._call_hooks(_global_optimizer_pre_hooks, self._adam._optimizer_step_pre_hooks)
         self._steps.step(norm)
@@ -349,7 +353,7 @@ class StreamEngine(CountingEngine):
         self._call_hooks(*reversed(after))
 
     def _call_hooks(self, *hooks: Mapping[Any, Callable[..., Any]]) -> None:
-        """As ``Optimizer.profile_hook_step`` does around a step."""
+        """Call hooks as ``Optimizer.profile_hook_step`` does around a step."""
         for hook in [each for some in hooks for each in some.values()]:
             hook(self._adam, (), {})
 
@@ -373,10 +377,10 @@ class StreamEngine(CountingEngine):
 
     @override
     def discard(self) -> None:
-        """Drop the accumulation window under way; it counts as a skipped step.
+        """Drop the current accumulation window's gradients; the window counts as a skipped step.
 
         Raises:
-            EngineError: Units have been stepped in its backward pass.
+            EngineError: The backward pass has already updated some units.
         """
         self._steps.forget()
         self._unfinished = False
@@ -396,7 +400,7 @@ class StreamEngine(CountingEngine):
             self._steps.settle()
 
     def _part(self) -> None:
-        """Others are waited for no more, nor do they wait for this rank."""
+        """Leave the synchronisation with all ranks."""
 
     def _give_back(self) -> None:
         for unit in self._units:
@@ -407,31 +411,31 @@ class StreamEngine(CountingEngine):
     def _describe(self) -> tuple[Decision, ...]:
         streamed = [unit for unit in self._units if not unit.resident]
         total = sum(unit.nbytes for unit in streamed)
-        eager = "in the backward pass" if self._steps.is_eager else "after the gradients' norm"
+        eager = "in the backward pass" if self._steps.is_eager else "after the gradient norm"
         split = self._streaming.split_masters
-        bits = "the bits are those of ZeRO-2 with CPU offload"
+        bits = "results are bit-identical to ZeRO-2 with CPU offload"
         if isinstance(self._adam, AdamW8BitStates):
-            bits = "no other engine has these 8-bit moments"
+            bits = "only this engine supports these 8-bit moments"
         elif isinstance(self._adam, AdamWBF16States) and self._group.world_size > 1:
-            bits += ", but for the noise that bf16 moments are rounded by"
+            bits += ", except for the noise that rounds bf16 moments"
         if split:
-            bits += ", but for master weights halfway between two bf16 numbers"
+            bits += ", except for master weights halfway between two bf16 numbers"
         where = Decision(
             key=KEY,
             before=self._plan.streamed,
             after=f"{len(streamed)} units, {format_size(self._capacity)} of "
             f"{format_size(total)} on the device",
-            reason=f"each unit comes before it is used and is stepped {eager}; {bits}",
+            reason=f"each unit is uploaded before its use, and updated {eager}; {bits}",
         )
         if not split:
             return where, self._kept_gradients
         kept = Decision(
             key=f"{KEY}.split_masters",
             before="fp32",
-            after="the bf16 weights and their low 16 bits",
-            reason="2 bytes of host memory less per trained weight; every bit is kept, but one of "
-            "131,072 weights on average, halfway between two bf16 numbers and rounded up, becomes "
-            "one unit in its last place more at each step",
+            after="bf16 weights and the low 16 bits of each master weight",
+            reason="this saves 2 bytes of host memory per trained weight; per step, one of 131,072 "
+            "master weights on average (a tie that is rounded up to bf16) grows by one unit in the "
+            "last place",
         )
         return where, self._kept_gradients, kept
 
@@ -470,7 +474,7 @@ class StreamEngine(CountingEngine):
 
 
 def _members(plan: ResolvedPlan, named: Named) -> list[list[str]]:
-    """Names of the trained parameters by the optimizer's group, in its order."""
+    """Names of the trained parameters in each of the optimizer's groups, in the group's order."""
     names = {id(parameter): name for name, parameter in named}
     groups = parameter_groups(chosen_optimizer(plan), named)
     if not isinstance(groups[0], dict):
@@ -479,7 +483,7 @@ def _members(plan: ResolvedPlan, named: Named) -> list[list[str]]:
 
 
 def _is_in_place(unit: Unit, member: Member) -> bool:
-    """Whether a parameter is still where it was put; one that is awaited will be."""
+    """Whether a parameter still belongs to its unit; one that waits for an upload does."""
     parameter: Any = member.parameter
     if not unit.resident:
         return isinstance(parameter, StreamedWeight)
@@ -491,49 +495,49 @@ def _is_in_place(unit: Unit, member: Member) -> bool:
 
 def _replaced(member: Member) -> EngineError:
     return EngineError(
-        "it was replaced, or written in a call of its own block, where only the device's copy is: "
-        "the next step would undo or miss that",
+        "this parameter was replaced, or its device copy was written inside its block; the next "
+        "step would undo or ignore the change",
         key=f"model.{member.name}",
-        fix="write weights through engine.master_weights.editing(), and put back what was swapped "
-        "in before the next step",
+        fix="write weights through engine.master_weights.editing(), and restore swapped weights "
+        "before the next step",
     )
 
 
 def _capacity(streaming: Streaming, units: list[Unit]) -> int:
-    """Bytes of the device that streamed units may take."""
+    """Bytes of device memory for streamed units."""
     return streaming.capacity([unit.nbytes for unit in units if not unit.resident])
 
 
 def _why_not_by_default(plan: ResolvedPlan) -> str | None:
-    """Why a plan that says nothing of it is not streamed, if so."""
+    """Why a plan without ``streamed`` is not streamed; ``None`` if it is."""
     if plan.platform.accelerator == "cpu":
-        return "host and device are one memory"
+        return "host and device share one memory"
     if plan.world_size > 1:
-        return "no check proves it on several ranks; plan.resolve(streamed=True) asks for it"
+        return "streaming has no proof for several ranks; plan.resolve(streamed=True) enables it"
     if plan.offload_param != "cpu":
-        return "the plan keeps weights on the device; plan.resolve(streamed=True) asks for it"
+        return "the plan keeps weights on the device; plan.resolve(streamed=True) enables streaming"
     if (obstacle := streaming_obstacle(plan)) is not None:
         return obstacle
     unproven = why_unproven("streaming", accelerator=plan.platform.accelerator)
-    return unproven and f"{unproven}; plan.resolve(streamed=True) asks for it all the same"
+    return unproven and f"{unproven}; plan.resolve(streamed=True) enables streaming nevertheless"
 
 
 def why_not_streamed(plan: ResolvedPlan, model: torch.nn.Module) -> str | None:
-    """Why a model's weights are not streamed, if so.
+    """Return why a model's weights are not streamed; ``None`` if they are.
 
     Args:
-        plan: A resolved plan with its optimizer chosen.
-        model: What is trained.
+        plan: The resolved plan, including its optimizer.
+        model: The model to train.
     """
     if plan.streamed is None and (obstacle := _why_not_by_default(plan)) is not None:
         return obstacle
     choice = chosen_optimizer(plan)
     if not entry_of(choice.name).streams:
         known = ", ".join(name for name, entry in OPTIMIZERS.items() if entry.streams)
-        return f"{choice.implementation} does not step unit by unit; {known} do"
+        return f"{choice.implementation} cannot update unit by unit; {known} can"
     betas = {tuple(group.params.get("betas", ())) for group in choice.groups}
     if len(betas) > 1:
-        return "groups with betas of their own are stepped in order"
+        return "parameter groups with different betas must be updated in order"
     kept = {p.storage for p in ModelFacts.from_module(model).parameters if p.storage}
     if other := sorted(kept - _STREAMED_STORAGES):
         return (
@@ -542,7 +546,7 @@ def why_not_streamed(plan: ResolvedPlan, model: torch.nn.Module) -> str | None:
         )
     streaming = plan.streamed if isinstance(plan.streamed, Streaming) else Streaming()
     if not find_units(model, streaming.units):
-        return "the model has no repeated blocks; Streaming(units=...) names what comes as a whole"
+        return "the model has no repeated blocks; name modules to stream in Streaming(units=...)"
     try:
         op = load_host_step()
     except PlatformError as error:
@@ -553,30 +557,33 @@ def why_not_streamed(plan: ResolvedPlan, model: torch.nn.Module) -> str | None:
 
 
 def require_other_engine(plan: ResolvedPlan) -> None:
-    """Whether another engine can step with the plan's optimizer.
+    """Raise an error if only ``StreamEngine`` supports the plan's optimizer.
+
+    Args:
+        plan: The resolved plan.
 
     Raises:
-        OptimizerError: It steps streamed weights only.
+        OptimizerError: The optimizer supports only streamed weights.
     """
     if chosen_optimizer(plan).implementation == AdamW8BitStates.__name__:
         raise OptimizerError(
-            "keeps its moments beside streamed weights only, and these are not streamed",
+            "this optimizer supports only streamed weights, but the plan does not stream them",
             key="optimizer.type",
             value=AdamW8BitStates.__name__,
-            fix="plan.resolve(streamed=True), or AdamW8bit of bitsandbytes",
+            fix="resolve the plan with streamed=True, or use bitsandbytes' AdamW8bit",
         )
 
 
-# -- The master weights of streamed units, one slab for each unit and group.
+# -- The master weights of streamed units: one slab per unit and parameter group.
 
 
 class StreamLayout(MasterLayout):
-    """fp32 slabs in host memory, beside the weights that the model computes with.
+    """Layout of the master weights of streamed units in host memory.
 
     Args:
-        units: Those that are trained.
-        optimizer: What steps the slabs.
-        steps: What takes the steps.
+        units: The trained units.
+        optimizer: Optimizer of the slabs.
+        steps: Runs the updates.
     """
 
     def __init__(
@@ -637,7 +644,7 @@ class StreamLayout(MasterLayout):
     @override
     @contextmanager
     def writing(self, slab: int) -> Iterator[Slab]:
-        # What lies there may be of no step: a checkpoint is loaded over it.
+        # The old weights may be inconsistent: loading a checkpoint overwrites them.
         opened = self._opened(slab)
         try:
             yield opened
@@ -662,7 +669,7 @@ class StreamLayout(MasterLayout):
         unit, member = self._places[address.name]
         if unit.resident and unit.is_current:
             return member.parameter.data.reshape(-1)[address.start : address.stop]
-        # Split, it is the upper half of the master weight itself.
+        # A split master weight contains the model's weight as its upper half.
         split = any(isinstance(slab.masters, SplitMasters) for slab in unit.slabs)
         return None if split else unit.host[member.span][address.start : address.stop]
 

@@ -101,7 +101,7 @@ class AspectBuckets:
     """
 
     area: int = attrs.field(default=1024 * 1024, validator=validated(positive, fix="raise it"))
-    """Maximum pixels of an image."""
+    """Maximum number of pixels of an image."""
     step: int = attrs.field(default=64, validator=validated(positive, fix="raise it"))
     """Divisor of both sides: the combined downsampling factor of VAE and U-Net."""
     max_aspect: float = attrs.field(default=2.0)
@@ -137,7 +137,7 @@ class AspectBuckets:
     def pixel_art(cls) -> AspectBuckets:
         """Return sizes for pixel art: at most 128² pixels, sides divisible by 8.
 
-        Use ``Preparation(resampling="nearest")`` with these sizes.
+        Pixel art also needs ``Preparation(resampling="nearest")``.
         """
         return cls(area=128 * 128, step=8)
 

@@ -333,15 +333,15 @@ class CacheOptions(TypedDict, total=False):
     """Options of the functions that fill a cache."""
 
     batch_size: int
-    """Images or texts per call."""
+    """Number of images or texts per call of the encoder."""
     shard_size: int
-    """Images or texts per file."""
+    """Number of images or texts per file."""
     rank: int
     """Rank of this process; default 0."""
     world_size: int
     """Number of processes that share the work; default 1."""
     progress: Progress | None
-    """Called once at the start and after each batch."""
+    """Function that is called at the start and after each batch."""
     release: Callable[[], None] | None
     """Function that frees the encoder, such as ``lambda: vae.to("cpu")``. It is called when this
     rank has finished, even if it had no work."""
@@ -615,7 +615,7 @@ def _check_reproducible(preparation: Preparation) -> None:
                 "address, so every process would encode all images again",
                 key=f"preparation.{name}",
                 value=part,
-                fix="decorate its class with attrs.frozen or dataclass(frozen=True), or "
+                fix="decorate the object's class with attrs.frozen or dataclass(frozen=True), or "
                 "define a __repr__ with all settings; replace a function by such a class",
             )
 

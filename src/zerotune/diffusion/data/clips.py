@@ -444,9 +444,9 @@ class ClipPlacement(Placement):
 
     bucket: ClipBucket
     start: int
-    """Index of the first frame."""
+    """Index of the first selected frame."""
     step: Fraction
-    """Source frames per selected frame; may be fractional."""
+    """Number of source frames per selected frame; may be fractional."""
     fps: Fraction
     """Frames per second in training."""
 
@@ -471,7 +471,7 @@ class ClipBuckets:
     """Buckets of clips: each size of ``sizes`` with each length of ``frames``.
 
     A clip is assigned to the longest length that it fills and to the size with the nearest aspect
-    ratio. A clip that is longer than its bucket is cut to its middle.
+    ratio. A clip that is longer than its bucket loses frames at both ends.
 
     Raises:
         InvalidValueError: The VAE does not support a length, or ``fps`` is not above 0.
@@ -517,7 +517,7 @@ class ClipBuckets:
         return Fraction(1) if self.fps is None else item.rate / self.fps
 
     def length(self, item: ClipItem) -> int | None:
-        """Return the longest length that a clip fills; ``None`` if the clip is too short for all.
+        """Return the longest length that a clip fills; ``None`` if the clip fills no length.
 
         Args:
             item: Metadata of the clip.
@@ -597,7 +597,7 @@ class ClipBuckets:
                 key="clips.frames",
                 before=there,
                 after=sum(spans),
-                reason="only the middle of a clip is used if it is longer than its bucket; to use "
+                reason="clips that are longer than their bucket lose frames at both ends; to use "
                 "all frames, cut long clips into several",
             )
 

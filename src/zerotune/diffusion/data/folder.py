@@ -144,7 +144,7 @@ class TextBeside:
 
     suffix: str = ".txt"
     words: CaptionText = attrs.field(factory=WholeText, converter=caption_text)
-    """``"lines"`` reads each line as a separate caption."""
+    """``"whole"`` reads a file as one caption; ``"lines"`` reads each line as a caption."""
 
     def read(self, root: Path, names: Iterable[str]) -> Mapping[str, Words]:
         """Read the captions of all images that have a text file.
@@ -200,10 +200,10 @@ class ImageFolder(EncodedSource):
             ``metadata.csv``, otherwise text files next to the images.
         masks: Suffix of mask names before the extension; ``None`` for no masks.
         references: Suffix of reference names before the extension. If one image has a reference,
-            every image needs one; the number of references may differ.
+            every image needs at least one.
         reference_folder: Folder of references with the same names as the images and any extension:
-            ``conditions/cat.png`` for ``photos/cat.jpg``. A list of folders contains the first,
-            second, … reference of each image.
+            ``conditions/cat.png`` for ``photos/cat.jpg``. With several folders, the first folder
+            contains the first reference of each image, and so on.
         check: ``"whole"``, the default, decodes every image at the start; ``"header"`` reads only
             the size of each image.
         on_broken: ``"skip"``, the default, skips broken images; ``"error"`` raises an error. An

@@ -146,7 +146,8 @@ class DatasetImages(EncodedSource):
     Args:
         dataset: A dataset with ``__len__`` and ``__getitem__``.
         image: Function from a sample to its image, or the image's key or index in a sample.
-        caption: Function from a sample to one or several captions, or their key or index.
+        caption: Function from a sample to one or several captions, or the key or index of the
+            captions in a sample.
         on_broken: Policy for unreadable samples.
 
     Raises:

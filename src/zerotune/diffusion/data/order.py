@@ -67,7 +67,7 @@ class SampleOrder:
 
 @attrs.frozen(kw_only=True)
 class Draw:
-    """One use of one image, which determines flips and dropped captions."""
+    """One use of one image; the use determines flips and dropped captions."""
 
     index: int
     """Index of the image in its dataset."""
@@ -109,8 +109,8 @@ class BucketOrder:
     skips these images. The sequence does not depend on the number of ranks.
 
     After e epochs, an image of a set with ``repeats`` r has been used at least ``floor(e * r)`` and
-    at most ``ceil(e * r)`` times. If r is fractional, a permutation may continue in the next
-    epoch.
+    at most ``ceil(e * r)`` times. With fractional ``repeats``, a permutation may continue in
+    the next epoch.
     """
 
     buckets: tuple[tuple[int, ...], ...]
@@ -294,7 +294,7 @@ class BucketOrder:
                 images = lane.images if whole else self._turn(bucket, lane, turn)
                 return Draw(index=images[place], epoch=turn)
             slot -= stop - start
-        raise AssertionError("every slot of an epoch belongs to a lane")
+        raise AssertionError("every use in an epoch belongs to a set")
 
     @cached_property
     def _known(self) -> dict[tuple[object, ...], list[int]]:

@@ -49,7 +49,7 @@ class PreferencePairs:
     """
 
     samples_each: Final = 2
-    """Images per sample in the model's batch."""
+    """Number of images per sample in the model's batch."""
 
     def __init__(
         self,

@@ -73,7 +73,7 @@ class CenterCrop:
 
 @attrs.frozen(kw_only=True)
 class Preparation:
-    """Settings for converting images to tensors; the keys of cached latents depend on them."""
+    """Settings for converting images to tensors; keys of cached latents include every setting."""
 
     alpha: AlphaPolicy = attrs.field(factory=AlphaOnColor, converter=alpha_policy)
     """``"white"`` composites transparent images onto white; ``"drop"`` keeps their stored colours.
@@ -124,7 +124,7 @@ class TagShuffle:
     kept: int = attrs.field(default=0, validator=validated(whole, least=0, fix="write 0"))
     """Number of leading tags that keep their position."""
     dropout: float = attrs.field(default=0.0, validator=validated(probability))
-    """Probability of dropping each other tag."""
+    """Probability of dropping each of the remaining tags."""
     separator: str = attrs.field(default=",")
     """Separator of tags."""
     orders: int | None = attrs.field(default=None)
@@ -173,9 +173,9 @@ class Augmentation:
     """Shuffling of captions that are lists of tags."""
     prefix: str = ""
     """Text before each caption, such as a trigger word, ``"zoe, "``. Shuffling and dropping tags
-    does not affect it. An image without a caption gets only this text."""
+    never changes this text. An image without a caption gets only this text."""
     suffix: str = ""
-    """Text after each caption, treated the same way."""
+    """Text after each caption, treated like ``prefix``."""
     seed: int = 0
 
     def flips(self, draw: Draw) -> bool:

@@ -40,9 +40,9 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 Numbers = tuple[int, ...]
-"""Indexed size of a file: width and height; for a clip also its frames."""
+"""Indexed size of a file: width, height and, for a clip, number of frames."""
 Stamp = list[list[int]]
-"""Modification time in nanoseconds and bytes of each file that belongs to a name."""
+"""Modification time in nanoseconds and size in bytes of each file that belongs to a name."""
 
 _INDEX_VERSION: Final = 1
 _BETWEEN_WRITES_S: Final = 60.0
@@ -215,12 +215,12 @@ class ImageItem:
     """Metadata of an image."""
 
     name: str
-    """Unique name within its source, equal on every machine."""
+    """Name, unique within the source and the same on every machine."""
     size: Size
     """Width and height of the upright image."""
     caption: str = ""
     further: tuple[str, ...] = ()
-    """Additional captions; one of all captions is drawn for each use."""
+    """Additional captions; each use draws one of all captions."""
     references: int = 0
     """Number of reference images."""
 
@@ -237,7 +237,7 @@ class ImageItem:
 Item = TypeVar("Item", bound=ImageItem)
 
 Words = str | Sequence[str]
-"""One caption, or several."""
+"""One or several captions."""
 
 
 def all_of(found: Words) -> tuple[str, ...]:
@@ -289,11 +289,11 @@ def caption_text(words: Any) -> CaptionText:
 
 
 MASK: Final = "mask"
-"""Name of loss masks: white counts, black does not."""
+"""Kind of loss masks: white pixels count, black pixels do not."""
 REFERENCE: Final = "reference"
-"""Name of the first reference image, which is edited to become the sample."""
+"""Kind of the first reference, such as the image before an edit."""
 REFERENCES: Final = (REFERENCE, *(f"{REFERENCE}{number}" for number in range(2, 11)))
-"""Names of all reference images of a sample, in order."""
+"""Kinds of all references of a sample, in order."""
 
 
 def companion_endings(masks: str | None, references: str | None) -> dict[str, str]:

@@ -133,7 +133,7 @@ def _check_range(images: torch.Tensor) -> tuple[Decision, ...]:
 
 
 class Captions(tuple[str, ...]):
-    """A tuple of captions with a no-op ``.to()``, as loops move all batch values to a device."""
+    """Tuple of captions with a no-op ``.to()``, because loops move all batch values to a device."""
 
     def to(self, *_: Any, **__: Any) -> Captions:
         """Return the captions unchanged, because text has no device."""
@@ -352,7 +352,7 @@ class DataStream(_OrderedStream):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved position in the saved order.
+        """Continue from a saved position, with the saved seed and shuffling.
 
         Raises:
             DataError: The state is invalid, or the length of the dataset has changed. The position
@@ -523,7 +523,7 @@ class BucketStream(_OrderedStream):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved position in the saved order.
+        """Continue from a saved position, with the saved seed and shuffling.
 
         Raises:
             DataError: The state is invalid, or the images, their buckets or repeats have changed.
@@ -691,7 +691,7 @@ def saved(
 
 
 def no_place(key: str, value: Any) -> DataError:
-    """Return the error for an invalid saved state."""
+    """Return the exception for an invalid saved state."""
     return DataError(
         "is missing from the saved position of this stream"
         if value is UNSET

@@ -65,7 +65,7 @@ class TarShards(EncodedSource):
             a caption.
         masks: Suffix of mask names before the extension; ``None`` for no masks.
         references: Suffix of reference names before the extension. If one image has a reference,
-            every image needs one.
+            every image needs a reference.
         check: ``"whole"``, the default, decodes every image at the start; ``"header"`` reads only
             the size of each image.
         on_broken: ``"skip"``, the default, skips broken images; ``"error"`` raises an error.

@@ -1,7 +1,6 @@
-"""Shapes and activation costs of the models people train, so that nothing has to be loaded.
+"""Shapes and activation costs of published models, for estimates without loading a model.
 
-The files beside this module are written by ``python -m tools.families`` from diffusers'
-model classes.
+``python -m tools.families`` writes the files in this folder from diffusers' model classes.
 """
 
 from __future__ import annotations
@@ -37,17 +36,18 @@ class ModelFamily:
     name: str
     """``"sdxl"``, ``"sd3-medium"``, ``"flux"`` …"""
     class_name: str
-    """Class of diffusers that the weights belong to."""
+    """Name of the model's class in diffusers."""
     resolution: int
-    """Side in pixels of the images it was made for; of clips, of a square of their area."""
+    """Side length in pixels of the images it was trained on; for clips, of a square of equal
+    area."""
     facts: ModelFacts
-    """Its parameters, all trainable, and what its activations take."""
+    """The parameters, all trainable, and the costs of activations."""
     configuration: str
-    """Digest of its configuration in diffusers, as ``configuration_digest`` gives it."""
+    """Digest of the diffusers configuration, from ``configuration_digest``."""
     frames: int | None = None
-    """Of the clips it was made for; ``None``: it is made for images."""
+    """Frames of the clips it was trained on; ``None`` for an image model."""
     frozen_bytes: int = 0
-    """Of a model that stays on the device beside it: the one that a ControlNet steers."""
+    """Bytes of a frozen model on the device: the base model of a ControlNet."""
 
 
 _STEERED: Final[Mapping[str, str]] = {
@@ -56,20 +56,20 @@ _STEERED: Final[Mapping[str, str]] = {
     "sd3-controlnet": "sd35-medium",
     "sdxl-controlnet": "sdxl",
 }
-"""ControlNets, which are costed as the model that they are a copy of, trained whole, and once more
-that model, frozen in bf16 on the device."""
+"""ControlNets and their base models. An estimate counts the base model twice: trained, and frozen
+in bf16 on the device."""
 _SHARED: Final[Mapping[str, str]] = {
     "hunyuan-video-i2v": "hunyuan-video",
     "qwen-image-edit-plus": "qwen-image-edit",
     "wan-14b-i2v": "wan-14b",
     **_STEERED,
 }
-"""Families that are costed as another one."""
+"""Families that share the estimate of a different family."""
 _HALF: Final = 2
 
 
 def family_names() -> tuple[str, ...]:
-    """Names of all families, in alphabetical order."""
+    """Return the names of all families in alphabetical order."""
     names = (entry.name for entry in _FOLDER.iterdir())
     counted = (name.removesuffix(_SUFFIX) for name in names if name.endswith(_SUFFIX))
     return tuple(sorted({*counted, *_SHARED}))
@@ -101,13 +101,13 @@ def model_family(name: str) -> ModelFamily:
 
 
 def family_of(configuration: str) -> ModelFamily | None:
-    """The family whose configuration has this digest, if there is one."""
+    """Return the family whose configuration has this digest, or ``None``."""
     families = (model_family(name) for name in family_names() if name not in _SHARED)
     return next((each for each in families if each.configuration == configuration), None)
 
 
 def facts_to_json(facts: ModelFacts) -> dict[str, Any]:
-    """Facts of a model whose parameters are all trained, as JSON has them."""
+    """Return the facts of a model with only trainable parameters as JSON data."""
     data: dict[str, Any] = {"name": facts.name, "frames_per_latent": facts.frames_per_latent}
     for part in ("activations", "arithmetic"):
         value = getattr(facts, part)
@@ -119,7 +119,7 @@ def facts_to_json(facts: ModelFacts) -> dict[str, Any]:
 
 
 def facts_from_json(data: Mapping[str, Any]) -> ModelFacts:
-    """Read what ``facts_to_json`` made."""
+    """Read the facts of a model from the data of ``facts_to_json``."""
     costs, work = data["activations"], data["arithmetic"]
     return ModelFacts(
         name=data["name"],
@@ -139,19 +139,19 @@ def facts_from_json(data: Mapping[str, Any]) -> ModelFacts:
 
 
 def frozen_beside(model: object) -> int:
-    """Bytes on the device of what a family, or one of this name, is trained beside."""
+    """Return the bytes of a family's frozen base model on the device."""
     known = model_family(model) if isinstance(model, str) else model
     return known.frozen_bytes if isinstance(known, ModelFamily) else 0
 
 
 def family(name: str) -> ModelFacts:
-    """The facts of a family, all parameters trainable.
+    """Return the facts of a family with all parameters trainable.
 
     Args:
-        name: Such as ``"sdxl"``.
+        name: Name of the family, such as ``"sdxl"``.
 
     Raises:
-        InvalidValueError: No such family.
+        InvalidValueError: The family is unknown.
     """
     return model_family(name).facts
 
@@ -162,12 +162,12 @@ def as_facts(
     lora: int | None = None,
     base_dtype: str | None = None,
 ) -> ModelFacts:
-    """Facts from facts, from a family or its name, or from a module.
+    """Return the facts of a model.
 
     Args:
-        model: Any of these.
-        lora: Rank of adapters that are trained in place of the model; ``None``: the model is.
-        base_dtype: What the frozen model beside adapters is quantized to, such as ``"nf4"``.
+        model: Facts, a family or its name, or a module.
+        lora: Rank of adapters that are trained instead of the model; ``None`` trains the model.
+        base_dtype: Quantized dtype of the frozen model under adapters, such as ``"nf4"``.
     """
     facts = _facts_of(model)
     if lora is not None:
@@ -175,10 +175,10 @@ def as_facts(
     if base_dtype is None:
         return facts
     raise InvalidValueError(
-        "a quantized model cannot be trained itself, only adapters on it",
+        "a quantized model cannot be trained; only adapters on it can",
         key="base_dtype",
         value=base_dtype,
-        fix="add adapters, such as lora=16 (--lora 16), or omit it",
+        fix="add adapters, such as lora=16 (--lora 16), or omit base_dtype",
     )
 
 
