@@ -357,7 +357,7 @@ def optimizer_decisions(manifest: Manifest, engine: Engine) -> tuple[Decision, .
         reason += _ROUNDED.get(running or "", "")
         return (_load_decision("optimizer.type", saved, running, reason), *split)
     if saved is None:
-        reason = "the checkpoint contains no optimizer states, so the optimizer starts with zeros"
+        reason = "the checkpoint contains no optimizer states, so the optimizer starts anew"
         return (_load_decision("optimizer.states", None, "anew", reason, warning=True), *split)
     reason = (
         "the states of the two optimizers are incompatible, so weights and shadows are loaded, "

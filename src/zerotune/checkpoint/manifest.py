@@ -129,7 +129,7 @@ class Manifest:
     )
     """Tensors with NaN or infinity, such as ``weights/conv.bias``, and buffers with NaN.
 
-    ``None`` if this was not checked.
+    ``None`` if the tensors were not checked.
     """
 
     @property

@@ -61,7 +61,7 @@ class CleanupReport:
 
     root: Path
     dry_run: bool
-    """Whether the clean-up was a dry run, in which ``removed`` lists leftovers that were kept."""
+    """Whether nothing was deleted; ``removed`` then lists what the clean-up would delete."""
     removed: tuple[Leftover, ...] = ()
     kept: tuple[Leftover, ...] = ()
     failures: tuple[Leftover, ...] = ()

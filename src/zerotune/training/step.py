@@ -46,7 +46,7 @@ class StepClock:
         self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
         self._started = self._now()
         self.current: str | None = None
-        """The current phase, also kept after it raises. ``None`` outside of phases."""
+        """The current phase; after an error, the phase that raised it. ``None`` between phases."""
 
     def start(self) -> None:
         """Start a step."""

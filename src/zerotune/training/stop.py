@@ -243,7 +243,7 @@ class Stopping:
         self._deadline: float | None = None
         self._limit = 0.0
         self.reason: str | None = None
-        """Why the latest ``fit`` ended early, the same on every rank; ``None`` if it did not."""
+        """Why the latest ``fit`` ended early; ``None`` if ``fit`` reached its goal."""
 
     def begin(self, goal: Goal) -> None:
         """Clear earlier requests, and start the clock of the time limit."""
