@@ -168,7 +168,11 @@ class Filler:
         self._steps: dict[int, int] = {}
 
     def fill(self, fragment: EditableFragment) -> None:
-        """Overwrite a fragment's weights and states."""
+        """Overwrite a fragment's weights and optimizer states with those of the checkpoint.
+
+        Args:
+            fragment: Fragment of the engine's master weights.
+        """
         address = fragment.address
         record = self._records[address.name]
         self._reader.of(WEIGHTS).fill(fragment.value, address.name, address.start)

@@ -85,13 +85,25 @@ class Callback:
         """
 
     def on_finish(self, trainer: RunView) -> None:
-        """Called when ``fit`` has taken its last step."""
+        """Called when ``fit`` has taken its last step.
+
+        Args:
+            trainer: The trainer that runs ``fit``.
+        """
 
     def on_fit_end(self, trainer: RunView) -> None:
-        """Called when ``fit`` ends, even if ``fit`` raises an error."""
+        """Called when ``fit`` ends, even if ``fit`` raises an error.
+
+        Args:
+            trainer: The trainer that runs ``fit``.
+        """
 
     def on_close(self, trainer: RunView) -> None:
-        """Called when the trainer is closed."""
+        """Called when the trainer is closed.
+
+        Args:
+            trainer: The trainer to close.
+        """
 
     def on_save(self, trainer: RunView, path: Path) -> None:
         """Called after a checkpoint was saved.

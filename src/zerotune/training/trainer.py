@@ -662,7 +662,12 @@ class Running:
         )
 
     def measured(self, shadows: Iterable[EMAShadow], *, thorough: bool) -> dict[str, Any]:
-        """Return the report's memory estimate, copy rate and most expensive operators."""
+        """Return the report's memory estimate, copy rate and most expensive operators.
+
+        Args:
+            shadows: EMAs of the run.
+            thorough: Whether to measure activations and copy rate, which takes about a second.
+        """
         return {
             "estimate": self.estimate(shadows, measure=thorough),
             "copy_rate": copy_rate() if thorough else None,
