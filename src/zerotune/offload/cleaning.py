@@ -479,8 +479,8 @@ def users_of(
 ) -> Users:
     """Find processes that use certain files, or may use them.
 
-    Processes on other machines are not visible, and from inside a container neither are processes
-    outside that container.
+    Processes on other machines are not found. Inside a container, processes outside the container
+    are not found either.
 
     Args:
         files: Device and inode of each file.

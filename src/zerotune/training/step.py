@@ -431,7 +431,7 @@ class RollBackNonFinite:
         """Number of rollbacks."""
 
     def judge(self, found: NonFinite) -> None:
-        """Count the step, and drop it."""
+        """Count and drop the step."""
         self._in_a_row += 1
         self._latest = found
         announce((found.decision(),))

@@ -82,8 +82,8 @@ class StopOnSignals(Callback):
     def on_fit_end(self, trainer: RunView) -> None:  # noqa: ARG002
         """Restore the previous handlers, and send a signal again that arrived after the last step.
 
-        While an error propagates, the signal is not sent again: a launcher that sends SIGTERM
-        because a rank failed must not keep the remaining ranks from deleting their swap folders.
+        While an error propagates, the signal is not sent again, so that the rank can still delete
+        its swap folder after a launcher's SIGTERM.
         """
         failing = sys.exc_info()[1] is not None
         late, self._received = self._received, None

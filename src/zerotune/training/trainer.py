@@ -738,4 +738,5 @@ class _GroupStops(Callback):
 
 
 RunView = Trainer
-"""Type of a callback's ``trainer``; any object with the attributes that it uses is accepted."""
+"""Type of a callback's ``trainer``; an object with the attributes that the callback uses suffices.
+"""
