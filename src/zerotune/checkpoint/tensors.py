@@ -138,7 +138,7 @@ class TensorFile:
         *,
         metadata: Mapping[str, str] = _METADATA,
     ) -> TensorFile:
-        """Lay out a file with these tensors in sequence.
+        """Lay out a file with several tensors in sequence.
 
         Args:
             name: Name of the file.
