@@ -145,8 +145,8 @@ _DIFFUSERS: Final = (
     ),
     SchedulerEntry(
         name="cosine_with_restarts",
-        summary="The learning rate rises to the optimizer's rate, then falls along a cosine several "
-        "times",
+        summary="The learning rate rises to the optimizer's rate, then falls along a cosine "
+        "several times",
         parameters=(
             _WARMUP_0,
             _TRAINING_STEPS,
