@@ -214,8 +214,8 @@ class Situation:
         """Yield obstacles of optimizers that need all weights or whole matrices."""
         if entry.own_schedule and self.stage == 3:
             yield _cannot(
-                "the optimizer keeps values for all weights together, but stage 3 updates "
-                "one sub-group at a time",
+                "the optimizer shares values among all weights, but stage 3 updates one "
+                "sub-group at a time",
                 f"{entry.name} at stage 2",
             )
         elif entry.name == "Prodigy" and self.world_size > 1:
@@ -225,8 +225,8 @@ class Situation:
             )
         if entry.name == "Adafactor":
             yield _cannot(
-                "the optimizer factors the second moment of whole matrices, but ZeRO passes "
-                "flat partitions"
+                "the optimizer needs whole matrices to factor the second moment, but ZeRO "
+                "passes flat partitions"
             )
 
     def _handed_over(self, entry: OptimizerEntry) -> Capability:

@@ -435,7 +435,7 @@ _ONE_BIT_FAMILY: Final = tuple(
         summary=f"{base} with momentum compressed to one bit; removed from DeepSpeed",
         parameters=tuple(Parameter(name=each, optional=True) for each in _ONE_BIT_ARGUMENTS),
         lr_scale="larger" if base == "Lamb" else None,
-        refusal="DeepSpeed 0.19 removed the optimizer (PR #8490); only 0.18.x and older have it, "
+        refusal="removed in DeepSpeed 0.19 (PR #8490); available only in DeepSpeed 0.18 and older, "
         "at stage 0",
         instead="AdamW",
     )
