@@ -269,7 +269,7 @@ def test_parts_are_called_by_name():
         "text_encoder": ("text_encoder.", parts["text_encoder"]),
     }
     for wrong in ("vae", "weight"):
-        with pytest.raises(InvalidValueError, match="only unet, text_encoder"):
+        with pytest.raises(InvalidValueError, match="use one of unet, text_encoder"):
             parts(x, part=wrong)
 
 

@@ -77,7 +77,11 @@ class Parameter:
         return " ".join([noun, " and ".join(bound for bound in bounds if bound)]).strip()
 
     def accepts(self, implementation: str) -> bool:
-        """Return whether the class named ``implementation`` accepts the argument."""
+        """Return whether the class named ``implementation`` accepts the argument.
+
+        Args:
+            implementation: Name of the class.
+        """
         return not self.only or implementation in self.only
 
 
@@ -114,7 +118,11 @@ class Entry:
     """All arguments that a configuration may contain."""
 
     def parameter(self, name: str) -> Parameter | None:
-        """Return the argument ``name``, or ``None``."""
+        """Return the argument ``name``, or ``None``.
+
+        Args:
+            name: Name of the argument.
+        """
         return self._by_name.get(name)
 
     @property
@@ -804,7 +812,11 @@ class OptimizerName:
     """Whether it names a class (``FusedAdam``) instead of an optimizer."""
 
     def under(self, params: Mapping[str, Any]) -> str:
-        """Return the canonical name of the optimizer with these arguments."""
+        """Return the canonical name of the optimizer with these arguments.
+
+        Args:
+            params: Arguments of the optimizer.
+        """
         decoupled = next((params[key] for key in DECAY_SPELLINGS if key in params), True)
         if self.implementation and self.canonical == "AdamW" and decoupled is False:
             # FusedAdam(adam_w_mode=False) is L2 Adam, and AdamW would ignore the switch.
