@@ -38,7 +38,7 @@ class TestWithoutAModel:
         printed = capsys.readouterr()
         assert printed.err == ""
         assert printed.out.startswith("Plan from ")
-        assert "optimizer lives in host memory" in printed.out
+        assert "optimizer state in host memory" in printed.out
         assert "[note] bf16.enabled: 'true' -> True" in printed.out
         assert printed.out.endswith("\n")
         assert not printed.out.endswith("\n\n")
@@ -53,7 +53,7 @@ class TestWithoutAModel:
     def test_markdown(self, file, capsys):
         assert explain(file(), "--markdown") == 0
 
-        assert "| optimizer lives | in host memory |" in capsys.readouterr().out
+        assert "| optimizer state | in host memory |" in capsys.readouterr().out
 
     def test_headline_and_rows_say_nothing_that_an_error_denies(self, file, capsys):
         assert explain(file(fp16={"enabled": True})) == 1

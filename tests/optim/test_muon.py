@@ -78,7 +78,7 @@ def test_groups_of_ones_own_are_split_too(resolve):
 
 
 def test_a_vector_cannot_be_muons(resolve):
-    with pytest.raises(InvalidValueError, match="this is not a matrix"):
+    with pytest.raises(InvalidValueError, match="this parameter is not a matrix"):
         resolve(muon=MuonPatterns(rules=[("*", True)]))
 
 

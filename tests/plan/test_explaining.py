@@ -38,7 +38,7 @@ def test_a_resolved_plan_tells_what_was_overruled_first_and_counts_defaults(
     lines = text.splitlines()
     first = lines[lines.index("changed from what was written:") + 1]
     assert first.startswith("  [warning] zero_optimization.offload_param")
-    assert "optimizer lives in host memory" in text
+    assert "optimizer state in host memory" in text
     assert "not settled yet" in text
     assert f"UNet: {unet.numel:,} elements in {len(unet.parameters)} parameters" in text
     chosen = text.partition("chosen automatically:")[2]
@@ -141,7 +141,7 @@ def test_a_plan_in_markdown():
     text = DeepSpeedPlan.from_dict(config, source="a|b.json").explain_markdown()
 
     assert text.startswith("# Plan from a\\|b.json: cannot run, 1 error\n\n- **error** ")
-    assert "| optimizer lives | refused, see the errors |" in text
+    assert "| optimizer state | refused, see the errors |" in text
     assert "- **note** bf16.enabled: 'true' -> True" in text
     assert "## findings" in text
 

@@ -80,11 +80,7 @@ class Situation:
 
     @classmethod
     def of(cls, resolved: ResolvedPlan) -> Situation:
-        """Derive the situation from a resolved plan.
-
-        Args:
-            resolved: The resolved plan.
-        """
+        """Derive the situation from a resolved plan."""
         platform = resolved.platform
         accelerator: str = platform.accelerator
         if resolved.uses_deepspeed and platform.deepspeed.accelerator:
@@ -421,11 +417,7 @@ class CapabilityTable:
 
     @classmethod
     def from_json(cls, text: str) -> CapabilityTable:
-        """Parse the output of ``to_json``.
-
-        Args:
-            text: JSON text.
-        """
+        """Parse the output of ``to_json``."""
         content = json.loads(text)
         cells = [Cell(**cell) for cell in content.pop("cells")]
         return cls(**content, cells=cells)
@@ -444,7 +436,7 @@ class CapabilityTable:
     def find(self, name: str, situation: Situation) -> Cell | None:
         """Return the cell for ``name`` in ``situation``; ``None`` if it was not measured.
 
-        A cell is valid for all patch releases of one minor DeepSpeed release.
+        A measurement is valid for all patch releases of one minor DeepSpeed release.
 
         Args:
             name: Canonical name of the optimizer.

@@ -326,7 +326,7 @@ def group_parameters(
             "after another",
             key=KEY,
             value=entry.name,
-            fix="omit the groups, or use another optimizer",
+            fix="omit the groups, or use a different optimizer",
         )
     groups._check_matches(model)
     taken: dict[str, list[ParameterFacts]] = {rule.name: [] for rule in groups.rules}

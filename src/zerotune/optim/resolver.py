@@ -208,10 +208,7 @@ class OptimizerResolver:
         )
 
     def apply(self, resolved: ResolvedPlan) -> ResolvedPlan:
-        """Return ``resolved`` with the choices filled in, and log the decisions.
-
-        Args:
-            resolved: The resolved plan.
+        """Return the plan ``resolved`` with the choices filled in, and log the decisions.
 
         Raises:
             OptimizerError: As in ``resolve``.
@@ -221,10 +218,7 @@ class OptimizerResolver:
         return settled
 
     def settled(self, resolved: ResolvedPlan) -> ResolvedPlan:
-        """Return ``resolved`` with the choices filled in, without logging.
-
-        Args:
-            resolved: The resolved plan.
+        """Return the plan ``resolved`` with the choices filled in, without logging.
 
         Raises:
             OptimizerError: As in ``resolve``.
@@ -235,11 +229,7 @@ class OptimizerResolver:
         )
 
     def explain(self, resolved: ResolvedPlan) -> str:
-        """Describe the optimizer and schedule for ``resolved``, with reasons.
-
-        Args:
-            resolved: The resolved plan.
-        """
+        """Describe the optimizer and schedule for the plan ``resolved``, with reasons."""
         return self.resolve(resolved).explain()
 
     def schedule_curve(self, resolved: ResolvedPlan, *, steps: int | None = None) -> ScheduleCurve:
@@ -602,7 +592,7 @@ class Settling:
         self.request = attrs.evolve(self.request, params=kept)
 
     def _find_runnable(self) -> None:
-        """Fall back to AdamW where another optimizer cannot run."""
+        """Fall back to AdamW if a different optimizer cannot run."""
         self.request, name = self.asked, self.asked.name
         self.capability = capability = capability_of(self.asked.entry, self.situation, self.table)
         if capability.runs:

@@ -77,11 +77,7 @@ class Parameter:
         return " ".join([noun, " and ".join(bound for bound in bounds if bound)]).strip()
 
     def accepts(self, implementation: str) -> bool:
-        """Return whether the class named ``implementation`` accepts the argument.
-
-        Args:
-            implementation: Name of the class.
-        """
+        """Return whether the class named ``implementation`` accepts the argument."""
         return not self.only or implementation in self.only
 
 
@@ -118,11 +114,7 @@ class Entry:
     """All arguments that a configuration may contain."""
 
     def parameter(self, name: str) -> Parameter | None:
-        """Return the argument ``name``, or ``None``.
-
-        Args:
-            name: Name of the argument.
-        """
+        """Return the argument with this ``name``, or ``None``."""
         return self._by_name.get(name)
 
     @property
@@ -174,11 +166,7 @@ class OptimizerEntry(Entry):
     """Whether it can update streamed weights unit by unit in host memory."""
 
     def states_for(self, params: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return the names of fp32 states per parameter for these ``params``.
-
-        Args:
-            params: The optimizer's arguments (``{"momentum": 0.9}``).
-        """
+        """Return the names of the fp32 states of each parameter for the arguments ``params``."""
         extra = tuple(state for key, state in self.conditional_states.items() if params.get(key))
         return self.states + extra
 
@@ -641,7 +629,7 @@ PACKAGE_ENTRIES: Final[tuple[OptimizerEntry, ...]] = (
     OptimizerEntry(
         name="Prodigy",
         family="package",
-        summary="Adam that finds a learning rate; lr is a factor on this rate",
+        summary="Adam that estimates the learning rate; lr is a factor on the estimate",
         parameters=(
             lr(1.0),
             betas(),
@@ -661,7 +649,7 @@ PACKAGE_ENTRIES: Final[tuple[OptimizerEntry, ...]] = (
         package="prodigyopt",
         extra=_EXTRA,
         own_schedule=True,
-        lr_scale="1 (a factor on the rate that the optimizer finds), thousands of times larger",
+        lr_scale="1 (a factor on the rate that the optimizer estimates), thousands of times larger",
     ),
     OptimizerEntry(
         name="AdamWScheduleFree",
@@ -812,11 +800,7 @@ class OptimizerName:
     """Whether it names a class (``FusedAdam``) instead of an optimizer."""
 
     def under(self, params: Mapping[str, Any]) -> str:
-        """Return the canonical name of the optimizer with these arguments.
-
-        Args:
-            params: Arguments of the optimizer.
-        """
+        """Return the canonical name of the optimizer with the arguments ``params``."""
         decoupled = next((params[key] for key in DECAY_SPELLINGS if key in params), True)
         if self.implementation and self.canonical == "AdamW" and decoupled is False:
             # FusedAdam(adam_w_mode=False) is L2 Adam, and AdamW would ignore the switch.
@@ -957,7 +941,7 @@ WeightDecay = Literal["decoupled", "l2"]
 
 @attrs.frozen(kw_only=True)
 class GroupChoice:
-    """Parameters that share arguments."""
+    """Parameters that share optimizer arguments."""
 
     name: str
     """Name of the group (``"no_decay"``)."""
@@ -973,7 +957,7 @@ class GroupChoice:
 
 @attrs.frozen(kw_only=True)
 class OptimizerChoice:
-    """The optimizer chosen by ``OptimizerResolver``; engines verify that they run it."""
+    """The optimizer chosen by ``OptimizerResolver``; an engine must run exactly this optimizer."""
 
     name: str
     """Canonical name (``"AdamW"``)."""

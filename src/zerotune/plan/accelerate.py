@@ -242,8 +242,8 @@ class _Translation:
                 key=STEPS,
                 before=AUTO,
                 after="kept",
-                reason='accelerate fails on "auto", because Accelerator() converts the value to a '
-                "number, unless the script passes a gradient_accumulation_plugin; omit the key",
+                reason='accelerate converts "auto" to a number and fails, unless the script passes '
+                "a gradient_accumulation_plugin; omit the key",
                 severity="warning",
             )
         inline = {

@@ -290,7 +290,10 @@ class Boolean(_OrAuto):
         if isinstance(value, bool) or (self.auto and value == AUTO):
             return
         raise self._refused(
-            "must be true or false", key, value, "write true or false without quotes"
+            "must be true or false",
+            key,
+            value,
+            "replace the value with true or false, without quotes",
         )
 
     def read(self, value: Any, key: str) -> Reading:
@@ -304,7 +307,10 @@ class Boolean(_OrAuto):
         if word in self.words:
             return self.words[word], "a different spelling of true or false"
         raise self._refused(
-            "must be true or false", key, value, "write true or false without quotes"
+            "must be true or false",
+            key,
+            value,
+            "replace the value with true or false, without quotes",
         )
 
 
@@ -444,7 +450,7 @@ def _check_json(value: Any, key: str, path: tuple[str | int, ...], left: list[in
     left[0] -= len(value)
     if left[0] < 0:
         raise InvalidValueError(
-            "contains too many values for a configuration", key=key, fix="write less"
+            "contains too many values for a configuration", key=key, fix="shorten the configuration"
         )
     mapping = isinstance(value, Mapping)
     for name, item in items:
@@ -1671,7 +1677,7 @@ def _as_amount(value: Any) -> Amount:
 
 @attrs.frozen(kw_only=True)
 class PassWork:
-    """Work and memory traffic of one pass, in 2-byte elements."""
+    """Work and memory traffic of one pass, if each element has 2 bytes."""
 
     products: Amount = attrs.field(converter=_as_amount)
     """Floating-point operations of matrix products; a product and a sum are two."""
@@ -1954,22 +1960,14 @@ class ModelFacts:
         return sum([-(-each.nbytes(element_bytes) // ranks) for each in self.parameters])
 
     def parts(self, ranks: int) -> tuple[int, ...]:
-        """Return each parameter's elements on one rank if it is split over ``ranks``, with padding.
-
-        Args:
-            ranks: Number of ranks.
-        """
+        """Return each parameter's padded number of elements on one of ``ranks`` ranks."""
         # Kept: every candidate of an advice adds up the same thousands of them.
         if ranks not in self._parts:
             self._parts[ranks] = tuple([-(-each.numel // ranks) for each in self.parameters])
         return self._parts[ranks]
 
     def trainable_parts(self, ranks: int) -> tuple[int, ...]:
-        """Return each trainable parameter's elements on one rank, with padding.
-
-        Args:
-            ranks: Number of ranks.
-        """
+        """Return each trainable parameter's padded number of elements on one of ``ranks`` ranks."""
         if self.trainable == self.parameters:
             return self.parts(ranks)
         return tuple([-(-each.numel // ranks) for each in self.trainable])
@@ -2049,13 +2047,10 @@ UNET_BLOCKS: Final = frozenset({"BasicTransformerBlock", "ResnetBlock2D"})
 
 
 def repeated_modules(module: Any) -> tuple[str, ...]:
-    """Return the dotted names of a model's repeated modules, without modules inside others.
+    """Return the dotted names of the repeated modules in ``module``, without modules inside others.
 
     Repeated modules are the blocks that diffusers marks as repeated, and the blocks of U-Nets. In
     models without such blocks, repeated modules are modules of the same class in one list.
-
-    Args:
-        module: A ``torch.nn.Module``.
     """
     classes = set(UNET_BLOCKS)
     for part in module.modules():
@@ -2414,17 +2409,13 @@ class DeepSpeedPlan(Readable, Section):
         return self.to_dict()
 
     def to_json(self, *, indent: int = 2) -> str:
-        """Return the configuration as written, as JSON text.
-
-        Args:
-            indent: Number of spaces per level.
-        """
+        """Return the configuration as written, as JSON text with ``indent`` spaces per level."""
         return json.dumps(self.to_dict(), indent=indent, allow_nan=False)
 
     def to_yaml(self, *, lossy: Collection[str] = ()) -> str:
         """Return an equivalent YAML for ``accelerate config``.
 
-        Each changed spelling is logged; ``plan_document`` returns these decisions as data.
+        Each changed spelling is logged; ``plan_document`` returns the changes as data.
 
         Args:
             lossy: Launch settings that may be dropped if accelerate does not support them.
@@ -2476,7 +2467,7 @@ class DeepSpeedPlan(Readable, Section):
     def normalised(self) -> DeepSpeedPlan:
         """Return the plan in canonical spelling, with a decision for each change.
 
-        Only ``zerotune.optim`` changes the spelling of optimizer and scheduler names.
+        Optimizer and scheduler names are unchanged; ``zerotune.optim`` translates such names.
         """
         from zerotune.plan import read
 
@@ -2706,9 +2697,6 @@ class DeepSpeedPlan(Readable, Section):
 
     def diff(self, other: DeepSpeedPlan) -> PlanDifference:
         """Return the differences from ``other``; the result is false if the plans are equal.
-
-        Args:
-            other: The plan to compare with.
 
         Raises:
             InvalidValueError: ``other`` is not a ``DeepSpeedPlan``.
@@ -3143,11 +3131,7 @@ class ResolvedPlan(Readable):
         )
 
     def without_streaming(self, reason: str) -> Self:
-        """Return this plan without streaming, and with a decision that gives the reason.
-
-        Args:
-            reason: Reason of the decision.
-        """
+        """Return this plan without streaming, and with a decision that gives ``reason``."""
         asked = self.streamed if self.streamed is None else True
         decision = Decision(
             key="streamed",
@@ -3211,7 +3195,7 @@ class ResolvedPlan(Readable):
         """Estimate device memory, host RAM and NVMe by component.
 
         Args:
-            workload: Batch size, resolution, and other users of memory.
+            workload: Batch size, resolution, and options that affect memory.
 
         Raises:
             UnresolvedPlanError: The plan was resolved without a model.

@@ -243,7 +243,7 @@ def clipping_sources(plan: DeepSpeedPlan, run: RunFacts) -> list[tuple[Any, str]
 
 
 def clipping(plan: DeepSpeedPlan, run: RunFacts) -> Clipping:
-    """Return the maximum gradient norm, and the reason."""
+    """Return the maximum gradient norm, and the reason for the value."""
     for value, who in clipping_sources(plan, run):
         if is_number(value):
             return Clipping(float(value), f"{who} says so")
@@ -377,7 +377,7 @@ class Case:
 
     @cached_property
     def trains_in(self) -> str:
-        """The training precision; the requested precision if it cannot be decided."""
+        """The training precision, or the requested precision if the choice fails."""
         if self.context.platform is not None:
             # What contradicts itself is refused by the rules on precision.
             with contextlib.suppress(PlanError):

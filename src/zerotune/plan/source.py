@@ -50,7 +50,7 @@ def reading_at_most(size: int | str, *, key: str = "size") -> Iterator[None]:
             f"is more than {format_size(_LARGEST_ALLOWED)}, the maximum for a configuration",
             key=key,
             value=size,
-            fix="write less, such as 64MiB",
+            fix="write a smaller size, such as 64MiB",
         )
     token = _LARGEST_FILE.set(largest)
     try:

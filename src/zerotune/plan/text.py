@@ -78,8 +78,8 @@ def plan_page(
 
 _KEYS_OF_ROWS: Final[Mapping[str, tuple[str, ...]]] = {
     "ZeRO stage": ("zero_optimization.stage",),
-    "optimizer lives": ("zero_optimization.offload_optimizer",),
-    "parameters wait": ("zero_optimization.offload_param",),
+    "optimizer state": ("zero_optimization.offload_optimizer",),
+    "parameters": ("zero_optimization.offload_param",),
     "precision": ("fp16", "bf16"),
     "batch": (
         "train_batch_size",
@@ -211,8 +211,8 @@ def _asked_rows(plan: DeepSpeedPlan) -> list[Setting]:
     """Return the requested settings as pairs of a label and a value in words."""
     return [
         ("ZeRO stage", f"{plan.stage}: {_PARTITIONED[plan.stage]}"),
-        ("optimizer lives", _WHERE[plan.offload_optimizer_device]),
-        ("parameters wait", _WHERE[plan.offload_param_device if plan.stage == 3 else "none"]),
+        ("optimizer state", _WHERE[plan.offload_optimizer_device]),
+        ("parameters", _WHERE[plan.offload_param_device if plan.stage == 3 else "none"]),
         ("precision", plan.precision),
         ("batch", _asked_batch(plan)),
         ("clipping", _shown(plan.gradient_clipping, "1.0, DeepSpeed's default")),
@@ -241,10 +241,10 @@ def _resolved_rows(resolved: ResolvedPlan) -> list[Setting]:
         ("engine", f"{engine}, {_ranks(resolved.world_size)}"),
         ("ZeRO stage", f"{stage}: {_PARTITIONED[stage]}"),
         (
-            "optimizer lives",
+            "optimizer state",
             _WHERE[resolved.offload_optimizer] + _swap_folder(resolved, "optimizer"),
         ),
-        ("parameters wait", _WHERE[resolved.offload_param] + _swap_folder(resolved, "param")),
+        ("parameters", _WHERE[resolved.offload_param] + _swap_folder(resolved, "param")),
         ("precision", resolved.precision),
         ("batch", batch),
         ("clipping", str(resolved.gradient_clipping or "off")),

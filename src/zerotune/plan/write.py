@@ -305,7 +305,7 @@ class _Writer(Log):
                 reason = "accelerate ignores it in this file: launch with --zero3_init_flag false"
                 self.decide(f"launch.{INIT_FLAG}", flag, flag, reason, "warning")
         text = _json(config, indent=2)
-        self._drop_rest(launched, f"{where} does not support it")
+        self._drop_rest(launched, f"{where} does not support this setting")
         return PlanDocument(format="deepspeed", text=text, decisions=self.decisions)
 
     def _launch_settings(self) -> dict[str, Any]:
@@ -416,7 +416,7 @@ class _Writer(Log):
         if launch is None or launch.mixed_precision != AUTO:
             return
         self.plan = evolved(self.plan, launch=attrs.evolve(launch, mixed_precision=None))
-        reason = f"{where} does not support it"
+        reason = f"{where} does not support this setting"
         bf16 = self.plan.bf16.enabled if self.plan.bf16 else None
         fp16 = self.plan.fp16.enabled if self.plan.fp16 else None
         if bf16 is None and fp16 not in (True, AUTO):
@@ -576,7 +576,7 @@ class _Writer(Log):
         beside = self._put_config(content, wrapper, existing)
         dashes = wrapper[: len(wrapper) - len(undashed(wrapper))]
         left = self._put_launch(content, dashes)
-        self._drop_rest(left, "a trainer's file does not support it")
+        self._drop_rest(left, "a trainer's file does not support this setting")
         if text is None or content != before:
             text = _json(content, indent=2)
             if sentences:

@@ -97,11 +97,7 @@ class Rates:
     """Source of the rates, in words."""
 
     def source(self, name: str) -> str:
-        """Return whether a rate is ``"measured"`` or ``"catalogued"``.
-
-        Args:
-            name: Name of the rate.
-        """
+        """Return whether the rate ``name`` is ``"measured"`` or ``"catalogued"``."""
         return "measured" if name in self.measured else "catalogued"
 
     def with_measured(self, found: Mapping[str, float], *, origin: str) -> Rates:
@@ -125,7 +121,7 @@ RATE_NAMES: Final = tuple(
 
 @attrs.frozen(kw_only=True)
 class Card:
-    """Published figures of a card: TFLOP/s of dense matrix products, and GB/s."""
+    """Published figures of a card: TFLOP/s of dense matrix products, and bandwidths in GB/s."""
 
     name: str
     memory: int
@@ -604,7 +600,7 @@ class _Stretch:
     """Share of each overlapping phase."""
 
     def seconds(self, lanes: Mapping[StepPhase, Mapping[Lane, float]]) -> float:
-        """Return the total time of the passes, or that of the busiest lane if it is longer."""
+        """Return the total time of the passes, or the time of the busiest lane if longer."""
         one_by_one = sum(share * max(lanes[one].values()) for one, share in self.passes.items())
         total: dict[Lane, float] = {}
         for phase, share in (*self.passes.items(), *self.beside.items()):
