@@ -129,13 +129,15 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
     forms = group.add_mutually_exclusive_group()
     forms.add_argument("--json", action="store_true", help="print JSON; sizes are in bytes")
     forms.add_argument("--markdown", action="store_true", help="print Markdown")
-    group.add_argument("--chart", metavar="FILE", help="draw the memory per rank: .png, .pdf, .svg")
+    group.add_argument(
+        "--chart", metavar="FILE", help="draw the memory per rank in this .png, .pdf or .svg file"
+    )
 
 
 def _add_sample(group: argparse._ArgumentGroup) -> None:
     """Add what a batch is."""
     for name, what in (
-        ("batch", "samples per rank and pass; default 1"),
+        ("batch", "samples per rank and forward pass; default 1"),
         ("resolution", "side in pixels; default the model's native size"),
         ("frames", "frames per clip; default the model's own"),
     ):

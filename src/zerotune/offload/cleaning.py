@@ -385,7 +385,7 @@ def remove_bare(root: int, name: str, *, kind: str | None, removed: Removed) -> 
     """Delete an unused folder in DeepSpeed's layout, or return why the folder must be kept.
 
     The folder is first renamed, so that a run that starts meanwhile creates a new folder. The
-    renamed folder is inspected again, to detect a run that started just before.
+    renamed folder is inspected again, to detect a run that started just before the renaming.
 
     Args:
         root: Descriptor of the swap root.
@@ -477,10 +477,10 @@ class Users:
 def users_of(
     files: Collection[tuple[int, int]], *, last_written: float, proc: Path = Path("/proc")
 ) -> Users:
-    """Find processes that use certain files, or may use them.
+    """Find the processes that use, or may use, the given files.
 
     Processes on other machines are not found. Inside a container, processes outside the container
-    are not found either.
+    are not found.
 
     Args:
         files: Device and inode of each file.

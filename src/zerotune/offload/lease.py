@@ -57,8 +57,8 @@ def run_id_of(name: str) -> str | None:
 class LeaseRecord(OwnerRecord):
     """One rank's record in a lease: the owning process, its start time and its plan.
 
-    The lock tells whether the process is alive. The record names the process and its maximum swap
-    size, and confirms the lock on file systems with unreliable locks.
+    The lock of the lease shows whether the process is alive. The record names the process and its
+    maximum swap size, and helps to detect a dead process on file systems with unreliable locks.
     """
 
     rank: int
@@ -307,7 +307,7 @@ def _lease_error(path: Path, what: str, error: OSError) -> OffloadError:
 
 @contextmanager
 def making_in(root: Path) -> Iterator[None]:
-    """Lock the root inside the block, while the root contains unfinished files or folders.
+    """Lock the root inside the ``with`` block, which may create unfinished files or folders.
 
     The kernel releases the lock when the process dies. A process that obtains an exclusive lock on
     the root therefore knows that every unfinished file or folder is a leftover.

@@ -98,10 +98,11 @@ class SwapNeeds:
 def swap_needs(resolved: ResolvedPlan) -> SwapNeeds | None:
     """Return the maximum bytes and files that DeepSpeed swaps per rank.
 
-    The count follows DeepSpeed 0.19.8 (``runtime/swap_tensor``). Tensors smaller than 1 MiB or
-    smaller than an aio block stay in memory. Each parameter's partition is one file. Each sub-group
-    of the optimizer has one file for its master weights and one for each state. The gradients of
-    each parameter are a separate file. Sizes are rounded up to 1024 bytes per aio thread.
+    The calculation follows DeepSpeed 0.19.8 (``runtime/swap_tensor``). Tensors smaller than 1 MiB
+    or smaller than an aio block stay in memory. Each parameter's partition is one file. Each
+    sub-group of the optimizer has one file for its master weights and one for each state. The
+    gradients of each parameter are a separate file. Sizes are rounded up to 1024 bytes per aio
+    thread.
 
     Args:
         resolved: The plan.
@@ -208,7 +209,8 @@ class SpaceWatch:
     """Watches whether the swap files that a run must still create fit on the disk.
 
     DeepSpeed creates its swap files during the first steps, and then rewrites the same blocks. If
-    another program fills the disk meanwhile, a write ends the process with SIGABRT.
+    another program fills the disk during the first steps, DeepSpeed's next write ends the process
+    with SIGABRT.
 
     Args:
         folders: Swap folders of the run.
@@ -361,7 +363,7 @@ def host_budget(
     held: int | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> HostBudget:
-    """Compute the host memory of a plan that was resolved with its model.
+    """Compute the host memory that a plan needs; the plan must be resolved with its model.
 
     Activations are not included, because they need no host memory on a GPU.
 
@@ -399,8 +401,8 @@ def fit_host_memory(
 ) -> tuple[ResolvedPlan, tuple[Decision, ...]]:
     """Check that a plan fits in this machine's host memory; disable pinning if that suffices.
 
-    Pinning is disabled only in runs with one rank, because several ranks could decide differently,
-    and only if the user did not set ``pin_memory``.
+    Pinning is disabled only if the user did not set ``pin_memory`` and the run has one rank,
+    because several ranks could decide differently.
 
     Args:
         resolved: The plan.

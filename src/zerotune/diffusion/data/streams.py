@@ -494,7 +494,7 @@ class BucketStream(_OrderedStream):
 
     @property
     def used(self) -> dict[str, int]:
-        """Number of images used by all ranks together, by set; empty without a mixture."""
+        """Number of used images of each set, over all ranks; empty without a mixture."""
         shares = self._order.shares
         if not shares:
             return {}
