@@ -147,9 +147,11 @@ def _add_sample(group: argparse._ArgumentGroup) -> None:
 def add_machine(parser: argparse.ArgumentParser, about: str = FROM_HERE) -> Any:
     """Add the options for the machine's memory, which ``sizes_of`` and ``machine_of`` read."""
     machine = parser.add_argument_group("machine", about)
-    machine.add_argument("--vram", metavar="SIZE", help="memory of each device (12, 12GiB)")
-    machine.add_argument("--ram", metavar="SIZE", help="memory of the host (64, 64GiB)")
-    machine.add_argument("--nvme", metavar="SIZE", help="disk space for swap files (500GB)")
+    machine.add_argument(
+        "--vram", metavar="SIZE", help="memory of each device, such as 12 or 12GiB"
+    )
+    machine.add_argument("--ram", metavar="SIZE", help="memory of the host, such as 64 or 64GiB")
+    machine.add_argument("--nvme", metavar="SIZE", help="disk space for swap files, such as 500GB")
     return machine
 
 

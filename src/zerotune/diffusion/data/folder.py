@@ -312,7 +312,7 @@ def _pair_across(
             "contains no file with the name of an image of the dataset",
             key="reference_folder",
             value=str(folder),
-            fix="give references the names of their images: conditions/cat.png for photos/cat.jpg",
+            fix="give each reference the name of its image: conditions/cat.png for photos/cat.jpg",
         )
 
 

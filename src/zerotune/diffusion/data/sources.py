@@ -117,7 +117,7 @@ class SizeIndex:
                     key="data.sizes",
                     before="read from each file",
                     after=f"{self._reused} from an earlier start",
-                    reason="these files have not changed; to read all files again, delete "
+                    reason="unchanged files are not read again; to read all files again, delete "
                     f"{self._path}",
                 )
             )
