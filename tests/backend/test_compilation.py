@@ -128,7 +128,7 @@ def test_what_cannot_be_compiled_is_refused_with_the_reason(monkeypatch):
     with pytest.raises(EngineError, match=r"no blocks of these classes.*'Block'"):
         Compiled(Compilation(blocks=["Blok"]), model=Stack(), plan=resolved(2))
     monkeypatch.setattr("shutil.which", lambda _name: None)
-    with pytest.raises(EngineError, match="there is no "):
+    with pytest.raises(EngineError, match=r"needs a C\+\+ compiler"):
         Compiled(Compilation(), model=Stack(), plan=resolved(2))
 
 
@@ -136,7 +136,7 @@ def test_options_are_checked():
     assert Compilation.of(False) is None
     assert Compilation.of(True) == Compilation()
     assert Compilation.of({"blocks": ["Block"]}).blocks == ("Block",)
-    with pytest.raises(InvalidValueError, match="knows no 'bakend'"):
+    with pytest.raises(InvalidValueError, match="unknown options 'bakend'"):
         Compilation.of({"bakend": "inductor"})
 
 

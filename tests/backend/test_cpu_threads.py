@@ -96,7 +96,7 @@ def test_what_the_user_chose_stays_and_is_recorded():
         assert "torch.set_num_threads(7)" in decision.reason
         with cpu_threads(_plan(), alone, wanted=3) as (decision,):
             assert torch.get_num_threads() == 3
-        assert (decision.before, decision.after, decision.reason) == (7, 3, "asked for")
+        assert (decision.before, decision.after, decision.reason) == (7, 3, "set by threads=")
         assert torch.get_num_threads() == 7
         # An optimizer on the GPU does not compute here.
         with cpu_threads(_plan("cuda"), alone) as nothing:

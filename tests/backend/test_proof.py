@@ -95,7 +95,7 @@ def test_a_proof_of_another_combination_does_not_count(field: str) -> None:
     other = attrs.evolve(CARD, **{field: "another"})
     assert "nothing is proven yet" in str(load_proof(other))
     proof_path(CARD).rename(proof_path(other))
-    assert "of another combination" in str(load_proof(other))
+    assert "to a different combination" in str(load_proof(other))
 
 
 def _cut(values: Any) -> str:
@@ -134,7 +134,7 @@ def test_a_damaged_proof_does_not_count_and_that_is_said(damage: Callable[[Any],
     store_proof(passed())
     path = proof_path(CARD)
     path.write_text(damage(json.loads(path.read_text())))
-    assert "is damaged or of another format" in str(load_proof(CARD))
+    assert "is damaged or has a different format" in str(load_proof(CARD))
     (decision,) = proofs.proof_decisions("cuda")
     assert "plain paths" in decision.after
     assert str(path) in decision.reason
@@ -194,7 +194,7 @@ def test_a_step_is_hidden_by_default_with_its_proof() -> None:
     store_proof(passed())
     decision, done = hides()
     assert done == ["hidden"]
-    assert "proven on this device" in decision.reason
+    assert "a proof passed on this device" in decision.reason
     assert hides(ranks=2)[1] == ["hidden"]
 
 
@@ -224,7 +224,7 @@ def test_ranks_do_the_same_where_one_has_no_proof() -> None:
     store_proof(passed())
     decision, done = hides(elsewhere=True)
     assert done == ["at once"]
-    assert "another rank" in decision.reason
+    assert "a different rank" in decision.reason
 
 
 def test_who_asks_gets_it_unproven_and_is_told_so() -> None:
@@ -232,7 +232,7 @@ def test_who_asks_gets_it_unproven_and_is_told_so() -> None:
     assert done == ["hidden"]
     assert "set in the plan, although unproven: nothing is proven yet" in decision.reason
     store_proof(passed())
-    assert hides(asked=True)[0].reason == "asked for"
+    assert hides(asked=True)[0].reason == "set in the plan"
     assert hides(asked=False)[1] == []
 
 
@@ -244,7 +244,7 @@ def test_on_a_cpu_nothing_depends_on_a_proof(asked: Any, ranks: int, wanted: lis
     assert done == wanted
     if asked is None:
         assert ("together with the averages" in decision.after) == (ranks == 1)
-        assert "share these cores" in decision.reason
+        assert "use the same cores" in decision.reason
 
 
 def test_activations_are_copied_beside_the_computation_only_with_their_proof(
@@ -304,7 +304,7 @@ def test_deepspeed_page_locks_itself_only_with_its_proof(monkeypatch: pytest.Mon
     with ExitStack() as resources:
         decision = pin(resources)
         assert (decision.after, decision.severity) == (None, "warning")
-        assert "not proven here (nothing is proven yet" in decision.reason
+        assert "not verified on this machine (nothing is proven yet" in decision.reason
         assert "DS_PIN_MEMORY_BACKEND" not in os.environ
     store_proof(passed())
     with ExitStack() as resources:

@@ -12,10 +12,10 @@ _HEAD = """# Resuming every plan under every plan
 
 `nox -s nightly` generates this page with real processes and real engines. Each cell shows one run
 that is saved after 5 optimizer steps under the plan of its row, and resumed for 20 steps under the
-plan of its column. In the names of plans, x1 and x2 are the number of processes, which share one
+plan of its column. In the names of plans, x1 and x2 mean one and two processes, which share one
 batch. Each cell gives the largest relative difference between a loss of the resumed run and the
 loss of an uninterrupted run under the plan of the row. In every cell, weights, both moments of
-Adam, counters and the EMA after loading are bit for bit those of the checkpoint.
+Adam, counters and the EMA after loading equal those of the checkpoint bit for bit.
 
 """
 
@@ -34,8 +34,8 @@ def write_table(measured: dict[str, Any], labels: Sequence[str]) -> None:
             f"## {precision}\n\nLosses of uninterrupted {precision} runs under different plans "
             f"differ by up to {measured['spread'][precision]:.1e}. The largest difference in the "
             f"{precision} table is {max(values.values()):.1e}. In "
-            f"{sum(not v for v in values.values())} of {len(values)} cells, all losses are equal "
-            "bit for bit.\n\n"
+            f"{sum(not v for v in values.values())} of {len(values)} cells, all losses "
+            "equal those of the uninterrupted run bit for bit.\n\n"
         )
         parts.append("| saved under | " + " | ".join(labels) + " |\n")
         parts.append("|---" * (len(labels) + 1) + "|\n")

@@ -104,7 +104,7 @@ def test_averaged_weights_are_not_saved_as_trained_ones(refused):
 
 def test_shadows_are_matched_by_name(refused):
     assert "CheckpointMismatchError: shadows = ['slow']" in refused["unknown shadow"]
-    assert "it has ['ema']" in refused["unknown shadow"]
+    assert "its shadows are ['ema']" in refused["unknown shadow"]
     (decision,) = refused["shadow left out"]
     assert decision.startswith("shadows.ema: 'saved' -> unset")
 

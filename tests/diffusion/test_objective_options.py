@@ -170,10 +170,10 @@ def test_a_range_that_is_none_is_refused(objective, share):
 
 
 def test_a_range_without_any_step_is_refused():
-    with pytest.raises(InvalidValueError, match="widen"):
+    with pytest.raises(InvalidValueError, match="a wider range"):
         DenoisingObjective(timestep_range=(0.5, 0.5001))
     flow = FlowMatchingObjective(timestep_range=(0.0, 0.0005))
-    with pytest.raises(InvalidValueError, match="widen"):
+    with pytest.raises(InvalidValueError, match="a wider range"):
         flow.levels((1, 1, 1, 1))
 
 
@@ -300,8 +300,8 @@ def test_masks_over_images_come_to_the_size_of_their_latents(frames):
 
 def test_weights_and_masks_of_another_shape_are_data_errors():
     for key, value, hint in (
-        ("loss_weights", torch.ones(2, 1), "one number"),
-        ("loss_weights", torch.ones(3), "one number"),
+        ("loss_weights", torch.ones(2, 1), "one weight per sample"),
+        ("loss_weights", torch.ones(3), "one weight per sample"),
         ("loss_masks", torch.ones(2, 1, 32, 32), "interpolate"),
         ("loss_masks", torch.ones(2, 4, 4), "interpolate"),
     ):

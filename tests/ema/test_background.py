@@ -115,7 +115,7 @@ def test_an_optimizer_whose_steps_go_unseen_is_found_out():
         background.step()
     with pytest.raises(EMAError, match="is already attached"):
         background.attach(model)
-    with pytest.raises(UnsupportedEngineError, match="it is unknown what"):
+    with pytest.raises(UnsupportedEngineError, match="the optimizer of these weights is unknown"):
         BackgroundEMA(shadow=EMAShadow(decay=0.9)).attach(model)
     with pytest.raises(EMAError, match="not attached"):
         BackgroundEMA(shadow=EMAShadow(decay=0.9)).step()

@@ -240,7 +240,7 @@ def test_accelerates_cpu_flag_needs_a_plan_for_the_cpu(monkeypatch):
     [
         (
             "wider",
-            "For example 0.weight is trained, of shape (8, 4) in",
+            "For example, 0.weight is trained, of shape (8, 4) in",
         ),
         ("deeper", "2.weight is missing in the plan and trained, of shape (1, 1) in"),
         ("frozen", "in the plan and frozen, of shape (8, 4) in the trained model"),

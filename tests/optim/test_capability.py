@@ -127,7 +127,7 @@ def test_low_bit_states_are_not_swapped(name):
 def test_bf16_states_are_not_swapped_but_run_everywhere_else():
     answer = capability("AdamWBF16States", stage=3, offload="nvme")
     assert (answer.status, answer.alternative) == ("cannot", "AdamW")
-    assert "fp32 again" in answer.reason
+    assert "would become fp32" in answer.reason
     for stage, offload in [(0, "none"), (1, "none"), (2, "cpu"), (3, "cpu")]:
         answer = capability("AdamWBF16States", stage=stage, offload=offload)
         assert answer.runs
@@ -156,7 +156,7 @@ def test_a_cell_that_failed_overrules_the_rules():
 
 
 def test_one_bit_names_the_release_that_had_them():
-    assert "DeepSpeed 0.19 removed the optimizer" in capability("1bit-adam", stage=0).reason
+    assert "removed in DeepSpeed 0.19" in capability("1bit-adam", stage=0).reason
 
 
 def test_torch_classes_run_under_zero_with_what_they_change():

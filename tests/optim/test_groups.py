@@ -156,10 +156,10 @@ def test_a_group_that_earlier_ones_empty_is_an_error(resolve):
     ("change", "message"),
     [
         ({"patterns": "re:("}, "not a valid regular expression"),
-        ({"patterns": ()}, "matches nothing"),
+        ({"patterns": ()}, "matches no parameter"),
         ({"name": " "}, "needs a name"),
         ({"lr_scale": 0}, "must be a number > 0"),
-        ({"lr_scale": 2.0, "params": {"lr": 1.0}}, "not both"),
+        ({"lr_scale": 2.0, "params": {"lr": 1.0}}, "are both set"),
     ],
 )
 def test_a_rule_that_cannot_be_meant_is_refused(change, message):

@@ -325,7 +325,7 @@ def test_several_averages_in_the_background(tmp_path):
         "slow": True,
     }
     assert torch.equal(images[True], images["fast"])
-    assert "one of trained, fast, slow" in other
+    assert "one of: trained, fast, slow" in other
     assert all(torch.equal(exported[n[5:]], t) for n, t in expected.items() if n[:4] == "slow")
     # The checkpoint of step 2 is known to be whole when that of step 4 is due.
     saved = [f"save step-0000000{step}" for step in (2, 4, 5)]
@@ -390,7 +390,7 @@ def test_after_several_bad_steps_a_run_goes_back_to_its_newest_checkpoint(tmp_pa
         running.fit(steps=5)
         assert running.step == 5
         assert str(running.decisions[-1]).startswith(
-            "step: 5 -> 2 (not finite at step 5 on rank(s) 0; the weights are those before"
+            "step: 5 -> 2 (not finite at step 5 on rank(s) 0; the weights are unchanged"
         )
         assert running.stream.position - position == (1 + 2 + 3) * 8, "data go on where they are"
         assert [line.step for line in read_metrics(metrics.path)] == [1, 2, 3, 4, 5]
@@ -442,14 +442,14 @@ def test_trackers_get_all_there_is_from_one_rank(tmp_path):
         running.fit(steps=2)
         losses = running.fit(steps=4).losses
         running.show("drawn", torch.linspace(-1, 1, 2 * 3 * 4 * 4).view(2, 3, 4, 4))
-    assert "accelerate knows" in error_of(lambda: with_tracker("tensorbored"))
+    assert "accelerate has no tracker" in error_of(lambda: with_tracker("tensorbored"))
     assert "pip install clearml" in error_of(lambda: with_tracker("clearml"))
     assert "needs at least one tracker" in error_of(Trackers)
     with warnings_of_zerotune() as lines:
         assert with_tracker(Failing()) == 2, "training goes on"
     if running.is_main:
         (warning,) = lines
-        assert warning.startswith("mine fails and is left out from here on (ConnectionError")
+        assert warning.startswith("mine failed and is disabled for the rest of the run (Conn")
         check_tensorboard(tmp_path / "runs" / "digits", losses, held.history)
 
 

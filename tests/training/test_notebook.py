@@ -51,7 +51,7 @@ def test_cells_are_stopped_go_on_and_run_again():
     assert hit_twice["error"].startswith("KeyboardInterrupt")
     assert rest["losses"] == whole, "a second fit goes on, as if nothing had happened"
     assert rest["stopped"] is None
-    assert "is being trained" in twice["error"], "one clear error while the first is open"
+    assert "already trains" in twice["error"], "one clear error while the first is open"
     assert closed["error"] == ""
     assert len(again["losses"]) == 2
     assert end["error"] == ""

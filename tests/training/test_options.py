@@ -46,7 +46,7 @@ def test_profiling_and_recomputing_leave_every_loss_as_it_is(tmp_path):
     assert found["watched"] == found["plain"], "bit for bit"
     assert (found["on"], found["after"]) == (True, False), "put back when the engine ends"
     assert any("gradient_checkpointing: False -> False" in one for one in found["auto"])
-    assert any("gradient_checkpointing: False -> True (asked for)" in x for x in found["decisions"])
+    assert any("gradient_checkpointing: False -> True (requested)" in x for x in found["decisions"])
     assert any(one.startswith("threads: ") for one in found["decisions"])
     _check_trace(found)
     _check_report(found["report"], tmp_path)

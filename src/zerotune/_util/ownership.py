@@ -176,7 +176,8 @@ class OwnerRecord:
         cls, of: type, fields: object, types: dict[str, tuple[type, ...]], text: str
     ) -> dict[str, Any]:
         if not isinstance(fields, dict) or fields.keys() != types.keys():
-            raise cls.damaged(text, f"does not hold exactly {sorted(types)} for {of.__name__}")
+            names = f"{sorted(types)} of {of.__name__}"
+            raise cls.damaged(text, f"does not contain exactly the fields {names}")
         for name, value in fields.items():
             # bool is an int to Python, never to us.
             if not isinstance(value, types[name]) or isinstance(value, bool):

@@ -1,1 +1,1 @@
-"""The only door to deepspeed and accelerate: engines, verification, master weights."""
+"""Engines, verification and master weights: all code that uses deepspeed and accelerate."""

@@ -820,7 +820,7 @@ _LAYER_PREFIXES: Final = (_COMFYUI, _KOHYA, "lycoris_", *_ENCODERS.values(), "lo
 def compare(
     read: Read, layers: Mapping[str, Factors], *, component: str, dtype: torch.dtype
 ) -> bool:
-    """Raise an error unless a file contains the trained factors, and return whether bit for bit.
+    """Check that a file contains the trained factors; return whether they match bit for bit.
 
     Zero columns, which joined layers have, are ignored.
 

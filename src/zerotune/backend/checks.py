@@ -81,11 +81,11 @@ def is_torchao(parameter: torch.Tensor) -> bool:
 
 
 def check_model_dtype(model: torch.nn.Module, plan: ResolvedPlan) -> None:
-    """Raise an error if the plan trains in fp32, but weights are bf16 or fp16 and stay so.
+    """Raise an error if the plan trains in fp32, but bf16 or fp16 weights would not be cast.
 
-    DeepSpeed casts a model to bf16 or fp16, and at stage 3 to fp32. Otherwise an fp32 plan does
-    not cast weights, and a layer with fp32 inputs fails with "mat1 and mat2 must have the same
-    dtype".
+    DeepSpeed casts a model to bf16 or fp16, and at stage 3 to fp32. Below stage 3, an fp32 plan
+    does not cast weights, and a layer with fp32 inputs fails with "mat1 and mat2 must have the
+    same dtype".
 
     Args:
         model: The model.
@@ -150,8 +150,8 @@ def expected_groups(
 ) -> tuple[RunningGroup, ...]:
     """Return the parameter groups that the running engine must have.
 
-    These are the plan's groups. mup divides groups by width when its optimizer is created, so for
-    mup these are the groups of ``client``.
+    The result contains the plan's groups, except for mup. mup divides groups by width when its
+    optimizer is created, so for mup the result contains the groups of ``client``.
 
     Args:
         choice: The plan's optimizer.

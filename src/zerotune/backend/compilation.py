@@ -1,10 +1,10 @@
-"""``torch.compile`` in the way that works with every ZeRO stage.
+"""``torch.compile`` in a way that works with every ZeRO stage.
 
-What is compiled is a module's ``forward``, never its call: hooks, with which stage 3 gathers and
-releases weights, stay outside of the graph. Below stage 3 that may be the whole model; at stage 3
-a graph must not hold a module that gathers for itself, so the plan's leaf modules, each of which
-DeepSpeed gathers as a whole, are compiled one by one. Compiling the call instead works too, but
-breaks the graph at every hook: 61 times for a U-Net of 50,000 parameters.
+zerotune compiles a module's ``forward``, not its ``__call__``, so that hooks stay outside the
+graph; stage 3 gathers and releases weights in hooks. Below stage 3, the whole model can be one
+graph. At stage 3, a graph must not contain modules that gather their own weights, so the plan's
+leaf modules are compiled one by one: DeepSpeed gathers each of them as a whole. Compiling
+``__call__`` would break the graph at every hook, 61 times for a U-Net of 50,000 parameters.
 """
 
 from __future__ import annotations
@@ -31,19 +31,20 @@ if TYPE_CHECKING:
 
 KEY: Final = "compile"
 _OTHER_VARIANTS: Final = 8
-"""Variants of one block beyond one per block: of training, evaluation and other sizes."""
+"""Additional compiled variants of a block, for training, evaluation and different sizes."""
 _compiled_for: weakref.WeakKeyDictionary[Any, Compiled] = weakref.WeakKeyDictionary()
 
 
 @attrs.frozen(kw_only=True)
 class Compilation:
-    """How a model is compiled; the other fields are ``torch.compile``'s own."""
+    """Options of compiling; all fields except ``blocks`` are ``torch.compile``'s."""
 
     blocks: tuple[str, ...] | None = attrs.field(
         default=None, converter=attrs.converters.optional(tuple)
     )
-    """Classes compiled one by one (``("BasicTransformerBlock",)``); ``()``: the whole model.
-    ``None``: what diffusers lists as the model's repeated blocks, else the whole model."""
+    """Classes of blocks to compile one by one, such as ``("BasicTransformerBlock",)``; ``()``
+    compiles the whole model. Default: the repeated blocks that diffusers declares for the model,
+    or the whole model."""
     backend: str = "inductor"
     mode: str | None = None
     dynamic: bool | None = None
@@ -51,7 +52,11 @@ class Compilation:
 
     @classmethod
     def of(cls, wanted: bool | Mapping[str, Any] | Compilation) -> Compilation | None:
-        """What ``compile=`` means: ``False`` is ``None``, ``True`` the defaults."""
+        """Return the options for a value of ``compile=``.
+
+        Args:
+            wanted: ``False`` (returns ``None``), ``True`` (defaults), a mapping, or options.
+        """
         if isinstance(wanted, Compilation):
             return wanted
         if isinstance(wanted, bool):
@@ -60,10 +65,10 @@ class Compilation:
         unknown = sorted(set(wanted) - set(known))
         if unknown:
             raise InvalidValueError(
-                f"knows no {', '.join(map(repr, unknown))}",
+                f"has unknown options {', '.join(map(repr, unknown))}",
                 key=KEY,
                 value=dict(wanted),
-                fix=f"use {', '.join(known)}",
+                fix=f"use only {', '.join(known)}",
             )
         return cls(**wanted)
 
@@ -72,13 +77,13 @@ class Compilation:
     ) -> tuple[list[torch.nn.Module], str]:
         if plan.stage == 3:
             return self._leaf_modules(model, plan)
-        names, why = self.blocks, "asked for"
+        names, why = self.blocks, "set in compile="
         if names is None:
             names = tuple(getattr(model, "_repeated_blocks", None) or ())
-            why = "the model's repeated blocks, each compiled once for all of its kind"
+            why = "the model's repeated blocks; blocks of the same class share one graph"
         if not names and (streaming := plan.streaming) is not None:
             units = [module for _, module in find_units(model, streaming.units)]
-            return units, "the units that are streamed, so that no hook breaks their graph"
+            return units, "the streamed units, so that no hook breaks a graph"
         if not names:
             return [model], "the whole model in one graph"
         found = _outermost(model, frozenset(names))
@@ -87,7 +92,7 @@ class Compilation:
                 f"{type(model).__name__} has no blocks of these classes",
                 key=f"{KEY}.blocks",
                 value=names,
-                fix=f"name some of {_repeated_classes(model)}",
+                fix=f"write some of {_repeated_classes(model)}",
             )
         return found, why
 
@@ -97,43 +102,43 @@ class Compilation:
         leaves = named_leaf_modules(plan, model)
         found = [one for one in leaves if not self.blocks or type(one).__name__ in self.blocks]
         if found:
-            why = "the plan's leaf modules, gathered whole, so that no hook breaks their graph"
+            why = "the plan's leaf modules, which are gathered whole, so no hook breaks a graph"
             return found, why
         have = sorted({type(one).__name__ for one in leaves})
         raise EngineError(
-            "at stage 3 every module gathers its own weights but leaf modules, so only those can "
-            f"be compiled, and the plan has {f'only {have}' if have else 'none for this model'}",
+            "at stage 3 only leaf modules can be compiled, and the plan has "
+            f"{f'only {have}' if have else 'none for this model'}",
             key=KEY,
             value=self,
-            fix='name blocks that are called with positional inputs in the plan: {"leaf_module": '
-            f'{{"classes": [...]}}}} of zero_optimization, such as {_repeated_classes(model)}',
+            fix="add classes of blocks with positional inputs to zero_optimization.leaf_module."
+            f"classes in the plan, such as {_repeated_classes(model)}",
         )
 
     def _check_toolchain(self, plan: ResolvedPlan) -> None:
         reason = None
         dynamo: Any = torch._dynamo
         if not dynamo.is_dynamo_supported():
-            reason = "torch cannot compile on this Python or system"
-            fix = "use another, or no compile"
+            reason = "torch cannot compile on this Python version or operating system"
+            fix = "use a supported version"
         elif self.backend == "inductor" and plan.platform.accelerator == "cpu":
             compiler = os.environ.get("CXX", "g++")
             if shutil.which(compiler) is None and shutil.which("clang++") is None:
-                reason = f"inductor writes C++ for the CPU, and there is no {compiler}"
+                reason = f"inductor needs a C++ compiler on a CPU, and {compiler} is missing"
                 fix = "install a C++ compiler (apt install g++)"
         elif self.backend == "inductor" and importlib.util.find_spec("triton") is None:
-            reason = "inductor writes Triton kernels, and triton is missing"
+            reason = "inductor needs triton, which is not installed"
             fix = "pip install triton"
         if reason is not None:
             raise EngineError(reason, key=KEY, value=self, fix=f"{fix}, or use compile=False")
 
 
 class Compiled:
-    """A model whose forward passes are compiled; undone by ``undo``.
+    """A model whose forward passes are compiled, until ``undo``.
 
     Args:
-        wanted: How.
-        model: The model, before or after the engine has taken it over.
-        plan: Tells the stage, and at stage 3 the leaf modules.
+        wanted: Options of compiling.
+        model: The model, before or after the engine starts.
+        plan: The resolved plan, for its stage and leaf modules.
     """
 
     def __init__(self, wanted: Compilation, *, model: torch.nn.Module, plan: ResolvedPlan) -> None:
@@ -152,13 +157,17 @@ class Compiled:
                 reason=chosen,
             ),
         )
-        """What is compiled, and why it is that."""
+        """Which modules are compiled, and why."""
 
     def apply(self, engine: Engine) -> None:
-        """Compile, once the engine has made of the model what it wants; ends with the engine."""
+        """Compile the model of a started engine, until the engine closes.
+
+        Args:
+            engine: The engine.
+        """
         config: Any = torch._dynamo.config
-        # Blocks of one class share their code; beyond this many variants torch goes on without
-        # compiling, and says so only in a log.
+        # Blocks of one class share their code. Beyond this limit of variants, torch continues
+        # without compiling and only logs a message.
         enough = max(config.recompile_limit, len(self._regions) + _OTHER_VARIANTS)
         self._undo.enter_context(config.patch(recompile_limit=enough))
         if self._gathered:
@@ -170,24 +179,28 @@ class Compiled:
         announce(self.decisions, rank=engine.group.rank)
 
     def undo(self) -> None:
-        """The model as it was. May be repeated."""
+        """Restore the uncompiled model. Repeated calls have no effect."""
         self._undo.close()
 
     @property
     def graphs(self) -> int:
-        """Graphs that this process has compiled since this object was created."""
+        """Number of graphs that this process has compiled since this object was created."""
         return _graphs_and_breaks()[0] - self._before[0]
 
     @property
     def graph_breaks(self) -> int:
-        """Places where a graph had to be left, in this process."""
+        """Number of graph breaks in this process since this object was created."""
         return _graphs_and_breaks()[1] - self._before[1]
 
     def verify(self) -> Decision:
-        """What compiling came to, after a training step."""
+        """After a training step, return a decision with the numbers of graphs and graph breaks.
+
+        Raises:
+            VerificationError: No graph was compiled.
+        """
         if self.graphs == 0:
             raise VerificationError(
-                "no graph was compiled although a step was taken",
+                "no graph was compiled in the first training step",
                 key=KEY,
                 value=self._wanted,
                 fix="unset TORCH_COMPILE_DISABLE and TORCHDYNAMO_DISABLE, or use compile=False",
@@ -196,7 +209,8 @@ class Compiled:
             key=f"{KEY}.graphs",
             before=None,
             after=self.graphs,
-            reason=f"graphs of the first step, {self.graph_breaks} break(s) among them",
+            reason=f"number of graphs compiled in the first step, with {self.graph_breaks} graph "
+            "break(s)",
             severity="warning" if self.graph_breaks else "note",
         )
 
@@ -217,16 +231,20 @@ class Compiled:
 
 
 def compiled_for(engine: Engine) -> Compiled | None:
-    """What compiles an engine's model; ``None``: nothing does."""
+    """Return the compilation of an engine's model; ``None`` if it is not compiled.
+
+    Args:
+        engine: The engine.
+    """
     return _compiled_for.get(engine)
 
 
 @contextlib.contextmanager
 def _one_graph_for_all_parameters() -> Iterator[None]:
-    """Let blocks whose parameters are gathered share one graph.
+    """Let blocks with gathered parameters share one graph.
 
-    DeepSpeed asks inside the graph whether a parameter has a ``ds_id``. To torch 2.11 that is a
-    question of its number, so that no graph fits another block.
+    Inside the graph, DeepSpeed checks whether a parameter has a ``ds_id``. torch 2.11 turns this
+    check into a guard on the id's value, so that no graph would fit a second block.
     """
     from deepspeed.runtime.zero.utils import is_zero_param
 
@@ -253,7 +271,7 @@ def _outermost(module: torch.nn.Module, names: frozenset[str]) -> list[torch.nn.
 
 
 def _repeated_classes(model: torch.nn.Module) -> list[str]:
-    """Classes of blocks: modules of modules that occur more than once."""
+    """Classes of modules with children that occur more than once."""
     kinds = [
         type(module).__name__
         for module in model.modules()

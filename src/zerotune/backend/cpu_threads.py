@@ -1,7 +1,7 @@
-"""OpenMP threads and cores of a rank whose optimizer runs on the CPU; put back when it ends.
+"""Set OpenMP threads and cores of a rank whose optimizer runs on the CPU; restore them afterwards.
 
 torch and DeepSpeed's CPU optimizers share one OpenMP runtime (torch's ``libgomp``), so
-``torch.set_num_threads`` rules both. A ``DataLoader``'s workers set themselves to one thread.
+``torch.set_num_threads`` applies to both. ``DataLoader`` workers use one thread each.
 """
 
 from __future__ import annotations
@@ -36,22 +36,26 @@ _SETS_ONE_THREAD: Final = {
     "TORCHELASTIC_RUN_ID": "torchrun",
     "ACCELERATE_MIXED_PRECISION": "accelerate",
 }
-"""What a launcher that sets ``OMP_NUM_THREADS=1`` for want of anything better leaves behind."""
+"""Environment variable of each launcher that sets ``OMP_NUM_THREADS=1`` by default."""
 
 
 @attrs.frozen(kw_only=True)
 class ThreadFacts:
-    """What this process computes with before anything is chosen."""
+    """Threads of this process before zerotune changes them."""
 
     threads: int
-    """OpenMP threads of torch now."""
+    """Number of torch's OpenMP threads."""
     defaults: frozenset[int]
-    """What torch takes by itself here: the cores, physical or logical, this process may use."""
+    """Possible defaults of torch: the physical or logical cores that this process may use."""
     environ: Mapping[str, str]
 
     @classmethod
     def here(cls, affinity: Collection[int]) -> ThreadFacts:
-        """Of this process, which may use these CPUs."""
+        """Read the facts of this process.
+
+        Args:
+            affinity: CPUs that the process may use.
+        """
         cpus = read_cpus(MachineProbe().read_text, affinity)
         cores = {(cpu.node, cpu.package, cpu.core) for cpu in cpus}
         return cls(
@@ -62,7 +66,7 @@ class ThreadFacts:
 
     @property
     def chosen_by(self) -> str | None:
-        """What explicitly set the number of threads; ``None`` if nothing did."""
+        """The user's setting of the number of threads; ``None`` if the user did not set it."""
         given = self.environ.get(VARIABLE)
         if given is not None and self.launcher is None:
             return f"{VARIABLE}={given} in the environment"
@@ -73,7 +77,7 @@ class ThreadFacts:
 
     @property
     def launcher(self) -> str | None:
-        """The launcher whose default of one thread this is, not the user's wish."""
+        """The launcher that has set one thread by default; ``None`` if there is none."""
         several = self.environ.get("LOCAL_WORLD_SIZE", self.environ.get("WORLD_SIZE", "1")) != "1"
         if self.environ.get(VARIABLE) != "1" or not several:
             return None
@@ -84,22 +88,22 @@ class ThreadFacts:
 def cpu_threads(
     plan: ResolvedPlan, group: ProcessGroup, *, wanted: int | None = None, workers: int = 0
 ) -> Iterator[tuple[Decision, ...]]:
-    """Give this rank its share of the machine's cores inside the block. Collective.
+    """Inside the block, restrict this rank to its share of the machine's cores. Collective.
 
-    What the user chose stays: ``OMP_NUM_THREADS`` (but for the 1 that torchrun and accelerate
-    set by default), ``torch.set_num_threads``, and CPU affinity, which is only ever narrowed.
+    User settings take precedence: ``OMP_NUM_THREADS`` (except 1, the default of torchrun and
+    accelerate), ``torch.set_num_threads``, and CPU affinity, which is never widened.
 
     Args:
-        plan: Nothing is changed unless its optimizer or its model run on the CPU.
-        group: The ranks; those of one host divide its cores.
-        wanted: Threads the user asked for; chosen when not given.
-        workers: Data workers of this rank.
+        plan: The resolved plan; without model or optimizer on the CPU, nothing is changed.
+        group: The ranks; ranks of the same host divide its cores.
+        wanted: Number of threads; default: chosen automatically.
+        workers: Number of data workers of this rank.
 
     Yields:
-        What was chosen, or why nothing was.
+        The decisions about threads and cores.
     """
     if wanted is not None:
-        share = CoreShare(threads=wanted, cpus=None, reason="asked for")
+        share = CoreShare(threads=wanted, cpus=None, reason="set by threads=")
     elif plan.platform.accelerator != "cpu" and plan.offload_optimizer == "none":
         yield ()
         return
@@ -111,7 +115,7 @@ def cpu_threads(
         facts = ThreadFacts.here(affinity)
         # Every rank has taken part in the exchange; only now may they differ.
         if facts.chosen_by is not None:
-            reason = f"left alone: {facts.chosen_by}"
+            reason = f"not changed, because of {facts.chosen_by}"
             yield (Decision(key=KEY, before=facts.threads, after=facts.threads, reason=reason),)
             return
         probe = MachineProbe()
@@ -142,7 +146,7 @@ def _applied(share: CoreShare) -> Iterator[tuple[Decision, ...]]:
                 key=f"{KEY}.cpus",
                 before=None,
                 after=list(bound),
-                reason="the ranks of this machine stay out of each other's way",
+                reason="ranks on this machine use separate cores",
             )
         )
     try:
@@ -155,7 +159,7 @@ def _applied(share: CoreShare) -> Iterator[tuple[Decision, ...]]:
 
 
 def _thread_places() -> dict[int, set[int]]:
-    """Where each thread of this process may run; nothing where the system cannot tell."""
+    """CPUs that each thread of this process may use; empty if the system does not support this."""
     if not hasattr(os, "sched_getaffinity"):
         return {}
     places = {}
@@ -166,7 +170,7 @@ def _thread_places() -> dict[int, set[int]]:
 
 
 def _move(places: Mapping[int, set[int]]) -> bool:
-    """Put threads where they are to run; whether this process' first one went."""
+    """Set the CPUs of threads; return whether this succeeded for the main thread."""
     moved = False
     for task, cpus in places.items():
         with contextlib.suppress(OSError):

@@ -210,7 +210,7 @@ class ProcessGroup:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0."""
+        """Whether this process is rank 0."""
         return self.rank == 0
 
     def barrier(self, purpose: str, *, timeout_s: float | None = None) -> None:
@@ -255,7 +255,7 @@ class ProcessGroup:
         return values
 
     def agree(self, value: Any, what: str, *, fix: str = "give every rank the same value") -> None:
-        """Raise an error that lists every rank's value unless all ranks have the same value.
+        """Check that all ranks have the same value; otherwise raise an error with all values.
 
         Args:
             value: This rank's picklable value.
@@ -436,7 +436,7 @@ class ProcessGroup:
 def end_groups(groups: list[Any]) -> None:
     """Destroy gloo groups of this process, with their threads and file descriptors.
 
-    NCCL groups are not destroyed: the call would wait for all ranks, and one may be lost.
+    NCCL groups are not destroyed, because the call would wait for all ranks, including lost ones.
 
     Args:
         groups: torch's groups; the list is emptied.
@@ -746,7 +746,7 @@ class _RollCall:
         return absent or Asking().ask(self._elsewhere, seconds=_ANSWER_S) or {}
 
     def dead(self) -> bool:
-        """Return whether the process of any visible rank has ended; a stopped process has not."""
+        """Return whether any visible rank's process has ended; stopped processes do not count."""
         return any(state.startswith(ENDED) for state in self.ended().values())
 
     def ended(self) -> dict[int, str]:
@@ -961,7 +961,8 @@ def _await(work: Any, deadline: float) -> None:
 def together(group: ProcessGroup, purpose: str, work: Callable[[], T]) -> list[T]:
     """Run a function on every rank, and return the results of all ranks, in rank order.
 
-    Collective: every rank must call it. If the function fails on any rank, all ranks raise.
+    Collective: every rank must call it. If the function fails on one rank, all ranks raise an
+    error.
 
     Args:
         group: The processes.

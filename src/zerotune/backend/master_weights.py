@@ -337,7 +337,7 @@ class MasterLayout(ABC):
     Args:
         addresses: This rank's fragments, ordered by slab.
         order: Name and full shape of every trainable parameter. The order is the same on all
-            ranks, and parameters of one slab are consecutive.
+            ranks, and parameters in the same flat tensor are consecutive.
     """
 
     replicated: bool = False
@@ -408,19 +408,19 @@ class MasterLayout(ABC):
         return None
 
     def states_at_rest(self, slab: int) -> OptimizerStates | None:  # noqa: ARG002 - of most layouts
-        """Return a slab's states if their names, dtypes and counters are known without loading it.
+        """Return a flat tensor's states if their names, dtypes and counters are known.
 
         Args:
             slab: Index of the flat tensor.
 
         Returns:
-            ``None`` if the slab must be loaded into memory first.
+            ``None`` if the flat tensor must be loaded into memory first.
         """
         return None
 
     @abstractmethod
     def reading(self, slab: int) -> AbstractContextManager[Slab]:
-        """Load a slab into memory for reading.
+        """Load a flat tensor into memory for reading.
 
         Args:
             slab: Index of the flat tensor.
@@ -428,7 +428,7 @@ class MasterLayout(ABC):
 
     @abstractmethod
     def writing(self, slab: int) -> AbstractContextManager[Slab]:
-        """Load a slab into memory for writing; changes are stored when the context ends.
+        """Load a flat tensor into memory for writing; changes are stored when the context ends.
 
         Args:
             slab: Index of the flat tensor.
@@ -525,7 +525,7 @@ class MasterWeights:
     def expect(self, followers: Sequence[Follower]) -> None:
         """Announce averages to update with the next step, if it begins during the backward pass.
 
-        Otherwise the call has no effect.
+        The call has no effect if the step begins only after the backward pass.
 
         Args:
             followers: The averages; pass the same ones to ``follow`` after the step.
@@ -549,8 +549,8 @@ class MasterWeights:
     def check_model(self, sample: int) -> None:
         """Compare a sample of the model's weights with the master weights. Not collective.
 
-        A difference means that code outside the engine has replaced or written the model's
-        weights. The optimizer does not see such a change.
+        Different weights mean that code outside the engine has replaced or written the model's
+        weights, which the optimizer does not notice.
 
         Args:
             sample: Seed of the sample of elements.

@@ -1,7 +1,7 @@
 """Maximal-update parametrisation: base shapes from a narrow model of the same class.
 
-For ``MuAdam``, ``MuAdamW`` and ``MuSGD`` (Yang et al. 2022, https://arxiv.org/abs/2203.03466).
-Needs the extra ``zerotune[mup]``.
+The module serves ``MuAdam``, ``MuAdamW`` and ``MuSGD`` (Yang et al. 2022,
+https://arxiv.org/abs/2203.03466), and needs the extra ``zerotune[mup]``.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from zerotune.errors import EngineError
 
 @attrs.frozen(kw_only=True)
 class BaseShapes:
-    """What ``set_base_shapes`` found and changed."""
+    """Result of ``set_base_shapes``."""
 
     width_multipliers: Mapping[str, float]
-    """How much wider each parameter is than in the base model; 1 where width does not reach."""
+    """Ratio of each parameter's width to the base model's; 1 if its shape has no width."""
     readouts: tuple[str, ...]
-    """Output layers whose input is divided by their width multiplier."""
+    """Names of output layers whose input is divided by their width multiplier."""
 
 
 def set_base_shapes(
@@ -33,48 +33,47 @@ def set_base_shapes(
     delta: Mapping[str, Any] | torch.nn.Module,
     rescale: bool = True,
 ) -> BaseShapes:
-    """Tell every parameter of ``model`` which of its dimensions are widths, and of what base.
+    """Record on every parameter which of its dimensions are widths, and the base model's widths.
 
-    Call it right after the model has been built, before an engine takes it over. Output layers,
-    from a width to a fixed size, get their input divided by the width multiplier: mup asks for
-    its own ``MuReadout`` there, which diffusers' models do not have.
+    Call ``set_base_shapes`` directly after building the model, before creating an engine. The input
+    of output layers (from a width to a fixed size) is divided by the width multiplier, because
+    diffusers' models do not have mup's ``MuReadout`` layers.
 
     Args:
         model: The model to train.
-        base: The base model: of a diffusers model, what differs from ``model.config``, such as
-            ``{"block_out_channels": (32, 64)}``; else a module (on the meta device if you like).
-        delta: The same for a model of another width than the base. Dimensions in which these
-            two differ are widths.
-        rescale: Whether the initial weights are scaled from their width's to the base's. Not for
-            weights loaded from a checkpoint.
+        base: The base model, as a module (may be on the meta device), or for a diffusers model as
+            changes to ``model.config``, such as ``{"block_out_channels": (32, 64)}``.
+        delta: A model whose widths differ from the base model's, in the same form as ``base``.
+            Dimensions that differ between ``base`` and ``delta`` are widths.
+        rescale: Whether to scale the initial weights according to mup. Pass ``False`` for weights
+            loaded from a checkpoint.
 
     Returns:
-        The multipliers, and which layers are outputs.
+        The width multipliers and the names of output layers.
 
     Raises:
         MissingDependencyError: mup is not installed.
-        EngineError: The models do not have the same parameters, or the base shapes were set
-            before.
+        EngineError: The models have different parameters, or base shapes are already set.
     """
     mup = require("mup", key="optimizer.type", fix="pip install 'zerotune[mup]'")
     if any(hasattr(parameter, "infshape") for parameter in model.parameters()):
         raise EngineError(
-            "base shapes were set before, and scaling weights twice would be wrong",
+            "base shapes are already set, and weights must not be scaled twice",
             key="model",
             value=type(model).__name__,
-            fix="build the model anew",
+            fix="build the model again, and call set_base_shapes once",
         )
     narrow, wider = (_of_other_width(model, changes) for changes in (base, delta))
     _check_same(model, narrow, wider)
-    # Its own check asks for MuReadout, in whose place the hooks below stand.
+    # mup's check requires MuReadout, which the hooks below replace.
     mup.set_base_shapes(model, narrow, delta=wider, rescale_params=False, do_assert=False)
     for name, parameter in model.named_parameters():
         if parameter.infshape.ninf() > 2:  # type: ignore[attr-defined]
             raise EngineError(
-                "more than two of its dimensions grow with the width",
+                "more than two dimensions of this parameter grow with the width",
                 key=name,
                 value=tuple(parameter.shape),
-                fix="choose base and delta that differ in channels only",
+                fix="choose base and delta so that they differ only in channels",
             )
     if rescale:
         _rescale(model)
@@ -93,10 +92,10 @@ def _of_other_width(model: Any, changes: Mapping[str, Any] | torch.nn.Module) ->
         return changes
     if not hasattr(model, "from_config") or not hasattr(model, "config"):
         raise EngineError(
-            "only a diffusers model knows its own configuration",
+            "changes to a configuration need a diffusers model",
             key="model",
             value=type(model).__name__,
-            fix="give modules as base and delta",
+            fix="pass modules as base and delta",
         )
     with torch.device("meta"):
         narrow: torch.nn.Module = type(model).from_config({**model.config, **changes})
@@ -108,18 +107,18 @@ def _check_same(model: torch.nn.Module, narrow: torch.nn.Module, wider: torch.nn
     odd = (names[0] ^ names[1]) | (names[1] ^ names[2])
     if odd:
         raise EngineError(
-            "base and delta may differ in widths only, and here one has parameters the other lacks",
+            "model, base and delta must have the same parameters, but one of them lacks this one",
             key=sorted(odd)[0],
-            fix="keep the number of blocks and layers",
+            fix="use the same number of blocks and layers in all three models",
         )
     shapes = [
         {n: tuple(p.shape) for n, p in module.named_parameters()} for module in (narrow, wider)
     ]
     if shapes[0] == shapes[1]:
         raise EngineError(
-            "base and delta have the same shapes, so nothing tells which dimensions are widths",
+            "base and delta have the same shapes, so no dimension can be recognised as a width",
             key="delta",
-            fix="make one of them wider",
+            fix="make delta wider than base",
         )
 
 
@@ -128,7 +127,7 @@ def _width(parameter: Any) -> float:
 
 
 def _is_readout(module: torch.nn.Module) -> bool:
-    """From a width (the second dimension) to a size that does not grow (the first)."""
+    """Whether a layer maps a width (second dimension) to a fixed size (first dimension)."""
     weight = getattr(module, "weight", None)
     if weight is None or not isinstance(module, (torch.nn.Linear, torch.nn.Conv2d)):
         return False
@@ -141,11 +140,11 @@ def _divide_input(module: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _rescale(model: torch.nn.Module) -> None:
-    """From the variance torch's layers start with to that of mup's table 8.
+    """Scale torch's initial weights to the variance in mup's table 8.
 
-    Hidden layers start with 1/fan_in in both. A readout starts with 1/width and is divided by
-    the width once more in its forward pass, so it is scaled up by the root of the multiplier. A
-    bias starts with 1/fan_in in torch, but its size must not depend on the width.
+    Hidden layers have variance 1/fan_in in both. A readout has variance 1/width, and its input is
+    divided by the width, so it is scaled up by the square root of the multiplier. A bias has
+    variance 1/fan_in in torch, but must not depend on the width.
     """
     with torch.no_grad():
         for module in model.modules():

@@ -458,7 +458,7 @@ class LivingLock:
         return True
 
     def wait(self) -> None:
-        """Do nothing: ``try_acquire`` has already waited. torch's interface has this method."""
+        """Do nothing, because ``try_acquire`` has already waited; torch calls this method."""
 
     def release(self) -> None:
         """Release the lock."""
@@ -675,7 +675,7 @@ OP_NAMES: Final = tuple(op.name for op in _OPS)
 def op_report(*, toolchain: Toolchain | None = None) -> tuple[OpStatus, ...]:
     """Report for every op of zerotune whether it is built or can be built, and if not, why.
 
-    Nothing is compiled except a test program for libaio. The call imports deepspeed, which fixes
+    Nothing is compiled except a test program for libaio. The call imports deepspeed, which selects
     DeepSpeed's accelerator for the whole process.
 
     Args:
@@ -728,8 +728,8 @@ def building() -> Iterator[None]:
 def same_ninja() -> AbstractContextManager[None]:
     """Put the ninja of this Python environment first on ``PATH`` inside the block.
 
-    Different ninja versions invalidate each other's build log. Without this, a script started as
-    ``.venv/bin/python`` and one started in the activated environment could recompile the same op
+    Different ninja versions invalidate each other's build log. With two versions, a script started
+    as ``.venv/bin/python`` and one started in the activated environment would recompile the same op
     in every run.
     """
     folder = Path(sys.executable).parent

@@ -1,9 +1,9 @@
-"""``Proof``: whether the fast paths leave the same bits as the plain ones on this device.
+"""``Proof``: check that the fast paths give bit-identical results on this device.
 
-Most devices that people train on, nobody has tested. So the library tests itself there, once for
-each combination of device, driver, torch, DeepSpeed and zerotune: ``zerotune doctor --prove``, or
-the first start on it, runs the checks (``zerotune.training.proving``) in a process of their own and
-keeps the outcome in the user's cache. A fast path is the default only where its checks have passed.
+zerotune has not been tested on most devices. It therefore tests itself once for each combination of
+device, driver, torch, DeepSpeed and zerotune. ``zerotune doctor --prove``, or the first start on a
+device, runs the checks (``zerotune.training.proving``) in a separate process and stores the outcome
+in the user's cache. A fast path is the default only if its checks have passed.
 """
 
 from __future__ import annotations
@@ -55,17 +55,17 @@ PATHS: Final[Mapping[FastPath, tuple[str, ...]]] = {
     "native page-locking": ("native page-locking",),
     "streaming": (*_IN_HOST_MEMORY, "page-locked copies", "streaming"),
 }
-"""The checks that a fast path stands on."""
+"""The checks that a fast path requires."""
 _NONE_YET: Final = (
-    "nothing is proven yet of this device with this driver, torch, DeepSpeed and zerotune"
+    "nothing is proven yet for this combination of device, driver, torch, DeepSpeed and zerotune"
 )
 _PATIENCE_S: Final = 300.0
-"""For the process of a proof: imports, ops that are compiled first, 30 s of checks."""
+"""Time limit of a proof's process in seconds: imports, compiling ops, and 30 s of checks."""
 _ALLOWED: Final[Mapping[str, tuple[str, ...]]] = {
     "rocm": ("--allow-rocm",),
     "mps": ("--allow-mps",),
 }
-"""What a start on such a device has been allowed already."""
+"""Options for devices that the user must allow, and has allowed for this start."""
 _LARGEST_PROOF: Final = 2**20
 _SET_BY_LAUNCHERS: Final = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_", "ROLE_",
@@ -75,30 +75,34 @@ _REPORTED: Final = (
     "CUDA_", "CUBLAS_", "DS_", "HIP_", "MAX_JOBS", "NCCL_", "OMP_", "PYTORCH_", "TORCH_",
     "ZEROTUNE_",
 )  # fmt: skip
-"""Beginnings of the environment variables that a report shows."""
+"""Prefixes of environment variables that a report contains."""
 logger = logging.getLogger("zerotune")
 
 
-# -- What a proof is of.
+# -- The combination that a proof is valid for.
 
 
 @attrs.frozen(kw_only=True)
 class Combination:
-    """What a proof holds for; another one has to be proven anew."""
+    """Hardware and versions that a proof is valid for."""
 
     device: str
-    """Name and capability; the processor where training runs on it."""
+    """Name and capability of the device; the processor if training runs on the CPU."""
     driver: str
     processor: str
-    """Compiles and runs the step in host memory."""
+    """The CPU, on which the optimizer step in host memory runs."""
     torch: str
     deepspeed: str
     zerotune: str
-    """Version, and a digest of the sources that the fast paths are made of."""
+    """Version of zerotune, and a digest of the source files of the fast paths."""
 
     @classmethod
     def here(cls, accelerator: Accelerator) -> Combination:
-        """Of the device that this process uses now."""
+        """Return the combination for the device that this process uses.
+
+        Args:
+            accelerator: Kind of accelerator.
+        """
         kind, processor = DEEPSPEED_NAMES[accelerator], MachineProbe().processor()
         device = processor
         if kind != "cpu":
@@ -120,7 +124,7 @@ class Combination:
 
     @property
     def key(self) -> str:
-        """Names its file."""
+        """Digest of the combination; stem of the proof's file name."""
         text = json.dumps(attrs.asdict(self), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -156,14 +160,14 @@ def _sources() -> str:
 
 @attrs.frozen(kw_only=True)
 class Outcome:
-    """What came of one check."""
+    """Result of one check."""
 
     passed: bool | None = attrs.field(validator=attrs.validators.in_((True, False, None)))
-    """``None``: it was not run."""
+    """Whether the check passed; ``None`` if it was not run."""
     detail: str = ""
-    """In a few words, what differs or why it was not run."""
+    """Short reason for a failure, or for not running the check."""
     evidence: str = ""
-    """For the report: a traceback, or everything that differs."""
+    """Details for the report: a traceback, or all differences."""
     seconds: float = attrs.field(default=0.0, validator=attrs.validators.instance_of((int, float)))
 
 
@@ -176,30 +180,34 @@ def _outcomes(values: Mapping[str, Any]) -> dict[str, Outcome]:
 
 @attrs.frozen(kw_only=True)
 class Proof:
-    """What the checks of the fast paths have shown of one combination."""
+    """Results of the checks of the fast paths for one combination."""
 
     combination: Combination
     checks: Mapping[str, Outcome] = attrs.field(factory=dict, converter=_outcomes)
-    """By name, in the order in which they ran."""
+    """Results by name, in the order in which the checks ran."""
     error: str | None = None
-    """Why they could not be run."""
+    """Why the checks could not be run; ``None`` if they were."""
     finished: str = attrs.field(factory=lambda: time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()))
-    """UTC."""
+    """Date and time in UTC."""
 
     @property
     def seconds(self) -> float:
-        """Of all checks together."""
+        """Total duration of all checks in seconds."""
         return sum(each.seconds for each in self.checks.values())
 
     @property
     def failed(self) -> tuple[str, ...]:
-        """Names of the checks that found a difference."""
+        """Names of the failed checks."""
         return tuple(name for name, each in self.checks.items() if each.passed is False)
 
     def obstacle(self, path: FastPath) -> str | None:
-        """Why a fast path is not proven; ``None`` where it is."""
+        """Return why a fast path is not proven; ``None`` if it is.
+
+        Args:
+            path: The fast path.
+        """
         if self.error is not None:
-            return f"its proof could not be run ({self.error})"
+            return f"the proof of the fast paths could not be run ({self.error})"
         for name in PATHS[path]:
             outcome = self.checks.get(name, Outcome(passed=None, detail="not among the checks"))
             if not outcome.passed:
@@ -208,26 +216,33 @@ class Proof:
         return None
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON-ready values."""
+        """Return the proof as a dictionary of JSON values."""
         return {"format": _PROOF_FORMAT, **attrs.asdict(self)}
 
 
 def proof_path(combination: Combination) -> Path:
-    """Where its proof is kept, in the user's cache."""
+    """Return the path of a combination's proof in the user's cache."""
     return user_cache() / "proofs" / f"{combination.key}.json"
 
 
 def report_path(combination: Combination) -> Path:
-    """Path of the failure report; the file exists only after a failure."""
+    """Return the path of the failure report; the file exists only after a failure."""
     return proof_path(combination).with_suffix(".report.json")
 
 
 _unsaved: Final[dict[Combination, Proof]] = {}
-"""Proofs that could not be written."""
+"""Proofs that could not be saved."""
 
 
 def load_proof(combination: Combination) -> Proof | str:
-    """The proof of a combination, or why there is none that counts."""
+    """Load the proof of a combination.
+
+    Args:
+        combination: The combination.
+
+    Returns:
+        The proof, or a text that says why there is no valid one.
+    """
     path = proof_path(combination)
     try:
         proof = _unsaved.get(combination)
@@ -241,16 +256,21 @@ def load_proof(combination: Combination) -> Proof | str:
     except OSError as error:
         return f"{path} cannot be read ({error.strerror})"
     except (ValueError, TypeError, KeyError, AttributeError):
-        return f"{path} is damaged or of another format, so it does not count"
+        return f"the proof {path} is damaged or has a different format, so it is ignored"
     if proof.combination != combination:
-        return f"{path} is of another combination, so it does not count"
+        return f"the proof {path} belongs to a different combination, so it is ignored"
     return proof
 
 
 def store_proof(proof: Proof) -> Path | None:
-    """Keep a proof for later starts, and a report beside it where something failed; its file.
+    """Save a proof for later starts, and a failure report if a check failed.
 
-    ``None``: it cannot be written, and the proof counts for this process only.
+    Args:
+        proof: The proof.
+
+    Returns:
+        Path of the proof's file; ``None`` if it cannot be written, so that the proof is valid only
+        in this process.
     """
     path, report = proof_path(proof.combination), report_path(proof.combination)
     try:
@@ -271,44 +291,61 @@ def store_proof(proof: Proof) -> Path | None:
             report.unlink(missing_ok=True)
         write_atomically(path, json.dumps(proof.to_dict(), indent=1).encode())
     except OSError as error:
-        logger.warning("the proof cannot be kept: %s", error)
+        logger.warning("the proof of the fast paths cannot be saved: %s", error)
         _unsaved[proof.combination] = proof
         return None
     _unsaved.pop(proof.combination, None)
     return path
 
 
-# -- Who asks.
+# -- Queries.
 
 
 def proof_setting(environ: Mapping[str, str] | None = None) -> Setting:
-    """What ``ZEROTUNE_PROOF`` says; ``"first"`` where it is not set."""
+    """Return the value of ``ZEROTUNE_PROOF``; ``"first"`` if it is not set.
+
+    Args:
+        environ: Environment variables; default: those of this process.
+    """
     written = (os.environ if environ is None else environ).get(VARIABLE, "").strip().lower()
     for setting in get_args(Setting):
         if (written or "first") == setting:
             return setting  # type: ignore[no-any-return]
     raise InvalidValueError(
-        "no such setting",
+        "is not a valid value",
         key=VARIABLE,
         value=written,
-        fix=f"use one of {', '.join(get_args(Setting))}, or unset it",
+        fix=f"use one of {', '.join(get_args(Setting))}, or unset {VARIABLE}",
     )
 
 
 def why_unproven(path: FastPath, *, accelerator: Accelerator) -> str | None:
-    """Why a fast path is not the default on this device; ``None`` where it is proven."""
+    """Return why a fast path is not the default on this device; ``None`` if it is proven.
+
+    Args:
+        path: The fast path.
+        accelerator: Kind of accelerator.
+    """
     if proof_setting() == "off":
-        return f"{VARIABLE}=off takes the plain paths"
+        return f"{VARIABLE}=off disables the fast paths"
     combination = Combination.here(accelerator)
     proof = load_proof(combination)
     if isinstance(proof, str):
-        return f"{proof}; `{COMMAND}` proves it within half a minute"
+        return f"{proof}; run `{COMMAND}`, which takes about half a minute"
     obstacle = proof.obstacle(path)
     return None if obstacle is None else "; ".join((obstacle, *_what_to_do(proof)))
 
 
 def why_disproven(path: FastPath, *, accelerator: Accelerator) -> str | None:
-    """What a proof has found against a path that is the default without one."""
+    """Return why a proof has failed for a path that is the default without a proof.
+
+    Args:
+        path: The fast path.
+        accelerator: Kind of accelerator.
+
+    Returns:
+        The reason; ``None`` without a failed proof.
+    """
     if proof_setting() == "off":
         return None
     proof = load_proof(Combination.here(accelerator))
@@ -318,14 +355,18 @@ def why_disproven(path: FastPath, *, accelerator: Accelerator) -> str | None:
 
 
 def _what_to_do(proof: Proof) -> tuple[str, ...]:
-    """About a failure; nothing where a check has only nothing to check here."""
+    """Advice after a failure; empty if checks were only skipped."""
     if proof.failed:
         return (f"report it with the file {report_path(proof.combination)}",)
-    return () if proof.error is None else (f"`{COMMAND}` proves it anew",)
+    return () if proof.error is None else (f"run `{COMMAND}` to repeat the proof",)
 
 
 def proof_decisions(accelerator: Accelerator) -> tuple[Decision, ...]:
-    """What is proven here; nothing on a CPU where no proof was asked for."""
+    """Return the decision about proven fast paths; none on a CPU without a proof.
+
+    Args:
+        accelerator: Kind of accelerator.
+    """
     setting = proof_setting()
     combination = Combination.here(accelerator)
     proof = load_proof(combination)
@@ -354,9 +395,16 @@ def proof_decisions(accelerator: Accelerator) -> tuple[Decision, ...]:
 
 
 def prove_first(accelerator: Accelerator, group: ProcessGroup) -> tuple[Decision, ...]:
-    """Have unproven fast paths proven; returns what is proven now. Collective.
+    """Run the proof if there is none for this device. Collective.
 
-    One process of each machine has it done; the others wait. On a CPU nothing is done by itself.
+    One process per machine runs the proof while all others wait. On a CPU, no proof is run.
+
+    Args:
+        accelerator: Kind of accelerator.
+        group: The process group.
+
+    Returns:
+        The decision about proven fast paths.
     """
     setting = proof_setting()
     if accelerator != "cpu" and setting in ("first", "always"):
@@ -367,14 +415,19 @@ def prove_first(accelerator: Accelerator, group: ProcessGroup) -> tuple[Decision
 
 
 def prove_offload(plan: ResolvedPlan, group: ProcessGroup) -> tuple[Decision, ...]:
-    """As ``prove_first``, where a plan keeps anything in host memory. Collective."""
+    """Call ``prove_first`` if a plan offloads anything. Collective.
+
+    Args:
+        plan: The resolved plan.
+        group: The process group.
+    """
     if plan.offload_optimizer == plan.offload_param == "none":
         return ()
     return prove_first(plan.platform.accelerator, group)
 
 
 _proven_anew: Final[set[Combination]] = set()
-"""What this process has proven anew, which is once enough."""
+"""Combinations whose proof this process has repeated; once per process is enough."""
 
 
 def _prove_here(accelerator: Accelerator, *, anew: bool) -> None:
@@ -390,8 +443,8 @@ def _prove_here(accelerator: Accelerator, *, anew: bool) -> None:
         with contextlib.suppress(OSError):
             proof_path(combination).unlink(missing_ok=True)
         logger.warning(
-            "first start on %s: its fast paths are proven, which takes up to half a minute and "
-            "what imports and compilers take (%s=off|ask)", combination.device, VARIABLE,
+            "first start on %s: proving the fast paths takes up to half a minute, plus imports "
+            "and compiling (to skip, set %s=off or ask)", combination.device, VARIABLE,
         )  # fmt: skip
         problem = _run_command(accelerator)
         proof = load_proof(combination)
@@ -401,7 +454,7 @@ def _prove_here(accelerator: Accelerator, *, anew: bool) -> None:
 
 @contextlib.contextmanager
 def _one_at_a_time() -> Iterator[None]:
-    """Have other processes of this user wait meanwhile, where their cache is a file system's."""
+    """Make other processes of this user wait, if the cache's file system supports locks."""
     with contextlib.ExitStack() as stack:
         # Without a lock two processes do the same work, no more.
         with contextlib.suppress(OSError, ImportError):
@@ -415,7 +468,7 @@ def _one_at_a_time() -> Iterator[None]:
 
 
 def _run_command(accelerator: Accelerator, patience_s: float = _PATIENCE_S) -> str | None:
-    """Prove in a process of its own; what went wrong, if it did not end well."""
+    """Run the proof in a separate process; return its error, or ``None`` on success."""
     command = [sys.executable, "-m", *COMMAND.split(), *_ALLOWED.get(accelerator, ())]
     try:
         with subprocess.Popen(
@@ -429,7 +482,7 @@ def _run_command(accelerator: Accelerator, patience_s: float = _PATIENCE_S) -> s
             try:
                 output, _ = process.communicate(timeout=patience_s)
             except BaseException:
-                # It may have ranks of its own.
+                # The process may have started ranks.
                 os.killpg(process.pid, signal.SIGKILL)
                 raise
     except subprocess.TimeoutExpired:
@@ -443,7 +496,7 @@ def _run_command(accelerator: Accelerator, patience_s: float = _PATIENCE_S) -> s
 
 
 def _environment() -> dict[str, str]:
-    """This process's, without what its launcher says of ranks."""
+    """Environment variables of this process, without those of its launcher."""
     environ = {n: v for n, v in os.environ.items() if not n.startswith(_SET_BY_LAUNCHERS)}
     paths = [str(Path(__file__).parents[2])]
     paths += [str(Path(p).absolute()) for p in environ.get("PYTHONPATH", "").split(os.pathsep) if p]
@@ -451,5 +504,5 @@ def _environment() -> dict[str, str]:
 
 
 def describe_error(error: BaseException) -> str:
-    """An error in a few words."""
+    """Return an exception's type and first line, at most 300 characters."""
     return f"{type(error).__name__}: {first_line(error)}"[:300]

@@ -1,6 +1,6 @@
-"""Measures within seconds how fast this machine computes and moves bytes.
+"""Measure within seconds how fast this machine computes and moves data.
 
-What ``zerotune.plan.memory.time`` names, each by the kind of work that a step does.
+The rates are those of ``zerotune.plan.memory.time``, one for each kind of work in a step.
 """
 
 from __future__ import annotations
@@ -31,15 +31,18 @@ def measure_rates(
     scale: float = 1.0,
     now: Callable[[], float] = time.perf_counter,
 ) -> dict[str, float]:
-    """Rates by name, of torch's present number of threads; takes some seconds.
+    """Measure the rates with torch's current number of threads, within a few seconds.
 
-    Disks are measured by DeepSpeed's ``ds_nvme_tune``.
+    Disks are not measured; use DeepSpeed's ``ds_nvme_tune``.
 
     Args:
-        device: What training runs on; the first accelerator, or the CPU, when not given.
-        scale: Share of the usual sizes and times; for tests.
-        now: Tells the time, in seconds; ``time.process_time`` leaves out what others take of a
-            busy machine.
+        device: Device for training; default: the first accelerator, or the CPU.
+        scale: Factor of the usual sizes and times, for tests.
+        now: Returns the time in seconds. On a busy machine, ``time.process_time`` excludes the time
+            of other processes.
+
+    Returns:
+        The rates by name.
     """
     if device is None:
         accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -50,15 +53,14 @@ def measure_rates(
 
 @attrs.frozen(kw_only=True)
 class _Rates:
-    """Measures each rate by the seconds of a call, the best of those that fit into a time."""
+    """Measure each rate by repeated calls; the fastest call counts."""
 
     device: torch.device
     scale: float
-    """Share of the usual sizes and times."""
+    """Factor of the usual sizes and times."""
     now: Callable[[], float]
     others: torch.Tensor = attrs.field(factory=lambda: torch.zeros(12 * _MIB))
-    """What a processor's caches hold before each call: a model comes back to a layer only after
-    all others."""
+    """Data that fill the processor's caches before each call, like other layers of a model."""
 
     @property
     def on_cpu(self) -> bool:
@@ -273,12 +275,12 @@ def _both_ways(forward: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> C
 
 
 def moves_memory(func: Any) -> bool:
-    """Whether an operator (``torch._ops.OpOverload``) goes through the elements of its tensors."""
+    """Return whether an operator (``torch._ops.OpOverload``) reads or writes tensor elements."""
     return not func.is_view and not func._opname.startswith(("empty", "new_empty", "detach"))
 
 
 class _OperatorCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts operators, views included, and the bytes that go through those that are none."""
+    """Count operators including views, and the bytes that operators except views access."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -295,9 +297,9 @@ class _OperatorCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 _SMALL_LAYERS: Final = 20
-"""In a row: what they take together is more than what a clock is off."""
+"""Number of consecutive small layers, so that their time exceeds the clock's error."""
 _LEAST_CALL_SHARE: Final = 0.05
-"""Share of their time that is no arithmetic, where noise says it were less."""
+"""Smallest accepted share of time without arithmetic, since noise may give less."""
 
 
 class _Attention(torch.nn.Module):
@@ -308,7 +310,12 @@ class _Attention(torch.nn.Module):
 
 
 def copy_rate(*, scale: float = 1.0, now: Callable[[], float] = time.perf_counter) -> float:
-    """Bytes per second that a copy in host memory reads and writes together, best of four."""
+    """Measure the bytes per second that a copy in host memory reads and writes, best of four.
+
+    Args:
+        scale: Factor of the usual size, for tests.
+        now: Returns the time in seconds.
+    """
     source = torch.ones(max(1, int(64 * scale)) * _MIB // 4)
     target = torch.empty_like(source)
     best = float("inf")

@@ -1,10 +1,10 @@
 """``plan_schema``: every parameter of the installed DeepSpeed, as JSON Schema.
 
-DeepSpeed declares its keys in three ways. Pydantic models tell theirs with types and defaults.
-Sections that are read with ``get_scalar_param(section, NAME, NAME_DEFAULT)`` or
-``section.get(NAME, NAME_DEFAULT)`` name their keys nowhere but in those calls: what the calls say
-is recorded in ``data/keys.json``, written by ``python -m tools.deepspeed_keys``, and looked up
-in the constants of the installed release. The rest is spelt out here.
+DeepSpeed declares its keys in three ways. Pydantic models contain types and defaults. Further
+sections name their keys only in calls, ``get_scalar_param(section, NAME, NAME_DEFAULT)`` or
+``section.get(NAME, NAME_DEFAULT)``. ``python -m tools.deepspeed_keys`` records these calls in
+``data/keys.json``, and the constants of the installed release give the values. This module defines
+all remaining keys.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ _SECTION_MODELS: Final[Mapping[str, tuple[str, str]]] = {
     "weight_quantization": ("deepspeed.inference.config", "WeightQuantConfig"),
     "tensor_parallel": ("deepspeed.runtime.tensor_parallel.config", "TPTrainingConfig"),
 }
-"""Section to the pydantic model that reads it."""
+"""Module and pydantic model that read each section."""
 
 _CONFIG: Final = "deepspeed.runtime.config"
 _CHECKPOINT: Final = "deepspeed.runtime.model_checkpointing.config"
@@ -87,10 +87,10 @@ _SECTION_READS: Final[Mapping[str, tuple[str, str]]] = {
         "act_chkpt_config_dict",
     ),
 }
-"""Section to the module that reads its keys one by one, and the variable it reads from."""
+"""Module and variable from which each section's keys are read one by one."""
 
 _READ_WHOLE: Final = frozenset({"flops_profiler", "activation_checkpointing"})
-"""Those of which every key is among them: DeepSpeed ignores others in silence."""
+"""Sections with a complete list of keys; DeepSpeed silently ignores any other key."""
 
 READ: Final[tuple[tuple[str, str], ...]] = (
     *_SECTION_READS.values(),
@@ -100,27 +100,27 @@ READ: Final[tuple[tuple[str, str], ...]] = (
     (_CHECKPOINT, "checkpoint_dict"),
     (_CHECKPOINT, "writer_dict"),
 )
-"""Every module and variable of which ``data/keys.json`` holds the keys."""
+"""Every module and variable whose keys ``data/keys.json`` contains."""
 
 
 def plan_schema() -> dict[str, Any]:
-    """Every parameter of the installed DeepSpeed as JSON Schema (draft 2020-12).
+    """Return every parameter of the installed DeepSpeed as JSON Schema (draft 2020-12).
 
-    Made from DeepSpeed's own pydantic models, constants and code; no op is built, and nothing
-    touches a device. Each key has its type, ``default``, ``description`` and ``deprecated``, and
-    under ``x-zerotune``: ``modelled`` (zerotune reads and fills it; other keys pass through),
-    ``stages`` (ZeRO stages where it has an effect, where known), ``replaced_by`` and
-    ``alias_of``. Types are DeepSpeed's, ``"auto"`` included where zerotune or DeepSpeed takes it;
-    ``zerotune.plan`` also reads looser spellings.
+    The schema is derived from DeepSpeed's pydantic models, constants and code, without building ops
+    or using a device. Each key has its type, ``default``, ``description`` and ``deprecated``. Under
+    ``x-zerotune``, each key has ``modelled`` (whether zerotune reads and fills the key; all other
+    keys are passed through), ``stages`` (ZeRO stages where the key has an effect, if known),
+    ``replaced_by`` and ``alias_of``. Types are DeepSpeed's, plus ``"auto"`` where zerotune or
+    DeepSpeed accepts it; ``zerotune.plan`` also accepts looser spellings.
 
     ``zerotune.plan.schema`` reads the result without DeepSpeed.
 
     Raises:
-        MissingDependencyError: DeepSpeed is not installed or does not import.
-        UnsupportedEngineError: It is too old.
+        MissingDependencyError: DeepSpeed is not installed or cannot be imported.
+        UnsupportedEngineError: The installed DeepSpeed is too old.
     """
     if "deepspeed" in sys.modules:
-        # The first import has decided for the whole process.
+        # The first import has selected the accelerator of the process.
         accelerator = sys.modules["deepspeed"].accelerator.get_accelerator()._name
     else:
         accelerator = detect_platform(log=False).deepspeed.accelerator or "cpu"
@@ -145,7 +145,7 @@ def plan_schema() -> dict[str, Any]:
         "type": "object",
         "properties": dict(sorted(properties.items())),
         "patternProperties": {"^_": {}},
-        # DeepSpeed ignores an unknown key in silence; zerotune refuses it.
+        # DeepSpeed silently ignores an unknown key; zerotune rejects it.
         "additionalProperties": False,
         HANDLING: {"deepspeed": deepspeed.__version__},
     }
@@ -158,7 +158,7 @@ def _special_sections(config: Any) -> dict[str, Schema]:
     optimizer = _named_choice(config.DEEPSPEED_OPTIMIZERS)
     optimizer["properties"]["legacy_fusion"] = of_default(config.LEGACY_FUSION_DEFAULT)
     efficiency = of_default(config.get_data_efficiency_config({}))
-    # Below these are names of the user's own.
+    # Below these sections, users choose the names.
     for section in (efficiency, *(efficiency["properties"][name] for name in _DATA_SECTIONS)):
         section["additionalProperties"] = False
     autocast = {
@@ -194,7 +194,7 @@ _DATA_SECTIONS: Final = ("data_sampling", "data_routing")
 
 
 def _named_choice(names: Iterable[str]) -> Schema:
-    # Any class name of torch.optim is taken too, in any case.
+    # Class names of torch.optim are accepted too, in any letter case.
     return _object(
         {
             "type": {"anyOf": [{"enum": list(names)}, {"type": "string"}]},
@@ -241,7 +241,7 @@ def _add_what_zerotune_knows(
     path: str,
     without: frozenset[str] = frozenset(),
 ) -> None:
-    """Document the keys that ``cls`` models, and type those DeepSpeed leaves untyped."""
+    """Add descriptions of the keys in ``cls``, and types that DeepSpeed does not declare."""
     docs = attribute_docs(cls)
     for attribute in modelled(cls):
         name, kind = attribute.name, attribute.metadata["kind"]
@@ -266,7 +266,11 @@ def _add_what_zerotune_knows(
 
 
 def module_or_none(name: str) -> ModuleType | None:
-    """A module of DeepSpeed; ``None`` where this release does not have it."""
+    """Import a module of DeepSpeed; return ``None`` if this release lacks it.
+
+    Args:
+        name: Dotted name of the module.
+    """
     try:
         return importlib.import_module(name)
     except ImportError:
@@ -274,10 +278,10 @@ def module_or_none(name: str) -> ModuleType | None:
 
 
 def _recorded(module: str, *variables: str) -> dict[str, Any]:
-    """Keys that a module reads from dicts held in variables of these names, with defaults.
+    """Keys and defaults that a module reads from dictionaries in these variables.
 
-    Without those of which the installed release has no constant any more; a default that is not a
-    constant is ``None``.
+    Keys whose constant the installed release lacks are omitted. A default that is not a constant is
+    ``None``.
     """
     installed = module_or_none(module)
     if installed is None:
@@ -301,7 +305,11 @@ def _keys() -> Mapping[str, Mapping[str, Mapping[str, Any]]]:
 
 
 def of_type(annotation: Any) -> Schema:
-    """The schema of a type annotation; empty (anything) for one JSON has no word for."""
+    """Return the schema of a type annotation; empty (any value) if JSON has no such type.
+
+    Args:
+        annotation: The annotation.
+    """
     origin = typing.get_origin(annotation)
     arguments = typing.get_args(annotation)
     if origin in (typing.Union, types.UnionType):
@@ -321,21 +329,29 @@ def of_type(annotation: Any) -> Schema:
 
 
 def any_of(*schemas: Schema) -> Schema:
-    """Any of several schemas; anything when one of them is."""
+    """Return a schema that accepts any of several schemas; empty if one of them is empty.
+
+    Args:
+        schemas: The schemas.
+    """
     if not all(schemas):
         return {}
     return {"anyOf": list(schemas)} if len(schemas) > 1 else schemas[0]
 
 
 def of_model(model: Any) -> Schema:
-    """The schema of a pydantic model: DeepSpeed forbids further keys and drops ``"auto"``."""
+    """Return the schema of a pydantic model; DeepSpeed forbids further keys and drops ``"auto"``.
+
+    Args:
+        model: The pydantic model.
+    """
     docs = attribute_docs(model)
     properties: Schema = {}
     for name, field in model.model_fields.items():
         entry = _of_field(field, docs.get(name))
         properties[field.alias or name] = entry
         if field.alias:
-            # `populate_by_name`: DeepSpeed takes both spellings.
+            # `populate_by_name`: DeepSpeed accepts both spellings.
             properties[name] = {**entry, HANDLING: {"alias_of": field.alias}}
     return {**_object(properties), "additionalProperties": False}
 
@@ -362,7 +378,11 @@ def _of_field(field: Any, doc: str | None) -> Schema:
 
 
 def with_auto(schema: Schema) -> Schema:
-    """``schema``, or ``"auto"``; sections and what takes anything stay as they are."""
+    """Return a schema that also accepts ``"auto"``; sections and empty schemas are unchanged.
+
+    Args:
+        schema: The schema.
+    """
     if not schema or "properties" in schema:
         return schema
     branches = schema.get("anyOf", [schema])
@@ -372,7 +392,11 @@ def with_auto(schema: Schema) -> Schema:
 
 
 def of_kind(kind: Any) -> Schema:
-    """The schema of a kind of zerotune's own settings."""
+    """Return the schema of a kind of setting in zerotune.
+
+    Args:
+        kind: The kind, such as ``Integer`` or ``Choice``.
+    """
     if isinstance(kind, kinds.Boolean):
         schema: Schema = {"type": "boolean"}
     elif isinstance(kind, kinds.Integer | kinds.Number):
@@ -390,19 +414,23 @@ def of_kind(kind: Any) -> Schema:
 
 
 def of_default(value: Any) -> Schema:
-    """The schema of a key of which only the default is known."""
+    """Return the schema of a key whose only known property is its default.
+
+    Args:
+        value: The default.
+    """
     if value is None or value == kinds.AUTO:
         return {"default": value}
     if isinstance(value, Mapping):
         return _object_of(value) if value else {"type": "object"}
-    # A whole number may be the default of a real one.
+    # The default of a float key may be an integer.
     kind = "number" if type(value) is float else _JSON_TYPES.get(type(value), {}).get("type")
     schema: Schema = {"type": kind} if kind else {}
     return {**schema, "default": plain(value)} if is_json(value) else schema
 
 
 def is_json(value: Any) -> bool:
-    """Whether JSON can hold ``value``."""
+    """Return whether JSON can represent a value."""
     try:
         kinds.check_json(plain(value), "default")
     except InvalidValueError:
@@ -411,7 +439,7 @@ def is_json(value: Any) -> bool:
 
 
 def plain(value: Any) -> Any:
-    """``value`` without subclasses (DeepSpeed's ``pp_int``) and enums."""
+    """Convert a value's subclasses (such as DeepSpeed's ``pp_int``) and enums to plain types."""
     if isinstance(value, enum.Enum):
         return plain(value.value)
     if hasattr(value, "model_dump"):

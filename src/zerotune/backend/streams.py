@@ -1,10 +1,10 @@
-"""Who may touch which memory when: streams, events, copies and threads, written down and judged.
+"""Detect data races between streams, copies and host threads.
 
-A ``Recorder`` sees every operation of torch inside its block. It keeps a clock for each stream and
-each thread of the host, lets them learn of each other only where the code says so (events, waits,
-starting and joining a thread), and notes as a fault each access that nothing orders after the one
-it depends on. On a GPU its streams and events are the real ones; without one the same code runs
-with streams that only the recorder knows, on tensors that it is told lie on a device.
+A ``Recorder`` sees every torch operation inside its block. It has a vector clock for each stream
+and host thread, which synchronise only through events, waits, and starting or joining threads. An
+access that is not ordered after a conflicting access is recorded as a fault. On a GPU the recorder
+uses real streams and events. Without a GPU, the same code runs with simulated streams, on tensors
+that are declared to be on a device.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ Clock = dict[str, int]
 
 _READ_NUMBER = "aten::_local_scalar_dense"
 _KEEPS = "aten::record_stream"
-"""Said to change its tensor, of which it touches nothing."""
+"""The schema says that this operation changes its tensor, but it accesses no memory."""
 _ALLOCATES = ("aten::empty", "aten::new_empty", "aten::empty_strided", "aten::empty_like")
 
 
 @attrs.frozen
 class _Access:
-    """Bytes of a storage that were read or written, by whom and when."""
+    """Bytes of a storage that a timeline has read or written, and when."""
 
     what: Doing
     low: int
@@ -41,7 +41,7 @@ class _Access:
     when: int
 
     def covers(self, other: _Access) -> bool:
-        """Whether nothing needs to be known of the other any more."""
+        """Whether this access makes an earlier one irrelevant."""
         inside = self.low <= other.low and other.high <= self.high
         return inside and (
             self.what == "written" or (self.what, self.who) == (other.what, other.who)
@@ -50,19 +50,19 @@ class _Access:
 
 @attrs.define
 class _Memory:
-    """One storage, and who has touched it."""
+    """A storage and its accesses."""
 
     weak: Any
     place: Place
     home: str
-    """The timeline it was allocated on, whose later work may have its memory once it is freed."""
+    """Timeline of the allocation; its later work may reuse the memory once it is freed."""
     accesses: list[_Access] = attrs.field(factory=list)
     kept_for: set[str] = attrs.field(factory=set)
-    """Streams that the allocator itself waits for before it gives the memory away."""
+    """Streams that the allocator waits for before it reuses the memory."""
 
 
 class RecordedEvent:
-    """A moment of a stream."""
+    """A recorded replacement of a device event."""
 
     def __init__(self, recorder: Recorder, **options: Any) -> None:
         self._recorder = recorder
@@ -70,58 +70,80 @@ class RecordedEvent:
         self.clock: Clock = {}
 
     def record(self, stream: Any = None) -> None:
-        """Of the stream, or of the current one."""
+        """Record the event on a stream.
+
+        Args:
+            stream: The stream; default: the current one.
+        """
         stream = stream or self._recorder.current_stream()
         self.clock = dict(self._recorder.clock(stream.name))
         if self._real is not None:
             self._real.record(stream.real)
 
     def wait(self, stream: Any = None) -> None:
-        """Have a stream wait for it."""
+        """Make a stream wait for the event.
+
+        Args:
+            stream: The stream; default: the current one.
+        """
         (stream or self._recorder.current_stream()).wait_event(self)
 
     def synchronize(self) -> None:
-        """Have the host wait for it."""
+        """Make the host wait for the event."""
         self._recorder.host_waits("event.synchronize", self.clock)
         if self._real is not None:
             self._real.synchronize()
 
 
 class RecordedStream:
-    """An order of work on the device."""
+    """A recorded replacement of a device stream."""
 
     def __init__(self, recorder: Recorder, name: str, real: Any = None) -> None:
         self._recorder, self.name, self.real = recorder, name, real
 
     def wait_event(self, event: RecordedEvent) -> None:
-        """What comes after on this stream waits."""
+        """Make later work on this stream wait for an event.
+
+        Args:
+            event: The event.
+        """
         learn(self._recorder.clock(self.name), event.clock)
         if self.real is not None:
             self.real.wait_event(event._real)
 
     def wait_stream(self, other: RecordedStream) -> None:
-        """What comes after on this stream waits for all that is queued on the other."""
+        """Make later work on this stream wait for all work queued on a different stream.
+
+        Args:
+            other: The other stream.
+        """
         learn(self._recorder.clock(self.name), self._recorder.clock(other.name))
         if self.real is not None:
             self.real.wait_stream(other.real)
 
     def record_event(self, event: RecordedEvent | None = None) -> RecordedEvent:
-        """This moment."""
+        """Record an event on this stream, and return it.
+
+        Args:
+            event: The event; default: a new one.
+        """
         event = event or RecordedEvent(self._recorder)
         event.record(self)
         return event
 
     def synchronize(self) -> None:
-        """Have the host wait for all that is queued."""
+        """Make the host wait for all work queued on this stream."""
         self._recorder.host_waits("stream.synchronize", self._recorder.clock(self.name))
         if self.real is not None:
             self.real.synchronize()
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Stands in for the streams of a device, and watches all that torch does.
+    """Replacement of a device's stream module that records all torch operations.
 
-    Without a GPU, or ``simulated``, tensors lie ``otherwise`` unless somebody says where.
+    Args:
+        otherwise: Assumed place of tensors without a GPU, unless declared with ``lie``.
+        simulated: Whether to simulate streams even if there is a GPU.
     """
 
     def __init__(self, *, otherwise: Place = "device", simulated: bool = False) -> None:
@@ -129,11 +151,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         there = torch.cuda.is_available() and not simulated
         self.real: Any = torch.cuda if there else None
         self.faults: list[str] = []
-        """What is not in order, in words."""
+        """Descriptions of the detected data races."""
         self.waits: list[str] = []
-        """Each time the host waited for the device."""
+        """Operations in which the host waited for the device."""
         self.copies = 0
-        """Copies between host and device that do not wait."""
+        """Number of non-blocking copies between host and device."""
         self._otherwise = otherwise
         self._lock = threading.RLock()
         self._clocks: dict[str, Clock] = {}
@@ -142,25 +164,33 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         real = self.real.current_stream() if self.real else None
         self._current: list[RecordedStream] = [RecordedStream(self, "computation", real)]
 
-    # -- What code asks of a device's module, or of DeepSpeed's accelerator.
+    # -- The interface of a device's torch module, or of DeepSpeed's accelerator.
 
     def Stream(self, *_: Any, **__: Any) -> RecordedStream:  # noqa: N802 - as torch has it
-        """A new one."""
+        """Create a stream."""
         self._streams += 1
         real = self.real.Stream() if self.real else None
         return RecordedStream(self, f"stream {self._streams}", real)
 
     def Event(self, **options: Any) -> RecordedEvent:  # noqa: N802 - as torch has it
-        """A new one."""
+        """Create an event.
+
+        Args:
+            options: Options of the real event.
+        """
         return RecordedEvent(self, **options)
 
     def current_stream(self, _device: Any = None) -> RecordedStream:
-        """Where work is queued now."""
+        """Return the stream on which work is queued now."""
         return self._current[-1]
 
     @contextmanager
     def stream(self, stream: RecordedStream) -> Iterator[None]:
-        """Queue work there inside the block."""
+        """Inside the block, queue work on a stream.
+
+        Args:
+            stream: The stream.
+        """
         self._current.append(stream)
         try:
             if self.real is None:
@@ -171,16 +201,21 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         finally:
             self._current.pop()
 
-    # -- What tests say.
+    # -- Declarations of tests.
 
     def lie(self, place: Place, *tensors: torch.Tensor) -> None:
-        """Say where tensors lie; a GPU knows it itself."""
+        """Declare the place of tensors; not needed on a GPU.
+
+        Args:
+            place: Device, page-locked or pageable memory.
+            tensors: The tensors.
+        """
         for tensor in tensors:
             self._of(tensor).place = place
 
     @contextmanager
     def page_locking(self) -> Iterator[None]:
-        """Have ``is_pinned`` tell what the recorder knows; a GPU knows it itself."""
+        """Make ``is_pinned`` return the declared place inside the block; not needed on a GPU."""
 
         def is_pinned(tensor: torch.Tensor, *_: Any) -> bool:
             return self._of(tensor).place == "locked"
@@ -194,11 +229,20 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # -- Clocks.
 
     def clock(self, name: str) -> Clock:
-        """What a timeline knows of all."""
+        """Return the vector clock of a timeline.
+
+        Args:
+            name: Name of the stream or host thread.
+        """
         return self._clocks.setdefault(name, {})
 
     def host_waits(self, what: str, clock: Clock) -> None:
-        """The host knows from now on what the device has done."""
+        """Record that the calling host thread has waited for the device.
+
+        Args:
+            what: Name of the operation.
+            clock: Vector clock that the thread has waited for.
+        """
         self.waits.append(what)
         learn(self.clock(host_name()), clock)
 
@@ -242,7 +286,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return "pageable"
 
     def _judge(self, name: str, args: Any, kwargs: Any, read: Any, written: Any) -> None:
-        # A number beside a tensor is an argument of the kernel, not memory that it reads.
+        # A scalar operand is a kernel argument, not memory that the kernel reads.
         copies = name in ("aten::copy_", "aten::_to_copy")
         read = [t for t in read if copies or t.dim() or name == _READ_NUMBER]
         places = {self._of(tensor).place for tensor in (*read, *written)}
@@ -251,7 +295,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         on_device = "device" in places
         timeline = self.current_stream().name if on_device else host_name()
         if on_device:
-            # Work is queued by the host, after all that it knows.
+            # The host queues work, so the work is ordered after everything the host knows.
             learn(self.clock(timeline), self.clock(host_name()))
         now = self._tick(timeline)
         touched: tuple[tuple[Doing, Any], ...] = (("read", read), ("written", written))
@@ -280,7 +324,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         memory.accesses.append(new)
 
     def _look_for_freed(self) -> None:
-        """Memory that is freed belongs at once to what is queued next where it came from."""
+        """Record a fault if memory is freed that a different stream may still use."""
         for key in [key for key, memory in self._memory.items() if memory.weak.expired()]:
             memory = self._memory.pop(key)
             home = memory.home
@@ -312,22 +356,27 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def host_name() -> str:
-    """The timeline of the thread that asks."""
+    """Return the name of the calling thread's timeline."""
     thread = threading.current_thread()
     if isinstance(thread, threading._DummyThread):
-        # Autograd's own, for a device: whoever has called ``backward`` waits for it.
+        # Autograd's thread of a device: the caller of ``backward`` waits for it.
         thread = threading.main_thread()
     return f"the host's {thread.name}"
 
 
 def learn(clock: Clock, other: Clock) -> None:
-    """Have one timeline know what another one knows."""
+    """Merge a vector clock into a different one.
+
+    Args:
+        clock: The clock to update.
+        other: The clock to merge.
+    """
     for name, time in other.items():
         clock[name] = max(time, clock.get(name, 0))
 
 
 def _bytes(tensor: torch.Tensor) -> tuple[int, int]:
-    """The first byte of the storage that a tensor covers, and the one after the last."""
+    """First byte of a tensor in its storage, and one past its last byte."""
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     last = sum((size - 1) * stride for size, stride in steps) if tensor.numel() else -1
     low = int(tensor.storage_offset()) * tensor.itemsize
@@ -335,7 +384,7 @@ def _bytes(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _operands(func: Any, args: Any, kwargs: Any) -> tuple[list[Any], list[Any]]:
-    """Tensors that are read and that are written; of views neither."""
+    """Tensors that an operation reads and writes; none for views."""
     if func.is_view:
         return [], []
     read: list[torch.Tensor] = []

@@ -1,4 +1,4 @@
-"""Experiment trackers (TensorBoard, wandb, …) through accelerate's, for one process."""
+"""Experiment trackers (TensorBoard, wandb, …) through accelerate, in one process."""
 
 from __future__ import annotations
 
@@ -18,34 +18,59 @@ logger = logging.getLogger("zerotune")
 Scalar: TypeAlias = "str | int | float | bool"
 
 _TEXT: Final = ("tensorboard", "wandb", "comet_ml", "trackio", "swanlab")
-"""Trackers that take texts; the others fail or drop them."""
+"""Trackers that support texts; all others fail or ignore texts."""
 _TRACKER_PACKAGES: Final = {"comet_ml": "comet-ml"}
 
 
 class Tracker:
-    """One of accelerate's; a failure of its service ends the tracking, not the training."""
+    """Wrapper of an accelerate tracker; an error disables the tracker but not the training.
+
+    Args:
+        inner: accelerate's tracker.
+    """
 
     def __init__(self, inner: Any) -> None:
         self._inner: Any = inner
         self.name: str = inner.name
 
     def values(self, values: Mapping[str, float], *, step: int) -> None:
-        """Log numbers."""
+        """Log numbers.
+
+        Args:
+            values: Numbers by name.
+            step: Optimizer step.
+        """
         self._try(lambda inner: inner.log(dict(values), step=step))
 
     def text(self, name: str, text: str, *, step: int) -> None:
-        """Log a text, where the tracker takes texts."""
+        """Log a text, if the tracker supports texts.
+
+        Args:
+            name: Name of the text.
+            text: The text.
+            step: Optimizer step.
+        """
         if self.name in _TEXT:
             # TensorBoard shows Markdown; indented, the lines stay as they are.
             shown = "\n".join(f"    {line}" for line in text.splitlines())
             self._try(lambda inner: inner.log({name: shown}, step=step))
 
     def settings(self, values: Mapping[str, Scalar]) -> None:
-        """Log hyper-parameters, once per run."""
+        """Log hyperparameters; call this once per run.
+
+        Args:
+            values: Hyperparameters by name.
+        """
         self._try(lambda inner: inner.store_init_configuration(dict(values)))
 
     def images(self, name: str, images: torch.Tensor, *, step: int) -> None:
-        """Log images, uint8 (n, h, w, c), where the tracker takes images."""
+        """Log images, if the tracker supports images.
+
+        Args:
+            name: Name of the images.
+            images: Images, uint8, of shape (n, h, w, c).
+            step: Optimizer step.
+        """
         array = images.numpy()
         if self.name == "tensorboard":
             self._try(lambda inner: inner.log_images({name: array}, step=step, dataformats="NHWC"))
@@ -53,7 +78,7 @@ class Tracker:
             self._try(lambda inner: inner.log_images({name: list(array)}, step=step))
 
     def close(self) -> None:
-        """End the run. May be repeated."""
+        """End the tracker's run. Repeated calls have no effect."""
         self._try(lambda inner: inner.finish())
         self._inner = None
 
@@ -65,7 +90,7 @@ class Tracker:
         except Exception as error:  # noqa: BLE001 - a service's own errors have no common base
             self._inner = None
             logger.warning(
-                "%s fails and is left out from here on (%s: %s)",
+                "%s failed and is disabled for the rest of the run (%s: %s)",
                 self.name, type(error).__name__, error,
             )  # fmt: skip
 
@@ -80,16 +105,16 @@ def start_trackers(
     """Start trackers in this process.
 
     Args:
-        wanted: accelerate's names of them, or ``accelerate.tracking.GeneralTracker`` objects.
-        project: The run's or project's name.
-        folder: For those that write files.
-        options: Arguments of each tracker, by name: ``{"wandb": {"mode": "offline"}}``.
+        wanted: Names in accelerate, or ``accelerate.tracking.GeneralTracker`` objects.
+        project: Name of the run or project.
+        folder: Folder for trackers that write files.
+        options: Arguments of each tracker by its name, such as ``{"wandb": {"mode": "offline"}}``.
     """
     require_accelerate()
     from accelerate import tracking
 
-    # accelerate's own adapter refuses every message before an Accelerator exists, and making its
-    # state sets RANK, threads and devices for the whole process, which belong to the engine.
+    # accelerate's adapter rejects every message before an Accelerator exists. Creating accelerate's
+    # state would set RANK, threads and devices of the process, which the engine controls.
     if not isinstance(tracking.logger, _Messages):
         tracking.logger = _Messages(logging.getLogger("accelerate.tracking"), {})
     started: list[Tracker] = []
@@ -98,15 +123,16 @@ def start_trackers(
             inner = each
             if isinstance(each, str):
                 inner = _make_tracker(tracking, each, project, folder, options)
-            # Only one process has it; asking accelerate which one would start its state.
+            # Only one process has the tracker; asking accelerate for it would create its state.
             inner.main_process_only = False
             try:
                 inner.start()
             except Exception as error:
                 raise TrainingError(
-                    f"could not be started ({type(error).__name__}: {error})",
+                    f"the tracker could not be started ({type(error).__name__}: {error})",
                     key=f"trackers.{inner.name}",
-                    fix="log in to its service, use its offline mode, or leave it out",
+                    fix="log in to the tracker's service, use its offline mode, or remove the "
+                    "tracker",
                 ) from error
             started.append(Tracker(inner))
     except BaseException:
@@ -126,7 +152,10 @@ def _make_tracker(
     known = {str(kind): maker for kind, maker in tracking.LOGGER_TYPE_TO_CLASS.items()}
     if name not in known:
         raise InvalidValueError(
-            f"accelerate knows {', '.join(sorted(known))}", key="trackers", value=name
+            "accelerate has no tracker of this name",
+            key="trackers",
+            value=name,
+            fix=f"use one of {', '.join(sorted(known))}",
         )
     if name not in [str(kind) for kind in tracking.get_available_trackers()]:
         raise MissingDependencyError(
@@ -137,7 +166,7 @@ def _make_tracker(
 
 
 class _Messages(logging.LoggerAdapter[logging.Logger]):
-    """accelerate's messages through Python's logging alone."""
+    """Send accelerate's messages to Python's logging, without accelerate's state."""
 
     def log(self, level: int, msg: object, *args: Any, **kwargs: Any) -> None:
         kwargs.pop("main_process_only", None)

@@ -1,8 +1,8 @@
 """Several models that one engine trains, such as a U-Net and its text encoders.
 
-DeepSpeed trains one module. A container around the models makes them one, and its ``forward``
-hands each call to the part it names: so every call goes through the engine, which at stage 3
-gathers the weights.
+DeepSpeed trains a single module, so a container module holds all models. Its ``forward`` passes a
+call to one of the parts. Every call therefore goes through the engine, which at stage 3 gathers the
+weights.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class TrainedParts(torch.nn.Module):
-    """Models under the names a pipeline gives them; the first is the one called by default.
+    """A module that contains several models by name; by default, a call goes to the first one.
 
     ::
 
@@ -32,15 +32,15 @@ class TrainedParts(torch.nn.Module):
             states = engine(input_ids=ids, part="text_encoder").last_hidden_state
             noise = engine(noisy, timesteps, encoder_hidden_states=states).sample
 
-    All parts share one plan, optimizer, EMA and checkpoint; parameters are called
-    ``<part>.<name>``. Patterns of optimizer groups (``text_encoder.*``) give a part a learning
-    rate of its own.
+    All parts share one plan, optimizer, EMA and checkpoint. Parameters are named
+    ``<part>.<name>``. To set a part's learning rate, use a pattern of an optimizer group, such as
+    ``text_encoder.*``.
 
     Args:
-        parts: The models by name; names are those of the pipeline's components.
+        parts: The models by the names of the pipeline's components.
 
     Raises:
-        InvalidValueError: No part, a name that cannot be one, or a module given twice.
+        InvalidValueError: There is no part, a name is invalid, or a module is passed twice.
     """
 
     def __init__(self, **parts: torch.nn.Module) -> None:
@@ -50,59 +50,66 @@ class TrainedParts(torch.nn.Module):
         for name, part in parts.items():
             if hasattr(self, name) or keyword.iskeyword(name) or name == "part":
                 raise InvalidValueError(
-                    "is taken", key="parts", value=name, fix="use the pipeline's component names"
+                    "is not a valid name of a part",
+                    key="parts",
+                    value=name,
+                    fix="use the pipeline's component names",
                 )
             if any(part is other for other in self.children()):
-                raise InvalidValueError("is the same module as another part", key=name)
+                raise InvalidValueError(
+                    "this module is passed twice, under different names",
+                    key=name,
+                    fix="pass each module once",
+                )
             self.add_module(name, part)
         self._primary = next(iter(parts))
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the parts, the one called by default first."""
+        """Names of the parts, with the default part first."""
         return tuple(self._modules)
 
     @property
     def primary(self) -> torch.nn.Module:
-        """The part that is called when none is named."""
+        """The default part, which a call without ``part=`` uses."""
         return self[self._primary]
 
     @property
     def config(self) -> Any:
-        """The primary part's configuration, so that samplers find its input's shape."""
+        """Configuration of the default part, from which samplers read the input's shape."""
         return getattr(self.primary, "config", None)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the primary part's weights."""
+        """Dtype of the default part's weights."""
         return next(p.dtype for p in self.primary.parameters())
 
     @property
     def device(self) -> torch.device:
-        """Where the primary part's weights are."""
+        """Device of the default part's weights."""
         return next(p.device for p in self.primary.parameters())
 
     def forward(self, *args: Any, part: str | None = None, **kwargs: Any) -> Any:
-        """Call a part.
+        """Call one of the parts.
 
         Args:
-            args: Its positional arguments.
-            part: Its name; the first part when not given.
-            kwargs: Its keyword arguments.
+            args: Positional arguments for the part.
+            part: Name of the part; default: the first part.
+            kwargs: Keyword arguments for the part.
 
         Raises:
-            InvalidValueError: There is no such part.
+            InvalidValueError: No part has this name.
         """
         return self[self._primary if part is None else part](*args, **kwargs)
 
     def enable_gradient_checkpointing(self) -> None:
-        """Recompute activations in the backward pass of every part that can."""
+        """Enable gradient checkpointing in every part that supports it."""
         for _, module in self.items():
             part: Any = module
             if hasattr(part, "enable_gradient_checkpointing"):
                 part.enable_gradient_checkpointing()
                 continue
-            # The second is what transformers 4 calls the first.
+            # transformers 5 has the first method, transformers 4 the second.
             for method in ("activation_checkpointing_enable", "gradient_checkpointing_enable"):
                 if hasattr(part, method):
                     # The reentrant kind gives adapters no gradient: no input requires one.
@@ -110,25 +117,32 @@ class TrainedParts(torch.nn.Module):
                     break
 
     def items(self) -> Iterator[tuple[str, torch.nn.Module]]:
-        """Names and models."""
+        """Return an iterator over names and models."""
         return ((name, self[name]) for name in self.names)
 
     def __getitem__(self, name: str) -> torch.nn.Module:
-        """A part.
+        """Return the part with a name.
 
         Raises:
-            InvalidValueError: There is no such part.
+            InvalidValueError: No part has this name.
         """
         part = self._modules.get(name)
         if part is None:
             raise InvalidValueError(
-                f"there is no such part, only {', '.join(self.names)}", key="part", value=name
+                "no part has this name",
+                key="part",
+                value=name,
+                fix=f"use one of {', '.join(self.names)}",
             )
         return part
 
 
 def primary_of(model: Any) -> Any:
-    """The module that is called by default: of an engine, of ``TrainedParts``, or the model."""
+    """Return the default part of a ``TrainedParts``; for any other model, the model itself.
+
+    Args:
+        model: A model, or an engine.
+    """
     module = getattr(model, "module", model)
     return module.primary if isinstance(module, TrainedParts) else module
 
@@ -136,19 +150,22 @@ def primary_of(model: Any) -> Any:
 def components(
     model: torch.nn.Module, name: str | None = None
 ) -> Mapping[str, tuple[str, torch.nn.Module]]:
-    """The models an engine trains, by the names a diffusers pipeline gives them.
+    """Return the trained models by their names in a diffusers pipeline.
 
     Args:
         model: A model, or ``TrainedParts``.
-        name: What a single model is called in the pipeline; told from its class when not given.
+        name: Name of a single model in the pipeline; default: derived from the model's class.
 
     Returns:
-        For each component the prefix of its parameters' names in ``model``, and the module.
+        For each component, the prefix of its parameters' names in ``model``, and the module.
     """
     if isinstance(model, TrainedParts):
         if name is not None and name not in model.names:
             raise InvalidValueError(
-                f"the parts are {', '.join(model.names)}", key="component", value=name
+                "no part has this name",
+                key="component",
+                value=name,
+                fix=f"use one of {', '.join(model.names)}",
             )
         return {n: (f"{n}.", part) for n, part in model.items() if name in (None, n)}
     kind = type(model).__name__
@@ -158,34 +175,37 @@ def components(
         )
     if name is None:
         raise InvalidValueError(
-            "the class does not tell what a pipeline calls this model",
+            "the model's name in a pipeline cannot be derived from its class",
             key="component",
             value=kind,
-            fix='name it: component="text_encoder" (or "text_encoder_2", "transformer", ...)',
+            fix='pass component="text_encoder" (or "text_encoder_2", "transformer", ...)',
         )
     return {name: ("", model)}
 
 
-# -- A model that another one is trained through, for a while.
+# -- Training through the model of a different engine.
 
 
 @contextmanager
 def frozen(engine: Engine) -> Iterator[torch.nn.Module]:
-    """The model of an engine, through which gradients pass while none stay in it.
+    """Inside the block, gradients flow through an engine's model, but its weights get none.
 
-    For a loss of one engine that runs through the model of another, such as a generator's
-    through its critic; forward and backward belong into the block::
+    Use ``frozen`` for a loss of one engine that depends on a second engine's model, such as a
+    generator's loss through a critic. Run both forward and backward inside the block::
 
         with frozen(critic) as judge:
             loss = -judge(made).mean()
             generator.backward(loss)
         generator.step()
 
-    Not through the engine itself: DeepSpeed takes every backward pass through an engine's output
-    for one of that engine's own.
+    Call the yielded model, not its engine: DeepSpeed counts every backward pass through an engine's
+    output as a backward pass of that engine.
 
     Args:
-        engine: The engine whose weights get no gradient inside the block.
+        engine: The engine whose weights get no gradients inside the block.
+
+    Yields:
+        The engine's model.
     """
     trained = [each for each in engine.module.parameters() if each.requires_grad]
     for parameter in trained:

@@ -1,6 +1,6 @@
-"""The door to deepspeed and accelerate: import them, or say why that cannot be.
+"""Import deepspeed and accelerate, with a clear error if they are missing or unsuitable.
 
-And keep models whole that are not trained, where stage 3 partitions everything else.
+The module also prevents stage 3 from partitioning models that are not trained.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ def require_deepspeed(*, accelerator: str) -> ModuleType:
     """Import DeepSpeed for an accelerator.
 
     Args:
-        accelerator: DeepSpeed's name of it (``"cuda"``, ``"cpu"``, …).
+        accelerator: DeepSpeed's name of the accelerator (``"cuda"``, ``"cpu"``, …).
     """
     with environment(DS_ACCELERATOR=accelerator):
         deepspeed = require(
             "deepspeed",
             name="DeepSpeed",
-            fix="pip install deepspeed, or ask for the plain engine with deepspeed=False",
+            fix="pip install deepspeed, or resolve the plan with deepspeed=False for the plain "
+            "engine",
         )
     running = deepspeed.accelerator.get_accelerator()._name
     if running != accelerator:
@@ -42,7 +43,7 @@ def require_deepspeed(*, accelerator: str) -> ModuleType:
             f"DeepSpeed was already imported in this process for {running!r}",
             key="DS_ACCELERATOR",
             value=accelerator,
-            fix=f"set DS_ACCELERATOR={accelerator} before anything imports deepspeed",
+            fix=f"set DS_ACCELERATOR={accelerator} before deepspeed is first imported",
         )
     if Version(deepspeed.__version__).release < Version(OLDEST_DEEPSPEED).release:
         raise UnsupportedEngineError(
@@ -62,13 +63,13 @@ def require_accelerate() -> ModuleType:
 def require(
     module: str, *, fix: str, name: str | None = None, key: str | None = None
 ) -> ModuleType:
-    """Import a package that somebody may not have.
+    """Import an optional package.
 
     Args:
-        module: What to import.
-        fix: How to get it.
-        name: What people call it; ``module`` when not given.
-        key: The setting that asks for it; ``module`` when not given.
+        module: Name of the module to import.
+        fix: How to install the package.
+        name: Name of the package in the error message; default: ``module``.
+        key: Setting that requires the package; default: ``module``.
     """
     try:
         return importlib.import_module(module)
@@ -79,7 +80,7 @@ def require(
 
 
 def quiet_deepspeed() -> None:
-    """Keep DeepSpeed's own logger to warnings; zerotune reports what it decided itself."""
+    """Limit DeepSpeed's logger to warnings, since zerotune reports all decisions itself."""
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
 
 
@@ -87,13 +88,16 @@ def quiet_deepspeed() -> None:
 
 
 def whole_parameter(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """A parameter in full, on the CPU, in the dtype the engine holds it in.
+    """Return a full parameter on the CPU, in the engine's dtype.
 
-    Collective under ZeRO-3: every rank must call it, in the same order.
+    Collective under ZeRO-3: every rank must make the calls in the same order.
+
+    Args:
+        parameter: The parameter, partitioned or not.
     """
     if not hasattr(parameter, "ds_id"):
         return parameter.detach().cpu()
-    # Whoever partitioned it has imported DeepSpeed; a second import could choose otherwise.
+    # DeepSpeed is already imported; a second import could select a different accelerator.
     zero = sys.modules["deepspeed"].zero
     with zero.GatheredParameters([parameter]):
         return parameter.detach().to("cpu", copy=True)
@@ -101,22 +105,21 @@ def whole_parameter(parameter: torch.nn.Parameter) -> torch.Tensor:
 
 @contextmanager
 def unpartitioned() -> Iterator[None]:
-    """Models made inside are whole on every rank, whatever is going on outside.
+    """Inside the block, models are created unpartitioned on every rank.
 
-    Two things partition models behind their maker's back: an active ``deepspeed.zero.Init``, and
-    a DeepSpeed configuration registered with transformers, which partitions each
-    ``from_pretrained``. Both are as before afterwards.
+    The block disables an active ``deepspeed.zero.Init`` and a DeepSpeed configuration registered
+    with transformers, which both partition new models, and restores them afterwards.
     """
     with ExitStack() as stack:
         partitioning = sys.modules.get("deepspeed.runtime.zero.partition_parameters")
         active = getattr(partitioning, "top_level_context", None)
-        # Inside another of these it is not patched, and restoring would patch twice.
+        # In a nested block it is not patched, and restoring would patch twice.
         if partitioning is not None and active is not None and active.patched:
             partitioning.shutdown_init_context()
             stack.callback(partitioning.restore_init_context)
         integration: Any = sys.modules.get("transformers.integrations.deepspeed")
         reference = getattr(integration, "_hf_deepspeed_config_weak_ref", None)
-        # A strong one: the registration itself is weak, and must outlive this.
+        # A strong reference: the registration itself is weak, and must outlive the block.
         registered = None if reference is None else reference()
         if registered is not None:
             integration.unset_hf_deepspeed_config()
@@ -125,12 +128,17 @@ def unpartitioned() -> Iterator[None]:
 
 
 def check_whole(module: torch.nn.Module, *, name: str) -> None:
-    """Refuse a partitioned module: its forward would fail with ``'weight' must be 2-D``."""
+    """Raise an error for a partitioned module, whose forward fails with ``'weight' must be 2-D``.
+
+    Args:
+        module: The module.
+        name: Name of the module, for the error message.
+    """
     for key, parameter in module.named_parameters():
         if hasattr(parameter, "ds_id") or parameter.numel() == 0:
             raise EngineError(
                 "ZeRO-3 has partitioned a model that is not trained",
                 key=f"{name}.{key}",
                 value=tuple(parameter.shape),
-                fix="load it within zerotune.backend.upstream.unpartitioned()",
+                fix="load the model inside `with zerotune.backend.upstream.unpartitioned():`",
             )

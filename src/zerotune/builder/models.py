@@ -44,5 +44,5 @@ MODEL_NAMES: Final[Mapping[str, tuple[str, str]]] = {
 
 
 def model_name(family: str) -> str:
-    """What people call a family."""
+    """Return the usual name of a family."""
     return MODEL_NAMES.get(family, (family,))[0]

@@ -175,7 +175,7 @@ def drawn_for(setup: Setup, wrong: Collection[str]) -> str:
     words = [words(setup) for name, words in _READ_AS.items() if f"setup.{name}" in wrong]
     if not words:
         return ""
-    return f"Drawn for {_listed(words)}: what is typed there cannot be used."
+    return f"Estimated for {_listed(words)}, because the value in the form is invalid."
 
 
 def _listed(words: list[str]) -> str:
@@ -184,7 +184,7 @@ def _listed(words: list[str]) -> str:
 
 
 class Machines:
-    """This machine, detected once because detection imports torch, and described machines."""
+    """This machine, which is detected only once, and the machines that users describe."""
 
     def __init__(self) -> None:
         self._versions = installed_versions(_PACKAGES)
@@ -211,7 +211,7 @@ class Machines:
         return attrs.evolve(platform, devices=tuple(named))
 
     def sizes(self, setup: Setup) -> dict[str, int | None]:
-        """Return the bytes of one device, and RAM and swap space of all ranks together."""
+        """Return the bytes of one GPU's memory, and of RAM and swap space for all ranks."""
         if not setup.this_machine:
             return {"device": setup.vram, "host": setup.ram, "nvme": setup.nvme}
         return {
@@ -267,7 +267,7 @@ _DECISIVE: Final = frozenset(
 )
 """Settings without which it is not known which optimizers can run."""
 
-_TOO_LARGE: Final = "A number is too large to calculate with."
+_TOO_LARGE: Final = "A number is too large for calculations."
 _TEXT_FORMATS: Final = (("deepspeed", "json"), ("accelerate", "yaml"), ("python", "python"))
 _PLACE_LABELS: Final = {"device": "GPU", "host": "RAM", "nvme": "NVMe"}
 
@@ -294,9 +294,10 @@ class Verdict:
         """Judge a plan.
 
         Args:
-            messages: All that is said of it and of what is planned for.
+            messages: All messages about the plan and the setup.
             resolved: The resolved plan; ``None`` if the plan cannot run.
-            fit: Need and budget of each place of memory; empty without an estimate.
+            fit: Required and available bytes of GPU memory, RAM and NVMe; empty without an
+                estimate.
         """
         stopped = resolved is None or any(one.severity == "error" for one in messages)
         if stopped:
@@ -345,7 +346,8 @@ class Preview:
                 key=f"zero_optimization.offload_{part}.nvme_path",
                 before=UNSET,
                 after=UNSET,
-                reason="zerotune leases a folder for each run; without zerotune, write one",
+                reason="zerotune leases a folder for each run; to train without zerotune, write "
+                "a folder",
             )
             for part, folder in (self.resolved.nvme_paths if self.resolved else {}).items()
             if folder is None
@@ -389,7 +391,7 @@ class Preview:
             }
         if self.resolved is not None and self.resolved.model is None:
             return {"reason": "Choose a model family to see what training needs."}
-        return {"reason": "Nothing is estimated until the plan can run."}
+        return {"reason": "The memory is estimated when the plan can run."}
 
     def _time(self) -> dict[str, str] | None:
         """What a step takes, and by which rates."""
@@ -521,10 +523,10 @@ class _Form:
             return None
         if setup.base_dtype is not None and setup.lora is None:
             raise InvalidValueError(
-                "a quantized model is not trained itself, only adapters beside it",
+                "a quantized model cannot be trained, but LoRA adapters on it can",
                 key="setup.base_dtype",
                 value=setup.base_dtype,
-                fix="set setup.lora to 16, or remove it",
+                fix="set setup.lora to 16, or remove setup.base_dtype",
             )
         try:
             return as_facts(setup.family, lora=setup.lora, base_dtype=setup.base_dtype)
@@ -532,7 +534,7 @@ class _Form:
             raise _about_setup(error) from None
 
     def also_wrong(self, rest: DeepSpeedPlan) -> list[Decision]:
-        """Return the errors in settings that could be read, for written settings only."""
+        """Return the further errors of a plan without its unreadable settings."""
         run, _ = self._assumed_run(rest)
         try:
             found = rest.inspect(
@@ -560,7 +562,8 @@ class _Form:
                     key="optimizer.params.lr",
                     before=AUTO,
                     after=ASSUMED_LR,
-                    reason="the training script gives it; shown here with this value",
+                    reason="the training script sets the learning rate; this page assumes "
+                    "this value",
                 )
             )
         run = RunFacts(
@@ -774,7 +777,7 @@ def _remedy_data(remedy: Remedy, state: FormState) -> dict[str, Any]:
     label, gain = remedy.what, remedy.gain
     if settings.pop("streamed", False):
         about = ", ".join(f"{name}={value!r}" for name, value in remedy.settings.items())
-        words = f"{label} ({about}), which a script asks for and no configuration file can"
+        words = f"{label} ({about}), only possible in a script, not in a configuration file"
         return {"label": f"{words}{f': {gain}' if gain else ''}", "state": None}
     optimizer = settings.pop("optimizer", None)
     config = state.config

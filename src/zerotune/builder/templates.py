@@ -99,13 +99,13 @@ class TemplateStore:
         return _read_stored(path)
 
     def put(self, template: Template, *, version: str | None) -> Template:
-        """Store a template and replace ``version`` of it; ``None`` refuses to replace any."""
+        """Store a template; replace an existing template only if its version is ``version``."""
         name = checked_name(template.name)
         with self._writing():
             path = self._find(name)
             self._refuse_changed(path, version, name)
             if path is None and len(self._files()) >= _MOST_TEMPLATES:
-                raise PlanConflictError("are too many", key="templates", fix="delete some")
+                raise PlanConflictError("are too many", key="templates", fix="delete a template")
             return self._write(attrs.evolve(template, name=name), path)
 
     def rename(self, name: Any, to: Any, *, version: str | None) -> Template:
@@ -236,7 +236,7 @@ def _taken(name: str) -> PlanConflictError:
 
 @attrs.frozen(kw_only=True)
 class BuiltinTemplate:
-    """A model and a machine; the template is the fastest plan that fits."""
+    """A template for a model and a machine: the fastest plan that fits."""
 
     id: str
     name: str

@@ -381,7 +381,11 @@ class StateFolder:
         return folders[0] if folders else self.folder
 
     def averages(self, shapes: Mapping[str, tuple[int, ...]]) -> _Averages | None:
-        """Return the EMA of these weights that diffusers' ``EMAModel`` saved, or ``None``."""
+        """Return the EMA that diffusers' ``EMAModel`` saved, or ``None``.
+
+        Args:
+            shapes: Shapes of the weights that the EMA must match.
+        """
         found = [path.parent for path in sorted(self.folder.glob(f"*_ema/{CONFIG}"))]
         for path in found:
             reader = ModelFolderReader(path)

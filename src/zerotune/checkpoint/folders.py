@@ -822,7 +822,7 @@ def verify_checkpoint(directory: str | os.PathLike[str]) -> Manifest:
 
     Raises:
         CheckpointError: ``directory`` is not a checkpoint.
-        CheckpointCorruptError: A file is missing, truncated or altered; the message names it.
+        CheckpointCorruptError: A file is missing, truncated or altered; the message names the file.
     """
     folder, manifest = find_checkpoint(directory)
     for damage in find_damage(folder, manifest):

@@ -168,7 +168,11 @@ class Filler:
         self._steps: dict[int, int] = {}
 
     def fill(self, fragment: EditableFragment) -> None:
-        """Overwrite a fragment's weights and states."""
+        """Overwrite a fragment's weights and optimizer states with those of the checkpoint.
+
+        Args:
+            fragment: Fragment of the engine's master weights.
+        """
         address = fragment.address
         record = self._records[address.name]
         self._reader.of(WEIGHTS).fill(fragment.value, address.name, address.start)
@@ -357,7 +361,7 @@ def optimizer_decisions(manifest: Manifest, engine: Engine) -> tuple[Decision, .
         reason += _ROUNDED.get(running or "", "")
         return (_load_decision("optimizer.type", saved, running, reason), *split)
     if saved is None:
-        reason = "the checkpoint contains no optimizer states, so the optimizer starts with zeros"
+        reason = "the checkpoint contains no optimizer states, so the optimizer starts anew"
         return (_load_decision("optimizer.states", None, "anew", reason, warning=True), *split)
     reason = (
         "the states of the two optimizers are incompatible, so weights and shadows are loaded, "

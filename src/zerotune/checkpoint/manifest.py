@@ -129,7 +129,7 @@ class Manifest:
     )
     """Tensors with NaN or infinity, such as ``weights/conv.bias``, and buffers with NaN.
 
-    ``None`` if this was not checked.
+    ``None`` if the tensors were not checked.
     """
 
     @property
@@ -138,7 +138,12 @@ class Manifest:
         return sum(file.nbytes for file in self.files)
 
     def files_of(self, kind: str, of: str = "") -> tuple[FileRecord, ...]:
-        """Return the files of the weights, an optimizer state, a shadow or a rank."""
+        """Return the files of the weights, an optimizer state, a shadow or a rank.
+
+        Args:
+            kind: As in ``FileRecord``.
+            of: As in ``FileRecord``.
+        """
         return tuple(file for file in self.files if (file.kind, file.of) == (kind, of))
 
     def to_json(self) -> str:
@@ -189,6 +194,9 @@ class Manifest:
     @classmethod
     def read(cls, folder: Path) -> Manifest:
         """Read the manifest of a checkpoint folder.
+
+        Args:
+            folder: Folder of the checkpoint.
 
         Raises:
             CheckpointCorruptError: The manifest is missing, unreadable or changed.

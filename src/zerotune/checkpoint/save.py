@@ -271,7 +271,7 @@ def save_checkpoint(
 
     Collective: every rank must call ``save_checkpoint`` with the same arguments. Weights, optimizer
     states and shadows are saved as safetensors files, by parameter name and in full shape. Every
-    rank writes its fragments directly into these files, so nothing is gathered and the additional
+    rank writes its fragments directly into the files, so nothing is gathered and the additional
     memory is one fragment. The folder gets its name after all files are read back and verified;
     until then a previous checkpoint of this name is kept.
 

@@ -138,7 +138,7 @@ class TensorFile:
         *,
         metadata: Mapping[str, str] = _METADATA,
     ) -> TensorFile:
-        """Lay out a file with these tensors in sequence.
+        """Lay out a file with several tensors in sequence.
 
         Args:
             name: Name of the file.
@@ -400,7 +400,13 @@ class TensorReader(OpensFiles):
         return self.tensors[name]
 
     def check(self, name: str, dtype: torch.dtype | None, shape: Sequence[int]) -> None:
-        """Check that a tensor exists with this dtype and shape."""
+        """Check that a tensor exists and has the expected dtype and shape.
+
+        Args:
+            name: Name of the tensor.
+            dtype: Expected dtype.
+            shape: Expected full shape.
+        """
         stored = self.stored(name)
         if (stored.dtype, stored.shape) != (dtype, tuple(shape)):
             raise CheckpointCorruptError(

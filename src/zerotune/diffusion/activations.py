@@ -291,7 +291,7 @@ def _dense_parts(
 
 
 def transfers_for(device: torch.device) -> Transfers:
-    """Return the transfers for a device, which use a side stream if its streams are proven."""
+    """Return transfers for a device; copies are asynchronous on a GPU whose streams are proven."""
     if device.type not in ("cuda", "xpu"):
         return KeptTransfers()
     unproven = why_unproven("activation offload", accelerator=cast(Accelerator, device.type))
@@ -325,10 +325,10 @@ class ActivationOffload(Closable):
     """Offload the activations of a diffusers model's checkpointed blocks to host memory.
 
     Gradient checkpointing keeps the inputs of all blocks, and tensors computed between blocks,
-    until the backward pass. This class copies the activations of each block to page-locked host
-    memory while the next block runs; only the newest block's stay on the device. The backward pass
-    copies the activations of a block back while it recomputes the block after it. Results are
-    bitwise equal to training without offload. On the CPU, nothing is copied. ::
+    until the backward pass. This class copies the activations of each block, except the last, to
+    page-locked host memory while the next block runs. The backward pass copies the activations of a
+    block back while the following block is recomputed. Results are bitwise equal to training
+    without offload. On the CPU, nothing is copied. ::
 
         with ActivationOffload().attach(unet):
             loss = objective(unet, batch, generator)
@@ -376,7 +376,7 @@ class ActivationOffload(Closable):
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
-        """Return the decision where activations are stored; empty before the first activation."""
+        """Return the decision on where activations are stored; empty before the first forward."""
         if self._transfers is None:
             return ()
         if isinstance(self._transfers, KeptTransfers):
@@ -441,8 +441,8 @@ class ActivationOffload(Closable):
     def checkpoint(self, function: Callable[..., Any], *args: Any) -> Any:
         """Run ``function(*args)`` with gradient checkpointing, and offload its inputs.
 
-        ``attach`` passes this method to diffusers. Models without diffusers' checkpointing may call
-        it for their blocks.
+        ``attach`` passes ``checkpoint`` to diffusers. A model of a different library may call
+        ``checkpoint`` for its blocks.
 
         Args:
             function: Block to run.
@@ -598,7 +598,7 @@ class _Saved:
             raise TrainingError(
                 "an offloaded activation is neither on the device nor on the host",
                 key="activations",
-                fix="run the backward pass before detach(); if you do, report a bug",
+                fix="run the backward pass before detach(), or report a bug if you already do",
             )
         loading, self.loading = self.loading, None
         tensor = self.transfers.finish(loading)

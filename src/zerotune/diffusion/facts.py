@@ -254,14 +254,15 @@ def model_facts(
         source: A module on any device, a diffusers configuration (a mapping with ``_class_name``),
             a ``config.json``, or a folder that contains a ``config.json``. A configuration needs no
             memory for weights, because its model is built on the ``meta`` device.
-        inputs: Function that creates the arguments of ``forward`` on the ``meta`` device. It is not
-            needed for diffusers' U-Nets, SD3 and Flux transformers, and declared families' models.
+        inputs: Function that creates the arguments of ``forward`` on the ``meta`` device. Not
+            needed for diffusers' U-Nets, SD3 and Flux transformers, and models of declared
+            families.
         activations: ``False`` omits activation memory, which saves a few seconds.
         name: Name in reports; default the class name.
 
     Raises:
         InvalidValueError: The class or file does not exist, or ``inputs`` is needed.
-        MissingDependencyError: The pipeline that provides the model's inputs needs transformers.
+        MissingDependencyError: transformers, which the model's pipeline needs, is not installed.
     """
     if isinstance(source, torch.nn.Module):
         facts = _facts_of_module(source, inputs=inputs, activations=activations)
@@ -296,15 +297,15 @@ def family_facts(
 
     Raises:
         InvalidValueError: ``kind.model`` is empty, and ``folder`` is ``None``.
-        MissingDependencyError: The pipeline needs transformers.
+        MissingDependencyError: transformers, which the pipeline needs, is not installed.
     """
     if folder is None and not kind.model:
         raise InvalidValueError(
             "does not name the model's class",
             key=f"{kind.__name__}.model",
             value=kind.model,
-            fix="set model in the family to a diffusers class, or pass a pipeline folder "
-            "(--model FOLDER)",
+            fix="set the family's attribute model to the name of a diffusers class, or pass a "
+            "pipeline folder (--model FOLDER)",
         )
     pipeline = pipeline_class(kind.pipeline)
     blueprint, config = Blueprint.usual(pipeline), _Configuration({"_class_name": kind.model})

@@ -208,8 +208,8 @@ class LoRA(_Ranked):
 class LoKr(_Ranked):
     """Adapters that add a Kronecker product to each adapted weight (Yeh et al., 2024).
 
-    The files are small. If ``rank`` is less than half the size of the second factor, this factor is
-    a product of two low-rank matrices.
+    Adapter files are small. The second factor is a product of two low-rank matrices if ``rank`` is
+    less than half its size.
     """
 
     factor: int = -1
@@ -254,7 +254,7 @@ _NOT_TRAINED: Final = frozenset(
 
 
 def as_adapters(lora: Any) -> Adapters:
-    """Return adapters from adapters, from a peft configuration, or from ``None``.
+    """Convert ``lora`` to adapters of zerotune.
 
     Args:
         lora: Adapters, peft's ``LoraConfig``, ``LoKrConfig``, ``LoHaConfig`` or ``OFTConfig``, or
@@ -490,8 +490,8 @@ def load_adapters(
 
     Weights, rank, alpha and targets come from the file. Dropout is 0, because adapter files do not
     contain it. Files of ComfyUI, kohya's trainers and others are converted by ``lora_state_dict``
-    of a diffusers pipeline, which may multiply alpha / rank into the factors. ``facts.decisions``
-    names the pipeline.
+    of a diffusers pipeline, which may multiply alpha / rank into the factors. The decisions of the
+    returned facts name the pipeline.
 
     Args:
         model: A diffusers model or a transformers text encoder, without adapters.
@@ -509,7 +509,8 @@ def load_adapters(
 
     Raises:
         CheckpointError: The file does not exist.
-        CheckpointMismatchError: The file has no adapters for the model, or some do not fit.
+        CheckpointMismatchError: The file has no adapters for the model, or adapters that do not
+            fit the model.
         InvalidValueError: The model's class does not imply a component, or the model already has
             adapters.
         MissingDependencyError: peft is not installed.

@@ -50,7 +50,7 @@ def adding_scheduler(scheduler: Any) -> Any:
     """Return a scheduler that adds noise in training, for denoising diffusion.
 
     DDPM with the same configuration replaces Euler, DPM-Solver and similar schedulers, as in
-    diffusers' training scripts. Such schedulers scale noise differently and do not support
+    diffusers' training scripts, because such schedulers scale noise differently and do not support
     velocity.
     """
     if not hasattr(scheduler, "alphas_cumprod"):
@@ -126,8 +126,8 @@ def drawing_scheduler(scheduler: Any, trained_with: Any = None) -> Any:
     """Return a copy of a scheduler for sampling, with the prediction type and shift of training.
 
     If the training schedule ends in pure noise, sampling starts in pure noise
-    (``timestep_spacing="trailing"``). A decision announces that DDIM replaces a scheduler that does
-    not support such a schedule.
+    (``timestep_spacing="trailing"``). DDIM replaces a scheduler that does not support a schedule
+    ending in pure noise, and a decision says so.
 
     Args:
         scheduler: A diffusers scheduler; not changed.
@@ -275,7 +275,7 @@ def check_range(_instance: object, attribute: Any, value: tuple[float, float]) -
     low, high = value
     if not 0.0 <= low < high <= 1.0:
         raise InvalidValueError(
-            "is not a range (low, high) of noise levels between 0 and 1",
+            "is not a range (low, high) with 0 <= low < high <= 1",
             key=attribute.name,
             value=value,
             fix="use (0.0, 1.0) for the whole schedule, or (0.0, 0.2) for the last fifth of "
@@ -284,7 +284,7 @@ def check_range(_instance: object, attribute: Any, value: tuple[float, float]) -
 
 
 def bounds(steps: int, share: tuple[float, float]) -> tuple[int, int]:
-    """Return the first time step of a range, and its end (exclusive), of ``steps`` time steps."""
+    """Return the first and the end (exclusive) of the time steps in a range of the schedule."""
     low, high = round(share[0] * steps), round(share[1] * steps)
     if low == high:
         raise _no_levels(share)

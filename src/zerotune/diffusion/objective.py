@@ -234,13 +234,13 @@ class DenoisingObjective(SchedulerObjective):
     """Any diffusers scheduler with ``alphas_cumprod``; the objective makes a copy. With
     ``rescale_betas_zero_snr=True`` the schedule ends in pure noise."""
     family: Family = attrs.field(factory=Unconditional)
-    """Turns a batch into the model's inputs."""
+    """Family that turns a batch into the model's inputs."""
     noise: Noise = attrs.field(factory=GaussianNoise)
-    """Training noise: ``OffsetNoise``, ``InputPerturbation``, a combination, or your own."""
+    """Training noise: ``OffsetNoise``, ``InputPerturbation``, a combination, or a custom noise."""
     loss: Loss | None = None
-    """``Huber``, ``SmoothL1`` or your own; default squared error."""
+    """``Huber``, ``SmoothL1`` or a custom loss; default squared error."""
     snr_gamma: float | None = attrs.field(default=None)
-    """Clip value of min-SNR weighting, 5 in its paper; ``None`` weights all time steps equally."""
+    """Clip value of min-SNR weighting, 5 in the paper; ``None`` weights all time steps equally."""
     weighting: Literal["none", "debiased_estimation"] = "none"
     """``"debiased_estimation"`` multiplies the loss, after any min-SNR weighting, by the weights of
     debiased estimation."""
@@ -365,7 +365,7 @@ class FlowMatchingObjective(SchedulerObjective):
     """Rectified flow: straight paths from data to noise, squared error of the velocity.
 
     The model receives ``noisy = (1 - sigma) * clean + sigma * noise`` and predicts the velocity
-    ``noise - clean``. Sigmas and time steps come from the scheduler, including its ``shift``. If
+    ``noise - clean``. Sigmas and time steps come from the scheduler, shifted by its ``shift``. If
     the scheduler sets ``use_dynamic_shifting``, each batch's sigmas are shifted by its resolution,
     as in sampling. A batch's ``"loss_weights"`` (b,) and ``"loss_masks"`` (b, 1, h, w) multiply the
     error.
@@ -378,23 +378,23 @@ class FlowMatchingObjective(SchedulerObjective):
     )
     """Scheduler that defines the sigmas; the objective makes a copy."""
     family: Family = attrs.field(factory=Unconditional)
-    """Turns a batch into the model's inputs."""
+    """Family that turns a batch into the model's inputs."""
     noise: Noise = attrs.field(factory=GaussianNoise)
-    """Training noise: ``OffsetNoise``, ``InputPerturbation``, a combination, or your own."""
+    """Training noise: ``OffsetNoise``, ``InputPerturbation``, a combination, or a custom noise."""
     loss: Loss | None = None
-    """``Huber``, ``SmoothL1`` or your own; default squared error."""
+    """``Huber``, ``SmoothL1`` or a custom loss; default squared error."""
     precondition_outputs: bool = False
     """Compare clean samples, ``noisy - sigma * prediction``, in place of velocities; this weights
     errors by ``sigma ** 2``. The SD3 paper compares velocities; diffusers' SD3 scripts compare
     clean samples by default. ``losses_at`` always compares velocities."""
     density: Literal["uniform", "logit_normal", "mode"] = "uniform"
-    """Distribution of time steps (SD3 paper, section 3.1)."""
+    """Distribution from which time steps are drawn (SD3 paper, section 3.1)."""
     logit_mean: float = 0.0
-    """Mean of ``"logit_normal"``; values above 0 draw less noise."""
+    """Mean of the density ``"logit_normal"``; values above 0 draw less noise."""
     logit_std: float = 1.0
-    """Standard deviation of ``"logit_normal"``."""
+    """Standard deviation of the density ``"logit_normal"``."""
     mode_scale: float = 1.29
-    """Scale of ``"mode"``."""
+    """Scale of the density ``"mode"``."""
     weighting: Literal["none", "sigma_sqrt", "cosmap"] = "none"
     """Loss weight as a function of sigma. With ``density="uniform"``, the value equals diffusers'
     ``weighting_scheme`` of the same name."""
@@ -555,17 +555,17 @@ class EDMObjective(SchedulerObjective):
     )
     """``EDMEulerScheduler`` or ``EDMDPMSolverMultistepScheduler``; the objective makes a copy."""
     family: Family = attrs.field(factory=Unconditional)
-    """Turns a batch into the model's inputs."""
+    """Family that turns a batch into the model's inputs."""
     noise: Noise = attrs.field(factory=GaussianNoise)
-    """Training noise: ``OffsetNoise``, ``InputPerturbation``, a combination, or your own."""
+    """Training noise: ``OffsetNoise``, ``InputPerturbation``, a combination, or a custom noise."""
     loss: Loss | None = None
-    """``Huber``, ``SmoothL1`` or your own; default squared error."""
+    """``Huber``, ``SmoothL1`` or a custom loss; default squared error."""
     density: Literal["uniform", "log_normal"] = "uniform"
     """Distribution of sigmas: uniform over the scheduler's table of sigmas, or log-normal."""
     log_mean: float = -1.2
-    """Mean of log sigma for ``"log_normal"``."""
+    """Mean of log sigma for the density ``"log_normal"``."""
     log_std: float = 1.2
-    """Standard deviation of log sigma for ``"log_normal"``."""
+    """Standard deviation of log sigma for the density ``"log_normal"``."""
     weighting: Literal["none", "edm"] = "none"
     """``"edm"`` is the paper's weighting, which makes the loss of an untrained model equal at all
     sigmas. With ``density="uniform"``, its weights are far from 1: up to 250,000 at sigma 0.002."""

@@ -527,7 +527,7 @@ def _to_meta(leaf: Any) -> Any:
 
 @contextlib.contextmanager
 def sizes_only() -> Iterator[None]:
-    """Allow meta tensors together with others inside the ``with`` block.
+    """Let operators combine meta tensors with other tensors inside the ``with`` block.
 
     A mask without data selects every element.
     """

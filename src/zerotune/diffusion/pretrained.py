@@ -202,7 +202,7 @@ class Pretrained:
             The model with its weights.
 
         Raises:
-            CheckpointCorruptError: A weight file cannot be read, or changed after
+            CheckpointCorruptError: A weight file cannot be read, or was changed after
                 ``load_pretrained``.
         """
         bring_weights(self.model, dtype=None if dtype is None else _dtype(dtype), device=device)
@@ -214,7 +214,8 @@ class Pretrained:
         """Return the objective with which models of this family were trained.
 
         Families with ``flow_matching`` get a ``FlowMatchingObjective`` with logit-normal density.
-        Other families get an ``EDMObjective`` for an EDM scheduler, else a ``DenoisingObjective``.
+        Denoising families get an ``EDMObjective`` if their scheduler is for EDM, else a
+        ``DenoisingObjective``.
 
         Args:
             **settings: Options of the objective; ``scheduler`` replaces the loaded scheduler.
@@ -264,14 +265,14 @@ def load_pretrained(
             the whole pipeline or only its U-Net or transformer, in ComfyUI's or the original
             layout.
         config: Folder or hub id of a pipeline whose models have the sizes of a single file, which
-            has no configuration. Parts missing from the single file are read from this pipeline.
+            has no configuration. Parts missing from the single file are read from ``config``, too.
             Default: the pipeline that diffusers infers from the keys of the single file.
         plan: Plan for training. Without a plan all weights are read immediately.
         dtype: Dtype in which the trained model is loaded: default ``"fp32"``; use ``"bf16"`` for a
-            base model with adapters. DeepSpeed trains in the plan's precision whatever ``dtype``.
+            base model with adapters. DeepSpeed trains in the plan's precision, not in ``dtype``.
         quantization: A diffusers quantization configuration (``BitsAndBytesConfig``,
-            ``TorchAoConfig``) for a base model with adapters. Every rank reads and quantizes the
-            whole base model. With a ControlNet, the frozen model is quantized instead.
+            ``TorchAoConfig``) for a base model with adapters, or for the frozen model that a
+            ControlNet controls. Every rank reads and quantizes the whole model.
         frozen_dtype: Dtype of the VAE, the text encoders, and the frozen model that a ControlNet
             controls.
         family: A custom family for an unsupported pipeline, or a family's name: a known family of
@@ -281,8 +282,8 @@ def load_pretrained(
             ControlNet is initialised from the pipeline's model.
         parts: ``False`` omits VAE and text encoders, which training from caches does not need.
         text_encoders: Names in the pipeline of text encoders to train with the model; ``True``
-            selects all CLIP text encoders. ``Pretrained.model`` is then a ``TrainedParts``, and
-            captions are encoded in each step.
+            selects all CLIP text encoders. With trained text encoders, ``Pretrained.model`` is a
+            ``TrainedParts``, and captions are encoded in each step.
         leave_out: Components to omit, such as ``("text_encoder_3", "tokenizer_3")`` of SD3.
         revision: Revision of the hub repository.
         variant: Variant of the weight files, such as ``"fp16"``.
@@ -296,8 +297,8 @@ def load_pretrained(
         InvalidValueError: ``source`` cannot be loaded, its family is unknown or fails the test of
             ``probe``, its scheduler does not add denoising diffusion's noise, the quantization is
             not available, or the weights' names or shapes do not match the model.
-        MissingDependencyError: transformers, which text encoders need, is not installed, or a
-            package that the quantization needs is not.
+        MissingDependencyError: A package that text encoders or the quantization need is not
+            installed.
     """
     folder, single, found = _located(
         source,
@@ -368,7 +369,7 @@ def _located(
     variant: str | None,
     options: dict[str, Any],
 ) -> tuple[Path, SingleFile | None, tuple[Decision, ...]]:
-    """The folder of a pipeline, with the single file that takes the place of its weights."""
+    """Return the folder of a pipeline, and the single file that contains its weights, if any."""
     path = Path(source)
     if config is None and path.suffix != SUFFIX and not path.is_file():
         return _local_folder(source, variant=variant, **options), None, ()
@@ -410,9 +411,9 @@ def _single_file(
     variant: str | None,
     options: dict[str, Any],
 ) -> tuple[SingleFile, tuple[Decision, ...]]:
-    """A single file with the configuration that was given, or that its keys tell.
+    """Return a single file with its configuration, by default the one that its keys imply.
 
-    Parts that it lacks are had from the hub as well, but for those in ``skip``.
+    Parts that the file lacks, except those in ``skip``, are downloaded from the hub.
     """
     if config is not None and Path(config).is_dir():
         return SingleFile.open(path, config=Path(config)), ()
@@ -471,7 +472,7 @@ def named_family(name: str) -> type[TextToImage]:
 
 
 def _imported_family(name: str) -> type[TextToImage]:
-    """A family of the user's, from a module of the working directory or an installed one."""
+    """Import a custom family from a module in the working directory or an installed module."""
     module, _, attribute = name.partition(":")
     here = str(Path.cwd())
     with contextlib.ExitStack() as undo:
@@ -504,9 +505,9 @@ class _StoredPipeline:
 
     folder: Path
     index: dict[str, Any]
-    """Its ``model_index.json``."""
+    """Content of ``model_index.json``."""
     single: SingleFile | None = None
-    """The file that holds the trained model, and parts of the pipeline."""
+    """Single file with the trained model, and possibly other parts of the pipeline."""
 
     def family(self) -> type[TextToImage]:
         name = str(self.index.get("_class_name"))
@@ -707,9 +708,9 @@ class _StoredPipeline:
         return kind.from_config(known | {"shift": float(shift)}), (decision,)
 
     def _same_noise(self, config: dict[str, Any], stored: str) -> tuple[Any, tuple[Decision, ...]]:
-        """What adds the noise that the folder's scheduler takes away: DDPM, or that scheduler.
+        """Return a scheduler that adds noise with the schedule of the folder's scheduler.
 
-        Schedulers of EDM train as they are.
+        Schedulers for EDM remain unchanged.
         """
         import diffusers
 
@@ -720,27 +721,30 @@ class _StoredPipeline:
         ddpm = ddpm_of(own) if hasattr(own, "alphas_cumprod") else None
         why = ""
         if kind is None:
-            why = "diffusers has no such scheduler"
+            why = "diffusers does not contain this scheduler"
         elif not hasattr(own, "alphas_cumprod"):
-            why = "it has no alphas_cumprod, so its noise is not that of denoising diffusion"
+            why = "the scheduler has no alphas_cumprod, which denoising diffusion needs"
         elif ddpm is None and not adds_noise(own):
-            why = "it only samples, and DDPM has no such noise schedule"
+            why = "the scheduler only samples, and DDPM has a different noise schedule"
         if why:
             raise InvalidValueError(
-                f"{why}, so training would add noise that the model was not trained on",
+                f"{why}; training cannot add the noise with which the model was trained",
                 key=f"{self.folder / 'scheduler' / 'scheduler_config.json'}: _class_name",
                 value=stored,
                 fix="train a model with a DDPM noise schedule; if this model has such a schedule, "
                 "write DDPMScheduler and its betas into the file",
             )
         before, after = stored, "DDPMScheduler"
-        reason = "both have the same noise schedule, and the latter implements the forward process"
+        reason = (
+            f"{stored} and DDPMScheduler have the same noise schedule, and DDPMScheduler "
+            "implements the forward process"
+        )
         if ddpm is None:
             before, after, middle = after, before, len(own.alphas_cumprod) // 2
             share = float(own.alphas_cumprod[middle])
             reason = (
-                "DDPM with the same settings has a different noise schedule, so training "
-                f"uses the folder's own (alphas_cumprod[{middle}] is {share:.4g})"
+                "DDPM with the same settings has a different noise schedule; training uses the "
+                f"folder's scheduler (alphas_cumprod[{middle}] is {share:.4g})"
             )
         decision = Decision(key="scheduler", before=before, after=after, reason=reason)
         return own if ddpm is None else ddpm, (decision,)
@@ -749,11 +753,11 @@ class _StoredPipeline:
 def _freeze_unread(
     family: TextToImage, encoders: Mapping[str, torch.nn.Module]
 ) -> tuple[Decision, ...]:
-    """Freeze what embeddings do not depend on, such as CLIP's last layer in SDXL.
+    """Freeze weights on which embeddings do not depend, such as CLIP's last layer in SDXL.
 
-    An optimizer would decay such weights, which no gradient ever reaches.
+    An optimizer would decay such weights, although they never get a gradient.
     """
-    if isinstance(family, PipelineFamily):  # A T5 beside it takes its time on a host.
+    if isinstance(family, PipelineFamily):  # A T5 is slow on the host.
         family = attrs.evolve(family, max_sequence_length=8)
     with torch.enable_grad():
         texts = family.embed(cast("FrozenParts", family.parts), ["a"], torch.device("cpu"))
@@ -809,12 +813,12 @@ def _spare_the_vae(parts: FrozenParts) -> tuple[Decision, ...]:
     )
 
 
-# -- The weights of the trained model: read whole, or left in their files for the engine.
+# -- Weights of the trained model, read here or later by the engine.
 
 
 @attrs.frozen(kw_only=True)
 class _Loading:
-    """How the trained model is to be loaded."""
+    """Options for loading the trained model."""
 
     folder: Path
     plan: DeepSpeedPlan | ResolvedPlan | None
@@ -852,7 +856,7 @@ class _Loading:
     def _model_of_file(
         self, kind: Any, place: Path, file: SingleFile
     ) -> tuple[Any, tuple[Decision, ...]]:
-        """The model of a single file, each weight at its place there."""
+        """Return the model of a single file, whose weights remain in the file."""
         file.check_plain()
         model = self._without_weights(kind, place)
         shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
@@ -900,7 +904,7 @@ class _Loading:
         )
 
     def _quantized(self, kind: Any, name: str | None) -> tuple[Any, tuple[Decision, ...]]:
-        """The model with its linear layers quantized by diffusers, frozen."""
+        """Return the frozen model, with linear layers quantized by diffusers."""
         told = type(self.quantization).__name__
         if told == "GGUFQuantizationConfig":
             raise InvalidValueError(
@@ -934,7 +938,7 @@ class _Loading:
         )
 
     def _read_for_plan(self, kind: Any, name: str | None) -> tuple[Any, tuple[Decision, ...]]:
-        """The model of files that cannot be read in parts, rounded as DeepSpeed will round it."""
+        """Return a model whose files cannot be read in parts, in the dtype DeepSpeed will use."""
         rounds = isinstance(self.plan, ResolvedPlan) and self.plan.uses_deepspeed
         chosen = self.dtype or (self.plan.precision if self.plan and rounds else "fp32")
         model = self._read_now(kind, name, _dtype(chosen))
@@ -990,7 +994,7 @@ class _Loading:
         return model
 
     def _without_weights(self, kind: Any, place: Path) -> Any:
-        """A model whose parameters have no values, and whose buffers have theirs."""
+        """Return a model whose buffers have values, but whose parameters do not."""
         from diffusers.models.modeling_utils import no_init_weights
 
         try:
@@ -1004,9 +1008,9 @@ class _Loading:
         return model
 
     def _leave_in_files(self, model: Any, place: Path, found: dict[str, StoredWeight]) -> None:
-        """Tell parameters where their values are, and read those of buffers."""
+        """Attach to each parameter its place in the files, and read buffers."""
         kind = type(model)
-        # Old files call some weights otherwise; the model's class renames them in place.
+        # Old files use different names for some weights; the model's class renames them in place.
         rename = getattr(model, "_fix_state_dict_keys_on_load", None)
         if rename is not None:
             rename(found)
@@ -1079,7 +1083,7 @@ class _Steered:
         return model, base.requires_grad_(False).eval(), (decision,)
 
     def _check_linear(self, base: torch.nn.Module) -> None:
-        """Stage 3 replaces torch's linear layer for all models, by one that transposes weights."""
+        """Reject torchao's weights at stage 3 if its linear layer, which transposes, is enabled."""
         plan = self.loading.plan
         plan = plan.plan if isinstance(plan, ResolvedPlan) else plan
         zero = None if plan is None else plan.zero_optimization
@@ -1106,12 +1110,12 @@ class _Steered:
 
     @property
     def _plain(self) -> _Loading:
-        """How to read without a plan: the engine takes these models as they are."""
+        """Return options without a plan, because the engine does not read these models' weights."""
         return attrs.evolve(self.loading, quantization=None, plan=None)
 
 
 def _stored_dtype(place: Path, variant: str | None) -> str:
-    """The precision of a model's files; fp32 where they have several."""
+    """Return the dtype of a model's files; fp32 if they contain several dtypes."""
     found = {
         tensor.dtype
         for file in weight_files(place, variant=variant)

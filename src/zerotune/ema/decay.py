@@ -64,7 +64,8 @@ class WarmupDecay:
 
     diffusers' ``EMAModel(use_ema_warmup=True)`` uses the same formula. The first update copies the
     weights. With ``power=2/3`` the decay reaches 0.999 after 31,600 steps and 0.9999 after a
-    million. With ``power=3/4``, for shorter runs, these values are 10,000 and 215,400 steps.
+    million. With ``power=3/4``, which suits shorter runs, the decay reaches 0.999 after 10,000
+    steps and 0.9999 after 215,400.
     """
 
     decay: float = attrs.field(default=0.9999, validator=_kept_share)

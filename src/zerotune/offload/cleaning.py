@@ -61,7 +61,7 @@ class CleanupReport:
 
     root: Path
     dry_run: bool
-    """Whether the clean-up was a dry run, in which ``removed`` lists leftovers that were kept."""
+    """Whether nothing was deleted; ``removed`` then lists what the clean-up would delete."""
     removed: tuple[Leftover, ...] = ()
     kept: tuple[Leftover, ...] = ()
     failures: tuple[Leftover, ...] = ()
@@ -479,8 +479,8 @@ def users_of(
 ) -> Users:
     """Find processes that use certain files, or may use them.
 
-    Processes on other machines are not visible, and from inside a container neither are processes
-    outside that container.
+    Processes on other machines are not found. Inside a container, processes outside the container
+    are not found either.
 
     Args:
         files: Device and inode of each file.

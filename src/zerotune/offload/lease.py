@@ -395,7 +395,7 @@ class FoundLease:
     """A leased folder found inside a swap root."""
 
     path: Path
-    """The folder."""
+    """Path of the folder."""
     run_id: str
     """Id of the run that leased it."""
     state: LeaseState

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 @attrs.frozen(kw_only=True)
 class Situation:
-    """Engine, stage, offload, precision, accelerator and versions."""
+    """Situation of an optimizer: engine, stage, offload, precision, accelerator and versions."""
 
     uses_deepspeed: bool = True
     """``False`` for the plain engine."""
@@ -80,7 +80,11 @@ class Situation:
 
     @classmethod
     def of(cls, resolved: ResolvedPlan) -> Situation:
-        """Derive the situation from a resolved plan."""
+        """Derive the situation from a resolved plan.
+
+        Args:
+            resolved: The resolved plan.
+        """
         platform = resolved.platform
         accelerator: str = platform.accelerator
         if resolved.uses_deepspeed and platform.deepspeed.accelerator:
@@ -124,7 +128,12 @@ class Situation:
         return self.uses_deepspeed and self.stage >= 1
 
     def before(self, package: str, *release: int) -> bool:
-        """Whether the installed ``package`` is older than ``release``; ``False`` if unknown."""
+        """Whether the installed ``package`` is older than ``release``; ``False`` if unknown.
+
+        Args:
+            package: Name of the package.
+            *release: Parts of the release number, such as 0 and 19.
+        """
         version = self.versions.get(package)
         if version is None and package in (self.packages or ()):
             version = installed_version(package)
@@ -205,8 +214,8 @@ class Situation:
         """Yield obstacles of optimizers that need all weights or whole matrices."""
         if entry.own_schedule and self.stage == 3:
             yield _cannot(
-                "the optimizer keeps values for all weights together, but stage 3 updates "
-                "one sub-group at a time",
+                "the optimizer shares values among all weights, but stage 3 updates one "
+                "sub-group at a time",
                 f"{entry.name} at stage 2",
             )
         elif entry.name == "Prodigy" and self.world_size > 1:
@@ -216,8 +225,8 @@ class Situation:
             )
         if entry.name == "Adafactor":
             yield _cannot(
-                "the optimizer factors the second moment of whole matrices, but ZeRO passes "
-                "flat partitions"
+                "the optimizer needs whole matrices to factor the second moment, but ZeRO "
+                "passes flat partitions"
             )
 
     def _handed_over(self, entry: OptimizerEntry) -> Capability:
@@ -412,7 +421,11 @@ class CapabilityTable:
 
     @classmethod
     def from_json(cls, text: str) -> CapabilityTable:
-        """Parse the output of ``to_json``."""
+        """Parse the output of ``to_json``.
+
+        Args:
+            text: JSON text.
+        """
         content = json.loads(text)
         cells = [Cell(**cell) for cell in content.pop("cells")]
         return cls(**content, cells=cells)
@@ -432,6 +445,10 @@ class CapabilityTable:
         """Return the cell for ``name`` in ``situation``; ``None`` if it was not measured.
 
         A cell is valid for all patch releases of one minor DeepSpeed release.
+
+        Args:
+            name: Canonical name of the optimizer.
+            situation: Situation in which the optimizer runs.
         """
         if not situation.uses_deepspeed or situation.accelerator != self.accelerator:
             return None

@@ -82,7 +82,7 @@ REST: Final = "rest"
 
 @attrs.frozen(kw_only=True)
 class ParameterGroup:
-    """One rule: which parameters it matches, and their arguments."""
+    """A rule: patterns of parameter names, and the arguments of the matching parameters."""
 
     name: str = attrs.field()
     """Name of the group in reports."""
@@ -147,7 +147,12 @@ class ParameterGroup:
             )
 
     def picks(self, name: str, shape: tuple[int, ...]) -> bool:
-        """Return whether this rule matches a parameter that no earlier rule matched."""
+        """Return whether this rule matches a parameter that no earlier rule matched.
+
+        Args:
+            name: Dotted name of the parameter.
+            shape: Shape of the parameter.
+        """
         if self.max_ndim is not None and len(shape) > self.max_ndim:
             return False
         return any(matches(pattern, name) for pattern in self.patterns)
@@ -180,7 +185,7 @@ class ParameterGroup:
 
 @attrs.frozen(kw_only=True)
 class ParameterGroups:
-    """Ordered rules; the first that matches a parameter applies.
+    """Ordered rules; the first rule that matches a parameter applies.
 
     Unmatched parameters form a last group, ``"rest"``, with the optimizer's own arguments::
 

@@ -210,6 +210,9 @@ class OptimizerResolver:
     def apply(self, resolved: ResolvedPlan) -> ResolvedPlan:
         """Return ``resolved`` with the choices filled in, and log the decisions.
 
+        Args:
+            resolved: The resolved plan.
+
         Raises:
             OptimizerError: As in ``resolve``.
         """
@@ -220,6 +223,9 @@ class OptimizerResolver:
     def settled(self, resolved: ResolvedPlan) -> ResolvedPlan:
         """Return ``resolved`` with the choices filled in, without logging.
 
+        Args:
+            resolved: The resolved plan.
+
         Raises:
             OptimizerError: As in ``resolve``.
         """
@@ -229,7 +235,11 @@ class OptimizerResolver:
         )
 
     def explain(self, resolved: ResolvedPlan) -> str:
-        """Describe the optimizer and schedule for ``resolved``, with reasons."""
+        """Describe the optimizer and schedule for ``resolved``, with reasons.
+
+        Args:
+            resolved: The resolved plan.
+        """
         return self.resolve(resolved).explain()
 
     def schedule_curve(self, resolved: ResolvedPlan, *, steps: int | None = None) -> ScheduleCurve:
@@ -251,6 +261,11 @@ class OptimizerResolver:
     ) -> Path:
         """Plot ``schedule_curve`` as a PNG file. Requires the extra ``zerotune[plot]``.
 
+        Args:
+            resolved: The resolved plan.
+            path: Path of the PNG file.
+            steps: Number of steps; default the run's ``total_steps``, or 1000.
+
         Raises:
             MissingDependencyError: matplotlib is not installed.
             OptimizerError: As in ``resolve``.
@@ -266,7 +281,7 @@ class OptimizerResolver:
         precision: str = "fp32",
         uses_deepspeed: bool = True,
     ) -> Capability:
-        """Return whether an optimizer can run in a situation that needs no plan.
+        """Return whether an optimizer can run, from stage and precision instead of a plan.
 
         Args:
             name: Any spelling accepted by ``normalise_optimizer_name``.
@@ -1154,7 +1169,15 @@ class Filled(Log):
     def change(
         self, section: str, name: str, value: Any, reason: str, severity: Severity | None = None
     ) -> None:
-        """Change an argument's value, with a warning if the previous value was explicit."""
+        """Change an argument's value, with a warning if the previous value was explicit.
+
+        Args:
+            section: Path of the section.
+            name: Name of the argument.
+            value: New value.
+            reason: Reason of the decision.
+            severity: Severity of the decision; default depends on whether the value was written.
+        """
         written = name not in self.defaulted
         before = self.values[name] if written else None
         self.defaulted.discard(name)
@@ -1163,7 +1186,13 @@ class Filled(Log):
         self.decide(f"{section}.{name}", before, value, reason, severity)
 
     def record_defaults(self, section: str, owner: str, keys: Collection[str]) -> None:
-        """Summarise the defaults in one decision."""
+        """Summarise the defaults in one decision.
+
+        Args:
+            section: Path of the section.
+            owner: Optimizer or schedule with these defaults.
+            keys: Arguments to summarise.
+        """
         values = {key: value for key, value in self.values.items() if key in keys}
         if values:
             self.decide(

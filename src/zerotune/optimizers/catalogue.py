@@ -77,7 +77,11 @@ class Parameter:
         return " ".join([noun, " and ".join(bound for bound in bounds if bound)]).strip()
 
     def accepts(self, implementation: str) -> bool:
-        """Return whether the class named ``implementation`` accepts the argument."""
+        """Return whether the class named ``implementation`` accepts the argument.
+
+        Args:
+            implementation: Name of the class.
+        """
         return not self.only or implementation in self.only
 
 
@@ -114,7 +118,11 @@ class Entry:
     """All arguments that a configuration may contain."""
 
     def parameter(self, name: str) -> Parameter | None:
-        """Return the argument ``name``, or ``None``."""
+        """Return the argument ``name``, or ``None``.
+
+        Args:
+            name: Name of the argument.
+        """
         return self._by_name.get(name)
 
     @property
@@ -427,7 +435,7 @@ _ONE_BIT_FAMILY: Final = tuple(
         summary=f"{base} with momentum compressed to one bit; removed from DeepSpeed",
         parameters=tuple(Parameter(name=each, optional=True) for each in _ONE_BIT_ARGUMENTS),
         lr_scale="larger" if base == "Lamb" else None,
-        refusal="DeepSpeed 0.19 removed the optimizer (PR #8490); only 0.18.x and older have it, "
+        refusal="removed in DeepSpeed 0.19 (PR #8490); available only in DeepSpeed 0.18 and older, "
         "at stage 0",
         instead="AdamW",
     )
@@ -804,7 +812,11 @@ class OptimizerName:
     """Whether it names a class (``FusedAdam``) instead of an optimizer."""
 
     def under(self, params: Mapping[str, Any]) -> str:
-        """Return the canonical name of the optimizer with these arguments."""
+        """Return the canonical name of the optimizer with these arguments.
+
+        Args:
+            params: Arguments of the optimizer.
+        """
         decoupled = next((params[key] for key in DECAY_SPELLINGS if key in params), True)
         if self.implementation and self.canonical == "AdamW" and decoupled is False:
             # FusedAdam(adam_w_mode=False) is L2 Adam, and AdamW would ignore the switch.

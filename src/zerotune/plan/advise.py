@@ -67,7 +67,11 @@ class Budget:
     the allocator, which needs 0.6 to 3.8 % (docs/memory-proof.md)."""
 
     def usable(self, place: Place) -> int:
-        """Return the maximum bytes that a plan may use in ``place``."""
+        """Return the maximum bytes that a plan may use in ``place``.
+
+        Args:
+            place: ``"device"``, ``"host"`` or ``"nvme"``.
+        """
         if place == "nvme":
             return self.nvme
         return int((self.device if place == "device" else self.host) * (1 - self.reserve))

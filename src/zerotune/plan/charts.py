@@ -101,8 +101,8 @@ def plot_memory(
 
     Args:
         estimate: The memory estimate.
-        path: The file; its suffix decides the format (without suffix: PNG). Its folder is created,
-            and an existing file is replaced.
+        path: The file; its suffix decides the format (without suffix: PNG). The folder of the file
+            is created, and an existing file is replaced.
         budget: Available bytes per rank by place.
 
     Returns:

@@ -81,20 +81,36 @@ Reading = tuple[Any, "str | None"]
 
 
 class Kind(ABC):
-    """The type of a setting: checks a value, and reads it from what a file contains."""
+    """Type of a setting: checks values, and converts written values to canonical form."""
 
     __slots__ = ()
 
     @abstractmethod
     def check(self, value: Any, key: str) -> None:
-        """Raise ``InvalidValueError`` unless ``value`` is in canonical form."""
+        """Raise ``InvalidValueError`` unless ``value`` is in canonical form.
+
+        Args:
+            value: Value of the setting.
+            key: Path of the setting, for messages.
+        """
 
     @abstractmethod
     def read(self, value: Any, key: str) -> Reading:
-        """Bring what was written into canonical form."""
+        """Convert a written value to canonical form.
+
+        Args:
+            value: Value as written.
+            key: Path of the setting, for messages.
+        """
 
     def read_into(self, log: Log, value: Any, key: str) -> Any:
-        """Read ``value`` like ``read``, and log a decision for each change."""
+        """Read ``value`` like ``read``, and log a decision for each change.
+
+        Args:
+            log: Log that receives decisions.
+            value: Value as written.
+            key: Path of the setting.
+        """
         refuse_template(self, value, key)
         if value is None and getattr(self, "null", None) is None:
             log.decide(key=key, before="null", after=None, reason="null is read as an unset key")
@@ -106,7 +122,7 @@ class Kind(ABC):
 
 
 def is_auto(value: object) -> bool:
-    """Whether ``value`` asks for an automatic choice."""
+    """Whether ``value`` requests an automatic choice."""
     return isinstance(value, str) and value.strip().lower() == AUTO
 
 
@@ -141,7 +157,7 @@ class Number(_OrAuto):
     """An explanation of a value with an unexpected meaning."""
 
     def check(self, value: Any, key: str) -> None:
-        """Accept a finite number in range, or ``"auto"`` where allowed."""
+        """Accept a finite number in range, or ``"auto"`` if this kind allows it."""
         if self.auto and value == AUTO:
             return
         if not is_number(value):
@@ -202,7 +218,7 @@ class Integer(Number):
     maximum: int = _LARGEST_INTEGER
 
     def check(self, value: Any, key: str) -> None:
-        """Accept an ``int`` in range, or ``"auto"`` where allowed."""
+        """Accept an ``int`` in range, or ``"auto"`` if this kind allows it."""
         if self.auto and value == AUTO:
             return
         if not is_integer(value):
@@ -270,7 +286,7 @@ class Boolean(_OrAuto):
     """Other spellings, and the value of each."""
 
     def check(self, value: Any, key: str) -> None:
-        """Accept a ``bool``, or ``"auto"`` where allowed."""
+        """Accept a ``bool``, or ``"auto"`` if this kind allows it."""
         if isinstance(value, bool) or (self.auto and value == AUTO):
             return
         raise self._refused("must be true or false", key, value, "true or false without quotes")
@@ -348,7 +364,7 @@ class Text(Kind):
 
 @attrs.frozen(kw_only=True)
 class Folder(Kind):
-    """A path on this machine; ``"auto"`` leaves it to ``zerotune.offload``."""
+    """A path on this machine; ``"auto"`` leaves the choice to ``zerotune.offload``."""
 
     def check(self, value: Any, key: str) -> None:
         """Accept a non-empty string."""
@@ -551,7 +567,7 @@ def comparable(section: Section | None) -> Section | None:
 
 
 def extra_keys() -> Any:
-    """Declare the field that keeps the keys zerotune does not model."""
+    """Declare the field for keys that zerotune does not model."""
     return attrs.field(factory=dict, converter=_own_copy, validator=_check_extra)
 
 
@@ -1127,7 +1143,8 @@ class _Translating:
             key=_SAVED_WHOLE,
             before=value,
             after=f"zero_optimization.{_GATHER} = {value}",
-            reason="this is accelerate's name for the key; DeepSpeed does not know it",
+            reason=f"DeepSpeed does not know {_SAVED_WHOLE}, which is accelerate's name for "
+            f"{_GATHER}",
         )
 
     def _offload_shorthand(self, key: str) -> None:
@@ -1475,17 +1492,30 @@ class ParameterFacts:
         return math.prod(self.shape)
 
     def nbytes(self, element_bytes: int) -> int:
-        """Return the bytes of the parameter; ``element_bytes`` is ignored if it is quantized."""
+        """Return the bytes of the parameter.
+
+        Args:
+            element_bytes: Bytes per element of an unquantized parameter.
+        """
         return element_bytes * self.numel if self.stored_bytes is None else self.stored_bytes
 
     def quantized(self, storage: str) -> ParameterFacts:
-        """Return the same weight, frozen and quantized to one of ``STORAGES``."""
+        """Return the same weight, frozen and quantized to one of ``STORAGES``.
+
+        Args:
+            storage: Storage dtype, such as ``"nf4"``.
+        """
         per_element, per_row = STORAGES[storage]
         taken = math.ceil(per_element * self.numel + per_row * (self.shape[0] if self.shape else 1))
         return attrs.evolve(self, trainable=False, storage=storage, stored_bytes=taken)
 
     def adapter(self, *, rank: int, ends: tuple[str, ...]) -> Iterator[ParameterFacts]:
-        """Yield the two LoRA factors of this weight, as in peft; none if no target matches."""
+        """Yield the two LoRA factors of this weight, as in peft; none if no target matches.
+
+        Args:
+            rank: Inner dimension of the factors.
+            ends: Suffixes of the names of adapted layers.
+        """
         layer, _, kind = self.name.rpartition(".")
         named = any(layer == end or layer.endswith(f".{end}") for end in ends)
         if kind != "weight" or not named or len(self.shape) < 2:
@@ -1497,7 +1527,12 @@ class ParameterFacts:
 
     @classmethod
     def of(cls, name: str, parameter: Any) -> ParameterFacts:
-        """Read the facts of a parameter: plain, partitioned or quantized."""
+        """Read the facts of a parameter: plain, partitioned or quantized.
+
+        Args:
+            name: Dotted name of the parameter.
+            parameter: A parameter of any kind: plain, partitioned or quantized.
+        """
         shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
         facts = cls(name=name, shape=shape, trainable=bool(parameter.requires_grad))
         kind = type(parameter)
@@ -1560,9 +1595,10 @@ SMALLEST_OFFLOADED: Final = 2**20
 class ActivationCost:
     """Peak bytes of activations and temporaries of one forward and backward pass.
 
-    At each moment of a pass these bytes are linear in batch size and pixels. This assumes
-    convolutions, and attention that never stores its matrix (``scaled_dot_product_attention``). The
-    batch size and resolution decide which moment has the peak.
+    At each moment of a pass these bytes are linear in batch size and pixels. This linear model
+    holds for convolutions, and for attention that never stores its matrix
+    (``scaled_dot_product_attention``). Batch size and resolution decide at which moment the peak
+    occurs.
     """
 
     base: float
@@ -1578,7 +1614,13 @@ class ActivationCost:
     """Other moments of the pass, which have the peak at other sizes."""
 
     def nbytes(self, *, batch: int, pixels: int, element_bytes: int = 2) -> int:
-        """Return the bytes for ``batch`` samples of ``pixels`` pixels each."""
+        """Return the bytes for ``batch`` samples of ``pixels`` pixels each.
+
+        Args:
+            batch: Samples per forward pass and rank.
+            pixels: Size of a sample, from ``ModelFacts.positions``.
+            element_bytes: Bytes per element of the precision.
+        """
         elements = element_bytes / 2
         in_half = self.base + batch * (self.per_sample + self.per_pixel * pixels)
         for count, per_sample, per_pixel in self.small:
@@ -1600,7 +1642,12 @@ class Amount:
     """Per sample and squared number of pixels, for attention."""
 
     def of(self, *, batch: int, pixels: int) -> float:
-        """Return the amount for ``batch`` samples of ``pixels`` pixels each."""
+        """Return the amount for ``batch`` samples of ``pixels`` pixels each.
+
+        Args:
+            batch: Samples per forward pass and rank.
+            pixels: Size of a sample, from ``ModelFacts.positions``.
+        """
         each = self.per_sample + pixels * (self.per_pixel + pixels * self.per_pixel_squared)
         return batch * each
 
@@ -1775,8 +1822,11 @@ class ModelFacts:
     def from_module(cls, module: Any) -> ModelFacts:
         """Read the facts of a ``torch.nn.Module`` on any device, including ``meta``.
 
-        Parameters sharded by ``deepspeed.zero.Init`` report their full shape; quantized ones report
-        the shape of the original weight.
+        Parameters that ``deepspeed.zero.Init`` partitions have their full shape in the facts, and
+        quantized parameters have their original shape.
+
+        Args:
+            module: The module; its weights are not read.
         """
         return cls(
             name=type(module).__name__,
@@ -1791,7 +1841,12 @@ class ModelFacts:
     def from_shapes(
         cls, shapes: Iterable[tuple[str, tuple[int, ...]]], *, name: str = "model"
     ) -> ModelFacts:
-        """Build the facts from ``(name, shape)`` pairs, all trainable."""
+        """Build the facts from ``(name, shape)`` pairs, all trainable.
+
+        Args:
+            shapes: Name and shape of each parameter.
+            name: Name of the model, for reports.
+        """
         return cls(
             name=name,
             parameters=[ParameterFacts(name=key, shape=tuple(shape)) for key, shape in shapes],
@@ -1883,20 +1938,33 @@ class ModelFacts:
         return sum(each.numel for each in self.parameters if each.storage)
 
     def weight_bytes(self, element_bytes: int, *, ranks: int = 1) -> int:
-        """Return the bytes of all weights on one rank if each weight is split over ``ranks``."""
+        """Return the bytes of all weights on one rank if each weight is split over ``ranks``.
+
+        Args:
+            element_bytes: Bytes per element of unquantized weights.
+            ranks: Number of ranks over which each weight is split.
+        """
         if not self.storages:
             return element_bytes * (self.numel if ranks == 1 else sum(self.parts(ranks)))
         return sum([-(-each.nbytes(element_bytes) // ranks) for each in self.parameters])
 
     def parts(self, ranks: int) -> tuple[int, ...]:
-        """Return each parameter's elements on one rank if split over ``ranks``, with padding."""
+        """Return each parameter's elements on one rank if split over ``ranks``, with padding.
+
+        Args:
+            ranks: Number of ranks.
+        """
         # Kept: every candidate of an advice adds up the same thousands of them.
         if ranks not in self._parts:
             self._parts[ranks] = tuple([-(-each.numel // ranks) for each in self.parameters])
         return self._parts[ranks]
 
     def trainable_parts(self, ranks: int) -> tuple[int, ...]:
-        """Return each trainable parameter's elements on one rank, with padding."""
+        """Return each trainable parameter's elements on one rank, with padding.
+
+        Args:
+            ranks: Number of ranks.
+        """
         if self.trainable == self.parameters:
             return self.parts(ranks)
         return tuple([-(-each.numel // ranks) for each in self.trainable])
@@ -1926,7 +1994,7 @@ class ModelFacts:
         )
 
     def streamed_by(self, named: Iterable[str]) -> StreamedFacts:
-        """Return ``streamed`` for the named modules as units.
+        """Return the sizes for streaming the named modules as units.
 
         Args:
             named: Dotted names of modules; if none matches, ``units`` are streamed.
@@ -1978,8 +2046,8 @@ UNET_BLOCKS: Final = frozenset({"BasicTransformerBlock", "ResnetBlock2D"})
 def repeated_modules(module: Any) -> tuple[str, ...]:
     """Return the dotted names of a model's repeated modules; of nested ones, the outermost.
 
-    These are the blocks that diffusers marks as repeated, and the blocks of U-Nets. If a model has
-    none, they are modules of one class in a list.
+    Repeated modules are the blocks that diffusers marks as repeated, and the blocks of U-Nets. In
+    other models, repeated modules are those of the same class in one list.
 
     Args:
         module: A ``torch.nn.Module``.
@@ -2045,7 +2113,7 @@ class RunFacts:
 
     @classmethod
     def from_arguments(cls, arguments: Any) -> RunFacts:
-        """Read a training script's flags by their names in diffusers' scripts.
+        """Read the flags of a training script, which have the same names as in diffusers' scripts.
 
         For example, ``--learning_rate`` then sets an ``lr`` of ``"auto"``. A fact stays ``None`` if
         its flag is missing or ``None``.
@@ -2171,7 +2239,7 @@ class DeepSpeedPlan(Readable, Section):
 
     @property
     def precision(self) -> str:
-        """``"bf16"``, ``"fp16"``, ``"fp32"`` or ``"auto"``, as written."""
+        """Precision as written: ``"bf16"``, ``"fp16"``, ``"fp32"`` or ``"auto"``."""
         bf16 = self.bf16.enabled if self.bf16 else None
         fp16 = self.fp16.enabled if self.fp16 else None
         if bf16 is True:
@@ -2185,14 +2253,14 @@ class DeepSpeedPlan(Readable, Section):
 
     @property
     def offload_optimizer_device(self) -> str:
-        """``"none"``, ``"cpu"`` or ``"nvme"``, as written."""
+        """Device of ``offload_optimizer`` as written: ``"none"``, ``"cpu"`` or ``"nvme"``."""
         zero = self.zero_optimization
         section = zero.offload_optimizer if zero else None
         return (section.device if section else None) or "none"
 
     @property
     def offload_param_device(self) -> str:
-        """``"none"``, ``"cpu"`` or ``"nvme"``, as written."""
+        """Device of ``offload_param`` as written: ``"none"``, ``"cpu"`` or ``"nvme"``."""
         zero = self.zero_optimization
         section = zero.offload_param if zero else None
         return (section.device if section else None) or "none"
@@ -2341,7 +2409,11 @@ class DeepSpeedPlan(Readable, Section):
         return self.to_dict()
 
     def to_json(self, *, indent: int = 2) -> str:
-        """Return the configuration as written, as JSON text."""
+        """Return the configuration as written, as JSON text.
+
+        Args:
+            indent: Number of spaces per level.
+        """
         return json.dumps(self.to_dict(), indent=indent, allow_nan=False)
 
     def to_yaml(self, *, lossy: Collection[str] = ()) -> str:
@@ -2456,7 +2528,7 @@ class DeepSpeedPlan(Readable, Section):
             gradient_accumulation_steps: Forward passes per optimizer step.
             gradient_clipping: Maximum gradient norm; 0 disables clipping.
             optimizer: Optimizer as a name, or as ``{"type": …, "params": {…}}``.
-            lr: Learning rate; by default the optimizer's own, with a decision.
+            lr: Learning rate; by default that of the optimizer, recorded as a decision.
             scheduler: Schedule as a name, or as ``{"type": …, "params": {…}}``. ``None`` keeps the
                 learning rate constant, as in DeepSpeed; ``"auto"`` uses WarmupLR with a length that
                 suits the run.
@@ -2464,7 +2536,7 @@ class DeepSpeedPlan(Readable, Section):
 
         Raises:
             PlanError: As in ``from_dict``.
-            OptimizerError: No optimizer is named ``optimizer``.
+            OptimizerError: The name of the optimizer is unknown.
         """
         zero: dict[str, Any] = {"stage": stage}
         for key, device in (("offload_optimizer", offload), ("offload_param", offload_param)):
@@ -2606,19 +2678,32 @@ class DeepSpeedPlan(Readable, Section):
         return text.plan_page(self, world_size=world_size, platform=platform).text()
 
     def explain_markdown(self, *, world_size: int = 1, platform: Platform | None = None) -> str:
-        """Return ``explain`` as Markdown tables."""
+        """Return ``explain`` as Markdown tables.
+
+        Args:
+            world_size: Number of ranks for the rules.
+            platform: The machine, as in ``explain``.
+        """
         from zerotune.plan import text
 
         return text.plan_page(self, world_size=world_size, platform=platform).markdown()
 
     def summary(self, *, world_size: int = 1, platform: Platform | None = None) -> dict[str, Any]:
-        """Return ``explain`` as JSON-serialisable data."""
+        """Return ``explain`` as JSON-serialisable data.
+
+        Args:
+            world_size: Number of ranks for the rules.
+            platform: The machine, as in ``explain``.
+        """
         from zerotune.plan import text
 
         return text.plan_data(self, world_size=world_size, platform=platform)
 
     def diff(self, other: DeepSpeedPlan) -> PlanDifference:
         """Return the differences from ``other``, an object that is false if the plans are equal.
+
+        Args:
+            other: The plan to compare with.
 
         Raises:
             InvalidValueError: ``other`` is not a ``DeepSpeedPlan``.
@@ -2654,7 +2739,7 @@ class DeepSpeedPlan(Readable, Section):
         prefer: Preference = "fastest",
         streamed: bool = False,
     ) -> Advice:
-        """Return the plan that fits the machine with the shortest predicted step.
+        """Return the plan with the shortest predicted step among those that fit the machine.
 
         Args:
             model: ``ModelFacts``, a module, or the name of a family (``"sdxl"``).
@@ -2684,10 +2769,10 @@ class DeepSpeedPlan(Readable, Section):
             rates: Speeds of the machine; by default those that ``zerotune doctor --rates``
                 measured, or those of a catalogue.
             prefer: ``"fastest"``, or ``"least offload"`` for the least offload and the lowest stage
-                regardless of time. Without known arithmetic of the model, the least offload is
+                regardless of time. If the model's arithmetic is unknown, the least offload is
                 chosen.
-            streamed: Whether a plan with streamed weights may be chosen; it is listed in any case.
-                To enable streaming, call ``plan.resolve(streamed=advice.streamed)``.
+            streamed: Whether a plan with streamed weights may be chosen; such plans are always
+                listed. To enable streaming, call ``plan.resolve(streamed=advice.streamed)``.
 
         Raises:
             NothingFitsError: No plan fits; the error contains the closest plan.
@@ -2987,12 +3072,12 @@ class ResolvedPlan(Readable):
 
     @property
     def offload_optimizer(self) -> str:
-        """``"none"``, ``"cpu"`` or ``"nvme"``."""
+        """Device of ``offload_optimizer``: ``"none"``, ``"cpu"`` or ``"nvme"``."""
         return self.plan.offload_optimizer_device
 
     @property
     def offload_param(self) -> str:
-        """``"none"``, ``"cpu"`` or ``"nvme"``."""
+        """Device of ``offload_param``: ``"none"``, ``"cpu"`` or ``"nvme"``."""
         return self.plan.offload_param_device
 
     @property
@@ -3053,7 +3138,11 @@ class ResolvedPlan(Readable):
         )
 
     def without_streaming(self, reason: str) -> Self:
-        """Return this plan without streaming, and with a decision that gives the reason."""
+        """Return this plan without streaming, and with a decision that gives the reason.
+
+        Args:
+            reason: Reason of the decision.
+        """
         asked = self.streamed if self.streamed is None else True
         decision = Decision(
             key="streamed",
@@ -3207,6 +3296,9 @@ class ResolvedPlan(Readable):
 
         Rendered configurations (with swap folders), engines, world sizes, optimizers and schedules
         are compared; reasons are not. Incomplete plans can be compared.
+
+        Args:
+            other: The resolved plan to compare with.
 
         Raises:
             InvalidValueError: ``other`` is not a ``ResolvedPlan``.

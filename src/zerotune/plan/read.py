@@ -87,7 +87,7 @@ def read_whole(
     also_known: Collection[str] = (),
     decisions: Iterable[Decision] = (),
 ) -> DeepSpeedPlan:
-    """Read a plan with the decisions of reading; raise all mistakes together.
+    """Read a plan and its decisions; raise all mistakes as one error.
 
     Args:
         read: Function that reads the plan with a log.
@@ -101,7 +101,7 @@ def read_whole(
 def read_partly(
     read: Callable[[Log], DeepSpeedPlan], *, also_known: Collection[str] = ()
 ) -> tuple[DeepSpeedPlan | None, tuple[ZeroTuneError, ...]]:
-    """Read a plan without its invalid parts (``None`` if nothing remains), and its mistakes.
+    """Return the valid part of a plan (``None`` if nothing is valid), and all mistakes.
 
     Args:
         read: Function that reads the plan with a log.

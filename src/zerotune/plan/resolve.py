@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 
 def overruled(log: Log, key: str, asked: Any, used: Any, stands: str) -> None:
-    """Record a warning if a requested value loses against that of the configuration."""
+    """Record a warning if the configuration overrides a requested value."""
     if asked not in (None, used):
         log.decide(key, asked, used, f"the configuration's own {stands}", "warning")
 
@@ -389,7 +389,7 @@ class Case:
 
     @property
     def rounds_swapped(self) -> bool:
-        """Whether DeepSpeed swaps fp32 parameters as bf16: on an accelerator without fp16."""
+        """Whether DeepSpeed would round fp32 parameters to bf16 when it swaps them."""
         platform = self.context.platform
         return platform is not None and self.trains_in == "fp32" and not platform.fp16
 
@@ -459,7 +459,7 @@ def allgather_bucket(model: ModelFacts | None) -> int:
 
 
 def leaf_blocks(model: ModelFacts | None) -> tuple[BlockFacts, ...]:
-    """Return the blocks that stage 3 can fetch as a whole, no larger than a prefetch."""
+    """Return the blocks that stage 3 can fetch as a whole within the prefetch size."""
     if model is None or len(model.trainable) < len(model.parameters):
         return ()
     return tuple(
@@ -539,6 +539,9 @@ class Swapping:
         """Whether anything is swapped if ``max_in_cpu`` elements may stay in host memory.
 
         DeepSpeed applies this limit only to trainable parameters, and always swaps frozen ones.
+
+        Args:
+            max_in_cpu: Value of ``offload_param.max_in_cpu`` in elements.
         """
         swapped = self.swapped
         if sum(self.model.trainable_parts(self.world_size)) > max_in_cpu:
@@ -619,8 +622,8 @@ swap buffer", or the pool runs out ("Not enough buffers")."""
 def optimizer_buffers(section: OffloadSection) -> int:
     """Return the number of buffers that Adam needs with several sub-groups.
 
-    In runs with DeepSpeed 0.19.8, 8 buffers sufficed for ``pipeline_read``, but failed with
-    ``pipeline_write`` in addition; 12 buffers sufficed for both.
+    In runs with DeepSpeed 0.19.8, 8 buffers sufficed for ``pipeline_read`` alone. With both
+    options, 8 buffers failed and 12 sufficed.
     """
     overlapped = (section.pipeline_read is True) + (section.pipeline_write is True)
     return OPTIMIZER_BUFFERS * (1 + overlapped)
@@ -667,7 +670,15 @@ class Filler(Log):
     def fill(
         self, section: SectionT, path: str, name: str, chosen: Any, reason: str = DEEPSPEED_DEFAULT
     ) -> SectionT:
-        """Set ``name`` if the plan does not, and record a decision."""
+        """Set ``name`` if the plan leaves it open, and record a decision.
+
+        Args:
+            section: The section to change.
+            path: Path of the section.
+            name: Key in the section.
+            chosen: Value for the key.
+            reason: Reason of the decision.
+        """
         written = getattr(section, name)
         if written is not None and written != AUTO:
             return section
@@ -684,7 +695,16 @@ class Filler(Log):
         *,
         severity: Severity = "note",
     ) -> SectionT:
-        """Set ``name`` even against the plan, which could not run otherwise; record a decision."""
+        """Override ``name`` in a plan that could not run otherwise, and record a decision.
+
+        Args:
+            section: The section to change.
+            path: Path of the section.
+            name: Key in the section.
+            value: Value for the key.
+            reason: Reason of the decision.
+            severity: Severity of the decision.
+        """
         written = getattr(section, name)
         if written == value:
             return section
@@ -694,7 +714,15 @@ class Filler(Log):
     def drop(
         self, section: SectionT, path: str, name: str, reason: str, *, severity: Severity = "note"
     ) -> SectionT:
-        """Remove a key that has no effect, and record a decision."""
+        """Remove a key that has no effect, and record a decision.
+
+        Args:
+            section: The section to change.
+            path: Path of the section.
+            name: Key in the section.
+            reason: Reason of the decision.
+            severity: Severity of the decision.
+        """
         written = getattr(section, name)
         if written is None:
             return section
@@ -1075,7 +1103,7 @@ def pins_exactly(platform: Platform) -> bool:
 
 
 def pins_natively(platform: Platform) -> bool:
-    """Whether DeepSpeed page-locks its blocks in their exact size, because torch rounds them.
+    """Whether DeepSpeed page-locks blocks itself, because torch would round their sizes up.
 
     Args:
         platform: The machine. DeepSpeed must be installed, and locked memory must be unlimited,
@@ -1089,7 +1117,7 @@ def pins_natively(platform: Platform) -> bool:
 
 
 def prepared(requested: DeepSpeedPlan, context: Context, log: Log) -> Case:
-    """Return ``requested`` without sections that the engine does not use, with its context.
+    """Return a case: the plan without sections that its engine does not use, and the context.
 
     Args:
         requested: The plan.

@@ -105,7 +105,11 @@ class Rule:
         return self.find(Case(plan=plan, context=context))
 
     def find(self, case: Case) -> list[Decision]:
-        """Return the findings of this rule for a case that several rules share."""
+        """Return the findings of this rule for a case that several rules share.
+
+        Args:
+            case: Plan and context.
+        """
         if self.only_deepspeed and not case.context.uses_deepspeed:
             return []
         return list(self.check(case, self))
@@ -131,7 +135,11 @@ class Rule:
         )
 
     def refused(self, error: PlanError) -> Decision:
-        """Return the finding that corresponds to ``error``."""
+        """Return the finding that corresponds to ``error``.
+
+        Args:
+            error: The error.
+        """
         return Decision.of(error, rule=self.id, severity=self.severity)
 
 
@@ -676,8 +684,8 @@ def pinned_memory(case: Case, this: Rule) -> Findings:
     """Before torch 2.13, rounding of pinned memory wastes 16 GiB for SDXL at stage 2.
 
     Each block is rounded up to a power of two. With torch 2.13 zerotune disables this rounding.
-    DeepSpeed 0.19.8 page-locks the exact size if locked memory is not limited. The rule needs a
-    known model and torch version.
+    DeepSpeed 0.19.8 page-locks the exact size if locked memory is not limited. The rule applies
+    only if model and torch version are known.
     """
     plan, context, section = case.plan, case.context, offload_section(case.plan, "optimizer")
     here = context.platform
@@ -714,7 +722,8 @@ def pinned_memory(case: Case, this: Rule) -> Findings:
 def muon_convolutions(case: Case, this: Rule) -> Findings:
     """Muon fails on the weights of convolutions at stages 2 and 3.
 
-    Alternatively, let Muon's auxiliary Adam update convolutions. The rule needs a known model.
+    Alternatively, let Muon's auxiliary Adam update convolutions. The rule applies only if
+    the model is known.
     """
     plan, wide = case.plan, wide_weight(case)
     if plan.optimizer_name == "Muon" and wide is not None and plan.stage in (2, 3):
@@ -799,7 +808,8 @@ def precision_conflict(case: Case, this: Rule) -> Findings:
 def precision_unsupported(case: Case, this: Rule) -> Findings:
     """The platform does not support the requested precision.
 
-    Request a supported precision, or write ``"auto"``. The rule needs a known platform.
+    Request a supported precision, or write ``"auto"``. The rule applies only if the
+    platform is known.
     """
     plan = case.plan
     both = all(section and section.enabled is True for section in (plan.bf16, plan.fp16))
@@ -1300,8 +1310,8 @@ def gradient_sum(case: Case, this: Rule) -> Findings:
 def zenflow(case: Case, this: Rule) -> Findings:
     """ZenFlow fails on the weights of convolutions, or corrupts them.
 
-    ZenFlow selects columns of matrices (``num_row, num_col``). Other shapes it treats as one row,
-    or it fails to transpose them. The rule needs a known model.
+    ZenFlow selects columns of matrices (``num_row, num_col``). ZenFlow treats other shapes as
+    one row, or fails to transpose them. The rule applies only if the model is known.
     """
     section, wide = zero_extra(case.plan, "zenflow"), wide_weight(case)
     if section is not None and wide is not None:

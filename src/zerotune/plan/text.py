@@ -383,7 +383,11 @@ class Fit:
         return self.available is None or self.needed <= self.available
 
     def words(self, unit: tuple[str, int]) -> str:
-        """Return peak, budget, and free or missing memory in ``unit``."""
+        """Return peak, budget, and free or missing memory in ``unit``.
+
+        Args:
+            unit: Name of the unit, and its size in bytes.
+        """
         name, size = unit
         if self.available is None:
             return f"{self.needed / size:.2f} {name}"
@@ -438,7 +442,12 @@ class MemoryTable(Table):
 
     @classmethod
     def of(cls, estimate: MemoryEstimate, budget: RankBudget | None = None) -> MemoryTable:
-        """Build the table from ``estimate``, with ``budget`` in bytes per rank."""
+        """Build the table from ``estimate``, with ``budget`` in bytes per rank.
+
+        Args:
+            estimate: The memory estimate.
+            budget: Available bytes per rank by place.
+        """
         unit = estimate_unit(estimate, budget)
         every = fits(estimate, budget)
         over = {PLACE_NAMES[fit.place] for fit in every if not fit.fits}
@@ -758,7 +767,7 @@ def advice_page(advice: Advice, *, most: int | None = None) -> Page:
 
 
 def nearest_page(candidate: Candidate, *, budget: Sizes) -> Page:
-    """Return a report of the plan that comes closest if no plan fits, with the missing memory.
+    """Return a report of the closest plan and its missing memory, if no plan fits.
 
     Args:
         candidate: The candidate in ``NothingFitsError.nearest``.

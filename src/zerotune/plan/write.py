@@ -114,7 +114,7 @@ def plan_document(
     lossy: Collection[str] = (),
     like: Mapping[str, Any] | None = None,
 ) -> PlanDocument:
-    """Return a plan as text of one format, which trains the same when read again.
+    """Convert a plan to text of one format; the text reads back as an equivalent plan.
 
     Each setting is written under its name in the format, if the format has one.
 
@@ -124,8 +124,8 @@ def plan_document(
             ``config.json`` that contains ``deepspeed_config``) or ``"python"`` (a script).
         existing: A trainer's file whose other content is preserved.
         lossy: Launch settings that may be dropped if the format does not support them, such as
-            ``"num_processes"`` for a train batch that processes share. Settings that only start
-            processes are always dropped with a decision.
+            ``"num_processes"`` for a train batch that processes share. Settings that only affect
+            how processes start are always dropped, with a decision.
         like: A configuration whose key order is used for JSON; default the order of the plan's
             fields.
 
@@ -324,7 +324,7 @@ class _Writer(Log):
         lost = {key: value for key, value in left.items() if key not in (*unsaid, *starts)}
         refused = [key for key in lost if key not in named]
         if refused:
-            others = f" (nor for {', '.join(refused[1:])})" if refused[1:] else ""
+            others = f" (nor {', '.join(refused[1:])})" if refused[1:] else ""
             names = ",".join(lost)
             known = (TOP_LEVEL | LAUNCH_IN_BLOCK) - {"mixed_precision"}
             keep = (
@@ -461,8 +461,9 @@ class _Writer(Log):
         """Return a YAML file for ``accelerate launch --config_file``.
 
         A plan is written in accelerate's keys if it has only a stage, CPU offload, accumulation,
-        clipping above 0, and saving of 16-bit weights. NVMe folders need the other form, because
-        ``accelerate launch`` does not pass them on.
+        clipping above 0, and saving of 16-bit weights. A plan with NVMe folders is written as JSON
+        text under ``deepspeed_config_file``, because ``accelerate launch`` does not pass such
+        folders on.
         """
         self._settle_inside("accelerate")
         written = self.plan.launch.distributed_type if self.plan.launch else None
@@ -691,7 +692,7 @@ _LONGEST_LAID_OUT: Final = 100_000
 
 
 def python_expression(plan: DeepSpeedPlan, *, width: int = _LINE_WIDTH) -> str:
-    """Return a Python expression that equals ``plan``; it needs only ``DeepSpeedPlan``."""
+    """Return a Python expression that equals ``plan`` and needs only ``DeepSpeedPlan``."""
     known = sorted(passed_paths(plan, unknown=True))
 
     def call(name: str, value: Any, *, launched: bool) -> str:

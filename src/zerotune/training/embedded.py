@@ -289,7 +289,11 @@ class EmbeddedPlan(Closing):
         return EngineSchedule(self)
 
     def decide(self, *decisions: Decision) -> None:
-        """Record and log decisions made for the script."""
+        """Record and log decisions made for the script.
+
+        Args:
+            decisions: The decisions.
+        """
         self._decided.extend(decisions)
         announce(decisions)
 

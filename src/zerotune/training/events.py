@@ -32,17 +32,17 @@ class StepMetrics:
     """Metrics of one step; times and memory are this rank's, and all other values are global."""
 
     step: int
-    """Optimizer steps taken, including this one."""
+    """Number of optimizer steps taken, including this step."""
     loss: float
-    """Mean over the ranks and over the accumulation window."""
+    """Loss of the step, as the mean over ranks and accumulation window."""
     lr: float
     """Learning rate of the first parameter group during this step."""
     grad_norm: float | None
-    """Global L2 norm of the unclipped gradient; ``None`` where the engine does not compute it."""
+    """Global L2 norm of the unclipped gradient; ``None`` if the engine computes no norm."""
     applied: bool
     """Whether the weights changed; ``False`` if the fp16 loss scale overflowed."""
     samples: int
-    """Samples seen by all ranks since the run began."""
+    """Number of samples that all ranks have processed since the run began."""
     seconds: float
     """Wall-clock time of the step."""
     phases: Mapping[str, float]
@@ -85,13 +85,25 @@ class Callback:
         """
 
     def on_finish(self, trainer: RunView) -> None:
-        """Called when ``fit`` has taken its last step."""
+        """Called when ``fit`` has taken its last step.
+
+        Args:
+            trainer: The trainer that runs ``fit``.
+        """
 
     def on_fit_end(self, trainer: RunView) -> None:
-        """Called when ``fit`` ends, even if ``fit`` raises an error."""
+        """Called when ``fit`` ends, even if ``fit`` raises an error.
+
+        Args:
+            trainer: The trainer that runs ``fit``.
+        """
 
     def on_close(self, trainer: RunView) -> None:
-        """Called when the trainer is closed."""
+        """Called when the trainer is closed.
+
+        Args:
+            trainer: The trainer to close.
+        """
 
     def on_save(self, trainer: RunView, path: Path) -> None:
         """Called after a checkpoint was saved.

@@ -223,7 +223,7 @@ class Situation:
 
     plan: ResolvedPlan
     doing: str
-    """For example ``"forward of optimizer step 12"`` or ``"starting the engine"``."""
+    """Current work, such as ``"forward of optimizer step 12"`` or ``"starting the engine"``."""
     estimate: MemoryEstimate | None = None
     """Expected memory; by default the plan's estimate without activations."""
     limits: Limits | None = None

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 PlanSource: TypeAlias = (
     "DeepSpeedPlan | ResolvedPlan | Advice | Mapping[str, Any] | str | os.PathLike[str]"
 )
-"""Accepted types of ``plan``: a plan, advice, a configuration, or the path of one."""
+"""Accepted types of ``plan``: a plan, advice, a configuration, or the path of a configuration."""
 
 
 def prepare(
@@ -259,11 +259,11 @@ def check_model(model: Any) -> None:
     value: Any = model if isinstance(model, str | os.PathLike) else type(model).__name__
     if isinstance(model, str | os.PathLike):
         why = "is the path of a model, not a model"
-        fix = f"load it: loaded = zerotune.load_pretrained({os.fspath(model)!r}), then loaded.model"
+        fix = f"write loaded = zerotune.load_pretrained({os.fspath(model)!r}), then loaded.model"
     elif hasattr(model, "components") or hasattr(model, "save_pretrained"):
-        why = "is a whole pipeline; only one of its models is trained"
-        fix = "zerotune.load_pretrained(FOLDER) returns model and objective, or pass pipeline.unet "
-        fix += "(or pipeline.transformer)"
+        why = "is a whole pipeline, but only one of its models can be trained"
+        fix = "use zerotune.load_pretrained(FOLDER), which returns model and objective, or pass "
+        fix += "pipeline.unet or pipeline.transformer"
     else:
         why, fix = "is not a torch.nn.Module", "pass the module to train"
     raise InvalidValueError(why, key="model", value=value, fix=fix)

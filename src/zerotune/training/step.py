@@ -46,7 +46,7 @@ class StepClock:
         self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
         self._started = self._now()
         self.current: str | None = None
-        """The current phase, also kept after it raises. ``None`` outside of phases."""
+        """The current phase; after an error, the phase that raised it. ``None`` between phases."""
 
     def start(self) -> None:
         """Start a step."""
@@ -431,7 +431,7 @@ class RollBackNonFinite:
         """Number of rollbacks."""
 
     def judge(self, found: NonFinite) -> None:
-        """Count the step, and drop it."""
+        """Count and drop the step."""
         self._in_a_row += 1
         self._latest = found
         announce((found.decision(),))

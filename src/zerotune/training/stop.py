@@ -82,8 +82,8 @@ class StopOnSignals(Callback):
     def on_fit_end(self, trainer: RunView) -> None:  # noqa: ARG002
         """Restore the previous handlers, and send a signal again that arrived after the last step.
 
-        While an error propagates, the signal is not sent again: a launcher that sends SIGTERM
-        because a rank failed must not keep the remaining ranks from deleting their swap folders.
+        While an error propagates, the signal is not sent again, so that the rank can still delete
+        its swap folder after a launcher's SIGTERM.
         """
         failing = sys.exc_info()[1] is not None
         late, self._received = self._received, None
@@ -243,7 +243,7 @@ class Stopping:
         self._deadline: float | None = None
         self._limit = 0.0
         self.reason: str | None = None
-        """Why the latest ``fit`` ended early, the same on every rank; ``None`` if it did not."""
+        """Why the latest ``fit`` ended early; ``None`` if ``fit`` reached its goal."""
 
     def begin(self, goal: Goal) -> None:
         """Clear earlier requests, and start the clock of the time limit."""

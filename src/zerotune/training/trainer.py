@@ -558,16 +558,17 @@ class RunOptions(TypedDict, total=False):
     compile: bool | Mapping[str, Any] | Compilation
     """``True``, or ``Compilation`` options, compiles the forward pass; off by default."""
     gradient_checkpointing: bool | Literal["auto"]
-    """Recompute blocks in the backward pass; ``"auto"``, the default, decides by memory."""
+    """Whether blocks are recomputed in the backward pass; ``"auto"``, the default, recomputes if
+    memory requires it."""
     threads: int | None
-    """OpenMP threads of this rank. ``None``, the default, uses its share of the cores if the CPU
-    computes and the user has set no number."""
+    """Number of OpenMP threads of this rank. ``None``, the default, uses the rank's share of the
+    cores, if the CPU computes and the user has set no number of threads."""
     profile: Profile | None
     """A torch profiler trace of a few steps; none by default."""
     workers: int
     """Worker processes that prefetch a dataset; 0, the default, loads in this process."""
     pin: bool
-    """Page-lock the batches of a dataset, for faster copies to a GPU."""
+    """Whether batches of a dataset are page-locked, for faster copies to a GPU."""
     watchdog: Watchdog | bool
     """Ends a run whose ranks deadlock; on by default with several ranks."""
 
@@ -661,7 +662,12 @@ class Running:
         )
 
     def measured(self, shadows: Iterable[EMAShadow], *, thorough: bool) -> dict[str, Any]:
-        """Return the report's memory estimate, copy rate and most expensive operators."""
+        """Return the report's memory estimate, copy rate and most expensive operators.
+
+        Args:
+            shadows: EMAs of the run.
+            thorough: Whether to measure activations and copy rate, which takes about a second.
+        """
         return {
             "estimate": self.estimate(shadows, measure=thorough),
             "copy_rate": copy_rate() if thorough else None,
@@ -732,4 +738,5 @@ class _GroupStops(Callback):
 
 
 RunView = Trainer
-"""A run as callbacks see it; any object with the attributes they use is accepted."""
+"""Type of a callback's ``trainer``; an object with the attributes that the callback uses suffices.
+"""

@@ -249,14 +249,14 @@ class SampleOptions(TypedDict, total=False):
     labels: torch.Tensor
     count: int
     scheduler: Any
-    """Scheduler; default the objective's, or with prompts the pipeline's."""
+    """Scheduler; by default the pipeline's scheduler for ``prompts``, otherwise the objective's."""
     steps: int
     guidance_scale: float
     seed: int
     """Seed of the images; default 0."""
     ema: bool | str
-    """``False`` samples with the trained weights, a name with one of several EMAs, ``True`` (the
-    default) with the first EMA, if any."""
+    """``False`` samples with the trained weights, a name with the EMA of this name, and ``True``,
+    the default, with the first EMA, if any."""
     shape: tuple[int, int, int]
     size: tuple[int, int]
     frames: int

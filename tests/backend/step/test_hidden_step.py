@@ -456,7 +456,7 @@ def test_a_pass_in_the_thread_leaves_the_forward_a_core(threads, left):
     assert seen == {("zerotune-step", left, threads)}
     ((before, after, reason),) = said
     assert (before, after) == (threads, left)
-    assert ("left to what the next forward" in reason) == (left < threads)
+    assert ("one thread remains" in reason) == (left < threads)
     assert f"{len(os.sched_getaffinity(0))} hardware thread(s)" in reason
 
 

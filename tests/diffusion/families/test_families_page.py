@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 import runpy
 from pathlib import Path
 
 import pytest
 
-from zerotune.diffusion.models.declared import DECLARED
+from zerotune.diffusion.models.controlnet import CONTROLNETS
+from zerotune.diffusion.models.declared import DECLARED, WanLowNoise
+from zerotune.diffusion.models.image_to_video import (
+    HunyuanVideoImageToVideo,
+    WanImageToVideo,
+    WanImageToVideoLowNoise,
+)
 
 DOCS = Path(__file__).parents[3] / "docs"
 
@@ -31,6 +38,17 @@ def test_the_table_is_current(generator):
 def test_every_declared_family_has_a_line(generator):
     listed = {kind for kind, _ in generator["FAMILIES"].values()}
     assert set(DECLARED) <= listed
+
+
+def test_each_family_is_listed_with_its_pipeline_unless_the_names_agree(generator):
+    text = (DOCS / "families.md").read_text(encoding="utf-8").partition(generator["BEGIN"])[0]
+    cells = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
+    entry = re.compile(r"`(\w+)`(?: \((?:`(\w+Pipeline)`)?[^)]*\))?")
+    listed = {name: pipeline for cell in cells for name, pipeline in entry.findall(cell)}
+    videos = (WanLowNoise, WanImageToVideo, WanImageToVideoLowNoise, HunyuanVideoImageToVideo)
+    for kind in (*DECLARED, *CONTROLNETS, *videos):
+        usual = f"{kind.__name__}Pipeline"
+        assert listed[kind.__name__] == ("" if kind.pipeline == usual else kind.pipeline)
 
 
 def test_notes_of_runs_become_what_ran(generator, monkeypatch):

@@ -44,7 +44,7 @@ def test_a_pipeline_that_pads_to_the_longest_encodes_texts_one_by_one(folder, lo
     assert (alone.key, alone.after) == ("family.texts_alone", True)
     assert warning.severity == "warning"
     assert (
-        "without a mask (prompt_embeds): train with train_micro_batch_size_per_gpu=1"
+        "without a mask (prompt_embeds); train with train_micro_batch_size_per_gpu=1"
         in warning.reason
     )
     pipe = CogView4Pipeline.from_pretrained(folder)
@@ -70,7 +70,7 @@ def test_a_cached_embedding_is_that_of_the_text_alone(loaded, tmp_path, monkeypa
         expected = loaded.family.encode_texts([text])["prompt_embeds"][0]
         assert torch.equal(cached[index]["prompt_embeds"], expected)
     stream = BucketStream(cached, micro_batch_size=3)
-    with pytest.raises(DataError, match=r"prompt_embeds.*train_micro_batch_size_per_gpu=1"):
+    with pytest.raises(DataError, match=r"prompt_embeds.*train_micro_batch_size_per_gpu to 1"):
         next(stream)
     single = BucketStream(cached, micro_batch_size=1)
     loss = loaded.objective()(loaded.model, next(single), torch.Generator().manual_seed(0))

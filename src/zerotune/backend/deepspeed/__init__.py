@@ -1,1 +1,1 @@
-"""DeepSpeed: starting it, verifying it, mending it, and looking into it."""
+"""Start DeepSpeed, verify its engine, correct its errors, and access its internals."""

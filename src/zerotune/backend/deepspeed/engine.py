@@ -374,7 +374,7 @@ class DeepSpeedEngine(StartedEngine, ZeROEngine):
 def end_threads(engine: Any) -> None:
     """Release the process groups and I/O queues of a destroyed DeepSpeed engine.
 
-    Otherwise references from the engine's module keep their threads and file descriptors alive.
+    References from the engine's module would keep threads and file descriptors alive.
 
     Args:
         engine: DeepSpeed's engine.
@@ -402,7 +402,7 @@ def replay_adam_steps(adam: Any, steps: int) -> None:
     step 3 for 0.999). Losses of a resumed run would differ by about 1e-6 from an uninterrupted run.
 
     Args:
-        adam: DeepSpeed's optimizer; all classes except these two are left unchanged.
+        adam: DeepSpeed's optimizer; only DeepSpeedCPUAdam and FusedAdam on a CPU are changed.
         steps: Number of optimizer steps before the resume.
     """
     update = _cpu_adam_update(adam)

@@ -123,8 +123,8 @@ def accelerator_arguments(plan: ResolvedPlan) -> dict[str, Any]:
     """Return the keyword arguments of ``accelerate.Accelerator`` for a plan.
 
     The plugin's configuration contains no ``"auto"``, so accelerate changes nothing. On a machine
-    without an accelerator, the arguments also select gloo; otherwise accelerate would start every
-    process as a single one.
+    without an accelerator, the arguments also select gloo; otherwise accelerate would run every
+    process as if it were alone.
 
     Args:
         plan: The resolved plan. If its optimizer is not resolved yet, the plugin contains only the

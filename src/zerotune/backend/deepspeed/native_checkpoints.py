@@ -263,8 +263,6 @@ class NativeCheckpoint:
 def _base_state(saved: Mapping[str, Any]) -> Mapping[int, Mapping[str, Any]]:
     base = saved.get("base_optimizer_state", saved.get("optimizer_state_dict")) or {}
     if not isinstance(base, Mapping):
-        raise CheckpointError(
-            "elastic checkpoints are not supported", key="elastic_checkpoint"
-        )
+        raise CheckpointError("elastic checkpoints are not supported", key="elastic_checkpoint")
     states: Mapping[int, Mapping[str, Any]] = base.get("state", {})
     return states

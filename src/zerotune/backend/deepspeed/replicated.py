@@ -88,11 +88,11 @@ class HalfWrapper(OptimizerWrapper):
 
     @override
     def correct(self) -> tuple[Decision, ...]:
-        """Undo the optimizer step that these wrappers run at the start.
+        """Undo the optimizer step that DeepSpeed's wrappers run at the start.
 
-        ``FP16_Optimizer`` allocates its states by a step on zero gradients. This step applies
-        weight decay and sets Adam's counter to 1, so the first real step would use the bias
-        correction of the second (a loss difference of up to 5e-2 from stages 1-3).
+        ``FP16_Optimizer`` allocates its states by a step on zero gradients. The step applies weight
+        decay and sets Adam's counter to 1, so the first real step would use the bias correction of
+        the second (a loss difference of up to 5e-2 from stages 1-3).
         """
         if self.engine.global_steps:
             return ()

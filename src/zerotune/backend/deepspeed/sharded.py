@@ -539,7 +539,7 @@ class ShardedWrapper(OptimizerWrapper):
         """Apply the schedule to the part of the optimizer that is not offloaded.
 
         With ``offload_optimizer.ratio`` below 1, DeepSpeed updates the first sub-groups with a
-        separate AdamW. Its learning rate never changes, and checkpoints lack its states.
+        separate AdamW, whose learning rate never changes and whose states are in no checkpoint.
         """
         beside = getattr(self.raw, "backup_optimizer", None)
         if beside is None:

@@ -160,7 +160,8 @@ def check_plan(plan: ResolvedPlan) -> None:
 def check_shapes(plan: ResolvedPlan, model: torch.nn.Module) -> None:
     """Raise an error for parameters that DeepSpeed cannot handle.
 
-    These are parameters without dimensions, without elements (stage 3), or with strides.
+    Every parameter must have dimensions. At stage 3, it must have elements; below stage 3, the
+    elements of its last dimension must be contiguous.
 
     Args:
         plan: The resolved plan.
@@ -262,8 +263,8 @@ def read_weights(
 ) -> tuple[Decision, ...]:
     """Read weights that are still in files to the device; stage 3 reads them when partitioning.
 
-    The weights are read in the plan's precision, which needs half the memory of fp32. The result
-    is the same, because DeepSpeed rounds to this precision before copying to fp32 master weights.
+    The weights are read in the plan's precision, which needs half the memory of fp32. Training does
+    not change, because DeepSpeed rounds weights to the plan's precision in any case.
 
     Args:
         deepspeed: The module.

@@ -155,8 +155,9 @@ class OptimizerWrapper(ABC):
     def drop_gradients(self) -> None:
         """Drop the gradients of the current window, also in persistent buffers.
 
-        DeepSpeed does the same when the loss scale overflows. Without clearing the buffers, a
-        parameter without a gradient in the next window would be updated with the dropped gradient.
+        DeepSpeed drops gradients in the same way when the loss scale overflows. If the buffers were
+        not cleared, a parameter without a gradient in the next window would be updated with the
+        dropped gradient.
         """
 
     def correct(self) -> tuple[Decision, ...]:

@@ -1,1 +1,1 @@
-"""Optimizers in torch: zerotune's own, and whatever a plan names of torch's and of packages."""
+"""Optimizers in torch: zerotune's classes, and those that a plan names in torch or packages."""

@@ -349,8 +349,8 @@ class Muon(ShardAware):
 def orthogonalise(matrix: torch.Tensor, *, steps: int = 5) -> torch.Tensor:
     """Approximate the nearest orthogonal matrix, with singular values between 0.7 and 1.2.
 
-    A quintic Newton-Schulz iteration uses the coefficients of Jordan et al. As in their code, the
-    result is then scaled by ``sqrt(max(1, rows / columns))``.
+    A quintic Newton-Schulz iteration uses the coefficients of Jordan et al. Like in the authors'
+    code, the result is scaled by ``sqrt(max(1, rows / columns))``.
 
     Args:
         matrix: Matrix of shape (rows, columns).
@@ -424,8 +424,8 @@ class AdamWBF16States(AdamWStates):
     step is smaller than half a unit in the last place of bf16.
 
     The noise depends only on the step, the group and an element's position among the group's
-    stepped elements. A resumed run is therefore identical to an uninterrupted one, and replicas
-    agree. The update is elementwise, so ZeRO's flat shards do not change the result.
+    stepped elements, so a resumed run is identical to an uninterrupted one, and replicas agree. The
+    update is elementwise, so ZeRO's flat shards do not change the result.
     """
 
     state_dtype: torch.dtype = torch.bfloat16
@@ -525,7 +525,7 @@ class Noise:
 
         Args:
             group: Index of the group.
-            numel: Number of elements of that tensor.
+            numel: Number of elements of the next tensor.
         """
         start = self._next.get(group, 0)
         self._next[group] = start + numel
@@ -647,8 +647,8 @@ class Codebook:
     def encode_again(self, numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Encode like ``encode``, but reproduce numbers that ``decode`` returned bit for bit.
 
-        ``encode`` alone would not: if a block's largest number is negative, its code represents a
-        magnitude slightly below the block's scale.
+        ``encode`` alone does not reproduce them: if a block's largest number is negative, its code
+        represents a magnitude slightly below the block's scale.
 
         Args:
             numbers: Numbers to encode, fp32, 1-D.
@@ -727,8 +727,8 @@ class AdamW8BitStates(AdamWStates, TensorByTensor):
     fp32 scale per block of 256 codes (https://arxiv.org/abs/2110.02861). Like bitsandbytes'
     AdamW8bit, a step decodes the moments, updates them in fp32 and encodes them again.
 
-    The engine that streams weights runs this update as one fused C++ kernel. This class alone is
-    slow: use bitsandbytes instead.
+    The engine that streams weights runs this update as one fused C++ kernel. Without streaming, the
+    class is slow; use bitsandbytes instead.
     """
 
     @staticmethod
@@ -737,7 +737,7 @@ class AdamW8BitStates(AdamWStates, TensorByTensor):
 
         Args:
             state: The optimizer's state of one tensor; receives the states.
-            numel: Number of elements of that tensor.
+            numel: Number of elements of the tensor.
         """
         for name, signed in _MOMENTS.items():
             if name not in state:

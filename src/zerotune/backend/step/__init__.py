@@ -1,1 +1,1 @@
-"""The optimizer's step in host memory: one pass, taken at once or later; knows no engine."""
+"""The fused optimizer step in host memory, immediate or deferred, independent of any engine."""

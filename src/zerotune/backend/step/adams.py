@@ -112,8 +112,8 @@ class SplitMasters(Masters):
     """Master weights stored as the model's bf16 weights and 16 low bits, saving 2 bytes per weight.
 
     A low half above 0x8000 means that the bf16 weight was rounded up. Exactly 0x8000 is a tie,
-    which is rounded to the even number; if that is upwards, 0x8001 is stored. So one master weight
-    in 2 ** 17 grows by one unit in the last place; all others are exact.
+    which is rounded to the even number; if that is upwards, 0x8001 is stored. One master weight in
+    2 ** 17 is such a tie and grows by one unit in the last place; all others are exact.
     """
 
     high: torch.Tensor
@@ -300,7 +300,7 @@ class Stepper(ABC):
         masters: Masters | None = None,
         places: Places | None = None,
     ) -> SlabStep:
-        """Count a step of a slab and fix its hyperparameters, without updating anything yet.
+        """Count a step of a slab and record its hyperparameters, without updating anything yet.
 
         Args:
             slab: Flat tensor that is a key of the optimizer's states.

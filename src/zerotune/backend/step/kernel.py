@@ -1,10 +1,10 @@
-"""``HostStepOp``: the one op of zerotune's own, Adam, averages and cast in one pass over memory.
+"""``HostStepOp``: zerotune's only compiled op, which fuses Adam, averages and cast.
 
-``torch.compile`` makes a pass of it too, 10 % slower in the pilot and with a kernel for every
-combination of averages, dtypes and thread counts; and which of its products it contracts into an
-fma, on which the last bit stands, is the compiler's to say. So it is 200 lines of C++ (beside this
-file), which use neither torch nor Python and compile in a second, into the folder where DeepSpeed's
-ops are.
+``torch.compile`` could generate such a kernel, but was 10 % slower in an experiment and needs a
+kernel for every combination of averages, dtypes and thread counts. The compiler would also decide
+which products become FMAs, which changes the last bit. The op is therefore written in C++
+(``host_step.cpp``) without torch or Python, and compiles in seconds into the folder of DeepSpeed's
+ops.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from zerotune.backend.optimizers.classes import Codebook
 from zerotune.platform.toolchain import Toolchain, detect_compilers
 
 NAME: Final = "host_step"
-PURPOSE: Final = "Adam and AdamW in host memory in one pass: clip, update, EMA, cast"
+PURPOSE: Final = "fused Adam and AdamW in host memory: clip, update, EMA and cast in one pass"
 _CPP: Final = Path(__file__).with_name("host_step.cpp")
 _CXX_FLAGS: Final = (
     "-O3",
     "-fopenmp",
-    # Every fma is written out; another one would round differently from DeepSpeed's Adam.
+    # Every FMA is explicit; an additional one would round differently from DeepSpeed's Adam.
     "-ffp-contract=off",
     "-fno-math-errno",
     "-fno-trapping-math",
@@ -52,16 +52,16 @@ _ARCHITECTURE: Final = {
     "AMD64": ("-march=native", "-mprefer-vector-width=512"),
 }
 _NONE_SPARED_UP_TO: Final = 2
-"""Cores of which none is spared."""
+"""Largest number of cores of which none is left free."""
 _DTYPE_CODES: Final = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 
 
 @attrs.frozen(kw_only=True)
 class AdamNumbers:
-    """What one step of Adam does to every element; fp32 numbers, whatever Python holds."""
+    """Coefficients of one Adam step in DeepSpeed's arithmetic; converted to fp32 in C++."""
 
     factor: float
-    """Of the gradient: clips it and undoes the loss scale."""
+    """Factor of the gradient, for clipping and the loss scale."""
     beta1: float
     beta2: float
     one_minus_beta1: float
@@ -72,21 +72,21 @@ class AdamNumbers:
     step_size: float
     """``-lr / (1 - beta1 ** step)``."""
     decay: float
-    """``-lr * weight_decay``, or ``weight_decay`` itself where it is L2."""
+    """``-lr * weight_decay`` if decoupled, or ``weight_decay`` if L2."""
     decays: int
-    """0: not at all; 1: decoupled; 2: L2."""
+    """Kind of weight decay: 0 none, 1 decoupled, 2 L2."""
 
 
 @attrs.frozen(kw_only=True)
 class TorchAdamNumbers:
-    """What one step of AdamW does to every element in torch's arithmetic."""
+    """Coefficients of one Adam or AdamW step in torch's arithmetic."""
 
     factor: float
-    """Of the gradient: clips it and undoes the loss scale."""
+    """Factor of the gradient, for clipping and the loss scale."""
     decay: float
-    """``1 - lr * weight_decay``, where it is decoupled; else 1."""
+    """``1 - lr * weight_decay`` if weight decay is decoupled; otherwise 1."""
     l2: float
-    """``weight_decay``, where it is L2; else 0."""
+    """``weight_decay`` if weight decay is L2; otherwise 0."""
     first: float
     """``1 - beta1``."""
     beta2: float
@@ -101,7 +101,7 @@ class TorchAdamNumbers:
 
 @attrs.frozen(kw_only=True, eq=False)
 class Average:
-    """A shadow that follows the weights: ``shadow.lerp_(weights, weight)``."""
+    """An average to update with the weights: ``shadow.lerp_(weights, weight)``."""
 
     shadow: torch.Tensor
     """fp32, 1-D, contiguous, on the CPU."""
@@ -109,7 +109,7 @@ class Average:
 
 
 def _structure(numbers: type[attrs.AttrsInstance]) -> type[ctypes.Structure]:
-    """What C++ takes for a class of numbers: fp32, but for ``int``."""
+    """The C structure for a class of coefficients: fp32, and int32 for ``int``."""
     kinds = {"float": ctypes.c_float, "int": ctypes.c_int32}
     fields = [(field.name, kinds[str(field.type)]) for field in attrs.fields(numbers)]
     return type(numbers.__name__, (ctypes.Structure,), {"_fields_": fields})
@@ -144,12 +144,12 @@ class _Coded(ctypes.Structure):
 
 @attrs.frozen(kw_only=True, eq=False)
 class CodedMoment:
-    """A moment of one byte per weight."""
+    """A moment with one byte per weight."""
 
     codes: torch.Tensor
-    """uint8, from the beginning of a block on."""
+    """Codes, uint8; the first code begins a block."""
     scales: torch.Tensor
-    """fp32: of its blocks."""
+    """Scale of each block, fp32."""
     book: Codebook
 
 
@@ -158,9 +158,9 @@ class _Average(ctypes.Structure):
 
 
 class HostStepOp:
-    """The compiled functions, called with tensors.
+    """The compiled kernels, called with tensors.
 
-    Calls let go of the interpreter's lock. Every tensor is 1-D, contiguous and on the CPU.
+    Calls release the GIL. Every tensor must be 1-D, contiguous and on the CPU.
     """
 
     def __init__(self, *, library: Path) -> None:
@@ -170,24 +170,32 @@ class HostStepOp:
 
     @property
     def threads(self) -> int:
-        """Threads that calls from this thread compute on."""
+        """Number of threads that a call from this thread uses."""
         count = torch.get_num_threads()
         return self.beside(count) if vars(self._spared) else count
 
     @staticmethod
     def beside(threads: int) -> int:
-        """Of so many threads, those that a pass computes on beside something else."""
+        """Return how many threads a call uses if one core is left free.
+
+        Args:
+            threads: Total number of threads.
+        """
         return threads - 1 if threads > _NONE_SPARED_UP_TO else threads
 
     def spare_a_core(self) -> None:
-        """Have later calls from this thread leave a core to what runs beside them.
+        """Make later calls from this thread leave one core free for concurrent work.
 
-        Of two none is left: a pass on one of them takes longer than sharing both.
+        With two cores none is left free, since a call on one core takes longer than sharing both.
         """
         self._spared.core = True
 
     def knows(self, dtype: torch.dtype) -> bool:
-        """Whether gradients and weights may have this dtype."""
+        """Return whether the kernels support a dtype of gradients and weights.
+
+        Args:
+            dtype: The dtype.
+        """
         kind = _DTYPE_CODES.get(dtype, 0)
         return bool(kind and self._library.zerotune_knows(ctypes.c_int32(kind)))
 
@@ -206,21 +214,21 @@ class HostStepOp:
         averages: Sequence[Average] = (),
         out: torch.Tensor | None = None,
     ) -> None:
-        """Update fp32 weights and moments, then the averages and the cast of the weights.
+        """Update weights, moments and averages, and cast the weights.
 
         Args:
-            numbers: Of this step; rounded as DeepSpeed's Adam does, or as torch's.
-            weight: fp32; ``None`` where the weights are split into ``high`` and ``low``.
-            high: bf16, the weights rounded to nearest.
-            low: int16, their low halves (``SplitMasters``).
-            exp_avg: fp32; with ``TorchAdamNumbers`` bf16 too, which is rounded by chance, or coded,
-                where ``l2`` must be 0.
-            exp_avg_sq: As ``exp_avg``.
-            gradient: fp32, bf16 or fp16.
-            noise: What the chance is drawn from, a number of 32 bits (``noise_key``).
-            position: Of the first element in that noise.
-            averages: Shadows, as long as the weights.
-            out: Receives the weights in its own dtype.
+            numbers: Coefficients of the step, in DeepSpeed's or torch's arithmetic.
+            weight: Weights, fp32; ``None`` if split into ``high`` and ``low``.
+            high: Weights rounded to nearest, bf16.
+            low: Low 16 bits of the weights (``SplitMasters``), int16.
+            exp_avg: First moment, fp32. With ``TorchAdamNumbers``, also bf16 (rounded
+                stochastically) or coded (requires ``l2`` = 0).
+            exp_avg_sq: Second moment, like ``exp_avg``.
+            gradient: Gradient, fp32, bf16 or fp16.
+            noise: 32-bit seed for stochastic rounding (``noise_key``).
+            position: Position of the first element in the noise.
+            averages: Averages, as long as the weights.
+            out: Tensor that receives the weights, cast to the tensor's dtype.
         """
         if isinstance(numbers, AdamNumbers):
             name, structure = "zerotune_adam", _ADAM_STRUCTURE
@@ -256,14 +264,14 @@ class HostStepOp:
         )
 
     def take(self, source: torch.Tensor, *, into: torch.Tensor | None = None) -> float:
-        """Copy a gradient and sum up its squares, exactly (in fp64), in one pass.
+        """Copy a gradient and sum its squares in fp64, in one pass over memory.
 
         Args:
-            source: fp32, bf16 or fp16.
-            into: Of the same dtype and length; nothing is copied when not given.
+            source: Gradient, fp32, bf16 or fp16.
+            into: Target of the same dtype and length; default: no copy.
 
         Returns:
-            The sum of squares; not finite if and only if an element is not.
+            The sum of squares; not finite if and only if an element is not finite.
         """
         total: float = self._library.zerotune_take(
             ctypes.c_int64(source.numel()),
@@ -288,7 +296,7 @@ def _pointer(tensor: torch.Tensor | None) -> ctypes.c_void_p:
 
 @cache
 def load_host_step() -> HostStepOp:
-    """The op, compiled first if need be."""
+    """Return the op; compile it first if needed."""
     with building():
         status = host_step_status()
         if status.state != "locked":
@@ -298,17 +306,17 @@ def load_host_step() -> HostStepOp:
 
 
 def host_step_status(*, toolchain: Toolchain | None = None) -> OpStatus:
-    """Whether the op is built, can be, or why not. Nothing is compiled.
+    """Report whether the op is built or can be built, and if not, why. Nothing is compiled.
 
     Args:
-        toolchain: Compilers and libraries; those of this machine by default.
+        toolchain: Compilers and libraries; default: those of this machine.
     """
     folder = build_folder(_build_name())
     library, lock = built_library(folder), BuildLock.on(folder)
     if lock is not None:
         return OpStatus.of(NAME, PURPOSE, "locked", lock.diagnose(), library=library)
     tools = toolchain or detect_compilers()
-    # torch asks for ninja even where there is nothing to compile.
+    # torch requires ninja even if nothing is to be compiled.
     found = missing_ninja(tools) or (missing_compiler(tools) if library is None else None)
     state: OpState = "blocked" if found else "buildable" if library is None else "built"
     return OpStatus.of(NAME, PURPOSE, state, found, library=library)
@@ -331,7 +339,7 @@ def _compiled_library() -> Path:
 
 
 def _source_in(folder: Path) -> Path:
-    """The source beside what is made of it: ninja builds again whatever comes from elsewhere."""
+    """Copy the source to the build folder, since ninja rebuilds if its path changes."""
     path = folder / _CPP.name
     if not path.exists() or path.read_bytes() != _CPP.read_bytes():
         write_atomically(path, _CPP.read_bytes())
@@ -344,6 +352,6 @@ def _flags() -> list[str]:
 
 @cache
 def _build_name() -> str:
-    """Named after its source: another version is another library, never a stale one."""
+    """Name that contains a digest of source and flags, so that the library is never stale."""
     digest = hashlib.sha256(_CPP.read_bytes() + " ".join(_flags()).encode())
     return f"zerotune_{NAME}_{digest.hexdigest()[:12]}"

@@ -333,7 +333,8 @@ class PendingStep:
     def hold(self, name: str, tensor: torch.Tensor) -> None:
         """Make every use of a parameter wait until its weights are updated.
 
-        Until then the tensor is empty. A parameter that no part updates is left unchanged.
+        The tensor is empty until its weights are updated. A parameter that no part updates is left
+        unchanged.
 
         Args:
             name: Name of the parameter.
@@ -366,7 +367,7 @@ class PendingStep:
         return True
 
     def moved(self) -> bool:
-        """Whether any updated tensor's memory is no longer the one that the step writes."""
+        """Whether any tensor uses different memory from the one that the step writes."""
         return any(
             id(tensor) not in self._awaited and tensor.data_ptr() != address
             for tensor, address in self._addresses

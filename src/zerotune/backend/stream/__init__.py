@@ -1,1 +1,1 @@
-"""Weights by unit: on the device while they are used, in host memory otherwise."""
+"""Streaming of weights, unit by unit: on the device while used, otherwise in host memory."""

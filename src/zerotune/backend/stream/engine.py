@@ -291,8 +291,8 @@ class StreamEngine(CountingEngine):
         """Back-propagate the loss of one micro batch, divided by the accumulation steps.
 
         Without clipping, the last backward pass of an accumulation window updates the units'
-        weights. If that pass fails after some units were updated, the engine raises errors until
-        a checkpoint is loaded.
+        weights. If a backward pass fails after some units were updated, the engine raises errors
+        until a checkpoint is loaded.
 
         Args:
             loss: Scalar loss.
@@ -317,8 +317,8 @@ class StreamEngine(CountingEngine):
     def step(self) -> StepOutcome:
         """Finish a micro batch; update the weights if it is the last of its accumulation window.
 
-        If a gradient is not finite, the step is skipped. If some units were already updated, the
-        outcome is applied with an infinite norm, and the engine raises errors until
+        If a gradient is not finite, the step is skipped. If some units were already updated,
+        ``applied`` is true, the norm is infinite, and the engine raises errors until
         ``load_state``.
         """
         self._check_backward()

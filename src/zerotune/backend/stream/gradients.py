@@ -1,4 +1,4 @@
-"""``Gradients``: where in host memory the gradients of units lie until their passes are taken."""
+"""``Gradients``: host memory for the gradients of units until the units are updated."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Place:
     """Host memory for the gradients of one unit in one step."""
 
     slabs: Mapping[UnitSlab, torch.Tensor]
-    """Flat, in the dtype of the weights; what lies between the parameters is zero."""
+    """Flat gradients in the dtype of the weights, with zeros between the parameters."""
     buffer: torch.Tensor | None = None
-    """What they are parts of, where other units have it before and after."""
+    """Buffer shared with further units that contains ``slabs``; ``None`` for private memory."""
 
 
 class Gradients(ABC):
@@ -28,19 +28,27 @@ class Gradients(ABC):
 
     @abstractmethod
     def take(self, unit: Unit) -> Place:
-        """A place for a unit's gradients; waits until there is one."""
+        """Return host memory for a unit's gradients; wait until some is free.
+
+        Args:
+            unit: The unit.
+        """
 
     @abstractmethod
     def give_back(self, place: Place) -> None:
-        """Let others have it: the pass that read it is over."""
+        """Release host memory after the unit's update.
+
+        Args:
+            place: Result of ``take``.
+        """
 
 
 class GradientsOfAll(Gradients):
-    """Each unit has a place of its own, where its gradients may stay as long as they like.
+    """Private host memory for the gradients of each unit.
 
     Args:
-        units: Those that are trained.
-        memory: Where the places are.
+        units: The trained units.
+        memory: Host memory to allocate from.
     """
 
     def __init__(self, units: Sequence[Unit], *, memory: HostMemory) -> None:
@@ -59,15 +67,15 @@ class GradientsOfAll(Gradients):
 
 
 class GradientPool(Gradients):
-    """A few buffers that streamed units have in turn, for passes that begin in the backward pass.
+    """A few buffers that streamed units use in turn, if updates begin in the backward pass.
 
-    Who takes one waits for passes of units whose gradients came before, and these wait for nothing
-    that comes after: so nobody waits for ever, whichever of them is taken first.
+    ``take`` waits only for updates whose gradients arrived earlier, and these never wait for later
+    ones, so there is no deadlock.
 
     Args:
-        units: Those that are trained; what stays on the device has a place of its own.
-        count: Buffers, each as large as the largest streamed unit.
-        memory: Where the buffers are.
+        units: The trained units; units that stay on the device have private memory.
+        count: Number of buffers, each as large as the largest streamed unit.
+        memory: Host memory to allocate from.
     """
 
     def __init__(self, units: Sequence[Unit], *, count: int, memory: HostMemory) -> None:
@@ -86,8 +94,8 @@ class GradientPool(Gradients):
             slabs[slab] = buffer[at : at + _bytes_of(slab)].view(slab.dtype)
             at += _bytes_of(slab)
             for gap in slab.gaps():
-                # Another unit's gradients are there, from which moments of 8 bits would take
-                # their scales.
+                # A previous unit's gradients are there; 8-bit moments would derive scales from
+                # them.
                 slabs[slab][gap].zero_()
         return Place(slabs, buffer)
 

@@ -1,9 +1,9 @@
-"""``Lane``: copies in one direction between host and device, in order, beside what computes.
+"""``Lane``: ordered copies between host and device in one direction, concurrent with computation.
 
-A lane is a thread, since a copy may have to wait for a pass in host memory; on a device with
-streams the thread only queues the copy on a stream of its own. Device memory belongs to the
-computation's stream throughout: a copy begins after what that stream had queued when it was asked
-for, and the computation waits for the copy before it uses the memory or gives it back.
+A lane is a thread, because a copy may wait for an update in host memory. On a device with streams,
+the thread only queues the copy on a separate stream. A copy starts after all work that the
+computation's stream had queued at the request, and the computation waits for the copy before using
+or freeing the memory.
 """
 
 from __future__ import annotations
@@ -17,48 +17,52 @@ import torch
 
 
 class Copy:
-    """A copy that was asked for."""
+    """A requested copy."""
 
     def __init__(self, lane: Lane, queued: Future[Any]) -> None:
         self._lane, self._queued = lane, queued
 
     def receive(self) -> None:
-        """Have what is computed from here on see it.
+        """Make later computation wait for the copy.
 
         Raises:
-            BaseException: What the copy, or what it waited for, failed with.
+            BaseException: The copy, or the update that it waited for, has failed.
         """
         event = self._queued.result()
         if event is not None:
             self._lane.computation.wait_event(event)
 
     def finish(self) -> None:
-        """Return once it is complete; for threads of the host.
+        """Block the calling thread until the copy is complete.
 
         Raises:
-            BaseException: As ``receive``.
+            BaseException: The copy, or the update that it waited for, has failed.
         """
         event = self._queued.result()
         if event is not None:
             event.synchronize()
 
     def when_done(self, call: Callable[[], None]) -> None:
-        """Call once the lane is through with it, failed or not; at once where it is already."""
+        """Call a function once the lane has processed the copy, successfully or not.
+
+        Args:
+            call: The function; called at once if the copy has been processed already.
+        """
         self._queued.add_done_callback(lambda _: call())
 
     @property
     def is_done(self) -> bool:
-        """Whether the lane is through with it."""
+        """Whether the lane has processed the copy."""
         return self._queued.done()
 
 
 class Lane:
-    """Copies in one direction, in the order they are asked for.
+    """Copies in one direction, in the order of the requests.
 
     Args:
-        name: Of the thread.
-        device: Where the model computes.
-        streams: Has the device's streams; ``None``: the device is the host.
+        name: Name of the thread.
+        device: Device that the model computes on.
+        streams: torch module with the device's streams; ``None`` if the device is the CPU.
     """
 
     def __init__(self, name: str, *, device: torch.device, streams: Any = None) -> None:
@@ -69,7 +73,7 @@ class Lane:
 
     @property
     def computation(self) -> Any:
-        """The stream that what is computed in this thread is queued on."""
+        """The current stream of the calling thread, on which computation is queued."""
         return self._streams.current_stream(self._device)
 
     def submit(
@@ -79,11 +83,11 @@ class Lane:
         wait: Callable[[], None] | None = None,
         then: Callable[[], None] | None = None,
     ) -> Copy:
-        """Ask for a copy.
+        """Request a copy.
 
         Args:
-            copy: Makes it.
-            wait: Called first; returns once the source may be read.
+            copy: Performs the copy.
+            wait: Called before the copy; returns once the source may be read.
             then: Called in the lane's thread once the copy is complete.
         """
         ready = None if self._stream is None else self.computation.record_event()
@@ -107,7 +111,7 @@ class Lane:
         return event
 
     def _queue(self, copy: Callable[[], object], ready: Any) -> Any:
-        """Make the copy, or queue it; the event that is reached when it is complete."""
+        """Perform or queue the copy; return an event that completes with it, or ``None``."""
         with torch.no_grad():
             if self._stream is None:
                 copy()
@@ -118,5 +122,5 @@ class Lane:
                 return self._stream.record_event()
 
     def close(self) -> None:
-        """End the thread once its copies are made."""
+        """End the thread once all requested copies are done."""
         self._thread.shutdown()

@@ -1,7 +1,7 @@
-"""``Passes``: the optimizer's passes over units in host memory, taken in one thread.
+"""``Passes``: updates of units in host memory, which run in one thread.
 
-The unit that is wanted soonest comes first, of those whose gradients are on the host. Averages move
-with the passes that are still to be taken, and catch up with those that are.
+Among units whose gradients are on the host, the unit that is needed soonest is updated first.
+Averages are updated together with pending units, and afterwards with units already updated.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ Averages = list[Follower]
 
 
 class UnitPass:
-    """One step of one unit.
+    """The update of one unit in one optimizer step.
 
     Args:
         unit: The unit.
-        steps: Its slabs with their steps, begun.
-        averages: Those that follow this step, as they come.
-        landed: Gradients on their way to the host; ``None``: they are there.
-        check: Called once they are there; whether to step.
-        written: Done once the pass is taken.
-        views: How many views of the unit's weights its steps have.
-        rank: When it is taken: the lower, the sooner.
+        steps: The unit's slabs with their steps, which have begun.
+        averages: Averages updated with this step; more may be appended later.
+        landed: Copy of the gradients to the host; ``None`` if they are already there.
+        check: Called once the gradients are on the host; returns whether to update the unit.
+        written: Future that is done once the unit is updated.
+        views: Number of views of the unit's weights in the steps.
+        rank: Priority; lower ranks run first.
     """
 
     def __init__(
@@ -54,36 +54,40 @@ class UnitPass:
         self.views = views
         self._steps, self.averages = steps, averages
         self._followed = 0
-        # Somebody may still be copying what the step before has written.
+        # A copy of the previous step's weights may still be running.
         self._reading = unit.loading
         self.written = unit.written = written
         unit.version += 1
 
     @property
     def is_ready(self) -> bool:
-        """Whether its gradients are on the host, and what it writes has been read.
+        """Whether gradients are on the host, and copies of the previous weights are complete.
 
-        So the thread that takes passes waits for no other lane, which might wait for a pass.
+        With this check, the thread of ``Passes`` never waits for a lane that waits for an update.
         """
         return all(copy is None or copy.is_done for copy in (self._landed, self._reading))
 
     @property
     def is_complete(self) -> bool:
-        """Whether it is written, and every average has it."""
+        """Whether the unit and all averages are updated."""
         return self.written.done() and self._followed == len(self.averages)
 
     def when_ready(self, call: Callable[[], None]) -> None:
-        """Call whenever something that it waits for has come."""
+        """Call a function whenever one of the awaited copies completes.
+
+        Args:
+            call: The function.
+        """
         for copy in (self._landed, self._reading):
             if copy is not None:
                 copy.when_done(call)
 
     @torch.no_grad()
     def take(self) -> None:
-        """Write the unit, or give averages that came after that what they missed.
+        """Update the unit, or only averages that were added after its update.
 
         Raises:
-            BaseException: What the gradients' copy failed with.
+            BaseException: The copy of the gradients has failed.
         """
         coming = self.averages[self._followed :]
         if self.written.done():
@@ -111,8 +115,8 @@ def _run(slab: UnitSlab, step: SlabStep, coming: Averages) -> None:
     if not coming and not has_singles:
         step.run(0, step.masters.numel)
         return
-    # What lies between the parameters is zero, and stays so; among the last elements it would make
-    # whole vectors of them.
+    # Padding between parameters stays zero. Included in the last elements, it would turn them into
+    # whole vectors.
     one_by_one = attrs.evolve(step, whole=0)
     for part in slab.parts:
         for run, is_single in part.runs() if has_singles else [(part.place, False)]:
@@ -125,11 +129,11 @@ def _run(slab: UnitSlab, step: SlabStep, coming: Averages) -> None:
 
 
 class Passes:
-    """Takes passes in a thread of its own.
+    """Run updates of units in a separate thread.
 
     Args:
-        op: The compiled functions, which leave a core to what runs beside them.
-        spare: Whether they should.
+        op: The compiled kernels.
+        spare: Whether the kernels leave one core free for concurrent work.
     """
 
     def __init__(self, *, op: HostStepOp, spare: bool) -> None:
@@ -142,22 +146,26 @@ class Passes:
         self._is_closing = False
         self._error: BaseException | None = None
         self.averages: Averages = []
-        """Those that follow the newest step."""
+        """Averages updated with the newest step."""
         self._thread = threading.Thread(target=self._work, name="zerotune-passes", daemon=True)
         self._thread.start()
 
     def begin_step(self) -> None:
-        """The passes that come now are of another step.
+        """Begin a new optimizer step; later submissions belong to this step.
 
         Raises:
-            BaseException: What an earlier pass failed with.
+            BaseException: An earlier update has failed.
         """
         self._raise()
         with self._lock:
             self._newest, self.averages = [], []
 
     def submit(self, unit_pass: UnitPass) -> None:
-        """Have a pass taken once its gradients are on the host."""
+        """Queue an update, which runs once its gradients are on the host.
+
+        Args:
+            unit_pass: The update.
+        """
         with self._lock:
             self._waiting.append(unit_pass)
             self._newest.append(unit_pass)
@@ -167,14 +175,18 @@ class Passes:
         self._signal()
 
     def hurry(self, unit: Unit) -> None:
-        """Have the pass that writes a unit taken before all others."""
+        """Run the update of a unit before all others.
+
+        Args:
+            unit: The unit.
+        """
         with self._lock:
             for unit_pass in self._waiting:
                 if unit_pass.unit is unit:
                     unit_pass.rank = -1
 
     def views(self) -> Counter[Unit]:
-        """How many views of each unit's weights passes have, also of those that are taken."""
+        """Return the number of views of each unit's weights in pending and finished updates."""
         with self._lock:
             passes = {id(each): each for each in (*self._newest, *self._waiting)}
             counts: Counter[Unit] = Counter()
@@ -183,7 +195,14 @@ class Passes:
             return counts
 
     def follow(self, followers: Sequence[Follower]) -> bool:
-        """Have averages move with the newest step; whether there is one under way."""
+        """Update averages together with the newest step.
+
+        Args:
+            followers: The averages.
+
+        Returns:
+            Whether a step is pending that updates them.
+        """
         with self._lock:
             if self._error is not None or all(each.is_complete for each in self._newest):
                 return False
@@ -194,10 +213,10 @@ class Passes:
         return True
 
     def settle(self) -> None:
-        """Return once every pass is taken.
+        """Wait until all updates are complete.
 
         Raises:
-            BaseException: What a pass failed with.
+            BaseException: An update has failed.
         """
         while True:
             ticket: SimpleQueue[None] = SimpleQueue()
@@ -210,7 +229,7 @@ class Passes:
         self._raise()
 
     def close(self) -> None:
-        """Take what is left, and end the thread."""
+        """Run all queued updates, and end the thread."""
         self._is_closing = True
         self._signal()
         self._thread.join()
@@ -237,11 +256,11 @@ class Passes:
                 self._signals.get()
             else:
                 self._take(unit_pass)
-                # Its views of the weights are nobody's any more.
+                # Releases the update's views of the weights.
                 del unit_pass
 
     def _next(self) -> UnitPass | None:
-        """The pass that is wanted first; of one unit the older."""
+        """The ready update with the lowest rank; for each unit only its oldest update."""
         if self._error is not None:
             return None
         first: dict[Unit, UnitPass] = {}
@@ -261,7 +280,11 @@ class Passes:
                 self._waiting.remove(unit_pass)
 
     def fail(self, error: BaseException) -> None:
-        """Have everybody who waits raise an error, now and later."""
+        """Make all current and later waits raise an error.
+
+        Args:
+            error: The error.
+        """
         with self._lock:
             self._error = self._error or error
             for unit_pass in self._waiting:

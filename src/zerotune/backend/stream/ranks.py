@@ -1,8 +1,9 @@
-"""``SharedStreamEngine``: several ranks of one machine, one copy of the weights in host memory.
+"""``SharedStreamEngine``: several ranks of one machine share one copy of the weights.
 
-Each rank streams through its own device. A unit's gradients are added up in host memory as they
-land there, each rank its share, which is also what it steps: so every element is added, stepped and
-averaged once, and no rank waits for another in any other order than that of the backward pass.
+Each rank streams the weights in host memory to its own device. When the gradients of a unit reach
+host memory, each rank sums its share of them and updates the same share of the weights. Every
+element is thus summed and updated once, and ranks wait for each other only in the order of the
+backward pass.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ from zerotune.plan.model import ResolvedPlan
 
 
 class SharedPasses(Passes):
-    """Passes of one of several ranks, of which the others learn that they failed.
+    """``Passes`` with several ranks; a failure is reported to all ranks.
 
     Args:
-        meeting: Where they learn it.
-        passes: As for ``Passes``.
+        meeting: Synchronisation of the ranks.
+        passes: See ``Passes``.
     """
 
     def __init__(self, *, meeting: Meeting, **passes: Any) -> None:
@@ -57,11 +58,11 @@ class SharedPasses(Passes):
 
 
 class SharedSteps(StreamedSteps):
-    """Steps of one of several ranks, whose gradients are added up as they land.
+    """``StreamedSteps`` with several ranks; gradients are summed when they reach host memory.
 
     Args:
-        meeting: Where the ranks meet.
-        steps: As for ``StreamedSteps``.
+        meeting: Synchronisation of the ranks.
+        steps: See ``StreamedSteps``.
     """
 
     def __init__(self, *, meeting: Meeting, **steps: Any) -> None:
@@ -69,11 +70,11 @@ class SharedSteps(StreamedSteps):
         self._meeting = meeting
         self._indices = {unit: index for index, unit in enumerate(self._units)}
         self._number = 1
-        """Of the step under way; dropped ones count too."""
+        """Number of the current step, including dropped steps."""
 
     @override
     def break_off(self) -> None:
-        """The ranks are apart then: all of them have to start again."""
+        """Do nothing: the ranks are out of step, and all of them must restart."""
 
     @override
     def _land(self, unit: Unit, came: Mapping[int, torch.Tensor], window: Window) -> None:
@@ -97,7 +98,7 @@ class SharedSteps(StreamedSteps):
             window.squares.update(self._meeting.add_squares(own, came))
 
     def _add_up(self, unit: Unit, index: int, window: Window) -> None:
-        """Bring this rank's part of a gradient together, and to that of earlier micro batches."""
+        """Sum this rank's part of a gradient over all ranks and earlier micro batches."""
         _, part = self._parts[unit][index]
         start = part.member.span.start
         place = slice(start + part.span.start, start + part.span.stop)
@@ -111,7 +112,7 @@ class SharedSteps(StreamedSteps):
             gradient.copy_(first)
 
     def _come_to(self, mark: int) -> Copy:
-        """Compare with the others, in order with gradients, what this rank does next."""
+        """Check, in order with the gradients, that all ranks do the same next."""
         return self._lane.submit(lambda: None, then=partial(self._meeting.land, mark))
 
     @override
@@ -137,7 +138,7 @@ class SharedSteps(StreamedSteps):
     @override
     def step(self, norm: float) -> None:
         if not self.is_eager:
-            # Whatever reads weights before they change has done so on every rank.
+            # All ranks have finished reading the old weights.
             self._meeting.meet("begin a step")
         super().step(norm)
         self._number += 1
@@ -179,8 +180,8 @@ class SharedStreamEngine(StreamEngine):
     def _lay_out(self, model: torch.nn.Module) -> Any:
         needs = super()._lay_out(model)
         streamed = {id(member.parameter) for unit in self._units for member in unit.members}
-        # As DeepSpeed does with all of them; those of units are shared by now.
-        with self._group.naming("sharing what is not streamed"):
+        # As DeepSpeed does with all parameters; those of units are already shared.
+        with self._group.naming("the broadcast of unstreamed weights"):
             for parameter in model.parameters():
                 if id(parameter) not in streamed and parameter.numel():
                     dist.broadcast(parameter.data.view(torch.uint8), 0)
@@ -209,8 +210,8 @@ class SharedStreamEngine(StreamEngine):
                 before=None,
                 after=f"{self._group.world_size} ranks share one copy of the weights, "
                 f"{format_size(nbytes)}{locked}",
-                reason="each rank adds up, steps and averages its share of every unit; sums are "
-                "in the order of the ranks, which of two has the bits of any other",
+                reason="each rank sums, updates and averages its share of every unit; sums run in "
+                "the order of the ranks, which does not affect results with two ranks",
             ),
         )
 
@@ -222,20 +223,23 @@ class SharedStreamEngine(StreamEngine):
 def why_not_together(
     plan: ResolvedPlan, model: torch.nn.Module, *, obstacle: str | None, timeout_s: float
 ) -> str | None:
-    """Why the ranks do not stream together, if so; the same on each. Collective.
+    """Return why the ranks cannot stream together, with the same result on all ranks. Collective.
 
     Args:
         plan: A resolved plan for several ranks.
-        model: What is trained.
-        obstacle: Why this rank does not.
-        timeout_s: Seconds after which a collective gives up.
+        model: The model to train.
+        obstacle: Reason on this rank, or ``None``.
+        timeout_s: Seconds after which a collective raises an error.
+
+    Returns:
+        The reason; ``None`` if the ranks can stream together.
     """
     with ExitStack() as resources:
         _, group = join(plan.platform, resources, timeout_s=timeout_s)
         check_alike(plan, model, group)
-        found = group.gather((obstacle, ProcessIdentity.current()), purpose="look at each other")
+        found = group.gather((obstacle, ProcessIdentity.current()), purpose="compare the ranks")
         apart = group.any(not all(process.visible() for _, process in found))
     said = next((each for each, _ in found if each is not None), None)
     if said is None and apart:
-        return "the ranks are on several machines or in containers of their own"
+        return "the ranks are on several machines or in separate containers"
     return said

@@ -1,10 +1,10 @@
-"""``Residency``: which units are on the device, when they come and when they go.
+"""``Residency``: upload units to the device before they are used, and evict units.
 
-A unit comes before a call of it: in the forward pass by a hook before the call, in the backward
-pass by a hook on what the call has returned. It may go once no call of it is under way: in the
-backward pass that is when its last gradient has come, or, of a frozen unit, when the gradients of
-its own inputs are complete. The order of uses is learned from the last whole pass: what comes next
-is fetched ahead, and what is used last goes first.
+In the forward pass, a hook before a module's call uploads its unit; in the backward pass, a hook on
+the call's output does. A unit may be evicted when no call uses it. In the backward pass, a call
+ends with the unit's last gradient, or for a frozen unit with the gradients of the call's inputs.
+The order of uses is learned from the last complete pass: units are prefetched in this order, and
+the unit whose next use is furthest away is evicted first.
 """
 
 from __future__ import annotations
@@ -24,48 +24,48 @@ from zerotune.backend.stream.units import Unit
 from zerotune.backend.stream.weights import Inside
 
 _AHEAD: Final = 2
-"""Units that are fetched beside the one in use."""
+"""Number of units to prefetch."""
 _NEVER: Final = 2**62
 
 
 @attrs.define(kw_only=True)
 class StreamCounts:
-    """What has moved since the engine started."""
+    """Numbers of uploads and evictions of units since the engine started."""
 
     fetched: int = 0
-    """Units copied to the device."""
+    """Number of uploads to the device."""
     late: int = 0
-    """Of these, the ones that were not on their way when they were needed."""
+    """Number of uploads that were not prefetched."""
     evicted: int = 0
-    """Units that gave their memory back."""
+    """Number of evictions from the device."""
     in_use: int = 0
-    """Bytes of the device that units have."""
+    """Bytes of device memory that units occupy now."""
     peak: int = 0
-    """Most bytes they had at a time."""
+    """Largest number of bytes that units have occupied at once."""
 
 
 @attrs.define(eq=False)
 class _Call:
-    """One call of a module, as far as its backward pass."""
+    """One call of a module, until its backward pass has ended."""
 
     units: Sequence[Unit]
     inputs: frozenset[tuple[int, int]]
-    """Places in the graph of the inputs whose gradients end the call."""
+    """Graph edges of the inputs whose gradients end the call."""
     is_open: bool = False
     left: int = 0
-    """Inputs whose gradients have not come."""
+    """Number of inputs whose gradients are missing."""
 
 
 class Residency:
-    """Brings units to the device before they are used, and sends away what is used last.
+    """Upload units to the device before they are used, and evict units that are used last.
 
     Args:
         model: The model.
-        units: All of it.
+        units: All units of the model.
         needs: The units of each streamed module.
-        capacity: Bytes of the device that streamed units may take; a call that needs more gets it.
-        lane: Copies to the device.
-        hurry: Has the pass that writes a unit taken soon.
+        capacity: Bytes of device memory for streamed units; a single call may exceed them.
+        lane: Lane for copies to the device.
+        hurry: Called with a unit whose pending update must run first.
         before: Called before each forward pass of the model, and before each streamed module.
     """
 
@@ -85,7 +85,7 @@ class Residency:
         self.counts = StreamCounts()
         self._lock = threading.RLock()
         self.inside = Inside()
-        """The calls of units that a thread is in."""
+        """The unit calls that the current thread is in."""
         self._trace: list[Unit] = []
         self._order: list[Unit] = []
         self._uses: dict[Unit, list[int]] = {}
@@ -93,7 +93,7 @@ class Residency:
         self.in_backward = False
         self._shared: dict[tuple[int, int], list[Any]] = {}
         self.is_final: Callable[[Unit], bool] = lambda _: False
-        """Whether a unit's gradients are all there, so that it must not be used again."""
+        """Returns whether a unit's gradients are complete, so that it must not be used again."""
         self._hooks = [model.register_forward_pre_hook(_of_root(model, self))]
         self._entering: dict[torch.nn.Module, int] = {}
         for module, units_of_it in needs.items():
@@ -103,13 +103,17 @@ class Residency:
 
     @property
     def order(self) -> Sequence[Unit]:
-        """Units in the order of the last whole pass; empty before the first."""
+        """Units in the order of the last complete pass; empty before the first pass."""
         return self._order or self._trace
 
-    # -- What is on the device.
+    # -- Units on the device.
 
     def ensure(self, unit: Unit) -> None:
-        """Have a unit's newest weights on the device for what is computed from here on."""
+        """Make a unit's newest weights available on the device to later computation.
+
+        Args:
+            unit: The unit.
+        """
         with self._lock:
             if not unit.is_current:
                 self.counts.late += bool(self._order) and not unit.resident
@@ -123,7 +127,11 @@ class Residency:
                     unit.loading = None
 
     def close_calls(self, unit: Unit) -> None:
-        """No call of a unit is under way: each has used its weights."""
+        """Record that all calls of a unit have finished.
+
+        Args:
+            unit: The unit.
+        """
         unit.calls = 0
 
     def _fetch(self, unit: Unit) -> None:
@@ -142,11 +150,11 @@ class Residency:
         )
 
     def _make_room(self, wanted: Unit, near: Collection[Unit] = ()) -> bool:
-        """Send away what is used last until there is room; whether there is.
+        """Evict units, furthest next use first, until a unit fits; return whether it fits.
 
         Args:
-            wanted: What room is needed for.
-            near: Units that are used soon; nothing used sooner than ``wanted`` goes for it.
+            wanted: The unit to upload.
+            near: Units that are used soon. If given, no unit needed before ``wanted`` is evicted.
         """
         if wanted.is_here or wanted.resident:
             return True
@@ -169,7 +177,7 @@ class Residency:
         return True
 
     def _next_use(self, unit: Unit) -> int:
-        """Uses of others until the next of this one."""
+        """Number of uses of units before the next use of this one."""
         uses = self._uses.get(unit)
         if not uses:
             return _NEVER
@@ -189,7 +197,7 @@ class Residency:
                 self._fetch_ahead(self._order[self._at + 1 :], [unit])
 
     def _fetch_ahead(self, coming: Sequence[Unit], near: list[Unit]) -> None:
-        """Ask for what is used next, as far as there is room."""
+        """Upload the next units in the order, as far as device memory allows."""
         wanted = len(near) + _AHEAD
         with self._lock:
             for unit in coming:
@@ -202,7 +210,7 @@ class Residency:
                     self._fetch(unit)
 
     def rewind(self) -> None:
-        """The next forward pass comes next: ask for what it uses first."""
+        """Prepare for the next forward pass, and prefetch its first units."""
         self._learn()
         self._at = 0
         self._fetch_ahead(self._order, [])
@@ -216,42 +224,52 @@ class Residency:
     # -- Calls.
 
     def enter_model(self) -> None:
-        """A forward pass of the model begins."""
+        """Prepare for a forward pass of the model."""
         if torch._C._current_graph_task_id() != -1:
             return
         self.inside.leave_all()
         for module, hook in self._entering.items():
-            # Last: hooks of others see weights as from outside.
+            # Last, so that hooks of other code see weights as outside the call.
             cast(Any, module._forward_pre_hooks).move_to_end(hook)
         self._learn()
         self._trace, self._at, self.in_backward, self._shared = [], 0, False, {}
         for unit in self._streamed:
-            # An error may have ended a pass in the middle.
+            # An error may have interrupted a pass.
             unit.calls = 0
         self._before()
 
     def enter_call(self, module: torch.nn.Module, units: Sequence[Unit]) -> None:
-        """A call of a module begins, in the forward pass or recomputed in the backward pass."""
+        """Prepare for a call of a module, also one recomputed in the backward pass.
+
+        Args:
+            module: The module.
+            units: The units that the call needs.
+        """
         self._before()
         for unit in units:
-            # Nothing of a call makes room for the rest of it.
+            # No unit of a call is evicted for another unit of the same call.
             unit.calls += 1
         self._use(units)
         self.inside.enter(module, units)
 
     def leave_call(self, module: torch.nn.Module, units: Sequence[Unit]) -> None:
-        """It has ended, perhaps with an error."""
+        """Record that a call of a module has ended, even with an error.
+
+        Args:
+            module: The module.
+            units: The units that the call needed.
+        """
         self.inside.leave(module)
         for unit in units:
             unit.calls = max(0, unit.calls - 1)
 
     def watch_backward(self, units: Sequence[Unit], inputs: Any, output: Any) -> None:
-        """Have a call's units come back when the backward pass reaches it, and go when it is over.
+        """Register hooks that upload a call's units in the backward pass and release them after.
 
         Args:
-            units: Of the call.
-            inputs: Whatever holds its inputs.
-            output: Whatever holds its outputs.
+            units: The units that the call needs.
+            inputs: The call's inputs, in any nested structure.
+            output: The call's outputs, in any nested structure.
         """
         if not torch.is_grad_enabled():
             return
@@ -261,7 +279,7 @@ class Residency:
         call = _Call(units, frozenset(map(_edge, own.values())))
         if torch._C._current_graph_task_id() == -1:
             for tensor in own.values():
-                # Its node is held until the next forward, so that no other has its id.
+                # The node is kept until the next forward, so that its id stays unique.
                 self._shared.setdefault(_edge(tensor), [tensor.grad_fn, 0])[1] += 1
         for tensor in outputs:
             _watch(tensor, partial(self._enter_backward, call))
@@ -272,7 +290,7 @@ class Residency:
         if call.is_open:
             return
         call.is_open = True
-        # What many blocks take, such as an embedding of the time step, is whole only at the end.
+        # The gradient of an input of many blocks, such as a time embedding, is complete only last.
         alone = {edge for edge in call.inputs if self._shared.get(edge, (None, 1))[1] == 1}
         call.inputs = frozenset(alone) or call.inputs
         call.left = len(call.inputs)
@@ -289,7 +307,7 @@ class Residency:
                     unit.calls = max(0, unit.calls - 1)
 
     def close(self) -> None:
-        """Watch the model no more, and wait for what is on its way."""
+        """Remove all hooks, and wait for running uploads."""
         for hook in self._hooks:
             hook.remove()
         self._entering = {}
@@ -299,7 +317,7 @@ class Residency:
                 if unit.loading is not None:
                     unit.loading.finish()
         finally:
-            # Graphs that are left have hooks that have this, which no collector of garbage sees.
+            # Hooks in remaining graphs refer to this object, invisibly to the garbage collector.
             self._shared = {}
             self._hurry = lambda _: None
             self._before = lambda: None
@@ -307,7 +325,7 @@ class Residency:
 
 
 def _watch(tensor: Any, call: Callable[[torch.Tensor], None]) -> None:
-    """Call it with a tensor's gradient once that is complete."""
+    """Call a function with a tensor's gradient once the gradient is complete."""
     tensor.register_hook(call)
 
 
@@ -324,7 +342,7 @@ def _edge(tensor: torch.Tensor) -> tuple[int, int]:
     return id(tensor.grad_fn), tensor.output_nr
 
 
-# -- Hooks are functions, which a copy of the model takes as they are: what it calls is not watched.
+# -- Hooks are functions; a copy of the model shares them, so they ignore modules of the copy.
 
 
 def _of_root(model: torch.nn.Module, residency: Residency) -> Any:

@@ -172,7 +172,7 @@ class UnitSlab:
 class Unit:
     """Weights that are copied to the device and freed there together.
 
-    The parameters are views of one device storage. A unit empties and refills this storage, so
+    The parameters are views of one device storage. A unit empties and refills its storage, so
     tensors that autograd has saved stay valid.
 
     Args:
@@ -426,8 +426,8 @@ def _kinds(
 def find_units(model: torch.nn.Module, named: Sequence[str] = ()) -> NamedModules:
     """Return names and modules whose weights are streamed, one unit per module.
 
-    Without ``named``, these are the repeated blocks declared by diffusers or known to zerotune;
-    otherwise consecutive modules of the same class. Of nested modules, the outermost is used.
+    By default, the repeated blocks that diffusers declares or zerotune knows are streamed; in other
+    models, consecutive modules of the same class. Of nested modules, the outermost is used.
 
     Args:
         model: The model.

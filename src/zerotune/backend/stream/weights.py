@@ -1,10 +1,9 @@
-"""``StreamedWeight``: a parameter whose values are on the device only while its unit is called.
+"""``StreamedWeight``: a parameter whose values are on the device only during calls of its unit.
 
-In a call of its unit the parameter is what it always is. From elsewhere, such as a hook in the call
-of another unit, or another thread, a use gets the weights that lie in host memory, written by the
-last step: a view of them where it asks for one (``detach``, ``data``, ``state_dict``), else a copy
-on the device, through which gradients flow back. So nobody meets values of another moment, or
-memory of another unit.
+Inside a call of its unit, the parameter behaves normally. Outside, such as in a hook of a different
+unit or in a different thread, a use gets the newest weights from host memory. ``detach``, ``data``
+and ``state_dict`` return views of the host's weights; all other uses get a copy on the device,
+through which gradients flow back. No use sees stale values or memory of a different unit.
 """
 
 from __future__ import annotations
@@ -29,20 +28,20 @@ if TYPE_CHECKING:
 
 @attrs.frozen(kw_only=True, eq=False)
 class Home:
-    """Where a streamed parameter's weights are."""
+    """Unit and original class of a streamed parameter."""
 
     unit: Unit
     member: Member
     kind: Any
-    """The parameter's class otherwise."""
+    """The parameter's original class."""
     inside: Inside
-    """The calls of units that the thread is in which asks."""
+    """The unit calls that the current thread is in."""
 
     def weights(self) -> torch.Tensor:
-        """The host's weights, once the last step has written them.
+        """Wait for the last step, and return the weights in host memory.
 
         Raises:
-            BaseException: What the step failed with.
+            BaseException: The step has failed.
         """
         if self.unit.written is not None:
             self.unit.written.result()
@@ -50,7 +49,7 @@ class Home:
 
 
 class StreamedWeight:
-    """Mixed into the class of a parameter that is streamed."""
+    """Mixin for the class of a streamed parameter."""
 
     _home: Home
 
@@ -62,7 +61,7 @@ class StreamedWeight:
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Give a use from outside of the unit's calls the host's weights."""
+        """Outside the unit's calls, use the weights in host memory."""
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             if func in _WITHOUT_VALUES or (_are_here(args) and _are_here(kwargs.values())):
@@ -74,7 +73,7 @@ class StreamedWeight:
             if func is _REPR:
                 return func(_copied(args[0]), *args[1:], **kwargs)
             if func == _DATA:
-                # What is written through it must count as a write to the host's weights.
+                # A write through the result must count as a write to the host's weights.
                 return _home(args[0]).weights().detach()
             if func in _VIEWS:
                 return func(_home(args[0]).weights(), *args[1:], **kwargs)
@@ -82,7 +81,7 @@ class StreamedWeight:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
-            # Before what it holds: a quantized weight holds its module.
+            # Before its attributes: a quantized weight refers to its module.
             copied = memo[id(self)] = _copied(self)
             vars(copied).update(copy.deepcopy(_beside(self), memo))
         return memo[id(self)]
@@ -94,14 +93,24 @@ class StreamedWeight:
 
 
 def stream_weight(unit: Unit, member: Member, inside: Inside) -> None:
-    """Have uses of a parameter from outside of its unit's calls get the host's weights."""
+    """Make a parameter use the weights in host memory outside calls of its unit.
+
+    Args:
+        unit: The parameter's unit.
+        member: The parameter.
+        inside: Registry of the unit calls that a thread is in.
+    """
     parameter: Any = member.parameter
     parameter._home = Home(unit=unit, member=member, kind=type(parameter), inside=inside)
     parameter.__class__ = _streamed(parameter._home.kind)
 
 
 def release_weight(member: Member) -> None:
-    """Make it the parameter that it was."""
+    """Restore the original class of a streamed parameter.
+
+    Args:
+        member: The parameter.
+    """
     parameter: Any = member.parameter
     parameter.__class__ = parameter._home.kind
     del parameter._home
@@ -124,12 +133,12 @@ def _copied(parameter: Any) -> Any:
 
 
 def _beside(parameter: Any) -> dict[str, Any]:
-    """What it holds beside its values: of a quantized weight, how to read it."""
+    """Attributes besides the values, such as the quantization state."""
     return {name: value for name, value in vars(parameter).items() if name != "_home"}
 
 
 class _Use(torch.autograd.Function):
-    """The weights of a streamed parameter on its device; a gradient goes to the parameter."""
+    """Copy a streamed parameter's weights to its device, with gradients for the parameter."""
 
     @staticmethod
     def forward(_ctx: Any, parameter: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -166,7 +175,7 @@ def _use(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _write_back(home: Home, weights: torch.Tensor) -> None:
-    """Keep what was written in place to a copy; on a view of the host's weights it is kept."""
+    """Copy weights that were changed in place back to host memory, unless they are a view."""
     own = home.unit.of_member(home.member)
     if weights.data_ptr() != own.data_ptr():
         with torch.no_grad():
@@ -174,13 +183,13 @@ def _write_back(home: Home, weights: torch.Tensor) -> None:
 
 
 def _is_here(parameter: Any) -> bool:
-    """Whether this thread is in a call of the parameter's unit, which keeps it on the device."""
+    """Whether the current thread is in a call of the parameter's unit."""
     home = _home(parameter)
     return home.inside.has(home.unit)
 
 
 def _are_here(values: Iterable[Any]) -> bool:
-    """Whether all streamed weights among them are. Every operator of a unit's calls asks this."""
+    """Whether all streamed weights among the values are here. Runs for every operator of a call."""
     for value in values:
         if isinstance(value, StreamedWeight):
             if not _is_here(value):
@@ -206,7 +215,7 @@ def _replaced(value: Any, stand_in: Callable[[Any], torch.Tensor]) -> Any:
 
 
 def _stays(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The parameter itself, where a move to a device and dtype leaves it what it is."""
+    """The parameter itself if a move to a device and dtype would not change it, else ``None``."""
     parameter = args[0]
     probe = torch.empty([2] * parameter.dim(), dtype=parameter.dtype, device=parameter.device)
     moved = func(probe, *args[1:], **kwargs)
@@ -220,7 +229,7 @@ def _refuse_other(parameter: Any, values: torch.Tensor) -> None:
     if values is parameter or (values.data_ptr() == own.data_ptr() and values.dtype == own.dtype):
         return
     raise EngineError(
-        "its weights are streamed from host memory, and cannot be replaced or moved",
+        "this parameter is streamed from host memory, so it cannot be replaced or moved",
         key=f"model.{_home(parameter).member.name}",
         value=f"{values.dtype} on {values.device}",
         fix="write weights through engine.master_weights.editing(); close the engine to move the "
@@ -228,31 +237,44 @@ def _refuse_other(parameter: Any, values: torch.Tensor) -> None:
     )
 
 
-# -- Calls of units, in which their weights are what they always are.
+# -- Calls of units, in which their parameters behave normally.
 
 
 class Inside(threading.local):
-    """The calls of units that this thread is in."""
+    """The unit calls that the current thread is in."""
 
     def __init__(self) -> None:
         self._entered: list[tuple[torch.nn.Module, Sequence[Unit], ExitStack]] = []
 
     def has(self, unit: Unit) -> bool:
-        """Whether one of them is of this unit."""
+        """Return whether the current thread is in a call of a unit.
+
+        Args:
+            unit: The unit.
+        """
         for _, units, _ in self._entered:  # noqa: SIM110 - a generator takes twice as long
             if unit in units:
                 return True
         return False
 
     def enter(self, module: torch.nn.Module, units: Sequence[Unit]) -> None:
-        """A call begins, for which these units are on the device."""
+        """Record that a call begins.
+
+        Args:
+            module: The called module.
+            units: The units that are on the device for the call.
+        """
         around = ExitStack()
         if _is_compiled(module):
             around.callback(_stream_again, _released(module))
         self._entered.append((module, units, around))
 
     def leave(self, module: torch.nn.Module) -> None:
-        """A call ends, with those inside it that never ended."""
+        """Record that a call has ended, including calls inside it that an error interrupted.
+
+        Args:
+            module: The called module.
+        """
         if any(module is each for each, _, _ in self._entered):
             while True:
                 entered, _, around = self._entered.pop()
@@ -261,13 +283,13 @@ class Inside(threading.local):
                     return
 
     def leave_all(self) -> None:
-        """No call is under way: what ended without a word has ended."""
+        """Forget all calls, including calls that an error interrupted."""
         while self._entered:
             self._entered.pop()[2].close()
 
 
 def _is_compiled(module: torch.nn.Module) -> bool:
-    # Importing the compiler takes seconds, and nobody compiles without.
+    # Importing the compiler takes seconds, and compiled code needs the import anyway.
     return "torch._dynamo" in sys.modules and any(
         hasattr(vars(part).get("forward"), "_torchdynamo_orig_callable")
         for part in module.modules()
@@ -275,9 +297,9 @@ def _is_compiled(module: torch.nn.Module) -> bool:
 
 
 def _released(module: torch.nn.Module) -> list[Any]:
-    """Parameters that are of their own class again, as compilers want them.
+    """Give streamed parameters their original class, and return them.
 
-    A compiler asks for the class, whatever this thread has switched off.
+    Compilers check the class, even with torch functions disabled in this thread.
     """
     found: list[Any] = [p for p in module.parameters() if isinstance(p, StreamedWeight)]
     for parameter in found:
@@ -324,7 +346,7 @@ _MOVES: Final = frozenset(
 _WITHOUT_VALUES: Final = (
     OF_THE_SHAPE
     | BESIDE_THE_CONTENT
-    # Which asks for the gradients of parameters, not for their values.
+    # Reads the gradients of parameters, not their values.
     | {torch.autograd.grad}
     | frozenset(
         _attributes(

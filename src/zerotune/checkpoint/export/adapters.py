@@ -239,7 +239,7 @@ def export_adapters(
         component: Name of a single model in the pipeline; by default derived from the model's
             class. ``TrainedParts`` provides the names of its parts.
         pipeline: A pipeline or its class; the export fails if the pipeline cannot load adapters
-            for these components.
+            for the trained components.
         timeout_s: Seconds to wait for the other ranks; default the group's timeout.
 
     Returns:

@@ -58,7 +58,7 @@ _CONVOLUTIONS: Final = {3: torch.nn.Conv1d, 4: torch.nn.Conv2d, 5: torch.nn.Conv
 
 @attrs.frozen(kw_only=True, eq=False)
 class Fold:
-    """The adapter of one layer, which merges itself into the layer's weight."""
+    """The adapter of one layer; a call merges the adapter into the layer's weight."""
 
     layer: str
     """Dotted name of the adapted layer."""

@@ -596,7 +596,7 @@ def _companion_decisions(counts: Mapping[str, int], of: int) -> tuple[Decision, 
     effect = {
         MASK: "white pixels count in the loss, black ones do not; without a mask all pixels count",
         REFERENCE: "references are images before an edit or conditions of a ControlNet",
-        **dict.fromkeys(REFERENCES[1:], "all references of an image are edited together"),
+        **dict.fromkeys(REFERENCES[1:], "one edit uses all references of an image"),
     }
     return tuple(
         Decision(
@@ -616,7 +616,7 @@ def companions_of(source: Any) -> frozenset[str]:
 
 
 def by_reference(each: Sequence[T], *, key: str) -> dict[str, T]:
-    """Return the values by reference name: ``reference``, ``reference2``, and so on.
+    """Map the reference names ``reference``, ``reference2``, … to the given values.
 
     Args:
         each: One value per reference, in order.

@@ -74,11 +74,11 @@ class _EncodedCondition(Described):
 
     @property
     def latent_dist(self) -> _EncodedCondition:
-        """Distribution of the latents: this object."""
+        """Stand-in for the distribution of latents, which is this object."""
         return self
 
     def encode(self, images: Tensor) -> _EncodedCondition:
-        """Return the condition latents, repeated to the number of images; guidance doubles it."""
+        """Return the condition latents, repeated if guidance doubles the images."""
         latents = self._latents.repeat(len(images) // len(self._latents), 1, 1, 1)
         single = images.ndim == 5
         return _EncodedCondition(self._module, latents.unsqueeze(2) if single else latents)
@@ -113,7 +113,7 @@ class ControlNetFamily(PipelineFamily):
         *,
         scale: int,  # noqa: ARG003 - of those that see pixels
     ) -> torch.nn.Module:
-        """Create a ControlNet from a base model's weights; initially it has no effect.
+        """Create a ControlNet from a base model's weights, initially without effect on the output.
 
         Args:
             kind: Class of the ControlNet.
@@ -296,5 +296,5 @@ CONTROLNETS: Final[tuple[type[ControlNetFamily], ...]] = (
 
 
 def controlnet_of(family: type[PipelineFamily]) -> type[ControlNetFamily] | None:
-    """Return the ControlNet family for models of a family; ``None`` if it does not exist."""
+    """Return the ControlNet family for a family of base models, or ``None``."""
     return next((each for each in CONTROLNETS if family in each.__bases__), None)

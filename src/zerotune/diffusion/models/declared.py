@@ -69,8 +69,9 @@ class StableDiffusionXL(PipelineFamily):
     """Stable Diffusion XL, which has two CLIPs, and a U-Net conditioned on sizes and crops.
 
     A batch may contain ``original_sizes``, ``crop_corners`` and ``target_sizes``, each (b, 2), with
-    the vertical value first; ``PreparedImages`` yields all three. Without these tensors, images
-    count as uncropped, with their current size as original size (Podell et al., "SDXL", 2.2).
+    the vertical value first; ``PreparedImages`` yields all three. If a batch lacks one of the three
+    tensors, its images count as uncropped, with their current size as original size (Podell et al.,
+    "SDXL", 2.2).
 
     If the pipeline sets ``force_zeros_for_empty_prompt``, the empty text is encoded as zeros, in
     training as in sampling; the training script of diffusers embeds the empty text instead.
@@ -158,7 +159,7 @@ class StableDiffusionXL(PipelineFamily):
 class StableDiffusion3(PipelineFamily):
     """Stable Diffusion 3 and 3.5, with two CLIPs and optionally T5 as text encoders.
 
-    T5 encodes 256 tokens, as in the pipeline; the training script of diffusers uses 77.
+    T5 encodes 256 tokens, as in the pipeline; the training script of diffusers uses 77 tokens.
     """
 
     pipeline: ClassVar[str] = "StableDiffusion3Pipeline"
@@ -180,8 +181,8 @@ class StableDiffusion3(PipelineFamily):
 class Flux(PipelineFamily):
     """Flux.1, with CLIP and T5 as text encoders.
 
-    The model of ``dev`` receives the guidance scale as an input: 1 in training, as in diffusers.
-    Texts have 512 tokens by default; ``schnell`` supports at most 256.
+    The model of Flux.1 dev receives the guidance scale as an input: 1 in training, as in diffusers.
+    Texts have 512 tokens by default; Flux.1 schnell supports at most 256.
     """
 
     pipeline: ClassVar[str] = "FluxPipeline"
@@ -274,7 +275,7 @@ class _Pictures:
     def put_in_place(
         self, _model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, Any]:
-        """Pass the references' real shapes; the pipeline passes those of one-megapixel images."""
+        """Pass the real shapes of references; the pipeline passes one-megapixel shapes."""
         sides = (picture.latents.shape[-2:] for picture in self.pictures)
         own = [(1, height // 2, width // 2) for height, width in sides]
         return args, {**kwargs, "img_shapes": [[row[0], *own] for row in kwargs["img_shapes"]]}
@@ -288,7 +289,7 @@ class Flux2(PipelineFamily):
     """Flux.2 dev, whose model receives the guidance scale as an input.
 
     Latents have 128 channels, normalised by statistics stored in the VAE. If a batch contains
-    ``reference_latents``, the model edits these images; a sample may have several.
+    ``reference_latents``, the model edits reference images; a sample may have several.
     """
 
     pipeline: ClassVar[str] = "Flux2Pipeline"
@@ -326,7 +327,7 @@ class Flux2(PipelineFamily):
         return _pictures(latents, self.latent_space().scale)
 
     def adjust(self, pipe: Any, call_kwargs: dict[str, Any]) -> None:
-        """Pass each sample's reference latents; the pipeline uses one set for all samples."""
+        """Pass each sample's reference latents; the pipeline has one set for all samples."""
         super().adjust(pipe, call_kwargs)
         if self.reference not in call_kwargs:
             return
@@ -349,14 +350,14 @@ class Flux2Klein(Flux2):
 
 
 class Wan(PipelineFamily):
-    """Wan 2.1, and the high-noise expert of Wan 2.2; text to video."""
+    """Text-to-video model of Wan 2.1, or high-noise expert of Wan 2.2."""
 
     pipeline: ClassVar[str] = "WanPipeline"
     model: ClassVar[str] = "WanTransformer3DModel"
     usual_frames: ClassVar[int] = 4
     clips: ClassVar[bool] = True
     other: ClassVar[str] = "transformer_2"
-    """Name of the other expert in the pipeline."""
+    """Name in the pipeline of the expert that is not trained."""
 
     @property
     def boundary(self) -> float | None:
@@ -410,7 +411,7 @@ class Wan(PipelineFamily):
 
 
 class WanLowNoise(Wan):
-    """The low-noise expert of Wan 2.2, selected with ``family=WanLowNoise``."""
+    """Low-noise expert of Wan 2.2 for text to video, selected with ``family=WanLowNoise``."""
 
     component: ClassVar[str] = "transformer_2"
     other: ClassVar[str] = "transformer"
@@ -438,7 +439,7 @@ class Lumina2(PipelineFamily):
 
 
 class LTXVideo(PipelineFamily):
-    """LTX-Video, whose VAE compresses each side 32-fold and time 8-fold; a latent is one token."""
+    """LTX-Video, whose VAE compresses sides 32-fold and time 8-fold; a latent pixel is a token."""
 
     pipeline: ClassVar[str] = "LTXPipeline"
     model: ClassVar[str] = "LTXVideoTransformer3DModel"
@@ -623,7 +624,7 @@ class HiDream(PipelineFamily):
         return super().text_kwargs({**texts, **layers}, device, prefix)
 
     def example_text(self, name: str, config: Any, batch: int) -> Tensor:
-        """Return an example of one text tensor: the pooled CLIPs', T5's or LLaMA's."""
+        """Return an example of one text tensor, which the CLIPs, T5 or LLaMA produce."""
         if name == "pooled_prompt_embeds":
             return torch.empty(batch, config.text_emb_dim, device="meta")
         t5, llama = config.caption_channels
@@ -649,7 +650,7 @@ class FluxKontext(Flux):
 class QwenImageEdit(ReadingFamily, QwenImage):
     """Qwen-Image-Edit, whose Qwen2.5-VL encodes a text together with the reference image.
 
-    An embedding, also a cached one, therefore belongs to a pair of text and image.
+    Each embedding, in a batch or a cache, belongs to a pair of text and image.
     """
 
     pipeline: ClassVar[str] = "QwenImageEditPipeline"

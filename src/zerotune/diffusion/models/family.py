@@ -40,12 +40,16 @@ class Denoiser(Protocol):
 class Family(Protocol):
     """Interface of a model family, which turns a batch into inputs and calls the model.
 
-    Tensors stay on the batch's device until ``predict`` moves them to the model's. A family that
-    can also sample is a ``LabelFamily`` or a ``PromptFamily``.
+    Tensors stay on the batch's device until ``predict`` moves them to the model's device. A family
+    that can also sample is a ``LabelFamily`` or a ``PromptFamily``.
     """
 
     def clean(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the clean samples (b, c, h, w) of a batch in fp32."""
+        """Return the clean samples (b, c, h, w) of a batch in fp32.
+
+        Args:
+            batch: Batch of the dataset.
+        """
         ...
 
     def conditioning(self, batch: Mapping[str, Tensor], generator: torch.Generator) -> Conditioning:
@@ -191,7 +195,7 @@ class Unconditional:
     """Family of unconditional models; batches contain ``"images"`` (b, c, h, w) in [-1, 1]."""
 
     def clean(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the images, fp32."""
+        """Return the images of a batch in fp32."""
         return images_of(batch)
 
     def conditioning(
@@ -252,7 +256,7 @@ class ClassConditional:
             )
 
     def clean(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the images, fp32."""
+        """Return the images of a batch in fp32."""
         return images_of(batch)
 
     def conditioning(self, batch: Mapping[str, Tensor], generator: torch.Generator) -> Conditioning:

@@ -231,7 +231,7 @@ class _WanImage(ImageToVideo):
         prompts: Mapping[str, Any],
         prefix: str = "",
     ) -> dict[str, Tensor]:
-        """Encode texts with the text-to-video pipeline, which does the same but needs no ftfy."""
+        """Encode texts like the text-to-video pipeline, whose equal code does not need ftfy."""
         parts = {
             name: getattr(pipeline, name)
             for name in ("tokenizer", "text_encoder", "vae", "scheduler")
@@ -285,11 +285,11 @@ class _WanImage(ImageToVideo):
 
 
 class WanImageToVideo(_WanImage, Wan):
-    """Wan 2.1, and the high-noise expert of Wan 2.2; image to video."""
+    """Image-to-video model of Wan 2.1, or high-noise expert of Wan 2.2."""
 
 
 class WanImageToVideoLowNoise(_WanImage, WanLowNoise):
-    """The low-noise expert of Wan 2.2, image to video."""
+    """Low-noise expert of Wan 2.2 for image to video."""
 
 
 class HunyuanVideoImageToVideo(ImageToVideo, ReadingFamily, HunyuanVideo):
@@ -324,8 +324,8 @@ class HunyuanVideoImageToVideo(ImageToVideo, ReadingFamily, HunyuanVideo):
     ) -> dict[str, Tensor]:
         """Encode clips and their first frames.
 
-        For ``token_replace``, the first latent frame of a clip comes from the first frame encoded
-        alone. Encoded in the clip it would differ, because the VAE normalises over all frames.
+        With ``token_replace``, a clip's first latent frame is its first frame encoded alone. The
+        latent frame would differ within the clip, because the VAE normalises over all frames.
         """
         found = super().encode_images(images, device=device)
         if self._condition_type(self._needed("images")) != _REPLACED:
@@ -347,13 +347,13 @@ class HunyuanVideoImageToVideo(ImageToVideo, ReadingFamily, HunyuanVideo):
     # -- Texts.
 
     def check_dataset(self, dataset: Any) -> None:
-        """Check that captions can be enumerated; references are not checked, as clips need none."""
+        """Check that captions can be enumerated; clips need no references besides their frames."""
         dataset.augmentation.check_countable()
 
     def read(
         self, parts: FrozenParts, caption: str, pictures: list[Any], device: torch.device
     ) -> dict[str, Tensor]:
-        """Encode a caption with its image; the embedding has some of the image's tokens first."""
+        """Encode a caption with its image; some of the image's tokens precede the caption's."""
         prompts = {
             "prompt": [caption],
             "image": pictures,
@@ -407,7 +407,7 @@ class HunyuanVideoImageToVideo(ImageToVideo, ReadingFamily, HunyuanVideo):
     # -- The call.
 
     def adjust(self, pipe: Any, call_kwargs: dict[str, Any]) -> None:
-        """Pass each sample's encoded image to the model; only sampling mixes it with the noise."""
+        """Pass each sample's encoded image to the model; sampling also mixes it into the noise."""
         super().adjust(pipe, call_kwargs)
         shown = call_kwargs[str(self.reference)]
         call_kwargs[str(self.reference)] = torch.zeros(1, 3, 1, 1)  # A placeholder.
@@ -431,7 +431,7 @@ class HunyuanVideoImageToVideo(ImageToVideo, ReadingFamily, HunyuanVideo):
         return super()._as_latents(padded, noisy)
 
     def draw(self, model: Denoiser, drawing: Drawing) -> Tensor:
-        """Sample clips (n, 3, frames, height, width); ``latent_concat`` drops four frames."""
+        """Sample clips (n, 3, frames, height, width); ``latent_concat`` drops the first four."""
         clips = super().draw(model, drawing)
         return clips if self.gives_first(model) else clips[:, :, _LEFT_OUT:]
 

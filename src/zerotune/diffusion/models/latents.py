@@ -16,7 +16,7 @@ _PATCH: Final = 2
 
 
 class LatentSpace:
-    """Latent space of a VAE, normalised to mean 0 and standard deviation 1 by its statistics.
+    """Latent space of a VAE, whose statistics normalise latents to mean 0 and deviation 1.
 
     The class supports diffusers' VAEs for images and clips, also deterministic autoencoders such as
     ``AutoencoderDC``. Statistics may be a scaling factor with or without shift, means and
@@ -65,7 +65,7 @@ class LatentSpace:
 
     @torch.no_grad()
     def encode(self, images: torch.Tensor) -> torch.Tensor:
-        """Return the mean of the VAE's distribution, normalised for the model.
+        """Encode images as the mean of the VAE's distribution, normalised by its statistics.
 
         Args:
             images: Images (b, 3, height, width) or clips (b, 3, frames, height, width) in [-1, 1].

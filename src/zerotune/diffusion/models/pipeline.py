@@ -44,8 +44,7 @@ Embeddings = Mapping[str, torch.Tensor]
 class FrozenParts:
     """A diffusers pipeline without its trained model, complete on every rank, without gradients.
 
-    Weights stay on their device. ``on`` moves some parts to a device temporarily, and ``release``
-    moves all parts to the host.
+    ``on`` moves some parts to a device temporarily, and ``release`` moves all parts to the host.
 
     Args:
         pipeline: A pipeline such as ``StableDiffusionXLPipeline``; its trained component is
@@ -223,7 +222,7 @@ class FrozenParts:
         return self.latents.settings()
 
     def hash(self, names: Sequence[str]) -> str:
-        """Return a hash of the weights of parts.
+        """Return a hash of the weights of the named parts.
 
         Args:
             names: Names of the parts.
@@ -480,7 +479,7 @@ class TrainedEncoder(torch.nn.Module):
 
 
 def call_cast(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Call a model with a pipeline's arguments, cast to its dtype except time steps and sizes."""
+    """Call a model, casting a pipeline's arguments to its dtype except time steps and sizes."""
     names = inspect.signature(primary_of(model).forward).parameters
     arguments = [
         value if name in _KEPT_EXACT else _cast_floats(value, model.dtype)

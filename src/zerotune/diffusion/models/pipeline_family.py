@@ -65,7 +65,7 @@ class TextToImage(ABC):
     """Base class of latent text-to-image families.
 
     A batch contains either ``latents`` (b, c, h, w), as caches do, or ``images`` (b, 3, height,
-    width) in [-1, 1]. It also contains either the tensors named in ``text_tensors`` or
+    width) in [-1, 1]. A batch also contains either the tensors named in ``text_tensors`` or
     ``captions``. Images and captions are encoded in each step.
 
     A subclass names its pipeline and implements ``embed``, which encodes texts, and ``predict``,
@@ -166,10 +166,21 @@ class TextToImage(ABC):
     def predict(
         self, model: Denoiser, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning
     ) -> Tensor:
-        """Return the model's prediction in the shape of ``noisy``."""
+        """Return the model's prediction in the shape of ``noisy``.
+
+        Args:
+            model: Model that predicts.
+            noisy: Noisy latents (b, c, [frames,] h, w), fp32.
+            timesteps: Time steps (b,) in the scheduler's units.
+            conditioning: Value returned by ``conditioning``.
+        """
 
     def clean(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return a batch's latents (b, c, h, w) in fp32; without latents, encode its images."""
+        """Return a batch's latents (b, c, h, w) in fp32; without latents, encode its images.
+
+        Args:
+            batch: Batch with latents or images.
+        """
         if "latents" in batch:
             return batch["latents"].float()
         images = images_of(batch)
@@ -178,11 +189,11 @@ class TextToImage(ABC):
     def conditioning(self, batch: Mapping[str, Tensor], generator: torch.Generator) -> Conditioning:
         """Return a batch's text embeddings.
 
-        With probability ``dropout``, a sample gets the embedding of the empty text instead.
+        With probability ``dropout``, the embedding of the empty text replaces a sample's embedding.
 
         Args:
             batch: Batch with captions or embeddings.
-            generator: Random generator that selects the samples.
+            generator: Random generator for dropout.
         """
         first = self.text_tensors[0]
         if self.trains_texts:
@@ -239,7 +250,7 @@ class TextToImage(ABC):
 
         Args:
             model: Engine that trains the text encoders.
-            conditioning: Value of ``conditioning``.
+            conditioning: Value returned by ``self.conditioning``.
         """
         if CAPTIONS not in conditioning:
             return conditioning
@@ -251,7 +262,7 @@ class TextToImage(ABC):
             return {**others, **self.embed(parts, list(captions), model.device)}
 
     def read_images(self, batch: Mapping[str, Any]) -> Tensor | None:
-        """Return a batch's reference images, if any; ``reads_references`` families encode them."""
+        """Return the images that a ``reads_references`` family encodes with texts, or ``None``."""
         return batch.get(REFERENCE_IMAGES)
 
     def check_dataset(self, dataset: Any) -> None:
@@ -297,7 +308,12 @@ class TextToImage(ABC):
         )
 
     def texts_of(self, batch: Mapping[str, Any], captions: Sequence[str]) -> dict[str, Tensor]:
-        """Return embeddings of ``captions``, one caption per sample of ``batch``."""
+        """Return embeddings of captions.
+
+        Args:
+            batch: Batch with the captions' samples.
+            captions: One caption per sample.
+        """
         return self.encode_texts(captions, device=self.clean_device(batch))
 
     def empty_texts_of(
@@ -307,6 +323,10 @@ class TextToImage(ABC):
         device: torch.device,
     ) -> dict[str, Tensor]:
         """Return the embeddings that replace dropped captions of a batch.
+
+        Args:
+            batch: Batch with the captions' samples.
+            device: Target device.
 
         Returns:
             One embedding (1, …) for all samples, or (b, …) if it differs by sample.
@@ -331,7 +351,7 @@ class TextToImage(ABC):
 
         Args:
             captions: One caption per sample.
-            device: Device of the encoders; default the device on which they are.
+            device: Device of the encoders; default their current device.
             references: Reference images (b, 3, height, width) in [-1, 1], or several per sample
                 (b, r, 3, height, width), for families that encode texts together with images
                 (``reads_references``).
@@ -384,14 +404,18 @@ class TextToImage(ABC):
 
         Args:
             images: (b, 3, height, width) in [-1, 1].
-            device: Device of the VAE; default the device on which it is.
+            device: Device of the VAE; default its current device.
         """
         parts = self._needed("images")
         self._bring(parts, device, ["vae"])
         return {"latents": parts.encode_images(images)}
 
     def at_shown_size(self, images: Tensor) -> Tensor:
-        """Resize reference images (b, 3, height, width) to the size that the model receives."""
+        """Resize reference images to the size that the model receives.
+
+        Args:
+            images: (b, 3, height, width) in [-1, 1].
+        """
         return images
 
     def encode_references(
@@ -401,12 +425,17 @@ class TextToImage(ABC):
 
         Args:
             images: (b, 3, height, width) in [-1, 1].
-            device: Device of the VAE; default the device on which it is.
+            device: Device of the VAE; default its current device.
         """
         return self.encode_images(self.at_shown_size(images), device=device)
 
     def remembered(self, texts: Sequence[str], *, device: torch.device) -> dict[str, Tensor]:
-        """Return embeddings of texts; each text is encoded once and then remembered."""
+        """Return embeddings of texts; each text is encoded once and then cached.
+
+        Args:
+            texts: Texts to encode.
+            device: Device of the encoders and embeddings.
+        """
         parts = self._needed("captions")
         encoded = parts.remember(texts, lambda t: self.embed(parts, t, device), device=device)
         return {name: value.to(device) for name, value in encoded.items()}
@@ -418,7 +447,12 @@ class TextToImage(ABC):
     def remembered_negative(
         self, texts: Sequence[str], *, device: torch.device
     ) -> dict[str, Tensor]:
-        """Return embeddings of negative prompts; each is encoded once and then remembered."""
+        """Return embeddings of negative prompts; each prompt is encoded once and then cached.
+
+        Args:
+            texts: Negative prompts.
+            device: Device of the encoders and embeddings.
+        """
         parts = self._needed("captions")
         encoded = parts.remember(
             texts, lambda t: self.embed_negative(parts, t, device), device=device, kind=NEGATIVE
@@ -593,7 +627,7 @@ class TextToImage(ABC):
         """Return the pipeline's arguments for prompts, references and guidance.
 
         A guidance-distilled model receives the guidance scale as an input. With a negative prompt,
-        this input keeps its training value, and classifier-free guidance applies the scale.
+        the model's input keeps its training value, and classifier-free guidance uses the scale.
 
         Args:
             drawing: Prompts, seeds and options.
@@ -752,7 +786,8 @@ class PipelineFamily(TextToImage):
 
     A subclass declares how its pipeline differs from the defaults. The pipeline must accept
     ``latents`` and ``prompt_embeds`` and pass its model's prediction to its scheduler.
-    ``load_pretrained`` tests the family on the ``meta`` device; a failure names the reason.
+    ``load_pretrained`` tests the family on the ``meta`` device; an error gives the reason if the
+    test fails.
     """
 
     component: ClassVar[str] = "transformer"
@@ -858,7 +893,7 @@ class PipelineFamily(TextToImage):
     # -- Samples.
 
     def clean(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return a batch's latents (b, c, [frames,] h, w) in fp32; else encode its images."""
+        """Return a batch's latents (b, c, [frames,] h, w), fp32; without latents, encode images."""
         latents = super().clean(batch)
         return latents.unsqueeze(2) if self.clips and latents.ndim == 4 else latents
 
@@ -927,7 +962,7 @@ class PipelineFamily(TextToImage):
         Args:
             model: Model that predicts.
             noisy: Noisy latents (b, c, [frames,] h, w), fp32.
-            steps: Time steps: (1, b), or (1,) if all samples have the same.
+            steps: Time steps (1, b), or (1,) if all samples have the same time step.
             conditioning: Keyword arguments of the pipeline, batch first.
         """
         blueprint = self.known_blueprint()

@@ -131,12 +131,21 @@ class MemoryEstimate(Readable):
     """Components that the numbers do not include, with reasons."""
 
     def at(self, place: Place, phase: Phase) -> tuple[MemoryItem, ...]:
-        """Return the components in ``place`` during ``phase``, largest first."""
+        """Return the components in ``place`` during ``phase``, largest first.
+
+        Args:
+            place: ``"device"``, ``"host"`` or ``"nvme"``.
+            phase: Phase of a run, such as ``"optimizer step"``.
+        """
         held = [item for item in self.items if item.place == place and phase in item.phases]
         return tuple(sorted(held, key=lambda item: -item.nbytes))
 
     def peak(self, place: Place) -> MemoryPeak:
-        """Return the phase in which ``place`` uses most memory, with its components."""
+        """Return the phase in which ``place`` uses most memory, with its components.
+
+        Args:
+            place: ``"device"``, ``"host"`` or ``"nvme"``.
+        """
         phase = max(PHASES, key=lambda one: _total(self.at(place, one)))
         items = self.at(place, phase)
         return MemoryPeak(place=place, phase=phase, nbytes=_total(items), items=items)
@@ -256,7 +265,7 @@ class Costing:
 
     @property
     def device(self) -> Place:
-        """Place that accelerator memory counts towards: the host if the accelerator is the CPU."""
+        """Place of accelerator memory: the host if the accelerator is the CPU, else the device."""
         return "host" if self.on_cpu else "device"
 
     @property
@@ -266,7 +275,7 @@ class Costing:
 
     @property
     def positions(self) -> int:
-        """Size of a sample that activations scale with; 0 if unknown."""
+        """Size of a sample, with which activations scale; 0 if unknown."""
         height, width, frames = self.workload.height, self.workload.width, self.workload.frames
         if height is None or width is None:
             return 0
@@ -350,7 +359,7 @@ class Costing:
 
     @property
     def codes_moments(self) -> bool:
-        """Whether moments are 8-bit codes, whose update is slower than their size suggests."""
+        """Whether the optimizer stores moments as 8-bit codes, whose update needs more time."""
         choice = self.resolved.optimizer
         name = self.resolved.plan.optimizer_name if choice is None else choice.name
         return "streamed weights" in entry_of(name).requires
@@ -377,7 +386,7 @@ class Costing:
 
     @property
     def steps_in_one_pass(self) -> bool:
-        """Whether Adam in host memory updates everything in one pass."""
+        """Whether Adam in host memory updates weights and states in one pass."""
         resolved, choice = self.resolved, self.resolved.optimizer
         if not resolved.host_step or resolved.offload_optimizer == "none":
             return False
@@ -452,7 +461,15 @@ class Costing:
         *,
         by_torch: bool = False,
     ) -> MemoryItem:
-        """Return page-locked host memory, with each block rounded as its allocator does."""
+        """Return page-locked host memory, with each block rounded as its allocator does.
+
+        Args:
+            component: Name of the component.
+            blocks: Bytes of each block.
+            phases: Phases in which the memory is used.
+            note: Remark for reports.
+            by_torch: Whether torch allocates the blocks, instead of DeepSpeed.
+        """
         sizes = [math.ceil(block) for block in blocks if block > 0]
         if self.pins_exactly if by_torch else self.deepspeed_pins_exactly:
             total = sum(sizes)
@@ -936,7 +953,7 @@ share of both passes."""
 
 
 def with_gradients_kept(estimate: MemoryEstimate, usable: int) -> ResolvedPlan:
-    """Return a streaming plan with as many gradient buffers as fit and help.
+    """Return a streaming plan with as many gradient buffers as fit and save time.
 
     Args:
         estimate: Estimate of the streaming plan.

@@ -35,7 +35,7 @@ def _check_rate(_instance: object, attribute: Any, value: Any) -> None:
     if not _is_rate(value):
         raise InvalidValueError(
             "must be a positive number", key=f"rates.{attribute.name}", value=value,
-            fix="measure it with `zerotune doctor --rates`",
+            fix="measure the rate with `zerotune doctor --rates`",
         )  # fmt: skip
 
 
@@ -97,11 +97,20 @@ class Rates:
     """Source of the rates, in words."""
 
     def source(self, name: str) -> str:
-        """Return whether a rate is ``"measured"`` or ``"catalogued"``."""
+        """Return whether a rate is ``"measured"`` or ``"catalogued"``.
+
+        Args:
+            name: Name of the rate.
+        """
         return "measured" if name in self.measured else "catalogued"
 
     def with_measured(self, found: Mapping[str, float], *, origin: str) -> Rates:
-        """Return the rates with measured ones in place of catalogued ones."""
+        """Return the rates with measured ones in place of catalogued ones.
+
+        Args:
+            found: Measured rates by name.
+            origin: Source of the measured rates, in words.
+        """
         names = self.measured | frozenset(found)
         return attrs.evolve(self, **dict[str, Any](found), measured=names, origin=origin)
 
@@ -316,7 +325,7 @@ class SwapTraffic:
     written: int
 
     def seconds(self, *, read_rate: float, write_rate: float) -> float:
-        """Return the seconds that a step needs at least for the disk, without overlap.
+        """Return the minimum seconds that a step spends on the disk, without overlap.
 
         Args:
             read_rate: Bytes per second, shared by the ranks of a machine.
@@ -331,7 +340,7 @@ class SwapTraffic:
                     "must be a positive number of bytes per second",
                     key=key,
                     value=rate,
-                    fix="measure it with DeepSpeed's `ds_nvme_tune --nvme_dir ROOT`",
+                    fix="measure the rate with DeepSpeed's `ds_nvme_tune --nvme_dir ROOT`",
                 )
         return self.read / read_rate + self.written / write_rate
 
@@ -595,7 +604,7 @@ class _Stretch:
     """Share of each overlapping phase."""
 
     def seconds(self, lanes: Mapping[StepPhase, Mapping[Lane, float]]) -> float:
-        """Return the time: that of the passes one by one, or of the busiest lane."""
+        """Return the longer of two times: the passes one after another, or the busiest lane."""
         one_by_one = sum(share * max(lanes[one].values()) for one, share in self.passes.items())
         total: dict[Lane, float] = {}
         for phase, share in (*self.passes.items(), *self.beside.items()):
@@ -623,7 +632,7 @@ class StepTime:
 
     @property
     def phases(self) -> dict[str, float]:
-        """Seconds of each phase without overlap, which are those of its busiest lane."""
+        """Seconds of each phase by itself, determined by its busiest lane."""
         return {phase: max(lanes.values()) for phase, lanes in self._lanes.items() if lanes}
 
     @property
@@ -638,6 +647,9 @@ class StepTime:
         """Return the seconds of a step with this schedule of the optimizer.
 
         An optimizer on the device never overlaps with passes.
+
+        Args:
+            schedule: ``"in turn"``, ``"hidden"`` or ``"eager"``.
         """
         lanes = self._lanes
         on_host = any(lane in ("host", "disk") for lane in lanes.get("optimizer", ()))
@@ -768,15 +780,15 @@ def _pass_parts(case: Costing, facts: ArithmeticFacts, rates: Rates) -> Iterator
     yield from _computed(case, facts.forward, rates, "forward", "the forward pass")
     yield from _computed(case, facts.backward, rates, "backward", "the backward pass")
     if case.workload.gradient_checkpointing and facts.recomputed is not None:
-        yield from _computed(case, facts.recomputed, rates, "backward", "blocks once more")
+        yield from _computed(case, facts.recomputed, rates, "backward", "recomputed blocks")
     if facts.backward.operators and case.resolved.uses_deepspeed:
         stage = case.resolved.stage
-        yield _looked_after(case, rates, "backward", "gradients looked after", _PER_GRADIENT[stage])
+        yield _looked_after(case, rates, "backward", "gradient bookkeeping", _PER_GRADIENT[stage])
         if case.checks_gradients:
             _, each = _PER_CHECKED[stage == 3, case.element]
-            yield _looked_after(case, rates, "backward", "gradients checked", each)
+            yield _looked_after(case, rates, "backward", "gradient checks", each)
         if stage == 3 and case.streaming is None:
-            yield _looked_after(case, rates, "forward", "parameters gathered", _PER_GATHERED)
+            yield _looked_after(case, rates, "forward", "parameter gathering", _PER_GATHERED)
 
 
 def _looked_after(case: Costing, rates: Rates, phase: StepPhase, what: str, each: int) -> TimePart:
@@ -812,7 +824,7 @@ def _computed(
         phase=phase,
         # A device computes while the next operators are begun.
         lane="device" if case.on_cpu else "calls",
-        what=f"{what}: operators begun",
+        what=f"{what}: operator launches",
         seconds=shared * times * work.operators / rates.operators,
         rate="operators",
     )
@@ -875,7 +887,7 @@ def _amounts(case: Costing, estimate: MemoryEstimate) -> Iterator[_Moved]:
     yield "backward", "in", "activations to the device", waiting, "to_device"
     yield "backward", "out", "gradients to the host", traffic.gradients, "to_host"
     yield "backward", "device", "gradients put into buckets", _gradients_in_memory(case), memory
-    yield "backward", "device", "gradients checked", _checked(case), memory
+    yield "backward", "device", "gradient checks", _checked(case), memory
     yield "backward", "host", "gradients added up", traffic.added, "host_memory"
     new = traffic.new_in_backward, traffic.new_in_step
     yield "backward", "device", "memory allocated anew", new[0], "new_memory"
