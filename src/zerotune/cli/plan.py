@@ -666,7 +666,7 @@ class _Advise(Below):
         )
 
     def run(self) -> int:
-        """Advise a plan; return 0 if one fits, else 1."""
+        """Find the best plan; return 0 if a plan fits, else 1."""
         from zerotune.errors import NothingFitsError
         from zerotune.optimizers.catalogue import parse_optimizer_name
         from zerotune.plan import DeepSpeedPlan

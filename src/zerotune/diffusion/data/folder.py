@@ -269,7 +269,7 @@ class ImageFolder(EncodedSource):
         return self._root / self._items[index].name
 
     def beside(self, index: int) -> Mapping[str, Path | bytes]:
-        """Return the mask and references of an image by kind, as paths."""
+        """Return the paths of an image's mask and references, keyed by kind."""
         return self._files_beside(self._items[index].name)
 
     def _stamp(self, name: str) -> Stamp | None:

@@ -633,7 +633,7 @@ class RepeatedBatches:
             batch = next(self._iterator, None)
         if batch is None:
             raise DataError(
-                f"yielded no batch after {self._count} batches",
+                f"ended after {self._count} batches and cannot be restarted",
                 key="data",
                 value=type(self._batches).__name__,
                 fix="pass an iterable that can be restarted, such as a list, not a generator",
