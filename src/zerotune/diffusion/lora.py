@@ -208,8 +208,8 @@ class LoRA(_Ranked):
 class LoKr(_Ranked):
     """Adapters that add a Kronecker product to each adapted weight (Yeh et al., 2024).
 
-    Adapter files are small. The second factor is a product of two low-rank matrices if ``rank`` is
-    less than half its size.
+    LoKr files are small. The second factor of the product is itself a product of two low-rank
+    matrices if ``rank`` is less than half the factor's size.
     """
 
     factor: int = -1
@@ -254,7 +254,7 @@ _NOT_TRAINED: Final = frozenset(
 
 
 def as_adapters(lora: Any) -> Adapters:
-    """Convert ``lora`` to adapters of zerotune.
+    """Convert ``lora`` to an ``Adapters`` object.
 
     Args:
         lora: Adapters, peft's ``LoraConfig``, ``LoKrConfig``, ``LoHaConfig`` or ``OFTConfig``, or
@@ -490,8 +490,8 @@ def load_adapters(
 
     Weights, rank, alpha and targets come from the file. Dropout is 0, because adapter files do not
     contain it. Files of ComfyUI, kohya's trainers and others are converted by ``lora_state_dict``
-    of a diffusers pipeline, which may multiply alpha / rank into the factors. The decisions of the
-    returned facts name the pipeline.
+    of a diffusers pipeline, which may multiply alpha / rank into the factors. The returned
+    ``AdapterFacts.decisions`` name the pipeline.
 
     Args:
         model: A diffusers model or a transformers text encoder, without adapters.
@@ -511,8 +511,8 @@ def load_adapters(
         CheckpointError: The file does not exist.
         CheckpointMismatchError: The file has no adapters for the model, or adapters that do not
             fit the model.
-        InvalidValueError: The model's class does not imply a component, or the model already has
-            adapters.
+        InvalidValueError: ``component`` cannot be derived from the model's class, or the model
+            already has adapters.
         MissingDependencyError: peft is not installed.
     """
     _peft()

@@ -53,8 +53,8 @@ _WEIGHTINGS = ("none", "sigma_sqrt", "cosmap")
 class Objective(Protocol):
     """Interface of an objective, which computes the loss.
 
-    Training accepts any callable with this signature; sampling also needs the attributes ``family``
-    and ``scheduler``.
+    Training accepts any callable with the signature of ``__call__``; sampling also needs the
+    attributes ``family`` and ``scheduler``.
     """
 
     def __call__(
@@ -83,7 +83,7 @@ class LevelObjective(Objective, Protocol):
         noise: Noise,
         generator: torch.Generator,
     ) -> torch.Tensor:
-        """Return mean squared errors (q,), fp32, with one forward pass per quantile.
+        """Return the mean squared error at each of q quantiles: a tensor (q,) in fp32.
 
         The errors use the batch's loss weights, but not the objective's weighting, and can
         therefore be compared between objectives.
@@ -91,7 +91,7 @@ class LevelObjective(Objective, Protocol):
         Args:
             model: Model that predicts.
             batch: Tensors by name, batch first.
-            quantiles: Positions in [0, 1] in the range of trained noise levels; 0 is least noise.
+            quantiles: Positions in [0, 1] in the trained noise levels, from least to most noise.
             noise: Noise to add.
             generator: CPU generator for all random numbers, such as noise and dropout.
         """
@@ -219,11 +219,11 @@ def _new_scheduler(name: str) -> Any:
 
 @attrs.frozen(kw_only=True, eq=False)
 class DenoisingObjective(SchedulerObjective):
-    """Denoising diffusion with DDPM's forward process; default loss mean squared error.
+    """Denoising diffusion with DDPM's forward process; the default loss is mean squared error.
 
-    Time steps are drawn uniformly from those of the scheduler. The scheduler's ``prediction_type``
-    determines the target. A batch's ``"loss_weights"`` (b,) and ``"loss_masks"`` (b, 1, h, w)
-    multiply the error.
+    Time steps are drawn uniformly from the scheduler's time steps. The scheduler's
+    ``prediction_type`` determines the target. A batch's ``"loss_weights"`` (b,) and
+    ``"loss_masks"`` (b, 1, h, w) multiply the error.
 
     Source: diffusers' ``examples/text_to_image/train_text_to_image_sdxl.py``.
     """
@@ -480,7 +480,7 @@ class FlowMatchingObjective(SchedulerObjective):
         return levels[self._draw(len(inputs.clean), len(levels), generator)]
 
     def compare(self, model: Denoiser, inputs: Inputs, levels: NoiseLevels) -> Comparison:
-        """Return prediction and target: velocities, or clean samples (``precondition_outputs``)."""
+        """Return prediction and target: clean samples (``precondition_outputs``) or velocities."""
         found = super().compare(model, inputs, levels)
         if not self.precondition_outputs:
             return found
@@ -537,7 +537,7 @@ class FlowMatchingObjective(SchedulerObjective):
 
 @attrs.frozen(kw_only=True, eq=False)
 class EDMObjective(SchedulerObjective):
-    """EDM: add noise of standard deviation sigma, and compare the denoised with the clean sample.
+    """EDM: add noise of standard deviation sigma; compare the denoised sample with the clean one.
 
     The scheduler's methods precondition inputs, noise levels and outputs. A batch's
     ``"loss_weights"`` (b,) and ``"loss_masks"`` (b, 1, h, w) multiply the error.

@@ -57,8 +57,8 @@ def run_id_of(name: str) -> str | None:
 class LeaseRecord(OwnerRecord):
     """One rank's record in a lease: the owning process, its start time and its plan.
 
-    The lock tells whether the process is alive. The record names the process and its maximum swap
-    size, and confirms the lock on file systems with unreliable locks.
+    The lease's lock tells whether the process is alive. The record names the process and its
+    maximum swap size, and confirms the lock on file systems with unreliable locks.
     """
 
     rank: int
@@ -307,7 +307,7 @@ def _lease_error(path: Path, what: str, error: OSError) -> OffloadError:
 
 @contextmanager
 def making_in(root: Path) -> Iterator[None]:
-    """Lock the root inside the block, while the root contains unfinished files or folders.
+    """Lock the root inside the block, so that the caller can create files or folders.
 
     The kernel releases the lock when the process dies. A process that obtains an exclusive lock on
     the root therefore knows that every unfinished file or folder is a leftover.
@@ -553,8 +553,8 @@ def release(
 
     Args:
         directories: Folders of the run.
-        barrier: Waits for all ranks; the creator then deletes each folder. Without a barrier, the
-            last rank that leaves a folder deletes it.
+        barrier: Function that waits for all ranks; the creator then deletes each folder. Without a
+            barrier, the last rank that leaves a folder deletes it.
 
     Returns:
         Decisions and errors about folders that could not be deleted.
@@ -595,7 +595,7 @@ def release(
 def abandon(directories: tuple[SwapDirectory, ...]) -> tuple[Decision, ...]:
     """Leave the folders after a failure, without waiting for other ranks.
 
-    A folder that cannot be deleted becomes a decision instead of an error, so that the original
+    A folder that cannot be deleted is reported as a decision, not an error, so that the original
     failure stays visible.
 
     Args:

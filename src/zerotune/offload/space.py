@@ -208,7 +208,7 @@ class SpaceWatch:
     """Watches whether the swap files that a run must still create fit on the disk.
 
     DeepSpeed creates its swap files during the first steps, and then rewrites the same blocks. If
-    another program fills the disk meanwhile, a write ends the process with SIGABRT.
+    another program fills the disk during the first steps, a write ends the process with SIGABRT.
 
     Args:
         folders: Swap folders of the run.

@@ -234,7 +234,8 @@ class StableDiffusion3ControlNet(ControlNetFamily, StableDiffusion3):
     """A ControlNet for Stable Diffusion 3 and 3.5, which receives condition latents as patches.
 
     A new ControlNet receives the pooled text embedding, as in diffusers' training script
-    (``force_zeros_for_pooled_projection=False``). InstantX's ControlNets keep their setting.
+    (``force_zeros_for_pooled_projection=False``). An InstantX ControlNet keeps
+    ``force_zeros_for_pooled_projection=True``.
     """
 
     pipeline: ClassVar[str] = "StableDiffusion3ControlNetPipeline"

@@ -132,7 +132,7 @@ class TextToImage(ABC):
 
     @classmethod
     def separate_models(cls) -> tuple[str, ...]:
-        """Return the names of the components that are loaded apart from VAE and text encoders."""
+        """Return the pipeline's names of the trained model and of a ControlNet's frozen model."""
         return tuple(name for name in (cls.component, cls.base_component) if name is not None)
 
     @abstractmethod
@@ -283,7 +283,7 @@ class TextToImage(ABC):
             dataset.augmentation.check_countable()
 
     def one_of_each(self, references: Tensor) -> Tensor:
-        """Remove the dimension of references per sample if the family supports only one reference.
+        """Remove the dimension of references if the family supports only one per sample.
 
         Args:
             references: Images or latents (b, 1, c, h, w) or (b, c, h, w); (b, r, c, h, w) with
@@ -555,7 +555,7 @@ class TextToImage(ABC):
         """
 
     def sized(self, size: Mapping[str, int]) -> dict[str, int]:
-        """Return the pipeline's arguments for a size.
+        """Return the pipeline's arguments for an image or clip size.
 
         Args:
             size: ``height`` and ``width`` in pixels, for clips also ``num_frames``.
@@ -627,7 +627,8 @@ class TextToImage(ABC):
         """Return the pipeline's arguments for prompts, references and guidance.
 
         A guidance-distilled model receives the guidance scale as an input. With a negative prompt,
-        the model's input keeps its training value, and classifier-free guidance uses the scale.
+        the input keeps its value from training, and the guidance scale controls classifier-free
+        guidance instead.
 
         Args:
             drawing: Prompts, seeds and options.
@@ -786,8 +787,8 @@ class PipelineFamily(TextToImage):
 
     A subclass declares how its pipeline differs from the defaults. The pipeline must accept
     ``latents`` and ``prompt_embeds`` and pass its model's prediction to its scheduler.
-    ``load_pretrained`` tests the family on the ``meta`` device; an error gives the reason if the
-    test fails.
+    ``load_pretrained`` tests the family on the ``meta`` device; if the test fails, the error gives
+    the reason.
     """
 
     component: ClassVar[str] = "transformer"
@@ -992,7 +993,7 @@ class PipelineFamily(TextToImage):
         if found is not None and tuple(found.shape) == wanted:
             return found
         raise DataError(
-            f"the pipeline predicts {tuple(prediction.shape)} for latents of {wanted}",
+            f"the pipeline predicts shape {tuple(prediction.shape)} for latents of shape {wanted}",
             key=f"{self.pipeline}.scheduler.step",
             fix="declare the pipeline's packing of latents in the family; models that also "
             "predict a variance are not supported",
@@ -1053,7 +1054,7 @@ class PipelineFamily(TextToImage):
 
         Args:
             model: Model that predicts.
-            scheduler: Scheduler of one step.
+            scheduler: Scheduler with a single step, which ends the call.
         """
         return self._around(self.known_blueprint(), model, scheduler)
 
@@ -1066,7 +1067,7 @@ class PipelineFamily(TextToImage):
     def example(
         self, model: Any, *, batch: int, side: int | tuple[int, int], frames: int = 2
     ) -> tuple[Tensor, Conditioning]:
-        """Return example latents and conditioning for a model, on the ``meta`` device except masks.
+        """Return example latents and conditioning for a model; only masks are not on ``meta``.
 
         Args:
             model: A diffusers model; its configuration defines the text width.
@@ -1151,7 +1152,7 @@ class _OneStep:
         sigmas: Any = None,
         **_: Any,
     ) -> None:
-        """Keep the time steps of the constructor."""
+        """Keep the time steps that were passed to the constructor."""
 
     def set_begin_index(self, begin_index: int = 0) -> None:
         """Ignore the index, because the scheduler has one step."""
