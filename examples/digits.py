@@ -157,7 +157,7 @@ def make(folder: Path) -> Path:
 
 
 def milestones(options: argparse.Namespace) -> list[int]:
-    """Steps at which a digit of each class is sampled; each is twice the step before."""
+    """Steps at which a digit of each class is sampled; each step is twice the previous step."""
     return sorted({max(1, options.steps // 2**power) for power in range(5)})
 
 

@@ -213,8 +213,8 @@ class LoKr(_Ranked):
     """
 
     factor: int = -1
-    """Size of the first factor, if it divides the layer's size. -1 chooses about the square root
-    of the layer's."""
+    """Size of the first factor, if it divides the layer's size. -1 chooses about the square root of
+    the layer's size."""
     decompose_both: bool = False
     """Whether the first factor is also a product of low-rank matrices, if its size allows this."""
 
@@ -317,9 +317,9 @@ def add_lora(
     Args:
         model: A diffusers model, a transformers text encoder, or any module that peft can adapt.
         lora: ``LoRA``, ``LoKr``, ``LoHa`` or ``OFT``, or a peft configuration of one of these
-            kinds, such as ``LoraConfig``; default ``LoRA()``.
+            kinds, such as ``LoraConfig``; by default ``LoRA()``.
         base_dtype: Dtype of the frozen weights: ``"bf16"``, ``"fp16"``, ``"fp32"`` or a torch
-            dtype; default unchanged.
+            dtype; by default unchanged.
 
     Returns:
         Facts about the adapters; the model stores a copy, which exports read.
@@ -497,12 +497,12 @@ def load_adapters(
         model: A diffusers model or a transformers text encoder, without adapters.
         path: A file, a folder that contains a file with diffusers' usual name, or a folder written
             by peft.
-        component: Name of the model in the file (``"unet"``, ``"text_encoder_2"``); default derived
-            from the model's class.
+        component: Name of the model in the file (``"unet"``, ``"text_encoder_2"``); by default
+            derived from the model's class.
         name: Name of the adapter in the model.
         base_dtype: Dtype of the frozen weights, as in ``add_lora``.
         pipeline: Pipeline, or pipeline class, whose ``lora_state_dict`` converts files of other
-            programs; default chosen by the model's class.
+            programs; by default chosen by the model's class.
 
     Returns:
         Facts about the adapters.
@@ -690,7 +690,7 @@ class _Layers:
 
     @property
     def endings(self) -> list[str]:
-        """Return the different suffixes of layer names, such as ``to_q`` and ``to_out.0``."""
+        """Return the distinct suffixes of layer names, such as ``to_q`` and ``to_out.0``."""
         found: dict[str, None] = {}
         for name in self.names:
             parts = name.split(".")

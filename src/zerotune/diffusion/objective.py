@@ -161,7 +161,7 @@ class SchedulerObjective(ABC):
         Args:
             batch: Tensors by name, batch first.
             generator: CPU generator for all random numbers.
-            noise: Noise to add; default the objective's ``noise``.
+            noise: Noise to add; by default the objective's ``noise``.
         """
         # In this order, because the random numbers of earlier runs depend on it.
         clean = self.family.clean(batch)
@@ -238,7 +238,7 @@ class DenoisingObjective(SchedulerObjective):
     noise: Noise = attrs.field(factory=GaussianNoise)
     """Training noise: ``OffsetNoise``, ``InputPerturbation``, a combination, or a custom noise."""
     loss: Loss | None = None
-    """``Huber``, ``SmoothL1`` or a custom loss; default squared error."""
+    """``Huber``, ``SmoothL1`` or a custom loss; by default squared error."""
     snr_gamma: float | None = attrs.field(default=None)
     """Clip value of min-SNR weighting, 5 in the paper; ``None`` weights all time steps equally."""
     weighting: Literal["none", "debiased_estimation"] = "none"
@@ -362,7 +362,7 @@ class DenoisingObjective(SchedulerObjective):
 
 @attrs.frozen(kw_only=True, eq=False)
 class FlowMatchingObjective(SchedulerObjective):
-    """Rectified flow: straight paths from data to noise, squared error of the velocity.
+    """Rectified flow: straight paths from data to noise, and squared error of the velocity.
 
     The model receives ``noisy = (1 - sigma) * clean + sigma * noise`` and predicts the velocity
     ``noise - clean``. Sigmas and time steps come from the scheduler, shifted by its ``shift``. If
@@ -382,7 +382,7 @@ class FlowMatchingObjective(SchedulerObjective):
     noise: Noise = attrs.field(factory=GaussianNoise)
     """Training noise: ``OffsetNoise``, ``InputPerturbation``, a combination, or a custom noise."""
     loss: Loss | None = None
-    """``Huber``, ``SmoothL1`` or a custom loss; default squared error."""
+    """``Huber``, ``SmoothL1`` or a custom loss; by default squared error."""
     precondition_outputs: bool = False
     """Compare clean samples, ``noisy - sigma * prediction``, in place of velocities; this weights
     errors by ``sigma ** 2``. The SD3 paper compares velocities; diffusers' SD3 scripts compare
@@ -401,7 +401,7 @@ class FlowMatchingObjective(SchedulerObjective):
     timestep_range: tuple[float, float] = attrs.field(default=(0.0, 1.0), validator=check_range)
     """Trained range of sigmas, after any shift; the density is rescaled to this range."""
     resolution_shift: Shift | None = None
-    """Shift for a scheduler with ``use_dynamic_shifting``; default ``ResolutionShift()``."""
+    """Shift for a scheduler with ``use_dynamic_shifting``; by default ``ResolutionShift()``."""
 
     def __attrs_post_init__(self) -> None:
         self._check_density()
@@ -559,7 +559,7 @@ class EDMObjective(SchedulerObjective):
     noise: Noise = attrs.field(factory=GaussianNoise)
     """Training noise: ``OffsetNoise``, ``InputPerturbation``, a combination, or a custom noise."""
     loss: Loss | None = None
-    """``Huber``, ``SmoothL1`` or a custom loss; default squared error."""
+    """``Huber``, ``SmoothL1`` or a custom loss; by default squared error."""
     density: Literal["uniform", "log_normal"] = "uniform"
     """Distribution of sigmas: uniform over the scheduler's table of sigmas, or log-normal."""
     log_mean: float = -1.2

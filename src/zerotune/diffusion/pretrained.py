@@ -194,7 +194,7 @@ class Pretrained:
         """Read weights that are still in their files, to use the model without an engine.
 
         Args:
-            dtype: Dtype of the weights: ``"fp32"``, ``"bf16"`` or ``"fp16"``; default the dtype
+            dtype: Dtype of the weights: ``"fp32"``, ``"bf16"`` or ``"fp16"``; by default the dtype
                 passed to ``load_pretrained``.
             device: Target device.
 
@@ -264,12 +264,13 @@ def load_pretrained(
             (``config.json``), the hub id of a pipeline, or a safetensors file. The file may hold
             the whole pipeline or only its U-Net or transformer, in ComfyUI's or the original
             layout.
-        config: For a single file, which has no configuration: folder or hub id of a pipeline whose
-            models have the same sizes. Parts missing from the single file are read from ``config``,
-            too. By default, diffusers infers the pipeline from the keys of the single file.
+        config: Folder or hub id of a pipeline whose models have the same sizes as in the single
+            file, which contains no configuration. Parts missing from the single file are read from
+            ``config``, too. By default, diffusers infers the pipeline from the keys of the single
+            file.
         plan: Plan for training. Without a plan all weights are read immediately.
-        dtype: Dtype in which the trained model is loaded: default ``"fp32"``; use ``"bf16"`` for a
-            base model with adapters. DeepSpeed trains in the plan's precision, not in ``dtype``.
+        dtype: Dtype in which the trained model is loaded; by default ``"fp32"``. Use ``"bf16"`` for
+            a base model with adapters. DeepSpeed trains in the plan's precision, not in ``dtype``.
         quantization: A diffusers quantization configuration (``BitsAndBytesConfig``,
             ``TorchAoConfig``) for a base model with adapters, or for the frozen model that a
             ControlNet controls. Every rank reads and quantizes the whole model.
@@ -277,7 +278,7 @@ def load_pretrained(
             controls.
         family: A custom family for an unsupported pipeline, or a family's name: a known family of
             this pipeline (``"sdxl"``), a class as ``"module:Class"``, or ``"controlnet"``.
-            ``"controlnet"`` trains a ControlNet of the pipeline's model, which is frozen.
+            ``"controlnet"`` trains a ControlNet, and freezes the pipeline's model.
         controlnet: Folder of an existing ControlNet, or the ControlNet itself; by default a new
             ControlNet is initialised from the pipeline's model.
         parts: ``False`` omits VAE and text encoders, which training from caches does not need.

@@ -59,7 +59,7 @@ class Lease(Readable):
     plan: ResolvedPlan
     """The plan, with NVMe paths inside the swap folders."""
     paths: Mapping[Target, Path] = attrs.field(factory=lambda: MappingProxyType({}))
-    """Swap folders by ``"param"`` and ``"optimizer"``; only kinds of data on NVMe have one."""
+    """Swap folders by ``"param"`` and ``"optimizer"``; only data on NVMe have a folder."""
     roots: tuple[SwapRoot, ...] = ()
     """The checked roots of these folders."""
     run_id: str | None = None
@@ -207,7 +207,7 @@ def need_share(share: Share | None) -> Share:
 
 
 class OffloadManager:
-    """Creates a swap folder for each run, inside a root that runs share.
+    """Creates a swap folder for each run, inside a root folder shared by all runs.
 
     The root is the first path that is set in this order: the arguments of ``OffloadManager``,
     ``offload_param_path`` and ``offload_optimizer_path`` of the trainer's configuration, the plan's

@@ -369,7 +369,7 @@ def host_budget(
         resolved: The plan.
         ranks: Number of ranks on this machine.
         held: Bytes that one rank already uses; by default the RAM of this process.
-        environ: Environment variables; default ``os.environ``.
+        environ: Environment variables; by default ``os.environ``.
     """
     import psutil
 

@@ -272,7 +272,7 @@ class _Machine:
         return False
 
     def support(self) -> tuple[DeepSpeedSupport, tuple[Decision, ...]]:
-        """Return whether DeepSpeed can run; all cases except CUDA and XPU add a decision."""
+        """Return whether DeepSpeed can run, with a decision unless it runs on CUDA or XPU."""
         refusal = next(self._refusals(), None)
         if refusal is not None:
             reason, fix = refusal

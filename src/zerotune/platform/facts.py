@@ -22,7 +22,7 @@ GIB: Final = 1024**3
 
 
 def user_cache() -> Path:
-    """Return the folder of this machine's measurements, ``zerotune`` in the user's cache folder."""
+    """Return the folder for measurements: ``zerotune`` in the user's cache folder."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zerotune"
 
 

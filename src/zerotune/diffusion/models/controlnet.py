@@ -1,7 +1,7 @@
 """ControlNets: a trained copy of a model's first half controls the frozen model by an image.
 
-Only the ControlNet is trained; the diffusers pipeline calls it before the frozen base model.
-Condition images are the dataset's references, which are cropped like their images.
+Only the ControlNet is trained; the diffusers pipeline calls the ControlNet before the frozen base
+model. Condition images are the dataset's references, which are cropped like their images.
 """
 
 from __future__ import annotations

@@ -373,7 +373,7 @@ class Wan(PipelineFamily):
         return boundary, 1.0
 
     def calls_one_by_one(self) -> bool:
-        """Return whether each sample has a separate call, as in Wan 2.2's 5B model."""
+        """Return whether each sample needs a separate pipeline call, as in Wan 2.2's 5B model."""
         return bool(self.known_blueprint().settings.get("expand_timesteps"))
 
     def predicting_pipeline(self, model: Denoiser, scheduler: Any) -> Any:
@@ -509,7 +509,7 @@ def _pass_mask_on(module: Any) -> None:
 
 
 class AuraFlow(PipelineFamily):
-    """AuraFlow; each sample has a separate call, because a pipeline call has only one time step."""
+    """AuraFlow; each sample needs a separate pipeline call, because a call has one time step."""
 
     pipeline: ClassVar[str] = "AuraFlowPipeline"
     model: ClassVar[str] = "AuraFlowTransformer2DModel"

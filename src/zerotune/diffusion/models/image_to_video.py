@@ -239,7 +239,7 @@ class _WanImage(ImageToVideo):
         return super().encode_with(pipeline_class(Wan.pipeline)(**parts), device, prompts, prefix)
 
     def adjust(self, pipe: Any, call_kwargs: dict[str, Any]) -> None:
-        """Pass each sample's encoded image to the model; the pipeline supports one per call."""
+        """Pass each sample's encoded image to the model; the pipeline supports only one image."""
         super().adjust(pipe, call_kwargs)
         shown = call_kwargs[str(self.reference)]
         embeds = call_kwargs.get(IMAGE_EMBEDS)
@@ -407,7 +407,7 @@ class HunyuanVideoImageToVideo(ImageToVideo, ReadingFamily, HunyuanVideo):
     # -- The call.
 
     def adjust(self, pipe: Any, call_kwargs: dict[str, Any]) -> None:
-        """Pass each sample's encoded image to the model; in sampling, mix it into the noise."""
+        """Pass encoded images to the model and, in sampling, mix the images into the noise."""
         super().adjust(pipe, call_kwargs)
         shown = call_kwargs[str(self.reference)]
         call_kwargs[str(self.reference)] = torch.zeros(1, 3, 1, 1)  # A placeholder.

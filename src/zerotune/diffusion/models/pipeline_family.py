@@ -118,11 +118,11 @@ class TextToImage(ABC):
     dropout: float = attrs.field(default=0.0, validator=validated(probability))
     """Probability of training on the empty text, for classifier-free guidance."""
     parts_device: torch.device | None = None
-    """Device on which the parts encode uncached data; default the batch's device."""
+    """Device on which the parts encode uncached data; by default the batch's device."""
     guidance: float = 1.0
     """Guidance scale that a distilled model receives in training."""
     blueprint: Blueprint | None = None
-    """The pipeline without weights; default the pipeline of ``parts``."""
+    """The pipeline without weights; by default the pipeline of ``parts``."""
 
     base_component: ClassVar[str | None] = None
     """Name in the pipeline of the frozen model that the trained model controls."""
@@ -351,7 +351,7 @@ class TextToImage(ABC):
 
         Args:
             captions: One caption per sample.
-            device: Device of the encoders; default their current device.
+            device: Device of the encoders; by default their current device.
             references: Reference images (b, 3, height, width) in [-1, 1], or several per sample
                 (b, r, 3, height, width), for families that encode texts together with images
                 (``reads_references``).
@@ -404,7 +404,7 @@ class TextToImage(ABC):
 
         Args:
             images: (b, 3, height, width) in [-1, 1].
-            device: Device of the VAE; default its current device.
+            device: Device of the VAE; by default its current device.
         """
         parts = self._needed("images")
         self._bring(parts, device, ["vae"])
@@ -425,7 +425,7 @@ class TextToImage(ABC):
 
         Args:
             images: (b, 3, height, width) in [-1, 1].
-            device: Device of the VAE; default its current device.
+            device: Device of the VAE; by default its current device.
         """
         return self.encode_images(self.at_shown_size(images), device=device)
 
@@ -500,7 +500,7 @@ class TextToImage(ABC):
             f"{type(self).__name__} has no pipeline",
             key="blueprint",
             value=None,
-            fix="use load_pretrained(folder).family; parts=False omits VAE and text encoders",
+            fix="use load_pretrained(folder).family, or with parts=False to load only the model",
         )
 
     def latent_space(self) -> LatentSpace | _UsualSpace:
@@ -627,8 +627,8 @@ class TextToImage(ABC):
         """Return the pipeline's arguments for prompts, references and guidance.
 
         A guidance-distilled model receives the guidance scale as an input. With a negative prompt,
-        the input keeps its value from training, and the guidance scale controls classifier-free
-        guidance instead.
+        the model's guidance input keeps its training value, and the scale controls classifier-free
+        guidance.
 
         Args:
             drawing: Prompts, seeds and options.
@@ -800,15 +800,15 @@ class PipelineFamily(TextToImage):
     """Class name of the trained model in diffusers; ``model_facts`` needs it to find the family of
     a configuration."""
     encoded: ClassVar[tuple[str, ...]] = ()
-    """Names of the outputs of ``encode_prompt`` in order; default ``text_tensors``, then the same
+    """Names of ``encode_prompt``'s outputs in order; by default ``text_tensors``, then the same
     names with ``negative_``."""
     text_width: ClassVar[str | None] = None
     """Key of the text width in the model's configuration, if it is not a usual key."""
     one_by_one: ClassVar[bool] = False
-    """Whether samples run one by one, because the pipeline has one time step for all samples."""
+    """Whether each sample needs a separate pipeline call, because a call has only one time step."""
 
     max_sequence_length: int | None = None
-    """Number of tokens per text; default the pipeline's."""
+    """Number of tokens per text; by default the pipeline's number."""
     texts_alone: bool = False
     """Whether texts are encoded one by one. ``load_pretrained`` sets ``texts_alone`` if the
     pipeline pads texts to the longest one, because embeddings would then depend on the batch."""
@@ -818,7 +818,7 @@ class PipelineFamily(TextToImage):
     def embed(
         self, parts: FrozenParts, captions: Sequence[str], device: torch.device
     ) -> dict[str, Tensor]:
-        """Encode captions with ``encode_prompt``, with the arguments that ``__call__`` passes."""
+        """Encode captions with ``encode_prompt`` and the arguments that ``__call__`` passes."""
         singles = [[caption] for caption in captions] if self.texts_alone else [list(captions)]
         found = [
             self.encode_with(
