@@ -711,7 +711,7 @@ def share_cores(
         affinities: Hardware threads available to each rank on this machine.
         rank: Index of this rank in ``affinities``.
         quota: The container's CPU quota in cores, for all ranks together.
-        workers: Number of this rank's data workers, which get at most half of its cores.
+        workers: Number of this rank's data workers, which get at most half of the rank's cores.
     """
     if not own or not 0 <= rank < len(affinities):
         raise InvalidValueError(

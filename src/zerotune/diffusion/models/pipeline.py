@@ -144,7 +144,7 @@ class FrozenParts:
 
         Args:
             device: Target device.
-            names: Names of the parts to move; default all parts.
+            names: Names of the parts to move; by default all parts.
         """
         for name, module in self.modules.items():
             if names is None or name in names:

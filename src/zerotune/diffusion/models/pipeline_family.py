@@ -400,7 +400,7 @@ class TextToImage(ABC):
     def encode_images(
         self, images: Tensor, *, device: torch.device | None = None
     ) -> dict[str, Tensor]:
-        """Encode images as ``{"latents": …}``.
+        """Encode images, and return ``{"latents": …}``.
 
         Args:
             images: (b, 3, height, width) in [-1, 1].
@@ -421,7 +421,7 @@ class TextToImage(ABC):
     def encode_references(
         self, images: Tensor, *, device: torch.device | None = None
     ) -> dict[str, Tensor]:
-        """Encode reference images as ``{"latents": …}``.
+        """Encode reference images, and return ``{"latents": …}``.
 
         Args:
             images: (b, 3, height, width) in [-1, 1].
@@ -481,7 +481,7 @@ class TextToImage(ABC):
         )
 
     def embedding_settings(self) -> dict[str, Any]:
-        """Return the settings that embeddings depend on in addition to weights, as JSON types."""
+        """Return the settings, as JSON values, on which embeddings depend apart from weights."""
         return {}
 
     def known_blueprint(self) -> Blueprint:
