@@ -539,7 +539,8 @@ def _read_records(folder: int) -> tuple[LeaseRecord, ...]:
 def _doubt(records: tuple[LeaseRecord, ...], kind: str | None) -> str | None:
     """Why a free lock is no proof of death here, or ``None`` when it is."""
     if not records and kind not in LOCAL_FILESYSTEMS:
-        return f"it has no record, and on {kind or 'this file system'} a free lock is no proof"
+        where = kind or "this file system"
+        return f"the folder has no record, and a free lock proves nothing on {where}"
     return next((doubt for record in records if (doubt := record.doubt(kind))), None)
 
 
@@ -553,8 +554,8 @@ def release(
 
     Args:
         directories: Folders of the run.
-        barrier: Function that waits for all ranks; the creator then deletes each folder. Without a
-            barrier, the last rank that leaves a folder deletes it.
+        barrier: Function that waits for all ranks; the creator of each folder then deletes it.
+            Without a barrier, the last rank that leaves a folder deletes it.
 
     Returns:
         Decisions and errors about folders that could not be deleted.

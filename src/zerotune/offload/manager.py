@@ -220,7 +220,7 @@ class OffloadManager:
         offload_param_path: Root for parameters.
         offload_optimizer_path: Root for optimizer states; by default the root for parameters.
         share: Collective that returns rank 0's string on every rank; required with several ranks.
-        cleaner: Function that is called with each root before a folder is created there;
+        cleaner: Function that is called with each root before a folder is created in the root;
             ``partial(cleanup_stale_swap, dry_run=True)`` only reports leftovers.
 
     Raises:
@@ -267,7 +267,8 @@ class OffloadManager:
             resolved: The plan to run, with its optimizer resolved.
             rank: Global rank of this process.
             world_size: Number of ranks; by default the plan's number.
-            barrier: Function that waits for all ranks; called if the block ends normally.
+            barrier: Function that waits for all ranks; called if the block ends without an
+                exception.
             share: As in ``OffloadManager``; used if the manager has no ``share``.
 
         Yields:

@@ -324,9 +324,9 @@ class HostBudget:
                 key=f"zero_optimization.{name}.pin_memory",
                 before=True,
                 after=False,
-                reason=f"page-locked memory needs more host memory than is available ({self}), "
-                f"but unpinned memory needs {format_size(after.per_rank)}; copies to the device "
-                "become slower",
+                reason="with page-locked buffers the plan needs more host memory than is available "
+                f"({self}); without page-locking it needs {format_size(after.per_rank)}, but "
+                "copies to the device are slower",
                 severity="warning",
             )
             for name in _PINNED_SECTIONS

@@ -550,7 +550,7 @@ class ScheduleCurve:
             raise MissingDependencyError(
                 f"matplotlib could not be imported ({error})",
                 key="plot_schedule",
-                fix="pip install 'zerotune[plot]'",
+                fix="run pip install 'zerotune[plot]'",
             ) from error
         figure = Figure(figsize=(7, 3.6), layout="constrained")
         FigureCanvasAgg(figure)

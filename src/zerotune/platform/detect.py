@@ -55,12 +55,12 @@ def detect_platform(
 ) -> Platform:
     """Detect this machine and whether DeepSpeed can run on it.
 
-    DeepSpeed is disabled on macOS, ROCm and Windows, and if DeepSpeed or torch is missing.
+    DeepSpeed is disabled on macOS, ROCm and Windows, and unavailable without torch or DeepSpeed.
     ``Platform.deepspeed`` and ``Platform.decisions`` contain the reason and the fix.
 
     Args:
         probe: Source of the facts; by default this machine.
-        allow_rocm: Enable DeepSpeed on ROCm, which is reported to work on some hardware.
+        allow_rocm: Enable DeepSpeed on ROCm; according to reports, this works on some hardware.
         allow_mps: Enable DeepSpeed on Apple GPUs.
         log: Log the decisions, on rank 0 only; each decision is logged once per process.
     """
@@ -737,7 +737,7 @@ def share_cores(
     if quota is not None:
         reason += f", a container's limit of {quota:g} cores"
     if workers:
-        reason += f", {left} left to {workers} data worker(s)"
+        reason += f", {left} reserved for {workers} data worker(s)"
     return CoreShare(
         threads=max(1, allowed - left),
         cpus=tuple(sorted(cpu.number for core in mine for cpu in core)) if bound else None,
