@@ -385,7 +385,7 @@ def remove_bare(root: int, name: str, *, kind: str | None, removed: Removed) -> 
     """Delete an unused folder in DeepSpeed's layout, or return why the folder must be kept.
 
     The folder is first renamed, so that a run that starts meanwhile creates a new folder. The
-    renamed folder is inspected again, to detect a run that started just before.
+    renamed folder is inspected again, to detect a run that started just before the renaming.
 
     Args:
         root: Descriptor of the swap root.
