@@ -196,7 +196,7 @@ Removal = Literal["removed", "held", "gone"]
 
 
 class SwapDirectory:
-    """A run's folder inside a swap root, which this process locks until it leaves the folder.
+    """A run's folder inside a swap root; this process locks the folder until ``leave``.
 
     Attributes:
         path: Path of the folder, ``<root>/zerotune-<run id>``.
@@ -307,7 +307,7 @@ def _lease_error(path: Path, what: str, error: OSError) -> OffloadError:
 
 @contextmanager
 def making_in(root: Path) -> Iterator[None]:
-    """Lock the root inside the ``with`` block, which may create unfinished files or folders.
+    """Hold a shared lock on the root inside the block, while the caller creates files or folders.
 
     The kernel releases the lock when the process dies. A process that obtains an exclusive lock on
     the root therefore knows that every unfinished file or folder is a leftover.
@@ -397,7 +397,7 @@ class FoundLease:
     path: Path
     """Path of the folder."""
     run_id: str
-    """Id of the run that leased it."""
+    """Id of the run that created the folder."""
     state: LeaseState
     """``"live"``: a process locks the folder. ``"stale"``: the owner is provably dead. ``"empty"``:
     the removal is in progress, or was interrupted at the last step. ``"unknown"``: the owner may be
@@ -596,7 +596,7 @@ def release(
 def abandon(directories: tuple[SwapDirectory, ...]) -> tuple[Decision, ...]:
     """Leave the folders after a failure, without waiting for other ranks.
 
-    A folder that cannot be deleted becomes a decision instead of an error, so that the original
+    A folder that cannot be deleted is reported as a decision, not an error, so that the original
     failure stays visible.
 
     Args:
@@ -744,7 +744,7 @@ def remove_entry(folder: int, name: str, home: tuple[int, str | None], removed: 
     Args:
         folder: Descriptor of the open folder.
         name: Name of the file or folder; a missing name is ignored.
-        home: ``mount_identity(folder)``; other mounts are not changed.
+        home: ``mount_identity(folder)``; files on other mounts are not changed.
         removed: Progress counter.
     """
     _Emptying(top=folder, home=home, removed=removed).remove([name])

@@ -59,7 +59,7 @@ class Lease(Readable):
     plan: ResolvedPlan
     """The plan, with NVMe paths inside the swap folders."""
     paths: Mapping[Target, Path] = attrs.field(factory=lambda: MappingProxyType({}))
-    """Swap folders by ``"param"`` and ``"optimizer"``; only kinds of data on NVMe have one."""
+    """Swap folders by ``"param"`` and ``"optimizer"``; only data on NVMe have a folder."""
     roots: tuple[SwapRoot, ...] = ()
     """The checked roots of these folders."""
     run_id: str | None = None
@@ -207,7 +207,7 @@ def need_share(share: Share | None) -> Share:
 
 
 class OffloadManager:
-    """Creates a swap folder for each run, inside a root that runs share.
+    """Creates a swap folder for each run, inside a root folder shared by all runs.
 
     The root is the first path that is set in this order: the arguments of ``OffloadManager``,
     ``offload_param_path`` and ``offload_optimizer_path`` of the trainer's configuration, the plan's
@@ -278,8 +278,9 @@ class OffloadManager:
             UnresolvedPlanError: The plan is not fully resolved.
             OffloadError: The plan needs more host memory than is available, the ranks have
                 different plans, ``rank`` or ``world_size`` does not match the plan, a root is
-                unusable or too small, or the system has no file locks. The end of the block raises
-                the same error if the folder was deleted during the run or cannot be deleted.
+                unusable or too small, or the system has no file locks. At the end of the block,
+                ``OffloadError`` means that the folder was deleted during the run or cannot be
+                deleted.
         """
         check_ranks(resolved, rank, world_size)
         resolved, fitted = fit_host_memory(resolved, ranks=local_ranks(resolved))

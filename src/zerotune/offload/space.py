@@ -209,8 +209,7 @@ class SpaceWatch:
     """Watches whether the swap files that a run must still create fit on the disk.
 
     DeepSpeed creates its swap files during the first steps, and then rewrites the same blocks. If
-    another program fills the disk during the first steps, DeepSpeed's next write ends the process
-    with SIGABRT.
+    another program fills the disk during the first steps, a write ends the process with SIGABRT.
 
     Args:
         folders: Swap folders of the run.
@@ -371,7 +370,7 @@ def host_budget(
         resolved: The plan.
         ranks: Number of ranks on this machine.
         held: Bytes that one rank already uses; by default the RAM of this process.
-        environ: Environment variables; default ``os.environ``.
+        environ: Environment variables; by default ``os.environ``.
     """
     import psutil
 

@@ -255,8 +255,9 @@ class _Machine:
     def locks_everything(self) -> bool:
         """Return whether the limit on locked memory does not apply to this process.
 
-        The limit does not apply to a process with ``CAP_IPC_LOCK`` in the initial user namespace,
-        such as most processes of root. The capability has no effect in a rootless container.
+        The limit on locked memory does not apply to a process with ``CAP_IPC_LOCK`` in the initial
+        user namespace, such as most processes of root. ``CAP_IPC_LOCK`` has no effect in rootless
+        containers.
         """
         if not has_capability(self.probe.read_text("/proc/self/status") or "", CAP_IPC_LOCK):
             return False
@@ -271,7 +272,7 @@ class _Machine:
         return False
 
     def support(self) -> tuple[DeepSpeedSupport, tuple[Decision, ...]]:
-        """Return whether DeepSpeed can run; all cases except CUDA and XPU add a decision."""
+        """Return whether DeepSpeed can run, with a decision unless it runs on CUDA or XPU."""
         refusal = next(self._refusals(), None)
         if refusal is not None:
             reason, fix = refusal
@@ -563,7 +564,7 @@ class CgroupMemory:
 
 
 def memory_constraint(read: Read) -> CgroupMemory:
-    """Return the memory limit of this process's control groups, and the remaining bytes."""
+    """Return the memory limit of this process's control groups, and the unused bytes."""
     limits: list[int] = []
     available: list[int] = []
     for folder in _control_groups(read):
@@ -626,7 +627,7 @@ def _cgroup_number(text: str | None) -> int | None:
 
 @attrs.frozen(kw_only=True, order=True)
 class LogicalCpu:
-    """One hardware thread, ordered by its location."""
+    """One hardware thread; threads sort by node, socket, core and number."""
 
     node: int
     """NUMA node; 0 if unknown."""
@@ -710,7 +711,7 @@ def share_cores(
         affinities: Hardware threads available to each rank on this machine.
         rank: Index of this rank in ``affinities``.
         quota: The container's CPU quota in cores, for all ranks together.
-        workers: Number of this rank's data workers, which get at most half of its cores.
+        workers: Number of this rank's data workers, which get at most half of the rank's cores.
     """
     if not own or not 0 <= rank < len(affinities):
         raise InvalidValueError(
