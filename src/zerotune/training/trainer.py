@@ -318,7 +318,7 @@ class Trainer(Closing, Readable):
         )
 
     def note_saved(self, path: Path, *, step: int) -> None:
-        """Notify callbacks of a custom checkpoint with ``extra_state``. Call on every rank.
+        """Notify callbacks of a custom checkpoint containing ``extra_state``. Call on every rank.
 
         Args:
             path: Folder of the checkpoint.
