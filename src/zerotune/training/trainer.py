@@ -629,7 +629,7 @@ class Running:
     def estimate(
         self, shadows: Iterable[EMAShadow], *, measure: bool = False
     ) -> MemoryEstimate | None:
-        """Estimate this run's memory; ``None`` if the plan does not know the model.
+        """Estimate this run's memory; ``None`` if the plan was resolved without a model.
 
         Args:
             shadows: EMAs of the run.
