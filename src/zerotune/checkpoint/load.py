@@ -60,7 +60,7 @@ class CheckpointReader(Closable):
         self._readers: dict[Subject, TensorReader] = {}
 
     def of(self, subject: Subject) -> TensorReader:
-        """Return the reader of a subject's tensors; file headers are read at first use."""
+        """Return the reader for one kind of tensors; file headers are read at first use."""
         if subject not in self._readers:
             records = self._manifest.files_of(subject.kind, subject.of)
             files = [self._folder / record.name for record in records]

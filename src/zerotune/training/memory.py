@@ -126,8 +126,9 @@ def counted_apart(
 ) -> bool:
     """Return whether the system's memory figure for this process omits page-locked memory.
 
-    The result depends on the driver, which maps page-locked memory either as device memory, omitted
-    from the figure, or as shared or anonymous pages, included in it. The test page-locks 16 MiB.
+    The result depends on the driver, which maps page-locked memory either as device memory, which
+    the figure omits, or as shared or anonymous pages, which the figure includes. The test
+    page-locks 16 MiB.
 
     Args:
         count: Returns the system's figure in bytes.

@@ -318,7 +318,7 @@ class Bench:
         return self.left[run]
 
     def take(self, run: Run) -> dict[str, str]:
-        """Train with the settings of ``run``, and return the results as ``left_by`` does."""
+        """Train with the settings of ``run``, and return the results in the form of ``left_by``."""
         model = _Chain()
         engine = self._small_engine(model, run)
         ema = EMAShadow(decay=0.9).attach(engine)

@@ -63,7 +63,7 @@ class Report(Readable):
     device_peak: int | None
     """Peak GPU memory of this process in bytes, context included; ``None`` without a GPU."""
     estimate: MemoryEstimate | None
-    """The plan's memory estimate per rank; ``None`` if the plan does not know the model."""
+    """The plan's memory estimate per rank; ``None`` if the plan was resolved without a model."""
     copy_rate: float | None = None
     """Bytes per second that a plain copy in host memory reads and writes; ``None`` if not measured.
     """

@@ -318,7 +318,7 @@ class Trainer(Closing, Readable):
         )
 
     def note_saved(self, path: Path, *, step: int) -> None:
-        """Notify callbacks of a custom checkpoint with ``extra_state``. Call on every rank.
+        """Notify callbacks of a custom checkpoint containing ``extra_state``. Call on every rank.
 
         Args:
             path: Folder of the checkpoint.
@@ -629,7 +629,7 @@ class Running:
     def estimate(
         self, shadows: Iterable[EMAShadow], *, measure: bool = False
     ) -> MemoryEstimate | None:
-        """Estimate this run's memory; ``None`` if the plan does not know the model.
+        """Estimate this run's memory; ``None`` if the plan was resolved without a model.
 
         Args:
             shadows: EMAs of the run.

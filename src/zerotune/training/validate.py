@@ -68,7 +68,7 @@ class Validation(Callback):
             self._once(trainer)
 
     def on_finish(self, trainer: RunView) -> None:
-        """Validate after the last step; an early stop does not validate, to save time."""
+        """Validate after the last step; after an early stop, validation is skipped to save time."""
         self._once(trainer)
 
     def _once(self, trainer: RunView) -> None:
