@@ -140,7 +140,7 @@ def trained_adapter(names: Iterable[str], *, prefix: str = "") -> str | None:
 
     Args:
         names: Names of all parameters of the engine's optimizer, including ones frozen later.
-        prefix: Prefix of the model's parameters among these names.
+        prefix: Prefix of the model's parameters in ``names``.
     """
     found = {
         parsed.adapter
@@ -197,7 +197,7 @@ _CLOSE_STEPS: Final = 4
 
 
 def find_adapters(path: str | os.PathLike[str]) -> Path:
-    """Return the LoRA file of a path.
+    """Return the path of a LoRA file; raise an error if the file does not exist.
 
     Args:
         path: A LoRA file, or a folder with a file ``pytorch_lora_weights.safetensors``.
@@ -313,7 +313,7 @@ class Published:
         )
 
     def respelled(self, state: Mapping[str, torch.Tensor], to: Layout) -> dict[str, torch.Tensor]:
-        """Convert a file between the names of ComfyUI and kohya; empty if any name is unknown.
+        """Convert a file between ComfyUI's and kohya's names; return ``{}`` if any name is unknown.
 
         Args:
             state: The file's tensors, by name.

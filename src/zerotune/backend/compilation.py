@@ -37,7 +37,7 @@ _compiled_for: weakref.WeakKeyDictionary[Any, Compiled] = weakref.WeakKeyDiction
 
 @attrs.frozen(kw_only=True)
 class Compilation:
-    """Options of compiling; all fields except ``blocks`` are ``torch.compile``'s."""
+    """Options of compiling; all fields except ``blocks`` are arguments of ``torch.compile``."""
 
     blocks: tuple[str, ...] | None = attrs.field(
         default=None, converter=attrs.converters.optional(tuple)

@@ -362,7 +362,7 @@ def _what_to_do(proof: Proof) -> tuple[str, ...]:
 
 
 def proof_decisions(accelerator: Accelerator) -> tuple[Decision, ...]:
-    """Return the decision about proven fast paths; none on a CPU without a proof.
+    """Return the decision about proven fast paths; an empty tuple on a CPU without a proof.
 
     Args:
         accelerator: Kind of accelerator.

@@ -160,8 +160,8 @@ def check_plan(plan: ResolvedPlan) -> None:
 def check_shapes(plan: ResolvedPlan, model: torch.nn.Module) -> None:
     """Raise an error for parameters that DeepSpeed cannot handle.
 
-    Every parameter must have dimensions. At stage 3, it must have elements; below stage 3, the
-    elements of its last dimension must be contiguous.
+    A parameter must not be 0-dimensional. At stage 3, a parameter must not be empty; below stage 3,
+    the elements of its last dimension must be contiguous.
 
     Args:
         plan: The resolved plan.
@@ -261,7 +261,7 @@ def join_checked(
 def read_weights(
     deepspeed: ModuleType, plan: ResolvedPlan, model: torch.nn.Module
 ) -> tuple[Decision, ...]:
-    """Read weights that are still in files to the device; stage 3 reads them when partitioning.
+    """Load weights that are still in files onto the device; at stage 3, partitioning loads them.
 
     The weights are read in the plan's precision, which needs half the memory of fp32. Training does
     not change, because DeepSpeed rounds weights to the plan's precision in any case.
@@ -334,7 +334,7 @@ def initialize(
         deepspeed: The module.
         plan: The resolved plan.
         arguments: Result of ``initialize_arguments``.
-        resources: Receives cleanup that DeepSpeed's engine does not do itself.
+        resources: Receives the cleanup functions that DeepSpeed's engine lacks.
 
     Returns:
         DeepSpeed's engine, and decisions about the placement of weights.

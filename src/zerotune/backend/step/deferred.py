@@ -53,8 +53,8 @@ ROUNDS_OTHERWISE: Final = "this build of torch rounds differently from the op ho
 class DeferredSteps(ABC):
     """Run the steps of an Adam in host memory, possibly after ``step`` has returned.
 
-    A deferred update runs in a thread during the next forward pass, together with the averages, or
-    when a weight is used.
+    A deferred update runs in a thread during the next forward pass, with the update of the
+    averages, or when a weight is used.
 
     ``adam`` is a DeepSpeedCPUAdam, or an Adam of torch or zerotune.
     """
@@ -264,7 +264,7 @@ class DeferredSteps(ABC):
         return {key: count - shared[key] for key, count in counts.items()}
 
     def know_views(self) -> None:
-        """Count the existing views of the weights as the engine's views."""
+        """Record that all existing views of the weights belong to the engine."""
         self._storages = self._uses()
 
     def settle_for_states(self) -> None:
@@ -395,8 +395,8 @@ def take_over(
         plan: The resolved plan, with ``host_step`` and ``hidden_step``.
         group: The process group of all ranks.
         adam: The optimizer.
-        usual: Name of the step that is replaced, unless the optimizer is zerotune's.
-        obstacle: Reason on this rank against replacing the step, if any.
+        usual: Name of the replaced step; not used if the optimizer is zerotune's.
+        obstacle: Why this rank cannot replace the step; ``None`` if it can.
         rounds_alike: Returns whether this build of torch rounds like the compiled kernels;
             ``None`` if torch's arithmetic is not involved.
         make: Creates the replacement, given ``op``.
@@ -452,7 +452,7 @@ def _shares_cores(step: DeferredSteps) -> Decision:
 def choose_when(step: DeferredSteps, plan: ResolvedPlan) -> Decision:
     """Choose whether updates are deferred and whether a thread runs them. Collective.
 
-    On a device, updates are deferred only if proven there or requested by the plan.
+    On an accelerator, updates are deferred only if a proof passed on it or the plan requests it.
 
     Args:
         step: The optimizer's step.
@@ -511,7 +511,7 @@ _VIEWED: Final = (
 class CompilerWatch:
     """Detect when torch starts a compilation that ``_enter_compiled`` has not announced.
 
-    ``call`` runs before torch reads the code and its weights.
+    ``call`` runs before torch reads the code and the weights.
     """
 
     _inside = threading.local()
@@ -527,7 +527,7 @@ class CompilerWatch:
 
     @classmethod
     def enter(cls, by: int) -> None:
-        """Announce (1), or end (-1), a call whose compiled code waits for its weights.
+        """Announce the begin or the end of a call whose compiled code waits for its weights.
 
         Args:
             by: 1 before the call, -1 after it.

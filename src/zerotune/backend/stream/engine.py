@@ -80,7 +80,7 @@ _CASTABLE = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class StreamEngine(CountingEngine):
-    """An ``Engine`` with all weights in host memory and only a few units of them on the device.
+    """An ``Engine`` that stores all weights in host memory and only a few units on the device.
 
     Args:
         model: The model, in fp32, on any device.
@@ -433,9 +433,8 @@ class StreamEngine(CountingEngine):
             key=f"{KEY}.split_masters",
             before="fp32",
             after="bf16 weights and the low 16 bits of each master weight",
-            reason="this saves 2 bytes of host memory per trained weight; per step, one of 131,072 "
-            "master weights on average (a tie that is rounded up to bf16) grows by one unit in the "
-            "last place",
+            reason="saves 2 bytes of host memory per trained weight; in each step, one master "
+            "weight in 131,072 (a tie that is rounded up to bf16) grows by one unit in the last place",
         )
         return where, self._kept_gradients, kept
 
@@ -495,8 +494,8 @@ def _is_in_place(unit: Unit, member: Member) -> bool:
 
 def _replaced(member: Member) -> EngineError:
     return EngineError(
-        "this parameter was replaced, or its device copy was written inside its block; the next "
-        "step would undo or ignore the change",
+        "this parameter was replaced, or its device copy was written during a call of its block; "
+        "the next step would undo or ignore the change",
         key=f"model.{member.name}",
         fix="write weights through engine.master_weights.editing(), and restore swapped weights "
         "before the next step",

@@ -69,8 +69,8 @@ class GradientsOfAll(Gradients):
 class GradientPool(Gradients):
     """A few buffers that streamed units use in turn, if updates begin in the backward pass.
 
-    ``take`` waits only for updates whose gradients arrived earlier, and these never wait for later
-    ones, so there is no deadlock.
+    There is no deadlock: ``take`` waits only for updates whose gradients arrived earlier, and an
+    update never waits for a later one.
 
     Args:
         units: The trained units; units that stay on the device have private memory.

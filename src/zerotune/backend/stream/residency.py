@@ -57,16 +57,18 @@ class _Call:
 
 
 class Residency:
-    """Upload units to the device before they are used, and evict units that are used last.
+    """Upload units to the device before they are used, and evict the units whose next use is last.
 
     Args:
         model: The model.
         units: All units of the model.
         needs: The units of each streamed module.
-        capacity: Bytes of device memory for streamed units; a single call may exceed them.
+        capacity: Limit of device memory for streamed units, in bytes; a call that needs more may
+            exceed it.
         lane: Lane for copies to the device.
         hurry: Called with a unit whose pending update must run first.
-        before: Called before each forward pass of the model, and before each streamed module.
+        before: Called before each forward pass of the model, and before each call of a streamed
+            module.
     """
 
     def __init__(
@@ -239,7 +241,7 @@ class Residency:
         self._before()
 
     def enter_call(self, module: torch.nn.Module, units: Sequence[Unit]) -> None:
-        """Prepare for a call of a module, also one recomputed in the backward pass.
+        """Prepare for a call of a module, including a recomputation in the backward pass.
 
         Args:
             module: The module.
@@ -264,7 +266,7 @@ class Residency:
             unit.calls = max(0, unit.calls - 1)
 
     def watch_backward(self, units: Sequence[Unit], inputs: Any, output: Any) -> None:
-        """Register hooks that upload a call's units in the backward pass and release them after.
+        """Register hooks that upload a call's units in the backward pass and release them later.
 
         Args:
             units: The units that the call needs.

@@ -120,7 +120,7 @@ class SharedMemory(Closable):
 
     @override
     def close(self) -> None:
-        """Unlock all tensors. The memory is freed with the last tensor."""
+        """Unlock all tensors. The memory is freed when its last tensor is deleted."""
         cudart: Any = torch.cuda.cudart
         for tensor in self._locked:
             torch.cuda.check_error(int(cudart().cudaHostUnregister(tensor.data_ptr())))
@@ -134,7 +134,8 @@ class SharedMemory(Closable):
 class SharedHostMemory(HostMemory, Closable):
     """One shared copy of the weights for all ranks; each rank updates its share of every unit.
 
-    Rank 0's weights are used. Collective: all ranks must create and fill the memory together.
+    The weights are initialised with rank 0's. Collective: all ranks must create and fill the memory
+    together.
 
     Args:
         group: The ranks.
@@ -154,7 +155,7 @@ class SharedHostMemory(HostMemory, Closable):
     def of_model(
         cls, model: torch.nn.Module, group: ProcessGroup, *, pin: bool
     ) -> SharedHostMemory:
-        """Create memory large enough for all parameters of a model, however divided into units.
+        """Create memory for all parameters of a model, large enough for any division into units.
 
         Args:
             model: The model.
@@ -241,7 +242,7 @@ class _Tables:
 class Meeting(Closable):
     """Synchronisation of a machine's ranks. Collective: every rank must create it.
 
-    Waiting for a rank that has closed its engine, failed or ended raises an error.
+    Waiting raises an error if an awaited rank has closed its engine, has failed or has ended.
 
     Args:
         group: The ranks.
@@ -336,7 +337,7 @@ class Meeting(Closable):
     def add_squares(
         self, own: Mapping[tuple[int, int], float], came: Collection[int]
     ) -> dict[tuple[int, int], float]:
-        """Return sums of squared gradients over all ranks, for the unit that arrived last.
+        """Return sums of squared gradients over all ranks, for the unit of the last ``land``.
 
         Args:
             own: This rank's sums, by member and by the owning rank at ZeRO-2.
@@ -469,8 +470,8 @@ class Meeting(Closable):
             EngineError(
                 f"the optimizer step failed on rank {rank} ({text})",
                 key=f"rank {rank}",
-                fix="resume from the last checkpoint, because the ranks' weights now differ; that "
-                "rank's log contains the full error",
+                fix="resume from the last checkpoint, because the ranks' weights now differ; see "
+                "the failed rank's log for the full error",
             )
         )
 

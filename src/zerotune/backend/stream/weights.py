@@ -93,7 +93,7 @@ class StreamedWeight:
 
 
 def stream_weight(unit: Unit, member: Member, inside: Inside) -> None:
-    """Make a parameter use the weights in host memory outside calls of its unit.
+    """Outside calls of its unit, make a parameter use the weights in host memory.
 
     Args:
         unit: The parameter's unit.
@@ -270,7 +270,7 @@ class Inside(threading.local):
         self._entered.append((module, units, around))
 
     def leave(self, module: torch.nn.Module) -> None:
-        """Record that a call has ended, including calls inside it that an error interrupted.
+        """Record that a call has ended, and with it all nested calls that an error interrupted.
 
         Args:
             module: The called module.
