@@ -63,11 +63,7 @@ class Transfers(Protocol):
     """
 
     def store(self, tensor: torch.Tensor) -> Stored:
-        """Start copying ``tensor`` to the host, after the computation queued so far.
-
-        Args:
-            tensor: Tensor on the device.
-        """
+        """Start copying a device tensor to the host, after the computation queued so far."""
         ...
 
     def settle(self, stored: Stored) -> None:

@@ -103,11 +103,7 @@ class Adapters:
         return {name: dict(v) if isinstance(v, dict) else v for name, v in found.items()}
 
     def config_in(self, model: torch.nn.Module) -> Any:
-        """Return peft's configuration of the adapters, with targets checked against ``model``.
-
-        Args:
-            model: Model to adapt.
-        """
+        """Return peft's configuration of the adapters, with targets checked against ``model``."""
         layers, kind = _Layers.of(model), type(self).__name__
         targets = self.targets or layers.projections()
         layers.require(targets, key=f"{kind}.targets")
@@ -121,11 +117,7 @@ class Adapters:
         return self.config(targets)
 
     def config(self, targets: tuple[str, ...] | str | None) -> Any:
-        """Return peft's configuration of the adapters.
-
-        Args:
-            targets: Layers to adapt.
-        """
+        """Return peft's configuration of the adapters, for the layers ``targets``."""
         target, exclude = (
             list(layers) if isinstance(layers, tuple) else layers
             for layers in (targets, self.exclude)

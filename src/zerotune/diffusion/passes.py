@@ -69,15 +69,12 @@ def activation_peak(module: torch.nn.Module, arguments: Mapping[str, Any]) -> in
 
 @contextlib.contextmanager
 def counting(module: torch.nn.Module) -> Iterator[Callable[..., Pass]]:
-    """Yield a function that counts one forward and backward pass of a module.
+    """Yield a function that counts one forward and backward pass of a ``meta`` module.
 
     Gradients of parameters are freed immediately, because estimates count gradients separately. In
     a long list of equal blocks, only a few blocks at the start and the end run; each of the other
     blocks counts like an inner block that runs. If a first forward pass shows that the blocks
     differ, all blocks run.
-
-    Args:
-        module: A module on the ``meta`` device.
     """
 
     def drop(parameter: torch.Tensor) -> None:

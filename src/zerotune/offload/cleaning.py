@@ -323,11 +323,7 @@ def is_bare(name: str) -> bool:
 
 
 def survey(folder: int) -> BareSwap:
-    """Inspect an open folder in DeepSpeed's layout.
-
-    Args:
-        folder: Descriptor of the folder.
-    """
+    """Inspect a folder in DeepSpeed's layout; ``folder`` is its open descriptor."""
     files, foreign, newest = set(), None, os.fstat(folder).st_mtime
     for path, facts, fits in _walk_bare(folder, (_PART_NAME, _RANK_NAME, _FILE_NAME), ""):
         newest = max(newest, facts.st_mtime)

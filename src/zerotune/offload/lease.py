@@ -96,10 +96,7 @@ class LeaseRecord(OwnerRecord):
         )
 
     def write(self, folder: Path) -> None:
-        """Write the record to ``rank<N>.json`` atomically.
-
-        Args:
-            folder: Folder of the lease.
+        """Write the record to ``rank<N>.json`` in the lease's ``folder``, atomically.
 
         Raises:
             OSError: The file cannot be written.
@@ -307,13 +304,10 @@ def _lease_error(path: Path, what: str, error: OSError) -> OffloadError:
 
 @contextmanager
 def making_in(root: Path) -> Iterator[None]:
-    """Hold a shared lock on the root inside the block, while the caller creates files or folders.
+    """Hold a shared lock on a swap root inside the block, while the caller creates files there.
 
     The kernel releases the lock when the process dies. A process that obtains an exclusive lock on
     the root therefore knows that every unfinished file or folder is a leftover.
-
-    Args:
-        root: The swap root.
     """
     folder = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -430,10 +424,7 @@ class Verdict:
 
 
 def find_leases(root: Path) -> tuple[FoundLease, ...]:
-    """Return every lease inside a root, sorted by name, without changing any file.
-
-    Args:
-        root: The swap root.
+    """Return every lease inside a swap root, sorted by name, without changing any file.
 
     Raises:
         OffloadError: The root cannot be listed.
@@ -594,13 +585,10 @@ def release(
 
 
 def abandon(directories: tuple[SwapDirectory, ...]) -> tuple[Decision, ...]:
-    """Leave the folders after a failure, without waiting for other ranks.
+    """Leave a run's folders after a failure, without waiting for other ranks.
 
     A folder that cannot be deleted is reported as a decision, not an error, so that the original
     failure stays visible.
-
-    Args:
-        directories: Folders of the run.
     """
     decisions, errors = release(directories, None)
     return (*decisions, *(kept_after(error) for error in errors))

@@ -96,16 +96,13 @@ class SwapNeeds:
 
 
 def swap_needs(resolved: ResolvedPlan) -> SwapNeeds | None:
-    """Return the maximum bytes and files that DeepSpeed swaps per rank.
+    """Return the maximum bytes and files that DeepSpeed swaps per rank for a plan.
 
     The calculation follows DeepSpeed 0.19.8 (``runtime/swap_tensor``). Tensors smaller than 1 MiB
     or smaller than an aio block stay in memory. Each parameter's partition is one file. Each
     sub-group of the optimizer has one file for its master weights and one for each state. The
     gradients of each parameter are a separate file. Sizes are rounded up to 1024 bytes per aio
     thread.
-
-    Args:
-        resolved: The plan.
 
     Returns:
         The files of one rank; ``None`` if the plan was resolved without a model.

@@ -71,11 +71,7 @@ class ImageToVideo(PipelineFamily):
 
     @abstractmethod
     def frame_parts(self, parts: FrozenParts) -> tuple[str, ...]:
-        """Return the names of the parts that ``encode_frames`` needs.
-
-        Args:
-            parts: VAE and text encoders.
-        """
+        """Return the names of the components of ``parts`` that ``encode_frames`` needs."""
 
     def encode_images(
         self, images: Tensor, *, device: torch.device | None = None
@@ -156,11 +152,7 @@ class ImageToVideo(PipelineFamily):
     # -- A first latent frame that the image replaces.
 
     def gives_first(self, model: Any) -> bool:  # noqa: ARG002 - for subclasses
-        """Return whether the image replaces the first latent frame.
-
-        Args:
-            model: Model with a diffusers configuration.
-        """
+        """Return whether the image replaces the first latent frame of ``model``."""
         return False
 
     def predict(

@@ -176,11 +176,7 @@ class TextToImage(ABC):
         """
 
     def clean(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return a batch's latents (b, c, h, w) in fp32; without latents, encode its images.
-
-        Args:
-            batch: Batch with latents or images.
-        """
+        """Return a batch's latents (b, c, h, w) in fp32; without latents, encode its images."""
         if "latents" in batch:
             return batch["latents"].float()
         images = images_of(batch)
