@@ -482,7 +482,8 @@ class AttachedEngine(ZeROEngine):
         """
         if self._trainers_boundary is not None:
             raise EngineError(
-                "accelerator.backward has already taken this step; this call would take a second one",
+                "accelerator.backward has already taken this step; this call would take a second "
+                "step",
                 key="engine.step",
                 fix="remove this call, or call engine.backward instead of accelerator.backward",
             )

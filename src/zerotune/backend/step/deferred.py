@@ -53,8 +53,8 @@ ROUNDS_OTHERWISE: Final = "this build of torch rounds differently from the op ho
 class DeferredSteps(ABC):
     """Run the steps of an Adam in host memory, possibly after ``step`` has returned.
 
-    A deferred update runs in a thread during the next forward pass, with the update of the
-    averages, or when a weight is used.
+    A deferred update runs in a thread during the next forward pass, when the averages are updated,
+    or when a weight is used.
 
     ``adam`` is a DeepSpeedCPUAdam, or an Adam of torch or zerotune.
     """
@@ -119,11 +119,7 @@ class DeferredSteps(ABC):
         return False
 
     def replay(self, steps: int) -> None:
-        """Continue as if ``steps`` optimizer steps had been taken.
-
-        Args:
-            steps: Number of optimizer steps.
-        """
+        """Continue as if ``steps`` optimizer steps had been taken."""
         self._adam.replay(steps)
 
     def take_at_once(self, reason: str) -> None:
@@ -452,7 +448,7 @@ def _shares_cores(step: DeferredSteps) -> Decision:
 def choose_when(step: DeferredSteps, plan: ResolvedPlan) -> Decision:
     """Choose whether updates are deferred and whether a thread runs them. Collective.
 
-    On an accelerator, updates are deferred only if a proof passed on it or the plan requests it.
+    On an accelerator, updates are deferred only if a proof passed there or the plan requests it.
 
     Args:
         step: The optimizer's step.
@@ -527,7 +523,7 @@ class CompilerWatch:
 
     @classmethod
     def enter(cls, by: int) -> None:
-        """Announce the begin or the end of a call whose compiled code waits for its weights.
+        """Announce the beginning or the end of a call whose compiled code waits for its weights.
 
         Args:
             by: 1 before the call, -1 after it.

@@ -434,7 +434,8 @@ class StreamEngine(CountingEngine):
             before="fp32",
             after="bf16 weights and the low 16 bits of each master weight",
             reason="saves 2 bytes of host memory per trained weight; in each step, one master "
-            "weight in 131,072 (a tie that is rounded up to bf16) grows by one unit in the last place",
+            "weight in 131,072 (a tie that is rounded up to bf16) grows by one unit in the last "
+            "place",
         )
         return where, self._kept_gradients, kept
 
