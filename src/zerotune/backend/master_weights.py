@@ -506,7 +506,7 @@ class MasterWeights:
 
     @property
     def device(self) -> torch.device:
-        """The device the engine trains on; the master weights may be on a different one."""
+        """The device the engine trains on; the master weights may be on a different device."""
         return self._device
 
     @property

@@ -294,7 +294,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if crossing and kwargs.get("non_blocking", len(args) > 2 and args[2]):
             self.copies += 1
             if "pageable" in places:
-                self.faults.append(f"{name} of pageable memory is declared not to wait")
+                self.faults.append(f"{name} of pageable memory is declared as non-blocking")
         elif crossing or (on_device and name == _READ_NUMBER):
             self.host_waits(name, self.clock(timeline))
 

@@ -32,7 +32,7 @@ class Piece:
     start: int
     """First element of this part in the flattened parameter."""
     numel: int
-    """Number of elements of this part; 0 if a different rank has the whole parameter."""
+    """Number of elements of this part; 0 if another rank has the whole parameter."""
     offset: int
     """First element of this part in the optimizer's tensor."""
     split: bool

@@ -191,7 +191,7 @@ class SlabStep:
         Args:
             start: First element.
             stop: Index one past the last element.
-            averages: Averages of exactly these elements, updated as well.
+            averages: Averages of exactly these elements, which are updated too.
         """
         whole = self.masters.numel // VECTOR * VECTOR if self.whole is None else self.whole
         middle = max(start, min(stop, whole))

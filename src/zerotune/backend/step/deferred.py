@@ -417,7 +417,7 @@ def take_over(
             obstacle = None if alike else ROUNDS_OTHERWISE
     elsewhere = group.any(obstacle is not None, purpose="choose the optimizer step")
     if op is None or elsewhere:
-        obstacle = obstacle or "a different rank cannot use zerotune's fused step"
+        obstacle = obstacle or "another rank cannot use zerotune's fused step"
         return None, (Decision(key=KEY, before=usual, after=usual, reason=obstacle),)
     step = make(op=op)
     step.settle_for_states()
@@ -435,13 +435,13 @@ def _shares_cores(step: DeferredSteps) -> Decision:
     elif taken < threads:
         reason = "one thread remains for the host's part of the next forward pass"
     else:
-        reason = "with two threads, sharing both with the next forward is faster than using one"
+        reason = "two threads that the next forward pass also uses are faster than one thread"
     return Decision(
         key=THREADS_KEY,
         before=threads,
         after=taken,
-        reason=f"{reason}; {cores} for this process; the number follows torch's threads, which the "
-        "trainer sets after subtracting data workers and further ranks (threads)",
+        reason=f"{reason}; {cores} for this process; the default is torch's number of threads, "
+        "which the trainer sets to leave cores for data workers and other ranks (threads)",
     )
 
 
@@ -462,7 +462,7 @@ def choose_when(step: DeferredSteps, plan: ResolvedPlan) -> Decision:
         unproven = why_unproven(path, accelerator=plan.platform.accelerator)
         # The ranks must do the same.
         elsewhere = step.group.any(unproven is not None, purpose="choose when a step completes")
-        other = "deferred steps are not proven on a different rank's device"
+        other = "deferred steps are not proven on another rank's device"
         unproven = unproven or (other if elsewhere else None)
     after = "completed before step() returns"
     if at_once is not None:

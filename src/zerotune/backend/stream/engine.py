@@ -541,8 +541,8 @@ def why_not_streamed(plan: ResolvedPlan, model: torch.nn.Module) -> str | None:
     kept = {p.storage for p in ModelFacts.from_module(model).parameters if p.storage}
     if other := sorted(kept - _STREAMED_STORAGES):
         return (
-            f"a base in {', '.join(other)} stays on the device; bitsandbytes' 4-bit weights (nf4, "
-            "fp4) are streamed"
+            f"a base model in {', '.join(other)} stays on the device; bitsandbytes' 4-bit weights "
+            "(nf4, fp4) are streamed"
         )
     streaming = plan.streamed if isinstance(plan.streamed, Streaming) else Streaming()
     if not find_units(model, streaming.units):
