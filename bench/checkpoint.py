@@ -22,11 +22,11 @@ NOTES = (
     # One paragraph each.
     (
         "`save` is the time until the call returns, and `save to disk` the time until the files "
-        "are on the disk (`fsync`). In zerotune, the call itself waits for the disk and reads "
-        "every byte back. "
+        "are on the disk (`fsync`). zerotune's call returns only when every byte is on the disk "
+        "and was read back. "
         "`resume` reads files from the page cache."
     ),
-    "`memory` is the larger growth of anonymous memory, of the save and the resume.",
+    "`memory` is the growth of anonymous memory during save or resume, whichever is larger.",
 )
 
 

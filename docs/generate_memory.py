@@ -68,7 +68,7 @@ SIDE = 1024
 UNBROKEN = "\N{NO-BREAK SPACE}"
 LETTERS = {
     "A": "everything on the GPU",
-    "B": "optimizer in host memory, as much of it on the GPU as fits",
+    "B": "optimizer on the GPU as far as it fits, the rest in host memory",
     "C": "optimizer in host memory",
     "D": "optimizer and weights in host memory",
     "E": "optimizer on NVMe",

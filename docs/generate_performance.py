@@ -126,14 +126,14 @@ A training step of SDXL's full U-Net at 1024 x 1024, with batch 8 and recomputed
 least:"""
 
 ABOUT = """\
-A ratio below 1 means that zerotune needed less time or memory than the reference. The reference ran
-alternately with zerotune. The interval in brackets has a confidence of 95 %
+A ratio below 1 means that zerotune needed less time or memory than the reference. zerotune and the
+reference ran alternately. The interval in brackets has a confidence of 95 %
 ([method](measurements.md#method))."""
 
 ONE_PASS = """\
 zerotune runs Adam, unscaling, clipping and every EMA in one pass over host memory; DeepSpeed and a
-separate EMA need several passes. On a GPU, zerotune uses the single pass unless a check at the
-first start, or of `zerotune doctor --prove`, has found different results
+separate EMA need several passes. On a GPU, zerotune uses the single pass unless a check (at the
+first start, or by `zerotune doctor --prove`) has found different results
 ([proven on this machine](diagnostics.md#proven-on-this-machine))."""
 
 NOT_ON_A_GPU = """\
@@ -148,7 +148,7 @@ REPEAT = """\
 quiet machine. For every figure, goal, method and command, see [measurements](measurements.md)."""
 
 EVERYTHING = """\
-This page contains all results of zerotune's benchmarks. `docs/generate_performance.py` writes the
+This page contains all results of zerotune's benchmarks. `docs/generate_performance.py` writes this
 page from the files in `docs/results`. For a summary, see [performance](performance.md)."""
 
 
@@ -384,7 +384,7 @@ def _memory(result: Mapping[str, Any]) -> Iterator[str]:
     yield "\n".join(rows)
     yield (
         "On a CPU, the C library keeps freed blocks of up to 32 MiB for later. The peak of the "
-        "process contains freed blocks, so leave memory free for them."
+        "process contains freed blocks, so leave additional memory free for freed blocks."
     )
 
 
@@ -395,7 +395,7 @@ def _details(results: Mapping[str, Any]) -> Iterator[str]:
             f"{package} {number}" for package, number in result["versions"].items()
         )
         yield (
-            f"The benchmark `{name}` reports {result['title']}. The benchmark ran on "
+            f"The subject of the benchmark `{name}` is {result['title']}. The benchmark ran on "
             f"{machine(result)}. The versions were {packages}. To repeat the benchmark, run "
             f"`{result['command']}`."
         )

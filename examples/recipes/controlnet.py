@@ -1,10 +1,10 @@
-"""Train a ControlNet of SDXL, SD3, Flux or Qwen-Image on images and condition images.
+"""Train a ControlNet for SDXL, SD3, FLUX.1 or Qwen-Image on images and condition images.
 
     torchrun examples/recipes/controlnet.py --base SDXL --data photos --output runs/edges
 
-photos contains the image cat.png, its caption cat.txt and its condition cat.reference.png, such as
-the image's edges. With --conditions, condition images are in a separate folder, with the names of
-the images. After a stop, the same command continues the run.
+photos contains, for each image cat.png, the caption cat.txt and the condition cat.reference.png,
+such as the image's edges. With --conditions, condition images are in a separate folder, under the
+names of the images. To resume a stopped run, use the same command.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
     plan = DeepSpeedPlan.build(
         stage=options.stage, offload="cpu", micro_batch_size=options.batch, lr=options.lr
     )
-    # The ControlNet starts as a copy of the model's first blocks; the model is frozen.
+    # The ControlNet starts as a copy of the base model's first blocks; the base model is frozen.
     loaded = load_pretrained(options.base, family="controlnet", plan=plan)
     images = PreparedImages(
         ImageFolder(options.data, reference_folder=options.conditions),

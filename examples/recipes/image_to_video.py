@@ -1,9 +1,9 @@
-"""Train image-to-video adapters of Wan or HunyuanVideo; each clip's first frame is the image.
+"""Train image-to-video adapters for Wan or HunyuanVideo; a clip's first frame is its condition.
 
     torchrun examples/recipes/image_to_video.py --base WAN-I2V --data clips --output runs/clips
 
-clips contains the video cat.mp4, or a folder cat of frames, and the caption cat.txt. After a stop,
-the same command continues the run.
+clips contains, for each clip, a video cat.mp4 or a folder cat of frames, and a caption cat.txt. To
+resume a stopped run, use the same command.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train image-to-video adapters.")
     parser.add_argument("--base", required=True, help="folder or hub id of the pipeline")
-    parser.add_argument("--family", help="if not implied, such as WanImageToVideo")
+    parser.add_argument("--family", help="family, if --base does not imply it")
     parser.add_argument("--data", type=Path, required=True, help="clips with captions")
     parser.add_argument("--output", type=Path, required=True, help="folder for results")
     parser.add_argument("--steps", type=int, default=2000, help="total optimizer steps")

@@ -1,11 +1,11 @@
-"""Train adapters with a robust loss and noise of several resolutions.
+"""Train adapters with the Huber loss, and with noise of several resolutions.
 
     torchrun examples/recipes/losses.py --base SDXL --data photos --output runs/zoe --steps 2000
 
-The base is SD 1.5, SDXL, or a flow-matching model such as SD3 and FLUX.1. The loss is Huber's. If
-the base predicts noise, debiased estimation weights the loss, and the noise has several
-resolutions. For comparison, --loss squared trains with the usual loss. After a stop, the same
-command continues the run.
+The base model is SD 1.5, SDXL, or a flow-matching model such as SD3 or FLUX.1. If the base model
+predicts noise, debiased estimation weights the loss, and the noise has several resolutions. For
+comparison, --loss squared trains with the squared error. To resume a stopped run, use the same
+command.
 """
 
 from __future__ import annotations

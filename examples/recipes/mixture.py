@@ -1,11 +1,11 @@
-"""Train adapters of SDXL, SD3, Flux, … on several folders, whose names contain their repeats.
+"""Train adapters for SDXL, SD3, FLUX.1, … on several folders, whose names contain repeats.
 
     torchrun examples/recipes/mixture.py --base SDXL --data photos --output runs/zoe --steps 2000
 
 photos contains one folder per set, named as for kohya's scripts: images in 10_zoe are used ten
-times per epoch, images in 1_people once. Every set is trained at each of --areas. --trigger adds
-words before the captions of a set. Captions of sets without trigger are sometimes dropped, so that
-guidance works. After a stop, the same command continues the run.
+times per epoch, images in 1_people once. Every set is used at each of --areas. --trigger adds words
+before the captions of a set. Captions of sets without trigger words are dropped at random, for
+classifier-free guidance. To resume a stopped run, use the same command.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""Train adapters of SDXL, SD3, Flux, … on pairs of a preferred and a rejected image.
+"""Train adapters for SDXL, SD3, FLUX.1, … on pairs of a preferred and a rejected image.
 
     torchrun examples/recipes/preference.py --base SDXL --data pairs --output runs/dpo --steps 2000
 
-pairs/preferred contains images with captions (cat.png, cat.txt), pairs/rejected images with the
-same names. The reference model is the model without its adapters; a larger --beta keeps the trained
-model closer to the reference. After a stop, the same command continues the run.
+pairs/preferred contains images with captions (cat.png, cat.txt); pairs/rejected contains images
+with the same names. The reference model is the trained model without its adapters; a larger --beta
+keeps the trained model closer to the reference model. To resume a stopped run, use the same
+command.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--base", required=True, help="folder or hub id of the pipeline")
-    parser.add_argument("--data", type=Path, required=True, help="folder of preferred and rejected")
+    parser.add_argument("--data", type=Path, required=True, help="parent of the two image folders")
     parser.add_argument("--output", type=Path, required=True, help="folder for results")
     parser.add_argument("--steps", type=int, default=2000, help="total optimizer steps")
     parser.add_argument("--every", type=int, default=500, help="steps between checkpoints")

@@ -1,11 +1,11 @@
-"""Train all weights of a model that is stored in one file, and export one file.
+"""Train all weights of a model from a single file, and export a single file.
 
     torchrun examples/recipes/single_file.py --base sd_xl_base_1.0.safetensors \
         --config SDXL --data photos --output runs/one
 
-The file has ComfyUI's layout or the layout of the model's original publication. --config is the
-folder or hub id of a pipeline with the same sizes; by default, diffusers infers the hub id. After a
-stop, the same command continues the run. The export replaces runs/one/model.safetensors.
+The file has ComfyUI's layout or the layout of the model's first publication. --config is the
+folder or hub id of a pipeline with the same model; by default, diffusers infers the hub id. To
+resume a stopped run, use the same command. The export replaces runs/one/model.safetensors.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a model that is stored in one file.")
     parser.add_argument("--base", required=True, help=".safetensors file")
-    parser.add_argument("--config", help="folder or hub id of a pipeline with the same sizes")
+    parser.add_argument("--config", help="folder or hub id of a pipeline with the same model")
     parser.add_argument("--data", type=Path, required=True, help="images with captions")
     parser.add_argument("--output", type=Path, required=True, help="folder for results")
     parser.add_argument("--steps", type=int, default=2000, help="total optimizer steps")

@@ -1,11 +1,11 @@
-"""Train adapters of SDXL, SD1.5, SD3 or Flux and of its CLIP text encoders.
+"""Train adapters for SD 1.5, SDXL, SD3 or FLUX.1 and for its CLIP text encoders.
 
     torchrun examples/recipes/text_encoder.py --base SDXL --data photos --output runs/zoe \
         --trigger "ohwx, " --steps 2000 --text-steps 500
 
---all trains all weights, not adapters. The text encoders have their own learning rate, --text-lr,
-and are trained for the first --text-steps steps. Captions are encoded in each step. After a stop,
-the same command continues the run.
+--all trains all weights instead of adapters. The learning rate of the text encoders is --text-lr;
+text encoders are trained only in the first --text-steps steps. Captions are encoded in each step.
+To resume a stopped run, use the same command.
 """
 
 from __future__ import annotations

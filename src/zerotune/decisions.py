@@ -51,11 +51,11 @@ class Decision:
     fix: str = ""
     """What to write instead, if anything."""
     rule: str = ""
-    """Id of the rule or step that found it; empty for a choice."""
+    """Id of the rule or step that created the record; empty for a choice."""
     written: str | None = attrs.field(default=None, eq=False, repr=False)
     """Name of the setting in the user's file if it differs from ``key``."""
     error: ZeroTuneError | None = attrs.field(default=None, eq=False, repr=False)
-    """The error from which it was created."""
+    """The error from which the record was created."""
 
     @classmethod
     def of(cls, error: ZeroTuneError, *, rule: str = "", severity: Severity = "error") -> Decision:
@@ -63,7 +63,7 @@ class Decision:
 
         Args:
             error: The error; its ``others`` are ignored.
-            rule: The rule or step that raised it.
+            rule: The rule or step that raised the error.
             severity: Severity of the record.
         """
         return cls(
@@ -138,7 +138,7 @@ _WHO: Final = {
 
 
 def precedence(*, nothing: Any = None, **said: Any) -> list[tuple[Any, str]]:
-    """Record which source sets one setting; the first source wins.
+    """Return the values of one setting with their sources; the first source wins.
 
     Args:
         nothing: The value that means "not set".
@@ -170,7 +170,7 @@ def name_of(path: str | None, names: Names) -> str | None:
 
 @attrs.define(kw_only=True)
 class Log:
-    """The decisions and errors of one reading or resolution, in order."""
+    """The decisions and errors while one plan is read or resolved, in order."""
 
     also_known: frozenset[str] = frozenset()
     """Paths of unknown keys to pass through."""
@@ -188,7 +188,7 @@ class Log:
         self.decisions.append(attrs.evolve(one, written=written) if written else one)
 
     def refuse(self, error: ZeroTuneError) -> None:
-        """Record an error and continue; too many errors raise at once."""
+        """Record an error and continue; if too many are recorded, raise the error."""
         if self._holds(error):
             raise error
         self._keep(error)

@@ -6,26 +6,26 @@
     ├── PlanError (ValueError)
     │   ├── PlanFileError            a plan file is missing or cannot be read
     │   ├── PlanSyntaxError          a plan file is not valid JSON or YAML
-    │   ├── UnknownKeyError          a key nobody knows, with a did-you-mean
+    │   ├── UnknownKeyError          an unknown key; similar names are suggested
     │   ├── InvalidValueError        a value of the wrong type or out of range
-    │   ├── PlanConflictError        values that cannot hold together
-    │   ├── UnresolvedPlanError      something is still "auto" where it must not be
-    │   └── NothingFitsError         no plan fits into the memory there is
-    ├── OptimizerError (ValueError)  an optimizer or scheduler that cannot be had
+    │   ├── PlanConflictError        values that contradict each other
+    │   ├── UnresolvedPlanError      a value is still "auto"
+    │   └── NothingFitsError         no plan fits the available memory
+    ├── OptimizerError (ValueError)  an optimizer or scheduler that cannot run
     ├── PlatformError (RuntimeError)
     ├── EngineError (RuntimeError)
-    │   ├── VerificationError        what runs is not what was asked for
-    │   ├── UnsupportedEngineError   this DeepSpeed lacks something zerotune relies on
+    │   ├── VerificationError        the running engine differs from the plan
+    │   ├── UnsupportedEngineError   DeepSpeed lacks a required attribute
     │   └── CollectiveError          a rank is missing or disagrees
-    ├── TrainingError (RuntimeError) training cannot go on: the loss is not finite
-    ├── OutOfMemoryError (RuntimeError)  memory ran out; says what would fit
+    ├── TrainingError (RuntimeError) training cannot continue
+    ├── OutOfMemoryError (RuntimeError)  memory ran out; suggests a plan that fits
     ├── OffloadError (RuntimeError)
     ├── EMAError (RuntimeError)
     ├── DataError (ValueError)
     ├── CheckpointError (RuntimeError)
     │   ├── CheckpointCorruptError   a file is missing, truncated or altered
-    │   ├── CheckpointNotFiniteError what would be saved holds NaN or infinities
-    │   └── CheckpointMismatchError  it belongs to another model, or lacks what was asked for
+    │   ├── CheckpointNotFiniteError the checkpoint would contain NaN or infinity
+    │   └── CheckpointMismatchError  wrong model, or a missing part
     └── MissingDependencyError (ImportError)
 
 Every message reads ``key = value: reason. Fix: what to do``; the parts are also attributes. What is
@@ -105,7 +105,7 @@ def readable(name: str) -> str:
 
 
 def both_names(key: str, written: str | None) -> tuple[str, str]:
-    """Return a setting's name in the user's file, followed by its path if that differs."""
+    """Return a setting's name in the user's file, and the setting's path if it differs."""
     if written is None:
         return readable(key), ""
     alike = f".{written.lstrip('-')}".endswith(f".{key.removeprefix('launch.')}")
@@ -127,10 +127,10 @@ class ZeroTuneError(Exception):
         key: Path of the offending setting (``"zero_optimization.stage"``), or ``None``.
         written: Name in the user's file if it differs from ``key``; messages show both.
         value: The offending value; ``UNSET`` if there is none.
-        reason: Why it is rejected.
+        reason: What is wrong.
         fix: What to write or do instead, or ``None``.
         others: Other errors found in the same input.
-        rank: Rank on which the error occurred, if it is another process; else ``None``.
+        rank: Rank on which the error occurred; ``None`` if it occurred in this process.
     """
 
     written: str | None = None
@@ -165,7 +165,7 @@ class ZeroTuneError(Exception):
         return _rebuild(type(self), {**self.__dict__, "written": written})
 
     def below(self, section: str) -> Self:
-        """Return a copy of this error with its key inside ``section``."""
+        """Return a copy of this error whose key starts with ``section``."""
         if not section or self.key is None:
             return self
         return _rebuild(type(self), {**self.__dict__, "key": f"{section}.{self.key}"})
@@ -174,7 +174,7 @@ class ZeroTuneError(Exception):
         """Return this error as the other processes raise it.
 
         Args:
-            rank: Rank on which it occurred.
+            rank: Rank on which the error occurred.
         """
         reason = f"rank {rank} reports: {self.reason}"
         return _rebuild(type(self), {**self.__dict__, "rank": rank, "reason": reason})
@@ -264,7 +264,8 @@ class NothingFitsError(PlanError):
     Attributes:
         nearest: The candidate that exceeds the limits least (a ``Candidate`` of
             ``zerotune.plan.advise``).
-        remedies: Changes that would fit or need less memory (``zerotune.plan.advise.Remedy``).
+        remedies: Changed settings with which the model would fit or need less memory
+            (``zerotune.plan.advise.Remedy``).
         more: Description of the additional memory that would suffice.
     """
 
@@ -291,7 +292,7 @@ class NothingFitsError(PlanError):
 
 
 class OptimizerError(ZeroTuneError, ValueError):
-    """An optimizer or scheduler that is unknown or cannot run here."""
+    """An optimizer or scheduler that is unknown or cannot run on this machine."""
 
 
 class PlatformError(ZeroTuneError, RuntimeError):
@@ -323,7 +324,7 @@ class OutOfMemoryError(ZeroTuneError, RuntimeError):
 
     Attributes:
         original: Exception raised by torch or Python.
-        plan: A ``DeepSpeedPlan`` that fits; ``None`` if there is none or the model is unknown.
+        plan: A ``DeepSpeedPlan`` that fits; ``None`` if no plan fits or the model is unknown.
     """
 
     def __init__(
@@ -339,7 +340,7 @@ class OffloadError(ZeroTuneError, RuntimeError):
 
 
 class EMAError(ZeroTuneError, RuntimeError):
-    """An EMA shadow is empty, detached or belongs to another model."""
+    """An EMA shadow is empty, is detached, or belongs to a different model."""
 
 
 class DataError(ZeroTuneError, ValueError):
@@ -359,7 +360,7 @@ class CheckpointNotFiniteError(CheckpointError):
 
 
 class CheckpointMismatchError(CheckpointError):
-    """A checkpoint belongs to another model, or lacks a requested part."""
+    """A checkpoint belongs to a different model, or lacks a requested part."""
 
 
 class MissingDependencyError(ZeroTuneError, ImportError):

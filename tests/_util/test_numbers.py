@@ -44,7 +44,7 @@ def test_numbers_in_text(text, number):
         (finite, "1", "must be a finite number"),
         (positive, 0.0, "must be a number above 0"),
         (positive, float("nan"), "must be a number above 0"),
-        (probability, 1.5, "is a probability"),
+        (probability, 1.5, "must be a probability"),
     ],
 )
 def test_the_error_names_the_key_and_the_value(check, bad, reason):

@@ -45,7 +45,7 @@ class TestPreview:
         found = preview(client, config=config)
         (message,) = messages(found, "zero_optimization.offload_param")
         assert message["severity"] == "warning"
-        assert "stage 3" in message["text"] + message["fix"]
+        assert "stage to 3" in message["text"] + message["fix"]
 
     def test_one_mistake_does_not_hide_the_next(self, client):
         config = {
@@ -340,7 +340,7 @@ def test_path_facts(client, root):
     assert found["writable"]
     assert found["free"] > 0
     assert "free of" in found["sentence"]
-    assert "will be made" in client.get("/api/path", params={"path": "new"}).json()["sentence"]
+    assert "will be created" in client.get("/api/path", params={"path": "new"}).json()["sentence"]
     (root / "file").write_text("")
     assert "a folder" in client.get("/api/path", params={"path": "file"}).json()["sentence"]
     assert client.get("/api/path").status_code == 422

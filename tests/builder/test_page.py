@@ -496,7 +496,7 @@ def test_it_asks_before_work_is_lost(page, place):
     page.tab.click("#save-button")
     page.tab.fill("#save-path", "there.json")
     page.tab.press("#save-path", "Enter")
-    page.tab.locator("#save-error:has-text('is there already')").wait_for()
+    page.tab.locator("#save-error:has-text('already exists')").wait_for()
     assert (place / "there.json").read_text() == "{}"
     page.tab.get_by_role("button", name="Overwrite it").click()
     page.tab.wait_for_selector("#save-dialog", state="hidden")

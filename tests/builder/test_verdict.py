@@ -56,7 +56,10 @@ class TestVerdict:
     def test_memory_says_for_what_it_is_drawn(self, client, setup, words):
         memory = preview(client, setup=setup)["memory"]
         assert memory["bars"]
-        assert memory["outdated"] == f"Drawn for {words}: what is typed there cannot be used."
+        assert (
+            memory["outdated"]
+            == f"Estimated for {words}, because the value in the form is invalid."
+        )
         assert preview(client)["memory"]["outdated"] == ""
 
     def test_what_cannot_run_is_not_applied(self, client_of):

@@ -69,7 +69,7 @@ def test_the_command_keeps_what_came_of_it_and_fails_with_it(
     data = json.loads(printed.out)["proof"]
     assert data["checks"]["uploads"]["passed"] is not bool(failed)
     assert set(data["unproven"]) == ({"hidden step", "exchange"} if failed else set())
-    assert ("report it with the file" in printed.err) == bool(failed)
+    assert ("report this failure with the file" in printed.err) == bool(failed)
     assert load_proof(Combination.here("cpu")).failed == tuple(failed)  # type: ignore[union-attr]
 
 

@@ -87,7 +87,7 @@ class TestWhenSomethingFits:
 
         printed = capsys.readouterr()
         assert DeepSpeedPlan.load(path) == DeepSpeedPlan.from_dict(json.loads(printed.out)["plan"])
-        assert printed.err == f"zerotune: the plan is in {path}\n"
+        assert printed.err == f"zerotune: the plan is saved in {path}\n"
 
     def test_a_plan_that_streams_says_what_it_needs_besides_its_file(self, tmp_path, capsys):
         path = tmp_path / "plan.json"

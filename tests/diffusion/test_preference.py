@@ -321,7 +321,7 @@ def test_two_columns_of_one_dataset_are_pairs():
 
 def test_images_without_a_partner_are_named(folders):
     (folders / "rejected" / "b.jpg").unlink()
-    with pytest.raises(DataError, match=r"without a partner of the same name: b\."):
+    with pytest.raises(DataError, match=r"no partner of the same name: b\."):
         of_files(folders)
 
 

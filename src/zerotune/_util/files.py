@@ -15,13 +15,15 @@ from typing import IO, Any, Final
 from zerotune.errors import ZeroTuneError
 
 _FIXES: Final = {
-    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free space there, or choose another disk"),
     **dict.fromkeys(
-        (errno.EACCES, errno.EPERM), "give this user the right to it, or choose another path"
+        (errno.ENOSPC, errno.EDQUOT), "free space on this disk, or choose a different disk"
     ),
-    errno.EROFS: "choose a path on a file system that can be written",
+    **dict.fromkeys(
+        (errno.EACCES, errno.EPERM), "give this user access to the path, or choose a different path"
+    ),
+    errno.EROFS: "choose a path on a writable file system",
     errno.ENOENT: "check the path",
-    errno.EIO: "look into the kernel's log: the disk may be failing",
+    errno.EIO: "check the kernel's log, because the disk may be failing",
 }
 
 
@@ -50,11 +52,11 @@ def system_errors(
 def _impossible(path: str) -> str | None:
     """What to do about a path that no system call may have; ``None`` about any other."""
     if "\0" in path:
-        return "leave the null byte out"
+        return "remove the null byte from the path"
     try:
         os.fsencode(path)
     except UnicodeEncodeError:
-        return "leave out what is no character"
+        return "remove the characters that are not valid Unicode from the path"
     return None
 
 

@@ -176,7 +176,8 @@ class OwnerRecord:
         cls, of: type, fields: object, types: dict[str, tuple[type, ...]], text: str
     ) -> dict[str, Any]:
         if not isinstance(fields, dict) or fields.keys() != types.keys():
-            raise cls.damaged(text, f"does not hold exactly {sorted(types)} for {of.__name__}")
+            names = f"{sorted(types)} of {of.__name__}"
+            raise cls.damaged(text, f"does not contain exactly the fields {names}")
         for name, value in fields.items():
             # bool is an int to Python, never to us.
             if not isinstance(value, types[name]) or isinstance(value, bool):
@@ -230,9 +231,9 @@ class OwnerRecord:
         if not self.owner.visible():
             seen = f" (which its owner saw as {self.filesystem})" if self.filesystem else ""
             return (
-                f"it was taken on host {self.owner.host}, in another container or before a "
-                f"restart, and locks on {kind or 'this file system'}{seen} do not prove that its "
-                "owner ended"
+                f"the lock was taken on host {self.owner.host}, in a different container or before "
+                f"a restart, and locks on {kind or 'this file system'}{seen} do not prove that the "
+                "owner has ended"
             )
         return None
 

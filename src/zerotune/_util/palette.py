@@ -65,9 +65,9 @@ def empty_figure(**how: Any) -> Any:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise MissingDependencyError(
-            f"plots are drawn by matplotlib ({error})",
+            f"plots require matplotlib ({error})",
             key="matplotlib",
-            fix="pip install 'zerotune[plot]'",
+            fix="run pip install 'zerotune[plot]'",
         ) from error
     # Not pyplot: that would choose a backend for the whole process and keep the figure.
     figure = Figure(**how)

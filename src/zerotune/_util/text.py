@@ -83,7 +83,7 @@ _MOST_DIFFERENCES: Final = 3
 
 
 def differences(values: Mapping[int, Any]) -> str:
-    """Where the ranks' values differ, down to the key or the item, and each one's value there.
+    """Describe where the ranks' values differ: the key or item, and each rank's value.
 
     Args:
         values: By rank; mappings and lists are compared inside.
@@ -182,7 +182,7 @@ def probability(value: Any, *, key: str, fix: str = "write a number in [0, 1]") 
     """``value`` as a ``float`` from 0 to 1."""
     if is_number(value) and 0 <= value <= 1:
         return float(value)
-    raise InvalidValueError("is a probability", key=key, value=value, fix=fix)
+    raise InvalidValueError("must be a probability", key=key, value=value, fix=fix)
 
 
 def validated(check: Callable[..., object], **bounds: Any) -> Callable[[Any, Any, Any], None]:

@@ -270,7 +270,9 @@ async def _answered(answer: Callable[[Data], Any], sent: Data) -> Response:
         status = next((status for kind, status in _STATUSES if isinstance(error, kind)), 422)
         return _error(status, error)
     except _CallbackError as error:
-        return JSONResponse({"error": f"The trainer could not apply it: {error}"}, status_code=502)
+        return JSONResponse(
+            {"error": f"The trainer could not apply the plan: {error}"}, status_code=502
+        )
     except (OverflowError, RecursionError):
         return _error(400, InvalidValueError("contains a number that is too large", key="request"))
     return JSONResponse(to_wire(data), headers={"cache-control": "no-store"})

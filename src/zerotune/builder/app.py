@@ -42,16 +42,17 @@ def create_app(
     ``Mount("/builder", create_app(on_apply=use_plan))``.
 
     Args:
-        plan: What the form shows first; a common case by default.
+        plan: Initial plan of the form; default ZeRO-2 with CPU offload, bf16 and AdamW.
         plan_file: File that *Apply* writes and that every newly opened page reads.
         root: The only folder that the page may access; default the working directory.
-        on_apply: Called with the plan, in a worker thread, when the user applies the plan. The
-            page shows a returned text.
-        token: Secret that every request must bring, as ``?token=`` once or as a bearer token.
+        on_apply: Called with the plan, in a worker thread, when the user applies the plan. If the
+            function returns a text, the page shows the text.
+        token: Secret that every request must carry: a bearer token, or the cookie that is set when
+            a page is opened with ``?token=``.
         hosts: Accepted names in ``Host`` headers, without ports. Add the name under
             which your own server is reached.
-        templates_folder: Folder of the user's templates; default in the user's configuration
-            directory.
+        templates_folder: Folder of the user's templates; default a folder in the user's
+            configuration directory.
         largest_body: Maximum size of a request, in bytes.
 
     Raises:

@@ -223,7 +223,7 @@ _BATCH_FIELDS: Final = (
     (
         "train_batch_size",
         "Whole batch",
-        "Micro batch times accumulation times processes; computed if empty.",
+        "Micro batch times accumulation times processes. Leave empty to compute it.",
     ),
     (
         "gradient_clipping",
@@ -256,7 +256,7 @@ def _workload_fields() -> tuple[Field, ...]:
             options={"yes, recompute": True, "no, keep all": False},
         ),
         _setup_field(
-            "total_steps", "Steps of the run", "Length of schedules that do not set their own."
+            "total_steps", "Steps of the run", "Length of schedules that do not set a length."
         ),
     )
 
@@ -282,7 +282,7 @@ def _card_field() -> Field:
         path="card",
         label="Card",
         kind="select",
-        hint="Sets VRAM; predicted times use the rates of this card.",
+        hint="Sets VRAM. Predicted times use the rates of the chosen card.",
         options=tuple(options),
         store="setup",
     )
@@ -337,7 +337,7 @@ def _parameters(parameters: Iterable[Parameter]) -> list[dict[str, Any]]:
 
 @cache
 def schema_data() -> dict[str, Any]:
-    """Return every parameter of the installed DeepSpeed, or the reason for their absence.
+    """Return every parameter of the installed DeepSpeed, or why they are unavailable.
 
     Importing DeepSpeed takes seconds, so the page calls this function only when the user opens the
     advanced section.

@@ -198,7 +198,9 @@ def read_plan(state: FormState) -> Reading:
         if wrapper is not None:
             # Reading it could open any file of this machine; only `open_text` does, in the root.
             raise InvalidValueError(
-                "contains another configuration", key=wrapper, fix="open it as a file"
+                "contains another configuration",
+                key=wrapper,
+                fix="open this configuration as a file",
             )
         plan = plan_from_mapping(state.config, log, source="form")
         return with_launch(plan, read_launch(state.launch, log))

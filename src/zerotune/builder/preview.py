@@ -103,26 +103,25 @@ class Setup:
     """The model, the workload of one step, and the machine."""
 
     family: str = "sdxl"
-    """A model family; ``""``: another model, whose memory is not estimated."""
+    """Model family; ``""`` for any other model, whose memory is not estimated."""
     resolution: int | None = None
-    """Pixels of a side; the family's own when not given."""
+    """Side of the image in pixels; default the family's native size."""
     frames: int | None = None
-    """Of a clip; the family's own when not given."""
+    """Number of frames per clip; default the family's number."""
     world_size: int = 1
     total_steps: int = 10_000
-    """Optimizer steps of the run, for what a schedule leaves to it."""
+    """Number of optimizer steps, for schedules that do not set a length."""
     lora: int | None = None
-    """Rank of adapters that are trained in place of the model; all of it when not given."""
+    """Rank of LoRA adapters; ``None`` trains the whole model."""
     base_dtype: str | None = None
-    """What the model beside the adapters is quantized to; the plan's precision when not given."""
+    """Quantization of the base model under adapters; default the plan's precision."""
     ema: EMAPlace = "none"
     gradient_checkpointing: bool = True
     activation_offload: bool = False
     this_machine: bool = False
-    """Whether the machine is this one, and not the one described below."""
+    """Whether to plan for this machine instead of the machine described below."""
     card: str | None = None
-    """A card whose rates are known, as "RTX 4090, 24 GiB"; the listed one nearest in memory when
-    not given."""
+    """Card with known rates, such as "RTX 4090, 24 GiB"; default the card nearest in memory."""
     vram: int = 24 * 2**30
     """Bytes of each GPU."""
     ram: int = 64 * 2**30
@@ -175,7 +174,7 @@ def drawn_for(setup: Setup, wrong: Collection[str]) -> str:
     words = [words(setup) for name, words in _READ_AS.items() if f"setup.{name}" in wrong]
     if not words:
         return ""
-    return f"Drawn for {_listed(words)}: what is typed there cannot be used."
+    return f"Estimated for {_listed(words)}, because the value in the form is invalid."
 
 
 def _listed(words: list[str]) -> str:
@@ -184,7 +183,7 @@ def _listed(words: list[str]) -> str:
 
 
 class Machines:
-    """This machine, detected once because detection imports torch, and described machines."""
+    """This machine, which is detected only once, and the machines that users describe."""
 
     def __init__(self) -> None:
         self._versions = installed_versions(_PACKAGES)
@@ -211,7 +210,7 @@ class Machines:
         return attrs.evolve(platform, devices=tuple(named))
 
     def sizes(self, setup: Setup) -> dict[str, int | None]:
-        """Return the bytes of one device, and RAM and swap space of all ranks together."""
+        """Return the bytes of one GPU's memory, and of RAM and swap space for all ranks."""
         if not setup.this_machine:
             return {"device": setup.vram, "host": setup.ram, "nvme": setup.nvme}
         return {
@@ -257,7 +256,7 @@ _SETUP_READERS: Final[Mapping[str, Callable[..., Any]]] = {
 
 
 ASSUMED_LR: Final = 1e-4
-"""Stands in for a learning rate that the training script gives."""
+"""Assumed learning rate if the training script sets it."""
 
 LEASED: Final = "(leased for each run)"
 """Placeholder for a swap folder that is not set."""
@@ -267,7 +266,7 @@ _DECISIVE: Final = frozenset(
 )
 """Settings without which it is not known which optimizers can run."""
 
-_TOO_LARGE: Final = "A number is too large to calculate with."
+_TOO_LARGE: Final = "A number is too large for calculations."
 _TEXT_FORMATS: Final = (("deepspeed", "json"), ("accelerate", "yaml"), ("python", "python"))
 _PLACE_LABELS: Final = {"device": "GPU", "host": "RAM", "nvme": "NVMe"}
 
@@ -278,9 +277,9 @@ class Verdict:
 
     kind: Literal["fits", "unknown", "short", "stopped"]
     brief: str
-    """For a chip."""
+    """Short text for a label."""
     text: str
-    """The same in full."""
+    """The verdict in full."""
 
     @property
     def runs(self) -> bool:
@@ -294,9 +293,10 @@ class Verdict:
         """Judge a plan.
 
         Args:
-            messages: All that is said of it and of what is planned for.
+            messages: All messages about the plan and the setup.
             resolved: The resolved plan; ``None`` if the plan cannot run.
-            fit: Need and budget of each place of memory; empty without an estimate.
+            fit: Required and available bytes of GPU memory, RAM and NVMe; empty without an
+                estimate.
         """
         stopped = resolved is None or any(one.severity == "error" for one in messages)
         if stopped:
@@ -317,20 +317,20 @@ class Preview:
 
     plan: DeepSpeedPlan | None
     resolved: ResolvedPlan | None
-    """With its optimizer settled; ``None`` when it cannot run."""
+    """The resolved plan with its optimizer; ``None`` if the plan cannot run."""
     messages: tuple[Decision, ...]
     setup: Setup
     platform: Platform
     estimate: MemoryEstimate | None = None
-    """What it needs, where that is known."""
+    """Memory that the plan needs, if known."""
     fit: tuple[Fit, ...] = ()
-    """Each place of ``estimate`` against what there is."""
+    """Required and available bytes of each kind of memory."""
     running: dict[str, Any] = attrs.field(factory=dict)
-    """What DeepSpeed receives; empty when it cannot run."""
+    """Configuration that DeepSpeed receives; empty if the plan cannot run."""
     written: Mapping[str, Any] = attrs.field(factory=dict)
-    """The configuration as the form holds it, whatever is wrong with it."""
+    """The configuration in the form, including invalid settings."""
     readable: DeepSpeedPlan | None = None
-    """What is left of it without the settings that are wrong."""
+    """The plan without the invalid settings."""
 
     @property
     def verdict(self) -> Verdict:
@@ -345,7 +345,8 @@ class Preview:
                 key=f"zero_optimization.offload_{part}.nvme_path",
                 before=UNSET,
                 after=UNSET,
-                reason="zerotune leases a folder for each run; without zerotune, write one",
+                reason="zerotune leases a folder for each run; to train without zerotune, write "
+                "a folder",
             )
             for part, folder in (self.resolved.nvme_paths if self.resolved else {}).items()
             if folder is None
@@ -389,7 +390,7 @@ class Preview:
             }
         if self.resolved is not None and self.resolved.model is None:
             return {"reason": "Choose a model family to see what training needs."}
-        return {"reason": "Nothing is estimated until the plan can run."}
+        return {"reason": "The memory is estimated when the plan can run."}
 
     def _time(self) -> dict[str, str] | None:
         """What a step takes, and by which rates."""
@@ -521,10 +522,10 @@ class _Form:
             return None
         if setup.base_dtype is not None and setup.lora is None:
             raise InvalidValueError(
-                "a quantized model is not trained itself, only adapters beside it",
+                "a quantized model cannot be trained, but LoRA adapters on it can",
                 key="setup.base_dtype",
                 value=setup.base_dtype,
-                fix="set setup.lora to 16, or remove it",
+                fix="set setup.lora to 16, or remove setup.base_dtype",
             )
         try:
             return as_facts(setup.family, lora=setup.lora, base_dtype=setup.base_dtype)
@@ -532,7 +533,7 @@ class _Form:
             raise _about_setup(error) from None
 
     def also_wrong(self, rest: DeepSpeedPlan) -> list[Decision]:
-        """Return the errors in settings that could be read, for written settings only."""
+        """Return the further errors of a plan without its unreadable settings."""
         run, _ = self._assumed_run(rest)
         try:
             found = rest.inspect(
@@ -560,7 +561,8 @@ class _Form:
                     key="optimizer.params.lr",
                     before=AUTO,
                     after=ASSUMED_LR,
-                    reason="the training script gives it; shown here with this value",
+                    reason="the training script sets the learning rate; this page assumes "
+                    "this value",
                 )
             )
         run = RunFacts(
@@ -695,7 +697,7 @@ _FROM_ADVICE: Final = ("zero_optimization", "aio")
 
 
 def advise(state: FormState, machines: Machines) -> dict[str, Any]:
-    """List the plans that fit a setup, best first, each with its resulting form."""
+    """List the plans that fit a setup, best first, each with the form that it produces."""
     setup, wrong = read_setup(state.setup)
     if wrong:
         raise wrong[0]
@@ -774,7 +776,7 @@ def _remedy_data(remedy: Remedy, state: FormState) -> dict[str, Any]:
     label, gain = remedy.what, remedy.gain
     if settings.pop("streamed", False):
         about = ", ".join(f"{name}={value!r}" for name, value in remedy.settings.items())
-        words = f"{label} ({about}), which a script asks for and no configuration file can"
+        words = f"{label} ({about}), only possible in a script, not in a configuration file"
         return {"label": f"{words}{f': {gain}' if gain else ''}", "state": None}
     optimizer = settings.pop("optimizer", None)
     config = state.config

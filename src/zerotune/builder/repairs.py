@@ -85,7 +85,7 @@ def _put(held: dict[str, Any], names: list[str], value: Any) -> None:
 
 @attrs.frozen(kw_only=True)
 class Repair:
-    """A button: its label and its changes of the form."""
+    """A button that repairs the form: its label and its changes."""
 
     label: str
     edits: tuple[Edit, ...]
@@ -96,7 +96,7 @@ class Repair:
 
 
 def repairs(preview: Preview, state: FormState, machines: Machines) -> list[list[Repair]]:
-    """List the repairs of each message, most direct first; notes without a fix have none."""
+    """List each message's repairs, most direct first; notes without a fix have no repairs."""
     found: list[list[Repair]] = []
     for message in preview.messages:
         wanted = bool(message.fix) or message.severity == "error"

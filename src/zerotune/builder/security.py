@@ -142,7 +142,9 @@ class Guard:
                 path=scope.get("root_path") or "/",
             )
             return answer
-        return _refuse(401, "open the address that the command printed, with its token")
+        return _refuse(
+            401, "open the complete address that the command printed, including the token"
+        )
 
     def _is_token(self, given: str = "") -> bool:
         token = self._token or ""

@@ -39,8 +39,9 @@ def serve(
 ) -> None:
     """Serve the builder until interrupted.
 
-    A host other than loopback always needs a token; without one, a token is created. An address
-    with a token is only printed: every user of the machine can read a browser's command line.
+    A host other than loopback requires a token; if no token is given, one is created. An address
+    with a token is printed but not opened, because every user of the machine can read the browser's
+    command line.
     """
     token = read_token(given=token, file=token_file)
     if not is_loopback(host) and not token:

@@ -52,11 +52,11 @@ class PathFacts:
     """Absolute, symbolic links resolved."""
     exists: bool
     folder: bool
-    """Whether it is a folder."""
+    """Whether the path is a folder."""
     writable: bool
     """Whether the user may create files in the folder, or create the missing folder."""
     free: int
-    """Free bytes on its file system for an unprivileged user."""
+    """Free bytes on the path's file system for an unprivileged user."""
     total: int
     sentence: str
     """The facts as one sentence."""
@@ -71,10 +71,10 @@ class PathFacts:
         if exists and not path.is_dir():
             sentence = "This is a file; swap files need a folder."
         elif not writable:
-            there = "is there" if exists else "does not exist"
-            sentence = f"The folder {there}, and this user may not write to it."
+            refused = "exists, but" if exists else "does not exist, and"
+            sentence = f"The folder {refused} this user may not write to it."
         else:
-            there = "is there" if exists else "will be made"
+            there = "exists" if exists else "will be created"
             free, total = format_size(usage.free), format_size(usage.total)
             sentence = f"The folder {there}; {free} free of {total}."
         return cls(
@@ -90,7 +90,7 @@ class PathFacts:
 
 @attrs.frozen(kw_only=True)
 class Root:
-    """The only folder that the page may access; symbolic links are followed first."""
+    """The only folder that the page may access; symbolic links are resolved first."""
 
     folder: Path
     """Absolute, symbolic links resolved."""
@@ -346,10 +346,10 @@ class Session:
         if version not in (None, here):
             new = version == ABSENT
             raise PlanConflictError(
-                "is there already" if new else "was changed since this page read it",
+                "already exists" if new else "was changed since this page read it",
                 key=str(path),
-                fix=f"{'choose another name' if new else 'open it again'}, or save over it on"
-                " purpose",
+                fix=f"{'choose a different name' if new else 'open the file again'}, or overwrite "
+                "the file",
             )
         chosen = format_ or format_of(path)
         if chosen == "accelerate":

@@ -39,10 +39,10 @@ class Template:
     state: FormState
     description: str = ""
     version: str = ""
-    """Changes with the content; a page gives it back to show what it has seen."""
+    """Version of the content; a page sends the version back that it has loaded."""
 
     def data(self) -> dict[str, Any]:
-        """Return the data that is sent, stored and exported."""
+        """Return the template as data to send, store and export."""
         return {
             "zerotune_template": FORMAT,
             "name": self.name,
@@ -99,13 +99,13 @@ class TemplateStore:
         return _read_stored(path)
 
     def put(self, template: Template, *, version: str | None) -> Template:
-        """Store a template and replace ``version`` of it; ``None`` refuses to replace any."""
+        """Store a template; replace an existing template only if its version is ``version``."""
         name = checked_name(template.name)
         with self._writing():
             path = self._find(name)
             self._refuse_changed(path, version, name)
             if path is None and len(self._files()) >= _MOST_TEMPLATES:
-                raise PlanConflictError("are too many", key="templates", fix="delete some")
+                raise PlanConflictError("are too many", key="templates", fix="delete a template")
             return self._write(attrs.evolve(template, name=name), path)
 
     def rename(self, name: Any, to: Any, *, version: str | None) -> Template:
@@ -236,15 +236,15 @@ def _taken(name: str) -> PlanConflictError:
 
 @attrs.frozen(kw_only=True)
 class BuiltinTemplate:
-    """A model and a machine; the template is the fastest plan that fits."""
+    """A template for a model and a machine: the fastest plan that fits."""
 
     id: str
     name: str
     description: str
     group: str
-    """What it is listed under: the model."""
+    """Group in the list: the model."""
     setup: Mapping[str, Any]
-    """What it sets of the setup; empty: the page's own."""
+    """Settings of the setup; empty for the page's setup."""
 
 
 _ON_ONE_CARD: Final = {
@@ -290,7 +290,7 @@ BUILTIN: Final = (
         id="lowest",
         name="The fastest plan that fits",
         description="For the model and machine chosen on this page.",
-        group="What is chosen here",
+        group="Chosen on this page",
         setup={},
     ),
     _for_card("sdxl-24", "sdxl", 24, 64),

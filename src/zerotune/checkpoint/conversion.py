@@ -323,9 +323,6 @@ class _Averages:
 class StateFolder:
     """A folder of accelerate's ``save_state``, including the model folders of diffusers' hooks.
 
-    Args:
-        folder: The folder.
-
     Attributes:
         left_out: Maps the name of each file that is not converted to the reason.
     """

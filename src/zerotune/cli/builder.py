@@ -39,8 +39,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--token-file",
         type=Path,
         metavar="FILE",
-        help="file with the secret; default the variable ZEROTUNE_BUILDER_TOKEN; created if "
-        "--host is another address",
+        help="file with the secret; default the variable ZEROTUNE_BUILDER_TOKEN; without both, "
+        "a secret is created if --host is not this machine's own address",
     )
     parser.add_argument(
         "--token",
@@ -50,7 +50,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-browser",
         action="store_true",
-        help="print the address without opening a browser; always the case with a token",
+        help="print the address and open no browser; with a token, none is ever opened",
     )
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from zerotune.platform.toolchain import Toolchain
 
 NAME: Final = "doctor"
-SUMMARY: Final = "Show what this machine can train with, and the reason for what it cannot."
+SUMMARY: Final = "Show what this machine can use for training, and why it cannot use the rest."
 
 _STATE_STYLES: Final = {
     "installed": "good",
@@ -46,11 +46,11 @@ class Checkup:
     platform: Platform
     toolchain: Toolchain
     ops: tuple[OpStatus, ...] = ()
-    """Empty when DeepSpeed does not run."""
+    """State of DeepSpeed's ops; empty if DeepSpeed does not run."""
     own_op: OpStatus | None = None
-    """zerotune's one op; ``None`` when DeepSpeed does not run."""
+    """State of zerotune's op; ``None`` if DeepSpeed does not run."""
     ops_problem: str | None = None
-    """Why DeepSpeed could not be asked for its ops."""
+    """Why DeepSpeed's ops are unknown; ``None`` if they are known."""
 
     @classmethod
     def of(cls, platform: Platform) -> Checkup:
@@ -80,7 +80,7 @@ class Checkup:
 
     @property
     def verdict(self) -> str:
-        """The outcome in one line."""
+        """The result of the checkup in one line."""
         support = self.platform.deepspeed
         if not support.available:
             advice = "" if support.fix is None else f" Fix: {support.fix}."
@@ -202,7 +202,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--build-missing",
         nargs="*",
         metavar="OP",
-        help="compile the named ops (default all) that can be compiled and are not yet",
+        help="compile the named ops (default: all ops), unless they are compiled already or "
+        "cannot be compiled",
     )
     parser.add_argument(
         "--rates",
@@ -220,9 +221,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--allow-rocm", action="store_true", help="allow DeepSpeed on ROCm (untested)"
     )
-    parser.add_argument(
-        "--allow-mps", action="store_true", help="allow a new DeepSpeed on Apple GPUs"
-    )
+    parser.add_argument("--allow-mps", action="store_true", help="allow DeepSpeed on Apple GPUs")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -248,7 +247,7 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.rates:
             from zerotune.backend.rates import measure_rates
 
-            sys.stderr.write("measuring rates for some seconds ...\n")
+            sys.stderr.write("measuring rates for a few seconds ...\n")
             rates_file = store_rates(platform, measure_rates())
     rates = known_rates(platform)
     if arguments.json:
@@ -261,7 +260,7 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         checkup._print(rates if arguments.rates else None)
     if arguments.rates:
-        sys.stderr.write(f"rates kept in {rates_file}\n")
+        sys.stderr.write(f"rates saved in {rates_file}\n")
     return 0 if checkup.healthy and proven else 1
 
 
@@ -272,7 +271,7 @@ def _build(names: Iterable[str], platform: Platform) -> None:
         support = platform.deepspeed
         if not support.available:
             raise PlatformError(support.reason, key=f"op {name}", fix=support.fix)
-        sys.stderr.write(f"loading {name}, compiling it first if need be ...\n")
+        sys.stderr.write(f"loading {name}, compiling it first if necessary ...\n")
         started = time.perf_counter()
         build_op(name)
         sys.stderr.write(f"loaded {name} in {time.perf_counter() - started:.1f} s\n")
@@ -286,9 +285,9 @@ def _prove(platform: Platform) -> bool:
     sys.stderr.write("proving the fast paths for up to half a minute ...\n")
     proof = prove(platform=platform)
     kept = store_proof(proof)
-    sys.stderr.write(f"proof kept in {kept}\n" if kept else "the proof could not be kept\n")
+    sys.stderr.write(f"proof saved in {kept}\n" if kept else "the proof could not be saved\n")
     if proof.failed or proof.error is not None:
-        sys.stderr.write(f"report it with the file {report_path(proof.combination)}\n")
+        sys.stderr.write(f"report this failure with the file {report_path(proof.combination)}\n")
     return not proof.failed and proof.error is None
 
 

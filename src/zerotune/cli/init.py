@@ -233,22 +233,22 @@ def _docstring(arguments: argparse.Namespace, advice: Advice) -> str:
     memory = ", ".join(f"{format_size(size)} of {name}" for name, size in sizes.items())
     chosen = textwrap.fill(f"{advice.chosen.title}, {advice.chosen.reason}.", 96)
     export = "adapters" if arguments.lora else "pipeline"
-    return f"""Trains {arguments.family} on a folder of images.
+    return f"""Train {arguments.family} on a folder of images.
 
-Written by ``zerotune init``; yours to change.
+This script was written by ``zerotune init``; you can edit the script. To start training, run
 
     python train.py
 
-on several cards ``torchrun --nproc-per-node 2 train.py``. Everything it makes lies beside it:
-``cache`` (latents and embeddings), ``checkpoints``, ``validation`` (images drawn on the way) and,
-at the end, ``{export}``. Stop it with Ctrl-C when you like: the same command goes on from the
-newest checkpoint, and with more STEPS after the end. ``--help`` lists what the command line may
-say in place of the constants below.
+On several GPUs, run ``torchrun --nproc-per-node 2 train.py``. The script writes to its own folder:
+``cache`` (latents and embeddings), ``checkpoints``, ``validation`` (images sampled during training)
+and, at the end, ``{export}``. Ctrl-C stops training, and the same command resumes from the newest
+checkpoint. After the end, larger STEPS continue the run. ``--help`` lists the options that override
+the constants below.
 
-The plan beside this file was advised for
+The plan in plan.json was chosen for
 {memory}:
 {chosen}
-GRADIENT_CHECKPOINTING and ACTIVATION_OFFLOAD belong to it.
+The plan requires the values of GRADIENT_CHECKPOINTING and ACTIVATION_OFFLOAD below.
 """
 
 

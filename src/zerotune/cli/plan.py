@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
 # -- What the commands share.
 
 
-FROM_HERE: Final = "anything not given is taken from this machine"
+FROM_HERE: Final = "sizes that are not given are taken from this machine"
 _FILE_HELP: Final = "DeepSpeed JSON, a trainer's config.json, or accelerate's YAML"
 _MOST_PROCESSES: Final = 1_000_000
 LORA_HELP: Final = "train LoRA adapters of this rank instead of the full model"
@@ -90,7 +90,7 @@ def _add_reading(parser: argparse.ArgumentParser) -> None:
         metavar="KEY",
         action="append",
         default=[],
-        help="path of a key of a newer DeepSpeed that is accepted; may be repeated",
+        help="accept this key of a newer DeepSpeed, given by its path; may be repeated",
     )
 
 
@@ -182,7 +182,7 @@ def add_configuration(group: Any) -> None:
     group.add_argument(
         "--model",
         metavar="FOLDER",
-        help="a pipeline folder whose model is estimated; with --family module:Class",
+        help="folder of the pipeline whose model is estimated; requires --family module:Class",
     )
 
 
@@ -396,9 +396,7 @@ def _open_run(plan: DeepSpeedPlan) -> Any:
 
 
 class _ConvertPlan(Below):
-    summary: ClassVar[str] = (
-        "Convert a configuration to another format without changing what trains."
-    )
+    summary: ClassVar[str] = "Convert a configuration to another format; training does not change."
 
     @staticmethod
     def configure(parser: argparse.ArgumentParser) -> None:
@@ -410,7 +408,7 @@ class _ConvertPlan(Below):
             "-o",
             "--output",
             metavar="OUT",
-            help="file to write, keeping the previous one as OUT.bak; printed by default",
+            help="file to write; an existing file is kept as OUT.bak; default: print the result",
         )
         parser.add_argument(
             "--num-processes",
@@ -472,7 +470,7 @@ _NEED_A_MODEL: Final = (
 
 
 class _Explain(Below):
-    summary: ClassVar[str] = "Describe a plan and, for a model, what will run and what it needs."
+    summary: ClassVar[str] = "Describe a plan; with a model, also its memory and time."
 
     @staticmethod
     def configure(parser: argparse.ArgumentParser) -> None:
@@ -488,7 +486,7 @@ class _Explain(Below):
         )
         machine = add_machine(
             parser,
-            "the default is this machine; any of these options describes a machine instead",
+            "to plan for a different machine, describe it; the default is this machine",
         )
         machine.add_argument("--accelerator", choices=ACCELERATORS, help="accelerator for training")
         _add_workload(parser)
@@ -505,7 +503,7 @@ class _Explain(Below):
                     raise InvalidValueError(
                         "has no effect without --family NAME",
                         key=f"--{name.replace('_', '-')}",
-                        fix="add --family NAME, or omit it",
+                        fix="add --family NAME, or remove this option",
                     )
             platform = _described_machine(self.arguments)
             summary = plan.summary(world_size=self.arguments.world_size, platform=platform)
@@ -650,22 +648,25 @@ class _Advise(Below):
             "--prefer",
             choices=PREFERENCES,
             default=PREFERENCES[0],
-            help="which of the fitting plans to choose; default by predicted seconds per step",
+            help="how to choose among the plans that fit; default: by predicted seconds per step",
         )
         parser.add_argument(
             "--streamed",
             action="store_true",
-            help="allow the choice of a plan with streamed weights; such plans are always listed",
+            help="allow zerotune to choose a plan with streamed weights; such plans are always "
+            "listed",
         )
         _add_workload(parser)
         _add_output(parser)
         parser.add_argument(
             "--all", action="store_true", help="show all candidates instead of five"
         )
-        parser.add_argument("-o", "--output", metavar="FILE", help="save the plan; .json or .yaml")
+        parser.add_argument(
+            "-o", "--output", metavar="FILE", help="save the plan in this .json or .yaml file"
+        )
 
     def run(self) -> int:
-        """Advise a plan; return 0 if one fits, else 1."""
+        """Find the best plan; return 0 if a plan fits, else 1."""
         from zerotune.errors import NothingFitsError
         from zerotune.optimizers.catalogue import parse_optimizer_name
         from zerotune.plan import DeepSpeedPlan
@@ -714,10 +715,10 @@ class _Advise(Below):
             saved = advice.plan.save(self.arguments.output)
             for decision in saved.decisions:
                 tell(str(decision))
-            kept = "".join(f", what it replaced in {backup}" for backup in saved.backups)
-            tell(f"the plan is in {self.arguments.output}{kept}")
+            kept = "".join(f"; the replaced file is kept as {backup}" for backup in saved.backups)
+            tell(f"the plan is saved in {self.arguments.output}{kept}")
             if advice.streamed is not None:
-                tell(f"its weights are streamed by plan.resolve(streamed={advice.streamed!r})")
+                tell(f"to stream the weights, call plan.resolve(streamed={advice.streamed!r})")
 
     def _report_nothing(self, error: NothingFitsError, machine: Mapping[str, Any]) -> None:
         from zerotune.plan.text import WIDTH, candidate_data, nearest_budget, nearest_page
@@ -735,7 +736,7 @@ class _Advise(Below):
 
 
 def machine_of(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the machine to plan for; missing sizes are this machine's and are printed."""
+    """Return the machine to plan for; sizes not given are this machine's and are printed."""
     machine: dict[str, Any] = {"nvme": 0, **sizes_of(arguments)}
     if "vram" in machine and "ram" in machine:
         return machine

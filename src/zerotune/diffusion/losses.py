@@ -213,7 +213,7 @@ def _weighed(losses: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> torch.T
             f"must contain one weight per sample: a tensor of shape ({len(losses)},)",
             key=f"batch[{LOSS_WEIGHTS!r}]",
             value=tuple(given.shape),
-            fix="add a tensor of shape () to each sample of the dataset",
+            fix="add a weight, a tensor of shape (), to each sample of the dataset",
         )
     return losses * given.to(losses.device, torch.float32)
 
@@ -239,7 +239,7 @@ def _mask_of(batch: Mapping[str, torch.Tensor], *, like: torch.Tensor) -> torch.
         mask = mask.unsqueeze(2).expand(-1, -1, like.shape[2], -1, -1)  # The same for all frames.
     if mask.shape not in (places, like.shape):
         raise DataError(
-            f"masks must have the shape {places}, that of the model's input with one channel",
+            f"masks must have the shape {places}, the shape of the model's input with one channel",
             key=f"batch[{LOSS_MASKS!r}]",
             value=tuple(mask.shape),
             fix="resize pixel masks to the latent size, for example with "

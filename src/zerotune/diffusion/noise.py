@@ -55,7 +55,7 @@ class GaussianNoise:
     """Independent standard normal values."""
 
     def draw(self, clean: torch.Tensor, generator: torch.Generator) -> DrawnNoise:
-        """Draw one value for each value of ``clean``."""
+        """Draw one normal value for each value of ``clean``."""
         noise = _normal_like(clean.shape, clean, generator)
         return DrawnNoise(target=noise, added=noise)
 
@@ -82,7 +82,7 @@ class OffsetNoise:
 
 @attrs.frozen(kw_only=True)
 class InputPerturbation:
-    """Extra input noise outside the target, so that the model tolerates its prediction errors.
+    """Extra noise in the input but not in the target, so that the model tolerates its own errors.
 
     Source: ``input_perturbation`` of diffusers' ``examples/text_to_image/train_text_to_image.py``,
     after https://arxiv.org/abs/2301.11706.
@@ -94,7 +94,7 @@ class InputPerturbation:
     """Noise to perturb."""
 
     def draw(self, clean: torch.Tensor, generator: torch.Generator) -> DrawnNoise:
-        """Draw the noise to predict and the perturbed input noise."""
+        """Draw the noise that the model predicts, and the perturbed noise of its input."""
         drawn = self.noise.draw(clean, generator)
         more = self.strength * _normal_like(clean.shape, clean, generator)
         return DrawnNoise(target=drawn.target, added=drawn.added + more)

@@ -158,8 +158,8 @@ def sample(
 
     Args:
         model: An ``Engine`` or a diffusers model, in evaluation mode during the call.
-        scheduler: Diffusers scheduler, such as ``DDIMScheduler``, which is copied. The default of a
-            text-to-image family is the scheduler of its pipeline.
+        scheduler: Diffusers scheduler, such as ``DDIMScheduler``, which is copied. For a
+            text-to-image family, the default is the pipeline's scheduler.
         family: Family that calls the model; default ``Unconditional()``.
         prompts: Prompts for a text-to-image family; see ``TextToImage.draw``.
         negative_prompt: Negative prompt for guidance; only with prompts.
@@ -173,8 +173,8 @@ def sample(
             (n, r, 3, height, width) if the family accepts several references per image.
         steps: Number of denoising steps.
         guidance_scale: Classifier-free guidance scale; 1 disables guidance.
-        trained_with: Scheduler of the objective, only with prompts; the pipeline's scheduler gets
-            the same prediction type.
+        trained_with: Scheduler of the training objective, only with prompts; the pipeline's
+            scheduler then uses its prediction type.
         generator: CPU generator in the same state on every rank; default a generator with seed 0.
         batch_size: Number of images per forward pass and rank; default all images of the rank.
 
@@ -356,7 +356,7 @@ def _new_loop(
 
 
 def shape_of(model: Any) -> tuple[int, int, int]:
-    """Return the shape (c, h, w) of a sample from a diffusers model's configuration."""
+    """Return the sample shape (c, h, w) that a diffusers model's configuration defines."""
     module = getattr(model, "module", model)
     config = getattr(module, "config", {})
     size, channels = config.get("sample_size"), config.get("in_channels")

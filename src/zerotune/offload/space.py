@@ -208,7 +208,7 @@ class SpaceWatch:
     """Watches whether the swap files that a run must still create fit on the disk.
 
     DeepSpeed creates its swap files during the first steps, and then rewrites the same blocks. If
-    another program fills the disk meanwhile, a write ends the process with SIGABRT.
+    another program fills the disk during the first steps, a write ends the process with SIGABRT.
 
     Args:
         folders: Swap folders of the run.
@@ -324,9 +324,9 @@ class HostBudget:
                 key=f"zero_optimization.{name}.pin_memory",
                 before=True,
                 after=False,
-                reason=f"page-locked memory needs more host memory than is available ({self}), "
-                f"but unpinned memory needs {format_size(after.per_rank)}; copies to the device "
-                "become slower",
+                reason="with page-locked buffers the plan needs more host memory than is available "
+                f"({self}); without page-locking it needs {format_size(after.per_rank)}, but "
+                "copies to the device are slower",
                 severity="warning",
             )
             for name in _PINNED_SECTIONS
@@ -369,7 +369,7 @@ def host_budget(
         resolved: The plan.
         ranks: Number of ranks on this machine.
         held: Bytes that one rank already uses; by default the RAM of this process.
-        environ: Environment variables; default ``os.environ``.
+        environ: Environment variables; by default ``os.environ``.
     """
     import psutil
 

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 @attrs.frozen(kw_only=True)
 class Situation:
-    """Situation of an optimizer: engine, stage, offload, precision, accelerator and versions."""
+    """Engine, stage, offload, precision, accelerator and versions with which an optimizer runs."""
 
     uses_deepspeed: bool = True
     """``False`` for the plain engine."""
@@ -207,7 +207,7 @@ class Situation:
             accelerator = self.accelerator
             if accelerator not in _CPU_KERNELS["Adagrad"]:
                 yield _cannot(
-                    f"DeepSpeed has no CPU kernel for it on the {accelerator} accelerator"
+                    f"DeepSpeed has no CPU kernel for {entry.name} on the {accelerator} accelerator"
                 )
 
     def _obstacles_in_parts(self, entry: OptimizerEntry) -> Iterator[Capability]:
@@ -402,7 +402,7 @@ def _cells_by_key(cells: Any) -> Mapping[tuple[str, int, str, str], Cell]:
 
 @attrs.frozen(kw_only=True)
 class CapabilityTable:
-    """Measured cells with their machine and versions."""
+    """Measured results of optimizers, with the machine and the package versions."""
 
     accelerator: str = "cpu"
     """Accelerator in DeepSpeed's spelling."""
@@ -416,7 +416,7 @@ class CapabilityTable:
 
     @classmethod
     def stored(cls) -> CapabilityTable:
-        """Return the table of measured cells that is part of zerotune."""
+        """Return the table of measurements that zerotune ships."""
         return _stored_table()
 
     @classmethod
@@ -542,7 +542,7 @@ _SWITCH: Final = {"true": True, "false": False}
 
 @cache
 def kind_of(parameter: Parameter) -> Kind:
-    """Return the kind that checks an argument; the kind never receives ``"auto"``."""
+    """Return the ``Kind`` that checks values of an argument; it does not accept ``"auto"``."""
     if parameter.type == "any":
         return Anything()
     if parameter.type == "bool":
@@ -563,7 +563,7 @@ def kind_of(parameter: Parameter) -> Kind:
 
 
 def read(parameter: Parameter, value: Any, *, section: str) -> Reading:
-    """Convert ``value`` as ``check`` does, and return the reason for a change."""
+    """Convert ``value`` as ``check`` does, and also return the reason if the value changed."""
     if value is None and parameter.nullable:
         return None, None
     kind, key = kind_of(parameter), f"{section}.{parameter.name}"
@@ -576,7 +576,7 @@ def check(parameter: Parameter, value: Any, *, section: str) -> Any:
 
     Args:
         parameter: The argument.
-        value: Value as written. A number may be text, because YAML reads ``1e-4`` as text.
+        value: Value as written. A number may be a string, because YAML reads ``1e-4`` as a string.
         section: ``"optimizer.params"`` or ``"scheduler.params"``, for messages.
 
     Returns:

@@ -82,7 +82,7 @@ REST: Final = "rest"
 
 @attrs.frozen(kw_only=True)
 class ParameterGroup:
-    """A rule: patterns of parameter names, and the arguments of the matching parameters."""
+    """Patterns of parameter names, and the optimizer arguments of the matching parameters."""
 
     name: str = attrs.field()
     """Name of the group in reports."""
@@ -147,7 +147,7 @@ class ParameterGroup:
             )
 
     def picks(self, name: str, shape: tuple[int, ...]) -> bool:
-        """Return whether this rule matches a parameter that no earlier rule matched.
+        """Return whether a pattern of this rule matches the parameter.
 
         Args:
             name: Dotted name of the parameter.
@@ -215,14 +215,14 @@ class ParameterGroups:
     def no_decay(cls) -> ParameterGroups:
         """Create a rule for norms and biases (parameters with one dimension), without weight decay.
 
-        The rule uses dimensions instead of names, because diffusion models name norms ``norm1``,
-        ``group_norm``, ``conv_norm_out``, ``ln_1`` …
+        The rule tests the number of dimensions instead of the name, because diffusion models name
+        norms ``norm1``, ``group_norm``, ``conv_norm_out``, ``ln_1`` …
         """
         return cls(rules=[_NO_DECAY])
 
     @classmethod
     def per_part(cls, parts: Mapping[str, Mapping[str, Any]]) -> ParameterGroups:
-        """Create one group for each trained part.
+        """Create one group for each trained module, such as the U-Net and the text encoder.
 
         Args:
             parts: Arguments by module name or pattern:
@@ -254,7 +254,7 @@ class ParameterGroups:
         )
 
     def without_decay_on_norms_and_biases(self) -> ParameterGroups:
-        """Split each group in two, with norms and biases in a part without weight decay.
+        """Split each group in two: one without weight decay for norms and biases, one for the rest.
 
         The part without weight decay has the name ``"<name>, no decay"`` and is matched first.
         """
@@ -347,7 +347,7 @@ def group_parameters(
 def same_group(
     parameters: Sequence[ParameterFacts], name: str, params: Mapping[str, Any]
 ) -> GroupChoice:
-    """Return a copy of a group with different parameters and explicit arguments."""
+    """Create a group from parameters and the complete arguments of that group."""
     return GroupChoice(
         name=name,
         params=dict(params),
@@ -429,9 +429,9 @@ def _muon_rules(value: Iterable[Any]) -> tuple[tuple[str, bool], ...]:
 
 @attrs.frozen(kw_only=True)
 class MuonPatterns:
-    """Ordered patterns; the first match decides if Muon or Adam updates a parameter.
+    """Ordered patterns; the first matching one decides whether Muon or Adam updates a parameter.
 
-    To change one decision, put a pattern first::
+    To change the choice for some parameters, put their pattern before the defaults::
 
         MuonPatterns(rules=[("unet.down_blocks.0", False), *MUON_DEFAULTS])
     """
@@ -452,7 +452,7 @@ class MuonPatterns:
                 )  # fmt: skip
             if not isinstance(use, bool):
                 raise InvalidValueError(
-                    "must be true (Muon) or false", key=f"use_muon.{pattern}", value=use
+                    "must be true (Muon) or false (Adam)", key=f"use_muon.{pattern}", value=use
                 )
 
     def select(self, parameters: Sequence[ParameterFacts]) -> frozenset[str]:
@@ -470,7 +470,7 @@ class MuonPatterns:
         for parameter in parameters:
             if parameter.name in chosen and len(parameter.shape) < 2:
                 raise InvalidValueError(
-                    "Muon orthogonalises matrices, but this is not a matrix",
+                    "Muon orthogonalises matrices, but this parameter is not a matrix",
                     key=f"use_muon.{parameter.name}",
                     value=parameter.shape,
                     fix='put ("@vectors", False) before the pattern that matches it',
@@ -542,7 +542,7 @@ def _adam_rate(
         before=None,
         after=lr,
         reason=f"Muon's learning rate of {choice.lr:g} is far too large for the Adam that updates "
-        "the other parameters; set adam_lr for a different rate",
+        "the other parameters; set adam_lr to change Adam's learning rate",
         severity="warning",
     )
     return lr, (decision,)
@@ -559,6 +559,6 @@ def _convolutions_decision(
         before=None,
         after=f"{count} convolutions",
         reason="Muon treats a convolution as a matrix of (out, in x height x width), as its "
-        'authors do; to use Adam for one, put ("re:pattern", False) first',
+        'authors do; to use Adam for convolutions, put ("re:pattern", False) first',
     )
     return (decision,)

@@ -97,7 +97,7 @@ if TYPE_CHECKING:
 
 @attrs.frozen(kw_only=True)
 class OptimizerResolution:
-    """Result of ``OptimizerResolver`` with its reasons."""
+    """Result of ``OptimizerResolver``, with the reason for each choice."""
 
     optimizer: OptimizerChoice
     """The optimizer that will run, with every argument explicit."""
@@ -111,7 +111,7 @@ class OptimizerResolution:
     """All automatic choices."""
 
     def explain(self) -> str:
-        """Describe optimizer, schedule at a few steps, and every decision as text."""
+        """Describe the optimizer, the schedule at a few steps, and every decision, as text."""
         optimizer, scheduler = self.optimizer, self.scheduler
         builder = _BUILDER.get(optimizer.source, f"of the package {optimizer.package}")
         decay = optimizer.weight_decay_mode
@@ -140,8 +140,8 @@ class OptimizerResolution:
 class OptimizerResolver:
     """Chooses optimizer and schedule for a resolved plan.
 
-    Every automatic choice is recorded as a ``Decision``. An unknown name is an error, and never
-    becomes AdamW.
+    Every automatic choice is recorded as a ``Decision``. An unknown optimizer name raises an error,
+    and is never replaced by AdamW.
     """
 
     on_unsupported: Policy = attrs.field(default="fallback")
@@ -281,7 +281,7 @@ class OptimizerResolver:
         precision: str = "fp32",
         uses_deepspeed: bool = True,
     ) -> Capability:
-        """Return whether an optimizer can run, from stage and precision instead of a plan.
+        """Return whether an optimizer can run with the given stage, offload and precision.
 
         Args:
             name: Any spelling accepted by ``normalise_optimizer_name``.
@@ -396,7 +396,7 @@ class _Asked:
         )
 
     def suggestions(self, schedule: ScheduleRequest | None) -> dict[str, Suggestion]:
-        """Return values for the optimizer's arguments from the run, or else from the schedule."""
+        """Return values for unset optimizer arguments, from the run or else from the schedule."""
         run = self.resolved.run
         suggestions = {
             name: Suggestion(value=getattr(run, name), source=f"the run ({name})")
@@ -594,7 +594,7 @@ class Settling:
                 f"{OPTIMIZER}.{key}",
                 self.overrides[key],
                 None,
-                f"an override that is not an argument of {self.request.entry.name}",
+                f"the override is ignored, because {self.request.entry.name} has no such argument",
                 "warning",
             )
         kept = {key: value for key, value in self.request.params.items() if key in accepted}
@@ -646,15 +646,14 @@ class Settling:
                     f"{OPTIMIZER}.{key}",
                     value,
                     None,
-                    f"{DEFAULT_OPTIMIZER} names it {renamed[key]}",
+                    f"{DEFAULT_OPTIMIZER} calls this argument {renamed[key]}",
                 )
             else:
                 self.log.decide(
                     f"{OPTIMIZER}.{key}",
                     value,
                     None,
-                    f"an argument of {self.asked.name.canonical} that {DEFAULT_OPTIMIZER} does not "
-                    "have",
+                    f"{DEFAULT_OPTIMIZER} lacks this argument of {self.asked.name.canonical}",
                 )
         return params
 
@@ -764,7 +763,7 @@ class Settling:
                 OPTIMIZER_TYPE,
                 name.written,
                 canonical,
-                f"an alias; it runs as {implementation.implementation} here",
+                f"the name is an alias; {canonical} runs as {implementation.implementation} here",
             )
 
     def _record_capability(self) -> None:
@@ -1065,7 +1064,7 @@ def per_group_schedule(
 
 @attrs.frozen(kw_only=True)
 class Suggestion:
-    """A value for an open argument, and its source."""
+    """A value for an unset argument, and the source of the value."""
 
     value: Any
     source: str
@@ -1161,7 +1160,7 @@ class Sources:
 
 @attrs.define(kw_only=True)
 class Filled(Log):
-    """Values by argument, with decisions; ``defaulted`` names the default values."""
+    """Values by argument, with decisions; ``defaulted`` names the arguments that have defaults."""
 
     values: dict[str, Any] = attrs.field(factory=dict)
     defaulted: set[str] = attrs.field(factory=set)
@@ -1169,14 +1168,9 @@ class Filled(Log):
     def change(
         self, section: str, name: str, value: Any, reason: str, severity: Severity | None = None
     ) -> None:
-        """Change an argument's value, with a warning if the previous value was explicit.
+        """Change the argument ``name`` to ``value``, and record a decision.
 
-        Args:
-            section: Path of the section.
-            name: Name of the argument.
-            value: New value.
-            reason: Reason of the decision.
-            severity: Severity of the decision; default depends on whether the value was written.
+        By default, the decision is a warning if the previous value was explicit, else a note.
         """
         written = name not in self.defaulted
         before = self.values[name] if written else None
@@ -1186,13 +1180,7 @@ class Filled(Log):
         self.decide(f"{section}.{name}", before, value, reason, severity)
 
     def record_defaults(self, section: str, owner: str, keys: Collection[str]) -> None:
-        """Summarise the defaults in one decision.
-
-        Args:
-            section: Path of the section.
-            owner: Optimizer or schedule with these defaults.
-            keys: Arguments to summarise.
-        """
+        """Record one decision that lists the values of ``keys``, the defaults of ``owner``."""
         values = {key: value for key, value in self.values.items() if key in keys}
         if values:
             self.decide(
@@ -1268,7 +1256,7 @@ def _curve(scheduler: SchedulerChoice, base_lr: float) -> tuple[Line, Table]:
     steps |= {total - 1} if total is not None else set()
     rows = tuple((str(step), f"{lr_at(scheduler, step, base_lr):.6g}") for step in sorted(steps))
     return (
-        Line("learning rate of update number (from 0)", indent=2),
+        Line("learning rate by optimizer step (from 0)", indent=2),
         Table(rows=rows, align="r", indent=4),
     )
 

@@ -57,7 +57,7 @@ class Parameter:
 
     @property
     def unwritten(self) -> Any:
-        """The default if the key is missing."""
+        """Value that applies if a configuration does not set the argument."""
         return self.default if self.native is UNSET else self.native
 
     @property
@@ -199,7 +199,7 @@ class OptimizerEntry(Entry):
         split_masters: bool = False,
         gradients: bool = True,
     ) -> float:
-        """Return the bytes of host memory per trained weight with bf16 weights streamed.
+        """Return the bytes of host memory per trained weight if bf16 weights are streamed.
 
         Args:
             params: The optimizer's arguments.
@@ -308,7 +308,7 @@ _OTHERS: Final = (
     OptimizerEntry(
         name="Adagrad",
         family="deepspeed",
-        summary="Gradient divided by the root of all squared gradients so far",
+        summary="Gradient divided by the root of the sum of all past squared gradients",
         parameters=(
             lr(1e-2),
             eps(1e-10),
@@ -661,7 +661,7 @@ PACKAGE_ENTRIES: Final[tuple[OptimizerEntry, ...]] = (
         package="prodigyopt",
         extra=_EXTRA,
         own_schedule=True,
-        lr_scale="1, a factor on the rate that the optimizer finds, so thousands of times larger",
+        lr_scale="1 (a factor on the rate that the optimizer finds), thousands of times larger",
     ),
     OptimizerEntry(
         name="AdamWScheduleFree",
@@ -852,7 +852,7 @@ def clipping_in_optimizer(params: Mapping[str, Any]) -> InvalidValueError | None
 
 
 def entry_of(name: str | None) -> OptimizerEntry:
-    """Return the entry for ``name``; AdamW's entry if that optimizer can never run.
+    """Return the entry for ``name``, or AdamW's entry if the named optimizer can never run.
 
     Args:
         name: A canonical name; ``None`` if it is unknown.

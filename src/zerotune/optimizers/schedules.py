@@ -282,8 +282,8 @@ def lr_at(choice: SchedulerChoice | None, step: int, base_lr: float) -> float:
     Args:
         choice: The schedule; ``None`` for a constant learning rate.
         step: 0-based optimizer step (applied updates, not micro batches).
-        base_lr: Learning rate of the parameter group. ``WarmupCosineLR`` scales this rate, and so
-            do warm-ups if ``warmup_max_lr`` is ``None``.
+        base_lr: Learning rate of the parameter group. ``WarmupCosineLR`` scales ``base_lr``, and so
+            does a warm-up whose ``warmup_max_lr`` is ``None``.
 
     Returns:
         The learning rate, bitwise equal to DeepSpeed's.
@@ -550,7 +550,7 @@ class ScheduleCurve:
             raise MissingDependencyError(
                 f"matplotlib could not be imported ({error})",
                 key="plot_schedule",
-                fix="pip install 'zerotune[plot]'",
+                fix="run pip install 'zerotune[plot]'",
             ) from error
         figure = Figure(figsize=(7, 3.6), layout="constrained")
         FigureCanvasAgg(figure)

@@ -113,7 +113,7 @@ def translate(
 
     Args:
         content: The settings as a mapping.
-        log: Log that receives changed spellings, and settings that accelerate would lose.
+        log: Log that receives changed spellings, and settings that accelerate would discard.
         source: Name of the settings' origin in messages.
         folder: Folder in which a relative ``deepspeed_config_file`` is searched first.
         spelled: Names of keys in messages, if they differ from the keys of the file.
@@ -405,7 +405,7 @@ def _launchable(settings: Mapping[Any, Any], log: Log) -> dict[Any, Any]:
 def read_config_file(
     written: Any, folder: Path | None, key: str, log: Log
 ) -> tuple[dict[str, Any], str, Path | None]:
-    """Return content, name and folder of a ``deepspeed_config_file``."""
+    """Return the content, name and folder of a ``deepspeed_config_file``."""
     if not isinstance(written, str):
         raise InvalidValueError("must be a path", key=key, value=written, fix="write a path")
     named = read_named(written, folder, key=key)
@@ -491,7 +491,7 @@ _SPELLED: Final = {
 
 
 def translate_environment(environ: Mapping[str, str], log: Log) -> Translated:
-    """Translate variables for ``DeepSpeedPlan.from_accelerate_environment``."""
+    """Translate environment variables as ``DeepSpeedPlan.from_accelerate_environment`` does."""
     if str(environ.get(_USE, "false")).strip().lower() != "true":
         raise InvalidValueError(
             "the environment does not request DeepSpeed",

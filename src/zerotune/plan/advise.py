@@ -212,7 +212,7 @@ class Advice(Readable):
 
 
 def machine_needs(estimate: MemoryEstimate) -> dict[Place, int]:
-    """Return the bytes of one device, and of host RAM and NVMe for all ranks of a machine."""
+    """Return the bytes needed on one device, and in RAM and on NVMe by all ranks of a machine."""
     ranks = estimate.workload.ranks_per_machine or estimate.resolved.world_size
     return {
         "device": estimate.device,
@@ -226,7 +226,7 @@ def machine_needs(estimate: MemoryEstimate) -> dict[Place, int]:
 
 @attrs.frozen(kw_only=True)
 class Layout:
-    """A layout: ZeRO stage, and the places of optimizer and parameters."""
+    """A ZeRO stage, and where optimizer states and parameters are stored."""
 
     stage: int
     optimizer: str = "none"
@@ -329,7 +329,7 @@ class Request:
 
     @property
     def context(self) -> Context:
-        """Context of the candidates."""
+        """Context in which every candidate is resolved."""
         return Context(world_size=self.world_size, platform=self.platform, model=self.model)
 
 
@@ -658,7 +658,7 @@ def _nothing_fits(request: Request, candidates: list[Candidate]) -> NothingFitsE
 
 @attrs.frozen(kw_only=True)
 class Remedy:
-    """Other settings with which a model fits or comes closer to fitting."""
+    """Different settings, with which a model fits or comes closer to fitting."""
 
     what: str
     """Effect in words (``"adapters fit"``)."""

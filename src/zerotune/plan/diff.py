@@ -56,7 +56,7 @@ class Change:
         return f"{self.key}: {values[self.kind]}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return key, kind and existing values as JSON-serialisable data."""
+        """Return the key, the kind, and the old and new value if set, as JSON-serialisable data."""
         sides = {
             "added": {"after": self.after},
             "removed": {"before": self.before},
@@ -116,7 +116,7 @@ def diff_plans(before: DeepSpeedPlan, after: DeepSpeedPlan) -> PlanDifference:
 def diff_resolved(before: ResolvedPlan, after: ResolvedPlan) -> PlanDifference:
     """Return the differences in configuration, engine, optimizer and schedule.
 
-    Reasons are not compared, and incomplete plans can be compared.
+    Reasons are not compared. Plans with unresolved values can be compared too.
     """
     _check_kind(before, after)
     return PlanDifference(

@@ -289,7 +289,9 @@ class Boolean(_OrAuto):
         """Accept a ``bool``, or ``"auto"`` if this kind allows it."""
         if isinstance(value, bool) or (self.auto and value == AUTO):
             return
-        raise self._refused("must be true or false", key, value, "true or false without quotes")
+        raise self._refused(
+            "must be true or false", key, value, "write true or false without quotes"
+        )
 
     def read(self, value: Any, key: str) -> Reading:
         """Accept other spellings, such as ``"yes"``, ``"off"`` or ``1``."""
@@ -301,7 +303,9 @@ class Boolean(_OrAuto):
         word = str(value).strip().lower() if isinstance(value, str) or value in (0, 1) else ""
         if word in self.words:
             return self.words[word], "a different spelling of true or false"
-        raise self._refused("must be true or false", key, value, "true or false without quotes")
+        raise self._refused(
+            "must be true or false", key, value, "write true or false without quotes"
+        )
 
 
 @attrs.frozen(kw_only=True)
@@ -630,7 +634,7 @@ def _check_extra(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> 
     for key in value:
         if key in {field.name for field in modelled(type(instance))}:
             raise InvalidValueError(
-                "is a regular field", key=str(key), fix=f"pass it as {key}=… instead of in extra"
+                "is a regular field", key=str(key), fix=f"pass {key}=… as an argument, not in extra"
             )
 
 
@@ -728,11 +732,12 @@ def join(prefix: str, name: str) -> str:
 
 
 def passed_paths(plan: DeepSpeedPlan, *, unknown: bool = False) -> frozenset[str]:
-    """Return the paths of all keys in ``extra``, to accept them when the plan is read again.
+    """Return the paths of all keys in ``extra``; reading the written plan must accept them.
 
     Args:
         plan: The plan.
-        unknown: Whether to return only keys that reading rejects unless ``also_known`` names them.
+        unknown: Whether to return only the keys that are rejected on reading unless ``also_known``
+            names them.
     """
     sections: list[tuple[Section, str]] = [(plan, "")]
     sections += [(plan.launch, "launch")] if plan.launch else []
@@ -1042,7 +1047,7 @@ _GATHER_ALIASES: Final = tuple(name for name, key in ZERO_ALIASES.items() if key
 
 
 def normalise_top_level(raw: Mapping[str, Any], log: Log) -> dict[str, Any]:
-    """Translate old keys and short forms at the top level; ``legacy_zero`` does the others."""
+    """Translate old keys and short forms at the top level, but not inside sections."""
     return _Translating(section=dict(raw), path="", log=log).top_level()
 
 
@@ -1069,7 +1074,7 @@ class _Translating:
                 key="steps_per_print",
                 before="inf",
                 after=_LARGEST_INTEGER,
-                reason="accelerate writes inf for never, but DeepSpeed requires an integer",
+                reason='accelerate writes "inf" for "never", but DeepSpeed requires an integer',
             )
         for key, member in _SHORTHANDS.items():
             value = section.get(key)
@@ -1595,8 +1600,8 @@ SMALLEST_OFFLOADED: Final = 2**20
 class ActivationCost:
     """Peak bytes of activations and temporaries of one forward and backward pass.
 
-    At each moment of a pass these bytes are linear in batch size and pixels. This linear model
-    holds for convolutions, and for attention that never stores its matrix
+    At each moment of a pass, activations use an amount of memory that is linear in batch size and
+    pixels. The linear model holds for convolutions, and for attention that never stores its matrix
     (``scaled_dot_product_attention``). Batch size and resolution decide at which moment the peak
     occurs.
     """
@@ -1695,7 +1700,7 @@ class ArithmeticFacts:
 
     @property
     def of_frozen_weights(self) -> ArithmeticFacts:
-        """Return the work of frozen weights: the backward pass has half its matrix products."""
+        """Return the work with frozen weights: half of the matrix products in the backward pass."""
         halved = attrs.evolve(
             self.backward,
             products=self.backward.products.times(0.5),
@@ -1706,7 +1711,7 @@ class ArithmeticFacts:
 
 @attrs.frozen(kw_only=True)
 class ActivationFacts:
-    """Activation bytes of a forward and backward pass, in 2-byte elements."""
+    """Activation bytes of a forward and backward pass, if each element has 2 bytes."""
 
     full: ActivationCost
     """Without recomputation."""
@@ -1732,7 +1737,7 @@ class BlockFacts:
 
     @classmethod
     def of(cls, module: Any) -> tuple[BlockFacts, ...]:
-        """Find the innermost modules that diffusers marks as repeated or not to be split."""
+        """Find the innermost modules of ``_repeated_blocks`` and ``_no_split_modules``."""
         names = {"ResnetBlock2D"}
         for attribute in ("_no_split_modules", "_repeated_blocks"):
             names.update(getattr(module, attribute, None) or ())
@@ -1879,7 +1884,7 @@ class ModelFacts:
         ]
         if not adapters:
             raise InvalidValueError(
-                f"no layer of {self.name} has a name that ends like this",
+                f"no layer of {self.name} has a name with one of these endings",
                 key="lora_targets",
                 value=ends,
                 fix="write the ends of the names of the layers to adapt",
@@ -1929,7 +1934,7 @@ class ModelFacts:
 
     @cached_property
     def largest_quantized(self) -> int:
-        """Elements of the largest quantized weight; each is dequantized for its matrix product."""
+        """Elements of the largest quantized weight, which is dequantized for use."""
         return max((each.numel for each in self.parameters if each.storage), default=0)
 
     @cached_property
@@ -1949,7 +1954,7 @@ class ModelFacts:
         return sum([-(-each.nbytes(element_bytes) // ranks) for each in self.parameters])
 
     def parts(self, ranks: int) -> tuple[int, ...]:
-        """Return each parameter's elements on one rank if split over ``ranks``, with padding.
+        """Return each parameter's elements on one rank if it is split over ``ranks``, with padding.
 
         Args:
             ranks: Number of ranks.
@@ -2017,7 +2022,7 @@ UNIT_ALIGNED: Final = 256
 
 @attrs.frozen(kw_only=True)
 class StreamedFacts:
-    """Numbers of streamed and resident elements, rounded up to ``UNIT_ALIGNED``."""
+    """Numbers of streamed and resident elements, rounded up to multiples of ``UNIT_ALIGNED``."""
 
     trained: tuple[int, ...]
     """Elements of each streamed unit with trained weights."""
@@ -2044,10 +2049,10 @@ UNET_BLOCKS: Final = frozenset({"BasicTransformerBlock", "ResnetBlock2D"})
 
 
 def repeated_modules(module: Any) -> tuple[str, ...]:
-    """Return the dotted names of a model's repeated modules; of nested ones, the outermost.
+    """Return the dotted names of a model's repeated modules, without modules inside others.
 
     Repeated modules are the blocks that diffusers marks as repeated, and the blocks of U-Nets. In
-    other models, repeated modules are those of the same class in one list.
+    models without such blocks, repeated modules are modules of the same class in one list.
 
     Args:
         module: A ``torch.nn.Module``.
@@ -2059,7 +2064,7 @@ def repeated_modules(module: Any) -> tuple[str, ...]:
 
 
 def outermost_modules(module: Any, wanted: Collection[str]) -> tuple[str, ...]:
-    """Return the dotted names of matching modules with weights; of nested ones, the outermost.
+    """Return the dotted names of matching modules with weights, without modules inside others.
 
     Args:
         module: A ``torch.nn.Module``, which is never returned itself.
@@ -2113,9 +2118,9 @@ class RunFacts:
 
     @classmethod
     def from_arguments(cls, arguments: Any) -> RunFacts:
-        """Read the flags of a training script, which have the same names as in diffusers' scripts.
+        """Read the flags of a training script that have the same names as in diffusers' scripts.
 
-        For example, ``--learning_rate`` then sets an ``lr`` of ``"auto"``. A fact stays ``None`` if
+        For example, ``--learning_rate`` replaces an ``lr`` of ``"auto"``. A fact stays ``None`` if
         its flag is missing or ``None``.
 
         Args:
@@ -2274,7 +2279,7 @@ class DeepSpeedPlan(Readable, Section):
         also_known: Collection[str] = (),
         folder: Path | None = None,
     ) -> DeepSpeedPlan:
-        """Read a DeepSpeed configuration, or a dict that has one under ``deepspeed_config``.
+        """Read a DeepSpeed configuration, or a dict that contains it under ``deepspeed_config``.
 
         Args:
             config: The configuration, as returned by ``json.load``.
@@ -2322,7 +2327,7 @@ class DeepSpeedPlan(Readable, Section):
     def from_yaml(
         cls, path: str | os.PathLike[str], *, also_known: Collection[str] = ()
     ) -> DeepSpeedPlan:
-        """Read a YAML file of ``accelerate config``, or one with DeepSpeed's keys.
+        """Read a YAML file of ``accelerate config``, or a YAML file with DeepSpeed's keys.
 
         Args:
             path: The file.
@@ -2331,7 +2336,7 @@ class DeepSpeedPlan(Readable, Section):
         Raises:
             PlanFileError: The file, or the ``deepspeed_config_file`` it names, is missing.
             PlanSyntaxError: The file is not YAML.
-            PlanError: As in ``from_dict``, or the file does not use DeepSpeed.
+            PlanError: As in ``from_dict``, or the file does not configure DeepSpeed.
         """
         from zerotune.plan import read
 
@@ -2453,8 +2458,8 @@ class DeepSpeedPlan(Readable, Section):
         Args:
             path: The file. Its previous version is kept as ``….bak``.
             format: ``"deepspeed"``, ``"accelerate"``, ``"python"`` or ``"trainer"`` (a
-                ``config.json`` with a ``deepspeed_config``, whose other content is preserved). The
-                suffix and the existing file decide the default.
+                ``config.json`` with a ``deepspeed_config``, whose other content is preserved). By
+                default, the suffix and the existing file decide the format.
             lossy: Launch settings that may be dropped if the format does not support them.
             like: A configuration whose key order is used for JSON.
 
@@ -2573,9 +2578,9 @@ class DeepSpeedPlan(Readable, Section):
         Args:
             world_size: Number of ranks.
             platform: The machine; by default, rules that depend on the machine are skipped.
-            schema: Schema for sections that zerotune passes through, from
-                ``zerotune.backend.schema.plan_schema()`` of the installed DeepSpeed; default a
-                stored copy.
+            schema: Schema of the sections that zerotune passes through; default a stored copy.
+                ``zerotune.backend.schema.plan_schema()`` reads the schema of the installed
+                DeepSpeed.
         """
         context = Context(world_size=world_size, platform=platform, schema=schema)
         from zerotune.plan.rules import check_plan
@@ -2646,7 +2651,7 @@ class DeepSpeedPlan(Readable, Section):
                 ``OptimizerResolver().settled``.
             resolve_in: Context for resolution, with a machine and a run that the rules must ignore;
                 default ``context``.
-            mistakes: Errors from reading the plan; only additional errors are then reported.
+            mistakes: Errors from reading the plan, which are not reported again.
         """
         from zerotune.plan import rules
 
@@ -2700,7 +2705,7 @@ class DeepSpeedPlan(Readable, Section):
         return text.plan_data(self, world_size=world_size, platform=platform)
 
     def diff(self, other: DeepSpeedPlan) -> PlanDifference:
-        """Return the differences from ``other``, an object that is false if the plans are equal.
+        """Return the differences from ``other``; the result is false if the plans are equal.
 
         Args:
             other: The plan to compare with.
@@ -2901,7 +2906,7 @@ def read_launch(raw: Mapping[str, Any], log: Log) -> LaunchSection:
 
 
 def with_launch(plan: DeepSpeedPlan, launch: LaunchSection) -> DeepSpeedPlan:
-    """Return ``plan`` with the settings of ``launch``; unset ones keep the plan's values."""
+    """Return ``plan`` with all settings that ``launch`` sets."""
     before = plan.launch.to_dict() if plan.launch else {}
     around = {**before, **launch.to_dict()}
     names = {attribute.name for attribute in modelled(LaunchSection)}
@@ -3240,7 +3245,7 @@ class ResolvedPlan(Readable):
         return hashlib.sha256(text.encode()).hexdigest()
 
     def content(self) -> dict[str, Any]:
-        """Return the rendered configuration, and the settings outside of it, as data.
+        """Return the rendered configuration, and all settings outside the configuration, as data.
 
         Raises:
             UnresolvedPlanError: As in ``digest``.
@@ -3295,7 +3300,7 @@ class ResolvedPlan(Readable):
         """Return the differences between this plan and ``other``; false if both train the same.
 
         Rendered configurations (with swap folders), engines, world sizes, optimizers and schedules
-        are compared; reasons are not. Incomplete plans can be compared.
+        are compared; reasons are not. Plans with unresolved values can be compared too.
 
         Args:
             other: The resolved plan to compare with.

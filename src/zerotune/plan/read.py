@@ -351,7 +351,7 @@ def plan_from_yaml(path: str | os.PathLike[str], log: Log) -> DeepSpeedPlan:
 
 
 def plan_from_environment(environ: Mapping[str, str] | None, log: Log) -> DeepSpeedPlan:
-    """Read variables as ``DeepSpeedPlan.from_accelerate_environment`` does."""
+    """Read environment variables as ``DeepSpeedPlan.from_accelerate_environment`` does."""
     environ = os.environ if environ is None else environ
     plan = _translated(accelerate.translate_environment(environ, log), log)
     accelerate.missing_folders(plan, log)

@@ -139,7 +139,9 @@ class _Solving(Log):
             (MICRO, run.micro_batch_size, batch.micro),
             (ACCUMULATION, run.gradient_accumulation_steps, batch.accumulation),
         ):
-            overruled(self, key, asked, used, "numbers take precedence over those of the run")
+            overruled(
+                self, key, asked, used, "numbers in the plan take precedence over those of the run"
+            )
         return batch
 
     def _without_train(self, micro: int | None, accumulation: int | None) -> Batch:
@@ -261,7 +263,7 @@ def decide_precision(
 
     An enabled precision in the configuration takes precedence. ``"auto"`` becomes the precision of
     the run, else that of the launcher's file, else bf16 if the hardware has bf16 arithmetic, else
-    fp32. Only a request selects fp16, because fp16 needs loss scaling.
+    fp32. fp16 is never chosen automatically, because fp16 needs loss scaling.
     """
     written = _enabled(plan)
     launched = plan.launch.mixed_precision if plan.launch else None
@@ -358,7 +360,7 @@ def _adapt(precision: str, who: str, platform: Platform, log: Log) -> str:
 
 @attrs.frozen(kw_only=True)
 class Case:
-    """A plan and its context, with values that follow from both, computed once."""
+    """A plan and its context, with derived values that are computed once."""
 
     plan: DeepSpeedPlan
     context: Context
@@ -478,7 +480,7 @@ def prefetch_bucket(model: ModelFacts | None) -> int:
 
 
 def max_live(model: ModelFacts | None) -> int:
-    """Return the maximum elements resident at a time: twice the prefetch size."""
+    """Return the maximum number of elements resident at a time: twice the prefetch size."""
     if model is None or model.numel == 0:
         return MAX_LIVE
     return max(2 * model.largest, min(2 * prefetch_bucket(model), model.numel))
@@ -538,7 +540,8 @@ class Swapping:
     def happens(self, max_in_cpu: int) -> bool:
         """Whether anything is swapped if ``max_in_cpu`` elements may stay in host memory.
 
-        DeepSpeed applies this limit only to trainable parameters, and always swaps frozen ones.
+        DeepSpeed applies ``max_in_cpu`` only to trainable parameters, and always swaps frozen
+        parameters.
 
         Args:
             max_in_cpu: Value of ``offload_param.max_in_cpu`` in elements.
@@ -598,7 +601,7 @@ def sub_groups(model: ModelFacts, world_size: int, sub_group_size: int) -> tuple
 
 
 def largest_sub_group(model: ModelFacts, world_size: int, sub_group_size: int) -> int:
-    """Return the maximum elements of a sub-group on one rank."""
+    """Return the number of elements of the largest sub-group on one rank."""
     parts = model.trainable_parts(world_size)
     return min(sum(parts), sub_group_size + max(parts, default=0))
 
@@ -622,8 +625,8 @@ swap buffer", or the pool runs out ("Not enough buffers")."""
 def optimizer_buffers(section: OffloadSection) -> int:
     """Return the number of buffers that Adam needs with several sub-groups.
 
-    In runs with DeepSpeed 0.19.8, 8 buffers sufficed for ``pipeline_read`` alone. With both
-    options, 8 buffers failed and 12 sufficed.
+    In runs with DeepSpeed 0.19.8, 8 buffers sufficed for ``pipeline_read`` alone. With
+    ``pipeline_read`` and ``pipeline_write``, 8 buffers failed and 12 sufficed.
     """
     overlapped = (section.pipeline_read is True) + (section.pipeline_write is True)
     return OPTIMIZER_BUFFERS * (1 + overlapped)
@@ -670,15 +673,7 @@ class Filler(Log):
     def fill(
         self, section: SectionT, path: str, name: str, chosen: Any, reason: str = DEEPSPEED_DEFAULT
     ) -> SectionT:
-        """Set ``name`` if the plan leaves it open, and record a decision.
-
-        Args:
-            section: The section to change.
-            path: Path of the section.
-            name: Key in the section.
-            chosen: Value for the key.
-            reason: Reason of the decision.
-        """
+        """Set the key ``name`` to ``chosen`` if it is unset or "auto", and record a decision."""
         written = getattr(section, name)
         if written is not None and written != AUTO:
             return section
@@ -695,16 +690,7 @@ class Filler(Log):
         *,
         severity: Severity = "note",
     ) -> SectionT:
-        """Override ``name`` in a plan that could not run otherwise, and record a decision.
-
-        Args:
-            section: The section to change.
-            path: Path of the section.
-            name: Key in the section.
-            value: Value for the key.
-            reason: Reason of the decision.
-            severity: Severity of the decision.
-        """
+        """Set the key ``name`` to ``value``, which the plan needs to run, and record a decision."""
         written = getattr(section, name)
         if written == value:
             return section
@@ -714,15 +700,7 @@ class Filler(Log):
     def drop(
         self, section: SectionT, path: str, name: str, reason: str, *, severity: Severity = "note"
     ) -> SectionT:
-        """Remove a key that has no effect, and record a decision.
-
-        Args:
-            section: The section to change.
-            path: Path of the section.
-            name: Key in the section.
-            reason: Reason of the decision.
-            severity: Severity of the decision.
-        """
+        """Remove the key ``name``, which has no effect, and record a decision."""
         written = getattr(section, name)
         if written is None:
             return section
@@ -1289,8 +1267,8 @@ def _without_host_optimizer(plan: DeepSpeedPlan, log: Log) -> DeepSpeedPlan:
         key=_HOST_OPTIMIZER,
         before=zero.offload_optimizer.device,
         after=None,
-        reason="the plain engine unscales fp16 gradients on the device, so the optimizer stays "
-        "there; bf16 needs no loss scale",
+        reason="the plain engine unscales fp16 gradients on the device, so the optimizer "
+        "stays on the device too; bf16 needs no loss scale",
         severity="warning",
     )
     return attrs.evolve(plan, zero_optimization=None)

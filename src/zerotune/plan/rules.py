@@ -105,11 +105,7 @@ class Rule:
         return self.find(Case(plan=plan, context=context))
 
     def find(self, case: Case) -> list[Decision]:
-        """Return the findings of this rule for a case that several rules share.
-
-        Args:
-            case: Plan and context.
-        """
+        """Return the findings of this rule for the plan and context in ``case``."""
         if self.only_deepspeed and not case.context.uses_deepspeed:
             return []
         return list(self.check(case, self))
@@ -120,9 +116,10 @@ class Rule:
         Args:
             key: Path of the setting.
             value: Value of the setting in the plan.
-            after: Value after resolution; ``None`` removes the setting. By default the value stays.
-            **words: Values for the placeholders in ``reason`` and ``fix``, or ``reason`` and
-                ``fix`` themselves.
+            after: Value after resolution; ``None`` removes the setting, and the default is
+                ``value``.
+            **words: Values for the placeholders in ``reason`` and ``fix``, or texts that replace
+                ``reason`` and ``fix``.
         """
         return Decision(
             key=key,
@@ -135,11 +132,7 @@ class Rule:
         )
 
     def refused(self, error: PlanError) -> Decision:
-        """Return the finding that corresponds to ``error``.
-
-        Args:
-            error: The error.
-        """
+        """Return the finding that corresponds to ``error``."""
         return Decision.of(error, rule=self.id, severity=self.severity)
 
 
@@ -159,12 +152,13 @@ def rule(
 
     Args:
         rule_id: The rule's name.
-        severity: What a finding means; see the module.
-        reason: Reason of a finding, with placeholders for its values in braces.
+        severity: Severity of the findings; resolution raises errors, applies warnings and ignores
+            notes.
+        reason: Reason of a finding, with placeholders in braces for the values of the finding.
         fix: What to write instead, with the same placeholders.
         only_deepspeed: Whether the rule applies only to runs with DeepSpeed.
-        left_to: Step that applies or rejects a finding, if resolution does not: ``"the optimizer"``
-            or ``"the choice of precision"``.
+        left_to: What handles a finding if resolution does not: ``"the optimizer"`` or ``"the choice
+            of precision"``.
     """
 
     def made(function: Callable[[Case, Rule], Findings]) -> Rule:
@@ -215,7 +209,7 @@ def integer(value: Any) -> int | None:
 
 
 def clips(case: Case) -> bool:
-    """Whether gradients are clipped, which is the default unless a setting is 0."""
+    """Whether gradients are clipped; without a setting they are clipped to a norm of 1.0."""
     return clipping(case.plan, case.context.run).norm != 0
 
 
@@ -268,8 +262,9 @@ def setting_rule(
 
     Args:
         rule_id: The rule's name.
-        severity: What a finding means.
-        settings: Path of each setting, and a function that is true for values to report.
+        severity: Severity of the findings.
+        settings: Mapping from the path of each setting to a function that is true for values to
+            report.
         summary: The mistake, in one sentence.
         reason: Reason of a finding; ``{stage}`` stands for the plan's stage.
         fix: What to write instead.
@@ -278,7 +273,7 @@ def setting_rule(
         remark: Additional sentences for the documentation.
         after: Value of the setting after resolution.
         only_deepspeed: Whether the rule applies only to runs with DeepSpeed.
-        left_to: Step that applies or rejects a finding, as for ``rule``.
+        left_to: What handles a finding, as for ``rule``.
     """
 
     def check(case: Case, this: Rule) -> Findings:
@@ -306,7 +301,7 @@ def setting_rule(
 
 
 def is_one(*refused: Any) -> Callable[[Any], bool]:
-    """Return a function that is true for these values; ``True`` differs from 1."""
+    """Return a function that is true for values in ``refused``; ``True`` and 1 differ."""
     kinds = [(isinstance(each, bool), each) for each in refused]
     return lambda value: (isinstance(value, bool), value) in kinds
 
@@ -366,7 +361,7 @@ SETTING_RULES: Final = (
         "error",
         {f"{_OPTIMIZER}.ratio": is_below(1)},
         stages=(1, 2),
-        summary="DeepSpeed rejects an offload ratio below 1 below stage 3.",
+        summary="DeepSpeed supports an offload ratio below 1 only at stage 3.",
         reason="DeepSpeed can offload a part of the optimizer only at stage 3; this is stage "
         "{stage}",
         fix="set the ratio to 1.0, or zero_optimization.stage to 3",
@@ -380,9 +375,9 @@ SETTING_RULES: Final = (
         reason="torch's AdamW updates the part on the device, and DeepSpeed's AdamW updates the "
         "rest",
         fix="set the ratio to 1.0 to use one implementation for all weights",
-        remark="The two implementations round differently. In DeepSpeed alone, torch's AdamW keeps "
-        "its first learning rate, and no checkpoint contains its states "
-        "(``backup_optimizer``); zerotune shares groups and states between both.",
+        remark="The two implementations round differently. Without zerotune, torch's AdamW keeps "
+        "its first learning rate, and no checkpoint contains its states (``backup_optimizer``). "
+        "zerotune gives both implementations the same groups and states.",
     ),
     setting_rule(
         "nvme-optimizer-below-stage-3",
@@ -527,7 +522,7 @@ SETTING_RULES: Final = (
 def batch_triple(case: Case, this: Rule) -> Findings:
     """The train batch size must equal micro batch size x accumulation steps x world size.
 
-    Write two of these three keys, or change one so that the product is right for this world size.
+    Write two of the three numbers, or change one so that the product is right for the world size.
     """
     try:
         _ = case.batch
@@ -556,7 +551,7 @@ def accumulation_twice(case: Case, this: Rule) -> Findings:
     only_deepspeed=False,
 )
 def world_size(case: Case, this: Rule) -> Findings:
-    """The launcher's file requests a different number of processes than the plan is for."""
+    """The number of processes in the launcher's file differs from the world size of the plan."""
     asked = written_at(case.plan, "launch.num_processes")
     ranks = case.context.world_size
     # accelerate writes -1 for "as many as there are devices".
@@ -609,8 +604,8 @@ def offload_without_device(case: Case, this: Rule) -> Findings:
 def partial_offload_optimizer(case: Case, this: Rule) -> Findings:
     """An offload ratio below 1 works only with AdamW in host memory.
 
-    torch's AdamW updates the part on the device, but it does not support L2 regularisation or
-    states in bf16.
+    torch's AdamW updates the part on the device, and supports neither L2 regularisation nor states
+    in bf16.
     """
     plan, section = case.plan, offload_section(case.plan, "optimizer")
     ratio = section.ratio if section is not None else None
@@ -662,7 +657,7 @@ def super_offload(case: Case, this: Rule) -> Findings:
             _SUPER_OFFLOAD,
             True,
             reason="SuperOffload overlaps CPU updates with the backward pass only without gradient "
-            "clipping; with clipping, sub-groups are updated one by one after it",
+            "clipping; with clipping, sub-groups are updated one by one after the backward pass",
             fix="remove super_offload, or set gradient_clipping to 0",
         )
 
@@ -683,9 +678,9 @@ def _super_offloads(plan: DeepSpeedPlan) -> bool:
 def pinned_memory(case: Case, this: Rule) -> Findings:
     """Before torch 2.13, rounding of pinned memory wastes 16 GiB for SDXL at stage 2.
 
-    Each block is rounded up to a power of two. With torch 2.13 zerotune disables this rounding.
-    DeepSpeed 0.19.8 page-locks the exact size if locked memory is not limited. The rule applies
-    only if model and torch version are known.
+    torch rounds each pinned block up to a power of two. With torch 2.13 zerotune disables the
+    rounding of pinned memory. DeepSpeed 0.19.8 page-locks the exact size if locked memory is not
+    limited. The rule applies only if the model and the torch version are known.
     """
     plan, context, section = case.plan, case.context, offload_section(case.plan, "optimizer")
     here = context.platform
@@ -773,9 +768,10 @@ def clipping_unset(case: Case, this: Rule) -> Findings:
 
 @rule("precision-conflict", "error", only_deepspeed=False)
 def precision_conflict(case: Case, this: Rule) -> Findings:
-    """At most one of bf16 and fp16 may be enabled, in agreement with the launcher's file.
+    """At most one of bf16 and fp16 may be enabled, and the launcher's file must agree.
 
-    Disable one, and set the launcher's ``mixed_precision`` to the other.
+    Disable one of the two precisions, and set the launcher's ``mixed_precision`` to the other
+    precision.
     """
     plan = case.plan
     written = {name: written_at(plan, f"{name}.enabled") for name in ("bf16", "fp16")}
@@ -858,8 +854,8 @@ def bf16_emulated(case: Case, this: Rule) -> Findings:
 def bf16_master_weights(case: Case, this: Rule) -> Findings:
     """Low-precision master weights need ZeRO with the optimizer offloaded to the CPU.
 
-    Offload the optimizer, or remove the key. Master weights in bf16 may stay on the device if
-    ``bf16_optimizer_states`` is enabled too.
+    Offload the optimizer, or do not request master weights in low precision. Master weights in bf16
+    may stay on the device if ``bf16_optimizer_states`` is enabled too.
     """
     plan = case.plan
     states = written_at(plan, "bf16.bf16_optimizer_states") is True
@@ -1023,7 +1019,7 @@ def swap_buffers(plan: DeepSpeedPlan) -> int | None:
     fix="write the path of a folder on a fast disk",
 )
 def nvme_path_unset(case: Case, this: Rule) -> Findings:
-    """Offload to NVMe has no folder; DeepSpeed alone fails at the start."""
+    """No folder is set for NVMe offload; without zerotune, DeepSpeed fails at startup."""
     for part in ("optimizer", "param"):
         section = offload_section(case.plan, part)
         launched = getattr(case.plan.launch, f"offload_{part}_path", None)
@@ -1075,7 +1071,8 @@ def nvme_pipeline_buffers(case: Case, this: Rule) -> Findings:
 def nvme_sub_group_size(case: Case, this: Rule) -> Findings:
     """NVMe swap buffers use host memory: 4 bytes x buffers x elements of the largest sub-group.
 
-    With DeepSpeed's default of 1e9 elements and four buffers, a model of that size uses 15 GiB.
+    With DeepSpeed's default of 1e9 elements and four buffers, a model of 1e9 parameters uses 15
+    GiB.
     """
     plan, model = case.plan, case.context.model
     zero, section = plan.zero_optimization, offload_section(plan, "optimizer")
@@ -1116,7 +1113,7 @@ def nvme_param_prefetch(case: Case, this: Rule) -> Findings:
 def number_as_text(case: Case, this: Rule) -> Findings:
     """An argument of the optimizer or the schedule is a number in quotes.
 
-    DeepSpeed alone would pass the argument on as text.
+    Without zerotune, DeepSpeed treats the argument as text.
     """
     for name in ("optimizer", "scheduler"):
         for key, value in (written_at(case.plan, f"{name}.params") or {}).items():
@@ -1134,7 +1131,8 @@ _LARGE_BUCKET: Final = 512 * 1024**2
 @rule(
     "stage-auto",
     "warning",
-    reason="DeepSpeed alone silently trains at stage 0; zerotune chooses stage {chosen}",
+    reason="without zerotune, DeepSpeed silently trains at stage 0; zerotune chooses stage "
+    "{chosen}",
     fix="write 0, 1, 2 or 3",
 )
 def stage_auto(case: Case, this: Rule) -> Findings:
@@ -1212,7 +1210,7 @@ def parallelism(case: Case, this: Rule) -> Findings:
     """Only data parallelism is supported: sequences, matrices and layers are not split.
 
     With ``sequence_parallel_size: 2`` DeepSpeed counts only half of the ranks for the train batch
-    size, and the model has to split its sequences itself.
+    size, and does not split the sequences for the model.
     """
     section = "parallelism_config"
     places = {path: (path, counted) for path, counted in _PARALLEL.items()}
@@ -1231,7 +1229,7 @@ def passed_through(case: Case, this: Rule) -> Findings:
     """Sections that zerotune passes through must be valid for DeepSpeed.
 
     Correct the value as the finding says. Names, types and ranges come from the schema passed to
-    ``check``, by default from that of DeepSpeed 0.19.8.
+    ``check``, by default the schema of DeepSpeed 0.19.8.
     """
     plan, schema = case.plan, passed_schema()
     if case.context.schema is not None:
@@ -1325,7 +1323,7 @@ def zenflow(case: Case, this: Rule) -> Findings:
     fix=f'write 30000000, or "{AUTO}"',
 )
 def large_bucket(case: Case, this: Rule) -> Findings:
-    """A reduce bucket uses device memory, twice as much with ``overlap_comm`` below stage 3.
+    """A reduce bucket uses device memory: twice its size with ``overlap_comm`` below stage 3.
 
     DeepSpeed's default of 5e8 elements uses 0.93 GiB in 16 bits, and 1.86 GiB with ``overlap_comm``
     at stages 1 and 2. With ``"auto"`` the bucket has the size of the largest tensor.

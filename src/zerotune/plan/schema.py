@@ -58,7 +58,8 @@ def schema_parameters(schema: Mapping[str, Any]) -> tuple[Parameter, ...]:
 def known_paths(schema: Mapping[str, Any]) -> frozenset[str]:
     """Return the path of every key in ``schema``.
 
-    ``DeepSpeedPlan.from_dict(also_known=…)`` then accepts the keys of a newer DeepSpeed.
+    Pass the paths to ``DeepSpeedPlan.from_dict(also_known=…)`` to accept the keys of a newer
+    DeepSpeed.
     """
     return frozenset(parameter.path for parameter in schema_parameters(schema))
 
@@ -130,7 +131,7 @@ def _documented(body: ast.ClassDef) -> Iterator[tuple[str, str]]:
 def passed_schema() -> Mapping[str, Any]:
     """Return the stored schema of the keys that plans pass through.
 
-    ``python -m tools.deepspeed_schema`` regenerates the file.
+    ``python -m tools.deepspeed_schema`` regenerates the stored schema.
     """
     text = (files("zerotune.plan") / "data" / "deepspeed.json").read_text(encoding="utf-8")
     properties: Mapping[str, Any] = json.loads(text)["properties"]

@@ -34,7 +34,7 @@ _QUOTED = re.compile(r'"[^"]*"?')
 
 @contextmanager
 def reading_at_most(size: int | str, *, key: str = "size") -> Iterator[None]:
-    """Allow plan files of up to ``size`` inside the block, instead of 16 MiB.
+    """Allow plan files of up to ``size`` inside the ``with`` block, instead of 16 MiB.
 
     Args:
         size: Bytes, or an amount such as ``"64MiB"``. YAML may have 1/128 of this size, and JSON
@@ -325,7 +325,7 @@ _HALF_LETTER = (
 
 
 def key_lines(text: str, path: Path) -> dict[str, int]:
-    """Return the line of each key in a file, counted from 1, by the key's path.
+    """Return a mapping from the path of each key in a file to its line number, from 1.
 
     Args:
         text: Content of the file.
@@ -517,7 +517,7 @@ YAML_SUFFIXES = (".yaml", ".yml")
 
 
 def parse_file(text: str, path: Path) -> tuple[Any, list[str]]:
-    """Parse the text of a file in the format of its suffix; return the result of ``parse_json``."""
+    """Parse the text of a file in the format of its suffix; return the same as ``parse_json``."""
     suffix = path.suffix.lower()
     if suffix in YAML_SUFFIXES:
         return parse_yaml(text, source=str(path)), []
@@ -555,7 +555,7 @@ INIT_FLAG = "zero3_init_flag"
 def wrapper_of(config: Mapping[Any, Any]) -> str | None:
     """Return the key of ``config`` that contains or names a DeepSpeed configuration.
 
-    ``config`` is a trainer's file. The result is ``None`` for a plain DeepSpeed configuration.
+    The result is ``None`` if ``config`` itself is the DeepSpeed configuration.
     """
     return next((key for key in config if undashed(key) in WRAPPERS), None)
 
@@ -670,12 +670,12 @@ def tolerated(sentences: Collection[str], source: str, log: Log) -> None:
 
 
 def parse_any(text: str, *, source: str) -> tuple[Any, list[str]]:
-    """Parse the text of a configuration, in the format that its suffix or its content shows.
+    """Parse the text of a configuration; the suffix or the text itself decides the format.
 
     Args:
         text: JSON, or YAML that accelerate writes.
-        source: Name of the file, for its suffix and for errors. A name without a suffix of YAML,
-            HJSON or TOML is taken for JSON, unless the text is only readable as YAML.
+        source: Name of the file, for its suffix and for errors. Unless the suffix is that of YAML,
+            HJSON or TOML, the text is parsed as JSON, or as YAML if JSON fails.
 
     Returns:
         The value, and one sentence for each deviation from JSON that was tolerated.

@@ -60,7 +60,7 @@ _WHERE = {
 def plan_page(
     plan: DeepSpeedPlan, *, world_size: int = 1, platform: Platform | None = None
 ) -> Page:
-    """Return a report of a plan: errors, requested settings, changes of reading, other findings."""
+    """Return a report: errors, requested settings, changes made on reading, other findings."""
     findings = check_plan(plan, Context(world_size=world_size, platform=platform))
     errors = [one for one in findings if one.severity == "error"]
     rows = [(label, _unless_refused(label, value, errors)) for label, value in _asked_rows(plan)]
@@ -200,7 +200,7 @@ def _record_data(records: Iterable[Decision], names: Sequence[str]) -> list[dict
 
 
 def shown_and_defaults(decisions: Iterable[Decision]) -> tuple[list[Decision], list[Decision]]:
-    """Divide ``decisions``: those to show, warnings first, and DeepSpeed's own defaults."""
+    """Divide ``decisions`` into those to show, warnings first, and DeepSpeed's defaults."""
     every = [decision for decision in decisions if decision.is_shown]
     shown = [decision for decision in every if decision.reason != DEEPSPEED_DEFAULT]
     defaults = [decision for decision in every if decision.reason == DEEPSPEED_DEFAULT]
@@ -429,13 +429,13 @@ def fits(estimate: MemoryEstimate, budget: RankBudget | None = None) -> tuple[Fi
 
 
 def estimate_unit(estimate: MemoryEstimate, budget: RankBudget | None = None) -> tuple[str, int]:
-    """Return name and bytes of the unit for all numbers of an estimate."""
+    """Return the unit for all sizes of an estimate: the name of the unit, and its bytes."""
     return common_unit(fit.needed for fit in fits(estimate, budget))
 
 
 @attrs.frozen(kw_only=True)
 class MemoryTable(Table):
-    """Table of peaks and budgets per place; in a notebook, each with a bar of components."""
+    """Table of the peak and budget of each place; in a notebook, a chart of the components."""
 
     estimate: MemoryEstimate
     budget: RankBudget | None = None
@@ -840,7 +840,8 @@ def _candidates_table(candidates: Sequence[Candidate], *, chosen: Candidate) -> 
 def foremost(advice: Advice, most: int) -> tuple[Candidate, ...]:
     """Select at most ``most`` candidates of ``advice``, in order of preference.
 
-    The selection has the chosen candidate, others that fit, and the one that lacks least memory.
+    The selection contains the chosen candidate, other candidates that fit, and the candidate that
+    lacks the least memory.
     """
 
     def lacking(candidate: Candidate) -> int:

@@ -116,7 +116,7 @@ def plan_document(
 ) -> PlanDocument:
     """Convert a plan to text of one format; the text reads back as an equivalent plan.
 
-    Each setting is written under its name in the format, if the format has one.
+    A setting is written under the name that the format has for it, if there is one.
 
     Args:
         plan: The plan.
@@ -130,8 +130,8 @@ def plan_document(
             fields.
 
     Raises:
-        InvalidValueError: There is no such format, or it has no place for a setting that
-            ``lossy`` does not name.
+        InvalidValueError: The format is unknown, or does not support a setting that ``lossy`` does
+            not name.
         PlanError: ``existing`` cannot be read or is not a JSON object.
     """
     writer = _Writer(plan=plan, lossy=lossy, like=like or {})
@@ -203,7 +203,7 @@ def save_plan(
 
 
 def format_of(path: Path) -> str:
-    """Return the format for writing ``path``: by its suffix, or as the existing file has it."""
+    """Return the format for writing ``path``, from its suffix or from the existing file."""
     suffix = path.suffix.lower()
     if suffix in _YAML_SUFFIXES:
         return "accelerate"
@@ -227,7 +227,7 @@ def format_of(path: Path) -> str:
 
 
 def in_order(config: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``config`` with its keys in the order of ``like``; its other keys come last."""
+    """Sort the keys of ``config`` in the order of ``like``; keys that ``like`` lacks come last."""
     names = [name for name in like if name in config]
     ordered = {name: config[name] for name in (*names, *config)}
     for name in names:

@@ -54,11 +54,7 @@ class Validation(Callback):
         self._latest: int | None = None
 
     def measure(self, trainer: RunView) -> None:
-        """Validate; subclasses must override this method, and may call collective methods.
-
-        Args:
-            trainer: The trainer to validate.
-        """
+        """Validate ``trainer``; each subclass overrides ``measure``, which may be collective."""
         raise NotImplementedError
 
     def on_fit_start(self, trainer: RunView, *, steps: int | None) -> None:  # noqa: ARG002

@@ -29,7 +29,7 @@ export function bindDialogs(loader, refresher) {
 
 // Nothing is asked where nothing would be lost.
 const mayReplace = async (by) => !draft.isUnsaved() || ask({ title: "Replace the form?", yes: "Replace",
-  text: `The form is not saved. ${by} replaces it; Undo restores it.` });
+  text: `The form is not saved. ${by} replaces the form; Undo restores the form.` });
 
 async function open() {
   const path = byId("open-path").value.trim();
@@ -96,14 +96,14 @@ async function apply(version) {
 }
 
 async function reopen() {
-  if (!await mayReplace("The file as it is now")) return;
+  if (!await mayReplace("The current file")) return;
   const start = await get("/start");
   draft.plan.version = start.version;
   load({ ...start.state, setup: { ...state.setup, ...start.state.setup } }, start.messages, `Opened ${start.plan_file}.`, { file: true });
 }
 
 function told(sentence, done) {
-  const kept = done.backups.length ? `; what it replaced is in ${done.backups.join(", ")}` : "";
+  const kept = done.backups.length ? `; the replaced file is kept as ${done.backups.join(", ")}` : "";
   status([`${sentence}${kept}.`, ...done.decisions].join(" "), "good");
 }
 
@@ -287,7 +287,7 @@ function own(one) {
     }
     await post("/templates/rename", { name: one.name, to: rename.value, version: one.version });
     await listTemplates();
-    said(`${one.name} is called ${rename.value} now.`, "good");
+    said(`Renamed ${one.name} to ${rename.value}.`, "good");
   });
   rename.addEventListener("keydown", (event) => { if (event.key === "Enter") renamed(); });
   return el("li", {}, el("div", {}, el("strong", { text: one.name }), rename),

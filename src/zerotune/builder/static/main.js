@@ -111,7 +111,7 @@ function first(start, setup) {
   const { messages, state: said } = start;
   draft.plan.version = start.version;
   load({ ...said, setup: { ...DEFAULTS, ...setup, ...said.setup } }, messages,
-    messages.length ? messages[0].text : "", { label: "what is in the file", file: true });
+    messages.length ? messages[0].text : "", { label: "the content of the file", file: true });
 }
 
 // A reload goes on where this tab was; the machine that was described is in no file at all.

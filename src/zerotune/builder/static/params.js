@@ -89,10 +89,10 @@ function about(what, entry) {
   if (!entry) return "";
   const answer = what === "optimizer" ? capabilities[entry.name] : undefined;
   const parts = [`${entry.summary}.`, ...entry.requires.map((need) => `Needs ${need}.`)];
-  if (answer?.missing) parts.push(`${answer.missing} is not installed here: pip install 'zerotune[optimizers]'.`);
+  if (answer?.missing) parts.push(`${answer.missing} is not installed here: run pip install 'zerotune[optimizers]'.`);
   if (answer?.implementation) parts.push(`Run by ${answer.implementation}.`);
   // What it changes where it runs is told by the messages, with the keys that it changes.
-  if (answer?.reason && !answer.runs) parts.push(`Cannot run here: ${answer.reason}.`);
+  if (answer?.reason && !answer.runs) parts.push(`Cannot run on this machine: ${answer.reason}.`);
   return parts.join(" ").replaceAll("..", ".");
 }
 
@@ -117,7 +117,7 @@ function parameters(what, typed) {
       known.filter((parameter) => (isRare(parameter) && !(parameter.name in written)) === wanted));
     fill(byId(`${what}-params`),
       ...usual.map((parameter) => row(what, parameter)),
-      ...foreign.map((name) => row(what, { name, range: "not an argument of this class", choices: [], foreign: true })));
+      ...foreign.map((name) => row(what, { name, range: "not a parameter of this class", choices: [], foreign: true })));
     fill(more.lastElementChild, ...rare.map((parameter) => row(what, parameter)));
     show(more, rare.length > 0);
   }

@@ -89,7 +89,7 @@ export function renderOutputs(data) {
 
 function about() {
   if (current === "running") return runs ? ABOUT.running : "";
-  return runs ? ABOUT[current] : `${ABOUT[current]} It cannot run as it is.`;
+  return runs ? ABOUT[current] : `${ABOUT[current]} The plan cannot run yet.`;
 }
 
 function draw() {
@@ -115,7 +115,7 @@ async function copy() {
     range.selectNodeContents(byId("output"));
     getSelection().removeAllRanges();
     getSelection().addRange(range);
-    status("The browser does not let the page copy here; the text is selected.");
+    status("The browser does not allow copying, so the text is selected instead.");
   }
 }
 

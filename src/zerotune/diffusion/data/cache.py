@@ -130,8 +130,9 @@ class TensorCache:
     """A disk cache of named tensors by key, in safetensors files that are written atomically.
 
     The files are in ``root/<kind>-<digest>/`` and contain the digest of the settings, so a read
-    never returns tensors of different settings. Ranks may write concurrently, because the name of a
-    file is a hash of its keys. Each tensor has a checksum that is verified at every read.
+    never returns tensors that were computed with different settings. Ranks may write concurrently,
+    because the name of a file is a hash of its keys. Each tensor has a checksum that is verified at
+    every read.
 
     Args:
         root: Parent folder of all caches; it may be on a shared disk.
@@ -360,23 +361,25 @@ def cache_latents(
     """Encode all images whose latents are not cached yet. Collective.
 
     The key of an image is a hash of its stored bytes, mask, references, bucket, preparation and
-    mirroring. Masks are stored at latent size as ``loss_masks``, encoded references as
-    ``reference_latents``, (b, r, …) if some images have several references. A file is written
-    every ``shard_size`` images, so a call after an interruption encodes only the missing images,
-    on any number of ranks.
+    mirroring. Masks are stored at latent size as ``loss_masks``, and encoded references as
+    ``reference_latents``. If some images have several references, ``reference_latents`` has the
+    shape (b, r, …). A file is written every ``shard_size`` images, so a call after an interruption
+    encodes only the missing images, on any number of ranks.
 
     Args:
         dataset: Images to encode, also mirrored if the augmentation flips.
         cache: Cache to fill.
-        encode: Function that runs the VAE on a batch of equally sized images. The returned tensors
-            (b, …) are the mean, or mean and deviation, from which each epoch draws new latents.
+        encode: Function that runs the VAE on a batch of equally sized images. It returns tensors
+            (b, …): the mean of the latents, or mean and standard deviation for a loop that draws
+            new latents in each epoch.
         encode_references: Function that encodes reference images; default ``encode``.
         **options: Fields of ``CacheOptions``; by default 4 images per call and 256 per file.
 
     Raises:
         DataError: An image is broken, or the encoder returns the wrong number of tensors or
             non-finite values.
-        InvalidValueError: ``batch_size`` or ``rank`` is out of range, or ``barrier`` is missing.
+        InvalidValueError: ``batch_size`` or ``rank`` is out of range, or ``barrier`` is missing
+            although there are several ranks.
     """
     images = CachedImages(dataset, latents=cache)
     shapes: dict[str, tuple[int, bool]] = {}
@@ -453,14 +456,15 @@ def cache_edits(
     """Encode each caption together with the image that it edits. Collective.
 
     This function replaces ``cache_texts`` for encoders that read caption and image together. Every
-    caption of an image is encoded, with the mirrored image too if the augmentation flips. The empty
-    caption is included if captions are dropped.
+    caption is encoded with its image, and again with the mirrored image if the augmentation flips
+    images. If captions are dropped, the empty caption is encoded as well.
 
     Args:
         dataset: Images with captions and references.
         cache: Cache to fill, of the kind ``EDITS``.
         encode: Function from captions and images to named tensors, batch first.
-        read: Function that returns the encoder's images from a batch; default the reference images.
+        read: Function that returns the images for the encoder from a batch; by default the
+            reference images.
         **options: Fields of ``CacheOptions``; by default 4 texts per call and 64 per file.
 
     Raises:
@@ -579,7 +583,7 @@ class CachedImages:
         )
 
     def words_key(self, caption: str, index: int, *, flipped: bool) -> str:
-        """Return the cache key of a caption, or of caption and image if encoded together.
+        """Return the cache key of a caption, or of a caption and image that are encoded together.
 
         Args:
             caption: Caption, or the empty string if it is dropped.

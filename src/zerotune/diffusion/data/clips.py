@@ -452,7 +452,7 @@ class ClipPlacement(Placement):
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """Indices of the selected frames: those nearest to the times of the target frame rate."""
+        """Indices of the selected frames: at each target time, the nearest source frame."""
         return tuple(
             self.start + int(number * self.step + _HALF) for number in range(self.bucket.frames)
         )
@@ -470,8 +470,8 @@ def _frames_per_second(value: float | Fraction) -> Fraction:
 class ClipBuckets:
     """Buckets of clips: each size of ``sizes`` with each length of ``frames``.
 
-    A clip is assigned to the longest length that it fills and to the size with the nearest aspect
-    ratio. A clip that is longer than its bucket loses frames at both ends.
+    A clip is assigned to the longest length for which it has enough frames, and to the size with
+    the nearest aspect ratio. A clip that is longer than its bucket loses frames at both ends.
 
     Raises:
         InvalidValueError: The VAE does not support a length, or ``fps`` is not above 0.
@@ -517,7 +517,7 @@ class ClipBuckets:
         return Fraction(1) if self.fps is None else item.rate / self.fps
 
     def length(self, item: ClipItem) -> int | None:
-        """Return the longest length that a clip fills; ``None`` if the clip fills no length.
+        """Return the longest length for which a clip has enough frames, or ``None``.
 
         Args:
             item: Metadata of the clip.
@@ -598,7 +598,7 @@ class ClipBuckets:
                 before=there,
                 after=sum(spans),
                 reason="clips that are longer than their bucket lose frames at both ends; to use "
-                "all frames, cut long clips into several",
+                "all frames, cut long clips into several clips",
             )
 
 

@@ -196,8 +196,8 @@ class ImageFolder(EncodedSource):
 
     Args:
         root: The folder. Names that begin with a dot are ignored.
-        captions: Files with captions. By default ``metadata.jsonl`` is used if it exists, then
-            ``metadata.csv``, otherwise text files next to the images.
+        captions: Files with captions. The default is ``metadata.jsonl`` if this file exists, else
+            ``metadata.csv``, else text files next to the images.
         masks: Suffix of mask names before the extension; ``None`` for no masks.
         references: Suffix of reference names before the extension. If one image has a reference,
             every image needs at least one.
@@ -207,8 +207,8 @@ class ImageFolder(EncodedSource):
         check: ``"whole"``, the default, decodes every image at the start; ``"header"`` reads only
             the size of each image.
         on_broken: ``"skip"``, the default, skips broken images; ``"error"`` raises an error. An
-            image is also broken if it is listed in the metadata but does not exist, if its mask
-            differs in aspect ratio, or if its reference is missing.
+            image also counts as broken if it is listed in the metadata but does not exist, if its
+            mask has a different aspect ratio, or if its reference is missing.
 
     Raises:
         DataError: There are no images, or a caption file is malformed.
@@ -269,7 +269,7 @@ class ImageFolder(EncodedSource):
         return self._root / self._items[index].name
 
     def beside(self, index: int) -> Mapping[str, Path | bytes]:
-        """Return the mask and references of an image by kind, as paths."""
+        """Return the paths of an image's mask and references, keyed by kind."""
         return self._files_beside(self._items[index].name)
 
     def _stamp(self, name: str) -> Stamp | None:
@@ -309,7 +309,7 @@ def _pair_across(
             beside.setdefault(name, {})[kind] = str(folder / other)
     if not any(kind in found for found in beside.values()):
         raise DataError(
-            "contains no file that is named like an image",
+            "contains no file with the name of an image of the dataset",
             key="reference_folder",
             value=str(folder),
             fix="give references the names of their images: conditions/cat.png for photos/cat.jpg",

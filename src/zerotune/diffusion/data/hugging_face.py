@@ -37,7 +37,7 @@ class HuggingFaceImages(EncodedSource):
     """Images of a dataset of the ``datasets`` library, from disk or the hub.
 
     The images stay encoded in the dataset's files. EXIF orientation and transparency are handled by
-    zerotune, not by the library. For streaming datasets use ``StreamedImages``.
+    zerotune, not by ``datasets``. For streaming datasets use ``StreamedImages``.
 
     Args:
         dataset: A dataset from ``datasets.load_dataset(..., split="train")``.
@@ -45,7 +45,8 @@ class HuggingFaceImages(EncodedSource):
         caption: Name of the caption column; ``None`` for no captions. A row may contain a
             list of captions.
         reference: Name of the column with the images before an edit or the conditions of a
-            ControlNet. With several columns, a row may leave all but the first empty.
+            ControlNet. With several reference columns, a row may leave all columns but the first
+            empty.
         check: ``"whole"``, the default, decodes every image at the start; ``"header"`` reads only
             the size of each image.
         on_broken: ``"skip"``, the default, skips broken images; ``"error"`` raises an error.

@@ -81,7 +81,7 @@ class BrokenPolicy(Protocol):
     """Protocol: handles a broken image."""
 
     def broken(self, image: BrokenImage) -> None:
-        """Return to skip the image, or raise an error to stop.
+        """Handle a broken image: return to skip the image, or raise an error to stop the run.
 
         Args:
             image: Name of the image and reason of the failure.
@@ -136,7 +136,8 @@ def named_policy(
             "is not the name of a policy",
             key=key,
             value=value,
-            fix=f"write one of {', '.join(map(repr, kinds))}, or pass an object with {method}()",
+            fix=f"write one of {', '.join(map(repr, kinds))}, or pass an object with the method "
+            f"{method}",
         )
     return value
 
@@ -181,7 +182,7 @@ class WholeImage:
 class HeaderOnly:
     """Read only the size of each image from its header.
 
-    An image that is damaged after its header stops the run when it is read. PNG files are always
+    Reading an image that is damaged after its header stops the run. PNG files are always
     read completely, because the orientation may be stored at the end.
     """
 
@@ -258,7 +259,7 @@ def readable_errors() -> tuple[type[Exception], ...]:
 
 
 def write_broken(broken: Iterable[BrokenImage], path: str | os.PathLike[str]) -> None:
-    """Write the names and reasons of broken images to a file, one JSON object per line.
+    """Write each broken image's name and defect to a file, one JSON object per line.
 
     Args:
         broken: Broken images, such as the ``broken`` of a source.

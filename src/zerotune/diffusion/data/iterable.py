@@ -55,10 +55,11 @@ class _Arrived:
 class StreamedImages:
     """Endless micro batches, each from one bucket, of samples that are read in sequence.
 
-    Images wait until their bucket has a full micro batch, if necessary into the next epoch. Every
-    rank reads the whole stream but prepares only its share, so the order does not depend on the
-    number of ranks. With local files, use ``TarShards`` or ``HuggingFaceImages``, where each rank
-    reads only its share. A resume reads and discards all samples that the run has already read.
+    Images are buffered until their bucket has a full micro batch, if necessary into the next epoch.
+    Every rank reads the whole stream but prepares only its share, so the order does not depend on
+    the number of ranks. With local files, use ``TarShards`` or ``HuggingFaceImages``, where each
+    rank reads only its share. A resume reads and discards all samples that the run has already
+    read.
 
     Args:
         samples: An iterable that can be restarted and yields the same samples on all ranks, such as
@@ -123,7 +124,7 @@ class StreamedImages:
         return stack_samples([self._prepare(arrived) for arrived in step[self._rank]])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the stream position and the waiting images, the same on every rank."""
+        """Return the positions of the stream and the buffered images, the same on every rank."""
         waiting = [arrived.draw for of in self._waiting.values() for arrived in of]
         return {
             "epoch": self._epoch,

@@ -98,7 +98,7 @@ class Mixture:
         return (*self._own, *itertools.chain.from_iterable(theirs))
 
     def over(self, sets: Mapping[str, BucketedDataset]) -> Mixture:
-        """Return the mixture with different datasets of the same images, such as cached latents.
+        """Return a copy that reads the same images from different datasets, such as cached latents.
 
         Args:
             sets: Dataset for each name in the attribute ``sets``.

@@ -23,7 +23,7 @@ def derive_seed(seed: int, *parts: object) -> int:
 
     Args:
         seed: Seed of the run.
-        parts: Purpose of the seed, such as a name and an epoch; ``str`` is applied to each part.
+        parts: Purpose of the seed, such as a name and an epoch; each part is converted to a string.
     """
     text = "/".join(str(part) for part in (seed, *parts))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
@@ -67,7 +67,7 @@ class SampleOrder:
 
 @attrs.frozen(kw_only=True)
 class Draw:
-    """One use of one image; the use determines flips and dropped captions."""
+    """One use of one image; flips and dropped captions are drawn for each use."""
 
     index: int
     """Index of the image in its dataset."""

@@ -97,7 +97,7 @@ class PreferencePairs:
         return {**self.sets["preferred"][use], **beside}
 
     def over(self, sets: Mapping[str, BucketedDataset]) -> PreferencePairs:
-        """Return the pairs with different datasets of the same images, such as cached latents.
+        """Return a copy that reads the same images from different datasets, such as cached latents.
 
         Args:
             sets: Dataset for each name in the attribute ``sets``.
@@ -125,9 +125,9 @@ def _check_partners(preferred: ImageSource, rejected: ImageSource) -> None:
         return
     alone = sorted(set(names[0]) ^ set(names[1]))
     raise DataError(
-        f"some images are without a partner of the same name: {listing(alone)}"
+        f"some images have no partner of the same name: {listing(alone)}"
         if alone
-        else "several images share a name, and their order differs",
+        else "several images share a name, and the order of the images differs",
         key="rejected",
         value=f"{len(names[1])} images for {len(names[0])} preferred images",
         fix="give both images of a pair the same name, and repair images that were skipped as "

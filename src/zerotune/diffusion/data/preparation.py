@@ -163,7 +163,7 @@ class TagShuffle:
 
 @attrs.frozen(kw_only=True)
 class Augmentation:
-    """Random variations of each image, determined by seed, image and epoch."""
+    """Random variations of images and captions, reproducible from the seed."""
 
     flip: float = attrs.field(default=0.0, validator=validated(probability))
     """Probability of mirroring an image horizontally."""
@@ -182,7 +182,7 @@ class Augmentation:
         """Return whether the image is mirrored.
 
         Args:
-            draw: Index of the image and number of the use.
+            draw: Index of the image and number of its previous uses.
         """
         return self._chance("flip", draw) < self.flip
 
@@ -190,7 +190,7 @@ class Augmentation:
         """Return whether the caption is replaced by the empty text.
 
         Args:
-            draw: Index of the image and number of the use.
+            draw: Index of the image and number of its previous uses.
         """
         return self._chance("caption", draw) < self.caption_dropout
 
@@ -201,7 +201,7 @@ class Augmentation:
 
         Args:
             captions: All captions of the image.
-            draw: Index of the image and number of the use.
+            draw: Index of the image and number of its previous uses.
         """
         if self.drops_caption(draw):
             return ""
@@ -326,7 +326,7 @@ class PreparedImages:
         """Return the caption for one use of an image; empty if the caption is dropped.
 
         Args:
-            draw: Index of the image and number of the use.
+            draw: Index of the image and number of its previous uses.
         """
         return self.augmentation.words(self.source.item(draw.index).captions, draw)
 

@@ -365,7 +365,7 @@ class EncodedSource:
         raise NotImplementedError
 
     def beside(self, index: int) -> Mapping[str, Path | bytes]:  # noqa: ARG002 - for subclasses
-        """Return the mask and references of an image by kind, as paths or bytes.
+        """Return the paths or bytes of an image's mask and references, keyed by kind.
 
         Args:
             index: Index of the image.
@@ -506,7 +506,7 @@ def scan(
         stamps: Names in order, each with the stamp of its files.
         look: Function that returns the size of a named image, or size and length of a named clip.
         item: Function that creates an item from a name and the result of ``look``.
-        index: Cache of sizes that earlier starts have read.
+        index: Cache of sizes that earlier runs have read.
         on_broken: Policy for unreadable images.
         strays: Images known to be broken, reported first.
         missing: Images that do not exist, reported last.
@@ -596,7 +596,7 @@ def _companion_decisions(counts: Mapping[str, int], of: int) -> tuple[Decision, 
     effect = {
         MASK: "white pixels count in the loss, black ones do not; without a mask all pixels count",
         REFERENCE: "references are images before an edit or conditions of a ControlNet",
-        **dict.fromkeys(REFERENCES[1:], "all references of an image are edited together"),
+        **dict.fromkeys(REFERENCES[1:], "one edit uses all references of an image"),
     }
     return tuple(
         Decision(
@@ -616,7 +616,7 @@ def companions_of(source: Any) -> frozenset[str]:
 
 
 def by_reference(each: Sequence[T], *, key: str) -> dict[str, T]:
-    """Return the values by reference name: ``reference``, ``reference2``, and so on.
+    """Map the reference names ``reference``, ``reference2``, … to the given values.
 
     Args:
         each: One value per reference, in order.
@@ -686,7 +686,7 @@ class RepeatedSource:
 
 
 class JoinedSources:
-    """A concatenation of sources; ``RepeatedSource`` gives a source more weight.
+    """A concatenation of sources; to give a source more weight, use ``RepeatedSource``.
 
     Args:
         sources: At least one source.

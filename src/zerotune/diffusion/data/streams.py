@@ -79,7 +79,7 @@ class ImageTensors(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
                 "images and labels must have the same length, at least 1",
                 key="labels",
                 value=None if labels is None else len(labels),
-                fix=f"pass as many labels as images ({len(images)}), at least 1",
+                fix=f"pass at least one image, and one label per image ({len(images)})",
             )
         self.decisions = _check_range(images)
         announce(self.decisions)
@@ -167,8 +167,8 @@ def stack_samples(samples: list[Any]) -> Batch:
 def stack_named(rows: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """Stack the tensors of several samples by name.
 
-    Tensors with the same name must have equal shapes. Only tensors with a mask may differ in
-    length; they and their masks are padded with zeros. ``row_of`` removes the padding.
+    Tensors with the same name must have equal shapes, but tensors with a mask may differ in length.
+    Shorter tensors and their masks are padded with zeros, which ``row_of`` removes.
     """
     batch = {}
     for name in rows[0] if rows else ():
@@ -431,9 +431,9 @@ class BucketStream(_OrderedStream):
     """Endless micro batches of a bucketed dataset, each from a single bucket.
 
     Every rank gets a full micro batch at every step. The sequence of micro batches does not depend
-    on the number of ranks: rank r of w gets every w-th micro batch, starting with r. A run that
-    resumes with a different number of ranks continues the same sequence. With a different micro
-    batch size, a resumed run continues with the unused images.
+    on the number of ranks: rank r of w gets every w-th micro batch, starting with micro batch r. A
+    run that resumes with a different number of ranks continues the same sequence. With a different
+    micro batch size, a resumed run continues with the images that have not been used yet.
 
     Args:
         dataset: Bucketed dataset, such as ``PreparedImages`` or ``CachedImages``.
@@ -494,7 +494,7 @@ class BucketStream(_OrderedStream):
 
     @property
     def used(self) -> dict[str, int]:
-        """Number of images that all ranks have used of each set; empty without a mixture."""
+        """Number of images used by all ranks together, by set; empty without a mixture."""
         shares = self._order.shares
         if not shares:
             return {}
@@ -502,7 +502,7 @@ class BucketStream(_OrderedStream):
         return dict(zip(names, self._order.used_of_shares(self._position), strict=True))
 
     def explain(self) -> str:
-        """Return a text with repeats and used images of each set; empty without a mixture."""
+        """Describe the repeats and the used images of each set; empty without a mixture."""
         used = self.used
         rows = [
             f" {share.name}: {len(share.images)} images, each {float(share.repeats):g} "
@@ -633,7 +633,7 @@ class RepeatedBatches:
             batch = next(self._iterator, None)
         if batch is None:
             raise DataError(
-                f"yielded no batch after {self._count} batches",
+                f"ended after {self._count} batches and cannot be restarted",
                 key="data",
                 value=type(self._batches).__name__,
                 fix="pass an iterable that can be restarted, such as a list, not a generator",
@@ -725,8 +725,8 @@ class PriorPreservation:
     """Micro batches that join instance and prior samples, with the loss weights of DreamBooth.
 
     The loss of a batch is ``instance_loss + weight * prior_loss``; each loss is a mean over its
-    samples. The plan's micro batch size is the sum of the two streams' micro batch sizes. The
-    streams have separate orders and epochs::
+    samples. The plan's micro batch size is the sum of the two streams' micro batch sizes. Instances
+    and priors have separate orders and epochs::
 
         data = PriorPreservation(
             instances=DataStream(photos, micro_batch_size=2),

@@ -42,7 +42,7 @@ Embeddings = Mapping[str, torch.Tensor]
 
 
 class FrozenParts:
-    """A diffusers pipeline without its trained model, complete on every rank, without gradients.
+    """The frozen parts of a diffusers pipeline, unpartitioned on every rank.
 
     ``on`` moves some parts to a device temporarily, and ``release`` moves all parts to the host.
 
@@ -144,7 +144,7 @@ class FrozenParts:
 
         Args:
             device: Target device.
-            names: Names of the parts to move; default all parts.
+            names: Names of the parts to move; by default all parts.
         """
         for name, module in self.modules.items():
             if names is None or name in names:
@@ -479,7 +479,7 @@ class TrainedEncoder(torch.nn.Module):
 
 
 def call_cast(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Call a model, casting a pipeline's arguments to its dtype except time steps and sizes."""
+    """Call a model; cast floats, except time steps and sizes, to the model's dtype."""
     names = inspect.signature(primary_of(model).forward).parameters
     arguments = [
         value if name in _KEPT_EXACT else _cast_floats(value, model.dtype)

@@ -43,7 +43,7 @@ EMAPlace = Literal["none", "host", "device", "nvme"]
 
 @attrs.frozen(kw_only=True)
 class Workload:
-    """Batch size, resolution, and users of memory besides the optimizer."""
+    """Batch size, resolution, and options that affect memory, such as EMA."""
 
     batch: int = 1
     """Samples per forward pass and rank."""
@@ -404,7 +404,7 @@ class Costing:
         return resolved.uses_deepspeed and offloads and not self.steps_in_one_pass
 
     def host_gradients(self, blocks: Iterable[float], pin: bool, note: str) -> Iterator[MemoryItem]:
-        """Yield the gradients of offloaded master weights, for blocks of these sizes."""
+        """Yield the gradients of offloaded master weights, for blocks of the given sizes."""
         blocks, master = tuple(blocks), self.master_bytes
         wide = [master * block for block in blocks]
         if not (self.reduces_nothing and self.element < master):
@@ -1021,8 +1021,8 @@ def with_units_kept(estimate: MemoryEstimate, usable: int) -> ResolvedPlan:
         key="streamed.memory",
         before=resolved.streaming.memory,
         after=memory,
-        reason=f"of {format_size(usable)} of usable device memory, {format_size(others)} are for "
-        f"other components; all units have {format_size(total)}",
+        reason=f"of {format_size(usable)} of usable device memory, other components need "
+        f"{format_size(others)}; all units together have {format_size(total)}",
     )
     return attrs.evolve(
         resolved,
@@ -1118,7 +1118,7 @@ def estimate_resolved(resolved: ResolvedPlan, workload: Workload) -> MemoryEstim
 
     Args:
         resolved: Plan that was resolved with its model.
-        workload: Batch size, resolution, and users of memory besides the optimizer.
+        workload: Batch size, resolution, and options that affect memory, such as EMA.
     """
     model = resolved.model
     if model is None:

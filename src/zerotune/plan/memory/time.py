@@ -45,7 +45,7 @@ def _rate_field() -> Any:
 
 @attrs.frozen(kw_only=True)
 class Rates:
-    """Speeds of a machine per second, for a single process on an idle machine."""
+    """Speeds of an idle machine per second, for a single process."""
 
     products: float = _rate_field()
     """Floating-point operations of matrix products in bf16 or fp16, forward and backward; a
@@ -262,7 +262,7 @@ def hardware_key(platform: Platform) -> str:
 
 
 def known_rates(platform: Platform, *, file: Path | None = None) -> Rates:
-    """Return the measured rates of this hardware, or catalogued rates if there are none.
+    """Return the measured rates of this hardware, or catalogued rates if it was not measured.
 
     Args:
         platform: The machine.
@@ -604,7 +604,7 @@ class _Stretch:
     """Share of each overlapping phase."""
 
     def seconds(self, lanes: Mapping[StepPhase, Mapping[Lane, float]]) -> float:
-        """Return the longer of two times: the passes one after another, or the busiest lane."""
+        """Return the total time of the passes, or that of the busiest lane if it is longer."""
         one_by_one = sum(share * max(lanes[one].values()) for one, share in self.passes.items())
         total: dict[Lane, float] = {}
         for phase, share in (*self.passes.items(), *self.beside.items()):
@@ -632,7 +632,7 @@ class StepTime:
 
     @property
     def phases(self) -> dict[str, float]:
-        """Seconds of each phase by itself, determined by its busiest lane."""
+        """Seconds of each phase without overlap with other phases."""
         return {phase: max(lanes.values()) for phase, lanes in self._lanes.items() if lanes}
 
     @property
@@ -644,7 +644,7 @@ class StepTime:
         return found
 
     def scheduled(self, schedule: Schedule) -> float:
-        """Return the seconds of a step with this schedule of the optimizer.
+        """Return the seconds of a step if the optimizer runs at the times of ``schedule``.
 
         An optimizer on the device never overlaps with passes.
 
